@@ -1,0 +1,1 @@
+"""Pipeline-parallel training in JAX that stays fast when links turn slow or fail."""

@@ -1,0 +1,145 @@
+"""What rank 0 tells of a run: worked out on a thread of its own, off the step's path.
+
+Messages are dictionaries of JSON's types with a `kind`:
+
+- `started`: what runs; the fields of `RunHeader` that only a rank knows.
+- `step`: the fields of a `StepRecord`.
+- `timelines`: a sampled step, planned and measured, as `Timeline.to_json`.
+- `event`: the fields of an `Event`.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Self
+
+from jaxmorph.config import Config
+from jaxmorph.control.profiler import Profiler
+from jaxmorph.runtime.report import StepTotals, measured_timeline, total_compilations
+from jaxmorph.schedule.planner import Plan
+from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.timeline import Timeline
+
+Message = dict[str, Any]
+
+
+class Bookkeeper:
+    """Turns ranks' reports into records of steps.
+
+    Args:
+        config: The run.
+        plan: The plan in force.
+        profiler: What has been measured before the first step; it learns from every step.
+        tell: Takes the messages.
+        active: False on ranks that keep no books: then every call does nothing.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        profiler: Profiler,
+        tell: Callable[[Message], None],
+        *,
+        active: bool,
+    ) -> None:
+        self._config = config
+        self._plan = plan
+        self._profiler = profiler
+        self._tell = tell
+        self._began_s = time.monotonic()
+        self._last: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "jaxmorph-bookkeeper") if active else None
+
+    def start(self, data: str, num_parameters: int, layers: Sequence[range]) -> None:
+        """Tell what runs.
+
+        Args:
+            data: Where the text comes from.
+            num_parameters: Of the whole model.
+            layers: Of each stage.
+        """
+        self._submit(self._tell_start, data, num_parameters, [len(part) for part in layers])
+
+    def note(
+        self, step: int, totals: StepTotals, reports: Sequence[Message], step_s: float
+    ) -> None:
+        """Tell how a step went.
+
+        Args:
+            step: Its number.
+            totals: Its scalars.
+            reports: All ranks' reports.
+            step_s: From barrier to barrier.
+        """
+        self._submit(self._tell_step, step, totals, reports, step_s)
+
+    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+        if self._thread is None:
+            return
+        if self._last is not None and self._last.done():
+            self._last.result()  # raises what went wrong there
+        self._last = self._thread.submit(work, *arguments)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=kind is None, cancel_futures=kind is not None)
+            if kind is None and self._last is not None:
+                self._last.result()
+
+    def _tell_start(self, data: str, num_parameters: int, layers: list[int]) -> None:
+        header = {
+            "data": data,
+            "num_parameters": num_parameters,
+            "layers_per_stage": layers,
+            "schedule": self._plan.schedule.name,
+            "warmup_forwards": self._plan.schedule.warmup_forwards,
+        }
+        self._tell({"kind": "started", "header": header})
+        self._tell_event(0, "plan_adopted", self._plan.reason)
+
+    def _tell_step(
+        self, step: int, totals: StepTotals, reports: Sequence[Message], step_s: float
+    ) -> None:
+        profile = self._profiler.profile()
+        planned = simulate(self._plan.schedule, profile.costs, profile.links)
+        measured = measured_timeline(reports)
+        self._profiler.observe(measured)
+        record = {
+            "step": step,
+            "loss": totals.loss,
+            "grad_norm": totals.grad_norm,
+            "step_s": step_s,
+            "tokens_per_s": self._config.tokens_per_step / step_s,
+            "schedule": self._plan.schedule.name,
+            "warmup_forwards": self._plan.schedule.warmup_forwards,
+            "routes": {str(link): route for link, route in self._plan.routes.items()},
+            "predicted_step_s": planned.makespan_ms / 1e3,
+            "bubble_rate": measured.bubble_rate,
+            "peak_live": measured.peak_live(self._config.schedule.live_until),
+            "compilations": total_compilations(reports),
+            "planned_bubble_rate": planned.bubble_rate,
+        }
+        self._tell({"kind": "step", "record": record})
+        if not math.isfinite(totals.grad_norm):
+            self._tell_event(step, "update_skipped", f"gradient norm {totals.grad_norm}")
+        if self._is_sampled(step):
+            self._tell_timelines(step, planned, measured)
+
+    def _is_sampled(self, step: int) -> bool:
+        every = self._config.trace.every_steps
+        is_last = step == self._config.run.steps - 1
+        return is_last or (every > 0 and step % every == 0)
+
+    def _tell_timelines(self, step: int, planned: Timeline, measured: Timeline) -> None:
+        timelines = {"planned": planned.to_json(), "measured": measured.to_json()}
+        self._tell({"kind": "timelines", "step": step, "timelines": timelines})
+
+    def _tell_event(self, step: int, kind: str, detail: str) -> None:
+        time_s = time.monotonic() - self._began_s
+        event = {"time_s": time_s, "step": step, "kind": kind, "link": None, "detail": detail}
+        self._tell({"kind": "event", "event": event})

@@ -1,0 +1,95 @@
+"""Reads a configuration file and its overrides into a checked `Config`, and writes one back."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from jaxmorph.config.origin import Origin
+from jaxmorph.config.overrides import Override, apply_overrides
+from jaxmorph.config.problems import find_problems, printable, show
+from jaxmorph.config.schema import Config
+from jaxmorph.config.sections import Run
+from jaxmorph.config.yaml_text import NotYamlError, format_yaml, parse_yaml
+from jaxmorph.errors import UserError
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a run's configuration, with every mistake told in one line.
+
+    Where the file and the overrides leave them out, `run.dir` is `runs/` and the file's name, and
+    `optimizer.warmup_steps` a tenth of `run.steps`.
+
+    Args:
+        path: a YAML file, UTF-8.
+        overrides: `section.key=value` each, the value read as YAML; a mapping replaces a section.
+
+    Returns:
+        The checked configuration.
+
+    Raises:
+        UserError: naming the file or override, the key, what was got and what was expected.
+    """
+    name = printable(str(path))
+    parsed = tuple(Override.parse(text) for text in overrides)
+    tree = _with_derived_defaults(apply_overrides(_read_tree(path, name), parsed), Path(path).stem)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        problems = find_problems(Config, error, tree)
+        raise Origin(name, parsed).error(problems) from error
+
+
+def dump_config(config: Config) -> str:
+    """Writes a configuration as YAML, every key spelled out, that loads back to an equal one.
+
+    Args:
+        config: the configuration.
+
+    Returns:
+        The YAML text.
+    """
+    return format_yaml(config.model_dump(mode="json"))
+
+
+def _read_tree(path: str | Path, name: str) -> dict[str, Any]:
+    """The mapping in a configuration file."""
+    try:
+        tree = parse_yaml(_read_text(path, name))
+    except NotYamlError as error:
+        raise UserError(f"{name}: not YAML: {error}") from error
+    if tree is None:
+        raise UserError(f"{name}: the file is empty, expected sections such as 'run' and 'model'")
+    if not isinstance(tree, Mapping):
+        raise UserError(f"{name}: got {show(tree)}, expected sections such as 'run' and 'model'")
+    return dict(tree)
+
+
+def _read_text(path: str | Path, name: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        reason = "no such file"
+    except IsADirectoryError:
+        reason = "got a folder"
+    except UnicodeDecodeError as error:
+        reason = f"not UTF-8 text (byte {error.start} is {error.object[error.start]:#04x})"
+    except (OSError, ValueError) as error:
+        reason = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    raise UserError(f"{name}: {reason}, expected a YAML file") from None
+
+
+def _with_derived_defaults(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Fills in the defaults that follow from the file's name and from other keys."""
+    derived = _under(tree, "run", {"dir": f"runs/{name}", "steps": Run().steps})
+    run = derived["run"]
+    if isinstance(run, Mapping) and isinstance(run["steps"], int):
+        derived = _under(derived, "optimizer", {"warmup_steps": max(run["steps"], 0) // 10})
+    return derived
+
+
+def _under(tree: Mapping[str, Any], section: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree with a section's defaults put under what the section says."""
+    given = tree.get(section) or {}
+    return {**tree, section: {**defaults, **given} if isinstance(given, Mapping) else given}

@@ -1,0 +1,79 @@
+"""The whole configuration of a run as one typed tree, and the rules that join its sections."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from jaxmorph.config.problems import CROSS_FIELD, Problem, mismatch
+from jaxmorph.config.sections import (
+    Batch,
+    Data,
+    Emulation,
+    Model,
+    Optimizer,
+    Parallelism,
+    Precision,
+    Routes,
+    Run,
+    Schedule,
+    Timeouts,
+    Trace,
+)
+
+
+class Config(BaseModel):
+    """One run, complete and checked as far as that goes without the model and the data.
+
+    Sizes that depend on the model (more stages than layers, a vocabulary too small) are checked
+    where the model is known, and reported with `config_error` in the same form.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    run: Run = Field(default_factory=Run)
+    model: Model = Field(default_factory=Model)
+    data: Data = Field(default_factory=Data)
+    parallelism: Parallelism = Field(default_factory=Parallelism)
+    batch: Batch = Field(default_factory=Batch)
+    schedule: Schedule = Field(default_factory=Schedule)
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    precision: Precision = Field(default_factory=Precision)
+    stash: Literal["full", "recompute"] = "full"
+    routes: Routes = Field(default_factory=Routes)
+    emulation: Emulation = Field(default_factory=Emulation)
+    trace: Trace = Field(default_factory=Trace)
+    timeouts: Timeouts = Field(default_factory=Timeouts)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step is trained on."""
+        return self.batch.microbatches * self.batch.microbatch_size * self.data.sequence_length
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> "Config":
+        problems = tuple(_disagreements(self))
+        if problems:
+            context = {"problems": problems, "first": f"{problems[0].key}: {problems[0].says}"}
+            raise PydanticCustomError(CROSS_FIELD, "{first}", context)
+        return self
+
+
+def _disagreements(config: Config) -> Iterator[Problem]:
+    """What the sections contradict one another in, in the order of the tree."""
+    for key, value in _per_stage_values(config):
+        if isinstance(value, tuple) and len(value) != config.parallelism.stages:
+            expected = f"a list of {config.parallelism.stages}, one for each of parallelism.stages"
+            yield mismatch(key, list(value), expected)
+    if config.optimizer.warmup_steps > config.run.steps:
+        expected = f"at most run.steps, which is {config.run.steps}"
+        yield mismatch("optimizer.warmup_steps", config.optimizer.warmup_steps, expected)
+
+
+def _per_stage_values(config: Config) -> Iterator[tuple[str, Any]]:
+    yield "parallelism.layers", config.parallelism.layers
+    yield "schedule.max_live", config.schedule.max_live
+    accelerator = config.emulation.accelerator
+    for name in type(accelerator).model_fields if accelerator else ():
+        yield f"emulation.accelerator.{name}", getattr(accelerator, name)

@@ -1,0 +1,210 @@
+"""The sections of a run's configuration: their keys, types, defaults and units.
+
+Values are taken strictly: `"12"` or `true` is no number, `.nan` and `.inf` are refused, and a whole
+number is welcome where any number is. Each field says in words what it expects, for errors.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a field expects, in the words an error uses after "expected"."""
+
+    text: str
+
+
+_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+LARGEST = 2**31 - 1  # everything counted here ends up in an int32 somewhere
+
+Text = Annotated[str, Field(min_length=1), Expected("text")]
+Count = Annotated[int, Field(ge=1, le=LARGEST), Expected("a whole number of at least 1")]
+CountOrZero = Annotated[int, Field(ge=0, le=LARGEST), Expected("a whole number of at least 0")]
+Positive = Annotated[float, Field(gt=0), Expected("a number above 0")]
+NotNegative = Annotated[float, Field(ge=0), Expected("a number of at least 0")]
+Fraction = Annotated[float, Field(ge=0, le=1), Expected("a number from 0 to 1")]
+Momentum = Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")]
+# Lists are the only leniently typed values: YAML has no tuples.
+Counts = Annotated[tuple[Count, ...], Field(strict=False)]
+Positives = Annotated[tuple[Positive, ...], Field(strict=False)]
+PerStageMs = Annotated[
+    Positive | Positives,
+    Expected("milliseconds above 0: one number, or a list with one for each stage"),
+]
+Option = int | float | str | bool | None  # of a model's factory
+ScheduleName = Literal["gpipe", "1f1b", "zb-h1", "zb-h2", "paper", "adaptive"]
+
+
+class Section(BaseModel):
+    """A frozen group of keys; a section left empty in the file has all its defaults."""
+
+    model_config = _STRICT
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_all_defaults(cls, section: Any) -> Any:
+        return {} if section is None else section
+
+
+class Run(Section):
+    """Where the run writes, its random seed and its length in optimizer steps."""
+
+    dir: Text = "runs/run"
+    seed: CountOrZero = 0
+    steps: Count = 100
+
+
+class Model(Section):
+    """Which model; every key beyond `factory` and `preset` is passed to the factory."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Option] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        init=False
+    )
+
+    factory: Annotated[
+        str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"), Expected("a Python module's name")
+    ] = "models.gpt2"
+    preset: Text = "tiny"
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """The keys for the factory, as they stand in the configuration."""
+        return dict(self.__pydantic_extra__)
+
+
+class Data(Section):
+    """What the model reads; no path: the sources of Python's standard library.
+
+    No `vocab_size` is the tokenizer's own, or for a token array what its largest id needs.
+    """
+
+    path: Annotated[
+        str | None, Field(min_length=1), Expected("a file, a folder, or null for the default text")
+    ] = None
+    tokenizer: Annotated[
+        str, Field(min_length=1), Expected("bytes, or the path of a tokenizer.json")
+    ] = "bytes"
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    vocab_size: Annotated[Count | None, Expected("null, or a whole number of at least 1")] = None
+    sequence_length: Count = 128
+
+
+class Parallelism(Section):
+    """How many stages the model is cut into, and how many layers each one gets."""
+
+    stages: Count = 1
+    data: Annotated[
+        int, Field(ge=1, le=1), Expected("1 (data parallelism is not supported yet)")
+    ] = 1
+    tensor: Annotated[
+        int, Field(ge=1, le=1), Expected("1 (tensor parallelism is not supported yet)")
+    ] = 1
+    layers: Annotated[
+        Literal["auto"] | Counts,
+        Expected("auto, or a list with the number of layers of each stage (at least 1)"),
+    ] = "auto"
+
+
+class Batch(Section):
+    """The sequences of one optimizer step: microbatches times sequences in each."""
+
+    microbatches: Count = 8
+    microbatch_size: Count = 4
+
+
+class Schedule(Section):
+    """The order of work on the stages, and how many microbatches a stage may hold."""
+
+    name: ScheduleName = "adaptive"
+    max_live: Annotated[
+        Count | Counts | None,
+        Expected("null, a whole number of at least 1, or a list with one for each stage"),
+    ] = None
+    live_until: Literal["B", "W"] = "B"
+
+    def max_live_per_stage(self, num_stages: int) -> tuple[int, ...] | None:
+        """Each stage's cap on live microbatches, or None when there is none."""
+        if isinstance(self.max_live, int):
+            return (self.max_live,) * num_stages
+        return self.max_live
+
+
+class Optimizer(Section):
+    """AdamW after a linear warm-up, on a cosine down to a fraction of the peak rate."""
+
+    learning_rate: Positive = 6e-4
+    warmup_steps: CountOrZero = 0
+    weight_decay: NotNegative = 0.1
+    clip_norm: Annotated[float | None, Field(gt=0), Expected("a number above 0, or null")] = 1.0
+    beta1: Momentum = 0.9
+    beta2: Momentum = 0.95
+    final_learning_rate_fraction: Fraction = 0.1
+
+
+class Precision(Section):
+    """The type of activations and of the weights in use; parameters stay float32."""
+
+    compute: Literal["float32", "bfloat16"] = "float32"
+
+
+class Routes(Section):
+    """How transfers travel where no link is named."""
+
+    default: Annotated[
+        Literal["direct"], Expected("direct (delegated routes are not available yet)")
+    ] = "direct"
+
+
+class Accelerator(BaseModel):
+    """Op durations in milliseconds to which the runtime paces each stage."""
+
+    model_config = _STRICT
+
+    forward_ms: PerStageMs
+    backward_input_ms: PerStageMs
+    backward_weight_ms: PerStageMs
+
+
+class Emulation(Section):
+    """What is emulated; with no accelerator, ops run as fast as this machine computes them."""
+
+    accelerator: Annotated[
+        Accelerator | None,
+        Expected("null, or forward_ms, backward_input_ms and backward_weight_ms"),
+    ] = None
+
+
+class Trace(Section):
+    """Which steps leave a Chrome trace: every N-th, none for 0."""
+
+    every_steps: CountOrZero = 20
+
+
+class Timeouts(Section):
+    """How long, in seconds, ranks wait for one another: to start, and within a step."""
+
+    start_s: Positive = 120.0
+    step_s: Positive = 60.0
+
+
+def per_stage(value: float | tuple[float, ...], num_stages: int) -> tuple[float, ...]:
+    """Spreads one number over all stages; a tuple with one for each stage stays as it is.
+
+    Args:
+        value: one number, or one for each stage.
+        num_stages: how many stages there are.
+
+    Returns:
+        `num_stages` numbers.
+
+    Raises:
+        ValueError: the tuple has another length.
+    """
+    numbers = value if isinstance(value, tuple) else (value,) * num_stages
+    if len(numbers) != num_stages:
+        raise ValueError(f"got {len(numbers)} numbers, expected one for each of {num_stages}")
+    return numbers

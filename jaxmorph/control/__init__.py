@@ -1,0 +1,1 @@
+"""Decides from timings: what ops and links cost now."""

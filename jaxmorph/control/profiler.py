@@ -1,0 +1,128 @@
+"""From measured timelines to what ops and links cost now: running medians, robust to spikes."""
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxmorph.program.instructions import Transfer
+from jaxmorph.schedule.costs import Link, Links, LinkState, StageCosts
+from jaxmorph.schedule.ops import OpKind
+from jaxmorph.schedule.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a step is made of, as measured.
+
+    Attributes:
+        costs: Milliseconds per stage and kind of op.
+        links: Latency of each link and direction.
+    """
+
+    costs: StageCosts
+    links: Links
+
+    def to_json(self) -> dict[str, Any]:
+        """The profile as a JSON object, with links as `"2-3"`."""
+        return {
+            "costs": asdict(self.costs),
+            "links": {str(link): asdict(state) for link, state in self.links.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Profile":
+        """The profile that `to_json` described."""
+        costs = {name: tuple(values) for name, values in data["costs"].items()}
+        links = {Link.parse(name): LinkState(**state) for name, state in data["links"].items()}
+        return cls(StageCosts(**costs), links)
+
+
+class Profiler:
+    """Keeps the recent steps' medians.
+
+    Args:
+        num_stages: Number of stages.
+        num_steps: How many of the last steps count.
+    """
+
+    def __init__(self, num_stages: int, num_steps: int = 20) -> None:
+        self._num_stages = num_stages
+        self._op_ms: dict[tuple[int, OpKind], deque[float]] = defaultdict(
+            lambda: deque(maxlen=num_steps)
+        )
+        self._transfer_ms: dict[tuple[int, int], deque[float]] = defaultdict(
+            lambda: deque(maxlen=num_steps)
+        )
+
+    def observe(self, timeline: Timeline) -> None:
+        """Take in one measured step.
+
+        Args:
+            timeline: The ops and transfers of all stages.
+        """
+        for key, duration_ms in _median_op_ms(timeline):
+            self._op_ms[key].append(duration_ms)
+        for key, duration_ms in _median_transfer_ms(timeline):
+            self._transfer_ms[key].append(duration_ms)
+
+    def profile(self) -> Profile:
+        """The medians over the steps seen.
+
+        Returns:
+            Costs and link latencies. Where only full backwards have been seen, the whole of them
+            counts as B and nothing as W.
+        """
+        forward = self._per_stage(OpKind.F)
+        backward_input = self._per_stage(OpKind.B)
+        backward_weight = self._per_stage(OpKind.W)
+        if not any(backward_input):
+            backward_input = self._per_stage(OpKind.BW)
+        costs = StageCosts(forward, backward_input, backward_weight)
+        return Profile(costs, self._links())
+
+    def _per_stage(self, kind: OpKind) -> tuple[float, ...]:
+        return tuple(
+            float(np.median(seen)) if (seen := self._op_ms.get((stage, kind))) else 0.0
+            for stage in range(self._num_stages)
+        )
+
+    def _links(self) -> dict[Link, LinkState]:
+        links: dict[Link, LinkState] = {}
+        for source, destination in self._transfer_ms:
+            link = Link(min(source, destination), max(source, destination))
+            links[link] = LinkState(
+                forward_latency_ms=self._latency_ms(link.lower, link.upper),
+                backward_latency_ms=self._latency_ms(link.upper, link.lower),
+            )
+        return links
+
+    def _latency_ms(self, source: int, destination: int) -> float:
+        seen = self._transfer_ms.get((source, destination))
+        return float(np.median(seen)) if seen else 0.0
+
+
+def _median_op_ms(timeline: Timeline) -> Iterator[tuple[tuple[int, OpKind], float]]:
+    durations: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
+    for span in timeline.spans():
+        durations[span.stage, span.op.kind].append(span.end_ms - span.start_ms)
+    return ((key, float(np.median(values))) for key, values in durations.items())
+
+
+def _median_transfer_ms(timeline: Timeline) -> Iterator[tuple[tuple[int, int], float]]:
+    """Median time of the transfers of each direction.
+
+    Both ends hold a direct transfer from when they reach it until it is over. The end that came
+    later waited for nobody, so the smaller of the two durations is the transfer itself.
+    """
+    ends_ms: dict[str, list[float]] = defaultdict(list)
+    for span in timeline.transfers:
+        ends_ms[span.label].append(span.end_ms - span.start_ms)
+    durations: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for label, both in ends_ms.items():
+        transfer = Transfer.parse(label)
+        if len(both) == 2:
+            durations[transfer.source, transfer.destination].append(min(both))
+    return ((key, float(np.median(values))) for key, values in durations.items())

@@ -1,0 +1,176 @@
+"""The batch of each step: shuffled windows of the tokens, the same on every process.
+
+Grain does the shuffling and the reading ahead. It is imported where it is used, because importing
+it imports JAX, which a process that only checks its data has no need of.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Generic, NamedTuple, Self, TypeVar
+
+import numpy as np
+
+from jaxmorph.data.tokens import Tokens, check_ids
+from jaxmorph.errors import UserError
+
+_STEPS_AHEAD = 2
+
+T = TypeVar("T")
+
+
+class Batch(NamedTuple):
+    """One step's data, int32 [microbatches, microbatch_size, sequence_length] each."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+
+
+class Batches:
+    """Random access to the batch of any step, whatever was read before.
+
+    The tokens are cut into windows of `sequence_length + 1`, the last token of one being the first
+    of the next, so that an epoch predicts every token once. Each epoch visits all windows in an
+    order of its own that follows from the seed; a batch may span two epochs.
+
+    Args:
+        tokens: the text.
+        microbatches: microbatches in a step.
+        microbatch_size: sequences in a microbatch.
+        sequence_length: tokens in a sequence.
+        seed: of the shuffling, 0 to 2**32 - 1.
+
+    Raises:
+        UserError: there are fewer tokens than one batch needs.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        microbatches: int,
+        microbatch_size: int,
+        sequence_length: int,
+        seed: int,
+    ):
+        import grain
+
+        self._shape = (microbatches, microbatch_size, sequence_length)
+        self._tokens = tokens
+        _check_length(tokens, self._shape)
+        windows = grain.MapDataset.source(_Windows(tokens.ids, sequence_length))
+        self._windows = windows.shuffle(seed=seed).repeat().batch(microbatches * microbatch_size)
+
+    def __getitem__(self, step: int) -> Batch:
+        """The inputs and targets of a step, counted from 0."""
+        ids = self._ids(step)
+        return Batch(self._part(ids[:, :-1]), self._part(ids[:, 1:]))
+
+    def inputs(self, step: int) -> np.ndarray:
+        """Only the inputs of a step, for the first stage.
+
+        Args:
+            step: counted from 0.
+
+        Returns:
+            int32 [microbatches, microbatch_size, sequence_length].
+
+        Raises:
+            UserError: a token is not in the vocabulary.
+        """
+        return self._part(self._ids(step)[:, :-1])
+
+    def targets(self, step: int) -> np.ndarray:
+        """Only the targets of a step (each input's next token), for the last stage.
+
+        Args:
+            step: counted from 0.
+
+        Returns:
+            int32 [microbatches, microbatch_size, sequence_length].
+
+        Raises:
+            UserError: a token is not in the vocabulary.
+        """
+        return self._part(self._ids(step)[:, 1:])
+
+    def _ids(self, step: int) -> np.ndarray:
+        ids = np.asarray(self._windows[step])
+        check_ids(ids, self._tokens.vocab_size, self._tokens.source)
+        return ids
+
+    def _part(self, ids: np.ndarray) -> np.ndarray:
+        return ids.astype(np.int32).reshape(self._shape)
+
+
+class ReadAhead(Generic[T]):
+    """Reads steps in order, on a thread of its own, a few steps before they are asked for.
+
+    Use it in a `with` statement, or `close` it.
+
+    Args:
+        read: gives a step's data, such as `Batches.inputs`; its errors reach the caller of `next`.
+        first_step: the step of the first `next`.
+    """
+
+    def __init__(self, read: Callable[[int], T], first_step: int = 0):
+        import grain
+
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_STEPS_AHEAD)
+        self._steps = iter(grain.MapDataset.source(_Steps(read)).to_iter_dataset(options))
+        self._steps.set_state({"next_index": first_step})
+        self._steps.start_prefetch()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        return next(self._steps)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the thread; safe to call twice."""
+        self._steps.close()
+
+
+class _Windows:
+    """The tokens as windows, each overlapping the next by the one token both of them need."""
+
+    def __init__(self, ids: np.ndarray, sequence_length: int):
+        self._ids = ids
+        self._sequence_length = sequence_length
+
+    def __len__(self) -> int:
+        return (self._ids.size - 1) // self._sequence_length
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        start = index * self._sequence_length
+        return self._ids[start : start + self._sequence_length + 1]
+
+
+class _Steps(Generic[T]):
+    """A reading function as an endless sequence."""
+
+    def __init__(self, read: Callable[[int], T]):
+        self._read = read
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> T:
+        return self._read(index)
+
+
+def _check_length(tokens: Tokens, shape: tuple[int, int, int]) -> None:
+    microbatches, microbatch_size, sequence_length = shape
+    needed = microbatches * microbatch_size * sequence_length + 1
+    if tokens.ids.size < needed:
+        raise UserError(
+            f"data.path: {tokens.source}: got {tokens.ids.size:,} tokens, expected at least "
+            f"{needed:,} for one step ({microbatches} microbatches of {microbatch_size} sequences "
+            f"of {sequence_length} tokens, and one)"
+        )

@@ -1,0 +1,116 @@
+"""Turns documents into token ids: plain bytes, or a Hugging Face `tokenizer.json`."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import tokenizers
+
+from jaxmorph.errors import UserError
+
+_SEPARATOR_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+_DOCUMENTS_AT_ONCE = 256  # bounds the memory of encodings that are not yet plain arrays
+
+
+class Tokenizer(Protocol):
+    """Encodes documents; every id it returns is below `vocab_size`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        ...
+
+    def encode(self, documents: Sequence[bytes]) -> np.ndarray:
+        """Encodes UTF-8 documents as one array of ids, with a separator between two."""
+        ...
+
+
+class ByteTokenizer:
+    """Every byte is a token; byte 0, which no text contains, separates documents."""
+
+    vocab_size = 256
+
+    def encode(self, documents: Sequence[bytes]) -> np.ndarray:
+        """Joins the documents.
+
+        Args:
+            documents: UTF-8 text.
+
+        Returns:
+            uint8 ids, 1-D.
+        """
+        return np.frombuffer(b"\0".join(documents), np.uint8)
+
+
+class FileTokenizer:
+    """The tokenizer of a `tokenizer.json`; its end-of-text token, if any, separates documents.
+
+    Args:
+        path: the file.
+
+    Raises:
+        UserError: it is missing or no tokenizer.
+    """
+
+    def __init__(self, path: Path):
+        self._tokenizer = _read_tokenizer(path)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        separators = [vocabulary[name] for name in _SEPARATOR_NAMES if name in vocabulary]
+        self._separator = np.array(separators[:1], self._dtype)
+
+    def encode(self, documents: Sequence[bytes]) -> np.ndarray:
+        """Encodes the documents, without the special tokens a template would add.
+
+        Args:
+            documents: UTF-8 text.
+
+        Returns:
+            uint16 ids (uint32 for a vocabulary that needs it), 1-D.
+        """
+        pieces = list(self._pieces(documents))
+        return np.concatenate(pieces[1:]) if pieces else np.empty(0, self._dtype)
+
+    @property
+    def _dtype(self) -> type:
+        return np.uint16 if self.vocab_size <= 2**16 else np.uint32
+
+    def _pieces(self, documents: Sequence[bytes]) -> Iterator[np.ndarray]:
+        """A separator before each document's ids."""
+        for first in range(0, len(documents), _DOCUMENTS_AT_ONCE):
+            texts = [text.decode() for text in documents[first : first + _DOCUMENTS_AT_ONCE]]
+            for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+                yield self._separator
+                yield np.array(encoding.ids, self._dtype)
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """Opens the tokenizer that `data.tokenizer` names.
+
+    Args:
+        name: `bytes`, or the path of a `tokenizer.json`.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        UserError: the file is missing or no tokenizer.
+    """
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(name))
+
+
+def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    expected = "expected bytes or the path of a tokenizer.json"
+    if not path.is_file():
+        raise UserError(f"data.tokenizer: {path}: no such file, {expected}")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises nothing narrower
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"data.tokenizer: {path}: not a tokenizer ({reason}), {expected}"
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -1,0 +1,125 @@
+"""The run's whole text as one array of token ids, whatever it was made from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxmorph.data.documents import standard_library_documents, text_documents
+from jaxmorph.data.tokenizer import open_tokenizer
+from jaxmorph.errors import UserError
+
+_LARGEST_VOCABULARY = 2**24  # a larger one is an array read with the wrong type
+_HEAD_TOKENS = 4096
+
+
+@dataclass(frozen=True, eq=False)  # arrays have no single equality
+class Tokens:
+    """A text as token ids.
+
+    Attributes:
+        ids: unsigned integers, 1-D; on disk (memory-mapped) for a token array.
+        vocab_size: the vocabulary a model of this text needs.
+        source: where the tokens come from, in a few words.
+    """
+
+    ids: np.ndarray
+    vocab_size: int
+    source: str
+
+
+def load_tokens(
+    path: str | None,
+    tokenizer: str = "bytes",
+    token_dtype: str = "uint16",
+    vocab_size: int | None = None,
+) -> Tokens:
+    """Loads the tokens that the configuration's `data` section names.
+
+    Args:
+        path: a text file, a folder of text files, a `.bin` token array (little-endian ids without
+            a header, as nanoGPT and Megatron write them), or None for the standard library's
+            sources.
+        tokenizer: `bytes` or the path of a `tokenizer.json`; a token array needs none.
+        token_dtype: `uint16` or `uint32`, the ids' type in a token array.
+        vocab_size: the vocabulary to train with. None is the tokenizer's own; for a token array
+            it is one more than the largest id, for which the whole array is read once.
+
+    Returns:
+        The tokens, at least one.
+
+    Raises:
+        UserError: the path, the tokenizer or the vocabulary cannot be used, in one line.
+    """
+    if path is not None and path.endswith(".bin") and not Path(path).is_dir():
+        ids = _map_token_array(Path(path), token_dtype)
+        return Tokens(ids, vocab_size or _smallest_vocabulary(ids, path), path)
+    if path is None:
+        documents, source = standard_library_documents(), "the Python standard library's sources"
+    else:
+        documents, source = text_documents(Path(path)), path
+    encoder = open_tokenizer(tokenizer)
+    if vocab_size is not None and vocab_size < encoder.vocab_size:
+        raise UserError(
+            f"data.vocab_size: got {vocab_size:,}, expected at least the {encoder.vocab_size:,} "
+            f"of data.tokenizer ({tokenizer})"
+        )
+    ids = encoder.encode(documents)
+    if not ids.size:
+        raise UserError(f"data.path: {source}: the file is empty, expected text")
+    return Tokens(ids, vocab_size or encoder.vocab_size, source)
+
+
+def check_ids(ids: np.ndarray, vocab_size: int, source: str) -> None:
+    """Checks that every id is in the vocabulary.
+
+    Args:
+        ids: unsigned integers, any shape.
+        vocab_size: the vocabulary's.
+        source: where the ids come from, for the error.
+
+    Raises:
+        UserError: an id is not below `vocab_size`.
+    """
+    largest = int(ids.max())
+    if largest >= vocab_size:
+        raise UserError(
+            f"data.path: {source}: got token {largest:,}, expected ids below {vocab_size:,} "
+            "(data.vocab_size; or is data.token_dtype wrong?)"
+        )
+
+
+def _smallest_vocabulary(ids: np.ndarray, source: str) -> int:
+    """One more than the largest id, when that can be a vocabulary."""
+    for some in (ids[:_HEAD_TOKENS], ids):  # a wrong type shows at once, without reading it all
+        check_ids(some, _LARGEST_VOCABULARY, source)
+    return int(ids.max()) + 1
+
+
+def _map_token_array(path: Path, token_dtype: str) -> np.ndarray:
+    """Maps a file of ids, whose size and first ids must be those of the type."""
+    dtype = np.dtype(token_dtype).newbyteorder("<")
+    try:
+        num_bytes = path.stat().st_size
+        if not num_bytes or num_bytes % dtype.itemsize:
+            raise UserError(
+                f"data.path: {path}: got {num_bytes:,} bytes, expected {token_dtype} tokens of "
+                f"{dtype.itemsize} bytes each (data.token_dtype)"
+            )
+        ids = np.memmap(path, dtype, mode="r")
+    except FileNotFoundError:
+        raise UserError(f"data.path: {path}: no such file, expected a token array") from None
+    except OSError as error:
+        raise UserError(f"data.path: {path}: cannot be read: {error.strerror}") from None
+    if token_dtype == "uint16" and _is_wider(ids):
+        raise UserError(
+            f"data.path: {path}: got a 0 at every second uint16, "
+            "expected data.token_dtype: uint32 for such a file"
+        )
+    return ids
+
+
+def _is_wider(ids: np.ndarray) -> bool:
+    """Whether uint16 ids are really the halves of small uint32 ones."""
+    head = ids[:_HEAD_TOKENS]
+    return head.size > 2 and not head[1::2].any() and bool(head[::2].any())

@@ -1,0 +1,8 @@
+"""The errors that are the user's to mend, told apart from the program's own."""
+
+
+class UserError(Exception):
+    """A mistake the user can correct: one clear line, exit code 2, never a traceback.
+
+    The message names what was got, what was expected and where.
+    """

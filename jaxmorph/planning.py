@@ -1,0 +1,76 @@
+"""How the ranks of a run come to run the same plan: rank 0 plans, and every rank lowers its answer."""
+
+from dataclasses import dataclass
+
+from jaxmorph.config import Config
+from jaxmorph.control.profiler import Profile
+from jaxmorph.program.check import check
+from jaxmorph.program.instructions import RankProgram
+from jaxmorph.program.lowering import lower
+from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.schedule.costs import Limits, StageCosts
+from jaxmorph.schedule.ops import OpKind
+from jaxmorph.schedule.planner import Plan, plan
+from jaxmorph.schedule.simulator import simulate
+
+
+@dataclass(frozen=True)
+class PlanInForce:
+    """A plan with what it becomes on one rank.
+
+    Attributes:
+        plan: Schedule, routes and the reason for them.
+        program: This rank's instructions.
+    """
+
+    plan: Plan
+    program: RankProgram
+
+
+def op_kinds(config: Config) -> frozenset[OpKind]:
+    """The kinds of op that the configured schedule runs."""
+    if config.schedule.name in ("gpipe", "1f1b"):
+        return frozenset({OpKind.F, OpKind.BW})
+    return frozenset({OpKind.F, OpKind.B, OpKind.W})
+
+
+def unmeasured_profile(config: Config) -> Profile:
+    """What is assumed before anything has run: all ops alike, links without latency."""
+    return Profile(StageCosts.uniform(config.parallelism.stages, 1.0, 1.0, 1.0), {})
+
+
+def agree_on_plan(
+    config: Config, rendezvous: Rendezvous, profile: Profile | None, num_tied: int
+) -> PlanInForce:
+    """Plan on rank 0 and adopt its answer on every rank.
+
+    Args:
+        config: The run.
+        rendezvous: The meeting place of all ranks; they all call this at the same point.
+        profile: What ops and links cost; only rank 0's is read.
+        num_tied: How many tied parameters the first and the last stage hold copies of.
+
+    Returns:
+        The plan, its programs checked by a replay of all ranks.
+
+    Raises:
+        UserError: If the schedule can't keep the configured caps.
+    """
+    answer = {}
+    if rendezvous.rank == 0:
+        assert profile is not None
+        answer = {"profile": profile.to_json(), "plan": _plan(config, profile).to_json()}
+    answer = rendezvous.exchange(answer)[0]
+    made = Plan.from_json(answer["plan"])
+    agreed = Profile.from_json(answer["profile"])
+    planned = simulate(made.schedule, agreed.costs, agreed.links)
+    programs = lower(made.schedule, planned, made.routes, num_tied=num_tied)
+    check(programs)
+    return PlanInForce(made, programs[rendezvous.rank])
+
+
+def _plan(config: Config, profile: Profile) -> Plan:
+    stages, schedule = config.parallelism.stages, config.schedule
+    limits = Limits(schedule.max_live_per_stage(stages), schedule.live_until)
+    microbatches = config.batch.microbatches
+    return plan(profile.costs, profile.links, limits, microbatches, schedule.name)

@@ -1,0 +1,169 @@
+"""Proof by replay that every rank's program runs to completion and uses only what it has.
+
+All ranks are run together against the rules of the real queue: instructions in order, a direct
+transfer only when both ends stand at it, a delegated send at once and its receive once it was sent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jaxmorph.program.instructions import (
+    Buffer,
+    Free,
+    Instruction,
+    RankProgram,
+    Receive,
+    Run,
+    Send,
+    Transfer,
+    Update,
+    reads,
+    writes,
+)
+from jaxmorph.schedule.ops import Op, OpKind
+
+_LINES_BEFORE, _LINES_AFTER = 3, 2
+
+
+class ProgramError(ValueError):
+    """The programs of the ranks don't fit together; the message shows where each rank stands."""
+
+
+@dataclass
+class _Replay:
+    """Where one rank stands."""
+
+    program: RankProgram
+    position: int = 0
+    held: set[Buffer] = field(default_factory=set)
+    freed: set[Buffer] = field(default_factory=set)
+    done: set[Op] = field(default_factory=set)
+
+    @property
+    def head(self) -> Instruction | None:
+        steps = self.program.instructions
+        return steps[self.position] if self.position < len(steps) else None
+
+
+def check(programs: Sequence[RankProgram]) -> None:
+    """Replay all ranks to completion.
+
+    Args:
+        programs: One program per rank, in rank order.
+
+    Raises:
+        ProgramError: If the ranks deadlock or meet in different transfers, an op runs before its
+            data is there, a buffer is read after it was freed or never freed, a weight gradient is
+            unfinished at the update, or a message is sent that nobody receives.
+    """
+    ranks = [_Replay(program) for program in programs]
+    in_flight: set[Transfer] = set()
+    while any(rank.head is not None for rank in ranks):
+        if not any([_advance(rank, ranks, in_flight) for rank in ranks]):
+            raise _stuck(ranks)
+    for rank in ranks:
+        if rank.held:
+            raise _error(f"rank {rank.program.rank} never frees {_names(rank.held)}", ranks)
+    if in_flight:
+        raise _error(f"nobody receives {', '.join(map(str, sorted(in_flight)))}", ranks)
+
+
+def _advance(rank: _Replay, ranks: list[_Replay], in_flight: set[Transfer]) -> bool:
+    """Run what the rank can run now; say whether anything moved."""
+    moved = False
+    while (head := rank.head) is not None and _can_run(head, rank, ranks, in_flight):
+        if isinstance(head, Send | Receive) and head.route == "direct":
+            peer = ranks[_peer(head, rank)]
+            _complete(peer, ranks)
+        elif isinstance(head, Send):
+            in_flight.add(head.transfer)
+        elif isinstance(head, Receive):
+            in_flight.discard(head.transfer)
+        _complete(rank, ranks)
+        moved = True
+    return moved
+
+
+def _can_run(
+    head: Instruction, rank: _Replay, ranks: list[_Replay], in_flight: set[Transfer]
+) -> bool:
+    if isinstance(head, Receive) and head.route == "delegated":
+        return head.transfer in in_flight
+    if isinstance(head, Send | Receive) and head.route == "direct":
+        return _peer_is_there(head, rank, ranks)
+    return True
+
+
+def _peer(head: Send | Receive, rank: _Replay) -> int:
+    transfer = head.transfer
+    return transfer.destination if transfer.source == rank.program.rank else transfer.source
+
+
+def _peer_is_there(head: Send | Receive, rank: _Replay, ranks: list[_Replay]) -> bool:
+    """Whether the other end stands at the same transfer; another one on this link is an error."""
+    other = ranks[_peer(head, rank)].head
+    if not isinstance(other, Send | Receive) or other.route != "direct":
+        return False
+    if other.transfer.link != head.transfer.link:
+        return False
+    if other.transfer != head.transfer or type(other) is type(head):
+        raise _error(
+            f"rank {rank.program.rank} is at {head!s} while its peer is at {other!s}", ranks
+        )
+    return True
+
+
+def _complete(rank: _Replay, ranks: list[_Replay]) -> None:
+    """Account for the head instruction's effects and step over it."""
+    head = rank.head
+    assert head is not None  # callers look before
+    number, num_ranks = rank.program.rank, rank.program.num_ranks
+    for buffer in reads(head, number, num_ranks):
+        if buffer in rank.freed:
+            raise _error(f"rank {number}: {head} uses {buffer} after it was freed", ranks)
+        if buffer not in rank.held:
+            raise _error(f"rank {number}: {head} runs before its {buffer} is there", ranks)
+    if isinstance(head, Free):
+        rank.held.discard(head.buffer)
+        rank.freed.add(head.buffer)
+    if isinstance(head, Run):
+        rank.done.add(head.op)
+    if isinstance(head, Update):
+        _check_weight_gradients(rank, ranks)
+    rank.held.update(writes(head, number, num_ranks))
+    rank.position += 1
+
+
+def _check_weight_gradients(rank: _Replay, ranks: list[_Replay]) -> None:
+    finished = {op.microbatch for op in rank.done if op.kind in (OpKind.W, OpKind.BW)}
+    missing = sorted(set(range(rank.program.num_microbatches)) - finished)
+    if missing:
+        number = rank.program.rank
+        raise _error(f"rank {number}: update before the weight gradients of {missing}", ranks)
+
+
+def _stuck(ranks: list[_Replay]) -> ProgramError:
+    waiting = ", ".join(
+        f"rank {rank.program.rank} waits at {rank.head}" for rank in ranks if rank.head is not None
+    )
+    return _error(f"deadlock: {waiting}", ranks)
+
+
+def _error(reason: str, ranks: list[_Replay]) -> ProgramError:
+    return ProgramError(f"{reason}\n{_grid(ranks)}")
+
+
+def _grid(ranks: list[_Replay]) -> str:
+    """Where each rank stands: a few instructions around its head, the head marked."""
+    return "\n".join(f"rank {rank.program.rank}: {_around_head(rank)}" for rank in ranks)
+
+
+def _around_head(rank: _Replay) -> str:
+    steps, position = rank.program.instructions, rank.position
+    window = range(max(0, position - _LINES_BEFORE), min(len(steps), position + _LINES_AFTER + 1))
+    shown = [f">{steps[i]}<" if i == position else str(steps[i]) for i in window]
+    return " | ".join(shown) + (" | >end<" if position >= len(steps) else "")
+
+
+def _names(buffers: set[Buffer]) -> str:
+    return ", ".join(map(str, sorted(buffers)))

@@ -1,0 +1,148 @@
+"""From a planned schedule to each rank's instructions: pure passes, list in and list out."""
+
+from dataclasses import replace
+
+from jaxmorph.program.instructions import (
+    Buffer,
+    BufferKind,
+    Free,
+    Instruction,
+    Payload,
+    RankProgram,
+    Receive,
+    Reduce,
+    Routes,
+    Run,
+    Send,
+    Transfer,
+    Update,
+    reads,
+    writes,
+)
+from jaxmorph.program.ordering import Placed, global_order
+from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.schedule import Schedule
+from jaxmorph.schedule.timeline import Timeline
+
+
+def lower(
+    schedule: Schedule, planned: Timeline, routes: Routes | None = None, *, num_tied: int = 0
+) -> tuple[RankProgram, ...]:
+    """Every rank's instructions for one step of a schedule.
+
+    Args:
+        schedule: Which ops each stage runs, in which order.
+        planned: The simulated timeline of the same schedule; it decides the order of transfers.
+        routes: The route of each link; a link that is not named is direct.
+        num_tied: How many parameters the first and the last stage both hold a copy of; they
+            exchange the copies' gradients after their last op.
+
+    Returns:
+        One program per rank. Direct transfers stand in the same order on both ends; a delegated
+        send follows its op at once and a delegated receive stands right before its op. A buffer is
+        freed right after its last reader.
+    """
+    routes = routes or {}
+    order = global_order(schedule, planned, routes)
+    return tuple(
+        _rank_program(rank, schedule, order, routes, num_tied)
+        for rank in range(schedule.num_stages)
+    )
+
+
+def _rank_program(
+    rank: int, schedule: Schedule, order: list[Placed], routes: Routes, num_tied: int
+) -> RankProgram:
+    num_ranks = schedule.num_stages
+    body = _place_delegated_receives(_own_items(rank, order, routes))
+    ending = _step_end(rank, num_ranks, routes, num_tied)
+    program = RankProgram(rank, num_ranks, schedule.num_microbatches, (*body, *ending))
+    return insert_frees(program)
+
+
+def _own_items(rank: int, order: list[Placed], routes: Routes) -> list[Instruction]:
+    instructions: list[Instruction] = []
+    for item in order:
+        transfer = item.transfer
+        if transfer is None:
+            if item.rank == rank:
+                instructions.append(Run(item.op))
+            continue
+        route = routes.get(transfer.link, "direct")
+        if transfer.source == rank:
+            instructions.append(Send(transfer, route))
+        elif transfer.destination == rank:
+            instructions.append(Receive(transfer, route))
+    return instructions
+
+
+def _place_delegated_receives(instructions: list[Instruction]) -> list[Instruction]:
+    """Move each delegated receive right before the op that needs it, and its send right after."""
+    receives = {
+        (step.transfer.payload, step.transfer.microbatch): step
+        for step in instructions
+        if isinstance(step, Receive) and step.route == "delegated"
+    }
+    placed: list[Instruction] = []
+    for step in instructions:
+        if isinstance(step, Receive) and step.route == "delegated":
+            continue
+        if isinstance(step, Run):
+            payload = Payload.ACTIVATION if step.op.kind == "F" else Payload.GRADIENT
+            waiting = receives.get((payload, step.op.microbatch)) if step.op.kind != "W" else None
+            if waiting is not None:
+                placed.append(waiting)
+        placed.append(step)
+    return placed
+
+
+def _step_end(rank: int, num_ranks: int, routes: Routes, num_tied: int) -> list[Instruction]:
+    """The exchange of tied gradients between the first and the last stage, and the update."""
+    if num_ranks == 1:
+        return [*(Reduce(index, None) for index in range(num_tied)), Update()]
+    if rank not in (0, num_ranks - 1):
+        return [Update()]
+    ending: list[Instruction] = []
+    for index in range(num_tied):
+        ending += _tied_exchange(rank, num_ranks - 1, index, routes)
+    return [*ending, Update()]
+
+
+def _tied_exchange(rank: int, last: int, index: int, routes: Routes) -> list[Instruction]:
+    route = routes.get(Link(0, last), "direct")
+    toward_last = Transfer(Payload.TIED, 0, last, index)
+    toward_first = Transfer(Payload.TIED, last, 0, index)
+    messages: list[Instruction] = (
+        [Send(toward_last, route), Receive(toward_first, route)]
+        if rank == 0
+        else [Receive(toward_last, route), Send(toward_first, route)]
+    )
+    return [*messages, Reduce(index, Buffer(BufferKind.TIED_GRADIENT, index))]
+
+
+def insert_frees(program: RankProgram) -> RankProgram:
+    """The same program with each buffer freed right after its last reader.
+
+    Args:
+        program: A program without `Free`s.
+
+    Returns:
+        The program in which every buffer that is made is freed exactly once, as soon as nothing
+        reads it any more (a buffer that nothing reads is freed where it was made).
+    """
+    steps = program.instructions
+    last_use: dict[Buffer, int] = {}
+    for position, step in enumerate(steps):
+        touched = (
+            *writes(step, program.rank, program.num_ranks),
+            *reads(step, program.rank, program.num_ranks),
+        )
+        last_use.update(dict.fromkeys(touched, position))
+    freed_at: dict[int, list[Buffer]] = {}
+    for buffer, position in last_use.items():
+        freed_at.setdefault(position, []).append(buffer)
+    freed: list[Instruction] = []
+    for position, step in enumerate(steps):
+        freed.append(step)
+        freed.extend(Free(buffer) for buffer in freed_at.get(position, ()))
+    return replace(program, instructions=tuple(freed))

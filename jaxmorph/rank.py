@@ -1,0 +1,25 @@
+"""One rank of a run that `jaxmorph train` started on this machine: `python -m jaxmorph.rank`."""
+
+from pathlib import Path
+
+from jaxmorph.config import load_config
+from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
+from jaxmorph.train import train
+
+
+def _train(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
+    (config_path,) = rest
+    config = load_config(Path(config_path))
+    rendezvous = join_run(
+        start_timeout_s=config.timeouts.start_s,
+        step_timeout_s=config.timeouts.step_s,
+        coordinator=arguments.coordinator,
+        num_ranks=arguments.num_ranks,
+        rank=arguments.rank,
+    )
+    train(config, rendezvous, link.send)
+
+
+if __name__ == "__main__":
+    run_rank(_train)

@@ -1,0 +1,110 @@
+"""Takes what rank 0 tells of a run: writes it to the run directory and shows it to the user."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxmorph.config import Config
+from jaxmorph.reporting import (
+    Event,
+    Reporter,
+    RunDirectory,
+    RunHeader,
+    StepRecord,
+    describe_regime,
+    summarize,
+)
+from jaxmorph.schedule.draw import chrome_trace, save_gantt
+from jaxmorph.schedule.timeline import Timeline
+
+Message = dict[str, Any]
+PICTURE = "planned_and_measured.png"
+
+
+class RunRecord:
+    """The books of one run, in the process that the user started.
+
+    Args:
+        config: The run.
+        directory: Where the run writes.
+        reporter: What the user sees.
+    """
+
+    def __init__(self, config: Config, directory: RunDirectory, reporter: Reporter) -> None:
+        self._config = config
+        self._directory = directory
+        self._reporter = reporter
+        self._records: list[StepRecord] = []
+        self._traces: list[Path] = []
+        self._last_timelines: dict[str, Timeline] = {}
+        self._began_s = time.monotonic()
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps have been recorded."""
+        return len(self._records)
+
+    def take(self, message: Message) -> None:
+        """Handle one message (see `bookkeeping`).
+
+        Args:
+            message: What rank 0 told.
+        """
+        match message:
+            case {"kind": "started", "header": header}:
+                self._began_s = time.monotonic()
+                self._reporter.start(self._header(header))
+            case {"kind": "step", "record": fields}:
+                self._take_step(StepRecord(**fields))
+            case {"kind": "event", "event": fields}:
+                event = Event(**fields)
+                self._directory.write_event(event)
+                self._reporter.event(event)
+            case {"kind": "timelines", "step": step, "timelines": timelines}:
+                self._take_timelines(step, timelines)
+            case _:
+                raise ValueError(f"a message of no known kind: {message}")
+
+    def finish(self) -> None:
+        """Draw the picture of the last step and show what the run achieved."""
+        picture = self._directory.path / PICTURE
+        save_gantt(picture, self._last_timelines)
+        summary = summarize(
+            self._records,
+            elapsed_s=time.monotonic() - self._began_s,
+            run_directory=self._directory.path,
+            picture=picture,
+            traces=self._traces,
+        )
+        self._reporter.finish(summary)
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        self._reporter.close()
+
+    def _header(self, told: Message) -> RunHeader:
+        config = self._config
+        return RunHeader(
+            model=f"{config.model.factory} {config.model.preset}",
+            microbatches=config.batch.microbatches,
+            microbatch_size=config.batch.microbatch_size,
+            sequence_length=config.data.sequence_length,
+            num_steps=config.run.steps,
+            regime=describe_regime(config.emulation),
+            run_directory=self._directory.path,
+            **told,
+        )
+
+    def _take_step(self, record: StepRecord) -> None:
+        self._records.append(record)
+        self._directory.write_step(record)
+        self._reporter.step(record)
+
+    def _take_timelines(self, step: int, timelines: Message) -> None:
+        self._last_timelines = {
+            f"{name}, step {step}": Timeline.from_json(data) for name, data in timelines.items()
+        }
+        path = self._directory.trace_path(step)
+        path.write_text(json.dumps(chrome_trace(self._last_timelines)), encoding="utf-8")
+        self._traces.append(path)

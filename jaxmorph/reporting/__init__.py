@@ -1,0 +1,19 @@
+"""What a run leaves behind and what its user sees meanwhile."""
+
+from jaxmorph.reporting.records import Event, RunHeader, RunSummary, StepRecord, summarize
+from jaxmorph.reporting.run_directory import RunDirectory, open_run_directory
+from jaxmorph.reporting.terminal import Reporter, open_reporter
+from jaxmorph.reporting.text import describe_regime
+
+__all__ = [
+    "Event",
+    "Reporter",
+    "RunDirectory",
+    "RunHeader",
+    "RunSummary",
+    "StepRecord",
+    "describe_regime",
+    "open_reporter",
+    "open_run_directory",
+    "summarize",
+]

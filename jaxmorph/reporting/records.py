@@ -1,0 +1,172 @@
+"""What a run reports: its header, one record a step, its events and its summary."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunHeader:
+    """What is about to run.
+
+    Attributes:
+        model: the model in a few words, such as `gpt2 tiny`.
+        num_parameters: of the whole model.
+        layers_per_stage: how the model is cut.
+        schedule: the schedule's name.
+        warmup_forwards: forwards before the first backward, for each stage.
+        microbatches: in a step.
+        microbatch_size: sequences in a microbatch.
+        sequence_length: tokens in a sequence.
+        num_steps: optimizer steps of the run.
+        data: where the text comes from, in a few words.
+        regime: whether ops are paced, in a few words (`describe_regime`).
+        run_directory: where the run writes.
+    """
+
+    model: str
+    num_parameters: int
+    layers_per_stage: tuple[int, ...]
+    schedule: str
+    warmup_forwards: tuple[int, ...]
+    microbatches: int
+    microbatch_size: int
+    sequence_length: int
+    num_steps: int
+    data: str
+    regime: str
+    run_directory: Path
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step is trained on."""
+        return self.microbatches * self.microbatch_size * self.sequence_length
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step, planned and measured.
+
+    Attributes:
+        step: counted from 0.
+        loss: mean loss of a token.
+        grad_norm: global norm of the gradient, before clipping.
+        step_s: from step barrier to step barrier.
+        tokens_per_s: of the whole run's processes together.
+        schedule: the schedule's name.
+        warmup_forwards: forwards before the first backward, for each stage.
+        routes: each link's route, such as `{"0-1": "direct"}`.
+        predicted_step_s: the plan's step time; None while there is no measured plan.
+        bubble_rate: measured idle share of the devices' time; None where it was not measured.
+        peak_live: most microbatches held at once, for each stage.
+        compilations: programs compiled during the step.
+        planned_bubble_rate: the plan's idle share; for the terminal only.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    step_s: float
+    tokens_per_s: float
+    schedule: str
+    warmup_forwards: tuple[int, ...]
+    routes: Mapping[str, str]
+    predicted_step_s: float | None
+    bubble_rate: float | None
+    peak_live: tuple[int, ...]
+    compilations: int
+    planned_bubble_rate: float | None = field(default=None, metadata={"shown_only": True})
+
+    def metrics(self) -> dict[str, Any]:
+        """The fields of a line of `metrics.jsonl`."""
+        kept = (item.name for item in fields(self) if "shown_only" not in item.metadata)
+        return {name: getattr(self, name) for name in kept}
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to the run, beside its steps.
+
+    Attributes:
+        time_s: seconds since the run started.
+        step: the step it happened in.
+        kind: such as `plan_changed` or `link_failed`.
+        link: the link it happened to, such as `2-3`, if any.
+        detail: one line for a human reader.
+    """
+
+    time_s: float
+    step: int
+    kind: str
+    link: str | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a finished run achieved.
+
+    Attributes:
+        losses: the loss of each step.
+        elapsed_s: the whole run, from its first step's start.
+        step_s: median measured step.
+        predicted_step_s: median planned step, if steps had plans.
+        bubble_rate: median measured idle share, if measured.
+        planned_bubble_rate: median planned idle share, if steps had plans.
+        tokens_per_s: median.
+        run_directory: where the run wrote.
+        picture: the picture of planned against measured, if drawn.
+        traces: Chrome traces of sampled steps.
+    """
+
+    losses: tuple[float, ...]
+    elapsed_s: float
+    step_s: float
+    predicted_step_s: float | None
+    bubble_rate: float | None
+    planned_bubble_rate: float | None
+    tokens_per_s: float
+    run_directory: Path
+    picture: Path | None = None
+    traces: tuple[Path, ...] = ()
+
+
+def summarize(
+    records: Sequence[StepRecord],
+    *,
+    elapsed_s: float,
+    run_directory: Path,
+    picture: Path | None = None,
+    traces: Sequence[Path] = (),
+) -> RunSummary:
+    """Sums a run up from its steps.
+
+    Args:
+        records: every step's, in order, at least one.
+        elapsed_s: the whole run, seconds.
+        run_directory: where the run wrote.
+        picture: the picture of planned against measured, if drawn.
+        traces: Chrome traces of sampled steps.
+
+    Returns:
+        The summary, with medians over the steps.
+    """
+    return RunSummary(
+        losses=tuple(record.loss for record in records),
+        elapsed_s=elapsed_s,
+        step_s=median(record.step_s for record in records),
+        predicted_step_s=_median_of_known([record.predicted_step_s for record in records]),
+        bubble_rate=_median_of_known([record.bubble_rate for record in records]),
+        planned_bubble_rate=_median_of_known([record.planned_bubble_rate for record in records]),
+        tokens_per_s=median(record.tokens_per_s for record in records),
+        run_directory=run_directory,
+        picture=picture,
+        traces=tuple(traces),
+    )
+
+
+def _median_of_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None

@@ -1,0 +1,154 @@
+"""The report of a run as rich renderables, made by pure functions of its records."""
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+from rich.box import ROUNDED, SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from jaxmorph.reporting.records import Event, RunHeader, RunSummary, StepRecord
+from jaxmorph.reporting.text import (
+    describe_routes,
+    duration,
+    header_rows,
+    milliseconds,
+    percent,
+    sparkline,
+    summary_rows,
+)
+
+_ROWS = 10  # steps the live table shows
+_RECENT = 20  # steps the remaining time is judged by
+_BAR_WIDTH = 30
+
+
+def header_panel(header: RunHeader) -> RenderableType:
+    """What is about to run, in a frame.
+
+    Args:
+        header: the run's.
+
+    Returns:
+        A panel of labels and texts.
+    """
+    return _panel("jaxmorph", header_rows(header), "cyan")
+
+
+def summary_panel(summary: RunSummary) -> RenderableType:
+    """What the run achieved, in a frame.
+
+    Args:
+        summary: the run's.
+
+    Returns:
+        A panel of labels and texts.
+    """
+    return _panel("done", summary_rows(summary), "green")
+
+
+def live_view(records: Sequence[StepRecord], num_steps: int) -> RenderableType:
+    """The run so far: its last steps, the course of the loss and how long it will still take.
+
+    Args:
+        records: every step so far.
+        num_steps: steps of the whole run.
+
+    Returns:
+        A table above two lines.
+    """
+    if not records:
+        return Text("waiting for the first step", style="dim")
+    return Group(step_table(records[-_ROWS:]), _course(records), _progress(records, num_steps))
+
+
+def step_table(records: Sequence[StepRecord]) -> Table:
+    """Steps as a table, a row each.
+
+    Args:
+        records: the steps to show.
+
+    Returns:
+        The table, measured values beside planned ones.
+    """
+    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), show_edge=False)
+    for name in ("step", "loss", "grad norm", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("step ms / plan", justify="right", no_wrap=True)
+    table.add_column("bubble / plan", justify="right", no_wrap=True)
+    table.add_column("routes", min_width=6)  # the one column that gives way on a narrow terminal
+    for index, record in enumerate(records):
+        table.add_row(*_cells(record), style="" if index == len(records) - 1 else "dim")
+    return table
+
+
+def event_line(event: Event) -> Text:
+    """An event on one line.
+
+    Args:
+        event: what happened.
+
+    Returns:
+        The line.
+    """
+    where = f" {event.link}" if event.link else ""
+    line = Text.assemble(
+        (f"step {event.step} ", "dim"), (event.kind.replace("_", " ") + where, "bold yellow")
+    )
+    return line.append(f"  {event.detail}") if event.detail else line
+
+
+def _panel(title: str, rows: Sequence[tuple[str, str]], color: str) -> Panel:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in rows:
+        grid.add_row(label, Text(text))
+    return Panel(
+        grid, title=f"[bold]{title}", title_align="left", border_style=color, box=ROUNDED,
+        expand=False, padding=(0, 1),
+    )  # fmt: skip
+
+
+def _cells(record: StepRecord) -> list[RenderableType]:
+    loss = Text(f"{record.loss:.4f}", style="green" if math.isfinite(record.loss) else "bold red")
+    return [
+        str(record.step),
+        loss,
+        f"{record.grad_norm:.3f}",
+        f"{record.tokens_per_s:,.0f}",
+        f"{milliseconds(record.step_s)} / {milliseconds(record.predicted_step_s)}",
+        f"{_share(record.bubble_rate)} / {percent(record.planned_bubble_rate)}",
+        Text(describe_routes(record.routes), no_wrap=True, overflow="ellipsis"),
+    ]
+
+
+def _share(rate: float | None) -> str:
+    """A share without the percent sign that follows its neighbour."""
+    return percent(rate).removesuffix(" %")
+
+
+def _course(records: Sequence[StepRecord]) -> Text:
+    losses = [record.loss for record in records]
+    return Text.assemble(
+        ("  loss  ", "dim"),
+        (sparkline(losses, _BAR_WIDTH), "green"),
+        f"  {losses[0]:.4f} → {losses[-1]:.4f}",
+    )
+
+
+def _progress(records: Sequence[StepRecord], num_steps: int) -> RenderableType:
+    left = num_steps - len(records)
+    seconds_left = left * median(record.step_s for record in records[-_RECENT:])
+    remaining = f"{duration(seconds_left)} left" if left > 0 else "finished"
+    line = Table.grid(padding=(0, 2))
+    line.add_row(
+        Text("  step", style="dim"),
+        ProgressBar(total=num_steps, completed=len(records), width=_BAR_WIDTH),
+        Text(f"{len(records)} of {num_steps}, {remaining}"),
+    )
+    return line

@@ -1,0 +1,125 @@
+"""The directory a run writes: its configuration, metrics, events and traces."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from itertools import chain, count
+from pathlib import Path
+from typing import Any, Self
+
+from jaxmorph.config import Config, dump_config
+from jaxmorph.errors import UserError
+from jaxmorph.reporting.records import Event, StepRecord
+
+
+class RunDirectory:
+    """An open run directory; each line is on its way to disk when its call returns.
+
+    Args:
+        path: an existing directory that belongs to this run alone.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._metrics = (path / "metrics.jsonl").open("x", encoding="utf-8", buffering=1)
+        self._events = (path / "events.jsonl").open("x", encoding="utf-8", buffering=1)
+
+    def write_step(self, record: StepRecord) -> None:
+        """Appends a step to `metrics.jsonl`.
+
+        Args:
+            record: the step; numbers that are not finite are written as null.
+        """
+        self._metrics.write(_json_line(record.metrics()))
+
+    def write_event(self, event: Event) -> None:
+        """Appends an event to `events.jsonl`.
+
+        Args:
+            event: what happened.
+        """
+        self._events.write(_json_line(asdict(event)))
+
+    def trace_path(self, step: int) -> Path:
+        """The file for a step's Chrome trace, in a directory that exists.
+
+        Args:
+            step: counted from 0.
+
+        Returns:
+            `trace/step_N.json` below the run directory.
+        """
+        directory = self.path / "trace"
+        directory.mkdir(exist_ok=True)
+        return directory / f"step_{step}.json"
+
+    def close(self) -> None:
+        """Closes the files; safe to call twice."""
+        self._metrics.close()
+        self._events.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def open_run_directory(config: Config) -> RunDirectory:
+    """Makes a run's own directory, and writes its configuration there.
+
+    A directory that holds anything is left alone: the run goes into the first free one of
+    `runs/demo`, `runs/demo-2`, `runs/demo-3`, and so on.
+
+    Args:
+        config: the run's; `run.dir` names the directory.
+
+    Returns:
+        The open directory, whose `path` is the one chosen.
+
+    Raises:
+        UserError: no directory can be made there.
+    """
+    wanted = Path(config.run.dir)
+    text = dump_config(config)
+    try:
+        return RunDirectory(next(path for path in _candidates(wanted) if _claim(path, text)))
+    except OSError as error:
+        at = error.filename or wanted
+        raise UserError(f"run.dir: {wanted}: cannot write {at}: {error.strerror}") from error
+
+
+def _candidates(wanted: Path) -> Iterator[Path]:
+    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in count(2))
+    return chain([wanted], numbered)
+
+
+def _claim(path: Path, config_text: str) -> bool:
+    """Takes an absent or empty directory by creating its config.yaml, which only one run can."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            return False
+        with (path / "config.yaml").open("x", encoding="utf-8") as file:
+            file.write(config_text)
+    except FileExistsError:  # a file in the way, or another run that was faster
+        return False
+    return True
+
+
+def _json_line(values: Mapping[str, Any]) -> str:
+    return json.dumps(_plain(values), allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """The value in JSON's types: arrays and their scalars unpacked, NaN and infinities as null."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value

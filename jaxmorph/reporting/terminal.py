@@ -1,0 +1,166 @@
+"""Reports a run while it goes: a live table on a terminal, plain lines anywhere else."""
+
+import time
+from collections.abc import Callable
+from io import TextIOWrapper
+from typing import IO, Protocol
+
+from rich.console import Console
+from rich.live import Live
+
+from jaxmorph.reporting.records import Event, RunHeader, RunSummary, StepRecord
+from jaxmorph.reporting.render import event_line, header_panel, live_view, summary_panel
+from jaxmorph.reporting.text import (
+    describe_routes,
+    header_rows,
+    milliseconds,
+    percent,
+    summary_rows,
+)
+
+_SECONDS_BETWEEN_FRAMES = 0.2  # drawing costs milliseconds, and must not on every short step
+_PLAIN_COLUMNS = "{:>6}  {:>9}  {:>9}  {:>10}  {:>9}  {:>10}  {:>8}  {:>11}  {}"
+_PLAIN_NAMES = (
+    "step", "loss", "grad_norm", "tokens/s", "step_ms", "planned_ms", "bubble", "plan_bubble",
+    "routes",
+)  # fmt: skip
+
+
+class Reporter(Protocol):
+    """Shows a run to its user."""
+
+    def start(self, header: RunHeader) -> None:
+        """Shows what is about to run."""
+        ...
+
+    def step(self, record: StepRecord) -> None:
+        """Shows one finished step."""
+        ...
+
+    def event(self, event: Event) -> None:
+        """Shows something that happened beside the steps."""
+        ...
+
+    def finish(self, summary: RunSummary) -> None:
+        """Shows what the run achieved."""
+        ...
+
+    def close(self) -> None:
+        """Gives the terminal back, finished or not; safe to call twice."""
+        ...
+
+
+def open_reporter(console: Console | None = None) -> Reporter:
+    """Chooses how to report.
+
+    Args:
+        console: where to write; None for standard output.
+
+    Returns:
+        A live table when the console is a terminal that can redraw, else plain lines.
+    """
+    console = console or Console()
+    if isinstance(console.file, TextIOWrapper):  # a loss must not be lost to an ASCII-only stream
+        console.file.reconfigure(errors="replace")
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveReporter(console)
+    return PlainReporter(console.file)
+
+
+class LiveReporter:
+    """Redraws a table in place, above which events scroll by.
+
+    Args:
+        console: a terminal.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
+        self._console = console
+        self._clock = clock
+        self._records: list[StepRecord] = []
+        self._num_steps = 0
+        self._drawn_at = float("-inf")
+        self._live = Live(console=console, auto_refresh=False)
+
+    def start(self, header: RunHeader) -> None:
+        """Shows what is about to run, and the empty table."""
+        self._num_steps = header.num_steps
+        self._console.print(header_panel(header))
+        self._live.start()
+        self._draw()
+
+    def step(self, record: StepRecord) -> None:
+        """Adds a step, and redraws unless that was done a moment ago."""
+        self._records.append(record)
+        if self._clock() - self._drawn_at >= _SECONDS_BETWEEN_FRAMES:
+            self._draw()
+
+    def event(self, event: Event) -> None:
+        """Prints an event above the table."""
+        self._console.print(event_line(event))
+
+    def finish(self, summary: RunSummary) -> None:
+        """Leaves the last table standing, and what the run achieved below it."""
+        self.close()
+        self._console.print(summary_panel(summary))
+
+    def close(self) -> None:
+        """Draws what was not drawn yet and gives the terminal back."""
+        if self._live.is_started:
+            self._draw()
+            self._live.stop()
+
+    def _draw(self) -> None:
+        self._live.update(live_view(self._records, self._num_steps), refresh=True)
+        self._drawn_at = self._clock()
+
+
+class PlainReporter:
+    """Writes aligned lines, each one at once, for files, pipes and logs.
+
+    Args:
+        file: where to write.
+    """
+
+    def __init__(self, file: IO[str]):
+        self._file = file
+
+    def start(self, header: RunHeader) -> None:
+        """Writes what is about to run, and the names of the columns."""
+        self._write_rows(header_rows(header))
+        self._write(_PLAIN_COLUMNS.format(*_PLAIN_NAMES))
+
+    def step(self, record: StepRecord) -> None:
+        """Writes a step."""
+        cells = (
+            record.step,
+            f"{record.loss:.4f}",
+            f"{record.grad_norm:.3f}",
+            f"{record.tokens_per_s:,.0f}",
+            milliseconds(record.step_s),
+            milliseconds(record.predicted_step_s),
+            percent(record.bubble_rate),
+            percent(record.planned_bubble_rate),
+            describe_routes(record.routes),
+        )
+        self._write(_PLAIN_COLUMNS.format(*cells))
+
+    def event(self, event: Event) -> None:
+        """Writes an event."""
+        self._write(event_line(event).plain)
+
+    def finish(self, summary: RunSummary) -> None:
+        """Writes what the run achieved."""
+        self._write_rows(summary_rows(summary))
+
+    def close(self) -> None:
+        """Has nothing to give back: every line is already written."""
+
+    def _write_rows(self, rows: list[tuple[str, str]]) -> None:
+        for label, text in rows:
+            self._write(f"{label:<9} {text}")
+
+    def _write(self, line: str) -> None:
+        self._file.write(line + "\n")
+        self._file.flush()

@@ -1,0 +1,178 @@
+"""Numbers, and whole blocks of a report, as the words both kinds of terminal output show."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import isfinite
+from pathlib import Path
+from statistics import fmean
+
+from jaxmorph.config.sections import Emulation
+from jaxmorph.reporting.records import RunHeader, RunSummary
+
+_BARS = "▁▂▃▄▅▆▇█"
+_UNKNOWN = "-"
+
+
+def header_rows(header: RunHeader) -> list[tuple[str, str]]:
+    """A header as labels and texts.
+
+    Args:
+        header: what is about to run.
+
+    Returns:
+        (label, text) pairs, in reading order.
+    """
+    layers = _numbers(header.layers_per_stage)
+    warmup = _numbers(header.warmup_forwards)
+    batch = (
+        f"{header.microbatches} microbatches of {header.microbatch_size} sequences "
+        f"of {header.sequence_length}: {header.tokens_per_step:,} tokens a step"
+    )
+    return [
+        ("model", f"{header.model}, {short_count(header.num_parameters)} parameters"),
+        ("stages", f"{len(header.layers_per_stage)}, layers {layers}"),
+        ("schedule", f"{header.schedule}, warm-up forwards {warmup}"),
+        ("batch", batch),
+        ("data", header.data),
+        ("regime", header.regime),
+        ("writes", str(header.run_directory)),
+    ]
+
+
+def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
+    """A summary as labels and texts.
+
+    Args:
+        summary: what the run achieved.
+
+    Returns:
+        (label, text) pairs, in reading order.
+    """
+    losses = summary.losses
+    rows = [
+        ("steps", f"{len(losses)} in {duration(summary.elapsed_s)}"),
+        ("speed", f"{summary.tokens_per_s:,.0f} tokens/s"),
+        ("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}  {sparkline(losses, 32)}"),
+        ("step time", _step_against_plan(summary)),
+    ]
+    if summary.bubble_rate is not None:
+        planned = f", {percent(summary.planned_bubble_rate)} planned"
+        known = summary.planned_bubble_rate is not None
+        rows.append(
+            ("bubble", f"{percent(summary.bubble_rate)} measured{planned if known else ''}")
+        )
+    rows.append(("metrics", str(summary.run_directory / "metrics.jsonl")))
+    if summary.picture:
+        rows.append(("picture", str(summary.picture)))
+    if summary.traces:
+        rows.append(("traces", f"{_span_of(summary.traces)} (open in ui.perfetto.dev)"))
+    return rows
+
+
+def describe_regime(emulation: Emulation) -> str:
+    """Says whether ops are paced, as tables of results must.
+
+    Args:
+        emulation: the configuration's section.
+
+    Returns:
+        A few words.
+    """
+    accelerator = emulation.accelerator
+    if accelerator is None:
+        return "unpaced: ops run as fast as this machine computes them"
+    kinds = {
+        "F": accelerator.forward_ms,
+        "B": accelerator.backward_input_ms,
+        "W": accelerator.backward_weight_ms,
+    }
+    durations = [f"{kind} {_numbers(value)} ms" for kind, value in kinds.items()]
+    return f"paced: {', '.join(durations)}"
+
+
+def describe_routes(routes: Mapping[str, str]) -> str:
+    """Says how the links' transfers travel: the links that differ, then the commonest route.
+
+    Args:
+        routes: each link's route.
+
+    Returns:
+        Such as `direct` or `2-3 delegated, else direct`.
+    """
+    if not routes:
+        return _UNKNOWN
+    usual = Counter(routes.values()).most_common(1)[0][0]
+    others = [f"{link} {route}" for link, route in routes.items() if route != usual]
+    return f"{', '.join(others)}, else {usual}" if others else usual
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draws values as a row of bars, from the lowest to the highest.
+
+    Args:
+        values: the values; ones that are not finite leave a gap.
+        width: most characters; more values are averaged together.
+
+    Returns:
+        One character for each value, or for each group of neighbouring values.
+    """
+    columns = min(width, len(values))
+    cuts = [len(values) * column // max(columns, 1) for column in range(columns + 1)]
+    means = [fmean(values[low:high]) for low, high in pairwise(cuts)]
+    finite = [mean for mean in means if isfinite(mean)]
+    lowest = min(finite, default=0.0)
+    span = max(finite, default=0.0) - lowest
+    scale = (len(_BARS) - 1) / span if span else 0.0
+    return "".join(
+        _BARS[round((mean - lowest) * scale)] if isfinite(mean) else " " for mean in means
+    )
+
+
+def short_count(number: int) -> str:
+    """A count to two or three digits: `842`, `1.24 M`, `6.7 B`."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {letter}"
+    return str(number)
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Seconds as milliseconds without the unit; a dash for None."""
+    return _UNKNOWN if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def percent(share: float | None) -> str:
+    """A share as `12.3 %`; a dash for None."""
+    return _UNKNOWN if share is None else f"{share:.1%}".replace("%", " %")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `42.1 s`, `3:07` or `1:02:07`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _step_against_plan(summary: RunSummary) -> str:
+    measured = f"{milliseconds(summary.step_s)} ms measured (median)"
+    if not summary.predicted_step_s:
+        return measured
+    difference = f"{summary.step_s / summary.predicted_step_s - 1:+.1%}".replace("%", " %")
+    return f"{measured}, {milliseconds(summary.predicted_step_s)} ms planned ({difference})"
+
+
+def _span_of(paths: Sequence[Path]) -> str:
+    first, last = paths[0], paths[-1]
+    return str(first) if len(paths) == 1 else f"{first} … {last.name}"
+
+
+def _numbers(values: float | Sequence[float]) -> str:
+    """Numbers side by side, or just one when it is alone or all of many are the same."""
+    if isinstance(values, int | float):
+        return f"{values:g}"
+    if len(values) > 8 and len(set(values)) == 1:
+        return f"{values[0]:g} each"
+    return " ".join(f"{value:g}" for value in values)

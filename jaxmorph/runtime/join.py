@@ -1,0 +1,49 @@
+"""How a process joins a run: JAX's distributed runtime, started by hand or by a cluster's own means."""
+
+import os
+
+import jax
+
+from jaxmorph.runtime.rendezvous import CoordinationRendezvous, Rendezvous, SoleRank
+
+
+def join_run(
+    *,
+    start_timeout_s: float,
+    step_timeout_s: float,
+    coordinator: str | None = None,
+    num_ranks: int | None = None,
+    rank: int | None = None,
+) -> Rendezvous:
+    """Join a run as one rank.
+
+    Args:
+        start_timeout_s: How long to wait for the other ranks to appear.
+        step_timeout_s: How long a rank waits for another in a step, in transfers and meetings.
+        coordinator: host:port of rank 0's coordination service; None: found by `jax.distributed`
+            (Slurm, Open MPI, Kubernetes, ...).
+        num_ranks: Number of ranks; None: found likewise.
+        rank: This process's rank; None: found likewise.
+
+    Returns:
+        The rendezvous with the other ranks.
+    """
+    if num_ranks == 1:
+        return SoleRank()
+    _limit_collectives(step_timeout_s)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        coordinator,
+        num_ranks,
+        rank,
+        local_device_ids=None if rank is None else [rank],
+        initialization_timeout=max(1, round(start_timeout_s)),
+        coordinator_bind_address=coordinator,  # only where ranks are told to look for it
+    )
+    return CoordinationRendezvous(step_timeout_s)
+
+
+def _limit_collectives(timeout_s: float) -> None:
+    """Give CPU collectives a deadline; without one an unmatched transfer waits for ever."""
+    flag = f"--xla_cpu_collective_timeout_seconds={max(1, round(timeout_s))}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()

@@ -1,0 +1,235 @@
+"""Starts the ranks of a run on this machine, watches them, and never leaves one behind."""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxmorph.errors import UserError
+from jaxmorph.runtime.rank_process import RankArguments
+
+Message = dict[str, Any]
+
+# After the first failure the others get this long to say what they saw, and after a request to end
+# this long to end.
+_EVIDENCE_S = 1.0
+_TERMINATION_S = 3.0
+_LOG_TAIL_LINES = 5
+
+
+class RankFailedError(RuntimeError):
+    """A rank died or raised; the message names the rank, the reason and the log."""
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    log_path: Path
+    messages_fd: int
+    lifeline_fd: int
+    exit_fd: int
+    pending: bytes = b""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Evidence that a rank failed; the smallest is believed to be the cause."""
+
+    follows_others: bool  # an abort is often the echo of somebody else's death
+    time_s: float
+    rank: int
+    reason: str
+    is_user_error: bool = False
+
+    def sort_key(self) -> tuple[bool, float, int]:
+        return (self.follows_others, self.time_s, self.rank)
+
+
+@dataclass
+class _Watch:
+    ranks: list[_Rank]
+    on_message: Callable[[Message], None]
+    failures: list[_Failure] = field(default_factory=list)
+
+
+def run_ranks(
+    module: str,
+    arguments: Sequence[str],
+    num_ranks: int,
+    log_dir: Path,
+    on_message: Callable[[Message], None],
+) -> None:
+    """Run one process per rank until all are done.
+
+    Args:
+        module: What each rank runs, as in `python -m module`; it parses its command line with
+            `RankArguments`.
+        arguments: Further arguments, the same for every rank.
+        num_ranks: Number of processes.
+        log_dir: Where each rank's output goes, `rank_N.log`.
+        on_message: Called with every message a rank sends (`RankProcess.send`).
+
+    Raises:
+        RankFailedError: If a rank died or raised; all others have been ended.
+        UserError: If a rank found a mistake of the user's.
+        KeyboardInterrupt: On Ctrl-C and on SIGTERM; all ranks have been ended.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    coordinator = f"127.0.0.1:{free_port()}"
+    with _sigterm_interrupts(), contextlib.ExitStack() as stack:
+        ranks: list[_Rank] = []
+        stack.callback(_end, ranks)
+        for number in range(num_ranks):
+            ranks.append(_start(number, num_ranks, coordinator, module, arguments, log_dir))
+        _watch(_Watch(ranks, on_message))
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _start(
+    number: int,
+    num_ranks: int,
+    coordinator: str,
+    module: str,
+    arguments: Sequence[str],
+    log_dir: Path,
+) -> _Rank:
+    messages_read, messages_write = os.pipe()
+    lifeline_read, lifeline_write = os.pipe()
+    rank = RankArguments(number, num_ranks, coordinator, messages_write, lifeline_read)
+    log_path = log_dir / f"rank_{number}.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *rank.to_command_line(), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(messages_write, lifeline_read),
+            start_new_session=True,  # Ctrl-C is for the launcher, which ends the ranks in order
+        )
+    os.close(messages_write)
+    os.close(lifeline_read)
+    exit_fd = os.pidfd_open(process.pid)
+    return _Rank(number, process, log_path, messages_read, lifeline_write, exit_fd)
+
+
+def _watch(watch: _Watch) -> None:
+    deadline_s: float | None = None
+    with selectors.DefaultSelector() as selector:
+        for rank in watch.ranks:
+            selector.register(rank.messages_fd, selectors.EVENT_READ, (rank, _read_messages))
+            selector.register(rank.exit_fd, selectors.EVENT_READ, (rank, _note_exit))
+        while selector.get_map():
+            timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            events = selector.select(timeout_s)
+            for key, _ in events:
+                rank, handle = key.data
+                if not handle(rank, watch):
+                    selector.unregister(key.fd)
+            if watch.failures and deadline_s is None:
+                deadline_s = time.monotonic() + _EVIDENCE_S
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                break
+    if watch.failures:
+        _raise_cause(watch)
+
+
+def _read_messages(rank: _Rank, watch: _Watch) -> bool:
+    """Handle what has come; False at the end of the pipe."""
+    data = os.read(rank.messages_fd, 1 << 16)
+    *lines, rank.pending = (rank.pending + data).split(b"\n")
+    for line in lines:
+        message = json.loads(line)
+        if message["kind"] == "failed":
+            watch.failures.append(
+                _Failure(
+                    message["follows_others"],
+                    message["time_s"],
+                    rank.number,
+                    message["reason"],
+                    message["user_error"],
+                )
+            )
+        else:
+            watch.on_message(message)
+    return bool(data)
+
+
+def _note_exit(rank: _Rank, watch: _Watch) -> bool:
+    code = rank.process.wait()
+    if code != 0:
+        aborted = code == -signal.SIGABRT
+        reason = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        # A rank that raised has said why already; its exit is the weaker evidence.
+        follows = aborted or code > 0
+        watch.failures.append(_Failure(follows, time.monotonic(), rank.number, reason))
+    return False
+
+
+def _raise_cause(watch: _Watch) -> None:
+    cause = min(watch.failures, key=_Failure.sort_key)
+    if cause.is_user_error:
+        raise UserError(cause.reason)
+    log_path = watch.ranks[cause.rank].log_path
+    lines = [f"rank {cause.rank} failed: {cause.reason}", f"its log: {log_path}"]
+    tail = _last_lines(log_path)
+    raise RankFailedError("\n".join([*lines, *(f"  | {line}" for line in tail)]))
+
+
+def _last_lines(path: Path) -> list[str]:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return [line for line in text.splitlines() if line.strip()][-_LOG_TAIL_LINES:]
+
+
+def _end(ranks: list[_Rank]) -> None:
+    """End every rank that still runs: ask, wait, kill; and close what was opened for it."""
+    _signal_all(ranks, signal.SIGTERM)
+    deadline_s = time.monotonic() + _TERMINATION_S
+    for rank in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.process.wait(max(0.0, deadline_s - time.monotonic()))
+    _signal_all(ranks, signal.SIGKILL)
+    for rank in ranks:
+        rank.process.wait()
+        for fd in (rank.messages_fd, rank.lifeline_fd, rank.exit_fd):
+            os.close(fd)
+
+
+def _signal_all(ranks: list[_Rank], number: signal.Signals) -> None:
+    for rank in ranks:
+        if rank.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.process.pid, number)
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """While this lasts SIGTERM does what Ctrl-C does, so that a scheduler's stop cleans up too."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        previous = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread: signals are somebody else's
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,133 @@
+"""The optimizer step of one stage: AdamW by Optax, clipped by the norm over all stages."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmorph.runtime.tied import Path, with_leaf
+
+Tree = Any
+LAYERS = "layers"
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW with a warm-up and a cosine.
+
+    Attributes:
+        learning_rate: The peak, reached after the warm-up.
+        warmup_steps: Steps of linear warm-up.
+        total_steps: Steps until the cosine reaches its end.
+        final_fraction: The last learning rate as a fraction of the peak.
+        weight_decay: Decoupled decay of matrices (not of biases and norms).
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        clip_norm: Largest global gradient norm; None: no clipping.
+    """
+
+    learning_rate: float
+    warmup_steps: int
+    total_steps: int
+    final_fraction: float = 0.1
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip_norm: float | None = 1.0
+
+
+def learning_rate_schedule(settings: OptimizerSettings) -> optax.Schedule:
+    """The learning rate at each step; the first step already moves."""
+    peak, warmup = settings.learning_rate, settings.warmup_steps
+    return optax.warmup_cosine_decay_schedule(
+        init_value=peak / (warmup + 1),
+        peak_value=peak,
+        warmup_steps=warmup,
+        decay_steps=max(settings.total_steps, warmup + 1),
+        end_value=peak * settings.final_fraction,
+    )
+
+
+def clip_scale(norm: float, clip_norm: float | None) -> float:
+    """What gradients are multiplied by so that their global norm is at most `clip_norm`."""
+    return 1.0 if clip_norm is None or norm <= clip_norm else clip_norm / norm
+
+
+class StageOptimizer:
+    """The compiled optimizer of one stage; state and parameters stay with the caller.
+
+    Args:
+        settings: The optimizer's settings.
+        params: The stage's parameters, float32: {"embed", "layers", "head"}, layers stacked.
+        uncounted: Paths of copies of tied parameters that another copy counts for in the norm.
+    """
+
+    def __init__(
+        self, settings: OptimizerSettings, params: Tree, uncounted: tuple[Path, ...] = ()
+    ) -> None:
+        transformation = optax.chain(
+            optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2),
+            optax.add_decayed_weights(settings.weight_decay, mask=_is_matrix),
+            optax.scale_by_learning_rate(learning_rate_schedule(settings)),
+        )
+
+        def squared_norm(gradients: Tree) -> jax.Array:
+            for path in uncounted:
+                gradients = with_leaf(gradients, path, jnp.zeros(()))
+            return sum(
+                (jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradients)),
+                start=jnp.zeros(()),
+            )
+
+        def update(params: Tree, state: Tree, gradients: Tree, scale: jax.Array) -> Tree:
+            scaled = jax.tree.map(lambda leaf: leaf * scale, gradients)
+            updates, state = transformation.update(scaled, state, params)
+            return (
+                optax.apply_updates(params, updates),
+                state,
+                jax.tree.map(jnp.zeros_like, gradients),
+            )
+
+        self.initial_state = jax.jit(transformation.init)(params)
+        scale = jnp.ones((), jnp.float32)
+        self._squared_norm = jax.jit(squared_norm).lower(params).compile()
+        self._update = (
+            jax.jit(update, donate_argnums=(0, 1, 2))
+            .lower(params, self.initial_state, params, scale)
+            .compile()
+        )
+        self._device = next(iter(jax.tree.leaves(params)[0].devices()))
+
+    def squared_norm(self, gradients: Tree) -> jax.Array:
+        """Sum of squares of the stage's gradients, float32 scalar; tied copies counted once."""
+        return self._squared_norm(gradients)
+
+    def update(
+        self, params: Tree, state: Tree, gradients: Tree, scale: float
+    ) -> tuple[Tree, Tree, Tree]:
+        """New parameters, new state and zeroed accumulators; all three inputs are donated.
+
+        Args:
+            params: The stage's parameters.
+            state: The optimizer's state.
+            gradients: The accumulated gradients.
+            scale: What the gradients are multiplied by first (`clip_scale`).
+        """
+        if not math.isfinite(scale):
+            raise ValueError(f"gradients can't be scaled by {scale}")
+        return self._update(
+            params, state, gradients, jax.device_put(jnp.float32(scale), self._device)
+        )
+
+
+def _is_matrix(params: Tree) -> Tree:
+    """Which leaves decay: those with two or more axes, not counting the axis of stacked layers."""
+
+    def decide(path: tuple[Any, ...], leaf: jax.Array) -> bool:
+        stacked = path[0].key == LAYERS
+        return leaf.ndim - stacked >= 2
+
+    return jax.tree_util.tree_map_with_path(decide, params)

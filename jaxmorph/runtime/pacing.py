@@ -1,0 +1,35 @@
+"""How long ops last on the accelerator that a paced queue stands for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jaxmorph.schedule.ops import OpKind
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Durations of one stage's ops; an empty pace leaves ops as long as they take.
+
+    Attributes:
+        duration_s: Seconds per kind of op.
+    """
+
+    duration_s: Mapping[OpKind, float] = field(default_factory=dict)
+
+    @classmethod
+    def of_stage(
+        cls, forward_ms: float, backward_input_ms: float, backward_weight_ms: float
+    ) -> "Pace":
+        """The pace of a stage whose ops last this long; a full backward lasts as both its parts."""
+        return cls(
+            {
+                OpKind.F: forward_ms / 1000,
+                OpKind.B: backward_input_ms / 1000,
+                OpKind.W: backward_weight_ms / 1000,
+                OpKind.BW: (backward_input_ms + backward_weight_ms) / 1000,
+            }
+        )
+
+    def of(self, kind: OpKind) -> float | None:
+        """Seconds that an op of this kind lasts, or None: as long as it takes."""
+        return self.duration_s.get(kind)

@@ -1,0 +1,123 @@
+"""One rank as a process: how it is addressed, how it joins the run, how it says that it failed."""
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxmorph.errors import UserError
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RankArguments:
+    """What the launcher tells a rank on its command line.
+
+    Attributes:
+        rank: The rank's number.
+        num_ranks: How many there are.
+        coordinator: host:port of the coordination service, which rank 0 serves.
+        messages_fd: Where messages to the launcher are written.
+        lifeline_fd: A pipe that ends when the launcher dies.
+    """
+
+    rank: int
+    num_ranks: int
+    coordinator: str
+    messages_fd: int
+    lifeline_fd: int
+
+    def to_command_line(self) -> list[str]:
+        """The arguments that `parse` reads back."""
+        return [
+            f"--rank={self.rank}",
+            f"--num-ranks={self.num_ranks}",
+            f"--coordinator={self.coordinator}",
+            f"--messages-fd={self.messages_fd}",
+            f"--lifeline-fd={self.lifeline_fd}",
+        ]
+
+    @classmethod
+    def parse(cls, command_line: Sequence[str]) -> tuple["RankArguments", list[str]]:
+        """The launcher's arguments, and the rest of the command line."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        for name in ("rank", "num-ranks", "messages-fd", "lifeline-fd"):
+            parser.add_argument(f"--{name}", type=int, required=True)
+        parser.add_argument("--coordinator", required=True)
+        found, rest = parser.parse_known_args(command_line)
+        return cls(**vars(found)), rest
+
+
+class LauncherLink:
+    """The rank's end of the pipes to its launcher."""
+
+    def __init__(self, arguments: RankArguments) -> None:
+        self._messages = os.fdopen(arguments.messages_fd, "w", encoding="utf-8")
+        self._lock = threading.Lock()
+        lifeline = threading.Thread(
+            target=_end_with_launcher, args=(arguments.lifeline_fd,), daemon=True
+        )
+        lifeline.start()
+
+    def send(self, message: Message) -> None:
+        """Send a message; from any thread."""
+        with self._lock:
+            self._messages.write(json.dumps(message) + "\n")
+            self._messages.flush()
+
+
+def _end_with_launcher(lifeline_fd: int) -> None:
+    """End the process when the launcher is gone, however it went."""
+    os.read(lifeline_fd, 1)
+    os._exit(1)
+
+
+def run_rank(body: Callable[[RankArguments, LauncherLink, list[str]], None]) -> None:
+    """Run a rank that the launcher started; a failure is told to the launcher before the end.
+
+    Args:
+        body: What the rank does, given its arguments, the link to the launcher and the rest of
+            the command line.
+    """
+    arguments, rest = RankArguments.parse(sys.argv[1:])
+    link = LauncherLink(arguments)
+    try:
+        body(arguments, link, rest)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher must hear of it
+        traceback.print_exc()
+        link.send(_failure(error))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # No clean-up: a rank in the middle of a transfer would wait for peers that are about to end.
+        os._exit(1)
+
+
+def _failure(error: BaseException) -> Message:
+    reason = str(error) if isinstance(error, UserError) else _one_line(error)
+    return {
+        "kind": "failed",
+        "time_s": time.monotonic(),
+        "reason": reason,
+        "user_error": isinstance(error, UserError),
+        "follows_others": _is_echo(error),
+    }
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def _is_echo(error: BaseException) -> bool:
+    """Whether the error is how a rank learns that another one failed."""
+    from jaxmorph.runtime.rendezvous import RendezvousTimeoutError
+
+    text = str(error).lower()
+    return isinstance(error, RendezvousTimeoutError) or "gloo" in text or "connection" in text

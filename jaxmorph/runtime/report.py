@@ -1,0 +1,94 @@
+"""What a rank tells the others of a step, and the step put together from all ranks' reports."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxmorph.runtime.executor import StepOutcome
+from jaxmorph.runtime.queue import Stamp
+from jaxmorph.schedule.ops import Op
+from jaxmorph.schedule.timeline import Timeline, TransferSpan
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """The scalars of a step, summed in stage order, the same on every rank.
+
+    Attributes:
+        loss: Mean loss of the counted tokens.
+        grad_norm: Global norm of the gradients before clipping.
+    """
+
+    loss: float
+    grad_norm: float
+
+
+def rank_report(
+    outcome: StepOutcome, squared_norm: float, began_s: float, compilations: int
+) -> Message:
+    """What one rank says of its step.
+
+    Args:
+        outcome: Its loss and timings.
+        squared_norm: Its part of the squared gradient norm.
+        began_s: When the step began on this rank, on the monotonic clock.
+        compilations: How many programs it has compiled so far.
+
+    Returns:
+        A message for `Rendezvous.exchange`; times become milliseconds since the step began.
+    """
+    spans = [_span(stamp, began_s) for stamp in outcome.stamps]
+    is_op = [isinstance(stamp.label, Op) for stamp in outcome.stamps]
+    return {
+        "loss": outcome.loss,
+        "squared_norm": squared_norm,
+        "ops": [span for span, op in zip(spans, is_op, strict=True) if op],
+        "transfers": [span for span, op in zip(spans, is_op, strict=True) if not op],
+        "compilations": compilations,
+    }
+
+
+def _span(stamp: Stamp, began_s: float) -> tuple[str, float, float]:
+    return str(stamp.label), 1e3 * (stamp.start_s - began_s), 1e3 * (stamp.end_s - began_s)
+
+
+def total(reports: Sequence[Message]) -> StepTotals:
+    """The step's loss and gradient norm.
+
+    Args:
+        reports: All ranks' reports, in rank order.
+    """
+    loss = sum(report["loss"] for report in reports)
+    squared_norm = sum(report["squared_norm"] for report in reports)
+    return StepTotals(loss, float(np.sqrt(squared_norm)))
+
+
+def measured_timeline(reports: Sequence[Message]) -> Timeline:
+    """When every op and transfer of the step ran.
+
+    Args:
+        reports: All ranks' reports, in rank order.
+
+    Returns:
+        Each rank's times since its own step began, which is when the meeting before it ended.
+    """
+    ops = [report["ops"] for report in reports]
+    return Timeline(
+        orders=tuple(tuple(Op.parse(name) for name, _, _ in row) for row in ops),
+        start_ms=tuple(np.array([start for _, start, _ in row], np.float64) for row in ops),
+        end_ms=tuple(np.array([end for _, _, end in row], np.float64) for row in ops),
+        transfers=tuple(
+            TransferSpan(rank, label, start, end)
+            for rank, report in enumerate(reports)
+            for label, start, end in report["transfers"]
+        ),
+    )
+
+
+def total_compilations(reports: Sequence[Message]) -> int:
+    """How many programs all ranks have compiled so far."""
+    return sum(report["compilations"] for report in reports)

@@ -1,0 +1,197 @@
+"""One rank's half of training: its stage's parameters, programs, queue and routes, ready to step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxmorph.program.instructions import Payload, RankProgram
+from jaxmorph.runtime.executor import Executor, StepInputs, StepOutcome
+from jaxmorph.runtime.links import LinkProgram, PayloadShape
+from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer
+from jaxmorph.runtime.pacing import Pace
+from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
+from jaxmorph.runtime.routes import Channel, DirectRoute
+from jaxmorph.runtime.tied import HEAD, Path, TiedGradients, leaf_at
+from jaxmorph.schedule.ops import OpKind
+from jaxmorph.stage.build import StagePrograms, build_stage
+from jaxmorph.stage.mesh import link_mesh, make_mesh, stage_submesh
+from jaxmorph.stage.model import PipelineModel
+from jaxmorph.stage.parameters import init_stage_params
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """What a stage is built from, besides the model.
+
+    Attributes:
+        layers: The layers of every stage.
+        microbatch_size: Sequences in a microbatch.
+        sequence_length: Tokens in a sequence.
+        seed: Where the initial parameters come from; they don't depend on the number of stages.
+        stash: Whether F keeps what B needs, or B computes it again.
+        kinds: The kinds of op to compile.
+        optimizer: The optimizer's settings.
+        pace: How long this stage's ops last; None: as long as they take.
+    """
+
+    layers: tuple[range, ...]
+    microbatch_size: int
+    sequence_length: int
+    seed: int
+    kinds: frozenset[OpKind]
+    optimizer: OptimizerSettings
+    stash: Literal["full", "recompute"] = "full"
+    pace: Pace | None = None
+
+
+class StageTrainer:
+    """One rank's stage, compiled once; schedules and routes may change from step to step.
+
+    Args:
+        model: The model, seen as embedding, layers and head.
+        settings: How the stage is built.
+        rank: Which stage this process is; the number of stages is that of `settings.layers`.
+    """
+
+    def __init__(self, model: PipelineModel, settings: StageSettings, rank: int) -> None:
+        num_stages = len(settings.layers)
+        mesh = make_mesh(num_stages)
+        submesh = stage_submesh(mesh, rank)
+        self.device: jax.Device = submesh.devices.flat[0]
+        self.params = _initial_params(model, settings, rank)
+        self.programs = _build_programs(model, settings, rank, submesh)
+        self.optimizer = StageOptimizer(
+            settings.optimizer, self.params, _uncounted(model, self.params)
+        )
+        self._optimizer_state = self.optimizer.initial_state
+        self._accumulators = self.programs.zero_accumulators()
+        self._weights = self.programs.prepare(self.params)
+        self._queue = AsynchronousQueue() if settings.pace is None else PacedQueue()
+        links = _link_programs(model, settings, rank, mesh)
+        self._executor = Executor(
+            stage=self.programs,
+            device=self.device,
+            queue=self._queue,
+            routes={"direct": DirectRoute(links)},
+            pace=settings.pace or Pace(),
+            tied=TiedGradients(model.tied, self._accumulators) if model.tied else None,
+        )
+
+    @property
+    def gradients(self) -> Tree:
+        """The gradients of the last step that ran, float32; they die with the next call."""
+        return self._accumulators
+
+    def run(self, program: RankProgram, inputs: StepInputs, step: int) -> StepOutcome:
+        """Run a step's ops and transfers; the gradients wait for `update` or `discard`.
+
+        Args:
+            program: This rank's instructions.
+            inputs: The step's data.
+            step: The step's number, part of every message's identity.
+
+        Returns:
+            Loss and timings of this rank.
+        """
+        outcome = self._executor.execute(
+            program, self._weights, self._accumulators, inputs, step=step
+        )
+        self._accumulators = outcome.accumulators
+        return outcome
+
+    def squared_norm(self) -> float:
+        """Sum of squares of the stage's gradients; a tied parameter counts on one stage."""
+        return float(self.optimizer.squared_norm(self._accumulators))
+
+    def update(self, scale: float) -> None:
+        """Apply the gradients, each multiplied by `scale`, and begin with zeros again."""
+        self.params, self._optimizer_state, self._accumulators = self.optimizer.update(
+            self.params, self._optimizer_state, self._accumulators, scale
+        )
+        self._weights = self.programs.prepare(self.params)
+
+    def discard(self) -> None:
+        """Forget the gradients."""
+        self._accumulators = self.programs.zero_accumulators()
+
+    def close(self) -> None:
+        """Stop the queue's thread."""
+        self._queue.close()
+
+
+def _initial_params(model: PipelineModel, settings: StageSettings, rank: int) -> Tree:
+    is_last = rank == len(settings.layers) - 1
+    key = jax.random.key(settings.seed)
+    return init_stage_params(model, key, settings.layers[rank], rank == 0, is_last)
+
+
+def _build_programs(
+    model: PipelineModel, settings: StageSettings, rank: int, submesh: Mesh
+) -> StagePrograms:
+    return build_stage(
+        model,
+        submesh,
+        num_layers=len(settings.layers[rank]),
+        is_first=rank == 0,
+        is_last=rank == len(settings.layers) - 1,
+        microbatch_size=settings.microbatch_size,
+        sequence_length=settings.sequence_length,
+        stash=settings.stash,
+        kinds=settings.kinds,
+    )
+
+
+def _uncounted(model: PipelineModel, params: Tree) -> tuple[Path, ...]:
+    """The head's copies of tied parameters: in the norm the embedding's copy stands for both."""
+    return tuple((HEAD, *head) for _, head in model.tied) if HEAD in params else ()
+
+
+def _link_programs(
+    model: PipelineModel, settings: StageSettings, rank: int, mesh: Mesh
+) -> dict[Channel, LinkProgram]:
+    """The programs of all channels that this rank is an end of."""
+    channels = _channels(model, settings)
+    return {
+        channel: LinkProgram(
+            link_mesh(mesh, *sorted((channel.source, channel.destination))),
+            shape,
+            upward=channel.source > channel.destination,
+        )
+        for channel, shape in channels.items()
+        if rank in (channel.source, channel.destination)
+    }
+
+
+def _channels(model: PipelineModel, settings: StageSettings) -> dict[Channel, PayloadShape]:
+    """Every channel of the pipeline with what it carries."""
+    last = len(settings.layers) - 1
+    activation = _activation_shape(model, settings)
+    channels: dict[Channel, PayloadShape] = {}
+    for lower in range(last):
+        channels[Channel(Payload.ACTIVATION, lower, lower + 1)] = activation
+        channels[Channel(Payload.GRADIENT, lower + 1, lower)] = activation
+    for index, shape in enumerate(_tied_shapes(model) if last > 0 else ()):
+        channels[Channel(Payload.TIED, 0, last, index)] = shape
+        channels[Channel(Payload.TIED, last, 0, index)] = shape
+    return channels
+
+
+def _activation_shape(model: PipelineModel, settings: StageSettings) -> PayloadShape:
+    def embed(key: jax.Array, tokens: jax.Array) -> jax.Array:
+        return model.embed(model.init_embed(key), tokens)
+
+    tokens = jax.ShapeDtypeStruct((settings.microbatch_size, settings.sequence_length), jnp.int32)
+    shape = jax.eval_shape(embed, jax.random.key(0), tokens)
+    return PayloadShape(shape.shape, shape.dtype)
+
+
+def _tied_shapes(model: PipelineModel) -> Sequence[PayloadShape]:
+    embed = jax.eval_shape(model.init_embed, jax.random.key(0))
+    leaves = (leaf_at(embed, path) for path, _ in model.tied)
+    return [PayloadShape(leaf.shape, leaf.dtype) for leaf in leaves]

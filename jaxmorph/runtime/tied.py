@@ -1,0 +1,70 @@
+"""Tied parameters: one parameter that the first and the last stage both hold a copy of.
+
+Each copy gathers the gradient of its own use; at the end of a step both become the sum, added in
+stage order on both ends, so that the copies get bitwise the same update and stay equal.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+Tree = Any
+Path = tuple[str, ...]
+EMBED, HEAD = "embed", "head"
+
+
+def leaf_at(tree: Tree, path: Path) -> jax.Array:
+    """The leaf of a tree of dicts at a path of keys."""
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def with_leaf(tree: Tree, path: Path, leaf: Any) -> Tree:
+    """The same tree of dicts with one leaf replaced."""
+    key, *rest = path
+    return {**tree, key: with_leaf(tree[key], tuple(rest), leaf) if rest else leaf}
+
+
+class TiedGradients:
+    """Sums the gradients of tied parameters on a stage that holds a copy.
+
+    Args:
+        tied: Pairs of paths, in the embedding's and in the head's parameters.
+        accumulators: The stage's accumulators, or their shapes.
+    """
+
+    def __init__(self, tied: Sequence[tuple[Path, Path]], accumulators: Tree) -> None:
+        self._has = (EMBED in accumulators, HEAD in accumulators)
+        self._paths = [((EMBED, *embed), (HEAD, *head)) for embed, head in tied]
+        self._add = jax.jit(jax.numpy.add)
+
+    def _own_path(self, index: int) -> Path:
+        in_embed, in_head = self._paths[index]
+        return in_embed if self._has[0] else in_head
+
+    def own_copy(self, accumulators: Tree, index: int) -> jax.Array:
+        """The gradient that this rank's copy has gathered."""
+        return leaf_at(accumulators, self._own_path(index))
+
+    def combine(self, accumulators: Tree, index: int, peer: jax.Array | None) -> Tree:
+        """The accumulators with the sum of both copies' gradients in place of each.
+
+        Args:
+            accumulators: The stage's accumulators.
+            index: Which tied parameter.
+            peer: The gradient of the peer's copy; None where this rank holds both.
+
+        Returns:
+            New accumulators; the sum is the embedding's gradient plus the head's, in this order.
+        """
+        in_embed, in_head = self._paths[index]
+        if peer is None:
+            total = self._add(leaf_at(accumulators, in_embed), leaf_at(accumulators, in_head))
+            # Two buffers, not one: each is donated on its own later.
+            both = with_leaf(accumulators, in_embed, total)
+            return with_leaf(both, in_head, jax.numpy.copy(total))
+        own = self.own_copy(accumulators, index)
+        total = self._add(own, peer) if self._has[0] else self._add(peer, own)
+        return with_leaf(accumulators, self._own_path(index), total)

@@ -1,0 +1,200 @@
+"""What planning and simulation are told: how long ops take, how slow links are, what fits."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from jaxmorph.schedule.ops import LiveUntil, OpKind
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """How long one microbatch's ops take on each stage, in milliseconds.
+
+    Args:
+        forward_ms: Duration of F, one per stage.
+        backward_input_ms: Duration of B, one per stage.
+        backward_weight_ms: Duration of W, one per stage.
+
+    Raises:
+        ValueError: No stages, lengths that differ, or a duration that is negative or not finite.
+    """
+
+    forward_ms: tuple[float, ...]
+    backward_input_ms: tuple[float, ...]
+    backward_weight_ms: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.forward_ms:
+            raise ValueError("forward_ms: got no stages, expected at least one")
+        for field in ("forward_ms", "backward_input_ms", "backward_weight_ms"):
+            values = getattr(self, field)
+            _check_length(field, values, self.num_stages, "stage")
+            _check_durations(field, values)
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        forward_ms: float,
+        backward_input_ms: float,
+        backward_weight_ms: float,
+    ) -> "StageCosts":
+        """Costs of ``num_stages`` stages that are all alike."""
+        return cls(
+            (forward_ms,) * num_stages,
+            (backward_input_ms,) * num_stages,
+            (backward_weight_ms,) * num_stages,
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.forward_ms)
+
+    def duration_ms(self, stage: int, kind: OpKind) -> float:
+        """Duration of one op of ``kind`` on ``stage``; BW takes as long as B and W."""
+        match kind:
+            case OpKind.F:
+                return self.forward_ms[stage]
+            case OpKind.B:
+                return self.backward_input_ms[stage]
+            case OpKind.W:
+                return self.backward_weight_ms[stage]
+            case OpKind.BW:
+                return self.backward_input_ms[stage] + self.backward_weight_ms[stage]
+
+
+class Link(NamedTuple):
+    """A pair of stages that exchange data, the lower one first; printed as ``2-3``."""
+
+    lower: int
+    upper: int
+
+    def __str__(self) -> str:
+        return f"{self.lower}-{self.upper}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Link":
+        """Reads a link back from its text form, such as ``2-3``.
+
+        Raises:
+            ValueError: The text is not two stages, the lower one first.
+        """
+        lower, dash, upper = text.partition("-")
+        if not (dash and lower.isdecimal() and upper.isdecimal() and int(lower) < int(upper)):
+            raise ValueError(f"got {text!r}, expected a link such as 2-3, the lower stage first")
+        return cls(int(lower), int(upper))
+
+
+@dataclass(frozen=True)
+class LinkState:
+    """How late data arrives after the op that produced it has ended.
+
+    Args:
+        forward_latency_ms: Lower to upper stage (activations), milliseconds.
+        backward_latency_ms: Upper to lower stage (gradients), milliseconds.
+
+    Raises:
+        ValueError: A latency is negative or not finite.
+    """
+
+    forward_latency_ms: float = 0.0
+    backward_latency_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_durations("forward_latency_ms", (self.forward_latency_ms,))
+        _check_durations("backward_latency_ms", (self.backward_latency_ms,))
+
+
+Links = Mapping[Link, LinkState]
+"""The state of each link; a link that is not in the mapping has no latency."""
+
+NO_LATENCY: Links = MappingProxyType({})
+
+
+def chain_links(latency_ms: Sequence[float]) -> dict[Link, LinkState]:
+    """Links between neighbouring stages with the same latency in both directions.
+
+    Args:
+        latency_ms: One latency per pair of neighbours, milliseconds.
+
+    Returns:
+        The state of link 0-1, 1-2, and so on.
+    """
+    return {
+        Link(stage, stage + 1): LinkState(latency, latency)
+        for stage, latency in enumerate(latency_ms)
+    }
+
+
+def neighbour_links(links: Links, num_stages: int) -> tuple[LinkState, ...]:
+    """The states of links 0-1, 1-2, ..., one for each pair of neighbours.
+
+    Args:
+        links: Known link states; others than neighbours' are left out.
+        num_stages: Number of stages in the chain.
+
+    Returns:
+        ``num_stages - 1`` states.
+
+    Raises:
+        ValueError: A link names a stage that does not exist.
+    """
+    for link in links:
+        if not 0 <= link.lower < link.upper < num_stages:
+            raise ValueError(f"link {link}: expected two of the stages 0 to {num_stages - 1}")
+    healthy = LinkState()
+    return tuple(links.get(Link(stage, stage + 1), healthy) for stage in range(num_stages - 1))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much each stage can hold.
+
+    Args:
+        max_live: Most microbatches whose stash a stage may hold at once, one per stage;
+            None for no limit.
+        live_until: The op that ends a microbatch's stash: ``B`` (the paper's count) or ``W``.
+
+    Raises:
+        ValueError: A cap below 1 (no microbatch could ever run) or an unknown ``live_until``.
+    """
+
+    max_live: tuple[int, ...] | None = None
+    live_until: LiveUntil = "B"
+
+    def __post_init__(self) -> None:
+        if self.live_until not in ("B", "W"):
+            raise ValueError(f"live_until: got {self.live_until!r}, expected 'B' or 'W'")
+        for stage, cap in enumerate(self.max_live or ()):
+            if cap < 1:
+                raise ValueError(
+                    f"max_live[{stage}]: got {cap}, expected at least 1 (a stage that can hold no "
+                    "microbatch cannot run)"
+                )
+
+    def caps(self, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+        """The cap of every stage, ``num_microbatches`` where there is no limit.
+
+        Raises:
+            ValueError: ``max_live`` does not have one cap per stage.
+        """
+        if self.max_live is None:
+            return (num_microbatches,) * num_stages
+        _check_length("max_live", self.max_live, num_stages, "stage")
+        return tuple(min(cap, num_microbatches) for cap in self.max_live)
+
+
+def _check_length(field: str, values: Sequence[float], expected: int, per: str) -> None:
+    if len(values) != expected:
+        raise ValueError(f"{field}: got {len(values)} values, expected {expected} (one per {per})")
+
+
+def _check_durations(field: str, values: Sequence[float]) -> None:
+    for index, value in enumerate(values):
+        if not (math.isfinite(value) and value >= 0):
+            where = f"{field}[{index}]" if len(values) > 1 else field
+            raise ValueError(f"{where}: got {value}, expected a finite number of ms, at least 0")

@@ -1,0 +1,75 @@
+"""Timelines as a Chrome trace, which Perfetto and chrome://tracing open."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxmorph.schedule.timeline import Timeline, TransferSpan
+
+_MICROSECONDS_PER_MS = 1e3
+_THREADS_PER_STAGE = 1000
+
+Event = dict[str, Any]
+
+
+def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+    """Lays timelines under each other in one trace.
+
+    Args:
+        timelines: Timelines by name, such as ``planned`` and ``measured``.
+
+    Returns:
+        A JSON object in Chrome's trace format: a process per timeline, a thread per stage, more
+        threads under a stage for its measured transfers, and every op a complete event.
+    """
+    events: list[Event] = []
+    for process, (name, timeline) in enumerate(timelines.items()):
+        events.append(_metadata("process_name", process, {"name": name}))
+        events.append(_metadata("process_sort_index", process, {"sort_index": process}))
+        events.extend(_op_events(process, timeline))
+        for stage in range(timeline.num_stages):
+            spans = [span for span in timeline.transfers if span.stage == stage]
+            events.extend(_transfer_events(process, stage, spans))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _op_events(process: int, timeline: Timeline) -> Iterator[Event]:
+    for stage in range(timeline.num_stages):
+        yield from _thread(process, stage * _THREADS_PER_STAGE, f"stage {stage}")
+    for stage, op, start_ms, end_ms in timeline.spans():
+        args = {"kind": op.kind.value, "microbatch": op.microbatch}
+        thread = stage * _THREADS_PER_STAGE
+        yield _complete(process, thread, str(op), start_ms, end_ms) | {"cat": "op", "args": args}
+
+
+def _transfer_events(process: int, stage: int, spans: Sequence[TransferSpan]) -> Iterator[Event]:
+    """Transfers of a stage on as many threads as overlap: events of one thread must not."""
+    busy_until_ms: list[float] = []
+    for _, label, start_ms, end_ms in sorted(spans, key=lambda span: span.start_ms):
+        free = (lane for lane, until in enumerate(busy_until_ms) if until <= start_ms)
+        lane = next(free, len(busy_until_ms))
+        thread = stage * _THREADS_PER_STAGE + 1 + lane
+        if lane == len(busy_until_ms):
+            busy_until_ms.append(end_ms)
+            yield from _thread(process, thread, f"stage {stage} transfers")
+        busy_until_ms[lane] = end_ms
+        yield _complete(process, thread, label, start_ms, end_ms) | {"cat": "transfer"}
+
+
+def _thread(process: int, thread: int, name: str) -> Iterator[Event]:
+    yield _metadata("thread_name", process, {"name": name}) | {"tid": thread}
+    yield _metadata("thread_sort_index", process, {"sort_index": thread}) | {"tid": thread}
+
+
+def _metadata(kind: str, process: int, args: dict[str, Any]) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "args": args}
+
+
+def _complete(process: int, thread: int, name: str, start_ms: float, end_ms: float) -> Event:
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": process,
+        "tid": thread,
+        "ts": start_ms * _MICROSECONDS_PER_MS,
+        "dur": (end_ms - start_ms) * _MICROSECONDS_PER_MS,
+    }

@@ -1,0 +1,84 @@
+"""The units of compute a schedule is made of, and their text form.
+
+F runs a microbatch forward, B computes the gradient of the stage's input, W the gradient of its
+weights. These are the letters of the zero-bubble papers; torch.distributed.pipelining writes
+F, I, W for the same three, and its B is the full backward called BW here.
+"""
+
+import re
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Literal, NamedTuple
+
+LiveUntil = Literal["B", "W"]
+
+
+class OpKind(StrEnum):
+    """What an op computes; BW is a full backward, for schedules that do not split it."""
+
+    F = "F"
+    B = "B"
+    W = "W"
+    BW = "BW"
+
+
+_OP_TEXT = re.compile(r"(?:(\d+)\.)?(BW|F|B|W)(\d+)", re.ASCII)
+
+
+class Op(NamedTuple):
+    """One unit of compute on a stage: a kind, for one microbatch of one chunk.
+
+    Args:
+        kind: What is computed.
+        microbatch: Index of the microbatch, from 0.
+        chunk: Index of the virtual stage on its rank, from 0.
+    """
+
+    kind: OpKind
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        name = f"{self.kind.value}{self.microbatch}"
+        return f"{self.chunk}.{name}" if self.chunk else name
+
+    @classmethod
+    def parse(cls, text: str) -> "Op":
+        """Reads an op back from its text form, such as ``F3``, ``BW0`` or ``1.W12``.
+
+        Args:
+            text: The op's text form.
+
+        Returns:
+            The op whose text form this is.
+
+        Raises:
+            ValueError: The text is not an op.
+        """
+        match = _OP_TEXT.fullmatch(text)
+        if match is None:
+            raise ValueError(f"got {text!r}, expected an op such as F3, B3, W3, BW3 or 1.F3")
+        chunk, kind, microbatch = match.groups()
+        return cls(OpKind(kind), int(microbatch), int(chunk or 0))
+
+
+def peak_live(order: Sequence[Op], live_until: LiveUntil = "B") -> int:
+    """Most microbatches whose stash one stage holds at once when it runs ``order``.
+
+    Args:
+        order: The stage's ops, in execution order.
+        live_until: The op that ends a microbatch's stash. ``B`` is the paper's count (activations
+            from F to B); ``W`` counts what B leaves for W too. BW ends both.
+
+    Returns:
+        The peak count; 0 for an empty order.
+    """
+    releasing = (OpKind(live_until), OpKind.BW)
+    live = peak = 0
+    for op in order:
+        if op.kind is OpKind.F:
+            live += 1
+            peak = max(peak, live)
+        elif op.kind in releasing:
+            live -= 1
+    return peak

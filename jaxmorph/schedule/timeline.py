@@ -1,0 +1,120 @@
+"""When every op of a step ran: one type for simulated and for measured steps."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmorph.schedule.ops import LiveUntil, Op, peak_live
+
+
+class Span(NamedTuple):
+    """One op's run on a stage; times in milliseconds since the step's start."""
+
+    stage: int
+    op: Op
+    start_ms: float
+    end_ms: float
+
+
+class TransferSpan(NamedTuple):
+    """One measured transfer as its stage saw it; times in milliseconds since the step's start."""
+
+    stage: int
+    label: str
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """When each op of one step started and ended; the step starts at 0.
+
+    Args:
+        orders: Each stage's ops, in execution order.
+        start_ms: For each stage, float64 ``[num_ops]``, aligned with its order.
+        end_ms: For each stage, float64 ``[num_ops]``, aligned with its order.
+        transfers: Measured transfers; none for a simulated step.
+
+    Raises:
+        ValueError: Times and orders differ in length.
+    """
+
+    orders: tuple[tuple[Op, ...], ...]
+    start_ms: tuple[np.ndarray, ...]
+    end_ms: tuple[np.ndarray, ...]
+    transfers: tuple[TransferSpan, ...] = ()
+
+    def __post_init__(self) -> None:
+        rows = zip(self.orders, self.start_ms, self.end_ms, strict=True)
+        for stage, (order, start, end) in enumerate(rows):
+            if not len(order) == len(start) == len(end):
+                raise ValueError(
+                    f"stage {stage}: got {len(start)} starts and {len(end)} ends "
+                    f"for {len(order)} ops"
+                )
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.orders)
+
+    @property
+    def makespan_ms(self) -> float:
+        """The step's length: when its last op ends."""
+        return max((float(end.max()) for end in self.end_ms if len(end)), default=0.0)
+
+    @property
+    def busy_ms(self) -> tuple[float, ...]:
+        """Time each stage spends in ops."""
+        return tuple(
+            float((end - start).sum())
+            for start, end in zip(self.start_ms, self.end_ms, strict=True)
+        )
+
+    @property
+    def bubble_rate(self) -> float:
+        """Share of the stages' time in the step, from 0 to the makespan, spent idle."""
+        available = self.num_stages * self.makespan_ms
+        return 1.0 - sum(self.busy_ms) / available if available else 0.0
+
+    def peak_live(self, live_until: LiveUntil = "B") -> tuple[int, ...]:
+        """Most microbatches each stage holds at once, counted as in ``ops.peak_live``."""
+        return tuple(peak_live(order, live_until) for order in self.orders)
+
+    def spans(self) -> Iterator[Span]:
+        """Every op's run, stage by stage, in execution order."""
+        for stage, order in enumerate(self.orders):
+            starts, ends = self.start_ms[stage].tolist(), self.end_ms[stage].tolist()
+            for op, start, end in zip(order, starts, ends, strict=True):
+                yield Span(stage, op, start, end)
+
+    def to_json(self) -> dict[str, Any]:
+        """The timeline as a JSON object: see ``from_json``."""
+        return {
+            "stages": [
+                {
+                    "ops": [str(op) for op in order],
+                    "start_ms": start.tolist(),
+                    "end_ms": end.tolist(),
+                }
+                for order, start, end in zip(self.orders, self.start_ms, self.end_ms, strict=True)
+            ],
+            "transfers": [list(transfer) for transfer in self.transfers],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Timeline":
+        """The timeline that ``to_json`` described.
+
+        Raises:
+            ValueError: An op cannot be read, or times and ops differ in number.
+        """
+        stages = data["stages"]
+        return cls(
+            orders=tuple(tuple(map(Op.parse, stage["ops"])) for stage in stages),
+            start_ms=tuple(np.asarray(stage["start_ms"], np.float64) for stage in stages),
+            end_ms=tuple(np.asarray(stage["end_ms"], np.float64) for stage in stages),
+            transfers=tuple(TransferSpan(*transfer) for transfer in data["transfers"]),
+        )

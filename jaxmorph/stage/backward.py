@@ -1,0 +1,207 @@
+"""Splits one backward into B, the gradient of the input, and W, the gradient of the weights.
+
+A function's forward and pullback are traced as one list of equations. Two minimum cuts then decide
+what crosses from F to the backward (the stash) and from B to W (the weight stash), and each part is
+the fewest equations between its cuts. The idea of B and W is that of zero-bubble pipelines (the
+paper's section 2); the cut follows the min-cut rematerialisation known from compilers, with the
+difference that matrix products, reductions and transcendentals are never done twice.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Var
+
+from jaxmorph.stage.dependence import JointTrace, Origin, origins, weights_of, without_repeats
+from jaxmorph.stage.equation_kinds import is_cheap, is_light
+from jaxmorph.stage.equations import Part, read_variables, size_bytes, trace_flat
+from jaxmorph.stage.minimum_cut import ValueGraph
+
+_PRICE_OF_A_BYTE = 1024
+"""One equation done again, or one new array, costs 1: it only decides between equal sizes."""
+
+
+@dataclass(frozen=True, eq=False)
+class SplitBackward:
+    """One function as the parts that F, B, W and BW run, on flat sequences of arrays.
+
+    Attributes:
+      prepare: params -> what is computed from them once a step.
+      weight_sources: where each weight is found in (*params, *prepared).
+      forward: (*weights, *inputs) -> (output, *stash).
+      backward_input: (*weights, *stash, output gradient) -> (*input gradients, *new).
+      backward_weight: (*weights, *passed on, *new) -> param gradients.
+      backward: (*weights, *stash, output gradient) -> (*input gradients, *param gradients).
+      passed_on: positions of the stash's leaves that W needs too.
+      num_input_gradients: how many inputs have a gradient.
+    """
+
+    prepare: Part
+    weight_sources: tuple[int, ...]
+    forward: Part
+    backward_input: Part
+    backward_weight: Part
+    backward: Part
+    passed_on: tuple[int, ...]
+    num_input_gradients: int
+
+    @property
+    def num_weights(self) -> int:
+        """How many arrays stand in for the parameters."""
+        return len(self.weight_sources)
+
+    @property
+    def num_stash(self) -> int:
+        """How many arrays F keeps for the backward."""
+        return len(self.forward.outputs) - 1
+
+    @property
+    def num_new(self) -> int:
+        """How many arrays B adds for W."""
+        return len(self.backward_input.outputs) - self.num_input_gradients
+
+
+def split_backward(function: Callable, params: Any, *inputs: Any) -> SplitBackward:
+    """Returns the parts of a function and its backward.
+
+    Args:
+      function: takes params and the inputs, returns one array; no side effects.
+      params: a pytree of floating-point arrays or `jax.ShapeDtypeStruct`.
+      *inputs: arrays or `jax.ShapeDtypeStruct`; those of integers have no gradient.
+
+    Returns:
+      The split. Nothing in its stash depends on the parameters alone.
+    """
+    joint = _trace_joint(function, params, inputs)
+    origin = origins(joint)
+    weights = weights_of(joint, origin)
+    stash = _cut_after_forward(joint, origin)
+    handed_on = _cut_before_weights(joint, origin, stash)
+    new = [v for v in handed_on if v not in stash]
+    passed_on = [v for v in stash if v in handed_on]
+    prepared = [v for v in weights if v not in joint.params]
+    part, input_gradients = joint.trace.part, joint.input_gradients
+    pool = [*joint.params, *prepared]
+    return SplitBackward(
+        prepare=part(joint.params, prepared),
+        weight_sources=tuple(pool.index(w) for w in weights),
+        forward=part([*weights, *joint.inputs], [joint.output, *stash]),
+        backward_input=part([*weights, *stash, joint.gradient], [*input_gradients, *new]),
+        backward_weight=part([*weights, *passed_on, *new], joint.param_gradients),
+        backward=part(
+            [*weights, *stash, joint.gradient], [*input_gradients, *joint.param_gradients]
+        ),
+        passed_on=tuple(stash.index(v) for v in passed_on),
+        num_input_gradients=len(input_gradients),
+    )
+
+
+def _trace_joint(function: Callable, params: Any, inputs: Sequence[Any]) -> JointTrace:
+    has_gradient = [jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs]
+
+    def joint(params: Any, inputs: Sequence[Any], gradient: jax.Array) -> Any:
+        def of_floats(params: Any, floats: list[jax.Array]) -> jax.Array:
+            rest = iter(floats)
+            merged = [next(rest) if g else x for g, x in zip(has_gradient, inputs, strict=True)]
+            return function(params, *merged)
+
+        floats = [x for g, x in zip(has_gradient, inputs, strict=True) if g]
+        output, pullback = jax.vjp(of_floats, params, floats)
+        param_gradients, input_gradients = pullback(gradient)
+        return output, input_gradients, jax.tree.leaves(param_gradients)
+
+    output = jax.eval_shape(function, params, *inputs)
+    num_params, num_gradients = len(jax.tree.leaves(params)), sum(has_gradient)
+    trace = trace_flat(joint, params, tuple(inputs), output)
+    trace = without_repeats(trace, trace.inputs[:num_params])
+    return JointTrace(
+        trace,
+        params=trace.inputs[:num_params],
+        inputs=trace.inputs[num_params:-1],
+        gradient=trace.inputs[-1],
+        output=trace.outputs[0],
+        input_gradients=trace.outputs[1 : 1 + num_gradients],
+        param_gradients=trace.outputs[1 + num_gradients :],
+    )
+
+
+def _cut_after_forward(joint: JointTrace, origin: dict[Var, Origin]) -> list[Var]:
+    """Returns the stash: the smallest values of the forward from which the backward can go on.
+
+    What F computes anyway stays in F, but for cheap equations, which the backward may do again.
+    What only the backward needs, and needs no output gradient for, is done on either side.
+    """
+    of_output = set(map(id, joint.needed([joint.output])))
+    graph, known = ValueGraph[Var](), set(joint.inputs)
+    for value in joint.inputs:
+        graph.add(value, _price(value))
+        graph.made_early(value)
+    for eqn in joint.needed(joint.results):
+        operands = [v for v in read_variables(eqn) if v in known]
+        if origin[eqn.outvars[0]] & Origin.GRADIENT:
+            graph.used_late(*operands)
+        elif operands:
+            known.update(eqn.outvars)
+            _place_around_forward(graph, eqn, operands, of_output=id(eqn) in of_output)
+    graph.used_late(*(v for v in joint.gradients if v in known))
+    return graph.cheapest_cut()
+
+
+def _place_around_forward(
+    graph: ValueGraph[Var], eqn: JaxprEqn, operands: Sequence[Var], of_output: bool
+) -> None:
+    for value in eqn.outvars:
+        graph.add(value, _price(value))
+        graph.depends(value, *operands)
+        if not of_output:
+            graph.made_late(value, otherwise=1)
+            graph.together(eqn.outvars[0], value)
+        elif is_cheap(eqn):
+            graph.made_early(value, otherwise=1)
+        else:
+            graph.made_early(value)
+
+
+def _cut_before_weights(
+    joint: JointTrace, origin: dict[Var, Origin], stash: Sequence[Var]
+) -> list[Var]:
+    """Returns the weight stash: the smallest values of F and B from which W can go on.
+
+    Equations that the input's gradient needs are B's, but for cheap ones that depend on no output
+    gradient, which W may do again. Light equations that only W needs are done in B where that
+    leaves less to keep; anything heavier that only W needs is always W's.
+    """
+    of_input = set(map(id, joint.needed(joint.input_gradients, stash)))
+    graph, known, late = ValueGraph[Var](), {*stash, joint.gradient}, set()
+    for value in known:
+        graph.add(value, _price(value) + (value not in stash))
+        graph.made_early(value)
+    for eqn in joint.needed(joint.results, stash):
+        operands = [v for v in read_variables(eqn) if v in known]
+        in_b = id(eqn) in of_input
+        if not in_b and (not is_light(eqn) or not late.isdisjoint(read_variables(eqn))):
+            late.update(eqn.outvars)
+            graph.used_late(*operands)
+        elif operands:
+            known.update(eqn.outvars)
+            again = is_cheap(eqn) and not origin[eqn.outvars[0]] & Origin.GRADIENT
+            _place_around_backward(graph, eqn, operands, only_early=in_b and not again)
+    graph.used_late(*(v for v in joint.param_gradients if v in known))
+    return graph.cheapest_cut()
+
+
+def _place_around_backward(
+    graph: ValueGraph[Var], eqn: JaxprEqn, operands: Sequence[Var], only_early: bool
+) -> None:
+    for value in eqn.outvars:
+        graph.add(value, _price(value) + 1)
+        graph.depends(value, *operands)
+        if only_early:
+            graph.made_early(value)
+
+
+def _price(value: Var) -> int:
+    return size_bytes(value) * _PRICE_OF_A_BYTE

@@ -1,0 +1,260 @@
+"""A slice of a model as compiled programs: F, B, W and BW of one stage."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxmorph.stage.mesh import DATA
+from jaxmorph.stage.model import Params, PipelineModel
+from jaxmorph.stage.parameters import init_stage_params
+from jaxmorph.stage.stage_functions import Arrays, StageFunctions, StashPolicy, split_stage
+from jaxmorph.stage.stash import StashMemory, total_bytes
+
+WHOLE = PartitionSpec()
+BATCH = PartitionSpec(DATA)
+
+OP_KINDS = ("F", "B", "W", "BW")
+"""Forward, backward-input, backward-weight, and the whole backward at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class StagePrograms:
+    """One stage's programs, compiled ahead of time; every call dispatches one of them.
+
+    Arrays lie on the stage's submesh. With one device, any array on that device will do.
+
+    Attributes:
+      memory: what one microbatch holds on this stage.
+      functions: what the programs compute, before compilation.
+      compiled: the programs by name: "prepare", "zero", and the kinds of op asked for.
+      weight_sources: where each weight is found in (*leaves of params, *prepared).
+      passed_on: positions of the stash's arrays that W needs too.
+    """
+
+    memory: StashMemory
+    functions: StageFunctions
+    compiled: Mapping[str, Callable[..., Any]]
+    weight_sources: tuple[int, ...]
+    passed_on: tuple[int, ...]
+
+    def prepare(self, params: Params) -> Arrays:
+        """Returns what stands in for the parameters during one step.
+
+        A parameter that is used as it is, is passed on without a copy; in another compute type, it
+        is converted here, once. The result must not outlive the parameters.
+        """
+        pool = (*jax.tree.leaves(params), *self.compiled["prepare"](params))
+        return tuple([pool[source] for source in self.weight_sources])
+
+    def forward(
+        self, weights: Arrays, x: jax.Array, targets: jax.Array | None = None
+    ) -> tuple[jax.Array, Arrays]:
+        """Runs F on one microbatch.
+
+        Args:
+          weights: from `prepare`.
+          x: int32 tokens [microbatch, sequence] on the first stage, else activations [microbatch,
+            sequence, width].
+          targets: int32 [microbatch, sequence], on the last stage alone.
+
+        Returns:
+          (activations, or on the last stage the float32 sum of the tokens' losses; stash).
+        """
+        if targets is None:
+            return self.compiled["F"](weights, x)
+        return self.compiled["F"](weights, x, targets)
+
+    def backward_input(
+        self, weights: Arrays, stash: Arrays, output_gradient: jax.Array
+    ) -> tuple[jax.Array | None, Arrays]:
+        """Runs B on one microbatch.
+
+        Args:
+          weights: from `prepare`.
+          stash: from `forward`.
+          output_gradient: of the activations; on the last stage the float32 scalar by which the
+            loss sum is weighed.
+
+        Returns:
+          (gradient of the stage's input, None on the first stage; what W needs, in which arrays
+          of the stash that W needs too are passed on as they are).
+        """
+        input_gradient, new = self.compiled["B"](weights, stash, output_gradient)
+        return input_gradient, (*[stash[i] for i in self.passed_on], *new)
+
+    def backward_weight(
+        self, weights: Arrays, weight_stash: Arrays, accumulators: Params
+    ) -> Params:
+        """Runs W on one microbatch.
+
+        Args:
+          weights: from `prepare`.
+          weight_stash: from `backward_input`.
+          accumulators: float32, structured as the parameters; donated.
+
+        Returns:
+          The accumulators, with this microbatch's gradients added in place.
+        """
+        return self.compiled["W"](weights, weight_stash, accumulators)
+
+    def backward(
+        self, weights: Arrays, stash: Arrays, output_gradient: jax.Array, accumulators: Params
+    ) -> tuple[jax.Array | None, Params]:
+        """Runs BW on one microbatch: B and W in one program, without a weight stash.
+
+        Arguments and results are those of `backward_input` and `backward_weight`.
+        """
+        return self.compiled["BW"](weights, stash, output_gradient, accumulators)
+
+    def zero_accumulators(self) -> Params:
+        """Returns float32 zeros, structured as the stage's parameters."""
+        return self.compiled["zero"]()
+
+
+def build_stage(
+    model: PipelineModel,
+    submesh: Mesh,
+    *,
+    num_layers: int,
+    is_first: bool,
+    is_last: bool,
+    microbatch_size: int,
+    sequence_length: int,
+    stash: StashPolicy = "full",
+    kinds: Collection[str] = OP_KINDS,
+) -> StagePrograms:
+    """Returns one stage's compiled programs.
+
+    Args:
+      model: the whole model.
+      submesh: the stage's, from `stage_submesh`.
+      num_layers: how many of the model's layers the stage has.
+      is_first: whether the stage embeds.
+      is_last: whether the stage has the head.
+      microbatch_size: sequences in a microbatch.
+      sequence_length: tokens in a sequence.
+      stash: "full" keeps what the backward needs; "recompute" keeps each layer's input alone, and
+        B computes the layer again.
+      kinds: which of `OP_KINDS` to compile; calling another raises KeyError.
+
+    Raises:
+      ValueError: an unknown stash policy or kind of op, or a stage of several devices.
+    """
+    _check(submesh, stash, kinds)
+    key = jax.random.key(0)
+    init = partial(init_stage_params, model, layers=range(num_layers), is_first=is_first)
+    params = jax.eval_shape(partial(init, is_last=is_last), key)
+    tokens = jax.ShapeDtypeStruct((microbatch_size, sequence_length), jnp.int32)
+    activations = jax.eval_shape(model.embed, jax.eval_shape(model.init_embed, key), tokens)
+    functions = split_stage(model, params, tokens, activations, stash)
+    shapes = _shapes(functions, params, tokens, activations)
+    return StagePrograms(
+        memory=StashMemory(total_bytes(shapes.stash), total_bytes(shapes.weight_stash)),
+        functions=functions,
+        compiled={
+            name: _compile(_program(name, functions, shapes), submesh)
+            for name in ("prepare", "zero", *kinds)
+        },
+        weight_sources=functions.weight_sources(params),
+        passed_on=functions.passed_on,
+    )
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """The shapes of everything that flows through a stage's programs."""
+
+    params: Params
+    weights: Any
+    batch: Any
+    stash: Any
+    gradient: Any
+    weight_stash: Any
+    sums: Params
+
+
+def _shapes(functions: StageFunctions, params: Params, tokens: Any, activations: Any) -> _Shapes:
+    pool = (*jax.tree.leaves(params), *jax.eval_shape(functions.prepare, params))
+    weights = tuple(pool[source] for source in functions.weight_sources(params))
+    batch = (tokens if functions.embed else activations, *((tokens,) if functions.head else ()))
+    gradient, stash = jax.eval_shape(functions.forward, weights, *batch)
+    _, new = jax.eval_shape(functions.backward_input, weights, stash, gradient)
+    weight_stash = (*(stash[i] for i in functions.passed_on), *new)
+    sums = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
+    return _Shapes(params, weights, batch, stash, gradient, weight_stash, sums)
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A function with the shapes and shardings to compile it for."""
+
+    function: Callable
+    arguments: tuple[Any, ...]
+    argument_specs: tuple[PartitionSpec, ...]
+    result_specs: Any
+    donated: tuple[int, ...] = ()
+
+
+def _program(name: str, functions: StageFunctions, shapes: _Shapes) -> _Program:
+    weights, stash, gradient, sums = shapes.weights, shapes.stash, shapes.gradient, shapes.sums
+    gradient_spec = WHOLE if functions.head else BATCH
+    batch_specs = (BATCH,) * len(shapes.batch)
+    match name:
+        case "prepare":
+            return _Program(functions.prepare, (shapes.params,), (WHOLE,), WHOLE)
+        case "zero":
+            return _Program(partial(_zeros, sums), (), (), WHOLE)
+        case "F":
+            forward, arguments = functions.forward, (weights, *shapes.batch)
+            return _Program(forward, arguments, (WHOLE, *batch_specs), (gradient_spec, WHOLE))
+        case "B":
+            backward, arguments = functions.backward_input, (weights, stash, gradient)
+            return _Program(backward, arguments, (WHOLE, WHOLE, gradient_spec), (BATCH, WHOLE))
+        case "W":
+            backward, arguments = functions.backward_weight, (weights, shapes.weight_stash, sums)
+            return _Program(backward, arguments, (WHOLE, WHOLE, WHOLE), WHOLE, donated=(2,))
+        case "BW":
+            backward, arguments = functions.backward, (weights, stash, gradient, sums)
+            specs = (WHOLE, WHOLE, gradient_spec, WHOLE)
+            return _Program(backward, arguments, specs, (BATCH, WHOLE), donated=(3,))
+    raise ValueError(f"kinds: got {name!r}, expected some of {', '.join(OP_KINDS)}")
+
+
+def _compile(program: _Program, submesh: Mesh) -> Callable[..., Any]:
+    sharded = jax.shard_map(
+        program.function,
+        mesh=submesh,
+        in_specs=program.argument_specs,
+        out_specs=program.result_specs,
+        # The parts are equations already traced, without the casts that this check asks for.
+        check_vma=False,
+    )
+    arguments = [
+        _on_mesh(argument, NamedSharding(submesh, spec))
+        for argument, spec in zip(program.arguments, program.argument_specs, strict=True)
+    ]
+    return jax.jit(sharded, donate_argnums=program.donated).lower(*arguments).compile()
+
+
+def _on_mesh(shapes: Any, sharding: NamedSharding) -> Any:
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
+    )
+
+
+def _zeros(shapes: Params) -> Params:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def _check(submesh: Mesh, stash: str, kinds: Collection[str]) -> None:
+    if submesh.size != 1:
+        raise ValueError(f"a stage runs on one device, got a submesh of {dict(submesh.shape)}")
+    if stash not in get_args(StashPolicy):
+        raise ValueError(f"stash: got {stash!r}, expected one of {get_args(StashPolicy)}")
+    if unknown := set(kinds) - set(OP_KINDS):
+        raise ValueError(f"kinds: got {sorted(unknown)}, expected some of {OP_KINDS}")

@@ -1,0 +1,38 @@
+"""The device mesh of a run, and the parts of it that a stage and a link see."""
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxmorph.errors import UserError
+
+STAGE, DATA, TENSOR = "stage", "data", "tensor"
+"""The mesh's axes: pipeline stages, shards of a microbatch, shards of a weight."""
+
+AXES = (STAGE, DATA, TENSOR)
+
+
+def make_mesh(stages: int, data: int = 1, tensor: int = 1) -> Mesh:
+    """Returns the mesh (stage, data, tensor) over the first devices of all processes, in order.
+
+    Raises:
+      UserError: there are fewer devices than the mesh needs.
+    """
+    devices = jax.devices()
+    needed = stages * data * tensor
+    if len(devices) < needed:
+        raise UserError(
+            f"parallelism: {stages} stages x {data} data x {tensor} tensor need {needed} devices, "
+            f"got {len(devices)}"
+        )
+    return Mesh(np.array(devices[:needed]).reshape(stages, data, tensor), AXES)
+
+
+def stage_submesh(mesh: Mesh, stage: int) -> Mesh:
+    """Returns the (1, data, tensor) mesh of one stage."""
+    return Mesh(mesh.devices[stage : stage + 1], AXES)
+
+
+def link_mesh(mesh: Mesh, a: int, b: int) -> Mesh:
+    """Returns the (2, data, tensor) mesh of two stages, in the order given."""
+    return Mesh(mesh.devices[[a, b]], AXES)

@@ -1,0 +1,92 @@
+"""What a model must provide to be pipelined, and how its layers are dealt out to stages."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Literal, Protocol
+
+import jax
+
+from jaxmorph.errors import UserError
+
+Params = dict[str, Any]
+"""A pytree of dictionaries of float32 arrays."""
+
+Path = tuple[str, ...]
+
+
+class PipelineModel(Protocol):
+    """An embedding, layers of one structure, and a head, as pure functions of their parameters.
+
+    A model knows nothing of stages or schedules. It need not import this class.
+    """
+
+    @property
+    def num_layers(self) -> int:
+        """How many times `layer` is applied."""
+        ...
+
+    @property
+    def tied(self) -> tuple[tuple[Path, Path], ...]:
+        """Pairs (path in the embedding's parameters, path in the head's) that are one parameter.
+
+        It is held in both places, and its gradient is the sum of both.
+        """
+        ...
+
+    def init_embed(self, key: jax.Array) -> Params:
+        """Returns the embedding's parameters."""
+        ...
+
+    def init_layer(self, key: jax.Array) -> Params:
+        """Returns one layer's parameters."""
+        ...
+
+    def init_head(self, key: jax.Array) -> Params:
+        """Returns the head's parameters."""
+        ...
+
+    def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
+        """Returns activations [microbatch, sequence, width] of int32 [microbatch, sequence]."""
+        ...
+
+    def layer(self, params: Params, x: jax.Array) -> jax.Array:
+        """Returns activations of the same shape and dtype."""
+        ...
+
+    def head(self, params: Params, x: jax.Array, targets: jax.Array) -> jax.Array:
+        """Returns the float32 sum of the tokens' losses; targets below 0 are left out."""
+        ...
+
+
+def cut_layers(
+    num_layers: int, num_stages: int, layers: Literal["auto"] | Sequence[int] = "auto"
+) -> tuple[range, ...]:
+    """Returns each stage's layers.
+
+    Args:
+      num_layers: of the model.
+      num_stages: of the pipeline.
+      layers: how many layers each stage gets, or "auto": evenly, with what is left over given to
+        the stages in the middle, since the first also embeds and the last also has the head.
+
+    Raises:
+      UserError: more stages than layers, or counts that do not add up.
+    """
+    if num_stages < 1 or num_stages > num_layers:
+        raise UserError(
+            f"parallelism.stages: got {num_stages}, expected between 1 and the model's "
+            f"{num_layers} layers"
+        )
+    counts = _even_counts(num_layers, num_stages) if layers == "auto" else list(layers)
+    if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_layers:
+        raise UserError(
+            f"parallelism.layers: got {counts}, expected {num_stages} positive counts (one per "
+            f"stage) that sum to the model's {num_layers} layers"
+        )
+    return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
+
+
+def _even_counts(num_layers: int, num_stages: int) -> list[int]:
+    share, left_over = divmod(num_layers, num_stages)
+    first = (num_stages - left_over) // 2
+    return [share + (first <= stage < first + left_over) for stage in range(num_stages)]

@@ -1,0 +1,62 @@
+"""A stage's parameters: their structure, and their initial values."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmorph.stage.model import Params, Path, PipelineModel
+
+
+def init_stage_params(
+    model: PipelineModel, key: jax.Array, layers: range, is_first: bool, is_last: bool
+) -> Params:
+    """Returns a stage's initial parameters, the same ones however the model is cut.
+
+    Args:
+      model: what to initialise.
+      key: one key for the whole model; each layer folds in its own index.
+      layers: the stage's layers.
+      is_first: whether the stage embeds.
+      is_last: whether the stage has the head.
+
+    Returns:
+      {"embed": (first stage), "layers": leaves stacked over the stage's layers, "head": (last
+      stage)}. A tied parameter has the same value in both places.
+    """
+    build = partial(_init, model, layers=tuple(layers), is_first=is_first, is_last=is_last)
+    return jax.jit(build)(key)
+
+
+def _init(
+    model: PipelineModel, key: jax.Array, layers: tuple[int, ...], is_first: bool, is_last: bool
+) -> Params:
+    embed_key, layers_key, head_key = (jax.random.fold_in(key, part) for part in range(3))
+    params = {}
+    if is_first:
+        params["embed"] = model.init_embed(embed_key)
+    # One layer after the other, so that no value depends on how many there are.
+    layer_keys = jax.vmap(partial(jax.random.fold_in, layers_key))(jnp.array(layers))
+    params["layers"] = jax.lax.map(model.init_layer, layer_keys)
+    if is_last:
+        params["head"] = _tie(model, model.init_head(head_key), embed_key)
+    return params
+
+
+def _tie(model: PipelineModel, head: Params, embed_key: jax.Array) -> Params:
+    embed = model.init_embed(embed_key) if model.tied else {}
+    for embed_path, head_path in model.tied:
+        head = _replace(head, head_path, _at(embed, embed_path))
+    return head
+
+
+def _at(params: Any, path: Path) -> Any:
+    for name in path:
+        params = params[name]
+    return params
+
+
+def _replace(params: Params, path: Path, value: Any) -> Params:
+    name, *rest = path
+    return {**params, name: _replace(params[name], tuple(rest), value) if rest else value}

@@ -1,0 +1,81 @@
+"""Starts a training run: one process per stage on this machine, or one rank of a cluster's job."""
+
+import os
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Literal
+
+from jaxmorph.config import Config, load_config
+from jaxmorph.data import load_tokens
+from jaxmorph.errors import UserError
+from jaxmorph.record import RunRecord
+from jaxmorph.reporting import open_reporter, open_run_directory
+from jaxmorph.runtime.launcher import run_ranks
+
+Launch = Literal["auto", "local", "cluster"]
+
+# Each is set in the processes that srun, mpirun or an indexed Kubernetes job has started.
+_CLUSTER_VARIABLES = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "JOB_COMPLETION_INDEX")
+
+
+def start_training(path: Path, overrides: Sequence[str], launch: Launch = "auto") -> None:
+    """Run a configuration to its end.
+
+    Args:
+        path: The configuration file.
+        overrides: `section.key=value` each.
+        launch: "local" starts one process per stage here; "cluster" makes this process one rank
+            of a job; "auto" looks whether a cluster has started this process.
+
+    Raises:
+        UserError: If the configuration, its data or its model are at fault.
+        RankFailedError: If a rank died or raised.
+    """
+    config = load_config(path, overrides)
+    if launch == "cluster" or (launch == "auto" and started_by_cluster()):
+        _run_as_rank(config)
+    else:
+        _run_here(config)
+
+
+def started_by_cluster() -> bool:
+    """Whether Slurm, Open MPI or Kubernetes has started this process as a task of a job."""
+    return any(name in os.environ for name in _CLUSTER_VARIABLES)
+
+
+def _run_here(config: Config) -> None:
+    data = config.data  # read here first: a mistake in it is told before anything has started
+    load_tokens(data.path, data.tokenizer, data.token_dtype, data.vocab_size)
+    with (
+        open_run_directory(config) as directory,
+        closing(RunRecord(config, directory, open_reporter())) as record,
+    ):
+        arguments = [str(directory.path / "config.yaml")]
+        logs = directory.path / "logs"
+        run_ranks("jaxmorph.rank", arguments, config.parallelism.stages, logs, record.take)
+        record.finish()
+
+
+def _run_as_rank(config: Config) -> None:
+    # JAX is imported only in processes that compute.
+    from jaxmorph.runtime.join import join_run
+    from jaxmorph.train import train
+
+    timeouts = config.timeouts
+    rendezvous = join_run(start_timeout_s=timeouts.start_s, step_timeout_s=timeouts.step_s)
+    stages = config.parallelism.stages
+    if rendezvous.num_ranks != stages:
+        raise UserError(
+            f"parallelism.stages: got {stages}, expected the job's number of tasks, "
+            f"{rendezvous.num_ranks} (--launch local starts the stages on this machine instead)"
+        )
+    if rendezvous.rank != 0:
+        train(config, rendezvous, lambda message: None)
+        return
+    with (
+        open_run_directory(config) as directory,
+        closing(RunRecord(config, directory, open_reporter())) as record,
+    ):
+        train(config, rendezvous, record.take)
+        record.finish()

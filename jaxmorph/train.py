@@ -1,0 +1,180 @@
+"""A training run as one rank sees it, from its stage's parameters to the last step."""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+
+from jaxmorph.bookkeeping import Bookkeeper
+from jaxmorph.config import Config, per_stage
+from jaxmorph.control.profiler import Profiler
+from jaxmorph.data import Batches, ReadAhead, Tokens, load_tokens
+from jaxmorph.model_factory import build_model
+from jaxmorph.planning import agree_on_plan, op_kinds, unmeasured_profile
+from jaxmorph.runtime.compilations import CompilationCounter
+from jaxmorph.runtime.executor import StepInputs
+from jaxmorph.runtime.optimizer import OptimizerSettings, clip_scale
+from jaxmorph.runtime.pacing import Pace
+from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.report import StepTotals, measured_timeline, rank_report, total
+from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
+from jaxmorph.stage.model import PipelineModel, cut_layers
+from jaxmorph.stage.parameter_count import parameter_count
+
+_WARM_UP_STEPS = 3  # the first of them also connects the links, and doesn't count
+
+Message = dict[str, Any]
+
+
+def train(config: Config, rendezvous: Rendezvous, tell: Callable[[Message], None]) -> None:
+    """Train as one rank of a run.
+
+    Args:
+        config: The run.
+        rendezvous: The meeting place of all ranks; this process's rank is the one it names.
+        tell: Takes what rank 0 has to say of the run: see `bookkeeping`.
+
+    Raises:
+        UserError: If model, data and sizes don't fit one another.
+    """
+    rank = rendezvous.rank
+    compilations = CompilationCounter()
+    data = config.data
+    tokens = load_tokens(data.path, data.tokenizer, data.token_dtype, data.vocab_size)
+    model = build_model(config, tokens.vocab_size)
+    read = _reader(config, _batches(config, tokens), rank)
+    trainer = StageTrainer(model, stage_settings(config, model, rank), rank)
+    with closing(trainer), ReadAhead(read) as inputs:
+        profiler = _warm_up(config, rendezvous, trainer, read(0), len(model.tied))
+        in_force = agree_on_plan(config, rendezvous, profiler.profile(), len(model.tied))
+        with Bookkeeper(config, in_force.plan, profiler, tell, active=rank == 0) as bookkeeper:
+            bookkeeper.start(tokens.source, parameter_count(model), stage_layers(config, model))
+            barrier_s = time.monotonic()
+            for step in range(config.run.steps):
+                outcome = trainer.run(in_force.program, next(inputs), step)
+                report = rank_report(
+                    outcome, trainer.squared_norm(), barrier_s, compilations.count
+                )
+                reports = rendezvous.exchange(report)
+                began_s, barrier_s = barrier_s, time.monotonic()
+                totals = total(reports)
+                apply_gradients(trainer, totals, config.optimizer.clip_norm)
+                bookkeeper.note(step, totals, reports, barrier_s - began_s)
+
+
+def stage_settings(config: Config, model: PipelineModel, rank: int) -> StageSettings:
+    """What a rank's stage is built from.
+
+    Args:
+        config: The run.
+        model: The model.
+        rank: The stage.
+
+    Raises:
+        UserError: If the model can't be cut into that many stages.
+    """
+    optimizer = config.optimizer
+    return StageSettings(
+        layers=stage_layers(config, model),
+        microbatch_size=config.batch.microbatch_size,
+        sequence_length=config.data.sequence_length,
+        seed=config.run.seed,
+        kinds=op_kinds(config),
+        optimizer=OptimizerSettings(
+            learning_rate=optimizer.learning_rate,
+            warmup_steps=optimizer.warmup_steps,
+            total_steps=config.run.steps,
+            final_fraction=optimizer.final_learning_rate_fraction,
+            weight_decay=optimizer.weight_decay,
+            beta1=optimizer.beta1,
+            beta2=optimizer.beta2,
+        ),
+        stash=config.stash,
+        pace=stage_pace(config, rank),
+    )
+
+
+def stage_layers(config: Config, model: PipelineModel) -> tuple[range, ...]:
+    """The layers of each stage."""
+    return cut_layers(model.num_layers, config.parallelism.stages, config.parallelism.layers)
+
+
+def stage_pace(config: Config, rank: int) -> Pace | None:
+    """How long a stage's ops last on the emulated accelerator; None where none is emulated."""
+    accelerator = config.emulation.accelerator
+    if accelerator is None:
+        return None
+    stages = config.parallelism.stages
+    durations = (
+        accelerator.forward_ms,
+        accelerator.backward_input_ms,
+        accelerator.backward_weight_ms,
+    )
+    return Pace.of_stage(*(per_stage(value, stages)[rank] for value in durations))
+
+
+def apply_gradients(trainer: StageTrainer, totals: StepTotals, clip_norm: float | None) -> bool:
+    """Update the stage's parameters, unless a gradient of any stage is not finite.
+
+    Args:
+        trainer: The stage, with its gradients.
+        totals: The step's scalars, the same on every rank, so that all decide alike.
+        clip_norm: Largest global norm; None: no clipping.
+
+    Returns:
+        Whether the parameters were updated.
+    """
+    if not math.isfinite(totals.grad_norm):
+        trainer.discard()
+        return False
+    trainer.update(clip_scale(totals.grad_norm, clip_norm))
+    return True
+
+
+def _batches(config: Config, tokens: Tokens) -> Batches:
+    return Batches(
+        tokens,
+        microbatches=config.batch.microbatches,
+        microbatch_size=config.batch.microbatch_size,
+        sequence_length=config.data.sequence_length,
+        seed=config.run.seed,
+    )
+
+
+def _reader(config: Config, batches: Batches, rank: int) -> Callable[[int], StepInputs]:
+    """How a rank reads a step's data: tokens on the first stage, targets on the last."""
+    is_last = rank == config.parallelism.stages - 1
+
+    def read(step: int) -> StepInputs:
+        targets = batches.targets(step) if is_last else None
+        counted = 1 if targets is None else int(np.count_nonzero(targets >= 0))
+        return StepInputs(
+            tokens=batches.inputs(step) if rank == 0 else None,
+            targets=targets,
+            loss_weight=1.0 / max(counted, 1),
+        )
+
+    return read
+
+
+def _warm_up(
+    config: Config,
+    rendezvous: Rendezvous,
+    trainer: StageTrainer,
+    inputs: StepInputs,
+    num_tied: int,
+) -> Profiler:
+    """Run a few steps for their timings alone, in the order that equal costs would give."""
+    profiler = Profiler(config.parallelism.stages)
+    in_force = agree_on_plan(config, rendezvous, unmeasured_profile(config), num_tied)
+    for step in range(_WARM_UP_STEPS):
+        began_s = time.monotonic()
+        outcome = trainer.run(in_force.program, inputs, step)
+        trainer.discard()
+        reports = rendezvous.exchange(rank_report(outcome, 0.0, began_s, 0))
+        if step > 0:
+            profiler.observe(measured_timeline(reports))
+    return profiler

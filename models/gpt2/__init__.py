@@ -1,0 +1,44 @@
+"""GPT-2: its presets, and the factory that a run's configuration names."""
+
+from typing import TYPE_CHECKING, Any
+
+from models.gpt2.config import PRESETS, ComputeType, preset_config
+
+if TYPE_CHECKING:
+    from models.gpt2.stages import GPT2
+
+__all__ = ["PRESETS", "build"]
+
+
+def build(
+    *,
+    preset: str,
+    sequence_length: int,
+    vocab_size: int,
+    compute_dtype: ComputeType = "float32",
+    **overrides: Any,
+) -> "GPT2":
+    """Returns a GPT-2 that can be cut into pipeline stages.
+
+    Args:
+      preset: a name in `PRESETS`.
+      sequence_length: learned positions; the longest sequence.
+      vocab_size: of the tokenizer.
+      compute_dtype: "float32" or "bfloat16".
+      **overrides: sizes that differ from the preset's: width, num_layers, num_heads, tied.
+
+    Raises:
+      ValueError: an unknown preset or override, or sizes that do not fit each other; the message
+        names what was got and what was expected.
+    """
+    sizes = preset_config(
+        preset,
+        sequence_length=sequence_length,
+        vocab_size=vocab_size,
+        compute_dtype=compute_dtype,
+        **overrides,
+    )
+    # The sizes are useful without JAX, whose import takes a second.
+    from models.gpt2.stages import GPT2
+
+    return GPT2(sizes)

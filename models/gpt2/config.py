@@ -1,0 +1,94 @@
+"""The sizes of a GPT-2, and the presets; imports no JAX."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+ComputeType = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """The sizes of one GPT-2.
+
+    Attributes:
+      vocab_size: how many tokens there are.
+      sequence_length: how many positions are learned: the longest sequence.
+      width: of the residual stream; a multiple of `num_heads`.
+      num_layers: blocks of attention and MLP.
+      num_heads: attention heads in each block.
+      tied: whether the token embedding is also the output projection.
+      compute_dtype: of activations and matrix products; parameters are always float32.
+    """
+
+    vocab_size: int
+    sequence_length: int
+    width: int
+    num_layers: int
+    num_heads: int
+    tied: bool = True
+    compute_dtype: ComputeType = "float32"
+
+    def __post_init__(self):
+        for name in ("vocab_size", "sequence_length", "width", "num_layers", "num_heads"):
+            _check_positive(name, getattr(self, name))
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"width: got {self.width}, expected a multiple of num_heads={self.num_heads}"
+            )
+        if not isinstance(self.tied, bool):
+            raise ValueError(f"tied: got {self.tied!r}, expected true or false")
+        if self.compute_dtype not in get_args(ComputeType):
+            expected = " or ".join(get_args(ComputeType))
+            raise ValueError(f"compute_dtype: got {self.compute_dtype!r}, expected {expected}")
+
+
+PRESETS: Mapping[str, Mapping[str, int]] = {
+    "tiny": {"width": 128, "num_layers": 8, "num_heads": 4},
+    "mini": {"width": 256, "num_layers": 8, "num_heads": 8},
+    "small": {"width": 512, "num_layers": 8, "num_heads": 8},
+    "124M": {"width": 768, "num_layers": 12, "num_heads": 12},
+    "355M": {"width": 1024, "num_layers": 24, "num_heads": 16},
+    "774M": {"width": 1280, "num_layers": 36, "num_heads": 20},
+    "1.5B": {"width": 1600, "num_layers": 48, "num_heads": 25},
+    "7B": {"width": 5120, "num_layers": 22, "num_heads": 40},
+    "14B": {"width": 5120, "num_layers": 46, "num_heads": 40},
+    "30B": {"width": 8192, "num_layers": 38, "num_heads": 64},
+    "60B": {"width": 11264, "num_layers": 38, "num_heads": 88},
+    "140B": {"width": 12288, "num_layers": 78, "num_heads": 96},
+}
+"""Demo sizes; the four sizes of GPT-2; the paper's five, with heads of 128.
+
+The vocabulary is not part of a preset: it is the tokenizer's, and it is not padded. (GPT-2's own is
+50,257, with which 124M has exactly 124,439,808 parameters at 1,024 positions.)
+"""
+
+OVERRIDES = ("width", "num_layers", "num_heads", "tied")
+"""What a run may set differently from its preset."""
+
+
+def preset_config(
+    preset: str,
+    *,
+    sequence_length: int,
+    vocab_size: int,
+    compute_dtype: ComputeType = "float32",
+    **overrides: Any,
+) -> GPT2Config:
+    """Returns the sizes of a preset, with these overrides.
+
+    Raises:
+      ValueError: an unknown preset or override, or sizes that do not fit each other.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"preset: got {preset!r}, expected one of {', '.join(PRESETS)}")
+    for name in overrides:
+        if name not in OVERRIDES:
+            raise ValueError(f"got {name!r}, expected one of preset, {', '.join(OVERRIDES)}")
+    sizes = {**PRESETS[preset], **overrides}
+    return GPT2Config(vocab_size, sequence_length, compute_dtype=compute_dtype, **sizes)
+
+
+def _check_positive(name: str, size: Any) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"{name}: got {size!r}, expected a whole number of at least 1")

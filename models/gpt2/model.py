@@ -1,0 +1,160 @@
+"""GPT-2 in Flax NNX: embedding, block and head, each a module of its own.
+
+Shape suffixes: B microbatch, T sequence, W width, H heads, K width of a head, V vocabulary.
+Parameters are float32. Activations and matrix products are in the configuration's compute dtype;
+normalisation, the softmax and the loss are in float32.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.gpt2.config import GPT2Config
+
+_INIT_SCALE = 0.02
+_EPSILON = 1e-5
+
+
+class Embedding(nnx.Module):
+    """Tokens and their positions to activations."""
+
+    def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(_INIT_SCALE)
+        self.token = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width)))
+        self.position = nnx.Param(normal(rngs.params(), (config.sequence_length, config.width)))
+        self._dtype = jnp.dtype(config.compute_dtype)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Returns [B, T, W]; T may be shorter than the learned positions."""
+        token_BTW = self.token[...][tokens_BT]
+        return (token_BTW + self.position[: tokens_BT.shape[1]]).astype(self._dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Normalises over the width in float32."""
+
+    def __init__(self, width: int):
+        self.scale = nnx.Param(jnp.ones(width))
+        self.bias = nnx.Param(jnp.zeros(width))
+
+    def __call__(self, x_BTW: jax.Array) -> jax.Array:
+        """Returns the same shape and dtype."""
+        wide_BTW = x_BTW.astype(jnp.float32)
+        mean_BT1 = wide_BTW.mean(-1, keepdims=True)
+        centred_BTW = wide_BTW - mean_BT1
+        variance_BT1 = jnp.square(centred_BTW).mean(-1, keepdims=True)
+        normal_BTW = centred_BTW * jax.lax.rsqrt(variance_BT1 + _EPSILON)
+        return (normal_BTW * self.scale[...] + self.bias[...]).astype(x_BTW.dtype)
+
+
+class Linear(nnx.Module):
+    """A matrix product and a bias, in the compute dtype."""
+
+    def __init__(self, inputs: int, outputs: int, scale: float, config: GPT2Config, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(scale)
+        self.kernel = nnx.Param(normal(rngs.params(), (inputs, outputs)))
+        self.bias = nnx.Param(jnp.zeros(outputs))
+        self._dtype = jnp.dtype(config.compute_dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns [..., outputs] of [..., inputs]."""
+        product = x @ self.kernel[...].astype(self._dtype)
+        # Added in float32, so that the bias's gradient is summed in float32 as well.
+        return (product.astype(jnp.float32) + self.bias[...]).astype(self._dtype)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
+        self.qkv = Linear(config.width, 3 * config.width, _INIT_SCALE, config, rngs)
+        self.out = Linear(config.width, config.width, _residual_scale(config), config, rngs)
+        self._num_heads = config.num_heads
+
+    def __call__(self, x_BTW: jax.Array) -> jax.Array:
+        """Returns [B, T, W]."""
+        B, T, W = x_BTW.shape
+        qkv_BTSHK = self.qkv(x_BTW).reshape(B, T, 3, self._num_heads, W // self._num_heads)
+        q_BHTK, k_BHTK, v_BHTK = (qkv_BTSHK[:, :, i].swapaxes(1, 2) for i in range(3))
+        scale = 1 / math.sqrt(W // self._num_heads)
+        scores_BHTT = q_BHTK @ k_BHTK.swapaxes(2, 3) * scale
+        context_BHTK = causal_softmax(scores_BHTT) @ v_BHTK
+        return self.out(context_BHTK.swapaxes(1, 2).reshape(B, T, W))
+
+
+class Block(nnx.Module):
+    """One layer: attention, then an MLP, each on the normalised residual stream."""
+
+    def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
+        width = config.width
+        self.attention_norm = LayerNorm(width)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = LayerNorm(width)
+        self.expand = Linear(width, 4 * width, _INIT_SCALE, config, rngs)
+        self.contract = Linear(4 * width, width, _residual_scale(config), config, rngs)
+
+    def __call__(self, x_BTW: jax.Array) -> jax.Array:
+        """Returns [B, T, W]."""
+        x_BTW = x_BTW + self.attention(self.attention_norm(x_BTW))
+        hidden_BTM = jax.nn.gelu(self.expand(self.mlp_norm(x_BTW)), approximate=True)
+        return x_BTW + self.contract(hidden_BTM)
+
+
+class Head(nnx.Module):
+    """The last normalisation, the output projection and the loss."""
+
+    def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(_INIT_SCALE)
+        self.norm = LayerNorm(config.width)
+        self.token = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width)))
+
+    def logits(self, x_BTW: jax.Array) -> jax.Array:
+        """Returns [B, T, V] in float32."""
+        logits_BTV = self.norm(x_BTW) @ self.token[...].astype(x_BTW.dtype).T
+        return logits_BTV.astype(jnp.float32)
+
+    def __call__(self, x_BTW: jax.Array, targets_BT: jax.Array) -> jax.Array:
+        """Returns the sum of the tokens' losses; targets below 0 are left out."""
+        logits_BTV = self.logits(x_BTW)
+        # A comparison with every token, not a gather: its gradient is then no scatter.
+        is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
+        target_logit_BT = jnp.where(is_target_BTV, logits_BTV, 0).sum(-1)
+        loss_BT = jax.nn.logsumexp(logits_BTV, -1) - target_logit_BT
+        return jnp.where(targets_BT >= 0, loss_BT, 0).sum()
+
+
+@jax.custom_vjp
+def causal_softmax(scores: jax.Array) -> jax.Array:
+    """Returns probabilities over the last axis, zero above the diagonal of the last two.
+
+    Computed in float32 and returned in the dtype of the scores. Its backward needs the
+    probabilities alone, as they are returned: they are kept for the product with the values anyway.
+    """
+    masked = jnp.where(_is_past(scores), scores.astype(jnp.float32), -jnp.inf)
+    return jax.nn.softmax(masked, -1).astype(scores.dtype)
+
+
+def _causal_softmax_forward(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    probabilities = causal_softmax(scores)
+    return probabilities, probabilities
+
+
+def _causal_softmax_backward(probabilities: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    wide, gradient = probabilities.astype(jnp.float32), gradient.astype(jnp.float32)
+    mean = (wide * gradient).sum(-1, keepdims=True)
+    return ((wide * (gradient - mean)).astype(probabilities.dtype),)
+
+
+causal_softmax.defvjp(_causal_softmax_forward, _causal_softmax_backward)
+
+
+def _is_past(scores: jax.Array) -> jax.Array:
+    queries, keys = scores.shape[-2:]
+    return jnp.arange(queries)[:, None] >= jnp.arange(keys)
+
+
+def _residual_scale(config: GPT2Config) -> float:
+    # Every block adds to the residual stream twice; so their sum starts as large as one of them.
+    return _INIT_SCALE / math.sqrt(2 * config.num_layers)

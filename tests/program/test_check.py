@@ -1,0 +1,117 @@
+"""The checker finds each way in which ranks' programs can fail to fit together."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxmorph.program.check import ProgramError, check
+from jaxmorph.program.instructions import (
+    Buffer,
+    BufferKind,
+    Free,
+    Payload,
+    RankProgram,
+    Receive,
+    Run,
+    Send,
+    Transfer,
+)
+from jaxmorph.program.lowering import lower
+from jaxmorph.schedule.costs import Link, StageCosts
+from jaxmorph.schedule.ops import Op
+from jaxmorph.schedule.schedule import Schedule
+from jaxmorph.schedule.simulator import simulate
+
+SCHEDULE = Schedule.from_rows("hand", ["F0 F1 B0 W0 B1 W1", "F0 B0 W0 F1 B1 W1"])
+ACTIVATION_0 = Transfer(Payload.ACTIVATION, 0, 1, 0)
+ACTIVATION_1 = Transfer(Payload.ACTIVATION, 0, 1, 1)
+
+
+def programs(route="direct"):
+    planned = simulate(SCHEDULE, StageCosts.uniform(2, 1, 1, 1))
+    return list(lower(SCHEDULE, planned, {Link(0, 1): route}))
+
+
+def without(program, instruction):
+    assert instruction in program.instructions
+    kept = tuple(step for step in program.instructions if step != instruction)
+    return replace(program, instructions=kept)
+
+
+def swapped(program, one, other):
+    names = {one: other, other: one}
+    return replace(
+        program, instructions=tuple(names.get(step, step) for step in program.instructions)
+    )
+
+
+def moved_to_end(program, instruction):
+    return replace(program, instructions=(*without(program, instruction).instructions, instruction))
+
+
+def run(text):
+    return Run(Op.parse(text))
+
+
+def free(kind, microbatch):
+    return Free(Buffer(BufferKind(kind), microbatch))
+
+
+def test_sound_programs_pass():
+    check(programs())
+    check(programs("delegated"))
+
+
+def test_a_transfer_that_only_one_end_makes_is_a_deadlock():
+    first, last = programs()
+    silent = without(last, Send(Transfer(Payload.GRADIENT, 1, 0, 1), "direct"))
+    with pytest.raises(ProgramError, match=r"deadlock: rank 0 waits at receive gradient\[1\] 1>0"):
+        check([first, silent])
+
+
+def test_ends_that_meet_in_different_transfers_are_a_mismatch():
+    first, last = programs()
+    crossed = swapped(last, Receive(ACTIVATION_0), Receive(ACTIVATION_1))
+    with pytest.raises(ProgramError, match="while its peer is at receive activation"):
+        check([first, crossed])
+
+
+def test_an_op_before_its_data_is_an_error_that_marks_the_op():
+    first, last = programs()
+    early = swapped(last, Receive(ACTIVATION_0), run("F0"))
+    with pytest.raises(
+        ProgramError, match=r"rank 1: run F0 runs before its input\[0\] is there"
+    ) as e:
+        check([first, early])
+    assert ">run F0<" in str(e.value)
+
+
+def test_a_weight_gradient_after_the_update_is_an_error():
+    first, last = programs()
+    with pytest.raises(ProgramError, match=r"update before the weight gradients of \[1\]"):
+        check([moved_to_end(moved_to_end(first, run("W1")), free("weight-stash", 1)), last])
+
+
+def test_a_buffer_used_after_it_is_freed_is_an_error():
+    first, last = programs()
+    early = swapped(first, free("stash", 0), run("B0"))
+    with pytest.raises(ProgramError, match=r"run B0 uses stash\[0\] after it was freed"):
+        check([early, last])
+
+
+def test_a_buffer_that_is_never_freed_is_an_error():
+    first, last = programs()
+    with pytest.raises(ProgramError, match=r"rank 0 never frees output\[1\]"):
+        check([without(first, free("output", 1)), last])
+
+
+def test_a_delegated_message_that_nobody_takes_is_an_error():
+    steps = (run("F0"), Send(ACTIVATION_0, "delegated"), free("output", 0), free("stash", 0))
+    with pytest.raises(ProgramError, match=r"nobody receives activation\[0\] 0>1"):
+        check([RankProgram(0, 2, 0, steps), RankProgram(1, 2, 0, ())])
+
+
+def test_a_delegated_receive_of_what_was_never_sent_is_a_deadlock():
+    first, last = programs("delegated")
+    with pytest.raises(ProgramError, match="deadlock: .*rank 1 waits at receive activation"):
+        check([without(first, Send(ACTIVATION_1, "delegated")), last])

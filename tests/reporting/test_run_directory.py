@@ -1,0 +1,111 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmorph.config import Config, load_config
+from jaxmorph.errors import UserError
+from jaxmorph.reporting import Event, StepRecord, open_run_directory
+
+
+def config_for(path: Path) -> Config:
+    return Config.model_validate({"run": {"dir": str(path)}})
+
+
+def record(**changes) -> StepRecord:
+    values = {
+        "step": 0, "loss": 5.5, "grad_norm": 1.25, "step_s": 0.4, "tokens_per_s": 5120.0,
+        "schedule": "zb-h2", "warmup_forwards": (3, 2, 1), "routes": {"0-1": "direct"},
+        "predicted_step_s": 0.39, "bubble_rate": 0.12, "peak_live": (3, 2, 1), "compilations": 0,
+        "planned_bubble_rate": 0.11,
+    }  # fmt: skip
+    return StepRecord(**{**values, **changes})
+
+
+def lines(path: Path) -> list[dict]:
+    def refuse(constant: str):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_a_fresh_directory_holds_the_config_that_loads_back(tmp_path):
+    config = config_for(tmp_path / "deep" / "run")
+    with open_run_directory(config) as directory:
+        assert directory.path == tmp_path / "deep" / "run"
+        assert load_config(directory.path / "config.yaml") == config
+
+
+def test_a_second_run_goes_beside_the_first_and_touches_nothing(tmp_path):
+    config = config_for(tmp_path / "demo")
+    paths = []
+    for step in range(3):
+        with open_run_directory(config) as directory:
+            directory.write_step(record(step=step))
+            paths.append(directory.path)
+    assert [path.name for path in paths] == ["demo", "demo-2", "demo-3"]
+    assert [lines(path / "metrics.jsonl")[0]["step"] for path in paths] == [0, 1, 2]
+
+
+def test_an_empty_directory_is_used_and_a_file_in_the_way_is_passed_by(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with open_run_directory(config_for(tmp_path / "empty")) as directory:
+        assert directory.path.name == "empty"
+    (tmp_path / "file").write_text("precious")
+    with open_run_directory(config_for(tmp_path / "file")) as directory:
+        assert directory.path.name == "file-2"
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_a_place_where_nothing_can_be_made_is_the_users_mistake(tmp_path):
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(UserError, match=r"^run.dir: \S+/file/run: cannot write \S+: Not a dir"):
+        open_run_directory(config_for(tmp_path / "file" / "run"))
+
+
+def test_a_step_is_one_line_with_exactly_the_metrics(tmp_path):
+    with open_run_directory(config_for(tmp_path / "run")) as directory:
+        directory.write_step(record())
+        [line] = lines(directory.path / "metrics.jsonl")  # before closing: nothing is held back
+    assert list(line.items()) == [
+        ("step", 0),
+        ("loss", 5.5),
+        ("grad_norm", 1.25),
+        ("step_s", 0.4),
+        ("tokens_per_s", 5120.0),
+        ("schedule", "zb-h2"),
+        ("warmup_forwards", [3, 2, 1]),
+        ("routes", {"0-1": "direct"}),
+        ("predicted_step_s", 0.39),
+        ("bubble_rate", 0.12),
+        ("peak_live", [3, 2, 1]),
+        ("compilations", 0),
+    ]
+
+
+def test_numbers_that_are_not_finite_or_not_pythons_are_still_json(tmp_path):
+    with open_run_directory(config_for(tmp_path / "run")) as directory:
+        directory.write_step(
+            record(loss=float("nan"), grad_norm=np.float32("inf"), step=np.int64(3))
+        )
+        [line] = lines(directory.path / "metrics.jsonl")
+    assert (line["loss"], line["grad_norm"], line["step"]) == (None, None, 3)
+
+
+def test_events_have_their_own_file(tmp_path):
+    with open_run_directory(config_for(tmp_path / "run")) as directory:
+        directory.write_event(Event(1.5, 4, "route_changed", "2-3", "slow"))
+        directory.write_event(Event(2.5, 5, "checkpoint_saved"))
+        events = lines(directory.path / "events.jsonl")
+    assert events == [
+        {"time_s": 1.5, "step": 4, "kind": "route_changed", "link": "2-3", "detail": "slow"},
+        {"time_s": 2.5, "step": 5, "kind": "checkpoint_saved", "link": None, "detail": ""},
+    ]
+
+
+def test_a_trace_has_a_place_to_go(tmp_path):
+    with open_run_directory(config_for(tmp_path / "run")) as directory:
+        path = directory.trace_path(20)
+        path.write_text("{}")
+    assert path == tmp_path / "run" / "trace" / "step_20.json"

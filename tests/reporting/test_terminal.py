@@ -1,0 +1,131 @@
+import io
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from jaxmorph.reporting import Event, RunHeader, StepRecord, open_reporter, summarize
+from jaxmorph.reporting.render import header_panel, live_view
+from jaxmorph.reporting.terminal import LiveReporter, PlainReporter
+
+HEADER = RunHeader(
+    model="gpt2 tiny", num_parameters=1_234_567, layers_per_stage=(2, 2), schedule="zb-h2",
+    warmup_forwards=(3, 1), microbatches=8, microbatch_size=4, sequence_length=128, num_steps=30,
+    data="some text", regime="unpaced", run_directory=Path("runs/demo"),
+)  # fmt: skip
+STEP = StepRecord(
+    step=0, loss=5.0, grad_norm=1.5, step_s=0.4, tokens_per_s=10_240.0, schedule="zb-h2",
+    warmup_forwards=(3, 1), routes={"0-1": "direct"}, predicted_step_s=0.39, bubble_rate=0.125,
+    peak_live=(3, 1), compilations=0, planned_bubble_rate=0.11,
+)  # fmt: skip
+STEPS = [replace(STEP, step=step, loss=5.0 - step / 10) for step in range(30)]
+SUMMARY = summarize(STEPS, elapsed_s=12.0, run_directory=Path("runs/demo"))
+
+
+def drawn(renderable, width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(renderable)
+    return console.export_text()
+
+
+def test_the_header_says_what_runs():
+    text = drawn(header_panel(HEADER))
+    for part in ("1.23 M parameters", "2, layers 2 2", "warm-up forwards 3 1", "4,096 tokens"):
+        assert part in text
+
+
+def test_the_live_view_shows_the_last_ten_steps_and_the_time_left():
+    text = drawn(live_view(STEPS[:25], 30))
+    rows = [line.split() for line in text.splitlines()]
+    assert [row[0] for row in rows if row and row[-1] == "direct"] == [*map(str, range(15, 25))]
+    assert "24  2.6000      1.500    10,240   400.0 / 390.0  12.5 / 11.0 %  direct" in text
+    assert "5.0000 → 2.6000" in text
+    assert "25 of 30, 2.0 s left" in text
+
+
+@pytest.mark.parametrize("width", [80, 60, 200])
+def test_routes_give_way_first_on_a_narrow_terminal(width):
+    routes = {f"{link}-{link + 1}": "delegated" if link > 4 else "direct" for link in range(8)}
+    text = drawn(live_view([replace(STEP, routes=routes)], 30), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert ("400.0 / 390.0  12.5 / 11.0 %" in text) == (width >= 80)
+    assert ("5-6 delegated, 6-7 delegated, 7-8 delegated, else direct" in text) == (width == 200)
+
+
+def test_a_run_without_a_plan_or_a_finite_loss_can_be_shown():
+    bare = replace(
+        STEP, loss=math.nan, predicted_step_s=None, bubble_rate=None, planned_bubble_rate=None
+    )
+    text = drawn(live_view([bare], 1))
+    assert "nan" in text
+    assert "400.0 / -" in text
+    assert "finished" in text
+
+
+def test_a_pipe_gets_aligned_lines_each_at_once():
+    file = io.StringIO()
+    reporter = open_reporter(Console(file=file))
+    assert isinstance(reporter, PlainReporter)
+    reporter.start(HEADER)
+    for record in STEPS[:2]:
+        reporter.step(record)
+    reporter.event(Event(1.0, 1, "route_changed", "0-1", "slow"))
+    reporter.finish(SUMMARY)
+    reporter.close()
+    lines = file.getvalue().splitlines()
+    heading = next(line for line in lines if line.lstrip().startswith("step   "))
+    first, second, event = lines[lines.index(heading) + 1 :][:3]
+    assert second.split() == [
+        "1", "4.9000", "1.500", "10,240", "400.0", "390.0", "12.5", "%", "11.0", "%", "direct",
+    ]  # fmt: skip
+    assert heading.index("routes") == first.index("direct") == second.index("direct")
+    assert event == "step 1 route changed 0-1  slow"
+    assert "\x1b" not in file.getvalue()
+
+
+def test_a_stream_that_knows_only_ascii_is_no_reason_to_fail():
+    raw = io.BytesIO()
+    reporter = open_reporter(Console(file=io.TextIOWrapper(raw, encoding="ascii")))
+    reporter.finish(SUMMARY)
+    assert b"5.0000 ? 2.1000" in raw.getvalue()
+
+
+def live_reporter(clock) -> tuple[LiveReporter, io.StringIO]:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=80, height=40)
+    return LiveReporter(console, clock), file
+
+
+def test_short_steps_are_not_each_drawn_but_the_last_one_is():
+    now = [0.0]
+    reporter, file = live_reporter(lambda: now[0])
+    reporter.start(HEADER)
+    for record in STEPS:
+        now[0] += 0.05
+        reporter.step(record)
+    assert "30 of 30" not in file.getvalue()
+    frames = file.getvalue().count("left")
+    assert 5 <= frames <= 8
+    reporter.finish(SUMMARY)
+    assert "30 of 30" in file.getvalue()
+    assert "done" in file.getvalue()
+
+
+def test_closing_gives_the_cursor_back_once():
+    reporter, file = live_reporter(lambda: 0.0)
+    reporter.close()
+    reporter.start(HEADER)
+    reporter.event(Event(0.0, 0, "plan_changed"))
+    reporter.close()
+    reporter.close()
+    text = file.getvalue()
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
+
+
+def test_a_terminal_that_cannot_redraw_gets_plain_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(open_reporter(Console(force_terminal=True)), PlainReporter)
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(open_reporter(Console(force_terminal=True)), LiveReporter)

@@ -1,0 +1,107 @@
+import json
+
+import pytest
+
+from jaxmorph.errors import UserError
+from jaxmorph.schedule.costs import Limits, Link, StageCosts, chain_links
+from jaxmorph.schedule.planner import SCHEDULE_NAMES, Plan, plan, require_room
+from jaxmorph.schedule.schedule import Schedule
+from jaxmorph.schedule.simulator import simulate
+
+EQUAL = StageCosts.uniform(4, 10.0, 10.0, 10.0)
+LATENCIES = (0.0, 5.0, 10.0, 15.0, 20.0, 30.0)
+
+
+def _slow(link: int, latency_ms: float):
+    return chain_links([latency_ms if at == link else 0.0 for at in range(3)])
+
+
+@pytest.mark.parametrize("name", ["zb-h2", "paper", "adaptive"])
+def test_the_healthy_pipeline_of_figure_4_takes_390_ms(name):
+    planned = plan(EQUAL, {}, Limits(), 12, name)
+    assert planned.predicted_step_s == 0.39
+    assert planned.lower_bound_s == 0.39
+    assert planned.schedule.warmup_forwards == (7, 5, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("link", "makespans_ms"),
+    [
+        (0, [390.0, 395.0, 400.0, 410.0, 440.0, 500.0]),
+        (1, [390.0, 395.0, 400.0, 430.0, 470.0, 550.0]),
+        (2, [390.0, 395.0, 400.0, 440.0, 480.0, 560.0]),
+    ],
+)
+def test_the_healthy_plan_replayed_over_one_slow_link_as_in_figure_5(link, makespans_ms):
+    healthy = plan(EQUAL, {}, Limits(), 12, "paper").schedule
+    replayed = [simulate(healthy, EQUAL, _slow(link, c)).makespan_ms for c in LATENCIES]
+    assert replayed == makespans_ms
+
+
+@pytest.mark.parametrize(
+    ("link", "warmup"), [(0, (11, 5, 3, 1)), (1, (11, 9, 3, 1)), (2, (11, 9, 7, 1))]
+)
+def test_a_plan_that_knows_the_slow_link_pays_its_latency_once(link, warmup):
+    steps = [plan(EQUAL, _slow(link, c), Limits(), 12) for c in (10.0, 20.0, 30.0)]
+    assert [step.predicted_step_s for step in steps] == [0.4, 0.41, 0.42]
+    assert [step.lower_bound_s for step in steps] == [0.4, 0.41, 0.42]
+    assert steps[1].schedule.warmup_forwards == warmup
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+def test_a_plan_goes_through_json_unchanged(name):
+    planned = plan(EQUAL, _slow(1, 20.0), Limits(), 12, name)
+    assert Plan.from_json(json.loads(json.dumps(planned.to_json()))) == planned
+    assert planned.schedule.name == name
+    assert set(planned.routes) == {Link(0, 1), Link(1, 2), Link(2, 3)}
+
+
+def test_given_warm_ups_are_what_is_planned():
+    planned = plan(EQUAL, {}, Limits(), 12, warmup_forwards=(9, 5, 3, 1))
+    assert planned.schedule.warmup_forwards == (9, 5, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "caps", "message"),
+    [
+        ((5, 3, 1), None, r"warmup_forwards: got 3 values, expected 4"),
+        ((5, 6, 3, 1), None, r"warmup_forwards\[1\]: got 6, expected 1 to 5"),
+        ((13, 5, 3, 1), None, r"warmup_forwards\[0\]: got 13, expected 1 to 12"),
+        ((5, 5, 3, 0), None, r"warmup_forwards\[3\]: got 0, expected 1 to 1"),
+        ((7, 5, 3, 1), (6, 6, 6, 6), r"warmup_forwards\[0\]: got 7, expected 1 to 6"),
+    ],
+)
+def test_impossible_warm_ups_are_named(warmup, caps, message):
+    with pytest.raises(UserError, match=message):
+        plan(EQUAL, {}, Limits(caps), 12, warmup_forwards=warmup)
+
+
+def test_warm_ups_of_a_fixed_schedule_cannot_be_given():
+    with pytest.raises(UserError, match="warmup_forwards: gpipe has its own"):
+        plan(EQUAL, {}, Limits(), 12, "gpipe", (4, 3, 2, 1))
+
+
+def test_an_unknown_schedule_is_answered_with_those_there_are():
+    with pytest.raises(UserError) as caught:
+        plan(EQUAL, {}, Limits(), 12, "interleaved")
+    assert str(caught.value) == (
+        "schedule: got 'interleaved', expected one of gpipe, 1f1b, zb-h1, zb-h2, paper, adaptive"
+    )
+
+
+def test_no_microbatches_is_a_mistake():
+    with pytest.raises(UserError, match="num_microbatches: got 0"):
+        plan(EQUAL, {}, Limits(), 0)
+
+
+def test_a_fixed_schedule_that_does_not_fit_its_cap_is_named():
+    with pytest.raises(UserError, match=r"max_live\[1\]: zb-h2 holds 5 .* expected at most 4"):
+        plan(EQUAL, {}, Limits((7, 4, 4, 4)), 12, "zb-h2")
+    assert plan(EQUAL, {}, Limits((7, 5, 3, 1)), 12, "zb-h2").schedule.name == "zb-h2"
+
+
+def test_room_is_counted_until_what_the_limits_say():
+    late = Schedule.from_rows("late", ["F0 B0 F1 B1 W0 W1"])
+    require_room(late, Limits((1,), "B"))
+    with pytest.raises(UserError, match="late holds 2 microbatches until W on stage 0"):
+        require_room(late, Limits((1,), "W"))

@@ -1,0 +1,173 @@
+import json
+
+import pytest
+
+from jaxmorph.errors import UserError
+from jaxmorph.schedule.answer import answer_lines, solve
+from jaxmorph.schedule.problem import parse_problem
+
+
+def _fields(**changes):
+    fields = {
+        "name": "figure 4",
+        "num_stages": 4,
+        "num_microbatches": 12,
+        "forward_ms": [10, 10, 10, 10],
+        "backward_input_ms": [10, 10, 10, 10],
+        "backward_weight_ms": [10, 10, 10, 10],
+        "link_ms": [0, 0, 0],
+        "max_live": None,
+        "live_until": "B",
+        "schedule": "adaptive",
+        "planned_link_ms": None,
+        "warmup_forwards": None,
+        "orders": None,
+    }
+    return fields | changes
+
+
+def _answer(**changes):
+    return solve(parse_problem(_fields(**changes))).to_json()
+
+
+def test_an_answer_has_the_fields_of_the_contract():
+    answer = _answer()
+    assert list(answer) == [
+        "name",
+        "schedule",
+        "makespan_ms",
+        "lower_bound_ms",
+        "bubble_rate",
+        "warmup_forwards",
+        "peak_live",
+        "planning_ms",
+        "orders",
+    ]
+    assert answer["name"] == "figure 4"
+    assert answer["schedule"] == "adaptive"
+    assert answer["makespan_ms"] == answer["lower_bound_ms"] == 390.0
+    assert answer["bubble_rate"] == pytest.approx(1 - 360 / 390)
+    assert answer["warmup_forwards"] == answer["peak_live"] == [7, 5, 3, 1]
+    assert answer["planning_ms"] > 0
+    assert answer["orders"][3][:4] == ["F0", "B0", "F1", "B1"]
+
+
+def test_only_what_the_contract_allows_to_be_null_may_be_left_out():
+    fields = _fields()
+    for field in ("max_live", "live_until", "schedule", "planned_link_ms", "warmup_forwards"):
+        del fields[field]
+    assert solve(parse_problem(fields)).to_json()["makespan_ms"] == 390.0
+
+
+def test_a_planner_that_believes_other_links_replays_its_own_plan():
+    assert _answer(link_ms=[20, 0, 0], planned_link_ms=[0, 0, 0])["makespan_ms"] == 440.0
+    assert _answer(link_ms=[20, 0, 0])["makespan_ms"] == 410.0
+
+
+def test_given_orders_are_what_is_simulated():
+    orders = _answer()["orders"]
+    answer = _answer(orders=orders, link_ms=[10, 0, 0])
+    assert answer["orders"] == orders
+    assert answer["makespan_ms"] == 400.0
+    assert answer["schedule"] == "given"
+
+
+def test_given_orders_may_leave_backwards_whole():
+    rows = [["F0", "F1", "BW0", "BW1"], ["F0", "BW0", "F1", "BW1"]]
+    two = {"num_stages": 2, "num_microbatches": 2, "orders": rows, "link_ms": [0]}
+    costs = {f"{kind}_ms": [10, 10] for kind in ("forward", "backward_input", "backward_weight")}
+    assert _answer(**two, **costs)["makespan_ms"] == 90.0
+
+
+def test_one_number_stands_for_all_stages_or_links():
+    assert _answer(forward_ms=10, link_ms=0)["makespan_ms"] == 390.0
+
+
+def test_caps_count_until_w_when_asked():
+    answer = _answer(max_live=[7, 7, 7, 7], live_until="W")
+    assert answer["peak_live"] == [7, 7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_stages": 0}, "num_stages: got 0, expected a whole number, at least 1"),
+        ({"num_stages": True}, "num_stages: got True, expected a whole number, at least 1"),
+        ({"num_microbatches": 2.5}, "num_microbatches: got 2.5, expected a whole number"),
+        ({"num_microbatches": 10**9}, "num_microbatches: got 1000000000 for 4 stages, expected at"),
+        ({"forward_ms": [1, 2]}, "forward_ms: got 2 values, expected 4 (one per stage)"),
+        ({"link_ms": [1] * 4}, "link_ms: got 4 values, expected 3 (one per link)"),
+        ({"forward_ms": [1, 2, float("nan"), 4]}, "forward_ms[2]: got nan, expected a number"),
+        ({"forward_ms": [1, 2, float("inf"), 4]}, "forward_ms[2]: got inf, expected a number"),
+        ({"forward_ms": [1, 2, 10**400, 4]}, "forward_ms[2]: got 100000"),
+        ({"backward_input_ms": [1, -2, 3, 4]}, "backward_input_ms[1]: got -2, expected"),
+        ({"backward_weight_ms": [1, "2", 3, 4]}, "backward_weight_ms[1]: got '2', expected"),
+        ({"backward_weight_ms": [1, False, 3, 4]}, "backward_weight_ms[1]: got False, expected"),
+        ({"backward_weight_ms": {}}, "backward_weight_ms: got {}, expected one number or a list"),
+        ({"planned_link_ms": [0]}, "planned_link_ms: got 1 values, expected 3"),
+        ({"link_ms": [0, None, 0]}, "link_ms[1]: got None, expected a number of ms"),
+        ({"schedule": "magic"}, "schedule: got 'magic', expected one of gpipe"),
+        ({"schedule": 7}, "schedule: got 7, expected text"),
+        ({"live_until": "F"}, "live_until: got 'F', expected 'B' or 'W'"),
+        ({"max_live": [1, 1, 0, 1]}, "max_live[2]: got 0, expected a whole number, at least 1"),
+        ({"max_live": [3, 3, 3]}, "max_live: got 3 values, expected 4"),
+        ({"max_live": [3] * 4, "schedule": "gpipe"}, "max_live[0]: gpipe holds 12 microbatches"),
+        ({"warmup_forwards": [5, 6, 3, 1]}, "warmup_forwards[1]: got 6, expected 1 to 5"),
+        ({"orders": [["F0"]]}, "orders: got 1 values, expected 4"),
+        ({"orders": [["F0", "X1"], [], [], []]}, "orders[0]: got 'X1', expected an op such as F3"),
+        ({"orders": ["F0 B0", [], [], []]}, "orders[0]: got 'F0 B0', expected a list of ops"),
+        ({"orders": 3}, "orders[0]: got 3, expected a list of ops"),
+        ({"orders": [[], [], [], []]}, "orders: stage 0: F0 is missing"),
+        ({"name": None}, "name: got None, expected text"),
+        ({"max_lve": [3] * 4}, "'max_lve': unknown field, did you mean max_live?"),
+        ({"forward_ms": "x" * 500}, f"forward_ms: got '{'x' * 56}..., expected"),
+    ],
+)  # fmt: skip
+def test_a_bad_field_is_named_with_what_was_got_and_expected(changes, message):
+    with pytest.raises(UserError) as caught:
+        _answer(**changes)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["name", "num_stages", "forward_ms", "link_ms"])
+def test_a_missing_field_is_named(field):
+    fields = _fields()
+    del fields[field]
+    with pytest.raises(UserError, match=f"{field}: missing"):
+        parse_problem(fields)
+
+
+def test_orders_that_break_a_cap_are_named():
+    with pytest.raises(UserError, match=r"max_live\[0\]: given holds 7 microbatches until B"):
+        _answer(orders=_answer()["orders"], max_live=[6, 6, 6, 6])
+
+
+def test_a_batch_answers_every_line_in_order():
+    deadlock = [["F0", "B0", "F1", "B1", "W0", "W1"], ["F0", "F1", "B0", "B1", "W0", "W1"]]
+    stuck = _fields(name="stuck", num_stages=2, num_microbatches=2, link_ms=[0], orders=deadlock)
+    for field in ("forward_ms", "backward_input_ms", "backward_weight_ms"):
+        stuck[field] = [10, 10]
+    lines = [
+        json.dumps(_fields(name="first")).encode(),
+        b"{not json",
+        b"",
+        b"[1, 2]",
+        b"\xff\xfe\xfa",
+        b"[" * 100_000,
+        json.dumps(_fields(name="negative", link_ms=[0, -1, 0])).encode(),
+        json.dumps(stuck).encode(),
+        json.dumps(_fields(name="last")).encode(),
+    ]
+    answers = list(answer_lines(lines))
+    assert [answer["name"] for answer in answers] == [
+        "first", None, None, None, None, "negative", "stuck", "last",
+    ]  # fmt: skip
+    assert answers[0]["makespan_ms"] == answers[-1]["makespan_ms"] == 390.0
+    for bad in answers[1:-1]:
+        assert list(bad) == ["name", "error"]
+        assert "\n" not in bad["error"]
+    assert answers[1]["error"].startswith("not JSON: ")
+    assert answers[6]["error"] == (
+        "orders: the stages wait for each other in a circle: stage 0 at B0, stage 1 at F1"
+    )

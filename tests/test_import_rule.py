@@ -1,0 +1,135 @@
+"""Who may import whom: read from the sources, imports inside functions included."""
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
+
+# What each room may import of jaxmorph, apart from itself and jaxmorph.errors.
+MAY_IMPORT = {
+    "schedule": set(),
+    "program": {"schedule"},
+    "transport": set(),
+    "stage": set(),
+    "pallas_kernels": set(),
+}
+WITHOUT_JAX = {"schedule", "program", "transport", "config", "data", "errors", "cli"}
+COMMANDS = {"train", "compare", "cli"}
+NOT_FOR_CONTROL = {"runtime", "stage", "transport", "pallas_kernels"}
+
+
+def _module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _sources(package: str) -> dict[str, Path]:
+    return {_module_name(path): path for path in sorted((ROOT / package).rglob("*.py"))}
+
+
+def _absolute(node: ast.ImportFrom, path: Path) -> str:
+    if not node.level:
+        return node.module or ""
+    package = path.relative_to(ROOT).parts[: -node.level]
+    return ".".join([*package, *([node.module] if node.module else [])])
+
+
+def _imports(source: str, path: Path) -> set[str]:
+    """Every module a source names in an import, at any depth, and what it takes from each."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = _absolute(node, path)
+            names.add(module)
+            names.update(f"{module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def _imports_by_module(package: str) -> dict[str, set[str]]:
+    sources = _sources(package).items()
+    return {name: _imports(path.read_text(encoding="utf-8"), path) for name, path in sources}
+
+
+IMPORTS = _imports_by_module("jaxmorph")
+MODEL_IMPORTS = _imports_by_module("models")
+
+
+def _room(module: str) -> str | None:
+    """``jaxmorph.schedule.ops`` is of the room ``schedule``; jaxmorph itself is of none."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "jaxmorph" and len(parts) > 1 else None
+
+
+def _rooms_seen(module: str) -> set[str]:
+    rooms = {_room(name) for name in IMPORTS[module] if name.split(".")[0] == "jaxmorph"}
+    return {room for room in rooms if room} - {_room(module), "errors"}
+
+
+def _top_levels(module: str) -> set[str]:
+    return {name.split(".")[0] for name in IMPORTS[module]}
+
+
+@pytest.mark.parametrize("module", [m for m in IMPORTS if _room(m) in WITHOUT_JAX])
+def test_rooms_without_jax_never_name_it(module):
+    assert not _top_levels(module) & JAX
+
+
+@pytest.mark.parametrize("module", [m for m in IMPORTS if _room(m) in MAY_IMPORT])
+def test_rooms_see_only_the_rooms_they_may(module):
+    room = _room(module)
+    assert room is not None
+    assert _rooms_seen(module) <= MAY_IMPORT[room]
+
+
+@pytest.mark.parametrize("module", [m for m in IMPORTS if m.count(".") >= 2])
+def test_no_room_depends_on_the_commands(module):
+    assert not _rooms_seen(module) & COMMANDS
+
+
+@pytest.mark.parametrize("module", [m for m in IMPORTS if _room(m) == "control"] or ["jaxmorph"])
+def test_control_is_handed_times_and_never_reaches_for_them(module):
+    assert not _rooms_seen(module) & NOT_FOR_CONTROL
+
+
+@pytest.mark.parametrize("module", MODEL_IMPORTS)
+def test_models_know_nothing_of_the_pipeline(module):
+    assert not {name for name in MODEL_IMPORTS[module] if name.split(".")[0] == "jaxmorph"}
+
+
+def test_there_are_no_import_cycles():
+    graph = {
+        module: {name for name in names if name in IMPORTS and name != module}
+        for module, names in IMPORTS.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(reversed(error.args[1]))}")
+
+
+def test_hidden_imports_are_seen():
+    source = (
+        "def f():\n    import jax.numpy\n"
+        "if TYPE_CHECKING:\n    from .. import runtime\n"
+        "    from .ops import Op\n"
+    )
+    assert _imports(source, ROOT / "jaxmorph" / "schedule" / "imagined.py") == {
+        "jax.numpy",
+        "jaxmorph",
+        "jaxmorph.runtime",
+        "jaxmorph.schedule.ops",
+        "jaxmorph.schedule.ops.Op",
+    }
+
+
+def test_importing_the_command_line_does_not_import_jax():
+    code = "import sys, jaxmorph, jaxmorph.cli; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
