@@ -6,3 +6,10 @@ class UserError(Exception):
 
     The message names what was got, what was expected and where.
     """
+
+
+class RunFailedError(Exception):
+    """A run that was sound began and could not be finished: exit code 1.
+
+    The message says in a few lines what failed, why, and where to read more.
+    """

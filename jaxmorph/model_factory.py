@@ -3,7 +3,6 @@
 import importlib
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,14 +31,14 @@ def build_model(config: Config, vocab_size: int) -> "PipelineModel":
     Raises:
         UserError: If there is no such factory, or it refuses its options.
     """
-    build = _factory(config.model.factory)
-    options = {**config.model.options, "vocab_size": vocab_size}
+    build = load_factory(config.model.factory).build
     try:
         return build(
             preset=config.model.preset,
             sequence_length=config.data.sequence_length,
             compute_dtype=config.precision.compute,
-            **options,
+            vocab_size=vocab_size,
+            **config.model.options,
         )
     except (TypeError, ValueError) as error:
         text = str(error)
@@ -47,18 +46,28 @@ def build_model(config: Config, vocab_size: int) -> "PipelineModel":
         raise UserError(f"{key}{text}") from error
 
 
-def _factory(name: str) -> Callable[..., Any]:
+def load_factory(name: str) -> Any:
+    """The module that makes a model.
+
+    Args:
+        name: As Python imports it; the current directory is searched too.
+
+    Returns:
+        A module with a function `build`.
+
+    Raises:
+        UserError: If there is no such module, or it has no such function.
+    """
     here = str(Path.cwd())
     if here not in sys.path:  # as `python -m` would have it, for models that are not installed
         sys.path.append(here)
+    expected = "expected a module that Python can import, with a function 'build'"
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or not name.startswith(error.name):
-            raise
-        raise UserError(
-            f"model.factory: got {name!r}, expected a module that Python can import"
-        ) from error
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, but not something that it needs
+        raise UserError(f"model.factory: got {name!r}, {expected}") from error
     if not hasattr(module, "build"):
-        raise UserError(f"model.factory: got {name!r}, expected a module with a function 'build'")
-    return module.build
+        raise UserError(f"model.factory: got {name!r} without one, {expected}")
+    return module

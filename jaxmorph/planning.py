@@ -1,6 +1,6 @@
 """How the ranks of a run come to run the same plan: rank 0 plans, and every rank lowers its answer."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile
@@ -8,7 +8,7 @@ from jaxmorph.program.check import check
 from jaxmorph.program.instructions import RankProgram
 from jaxmorph.program.lowering import lower
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.schedule.costs import Limits, StageCosts
+from jaxmorph.schedule.costs import Limits, Links, StageCosts
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan, plan
 from jaxmorph.schedule.simulator import simulate
@@ -63,7 +63,7 @@ def agree_on_plan(
     answer = rendezvous.exchange(answer)[0]
     made = Plan.from_json(answer["plan"])
     agreed = Profile.from_json(answer["profile"])
-    planned = simulate(made.schedule, agreed.costs, agreed.links)
+    planned = simulate(made.schedule, *_for_ordering(made, agreed))
     programs = lower(made.schedule, planned, made.routes, num_tied=num_tied)
     check(programs)
     return PlanInForce(made, programs[rendezvous.rank])
@@ -74,3 +74,23 @@ def _plan(config: Config, profile: Profile) -> Plan:
     limits = Limits(schedule.max_live_per_stage(stages), schedule.live_until)
     microbatches = config.batch.microbatches
     return plan(profile.costs, profile.links, limits, microbatches, schedule.name)
+
+
+def _for_ordering(made: Plan, profile: Profile) -> tuple[StageCosts, Links]:
+    """What decides the order of direct transfers: costs without noise, and delegated links alone.
+
+    A direct transfer holds both ends' queues, so stages that cost the same run in step, boundary to
+    boundary. A difference of a percent between measured costs, or a link's latency of a fraction
+    of an op, must not push transfers into the middle of the peer's ops, where both ends would wait.
+    """
+    costs = StageCosts(*map(_two_digits, astuple(profile.costs)))
+    delegated = {
+        link: state
+        for link, state in profile.links.items()
+        if made.routes.get(link, "direct") == "delegated"
+    }
+    return costs, delegated
+
+
+def _two_digits(durations_ms: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(float(f"{duration_ms:.1e}") for duration_ms in durations_ms)

@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Literal
 
 from jaxmorph.config import Config, load_config
 from jaxmorph.data import load_tokens
@@ -13,13 +12,13 @@ from jaxmorph.record import RunRecord
 from jaxmorph.reporting import open_reporter, open_run_directory
 from jaxmorph.runtime.launcher import run_ranks
 
-Launch = Literal["auto", "local", "cluster"]
+_LAUNCHES = ("auto", "local", "cluster")
 
 # Each is set in the processes that srun, mpirun or an indexed Kubernetes job has started.
 _CLUSTER_VARIABLES = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "JOB_COMPLETION_INDEX")
 
 
-def start_training(path: Path, overrides: Sequence[str], launch: Launch = "auto") -> None:
+def start_training(path: Path, overrides: Sequence[str], launch: str = "auto") -> None:
     """Run a configuration to its end.
 
     Args:
@@ -32,6 +31,8 @@ def start_training(path: Path, overrides: Sequence[str], launch: Launch = "auto"
         UserError: If the configuration, its data or its model are at fault.
         RankFailedError: If a rank died or raised.
     """
+    if launch not in _LAUNCHES:
+        raise UserError(f"--launch: got {launch!r}, expected one of {', '.join(_LAUNCHES)}")
     config = load_config(path, overrides)
     if launch == "cluster" or (launch == "auto" and started_by_cluster()):
         _run_as_rank(config)

@@ -18,10 +18,15 @@ from jaxmorph.schedule.timeline import Timeline
 
 
 class Key(NamedTuple):
-    """A place in the global order: at one instant transfers come before the ops that start then."""
+    """A place in the global order.
 
-    time_ms: float
+    At one instant transfers come before the ops that start then, and they take turns: links that
+    share no stage have the same turn, so that no transfer waits for a chain of others.
+    """
+
+    time_us: int
     is_op: bool
+    turn: int
     tie: float
 
 
@@ -51,40 +56,49 @@ def global_order(schedule: Schedule, planned: Timeline, routes: Routes) -> list[
     ties = _topological_index(schedule)
     placed: list[Placed] = []
     for rank, order in enumerate(schedule.orders):
-        for op, start_ms, end_ms in zip(
-            order, planned.start_ms[rank].tolist(), planned.end_ms[rank].tolist(), strict=True
-        ):
+        start_us, end_us = _microseconds(planned.start_ms[rank]), _microseconds(planned.end_ms[rank])
+        for op, start, end in zip(order, start_us, end_us, strict=True):
             tie = ties[rank, op]
-            placed.append(Placed(Key(start_ms, True, tie), rank, op))
+            placed.append(Placed(Key(start, True, 0, tie), rank, op))
             transfer = output_transfer(op, rank, schedule.num_stages)
             if transfer is not None:
                 direct = routes.get(transfer.link, "direct") == "direct"
-                receiver = planned if direct else None
-                key = _transfer_key(transfer, start_ms, end_ms, tie, receiver)
+                key = _transfer_key(transfer, start, end, tie, planned if direct else None)
                 placed.append(Placed(key, rank, op, transfer))
     return sorted(placed, key=lambda item: item.key)
 
 
+def _microseconds(times_ms: np.ndarray) -> list[int]:
+    """Whole microseconds, in which sums of the same durations in another order are equal."""
+    return np.rint(times_ms * 1e3).astype(np.int64).tolist()
+
+
 def _transfer_key(
-    transfer: Transfer, start_ms: float, end_ms: float, tie: int, planned: Timeline | None
+    transfer: Transfer, start_us: int, end_us: int, tie: int, planned: Timeline | None
 ) -> Key:
     """Any time after the producer's start and up to the consumer's start keeps the order sound."""
-    if end_ms <= start_ms:  # an op that takes no time: its transfer stays behind it by the tie
-        return Key(start_ms, True, tie + 0.5)
-    boundary_ms = _nearer_boundary(transfer.destination, end_ms, planned) if planned else None
-    if boundary_ms is not None and boundary_ms > start_ms:
-        return Key(boundary_ms, False, tie)
-    return Key(end_ms, False, tie)
+    if end_us <= start_us:  # an op that takes no time: its transfer stays behind it by the tie
+        return Key(start_us, True, 0, tie + 0.5)
+    boundary_us = _nearer_boundary(transfer.destination, end_us, planned) if planned else None
+    if boundary_us is not None and boundary_us > start_us:
+        return Key(boundary_us, False, _turn(transfer), tie)
+    return Key(end_us, False, _turn(transfer), tie)
 
 
-def _nearer_boundary(rank: int, time_ms: float, planned: Timeline) -> float | None:
-    """The start of the op that `rank` is running at `time_ms`, if that is nearer than its end."""
-    position = int(np.searchsorted(planned.start_ms[rank], time_ms)) - 1
+def _turn(transfer: Transfer) -> int:
+    """Downstream on even links, then on odd ones, then upstream likewise."""
+    is_upstream = transfer.source > transfer.destination
+    return 2 * is_upstream + transfer.link.lower % 2
+
+
+def _nearer_boundary(rank: int, time_us: int, planned: Timeline) -> int | None:
+    """The start of the op that `rank` is running at a time, if that is nearer than its end."""
+    position = int(np.searchsorted(planned.start_ms[rank] * 1e3, time_us)) - 1
     if position < 0:
         return None
-    start_ms = float(planned.start_ms[rank][position])
-    end_ms = float(planned.end_ms[rank][position])
-    return start_ms if time_ms - start_ms < end_ms - time_ms else None
+    start_us = round(float(planned.start_ms[rank][position]) * 1e3)
+    end_us = round(float(planned.end_ms[rank][position]) * 1e3)
+    return start_us if time_us - start_us < end_us - time_us else None
 
 
 def _topological_index(schedule: Schedule) -> dict[tuple[int, Op], int]:

@@ -30,7 +30,7 @@ from jaxmorph.program.instructions import (
 )
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.queue import DeviceQueue, Stamp
-from jaxmorph.runtime.routes import Route, TransferIdentity
+from jaxmorph.runtime.routes import Channel, Route, TransferIdentity, channel_of
 from jaxmorph.schedule.ops import Op, OpKind
 
 Tree = Any
@@ -141,6 +141,7 @@ class Executor:
         routes: How transfers travel, by the route's name.
         pace: How long ops last on a paced queue.
         tied: Sums the gradients of tied parameters; None where the stage holds none.
+        transfer_cost_s: What a transfer of each channel takes when nobody waits for anybody.
     """
 
     stage: StageMathematics
@@ -149,6 +150,7 @@ class Executor:
     routes: Mapping[str, Route]
     pace: Pace
     tied: TiedReduction | None = None
+    transfer_cost_s: Mapping[Channel, float] = field(default_factory=dict)
 
     def execute(
         self,
@@ -180,13 +182,20 @@ class Executor:
         state = _Step(program, weights, accumulators, inputs, loss_weight, step, epoch)
         for instruction in program.instructions:
             work = partial(self._perform, instruction, state)
-            self.queue.enqueue(_label(instruction), work, self._duration_s(instruction))
+            self.queue.enqueue(_label(instruction), work, *self._times_s(instruction))
         stamps = self.queue.drain()
         loss_sum = sum(float(loss) for loss in state.losses)  # in microbatch order
         return StepOutcome(loss_sum * inputs.loss_weight, state.accumulators, stamps)
 
-    def _duration_s(self, instruction: Instruction) -> float | None:
-        return self.pace.of(instruction.op.kind) if isinstance(instruction, Run) else None
+    def _times_s(self, instruction: Instruction) -> tuple[float | None, float]:
+        """How long a paced queue makes the instruction last, and what of it goes uncharged."""
+        match instruction:
+            case Run(op):
+                return self.pace.of(op.kind), 0.0
+            case Send(transfer) | Receive(transfer):
+                return None, self.transfer_cost_s.get(channel_of(transfer), 0.0)
+            case _:
+                return None, 0.0
 
     def _perform(self, instruction: Instruction, state: _Step) -> Any:
         """Dispatch one instruction; return arrays that are ready when it has run."""

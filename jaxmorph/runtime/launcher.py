@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxmorph.errors import UserError
+from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.runtime.rank_process import RankArguments
 
 Message = dict[str, Any]
@@ -26,7 +26,7 @@ _TERMINATION_S = 3.0
 _LOG_TAIL_LINES = 5
 
 
-class RankFailedError(RuntimeError):
+class RankFailedError(RunFailedError):
     """A rank died or raised; the message names the rank, the reason and the log."""
 
 
@@ -88,9 +88,10 @@ def run_ranks(
     coordinator = f"127.0.0.1:{free_port()}"
     with _sigterm_interrupts(), contextlib.ExitStack() as stack:
         ranks: list[_Rank] = []
-        stack.callback(_end, ranks)
+        stack.callback(_end, ranks)  # also when starting the next one fails
         for number in range(num_ranks):
-            ranks.append(_start(number, num_ranks, coordinator, module, arguments, log_dir))
+            rank = _start(number, num_ranks, coordinator, module, arguments, log_dir)
+            ranks.append(rank)
         _watch(_Watch(ranks, on_message))
 
 

@@ -43,7 +43,7 @@ class LinkProgram:
         self._num_shards = mesh.devices.size
         self._device = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
         self._program = self._compile(mesh, (1, 0) if upward else (0, 1))
-        self._blank = self._place(np.zeros(payload.shape, payload.dtype))
+        self.blank = self._place(np.zeros(payload.shape, payload.dtype))
         self._no_identity = self._place(np.zeros(self._identity_length, self._word))
 
     def _compile(self, mesh: Mesh, hop: tuple[int, int]) -> jax.stages.Compiled:
@@ -104,7 +104,7 @@ class LinkProgram:
             The payload, and the identity that came with it (waits until it is there).
         """
         identity, moved = self._program(
-            self._as_shard(self._no_identity), self._as_shard(self._blank)
+            self._as_shard(self._no_identity), self._as_shard(self.blank)
         )
         words = np.asarray(identity.addressable_data(0)).view(np.uint32)
         return moved.addressable_data(0), tuple(int(word) for word in words)

@@ -26,7 +26,7 @@ class OptimizerSettings:
         weight_decay: Decoupled decay of matrices (not of biases and norms).
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.
-        clip_norm: Largest global gradient norm; None: no clipping.
+        epsilon: What keeps Adam's quotient finite.
     """
 
     learning_rate: float
@@ -36,7 +36,7 @@ class OptimizerSettings:
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
-    clip_norm: float | None = 1.0
+    epsilon: float = 1e-8
 
 
 def learning_rate_schedule(settings: OptimizerSettings) -> optax.Schedule:
@@ -69,7 +69,7 @@ class StageOptimizer:
         self, settings: OptimizerSettings, params: Tree, uncounted: tuple[Path, ...] = ()
     ) -> None:
         transformation = optax.chain(
-            optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2),
+            optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2, eps=settings.epsilon),
             optax.add_decayed_weights(settings.weight_decay, mask=_is_matrix),
             optax.scale_by_learning_rate(learning_rate_schedule(settings)),
         )

@@ -34,13 +34,20 @@ class Stamp:
 class DeviceQueue(Protocol):
     """Runs work in order."""
 
-    def enqueue(self, label: Any, work: Work, duration_s: float | None = None) -> None:
+    def enqueue(
+        self,
+        label: Any,
+        work: Work,
+        duration_s: float | None = None,
+        overlapped_s: float = 0.0,
+    ) -> None:
         """Add an item.
 
         Args:
             label: What the stamp will name; None for bookkeeping that is not timed.
             work: Dispatches the item and returns arrays that are ready when it has run.
             duration_s: How long a paced queue makes the item last; None: as long as it takes.
+            overlapped_s: How much of the item's time a paced queue doesn't charge.
         """
         ...
 
@@ -57,8 +64,9 @@ class DeviceQueue(Protocol):
 class _Item:
     label: Any
     work: Any
-    duration_s: float | None
     enqueued_s: float
+    duration_s: float | None = None
+    overlapped_s: float = 0.0
 
 
 class _WorkerThread:
@@ -78,7 +86,7 @@ class _WorkerThread:
 
     def wait(self) -> None:
         """Return when everything put so far has been handled; raise its first error."""
-        self._items.put(_Item(None, self._idle.release, None, 0.0))
+        self._items.put(_Item(None, self._idle.release, 0.0))
         self._idle.acquire()
         self.raise_error()
 
@@ -114,13 +122,19 @@ class AsynchronousQueue:
         self._previous_end_s = 0.0
         self._watcher = _WorkerThread("jaxmorph-watcher", self._watch)
 
-    def enqueue(self, label: Any, work: Work, duration_s: float | None = None) -> None:
+    def enqueue(
+        self,
+        label: Any,
+        work: Work,
+        duration_s: float | None = None,
+        overlapped_s: float = 0.0,
+    ) -> None:
         """Dispatch now; the duration is the device's own."""
-        del duration_s
+        del duration_s, overlapped_s
         dispatched_s = time.monotonic()
         arrays = work()
         if label is not None:
-            self._watcher.put(_Item(label, arrays, None, dispatched_s))
+            self._watcher.put(_Item(label, arrays, dispatched_s))
 
     def _watch(self, item: _Item) -> None:
         jax.block_until_ready(item.work)
@@ -142,9 +156,13 @@ class AsynchronousQueue:
 class PacedQueue:
     """One worker that makes each op last as long as on the accelerator it stands for.
 
-    An op starts when the item before it ended or when it was enqueued, runs its real (small)
-    computation, and is held until start + duration against a carried deadline, so that late
-    wake-ups don't add up. Items without a duration last as long as they take.
+    The queue's clock is carried: an op starts when the item before it ended or when it was
+    enqueued, runs its real (small) computation, and is held until start + duration, so that late
+    wake-ups don't add up. An item without a duration, a transfer, lasts as long as it takes, less
+    `overlapped_s`: what moving the bytes costs this machine's processors, an accelerator's copy
+    engines would do beside the next op, and so it runs into that op's hold. Waiting for the peer
+    is charged in full. Time that the holds can't take up is charged too: an op never ends before
+    it has really run.
     """
 
     def __init__(self) -> None:
@@ -152,18 +170,26 @@ class PacedQueue:
         self._previous_end_s = 0.0
         self._worker = _WorkerThread("jaxmorph-paced-queue", self._run)
 
-    def enqueue(self, label: Any, work: Work, duration_s: float | None = None) -> None:
+    def enqueue(
+        self,
+        label: Any,
+        work: Work,
+        duration_s: float | None = None,
+        overlapped_s: float = 0.0,
+    ) -> None:
         """Add an item; the caller doesn't wait."""
-        self._worker.put(_Item(label, work, duration_s, time.monotonic()))
+        self._worker.put(_Item(label, work, time.monotonic(), duration_s, overlapped_s))
 
     def _run(self, item: _Item) -> None:
+        began_s = time.monotonic()
+        jax.block_until_ready(item.work())
         if item.label is None:
-            item.work()
             return
         start_s = max(self._previous_end_s, item.enqueued_s)
-        jax.block_until_ready(item.work())
         end_s = time.monotonic()
-        if item.duration_s is not None:
+        if item.duration_s is None:
+            end_s = start_s + max(0.0, end_s - began_s - item.overlapped_s)
+        else:
             end_s = max(end_s, start_s + item.duration_s)
             sleep_until(end_s)
         self._stamps.append(Stamp(item.label, start_s, end_s))

@@ -15,6 +15,7 @@ from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
 from jaxmorph.runtime.routes import Channel, DirectRoute
+from jaxmorph.runtime.transfer_costs import transfer_costs_s
 from jaxmorph.runtime.tied import HEAD, Path, TiedGradients, leaf_at
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.stage.build import StagePrograms, build_stage
@@ -73,14 +74,15 @@ class StageTrainer:
         self._accumulators = self.programs.zero_accumulators()
         self._weights = self.programs.prepare(self.params)
         self._queue = AsynchronousQueue() if settings.pace is None else PacedQueue()
-        links = _link_programs(model, settings, rank, mesh)
+        direct = DirectRoute(_link_programs(model, settings, rank, mesh))
         self._executor = Executor(
             stage=self.programs,
             device=self.device,
             queue=self._queue,
-            routes={"direct": DirectRoute(links)},
+            routes={"direct": direct},
             pace=settings.pace or Pace(),
             tied=TiedGradients(model.tied, self._accumulators) if model.tied else None,
+            transfer_cost_s=transfer_costs_s(direct, rank),
         )
 
     @property

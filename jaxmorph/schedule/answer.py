@@ -94,12 +94,18 @@ def answer_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 def _answer_line(line: bytes) -> dict[str, Any]:
     data: object = None
     try:
-        data = json.loads(line)
+        data = _decoded(line)
         return solve(parse_problem(data)).to_json()
     except UserError as error:
-        return {"name": data.get("name") if isinstance(data, dict) else None, "error": str(error)}
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        return {"name": None, "error": f"not JSON: {error}"}
+        name = data.get("name") if isinstance(data, dict) else None
+        return {"name": name if isinstance(name, str) else None, "error": str(error)}
+
+
+def _decoded(line: bytes) -> object:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"not JSON: {error}") from error
 
 
 def _planned(problem: Problem) -> Schedule:

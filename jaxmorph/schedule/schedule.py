@@ -186,4 +186,7 @@ class Schedule:
         Raises:
             ValueError: The file is not a schedule.
         """
-        return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        try:
+            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: expected a saved schedule, got {error!r}") from error

@@ -1,14 +1,24 @@
-"""How many parameters a model has, found without making them."""
+"""How many parameters a model and its stages have, found without making them."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 
 from jaxmorph.stage.model import PipelineModel
 
 
+@dataclass(frozen=True)
+class _Counts:
+    embed: int
+    layer: int
+    head: int
+    tied: int
+
+
 def parameter_count(model: PipelineModel) -> int:
-    """The number of parameters, a tied one counted once.
+    """The number of a model's parameters, a tied one counted once.
 
     Args:
         model: Any model; nothing is computed but shapes.
@@ -16,21 +26,40 @@ def parameter_count(model: PipelineModel) -> int:
     Returns:
         Embedding, all layers and head together.
     """
+    counts = _count(model)
+    return counts.embed + model.num_layers * counts.layer + counts.head - counts.tied
+
+
+def stage_parameter_counts(model: PipelineModel, layers: Sequence[range]) -> list[int]:
+    """The number of parameters that each stage holds.
+
+    Args:
+        model: Any model; nothing is computed but shapes.
+        layers: The layers of each stage.
+
+    Returns:
+        One number per stage. A tied parameter counts on the first and on the last stage, which
+        both hold it.
+    """
+    counts = _count(model)
+    held = [len(part) * counts.layer for part in layers]
+    held[0] += counts.embed
+    held[-1] += counts.head
+    return held
+
+
+def _count(model: PipelineModel) -> _Counts:
     key = jax.eval_shape(jax.random.key, 0)
     embed = jax.eval_shape(model.init_embed, key)
+    tied = 0
+    for path, _ in model.tied:
+        leaf = embed
+        for name in path:
+            leaf = leaf[name]
+        tied += _size(leaf)
     layer = jax.eval_shape(model.init_layer, key)
-    head = jax.eval_shape(model.init_head, key)
-    for _, path in model.tied:
-        head = _without(head, path)
-    return _size(embed) + model.num_layers * _size(layer) + _size(head)
+    return _Counts(_size(embed), _size(layer), _size(jax.eval_shape(model.init_head, key)), tied)
 
 
 def _size(tree: object) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
-
-
-def _without(tree: dict, path: tuple[str, ...]) -> dict:
-    name, *rest = path
-    if not rest:
-        return {key: value for key, value in tree.items() if key != name}
-    return {**tree, name: _without(tree[name], tuple(rest))}

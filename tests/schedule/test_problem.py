@@ -155,19 +155,21 @@ def test_a_batch_answers_every_line_in_order():
         b"[1, 2]",
         b"\xff\xfe\xfa",
         b"[" * 100_000,
+        b'{"name": NaN}',
+        b"1" * 5000,
         json.dumps(_fields(name="negative", link_ms=[0, -1, 0])).encode(),
         json.dumps(stuck).encode(),
         json.dumps(_fields(name="last")).encode(),
     ]
     answers = list(answer_lines(lines))
     assert [answer["name"] for answer in answers] == [
-        "first", None, None, None, None, "negative", "stuck", "last",
+        "first", None, None, None, None, None, None, "negative", "stuck", "last",
     ]  # fmt: skip
     assert answers[0]["makespan_ms"] == answers[-1]["makespan_ms"] == 390.0
     for bad in answers[1:-1]:
         assert list(bad) == ["name", "error"]
         assert "\n" not in bad["error"]
     assert answers[1]["error"].startswith("not JSON: ")
-    assert answers[6]["error"] == (
+    assert answers[-2]["error"] == (
         "orders: the stages wait for each other in a circle: stage 0 at B0, stage 1 at F1"
     )

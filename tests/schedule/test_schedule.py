@@ -53,6 +53,14 @@ def test_saving_and_loading_round_trips(tmp_path):
     assert Schedule.load(tmp_path / "small.json") == schedule
 
 
+@pytest.mark.parametrize("text", ["{}", "[]", "nonsense", '{"name": "x", "orders": [["Q"]]}'])
+def test_a_file_that_is_no_schedule_is_named(tmp_path, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"other.json: expected a saved schedule"):
+        Schedule.load(path)
+
+
 @pytest.mark.parametrize(
     ("row", "reason", "marked"),
     [

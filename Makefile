@@ -1,0 +1,39 @@
+# Everything a newcomer or CI runs; each target makes what it needs first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: setup demo test lint types check bench clean
+
+setup: $(VENV)/installed
+
+# The virtual environment is made again when the dependencies change.
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/jaxmorph train configs/demo.yaml
+
+test: setup
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+check: lint types test
+
+# Long measurements on an otherwise idle machine; none of them runs in CI.
+bench: setup
+	$(BIN)/python benchmarks/split_cost.py
+	$(BIN)/python benchmarks/pace.py
+	$(BIN)/python benchmarks/dispatch.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

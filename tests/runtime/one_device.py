@@ -1,0 +1,105 @@
+"""What the pipeline is compared with: the same model on one device, by `jax.grad` and Optax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmorph.runtime.optimizer import OptimizerSettings
+
+
+def initial_params(model, seed):
+    """All stages' parameters as one tree, made as the stages make theirs but without their code."""
+    key = jax.random.key(seed)
+    embed_key, layers_key, head_key = (jax.random.fold_in(key, part) for part in range(3))
+    layers = [
+        model.init_layer(jax.random.fold_in(layers_key, layer)) for layer in range(model.num_layers)
+    ]
+    params = {
+        "embed": model.init_embed(embed_key),
+        "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers),
+        "head": model.init_head(head_key),
+    }
+    return untie(model, params)
+
+
+def untie(model, params):
+    """The head's own copies replaced by what they are copies of."""
+    for (embed_name,), (head_name,) in model.tied:
+        head = {**params["head"], head_name: params["embed"][embed_name]}
+        params = {**params, "head": head}
+    return params
+
+
+def loss_sum(model, params, tokens, targets):
+    params = untie(model, params)  # so that the tied parameter's gradient is the sum of both uses
+    x = model.embed(params["embed"], tokens)
+    for layer in range(model.num_layers):
+        x = model.layer(jax.tree.map(lambda leaf: leaf[layer], params["layers"]), x)
+    return model.head(params["head"], x, targets)
+
+
+class OneDevice:
+    """Mean loss, gradients and Optax steps of a model, microbatch after microbatch."""
+
+    def __init__(self, model, seed):
+        self.model = model
+        self.params = initial_params(model, seed)
+        self._gradients = jax.jit(
+            jax.value_and_grad(lambda p, tokens, targets: loss_sum(model, p, tokens, targets))
+        )
+
+    def loss_and_gradients(self, tokens, targets):
+        weight = 1.0 / np.count_nonzero(targets >= 0)
+        total, gradients = 0.0, jax.tree.map(np.zeros_like, self.params)
+        for microbatch_tokens, microbatch_targets in zip(tokens, targets, strict=True):
+            loss, gradient = self._gradients(self.params, microbatch_tokens, microbatch_targets)
+            total += float(loss) * weight
+            gradients = jax.tree.map(
+                lambda sum_, part: sum_ + np.float64(part) * weight, gradients, gradient
+            )
+        return total, gradients
+
+    def norm(self, gradients):
+        """The global norm; a tied parameter's gradient stands in the embedding alone."""
+        return float(np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(gradients))))
+
+
+def optax_steps(one_device, settings: OptimizerSettings, clip_norm, batches):
+    """Parameters after AdamW steps, written with Optax's own AdamW and clipping."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        settings.learning_rate / (settings.warmup_steps + 1),
+        settings.learning_rate,
+        settings.warmup_steps,
+        settings.total_steps,
+        settings.learning_rate * settings.final_fraction,
+    )
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(clip_norm),
+        optax.adamw(
+            schedule,
+            b1=settings.beta1,
+            b2=settings.beta2,
+            eps=settings.epsilon,
+            weight_decay=settings.weight_decay,
+            mask=lambda params: jax.tree_util.tree_map_with_path(
+                lambda path, leaf: leaf.ndim - (path[0].key == "layers") >= 2, params
+            ),
+        ),
+    )
+    params = without_head_copies(one_device.model, one_device.params)
+    state = optimizer.init(params)
+    for tokens, targets in batches:
+        _, gradients = one_device.loss_and_gradients(tokens, targets)
+        gradients = without_head_copies(one_device.model, gradients)
+        gradients = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), gradients)
+        updates, state = optimizer.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+        one_device.params = untie(one_device.model, params)
+    return one_device.params
+
+
+def without_head_copies(model, tree):
+    names = {head_name for _, (head_name,) in model.tied}
+    head = {name: leaf for name, leaf in tree["head"].items() if name not in names}
+    return {**tree, "head": head}

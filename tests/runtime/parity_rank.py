@@ -1,0 +1,198 @@
+"""One rank of the parity test: runs every schedule in one process and tells how far off each is."""
+
+import itertools
+import time
+
+import jax
+import numpy as np
+from one_device import OneDevice, optax_steps, untie
+
+from jaxmorph.program.lowering import lower
+from jaxmorph.runtime.compilations import CompilationCounter
+from jaxmorph.runtime.executor import StepInputs
+from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.optimizer import OptimizerSettings, clip_scale
+from jaxmorph.runtime.rank_process import run_rank
+from jaxmorph.runtime.report import rank_report, total
+from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
+from jaxmorph.schedule.costs import Limits, StageCosts
+from jaxmorph.schedule.ops import OpKind
+from jaxmorph.schedule.planner import plan
+from jaxmorph.schedule.simulator import simulate
+from jaxmorph.stage.model import cut_layers
+from models.gpt2 import build
+
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "adaptive")
+MICROBATCHES = (1, 4, 8)
+SEED, VOCABULARY, SEQUENCE, MICROBATCH_SIZE = 3, 61, 12, 2
+CLIP_NORM = 0.5  # below the gradients' norm, so that clipping is at work
+OPTIMIZER = OptimizerSettings(
+    learning_rate=1e-2, warmup_steps=1, total_steps=10, weight_decay=0.1, epsilon=1e-6
+)
+
+
+class Parity:
+    """One model on this rank's stage, beside the same model on one device."""
+
+    def __init__(self, rendezvous, link, *, tied, compute_dtype="float32", stash="full"):
+        self.rendezvous, self.link = rendezvous, link
+        self.rank, self.num_ranks = rendezvous.rank, rendezvous.num_ranks
+        self.case = {"tied": tied, "compute": compute_dtype, "stash": stash}
+        self.model = build(
+            preset="tiny",
+            sequence_length=SEQUENCE,
+            vocab_size=VOCABULARY,
+            compute_dtype=compute_dtype,
+            width=16,
+            num_layers=5,
+            num_heads=2,
+            tied=tied,
+        )
+        layers = cut_layers(self.model.num_layers, self.num_ranks)
+        self.layers = layers[self.rank]
+        settings = StageSettings(
+            layers=layers,
+            microbatch_size=MICROBATCH_SIZE,
+            sequence_length=SEQUENCE,
+            seed=SEED,
+            kinds=frozenset(OpKind),
+            optimizer=OPTIMIZER,
+            stash=stash,
+        )
+        self.trainer = StageTrainer(self.model, settings, self.rank)
+        self.one_device = OneDevice(self.model, SEED)
+
+    def program(self, schedule_name, num_microbatches):
+        costs = StageCosts.uniform(self.num_ranks, 1.0, 1.0, 1.0)
+        schedule = plan(costs, {}, Limits(), num_microbatches, schedule_name).schedule
+        planned = simulate(schedule, costs)
+        return lower(schedule, planned, num_tied=len(self.model.tied))[self.rank]
+
+    def run(self, schedule_name, tokens, targets, step=0):
+        """One step's loss and norm over all ranks; the gradients stay on the trainer."""
+        inputs = StepInputs(tokens, targets, 1.0 / np.count_nonzero(targets >= 0))
+        program = self.program(schedule_name, len(tokens))
+        outcome = self.trainer.run(program, inputs, step)
+        report = rank_report(outcome, self.trainer.squared_norm(), time.monotonic(), 0)
+        return total(self.rendezvous.exchange(report))
+
+    def own_part(self, tree):
+        """This stage's part of a whole model's tree, tied copies filled in."""
+        tree = untie(self.model, tree)
+        part = {"layers": jax.tree.map(lambda leaf: leaf[self.layers.start : self.layers.stop], tree["layers"])}
+        if self.rank == 0:
+            part["embed"] = tree["embed"]
+        if self.rank == self.num_ranks - 1:
+            part["head"] = tree["head"]
+        return part
+
+    def tell(self, test, **figures):
+        self.link.send({"kind": "result", "test": test, "rank": self.rank, **self.case, **figures})
+
+    def check_gradients(self, schedule_name, tokens, targets, test="gradients"):
+        totals = self.run(schedule_name, tokens, targets)
+        loss, gradients = self.one_device.loss_and_gradients(tokens, targets)
+        norm = self.one_device.norm(gradients)
+        self.tell(
+            test,
+            schedule=schedule_name,
+            microbatches=len(tokens),
+            loss_error=abs(totals.loss / loss - 1),
+            norm_error=abs(totals.grad_norm / norm - 1),
+            worst_leaf=worst_leaf(self.trainer.gradients, self.own_part(gradients)),
+        )
+        self.trainer.discard()
+
+
+def worst_leaf(got, expected):
+    """The largest relative error of any leaf, and its name."""
+    errors = jax.tree_util.tree_map_with_path(
+        lambda path, a, b: (
+            float(np.linalg.norm(np.float64(a) - b) / np.linalg.norm(b)),
+            jax.tree_util.keystr(path),
+        ),
+        got,
+        jax.tree.map(np.float64, expected),
+    )
+    return max(jax.tree.leaves(errors, is_leaf=lambda node: isinstance(node, tuple)))
+
+
+def batch(num_microbatches, seed):
+    random = np.random.default_rng(seed)
+    shape = (num_microbatches, MICROBATCH_SIZE, SEQUENCE + 1)
+    ids = random.integers(0, VOCABULARY, shape, dtype=np.int32)
+    return ids[..., :-1], ids[..., 1:]
+
+
+def check_all_schedules(parity, compilations):
+    parity.check_gradients("gpipe", *batch(1, 0), test="first")  # compiles the small things
+    before = compilations.count
+    for schedule_name, microbatches in itertools.product(SCHEDULES, MICROBATCHES):
+        parity.check_gradients(schedule_name, *batch(microbatches, microbatches))
+    parity.tell("compilations", count=compilations.count - before)
+
+
+def check_ignored_microbatch(parity):
+    """Targets below 0 take a microbatch out; the others stay as they are."""
+    tokens, targets = batch(4, 7)
+    ignored = targets.copy()
+    ignored[2] = -1
+    parity.check_gradients("zb-h2", tokens, ignored, test="ignored microbatch")
+    parity.run("zb-h2", tokens, ignored)
+    with_three = jax.tree.map(np.asarray, parity.trainer.gradients)
+    parity.trainer.discard()
+    kept = [0, 1, 3]
+    parity.run("zb-h2", tokens[kept], targets[kept])
+    same = jax.tree.map(np.array_equal, with_three, parity.trainer.gradients)
+    parity.trainer.discard()
+    parity.tell("contribution vanishes", same=all(jax.tree.leaves(same)))
+
+
+def check_bitwise_equal(parity):
+    """Any schedule that splits the backward gives the same bits."""
+    tokens, targets = batch(8, 11)
+    results = []
+    for schedule_name in ("zb-h1", "zb-h2", "adaptive", "zb-h1"):
+        parity.run(schedule_name, tokens, targets)
+        results.append(jax.tree.map(np.asarray, parity.trainer.gradients))
+        parity.trainer.discard()
+    first, *others = results
+    same = [jax.tree.leaves(jax.tree.map(np.array_equal, first, other)) for other in others]
+    parity.tell("bitwise", same=all(map(all, same)))
+
+
+def check_parameters(parity):
+    """Three optimizer steps, clipped, against Optax on one device."""
+    batches = [batch(4, 20 + step) for step in range(3)]
+    for step, (tokens, targets) in enumerate(batches):
+        totals = parity.run("zb-h2", tokens, targets, step)
+        parity.trainer.update(clip_scale(totals.grad_norm, CLIP_NORM))
+    expected = optax_steps(parity.one_device, OPTIMIZER, CLIP_NORM, batches)
+    parity.tell("parameters", worst_leaf=worst_leaf(parity.trainer.params, parity.own_part(expected)))
+
+
+def main(arguments, link, rest):
+    rendezvous = join_run(
+        start_timeout_s=60,
+        step_timeout_s=60,
+        coordinator=arguments.coordinator,
+        num_ranks=arguments.num_ranks,
+        rank=arguments.rank,
+    )
+    compilations = CompilationCounter()
+    for tied in (True, False):
+        parity = Parity(rendezvous, link, tied=tied)
+        check_all_schedules(parity, compilations)
+        check_ignored_microbatch(parity)
+        check_bitwise_equal(parity)
+        check_parameters(parity)
+        parity.trainer.close()
+    for options in ({"compute_dtype": "bfloat16"}, {"stash": "recompute"}):
+        parity = Parity(rendezvous, link, tied=True, **options)
+        parity.check_gradients("1f1b", *batch(4, 4))
+        parity.check_gradients("zb-h2", *batch(4, 4))
+        parity.trainer.close()
+
+
+if __name__ == "__main__":
+    run_rank(main)

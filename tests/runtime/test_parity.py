@@ -1,0 +1,87 @@
+"""Every schedule gives the loss, the gradients and the parameters of one device.
+
+One launch per number of stages runs all schedules, microbatch counts and both tyings, with the same
+compiled programs throughout.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from jaxmorph.runtime.launcher import run_ranks
+
+SINGLE, HALF = 1e-5, 3e-2  # relative, for float32 and bfloat16 compute
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def results(request, tmp_path_factory):
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{HERE}:{HERE.parent.parent}:{os.environ.get('PYTHONPATH', '')}")
+        run_ranks("parity_rank", [], request.param, tmp_path_factory.mktemp("logs"), found.append)
+    assert {result["rank"] for result in found} == set(range(request.param))
+    return found
+
+
+def only(results, test, **case):
+    chosen = [r for r in results if r["test"] == test and case.items() <= r.items()]
+    assert chosen
+    return chosen
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "adaptive"])
+@pytest.mark.parametrize("microbatches", [1, 4, 8])
+def test_loss_norm_and_every_gradient_are_one_devices(results, schedule, microbatches, tied):
+    case = {"schedule": schedule, "microbatches": microbatches, "tied": tied, "compute": "float32"}
+    for result in only(results, "gradients", stash="full", **case):
+        assert result["loss_error"] <= SINGLE
+        assert result["norm_error"] <= SINGLE
+        assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("tied", [True, False])
+def test_changing_the_schedule_compiles_nothing(results, tied):
+    assert {r["count"] for r in only(results, "compilations", tied=tied)} == {0}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_microbatch_without_targets_contributes_nothing_and_the_others_stay(results, tied):
+    for result in only(results, "ignored microbatch", tied=tied):
+        assert result["norm_error"] <= SINGLE
+        assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
+    assert all(result["same"] for result in only(results, "contribution vanishes", tied=tied))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("tied", [True, False])
+def test_schedules_that_split_the_backward_agree_bitwise(results, tied):
+    assert all(result["same"] for result in only(results, "bitwise", tied=tied))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_after_three_clipped_adamw_steps_are_one_devices(results, tied):
+    for result in only(results, "parameters", tied=tied):
+        assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
+def test_bfloat16_compute_stays_within_its_bound(results, schedule):
+    for result in only(results, "gradients", compute="bfloat16", schedule=schedule):
+        assert result["loss_error"] <= HALF
+        assert result["norm_error"] <= HALF
+        assert result["worst_leaf"][0] <= HALF, result["worst_leaf"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
+def test_recomputing_the_stash_changes_no_gradient(results, schedule):
+    for result in only(results, "gradients", stash="recompute", schedule=schedule):
+        assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]

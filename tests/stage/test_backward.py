@@ -1,0 +1,263 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Var
+
+from jaxmorph.stage.backward import split_backward
+from jaxmorph.stage.equations import size_bytes
+from models.gpt2 import build
+
+FLOAT = jnp.float32
+EXPENSIVE = ("dot_general", "scan", "sin", "cos", "exp", "tanh", "logistic", "rsqrt", "reduce_max")
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, FLOAT)
+
+
+def sine_mlp(params, x):
+    return jnp.sin(x @ params["up"]) @ params["down"] + params["bias"]
+
+
+def swiglu(params, x):
+    normal = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * params["scale"]
+    return x + (jax.nn.silu(normal @ params["gate"]) * (normal @ params["up"])) @ params["down"]
+
+
+def recurrent(params, x):
+    step = lambda h, x: (jnp.tanh(h @ params["hidden"] + x), None)  # noqa: E731
+    return jax.lax.scan(step, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[0] @ params["out"]
+
+
+def branching(params, x):
+    product = x @ params["w"]
+    return jax.lax.cond(product.sum() > 0, jnp.sin, jnp.cos, product)
+
+
+@jax.custom_vjp
+def doubled_gradient(x):
+    return jnp.exp(x)
+
+
+doubled_gradient.defvjp(lambda x: (jnp.exp(x), x), lambda x, g: (2 * g * jnp.exp(x),))
+
+
+def custom(params, x):
+    return doubled_gradient(x @ params["w"])
+
+
+def rematerialised(params, x):
+    return jax.checkpoint(sine_mlp)(params, x)
+
+
+UP, DOWN = normal(1, 8, 32), normal(2, 32, 8)
+SINE = {"up": UP, "down": DOWN, "bias": normal(3, 8)}
+GATED = {"scale": normal(4, 8), "gate": UP, "up": normal(5, 8, 32), "down": DOWN}
+SQUARE, X = normal(6, 8, 8), normal(7, 3, 5, 8)
+FUNCTIONS = {
+    "sine": (sine_mlp, SINE),
+    "swiglu": (swiglu, GATED),
+    "recurrent": (recurrent, {"hidden": SQUARE * 0.1, "out": SQUARE}),
+    "branching": (branching, {"w": SQUARE}),
+    "custom": (custom, {"w": SQUARE * 0.1}),
+    "rematerialised": (rematerialised, SINE),
+}
+
+
+@pytest.fixture(params=FUNCTIONS)
+def case(request):
+    function, params = FUNCTIONS[request.param]
+    return function, params, split_backward(function, params, X)
+
+
+def test_parts_give_the_gradients_of_the_whole(case):
+    function, params, split = case
+    output, pullback = jax.vjp(function, params, X)
+    gradient = normal(8, *output.shape)
+    expected_params, expected_input = pullback(gradient)
+    weights = weights_of(split, params)
+    got, *stash = split.forward(*weights, X)
+    got_input, *new = split.backward_input(*weights, *stash, gradient)
+    passed_on = [stash[i] for i in split.passed_on]
+    got_params = split.backward_weight(*weights, *passed_on, *new)
+    both_input, *both_params = split.backward(*weights, *stash, gradient)
+    close(got, output)
+    for each in (got_input, both_input):
+        close(each, expected_input)
+    for each in (got_params, both_params):
+        jax.tree.map(close, list(each), jax.tree.leaves(expected_params))
+
+
+def test_stash_holds_nothing_that_depends_on_weights_alone(case):
+    split = case[2]
+    depends = set(split.forward.inputs[split.num_weights :])
+    for eqn in split.forward.equations:
+        if not depends.isdisjoint(v for v in eqn.invars if isinstance(v, Var)):
+            depends.update(eqn.outvars)
+    assert split.num_stash > 0
+    assert depends.issuperset(split.forward.outputs[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward_input", "backward_weight"),
+    [
+        ("sine", {"dot_general": 2, "sin": 1}, {"dot_general": 2, "cos": 1}, {"dot_general": 2}),
+        (
+            "swiglu",
+            {"dot_general": 3, "logistic": 1, "rsqrt": 1},
+            {"dot_general": 3},
+            {"dot_general": 3},
+        ),
+        ("custom", {"dot_general": 1, "exp": 1}, {"dot_general": 1, "exp": 1}, {"dot_general": 1}),
+        (
+            "rematerialised",
+            {"dot_general": 2, "sin": 1},
+            # The user's own checkpoint is obeyed: up @ x again for the cosine and the sine.
+            {"dot_general": 3, "cos": 1},
+            {"dot_general": 2, "sin": 1},
+        ),
+    ],
+)
+def test_each_part_does_its_own_expensive_work_alone(
+    name, forward, backward_input, backward_weight
+):
+    split = split_backward(*FUNCTIONS[name], X)
+    assert expensive(split.forward) == forward
+    assert expensive(split.backward_input) == backward_input
+    assert expensive(split.backward_weight) == backward_weight
+
+
+def test_a_loop_stays_whole():
+    split = split_backward(*FUNCTIONS["recurrent"], X)
+    parts = (split.forward, split.backward_input, split.backward_weight)
+    assert [part.count("scan") for part in parts] == [1, 1, 0]
+
+
+def test_both_backwards_together_do_no_more_than_one(case):
+    split = case[2]
+    apart, whole = {}, expensive(split.backward)
+    for part in (split.backward_input, split.backward_weight):
+        for name, count in expensive(part).items():
+            apart[name] = apart.get(name, 0) + count
+    assert apart == whole
+
+
+def test_normalisation_keeps_its_input_and_a_number_per_row():
+    def normalised(scale, x):
+        return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True)) * scale
+
+    split = split_backward(normalised, normal(1, 8), X)
+    row_bytes = X.size // 8 * 4
+    assert stash_bytes(split) <= X.nbytes + 2 * row_bytes
+
+
+def test_a_checkpointed_function_keeps_its_input_alone():
+    split = split_backward(rematerialised, SINE, X)
+    assert stash_bytes(split) == X.nbytes
+
+
+def test_converted_weights_are_prepared_once_and_views_are_not():
+    def function(params, x):
+        small = params["w"].astype(jnp.bfloat16)
+        bias = jnp.broadcast_to(params["b"], x.shape).astype(jnp.bfloat16)
+        return x @ small.T + (x + bias) @ params["w"].astype(jnp.bfloat16)
+
+    params = {"b": normal(1, 8), "w": SQUARE}
+    split = split_backward(function, params, X.astype(jnp.bfloat16))
+    prepared = split.prepare(*jax.tree.leaves(params))
+    assert [(a.shape, a.dtype) for a in prepared] == [((8, 8), jnp.bfloat16)]
+    assert split.weight_sources == (2, 0) or split.weight_sources == (0, 2)
+
+
+def test_float32_weights_are_the_parameters():
+    split = split_backward(*FUNCTIONS["swiglu"], X)
+    assert not split.prepare.outputs
+    assert sorted(split.weight_sources) == [0, 1, 2, 3]
+
+
+def test_an_unused_parameter_has_a_zero_gradient():
+    split = split_backward(lambda params, x: x * params["a"], {"a": 2 * SQUARE, "b": UP}, X[0, :1])
+    weights = weights_of(split, {"a": 2 * SQUARE, "b": UP})
+    _, *stash = split.forward(*weights, X[0, :1])
+    _, *new = split.backward_input(*weights, *stash, normal(1, 8, 8))
+    passed_on = [stash[i] for i in split.passed_on]
+    _, unused = split.backward_weight(*weights, *passed_on, *new)
+    assert unused.shape == UP.shape
+    assert not unused.any()
+
+
+class TestGPT2Layer:
+    B, T, W, H = 2, 16, 32, 4
+
+    def split(self, dtype="float32", wrap=lambda layer: layer):
+        model = build(
+            preset="tiny",
+            sequence_length=self.T,
+            vocab_size=50,
+            compute_dtype=dtype,
+            width=self.W,
+            num_heads=self.H,
+        )
+        params = jax.eval_shape(model.init_layer, jax.random.key(0))
+        x = jax.ShapeDtypeStruct((self.B, self.T, self.W), dtype)
+        return split_backward(wrap(model.layer), params, x)
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_matrix_products_of_each_part(self, dtype):
+        # F: qkv, scores, context, out, expand, contract. B: one for each, and a second for
+        # scores and context, which have two inputs. W: one for each of the four weights.
+        split = self.split(dtype)
+        parts = (split.forward, split.backward_input, split.backward_weight, split.backward)
+        assert [part.count("dot_general") for part in parts] == [6, 8, 4, 12]
+
+    def test_recompute_repeats_the_forward_in_b_alone(self):
+        # The last product of the layer is not needed again.
+        split = self.split(wrap=jax.checkpoint)
+        parts = (split.forward, split.backward_input, split.backward_weight)
+        assert [part.count("dot_general") for part in parts] == [6, 8 + 5, 4]
+        assert [part.count("tanh") for part in parts] == [1, 1, 0]
+        assert stash_bytes(split) == self.B * self.T * self.W * 4
+
+    def test_recompute_prepares_no_more_weights(self):
+        count = lambda split: len(split.prepare.outputs)  # noqa: E731
+        assert count(self.split("bfloat16", jax.checkpoint)) == count(self.split("bfloat16")) == 4
+
+    def test_stash_is_what_one_would_keep_by_hand(self):
+        # Input, q, k, v, context, the middle of the residual stream, the MLP's hidden layer before
+        # its activation and the activation's tanh; probabilities; two numbers per normalised row.
+        wide, rows = self.B * self.T * self.W, self.B * self.T
+        probabilities = self.B * self.H * self.T**2
+        expected = 4 * (wide * (1 + 3 + 1 + 1 + 4 + 4) + probabilities + 4 * rows)
+        assert stash_bytes(self.split()) == expected
+
+    def test_weight_stash_is_operands_and_gradients_of_the_four_products(self):
+        split = self.split()
+        wide = self.B * self.T * self.W
+        operands, gradients = wide * (1 + 1 + 1 + 4), wide * (3 + 1 + 4 + 1)
+        norms = 4 * self.W
+        weights = split.backward_weight.inputs[: split.num_weights]
+        stash = set(split.backward_weight.inputs) - set(weights)
+        assert sum(map(size_bytes, stash)) == 4 * (operands + gradients + norms)
+
+    def test_bfloat16_halves_the_stash(self):
+        assert stash_bytes(self.split("bfloat16")) < 0.55 * stash_bytes(self.split())
+
+
+def weights_of(split, params):
+    leaves = jax.tree.leaves(params)
+    pool = (*leaves, *split.prepare(*leaves))
+    return [pool[source] for source in split.weight_sources]
+
+
+def stash_bytes(split):
+    return sum(map(size_bytes, split.forward.outputs[1:]))
+
+
+def expensive(part):
+    return {name: count for name in EXPENSIVE if (count := part.count(name))}
+
+
+def close(got, expected):
+    scale = np.abs(expected).max() + 1e-30
+    np.testing.assert_allclose(got / scale, expected / scale, atol=1e-5)

@@ -1,0 +1,42 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxmorph.errors import UserError
+from jaxmorph.stage.mesh import AXES, make_mesh, stage_submesh
+
+MESHES = """
+from jaxmorph.stage.mesh import link_mesh, make_mesh, stage_submesh
+ids = lambda mesh: [device.id for device in mesh.devices.flat]
+mesh = make_mesh(4, data=2)
+print(dict(mesh.shape), ids(stage_submesh(mesh, 2)), dict(stage_submesh(mesh, 2).shape))
+print(dict(link_mesh(mesh, 3, 0).shape), ids(link_mesh(mesh, 3, 0)))
+"""
+
+
+def test_a_stage_and_a_link_see_their_own_devices():
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        [sys.executable, "-c", MESHES],
+        env={**os.environ, **flags},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.splitlines() == [
+        "{'stage': 4, 'data': 2, 'tensor': 1} [4, 5] {'stage': 1, 'data': 2, 'tensor': 1}",
+        "{'stage': 2, 'data': 2, 'tensor': 1} [6, 7, 0, 1]",
+    ]
+
+
+def test_one_stage_is_the_whole_mesh():
+    mesh = make_mesh(1)
+    assert mesh.axis_names == AXES
+    assert stage_submesh(mesh, 0).devices.tolist() == mesh.devices.tolist()
+
+
+def test_too_few_devices_are_the_users_to_know():
+    with pytest.raises(UserError, match="parallelism: 5 stages x 3 data x 7 tensor need 105"):
+        make_mesh(5, 3, 7)

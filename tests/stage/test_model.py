@@ -1,0 +1,37 @@
+import pytest
+
+from jaxmorph.errors import UserError
+from jaxmorph.stage.model import cut_layers
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "counts"),
+    [
+        (8, 4, [2, 2, 2, 2]),
+        (22, 4, [5, 6, 6, 5]),
+        (9, 4, [2, 3, 2, 2]),
+        (38, 8, [4, 5, 5, 5, 5, 5, 5, 4]),
+        (3, 3, [1, 1, 1]),
+        (5, 1, [5]),
+    ],
+)
+def test_layers_are_dealt_out_evenly_and_the_rest_to_the_middle(num_layers, num_stages, counts):
+    ranges = cut_layers(num_layers, num_stages)
+    assert [len(r) for r in ranges] == counts
+    assert [layer for r in ranges for layer in r] == list(range(num_layers))
+
+
+def test_counts_may_be_given():
+    assert cut_layers(6, 3, [1, 3, 2]) == (range(1), range(1, 4), range(4, 6))
+
+
+@pytest.mark.parametrize("layers", [[1, 2], [3, 3, 1], [6, 0, 0], [2, 2, 2, 0]])
+def test_counts_must_fit(layers):
+    with pytest.raises(UserError, match=r"parallelism\.layers: got .*3 positive .* 6 layers"):
+        cut_layers(6, 3, layers)
+
+
+@pytest.mark.parametrize("num_stages", [0, 9])
+def test_there_are_at_most_as_many_stages_as_layers(num_stages):
+    with pytest.raises(UserError, match=rf"parallelism\.stages: got {num_stages}, .* 8 layers"):
+        cut_layers(8, num_stages)
