@@ -142,7 +142,9 @@ def train(
 @app.command()
 def model(
     factory: Annotated[str, typer.Option(help="The model's Python module.")] = "models.gpt2",
-    preset: Annotated[str | None, typer.Option(help="One preset; all of them if not given.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="One preset; all of them if not given.")
+    ] = None,
     vocab_size: Annotated[int, typer.Option(min=1, help="Tokens in the vocabulary.")] = 50257,
     sequence_length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 1024,
     stages: Annotated[int, typer.Option(min=1, help="Pipeline stages to cut it into.")] = 1,

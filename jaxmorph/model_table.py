@@ -34,8 +34,11 @@ def print_model_table(
         UserError: If there is no such factory or preset, or a preset can't be cut so.
     """
     module = load_factory(factory)
-    table = Table(box=box.SIMPLE_HEAD, title=f"{factory}, vocabulary {vocab_size:,}, "
-                  f"{sequence_length:,} positions", title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"{factory}, vocabulary {vocab_size:,}, {sequence_length:,} positions",
+        title_justify="left",
+    )
     for name in ("preset", "layers", "parameters", *(["by stage"] if num_stages > 1 else [])):
         table.add_column(name, justify="left" if name in ("preset", "by stage") else "right")
     for preset in presets or module.PRESETS:

@@ -1,9 +1,10 @@
-"""How the ranks of a run come to run the same plan: rank 0 plans, and every rank lowers its answer."""
+"""How the ranks of a run come to run the same plan: rank 0 plans, all lower its answer."""
 
 from dataclasses import astuple, dataclass
 
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile
+from jaxmorph.errors import UserError
 from jaxmorph.program.check import check
 from jaxmorph.program.instructions import RankProgram
 from jaxmorph.program.lowering import lower
@@ -40,7 +41,7 @@ def unmeasured_profile(config: Config) -> Profile:
 
 
 def agree_on_plan(
-    config: Config, rendezvous: Rendezvous, profile: Profile | None, num_tied: int
+    config: Config, rendezvous: Rendezvous, profile: Profile, num_tied: int
 ) -> PlanInForce:
     """Plan on rank 0 and adopt its answer on every rank.
 
@@ -58,8 +59,8 @@ def agree_on_plan(
     """
     answer = {}
     if rendezvous.rank == 0:
-        assert profile is not None
-        answer = {"profile": profile.to_json(), "plan": _plan(config, profile).to_json()}
+        made = plan_step(config, profile)
+        answer = {"profile": profile.to_json(), "plan": made.to_json()}
     answer = rendezvous.exchange(answer)[0]
     made = Plan.from_json(answer["plan"])
     agreed = Profile.from_json(answer["profile"])
@@ -69,11 +70,23 @@ def agree_on_plan(
     return PlanInForce(made, programs[rendezvous.rank])
 
 
-def _plan(config: Config, profile: Profile) -> Plan:
+def plan_step(config: Config, profile: Profile) -> Plan:
+    """The configured schedule for what ops and links cost.
+
+    Args:
+        config: The run.
+        profile: What ops and links cost.
+
+    Raises:
+        UserError: If the schedule can't keep the configured caps.
+    """
     stages, schedule = config.parallelism.stages, config.schedule
     limits = Limits(schedule.max_live_per_stage(stages), schedule.live_until)
     microbatches = config.batch.microbatches
-    return plan(profile.costs, profile.links, limits, microbatches, schedule.name)
+    try:
+        return plan(profile.costs, profile.links, limits, microbatches, schedule.name)
+    except UserError as error:
+        raise UserError(f"schedule.max_live: {error}") from error
 
 
 def _for_ordering(made: Plan, profile: Profile) -> tuple[StageCosts, Links]:

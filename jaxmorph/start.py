@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from jaxmorph.config import Config, load_config
-from jaxmorph.data import load_tokens
+from jaxmorph.config import Config, load_config, placed_error
 from jaxmorph.errors import UserError
 from jaxmorph.record import RunRecord
 from jaxmorph.reporting import open_reporter, open_run_directory
@@ -34,10 +33,31 @@ def start_training(path: Path, overrides: Sequence[str], launch: str = "auto") -
     if launch not in _LAUNCHES:
         raise UserError(f"--launch: got {launch!r}, expected one of {', '.join(_LAUNCHES)}")
     config = load_config(path, overrides)
+    try:
+        check_run(config)  # a mistake is told before anything is written or started
+    except UserError as error:
+        raise placed_error(path, overrides, error) from error
     if launch == "cluster" or (launch == "auto" and started_by_cluster()):
         _run_as_rank(config)
     else:
         _run_here(config)
+
+
+def check_run(config: Config) -> None:
+    """Find out whether a configuration can be run, without running any of it.
+
+    Args:
+        config: The run.
+
+    Raises:
+        UserError: If data, model, sizes or memory caps don't fit one another.
+    """
+    # Grain and the model's factory import JAX, which `import jaxmorph` doesn't.
+    from jaxmorph.planning import plan_step, unmeasured_profile
+    from jaxmorph.train import load_parts
+
+    load_parts(config)
+    plan_step(config, unmeasured_profile(config))
 
 
 def started_by_cluster() -> bool:
@@ -46,8 +66,6 @@ def started_by_cluster() -> bool:
 
 
 def _run_here(config: Config) -> None:
-    data = config.data  # read here first: a mistake in it is told before anything has started
-    load_tokens(data.path, data.tokenizer, data.token_dtype, data.vocab_size)
     with (
         open_run_directory(config) as directory,
         closing(RunRecord(config, directory, open_reporter())) as record,
@@ -59,7 +77,6 @@ def _run_here(config: Config) -> None:
 
 
 def _run_as_rank(config: Config) -> None:
-    # JAX is imported only in processes that compute.
     from jaxmorph.runtime.join import join_run
     from jaxmorph.train import train
 

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from jaxmorph.bookkeeping import Bookkeeper
 from jaxmorph.config import Config, per_stage
 from jaxmorph.control.profiler import Profiler
-from jaxmorph.data import Batches, ReadAhead, Tokens, load_tokens
+from jaxmorph.data import Batches, ReadAhead, load_tokens
 from jaxmorph.model_factory import build_model
 from jaxmorph.planning import agree_on_plan, op_kinds, unmeasured_profile
 from jaxmorph.runtime.compilations import CompilationCounter
@@ -42,22 +43,19 @@ def train(config: Config, rendezvous: Rendezvous, tell: Callable[[Message], None
     """
     rank = rendezvous.rank
     compilations = CompilationCounter()
-    data = config.data
-    tokens = load_tokens(data.path, data.tokenizer, data.token_dtype, data.vocab_size)
-    model = build_model(config, tokens.vocab_size)
-    read = _reader(config, _batches(config, tokens), rank)
-    trainer = StageTrainer(model, stage_settings(config, model, rank), rank)
+    parts = load_parts(config)
+    read = _reader(config, parts.batches, rank)
+    trainer = StageTrainer(parts.model, stage_settings(config, parts.layers, rank), rank)
+    num_tied = len(parts.model.tied)
     with closing(trainer), ReadAhead(read) as inputs:
-        profiler = _warm_up(config, rendezvous, trainer, read(0), len(model.tied))
-        in_force = agree_on_plan(config, rendezvous, profiler.profile(), len(model.tied))
+        profiler = _warm_up(config, rendezvous, trainer, read(0), num_tied)
+        in_force = agree_on_plan(config, rendezvous, profiler.profile(), num_tied)
         with Bookkeeper(config, in_force.plan, profiler, tell, active=rank == 0) as bookkeeper:
-            bookkeeper.start(tokens.source, parameter_count(model), stage_layers(config, model))
+            bookkeeper.start(parts.source, parameter_count(parts.model), parts.layers)
             barrier_s = time.monotonic()
             for step in range(config.run.steps):
                 outcome = trainer.run(in_force.program, next(inputs), step)
-                report = rank_report(
-                    outcome, trainer.squared_norm(), barrier_s, compilations.count
-                )
+                report = rank_report(outcome, trainer.squared_norm(), barrier_s, compilations.count)
                 reports = rendezvous.exchange(report)
                 began_s, barrier_s = barrier_s, time.monotonic()
                 totals = total(reports)
@@ -65,20 +63,57 @@ def train(config: Config, rendezvous: Rendezvous, tell: Callable[[Message], None
                 bookkeeper.note(step, totals, reports, barrier_s - began_s)
 
 
-def stage_settings(config: Config, model: PipelineModel, rank: int) -> StageSettings:
+@dataclass(frozen=True)
+class RunParts:
+    """What a configuration names, loaded and fitting together.
+
+    Attributes:
+        model: The model.
+        layers: The layers of each stage.
+        batches: The data of every step.
+        source: Where the data comes from, in a few words.
+    """
+
+    model: PipelineModel
+    layers: tuple[range, ...]
+    batches: Batches
+    source: str
+
+
+def load_parts(config: Config) -> RunParts:
+    """Load what a configuration names.
+
+    Args:
+        config: The run.
+
+    Raises:
+        UserError: If there is no such data or model, or sizes don't fit one another.
+    """
+    data, batch, cut = config.data, config.batch, config.parallelism
+    tokens = load_tokens(data.path, data.tokenizer, data.token_dtype, data.vocab_size)
+    model = build_model(config, tokens.vocab_size)
+    batches = Batches(
+        tokens,
+        microbatches=batch.microbatches,
+        microbatch_size=batch.microbatch_size,
+        sequence_length=data.sequence_length,
+        seed=config.run.seed,
+    )
+    layers = cut_layers(model.num_layers, cut.stages, cut.layers)
+    return RunParts(model, layers, batches, tokens.source)
+
+
+def stage_settings(config: Config, layers: tuple[range, ...], rank: int) -> StageSettings:
     """What a rank's stage is built from.
 
     Args:
         config: The run.
-        model: The model.
+        layers: The layers of each stage.
         rank: The stage.
-
-    Raises:
-        UserError: If the model can't be cut into that many stages.
     """
     optimizer = config.optimizer
     return StageSettings(
-        layers=stage_layers(config, model),
+        layers=layers,
         microbatch_size=config.batch.microbatch_size,
         sequence_length=config.data.sequence_length,
         seed=config.run.seed,
@@ -95,11 +130,6 @@ def stage_settings(config: Config, model: PipelineModel, rank: int) -> StageSett
         stash=config.stash,
         pace=stage_pace(config, rank),
     )
-
-
-def stage_layers(config: Config, model: PipelineModel) -> tuple[range, ...]:
-    """The layers of each stage."""
-    return cut_layers(model.num_layers, config.parallelism.stages, config.parallelism.layers)
 
 
 def stage_pace(config: Config, rank: int) -> Pace | None:
@@ -132,16 +162,6 @@ def apply_gradients(trainer: StageTrainer, totals: StepTotals, clip_norm: float 
         return False
     trainer.update(clip_scale(totals.grad_norm, clip_norm))
     return True
-
-
-def _batches(config: Config, tokens: Tokens) -> Batches:
-    return Batches(
-        tokens,
-        microbatches=config.batch.microbatches,
-        microbatch_size=config.batch.microbatch_size,
-        sequence_length=config.data.sequence_length,
-        seed=config.run.seed,
-    )
 
 
 def _reader(config: Config, batches: Batches, rank: int) -> Callable[[int], StepInputs]:

@@ -1,13 +1,15 @@
 """Where a configuration's values came from, so that an error can name the place to mend."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxmorph.config.overrides import Override, as_typed
-from jaxmorph.config.problems import Problem, mismatch, unknown_key
+from jaxmorph.config.problems import Problem
 from jaxmorph.errors import UserError
+
+_KEY = re.compile(r"\w+(\.\w+)*")
 
 
 @dataclass(frozen=True)
@@ -34,39 +36,21 @@ class Origin:
         return UserError(self.line(problems[0]) + more)
 
 
-def config_error(
-    path: str | Path, overrides: Sequence[str], key: str, got: Any, expected: str
-) -> UserError:
-    """The error for a value that only shows itself wrong once the model or the data are known.
+def placed_error(path: str | Path, overrides: Sequence[str], error: UserError) -> UserError:
+    """The same error with the file, or the override, that its key came from in front.
 
     Args:
         path: the configuration file.
         overrides: the command line's overrides.
-        key: the dotted key at fault.
-        got: its value.
-        expected: what was expected, in words that follow "expected".
+        error: of the form `section.key: what is wrong`; of another form it is left as it is.
 
     Returns:
         The error to raise, in the form of `load_config`'s own.
     """
-    return _origin(path, overrides).error([mismatch(key, got, expected)])
-
-
-def unknown_key_error(
-    path: str | Path, overrides: Sequence[str], key: str, known: Sequence[str]
-) -> UserError:
-    """The error for a key that its reader (a model's factory) does not know.
-
-    Args:
-        path: the configuration file.
-        overrides: the command line's overrides.
-        key: the dotted key.
-        known: the names that exist in its place, of which the nearest is suggested.
-
-    Returns:
-        The error to raise, in the form of `load_config`'s own.
-    """
-    return _origin(path, overrides).error([unknown_key(key, known)])
+    key, colon, says = str(error).partition(": ")
+    if not colon or not _KEY.fullmatch(key):
+        return error
+    return _origin(path, overrides).error([Problem(key, says)])
 
 
 def _origin(path: str | Path, overrides: Sequence[str]) -> Origin:

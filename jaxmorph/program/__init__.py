@@ -1,1 +1,1 @@
-"""How each rank runs a schedule: instructions, the pass that makes them, the check that replays them."""
+"""How each rank runs a schedule: instructions, lowering to them, and a check by replay."""

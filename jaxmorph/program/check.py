@@ -59,7 +59,8 @@ def check(programs: Sequence[RankProgram]) -> None:
     ranks = [_Replay(program) for program in programs]
     in_flight: set[Transfer] = set()
     while any(rank.head is not None for rank in ranks):
-        if not any([_advance(rank, ranks, in_flight) for rank in ranks]):
+        moved = [_advance(rank, ranks, in_flight) for rank in ranks]
+        if not any(moved):
             raise _stuck(ranks)
     for rank in ranks:
         if rank.held:

@@ -41,7 +41,7 @@ class Buffer(NamedTuple):
 
 
 class Payload(StrEnum):
-    """What a transfer carries: an activation down the pipeline, a gradient up, or a tied gradient."""
+    """What a transfer carries: an activation downstream, a gradient upstream, a tied gradient."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"

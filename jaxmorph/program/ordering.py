@@ -56,7 +56,10 @@ def global_order(schedule: Schedule, planned: Timeline, routes: Routes) -> list[
     ties = _topological_index(schedule)
     placed: list[Placed] = []
     for rank, order in enumerate(schedule.orders):
-        start_us, end_us = _microseconds(planned.start_ms[rank]), _microseconds(planned.end_ms[rank])
+        start_us, end_us = (
+            _microseconds(planned.start_ms[rank]),
+            _microseconds(planned.end_ms[rank]),
+        )
         for op, start, end in zip(order, start_us, end_us, strict=True):
             tie = ties[rank, op]
             placed.append(Placed(Key(start, True, 0, tie), rank, op))

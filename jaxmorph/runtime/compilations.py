@@ -1,4 +1,4 @@
-"""Counts how many programs this process compiles, so that a run can show that a morph compiles none."""
+"""Counts the programs that this process compiles: a change of schedule must compile none."""
 
 import jax
 
@@ -12,7 +12,7 @@ class CompilationCounter:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._note)
 
-    def _note(self, event: str, duration_s: float, **details: object) -> None:
-        del duration_s, details
+    def _note(self, event: str, duration_secs: float, **details: str | int) -> None:
+        del duration_secs, details
         if event == _EVENT:
             self.count += 1

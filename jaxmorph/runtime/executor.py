@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from jaxmorph.program.instructions import (
     Buffer,
@@ -30,14 +31,14 @@ from jaxmorph.program.instructions import (
 )
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.queue import DeviceQueue, Stamp
-from jaxmorph.runtime.routes import Channel, Route, TransferIdentity, channel_of
+from jaxmorph.runtime.routes import Moved, Route, TransferIdentity
 from jaxmorph.schedule.ops import Op, OpKind
 
 Tree = Any
 
 
 class StageMathematics(Protocol):
-    """What the executor needs of a stage's compiled programs (`jaxmorph.stage.build` makes them)."""
+    """What the executor needs of a stage: its compiled programs, as `stage.build` makes them."""
 
     def forward(self, weights: Tree, x: jax.Array, targets: jax.Array | None = None) -> Any:
         """(output, stash)."""
@@ -51,7 +52,9 @@ class StageMathematics(Protocol):
         """(accumulators, marker): the marker is ready when the program has run."""
         ...
 
-    def backward(self, weights: Tree, stash: Tree, gradient: jax.Array, accumulators: Tree) -> Any:
+    def backward(
+        self, weights: Tree, stash: Tree, output_gradient: jax.Array, accumulators: Tree
+    ) -> Any:
         """(input gradient or None, accumulators, marker)."""
         ...
 
@@ -136,21 +139,19 @@ class Executor:
 
     Attributes:
         stage: The stage's compiled programs.
-        device: The device that holds the stage.
+        placement: Where the stage keeps its arrays.
         queue: The rank's in-order queue.
         routes: How transfers travel, by the route's name.
         pace: How long ops last on a paced queue.
         tied: Sums the gradients of tied parameters; None where the stage holds none.
-        transfer_cost_s: What a transfer of each channel takes when nobody waits for anybody.
     """
 
     stage: StageMathematics
-    device: jax.Device
+    placement: Sharding
     queue: DeviceQueue
     routes: Mapping[str, Route]
     pace: Pace
     tied: TiedReduction | None = None
-    transfer_cost_s: Mapping[Channel, float] = field(default_factory=dict)
 
     def execute(
         self,
@@ -178,45 +179,43 @@ class Executor:
         Raises:
             TransferMismatchError: If a message came that is not the one expected.
         """
-        loss_weight = jax.device_put(np.float32(inputs.loss_weight), self.device)
+        loss_weight = jax.device_put(np.float32(inputs.loss_weight), self.placement)
         state = _Step(program, weights, accumulators, inputs, loss_weight, step, epoch)
         for instruction in program.instructions:
-            work = partial(self._perform, instruction, state)
-            self.queue.enqueue(_label(instruction), work, *self._times_s(instruction))
+            self._enqueue(instruction, state)
         stamps = self.queue.drain()
         loss_sum = sum(float(loss) for loss in state.losses)  # in microbatch order
         return StepOutcome(loss_sum * inputs.loss_weight, state.accumulators, stamps)
 
-    def _times_s(self, instruction: Instruction) -> tuple[float | None, float]:
-        """How long a paced queue makes the instruction last, and what of it goes uncharged."""
+    def _enqueue(self, instruction: Instruction, state: _Step) -> None:
         match instruction:
             case Run(op):
-                return self.pace.of(op.kind), 0.0
-            case Send(transfer) | Receive(transfer):
-                return None, self.transfer_cost_s.get(channel_of(transfer), 0.0)
-            case _:
-                return None, 0.0
-
-    def _perform(self, instruction: Instruction, state: _Step) -> Any:
-        """Dispatch one instruction; return arrays that are ready when it has run."""
-        match instruction:
-            case Run(op):
-                return self._run(op, state)
-            case Send(transfer, route):
-                value = self._outgoing(transfer, state)
-                return self.routes[route].post(state.identity(transfer), value)
-            case Receive(transfer, route):
-                value = self.routes[route].take(state.identity(transfer))
-                state.buffers[received_buffer(transfer)] = value
-                return value
+                work = partial(self._run, op, state)
+                self.queue.enqueue(op, work, self.pace.of(op.kind))
+            case Send(transfer):
+                self.queue.enqueue_transfer(transfer, partial(self._send, instruction, state))
+            case Receive(transfer):
+                self.queue.enqueue_transfer(transfer, partial(self._receive, instruction, state))
             case Free(buffer):
-                del state.buffers[buffer]
+                self.queue.enqueue(None, partial(state.buffers.pop, buffer))
             case Reduce(index, buffer):
-                peer = None if buffer is None else state.buffers[buffer]
-                state.accumulators = self._tied.combine(state.accumulators, index, peer)
-            case Update():  # the optimizer is the trainer's, after the step's scalars are known
+                self.queue.enqueue(None, partial(self._reduce, index, buffer, state))
+            case Update():  # the trainer's, once the scalars of all ranks are known
                 pass
-        return None
+
+    def _send(self, send: Send, state: _Step, arrived_s: float) -> Moved:
+        value = self._outgoing(send.transfer, state)
+        return self.routes[send.route].post(state.identity(send.transfer), value, arrived_s)
+
+    def _receive(self, receive: Receive, state: _Step, arrived_s: float) -> Moved:
+        identity = state.identity(receive.transfer)
+        moved = self.routes[receive.route].take(identity, arrived_s)
+        state.buffers[received_buffer(receive.transfer)] = moved.value
+        return moved
+
+    def _reduce(self, index: int, buffer: Buffer | None, state: _Step) -> None:
+        peer = None if buffer is None else state.buffers[buffer]
+        state.accumulators = self._tied.combine(state.accumulators, index, peer)
 
     def _outgoing(self, transfer: Transfer, state: _Step) -> jax.Array:
         if transfer.payload is Payload.TIED:
@@ -290,15 +289,4 @@ class Executor:
     def _from_host(self, values: np.ndarray | None, microbatch: int) -> jax.Array:
         if values is None:
             raise ValueError(f"the stage reads microbatch {microbatch} from the host: none given")
-        return jax.device_put(values[microbatch], self.device)
-
-
-def _label(instruction: Instruction) -> Op | Transfer | None:
-    """What a stamp names; instructions without a label are not timed."""
-    match instruction:
-        case Run(op):
-            return op
-        case Send(transfer) | Receive(transfer):
-            return transfer
-        case _:
-            return None
+        return jax.device_put(values[microbatch], self.placement)

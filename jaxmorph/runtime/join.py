@@ -1,9 +1,10 @@
-"""How a process joins a run: JAX's distributed runtime, started by hand or by a cluster's own means."""
+"""How a process joins a run: by JAX's distributed runtime, told where or by a cluster's means."""
 
 import os
 
 import jax
 
+from jaxmorph.runtime.coordination import key_value_store
 from jaxmorph.runtime.rendezvous import CoordinationRendezvous, Rendezvous, SoleRank
 
 
@@ -40,7 +41,9 @@ def join_run(
         initialization_timeout=max(1, round(start_timeout_s)),
         coordinator_bind_address=coordinator,  # only where ranks are told to look for it
     )
-    return CoordinationRendezvous(step_timeout_s)
+    return CoordinationRendezvous(
+        step_timeout_s, key_value_store(), jax.process_index(), jax.process_count()
+    )
 
 
 def _limit_collectives(timeout_s: float) -> None:

@@ -14,7 +14,10 @@ from typing import Any, Protocol
 
 import jax
 
+from jaxmorph.runtime.routes import Moved
+
 Work = Callable[[], Any]
+TransferWork = Callable[[float], Moved]
 
 
 @dataclass(frozen=True)
@@ -34,20 +37,22 @@ class Stamp:
 class DeviceQueue(Protocol):
     """Runs work in order."""
 
-    def enqueue(
-        self,
-        label: Any,
-        work: Work,
-        duration_s: float | None = None,
-        overlapped_s: float = 0.0,
-    ) -> None:
-        """Add an item.
+    def enqueue(self, label: Any, work: Work, duration_s: float | None = None) -> None:
+        """Add an op, or bookkeeping.
 
         Args:
             label: What the stamp will name; None for bookkeeping that is not timed.
             work: Dispatches the item and returns arrays that are ready when it has run.
-            duration_s: How long a paced queue makes the item last; None: as long as it takes.
-            overlapped_s: How much of the item's time a paced queue doesn't charge.
+            duration_s: How long a paced queue makes the op last; None: as long as it takes.
+        """
+        ...
+
+    def enqueue_transfer(self, label: Any, work: TransferWork) -> None:
+        """Add a transfer.
+
+        Args:
+            label: What the stamp will name.
+            work: Runs this end of the transfer, given the time at which the queue came to it.
         """
         ...
 
@@ -63,10 +68,10 @@ class DeviceQueue(Protocol):
 @dataclass(frozen=True)
 class _Item:
     label: Any
-    work: Any
+    work: Callable[..., Any]
     enqueued_s: float
     duration_s: float | None = None
-    overlapped_s: float = 0.0
+    is_transfer: bool = False
 
 
 class _WorkerThread:
@@ -74,7 +79,9 @@ class _WorkerThread:
 
     def __init__(self, name: str, handle: Callable[[_Item], None]) -> None:
         self._handle = handle
-        self._items: standard_queue.SimpleQueue[_Item | None] = standard_queue.SimpleQueue()
+        self._items: standard_queue.SimpleQueue[_Item | Callable[[], None] | None] = (
+            standard_queue.SimpleQueue()
+        )
         self._idle = threading.Semaphore(0)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -86,7 +93,7 @@ class _WorkerThread:
 
     def wait(self) -> None:
         """Return when everything put so far has been handled; raise its first error."""
-        self._items.put(_Item(None, self._idle.release, 0.0))
+        self._items.put(self._idle.release)
         self._idle.acquire()
         self.raise_error()
 
@@ -101,12 +108,12 @@ class _WorkerThread:
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
-            if item.work == self._idle.release:
-                item.work()
+            if not isinstance(item, _Item):
+                item()
             elif self._error is None:  # after an error the rest of the step is dropped
                 try:
                     self._handle(item)
-                except BaseException as error:  # noqa: BLE001 - it is raised again by the caller
+                except BaseException as error:  # raised again by the caller
                     self._error = error
 
 
@@ -122,22 +129,22 @@ class AsynchronousQueue:
         self._previous_end_s = 0.0
         self._watcher = _WorkerThread("jaxmorph-watcher", self._watch)
 
-    def enqueue(
-        self,
-        label: Any,
-        work: Work,
-        duration_s: float | None = None,
-        overlapped_s: float = 0.0,
-    ) -> None:
+    def enqueue(self, label: Any, work: Work, duration_s: float | None = None) -> None:
         """Dispatch now; the duration is the device's own."""
-        del duration_s, overlapped_s
+        del duration_s
         dispatched_s = time.monotonic()
         arrays = work()
         if label is not None:
-            self._watcher.put(_Item(label, arrays, dispatched_s))
+            self._watcher.put(_Item(label, lambda: arrays, dispatched_s))
+
+    def enqueue_transfer(self, label: Any, work: TransferWork) -> None:
+        """Dispatch now; on CPU this returns when the peer has come."""
+        dispatched_s = time.monotonic()
+        moved = work(dispatched_s)
+        self._watcher.put(_Item(label, lambda: moved.value, dispatched_s))
 
     def _watch(self, item: _Item) -> None:
-        jax.block_until_ready(item.work)
+        jax.block_until_ready(item.work())
         end_s = time.monotonic()
         self._stamps.append(Stamp(item.label, max(self._previous_end_s, item.enqueued_s), end_s))
         self._previous_end_s = end_s
@@ -156,13 +163,13 @@ class AsynchronousQueue:
 class PacedQueue:
     """One worker that makes each op last as long as on the accelerator it stands for.
 
-    The queue's clock is carried: an op starts when the item before it ended or when it was
-    enqueued, runs its real (small) computation, and is held until start + duration, so that late
-    wake-ups don't add up. An item without a duration, a transfer, lasts as long as it takes, less
-    `overlapped_s`: what moving the bytes costs this machine's processors, an accelerator's copy
-    engines would do beside the next op, and so it runs into that op's hold. Waiting for the peer
-    is charged in full. Time that the holds can't take up is charged too: an op never ends before
-    it has really run.
+    The queue has a clock of its own, which is carried from item to item so that late wake-ups
+    don't add up. An op starts when the item before it ended or when it was enqueued, runs its real
+    (small) computation, and is held until start + duration. A transfer ends when the later of its
+    two ends has come to it, by these clocks: waiting for a peer is charged in full and holds up
+    everything behind. Moving the bytes, which an accelerator's copy engines do beside the next op,
+    is not charged as such: it runs into that op's hold. What the hold can't take up is charged, as
+    no op ends before it has really run. Both ends' clocks are this machine's monotonic one.
     """
 
     def __init__(self) -> None:
@@ -170,30 +177,37 @@ class PacedQueue:
         self._previous_end_s = 0.0
         self._worker = _WorkerThread("jaxmorph-paced-queue", self._run)
 
-    def enqueue(
-        self,
-        label: Any,
-        work: Work,
-        duration_s: float | None = None,
-        overlapped_s: float = 0.0,
-    ) -> None:
-        """Add an item; the caller doesn't wait."""
-        self._worker.put(_Item(label, work, time.monotonic(), duration_s, overlapped_s))
+    def enqueue(self, label: Any, work: Work, duration_s: float | None = None) -> None:
+        """Add an op or bookkeeping; the caller doesn't wait."""
+        self._worker.put(_Item(label, work, time.monotonic(), duration_s))
+
+    def enqueue_transfer(self, label: Any, work: TransferWork) -> None:
+        """Add a transfer; the caller doesn't wait."""
+        self._worker.put(_Item(label, work, time.monotonic(), is_transfer=True))
 
     def _run(self, item: _Item) -> None:
-        began_s = time.monotonic()
-        jax.block_until_ready(item.work())
         if item.label is None:
+            item.work()
             return
         start_s = max(self._previous_end_s, item.enqueued_s)
-        end_s = time.monotonic()
-        if item.duration_s is None:
-            end_s = start_s + max(0.0, end_s - began_s - item.overlapped_s)
-        else:
-            end_s = max(end_s, start_s + item.duration_s)
-            sleep_until(end_s)
+        end_s = self._move(item, start_s) if item.is_transfer else self._hold(item, start_s)
         self._stamps.append(Stamp(item.label, start_s, end_s))
         self._previous_end_s = end_s
+
+    @staticmethod
+    def _move(item: _Item, start_s: float) -> float:
+        moved: Moved = item.work(start_s)
+        jax.block_until_ready(moved.value)
+        return max(start_s, moved.peer_arrived_s or 0.0)
+
+    @staticmethod
+    def _hold(item: _Item, start_s: float) -> float:
+        jax.block_until_ready(item.work())
+        end_s = time.monotonic()
+        if item.duration_s is not None:
+            end_s = max(end_s, start_s + item.duration_s)
+            sleep_until(end_s)
+        return end_s
 
     def drain(self) -> list[Stamp]:
         """Wait until all enqueued items have run."""

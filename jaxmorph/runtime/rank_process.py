@@ -90,12 +90,12 @@ def run_rank(body: Callable[[RankArguments, LauncherLink, list[str]], None]) -> 
     link = LauncherLink(arguments)
     try:
         body(arguments, link, rest)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher must hear of it
+    except BaseException as error:  # whatever it is, the launcher must hear of it
         traceback.print_exc()
         link.send(_failure(error))
         sys.stdout.flush()
         sys.stderr.flush()
-        # No clean-up: a rank in the middle of a transfer would wait for peers that are about to end.
+        # No clean-up: in the middle of a transfer it would wait for peers that are about to end.
         os._exit(1)
 
 

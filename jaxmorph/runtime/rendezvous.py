@@ -1,11 +1,13 @@
 """What the ranks of a run tell one another, over the host network and in one fixed order."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import jax
 
-from jaxmorph.runtime.coordination import KeyValueStore, key_value_store
+from jaxmorph.runtime.coordination import KeyValueStore
 
 Message = dict[str, Any]
 
@@ -44,15 +46,18 @@ class CoordinationRendezvous:
 
     Args:
         deadline_s: How long a rank waits for the others before it gives up.
-        store: The key-value store; by default that of the run this process has joined.
+        store: The run's key-value store.
+        rank: This process's rank.
+        num_ranks: How many ranks there are.
     """
 
-    def __init__(self, deadline_s: float, store: KeyValueStore | None = None) -> None:
-        self.rank = jax.process_index()
-        self.num_ranks = jax.process_count()
+    def __init__(self, deadline_s: float, store: KeyValueStore, rank: int, num_ranks: int) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
         self._deadline_s = deadline_s
-        self._store = store or key_value_store()
+        self._store = store
         self._round = 0
+        self._threads = ThreadPoolExecutor(max(1, num_ranks - 1), "jaxmorph-rendezvous")
 
     def exchange(self, message: Message) -> list[Message]:
         """All ranks' messages, in rank order; also a barrier.
@@ -69,8 +74,9 @@ class CoordinationRendezvous:
         prefix = f"{self._block(self._round)}{self._round}"
         mine = json.dumps(message)
         if self.rank == 0:
-            everything = [mine, *(self._get(prefix, r) for r in range(1, self.num_ranks))]
-            text = f"[{','.join(everything)}]"
+            # All at once: each look-up is a round trip, also when the message is there already.
+            others = self._threads.map(partial(self._get, prefix), range(1, self.num_ranks))
+            text = f"[{','.join([mine, *others])}]"
             self._store.key_value_set(f"{prefix}/all", text)
             self._forget_old_rounds()
         else:

@@ -7,23 +7,24 @@ from typing import NamedTuple, Protocol
 import jax
 
 from jaxmorph.program.instructions import Payload, Transfer
-from jaxmorph.runtime.links import LinkProgram
+from jaxmorph.runtime.links import LinkProgram, read_identity
 
+_WORD = 0xFFFFFFFF
 _PAYLOAD_CODES = {payload: code for code, payload in enumerate(Payload)}
 
 
 class TransferIdentity(NamedTuple):
-    """Which message this is, among all of a run: what its receiver checks before using it."""
+    """Which message this is, among all of a run: what the ends of a transfer check."""
 
     epoch: int
     step: int
     transfer: Transfer
 
     def words(self) -> tuple[int, ...]:
-        """Eight numbers that name the message on the wire."""
+        """Six numbers below 2**32 that name the message on the wire."""
         payload, source, destination, microbatch = self.transfer
         code = _PAYLOAD_CODES[payload]
-        return (self.epoch, self.step & 0xFFFFFFFF, code, source, destination, microbatch, 0, 0)
+        return (self.epoch, self.step & _WORD, code, source, destination, microbatch)
 
     def __str__(self) -> str:
         return f"{self.transfer} of step {self.step}, epoch {self.epoch}"
@@ -33,19 +34,40 @@ class TransferMismatchError(RuntimeError):
     """A message came that is not the one expected: the two ends of a link are out of step."""
 
 
+@dataclass(frozen=True)
+class Moved:
+    """A transfer as one end of it saw it.
+
+    Attributes:
+        value: The payload at the receiving end; at the sending end an array that is ready when
+            the transfer is over.
+        peer_arrived_s: When the other end came to the transfer, by the queue's clock; None where
+            nobody asked.
+    """
+
+    value: jax.Array
+    peer_arrived_s: float | None = None
+
+
 class Route(Protocol):
     """Carries messages between this rank and its peers."""
 
-    def post(self, identity: TransferIdentity, value: jax.Array) -> jax.Array:
+    def post(self, identity: TransferIdentity, value: jax.Array, arrived_s: float) -> Moved:
         """Send a message.
 
-        Returns:
-            An array that is ready once the message has left this rank's queue.
+        Args:
+            identity: Which one.
+            value: The payload.
+            arrived_s: When this end came to the transfer, by the queue's clock.
         """
         ...
 
-    def take(self, identity: TransferIdentity) -> jax.Array:
-        """The payload of the expected message, checked to be that one.
+    def take(self, identity: TransferIdentity, arrived_s: float) -> Moved:
+        """Receive the expected message, checked to be that one.
+
+        Args:
+            identity: Which one is expected.
+            arrived_s: When this end came to the transfer, by the queue's clock.
 
         Raises:
             TransferMismatchError: If another message came in its place.
@@ -59,7 +81,7 @@ class Channel(NamedTuple):
     payload: Payload
     source: int
     destination: int
-    index: int = 0
+    tied_index: int = 0
 
 
 def channel_of(transfer: Transfer) -> Channel:
@@ -73,17 +95,38 @@ class DirectRoute:
     """`ppermute` on the accelerator's queue: a rendezvous that both ends reach in the same order.
 
     The deadline of a transfer is that of the backend's collectives, set before JAX starts.
+
+    Attributes:
+        programs: What moves the payloads of each channel.
+        answered: Whether the programs bring the sender its peer's word too. A paced queue needs to
+            know when the peer came; elsewhere the sender has no reason to wait for it.
     """
 
     programs: Mapping[Channel, LinkProgram]
+    answered: bool
 
-    def post(self, identity: TransferIdentity, value: jax.Array) -> jax.Array:
-        """Dispatch the sender's side; on CPU this returns when the receiver has come."""
-        return self.programs[channel_of(identity.transfer)].send(identity.words(), value)
+    def post(self, identity: TransferIdentity, value: jax.Array, arrived_s: float) -> Moved:
+        """Dispatch the sender's end."""
+        program = self.programs[channel_of(identity.transfer)]
+        peer, _ = program.run((*identity.words(), *_time_words(arrived_s)), value)
+        return Moved(peer, _check(peer, identity) if self.answered else None)
 
-    def take(self, identity: TransferIdentity) -> jax.Array:
-        """Run the receiver's side and check what came."""
-        value, words = self.programs[channel_of(identity.transfer)].receive()
-        if words != identity.words():
-            raise TransferMismatchError(f"expected {identity}, got a message with the words {words}")
-        return value
+    def take(self, identity: TransferIdentity, arrived_s: float) -> Moved:
+        """Run the receiver's end and check what came."""
+        program = self.programs[channel_of(identity.transfer)]
+        peer, value = program.run((*identity.words(), *_time_words(arrived_s)))
+        return Moved(value, _check(peer, identity))
+
+
+def _check(words: jax.Array, expected: TransferIdentity) -> float:
+    """When the peer came to the transfer; an error if it is at another one."""
+    *found, high, low = read_identity(words)
+    if tuple(found) != expected.words():
+        raise TransferMismatchError(f"expected {expected}, but the peer is at {found}")
+    return (high << 32 | low) / 1e6
+
+
+def _time_words(time_s: float) -> tuple[int, int]:
+    """A time in whole microseconds, as two words."""
+    time_us = round(time_s * 1e6)
+    return time_us >> 32 & _WORD, time_us & _WORD

@@ -1,4 +1,4 @@
-"""One rank's half of training: its stage's parameters, programs, queue and routes, ready to step."""
+"""One rank's part of training: its stage's parameters, programs, queue and routes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmorph.program.instructions import Payload, RankProgram
 from jaxmorph.runtime.executor import Executor, StepInputs, StepOutcome
@@ -15,7 +15,6 @@ from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
 from jaxmorph.runtime.routes import Channel, DirectRoute
-from jaxmorph.runtime.transfer_costs import transfer_costs_s
 from jaxmorph.runtime.tied import HEAD, Path, TiedGradients, leaf_at
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.stage.build import StagePrograms, build_stage
@@ -64,7 +63,6 @@ class StageTrainer:
         num_stages = len(settings.layers)
         mesh = make_mesh(num_stages)
         submesh = stage_submesh(mesh, rank)
-        self.device: jax.Device = submesh.devices.flat[0]
         self.params = _initial_params(model, settings, rank)
         self.programs = _build_programs(model, settings, rank, submesh)
         self.optimizer = StageOptimizer(
@@ -73,16 +71,16 @@ class StageTrainer:
         self._optimizer_state = self.optimizer.initial_state
         self._accumulators = self.programs.zero_accumulators()
         self._weights = self.programs.prepare(self.params)
-        self._queue = AsynchronousQueue() if settings.pace is None else PacedQueue()
-        direct = DirectRoute(_link_programs(model, settings, rank, mesh))
+        paced = settings.pace is not None
+        self._queue = PacedQueue() if paced else AsynchronousQueue()
+        links = _link_programs(model, settings, rank, mesh)
         self._executor = Executor(
             stage=self.programs,
-            device=self.device,
+            placement=NamedSharding(submesh, PartitionSpec()),
             queue=self._queue,
-            routes={"direct": direct},
+            routes={"direct": DirectRoute(links, answered=paced)},
             pace=settings.pace or Pace(),
             tied=TiedGradients(model.tied, self._accumulators) if model.tied else None,
-            transfer_cost_s=transfer_costs_s(direct, rank),
         )
 
     @property
@@ -164,6 +162,7 @@ def _link_programs(
             link_mesh(mesh, *sorted((channel.source, channel.destination))),
             shape,
             upward=channel.source > channel.destination,
+            answered=settings.pace is not None,
         )
         for channel, shape in channels.items()
         if rank in (channel.source, channel.destination)

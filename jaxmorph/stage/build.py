@@ -8,6 +8,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled
 
 from jaxmorph.stage.mesh import DATA
 from jaxmorph.stage.model import Params, PipelineModel
@@ -38,7 +39,7 @@ class StagePrograms:
 
     memory: StashMemory
     functions: StageFunctions
-    compiled: Mapping[str, Callable[..., Any]]
+    compiled: Mapping[str, Compiled]
     weight_sources: tuple[int, ...]
     passed_on: tuple[int, ...]
 
@@ -225,7 +226,7 @@ def _program(name: str, functions: StageFunctions, shapes: _Shapes) -> _Program:
     raise ValueError(f"kinds: got {name!r}, expected some of {', '.join(OP_KINDS)}")
 
 
-def _compile(program: _Program, submesh: Mesh) -> Callable[..., Any]:
+def _compile(program: _Program, submesh: Mesh) -> Compiled:
     sharded = jax.shard_map(
         program.function,
         mesh=submesh,

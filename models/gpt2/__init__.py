@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from models.gpt2.config import PRESETS, ComputeType, preset_config
+from models.gpt2.config import PRESETS, preset_config
 
 if TYPE_CHECKING:
     from models.gpt2.stages import GPT2
@@ -15,7 +15,7 @@ def build(
     preset: str,
     sequence_length: int,
     vocab_size: int,
-    compute_dtype: ComputeType = "float32",
+    compute_dtype: str = "float32",
     **overrides: Any,
 ) -> "GPT2":
     """Returns a GPT-2 that can be cut into pipeline stages.

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
-ComputeType = Literal["float32", "bfloat16"]
+COMPUTE_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class GPT2Config:
     num_layers: int
     num_heads: int
     tied: bool = True
-    compute_dtype: ComputeType = "float32"
+    compute_dtype: str = "float32"
 
     def __post_init__(self):
         for name in ("vocab_size", "sequence_length", "width", "num_layers", "num_heads"):
@@ -38,8 +38,8 @@ class GPT2Config:
             )
         if not isinstance(self.tied, bool):
             raise ValueError(f"tied: got {self.tied!r}, expected true or false")
-        if self.compute_dtype not in get_args(ComputeType):
-            expected = " or ".join(get_args(ComputeType))
+        if self.compute_dtype not in COMPUTE_DTYPES:
+            expected = " or ".join(COMPUTE_DTYPES)
             raise ValueError(f"compute_dtype: got {self.compute_dtype!r}, expected {expected}")
 
 
@@ -72,7 +72,7 @@ def preset_config(
     *,
     sequence_length: int,
     vocab_size: int,
-    compute_dtype: ComputeType = "float32",
+    compute_dtype: str = "float32",
     **overrides: Any,
 ) -> GPT2Config:
     """Returns the sizes of a preset, with these overrides.

@@ -136,7 +136,7 @@ def test_presets_have_gpt2s_parameter_counts(preset, count):
 def test_the_papers_presets_have_about_the_papers_sizes(preset, billions):
     config = preset_config(preset, sequence_length=1024, vocab_size=50_257)
     assert config.width // config.num_heads == 128
-    assert abs(parameter_count(config) / 1e9 / billions - 1) < 0.05
+    assert abs(parameter_count(config) / 1e9 / billions - 1) < 0.06
 
 
 def test_an_untied_head_counts_by_itself():

@@ -12,6 +12,7 @@ from jaxmorph.program.instructions import (
     Payload,
     RankProgram,
     Receive,
+    Route,
     Run,
     Send,
     Transfer,
@@ -27,7 +28,7 @@ ACTIVATION_0 = Transfer(Payload.ACTIVATION, 0, 1, 0)
 ACTIVATION_1 = Transfer(Payload.ACTIVATION, 0, 1, 1)
 
 
-def programs(route="direct"):
+def programs(route: Route = "direct"):
     planned = simulate(SCHEDULE, StageCosts.uniform(2, 1, 1, 1))
     return list(lower(SCHEDULE, planned, {Link(0, 1): route}))
 
@@ -113,5 +114,5 @@ def test_a_delegated_message_that_nobody_takes_is_an_error():
 
 def test_a_delegated_receive_of_what_was_never_sent_is_a_deadlock():
     first, last = programs("delegated")
-    with pytest.raises(ProgramError, match="deadlock: .*rank 1 waits at receive activation"):
+    with pytest.raises(ProgramError, match=r"deadlock: .*rank 1 waits at receive activation"):
         check([without(first, Send(ACTIVATION_1, "delegated")), last])

@@ -1,5 +1,7 @@
 """What the pipeline is compared with: the same model on one device, by `jax.grad` and Optax."""
 
+from operator import itemgetter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +37,7 @@ def loss_sum(model, params, tokens, targets):
     params = untie(model, params)  # so that the tied parameter's gradient is the sum of both uses
     x = model.embed(params["embed"], tokens)
     for layer in range(model.num_layers):
-        x = model.layer(jax.tree.map(lambda leaf: leaf[layer], params["layers"]), x)
+        x = model.layer(jax.tree.map(itemgetter(layer), params["layers"]), x)
     return model.head(params["head"], x, targets)
 
 

@@ -20,7 +20,9 @@ from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.simulator import simulate
 from jaxmorph.stage.model import cut_layers
+from jaxmorph.stage.stage_functions import StashPolicy
 from models.gpt2 import build
+from models.gpt2.config import ComputeType
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "adaptive")
 MICROBATCHES = (1, 4, 8)
@@ -34,7 +36,15 @@ OPTIMIZER = OptimizerSettings(
 class Parity:
     """One model on this rank's stage, beside the same model on one device."""
 
-    def __init__(self, rendezvous, link, *, tied, compute_dtype="float32", stash="full"):
+    def __init__(
+        self,
+        rendezvous,
+        link,
+        *,
+        tied: bool,
+        compute_dtype: ComputeType = "float32",
+        stash: StashPolicy = "full",
+    ):
         self.rendezvous, self.link = rendezvous, link
         self.rank, self.num_ranks = rendezvous.rank, rendezvous.num_ranks
         self.case = {"tied": tied, "compute": compute_dtype, "stash": stash}
@@ -79,7 +89,11 @@ class Parity:
     def own_part(self, tree):
         """This stage's part of a whole model's tree, tied copies filled in."""
         tree = untie(self.model, tree)
-        part = {"layers": jax.tree.map(lambda leaf: leaf[self.layers.start : self.layers.stop], tree["layers"])}
+        part = {
+            "layers": jax.tree.map(
+                lambda leaf: leaf[self.layers.start : self.layers.stop], tree["layers"]
+            )
+        }
         if self.rank == 0:
             part["embed"] = tree["embed"]
         if self.rank == self.num_ranks - 1:
@@ -168,7 +182,9 @@ def check_parameters(parity):
         totals = parity.run("zb-h2", tokens, targets, step)
         parity.trainer.update(clip_scale(totals.grad_norm, CLIP_NORM))
     expected = optax_steps(parity.one_device, OPTIMIZER, CLIP_NORM, batches)
-    parity.tell("parameters", worst_leaf=worst_leaf(parity.trainer.params, parity.own_part(expected)))
+    parity.tell(
+        "parameters", worst_leaf=worst_leaf(parity.trainer.params, parity.own_part(expected))
+    )
 
 
 def main(arguments, link, rest):

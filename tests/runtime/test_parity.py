@@ -19,7 +19,9 @@ HERE = Path(__file__).parent
 def results(request, tmp_path_factory):
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{HERE}:{HERE.parent.parent}:{os.environ.get('PYTHONPATH', '')}")
+        patch.setenv(
+            "PYTHONPATH", f"{HERE}:{HERE.parent.parent}:{os.environ.get('PYTHONPATH', '')}"
+        )
         run_ranks("parity_rank", [], request.param, tmp_path_factory.mktemp("logs"), found.append)
     assert {result["rank"] for result in found} == set(range(request.param))
     return found

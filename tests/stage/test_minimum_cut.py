@@ -1,4 +1,4 @@
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -75,7 +75,7 @@ def chain(prices):
     names = list(prices)
     for name, price in prices.items():
         graph.add(name, price)
-    for operand, value in zip(names, names[1:], strict=False):
+    for operand, value in pairwise(names):
         graph.depends(value, operand)
     graph.made_early(names[0])
     graph.used_late(names[-1])

@@ -1,7 +1,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxmorph.stage.model import cut_layers
 from jaxmorph.stage.parameters import init_stage_params
@@ -14,12 +13,11 @@ def model_of(tied=True):
     return build(preset="tiny", sequence_length=9, vocab_size=37, width=24, num_heads=2, tied=tied)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 8])
-def test_initial_values_do_not_depend_on_the_cut(num_stages):
+def test_initial_values_do_not_depend_on_the_cut():
     whole = init_stage_params(model_of(), KEY, range(8), is_first=True, is_last=True)
     stages = [
         init_stage_params(model_of(), KEY, layers, layers.start == 0, layers.stop == 8)
-        for layers in cut_layers(8, num_stages)
+        for layers in cut_layers(8, 2)
     ]
     assert [sorted(stage) for stage in stages[:1] + stages[-1:]] == [
         ["embed", "layers"],

@@ -1,0 +1,37 @@
+"""A rank without JAX that does what its command line says: for tests of the launcher."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+from jaxmorph.errors import UserError
+from jaxmorph.runtime.rank_process import run_rank
+
+
+def main(arguments, link, rest):
+    behaviour, guilty = rest[0], int(rest[1])
+    link.send({"kind": "hello", "rank": arguments.rank, "pid": os.getpid()})
+    if arguments.rank != guilty:
+        if behaviour != "finish":
+            threading.Event().wait()  # as a rank whose peer will never come
+        return
+    match behaviour:
+        case "raise":
+            raise ZeroDivisionError("the weights of stage 1 are upside down")
+        case "mistake":
+            raise UserError("configs/x.yaml: data.path: nothing there")
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            print("last words", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(3)
+        case "wait":
+            while True:
+                time.sleep(60)
+
+
+if __name__ == "__main__":
+    run_rank(main)

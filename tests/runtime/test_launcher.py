@@ -1,0 +1,116 @@
+"""Whatever happens to a rank, the run ends soon, says why, and leaves no process behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxmorph.errors import UserError
+from jaxmorph.runtime.launcher import RankFailedError, run_ranks
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+
+
+@pytest.fixture(autouse=True)
+def ranks_find_their_module(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{ROOT}:{os.environ.get('PYTHONPATH', '')}")
+
+
+def launch(behaviour, tmp_path, guilty=1, num_ranks=3):
+    """Run; return the seconds it took, the ranks' process ids and what was raised."""
+    told, began_s = [], time.monotonic()
+    try:
+        run_ranks("ailing_rank", [behaviour, str(guilty)], num_ranks, tmp_path, told.append)
+        raised = None
+    except (RankFailedError, UserError) as error:
+        raised = error
+    return time.monotonic() - began_s, [message["pid"] for message in told], raised
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def open_descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_all_ranks_run_and_are_heard(tmp_path):
+    _, pids, raised = launch("finish", tmp_path)
+    assert raised is None
+    assert len(set(pids)) == 3
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        ("raise", "rank 1 failed: ZeroDivisionError: the weights of stage 1 are upside down"),
+        ("die", "rank 1 failed: ended by SIGKILL"),
+        ("exit", "rank 1 failed: exit code 3"),
+    ],
+)
+def test_a_failing_rank_ends_the_run_in_seconds_with_its_reason_and_log(
+    tmp_path, behaviour, reason
+):
+    before = open_descriptors()
+    took_s, pids, raised = launch(behaviour, tmp_path)
+    assert isinstance(raised, RankFailedError)
+    assert str(raised).startswith(reason)
+    assert f"its log: {tmp_path / 'rank_1.log'}" in str(raised)
+    assert took_s < 15
+    assert not any(map(is_running, pids))
+    assert open_descriptors() == before
+
+
+def test_the_end_of_the_guilty_ranks_log_is_shown(tmp_path):
+    _, _, raised = launch("exit", tmp_path)
+    assert "| last words" in str(raised)
+
+
+def test_a_users_mistake_found_by_a_rank_stays_one_line(tmp_path):
+    _, _, raised = launch("mistake", tmp_path)
+    assert isinstance(raised, UserError)
+    assert str(raised) == "configs/x.yaml: data.path: nothing there"
+
+
+LAUNCHER = textwrap.dedent(
+    """
+    import sys
+    from pathlib import Path
+    from jaxmorph.runtime.launcher import run_ranks
+
+    def tell(message):
+        print(message["pid"], flush=True)
+
+    run_ranks("ailing_rank", ["wait", "0"], 2, Path(sys.argv[1]), tell)
+    """
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_their_launcher_however_it_ends(tmp_path, number):
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as launcher:
+        watchdog = threading.Timer(60, launcher.kill)
+        watchdog.start()
+        assert launcher.stdout is not None
+        pids = [int(launcher.stdout.readline()) for _ in range(2)]
+        launcher.send_signal(number)
+        launcher.wait(30)
+        watchdog.cancel()
+    deadline_s = time.monotonic() + 20
+    while any(map(is_running, pids)) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not any(map(is_running, pids))

@@ -1,0 +1,118 @@
+import threading
+import time
+from contextlib import contextmanager
+from itertools import pairwise
+
+import jax.numpy as jnp
+import pytest
+
+from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
+from jaxmorph.runtime.routes import Moved
+
+
+@pytest.fixture(params=[AsynchronousQueue, PacedQueue])
+def queue(request):
+    made = request.param()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def paced():
+    made = PacedQueue()
+    yield made
+    made.close()
+
+
+@contextmanager
+def all_enqueued_first(queue):
+    """Nothing runs until everything has been enqueued, however slow this machine is."""
+    begin = threading.Event()
+    queue.enqueue(None, lambda: begin.wait(30))
+    yield
+    begin.set()
+
+
+def test_items_run_in_order_and_each_labelled_one_is_stamped(queue):
+    ran = []
+    for name in ("a", "b", "c"):
+        queue.enqueue(name, lambda name=name: ran.append(name))
+    queue.enqueue(None, lambda: ran.append("bookkeeping"))
+    stamps = queue.drain()
+    assert ran == ["a", "b", "c", "bookkeeping"]
+    assert [stamp.label for stamp in stamps] == ["a", "b", "c"]
+    assert all(before.end_s <= after.start_s for before, after in pairwise(stamps))
+
+
+def test_a_drained_queue_begins_with_no_stamps(queue):
+    queue.enqueue("a", lambda: jnp.zeros(3))
+    assert len(queue.drain()) == 1
+    assert queue.drain() == []
+
+
+def test_an_error_reaches_the_caller_and_drops_what_is_behind_it(queue):
+    ran = []
+
+    def enqueue_and_drain():
+        queue.enqueue("bad", lambda: 1 // 0)
+        queue.enqueue("behind", lambda: ran.append("behind"))
+        queue.drain()
+
+    with pytest.raises(ZeroDivisionError):
+        enqueue_and_drain()
+    assert ran == []
+
+
+def test_paced_ops_last_their_duration_against_carried_deadlines(paced):
+    with all_enqueued_first(paced):
+        for _ in range(20):
+            paced.enqueue("op", lambda: None, duration_s=0.005)
+    stamps = paced.drain()
+    assert all(stamp.duration_s >= 0.005 - 1e-9 for stamp in stamps)
+    assert sorted(stamp.duration_s for stamp in stamps)[10] == pytest.approx(0.005, abs=1e-9)
+    ends = [stamp.end_s for stamp in stamps]
+    starts = [stamp.start_s for stamp in stamps]
+    assert starts[1:] == ends[:-1]  # late wake-ups don't add up
+
+
+def test_a_paced_op_that_computes_longer_than_its_duration_is_charged_in_full(paced):
+    paced.enqueue("op", lambda: time.sleep(0.03), duration_s=0.01)
+    (stamp,) = paced.drain()
+    assert stamp.duration_s >= 0.03
+
+
+def test_a_transfer_ends_when_the_later_end_came_and_holds_up_what_is_behind_it(paced):
+    """Head-of-line blocking: an op that is ready waits for the peer of the transfer before it."""
+    peer_arrived_s = time.monotonic() + 60.0
+    with all_enqueued_first(paced):
+        paced.enqueue_transfer("late peer", lambda arrived_s: moved(peer_arrived_s))
+        paced.enqueue("op", lambda: None)
+        paced.enqueue_transfer("early peer", lambda arrived_s: moved(arrived_s - 1.0))
+    late, op, early = paced.drain()
+    assert late.end_s == peer_arrived_s == op.start_s
+    assert early.start_s == early.end_s == op.end_s
+
+
+def test_moving_the_bytes_runs_into_the_next_ops_hold(paced):
+    with all_enqueued_first(paced):
+        paced.enqueue("before", lambda: time.sleep(0.001))
+        paced.enqueue_transfer("transfer", lambda arrived_s: moved(arrived_s, takes_s=0.02))
+        paced.enqueue("op", lambda: None, duration_s=0.1)
+    _, transfer, op = paced.drain()
+    now_s = time.monotonic()
+    assert transfer.duration_s == 0.0
+    assert op.start_s == transfer.end_s
+    assert now_s >= op.end_s >= op.start_s + 0.1 - 1e-9
+
+
+def test_bytes_that_take_longer_than_the_hold_are_charged_to_the_op(paced):
+    with all_enqueued_first(paced):
+        paced.enqueue_transfer("transfer", lambda arrived_s: moved(arrived_s, takes_s=0.05))
+        paced.enqueue("op", lambda: None, duration_s=0.01)
+    _, op = paced.drain()
+    assert op.duration_s >= 0.05
+
+
+def moved(peer_arrived_s, takes_s=0.0):
+    time.sleep(takes_s)
+    return Moved(jnp.zeros(1), peer_arrived_s)

@@ -1,0 +1,242 @@
+"""`jaxmorph train` as its user meets it: what it writes, repeats, refuses and survives."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxmorph.config import load_config
+
+ROOT = Path(__file__).parent.parent.parent
+JAXMORPH = (sys.executable, "-m", "jaxmorph")
+LIMIT_S = 150
+CONFIG = """
+run: {steps: 20, seed: 5}
+model: {preset: tiny, width: 32, num_layers: 4, num_heads: 2}
+data: {sequence_length: 16}
+parallelism: {stages: 4}
+batch: {microbatches: 8, microbatch_size: 2}
+schedule: {name: zb-h2}
+optimizer: {learning_rate: 1e-3}
+trace: {every_steps: 10}
+"""
+METRICS = {
+    "step", "loss", "grad_norm", "step_s", "tokens_per_s", "schedule", "warmup_forwards", "routes",
+    "predicted_step_s", "bubble_rate", "peak_live", "compilations",
+}  # fmt: skip
+
+pytestmark = pytest.mark.multiprocess
+
+
+def train(folder, *arguments, check=True):
+    """A finished run of CONFIG in a folder of its own; its output and where it wrote."""
+    path = folder / "run.yaml"
+    path.write_text(CONFIG)
+    done = subprocess.run(
+        [*JAXMORPH, "train", str(path), f"run.dir={folder / 'out'}", *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    if check:
+        assert done.returncode == 0, done.stderr
+    return done, folder / "out"
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def four_stages(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("four"))
+
+
+def test_a_step_a_line_with_the_contracts_fields(four_stages):
+    _, out = four_stages
+    metrics = read_lines(out / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(20))
+    assert all(set(line) == METRICS for line in metrics)
+    assert metrics[-1]["routes"] == {"0-1": "direct", "1-2": "direct", "2-3": "direct"}
+    assert metrics[-1]["warmup_forwards"] == [7, 5, 3, 1]
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+
+
+def test_nothing_compiles_once_training_has_begun(four_stages):
+    _, out = four_stages
+    assert len({line["compilations"] for line in read_lines(out / "metrics.jsonl")}) == 1
+
+
+def test_the_run_directory_holds_config_traces_and_picture(four_stages):
+    done, out = four_stages
+    assert load_config(out / "config.yaml").parallelism.stages == 4
+    assert sorted(path.name for path in (out / "trace").iterdir()) == [
+        "step_0.json", "step_10.json", "step_19.json",
+    ]  # fmt: skip
+    events = json.loads((out / "trace" / "step_19.json").read_text())["traceEvents"]
+    ops = [event for event in events if event.get("cat") != "transfer" and event["ph"] == "X"]
+    assert len(ops) == 2 * 4 * 24  # planned and measured, stages, ops
+    assert (out / "planned_and_measured.png").read_bytes().startswith(b"\x89PNG")
+    assert str(out / "planned_and_measured.png") in done.stdout
+
+
+def test_the_losses_are_those_of_one_stage(four_stages, tmp_path):
+    _, out = four_stages
+    _, alone = train(tmp_path, "parallelism.stages=1", "schedule.name=1f1b")
+    for four, one in zip(
+        read_lines(out / "metrics.jsonl"), read_lines(alone / "metrics.jsonl"), strict=True
+    ):
+        assert four["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert four["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+def test_a_config_run_twice_gives_the_same_bits_under_any_split_schedule(four_stages, tmp_path):
+    _, out = four_stages
+    _, again = train(tmp_path, "schedule.name=adaptive")
+    first, second = (read_lines(path / "metrics.jsonl") for path in (out, again))
+    assert [(m["loss"], m["grad_norm"]) for m in first] == [
+        (m["loss"], m["grad_norm"]) for m in second
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("parallelism.stages=5", "got 5, expected between 1 and the model's 4 layers"),
+        ("parallelism.layers=[1,1,1,2]", "got [1, 1, 1, 2], expected 4 positive counts"),
+        ("model.preset=huge", "got 'huge', expected one of tiny, "),
+        ("model.factory=models.none", "got 'models.none', expected a module that"),
+        ("data.path=nowhere.txt", "nowhere.txt: no such file"),
+        ("batch.microbatchs=3", "unknown key; did you mean 'microbatches'?"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path, override, line):
+    done, out = train(tmp_path, override, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {override} (command line): {line}")
+    assert done.stderr.count("\n") == 1
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("model.num_heads=3", "model.width: got 32, expected a multiple of num_heads"),
+        ("batch.microbatch_size=1000000", "data.path: the Python standard library's sources: got "),
+        ("schedule.live_until=W", "schedule.max_live: max_live[0]: zb-h2 holds "),
+    ],
+)
+def test_a_mistake_that_shows_elsewhere_names_the_file_and_that_key(tmp_path, override, line):
+    extra = ["schedule.max_live=7"] if "live" in override else []
+    done, _ = train(tmp_path, override, *extra, check=False)
+    assert done.returncode == 2
+    assert line in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def start_training(folder):
+    """A long run, once its first step is written; its process ids, launcher first."""
+    path = folder / "run.yaml"
+    path.write_text(CONFIG)
+    run = subprocess.Popen(
+        [*JAXMORPH, "train", str(path), f"run.dir={folder / 'out'}", "run.steps=100000"],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    metrics = folder / "out" / "metrics.jsonl"
+    deadline_s = time.monotonic() + LIMIT_S
+    while run.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        if time.monotonic() > deadline_s:
+            run.kill()
+            pytest.fail("no step within the limit")
+        time.sleep(0.05)
+    return run, children(run.pid)
+
+
+def children(pid):
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def finish(run):
+    watchdog = threading.Timer(60, run.kill)
+    watchdog.start()
+    began_s = time.monotonic()
+    _, stderr = run.communicate()
+    watchdog.cancel()
+    return stderr, time.monotonic() - began_s
+
+
+def test_a_killed_rank_ends_the_run_in_seconds_and_nothing_written_is_lost(tmp_path):
+    run, ranks = start_training(tmp_path)
+    assert len(ranks) == 4
+    os.kill(ranks[2], signal.SIGKILL)
+    stderr, took_s = finish(run)
+    assert run.returncode == 1
+    assert stderr.startswith("error: rank 2 failed: ended by SIGKILL")
+    assert "rank_2.log" in stderr
+    assert took_s < 15
+    assert not any(map(is_running, ranks))
+    assert read_lines(tmp_path / "out" / "metrics.jsonl")
+
+
+def test_ctrl_c_ends_everything(tmp_path):
+    run, ranks = start_training(tmp_path)
+    run.send_signal(signal.SIGINT)
+    stderr, _ = finish(run)
+    assert run.returncode == 130
+    assert "Traceback" not in stderr
+    assert not any(map(is_running, ranks))
+
+
+def as_tasks_of_open_mpi(folder, num_tasks):
+    """The run's own command, once per task, with the environment that mpirun gives each."""
+    path = folder / "run.yaml"
+    path.write_text(CONFIG)
+    # Open MPI's job ids are multiples of 4096; the port of the coordinator is derived from it.
+    job = os.getpid() << 12
+    tasks = [
+        subprocess.Popen(
+            [*JAXMORPH, "train", str(path), f"run.dir={folder / 'out'}", "run.steps=3",
+             "parallelism.stages=2"],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {
+                "OMPI_MCA_orte_hnp_uri": f"{job}.0;tcp://127.0.0.1:1",
+                "OMPI_COMM_WORLD_SIZE": str(num_tasks),
+                "OMPI_COMM_WORLD_RANK": str(rank),
+                "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+            },
+        )
+        for rank in range(num_tasks)
+    ]  # fmt: skip
+    watchdogs = [threading.Timer(LIMIT_S, task.kill) for task in tasks]
+    for watchdog in watchdogs:
+        watchdog.start()
+    results = [(*task.communicate(), task.returncode) for task in tasks]
+    for watchdog in watchdogs:
+        watchdog.cancel()
+    return results
+
+
+def test_tasks_of_a_cluster_job_are_ranks_of_one_run(tmp_path):
+    (out, _, first), (silent, _, second) = as_tasks_of_open_mpi(tmp_path, 2)
+    assert (first, second) == (0, 0)
+    assert "2, layers 2 2" in out
+    assert "layers" not in silent
+    assert len(read_lines(tmp_path / "out" / "metrics.jsonl")) == 3
+
+
+def test_a_job_of_another_size_is_refused(tmp_path):
+    results = as_tasks_of_open_mpi(tmp_path, 1)
+    ((_, stderr, code),) = results
+    assert code == 2
+    assert "parallelism.stages: got 2, expected the job's number of tasks, 1" in stderr
