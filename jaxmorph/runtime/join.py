@@ -4,8 +4,8 @@ import os
 
 import jax
 
-from jaxmorph.runtime.coordination import key_value_store
-from jaxmorph.runtime.rendezvous import CoordinationRendezvous, Rendezvous, SoleRank
+from jaxmorph.runtime.coordination import coordinator_host, key_value_store
+from jaxmorph.runtime.rendezvous import HostRendezvous, Rendezvous, SoleRank
 
 
 def join_run(
@@ -41,8 +41,12 @@ def join_run(
         initialization_timeout=max(1, round(start_timeout_s)),
         coordinator_bind_address=coordinator,  # only where ranks are told to look for it
     )
-    return CoordinationRendezvous(
-        step_timeout_s, key_value_store(), jax.process_index(), jax.process_count()
+    return HostRendezvous(
+        key_value_store(),
+        coordinator_host(),
+        jax.process_index(),
+        jax.process_count(),
+        step_timeout_s,
     )
 
 

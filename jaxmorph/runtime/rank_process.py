@@ -117,7 +117,7 @@ def _one_line(error: BaseException) -> str:
 
 def _is_echo(error: BaseException) -> bool:
     """Whether the error is how a rank learns that another one failed."""
-    from jaxmorph.runtime.rendezvous import RendezvousTimeoutError
+    from jaxmorph.runtime.rendezvous import RendezvousError
 
     text = str(error).lower()
-    return isinstance(error, RendezvousTimeoutError) or "gloo" in text or "connection" in text
+    return isinstance(error, RendezvousError) or "gloo" in text or "connection" in text

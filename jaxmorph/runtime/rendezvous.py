@@ -1,22 +1,22 @@
 """What the ranks of a run tell one another, over the host network and in one fixed order."""
 
+import contextlib
 import json
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+import secrets
+import socket
+import time
 from typing import Any, Protocol
 
-import jax
-
+from jaxmorph.runtime.connection import Connection, ConnectionLostError, identify, introduce
 from jaxmorph.runtime.coordination import KeyValueStore
 
 Message = dict[str, Any]
 
-# Old rounds are forgotten a block at a time, so that the store doesn't grow with the run.
-_ROUNDS_PER_BLOCK = 64
+_KEY = "jaxmorph/rendezvous"
 
 
-class RendezvousTimeoutError(RuntimeError):
-    """A rank didn't come to a meeting in time."""
+class RendezvousError(RuntimeError):
+    """A rank didn't come to a meeting in time, or is gone."""
 
 
 class Rendezvous(Protocol):
@@ -26,7 +26,21 @@ class Rendezvous(Protocol):
     num_ranks: int
 
     def exchange(self, message: Message) -> list[Message]:
-        """All ranks' messages, in rank order; also a barrier."""
+        """All ranks' messages, in rank order; also a barrier.
+
+        Args:
+            message: What this rank says; anything JSON can hold.
+
+        Returns:
+            One message per rank, this rank's own included.
+
+        Raises:
+            RendezvousError: If a rank is gone or doesn't come within the deadline; it names it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave."""
         ...
 
 
@@ -40,70 +54,107 @@ class SoleRank:
         """The own message, as it would come back from the network."""
         return [json.loads(json.dumps(message))]
 
+    def close(self) -> None:
+        """Nothing to leave."""
 
-class CoordinationRendezvous:
-    """Messages through JAX's coordination service: gathered by rank 0, which sends all to all.
+
+class HostRendezvous:
+    """Every rank's message goes to rank 0, which sends all of them to all, over TCP.
+
+    JAX's coordination service only tells the ranks where rank 0 listens, and the run's secret: a
+    meeting by its key-value store takes milliseconds, this one a fraction of one, at every step.
 
     Args:
-        deadline_s: How long a rank waits for the others before it gives up.
-        store: The run's key-value store.
+        store: The key-value store of the run.
+        host: Rank 0's, as all ranks reach it; it listens on no other address.
         rank: This process's rank.
         num_ranks: How many ranks there are.
+        deadline_s: How long a rank waits for the others before it gives up.
     """
 
-    def __init__(self, deadline_s: float, store: KeyValueStore, rank: int, num_ranks: int) -> None:
+    def __init__(
+        self, store: KeyValueStore, host: str, rank: int, num_ranks: int, deadline_s: float
+    ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
         self._deadline_s = deadline_s
-        self._store = store
-        self._round = 0
-        self._threads = ThreadPoolExecutor(max(1, num_ranks - 1), "jaxmorph-rendezvous")
+        if rank == 0:
+            self._peers = _gather(store, host, num_ranks, deadline_s)
+        else:
+            self._peers = {0: _connect(store, rank, deadline_s)}
 
     def exchange(self, message: Message) -> list[Message]:
-        """All ranks' messages, in rank order; also a barrier.
+        """All ranks' messages, in rank order; also a barrier (see `Rendezvous`)."""
+        mine = json.dumps(message).encode()
+        if self.rank != 0:
+            self._send(0, mine)
+            return json.loads(self._receive(0))
+        others = [self._receive(rank) for rank in range(1, self.num_ranks)]
+        everything = b"[" + b",".join([mine, *others]) + b"]"
+        for rank in range(1, self.num_ranks):
+            self._send(rank, everything)
+        return json.loads(everything)
 
-        Args:
-            message: What this rank says; anything JSON can hold.
+    def close(self) -> None:
+        """Close all connections."""
+        for peer in self._peers.values():
+            peer.close()
 
-        Returns:
-            One message per rank, this rank's own included.
+    def _send(self, rank: int, message: bytes) -> None:
+        with self._naming(rank):
+            self._peers[rank].send(message)
 
-        Raises:
-            RendezvousTimeoutError: If a rank doesn't come within the deadline; it names the rank.
-        """
-        prefix = f"{self._block(self._round)}{self._round}"
-        mine = json.dumps(message)
-        if self.rank == 0:
-            # All at once: each look-up is a round trip, also when the message is there already.
-            others = self._threads.map(partial(self._get, prefix), range(1, self.num_ranks))
-            text = f"[{','.join([mine, *others])}]"
-            self._store.key_value_set(f"{prefix}/all", text)
-            self._forget_old_rounds()
-        else:
-            self._store.key_value_set(f"{prefix}/{self.rank}", mine)
-            text = self._get(prefix, "all")
-        self._round += 1
-        return json.loads(text)
+    def _receive(self, rank: int) -> bytes:
+        with self._naming(rank):
+            return self._peers[rank].receive()
 
-    @staticmethod
-    def _block(number: int) -> str:
-        return f"jaxmorph/{number // _ROUNDS_PER_BLOCK}/"
-
-    def _get(self, prefix: str, who: int | str) -> str:
+    @contextlib.contextmanager
+    def _naming(self, rank: int) -> Any:
         try:
-            return self._store.blocking_key_value_get(
-                f"{prefix}/{who}", int(self._deadline_s * 1000)
-            )
-        except jax.errors.JaxRuntimeError as error:
-            late = f"rank {who}" if who != "all" else "rank 0, which waits for all others,"
-            reason = (
-                f"{late} did not come to meeting {self._round} within {self._deadline_s:g} s"
-                if "DEADLINE_EXCEEDED" in str(error)
-                else f"the coordination service is gone ({str(error).splitlines()[0]})"
-            )
-            raise RendezvousTimeoutError(reason) from error
+            yield
+        except TimeoutError as error:
+            raise RendezvousError(
+                f"rank {rank} did not come to a meeting within {self._deadline_s:g} s"
+            ) from error
+        except ConnectionLostError as error:
+            raise RendezvousError(f"rank {rank} is gone: {error}") from error
 
-    def _forget_old_rounds(self) -> None:
-        """In the second round of a block every rank has read all of the block before: drop it."""
-        if self._round > 1 and self._round % _ROUNDS_PER_BLOCK == 1:
-            self._store.key_value_delete(self._block(self._round - _ROUNDS_PER_BLOCK))
+
+def _gather(
+    store: KeyValueStore, host: str, num_ranks: int, deadline_s: float
+) -> dict[int, Connection]:
+    """Listen until all other ranks have connected; strangers are turned away."""
+    secret = secrets.token_bytes(32)
+    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    until_s = time.monotonic() + deadline_s
+    peers: dict[int, Connection] = {}
+    with socket.create_server((host, 0), family=family, backlog=num_ranks) as listener:
+        where = {"host": host, "port": listener.getsockname()[1], "secret": secret.hex()}
+        store.key_value_set(_KEY, json.dumps(where))
+        while len(peers) < num_ranks - 1:
+            listener.settimeout(max(0.001, until_s - time.monotonic()))
+            try:
+                connection = Connection(listener.accept()[0], deadline_s)
+            except TimeoutError:
+                missing = sorted(set(range(1, num_ranks)) - set(peers))
+                raise RendezvousError(f"ranks {missing} did not come to the rendezvous") from None
+            rank = _identified(connection, secret)
+            if rank is None or rank in peers or not 0 < rank < num_ranks:
+                connection.close()
+            else:
+                peers[rank] = connection
+    return peers
+
+
+def _identified(connection: Connection, secret: bytes) -> int | None:
+    with contextlib.suppress(ConnectionLostError, TimeoutError):
+        return identify(connection, secret)
+    return None
+
+
+def _connect(store: KeyValueStore, rank: int, deadline_s: float) -> Connection:
+    where = json.loads(store.blocking_key_value_get(_KEY, round(deadline_s * 1000)))
+    peer = socket.create_connection((where["host"], where["port"]), deadline_s)
+    connection = Connection(peer, deadline_s)
+    introduce(connection, rank, bytes.fromhex(where["secret"]))
+    return connection

@@ -1,13 +1,12 @@
+import contextlib
+import json
+import socket
 import threading
+import time
 
-import jax
-import pytest
+from jaxmorph.runtime.rendezvous import HostRendezvous, RendezvousError, SoleRank
 
-from jaxmorph.runtime.rendezvous import (
-    CoordinationRendezvous,
-    RendezvousTimeoutError,
-    SoleRank,
-)
+LOOPBACK = "127.0.0.1"
 
 
 class Store:
@@ -24,52 +23,108 @@ class Store:
 
     def blocking_key_value_get(self, key, timeout_in_ms):
         with self.changed:
-            if not self.changed.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
-                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            assert self.changed.wait_for(lambda: key in self.values, timeout_in_ms / 1000)
             return self.values[key]
 
-    def key_value_delete(self, key):
-        with self.changed:
-            assert key.endswith("/")
-            self.values = {k: v for k, v in self.values.items() if not k.startswith(key)}
 
-
-def meet(num_ranks, rounds, store, deadline_s=20.0):
-    """What each rank heard, round by round."""
-    heard = [[] for _ in range(num_ranks)]
+def in_threads(num_ranks, body, store=None, deadline_s=20.0, absent=()):
+    """What `body(rendezvous)` returned or raised on each rank."""
+    store = store or Store()
+    results = [None] * num_ranks
 
     def run(rank):
-        meeting = CoordinationRendezvous(deadline_s, store, rank, num_ranks)
-        for number in range(rounds):
-            heard[rank].append(meeting.exchange({"rank": rank, "round": number}))
+        try:
+            meeting = HostRendezvous(store, LOOPBACK, rank, num_ranks, deadline_s)
+            with contextlib.closing(meeting):
+                results[rank] = body(meeting)
+        except RendezvousError as error:
+            results[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(num_ranks) if r not in absent]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    return heard
+        assert not thread.is_alive()
+    return results
 
 
 def test_every_rank_hears_all_in_rank_order():
-    heard = meet(3, rounds=2, store=Store())
+    def meet_twice(meeting):
+        return [meeting.exchange({"rank": meeting.rank, "round": number}) for number in range(2)]
+
     expected = [[{"rank": rank, "round": number} for rank in range(3)] for number in range(2)]
-    assert heard == [expected] * 3
+    assert in_threads(3, meet_twice) == [expected] * 3
 
 
-def test_the_store_does_not_grow_with_the_run():
-    store = Store()
-    heard = meet(2, rounds=400, store=store)
-    assert [len(rounds) for rounds in heard] == [400, 400]
-    assert len(store.values) <= 2 * 2 * 64
+def test_a_meeting_is_a_barrier():
+    latest_arrival_s, released_s = [], []
 
-
-def test_a_rank_that_does_not_come_is_named():
-    meeting = CoordinationRendezvous(0.05, Store(), rank=0, num_ranks=3)
-    with pytest.raises(
-        RendezvousTimeoutError, match=r"rank 1 did not come to meeting 0 within 0\.05 s"
-    ):
+    def meet(meeting):
+        time.sleep(0.02 * meeting.rank)
+        latest_arrival_s.append(time.monotonic())
         meeting.exchange({})
+        released_s.append(time.monotonic())
+
+    in_threads(3, meet)
+    assert min(released_s) >= max(latest_arrival_s)
+
+
+def test_large_messages_arrive_whole():
+    text = "x" * 3_000_000
+    heard = in_threads(2, lambda meeting: meeting.exchange({"text": text, "rank": meeting.rank}))
+    assert heard == [[{"text": text, "rank": 0}, {"text": text, "rank": 1}]] * 2
+
+
+def test_a_rank_that_never_connects_is_named():
+    results = in_threads(3, lambda meeting: meeting.exchange({}), deadline_s=0.5, absent=(1,))
+    assert "ranks [1] did not come to the rendezvous" in str(results[0])
+
+
+def test_a_rank_that_leaves_is_named_at_once():
+    def leave_early(meeting):
+        if meeting.rank != 1:
+            meeting.exchange({})
+
+    began_s = time.monotonic()
+    results = in_threads(3, leave_early, deadline_s=30.0)
+    assert "rank 1 is gone" in str(results[0])
+    assert time.monotonic() - began_s < 15
+
+
+def test_a_rank_that_does_not_come_to_a_meeting_is_named():
+    released = threading.Event()
+
+    def meet(meeting):
+        if meeting.rank == 1:
+            released.wait(30)
+            return
+        try:
+            meeting.exchange({})
+        finally:
+            released.set()
+
+    results = in_threads(2, meet, deadline_s=0.3)
+    assert "rank 1 did not come to a meeting within 0.3 s" in str(results[0])
+
+
+def test_strangers_are_turned_away_and_the_ranks_still_meet():
+    store = Store()
+
+    def knock():
+        where = json.loads(store.blocking_key_value_get("jaxmorph/rendezvous", 10_000))
+        for answer in (b"", b"\x00" * 40, b"GET / HTTP/1.1\r\n\r\n"):
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection((LOOPBACK, where["port"]), 10) as stranger,
+            ):
+                stranger.sendall(answer)
+
+    stranger = threading.Thread(target=knock)
+    stranger.start()
+    heard = in_threads(2, lambda meeting: meeting.exchange({"rank": meeting.rank}), store)
+    stranger.join(30)
+    assert heard == [[{"rank": 0}, {"rank": 1}]] * 2
 
 
 def test_a_rank_alone_hears_itself_as_if_from_the_network():

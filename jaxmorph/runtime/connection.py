@@ -1,0 +1,110 @@
+"""Messages between two processes of a run over TCP: framed, and refused from strangers."""
+
+import hmac
+import secrets
+import socket
+import struct
+
+_LENGTH = struct.Struct("!I")
+_RANK = struct.Struct("!I")
+_NONCE_BYTES = 32
+_LARGEST_BYTES = 1 << 28
+
+
+class ConnectionLostError(RuntimeError):
+    """The peer has closed the connection, or died."""
+
+
+class Connection:
+    """A connection to a peer that has proved to be of this run.
+
+    Args:
+        peer: A connected socket.
+        deadline_s: How long one message may take to come or go.
+    """
+
+    def __init__(self, peer: socket.socket, deadline_s: float) -> None:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.settimeout(deadline_s)
+        self._socket = peer
+
+    def send(self, message: bytes) -> None:
+        """Send one message.
+
+        Raises:
+            TimeoutError: If the peer doesn't take it within the deadline.
+            ConnectionLostError: If the peer is gone.
+        """
+        try:
+            self._socket.sendall(_LENGTH.pack(len(message)) + message)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ConnectionLostError(str(error)) from error
+
+    def receive(self, limit_bytes: int = _LARGEST_BYTES) -> bytes:
+        """Wait for one message.
+
+        Args:
+            limit_bytes: The longest that is taken.
+
+        Raises:
+            TimeoutError: If it doesn't come within the deadline.
+            ConnectionLostError: If the peer is gone, or announces more than the limit.
+        """
+        (length,) = _LENGTH.unpack(self._receive_exactly(_LENGTH.size))
+        if length > limit_bytes:
+            raise ConnectionLostError(
+                f"a message of {length} bytes, expected at most {limit_bytes}"
+            )
+        return self._receive_exactly(length)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def _receive_exactly(self, length: int) -> bytes:
+        received = bytearray()
+        while len(received) < length:
+            try:
+                part = self._socket.recv(length - len(received))
+            except ConnectionResetError as error:
+                raise ConnectionLostError(str(error)) from error
+            if not part:
+                raise ConnectionLostError("the connection was closed")
+            received += part
+        return bytes(received)
+
+
+def introduce(connection: Connection, rank: int, secret: bytes) -> None:
+    """Prove to the listening side that this is a rank of the run.
+
+    Args:
+        connection: To the listener.
+        rank: Who this is.
+        secret: The run's.
+    """
+    nonce = connection.receive(_NONCE_BYTES)
+    connection.send(_RANK.pack(rank) + _proof(secret, nonce, rank))
+
+
+def identify(connection: Connection, secret: bytes) -> int | None:
+    """Find out which rank has connected.
+
+    Args:
+        connection: From somebody.
+        secret: The run's.
+
+    Returns:
+        The rank, or None where the proof is wrong: a stranger.
+    """
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    connection.send(nonce)
+    answer = connection.receive(_RANK.size + hmac.new(secret, b"", "sha256").digest_size)
+    if len(answer) <= _RANK.size:
+        return None
+    (rank,) = _RANK.unpack(answer[: _RANK.size])
+    genuine = hmac.compare_digest(answer[_RANK.size :], _proof(secret, nonce, rank))
+    return rank if genuine else None
+
+
+def _proof(secret: bytes, nonce: bytes, rank: int) -> bytes:
+    return hmac.new(secret, nonce + _RANK.pack(rank), "sha256").digest()
