@@ -33,7 +33,7 @@ check: lint types test
 bench: setup
 	$(BIN)/python benchmarks/split_cost.py
 	$(BIN)/python benchmarks/pace.py
-	$(BIN)/python benchmarks/dispatch.py
+	$(BIN)/python -m benchmarks.dispatch
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

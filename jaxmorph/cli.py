@@ -1,8 +1,10 @@
 """The ``jaxmorph`` command: parses its arguments and calls what they ask for."""
 
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -59,10 +61,13 @@ def _jaxmorph() -> None:
 
 _PER_STAGE = "One number, or one per stage: 10 or 10,12,9,10."
 _PER_LINK = "One number, or one per link: 20 or 20,0,0."
+_FIELD = re.compile(r"(output file|\w+)(?=[\[:])")  # what an error begins with
+_OPTIONS = {"num_stages": "stages", "num_microbatches": "microbatches", "output file": "out"}
 
 
 @app.command()
 def plan(
+    context: typer.Context,
     stages: Annotated[int, typer.Option(help="Pipeline stages.")] = 4,
     microbatches: Annotated[int, typer.Option(help="Microbatches in a step.")] = 12,
     forward_ms: Annotated[str, typer.Option(help=f"Time of F. {_PER_STAGE}")] = "10",
@@ -92,28 +97,28 @@ def plan(
 ) -> int:
     """Plan a step, simulate it, and draw it."""
     if batch is not None:
+        _require_alone(context, "batch")
         return _answer_batch(batch)
-    if out is not None:
-        require_format(out)
-    problem = parse_problem(
-        {
-            "name": schedule,
-            "num_stages": stages,
-            "num_microbatches": microbatches,
-            "forward_ms": _numbers(forward_ms),
-            "backward_input_ms": _numbers(backward_input_ms),
-            "backward_weight_ms": _numbers(backward_weight_ms),
-            "link_ms": _numbers(link_ms),
-            "schedule": schedule,
-            "max_live": _numbers(max_live),
-            "live_until": live_until,
-            "planned_link_ms": _numbers(planned_link_ms),
-            "warmup_forwards": _numbers(warmup_forwards),
-        }
-    )
-    answer = solve(problem)
-    if out is not None:
-        save_timelines(out, {answer.schedule.name: answer.timeline})
+    fields = {
+        "name": schedule,
+        "num_stages": stages,
+        "num_microbatches": microbatches,
+        "forward_ms": _numbers(forward_ms),
+        "backward_input_ms": _numbers(backward_input_ms),
+        "backward_weight_ms": _numbers(backward_weight_ms),
+        "link_ms": _numbers(link_ms),
+        "schedule": schedule,
+        "max_live": _numbers(max_live),
+        "live_until": live_until,
+        "planned_link_ms": _numbers(planned_link_ms),
+        "warmup_forwards": _numbers(warmup_forwards),
+    }
+    with _options_named_in_errors():
+        if out is not None:
+            require_format(out)
+        answer = solve(parse_problem(fields))
+        if out is not None:
+            save_timelines(out, {answer.schedule.name: answer.timeline})
     if as_json:
         typer.echo(json.dumps(answer.to_json(), allow_nan=False))
     else:
@@ -155,6 +160,27 @@ def model(
     names = [preset] if preset is not None else None
     print_model_table(Console(highlight=False), factory, names, vocab_size, sequence_length, stages)
     return 0
+
+
+@contextmanager
+def _options_named_in_errors() -> Iterator[None]:
+    """Has an error that begins with a problem's field begin with the option it came from."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error)
+        if found := _FIELD.match(text):
+            option = _OPTIONS.get(found[0], found[0].replace("_", "-"))
+            text = f"--{option}{text[found.end() :]}"
+        raise UserError(text) from error
+
+
+def _require_alone(context: typer.Context, name: str) -> None:
+    """Refuses an option that would not be heeded, because ``name`` was given too."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name != name and source is not None and source.name == "COMMANDLINE":
+            raise UserError(f"--{name}: got {parameter.opts[0]} as well, expected no other option")
 
 
 def _answer_batch(path: Path) -> int:

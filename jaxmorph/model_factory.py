@@ -46,11 +46,12 @@ def build_model(config: Config, vocab_size: int) -> "PipelineModel":
         raise UserError(f"{key}{text}") from error
 
 
-def load_factory(name: str) -> Any:
+def load_factory(name: str, where: str = "model.factory") -> Any:
     """The module that makes a model.
 
     Args:
         name: As Python imports it; the current directory is searched too.
+        where: What an error says the name was read from.
 
     Returns:
         A module with a function `build`.
@@ -67,7 +68,7 @@ def load_factory(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module is there, but not something that it needs
-        raise UserError(f"model.factory: got {name!r}, {expected}") from error
+        raise UserError(f"{where}: got {name!r}, {expected}") from error
     if not hasattr(module, "build"):
-        raise UserError(f"model.factory: got {name!r} without one, {expected}")
+        raise UserError(f"{where}: got {name!r} without one, {expected}")
     return module

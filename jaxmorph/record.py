@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,24 @@ class RunRecord:
         config: The run.
         directory: Where the run writes.
         reporter: What the user sees.
+        clock: Seconds, monotonic.
     """
 
-    def __init__(self, config: Config, directory: RunDirectory, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        config: Config,
+        directory: RunDirectory,
+        reporter: Reporter,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
         self._directory = directory
         self._reporter = reporter
+        self._clock = clock
         self._records: list[StepRecord] = []
         self._traces: list[Path] = []
         self._last_timelines: dict[str, Timeline] = {}
-        self._began_s = time.monotonic()
+        self._began_s = self._last_step_s = clock()
 
     @property
     def num_steps(self) -> int:
@@ -53,7 +62,7 @@ class RunRecord:
         """
         match message:
             case {"kind": "started", "header": header}:
-                self._began_s = time.monotonic()
+                self._began_s = self._clock()
                 self._reporter.start(self._header(header))
             case {"kind": "step", "record": fields}:
                 self._take_step(StepRecord(**fields))
@@ -72,7 +81,7 @@ class RunRecord:
         save_gantt(picture, self._last_timelines)
         summary = summarize(
             self._records,
-            elapsed_s=time.monotonic() - self._began_s,
+            elapsed_s=self._last_step_s - self._began_s,
             run_directory=self._directory.path,
             picture=picture,
             traces=self._traces,
@@ -97,6 +106,7 @@ class RunRecord:
         )
 
     def _take_step(self, record: StepRecord) -> None:
+        self._last_step_s = self._clock()
         self._records.append(record)
         self._directory.write_step(record)
         self._reporter.step(record)

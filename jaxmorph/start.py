@@ -1,6 +1,7 @@
 """Starts a training run: one process per stage on this machine, or one rank of a cluster's job."""
 
 import os
+import socket
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +15,7 @@ from jaxmorph.runtime.launcher import run_ranks
 _LAUNCHES = ("auto", "local", "cluster")
 
 # Each is set in the processes that srun, mpirun or an indexed Kubernetes job has started.
-_CLUSTER_VARIABLES = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "JOB_COMPLETION_INDEX")
+_CLUSTER_VARIABLES = ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX")
 
 
 def start_training(path: Path, overrides: Sequence[str], launch: str = "auto") -> None:
@@ -81,12 +82,25 @@ def _run_as_rank(config: Config) -> None:
     from jaxmorph.train import train
 
     timeouts = config.timeouts
-    rendezvous = join_run(start_timeout_s=timeouts.start_s, step_timeout_s=timeouts.step_s)
+    try:
+        rendezvous = join_run(start_timeout_s=timeouts.start_s, step_timeout_s=timeouts.step_s)
+    except ValueError as error:  # what `jax.distributed` raises when it finds no cluster
+        raise UserError(
+            f"--launch: this process is no rank that jax.distributed can place ({error}); on "
+            "Kubernetes it needs the package 'kubernetes', under Open MPI 5 'mpi4py'; --launch "
+            "local starts the stages on this machine instead"
+        ) from error
     stages = config.parallelism.stages
     if rendezvous.num_ranks != stages:
         raise UserError(
             f"parallelism.stages: got {stages}, expected the job's number of tasks, "
             f"{rendezvous.num_ranks} (--launch local starts the stages on this machine instead)"
+        )
+    hosts = {report["host"] for report in rendezvous.exchange({"host": socket.gethostname()})}
+    if config.emulation.accelerator is not None and len(hosts) > 1:
+        raise UserError(
+            f"emulation.accelerator: got ranks on {len(hosts)} hosts, expected one: paced ranks "
+            "compare times of one machine's clock"
         )
     if rendezvous.rank != 0:
         train(config, rendezvous, lambda message: None)

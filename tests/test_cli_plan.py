@@ -48,6 +48,11 @@ def test_plan_prints_the_step_and_its_numbers(capsys):
     assert out.splitlines()[-1].startswith("planning     ")
 
 
+def test_a_step_that_is_not_the_fastest_says_how_far_it_is_above_the_bound(capsys):
+    _, out, _ = _run(capsys, "plan", "--link-ms", "0,0,20", "--planned-link-ms", "0")
+    assert "lower bound  410.0 ms  this is 17.1% above the bound\n" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "makespan_ms"),
     [
@@ -82,16 +87,21 @@ def test_plan_keeps_caps_and_takes_warm_ups(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--schedule", "interleaved"], "schedule: got 'interleaved', expected one of gpipe, 1f1b"),
+        (["--schedule", "interleaved"], "--schedule: got 'interleaved', expected one of "),
         (["--stages", "four"], "Invalid value for '--stages'"),
-        (["--stages", "0"], "num_stages: got 0"),
-        (["--forward-ms", "10,x"], "forward_ms: got 2 values, expected 4"),
-        (["--forward-ms", "ten"], "forward_ms: got 'ten', expected one number or a list of 4"),
-        (["--link-ms", "nan"], "link_ms[0]: got nan"),
+        (["--stages", "0"], "--stages: got 0"),
+        (["--forward-ms", "10,x"], "--forward-ms: got 2 values, expected 4"),
+        (["--forward-ms", "ten"], "--forward-ms: got 'ten', expected one number or a list of 4"),
+        (["--link-ms", "nan"], "--link-ms[0]: got nan"),
         (["--frob"], "No such option"),
-        (["--out", "plan.pdf"], "output file: got plan.pdf, expected a name that ends in .png"),
+        (["--out", "plan.pdf"], "--out: got plan.pdf, expected a name that ends in .png"),
+        (["--out", "nowhere/plan.png"], "--out: got nowhere/plan.png, but there is no folder"),
+        (["--microbatches", "0"], "--microbatches: got 0"),
+        (["--warmup-forwards", "3,4,2,1"], "--warmup-forwards[1]: got 4"),
+        (["--batch", "missing.jsonl", "--stages", "4"], "--batch: got --stages as well"),
+        (["--json", "--batch", "missing.jsonl"], "--batch: got --json as well"),
         (["--batch", "missing.jsonl"], "--batch: cannot read missing.jsonl"),
-        (["--max-live", "3", "--schedule", "zb-h2"], "max_live[0]: zb-h2 holds 7"),
+        (["--max-live", "3", "--schedule", "zb-h2"], "--max-live[0]: zb-h2 holds 7"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(capsys, arguments, message):
@@ -99,6 +109,13 @@ def test_mistakes_are_one_line_and_exit_code_2(capsys, arguments, message):
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {message}")
     assert err.count("\n") == 1
+
+
+def test_a_problem_in_a_batch_keeps_its_fields_names_in_errors(capsys, tmp_path):
+    batch = tmp_path / "batch.jsonl"
+    batch.write_text('{"name": "a"}')
+    _, out, _ = _run(capsys, "plan", "--batch", str(batch))
+    assert json.loads(out)["error"] == "num_stages: missing, expected a value"
 
 
 def test_an_unknown_command_is_the_users_mistake(capsys):

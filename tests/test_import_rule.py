@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
+IMPORTS_JAX = {"grain"}  # other packages whose import imports JAX
 
 # What each room may import of jaxmorph, apart from itself and jaxmorph.errors.
 MAY_IMPORT = {
@@ -20,6 +22,7 @@ MAY_IMPORT = {
     "pallas_kernels": set(),
 }
 WITHOUT_JAX = {"schedule", "program", "transport", "config", "data", "errors", "cli"}
+IN_FUNCTIONS_ALONE = {"data"}  # may import the packages that import JAX, but not on import
 COMMANDS = {"train", "compare", "cli"}
 NOT_FOR_CONTROL = {"runtime", "stage", "transport", "pallas_kernels"}
 
@@ -42,8 +45,24 @@ def _absolute(node: ast.ImportFrom, path: Path) -> str:
 
 def _imports(source: str, path: Path) -> set[str]:
     """Every module a source names in an import, at any depth, and what it takes from each."""
+    return _named_in(ast.walk(ast.parse(source)), path)
+
+
+def _imports_on_import(source: str, path: Path) -> set[str]:
+    """Those of a source's imports that importing it runs: the ones outside functions."""
+    return _named_in(_outside_functions(ast.parse(source)), path)
+
+
+def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield child
+            yield from _outside_functions(child)
+
+
+def _named_in(nodes: Iterable[ast.AST], path: Path) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -53,12 +72,13 @@ def _imports(source: str, path: Path) -> set[str]:
     return names
 
 
-def _imports_by_module(package: str) -> dict[str, set[str]]:
+def _imports_by_module(package: str, read=_imports) -> dict[str, set[str]]:
     sources = _sources(package).items()
-    return {name: _imports(path.read_text(encoding="utf-8"), path) for name, path in sources}
+    return {name: read(path.read_text(encoding="utf-8"), path) for name, path in sources}
 
 
 IMPORTS = _imports_by_module("jaxmorph")
+IMPORTS_ON_IMPORT = _imports_by_module("jaxmorph", _imports_on_import)
 MODEL_IMPORTS = _imports_by_module("models")
 
 
@@ -73,13 +93,15 @@ def _rooms_seen(module: str) -> set[str]:
     return {room for room in rooms if room} - {_room(module), "errors"}
 
 
-def _top_levels(module: str) -> set[str]:
-    return {name.split(".")[0] for name in IMPORTS[module]}
+def _top_levels(names: Iterable[str]) -> set[str]:
+    return {name.split(".")[0] for name in names}
 
 
 @pytest.mark.parametrize("module", [m for m in IMPORTS if _room(m) in WITHOUT_JAX])
 def test_rooms_without_jax_never_name_it(module):
-    assert not _top_levels(module) & JAX
+    in_functions = _room(module) in IN_FUNCTIONS_ALONE
+    assert not _top_levels(IMPORTS[module]) & (JAX if in_functions else JAX | IMPORTS_JAX)
+    assert not _top_levels(IMPORTS_ON_IMPORT[module]) & IMPORTS_JAX
 
 
 @pytest.mark.parametrize("module", [m for m in IMPORTS if _room(m) in MAY_IMPORT])
@@ -130,6 +152,16 @@ def test_hidden_imports_are_seen():
     }
 
 
-def test_importing_the_command_line_does_not_import_jax():
-    code = "import sys, jaxmorph, jaxmorph.cli; sys.exit('jax' in sys.modules)"
+def test_imports_in_functions_do_not_run_on_import():
+    source = (
+        "import numpy\nif numpy:\n    import grain\n"
+        "class C:\n    import flax\n    def f(self):\n        import jax\n"
+        "async def g():\n    from optax import adam\n"
+    )
+    path = ROOT / "jaxmorph" / "data" / "imagined.py"
+    assert _imports_on_import(source, path) == {"numpy", "grain", "flax"}
+
+
+def test_importing_the_command_line_or_the_data_room_does_not_import_jax():
+    code = "import sys, jaxmorph, jaxmorph.cli, jaxmorph.data; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -179,7 +179,7 @@ class Emulation(Section):
 
 
 class Trace(Section):
-    """Which steps leave a Chrome trace: every N-th, none for 0."""
+    """Which steps leave a Chrome trace: every N-th and always the last; for 0 only the last."""
 
     every_steps: CountOrZero = 20
 

@@ -61,7 +61,7 @@ class StepRecord:
         predicted_step_s: the plan's step time; None while there is no measured plan.
         bubble_rate: measured idle share of the devices' time; None where it was not measured.
         peak_live: most microbatches held at once, for each stage.
-        compilations: programs compiled during the step.
+        compilations: programs compiled by all ranks together so far.
         planned_bubble_rate: the plan's idle share; for the terminal only.
     """
 
@@ -90,7 +90,7 @@ class Event:
     """Something that happened to the run, beside its steps.
 
     Attributes:
-        time_s: seconds since the run started.
+        time_s: seconds since training began, after the warm-up steps.
         step: the step it happened in.
         kind: such as `plan_changed` or `link_failed`.
         link: the link it happened to, such as `2-3`, if any.
@@ -110,7 +110,7 @@ class RunSummary:
 
     Attributes:
         losses: the loss of each step.
-        elapsed_s: the whole run, from its first step's start.
+        elapsed_s: from the first step's start to the last one's end.
         step_s: median measured step.
         predicted_step_s: median planned step, if steps had plans.
         bubble_rate: median measured idle share, if measured.
@@ -145,7 +145,7 @@ def summarize(
 
     Args:
         records: every step's, in order, at least one.
-        elapsed_s: the whole run, seconds.
+        elapsed_s: from the first step's start to the last one's end, seconds.
         run_directory: where the run wrote.
         picture: the picture of planned against measured, if drawn.
         traces: Chrome traces of sampled steps.

@@ -125,14 +125,17 @@ class PlainReporter:
 
     def __init__(self, file: IO[str]):
         self._file = file
+        self._has_column_names = False
 
     def start(self, header: RunHeader) -> None:
-        """Writes what is about to run, and the names of the columns."""
+        """Writes what is about to run."""
         self._write_rows(header_rows(header))
-        self._write(_PLAIN_COLUMNS.format(*_PLAIN_NAMES))
 
     def step(self, record: StepRecord) -> None:
-        """Writes a step."""
+        """Writes a step, the first one below the names of the columns."""
+        if not self._has_column_names:
+            self._write(_PLAIN_COLUMNS.format(*_PLAIN_NAMES))
+            self._has_column_names = True
         cells = (
             record.step,
             f"{record.loss:.4f}",

@@ -132,7 +132,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def short_count(number: int) -> str:
     """A count to two or three digits: `842`, `1.24 M`, `6.7 B`."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
+        if number >= 0.9995 * size:  # what rounds to the unit is written in it
             return f"{number / size:.3g} {letter}"
     return str(number)
 

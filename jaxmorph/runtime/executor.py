@@ -48,14 +48,14 @@ class StageMathematics(Protocol):
         """(input gradient or None, weight stash)."""
         ...
 
-    def backward_weight(self, weights: Tree, weight_stash: Tree, accumulators: Tree) -> Any:
-        """(accumulators, marker): the marker is ready when the program has run."""
+    def backward_weight_marked(self, weights: Tree, weight_stash: Tree, accumulators: Tree) -> Any:
+        """(accumulators, an array that is ready when the program has run)."""
         ...
 
-    def backward(
+    def backward_marked(
         self, weights: Tree, stash: Tree, output_gradient: jax.Array, accumulators: Tree
     ) -> Any:
-        """(input gradient or None, accumulators, marker)."""
+        """(input gradient or None, accumulators, an array that is ready when it has run)."""
         ...
 
 
@@ -267,19 +267,19 @@ class Executor:
 
     def _run_backward_weight(self, microbatch: int, state: _Step) -> Any:
         weight_stash = state.buffer(BufferKind.WEIGHT_STASH, microbatch)
-        state.accumulators = self.stage.backward_weight(
+        state.accumulators, done = self.stage.backward_weight_marked(
             state.weights, weight_stash, state.accumulators
         )
-        return None
+        return done
 
     def _run_backward(self, microbatch: int, state: _Step) -> Any:
         stash = state.buffer(BufferKind.STASH, microbatch)
-        gradient, state.accumulators = self.stage.backward(
+        gradient, state.accumulators, done = self.stage.backward_marked(
             state.weights, stash, self._output_gradient(microbatch, state), state.accumulators
         )
         if not state.is_first:
             state.keep(BufferKind.INPUT_GRADIENT, microbatch, gradient)
-        return None
+        return done
 
     def _output_gradient(self, microbatch: int, state: _Step) -> jax.Array:
         if state.is_last:

@@ -121,12 +121,19 @@ def _start(
             stdout=log,
             stderr=subprocess.STDOUT,
             pass_fds=(messages_write, lifeline_read),
+            env=_environment(num_ranks),
             start_new_session=True,  # Ctrl-C is for the launcher, which ends the ranks in order
         )
     os.close(messages_write)
     os.close(lifeline_read)
     exit_fd = os.pidfd_open(process.pid)
     return _Rank(number, process, log_path, messages_read, lifeline_write, exit_fd)
+
+
+def _environment(num_ranks: int) -> dict[str, str]:
+    """The ranks share this machine's processors: XLA sizes its thread pools by NPROC."""
+    share = max(1, (os.cpu_count() or 1) // num_ranks)
+    return {"NPROC": str(share), **os.environ}
 
 
 def _watch(watch: _Watch) -> None:

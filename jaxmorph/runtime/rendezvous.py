@@ -13,6 +13,7 @@ from jaxmorph.runtime.coordination import KeyValueStore
 Message = dict[str, Any]
 
 _KEY = "jaxmorph/rendezvous"
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class RendezvousError(RuntimeError):
@@ -66,7 +67,8 @@ class HostRendezvous:
 
     Args:
         store: The key-value store of the run.
-        host: Rank 0's, as all ranks reach it; it listens on no other address.
+        host: Rank 0's, as all ranks reach it. On a loopback address rank 0 listens on that alone,
+            else on all of its addresses, as its own name may not be what others know it by.
         rank: This process's rank.
         num_ranks: How many ranks there are.
         deadline_s: How long a rank waits for the others before it gives up.
@@ -126,9 +128,10 @@ def _gather(
     """Listen until all other ranks have connected; strangers are turned away."""
     secret = secrets.token_bytes(32)
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    bound = host if host in _LOOPBACK else ""
     until_s = time.monotonic() + deadline_s
     peers: dict[int, Connection] = {}
-    with socket.create_server((host, 0), family=family, backlog=num_ranks) as listener:
+    with socket.create_server((bound, 0), family=family, backlog=num_ranks) as listener:
         where = {"host": host, "port": listener.getsockname()[1], "secret": secret.hex()}
         store.key_value_set(_KEY, json.dumps(where))
         while len(peers) < num_ranks - 1:

@@ -74,7 +74,7 @@ class StageTrainer:
         paced = settings.pace is not None
         self._queue = PacedQueue() if paced else AsynchronousQueue()
         links = _link_programs(model, settings, rank, mesh)
-        self._executor = Executor(
+        self.executor = Executor(
             stage=self.programs,
             placement=NamedSharding(submesh, PartitionSpec()),
             queue=self._queue,
@@ -99,7 +99,7 @@ class StageTrainer:
         Returns:
             Loss and timings of this rank.
         """
-        outcome = self._executor.execute(
+        outcome = self.executor.execute(
             program, self._weights, self._accumulators, inputs, step=step
         )
         self._accumulators = outcome.accumulators

@@ -146,7 +146,8 @@ def _order(
         origin = "as given"
     schedule = select_ops(costs, links, limits, num_microbatches, warmup_forwards, name)
     warmups = " ".join(map(str, warmup_forwards))
-    return schedule, f"warm-up forwards {warmups} {origin}; then B before F before W"
+    # Before its first B arrives, a stage may have room for more forwards than these.
+    return schedule, f"warm-up forwards at least {warmups} {origin}; then B before F before W"
 
 
 def _require_possible(

@@ -36,7 +36,7 @@ def _heading(answer: Answer) -> Text:
 def _numbers(answer: Answer) -> list[Text]:
     makespan_ms, bound_ms = answer.timeline.makespan_ms, answer.lower_bound_ms
     above = makespan_ms / bound_ms - 1 if bound_ms else 0.0
-    distance = "no schedule is faster" if above == 0 else f"this is within {above:.1%} of it"
+    distance = "no schedule is faster" if above == 0 else f"this is {above:.1%} above the bound"
     schedule, live_until = answer.schedule, answer.live_until
     rows = {
         "makespan": (f"{makespan_ms:,.1f} ms", ""),

@@ -101,6 +101,17 @@ class StagePrograms:
         Returns:
           The accumulators, with this microbatch's gradients added in place.
         """
+        return self.backward_weight_marked(weights, weight_stash, accumulators)[0]
+
+    def backward_weight_marked(
+        self, weights: Arrays, weight_stash: Arrays, accumulators: Params
+    ) -> tuple[Params, jax.Array]:
+        """Runs W as `backward_weight` does, and tells when.
+
+        Returns:
+          (the accumulators; a scalar that is ready when W has run, for the accumulators themselves
+          can't be waited for once the next W has taken them).
+        """
         return self.compiled["W"](weights, weight_stash, accumulators)
 
     def backward(
@@ -110,7 +121,14 @@ class StagePrograms:
 
         Arguments and results are those of `backward_input` and `backward_weight`.
         """
-        return self.compiled["BW"](weights, stash, output_gradient, accumulators)
+        return self.backward_marked(weights, stash, output_gradient, accumulators)[:2]
+
+    def backward_marked(
+        self, weights: Arrays, stash: Arrays, output_gradient: jax.Array, accumulators: Params
+    ) -> tuple[jax.Array | None, Params, jax.Array]:
+        """Runs BW as `backward` does, and tells when, as `backward_weight_marked` does."""
+        (gradient, sums), done = self.compiled["BW"](weights, stash, output_gradient, accumulators)
+        return gradient, sums, done
 
     def zero_accumulators(self) -> Params:
         """Returns float32 zeros, structured as the stage's parameters."""
@@ -217,13 +235,20 @@ def _program(name: str, functions: StageFunctions, shapes: _Shapes) -> _Program:
             backward, arguments = functions.backward_input, (weights, stash, gradient)
             return _Program(backward, arguments, (WHOLE, WHOLE, gradient_spec), (BATCH, WHOLE))
         case "W":
-            backward, arguments = functions.backward_weight, (weights, shapes.weight_stash, sums)
+            backward = _marked(functions.backward_weight)
+            arguments = (weights, shapes.weight_stash, sums)
             return _Program(backward, arguments, (WHOLE, WHOLE, WHOLE), WHOLE, donated=(2,))
         case "BW":
-            backward, arguments = functions.backward, (weights, stash, gradient, sums)
+            backward = _marked(functions.backward)
+            arguments = (weights, stash, gradient, sums)
             specs = (WHOLE, WHOLE, gradient_spec, WHOLE)
-            return _Program(backward, arguments, specs, (BATCH, WHOLE), donated=(3,))
+            return _Program(backward, arguments, specs, ((BATCH, WHOLE), WHOLE), donated=(3,))
     raise ValueError(f"kinds: got {name!r}, expected some of {', '.join(OP_KINDS)}")
+
+
+def _marked(function: Callable) -> Callable:
+    """The function with a scalar beside its result: all results of a program are ready at once."""
+    return lambda *arguments: (function(*arguments), jnp.zeros(()))
 
 
 def _compile(program: _Program, submesh: Mesh) -> Compiled:

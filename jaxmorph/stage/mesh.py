@@ -1,5 +1,7 @@
 """The device mesh of a run, and the parts of it that a stage and a link see."""
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -18,7 +20,7 @@ def make_mesh(stages: int, data: int = 1, tensor: int = 1) -> Mesh:
     Raises:
       UserError: there are fewer devices than the mesh needs.
     """
-    devices = jax.devices()
+    devices = _devices(data * tensor)
     needed = stages * data * tensor
     if len(devices) < needed:
         raise UserError(
@@ -26,6 +28,17 @@ def make_mesh(stages: int, data: int = 1, tensor: int = 1) -> Mesh:
             f"got {len(devices)}"
         )
     return Mesh(np.array(devices[:needed]).reshape(stages, data, tensor), AXES)
+
+
+def _devices(per_stage: int) -> list[Any]:
+    """All devices of a process alone; of several processes, one a stage, only what it uses."""
+    devices = jax.devices()
+    if jax.process_count() == 1:
+        return devices
+    of_process: dict[int, list[Any]] = {}
+    for device in devices:
+        of_process.setdefault(device.process_index, []).append(device)
+    return [device for rank in sorted(of_process) for device in of_process[rank][:per_stage]]
 
 
 def stage_submesh(mesh: Mesh, stage: int) -> Mesh:

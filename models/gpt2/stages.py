@@ -60,14 +60,3 @@ class GPT2:
 
     def _init(self, module: Callable[..., nnx.Module], key: jax.Array) -> Params:
         return nnx.to_pure_dict(nnx.state(module(self.config, nnx.Rngs(key)), nnx.Param))
-
-
-def parameter_count(config: GPT2Config) -> int:
-    """Returns how many parameters a configuration has, tied ones counted once; makes no array."""
-    model, key = GPT2(config), jax.random.key(0)
-    embed, layer, head = (
-        sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(init, key)))
-        for init in (model.init_embed, model.init_layer, model.init_head)
-    )
-    tied = config.vocab_size * config.width if config.tied else 0
-    return embed + config.num_layers * layer + head - tied

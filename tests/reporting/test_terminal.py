@@ -69,6 +69,7 @@ def test_a_pipe_gets_aligned_lines_each_at_once():
     reporter = open_reporter(Console(file=file))
     assert isinstance(reporter, PlainReporter)
     reporter.start(HEADER)
+    reporter.event(Event(0.0, 0, "plan_adopted"))
     for record in STEPS[:2]:
         reporter.step(record)
     reporter.event(Event(1.0, 1, "route_changed", "0-1", "slow"))
@@ -76,6 +77,7 @@ def test_a_pipe_gets_aligned_lines_each_at_once():
     reporter.close()
     lines = file.getvalue().splitlines()
     heading = next(line for line in lines if line.lstrip().startswith("step   "))
+    assert lines[lines.index(heading) - 1] == "step 0 plan adopted"
     first, second, event = lines[lines.index(heading) + 1 :][:3]
     assert second.split() == [
         "1", "4.9000", "1.500", "10,240", "400.0", "390.0", "12.5", "%", "11.0", "%", "direct",

@@ -38,8 +38,8 @@ def test_durations_read_like_a_clock(seconds, text):
 
 
 def test_counts_and_shares_are_short():
-    assert [short_count(n) for n in (842, 1_236, 124_439_808, 6_700_000_000)] == [
-        "842", "1.24 k", "124 M", "6.7 B",
+    assert [short_count(n) for n in (842, 1_236, 999_700, 124_439_808, 6_700_000_000)] == [
+        "842", "1.24 k", "1 M", "124 M", "6.7 B",
     ]  # fmt: skip
     assert (percent(0.1234), percent(None)) == ("12.3 %", "-")
 

@@ -5,6 +5,7 @@ compiled programs throughout.
 """
 
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,32 @@ SINGLE, HALF = 1e-5, 3e-2  # relative, for float32 and bfloat16 compute
 HERE = Path(__file__).parent
 
 
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    """What the ranks of a launch with so many stages told; each number is launched once."""
+
+    @cache
+    def launched(num_stages):
+        found = []
+        with pytest.MonkeyPatch.context() as patch:
+            path = f"{HERE}:{HERE.parent.parent}:{os.environ.get('PYTHONPATH', '')}"
+            patch.setenv("PYTHONPATH", path)
+            logs = tmp_path_factory.mktemp("logs")
+            run_ranks("parity_rank", [], num_stages, logs, found.append)
+        assert {result["rank"] for result in found} == set(range(num_stages))
+        return found
+
+    return launched
+
+
 @pytest.fixture(scope="module", params=[1, 2, 4])
-def results(request, tmp_path_factory):
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(
-            "PYTHONPATH", f"{HERE}:{HERE.parent.parent}:{os.environ.get('PYTHONPATH', '')}"
-        )
-        run_ranks("parity_rank", [], request.param, tmp_path_factory.mktemp("logs"), found.append)
-    assert {result["rank"] for result in found} == set(range(request.param))
-    return found
+def results(request, launch):
+    return launch(request.param)
+
+
+@pytest.fixture(scope="module")
+def two_stages(launch):
+    return launch(2)
 
 
 def only(results, test, **case):
@@ -75,8 +92,8 @@ def test_parameters_after_three_clipped_adamw_steps_are_one_devices(results, tie
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
-def test_bfloat16_compute_stays_within_its_bound(results, schedule):
-    for result in only(results, "gradients", compute="bfloat16", schedule=schedule):
+def test_bfloat16_compute_stays_within_its_bound(two_stages, schedule):
+    for result in only(two_stages, "gradients", compute="bfloat16", schedule=schedule):
         assert result["loss_error"] <= HALF
         assert result["norm_error"] <= HALF
         assert result["worst_leaf"][0] <= HALF, result["worst_leaf"]
@@ -84,6 +101,6 @@ def test_bfloat16_compute_stays_within_its_bound(results, schedule):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
-def test_recomputing_the_stash_changes_no_gradient(results, schedule):
-    for result in only(results, "gradients", stash="recompute", schedule=schedule):
+def test_recomputing_the_stash_changes_no_gradient(two_stages, schedule):
+    for result in only(two_stages, "gradients", stash="recompute", schedule=schedule):
         assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]

@@ -56,6 +56,16 @@ def test_a_plan_goes_through_json_unchanged(name):
     assert set(planned.routes) == {Link(0, 1), Link(1, 2), Link(2, 3)}
 
 
+@pytest.mark.parametrize(
+    ("warmup", "origin"), [(None, "by Equation 1, within the caps"), ((7, 5, 3, 1), "as given")]
+)
+def test_the_reason_says_the_warm_ups_that_later_forwards_may_extend(warmup, origin):
+    planned = plan(EQUAL, {}, Limits(), 12, warmup_forwards=warmup)
+    assert planned.reason == (
+        f"warm-up forwards at least 7 5 3 1 {origin}; then B before F before W"
+    )
+
+
 def test_given_warm_ups_are_what_is_planned():
     planned = plan(EQUAL, {}, Limits(), 12, warmup_forwards=(9, 5, 3, 1))
     assert planned.schedule.warmup_forwards == (9, 5, 3, 1)

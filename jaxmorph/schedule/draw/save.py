@@ -46,7 +46,7 @@ def save_timelines(path: Path, timelines: Mapping[str, Timeline]) -> None:
         else:
             save_gantt(path, timelines)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+        raise UserError(f"output file: cannot write {path}: {error.strerror or error}") from error
 
 
 def _as_text(timelines: Mapping[str, Timeline]) -> str:

@@ -1,0 +1,156 @@
+"""Microseconds per instruction, and where they go: `python -m benchmarks.dispatch [--json FILE]`.
+
+Two ranks run a tiny model, whose computation costs next to nothing, so that what is left is the
+runtime's own: calling a compiled program, moving a message, keeping the queue.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from jaxmorph.runtime.launcher import run_ranks
+from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
+
+REPEATS, MICROBATCHES = 200, 16
+
+
+def microseconds(work: Callable[[], Any], prepare: Callable[[], Any] = lambda: None) -> float:
+    """Median time of a call, not counting what `prepare` does before each."""
+    times = []
+    for _ in range(REPEATS):
+        prepare()
+        began_s = time.perf_counter()
+        work()
+        times.append(1e6 * (time.perf_counter() - began_s))
+    return median(times)
+
+
+def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
+    """One of the two ranks; both make the same transfers, and rank 0 tells the figures."""
+    import jax
+    import numpy as np
+
+    from jaxmorph.program.instructions import Free, Payload, Transfer
+    from jaxmorph.program.lowering import lower
+    from jaxmorph.runtime.executor import StepInputs
+    from jaxmorph.runtime.join import join_run
+    from jaxmorph.runtime.optimizer import OptimizerSettings
+    from jaxmorph.runtime.queue import AsynchronousQueue
+    from jaxmorph.runtime.routes import TransferIdentity
+    from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
+    from jaxmorph.schedule.builders import FIXED_SCHEDULES
+    from jaxmorph.schedule.costs import StageCosts
+    from jaxmorph.schedule.ops import OpKind
+    from jaxmorph.schedule.simulator import simulate
+    from models.gpt2 import build
+
+    rendezvous = join_run(
+        start_timeout_s=60,
+        step_timeout_s=60,
+        coordinator=arguments.coordinator,
+        num_ranks=arguments.num_ranks,
+        rank=arguments.rank,
+    )
+    model = build(
+        preset="tiny", sequence_length=8, vocab_size=32, width=16, num_layers=2, num_heads=2
+    )
+    settings = StageSettings(
+        layers=(range(1), range(1, 2)),
+        microbatch_size=1,
+        sequence_length=8,
+        seed=0,
+        kinds=frozenset({OpKind.F, OpKind.B, OpKind.W}),
+        optimizer=OptimizerSettings(1e-3, 0, 10),
+    )
+    trainer = StageTrainer(model, settings, arguments.rank)
+    stage, executor = trainer.programs, trainer.executor
+    tokens = np.zeros((MICROBATCHES, 1, 8), np.int32)
+    inputs = StepInputs(tokens, tokens, 1.0)
+    figures: dict[str, float] = {}
+
+    schedule = FIXED_SCHEDULES["zb-h2"](2, MICROBATCHES)
+    costs = StageCosts.uniform(2, 1.0, 1.0, 1.0)
+    program = lower(schedule, simulate(schedule, costs), num_tied=1)[arguments.rank]
+    instructions = [step for step in program.instructions if not isinstance(step, Free)]
+    steps_s = []
+    for step in range(REPEATS // 10):
+        rendezvous.exchange({})
+        began_s = time.perf_counter()
+        trainer.run(program, inputs, step)
+        steps_s.append(time.perf_counter() - began_s)
+        trainer.discard()
+    figures["a step, per instruction"] = 1e6 * median(steps_s) / len(instructions)
+
+    weights = stage.prepare(trainer.params)
+    placed = jax.device_put(tokens[0], executor.placement)
+    figures["place a microbatch's tokens"] = microseconds(
+        lambda: jax.device_put(tokens[0], executor.placement)
+    )
+    if arguments.rank == 0:
+        output, stash = stage.forward(weights, placed)
+        _, weight_stash = stage.backward_input(weights, stash, output)
+        sums = [stage.zero_accumulators()]
+
+        def run_w() -> None:
+            sums[0] = stage.backward_weight(weights, weight_stash, sums[0])
+
+        def settle() -> None:
+            jax.block_until_ready((sums[0], stage.forward(weights, placed)))
+
+        figures["call F"] = microseconds(lambda: stage.forward(weights, placed), settle)
+        figures["call B"] = microseconds(
+            lambda: stage.backward_input(weights, stash, output), settle
+        )
+        figures["call W"] = microseconds(run_w, settle)
+    queue = AsynchronousQueue()
+    figures["keep the queue, per item"] = microseconds(lambda: queue.enqueue("x", lambda: placed))
+    queue.drain()
+    queue.close()
+
+    route = executor.routes["direct"]
+    identity = TransferIdentity(0, 0, Transfer(Payload.ACTIVATION, 0, 1, 0))
+    value = jax.device_put(np.zeros((1, 8, 16), np.float32), executor.placement)
+    rendezvous.exchange({})
+    figures["move a message of 512 bytes"] = microseconds(
+        lambda: jax.block_until_ready(
+            route.post(identity, value, 0.0).value
+            if arguments.rank == 0
+            else route.take(identity, 0.0).value
+        )
+    )
+    figures["meet all ranks"] = microseconds(lambda: rendezvous.exchange({}))
+    trainer.close()
+    if arguments.rank == 0:
+        link.send({"kind": "figures", "figures": figures})
+
+
+def main() -> int:
+    """Launch the ranks and print rank 0's figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    load_average = os.getloadavg()[0]
+    told: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks("benchmarks.dispatch", [], 2, Path(folder), told.append)
+    (figures,) = (message["figures"] for message in told)
+    print(f"load average before: {load_average:.2f}")
+    for name, value_us in figures.items():
+        print(f"{name:32}{value_us:8.0f} us")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"load": load_average, **figures}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    if any(word.startswith("--rank=") for word in sys.argv):
+        run_rank(measure)
+    else:
+        sys.exit(main())

@@ -1,0 +1,33 @@
+"""What several modules need compiled, compiled once: models, and their initial parameters."""
+
+from functools import cache
+
+import jax
+import pytest
+
+from jaxmorph.stage.parameters import init_stage_params
+from models.gpt2 import build
+
+
+@pytest.fixture(scope="session")
+def model_of():
+    """The smallest GPT-2 with stages of one and of several layers, by (tied, dtype)."""
+
+    @cache
+    def model_of(tied=True, dtype="float32"):
+        sizes = {"width": 16, "num_heads": 2, "num_layers": 5, "tied": tied}
+        return build(preset="tiny", sequence_length=8, vocab_size=32, compute_dtype=dtype, **sizes)
+
+    return model_of
+
+
+@pytest.fixture(scope="session")
+def initial_params(model_of):
+    """The whole model's initial float32 parameters, by tied; of key 7."""
+
+    @cache
+    def initial_params(tied=True):
+        key = jax.random.key(7)
+        return init_stage_params(model_of(tied), key, range(5), is_first=True, is_last=True)
+
+    return initial_params

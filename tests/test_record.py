@@ -1,0 +1,46 @@
+import io
+from dataclasses import asdict
+
+import pytest
+
+from jaxmorph import record
+from jaxmorph.config import Config
+from jaxmorph.reporting import StepRecord, open_run_directory
+from jaxmorph.reporting.terminal import PlainReporter
+
+STEP = StepRecord(
+    step=0, loss=5.0, grad_norm=1.5, step_s=0.4, tokens_per_s=10_240.0, schedule="zb-h2",
+    warmup_forwards=(1,), routes={}, predicted_step_s=0.39, bubble_rate=0.125, peak_live=(1,),
+    compilations=0,
+)  # fmt: skip
+HEADER = {
+    "data": "some text", "num_parameters": 1, "layers_per_stage": (1,), "schedule": "zb-h2",
+    "warmup_forwards": (1,),
+}  # fmt: skip
+
+
+@pytest.fixture
+def directory(tmp_path):
+    config = Config.model_validate({"run": {"dir": str(tmp_path / "run")}})
+    with open_run_directory(config) as opened:
+        yield opened
+
+
+def test_a_run_lasts_from_its_start_to_its_last_step_and_no_picture_is_timed(
+    directory, monkeypatch
+):
+    now = [100.0]
+
+    def draw_slowly(*_):
+        now[0] += 50.0
+
+    monkeypatch.setattr(record, "save_gantt", draw_slowly)
+    shown = io.StringIO()
+    books = record.RunRecord(Config(), directory, PlainReporter(shown), lambda: now[0])
+    now[0] = 110.0
+    books.take({"kind": "started", "header": HEADER})
+    for now[0] in (111.0, 113.0):
+        books.take({"kind": "step", "record": asdict(STEP)})
+    now[0] = 120.0
+    books.finish()
+    assert "2 in 3.0 s" in shown.getvalue()
