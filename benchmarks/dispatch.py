@@ -133,7 +133,7 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
 
 def main() -> int:
     """Launch the ranks and print rank 0's figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     load_average = os.getloadavg()[0]

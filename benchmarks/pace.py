@@ -77,7 +77,7 @@ def run(case: Case) -> Result:
 
 def main() -> int:
     """Print a row per case; 1 if a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print("config   step ms  predicted ms  over it (bar)    over nominal (bar)  load before")

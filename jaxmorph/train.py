@@ -58,7 +58,7 @@ def train(config: Config, rendezvous: Rendezvous, tell: Callable[[Message], None
             for step in range(config.run.steps):
                 outcome = trainer.run(in_force.program, next(inputs), step)
                 report = rank_report(outcome, trainer.squared_norm(), barrier_s, compilations.count)
-                reports = rendezvous.exchange(report)
+                reports = rendezvous.exchange(*report)
                 began_s, barrier_s = barrier_s, time.monotonic()
                 totals = total(reports)
                 apply_gradients(trainer, totals, config.optimizer.clip_norm)
@@ -206,7 +206,7 @@ def _warm_up(
         began_s = time.monotonic()
         outcome = trainer.run(in_force.program, inputs, step)
         trainer.discard()
-        reports = rendezvous.exchange(rank_report(outcome, 0.0, began_s, 0))
-        if step > 0:
+        reports = rendezvous.exchange(*rank_report(outcome, 0.0, began_s, 0))
+        if step > 0 and rendezvous.rank == 0:
             profiler.observe(measured_timeline(reports))
     return profiler

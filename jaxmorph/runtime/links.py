@@ -47,8 +47,9 @@ class LinkProgram:
         self._sharding = NamedSharding(mesh, PartitionSpec((STAGE, DATA)))
         self._num_shards = mesh.devices.size
         self._device = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
-        hop = (1, 0) if upward else (0, 1)
-        self._program = self._compile(mesh, [hop, hop[::-1]] if answered else [hop])
+        source, destination = (1, 0) if upward else (0, 1)
+        hops = [(source, destination), (destination, source)]
+        self._program = self._compile(mesh, hops if answered else hops[:1])
         self._blank = self._as_shard(
             jax.device_put(np.zeros(payload.shape, payload.dtype), self._device)
         )

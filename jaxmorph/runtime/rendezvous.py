@@ -12,6 +12,7 @@ from jaxmorph.runtime.coordination import KeyValueStore
 
 Message = dict[str, Any]
 
+DETAIL = "detail"
 _KEY = "jaxmorph/rendezvous"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -26,11 +27,13 @@ class Rendezvous(Protocol):
     rank: int
     num_ranks: int
 
-    def exchange(self, message: Message) -> list[Message]:
+    def exchange(self, message: Message, detail: Any = None) -> list[Message]:
         """All ranks' messages, in rank order; also a barrier.
 
         Args:
-            message: What this rank says; anything JSON can hold.
+            message: What this rank says to all; anything JSON can hold.
+            detail: What it says to rank 0 alone, which finds it as JSON text, unread, under the
+                message's key `DETAIL`.
 
         Returns:
             One message per rank, this rank's own included.
@@ -51,9 +54,9 @@ class SoleRank:
     rank = 0
     num_ranks = 1
 
-    def exchange(self, message: Message) -> list[Message]:
+    def exchange(self, message: Message, detail: Any = None) -> list[Message]:
         """The own message, as it would come back from the network."""
-        return [json.loads(json.dumps(message))]
+        return [{**json.loads(json.dumps(message)), DETAIL: json.dumps(detail)}]
 
     def close(self) -> None:
         """Nothing to leave."""
@@ -85,17 +88,20 @@ class HostRendezvous:
         else:
             self._peers = {0: _connect(store, rank, deadline_s)}
 
-    def exchange(self, message: Message) -> list[Message]:
+    def exchange(self, message: Message, detail: Any = None) -> list[Message]:
         """All ranks' messages, in rank order; also a barrier (see `Rendezvous`)."""
-        mine = json.dumps(message).encode()
+        mine, aside = json.dumps(message).encode(), json.dumps(detail).encode()
         if self.rank != 0:
             self._send(0, mine)
+            self._send(0, aside)
             return json.loads(self._receive(0))
-        others = [self._receive(rank) for rank in range(1, self.num_ranks)]
-        everything = b"[" + b",".join([mine, *others]) + b"]"
-        for rank in range(1, self.num_ranks):
+        others = range(1, self.num_ranks)
+        heard = [(mine, aside), *((self._receive(rank), self._receive(rank)) for rank in others)]
+        everything = b"[" + b",".join(said for said, _ in heard) + b"]"
+        for rank in others:
             self._send(rank, everything)
-        return json.loads(everything)
+        details = ({DETAIL: aside.decode()} for _, aside in heard)
+        return [said | aside for said, aside in zip(json.loads(everything), details, strict=True)]
 
     def close(self) -> None:
         """Close all connections."""

@@ -1,5 +1,6 @@
 """What a rank tells the others of a step, and the step put together from all ranks' reports."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.queue import Stamp
+from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import Timeline, TransferSpan
 
@@ -29,7 +31,7 @@ class StepTotals:
 
 def rank_report(
     outcome: StepOutcome, squared_norm: float, began_s: float, compilations: int
-) -> Message:
+) -> tuple[Message, Message]:
     """What one rank says of its step.
 
     Args:
@@ -39,17 +41,21 @@ def rank_report(
         compilations: How many programs it has compiled so far.
 
     Returns:
-        A message for `Rendezvous.exchange`; times become milliseconds since the step began.
+        A message and a detail for `Rendezvous.exchange`: scalars for all ranks, and for rank 0
+        the timings, in milliseconds since the step began.
     """
     spans = [_span(stamp, began_s) for stamp in outcome.stamps]
     is_op = [isinstance(stamp.label, Op) for stamp in outcome.stamps]
-    return {
+    message = {
         "loss": outcome.loss,
         "squared_norm": squared_norm,
-        "ops": [span for span, op in zip(spans, is_op, strict=True) if op],
-        "transfers": [span for span, op in zip(spans, is_op, strict=True) if not op],
         "compilations": compilations,
     }
+    timings = {
+        "ops": [span for span, op in zip(spans, is_op, strict=True) if op],
+        "transfers": [span for span, op in zip(spans, is_op, strict=True) if not op],
+    }
+    return message, timings
 
 
 def _span(stamp: Stamp, began_s: float) -> tuple[str, float, float]:
@@ -71,20 +77,21 @@ def measured_timeline(reports: Sequence[Message]) -> Timeline:
     """When every op and transfer of the step ran.
 
     Args:
-        reports: All ranks' reports, in rank order.
+        reports: All ranks' reports, in rank order, as rank 0 has them.
 
     Returns:
         Each rank's times since its own step began, which is when the meeting before it ended.
     """
-    ops = [report["ops"] for report in reports]
+    timings = [json.loads(report[DETAIL]) for report in reports]
+    ops = [row["ops"] for row in timings]
     return Timeline(
         orders=tuple(tuple(Op.parse(name) for name, _, _ in row) for row in ops),
         start_ms=tuple(np.array([start for _, start, _ in row], np.float64) for row in ops),
         end_ms=tuple(np.array([end for _, _, end in row], np.float64) for row in ops),
         transfers=tuple(
             TransferSpan(rank, label, start, end)
-            for rank, report in enumerate(reports)
-            for label, start, end in report["transfers"]
+            for rank, row in enumerate(timings)
+            for label, start, end in row["transfers"]
         ),
     )
 

@@ -83,7 +83,7 @@ class Parity:
         program = self.program(schedule_name, len(tokens))
         outcome = self.trainer.run(program, inputs, step)
         report = rank_report(outcome, self.trainer.squared_norm(), time.monotonic(), 0)
-        return total(self.rendezvous.exchange(report))
+        return total(self.rendezvous.exchange(*report))
 
     def own_part(self, tree):
         """This stage's part of a whole model's tree, tied copies filled in."""

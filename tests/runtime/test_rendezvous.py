@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 
-from jaxmorph.runtime.rendezvous import HostRendezvous, RendezvousError, SoleRank
+from jaxmorph.runtime.rendezvous import DETAIL, HostRendezvous, RendezvousError, SoleRank
 
 LOOPBACK = "127.0.0.1"
 
@@ -49,9 +49,14 @@ def in_threads(num_ranks, body, store=None, deadline_s=20.0, absent=()):
     return results
 
 
+def without_details(messages):
+    return [{key: said for key, said in m.items() if key != DETAIL} for m in messages]
+
+
 def test_every_rank_hears_all_in_rank_order():
     def meet_twice(meeting):
-        return [meeting.exchange({"rank": meeting.rank, "round": number}) for number in range(2)]
+        rounds = [{"rank": meeting.rank, "round": number} for number in range(2)]
+        return [without_details(meeting.exchange(message)) for message in rounds]
 
     expected = [[{"rank": rank, "round": number} for rank in range(3)] for number in range(2)]
     assert in_threads(3, meet_twice) == [expected] * 3
@@ -70,10 +75,24 @@ def test_a_meeting_is_a_barrier():
     assert min(released_s) >= max(latest_arrival_s)
 
 
+def test_details_reach_rank_0_alone():
+    def meet(meeting):
+        return [m.get(DETAIL) for m in meeting.exchange({}, {"of": meeting.rank})]
+
+    assert in_threads(3, meet) == [
+        ['{"of": 0}', '{"of": 1}', '{"of": 2}'],
+        [None, None, None],
+        [None, None, None],
+    ]
+
+
 def test_large_messages_arrive_whole():
     text = "x" * 3_000_000
-    heard = in_threads(2, lambda meeting: meeting.exchange({"text": text, "rank": meeting.rank}))
-    assert heard == [[{"text": text, "rank": 0}, {"text": text, "rank": 1}]] * 2
+
+    def meet(meeting):
+        return without_details(meeting.exchange({"text": text, "rank": meeting.rank}))
+
+    assert in_threads(2, meet) == [[{"text": text, "rank": 0}, {"text": text, "rank": 1}]] * 2
 
 
 def test_a_rank_that_never_connects_is_named():
@@ -122,10 +141,10 @@ def test_strangers_are_turned_away_and_the_ranks_still_meet():
 
     stranger = threading.Thread(target=knock)
     stranger.start()
-    heard = in_threads(2, lambda meeting: meeting.exchange({"rank": meeting.rank}), store)
+    heard = in_threads(2, lambda m: without_details(m.exchange({"rank": m.rank})), store)
     stranger.join(30)
     assert heard == [[{"rank": 0}, {"rank": 1}]] * 2
 
 
 def test_a_rank_alone_hears_itself_as_if_from_the_network():
-    assert SoleRank().exchange({"x": (1, 2)}) == [{"x": [1, 2]}]
+    assert SoleRank().exchange({"x": (1, 2)}, "aside") == [{"x": [1, 2], DETAIL: '"aside"'}]

@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -7,7 +9,7 @@ TIED = [(("token",), ("norm", "token"))]
 
 
 def accumulators(*, embed, head):
-    tree = {"layers": {"w": jnp.ones(3)}}
+    tree: dict[str, Any] = {"layers": {"w": jnp.ones(3)}}
     if embed is not None:
         tree["embed"] = {"token": jnp.float32(embed), "position": jnp.zeros(2)}
     if head is not None:

@@ -9,6 +9,18 @@ from jaxmorph.stage.parameters import init_stage_params
 from models.gpt2 import build
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compile_quickly():
+    """Machine code of tiny stages runs once or twice: most of its optimisation is not worth it.
+
+    Optimisation of the programs themselves (fusion, loops, buffers) is left as it is.
+    """
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="session")
 def model_of():
     """The smallest GPT-2 with stages of one and of several layers, by (tied, dtype)."""
