@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 
 setup: $(VENV)/installed
 
-# The virtual environment is made again when the dependencies change.
+# Installed again when the dependencies change.
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
@@ -31,9 +31,11 @@ check: lint types test
 
 # Long measurements on an otherwise idle machine; none of them runs in CI.
 bench: setup
-	$(BIN)/python benchmarks/split_cost.py
-	$(BIN)/python benchmarks/pace.py
-	$(BIN)/python -m benchmarks.dispatch
+	@status=0; \
+	for benchmark in split_cost pace dispatch; do \
+	    $(BIN)/python -m benchmarks.$$benchmark || status=1; \
+	done; \
+	exit $$status
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

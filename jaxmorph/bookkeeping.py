@@ -11,7 +11,7 @@ Messages are dictionaries of JSON's types with a `kind`:
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 from jaxmorph.config import Config
@@ -49,7 +49,7 @@ class Bookkeeper:
         self._profiler = profiler
         self._tell = tell
         self._began_s = time.monotonic()
-        self._last: Future[None] | None = None
+        self._error: BaseException | None = None
         self._thread = ThreadPoolExecutor(1, "jaxmorph-bookkeeper") if active else None
 
     def start(self, data: str, num_parameters: int, layers: Sequence[range]) -> None:
@@ -76,11 +76,19 @@ class Bookkeeper:
         self._submit(self._tell_step, step, totals, reports, step_s)
 
     def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
-        if self._thread is None:
-            return
-        if self._last is not None and self._last.done():
-            self._last.result()  # raises what went wrong there
-        self._last = self._thread.submit(work, *arguments)
+        if self._thread is not None:
+            self._raise_error()
+            self._thread.submit(self._keep_error, work, *arguments)
+
+    def _keep_error(self, work: Callable[..., None], *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except BaseException as error:  # raised again on the thread that trains
+            self._error = self._error or error
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def __enter__(self) -> Self:
         return self
@@ -88,8 +96,8 @@ class Bookkeeper:
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if self._thread is not None:
             self._thread.shutdown(wait=kind is None, cancel_futures=kind is not None)
-            if kind is None and self._last is not None:
-                self._last.result()
+            if kind is None:
+                self._raise_error()
 
     def _tell_start(self, data: str, num_parameters: int, layers: list[int]) -> None:
         header = {

@@ -1,6 +1,7 @@
 """How the ranks of a run come to run the same plan: rank 0 plans, all lower its answer."""
 
 from dataclasses import astuple, dataclass
+from statistics import median
 
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile
@@ -13,6 +14,8 @@ from jaxmorph.schedule.costs import Limits, Links, StageCosts
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan, plan
 from jaxmorph.schedule.simulator import simulate
+
+_NOISE = 0.05  # a difference between stages that is not worth an order of transfers
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ def plan_step(config: Config, profile: Profile) -> Plan:
     try:
         return plan(profile.costs, profile.links, limits, microbatches, schedule.name)
     except UserError as error:
-        raise UserError(f"schedule.max_live: {error}") from error
+        key = "schedule." if str(error).startswith("max_live") else "schedule: "
+        raise UserError(f"{key}{error}") from error
 
 
 def _for_ordering(made: Plan, profile: Profile) -> tuple[StageCosts, Links]:
@@ -96,7 +100,7 @@ def _for_ordering(made: Plan, profile: Profile) -> tuple[StageCosts, Links]:
     boundary. A difference of a percent between measured costs, or a link's latency of a fraction
     of an op, must not push transfers into the middle of the peer's ops, where both ends would wait.
     """
-    costs = StageCosts(*map(_two_digits, astuple(profile.costs)))
+    costs = StageCosts(*map(_without_noise, astuple(profile.costs)))
     delegated = {
         link: state
         for link, state in profile.links.items()
@@ -105,5 +109,11 @@ def _for_ordering(made: Plan, profile: Profile) -> tuple[StageCosts, Links]:
     return costs, delegated
 
 
-def _two_digits(durations_ms: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(float(f"{duration_ms:.1e}") for duration_ms in durations_ms)
+def _without_noise(durations_ms: tuple[float, ...]) -> tuple[float, ...]:
+    """Stages that cost nearly the median cost exactly that; the others stay as they are."""
+    middle_ms = median(durations_ms)
+    near_ms = _NOISE * middle_ms
+    return tuple(
+        middle_ms if abs(duration_ms - middle_ms) <= near_ms else duration_ms
+        for duration_ms in durations_ms
+    )

@@ -2,15 +2,21 @@
 
 import os
 import socket
-from collections.abc import Sequence
-from contextlib import closing
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxmorph.config import Config, load_config, placed_error
 from jaxmorph.errors import UserError
 from jaxmorph.record import RunRecord
 from jaxmorph.reporting import open_reporter, open_run_directory
 from jaxmorph.runtime.launcher import run_ranks
+
+if TYPE_CHECKING:
+    from jaxmorph.runtime.rendezvous import Rendezvous
 
 _LAUNCHES = ("auto", "local", "cluster")
 
@@ -79,7 +85,6 @@ def _run_here(config: Config) -> None:
 
 def _run_as_rank(config: Config) -> None:
     from jaxmorph.runtime.join import join_run
-    from jaxmorph.train import train
 
     timeouts = config.timeouts
     try:
@@ -90,6 +95,31 @@ def _run_as_rank(config: Config) -> None:
             "Kubernetes it needs the package 'kubernetes', under Open MPI 5 'mpi4py'; --launch "
             "local starts the stages on this machine instead"
         ) from error
+    with _leaving_at_once(rendezvous.rank):
+        _check_job(config, rendezvous)
+        _train_as_rank(config, rendezvous)
+        rendezvous.close()
+
+
+@contextmanager
+def _leaving_at_once(rank: int) -> Iterator[None]:
+    """End the process on any error, without the clean-up that would wait for the other ranks.
+
+    The cluster's launcher, and the other ranks by their connections, see at once that it is gone.
+    """
+    try:
+        yield
+    except BaseException as error:
+        is_users = isinstance(error, UserError)
+        if not is_users:
+            traceback.print_exc()
+        said = f"error: {error}" if is_users else f"error: rank {rank} failed: {error}"
+        print(said, file=sys.stderr, flush=True)  # noqa: T201
+        sys.stdout.flush()
+        os._exit(2 if is_users else 1)
+
+
+def _check_job(config: Config, rendezvous: "Rendezvous") -> None:
     stages = config.parallelism.stages
     if rendezvous.num_ranks != stages:
         raise UserError(
@@ -102,6 +132,11 @@ def _run_as_rank(config: Config) -> None:
             f"emulation.accelerator: got ranks on {len(hosts)} hosts, expected one: paced ranks "
             "compare times of one machine's clock"
         )
+
+
+def _train_as_rank(config: Config, rendezvous: "Rendezvous") -> None:
+    from jaxmorph.train import train
+
     if rendezvous.rank != 0:
         train(config, rendezvous, lambda message: None)
         return

@@ -52,6 +52,7 @@ def train(config: Config, rendezvous: Rendezvous, tell: Callable[[Message], None
         profiler = _warm_up(config, rendezvous, trainer, read(0), num_tied)
         in_force = agree_on_plan(config, rendezvous, profiler.profile(), num_tied)
         _settle_garbage()
+        rendezvous.limit(config.timeouts.step_s)
         with Bookkeeper(config, in_force.plan, profiler, tell, active=rank == 0) as bookkeeper:
             bookkeeper.start(parts.source, parameter_count(parts.model), parts.layers)
             barrier_s = time.monotonic()
@@ -204,7 +205,8 @@ def _warm_up(
     in_force = agree_on_plan(config, rendezvous, unmeasured_profile(config), num_tied)
     for step in range(_WARM_UP_STEPS):
         began_s = time.monotonic()
-        outcome = trainer.run(in_force.program, inputs, step)
+        # Numbered before training's first step: no message may pass for one of another step.
+        outcome = trainer.run(in_force.program, inputs, step - _WARM_UP_STEPS)
         trainer.discard()
         reports = rendezvous.exchange(*rank_report(outcome, 0.0, began_s, 0))
         if step > 0 and rendezvous.rank == 0:

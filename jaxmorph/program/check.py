@@ -11,8 +11,10 @@ from jaxmorph.program.instructions import (
     Buffer,
     Free,
     Instruction,
+    Payload,
     RankProgram,
     Receive,
+    Reduce,
     Run,
     Send,
     Transfer,
@@ -129,10 +131,14 @@ def _complete(rank: _Replay, ranks: list[_Replay]) -> None:
         rank.freed.add(head.buffer)
     if isinstance(head, Run):
         rank.done.add(head.op)
-    if isinstance(head, Update):
+    if isinstance(head, Update | Reduce) or _sends_tied_gradient(head):
         _check_weight_gradients(rank, ranks)
     rank.held.update(writes(head, number, num_ranks))
     rank.position += 1
+
+
+def _sends_tied_gradient(step: Instruction) -> bool:
+    return isinstance(step, Send) and step.transfer.payload is Payload.TIED
 
 
 def _check_weight_gradients(rank: _Replay, ranks: list[_Replay]) -> None:
@@ -140,7 +146,7 @@ def _check_weight_gradients(rank: _Replay, ranks: list[_Replay]) -> None:
     missing = sorted(set(range(rank.program.num_microbatches)) - finished)
     if missing:
         number = rank.program.rank
-        raise _error(f"rank {number}: update before the weight gradients of {missing}", ranks)
+        raise _error(f"rank {number}: {rank.head} before the weight gradients of {missing}", ranks)
 
 
 def _stuck(ranks: list[_Replay]) -> ProgramError:

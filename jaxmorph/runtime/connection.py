@@ -20,13 +20,17 @@ class Connection:
 
     Args:
         peer: A connected socket.
-        deadline_s: How long one message may take to come or go.
+        deadline_s: How long the peer may keep silent within a message, or before one.
     """
 
     def __init__(self, peer: socket.socket, deadline_s: float) -> None:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer.settimeout(deadline_s)
         self._socket = peer
+        self.limit(deadline_s)
+
+    def limit(self, deadline_s: float) -> None:
+        """Change how long the peer may keep silent within a message, or before one."""
+        self._socket.settimeout(deadline_s)
 
     def send(self, message: bytes) -> None:
         """Send one message.

@@ -19,8 +19,9 @@ def join_run(
     """Join a run as one rank.
 
     Args:
-        start_timeout_s: How long to wait for the other ranks to appear.
-        step_timeout_s: How long a rank waits for another in a step, in transfers and meetings.
+        start_timeout_s: How long to wait for the other ranks, to appear and in meetings, until
+            `Rendezvous.limit` says else.
+        step_timeout_s: How long a transfer waits for the other end.
         coordinator: host:port of rank 0's coordination service; None: found by `jax.distributed`
             (Slurm, Open MPI, Kubernetes, ...).
         num_ranks: Number of ranks; None: found likewise.
@@ -46,7 +47,7 @@ def join_run(
         coordinator_host(),
         jax.process_index(),
         jax.process_count(),
-        step_timeout_s,
+        start_timeout_s,
     )
 
 

@@ -183,8 +183,11 @@ def _note_exit(rank: _Rank, watch: _Watch) -> bool:
     if code != 0:
         aborted = code == -signal.SIGABRT
         reason = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        # A rank that raised has said why already; its exit is the weaker evidence.
-        follows = aborted or code > 0
+        while _read_messages(rank, watch):  # what it said before it ended
+            pass
+        said_why = any(failure.rank == rank.number for failure in watch.failures)
+        # A rank that raised has said why; the coordination service ends others with an abort or 1.
+        follows = aborted or said_why or code == 1
         watch.failures.append(_Failure(follows, time.monotonic(), rank.number, reason))
     return False
 

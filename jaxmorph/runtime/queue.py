@@ -74,6 +74,9 @@ class _Item:
     is_transfer: bool = False
 
 
+_CLOSING_S = 1.0
+
+
 class _WorkerThread:
     """One daemon thread that handles items in order and keeps the first error for the caller."""
 
@@ -84,6 +87,7 @@ class _WorkerThread:
         )
         self._idle = threading.Semaphore(0)
         self._error: BaseException | None = None
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -103,14 +107,16 @@ class _WorkerThread:
             raise error
 
     def close(self) -> None:
+        """Drop what has not begun; an item that waits for a dead peer is not waited for long."""
+        self._closed = True
         self._items.put(None)
-        self._thread.join()
+        self._thread.join(_CLOSING_S)
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
             if not isinstance(item, _Item):
                 item()
-            elif self._error is None:  # after an error the rest of the step is dropped
+            elif self._error is None and not self._closed:  # after an error the rest is dropped
                 try:
                     self._handle(item)
                 except BaseException as error:  # raised again by the caller

@@ -14,6 +14,8 @@ Message = dict[str, Any]
 
 DETAIL = "detail"
 _KEY = "jaxmorph/rendezvous"
+_IDENTIFY_S = 2.0  # a stranger that says nothing must not use up the others' time
+_GRACE_S = 2.0
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -43,6 +45,10 @@ class Rendezvous(Protocol):
         """
         ...
 
+    def limit(self, deadline_s: float) -> None:
+        """Change how long a rank waits for the others in a meeting."""
+        ...
+
     def close(self) -> None:
         """Leave."""
         ...
@@ -57,6 +63,9 @@ class SoleRank:
     def exchange(self, message: Message, detail: Any = None) -> list[Message]:
         """The own message, as it would come back from the network."""
         return [{**json.loads(json.dumps(message)), DETAIL: json.dumps(detail)}]
+
+    def limit(self, deadline_s: float) -> None:
+        """Nobody to wait for."""
 
     def close(self) -> None:
         """Nothing to leave."""
@@ -74,7 +83,7 @@ class HostRendezvous:
             else on all of its addresses, as its own name may not be what others know it by.
         rank: This process's rank.
         num_ranks: How many ranks there are.
-        deadline_s: How long a rank waits for the others before it gives up.
+        deadline_s: How long rank 0 waits for another before it gives up, until `limit` says else.
     """
 
     def __init__(
@@ -82,11 +91,17 @@ class HostRendezvous:
     ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
-        self._deadline_s = deadline_s
         if rank == 0:
             self._peers = _gather(store, host, num_ranks, deadline_s)
         else:
             self._peers = {0: _connect(store, rank, deadline_s)}
+        self.limit(deadline_s)
+
+    def limit(self, deadline_s: float) -> None:
+        """Change how long rank 0 waits; the others wait longer, for rank 0 knows who is late."""
+        self._deadline_s = deadline_s if self.rank == 0 else 2 * deadline_s + _GRACE_S
+        for peer in self._peers.values():
+            peer.limit(self._deadline_s)
 
     def exchange(self, message: Message, detail: Any = None) -> list[Message]:
         """All ranks' messages, in rank order; also a barrier (see `Rendezvous`)."""
@@ -143,7 +158,7 @@ def _gather(
         while len(peers) < num_ranks - 1:
             listener.settimeout(max(0.001, until_s - time.monotonic()))
             try:
-                connection = Connection(listener.accept()[0], deadline_s)
+                connection = Connection(listener.accept()[0], _IDENTIFY_S)
             except TimeoutError:
                 missing = sorted(set(range(1, num_ranks)) - set(peers))
                 raise RendezvousError(f"ranks {missing} did not come to the rendezvous") from None

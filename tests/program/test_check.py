@@ -93,6 +93,15 @@ def test_a_weight_gradient_after_the_update_is_an_error():
         check([moved_to_end(moved_to_end(first, run("W1")), free("weight-stash", 1)), last])
 
 
+def test_a_tied_gradient_sent_before_it_is_complete_is_an_error():
+    planned = simulate(SCHEDULE, StageCosts.uniform(2, 1, 1, 1))
+    first, last = lower(SCHEDULE, planned, num_tied=1)
+    tied = Send(Transfer(Payload.TIED, 0, 1, 0))
+    early = swapped(first, tied, run("W1"))
+    with pytest.raises(ProgramError, match=r"send tied\[0\] 0>1 before the weight gradients of"):
+        check([early, last])
+
+
 def test_a_buffer_used_after_it_is_freed_is_an_error():
     first, last = programs()
     early = swapped(first, free("stash", 0), run("B0"))

@@ -101,7 +101,12 @@ LAUNCHER = textwrap.dedent(
 def test_ranks_end_with_their_launcher_however_it_ends(tmp_path, number):
     command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        # A shell's background job ignores Ctrl-C, and its children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as launcher:
         watchdog = threading.Timer(60, launcher.kill)
         watchdog.start()

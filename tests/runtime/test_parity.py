@@ -65,7 +65,9 @@ def test_loss_norm_and_every_gradient_are_one_devices(results, schedule, microba
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("tied", [True, False])
 def test_changing_the_schedule_compiles_nothing(results, tied):
-    assert {r["count"] for r in only(results, "compilations", tied=tied)} == {0}
+    counted = only(results, "compilations", tied=tied)
+    assert {result["count"] for result in counted} == {0}
+    assert all(result["before"] > 5 for result in counted)  # the counter does count
 
 
 @pytest.mark.multiprocess
