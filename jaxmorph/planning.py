@@ -89,8 +89,9 @@ def plan_step(config: Config, profile: Profile) -> Plan:
     try:
         return plan(profile.costs, profile.links, limits, microbatches, schedule.name)
     except UserError as error:
-        key = "schedule." if str(error).startswith("max_live") else "schedule: "
-        raise UserError(f"{key}{error}") from error
+        name, _, says = str(error).partition(": ")  # the planner's names have no section
+        key = "schedule.max_live" if name.startswith("max_live") else f"schedule: {name}"
+        raise UserError(f"{key}: {says}") from error
 
 
 def _for_ordering(made: Plan, profile: Profile) -> tuple[StageCosts, Links]:
