@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmorph.runtime.tied import Path, with_leaf
+from jaxmorph.stage.model import Path
+from jaxmorph.stage.parameters import with_leaf
 
 Tree = Any
 LAYERS = "layers"

@@ -15,12 +15,12 @@ from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
 from jaxmorph.runtime.routes import Channel, DirectRoute
-from jaxmorph.runtime.tied import HEAD, Path, TiedGradients, leaf_at
+from jaxmorph.runtime.tied import HEAD, TiedGradients
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.stage.build import StagePrograms, build_stage
 from jaxmorph.stage.mesh import link_mesh, make_mesh, stage_submesh
-from jaxmorph.stage.model import PipelineModel
-from jaxmorph.stage.parameters import init_stage_params
+from jaxmorph.stage.model import Path, PipelineModel
+from jaxmorph.stage.parameters import init_stage_params, leaf_at
 
 Tree = Any
 

@@ -9,22 +9,11 @@ from typing import Any
 
 import jax
 
+from jaxmorph.stage.model import Path
+from jaxmorph.stage.parameters import leaf_at, with_leaf
+
 Tree = Any
-Path = tuple[str, ...]
 EMBED, HEAD = "embed", "head"
-
-
-def leaf_at(tree: Tree, path: Path) -> jax.Array:
-    """The leaf of a tree of dicts at a path of keys."""
-    for key in path:
-        tree = tree[key]
-    return tree
-
-
-def with_leaf(tree: Tree, path: Path, leaf: Any) -> Tree:
-    """The same tree of dicts with one leaf replaced."""
-    key, *rest = path
-    return {**tree, key: with_leaf(tree[key], tuple(rest), leaf) if rest else leaf}
 
 
 class TiedGradients:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxmorph.stage.model import PipelineModel
+from jaxmorph.stage.parameters import leaf_at
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,7 @@ def stage_parameter_counts(model: PipelineModel, layers: Sequence[range]) -> lis
 def _count(model: PipelineModel) -> _Counts:
     key = jax.eval_shape(jax.random.key, 0)
     embed = jax.eval_shape(model.init_embed, key)
-    tied = 0
-    for path, _ in model.tied:
-        leaf = embed
-        for name in path:
-            leaf = leaf[name]
-        tied += _size(leaf)
+    tied = sum(_size(leaf_at(embed, path)) for path, _ in model.tied)
     layer = jax.eval_shape(model.init_layer, key)
     return _Counts(_size(embed), _size(layer), _size(jax.eval_shape(model.init_head, key)), tied)
 

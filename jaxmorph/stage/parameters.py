@@ -47,16 +47,18 @@ def _init(
 def _tie(model: PipelineModel, head: Params, embed_key: jax.Array) -> Params:
     embed = model.init_embed(embed_key) if model.tied else {}
     for embed_path, head_path in model.tied:
-        head = _replace(head, head_path, _at(embed, embed_path))
+        head = with_leaf(head, head_path, leaf_at(embed, embed_path))
     return head
 
 
-def _at(params: Any, path: Path) -> Any:
+def leaf_at(tree: Any, path: Path) -> Any:
+    """Returns the leaf of a tree of dictionaries at a path of keys."""
     for name in path:
-        params = params[name]
-    return params
+        tree = tree[name]
+    return tree
 
 
-def _replace(params: Params, path: Path, value: Any) -> Params:
+def with_leaf(tree: Params, path: Path, leaf: Any) -> Params:
+    """Returns the same tree of dictionaries with one leaf replaced."""
     name, *rest = path
-    return {**params, name: _replace(params[name], tuple(rest), value) if rest else value}
+    return {**tree, name: with_leaf(tree[name], tuple(rest), leaf) if rest else leaf}

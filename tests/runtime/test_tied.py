@@ -3,7 +3,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmorph.runtime.tied import TiedGradients, leaf_at, with_leaf
+from jaxmorph.runtime.tied import TiedGradients
+from jaxmorph.stage.parameters import leaf_at, with_leaf
 
 TIED = [(("token",), ("norm", "token"))]
 
