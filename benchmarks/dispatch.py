@@ -6,6 +6,7 @@ runtime's own: calling a compiled program, moving a message, keeping the queue.
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -122,7 +123,7 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
         lambda: jax.block_until_ready(
             route.post(identity, value, 0.0).value
             if arguments.rank == 0
-            else route.take(identity, 0.0).value
+            else route.take(identity, 0.0, math.inf).value
         )
     )
     figures["meet all ranks"] = microseconds(lambda: rendezvous.exchange({}))

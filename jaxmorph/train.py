@@ -132,6 +132,7 @@ def stage_settings(config: Config, layers: tuple[range, ...], rank: int) -> Stag
         ),
         stash=config.stash,
         pace=stage_pace(config, rank),
+        transfer_timeout_s=config.timeouts.step_s,
     )
 
 

@@ -4,6 +4,7 @@ The executor decides nothing: order, buffers and routes are the program's. Items
 another on the queue, so the buffers need no lock.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -143,6 +144,7 @@ class Executor:
         queue: The rank's in-order queue.
         routes: How transfers travel, by the route's name.
         pace: How long ops last on a paced queue.
+        transfer_timeout_s: How long a transfer may be waited for.
         tied: Sums the gradients of tied parameters; None where the stage holds none.
     """
 
@@ -151,6 +153,7 @@ class Executor:
     queue: DeviceQueue
     routes: Mapping[str, Route]
     pace: Pace
+    transfer_timeout_s: float
     tied: TiedReduction | None = None
 
     def execute(
@@ -178,12 +181,20 @@ class Executor:
 
         Raises:
             TransferMismatchError: If a message came that is not the one expected.
+            TimeoutError: If a message didn't come in time.
+
+        After an error the epoch is abandoned on every route: the ends may be out of step.
         """
         loss_weight = jax.device_put(np.float32(inputs.loss_weight), self.placement)
         state = _Step(program, weights, accumulators, inputs, loss_weight, step, epoch)
-        for instruction in program.instructions:
-            self._enqueue(instruction, state)
-        stamps = self.queue.drain()
+        try:
+            for instruction in program.instructions:
+                self._enqueue(instruction, state)
+            stamps = self.queue.drain()
+        except BaseException:
+            for route in self.routes.values():
+                route.abandon(epoch)
+            raise
         loss_sum = sum(float(loss) for loss in state.losses)  # in microbatch order
         return StepOutcome(loss_sum * inputs.loss_weight, state.accumulators, stamps)
 
@@ -194,8 +205,10 @@ class Executor:
                 self.queue.enqueue(op, work, self.pace.of(op.kind))
             case Send(transfer):
                 self.queue.enqueue_transfer(transfer, partial(self._send, instruction, state))
-            case Receive(transfer):
+            case Receive(transfer, route) if self.routes[route].holds_queue:
                 self.queue.enqueue_transfer(transfer, partial(self._receive, instruction, state))
+            case Receive():
+                self._receive(instruction, state, time.monotonic())
             case Free(buffer):
                 self.queue.enqueue(None, partial(state.buffers.pop, buffer))
             case Reduce(index, buffer):
@@ -209,7 +222,8 @@ class Executor:
 
     def _receive(self, receive: Receive, state: _Step, arrived_s: float) -> Moved:
         identity = state.identity(receive.transfer)
-        moved = self.routes[receive.route].take(identity, arrived_s)
+        deadline_s = time.monotonic() + self.transfer_timeout_s
+        moved = self.routes[receive.route].take(identity, arrived_s, deadline_s)
         state.buffers[received_buffer(receive.transfer)] = moved.value
         return moved
 

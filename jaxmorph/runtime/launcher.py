@@ -85,8 +85,8 @@ def run_ranks(
         KeyboardInterrupt: On Ctrl-C and on SIGTERM; all ranks have been ended.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    coordinator = f"127.0.0.1:{free_port()}"
-    with _sigterm_interrupts(), contextlib.ExitStack() as stack:
+    with _sigterm_interrupts(), reserved_port() as port, contextlib.ExitStack() as stack:
+        coordinator = f"127.0.0.1:{port}"
         ranks: list[_Rank] = []
         stack.callback(_end, ranks)  # also when starting the next one fails
         for number in range(num_ranks):
@@ -95,11 +95,17 @@ def run_ranks(
         _watch(_Watch(ranks, on_message))
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A TCP port of the loopback interface that no other run is given while this lasts.
+
+    Rank 0 binds it only seconds later. Until then, and beside it, the port is held by a socket that
+    shares it (as gRPC's do) but doesn't listen, so that connections reach rank 0 alone.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def _start(

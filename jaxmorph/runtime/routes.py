@@ -1,7 +1,7 @@
 """How a link's transfers travel: one small interface, whatever carries them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import jax
@@ -34,6 +34,10 @@ class TransferMismatchError(RuntimeError):
     """A message came that is not the one expected: the two ends of a link are out of step."""
 
 
+class AbandonedEpochError(RuntimeError):
+    """A transfer belongs to a life of its route that has ended."""
+
+
 @dataclass(frozen=True)
 class Moved:
     """A transfer as one end of it saw it.
@@ -52,6 +56,11 @@ class Moved:
 class Route(Protocol):
     """Carries messages between this rank and its peers."""
 
+    @property
+    def holds_queue(self) -> bool:
+        """Whether a receive waits on the rank's queue; else it waits on the host."""
+        ...
+
     def post(self, identity: TransferIdentity, value: jax.Array, arrived_s: float) -> Moved:
         """Send a message.
 
@@ -62,16 +71,22 @@ class Route(Protocol):
         """
         ...
 
-    def take(self, identity: TransferIdentity, arrived_s: float) -> Moved:
+    def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
         """Receive the expected message, checked to be that one.
 
         Args:
             identity: Which one is expected.
             arrived_s: When this end came to the transfer, by the queue's clock.
+            deadline_s: When to give up, by the same clock.
 
         Raises:
             TransferMismatchError: If another message came in its place.
+            TimeoutError: If it hasn't come by the deadline.
         """
+        ...
+
+    def abandon(self, epoch: int) -> None:
+        """End a life of the route: transfers of this epoch and of earlier ones are refused."""
         ...
 
 
@@ -90,11 +105,12 @@ def channel_of(transfer: Transfer) -> Channel:
     return Channel(transfer.payload, transfer.source, transfer.destination, index)
 
 
-@dataclass(frozen=True)
+@dataclass
 class DirectRoute:
     """`ppermute` on the accelerator's queue: a rendezvous that both ends reach in the same order.
 
-    The deadline of a transfer is that of the backend's collectives, set before JAX starts.
+    The deadline of a transfer is that of the backend's collectives, which is set for all of them
+    before JAX starts (`join`); `take` can't choose another one.
 
     Attributes:
         programs: What moves the payloads of each channel.
@@ -104,18 +120,37 @@ class DirectRoute:
 
     programs: Mapping[Channel, LinkProgram]
     answered: bool
+    _abandoned: int = field(default=-1, init=False)
+
+    @property
+    def holds_queue(self) -> bool:
+        """True: both ends wait for each other on their queues."""
+        return True
 
     def post(self, identity: TransferIdentity, value: jax.Array, arrived_s: float) -> Moved:
         """Dispatch the sender's end."""
-        program = self.programs[channel_of(identity.transfer)]
+        program = self._program(identity)
         peer, _ = program.run((*identity.words(), *_time_words(arrived_s)), value)
         return Moved(peer, _check(peer, identity) if self.answered else None)
 
-    def take(self, identity: TransferIdentity, arrived_s: float) -> Moved:
+    def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
         """Run the receiver's end and check what came."""
-        program = self.programs[channel_of(identity.transfer)]
+        del deadline_s
+        program = self._program(identity)
         peer, value = program.run((*identity.words(), *_time_words(arrived_s)))
         return Moved(value, _check(peer, identity))
+
+    def abandon(self, epoch: int) -> None:
+        """Refuse what is left of an epoch: its ends may be out of step."""
+        self._abandoned = max(self._abandoned, epoch)
+
+    def _program(self, identity: TransferIdentity) -> LinkProgram:
+        if identity.epoch <= self._abandoned:
+            raise AbandonedEpochError(
+                f"{identity}: this life of the route has ended, expected an epoch after "
+                f"{self._abandoned}"
+            )
+        return self.programs[channel_of(identity.transfer)]
 
 
 def _check(words: jax.Array, expected: TransferIdentity) -> float:

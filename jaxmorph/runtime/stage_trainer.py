@@ -38,6 +38,7 @@ class StageSettings:
         kinds: The kinds of op to compile.
         optimizer: The optimizer's settings.
         pace: How long this stage's ops last; None: as long as they take.
+        transfer_timeout_s: How long a transfer may be waited for.
     """
 
     layers: tuple[range, ...]
@@ -48,6 +49,7 @@ class StageSettings:
     optimizer: OptimizerSettings
     stash: Literal["full", "recompute"] = "full"
     pace: Pace | None = None
+    transfer_timeout_s: float = 60.0
 
 
 class StageTrainer:
@@ -80,6 +82,7 @@ class StageTrainer:
             queue=self._queue,
             routes={"direct": DirectRoute(links, answered=paced)},
             pace=settings.pace or Pace(),
+            transfer_timeout_s=settings.transfer_timeout_s,
             tied=TiedGradients(model.tied, self._accumulators) if model.tied else None,
         )
 

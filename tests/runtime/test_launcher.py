@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxmorph.errors import UserError
-from jaxmorph.runtime.launcher import RankFailedError, run_ranks
+from jaxmorph.runtime.launcher import RankFailedError, reserved_port, run_ranks
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -43,6 +44,18 @@ def is_running(pid):
 
 def open_descriptors():
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_reserved_port_is_nobody_elses_and_can_be_served_by_those_who_share():
+    with reserved_port() as port, socket.socket() as stranger, socket.socket() as server:
+        with pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        server.settimeout(5.0)
+        with socket.create_connection(("127.0.0.1", port), timeout=5.0), server.accept()[0]:
+            pass
 
 
 def test_all_ranks_run_and_are_heard(tmp_path):

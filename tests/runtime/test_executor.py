@@ -1,0 +1,100 @@
+"""Where a receive waits is its route's choice, and a failed step ends the routes' epoch."""
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from jaxmorph.program.instructions import (
+    Free,
+    Payload,
+    RankProgram,
+    Receive,
+    Transfer,
+    received_buffer,
+)
+from jaxmorph.runtime.executor import Executor, StepInputs
+from jaxmorph.runtime.pacing import Pace
+from jaxmorph.runtime.queue import PacedQueue
+from jaxmorph.runtime.routes import (
+    AbandonedEpochError,
+    DirectRoute,
+    Moved,
+    TransferIdentity,
+)
+
+TRANSFER = Transfer(Payload.GRADIENT, 1, 0, 0)
+INPUTS = StepInputs(None, None, 1.0)
+
+
+@dataclass
+class RecordingRoute:
+    """Delivers at once and notes on which thread it was asked, or fails."""
+
+    holds_queue: bool
+    error: Exception | None = None
+    threads: list = field(default_factory=list)
+    abandoned: list = field(default_factory=list)
+
+    def take(self, identity, arrived_s, deadline_s):
+        self.threads.append(threading.current_thread())
+        assert deadline_s >= arrived_s
+        if self.error is not None:
+            raise self.error
+        return Moved(jnp.zeros(()))
+
+    def abandon(self, epoch):
+        self.abandoned.append(epoch)
+
+
+@pytest.fixture
+def queue():
+    queue = PacedQueue()
+    yield queue
+    queue.close()
+
+
+def execute(queue, route, epoch=0):
+    placement = SingleDeviceSharding(jax.devices()[0])
+    no_stage = cast(Any, None)  # the program runs no op
+    executor = Executor(no_stage, placement, queue, {"delegated": route}, Pace(), 5.0)
+    receive = Receive(TRANSFER, "delegated")
+    program = RankProgram(0, 2, 1, (receive, Free(received_buffer(TRANSFER))))
+    return executor.execute(program, {}, {}, INPUTS, step=0, epoch=epoch)
+
+
+def test_a_receive_that_does_not_hold_the_queue_waits_on_the_host(queue):
+    route = RecordingRoute(holds_queue=False)
+    outcome = execute(queue, route)
+    assert route.threads == [threading.current_thread()]
+    assert outcome.stamps == []  # its waiting is charged to nothing
+
+
+def test_a_receive_that_holds_the_queue_waits_there(queue):
+    route = RecordingRoute(holds_queue=True)
+    outcome = execute(queue, route)
+    assert route.threads != [threading.current_thread()]
+    assert [stamp.label for stamp in outcome.stamps] == [TRANSFER]
+
+
+@pytest.mark.parametrize("holds_queue", [True, False])
+def test_an_error_abandons_the_epoch(queue, holds_queue):
+    route = RecordingRoute(holds_queue, error=TimeoutError("nothing came"))
+    with pytest.raises(TimeoutError, match="nothing came"):
+        execute(queue, route, epoch=3)
+    assert route.abandoned == [3]
+
+
+def test_a_direct_route_refuses_transfers_of_an_abandoned_epoch():
+    route = DirectRoute({}, answered=False)
+    route.abandon(1)
+    with pytest.raises(AbandonedEpochError, match="of step 7, epoch 1: this life of the route"):
+        route.take(TransferIdentity(1, 7, TRANSFER), 0.0, 1.0)
+    with pytest.raises(AbandonedEpochError, match="expected an epoch after 1"):
+        route.post(TransferIdentity(0, 7, TRANSFER), jnp.zeros(()), 0.0)
+    with pytest.raises(KeyError):  # a later epoch gets as far as its program
+        route.take(TransferIdentity(2, 7, TRANSFER), 0.0, 1.0)
