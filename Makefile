@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint types check bench clean
+.PHONY: setup demo test lint types check bench bench-planner clean
 
 setup: $(VENV)/installed
 
@@ -32,7 +32,15 @@ check: lint types test
 # Long measurements on an otherwise idle machine; none of them runs in CI.
 bench: setup
 	@status=0; \
-	for benchmark in split_cost pace dispatch; do \
+	for benchmark in split_cost pace blocking dispatch; do \
+	    $(BIN)/python -m benchmarks.$$benchmark || status=1; \
+	done; \
+	exit $$status
+
+# Plans against proven optima, which are kept in benchmarks/data and need no solving; cost growth.
+bench-planner: setup
+	@status=0; \
+	for benchmark in planner_gap planner_scale; do \
 	    $(BIN)/python -m benchmarks.$$benchmark || status=1; \
 	done; \
 	exit $$status

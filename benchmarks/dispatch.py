@@ -71,7 +71,7 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
         optimizer=OptimizerSettings(1e-3, 0, 10),
     )
     trainer = StageTrainer(model, settings, arguments.rank)
-    stage, executor = trainer.programs, trainer.executor
+    (stage,), executor = trainer.programs, trainer.executor
     tokens = np.zeros((MICROBATCHES, 1, 8), np.int32)
     inputs = StepInputs(tokens, tokens, 1.0)
     figures: dict[str, float] = {}
@@ -89,7 +89,7 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
         trainer.discard()
     figures["a step, per instruction"] = 1e6 * median(steps_s) / len(instructions)
 
-    weights = stage.prepare(trainer.params)
+    weights = stage.prepare(trainer.params[0])
     placed = jax.device_put(tokens[0], executor.placement)
     figures["place a microbatch's tokens"] = microseconds(
         lambda: jax.device_put(tokens[0], executor.placement)

@@ -5,6 +5,7 @@ Messages are dictionaries of JSON's types with a `kind`:
 - `started`: what runs; the fields of `RunHeader` that only a rank knows.
 - `step`: the fields of a `StepRecord`.
 - `timelines`: a sampled step, planned and measured, as `Timeline.to_json`.
+- `profile`: what ops and links cost by then, as `Profile.to_json`; with each sampled step.
 - `event`: the fields of an `Event`.
 """
 
@@ -52,15 +53,20 @@ class Bookkeeper:
         self._error: BaseException | None = None
         self._thread = ThreadPoolExecutor(1, "jaxmorph-bookkeeper") if active else None
 
-    def start(self, data: str, num_parameters: int, layers: Sequence[range]) -> None:
+    def start(
+        self, data: str, num_parameters: int, layers: Sequence[range], cut_reason: str = ""
+    ) -> None:
         """Tell what runs.
 
         Args:
             data: Where the text comes from.
             num_parameters: Of the whole model.
-            layers: Of each stage.
+            layers: Of each virtual stage, in the order of the pipeline.
+            cut_reason: Why these; empty where there was nothing to choose.
         """
-        self._submit(self._tell_start, data, num_parameters, [len(part) for part in layers])
+        stages = self._config.parallelism.stages
+        per_stage = [sum(map(len, layers[stage::stages])) for stage in range(stages)]
+        self._submit(self._tell_start, data, num_parameters, per_stage, cut_reason)
 
     def note(
         self, step: int, totals: StepTotals, reports: Sequence[Message], step_s: float
@@ -99,15 +105,20 @@ class Bookkeeper:
             if kind is None:
                 self._raise_error()
 
-    def _tell_start(self, data: str, num_parameters: int, layers: list[int]) -> None:
+    def _tell_start(
+        self, data: str, num_parameters: int, layers: list[int], cut_reason: str
+    ) -> None:
         header = {
             "data": data,
             "num_parameters": num_parameters,
             "layers_per_stage": layers,
+            "cut_reason": cut_reason,
             "schedule": self._plan.schedule.name,
             "warmup_forwards": self._plan.schedule.warmup_forwards,
         }
         self._tell({"kind": "started", "header": header})
+        if cut_reason:
+            self._tell_event(0, "layers_cut", f"{' '.join(map(str, layers))}: {cut_reason}")
         self._tell_event(0, "plan_adopted", self._plan.reason)
 
     def _tell_step(
@@ -137,6 +148,7 @@ class Bookkeeper:
             self._tell_event(step, "update_skipped", f"gradient norm {totals.grad_norm}")
         if self._is_sampled(step):
             self._tell_timelines(step, planned, measured)
+            self._tell({"kind": "profile", "profile": self._profiler.profile().to_json()})
 
     def _is_sampled(self, step: int) -> bool:
         every = self._config.trace.every_steps

@@ -1,10 +1,7 @@
 """The ``jaxmorph`` command: parses its arguments and calls what they ask for."""
 
-import json
-import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -12,11 +9,8 @@ import typer
 from rich.console import Console
 
 from jaxmorph.errors import RunFailedError, UserError
-from jaxmorph.schedule.answer import answer_lines, solve
-from jaxmorph.schedule.draw import save_timelines
-from jaxmorph.schedule.draw.save import require_format
-from jaxmorph.schedule.problem import parse_problem
-from jaxmorph.schedule.report import print_answer
+from jaxmorph.plan_command import plan
+from jaxmorph.validate_command import validate
 
 # Typer brings its own copy of click or click itself, by version: this is that one's UsageError.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -59,71 +53,8 @@ def _jaxmorph() -> None:
     """Pipeline-parallel training in JAX that stays fast when links turn slow or fail."""
 
 
-_PER_STAGE = "One number, or one per stage: 10 or 10,12,9,10."
-_PER_LINK = "One number, or one per link: 20 or 20,0,0."
-_FIELD = re.compile(r"(output file|\w+)(?=[\[:])")  # what an error begins with
-_OPTIONS = {"num_stages": "stages", "num_microbatches": "microbatches", "output file": "out"}
-
-
-@app.command()
-def plan(
-    context: typer.Context,
-    stages: Annotated[int, typer.Option(help="Pipeline stages.")] = 4,
-    microbatches: Annotated[int, typer.Option(help="Microbatches in a step.")] = 12,
-    forward_ms: Annotated[str, typer.Option(help=f"Time of F. {_PER_STAGE}")] = "10",
-    backward_input_ms: Annotated[str, typer.Option(help=f"Time of B. {_PER_STAGE}")] = "10",
-    backward_weight_ms: Annotated[str, typer.Option(help=f"Time of W. {_PER_STAGE}")] = "10",
-    link_ms: Annotated[str, typer.Option(help=f"Latency, both directions. {_PER_LINK}")] = "0",
-    schedule: Annotated[
-        str, typer.Option(help="gpipe, 1f1b, zb-h1, zb-h2, paper or adaptive.")
-    ] = "adaptive",
-    max_live: Annotated[
-        str | None, typer.Option(help="Most microbatches a stage may hold: 5 or 7,5,3,1.")
-    ] = None,
-    live_until: Annotated[str, typer.Option(help="A microbatch is held until its B or W.")] = "B",
-    planned_link_ms: Annotated[
-        str | None, typer.Option(help="Latency the planner believes, if not --link-ms.")
-    ] = None,
-    warmup_forwards: Annotated[
-        str | None, typer.Option(help="Forwards before the first backward: 7,5,3,1.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Also write a .png, .svg, .txt or .json (Chrome trace).")
-    ] = None,
-    batch: Annotated[
-        Path | None, typer.Option(help="Answer this file's problems, one JSON object a line.")
-    ] = None,
-) -> int:
-    """Plan a step, simulate it, and draw it."""
-    if batch is not None:
-        _require_alone(context, "batch")
-        return _answer_batch(batch)
-    fields = {
-        "name": schedule,
-        "num_stages": stages,
-        "num_microbatches": microbatches,
-        "forward_ms": _numbers(forward_ms),
-        "backward_input_ms": _numbers(backward_input_ms),
-        "backward_weight_ms": _numbers(backward_weight_ms),
-        "link_ms": _numbers(link_ms),
-        "schedule": schedule,
-        "max_live": _numbers(max_live),
-        "live_until": live_until,
-        "planned_link_ms": _numbers(planned_link_ms),
-        "warmup_forwards": _numbers(warmup_forwards),
-    }
-    with _options_named_in_errors():
-        if out is not None:
-            require_format(out)
-        answer = solve(parse_problem(fields))
-        if out is not None:
-            save_timelines(out, {answer.schedule.name: answer.timeline})
-    if as_json:
-        typer.echo(json.dumps(answer.to_json(), allow_nan=False))
-    else:
-        print_answer(answer, Console(highlight=False))
-    return 0
+app.command()(plan)
+app.command()(validate)
 
 
 @app.command()
@@ -160,54 +91,3 @@ def model(
     names = [preset] if preset is not None else None
     print_model_table(Console(highlight=False), factory, names, vocab_size, sequence_length, stages)
     return 0
-
-
-@contextmanager
-def _options_named_in_errors() -> Iterator[None]:
-    """Has an error that begins with a problem's field begin with the option it came from."""
-    try:
-        yield
-    except UserError as error:
-        text = str(error)
-        if found := _FIELD.match(text):
-            option = _OPTIONS.get(found[0], found[0].replace("_", "-"))
-            text = f"--{option}{text[found.end() :]}"
-        raise UserError(text) from error
-
-
-def _require_alone(context: typer.Context, name: str) -> None:
-    """Refuses an option that would not be heeded, because ``name`` was given too."""
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if parameter.name != name and source is not None and source.name == "COMMANDLINE":
-            raise UserError(f"--{name}: got {parameter.opts[0]} as well, expected no other option")
-
-
-def _answer_batch(path: Path) -> int:
-    """Prints an answer a line; returns the exit code, 2 when any line was bad."""
-    bad = False
-    try:
-        with path.open("rb") as lines:
-            for answer in answer_lines(lines):
-                bad = bad or "error" in answer
-                typer.echo(json.dumps(answer, allow_nan=False))
-    except OSError as error:
-        raise UserError(f"--batch: cannot read {path}: {error.strerror}") from error
-    return 2 if bad else 0
-
-
-def _numbers(text: str | None) -> object:
-    """``10`` as a number, ``10,12`` as a list; words stay text, for ``parse_problem`` to refuse."""
-    if text is None:
-        return None
-    values = [_number(word) for word in text.split(",")]
-    return values if len(values) > 1 else values[0]
-
-
-def _number(word: str) -> object:
-    for convert in (int, float):
-        try:
-            return convert(word)
-        except ValueError:
-            continue
-    return word

@@ -1,21 +1,20 @@
 """How the ranks of a run come to run the same plan: rank 0 plans, all lower its answer."""
 
-from dataclasses import astuple, dataclass
-from statistics import median
+from dataclasses import asdict, dataclass
 
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
-from jaxmorph.program.check import check
 from jaxmorph.program.instructions import RankProgram
-from jaxmorph.program.lowering import lower
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.schedule.costs import Limits, Links, StageCosts
+from jaxmorph.schedule.costs import Limits, StageCosts
+from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan, plan
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.stage.stash import StashMemory
+from jaxmorph.step_programs import lower_step
 
-_NOISE = 0.05  # a difference between stages that is not worth an order of transfers
+_FULL_BACKWARD = ("gpipe", "1f1b", "1f1b-eager", "interleaved")
 
 
 @dataclass(frozen=True)
@@ -33,14 +32,28 @@ class PlanInForce:
 
 def op_kinds(config: Config) -> frozenset[OpKind]:
     """The kinds of op that the configured schedule runs."""
-    if config.schedule.name in ("gpipe", "1f1b"):
+    if config.schedule.name in _FULL_BACKWARD:
         return frozenset({OpKind.F, OpKind.BW})
     return frozenset({OpKind.F, OpKind.B, OpKind.W})
 
 
-def unmeasured_profile(config: Config) -> Profile:
+def unmeasured_profile(config: Config, stash_bytes: StashBytes | None = None) -> Profile:
     """What is assumed before anything has run: all ops alike, links without latency."""
-    return Profile(StageCosts.uniform(config.parallelism.stages, 1.0, 1.0, 1.0), {})
+    return Profile(StageCosts.uniform(config.parallelism.stages, 1.0, 1.0, 1.0), {}, stash_bytes)
+
+
+def agree_on_stash(rendezvous: Rendezvous, memory: StashMemory) -> StashBytes:
+    """What one microbatch keeps on each stage, by the stages' compiled programs.
+
+    Args:
+        rendezvous: The meeting place of all ranks; they all call this at the same point.
+        memory: This rank's.
+    """
+    told = rendezvous.exchange(asdict(memory))
+    return StashBytes(
+        tuple(rank["after_forward_bytes"] for rank in told),
+        tuple(rank["after_backward_input_bytes"] for rank in told),
+    )
 
 
 def agree_on_plan(
@@ -67,9 +80,7 @@ def agree_on_plan(
     answer = rendezvous.exchange(answer)[0]
     made = Plan.from_json(answer["plan"])
     agreed = Profile.from_json(answer["profile"])
-    planned = simulate(made.schedule, *_for_ordering(made, agreed))
-    programs = lower(made.schedule, planned, made.routes, num_tied=num_tied)
-    check(programs)
+    programs = lower_step(made.schedule, agreed, made.routes, num_tied)
     return PlanInForce(made, programs[rendezvous.rank])
 
 
@@ -78,43 +89,34 @@ def plan_step(config: Config, profile: Profile) -> Plan:
 
     Args:
         config: The run.
-        profile: What ops and links cost.
+        profile: What ops and links cost; without the stash's sizes a cap in bytes isn't heeded.
 
     Raises:
         UserError: If the schedule can't keep the configured caps.
     """
-    stages, schedule = config.parallelism.stages, config.schedule
-    limits = Limits(schedule.max_live_per_stage(stages), schedule.live_until)
-    microbatches = config.batch.microbatches
+    limits = _limits(config, profile)
+    schedule = config.schedule
+    microbatches, chunks = config.batch.microbatches, config.parallelism.chunks
     try:
-        return plan(profile.costs, profile.links, limits, microbatches, schedule.name)
+        return plan(
+            profile.costs, profile.links, limits, microbatches, schedule.name, num_chunks=chunks
+        )
     except UserError as error:
         name, _, says = str(error).partition(": ")  # the planner's names have no section
-        key = "schedule.max_live" if name.startswith("max_live") else f"schedule: {name}"
-        raise UserError(f"{key}: {says}") from error
+        raise UserError(f"{_key(name)}: {says}") from error
 
 
-def _for_ordering(made: Plan, profile: Profile) -> tuple[StageCosts, Links]:
-    """What decides the order of direct transfers: costs without noise, and delegated links alone.
-
-    A direct transfer holds both ends' queues, so stages that cost the same run in step, boundary to
-    boundary. A difference of a percent between measured costs, or a link's latency of a fraction
-    of an op, must not push transfers into the middle of the peer's ops, where both ends would wait.
-    """
-    costs = StageCosts(*map(_without_noise, astuple(profile.costs)))
-    delegated = {
-        link: state
-        for link, state in profile.links.items()
-        if made.routes.get(link, "direct") == "delegated"
-    }
-    return costs, delegated
+def _limits(config: Config, profile: Profile) -> Limits:
+    stages, schedule = config.parallelism.stages, config.schedule
+    max_bytes = schedule.max_stash_bytes_per_stage(stages)
+    if max_bytes is not None and profile.stash_bytes is not None:
+        return Limits(max_stash_bytes=max_bytes, stash_bytes=profile.stash_bytes)
+    return Limits(schedule.max_live_per_stage(stages), schedule.live_until)
 
 
-def _without_noise(durations_ms: tuple[float, ...]) -> tuple[float, ...]:
-    """Stages that cost nearly the median cost exactly that; the others stay as they are."""
-    middle_ms = median(durations_ms)
-    near_ms = _NOISE * middle_ms
-    return tuple(
-        middle_ms if abs(duration_ms - middle_ms) <= near_ms else duration_ms
-        for duration_ms in durations_ms
-    )
+def _key(name: str) -> str:
+    """The key of the configuration that is at fault, by what the planner calls it."""
+    if name.startswith(("max_live", "max_stash_bytes")):
+        return f"schedule.{name}"
+    # `interleaved` has but one complaint: microbatches that don't go into its rounds.
+    return "batch.microbatches" if name == "interleaved" else f"schedule: {name}"

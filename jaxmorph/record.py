@@ -72,6 +72,8 @@ class RunRecord:
                 self._reporter.event(event)
             case {"kind": "timelines", "step": step, "timelines": timelines}:
                 self._take_timelines(step, timelines)
+            case {"kind": "profile", "profile": profile}:
+                self._directory.write_profile(profile)
             case _:
                 raise ValueError(f"a message of no known kind: {message}")
 

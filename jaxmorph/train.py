@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from jaxmorph.bookkeeping import Bookkeeper
 from jaxmorph.config import Config, per_stage
 from jaxmorph.control.profiler import Profiler
 from jaxmorph.data import Batches, ReadAhead, load_tokens
+from jaxmorph.layer_choice import choose_layers, measured_on_rank_0
 from jaxmorph.model_factory import build_model
-from jaxmorph.planning import agree_on_plan, op_kinds, unmeasured_profile
+from jaxmorph.planning import agree_on_plan, agree_on_stash, op_kinds, unmeasured_profile
 from jaxmorph.runtime.compilations import CompilationCounter
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.optimizer import OptimizerSettings, clip_scale
@@ -23,6 +25,7 @@ from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import StepTotals, measured_timeline, rank_report, total
 from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
+from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.stage.model import PipelineModel, cut_layers
 from jaxmorph.stage.parameter_count import parameter_count
 
@@ -45,16 +48,19 @@ def train(config: Config, rendezvous: Rendezvous, tell: Callable[[Message], None
     rank = rendezvous.rank
     compilations = CompilationCounter()
     parts = load_parts(config)
+    measure = partial(measured_on_rank_0, config, parts.model, parts.batches)
+    cut = choose_layers(config, rendezvous, parts.model.num_layers, measure)
     read = _reader(config, parts.batches, rank)
-    trainer = StageTrainer(parts.model, stage_settings(config, parts.layers, rank), rank)
+    trainer = StageTrainer(parts.model, stage_settings(config, cut.layers, rank), rank)
     num_tied = len(parts.model.tied)
     with closing(trainer), ReadAhead(read) as inputs:
-        profiler = _warm_up(config, rendezvous, trainer, read(0), num_tied)
+        stash_bytes = agree_on_stash(rendezvous, trainer.stash_memory)
+        profiler = _warm_up(config, rendezvous, trainer, read(0), num_tied, stash_bytes)
         in_force = agree_on_plan(config, rendezvous, profiler.profile(), num_tied)
         _settle_garbage()
         rendezvous.limit(config.timeouts.step_s)
         with Bookkeeper(config, in_force.plan, profiler, tell, active=rank == 0) as bookkeeper:
-            bookkeeper.start(parts.source, parameter_count(parts.model), parts.layers)
+            bookkeeper.start(parts.source, parameter_count(parts.model), cut.layers, cut.reason)
             barrier_s = time.monotonic()
             for step in range(config.run.steps):
                 outcome = trainer.run(in_force.program, next(inputs), step)
@@ -72,13 +78,11 @@ class RunParts:
 
     Attributes:
         model: The model.
-        layers: The layers of each stage.
         batches: The data of every step.
         source: Where the data comes from, in a few words.
     """
 
     model: PipelineModel
-    layers: tuple[range, ...]
     batches: Batches
     source: str
 
@@ -102,8 +106,8 @@ def load_parts(config: Config) -> RunParts:
         sequence_length=data.sequence_length,
         seed=config.run.seed,
     )
-    layers = cut_layers(model.num_layers, cut.stages, cut.layers)
-    return RunParts(model, layers, batches, tokens.source)
+    cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)  # whether they fit
+    return RunParts(model, batches, tokens.source)
 
 
 def stage_settings(config: Config, layers: tuple[range, ...], rank: int) -> StageSettings:
@@ -111,7 +115,7 @@ def stage_settings(config: Config, layers: tuple[range, ...], rank: int) -> Stag
 
     Args:
         config: The run.
-        layers: The layers of each stage.
+        layers: The layers of each virtual stage.
         rank: The stage.
     """
     optimizer = config.optimizer
@@ -133,11 +137,15 @@ def stage_settings(config: Config, layers: tuple[range, ...], rank: int) -> Stag
         stash=config.stash,
         pace=stage_pace(config, rank),
         transfer_timeout_s=config.timeouts.step_s,
+        num_chunks=config.parallelism.chunks,
     )
 
 
 def stage_pace(config: Config, rank: int) -> Pace | None:
-    """How long a stage's ops last on the emulated accelerator; None where none is emulated."""
+    """How long a stage's ops last on the emulated accelerator; None where none is emulated.
+
+    The configured times are those of the whole stage: an op of one chunk lasts its share of them.
+    """
     accelerator = config.emulation.accelerator
     if accelerator is None:
         return None
@@ -147,7 +155,8 @@ def stage_pace(config: Config, rank: int) -> Pace | None:
         accelerator.backward_input_ms,
         accelerator.backward_weight_ms,
     )
-    return Pace.of_stage(*(per_stage(value, stages)[rank] for value in durations))
+    own_ms = (per_stage(value, stages)[rank] for value in durations)
+    return Pace.of_stage(*own_ms, num_chunks=config.parallelism.chunks)
 
 
 def apply_gradients(trainer: StageTrainer, totals: StepTotals, clip_norm: float | None) -> bool:
@@ -200,10 +209,12 @@ def _warm_up(
     trainer: StageTrainer,
     inputs: StepInputs,
     num_tied: int,
+    stash_bytes: StashBytes,
 ) -> Profiler:
     """Run a few steps for their timings alone, in the order that equal costs would give."""
-    profiler = Profiler(config.parallelism.stages)
-    in_force = agree_on_plan(config, rendezvous, unmeasured_profile(config), num_tied)
+    profiler = Profiler(config.parallelism.stages, stash_bytes)
+    unmeasured = unmeasured_profile(config, stash_bytes)
+    in_force = agree_on_plan(config, rendezvous, unmeasured, num_tied)
     for step in range(_WARM_UP_STEPS):
         began_s = time.monotonic()
         # Numbered before training's first step: no message may pass for one of another step.

@@ -3,6 +3,9 @@ import json
 import pytest
 
 from jaxmorph import cli
+from jaxmorph.config import Config, dump_config
+from jaxmorph.control.profiler import Profile
+from jaxmorph.schedule.costs import Link, LinkState, StageCosts
 
 
 def _run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -87,7 +90,7 @@ def test_plan_keeps_caps_and_takes_warm_ups(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--schedule", "interleaved"], "--schedule: got 'interleaved', expected one of "),
+        (["--schedule", "magic"], "--schedule: got 'magic', expected one of "),
         (["--stages", "four"], "Invalid value for '--stages'"),
         (["--stages", "0"], "--stages: got 0"),
         (["--forward-ms", "10,x"], "--forward-ms: got 2 values, expected 4"),
@@ -102,6 +105,23 @@ def test_plan_keeps_caps_and_takes_warm_ups(capsys):
         (["--json", "--batch", "missing.jsonl"], "--batch: got --json as well"),
         (["--batch", "missing.jsonl"], "--batch: cannot read missing.jsonl"),
         (["--max-live", "3", "--schedule", "zb-h2"], "--max-live[0]: zb-h2 holds 7"),
+        (["--time-step", "0"], "--time-step: got 0"),
+        (["--chunks", "2"], "--chunks: got 2, expected 1 for adaptive (or interleaved)"),
+        (["--schedule", "interleaved", "--microbatches", "13"], "interleaved: got 13 microbatches"),
+        (["--compare", "1f1b,x"], "--compare: got 'x', expected some of gpipe"),
+        (["--compare", "1f1b", "--export", "a.csv"], "--compare: got --export as well, expected"),
+        (["--compare", "1f1b", "--what-if", "link=0:0ms"], "--compare: got --what-if as well"),
+        (["--what-if", "link=9:0ms"], "--what-if: got link 9-10, expected one of 0-1, 1-2, 2-3"),
+        (["--what-if", "faster"], "--what-if: got 'faster', expected a change such as link=2:0ms"),
+        (["--export", "a.pdf"], "--export: got a.pdf, expected a name that ends in .csv, .json"),
+        (["--layers-cost", "1,2"], "--stages: got 4, expected between 1 and the 2 layers"),
+        (["--layers-cost", "1,a,2,3"], "--layers-cost[1]: got 'a', expected a number of ms"),
+        (["--layers-cost", "1,1,1,1", "--forward-ms", "1,2,3,4"], "--forward-ms: got [1, 2, 3, 4]"),
+        (["--layers-cost", "1,1,1,1", "--forward-ms", "0"], "--forward-ms: got 0, expected a num"),
+        (["--head-cost", "3"], "--head-cost: got no --layers-cost, expected it too"),
+        (["--profile", "nowhere"], "--profile: got nowhere, expected a run directory"),
+        (["--profile", ".", "--stages", "3"], "--profile: got --stages as well"),
+        (["--max-stash-bytes", "9"], "--stash-bytes-after-forward: missing, expected bytes"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(capsys, arguments, message):
@@ -156,3 +176,129 @@ def test_a_batch_goes_on_after_a_bad_line(capsys, tmp_path):
     assert [answer.get("makespan_ms") for answer in answers] == [130.0, None, 130.0]
     batch.write_text(json.dumps(good))
     assert _run(capsys, "plan", "--batch", str(batch))[0] == 0
+
+
+def test_each_direction_of_a_link_has_its_own_latency(capsys):
+    up = _plan(capsys, "--schedule", "1f1b", "--link-forward-ms", "20")
+    down = _plan(capsys, "--schedule", "1f1b", "--link-ms", "20", "--link-forward-ms", "0")
+    both = _plan(capsys, "--schedule", "1f1b", "--link-ms", "20")
+    assert up["makespan_ms"] < both["makespan_ms"]
+    assert down["makespan_ms"] < both["makespan_ms"]
+
+
+def test_a_serialized_link_and_an_occupied_one_are_slower(capsys):
+    latency = _plan(capsys, "--schedule", "gpipe", "--link-ms", "25")["makespan_ms"]
+    serialized = ["--link-ms", "25", "--link-model", "serialized"]
+    slower = _plan(capsys, "--schedule", "gpipe", *serialized)["makespan_ms"]
+    assert slower > latency
+    occupied = ["--link-occupancy-ms", "25"]
+    assert _plan(capsys, "--schedule", "gpipe", *occupied)["makespan_ms"] == slower
+
+
+def test_blocking_links_hold_up_what_latency_lets_pass(capsys, tmp_path):
+    arguments = ["--schedule", "zb-h2", "--link-ms", "0,0,30", "--link-model"]
+    latency = _plan(capsys, *arguments, "latency")["makespan_ms"]
+    blocking = _plan(capsys, *arguments, "blocking")["makespan_ms"]
+    # Each of the 24 messages of the slow link holds up both of its stages.
+    assert latency < 24 * 30.0 < blocking
+    problem = {
+        "name": "x", "num_stages": 4, "num_microbatches": 12, "forward_ms": 10,
+        "backward_input_ms": 10, "backward_weight_ms": 10, "link_ms": [0, 0, 30],
+        "schedule": "zb-h2",
+    }  # fmt: skip
+    batch = tmp_path / "batch.jsonl"
+    batch.write_text(json.dumps(problem | {"link_model": "blocking"}))
+    _, out, _ = _run(capsys, "plan", "--batch", str(batch))
+    assert json.loads(out)["makespan_ms"] == blocking
+
+
+def test_interleaved_runs_virtual_stages(capsys):
+    arguments = ["--schedule", "interleaved", "--backward-weight-ms", "0"]
+    two = _plan(capsys, *arguments)
+    # (v m + p - 1) steps of F and BW, each of t / v
+    assert two["makespan_ms"] == (2 * 12 + 3) * 10.0
+    assert two["orders"][0][4] == "1.F0"
+    three = _plan(capsys, *arguments, "--chunks", "3")
+    assert three["makespan_ms"] == pytest.approx((3 * 12 + 3) * 20 / 3)
+    around = _plan(capsys, *arguments, "--link-ms", "0,0,0,5")
+    assert around["makespan_ms"] > two["makespan_ms"]
+
+
+def test_a_time_step_rounds_up(capsys):
+    assert _plan(capsys, "--schedule", "zb-h2", "--time-step", "4")["makespan_ms"] == 468.0
+
+
+def test_jitter_is_planned_for_and_its_effect_told(capsys):
+    code, out, _ = _run(capsys, "plan", "--link-ms", "0,0,20", "--link-jitter-ms", "10")
+    assert code == 0
+    assert "\nwith jitter  " in out
+    assert "on average; one step in ten over " in out
+
+
+def test_caps_in_bytes_tell_the_peak(capsys):
+    sizes = ["--stash-bytes-after-forward", "1000", "--stash-bytes-after-backward", "500"]
+    code, out, _ = _run(capsys, "plan", "--max-stash-bytes", "5000", *sizes)
+    assert code == 0
+    (line,) = (line for line in out.splitlines() if line.startswith("peak stash"))
+    peaks = [int(word.replace(",", "")) for word in line.split()[2:6]]
+    assert line.endswith("bytes held until W")
+    assert max(peaks) <= 5000
+
+
+def test_schedules_are_compared_in_a_table_and_in_json(capsys, tmp_path):
+    picture = tmp_path / "all.svg"
+    arguments = ["--compare", "1f1b,zb-h2, gpipe", "--link-ms", "0,0,20"]
+    code, out, _ = _run(capsys, "plan", *arguments, "--out", str(picture))
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["makespan", "1f1b", "zb-h2", "gpipe"]
+    assert "zb-h2  460.0 ms     410.0 ms  12.2%        21.7%" in out
+    assert picture.stat().st_size > 1000
+    answers = _plan(capsys, *arguments)
+    assert [answer["makespan_ms"] for answer in answers] == [690.0, 460.0, 490.0]
+
+
+def test_what_if_stands_beside_what_is(capsys):
+    arguments = ["--link-ms", "0,0,20", "--what-if", "link=2:0ms"]
+    now, then = _plan(capsys, *arguments)
+    assert (now["name"], now["makespan_ms"]) == ("as it is", 410.0)
+    assert (then["name"], then["makespan_ms"]) == ("what if link 2-3: 0 ms", 390.0)
+    code, out, _ = _run(capsys, "plan", *arguments, "--what-if", "stage=0:2x")
+    assert code == 0
+    assert out.splitlines()[2].startswith("what if link 2-3: 0 ms, stage 0: 2x  ")
+
+
+def test_the_schedule_is_exported(capsys, tmp_path):
+    path = tmp_path / "plan.csv"
+    arguments = ["--schedule", "1f1b", "--stages", "2", "--microbatches", "1"]
+    assert _run(capsys, "plan", *arguments, "--export", str(path))[0] == 0
+    assert path.read_text() == "0F0,,,0B0\n,1F0,1B0,\n"
+
+
+def test_layers_are_cut_beside_the_even_cut(capsys):
+    arguments = ["--layers-cost", "1,1,1,1,1,1,1,1", "--head-cost", "3"]
+    code, out, _ = _run(capsys, "plan", *arguments)
+    assert code == 0
+    assert out.splitlines()[-2:] == [
+        "layers       2 2 3 1  slowest stage 12.0 ms a microbatch, makespan 151.0 ms",
+        "even cut     2 2 2 2  slowest stage 15.0 ms a microbatch, makespan 186.0 ms",
+    ]
+    answer = _plan(capsys, *arguments, "--backward-input-ms", "20", "--embedding-cost", "1")
+    assert (answer["layers"], answer["even_layers"]) == ([2, 2, 3, 1], [2, 2, 2, 2])
+    assert (answer["slowest_stage_ms"], answer["even_slowest_stage_ms"]) == (16.0, 20.0)
+    assert answer["makespan_ms"] < answer["even_makespan_ms"]
+
+
+def test_a_run_is_planned_from_what_it_measured(capsys, tmp_path):
+    stages = {"parallelism": {"stages": 2}, "batch": {"microbatches": 4}}
+    schedule = {"schedule": {"name": "zb-h2"}}
+    config = Config.model_validate(stages | schedule)
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    measured = Profile(StageCosts.uniform(2, 10, 10, 10), {Link(0, 1): LinkState(30, 30)})
+    (tmp_path / "profile.json").write_text(json.dumps(measured.to_json()))
+    run = ["--profile", str(tmp_path)]
+    assert _plan(capsys, *run)["schedule"] == "zb-h2"
+    assert _plan(capsys, *run)["makespan_ms"] == 220.0
+    assert _plan(capsys, *run, "--schedule", "gpipe")["schedule"] == "gpipe"
+    assert _plan(capsys, *run, "--link-ms", "0")["makespan_ms"] == 130.0
+    now, then = _plan(capsys, *run, "--what-if", "link=0:0ms")
+    assert (now["makespan_ms"], then["makespan_ms"]) == (220.0, 130.0)

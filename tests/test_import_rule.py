@@ -21,9 +21,12 @@ MAY_IMPORT = {
     "stage": set(),
     "pallas_kernels": set(),
 }
-WITHOUT_JAX = {"schedule", "program", "transport", "config", "data", "errors", "cli"}
+WITHOUT_JAX = {
+    "schedule", "program", "transport", "config", "data", "errors", "cli", "plan_command",
+    "validate_command",
+}  # fmt: skip
 IN_FUNCTIONS_ALONE = {"data"}  # may import the packages that import JAX, but not on import
-COMMANDS = {"train", "compare", "cli"}
+COMMANDS = {"train", "compare", "cli", "plan_command", "validate_command"}
 NOT_FOR_CONTROL = {"runtime", "stage", "transport", "pallas_kernels"}
 
 

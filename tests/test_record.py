@@ -1,4 +1,5 @@
 import io
+import json
 from dataclasses import asdict
 
 import pytest
@@ -44,3 +45,9 @@ def test_a_run_lasts_from_its_start_to_its_last_step_and_no_picture_is_timed(
     now[0] = 120.0
     books.finish()
     assert "2 in 3.0 s" in shown.getvalue()
+
+
+def test_a_profile_is_written_to_the_run_directory(directory):
+    books = record.RunRecord(Config(), directory, PlainReporter(io.StringIO()))
+    books.take({"kind": "profile", "profile": {"costs": {}, "links": {}}})
+    assert json.loads((directory.path / "profile.json").read_text()) == {"costs": {}, "links": {}}

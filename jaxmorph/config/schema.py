@@ -62,18 +62,33 @@ class Config(BaseModel):
 
 def _disagreements(config: Config) -> Iterator[Problem]:
     """What the sections contradict one another in, in the order of the tree."""
+    yield from _chunk_problems(config)
     for key, value in _per_stage_values(config):
         if isinstance(value, tuple) and len(value) != config.parallelism.stages:
             expected = f"a list of {config.parallelism.stages}, one for each of parallelism.stages"
             yield mismatch(key, list(value), expected)
+    if config.schedule.max_live is not None and config.schedule.max_stash_bytes is not None:
+        expected = "null, as schedule.max_live is given: one of the two"
+        yield mismatch("schedule.max_stash_bytes", config.schedule.max_stash_bytes, expected)
     if config.optimizer.warmup_steps > config.run.steps:
         expected = f"at most run.steps, which is {config.run.steps}"
         yield mismatch("optimizer.warmup_steps", config.optimizer.warmup_steps, expected)
 
 
+def _chunk_problems(config: Config) -> Iterator[Problem]:
+    cut, schedule = config.parallelism, config.schedule.name
+    if cut.chunks > 1 and schedule != "interleaved":
+        expected = f"1, or schedule.name interleaved: {schedule} runs one chunk on each stage"
+        yield mismatch("parallelism.chunks", cut.chunks, expected)
+    if isinstance(cut.layers, tuple) and len(cut.layers) != cut.virtual_stages:
+        chunks = f" times the {cut.chunks} of parallelism.chunks" if cut.chunks > 1 else ""
+        expected = f"a list of {cut.virtual_stages}, one for each of parallelism.stages{chunks}"
+        yield mismatch("parallelism.layers", list(cut.layers), expected)
+
+
 def _per_stage_values(config: Config) -> Iterator[tuple[str, Any]]:
-    yield "parallelism.layers", config.parallelism.layers
     yield "schedule.max_live", config.schedule.max_live
+    yield "schedule.max_stash_bytes", config.schedule.max_stash_bytes
     accelerator = config.emulation.accelerator
     for name in type(accelerator).model_fields if accelerator else ():
         yield f"emulation.accelerator.{name}", getattr(accelerator, name)

@@ -35,7 +35,17 @@ PerStageMs = Annotated[
     Expected("milliseconds above 0: one number, or a list with one for each stage"),
 ]
 Option = int | float | str | bool | None  # of a model's factory
-ScheduleName = Literal["gpipe", "1f1b", "zb-h1", "zb-h2", "paper", "adaptive"]
+ScheduleName = Literal[
+    "gpipe",
+    "1f1b",
+    "1f1b-eager",
+    "zb-h1",
+    "zb-h2",
+    "interleaved",
+    "paper",
+    "adaptive",
+    "initial",
+]
 
 
 class Section(BaseModel):
@@ -94,9 +104,17 @@ class Data(Section):
 
 
 class Parallelism(Section):
-    """How many stages the model is cut into, and how many layers each one gets."""
+    """How many stages the model is cut into, and how many layers each one gets.
+
+    With chunks, each stage runs so many virtual stages of the pipeline: chunk c of stage r is
+    number c * stages + r, and the list of layers has one number for each, in this order.
+
+    `auto` measures the model and makes the slowest stage as fast as can be. The cut is then even
+    with chunks, with paced ops, and where no other is faster.
+    """
 
     stages: Count = 1
+    chunks: Count = 1
     data: Annotated[
         int, Field(ge=1, le=1), Expected("1 (data parallelism is not supported yet)")
     ] = 1
@@ -104,9 +122,14 @@ class Parallelism(Section):
         int, Field(ge=1, le=1), Expected("1 (tensor parallelism is not supported yet)")
     ] = 1
     layers: Annotated[
-        Literal["auto"] | Counts,
-        Expected("auto, or a list with the number of layers of each stage (at least 1)"),
+        Literal["auto", "even"] | Counts,
+        Expected("auto, even, or a list with the number of layers of each stage (at least 1)"),
     ] = "auto"
+
+    @property
+    def virtual_stages(self) -> int:
+        """How many parts the layers are cut into."""
+        return self.stages * self.chunks
 
 
 class Batch(Section):
@@ -125,12 +148,18 @@ class Schedule(Section):
         Expected("null, a whole number of at least 1, or a list with one for each stage"),
     ] = None
     live_until: Literal["B", "W"] = "B"
+    max_stash_bytes: Annotated[
+        Count | Counts | None,
+        Expected("null, a whole number of at least 1, or a list with one for each stage"),
+    ] = None
 
     def max_live_per_stage(self, num_stages: int) -> tuple[int, ...] | None:
         """Each stage's cap on live microbatches, or None when there is none."""
-        if isinstance(self.max_live, int):
-            return (self.max_live,) * num_stages
-        return self.max_live
+        return _cap_per_stage(self.max_live, num_stages)
+
+    def max_stash_bytes_per_stage(self, num_stages: int) -> tuple[int, ...] | None:
+        """Each stage's cap on the bytes of its stash, or None when there is none."""
+        return _cap_per_stage(self.max_stash_bytes, num_stages)
 
 
 class Optimizer(Section):
@@ -189,6 +218,10 @@ class Timeouts(Section):
 
     start_s: Positive = 120.0
     step_s: Positive = 60.0
+
+
+def _cap_per_stage(cap: int | tuple[int, ...] | None, num_stages: int) -> tuple[int, ...] | None:
+    return (cap,) * num_stages if isinstance(cap, int) else cap
 
 
 def per_stage(value: float | tuple[float, ...], num_stages: int) -> tuple[float, ...]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxmorph.program.instructions import Transfer
 from jaxmorph.schedule.costs import Link, Links, LinkState, StageCosts
+from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.timeline import Timeline
 
@@ -18,18 +19,21 @@ class Profile:
     """What a step is made of, as measured.
 
     Attributes:
-        costs: Milliseconds per stage and kind of op.
+        costs: Milliseconds per stage and kind of op, those of all its chunks together.
         links: Latency of each link and direction.
+        stash_bytes: What one microbatch keeps on each stage; None where it isn't known.
     """
 
     costs: StageCosts
     links: Links
+    stash_bytes: StashBytes | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The profile as a JSON object, with links as `"2-3"`."""
         return {
             "costs": asdict(self.costs),
             "links": {str(link): asdict(state) for link, state in self.links.items()},
+            "stash_bytes": None if self.stash_bytes is None else asdict(self.stash_bytes),
         }
 
     @classmethod
@@ -37,7 +41,9 @@ class Profile:
         """The profile that `to_json` described."""
         costs = {name: tuple(values) for name, values in data["costs"].items()}
         links = {Link.parse(name): LinkState(**state) for name, state in data["links"].items()}
-        return cls(StageCosts(**costs), links)
+        sizes = data.get("stash_bytes")
+        stash = StashBytes(*(tuple(row) for row in sizes.values())) if sizes else None
+        return cls(StageCosts(**costs), links, stash)
 
 
 class Profiler:
@@ -45,11 +51,15 @@ class Profiler:
 
     Args:
         num_stages: Number of stages.
+        stash_bytes: What one microbatch keeps on each stage, if that is known.
         num_steps: How many of the last steps count.
     """
 
-    def __init__(self, num_stages: int, num_steps: int = 20) -> None:
+    def __init__(
+        self, num_stages: int, stash_bytes: StashBytes | None = None, num_steps: int = 20
+    ) -> None:
         self._num_stages = num_stages
+        self._stash_bytes = stash_bytes
         self._op_ms: dict[tuple[int, OpKind], deque[float]] = defaultdict(
             lambda: deque(maxlen=num_steps)
         )
@@ -81,7 +91,7 @@ class Profiler:
         if not any(backward_input):
             backward_input = self._per_stage(OpKind.BW)
         costs = StageCosts(forward, backward_input, backward_weight)
-        return Profile(costs, self._links())
+        return Profile(costs, self._links(), self._stash_bytes)
 
     def _per_stage(self, kind: OpKind) -> tuple[float, ...]:
         return tuple(
@@ -105,10 +115,15 @@ class Profiler:
 
 
 def _median_op_ms(timeline: Timeline) -> Iterator[tuple[tuple[int, OpKind], float]]:
-    durations: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
+    """Median time of each stage's ops of a kind: what one microbatch takes through all chunks."""
+    durations: dict[tuple[int, OpKind, int], list[float]] = defaultdict(list)
     for span in timeline.spans():
-        durations[span.stage, span.op.kind].append(span.end_ms - span.start_ms)
-    return ((key, float(np.median(values))) for key, values in durations.items())
+        key = (span.stage, span.op.kind, span.op.chunk)
+        durations[key].append(span.end_ms - span.start_ms)
+    sums: dict[tuple[int, OpKind], float] = defaultdict(float)
+    for (stage, kind, _), values in durations.items():
+        sums[stage, kind] += float(np.median(values))
+    yield from sums.items()
 
 
 def _median_transfer_ms(timeline: Timeline) -> Iterator[tuple[tuple[int, int], float]]:

@@ -7,6 +7,7 @@ transfer only when both ends stand at it, a delegated send at once and its recei
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jaxmorph.program.dataflow import reads, writes
 from jaxmorph.program.instructions import (
     Buffer,
     Free,
@@ -19,8 +20,6 @@ from jaxmorph.program.instructions import (
     Send,
     Transfer,
     Update,
-    reads,
-    writes,
 )
 from jaxmorph.schedule.ops import Op, OpKind
 
@@ -120,8 +119,8 @@ def _complete(rank: _Replay, ranks: list[_Replay]) -> None:
     """Account for the head instruction's effects and step over it."""
     head = rank.head
     assert head is not None  # callers look before
-    number, num_ranks = rank.program.rank, rank.program.num_ranks
-    for buffer in reads(head, number, num_ranks):
+    number, pipeline = rank.program.rank, rank.program.pipeline
+    for buffer in reads(head, number, pipeline):
         if buffer in rank.freed:
             raise _error(f"rank {number}: {head} uses {buffer} after it was freed", ranks)
         if buffer not in rank.held:
@@ -133,7 +132,7 @@ def _complete(rank: _Replay, ranks: list[_Replay]) -> None:
         rank.done.add(head.op)
     if isinstance(head, Update | Reduce) or _sends_tied_gradient(head):
         _check_weight_gradients(rank, ranks)
-    rank.held.update(writes(head, number, num_ranks))
+    rank.held.update(writes(head, number, pipeline))
     rank.position += 1
 
 
@@ -142,11 +141,14 @@ def _sends_tied_gradient(step: Instruction) -> bool:
 
 
 def _check_weight_gradients(rank: _Replay, ranks: list[_Replay]) -> None:
-    finished = {op.microbatch for op in rank.done if op.kind in (OpKind.W, OpKind.BW)}
-    missing = sorted(set(range(rank.program.num_microbatches)) - finished)
-    if missing:
-        number = rank.program.rank
-        raise _error(f"rank {number}: {rank.head} before the weight gradients of {missing}", ranks)
+    program = rank.program
+    finished = {(op.chunk, op.microbatch) for op in rank.done if op.kind in (OpKind.W, OpKind.BW)}
+    for chunk in range(program.num_chunks):
+        missing = [m for m in range(program.num_microbatches) if (chunk, m) not in finished]
+        if missing:
+            of_chunk = f" of chunk {chunk}" if program.num_chunks > 1 else ""
+            reason = f"{rank.head} before the weight gradients of {missing}{of_chunk}"
+            raise _error(f"rank {program.rank}: {reason}", ranks)
 
 
 def _stuck(ranks: list[_Replay]) -> ProgramError:

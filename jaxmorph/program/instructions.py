@@ -1,8 +1,6 @@
 """What one rank does in one step, as data: run an op, send, receive, free, reduce, update.
 
-An instruction names buffers, never arrays: which values an op reads and writes follows from the op
-alone (`reads`, `writes`), so the executor, the checker and the pass that frees buffers agree by
-construction.
+An instruction names buffers, never arrays; `dataflow` says which ones each instruction touches.
 """
 
 import re
@@ -11,8 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NamedTuple, TypeAlias
 
+from jaxmorph.program.pipeline import Pipeline
 from jaxmorph.schedule.costs import Link
-from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.schedule.ops import Op
 
 Route: TypeAlias = Literal["direct", "delegated"]
 Routes: TypeAlias = Mapping[Link, Route]
@@ -31,13 +30,14 @@ class BufferKind(StrEnum):
 
 
 class Buffer(NamedTuple):
-    """One value of one microbatch on one rank."""
+    """One value of one microbatch of one of a rank's chunks; printed as ``1.stash[3]``."""
 
     kind: BufferKind
     microbatch: int
+    chunk: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind}[{self.microbatch}]"
+        return _of_chunk(self.chunk, f"{self.kind}[{self.microbatch}]")
 
 
 class Payload(StrEnum):
@@ -48,27 +48,47 @@ class Payload(StrEnum):
     TIED = "tied"
 
 
-_TRANSFER_TEXT = re.compile(r"(activation|gradient|tied)\[(\d+)\] (\d+)>(\d+)")
+_TRANSFER_TEXT = re.compile(r"(?:(\d+)\.)?(activation|gradient|tied)\[(\d+)\] (\d+)>(\d+)")
 
 
 class Transfer(NamedTuple):
     """One message of a step; with the epoch and the step number it identifies a message for ever.
 
-    `microbatch` is the index of the tied parameter where the payload is a tied gradient.
+    `microbatch` is the index of the tied parameter where the payload is a tied gradient. `chunk` is
+    that of the source's virtual stage which made the payload.
     """
 
     payload: Payload
     source: int
     destination: int
     microbatch: int
+    chunk: int = 0
 
     @property
     def link(self) -> Link:
         """The link the message travels, whatever its direction."""
         return Link(min(self.source, self.destination), max(self.source, self.destination))
 
+    @property
+    def goes_around(self) -> bool:
+        """Whether it joins the two ends of the ranks: the next virtual stage is the next chunk's.
+
+        Then an activation travels to a lower rank, or a gradient to a higher one.
+        """
+        if self.payload is Payload.TIED:
+            return False
+        return (self.payload is Payload.ACTIVATION) == (self.source > self.destination)
+
+    @property
+    def destination_chunk(self) -> int:
+        """The chunk of the destination's virtual stage that waits for the payload."""
+        if not self.goes_around:
+            return self.chunk
+        return self.chunk + (1 if self.payload is Payload.ACTIVATION else -1)
+
     def __str__(self) -> str:
-        return f"{self.payload}[{self.microbatch}] {self.source}>{self.destination}"
+        payload = _of_chunk(self.chunk, f"{self.payload}[{self.microbatch}]")
+        return f"{payload} {self.source}>{self.destination}"
 
     @classmethod
     def parse(cls, text: str) -> "Transfer":
@@ -80,8 +100,14 @@ class Transfer(NamedTuple):
         found = _TRANSFER_TEXT.fullmatch(text)
         if found is None:
             raise ValueError(f"got {text!r}, expected a transfer such as 'activation[3] 0>1'")
-        payload, microbatch, source, destination = found.groups()
-        return cls(Payload(payload), int(source), int(destination), int(microbatch))
+        chunk, payload, microbatch, source, destination = found.groups()
+        ends = (int(source), int(destination))
+        return cls(Payload(payload), *ends, int(microbatch), int(chunk or 0))
+
+
+def _of_chunk(chunk: int, text: str) -> str:
+    """A text in front of which the chunk stands as before an op: not for the first chunk."""
+    return f"{chunk}.{text}" if chunk else text
 
 
 @dataclass(frozen=True)
@@ -161,6 +187,12 @@ class RankProgram:
     num_ranks: int
     num_microbatches: int
     instructions: tuple[Instruction, ...]
+    num_chunks: int = 1
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The chain of virtual stages that this rank is part of."""
+        return Pipeline(self.num_ranks, self.num_chunks)
 
     def __str__(self) -> str:
         lines = (str(instruction) for instruction in self.instructions)
@@ -169,88 +201,3 @@ class RankProgram:
     def ops(self) -> Iterator[Op]:
         """The ops alone, in order."""
         return (step.op for step in self.instructions if isinstance(step, Run))
-
-
-def reads(instruction: Instruction, rank: int, num_ranks: int) -> tuple[Buffer, ...]:
-    """The buffers an instruction needs.
-
-    The first stage's F reads tokens and the last stage's B starts from the loss weight: both come
-    from the host, not from a buffer.
-    """
-    match instruction:
-        case Run(op):
-            return _op_reads(op, is_first=rank == 0, is_last=rank == num_ranks - 1)
-        case Send(transfer) if transfer.payload is not Payload.TIED:
-            return (sent_buffer(transfer),)
-        case Free(buffer):
-            return (buffer,)
-        case Reduce(_, buffer):
-            return () if buffer is None else (buffer,)
-        case _:
-            return ()
-
-
-def writes(instruction: Instruction, rank: int, num_ranks: int) -> tuple[Buffer, ...]:
-    """The buffers an instruction makes."""
-    match instruction:
-        case Run(op):
-            return _op_writes(op, is_first=rank == 0, is_last=rank == num_ranks - 1)
-        case Receive(transfer):
-            return (received_buffer(transfer),)
-        case _:
-            return ()
-
-
-def _op_reads(op: Op, *, is_first: bool, is_last: bool) -> tuple[Buffer, ...]:
-    microbatch = op.microbatch
-    if op.kind is OpKind.F:
-        return () if is_first else (Buffer(BufferKind.INPUT, microbatch),)
-    if op.kind is OpKind.W:
-        return (Buffer(BufferKind.WEIGHT_STASH, microbatch),)
-    stash = Buffer(BufferKind.STASH, microbatch)
-    return (stash,) if is_last else (stash, Buffer(BufferKind.OUTPUT_GRADIENT, microbatch))
-
-
-def _op_writes(op: Op, *, is_first: bool, is_last: bool) -> tuple[Buffer, ...]:
-    microbatch = op.microbatch
-    made: list[Buffer] = []
-    if op.kind is OpKind.F:
-        made.append(Buffer(BufferKind.STASH, microbatch))
-        if not is_last:
-            made.append(Buffer(BufferKind.OUTPUT, microbatch))
-    if op.kind in (OpKind.B, OpKind.BW) and not is_first:
-        made.append(Buffer(BufferKind.INPUT_GRADIENT, microbatch))
-    if op.kind is OpKind.B:
-        made.append(Buffer(BufferKind.WEIGHT_STASH, microbatch))
-    return tuple(made)
-
-
-_SENT = {Payload.ACTIVATION: BufferKind.OUTPUT, Payload.GRADIENT: BufferKind.INPUT_GRADIENT}
-_RECEIVED = {
-    Payload.ACTIVATION: BufferKind.INPUT,
-    Payload.GRADIENT: BufferKind.OUTPUT_GRADIENT,
-    Payload.TIED: BufferKind.TIED_GRADIENT,
-}
-
-
-def sent_buffer(transfer: Transfer) -> Buffer:
-    """The buffer whose value an activation or a gradient transfer carries."""
-    return Buffer(_SENT[transfer.payload], transfer.microbatch)
-
-
-def received_buffer(transfer: Transfer) -> Buffer:
-    """The buffer that a transfer fills on its destination."""
-    return Buffer(_RECEIVED[transfer.payload], transfer.microbatch)
-
-
-def output_transfer(op: Op, rank: int, num_ranks: int) -> Transfer | None:
-    """The message that an op's result becomes, or None where it stays on the rank.
-
-    The op that waits for it is the same op on the destination: F3 makes the next stage's F3 ready,
-    B3 the previous stage's B3.
-    """
-    if op.kind is OpKind.F and rank < num_ranks - 1:
-        return Transfer(Payload.ACTIVATION, rank, rank + 1, op.microbatch)
-    if op.kind in (OpKind.B, OpKind.BW) and rank > 0:
-        return Transfer(Payload.GRADIENT, rank, rank - 1, op.microbatch)
-    return None

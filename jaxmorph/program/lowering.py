@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from jaxmorph.program.dataflow import reads, received_buffer, writes
 from jaxmorph.program.instructions import (
     Buffer,
     BufferKind,
@@ -16,8 +17,6 @@ from jaxmorph.program.instructions import (
     Send,
     Transfer,
     Update,
-    reads,
-    writes,
 )
 from jaxmorph.program.ordering import Placed, global_order
 from jaxmorph.schedule.costs import Link
@@ -54,10 +53,12 @@ def _rank_program(
     rank: int, schedule: Schedule, order: list[Placed], routes: Routes, num_tied: int
 ) -> RankProgram:
     num_ranks = schedule.num_stages
-    body = _place_delegated_receives(_own_items(rank, order, routes))
-    ending = _step_end(rank, num_ranks, routes, num_tied)
-    program = RankProgram(rank, num_ranks, schedule.num_microbatches, (*body, *ending))
-    return insert_frees(program)
+    instructions = (
+        *_own_items(rank, order, routes),
+        *_step_end(rank, num_ranks, routes, num_tied),
+    )
+    sizes = (schedule.num_microbatches, instructions, schedule.num_chunks)
+    return insert_frees(_place_delegated_receives(RankProgram(rank, num_ranks, *sizes)))
 
 
 def _own_items(rank: int, order: list[Placed], routes: Routes) -> list[Instruction]:
@@ -76,24 +77,27 @@ def _own_items(rank: int, order: list[Placed], routes: Routes) -> list[Instructi
     return instructions
 
 
-def _place_delegated_receives(instructions: list[Instruction]) -> list[Instruction]:
-    """Move each delegated receive right before the op that needs it, and its send right after."""
+def _place_delegated_receives(program: RankProgram) -> RankProgram:
+    """Move each delegated receive of an op's input right before that op."""
     receives = {
-        (step.transfer.payload, step.transfer.microbatch): step
-        for step in instructions
-        if isinstance(step, Receive) and step.route == "delegated"
+        received_buffer(step.transfer): step
+        for step in program.instructions
+        if isinstance(step, Receive) and step.route == "delegated" and not _is_tied(step)
     }
+    moved = set(receives.values())
     placed: list[Instruction] = []
-    for step in instructions:
-        if isinstance(step, Receive) and step.route == "delegated":
+    for step in program.instructions:
+        if step in moved:
             continue
         if isinstance(step, Run):
-            payload = Payload.ACTIVATION if step.op.kind == "F" else Payload.GRADIENT
-            waiting = receives.get((payload, step.op.microbatch)) if step.op.kind != "W" else None
-            if waiting is not None:
-                placed.append(waiting)
+            needed = reads(step, program.rank, program.pipeline)
+            placed += [receives[buffer] for buffer in needed if buffer in receives]
         placed.append(step)
-    return placed
+    return replace(program, instructions=tuple(placed))
+
+
+def _is_tied(step: Receive) -> bool:
+    return step.transfer.payload is Payload.TIED
 
 
 def _step_end(rank: int, num_ranks: int, routes: Routes, num_tied: int) -> list[Instruction]:
@@ -134,8 +138,8 @@ def insert_frees(program: RankProgram) -> RankProgram:
     last_use: dict[Buffer, int] = {}
     for position, step in enumerate(steps):
         touched = (
-            *writes(step, program.rank, program.num_ranks),
-            *reads(step, program.rank, program.num_ranks),
+            *writes(step, program.rank, program.pipeline),
+            *reads(step, program.rank, program.pipeline),
         )
         last_use.update(dict.fromkeys(touched, position))
     freed_at: dict[int, list[Buffer]] = {}

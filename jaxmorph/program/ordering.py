@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmorph.program.instructions import Routes, Transfer, output_transfer
+from jaxmorph.program.dataflow import feeder, output_transfer
+from jaxmorph.program.instructions import Payload, Routes, Transfer
+from jaxmorph.program.pipeline import Pipeline
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.timeline import Timeline
@@ -53,7 +55,8 @@ def global_order(schedule: Schedule, planned: Timeline, routes: Routes) -> list[
         direct transfer whose receiver started an op only shortly before goes before that op: the
         receiver then waits a little instead of the sender a lot.
     """
-    ties = _topological_index(schedule)
+    pipeline = Pipeline(schedule.num_stages, schedule.num_chunks)
+    ties = _topological_index(schedule, pipeline)
     placed: list[Placed] = []
     for rank, order in enumerate(schedule.orders):
         start_us, end_us = (
@@ -61,12 +64,13 @@ def global_order(schedule: Schedule, planned: Timeline, routes: Routes) -> list[
             _microseconds(planned.end_ms[rank]),
         )
         for op, start, end in zip(order, start_us, end_us, strict=True):
-            tie = ties[rank, op]
-            placed.append(Placed(Key(start, True, 0, tie), rank, op))
-            transfer = output_transfer(op, rank, schedule.num_stages)
+            made = Key(start, True, 0, ties[rank, op])
+            placed.append(Placed(made, rank, op))
+            transfer = output_transfer(op, rank, pipeline)
             if transfer is not None:
                 direct = routes.get(transfer.link, "direct") == "direct"
-                key = _transfer_key(transfer, start, end, tie, planned if direct else None)
+                turn = _turn(transfer, pipeline.num_ranks)
+                key = _transfer_key(transfer, made, end, turn, planned if direct else None)
                 placed.append(Placed(key, rank, op, transfer))
     return sorted(placed, key=lambda item: item.key)
 
@@ -77,21 +81,26 @@ def _microseconds(times_ms: np.ndarray) -> list[int]:
 
 
 def _transfer_key(
-    transfer: Transfer, start_us: int, end_us: int, tie: int, planned: Timeline | None
+    transfer: Transfer, made: Key, end_us: int, turn: int, planned: Timeline | None
 ) -> Key:
     """Any time after the producer's start and up to the consumer's start keeps the order sound."""
-    if end_us <= start_us:  # an op that takes no time: its transfer stays behind it by the tie
-        return Key(start_us, True, 0, tie + 0.5)
+    if end_us <= made.time_us:  # an op that takes no time: its transfer stays behind it by the tie
+        return made._replace(tie=made.tie + 0.5)
     boundary_us = _nearer_boundary(transfer.destination, end_us, planned) if planned else None
-    if boundary_us is not None and boundary_us > start_us:
-        return Key(boundary_us, False, _turn(transfer), tie)
-    return Key(end_us, False, _turn(transfer), tie)
+    if boundary_us is not None and boundary_us > made.time_us:
+        return Key(boundary_us, False, turn, made.tie)
+    return Key(end_us, False, turn, made.tie)
 
 
-def _turn(transfer: Transfer) -> int:
-    """Downstream on even links, then on odd ones, then upstream likewise."""
-    is_upstream = transfer.source > transfer.destination
-    return 2 * is_upstream + transfer.link.lower % 2
+def _turn(transfer: Transfer, num_ranks: int) -> int:
+    """Activations on even links, then on odd ones, then gradients likewise.
+
+    The link around the ranks counts as the one after the last; where that is even, so is link 0-1
+    beside it, and it has a turn of its own.
+    """
+    link = num_ranks - 1 if transfer.goes_around else transfer.link.lower
+    alone = transfer.goes_around and link % 2 == 0
+    return 3 * (transfer.payload is Payload.GRADIENT) + (2 if alone else link % 2)
 
 
 def _nearer_boundary(rank: int, time_us: int, planned: Timeline) -> int | None:
@@ -104,17 +113,17 @@ def _nearer_boundary(rank: int, time_us: int, planned: Timeline) -> int | None:
     return start_us if time_us - start_us < end_us - time_us else None
 
 
-def _topological_index(schedule: Schedule) -> dict[tuple[int, Op], int]:
+def _topological_index(schedule: Schedule, pipeline: Pipeline) -> dict[tuple[int, Op], int]:
     """Positions of all ops in one order that respects each stage's order and the data."""
     index: dict[tuple[int, Op], int] = {}
     remaining = [deque(order) for order in schedule.orders]
     ready = deque(range(schedule.num_stages))
     while ready:
         rank = ready.popleft()
-        while remaining[rank] and _input_made(remaining[rank][0], rank, schedule, index):
+        while remaining[rank] and _input_made(remaining[rank][0], rank, pipeline, index):
             op = remaining[rank].popleft()
             index[rank, op] = len(index)
-            transfer = output_transfer(op, rank, schedule.num_stages)
+            transfer = output_transfer(op, rank, pipeline)
             if transfer is not None:
                 ready.append(transfer.destination)
     if any(remaining):
@@ -122,11 +131,7 @@ def _topological_index(schedule: Schedule) -> dict[tuple[int, Op], int]:
     return index
 
 
-def _input_made(op: Op, rank: int, schedule: Schedule, made: dict[tuple[int, Op], int]) -> bool:
-    """Whether the neighbour that feeds this op, if any does, has run its own."""
-    for neighbour in (rank - 1, rank + 1):
-        if 0 <= neighbour < schedule.num_stages and (neighbour, op) not in made:
-            transfer = output_transfer(op, neighbour, schedule.num_stages)
-            if transfer is not None and transfer.destination == rank:
-                return False
-    return True
+def _input_made(op: Op, rank: int, pipeline: Pipeline, made: dict[tuple[int, Op], int]) -> bool:
+    """Whether the op that feeds this one, if any does, has run."""
+    source = feeder(op, rank, pipeline)
+    return source is None or source in made

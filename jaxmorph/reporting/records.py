@@ -24,6 +24,7 @@ class RunHeader:
         data: where the text comes from, in a few words.
         regime: whether ops are paced, in a few words (`describe_regime`).
         run_directory: where the run writes.
+        cut_reason: why the model is cut so; empty where there was nothing to choose.
     """
 
     model: str
@@ -38,6 +39,7 @@ class RunHeader:
     data: str
     regime: str
     run_directory: Path
+    cut_reason: str = ""
 
     @property
     def tokens_per_step(self) -> int:

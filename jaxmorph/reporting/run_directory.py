@@ -1,4 +1,4 @@
-"""The directory a run writes: its configuration, metrics, events and traces."""
+"""The directory a run writes: its configuration, metrics, events, traces and profile."""
 
 import json
 import math
@@ -11,6 +11,8 @@ from typing import Any, Self
 from jaxmorph.config import Config, dump_config
 from jaxmorph.errors import UserError
 from jaxmorph.reporting.records import Event, StepRecord
+
+PROFILE = "profile.json"
 
 
 class RunDirectory:
@@ -40,6 +42,16 @@ class RunDirectory:
             event: what happened.
         """
         self._events.write(_json_line(asdict(event)))
+
+    def write_profile(self, profile: Mapping[str, Any]) -> None:
+        """Writes what ops and links cost to `profile.json`, in place of what was there.
+
+        Args:
+            profile: a `Profile` as JSON.
+        """
+        written = self.path / "profile.json.new"
+        written.write_text(_json_line(profile), encoding="utf-8")
+        written.replace(self.path / PROFILE)  # at once: a reader never sees half of it
 
     def trace_path(self, step: int) -> Path:
         """The file for a step's Chrome trace, in a directory that exists.

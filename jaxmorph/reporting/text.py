@@ -24,6 +24,7 @@ def header_rows(header: RunHeader) -> list[tuple[str, str]]:
         (label, text) pairs, in reading order.
     """
     layers = _numbers(header.layers_per_stage)
+    reason = f" ({header.cut_reason})" if header.cut_reason else ""
     warmup = _numbers(header.warmup_forwards)
     batch = (
         f"{header.microbatches} microbatches of {header.microbatch_size} sequences "
@@ -31,7 +32,7 @@ def header_rows(header: RunHeader) -> list[tuple[str, str]]:
     )
     return [
         ("model", f"{header.model}, {short_count(header.num_parameters)} parameters"),
-        ("stages", f"{len(header.layers_per_stage)}, layers {layers}"),
+        ("stages", f"{len(header.layers_per_stage)}, layers {layers}{reason}"),
         ("schedule", f"{header.schedule}, warm-up forwards {warmup}"),
         ("batch", batch),
         ("data", header.data),

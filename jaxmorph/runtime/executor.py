@@ -5,7 +5,7 @@ another on the queue, so the buffers need no lock.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jaxmorph.program.dataflow import received_buffer, result_buffer, sent_buffer
 from jaxmorph.program.instructions import (
     Buffer,
     BufferKind,
@@ -27,19 +28,20 @@ from jaxmorph.program.instructions import (
     Send,
     Transfer,
     Update,
-    received_buffer,
-    sent_buffer,
 )
+from jaxmorph.program.pipeline import Place
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.queue import DeviceQueue, Stamp
 from jaxmorph.runtime.routes import Moved, Route, TransferIdentity
 from jaxmorph.schedule.ops import Op, OpKind
 
 Tree = Any
+Chunks = tuple[Tree, ...]
+"""One tree for each virtual stage of a rank, in the order of its chunks."""
 
 
 class StageMathematics(Protocol):
-    """What the executor needs of a stage: its compiled programs, as `stage.build` makes them."""
+    """What the executor needs of a virtual stage: its compiled programs (`stage.build`)."""
 
     def forward(self, weights: Tree, x: jax.Array, targets: jax.Array | None = None) -> Any:
         """(output, stash)."""
@@ -63,11 +65,11 @@ class StageMathematics(Protocol):
 class TiedReduction(Protocol):
     """What the executor needs for tied parameters (`jaxmorph.runtime.tied` makes it)."""
 
-    def own_copy(self, accumulators: Tree, index: int) -> jax.Array:
+    def own_copy(self, accumulators: Chunks, index: int) -> jax.Array:
         """The gradient of this rank's copy."""
         ...
 
-    def combine(self, accumulators: Tree, index: int, peer: jax.Array | None) -> Tree:
+    def combine(self, accumulators: Chunks, index: int, peer: jax.Array | None) -> Chunks:
         """The accumulators with the sum over both copies."""
         ...
 
@@ -93,12 +95,12 @@ class StepOutcome:
 
     Attributes:
         loss: Mean loss of the counted tokens on the last stage, 0 elsewhere.
-        accumulators: Gradients, float32, of the stage's parameters.
+        accumulators: Gradients, float32, of each chunk's parameters.
         stamps: When each op and transfer ran; labels are `Op` and `Transfer`.
     """
 
     loss: float
-    accumulators: Tree
+    accumulators: Chunks
     stamps: list[Stamp]
 
 
@@ -107,8 +109,8 @@ class _Step:
     """The step in progress; only the queue's items touch what changes."""
 
     program: RankProgram
-    weights: Tree
-    accumulators: Tree
+    weights: Chunks
+    accumulators: list[Tree]
     inputs: StepInputs
     loss_weight: jax.Array
     step: int
@@ -116,30 +118,34 @@ class _Step:
     buffers: dict[Buffer, Any] = field(default_factory=dict)
     losses: list[jax.Array] = field(default_factory=list)
 
-    @property
-    def is_first(self) -> bool:
-        return self.program.rank == 0
+    def is_first(self, op: Op) -> bool:
+        return self.program.pipeline.before(Place(self.program.rank, op.chunk)) is None
 
-    @property
-    def is_last(self) -> bool:
-        return self.program.rank == self.program.num_ranks - 1
+    def is_last(self, op: Op) -> bool:
+        return self.program.pipeline.after(Place(self.program.rank, op.chunk)) is None
 
     def identity(self, transfer: Transfer) -> TransferIdentity:
         return TransferIdentity(self.epoch, self.step, transfer)
 
-    def buffer(self, kind: BufferKind, microbatch: int) -> Any:
-        return self.buffers[Buffer(kind, microbatch)]
+    def buffer(self, kind: BufferKind, op: Op) -> Any:
+        return self.buffers[Buffer(kind, op.microbatch, op.chunk)]
 
-    def keep(self, kind: BufferKind, microbatch: int, value: Any) -> None:
-        self.buffers[Buffer(kind, microbatch)] = value
+    def keep(self, kind: BufferKind, op: Op, value: Any) -> None:
+        self.buffers[Buffer(kind, op.microbatch, op.chunk)] = value
+
+    def keep_result(self, op: Op, value: Any) -> None:
+        """Keep the activations or the input gradient that the next virtual stage waits for."""
+        buffer = result_buffer(op, self.program.rank, self.program.pipeline)
+        if buffer is not None:
+            self.buffers[buffer] = value
 
 
 @dataclass(frozen=True)
 class Executor:
-    """Runs a rank's programs on its stage.
+    """Runs a rank's programs on its virtual stages.
 
     Attributes:
-        stage: The stage's compiled programs.
+        chunks: The compiled programs of each.
         placement: Where the stage keeps its arrays.
         queue: The rank's in-order queue.
         routes: How transfers travel, by the route's name.
@@ -148,7 +154,7 @@ class Executor:
         tied: Sums the gradients of tied parameters; None where the stage holds none.
     """
 
-    stage: StageMathematics
+    chunks: Sequence[StageMathematics]
     placement: Sharding
     queue: DeviceQueue
     routes: Mapping[str, Route]
@@ -159,8 +165,8 @@ class Executor:
     def execute(
         self,
         program: RankProgram,
-        weights: Tree,
-        accumulators: Tree,
+        weights: Chunks,
+        accumulators: Chunks,
         inputs: StepInputs,
         *,
         step: int,
@@ -170,8 +176,8 @@ class Executor:
 
         Args:
             program: This rank's instructions.
-            weights: What the stage's `prepare` made of its parameters.
-            accumulators: Zeroed gradient accumulators; they are donated.
+            weights: What each chunk's `prepare` made of its parameters.
+            accumulators: Each chunk's zeroed gradient accumulators; they are donated.
             inputs: Tokens and targets of all microbatches.
             step: The step's number; part of every message's identity.
             epoch: The life of the routes; part of every message's identity.
@@ -186,7 +192,7 @@ class Executor:
         After an error the epoch is abandoned on every route: the ends may be out of step.
         """
         loss_weight = jax.device_put(np.float32(inputs.loss_weight), self.placement)
-        state = _Step(program, weights, accumulators, inputs, loss_weight, step, epoch)
+        state = _Step(program, weights, list(accumulators), inputs, loss_weight, step, epoch)
         try:
             for instruction in program.instructions:
                 self._enqueue(instruction, state)
@@ -196,7 +202,7 @@ class Executor:
                 route.abandon(epoch)
             raise
         loss_sum = sum(float(loss) for loss in state.losses)  # in microbatch order
-        return StepOutcome(loss_sum * inputs.loss_weight, state.accumulators, stamps)
+        return StepOutcome(loss_sum * inputs.loss_weight, tuple(state.accumulators), stamps)
 
     def _enqueue(self, instruction: Instruction, state: _Step) -> None:
         match instruction:
@@ -229,11 +235,12 @@ class Executor:
 
     def _reduce(self, index: int, buffer: Buffer | None, state: _Step) -> None:
         peer = None if buffer is None else state.buffers[buffer]
-        state.accumulators = self._tied.combine(state.accumulators, index, peer)
+        combined = self._tied.combine(tuple(state.accumulators), index, peer)
+        state.accumulators = list(combined)
 
     def _outgoing(self, transfer: Transfer, state: _Step) -> jax.Array:
         if transfer.payload is Payload.TIED:
-            return self._tied.own_copy(state.accumulators, transfer.microbatch)
+            return self._tied.own_copy(tuple(state.accumulators), transfer.microbatch)
         return state.buffers[sent_buffer(transfer)]
 
     @property
@@ -245,60 +252,63 @@ class Executor:
     def _run(self, op: Op, state: _Step) -> Any:
         match op.kind:
             case OpKind.F:
-                return self._run_forward(op.microbatch, state)
+                return self._run_forward(op, state)
             case OpKind.B:
-                return self._run_backward_input(op.microbatch, state)
+                return self._run_backward_input(op, state)
             case OpKind.W:
-                return self._run_backward_weight(op.microbatch, state)
+                return self._run_backward_weight(op, state)
             case OpKind.BW:
-                return self._run_backward(op.microbatch, state)
+                return self._run_backward(op, state)
 
-    def _run_forward(self, microbatch: int, state: _Step) -> Any:
+    def _run_forward(self, op: Op, state: _Step) -> Any:
         x = (
-            self._from_host(state.inputs.tokens, microbatch)
-            if state.is_first
-            else state.buffer(BufferKind.INPUT, microbatch)
+            self._from_host(state.inputs.tokens, op.microbatch)
+            if state.is_first(op)
+            else state.buffer(BufferKind.INPUT, op)
         )
-        if state.is_last:
-            targets = self._from_host(state.inputs.targets, microbatch)
-            output, stash = self.stage.forward(state.weights, x, targets)
+        chunk, weights = self.chunks[op.chunk], state.weights[op.chunk]
+        if state.is_last(op):
+            targets = self._from_host(state.inputs.targets, op.microbatch)
+            output, stash = chunk.forward(weights, x, targets)
             state.losses.append(output)
         else:
-            output, stash = self.stage.forward(state.weights, x)
-            state.keep(BufferKind.OUTPUT, microbatch, output)
-        state.keep(BufferKind.STASH, microbatch, stash)
+            output, stash = chunk.forward(weights, x)
+            state.keep_result(op, output)
+        state.keep(BufferKind.STASH, op, stash)
         return output
 
-    def _run_backward_input(self, microbatch: int, state: _Step) -> Any:
-        stash = state.buffer(BufferKind.STASH, microbatch)
-        gradient, weight_stash = self.stage.backward_input(
-            state.weights, stash, self._output_gradient(microbatch, state)
+    def _run_backward_input(self, op: Op, state: _Step) -> Any:
+        gradient, weight_stash = self.chunks[op.chunk].backward_input(
+            state.weights[op.chunk],
+            state.buffer(BufferKind.STASH, op),
+            self._output_gradient(op, state),
         )
-        if not state.is_first:
-            state.keep(BufferKind.INPUT_GRADIENT, microbatch, gradient)
-        state.keep(BufferKind.WEIGHT_STASH, microbatch, weight_stash)
+        state.keep_result(op, gradient)
+        state.keep(BufferKind.WEIGHT_STASH, op, weight_stash)
         return weight_stash
 
-    def _run_backward_weight(self, microbatch: int, state: _Step) -> Any:
-        weight_stash = state.buffer(BufferKind.WEIGHT_STASH, microbatch)
-        state.accumulators, done = self.stage.backward_weight_marked(
-            state.weights, weight_stash, state.accumulators
+    def _run_backward_weight(self, op: Op, state: _Step) -> Any:
+        state.accumulators[op.chunk], done = self.chunks[op.chunk].backward_weight_marked(
+            state.weights[op.chunk],
+            state.buffer(BufferKind.WEIGHT_STASH, op),
+            state.accumulators[op.chunk],
         )
         return done
 
-    def _run_backward(self, microbatch: int, state: _Step) -> Any:
-        stash = state.buffer(BufferKind.STASH, microbatch)
-        gradient, state.accumulators, done = self.stage.backward_marked(
-            state.weights, stash, self._output_gradient(microbatch, state), state.accumulators
+    def _run_backward(self, op: Op, state: _Step) -> Any:
+        gradient, state.accumulators[op.chunk], done = self.chunks[op.chunk].backward_marked(
+            state.weights[op.chunk],
+            state.buffer(BufferKind.STASH, op),
+            self._output_gradient(op, state),
+            state.accumulators[op.chunk],
         )
-        if not state.is_first:
-            state.keep(BufferKind.INPUT_GRADIENT, microbatch, gradient)
+        state.keep_result(op, gradient)
         return done
 
-    def _output_gradient(self, microbatch: int, state: _Step) -> jax.Array:
-        if state.is_last:
+    def _output_gradient(self, op: Op, state: _Step) -> jax.Array:
+        if state.is_last(op):
             return state.loss_weight
-        return state.buffer(BufferKind.OUTPUT_GRADIENT, microbatch)
+        return state.buffer(BufferKind.OUTPUT_GRADIENT, op)
 
     def _from_host(self, values: np.ndarray | None, microbatch: int) -> jax.Array:
         if values is None:

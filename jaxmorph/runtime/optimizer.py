@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmorph.stage.model import Path
-from jaxmorph.stage.parameters import with_leaf
+from jaxmorph.stage.parameters import LeafPath, with_leaf
 
 Tree = Any
 LAYERS = "layers"
@@ -62,12 +61,13 @@ class StageOptimizer:
 
     Args:
         settings: The optimizer's settings.
-        params: The stage's parameters, float32: {"embed", "layers", "head"}, layers stacked.
+        params: The parameters of each of the stage's chunks, float32: a tuple of {"embed",
+            "layers", "head"}, layers stacked.
         uncounted: Paths of copies of tied parameters that another copy counts for in the norm.
     """
 
     def __init__(
-        self, settings: OptimizerSettings, params: Tree, uncounted: tuple[Path, ...] = ()
+        self, settings: OptimizerSettings, params: Tree, uncounted: tuple[LeafPath, ...] = ()
     ) -> None:
         transformation = optax.chain(
             optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2, eps=settings.epsilon),
@@ -128,7 +128,7 @@ def _is_matrix(params: Tree) -> Tree:
     """Which leaves decay: those with two or more axes, not counting the axis of stacked layers."""
 
     def decide(path: tuple[Any, ...], leaf: jax.Array) -> bool:
-        stacked = path[0].key == LAYERS
+        stacked = path[1].key == LAYERS  # path[0] is the chunk
         return leaf.ndim - stacked >= 2
 
     return jax.tree_util.tree_map_with_path(decide, params)

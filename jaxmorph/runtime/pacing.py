@@ -18,17 +18,23 @@ class Pace:
 
     @classmethod
     def of_stage(
-        cls, forward_ms: float, backward_input_ms: float, backward_weight_ms: float
+        cls,
+        forward_ms: float,
+        backward_input_ms: float,
+        backward_weight_ms: float,
+        num_chunks: int = 1,
     ) -> "Pace":
-        """The pace of a stage whose ops last this long; a full backward lasts as both its parts."""
-        return cls(
-            {
-                OpKind.F: forward_ms / 1000,
-                OpKind.B: backward_input_ms / 1000,
-                OpKind.W: backward_weight_ms / 1000,
-                OpKind.BW: (backward_input_ms + backward_weight_ms) / 1000,
-            }
-        )
+        """The pace of a stage whose ops last this long; a full backward lasts as both its parts.
+
+        An op of one of several chunks lasts its share of the stage's time.
+        """
+        stage_ms = {
+            OpKind.F: forward_ms,
+            OpKind.B: backward_input_ms,
+            OpKind.W: backward_weight_ms,
+            OpKind.BW: backward_input_ms + backward_weight_ms,
+        }
+        return cls({kind: time_ms / num_chunks / 1000 for kind, time_ms in stage_ms.items()})
 
     def of(self, kind: OpKind) -> float | None:
         """Seconds that an op of this kind lasts, or None: as long as it takes."""

@@ -22,8 +22,8 @@ class TransferIdentity(NamedTuple):
 
     def words(self) -> tuple[int, ...]:
         """Six numbers below 2**32 that name the message on the wire."""
-        payload, source, destination, microbatch = self.transfer
-        code = _PAYLOAD_CODES[payload]
+        payload, source, destination, microbatch, chunk = self.transfer
+        code = _PAYLOAD_CODES[payload] + len(_PAYLOAD_CODES) * chunk
         return (self.epoch, self.step & _WORD, code, source, destination, microbatch)
 
     def __str__(self) -> str:
@@ -91,7 +91,11 @@ class Route(Protocol):
 
 
 class Channel(NamedTuple):
-    """One direction of a link, for one shape of payload; tied parameters have a channel each."""
+    """One kind of payload on one direction of a link; tied parameters have a channel each.
+
+    On two stages with chunks, gradients to the stage below and activations that go around share a
+    direction, as two channels.
+    """
 
     payload: Payload
     source: int

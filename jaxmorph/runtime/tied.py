@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxmorph.stage.model import Path
-from jaxmorph.stage.parameters import leaf_at, with_leaf
+from jaxmorph.stage.parameters import LeafPath, leaf_at, with_leaf
 
 Tree = Any
 EMBED, HEAD = "embed", "head"
@@ -21,17 +21,21 @@ class TiedGradients:
 
     Args:
         tied: Pairs of paths, in the embedding's and in the head's parameters.
-        accumulators: The stage's accumulators, or their shapes.
+        accumulators: Those of each of the stage's chunks, or their shapes. The first chunk of the
+            first stage has the embedding, the last chunk of the last one the head.
     """
 
     def __init__(self, tied: Sequence[tuple[Path, Path]], accumulators: Tree) -> None:
-        self._has = (EMBED in accumulators, HEAD in accumulators)
-        self._paths = [((EMBED, *embed), (HEAD, *head)) for embed, head in tied]
+        self._has_embed = EMBED in accumulators[0]
+        last = len(accumulators) - 1
+        self._paths: list[tuple[LeafPath, LeafPath]] = [
+            ((0, EMBED, *embed), (last, HEAD, *head)) for embed, head in tied
+        ]
         self._add = jax.jit(jax.numpy.add)
 
-    def _own_path(self, index: int) -> Path:
+    def _own_path(self, index: int) -> LeafPath:
         in_embed, in_head = self._paths[index]
-        return in_embed if self._has[0] else in_head
+        return in_embed if self._has_embed else in_head
 
     def own_copy(self, accumulators: Tree, index: int) -> jax.Array:
         """The gradient that this rank's copy has gathered."""
@@ -41,7 +45,7 @@ class TiedGradients:
         """The accumulators with the sum of both copies' gradients in place of each.
 
         Args:
-            accumulators: The stage's accumulators.
+            accumulators: Those of each of the stage's chunks.
             index: Which tied parameter.
             peer: The gradient of the peer's copy; None where this rank holds both.
 
@@ -55,5 +59,5 @@ class TiedGradients:
             both = with_leaf(accumulators, in_embed, total)
             return with_leaf(both, in_head, jax.numpy.copy(total))
         own = self.own_copy(accumulators, index)
-        total = self._add(own, peer) if self._has[0] else self._add(peer, own)
+        total = self._add(own, peer) if self._has_embed else self._add(peer, own)
         return with_leaf(accumulators, self._own_path(index), total)

@@ -1,19 +1,35 @@
-"""Solves planning problems: plans, simulates, measures, and answers in JSON."""
+"""Solves a planning problem: plans, simulates, and measures."""
 
-import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxmorph.errors import UserError
+import numpy as np
+
 from jaxmorph.schedule.bound import lower_bound_ms
-from jaxmorph.schedule.ops import LiveUntil
-from jaxmorph.schedule.planner import plan, require_room
-from jaxmorph.schedule.problem import Problem, parse_problem
+from jaxmorph.schedule.costs import Limits
+from jaxmorph.schedule.fit import require_room
+from jaxmorph.schedule.jitter import jittered_makespans_ms
+from jaxmorph.schedule.memory import StageMemory
+from jaxmorph.schedule.planner import plan
+from jaxmorph.schedule.problem import Problem, SimulatedLinkModel
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate
 from jaxmorph.schedule.timeline import Timeline
+
+_JITTER_SAMPLES = 1000
+_JITTER_SEED = 0
+
+SimulateStep = Callable[[Schedule, Problem], Timeline]
+"""Simulates a schedule over a problem's links, by the problem's link model."""
+
+
+class JitteredMakespan(NamedTuple):
+    """How long a step takes when latencies jitter: milliseconds, over many steps."""
+
+    mean_ms: float
+    p90_ms: float
 
 
 @dataclass(frozen=True)
@@ -25,8 +41,10 @@ class Answer:
         schedule: The planned or given schedule.
         timeline: Its simulation over the problem's links.
         lower_bound_ms: A step time that no schedule could beat.
-        planning_ms: How long planning took.
-        live_until: How live microbatches are counted.
+        planning_ms: How long planning took; 0 for given orders.
+        limits: The problem's memory caps; they say how live microbatches are counted.
+        link_model: How the links were simulated.
+        jittered: The step when latencies jitter; None when it was not asked for.
     """
 
     name: str
@@ -34,28 +52,76 @@ class Answer:
     timeline: Timeline
     lower_bound_ms: float
     planning_ms: float
-    live_until: LiveUntil
+    limits: Limits
+    link_model: SimulatedLinkModel = "latency"
+    jittered: JitteredMakespan | None = None
+
+    @property
+    def gap(self) -> float:
+        """How far the step is above the lower bound at most: 0.01 for one percent."""
+        bound_ms = self.lower_bound_ms
+        return self.timeline.makespan_ms / bound_ms - 1 if bound_ms else 0.0
+
+    @property
+    def peak_stash_bytes(self) -> tuple[int, ...] | None:
+        """Most bytes each stage's stash takes until W; None where sizes were not given."""
+        sizes = self.limits.stash_bytes
+        if sizes is None:
+            return None
+        rows = zip(
+            self.schedule.orders, sizes.after_forward, sizes.after_backward_input, strict=True
+        )
+        peaks = (StageMemory(forward, backward, 0).peak(order) for order, forward, backward in rows)
+        return tuple(-(-peak // self.schedule.num_chunks) for peak in peaks)
 
     def to_json(self) -> dict[str, Any]:
         """The answer as one line of ``jaxmorph plan --batch`` prints it."""
-        return {
+        answer = {
             "name": self.name,
             "schedule": self.schedule.name,
             "makespan_ms": self.timeline.makespan_ms,
             "lower_bound_ms": self.lower_bound_ms,
             "bubble_rate": self.timeline.bubble_rate,
             "warmup_forwards": list(self.schedule.warmup_forwards),
-            "peak_live": list(self.schedule.peak_live(self.live_until)),
+            "peak_live": list(self.schedule.peak_live(self.limits.live_until)),
             "planning_ms": self.planning_ms,
             "orders": self.schedule.to_json()["orders"],
         }
+        if self.jittered is not None:
+            answer["expected_makespan_ms"] = self.jittered.mean_ms
+            answer["p90_makespan_ms"] = self.jittered.p90_ms
+        if self.peak_stash_bytes is not None:
+            answer["peak_stash_bytes"] = list(self.peak_stash_bytes)
+        return answer
 
 
-def solve(problem: Problem) -> Answer:
+def simulate_links(schedule: Schedule, problem: Problem) -> Timeline:
+    """Simulates a schedule over links that delay messages, and block nobody's queue.
+
+    Args:
+        schedule: What every stage runs, in which order.
+        problem: Costs, links and link model: ``latency`` or ``serialized``.
+
+    Raises:
+        ValueError: The model is ``blocking``: it is about lowered programs, see ``planning``.
+    """
+    if problem.link_model == "blocking":
+        raise ValueError("blocking links are simulated on lowered programs, not on schedules")
+    return simulate(
+        schedule,
+        problem.costs,
+        problem.links,
+        problem.link_model,
+        time_step_ms=problem.time_step_ms,
+    )
+
+
+def solve(problem: Problem, simulate_step: SimulateStep = simulate_links) -> Answer:
     """Plans (unless orders are given) for the believed links, and simulates the real ones.
 
     Args:
         problem: What to plan and to simulate.
+        simulate_step: How to simulate; the default does not know blocking links.
 
     Returns:
         The schedule, its timeline and its bound.
@@ -65,47 +131,20 @@ def solve(problem: Problem) -> Answer:
     """
     started = time.perf_counter()
     schedule = problem.orders or _planned(problem)
-    planning_ms = (time.perf_counter() - started) * 1e3
+    planning_ms = 0.0 if problem.orders else (time.perf_counter() - started) * 1e3
     require_room(schedule, problem.limits)
-    timeline = simulate(schedule, problem.costs, problem.links)
-    bound_ms = lower_bound_ms(
-        problem.costs, problem.num_microbatches, problem.links, problem.limits
+    timeline = simulate_step(schedule, problem)
+    return Answer(
+        problem.name,
+        schedule,
+        timeline,
+        # Bound and makespan are summed in different orders: equal ones may differ in the last bit.
+        min(_bound_ms(problem), timeline.makespan_ms),
+        planning_ms,
+        problem.limits,
+        problem.link_model,
+        _jittered(schedule, problem),
     )
-    # Bound and makespan are summed in different orders: equal ones may differ in the last bit.
-    bound_ms = min(bound_ms, timeline.makespan_ms)
-    live_until = problem.limits.live_until
-    return Answer(problem.name, schedule, timeline, bound_ms, planning_ms, live_until)
-
-
-def answer_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Answers a batch of problems, one JSON object a line, in order.
-
-    Args:
-        lines: UTF-8 JSON, one problem a line; empty lines are passed over.
-
-    Yields:
-        Each problem's answer, or ``{"name", "error"}`` for a problem with a mistake in it.
-    """
-    for line in lines:
-        if line.strip():
-            yield _answer_line(line)
-
-
-def _answer_line(line: bytes) -> dict[str, Any]:
-    data: object = None
-    try:
-        data = _decoded(line)
-        return solve(parse_problem(data)).to_json()
-    except UserError as error:
-        name = data.get("name") if isinstance(data, dict) else None
-        return {"name": name if isinstance(name, str) else None, "error": str(error)}
-
-
-def _decoded(line: bytes) -> object:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"not JSON: {error}") from error
 
 
 def _planned(problem: Problem) -> Schedule:
@@ -116,4 +155,29 @@ def _planned(problem: Problem) -> Schedule:
         problem.num_microbatches,
         problem.schedule,
         problem.warmup_forwards,
+        problem.num_chunks,
     ).schedule
+
+
+def _bound_ms(problem: Problem) -> float:
+    return lower_bound_ms(
+        problem.costs,
+        problem.num_microbatches,
+        problem.links,
+        problem.limits,
+        problem.num_chunks,
+    )
+
+
+def _jittered(schedule: Schedule, problem: Problem) -> JitteredMakespan | None:
+    if problem.jitter_ms is None:
+        return None
+    makespans_ms = jittered_makespans_ms(
+        schedule,
+        problem.costs,
+        problem.links,
+        problem.jitter_ms,
+        _JITTER_SAMPLES,
+        _JITTER_SEED,
+    )
+    return JitteredMakespan(float(makespans_ms.mean()), float(np.quantile(makespans_ms, 0.9)))

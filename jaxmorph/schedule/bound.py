@@ -1,9 +1,11 @@
 """A step time that no schedule can beat: the yardstick every plan is held against."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from jaxmorph.schedule.costs import NO_LATENCY, Limits, Links, StageCosts
+from jaxmorph.schedule.memory import StageMemory
 from jaxmorph.schedule.replay import StageTimes
 from jaxmorph.schedule.simulator import stage_times
 
@@ -11,7 +13,11 @@ _NO_LIMITS = Limits()
 
 
 def lower_bound_ms(
-    costs: StageCosts, num_microbatches: int, links: Links = NO_LATENCY, limits: Limits = _NO_LIMITS
+    costs: StageCosts,
+    num_microbatches: int,
+    links: Links = NO_LATENCY,
+    limits: Limits = _NO_LIMITS,
+    num_chunks: int = 1,
 ) -> float:
     """A time below which no schedule can finish the step, whatever its order.
 
@@ -19,74 +25,50 @@ def lower_bound_ms(
     head (the first microbatch's way down to it) nor run a B before that microbatch came back from
     the last stage; between them it runs forwards only, no more than fit its cap. After its last B
     come its tail (the way of that gradient up to stage 0, and a W there) and all W it put off.
-    With a cap, each microbatch holds one of the stage's slots for at least a round trip.
+    With a cap, a microbatch takes the place of one that has made its round trip.
 
     Args:
         costs: Durations of the ops, milliseconds.
         num_microbatches: Number of microbatches, N.
-        links: Latencies between neighbouring stages, milliseconds.
+        links: State of the links, milliseconds; messages are taken to overlap.
         limits: Memory caps.
+        num_chunks: Virtual stages per rank, V. With more than one, caps are not considered.
 
     Returns:
         The bound, milliseconds; exact but for floating-point rounding.
     """
-    times = stage_times(costs, links)
-    caps = limits.caps(costs.num_stages, num_microbatches)
-    rows = zip(times, _heads(times), _first_backwards(times), _tails(times), caps, strict=True)
-    return max(
-        bound
-        for stage, head, first_backward, tail, cap in rows
-        for bound in (
-            _work_bound(stage, head, first_backward, tail, num_microbatches, cap),
-            _slot_bound(stage, head, first_backward, tail, num_microbatches / cap, limits),
-        )
-    )
+    times = stage_times(costs, links, num_chunks)
+    ways = _Ways.of(times, num_chunks)
+    work = max(_work_bounds(times, ways, costs, num_microbatches, num_chunks, limits))
+    if num_chunks > 1:
+        return work
+    memory = limits.stage_memory(costs.num_stages, num_microbatches)
+    return max(work, *_turn_bounds(times, ways, memory, num_microbatches))
 
 
-def _work_bound(
-    stage: StageTimes,
-    head: float,
-    first_backward: float,
-    tail: float,
-    num_microbatches: int,
-    cap: int,
-) -> float:
-    """All of the stage's forwards, then all B, then either all W or the last gradient's tail."""
-    late_forwards = max(0, num_microbatches - cap) * stage.forward
-    forwards_done = max(
-        head + num_microbatches * stage.forward,
-        first_backward + late_forwards,
-    )
-    inputs_done = forwards_done + num_microbatches * stage.backward_input
-    return inputs_done + max(num_microbatches * stage.backward_weight, tail)
+@dataclass(frozen=True)
+class _Ways:
+    """How long a microbatch on its own takes, for each stage.
 
+    Args:
+        head: From the step's start until it reaches the stage.
+        first_backward: From the step's start until its gradient has come back to the stage.
+        tail: From the end of the stage's last B to the end of the step.
+    """
 
-def _slot_bound(
-    stage: StageTimes,
-    head: float,
-    first_backward: float,
-    tail: float,
-    turns: float,
-    limits: Limits,
-) -> float:
-    """Each of the cap's slots is held for a round trip, ``turns`` times on average."""
-    held_until_input = first_backward - head + stage.backward_input
-    bound = head + turns * held_until_input + tail
-    if limits.live_until == "W":
-        bound = max(bound, head + turns * (held_until_input + stage.backward_weight))
-    return bound
+    head: list[float]
+    first_backward: list[float]
+    tail: list[float]
 
-
-def _heads(times: Sequence[StageTimes]) -> list[float]:
-    """When the first microbatch can reach each stage."""
-    return list(accumulate((t.forward + t.forward_latency for t in times[:-1]), initial=0.0))
-
-
-def _first_backwards(times: Sequence[StageTimes]) -> list[float]:
-    """When the first microbatch's gradient can reach each stage, back from the last one."""
-    turn = _heads(times)[-1] + times[-1].forward
-    steps = (t.backward_input + t.backward_latency for t in reversed(times[1:]))
-    return list(accumulate(steps, initial=turn))[::-1]
+    @classmethod
+    def of(cls, times: Sequence[StageTimes], num_chunks: int) -> "_Ways":
+        """The ways down the stages, through all chunks, and up again."""
+        steps = [stage.forward + stage.forward_latency for stage in times]
+        head = list(accumulate(steps[:-1], initial=0.0))
+        turn = num_chunks * sum(steps) - times[-1].forward_latency  # the last chunk goes nowhere
+        steps_up = (stage.backward_input + stage.backward_latency for stage in reversed(times[1:]))
+        first_backward = list(accumulate(steps_up, initial=turn))[::-1]
+        return cls(head, first_backward, _tails(times))
 
 
 def _tails(times: Sequence[StageTimes]) -> list[float]:
@@ -96,3 +78,65 @@ def _tails(times: Sequence[StageTimes]) -> list[float]:
         way_up = here.backward_latency + above.backward_input + tails[-1]
         tails.append(max(here.backward_weight, way_up))
     return tails
+
+
+def _work_bounds(
+    times: Sequence[StageTimes],
+    ways: _Ways,
+    costs: StageCosts,
+    num_microbatches: int,
+    num_chunks: int,
+    limits: Limits,
+) -> Iterator[float]:
+    """All of a stage's forwards, then all B, then either all W or the last gradient's tail."""
+    caps = limits.caps(costs.num_stages, num_microbatches)
+    count = num_microbatches * num_chunks
+    for stage, row in enumerate(times):
+        late = max(0, num_microbatches - caps[stage]) if num_chunks == 1 else 0
+        forwards_done = max(
+            ways.head[stage] + count * row.forward,
+            ways.first_backward[stage] + late * row.forward,
+        )
+        inputs_done = forwards_done + count * row.backward_input
+        yield inputs_done + max(count * row.backward_weight, ways.tail[stage])
+
+
+def _turn_bounds(
+    times: Sequence[StageTimes],
+    ways: _Ways,
+    memory: Sequence[StageMemory],
+    num_microbatches: int,
+) -> Iterator[float]:
+    """With room for c microbatches, every c-th one starts only when the one c before it has left.
+
+    So the last ones start no earlier than after all these turns, and then have to pass every stage
+    further down one after another, twice.
+    """
+    yield 0.0
+    for stage, room in enumerate(memory):
+        for cap, until_weight in room.slots(num_microbatches):
+            turns = (num_microbatches - 1) // cap
+            if not turns:
+                continue
+            round_trip = ways.first_backward[stage] - ways.head[stage] + times[stage].backward_input
+            held = round_trip + (times[stage].backward_weight if until_weight else 0.0)
+            started = ways.head[stage] + turns * held
+            rest = num_microbatches - turns * cap
+            passed = _passing(times, ways, stage, rest)
+            yield started + passed + ways.tail[stage]
+            yield started + held + (rest - 1) * (held - round_trip)
+
+
+def _passing(times: Sequence[StageTimes], ways: _Ways, stage: int, count: int) -> float:
+    """From a stage's F to its last B, for some microbatches that start there together."""
+    round_trip = ways.first_backward[stage] - ways.head[stage] + times[stage].backward_input
+    longest = 0.0
+    for below in range(stage, len(times)):
+        row = times[below]
+        alone = ways.first_backward[below] - ways.head[below] + row.backward_input
+        together = max(
+            count * (row.forward + row.backward_input),
+            alone + (count - 1) * max(row.forward, row.backward_input),
+        )
+        longest = max(longest, round_trip - alone + together)
+    return longest

@@ -1,7 +1,10 @@
 """Schedules whose order follows from the number of stages and microbatches alone."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import zip_longest
 
+from jaxmorph.errors import UserError
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.schedule import Schedule
 
@@ -23,28 +26,74 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     return Schedule("gpipe", num_microbatches, (row,) * num_stages)
 
 
-def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule:
+def one_forward_one_backward(
+    num_stages: int, num_microbatches: int, eager: bool = False
+) -> Schedule:
     """1F1B: stage i runs S - i forwards, then one full backward and one forward in turn.
 
-    Source: Narayanan et al., "PipeDream-Flush".
+    Source: Narayanan et al., "PipeDream-Flush"; eager: Zhuang et al., "On Optimizing the
+    Communication of Model Parallelism".
 
     Args:
         num_stages: Number of stages, S.
         num_microbatches: Number of microbatches.
+        eager: Run 2(S - i) - 1 forwards first: then a latency of up to half a turn (half of F and
+            BW) on every link is paid on the way up and down, not every turn.
 
     Returns:
-        The schedule; stage i holds at most S - i microbatches.
+        The schedule; stage i holds at most S - i microbatches, or 2(S - i) - 1 when eager.
     """
 
     def row(stage: int) -> Iterator[Op]:
-        warmup = min(num_stages - stage, num_microbatches)
+        warmup = num_stages - stage
+        warmup = min(2 * warmup - 1 if eager else warmup, num_microbatches)
         yield from _ops(OpKind.F, warmup)
         for microbatch in range(num_microbatches):
             yield Op(OpKind.BW, microbatch)
             if warmup + microbatch < num_microbatches:
                 yield Op(OpKind.F, warmup + microbatch)
 
-    return _schedule("1f1b", num_stages, num_microbatches, row)
+    return _schedule("1f1b-eager" if eager else "1f1b", num_stages, num_microbatches, row)
+
+
+def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """Interleaved 1F1B: each rank runs V virtual stages, for 1/V of the bubble of 1F1B.
+
+    Microbatches go in rounds of R (S, unless N is no multiple of it): the rank runs a round's
+    forwards of chunk 0, then of chunk 1, ..., before the next round's, and backwards likewise from
+    the last chunk down. Rank i runs (V - 1) R + 2(S - i) - 1 forwards, then one full backward and
+    one forward in turn. When ranks are alike, links without delay and N >= S, the bubble is
+    (S - 1) / (V N + S - 1), whatever F and BW take.
+
+    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM", section 2.2, where N is a multiple of S.
+
+    Args:
+        num_stages: Number of ranks, S.
+        num_microbatches: Number of microbatches, N.
+        num_chunks: Number of virtual stages a rank runs, V. With one, this is eager 1F1B.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        UserError: N cannot be cut into rounds, or no chunks.
+    """
+    if num_chunks < 1:
+        raise UserError(f"interleaved: got {num_chunks} chunks, expected at least 1")
+    size = _round_size(num_stages, num_microbatches)
+
+    def row(rank: int) -> Iterator[Op]:
+        forwards = list(_rounds(OpKind.F, num_microbatches, size, range(num_chunks)))
+        backwards = list(_rounds(OpKind.BW, num_microbatches, size, range(num_chunks)[::-1]))
+        warmup = min((num_chunks - 1) * size + 2 * (num_stages - rank) - 1, len(forwards))
+        yield from forwards[:warmup]
+        for backward, forward in zip_longest(backwards, forwards[warmup:]):
+            yield backward
+            if forward is not None:
+                yield forward
+
+    return _schedule("interleaved", num_stages, num_microbatches, row)
 
 
 def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
@@ -94,10 +143,32 @@ def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
 FIXED_SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
+    "1f1b-eager": partial(one_forward_one_backward, eager=True),
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
 }
 """Schedules by name that depend on no cost: each takes the numbers of stages and microbatches."""
+
+
+def _round_size(num_stages: int, num_microbatches: int) -> int:
+    """How many microbatches go through a chunk before the next chunk's turn.
+
+    N is cut into as many equal rounds as S fits into it, at least one.
+    """
+    rounds = max(1, num_microbatches // num_stages)
+    if num_microbatches % rounds:
+        raise UserError(
+            f"interleaved: got {num_microbatches} microbatches on {num_stages} stages, expected a "
+            f"multiple of {rounds}, to run in {rounds} equal rounds of at least {num_stages}"
+        )
+    return num_microbatches // rounds
+
+
+def _rounds(kind: OpKind, num_microbatches: int, size: int, chunks: Sequence[int]) -> Iterator[Op]:
+    """All ops of a kind: ``size`` microbatches of each chunk in turn, then the next ``size``."""
+    for first in range(0, num_microbatches, size):
+        for chunk in chunks:
+            yield from (Op(kind, first + place, chunk) for place in range(size))
 
 
 def _split_row(warmup: int, weight_delay: int, num_microbatches: int) -> Iterator[Op]:

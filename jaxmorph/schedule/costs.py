@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import NamedTuple
 
+from jaxmorph.schedule.memory import StageMemory, StashBytes
 from jaxmorph.schedule.ops import LiveUntil, OpKind
 
 
@@ -93,24 +94,37 @@ class Link(NamedTuple):
 class LinkState:
     """How late data arrives after the op that produced it has ended.
 
+    A message that occupies its direction of the link keeps the next one waiting, and arrives its
+    occupancy and latency after it got the link. Without occupancy, messages overlap.
+
     Args:
         forward_latency_ms: Lower to upper stage (activations), milliseconds.
         backward_latency_ms: Upper to lower stage (gradients), milliseconds.
+        forward_occupancy_ms: How long a message occupies the direction to the upper stage: its
+            bytes divided by the bandwidth, milliseconds.
+        backward_occupancy_ms: The same of the direction to the lower stage.
 
     Raises:
-        ValueError: A latency is negative or not finite.
+        ValueError: A latency or an occupancy is negative or not finite.
     """
 
     forward_latency_ms: float = 0.0
     backward_latency_ms: float = 0.0
+    forward_occupancy_ms: float = 0.0
+    backward_occupancy_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_durations("forward_latency_ms", (self.forward_latency_ms,))
-        _check_durations("backward_latency_ms", (self.backward_latency_ms,))
+        for field in fields(self):
+            _check_durations(field.name, (getattr(self, field.name),))
+
+    @property
+    def occupies(self) -> bool:
+        """Whether a message keeps the next one of its direction waiting."""
+        return self.forward_occupancy_ms > 0 or self.backward_occupancy_ms > 0
 
 
 Links = Mapping[Link, LinkState]
-"""The state of each link; a link that is not in the mapping has no latency."""
+"""The state of each link; a link that is not in the mapping delays nothing."""
 
 NO_LATENCY: Links = MappingProxyType({})
 
@@ -152,19 +166,25 @@ def neighbour_links(links: Links, num_stages: int) -> tuple[LinkState, ...]:
 
 @dataclass(frozen=True)
 class Limits:
-    """How much each stage can hold.
+    """How much each stage can hold: a number of microbatches, or of bytes, or anything.
 
     Args:
         max_live: Most microbatches whose stash a stage may hold at once, one per stage;
             None for no limit.
         live_until: The op that ends a microbatch's stash: ``B`` (the paper's count) or ``W``.
+        max_stash_bytes: Most bytes of stash that a stage may hold at once, one per stage; None
+            for no limit. Counted until W, with the sizes of ``stash_bytes``.
+        stash_bytes: What one microbatch keeps on each stage; needed with ``max_stash_bytes``.
 
     Raises:
-        ValueError: A cap below 1 (no microbatch could ever run) or an unknown ``live_until``.
+        ValueError: A cap below 1 (no microbatch could ever run), an unknown ``live_until``, both
+            kinds of cap, or one in bytes without the stash's sizes.
     """
 
     max_live: tuple[int, ...] | None = None
     live_until: LiveUntil = "B"
+    max_stash_bytes: tuple[int, ...] | None = None
+    stash_bytes: StashBytes | None = None
 
     def __post_init__(self) -> None:
         if self.live_until not in ("B", "W"):
@@ -175,17 +195,48 @@ class Limits:
                     f"max_live[{stage}]: got {cap}, expected at least 1 (a stage that can hold no "
                     "microbatch cannot run)"
                 )
+        if self.max_stash_bytes is not None:
+            self._check_bytes()
+
+    def _check_bytes(self) -> None:
+        if self.max_live is not None:
+            raise ValueError("max_stash_bytes: got max_live as well, expected one of the two")
+        if self.stash_bytes is None:
+            raise ValueError(
+                "max_stash_bytes: got no stash_bytes, expected what one microbatch keeps"
+            )
 
     def caps(self, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
-        """The cap of every stage, ``num_microbatches`` where there is no limit.
+        """How many microbatches may wait for their B on each stage, at most ``num_microbatches``.
 
         Raises:
-            ValueError: ``max_live`` does not have one cap per stage.
+            ValueError: The limits are not of ``num_stages`` stages.
         """
-        if self.max_live is None:
-            return (num_microbatches,) * num_stages
-        _check_length("max_live", self.max_live, num_stages, "stage")
-        return tuple(min(cap, num_microbatches) for cap in self.max_live)
+        counts = (stage.most_forwards for stage in self.stage_memory(num_stages, num_microbatches))
+        return tuple(
+            num_microbatches if count is None else max(0, min(count, num_microbatches))
+            for count in counts
+        )
+
+    def stage_memory(self, num_stages: int, num_microbatches: int) -> tuple[StageMemory, ...]:
+        """What a microbatch holds on each stage, and how much fits.
+
+        Args:
+            num_stages: Number of stages.
+            num_microbatches: Number of microbatches in the step: what fits without a limit.
+
+        Raises:
+            ValueError: The limits are not of ``num_stages`` stages.
+        """
+        if self.max_stash_bytes is not None and self.stash_bytes is not None:
+            _check_length("max_stash_bytes", self.max_stash_bytes, num_stages, "stage")
+            sizes = (self.stash_bytes.after_forward, self.stash_bytes.after_backward_input)
+            _check_length("stash_bytes", sizes[0], num_stages, "stage")
+            return tuple(map(StageMemory, *sizes, self.max_stash_bytes))
+        after_backward = 1 if self.live_until == "W" else 0
+        caps = self.max_live or (num_microbatches,) * num_stages
+        _check_length("max_live", caps, num_stages, "stage")
+        return tuple(StageMemory(1, after_backward, min(cap, num_microbatches)) for cap in caps)
 
 
 def _check_length(field: str, values: Sequence[float], expected: int, per: str) -> None:

@@ -65,6 +65,9 @@ class Op(NamedTuple):
 def peak_live(order: Sequence[Op], live_until: LiveUntil = "B") -> int:
     """Most microbatches whose stash one stage holds at once when it runs ``order``.
 
+    With several chunks it counts pairs of microbatch and chunk, each as one: of V chunks, a pair
+    is 1/V of what a microbatch holds on the whole rank.
+
     Args:
         order: The stage's ops, in execution order.
         live_until: The op that ends a microbatch's stash. ``B`` is the paper's count (activations

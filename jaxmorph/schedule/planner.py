@@ -2,21 +2,30 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jaxmorph.errors import UserError
+from jaxmorph.schedule.adaptive import adaptive_schedule
 from jaxmorph.schedule.bound import lower_bound_ms
-from jaxmorph.schedule.builders import FIXED_SCHEDULES
+from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.costs import Limits, Link, Links, StageCosts
+from jaxmorph.schedule.fit import require_feasible, require_room
+from jaxmorph.schedule.initial import initial_schedule
+from jaxmorph.schedule.numbering import to_schedule
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.selection import select_ops
 from jaxmorph.schedule.simulator import simulate
 from jaxmorph.schedule.slackness import adapted_warmup_forwards, reachable_warmup_forwards
+from jaxmorph.schedule.workload import make_workload, to_picoseconds
 
 Route = Literal["direct", "delegated"]
 
-PLANNED_SCHEDULES = ("paper", "adaptive")
-SCHEDULE_NAMES = (*FIXED_SCHEDULES, *PLANNED_SCHEDULES)
+INTERLEAVED = "interleaved"
+PLANNED_SCHEDULES = ("paper", "adaptive", "initial")
+SCHEDULE_NAMES = (*FIXED_SCHEDULES, INTERLEAVED, *PLANNED_SCHEDULES)
+
+_TAKES_WARMUPS = ("paper", "adaptive")
+_FIXED_REASON = "{} was asked for; its order depends on no cost"
 
 
 @dataclass(frozen=True)
@@ -70,84 +79,133 @@ def plan(
     num_microbatches: int,
     name: str = "adaptive",
     warmup_forwards: Sequence[int] | None = None,
+    num_chunks: int = 1,
 ) -> Plan:
     """Plans one step: the same arguments give the same plan on every machine.
 
     Args:
         costs: Durations of the ops, milliseconds.
-        links: Latencies between neighbouring stages, milliseconds.
+        links: State of the links between neighbouring stages, milliseconds.
         limits: Memory caps.
         num_microbatches: Number of microbatches.
         name: One of ``SCHEDULE_NAMES``. ``paper`` is Algorithm 2 and the greedy selection of
-            Algorithms 3 and 4; ``adaptive`` is the best planner there is.
-        warmup_forwards: Warm-up forwards of each stage in place of Algorithm 2's.
+            Algorithms 3 and 4; ``adaptive`` is the shortest schedule there is to be found;
+            ``initial`` is ready for any one link to turn slow (Algorithm 1).
+        warmup_forwards: For ``paper``, warm-up forwards of each stage in place of Algorithm 2's;
+            ``adaptive`` with them given is the same.
+        num_chunks: Virtual stages a rank runs, for ``interleaved``.
 
     Returns:
-        The plan, with every link of neighbours on the direct route.
+        The plan, with every link that the schedule uses on the direct route.
 
     Raises:
         UserError: An unknown name, a cap the schedule cannot keep, or impossible warm-ups.
     """
-    schedule, reason = _order(costs, links, limits, num_microbatches, name, warmup_forwards)
+    problem = _Problem(costs, links, limits, num_microbatches)
+    _require_sane(problem, name, warmup_forwards, num_chunks)
+    bound_ms = lower_bound_ms(costs, num_microbatches, links, limits, num_chunks)
+    schedule, reason = _order(problem, name, warmup_forwards, num_chunks, bound_ms)
     require_room(schedule, limits)
-    neighbours = [Link(stage, stage + 1) for stage in range(costs.num_stages - 1)]
     makespan_ms = simulate(schedule, costs, links).makespan_ms
-    bound_ms = lower_bound_ms(costs, num_microbatches, links, limits)
     return Plan(
         schedule,
-        dict.fromkeys(neighbours, "direct"),
+        dict.fromkeys(_links_used(schedule), "direct"),
         makespan_ms / 1e3,
         min(bound_ms, makespan_ms) / 1e3,  # they are summed in different orders
         reason,
     )
 
 
-def require_room(schedule: Schedule, limits: Limits) -> None:
-    """Checks that a schedule keeps every stage's memory cap.
+class _Problem(NamedTuple):
+    costs: StageCosts
+    links: Links
+    limits: Limits
+    num_microbatches: int
 
-    Raises:
-        UserError: A stage holds more microbatches than its cap.
-    """
-    caps = limits.caps(schedule.num_stages, schedule.num_microbatches)
-    peaks = schedule.peak_live(limits.live_until)
-    for stage, (peak, cap) in enumerate(zip(peaks, caps, strict=True)):
-        if peak > cap:
-            raise UserError(
-                f"max_live[{stage}]: {schedule.name} holds {peak} microbatches until "
-                f"{limits.live_until} on stage {stage}, expected at most {cap}; "
-                "paper and adaptive fit any cap"
-            )
+    @property
+    def caps(self) -> tuple[int, ...]:
+        return self.limits.caps(self.costs.num_stages, self.num_microbatches)
+
+
+def _require_sane(
+    problem: _Problem, name: str, warmup_forwards: Sequence[int] | None, num_chunks: int
+) -> None:
+    if name not in SCHEDULE_NAMES:
+        raise UserError(f"schedule: got {name!r}, expected one of {', '.join(SCHEDULE_NAMES)}")
+    if problem.num_microbatches < 1:
+        raise UserError(f"num_microbatches: got {problem.num_microbatches}, expected at least 1")
+    if num_chunks != 1 and name != INTERLEAVED:
+        raise UserError(f"num_chunks: {name} has one chunk per rank, got {num_chunks}")
+    if warmup_forwards is not None and name not in _TAKES_WARMUPS:
+        raise UserError(f"warmup_forwards: {name} has its own, expected paper or adaptive")
+    require_feasible(problem.limits, problem.costs.num_stages, problem.num_microbatches)
 
 
 def _order(
-    costs: StageCosts,
-    links: Links,
-    limits: Limits,
-    num_microbatches: int,
+    problem: _Problem,
     name: str,
     warmup_forwards: Sequence[int] | None,
+    num_chunks: int,
+    bound_ms: float,
 ) -> tuple[Schedule, str]:
     """The schedule called ``name``, and why its order is what it is."""
-    if name not in SCHEDULE_NAMES:
-        raise UserError(f"schedule: got {name!r}, expected one of {', '.join(SCHEDULE_NAMES)}")
-    if num_microbatches < 1:
-        raise UserError(f"num_microbatches: got {num_microbatches}, expected at least 1")
-    caps = limits.caps(costs.num_stages, num_microbatches)
+    stages, microbatches = problem.costs.num_stages, problem.num_microbatches
+    if name == INTERLEAVED:
+        return interleaved(stages, microbatches, num_chunks), _FIXED_REASON.format(name)
     if name in FIXED_SCHEDULES:
-        if warmup_forwards is not None:
-            raise UserError(f"warmup_forwards: {name} has its own, expected paper or adaptive")
-        schedule = FIXED_SCHEDULES[name](costs.num_stages, num_microbatches)
-        return schedule, f"{name} was asked for; its order depends on no cost"
-    if warmup_forwards is None:
-        warmup_forwards = adapted_warmup_forwards(costs, links, num_microbatches, caps)
-        origin = "by Equation 1, within the caps"
-    else:
-        _require_possible(warmup_forwards, num_microbatches, caps)
-        origin = "as given"
-    schedule = select_ops(costs, links, limits, num_microbatches, warmup_forwards, name)
+        return FIXED_SCHEDULES[name](stages, microbatches), _FIXED_REASON.format(name)
+    if name == "initial":
+        return initial_schedule(*problem)
+    if warmup_forwards is not None:
+        _require_possible(warmup_forwards, microbatches, problem.caps)
+        return _selected(problem, name, warmup_forwards, "as given")
+    warmup_forwards = adapted_warmup_forwards(
+        problem.costs, problem.links, microbatches, problem.caps
+    )
+    if name == "paper":
+        return _selected(problem, name, warmup_forwards, "by Equation 1, within the caps")
+    return _adapted(problem, warmup_forwards, bound_ms)
+
+
+def _selected(
+    problem: _Problem, name: str, warmup_forwards: Sequence[int], origin: str
+) -> tuple[Schedule, str]:
+    schedule = select_ops(*problem, warmup_forwards, name)
     warmups = " ".join(map(str, warmup_forwards))
     # Before its first B arrives, a stage may have room for more forwards than these.
     return schedule, f"warm-up forwards at least {warmups} {origin}; then B before F before W"
+
+
+def _adapted(
+    problem: _Problem, warmup_forwards: Sequence[int], bound_ms: float
+) -> tuple[Schedule, str]:
+    workload = make_workload(*problem)
+    bound = to_picoseconds(bound_ms)
+    made = adaptive_schedule(workload, warmup_forwards, bound)
+    schedule = to_schedule("adaptive", workload.num_stages, workload.num_microbatches, made.numbers)
+    if any(state.occupies for state in problem.links.values()):
+        schedule = _shorter(problem, schedule, warmup_forwards)
+    warmups = " ".join(map(str, schedule.warmup_forwards))
+    return schedule, f"warm-up forwards {warmups}: the shortest step found within the caps"
+
+
+def _shorter(problem: _Problem, schedule: Schedule, warmup_forwards: Sequence[int]) -> Schedule:
+    """The schedule or the paper's: where messages queue, the planner's own times are too short."""
+    paper = select_ops(*problem, warmup_forwards, "adaptive")
+    return min(
+        schedule,
+        paper,
+        key=lambda order: simulate(order, problem.costs, problem.links).makespan_ms,
+    )
+
+
+def _links_used(schedule: Schedule) -> list[Link]:
+    """Links between neighbours, and with several chunks the one from the last rank to the first."""
+    last = schedule.num_stages - 1
+    links = [Link(stage, stage + 1) for stage in range(last)]
+    if schedule.num_chunks > 1 and last > 1:
+        links.append(Link(0, last))
+    return links
 
 
 def _require_possible(

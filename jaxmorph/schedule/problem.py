@@ -1,15 +1,29 @@
 """One planning problem as a JSON object, checked field by field."""
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.costs import Limits, Links, StageCosts, chain_links
+from jaxmorph.schedule.costs import Limits, Links, StageCosts
+from jaxmorph.schedule.fields import (
+    count,
+    counts,
+    duration_ms,
+    durations_ms,
+    listed,
+    one_of,
+    shown,
+    text,
+)
 from jaxmorph.schedule.ops import Op
+from jaxmorph.schedule.problem_limits import BYTE_FIELDS, parse_limits
+from jaxmorph.schedule.problem_links import LINK_FIELDS, parse_links
 from jaxmorph.schedule.schedule import Schedule, ScheduleError
+
+SimulatedLinkModel = Literal["latency", "serialized", "blocking"]
+"""How to simulate links: as ``link_models.LinkModel`` says, or as queues that transfers block."""
 
 _REQUIRED = (
     "name",
@@ -24,12 +38,16 @@ _OPTIONAL = (
     "max_live",
     "live_until",
     "schedule",
-    "planned_link_ms",
     "warmup_forwards",
     "orders",
+    "chunks",
+    "link_model",
+    "time_step_ms",
+    *LINK_FIELDS,
+    *BYTE_FIELDS,
 )
 _MOST_MICROBATCHES_OVER_STAGES = 2**22
-_LONGEST_MS = 1e12
+_CHUNKS_OF_INTERLEAVED = 2
 
 
 @dataclass(frozen=True)
@@ -40,12 +58,17 @@ class Problem:
         name: What the answer is to be called.
         num_microbatches: Number of microbatches.
         costs: Durations of the ops.
-        links: Latencies to simulate.
-        planned_links: Latencies the planner believes.
+        links: The links to simulate.
+        planned_links: The links to plan for.
         limits: Memory caps.
         schedule: The name of the schedule to plan.
         warmup_forwards: Warm-up forwards in place of the planner's.
         orders: A valid schedule to simulate in place of planning one.
+        num_chunks: Number of virtual stages each stage runs.
+        link_model: How to simulate the links.
+        time_step_ms: Step of a discrete clock for the simulation; None for exact time.
+        jitter_ms: Standard deviation of the latency of each link between neighbours; None when
+            the step under jitter was not asked for.
     """
 
     name: str
@@ -57,6 +80,10 @@ class Problem:
     schedule: str
     warmup_forwards: tuple[int, ...] | None
     orders: Schedule | None
+    num_chunks: int = 1
+    link_model: SimulatedLinkModel = "latency"
+    time_step_ms: float | None = None
+    jitter_ms: tuple[float, ...] | None = None
 
 
 def parse_problem(data: object) -> Problem:
@@ -73,66 +100,126 @@ def parse_problem(data: object) -> Problem:
         UserError: Names the field, what was got and what was expected.
     """
     fields = _known_fields(data)
-    stages = _count("num_stages", fields["num_stages"])
-    microbatches = _count("num_microbatches", fields["num_microbatches"])
-    if stages * microbatches > _MOST_MICROBATCHES_OVER_STAGES:
-        raise UserError(
-            f"num_microbatches: got {microbatches} for {stages} stages, expected at most "
-            f"{_MOST_MICROBATCHES_OVER_STAGES // stages}"
-        )
-    links = _latencies("link_ms", fields["link_ms"], stages)
-    planned = fields.get("planned_link_ms")
+    return _problem(fields, _orders(fields.get("orders"), *_sizes(fields)))
+
+
+def problem_of(schedule: Schedule, fields: Mapping[str, Any]) -> Problem:
+    """The problem of simulating a schedule as it is.
+
+    Args:
+        schedule: A valid schedule.
+        fields: A problem's further fields: costs, links and caps.
+
+    Returns:
+        The problem, which has the schedule's name and sizes.
+
+    Raises:
+        UserError: Names the field, what was got and what was expected.
+    """
+    sizes = {"num_stages": schedule.num_stages, "num_microbatches": schedule.num_microbatches}
+    return _problem(_known_fields({**fields, "name": schedule.name, **sizes}), schedule)
+
+
+def _problem(fields: Mapping[str, Any], orders: Schedule | None) -> Problem:
+    stages, microbatches = _sizes(fields)
+    schedule = text("schedule", fields.get("schedule") or "adaptive")
+    chunks = _chunks(fields.get("chunks"), schedule, orders)
+    links = parse_links(fields, stages, chunks)
+    link_model = one_of(
+        "link_model", fields.get("link_model") or "latency", get_args(SimulatedLinkModel)
+    )
     return Problem(
-        name=_text("name", fields["name"]),
+        name=text("name", fields["name"]),
         num_microbatches=microbatches,
         costs=_costs(fields, stages),
-        links=links,
-        planned_links=links if planned is None else _latencies("planned_link_ms", planned, stages),
-        limits=_limits(fields, stages),
-        schedule=_text("schedule", fields.get("schedule") or "adaptive"),
-        warmup_forwards=_counts("warmup_forwards", fields.get("warmup_forwards"), stages),
-        orders=_orders(fields.get("orders"), stages, microbatches),
+        links=links.simulated,
+        planned_links=links.planned,
+        limits=parse_limits(fields, stages),
+        schedule=schedule,
+        warmup_forwards=counts("warmup_forwards", fields.get("warmup_forwards"), stages),
+        orders=orders,
+        num_chunks=chunks,
+        link_model=cast(SimulatedLinkModel, link_model),
+        time_step_ms=_time_step_ms(fields.get("time_step_ms"), link_model),
+        jitter_ms=_jitter_ms(links.jitter_ms, link_model),
     )
+
+
+def usual_chunks(schedule: str) -> int:
+    """Number of virtual stages a stage runs under a schedule when none is asked for."""
+    return _CHUNKS_OF_INTERLEAVED if schedule == "interleaved" else 1
 
 
 def _known_fields(data: object) -> Mapping[str, Any]:
     if not isinstance(data, dict):
-        raise UserError(f"got {_shown(data)}, expected a JSON object")
+        raise UserError(f"got {shown(data)}, expected a JSON object")
     for field in data:
         if field not in _REQUIRED + _OPTIONAL:
             near = difflib.get_close_matches(field, _REQUIRED + _OPTIONAL, n=1)
             hint = f", did you mean {near[0]}?" if near else ""
-            raise UserError(f"{_shown(field)}: unknown field{hint}")
+            raise UserError(f"{shown(field)}: unknown field{hint}")
     for field in _REQUIRED:
         if field not in data:
             raise UserError(f"{field}: missing, expected a value")
     return data
 
 
+def _sizes(fields: Mapping[str, Any]) -> tuple[int, int]:
+    stages = count("num_stages", fields["num_stages"])
+    microbatches = count("num_microbatches", fields["num_microbatches"])
+    if stages * microbatches > _MOST_MICROBATCHES_OVER_STAGES:
+        raise UserError(
+            f"num_microbatches: got {microbatches} for {stages} stages, expected at most "
+            f"{_MOST_MICROBATCHES_OVER_STAGES // stages}"
+        )
+    return stages, microbatches
+
+
 def _costs(fields: Mapping[str, Any], stages: int) -> StageCosts:
     return StageCosts(
         *(
-            _durations(field, fields[field], stages, "stage")
+            durations_ms(field, fields[field], stages, "stage")
             for field in ("forward_ms", "backward_input_ms", "backward_weight_ms")
         )
     )
 
 
-def _latencies(field: str, value: object, stages: int) -> Links:
-    return chain_links(_durations(field, value, stages - 1, "link"))
+def _chunks(value: object, schedule: str, orders: Schedule | None) -> int:
+    """Virtual stages per stage: those of the orders, or what was asked for."""
+    if orders is not None:
+        if value is not None and value != orders.num_chunks:
+            raise UserError(f"chunks: got {shown(value)}, but orders have {orders.num_chunks}")
+        return orders.num_chunks
+    chunks = usual_chunks(schedule) if value is None else count("chunks", value)
+    if chunks > 1 and schedule != "interleaved":
+        raise UserError(f"chunks: got {chunks}, expected 1 for {schedule} (or interleaved)")
+    return chunks
 
 
-def _limits(fields: Mapping[str, Any], stages: int) -> Limits:
-    live_until = fields.get("live_until") or "B"
-    if live_until not in ("B", "W"):
-        raise UserError(f"live_until: got {_shown(live_until)}, expected 'B' or 'W'")
-    return Limits(_counts("max_live", fields.get("max_live"), stages), live_until)
+def _time_step_ms(value: object, link_model: str) -> float | None:
+    if value is None:
+        return None
+    if link_model == "blocking":
+        raise UserError("time_step_ms: blocking links are simulated in exact time, expected none")
+    step_ms = duration_ms("time_step_ms", value)
+    if step_ms == 0:
+        raise UserError("time_step_ms: got 0, expected a number of ms above 0")
+    return step_ms
+
+
+def _jitter_ms(jitter_ms: tuple[float, ...] | None, link_model: str) -> tuple[float, ...] | None:
+    if jitter_ms is not None and link_model != "latency":
+        raise UserError(
+            f"link_jitter_ms: got link_model {link_model!r}, expected 'latency', the only one "
+            "that is simulated with jitter"
+        )
+    return jitter_ms
 
 
 def _orders(value: object, stages: int, microbatches: int) -> Schedule | None:
     if value is None:
         return None
-    rows = _list("orders", value, stages, "stage")
+    rows = listed("orders", value, stages, "stage")
     orders = tuple(_order(f"orders[{stage}]", row) for stage, row in enumerate(rows))
     schedule = Schedule("given", microbatches, orders)
     try:
@@ -144,59 +231,8 @@ def _orders(value: object, stages: int, microbatches: int) -> Schedule | None:
 
 def _order(field: str, row: object) -> tuple[Op, ...]:
     if not isinstance(row, list):
-        raise UserError(f"{field}: got {_shown(row)}, expected a list of ops such as 'F3'")
+        raise UserError(f"{field}: got {shown(row)}, expected a list of ops such as 'F3'")
     try:
-        return tuple(Op.parse(_text(field, op)) for op in row)
+        return tuple(Op.parse(text(field, op)) for op in row)
     except ValueError as error:
         raise UserError(f"{field}: {error}") from error
-
-
-def _list(field: str, value: object, length: int, per: str) -> list[Any]:
-    """A list of ``length`` values; a single number stands for that many of it."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return [value] * length
-    if not isinstance(value, list):
-        raise UserError(f"{field}: got {_shown(value)}, expected one number or a list of {length}")
-    if len(value) != length:
-        raise UserError(f"{field}: got {len(value)} values, expected {length} (one per {per})")
-    return value
-
-
-def _durations(field: str, value: object, length: int, per: str) -> tuple[float, ...]:
-    values = _list(field, value, length, per)
-    return tuple(_duration(f"{field}[{index}]", item) for index, item in enumerate(values))
-
-
-def _duration(field: str, value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LONGEST_MS:
-        return float(value)
-    raise UserError(
-        f"{field}: got {_shown(value)}, expected a number of ms from 0 to {_LONGEST_MS:g}"
-    )
-
-
-def _counts(field: str, value: object, stages: int) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    values = _list(field, value, stages, "stage")
-    return tuple(_count(f"{field}[{stage}]", item) for stage, item in enumerate(values))
-
-
-def _count(field: str, value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    raise UserError(f"{field}: got {_shown(value)}, expected a whole number, at least 1")
-
-
-def _text(field: str, value: object) -> str:
-    if isinstance(value, str):
-        return value
-    raise UserError(f"{field}: got {_shown(value)}, expected text")
-
-
-def _shown(value: object) -> str:
-    """A value as an error shows it: on one line, and not too long."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

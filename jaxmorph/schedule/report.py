@@ -1,6 +1,6 @@
 """An answer as a person reads it in the terminal: a chart, and the numbers under it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from rich.console import Console
@@ -10,6 +10,7 @@ from jaxmorph.schedule.answer import Answer
 from jaxmorph.schedule.draw.text import fitting_width, styled_gantt
 
 _PIPED_WIDTH = 160
+_Row = tuple[str, str, str]
 
 
 def print_answer(answer: Answer, console: Console) -> None:
@@ -24,44 +25,65 @@ def print_answer(answer: Answer, console: Console) -> None:
     if not console.is_terminal:
         width = min(fitting_width(timeline), _PIPED_WIDTH)
     chart = styled_gantt(timeline, width)
-    for part in (_heading(answer), chart, Text(), *_numbers(answer)):
+    for part in (_heading(answer), chart, Text(), *_aligned(list(_numbers(answer)))):
         console.print(part, soft_wrap=True)
 
 
 def _heading(answer: Answer) -> Text:
-    sizes = f"{answer.schedule.num_stages} stages, {answer.schedule.num_microbatches} microbatches"
-    return Text.assemble((answer.schedule.name, "bold"), f": {sizes}")
+    schedule = answer.schedule
+    sizes = [f"{schedule.num_stages} stages", f"{schedule.num_microbatches} microbatches"]
+    if schedule.num_chunks > 1:
+        sizes.append(f"{schedule.num_chunks} chunks")
+    return Text.assemble((schedule.name, "bold"), f": {', '.join(sizes)}")
 
 
-def _numbers(answer: Answer) -> list[Text]:
-    makespan_ms, bound_ms = answer.timeline.makespan_ms, answer.lower_bound_ms
-    above = makespan_ms / bound_ms - 1 if bound_ms else 0.0
-    distance = "no schedule is faster" if above == 0 else f"this is {above:.1%} above the bound"
-    schedule, live_until = answer.schedule, answer.live_until
-    rows = {
-        "makespan": (f"{makespan_ms:,.1f} ms", ""),
-        "lower bound": (f"{bound_ms:,.1f} ms", distance),
-        "bubble rate": (f"{answer.timeline.bubble_rate:.1%}", ""),
-        "warm-ups": (_listed(schedule.warmup_forwards), "forwards before the first backward"),
-        "peak live": (
-            _listed(schedule.peak_live(live_until)),
-            f"microbatches held until {live_until}",
-        ),
-        "planning": (f"{answer.planning_ms:,.1f} ms", ""),
-    }
-    widest = max(len(value) for value, _ in rows.values())
+def _numbers(answer: Answer) -> Iterator[_Row]:
+    """Name, value and note of each number."""
+    schedule, limits = answer.schedule, answer.limits
+    model = "" if answer.link_model == "latency" else f"with {answer.link_model} links"
+    yield "makespan", f"{answer.timeline.makespan_ms:,.1f} ms", model
+    yield "lower bound", f"{answer.lower_bound_ms:,.1f} ms", gap_note(answer)
+    if answer.jittered is not None:
+        mean_ms, p90_ms = answer.jittered
+        yield "with jitter", f"{mean_ms:,.1f} ms", f"on average; one step in ten over {p90_ms:,.1f}"
+    yield "bubble rate", f"{answer.timeline.bubble_rate:.1%}", ""
+    yield "warm-ups", listed(schedule.warmup_forwards), "forwards before the first backward"
+    held = "microbatches" if schedule.num_chunks == 1 else "chunks of microbatches"
+    peaks = schedule.peak_live(limits.live_until)
+    yield "peak live", listed(peaks), f"{held} held until {limits.live_until}"
+    if answer.peak_stash_bytes is not None:
+        yield "peak stash", listed(answer.peak_stash_bytes, thousands=True), "bytes held until W"
+    if answer.planning_ms:
+        yield "planning", f"{answer.planning_ms:,.1f} ms", ""
+
+
+def gap_note(answer: Answer) -> str:
+    """How far the step is from the fastest possible one, as far as the bound can prove it."""
+    if answer.gap == 0:
+        return "no schedule is faster"
+    return f"this is {answer.gap:.1%} above the bound"
+
+
+def _aligned(rows: Sequence[_Row]) -> list[Text]:
+    widest = max(len(value) for _, value, note in rows if note)
     return [
         Text.assemble(f"{name:<13}", (f"{value:<{widest}}", "bold"), (f"  {note}", "dim"))
         if note
         else Text.assemble(f"{name:<13}", (value, "bold"))
-        for name, (value, note) in rows.items()
+        for name, value, note in rows
     ]
 
 
-def _listed(values: Sequence[int]) -> str:
-    """One number per stage; a run of three or more equal ones is drawn together, as in ``5x8``."""
+def listed(values: Sequence[int], *, thousands: bool = False) -> str:
+    """One number per stage; a run of three or more equal ones is drawn together, as in ``5x8``.
+
+    Args:
+        values: The numbers.
+        thousands: Whether to group their digits.
+    """
     words: list[str] = []
     for value, run in groupby(values):
         count = len(list(run))
-        words.extend([f"{value}x{count}"] if count > 2 else [str(value)] * count)
+        word = f"{value:,}" if thousands else str(value)
+        words.extend([f"{word}x{count}"] if count > 2 else [word] * count)
     return " ".join(words)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ class ScheduleError(ValueError):
 @dataclass(frozen=True)
 class Schedule:
     """The order in which every stage runs its ops; nothing about when or over which route.
+
+    A row is a rank's: with V chunks, rank r of S runs V virtual stages of the pipeline, the one of
+    chunk c being virtual stage c * S + r. With one chunk, rank and stage are the same.
 
     Args:
         name: What the schedule is called: ``1f1b``, ``zb-h2``, ...
@@ -63,8 +67,13 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages."""
+        """Number of stages: of ranks, when a rank runs several virtual ones."""
         return len(self.orders)
+
+    @cached_property
+    def num_chunks(self) -> int:
+        """Number of virtual stages a rank runs: as many as the ops name, at least one."""
+        return 1 + max((op.chunk for order in self.orders for op in order), default=0)
 
     @property
     def splits_backward(self) -> bool:
@@ -73,14 +82,14 @@ class Schedule:
 
     @property
     def warmup_forwards(self) -> tuple[int, ...]:
-        """How many forwards each stage runs before its first backward."""
+        """How many forwards each stage runs before its first backward, those of all chunks."""
         return tuple(
             next((i for i, op in enumerate(order) if op.kind is not OpKind.F), len(order))
             for order in self.orders
         )
 
     def peak_live(self, live_until: LiveUntil = "B") -> tuple[int, ...]:
-        """Most microbatches each stage holds at once, counted as in ``ops.peak_live``."""
+        """Most (microbatch, chunk) pairs each stage holds at once, as ``ops.peak_live`` counts."""
         return tuple(peak_live(order, live_until) for order in self.orders)
 
     def validate(self) -> None:
@@ -90,7 +99,8 @@ class Schedule:
             ScheduleError: The first rule that is broken, with the grid and the op marked.
         """
         self.validate_rows()
-        self.require_complete(replay(self.orders, self.num_microbatches).ends)
+        ran = replay(self.orders, self.num_microbatches, num_chunks=self.num_chunks)
+        self.require_complete(ran.ends)
 
     def validate_rows(self) -> None:
         """Checks each stage's row by itself: see ``rows.row_fault``.
@@ -105,7 +115,7 @@ class Schedule:
                 str(self),
             )
         for stage, order in enumerate(self.orders):
-            if fault := row_fault(order, self.num_microbatches):
+            if fault := row_fault(order, self.num_microbatches, self.num_chunks):
                 grid = format_grid(self.orders, {stage: fault.position})
                 raise ScheduleError(f"stage {stage}: {fault.reason}", grid)
         self._require_one_kind_of_backward()

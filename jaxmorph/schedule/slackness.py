@@ -37,8 +37,9 @@ def tolerated_latency_ms(costs: StageCosts, warmup_forwards: Sequence[int]) -> t
     """The longest latency (in each direction) that every link's slackness absorbs.
 
     Source: Equation 1 solved for c. For equal ops of t ms this is ``(slackness - 1) t``, the
-    threshold of Theorem 1; beyond it a delay c grows over the step to about
-    ``N c / (slackness + 1)`` (printed with a minus in the theorem).
+    threshold of Theorem 1; beyond it the step grows by about ``N / (slackness + 1)`` ms for every
+    ms of latency in one direction (printed with a minus in the theorem), by twice that for every
+    ms in both. That holds for a schedule that keeps its slackness after the warm-up.
 
     Args:
         costs: Durations of the ops, milliseconds.

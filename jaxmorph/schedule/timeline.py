@@ -80,7 +80,7 @@ class Timeline:
         return 1.0 - sum(self.busy_ms) / available if available else 0.0
 
     def peak_live(self, live_until: LiveUntil = "B") -> tuple[int, ...]:
-        """Most microbatches each stage holds at once, counted as in ``ops.peak_live``."""
+        """Most (microbatch, chunk) pairs each stage holds at once, as ``ops.peak_live`` counts."""
         return tuple(peak_live(order, live_until) for order in self.orders)
 
     def spans(self) -> Iterator[Span]:

@@ -59,31 +59,59 @@ class PipelineModel(Protocol):
 
 
 def cut_layers(
-    num_layers: int, num_stages: int, layers: Literal["auto"] | Sequence[int] = "auto"
+    num_layers: int,
+    num_stages: int,
+    layers: Literal["auto", "even"] | Sequence[int] = "even",
+    num_chunks: int = 1,
 ) -> tuple[range, ...]:
-    """Returns each stage's layers.
+    """Returns each stage's layers; with several chunks, those of each virtual stage.
 
     Args:
       num_layers: of the model.
       num_stages: of the pipeline.
-      layers: how many layers each stage gets, or "auto": evenly, with what is left over given to
-        the stages in the middle, since the first also embeds and the last also has the head.
+      layers: how many layers each stage gets, or "even": with what is left over given to the
+        stages in the middle, since the first also embeds and the last also has the head. "auto" is
+        the same here, where no costs are known.
+      num_chunks: how many virtual stages each stage runs. Layers are dealt out to them in the order
+        of the pipeline, around all stages once for each chunk, and "even" leaves nothing over: a
+        stage's chunks are planned as equally long.
 
     Raises:
-      UserError: more stages than layers, or counts that do not add up.
+      UserError: more stages than layers, counts that do not add up, or a rest between chunks.
     """
-    if num_stages < 1 or num_stages > num_layers:
+    num_parts = num_stages * num_chunks
+    if num_chunks == 1 and not 1 <= num_stages <= num_layers:
         raise UserError(
             f"parallelism.stages: got {num_stages}, expected between 1 and the model's "
             f"{num_layers} layers"
         )
-    counts = _even_counts(num_layers, num_stages) if layers == "auto" else list(layers)
-    if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_layers:
+    if num_chunks > 1:
+        _check_chunks(num_layers, num_stages, num_chunks, layers)
+    counts = _even_counts(num_layers, num_parts) if isinstance(layers, str) else list(layers)
+    if len(counts) != num_parts or min(counts) < 1 or sum(counts) != num_layers:
+        part = "stage" if num_chunks == 1 else "virtual stage"
         raise UserError(
-            f"parallelism.layers: got {counts}, expected {num_stages} positive counts (one per "
-            f"stage) that sum to the model's {num_layers} layers"
+            f"parallelism.layers: got {counts}, expected {num_parts} positive counts (one per "
+            f"{part}) that sum to the model's {num_layers} layers"
         )
     return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
+
+
+def _check_chunks(
+    num_layers: int, num_stages: int, num_chunks: int, layers: str | Sequence[int]
+) -> None:
+    num_parts = num_stages * num_chunks
+    got = f"got {num_chunks} chunks on each of {num_stages} stages"
+    if num_parts > num_layers:
+        raise UserError(
+            f"parallelism.chunks: {got}, expected at most as many virtual stages in all as the "
+            f"model's {num_layers} layers"
+        )
+    if isinstance(layers, str) and num_layers % num_parts:
+        raise UserError(
+            f"parallelism.chunks: {got}, expected the model's {num_layers} layers to be a multiple "
+            f"of {num_parts}, or a list in parallelism.layers"
+        )
 
 
 def _even_counts(num_layers: int, num_stages: int) -> list[int]:

@@ -6,7 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmorph.stage.model import Params, Path, PipelineModel
+from jaxmorph.stage.model import Params, PipelineModel
+
+LeafPath = tuple[str | int, ...]
+"""Where a leaf is found in a tree of dictionaries, or in a tuple of one tree per chunk."""
 
 
 def init_stage_params(
@@ -51,14 +54,17 @@ def _tie(model: PipelineModel, head: Params, embed_key: jax.Array) -> Params:
     return head
 
 
-def leaf_at(tree: Any, path: Path) -> Any:
-    """Returns the leaf of a tree of dictionaries at a path of keys."""
+def leaf_at(tree: Any, path: LeafPath) -> Any:
+    """Returns the leaf of a tree of dictionaries, or of a tuple of them, at a path of keys."""
     for name in path:
         tree = tree[name]
     return tree
 
 
-def with_leaf(tree: Params, path: Path, leaf: Any) -> Params:
-    """Returns the same tree of dictionaries with one leaf replaced."""
+def with_leaf(tree: Any, path: LeafPath, leaf: Any) -> Any:
+    """Returns the same tree of dictionaries, or tuple of them, with one leaf replaced."""
     name, *rest = path
-    return {**tree, name: with_leaf(tree[name], tuple(rest), leaf) if rest else leaf}
+    inner = with_leaf(tree[name], tuple(rest), leaf) if rest else leaf
+    if isinstance(tree, tuple):
+        return tuple(inner if at == name else part for at, part in enumerate(tree))
+    return {**tree, name: inner}

@@ -81,13 +81,25 @@ def test_an_override_replaces_a_value_a_list_or_a_section():
     assert (config.run.steps, config.optimizer.warmup_steps) == (5, 0)
 
 
+def test_chunks_have_layers_for_each_virtual_stage():
+    config = load(
+        TEN_LINES,
+        "schedule={name: interleaved}",
+        "parallelism={stages: 2, chunks: 2, layers: [1, 2, 3, 4]}",
+    )
+    assert config.parallelism.virtual_stages == 4
+    assert config.parallelism.layers == (1, 2, 3, 4)
+    assert config.schedule.max_live_per_stage(2) is None
+
+
 def test_an_empty_section_has_its_defaults():
     assert load("schedule:\nbatch: {microbatches: 2}").schedule == Config().schedule
 
 
 VALUE_ERRORS = {
     "schedule: {name: zbh2}": (
-        "schedule.name: got 'zbh2', expected one of gpipe, 1f1b, zb-h1, zb-h2, paper, adaptive"
+        "schedule.name: got 'zbh2', expected one of gpipe, 1f1b, 1f1b-eager, zb-h1, zb-h2, "
+        "interleaved, paper, adaptive, initial"
     ),
     "schedule: {nmae: paper}": "schedule.nmae: unknown key; did you mean 'name'?",
     "shedule: {name: paper}": "shedule: unknown key; did you mean 'schedule'?",
@@ -129,7 +141,18 @@ VALUE_ERRORS = {
     ),
     "parallelism: {layers: [1, 0]}": (
         "parallelism.layers: got [1, 0], "
-        "expected auto, or a list with the number of layers of each stage (at least 1)"
+        "expected auto, even, or a list with the number of layers of each stage (at least 1)"
+    ),
+    "parallelism: {stages: 2, chunks: 2, layers: [2, 2]}\nschedule: {name: interleaved}": (
+        "parallelism.layers: got [2, 2], expected a list of 4, one for each of parallelism.stages "
+        "times the 2 of parallelism.chunks"
+    ),
+    "parallelism: {chunks: 2}\nschedule: {name: zb-h2}": (
+        "parallelism.chunks: got 2, "
+        "expected 1, or schedule.name interleaved: zb-h2 runs one chunk on each stage"
+    ),
+    "parallelism: {chunks: 0}": (
+        "parallelism.chunks: got 0, expected a whole number of at least 1"
     ),
     "parallelism: {tensor: 2}": (
         "parallelism.tensor: got 2, expected 1 (tensor parallelism is not supported yet)"

@@ -1,7 +1,14 @@
+from typing import get_args
+
 import pytest
 
 from jaxmorph.config import per_stage
-from jaxmorph.config.sections import Schedule
+from jaxmorph.config.sections import Schedule, ScheduleName
+from jaxmorph.schedule.planner import SCHEDULE_NAMES
+
+
+def test_every_schedule_that_can_be_planned_can_be_configured():
+    assert get_args(ScheduleName) == SCHEDULE_NAMES
 
 
 def test_one_number_is_spread_over_the_stages_and_a_list_is_kept():

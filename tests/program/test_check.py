@@ -18,6 +18,7 @@ from jaxmorph.program.instructions import (
     Transfer,
 )
 from jaxmorph.program.lowering import lower
+from jaxmorph.schedule.builders import interleaved
 from jaxmorph.schedule.costs import Link, StageCosts
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.schedule import Schedule
@@ -54,8 +55,13 @@ def run(text):
     return Run(Op.parse(text))
 
 
-def free(kind, microbatch):
-    return Free(Buffer(BufferKind(kind), microbatch))
+def free(kind, microbatch, chunk=0):
+    return Free(Buffer(BufferKind(kind), microbatch, chunk))
+
+
+def with_chunks(num_ranks=2):
+    schedule = interleaved(num_ranks, 2, 2)
+    return list(lower(schedule, simulate(schedule, StageCosts.uniform(num_ranks, 2, 1, 1))))
 
 
 def test_sound_programs_pass():
@@ -125,3 +131,49 @@ def test_a_delegated_receive_of_what_was_never_sent_is_a_deadlock():
     first, last = programs("delegated")
     with pytest.raises(ProgramError, match=r"deadlock: .*rank 1 waits at receive activation"):
         check([without(first, Send(ACTIVATION_1, "delegated")), last])
+
+
+def test_sound_programs_with_chunks_pass():
+    check(with_chunks())
+    check(with_chunks(num_ranks=1))
+
+
+def test_a_chunks_op_before_the_last_ranks_activation_is_an_error():
+    first, last = with_chunks()
+    around = Receive(Transfer(Payload.ACTIVATION, 1, 0, 0))
+    assert around in first.instructions
+    early = swapped(first, around, run("1.F0"))
+    with pytest.raises(ProgramError, match=r"run 1\.F0 runs before its 1\.input\[0\] is there"):
+        check([early, last])
+
+
+def test_on_one_rank_a_chunk_before_the_one_that_feeds_it_is_an_error():
+    (only,) = with_chunks(num_ranks=1)
+    with pytest.raises(ProgramError, match=r"run 1\.F0 runs before its 1\.input\[0\] is there"):
+        check([swapped(only, run("F0"), run("1.F0"))])
+
+
+def test_a_chunks_weight_gradient_after_the_update_is_an_error_that_names_the_chunk():
+    (only,) = with_chunks(num_ranks=1)
+    late = run("BW1")
+    for step in (late, free("stash", 1), free("output-gradient", 1)):
+        only = moved_to_end(only, step)
+    with pytest.raises(
+        ProgramError, match=r"update before the weight gradients of \[1\] of chunk 0"
+    ):
+        check([only])
+
+
+def test_a_chunks_buffer_used_after_it_is_freed_is_an_error():
+    first, last = with_chunks()
+    early = swapped(first, free("stash", 0, 1), run("1.BW0"))
+    with pytest.raises(ProgramError, match=r"run 1\.BW0 uses 1\.stash\[0\] after it was freed"):
+        check([early, last])
+
+
+def test_ends_that_meet_in_the_messages_of_different_chunks_are_a_mismatch():
+    first, last = with_chunks()
+    own, around = Send(Transfer(Payload.ACTIVATION, 0, 1, 1)), Transfer(Payload.ACTIVATION, 1, 0, 0)
+    crossed = swapped(first, own, Receive(around))
+    with pytest.raises(ProgramError, match="while its peer is at"):
+        check([crossed, last])

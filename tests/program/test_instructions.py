@@ -1,25 +1,19 @@
 import pytest
 
-from jaxmorph.program.instructions import (
-    Buffer,
-    BufferKind,
-    Payload,
-    Run,
-    Transfer,
-    output_transfer,
-    reads,
-    writes,
-)
+from jaxmorph.program.instructions import Buffer, BufferKind, Payload, Transfer
 from jaxmorph.schedule.costs import Link
-from jaxmorph.schedule.ops import Op
 
 
-@pytest.mark.parametrize("text", ["activation[3] 0>1", "gradient[12] 5>4", "tied[0] 7>0"])
+@pytest.mark.parametrize(
+    "text", ["activation[3] 0>1", "gradient[12] 5>4", "tied[0] 7>0", "1.activation[3] 3>0"]
+)
 def test_a_transfer_is_read_back_from_its_text(text):
     assert str(Transfer.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "activation 0>1", "weights[0] 0>1", "activation[x] 0>1"])
+@pytest.mark.parametrize(
+    "text", ["", "activation 0>1", "weights[0] 0>1", "activation[x] 0>1", "x.tied[0] 0>1"]
+)
 def test_what_is_no_transfer_is_refused_with_the_form_expected(text):
     with pytest.raises(ValueError, match=r"expected a transfer such as 'activation\[3\] 0>1'"):
         Transfer.parse(text)
@@ -32,38 +26,22 @@ def test_both_directions_of_a_link_are_one_link():
 
 
 @pytest.mark.parametrize(
-    ("op", "rank", "expected"),
+    ("text", "chunk"),
     [
-        ("F4", 0, "activation[4] 0>1"),
-        ("F4", 2, "None"),
-        ("B4", 2, "gradient[4] 2>1"),
-        ("BW4", 1, "gradient[4] 1>0"),
-        ("B4", 0, "None"),
-        ("W4", 1, "None"),
+        ("1.activation[0] 0>1", 1),
+        ("1.gradient[0] 1>0", 1),
+        ("1.activation[0] 3>0", 2),
+        ("1.gradient[0] 0>3", 0),
+        ("tied[0] 0>3", 0),
+        ("tied[0] 3>0", 0),
     ],
 )
-def test_an_op_makes_the_neighbours_same_op_ready(op, rank, expected):
-    assert str(output_transfer(Op.parse(op), rank, num_ranks=3)) == expected
+def test_what_goes_around_the_ranks_is_for_the_next_chunk(text, chunk):
+    transfer = Transfer.parse(text)
+    assert transfer.destination_chunk == chunk
+    assert transfer.goes_around == (chunk != transfer.chunk)
 
 
-@pytest.mark.parametrize(
-    ("op", "rank", "read", "written"),
-    [
-        ("F1", 0, "", "stash output"),
-        ("F1", 1, "input", "stash output"),
-        ("F1", 2, "input", "stash"),
-        ("B1", 0, "stash output-gradient", "weight-stash"),
-        ("B1", 1, "stash output-gradient", "input-gradient weight-stash"),
-        ("B1", 2, "stash", "input-gradient weight-stash"),
-        ("W1", 1, "weight-stash", ""),
-        ("BW1", 1, "stash output-gradient", "input-gradient"),
-    ],
-)
-def test_an_op_reads_and_writes_what_its_place_in_the_pipeline_gives_it(op, rank, read, written):
-    run = Run(Op.parse(op))
-
-    def buffers(names):
-        return {Buffer(BufferKind(name), 1) for name in names.split()}
-
-    assert set(reads(run, rank, num_ranks=3)) == buffers(read)
-    assert set(writes(run, rank, num_ranks=3)) == buffers(written)
+def test_a_buffer_names_its_chunk_as_an_op_does():
+    assert str(Buffer(BufferKind.STASH, 3)) == "stash[3]"
+    assert str(Buffer(BufferKind.STASH, 3, 1)) == "1.stash[3]"

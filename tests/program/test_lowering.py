@@ -1,5 +1,6 @@
 """Lowered programs, as pictures: what each rank does, line by line, without the frees."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -7,10 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import check
-from jaxmorph.program.instructions import Free, Receive, Run, Send, reads
+from jaxmorph.program.dataflow import reads
+from jaxmorph.program.instructions import Free, Receive, Run, Send
 from jaxmorph.program.lowering import insert_frees, lower
-from jaxmorph.schedule.costs import Limits, Link, StageCosts, chain_links
+from jaxmorph.program.ordering import global_order
+from jaxmorph.schedule.builders import interleaved
+from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate
@@ -20,7 +25,10 @@ TWO_STAGES = Schedule.from_rows("hand", ["F0 F1 B0 W0 B1 W1", "F0 B0 W0 F1 B1 W1
 
 
 def picture(program):
-    """The instructions without frees, shortened: `F0`, `>F0` sends it, `<F0` receives it."""
+    """The instructions without frees, shortened: `F0`, `>F0` sends it, `<F0` receives it.
+
+    `>1.F0` sends what `1.F0` made; on the last rank that is for chunk 2 of the first.
+    """
     letters = {"activation": "F", "gradient": "B", "tied": "tied"}
     words = []
     for step in program.instructions:
@@ -31,7 +39,8 @@ def picture(program):
                 words.append(str(op))
             case Send(transfer) | Receive(transfer):
                 arrow = ">" if isinstance(step, Send) else "<"
-                words.append(f"{arrow}{letters[transfer.payload]}{transfer.microbatch}")
+                chunk = f"{transfer.chunk}." if transfer.chunk else ""
+                words.append(f"{arrow}{chunk}{letters[transfer.payload]}{transfer.microbatch}")
             case _:
                 words.append(str(step).replace(" ", "-"))
     return " ".join(words)
@@ -72,6 +81,50 @@ def test_one_rank_alone_sums_its_own_tied_copies():
     assert picture(only) == "F0 BW0 reduce-tied-0 update"
 
 
+def test_chunks_on_two_ranks_go_around_them():
+    first, last = lowered(interleaved(2, 2, 2), num_tied=1)
+    assert picture(first) == (
+        "F0 >F0 F1 >F1 <F0 1.F0 >1.F0 <F1 1.F1 >1.F1 "
+        "<1.B0 1.BW0 >1.B0 <1.B1 1.BW1 <B0 >1.B1 BW0 <B1 BW1 >tied0 <tied0 reduce-tied-0 update"
+    )
+    assert picture(last) == (
+        "<F0 F0 <F1 >F0 F1 <1.F0 >F1 1.F0 <1.F1 1.BW0 "
+        ">1.B0 1.F1 1.BW1 <1.B0 >1.B1 BW0 >B0 <1.B1 BW1 >B1 <tied0 >tied0 reduce-tied-0 update"
+    )
+
+
+def test_delegated_chunks_wait_until_right_before_their_ops():
+    routes = {Link(0, 1): "delegated"}
+    first, last = lowered(interleaved(2, 2, 2), routes=routes)
+    assert picture(first) == (
+        "F0 >F0 F1 >F1 <F0 1.F0 >1.F0 <F1 1.F1 >1.F1 "
+        "<1.B0 1.BW0 >1.B0 <1.B1 1.BW1 >1.B1 <B0 BW0 <B1 BW1 update"
+    )
+    assert picture(last) == (
+        "<F0 F0 >F0 <F1 F1 >F1 <1.F0 1.F0 1.BW0 >1.B0 "
+        "<1.F1 1.F1 1.BW1 >1.B1 <1.B0 BW0 >B0 <1.B1 BW1 >B1 update"
+    )
+
+
+def test_chunks_on_one_rank_hand_over_without_a_transfer():
+    (only,) = lowered(interleaved(1, 2, 2), StageCosts.uniform(1, 1, 1, 1), num_tied=1)
+    assert picture(only) == "F0 1.F0 1.BW0 F1 BW0 1.F1 1.BW1 BW1 reduce-tied-0 update"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 6, 7])
+def test_around_the_ranks_too_links_that_share_a_rank_have_different_turns(num_ranks):
+    schedule = interleaved(num_ranks, 2 * num_ranks, 3)
+    planned = simulate(schedule, StageCosts.uniform(num_ranks, 3, 3, 0))
+    busy = Counter(
+        (item.key.time_us, item.key.turn, rank)
+        for item in global_order(schedule, planned, {})
+        if item.transfer is not None
+        for rank in item.transfer.link
+    )
+    assert len(busy) > 8 * num_ranks
+    assert set(busy.values()) == {1}
+
+
 @pytest.mark.parametrize(("late_ms", "before_the_op"), [(2.0, True), (8.0, False)])
 def test_a_transfer_goes_to_the_receivers_nearer_boundary(late_ms, before_the_op):
     """The receiver starts an op shortly before the sender is ready: which of them waits?"""
@@ -98,7 +151,7 @@ def test_a_buffer_is_freed_right_after_its_last_reader():
                 reader = max(
                     i
                     for i, other in enumerate(earlier)
-                    if step.buffer in reads(other, program.rank, program.num_ranks)
+                    if step.buffer in reads(other, program.rank, program.pipeline)
                 )
                 assert all(isinstance(other, Free) for other in steps[reader + 1 : position])
 
@@ -112,19 +165,53 @@ def test_frees_are_put_in_once():
 
 
 durations = st.floats(0.0, 20.0, allow_nan=False)
+latencies = st.sampled_from([0.0, 0.3, 35.0])
+
+
+@st.composite
+def problems(draw, num_stages):
+    """Costs, and the links between neighbours and around all stages, with their routes."""
+    row = st.tuples(*[durations] * num_stages)
+    costs = StageCosts(draw(row), draw(row), draw(row))
+    links = chain_links([draw(latencies) for _ in range(num_stages - 1)])
+    if num_stages > 2:
+        links[Link(0, num_stages - 1)] = LinkState(draw(latencies), draw(latencies))
+    routes = {link: draw(st.sampled_from(["direct", "delegated"])) for link in links}
+    return costs, links, routes
+
+
+def assert_runs_to_completion(schedule, costs, links, routes):
+    programs = lower(schedule, simulate(schedule, costs, links), routes, num_tied=1)
+    check(programs)
+    assert tuple(tuple(program.ops()) for program in programs) == schedule.orders
 
 
 @given(st.data())
 def test_every_planned_schedule_lowers_to_programs_that_run_to_completion(data):
     num_stages = data.draw(st.integers(1, 6))
     num_microbatches = data.draw(st.integers(1, 9))
-    row = st.tuples(*[durations] * num_stages)
-    costs = StageCosts(data.draw(row), data.draw(row), data.draw(row))
-    latencies = [data.draw(st.sampled_from([0.0, 0.3, 35.0])) for _ in range(num_stages - 1)]
-    links = chain_links(latencies)
-    name = data.draw(st.sampled_from(["gpipe", "1f1b", "zb-h1", "zb-h2", "paper"]))
+    costs, links, routes = data.draw(problems(num_stages))
+    name = data.draw(st.sampled_from(["gpipe", "1f1b", "1f1b-eager", "zb-h1", "zb-h2", "paper"]))
     schedule = plan(costs, links, Limits(), num_microbatches, name).schedule
-    routes = {link: data.draw(st.sampled_from(["direct", "delegated"])) for link in links}
-    programs = lower(schedule, simulate(schedule, costs, links), routes, num_tied=1)
+    assert_runs_to_completion(schedule, costs, links, routes)
+
+
+@given(st.data())
+def test_interleaved_schedules_lower_to_programs_that_run_to_completion(data):
+    num_stages, num_chunks = data.draw(st.integers(1, 6)), data.draw(st.integers(2, 4))
+    num_microbatches = num_stages * data.draw(st.integers(1, 3))
+    costs, links, routes = data.draw(problems(num_stages))
+    schedule = interleaved(num_stages, num_microbatches, num_chunks)
+    assert_runs_to_completion(schedule, costs, links, routes)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 5, 8])
+def test_ranks_in_step_lose_nothing_to_direct_transfers_around_them(num_stages, num_chunks):
+    """F and BW take as long as each other, so that ops end together; else one end has to wait."""
+    costs = StageCosts.uniform(num_stages, 12, 6, 6)
+    schedule = interleaved(num_stages, 2 * num_stages, num_chunks)
+    planned = simulate(schedule, costs)
+    programs = lower(schedule, planned)
     check(programs)
-    assert tuple(tuple(program.ops()) for program in programs) == schedule.orders
+    assert simulate_blocking(programs, costs).makespan_ms == pytest.approx(planned.makespan_ms)

@@ -109,3 +109,14 @@ def test_a_trace_has_a_place_to_go(tmp_path):
         path = directory.trace_path(20)
         path.write_text("{}")
     assert path == tmp_path / "run" / "trace" / "step_20.json"
+
+
+def test_a_profile_takes_the_place_of_the_one_before(tmp_path):
+    with open_run_directory(config_for(tmp_path / "run")) as directory:
+        for latency_ms in (1.5, 2.5):
+            directory.write_profile({"links": {"0-1": {"forward_latency_ms": latency_ms}}})
+        names = sorted(path.name for path in directory.path.iterdir())
+    assert lines(tmp_path / "run" / "profile.json") == [
+        {"links": {"0-1": {"forward_latency_ms": 2.5}}}
+    ]
+    assert names == ["config.yaml", "events.jsonl", "metrics.jsonl", "profile.json"]

@@ -36,6 +36,11 @@ def test_the_header_says_what_runs():
         assert part in text
 
 
+def test_the_header_says_why_layers_are_cut_as_they_are():
+    text = drawn(header_panel(replace(HEADER, cut_reason="even: ops are paced")))
+    assert "2, layers 2 2 (even: ops are paced)" in text
+
+
 def test_the_live_view_shows_the_last_ten_steps_and_the_time_left():
     text = drawn(live_view(STEPS[:25], 30))
     rows = [line.split() for line in text.splitlines()]

@@ -1,5 +1,6 @@
 """What the pipeline is compared with: the same model on one device, by `jax.grad` and Optax."""
 
+from copy import copy
 from operator import itemgetter
 
 import jax
@@ -50,6 +51,14 @@ class OneDevice:
         self._gradients = jax.jit(
             jax.value_and_grad(lambda p, tokens, targets: loss_sum(model, p, tokens, targets))
         )
+        self._initial = {}
+
+    def initial_loss_and_gradients(self, tokens, targets):
+        """Those of the initial parameters; of a batch seen before, they are not computed again."""
+        batch = (tokens.tobytes(), targets.tobytes())
+        if batch not in self._initial:
+            self._initial[batch] = self.loss_and_gradients(tokens, targets)
+        return self._initial[batch]
 
     def loss_and_gradients(self, tokens, targets):
         weight = 1.0 / np.count_nonzero(targets >= 0)
@@ -69,6 +78,7 @@ class OneDevice:
 
 def optax_steps(one_device, settings: OptimizerSettings, clip_norm, batches):
     """Parameters after AdamW steps, written with Optax's own AdamW and clipping."""
+    one_device = copy(one_device)  # the caller's keeps its parameters
     schedule = optax.warmup_cosine_decay_schedule(
         settings.learning_rate / (settings.warmup_steps + 1),
         settings.learning_rate,

@@ -2,21 +2,14 @@
 
 import threading
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jaxmorph.program.instructions import (
-    Free,
-    Payload,
-    RankProgram,
-    Receive,
-    Transfer,
-    received_buffer,
-)
+from jaxmorph.program.dataflow import received_buffer
+from jaxmorph.program.instructions import Free, Payload, RankProgram, Receive, Transfer
 from jaxmorph.runtime.executor import Executor, StepInputs
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.queue import PacedQueue
@@ -60,11 +53,10 @@ def queue():
 
 def execute(queue, route, epoch=0):
     placement = SingleDeviceSharding(jax.devices()[0])
-    no_stage = cast(Any, None)  # the program runs no op
-    executor = Executor(no_stage, placement, queue, {"delegated": route}, Pace(), 5.0)
+    executor = Executor((), placement, queue, {"delegated": route}, Pace(), 5.0)
     receive = Receive(TRANSFER, "delegated")
     program = RankProgram(0, 2, 1, (receive, Free(received_buffer(TRANSFER))))
-    return executor.execute(program, {}, {}, INPUTS, step=0, epoch=epoch)
+    return executor.execute(program, (), (), INPUTS, step=0, epoch=epoch)
 
 
 def test_a_receive_that_does_not_hold_the_queue_waits_on_the_host(queue):

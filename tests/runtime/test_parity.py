@@ -64,6 +64,17 @@ def test_loss_norm_and_every_gradient_are_one_devices(results, schedule, microba
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_interleaved_chunks_have_one_devices_loss_norm_and_gradients(results, microbatches, tied):
+    case = {"schedule": "interleaved", "chunks": 2, "microbatches": microbatches, "tied": tied}
+    for result in only(results, "gradients", **case):
+        assert result["loss_error"] <= SINGLE
+        assert result["norm_error"] <= SINGLE
+        assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("tied", [True, False])
 def test_changing_the_schedule_compiles_nothing(results, tied):
     counted = only(results, "compilations", tied=tied)
     assert {result["count"] for result in counted} == {0}
@@ -87,8 +98,9 @@ def test_schedules_that_split_the_backward_agree_bitwise(results, tied):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_after_three_clipped_adamw_steps_are_one_devices(results, tied):
-    for result in only(results, "parameters", tied=tied):
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_parameters_after_three_clipped_adamw_steps_are_one_devices(results, chunks, tied):
+    for result in only(results, "parameters", chunks=chunks, tied=tied):
         assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
 
 

@@ -2,6 +2,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxmorph.runtime.tied import TiedGradients
 from jaxmorph.stage.parameters import leaf_at, with_leaf
@@ -9,13 +10,14 @@ from jaxmorph.stage.parameters import leaf_at, with_leaf
 TIED = [(("token",), ("norm", "token"))]
 
 
-def accumulators(*, embed, head):
-    tree: dict[str, Any] = {"layers": {"w": jnp.ones(3)}}
+def accumulators(*, embed, head, num_chunks=1):
+    """Those of each chunk: the first may have the embedding, the last the head."""
+    trees: list[dict[str, Any]] = [{"layers": {"w": jnp.ones(3)}} for _ in range(num_chunks)]
     if embed is not None:
-        tree["embed"] = {"token": jnp.float32(embed), "position": jnp.zeros(2)}
+        trees[0]["embed"] = {"token": jnp.float32(embed), "position": jnp.zeros(2)}
     if head is not None:
-        tree["head"] = {"norm": {"token": jnp.float32(head), "scale": jnp.zeros(2)}}
-    return tree
+        trees[-1]["head"] = {"norm": {"token": jnp.float32(head), "scale": jnp.zeros(2)}}
+    return tuple(trees)
 
 
 def test_a_leaf_is_found_and_replaced_by_its_path():
@@ -25,12 +27,20 @@ def test_a_leaf_is_found_and_replaced_by_its_path():
     assert tree["a"]["b"] == 1
 
 
-def test_both_ends_get_bitwise_the_same_sum():
+def test_a_leaf_of_one_chunk_is_found_and_replaced():
+    chunks = ({"a": {"b": 1}}, {"a": {"b": 2}})
+    assert leaf_at(chunks, (1, "a", "b")) == 2
+    assert with_leaf(chunks, (1, "a", "b"), 9) == ({"a": {"b": 1}}, {"a": {"b": 9}})
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_both_ends_get_bitwise_the_same_sum(num_chunks):
     embed, head = np.float32(1e8), np.float32(-1e8 + 7.3)
-    first, last = accumulators(embed=embed, head=None), accumulators(embed=None, head=head)
+    first = accumulators(embed=embed, head=None, num_chunks=num_chunks)
+    last = accumulators(embed=None, head=head, num_chunks=num_chunks)
     on_first = TiedGradients(TIED, first).combine(first, 0, jnp.float32(head))
     on_last = TiedGradients(TIED, last).combine(last, 0, jnp.float32(embed))
-    assert on_first["embed"]["token"] == on_last["head"]["norm"]["token"] == embed + head
+    assert on_first[0]["embed"]["token"] == on_last[-1]["head"]["norm"]["token"] == embed + head
 
 
 def test_each_end_sends_its_own_copys_gradient():
@@ -39,9 +49,10 @@ def test_each_end_sends_its_own_copys_gradient():
     assert TiedGradients(TIED, last).own_copy(last, 0) == 3
 
 
-def test_one_rank_sums_both_of_its_copies_into_two_buffers():
-    both = accumulators(embed=2, head=3)
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_one_rank_sums_both_of_its_copies_into_two_buffers(num_chunks):
+    both = accumulators(embed=2, head=3, num_chunks=num_chunks)
     summed = TiedGradients(TIED, both).combine(both, 0, None)
-    in_embed, in_head = summed["embed"]["token"], summed["head"]["norm"]["token"]
+    in_embed, in_head = summed[0]["embed"]["token"], summed[-1]["head"]["norm"]["token"]
     assert in_embed == in_head == 5
     assert in_embed.unsafe_buffer_pointer() != in_head.unsafe_buffer_pointer()

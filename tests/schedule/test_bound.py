@@ -1,13 +1,17 @@
 from functools import cache
 from itertools import product
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmorph.schedule.bound import lower_bound_ms
+from jaxmorph.schedule.builders import interleaved
 from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
-from jaxmorph.schedule.ops import Op, OpKind, peak_live
+from jaxmorph.schedule.memory import StashBytes
+from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.schedule.optimum import optimal_schedule
 from jaxmorph.schedule.schedule import Schedule, ScheduleError
 from jaxmorph.schedule.simulator import simulate
 
@@ -33,10 +37,9 @@ def _rows(microbatches: int) -> list[tuple[Op, ...]]:
 
 def _optimum_ms(costs, links, microbatches, limits) -> float:
     """The shortest step of all schedules there are."""
-    caps = limits.caps(costs.num_stages, microbatches)
     allowed = [
-        [row for row in _rows(microbatches) if peak_live(row, limits.live_until) <= cap]
-        for cap in caps
+        [row for row in _rows(microbatches) if memory.peak(row) <= memory.room]
+        for memory in limits.stage_memory(costs.num_stages, microbatches)
     ]
     best = float("inf")
     for orders in product(*allowed):
@@ -72,8 +75,89 @@ def test_a_cap_of_one_makes_microbatches_take_turns():
     assert lower_bound_ms(costs, 12, {}, Limits((1, 4, 4, 4))) == 12 * 80.0
 
 
-_SIZES = st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2)])
+# A microbatch takes 12 from its F on stage 0 to the end of its B there: 1 + 3 + 1 + 2 + 3 + 2.
+FAR = {Link(0, 1): LinkState(3.0, 3.0)}
+
+
+@pytest.mark.parametrize(
+    ("limits", "weight_ms", "microbatches", "bound_ms"),
+    [
+        # Two at once: the fifth begins when the third has left, after 2 turns, and takes one more.
+        (Limits((2, 2)), 0.0, 5, 2 * 12 + 12),
+        # The fifth and sixth, which stage 1 runs F, F, B, B for, from 28 on; 5 for the way back.
+        (Limits((2, 2)), 0.0, 6, 2 * 12 + 4 + 2 * (1 + 2) + 5),
+        # Each place is free only after W; at the end there is one W more.
+        (Limits((2, 2), "W"), 1.0, 5, 2 * (12 + 1) + 12 + 1),
+        (Limits((1, 2), "W"), 1.0, 3, 3 * (12 + 1)),
+        # Two places of 10 bytes until B; the third microbatch would fit, but then no B.
+        (
+            Limits(max_stash_bytes=(40, 99), stash_bytes=StashBytes((10, 1), (30, 1))),
+            0.0,
+            5,
+            2 * 12 + 12,
+        ),
+    ],
+)
+def test_with_few_places_microbatches_take_turns(limits, weight_ms, microbatches, bound_ms):
+    costs = StageCosts.uniform(2, 1.0, 2.0, weight_ms)
+    assert lower_bound_ms(costs, microbatches, FAR, limits) == bound_ms
+
+
+def test_places_for_all_microbatches_are_no_limit():
+    costs = StageCosts.uniform(2, 1.0, 2.0, 1.0)
+    free_ms = lower_bound_ms(costs, 5, FAR)
+    assert lower_bound_ms(costs, 5, FAR, Limits((5, 5))) == free_ms
+    assert lower_bound_ms(costs, 5, FAR, Limits((4, 5))) > free_ms
+
+
+def test_with_a_cap_late_forwards_run_after_the_first_backward_came():
+    # Stage 0 runs 3 forwards, idles until 7, then 7 forwards and 10 B; of W there is time enough.
+    costs = StageCosts((1.0, 0.0), (1.0, 0.0), (0.0, 0.0))
+    links = {Link(0, 1): LinkState(6.0, 0.0)}
+    assert lower_bound_ms(costs, 10, links) == 10 + 10
+    assert lower_bound_ms(costs, 10, links, Limits((9, 10))) >= 7 + 1 + 10
+
+
 _MS = st.integers(0, 5).map(float)
+
+
+@st.composite
+def _chunked(draw):
+    stages = draw(st.integers(2, 4))
+    microbatches = draw(st.integers(1, 3)) * stages
+    per_stage = st.tuples(*[_MS] * stages)
+    costs = StageCosts(draw(per_stage), draw(per_stage), draw(per_stage))
+    around = {Link(0, stages - 1): LinkState(draw(_MS), draw(_MS))}
+    chain = {Link(stage, stage + 1): LinkState(draw(_MS), draw(_MS)) for stage in range(stages - 1)}
+    return costs, around | chain, microbatches
+
+
+@settings(max_examples=60)
+@given(_chunked(), st.integers(2, 3))
+def test_interleaved_never_beats_the_bound_of_its_chunks(problem, chunks):
+    costs, links, microbatches = problem
+    schedule = interleaved(costs.num_stages, microbatches, chunks)
+    makespan_ms = simulate(schedule, costs, links).makespan_ms
+    bound_ms = lower_bound_ms(costs, microbatches, links, num_chunks=chunks)
+    assert bound_ms <= makespan_ms * (1 + 1e-12)
+
+
+def test_a_backward_comes_only_when_its_microbatch_has_been_through_all_chunks():
+    # Ops take 1. Down: 4 F, and 3, 5, 3 between them; up to rank 0: B and 5. Then two B, two W.
+    costs = StageCosts.uniform(2, 2.0, 2.0, 2.0)
+    bound_ms = lower_bound_ms(costs, 1, {Link(0, 1): LinkState(3.0, 5.0)}, num_chunks=2)
+    assert bound_ms == (4 + 11) + (1 + 5) + 2 + 2
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_interleaved_of_equal_ranks_and_no_weights_meets_the_bound(chunks):
+    costs = StageCosts.uniform(4, 4.0, 8.0, 0.0)
+    makespan_ms = simulate(interleaved(4, 8, chunks), costs).makespan_ms
+    bound_ms = lower_bound_ms(costs, 8, num_chunks=chunks)
+    assert makespan_ms == bound_ms == 8 * 12.0 + 3 * 12.0 / chunks
+
+
+_SIZES = st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2)])
 
 
 @st.composite
@@ -82,13 +166,51 @@ def _small_problems(draw):
     per_stage = st.tuples(*[_MS] * stages)
     costs = StageCosts(draw(per_stage), draw(per_stage), draw(per_stage))
     links = {Link(stage, stage + 1): LinkState(draw(_MS), draw(_MS)) for stage in range(stages - 1)}
-    caps = draw(st.none() | st.tuples(*[st.integers(1, microbatches)] * stages))
-    return costs, links, microbatches, Limits(caps, draw(st.sampled_from(["B", "W"])))
+    return costs, links, microbatches, draw(_limits(stages, microbatches))
 
 
-@settings(max_examples=60)
+@st.composite
+def _limits(draw, stages: int, microbatches: int) -> Limits:
+    if draw(st.booleans()):
+        caps = draw(st.none() | st.tuples(*[st.integers(1, microbatches)] * stages))
+        return Limits(caps, draw(st.sampled_from(["B", "W"])))
+    sizes = [draw(st.tuples(*[st.integers(0, 3)] * stages)) for _ in range(2)]
+    spare = draw(st.tuples(*[st.integers(0, 5)] * stages))
+    room = tuple(map(sum, zip(map(max, *sizes), spare, strict=True)))
+    return Limits(max_stash_bytes=room, stash_bytes=StashBytes(*sizes))
+
+
+@settings(max_examples=80)
 @given(_small_problems())
 def test_no_schedule_of_all_there_are_beats_the_bound(problem):
     costs, links, microbatches, limits = problem
     optimum_ms = _optimum_ms(costs, links, microbatches, limits)
     assert lower_bound_ms(costs, microbatches, links, limits) <= optimum_ms + 1e-9
+
+
+def _capped_problem(seed: int):
+    draw = Random(seed)
+    stages, microbatches = draw.randint(2, 4), draw.randint(3, 5)
+    costs = StageCosts(
+        *(tuple(round(draw.uniform(2, 12), 1) for _ in range(stages)) for _ in range(3))
+    )
+    links = {
+        Link(stage, stage + 1): LinkState(draw.choice((0.0, 9.5)), draw.choice((0.0, 14.5)))
+        for stage in range(stages - 1)
+    }
+    caps = tuple(draw.randint(1, 3) for _ in range(stages))
+    sizes = [tuple(draw.randint(1, 9) for _ in range(stages)) for _ in range(2)]
+    room = tuple(cap * max(pair) for cap, *pair in zip(caps, *sizes, strict=True))
+    in_bytes = Limits(max_stash_bytes=room, stash_bytes=StashBytes(*sizes))
+    limits = (Limits(caps, "B"), Limits(caps, "W"), in_bytes)[seed % 3]
+    return costs, links, limits, microbatches
+
+
+@pytest.mark.parametrize("seed", range(9))
+def test_a_capped_optimum_found_without_the_bound_is_not_under_it(seed):
+    pytest.importorskip("ortools")
+    costs, links, limits, microbatches = _capped_problem(seed)
+    found = optimal_schedule(costs, links, limits, microbatches, 60.0, trust_lower_bound=False)
+    assert found.proven
+    bound_ms = lower_bound_ms(costs, microbatches, links, limits)
+    assert bound_ms <= found.makespan_ms * (1 + 1e-12)

@@ -1,13 +1,15 @@
 import pytest
 
+from jaxmorph.errors import UserError
 from jaxmorph.schedule.builders import (
     FIXED_SCHEDULES,
     gpipe,
+    interleaved,
     one_forward_one_backward,
     zb_h1,
     zb_h2,
 )
-from jaxmorph.schedule.costs import StageCosts
+from jaxmorph.schedule.costs import StageCosts, chain_links
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate
 
@@ -30,6 +32,28 @@ def test_1f1b():
         "F0 F1 F2 BW0 F3 BW1 BW2 BW3",
         "F0 F1 BW0 F2 BW1 F3 BW2 BW3",
         "F0 BW0 F1 BW1 F2 BW2 F3 BW3",
+    ]
+
+
+def test_eager_1f1b():
+    assert _picture(one_forward_one_backward(3, 6, eager=True)) == [
+        "F0 F1 F2 F3 F4 BW0 F5 BW1 BW2 BW3 BW4 BW5",
+        "F0 F1 F2 BW0 F3 BW1 F4 BW2 F5 BW3 BW4 BW5",
+        "F0 BW0 F1 BW1 F2 BW2 F3 BW3 F4 BW4 F5 BW5",
+    ]
+
+
+def test_interleaved():
+    assert _picture(interleaved(2, 4, 2)) == [
+        "F0 F1 1.F0 1.F1 F2 1.BW0 F3 1.BW1 1.F2 BW0 1.F3 BW1 1.BW2 1.BW3 BW2 BW3",
+        "F0 F1 1.F0 1.BW0 1.F1 1.BW1 F2 BW0 F3 BW1 1.F2 1.BW2 1.F3 1.BW3 BW2 BW3",
+    ]
+
+
+def test_interleaved_runs_longer_rounds_when_the_microbatches_are_no_multiple_of_the_stages():
+    assert _picture(interleaved(2, 3, 2)) == [
+        "F0 F1 F2 1.F0 1.F1 1.F2 1.BW0 1.BW1 1.BW2 BW0 BW1 BW2",
+        "F0 F1 F2 1.F0 1.BW0 1.F1 1.BW1 1.F2 1.BW2 BW0 BW1 BW2",
     ]
 
 
@@ -56,6 +80,81 @@ def test_every_schedule_is_valid_at_every_size(name, stages, microbatches):
     assert schedule.name == name
     assert schedule.num_microbatches == microbatches
     schedule.validate()
+
+
+def _interleaved_sizes() -> list[tuple[int, int, int]]:
+    return [
+        (stages, microbatches, chunks)
+        for stages in (1, 2, 3, 4, 8)
+        for microbatches in (1, 2, 3, 4, 6, 7, 8, 12, 16, 24)
+        if microbatches % max(1, microbatches // stages) == 0
+        for chunks in (1, 2, 3)
+    ]
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "chunks"), _interleaved_sizes())
+def test_interleaved_is_valid_with_the_warm_ups_of_the_closed_form(stages, microbatches, chunks):
+    schedule = interleaved(stages, microbatches, chunks)
+    schedule.validate()
+    assert (schedule.name, schedule.num_chunks) == ("interleaved", chunks)
+    in_turn = microbatches // max(1, microbatches // stages)
+    warmups = [
+        min((chunks - 1) * in_turn + 2 * (stages - 1 - rank), microbatches * chunks)
+        for rank in range(stages)
+    ]
+    # The closed form counts what runs before the first turn, and a turn begins with its forward.
+    first_backward = [min(warmup + 1, microbatches * chunks) for warmup in warmups]
+    assert list(schedule.warmup_forwards) == first_backward
+    assert schedule.peak_live() == schedule.warmup_forwards
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "chunks"),
+    [size for size in _interleaved_sizes() if size[1] >= size[0]],
+)
+@pytest.mark.parametrize("op_ms", [(10.0, 10.0, 10.0), (10.0, 0.0, 0.0), (1.0, 5.0, 7.0)])
+def test_the_bubble_of_interleaved_is_the_closed_form(stages, microbatches, chunks, op_ms):
+    timeline = simulate(
+        interleaved(stages, microbatches, chunks), StageCosts.uniform(stages, *op_ms)
+    )
+    expected = (stages - 1) / (chunks * microbatches + stages - 1)
+    assert timeline.bubble_rate == pytest.approx(expected, abs=1e-12)
+
+
+def test_one_chunk_interleaved_is_eager_1f1b():
+    eager = one_forward_one_backward(4, 8, eager=True)
+    assert interleaved(4, 8, 1).orders == eager.orders
+
+
+def test_microbatches_that_interleaved_cannot_cut_into_rounds_are_named():
+    with pytest.raises(UserError) as caught:
+        interleaved(2, 5, 2)
+    assert str(caught.value) == (
+        "interleaved: got 5 microbatches on 2 stages, expected a multiple of 2, to run in 2 equal "
+        "rounds of at least 2"
+    )
+    with pytest.raises(UserError, match="got 0 chunks, expected at least 1"):
+        interleaved(2, 4, 0)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_eager_1f1b_holds_twice_as_much_less_one(stages, microbatches):
+    expected = tuple(min(2 * (stages - stage) - 1, microbatches) for stage in range(stages))
+    eager = one_forward_one_backward(stages, microbatches, eager=True)
+    assert eager.peak_live() == eager.warmup_forwards == expected
+
+
+def test_eager_1f1b_pays_a_latency_of_half_a_turn_once_where_1f1b_pays_it_every_turn():
+    costs, half_a_turn = StageCosts.uniform(4, 10.0, 10.0, 10.0), chain_links([15.0] * 3)
+
+    def lost_ms(microbatches: int, *, eager: bool) -> float:
+        schedule = one_forward_one_backward(4, microbatches, eager)
+        late = simulate(schedule, costs, half_a_turn).makespan_ms
+        return late - simulate(schedule, costs).makespan_ms
+
+    # Once up and once down over three links; 1F1B loses 15 ms more for each microbatch.
+    assert [lost_ms(n, eager=True) for n in (16, 24, 32)] == [90.0, 90.0, 90.0]
+    assert lost_ms(32, eager=False) - lost_ms(16, eager=False) > 16 * 15.0
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
@@ -90,6 +189,15 @@ def test_zb_h1_leaves_a_third_of_the_bubble_of_1f1b(stages, microbatches):
     whole = simulate(one_forward_one_backward(stages, microbatches), costs).makespan_ms - work_ms
     third = simulate(zb_h1(stages, microbatches), costs).makespan_ms - work_ms
     assert third == whole / 3
+
+
+@pytest.mark.parametrize("op_ms", [(10.0, 10.0, 10.0), (9.0, 4.0, 12.0)])
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+def test_zero_bubble_with_room_to_fill_takes_one_way_down_and_all_of_a_stages_work(stages, op_ms):
+    costs = StageCosts.uniform(stages, *op_ms)
+    assert simulate(zb_h2(stages, 8 * stages), costs).makespan_ms == pytest.approx(
+        8 * stages * sum(op_ms) + (stages - 1) * op_ms[0]
+    )
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

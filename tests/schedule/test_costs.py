@@ -62,3 +62,10 @@ def test_impossible_limits_are_named():
         Limits((1, 1)).caps(3, 8)
     with pytest.raises(ValueError, match="live_until: got 'F'"):
         Limits(live_until="F")  # pyright: ignore[reportArgumentType]
+
+
+def test_impossible_link_states_are_named():
+    with pytest.raises(ValueError, match=r"backward_latency_ms: got -1.0, expected a finite"):
+        LinkState(0.0, -1.0)
+    with pytest.raises(ValueError, match=r"forward_occupancy_ms: got inf, expected a finite"):
+        LinkState(forward_occupancy_ms=math.inf)

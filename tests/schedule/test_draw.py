@@ -1,11 +1,12 @@
 import json
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.builders import one_forward_one_backward, zb_h2
-from jaxmorph.schedule.costs import StageCosts, chain_links
+from jaxmorph.schedule.builders import interleaved, one_forward_one_backward, zb_h2
+from jaxmorph.schedule.costs import Link, LinkState, StageCosts, chain_links
 from jaxmorph.schedule.draw import (
     chrome_trace,
     gantt_text,
@@ -13,6 +14,8 @@ from jaxmorph.schedule.draw import (
     save_timelines,
     styled_gantt,
 )
+from jaxmorph.schedule.draw.palette import COLOURS, shade
+from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.simulator import simulate
 from jaxmorph.schedule.timeline import Timeline, TransferSpan
 
@@ -30,6 +33,14 @@ def test_gantt_text_is_a_picture_in_time():
         "stage 1 ....F0  BW0     F1  BW1     F2  BW2     ........",
         "        |-------------------|-------------------|-------",
         "        0 ms                50                  100",
+    ]
+
+
+def test_gantt_text_names_the_chunk_of_an_op():
+    timeline = simulate(interleaved(2, 2, 2), StageCosts.uniform(2, 10.0, 10.0, 10.0))
+    assert gantt_text(timeline, 70).splitlines()[:2] == [
+        "stage 0 F0  F1  1.F01.F1........1.BW0   ....1.BW1   BW0     BW1     ",
+        "stage 1 ....F0  F1  1.F01.BW0   1.F11.BW1   BW0     BW1     ........",
     ]
 
 
@@ -60,11 +71,15 @@ def test_a_step_that_takes_no_time_can_be_drawn(tmp_path):
     save_gantt(tmp_path / "still.png", {"still": timeline})
 
 
+def _texts(path: Path) -> list[str]:
+    return [node.text or "" for node in ET.parse(path).iter() if node.tag.endswith("text")]
+
+
 def test_a_picture_has_a_panel_per_timeline_with_names_and_numbers(tmp_path):
     path = tmp_path / "plan.svg"
-    save_gantt(path, {"planned": _timeline(), "measured": _timeline(link_ms=20.0)})
-    texts = [node.text for node in ET.parse(path).iter() if node.tag.endswith("text")]
     planned, measured = _timeline(), _timeline(link_ms=20.0)
+    save_gantt(path, {"planned": planned, "measured": measured})
+    texts = _texts(path)
     for name, timeline in (("planned", planned), ("measured", measured)):
         title = f"{name}: {timeline.makespan_ms:.1f} ms, bubble rate {timeline.bubble_rate:.1%}"
         assert title in texts
@@ -72,6 +87,64 @@ def test_a_picture_has_a_panel_per_timeline_with_names_and_numbers(tmp_path):
     assert "F  forward" in texts
     assert "BW  backward" not in texts
     assert "time (ms)" in texts
+
+
+def test_a_picture_names_slow_links_and_the_causes_of_bubbles(tmp_path):
+    links = {Link(0, 1): LinkState(20.0, 20.0), Link(1, 2): LinkState(0.0, 2.5)}
+    costs = StageCosts.uniform(3, 10.0, 10.0, 10.0)
+    timelines = {"zb-h2": simulate(zb_h2(3, 6), costs, links)}
+    save_gantt(tmp_path / "slow.svg", timelines, links)
+    texts = _texts(tmp_path / "slow.svg")
+    assert {"20 ms", "↓0 ↑2.5 ms", "activation in flight", "gradient in flight"} <= set(texts)
+    assert {"warm-up", "waits for B", "link delay", "cool-down"} <= set(texts)
+    assert "blocking" not in texts
+    save_gantt(tmp_path / "unknown.svg", timelines)
+    assert "activation in flight" not in _texts(tmp_path / "unknown.svg")
+
+
+def test_a_picture_bears_warm_ups_and_slackness_beside_the_stages(tmp_path):
+    timeline = _timeline(3, 16)
+    save_gantt(tmp_path / "plan.svg", {"zb-h2": timeline})
+    texts = _texts(tmp_path / "plan.svg")
+    beside = texts[texts.index("stage 2") + 1 : texts.index("slackness")]
+    assert beside == ["5", "3", "1", "warm-up"]
+    after = texts[texts.index("slackness") + 1 :]
+    assert after[:2] == ["2", "2"]
+
+
+def test_every_microbatch_is_numbered_where_there_is_room_and_none_where_there_is_not(tmp_path):
+    path = tmp_path / "plan.svg"
+    save_gantt(path, {"zb-h2": _timeline(8, 32)})
+    assert _texts(path).count("31") == 3 * 8
+    save_gantt(path, {"zb-h2": _timeline(4, 400)})
+    assert "399" not in _texts(path)
+
+
+def test_a_panel_of_wide_ops_keeps_its_numbers_beside_one_of_narrow_ops(tmp_path):
+    path = tmp_path / "both.svg"
+    narrow = simulate(zb_h2(2, 400), StageCosts.uniform(2, 0.1, 0.1, 0.1))
+    save_gantt(path, {"wide": _timeline(), "narrow": narrow})
+    assert _texts(path).count("3") >= 3 * 3
+    assert "399" not in _texts(path)
+
+
+def test_chunks_are_shades_of_one_colour():
+    assert [shade(OpKind.F, chunk, 3) for chunk in range(3)] == ["#56b4e9", "#84c9ef", "#b3ddf5"]
+    assert shade(OpKind.W, 0, 1) == COLOURS[OpKind.W].lower()
+
+
+def test_a_picture_of_chunks_says_so_and_leaves_slackness_out(tmp_path):
+    timeline = simulate(interleaved(2, 4, 2), StageCosts.uniform(2, 4.0, 4.0, 4.0))
+    save_gantt(tmp_path / "chunks.svg", {"interleaved": timeline})
+    texts = _texts(tmp_path / "chunks.svg")
+    assert {"chunk 0", "chunk 1", "warm-up"} <= set(texts)
+    assert "slackness" not in texts
+
+
+def test_the_same_picture_is_the_same_file(tmp_path):
+    for name in ("one", "two"):
+        save_gantt(tmp_path / f"{name}.svg", {"planned": _timeline()})
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
 def test_png_is_written(tmp_path):
@@ -92,17 +165,17 @@ def test_chrome_trace_has_a_process_per_timeline_and_a_thread_per_stage():
         (event["pid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"
     ]
     assert processes == ["planned", "measured"]
-    assert threads == [(0, "stage 0"), (0, "stage 1"), (1, "stage 0"), (1, "stage 1")]
-    first = next(event for event in events if event["ph"] == "X" and event["pid"] == 1)
+    assert threads == [(1, "stage 0"), (1, "stage 1"), (2, "stage 0"), (2, "stage 1")]
+    first = next(event for event in events if event["ph"] == "X" and event["pid"] == 2)
     assert first == {
         "ph": "X",
         "name": "F0",
-        "pid": 1,
-        "tid": 0,
+        "pid": 2,
+        "tid": 1,
         "ts": 0.0,
         "dur": 10_000.0,
         "cat": "op",
-        "args": {"kind": "F", "microbatch": 0},
+        "args": {"kind": "F", "microbatch": 0, "chunk": 0},
     }
 
 
@@ -117,7 +190,25 @@ def test_chrome_trace_keeps_overlapping_transfers_on_threads_of_their_own():
     timeline = Timeline(plain.orders, plain.start_ms, plain.end_ms, transfers)
     events = chrome_trace({"measured": timeline})["traceEvents"]
     threads = {event["name"]: event["tid"] for event in events if event.get("cat") == "transfer"}
-    assert threads == {"F0": 1, "F1": 2, "F2": 1, "B0": 1001}
+    assert threads == {"F0": 2, "F1": 3, "F2": 2, "B0": 1002}
+
+
+def test_a_chrome_trace_keeps_to_what_perfetto_reads():
+    costs = StageCosts.uniform(3, 1 / 3, 0.1, 0.7)
+    timeline = simulate(interleaved(3, 9, 2), costs, chain_links([0.3, 1 / 7]))
+    trace = json.loads(json.dumps(chrome_trace({"planned": timeline})))
+    complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["ph"] for event in trace["traceEvents"]} == {"X", "M"}
+    assert {event["name"] for event in complete} >= {"F0", "1.F0", "BW8", "1.BW8"}
+    named = {event["tid"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    for thread in named:
+        row = [event for event in complete if event["tid"] == thread]
+        assert len(row) == 36
+        # In whole nanoseconds no event may begin before the last of its thread has ended.
+        starts = [round(event["ts"] * 1e3) for event in row]
+        ends = [start + round(event["dur"] * 1e3) for start, event in zip(starts, row, strict=True)]
+        assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+    assert min(named) == min(event["pid"] for event in trace["traceEvents"]) == 1
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".txt", ".json"])
@@ -129,6 +220,12 @@ def test_timelines_are_saved_in_the_format_of_the_name(tmp_path, suffix):
     elif suffix == ".txt":
         assert path.read_text().startswith("planned: 140.0 ms, bubble rate 14.3%\nstage 0 F0 ")
     assert path.stat().st_size > 100
+
+
+def test_saved_pictures_show_the_links_they_are_given(tmp_path):
+    links = chain_links([20.0, 0.0])
+    save_timelines(tmp_path / "slow.svg", {"planned": _timeline(link_ms=20.0)}, links=links)
+    assert {"20 ms", "activation in flight"} <= set(_texts(tmp_path / "slow.svg"))
 
 
 def test_a_name_without_a_known_format_is_refused(tmp_path):

@@ -38,3 +38,8 @@ def test_peak_live_counts_held_microbatches(row, until_b, until_w):
     order = [Op.parse(word) for word in row.split()]
     assert peak_live(order, "B") == until_b
     assert peak_live(order, "W") == until_w
+
+
+def test_peak_live_counts_each_chunk_of_a_microbatch():
+    row = "F0 1.F0 F1 1.F1 1.BW0 BW0 1.BW1 BW1"
+    assert peak_live([Op.parse(word) for word in row.split()]) == 4

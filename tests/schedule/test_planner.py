@@ -4,7 +4,8 @@ import pytest
 
 from jaxmorph.errors import UserError
 from jaxmorph.schedule.costs import Limits, Link, StageCosts, chain_links
-from jaxmorph.schedule.planner import SCHEDULE_NAMES, Plan, plan, require_room
+from jaxmorph.schedule.fit import require_room
+from jaxmorph.schedule.planner import SCHEDULE_NAMES, Plan, plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate
 
@@ -60,7 +61,7 @@ def test_a_plan_goes_through_json_unchanged(name):
     ("warmup", "origin"), [(None, "by Equation 1, within the caps"), ((7, 5, 3, 1), "as given")]
 )
 def test_the_reason_says_the_warm_ups_that_later_forwards_may_extend(warmup, origin):
-    planned = plan(EQUAL, {}, Limits(), 12, warmup_forwards=warmup)
+    planned = plan(EQUAL, {}, Limits(), 12, "paper", warmup)
     assert planned.reason == (
         f"warm-up forwards at least 7 5 3 1 {origin}; then B before F before W"
     )
@@ -93,9 +94,10 @@ def test_warm_ups_of_a_fixed_schedule_cannot_be_given():
 
 def test_an_unknown_schedule_is_answered_with_those_there_are():
     with pytest.raises(UserError) as caught:
-        plan(EQUAL, {}, Limits(), 12, "interleaved")
+        plan(EQUAL, {}, Limits(), 12, "interlaced")
     assert str(caught.value) == (
-        "schedule: got 'interleaved', expected one of gpipe, 1f1b, zb-h1, zb-h2, paper, adaptive"
+        "schedule: got 'interlaced', expected one of gpipe, 1f1b, 1f1b-eager, zb-h1, zb-h2, "
+        "interleaved, paper, adaptive, initial"
     )
 
 

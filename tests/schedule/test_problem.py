@@ -3,8 +3,15 @@ import json
 import pytest
 
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.answer import answer_lines, solve
+from jaxmorph.schedule.answer import solve
+from jaxmorph.schedule.batch import answer_lines
+from jaxmorph.schedule.costs import Link, LinkState
 from jaxmorph.schedule.problem import parse_problem
+from jaxmorph.schedule.simulator import simulate
+
+BYTES = {
+    "max_stash_bytes": 500, "stash_bytes_after_forward": 100, "stash_bytes_after_backward": 50,
+}  # fmt: skip
 
 
 def _fields(**changes):
@@ -88,6 +95,97 @@ def test_caps_count_until_w_when_asked():
     assert answer["peak_live"] == [7, 7, 7, 7]
 
 
+def test_each_direction_may_have_its_own_latency():
+    slow_up, slow_down = {"link_forward_ms": [0, 0, 20]}, {"link_backward_ms": [0, 0, 20]}
+    links = parse_problem(_fields(**slow_up)).links
+    assert links[Link(2, 3)] == LinkState(forward_latency_ms=20)
+    links = parse_problem(_fields(link_ms=5, **slow_down)).links
+    assert links[Link(0, 1)] == LinkState(5, 0)
+    assert links[Link(2, 3)] == LinkState(5, 20)
+
+
+def test_messages_may_occupy_their_link():
+    orders = [["F0", "F1", "F2", "BW0", "BW1", "BW2"]] * 2
+    two = {"num_stages": 2, "num_microbatches": 3, "orders": orders, "link_ms": 0}
+    costs = {"forward_ms": 1, "backward_input_ms": 0, "backward_weight_ms": 0}
+    # Sent at 1, 2 and 3, they arrive at 5, 9 and 13; the gradients, at 14, at 18, 22 and 26.
+    answer = _answer(**two, **costs, link_occupancy_ms=4)
+    assert answer["makespan_ms"] == 26.0
+
+
+def test_a_serialized_link_carries_one_message_at_a_time():
+    orders = [["F0", "F1", "F2", "BW0", "BW1", "BW2"]] * 2
+    two = {"num_stages": 2, "num_microbatches": 3, "orders": orders, "link_ms": 4}
+    costs = {"forward_ms": 1, "backward_input_ms": 0, "backward_weight_ms": 0}
+    assert _answer(**two, **costs)["makespan_ms"] == 12.0
+    assert _answer(**two, **costs, link_model="serialized")["makespan_ms"] == 26.0
+
+
+def test_a_time_step_rounds_times_up():
+    assert _answer(schedule="zb-h2", time_step_ms=4)["makespan_ms"] == 39 * 12.0
+    assert _answer(schedule="zb-h2", time_step_ms=5)["makespan_ms"] == 390.0
+
+
+def test_interleaved_has_two_chunks_and_a_link_around():
+    problem = parse_problem(_fields(schedule="interleaved", link_ms=[1, 2, 3, 4]))
+    assert problem.num_chunks == 2
+    assert problem.links[Link(0, 3)] == LinkState(4, 4)
+    without = parse_problem(_fields(schedule="interleaved", link_ms=[1, 2, 3]))
+    assert without.links[Link(2, 3)] == LinkState(3, 3)
+    assert without.links[Link(0, 3)] == LinkState(0, 0)
+    two = _fields(num_stages=2, schedule="interleaved", link_ms=[1], chunks=3)
+    two |= {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1}
+    assert list(parse_problem(two).links) == [Link(0, 1)]
+
+
+def test_given_orders_say_how_many_chunks_there_are():
+    rows = [["F0", "1.F0", "1.BW0", "BW0"]] * 4
+    fields = _fields(num_microbatches=1, orders=rows, link_ms=[0, 0, 0, 5])
+    assert parse_problem(fields).num_chunks == 2
+    assert solve(parse_problem(fields)).to_json()["makespan_ms"] == 4 * 30.0 + 2 * 5.0
+    with pytest.raises(UserError, match="chunks: got 3, but orders have 2"):
+        parse_problem(fields | {"chunks": 3})
+
+
+def test_a_link_that_jitters_is_planned_with_a_margin_and_simulated_without():
+    problem = parse_problem(_fields(link_ms=[0, 0, 20], link_jitter_ms=[0, 0, 10]))
+    assert problem.links[Link(2, 3)] == LinkState(20, 20)
+    assert problem.planned_links[Link(2, 3)] == LinkState(27, 27)
+    assert problem.planned_links[Link(0, 1)] == LinkState(0, 0)
+    believed = parse_problem(_fields(link_jitter_ms=10, planned_link_ms=5))
+    assert believed.planned_links[Link(0, 1)] == LinkState(5, 5)
+
+
+def test_jitter_adds_what_to_expect_to_the_answer_alone():
+    plain = _answer(link_ms=[0, 0, 20])
+    assert "expected_makespan_ms" not in plain
+    still = _answer(link_ms=[0, 0, 20], link_jitter_ms=0)
+    assert list(still) == [*plain, "expected_makespan_ms", "p90_makespan_ms"]
+    assert still["expected_makespan_ms"] == still["p90_makespan_ms"] == plain["makespan_ms"]
+    jittered = _answer(link_ms=[0, 0, 20], link_jitter_ms=[0, 0, 15])
+    assert jittered["makespan_ms"] < jittered["expected_makespan_ms"] < jittered["p90_makespan_ms"]
+    again = _answer(link_ms=[0, 0, 20], link_jitter_ms=[0, 0, 15])
+    assert again["expected_makespan_ms"] == jittered["expected_makespan_ms"]
+
+
+def test_caps_on_bytes_are_kept_and_told():
+    answer = _answer(**BYTES)
+    assert max(answer["peak_stash_bytes"]) <= 500
+    orders = [["F0", "F1", "B0", "W0", "B1", "W1"]]
+    costs = {f"{kind}_ms": 1 for kind in ("forward", "backward_input", "backward_weight")}
+    one = _fields(num_stages=1, num_microbatches=2, link_ms=[], orders=orders, **costs)
+    sizes = {"stash_bytes_after_forward": 100, "stash_bytes_after_backward": 130}
+    assert solve(parse_problem(one | sizes)).to_json()["peak_stash_bytes"] == [230]
+
+
+def test_a_caller_may_bring_its_own_simulation():
+    problem = parse_problem(_fields(link_model="blocking"))
+    with pytest.raises(ValueError, match="blocking links are simulated on lowered programs"):
+        solve(problem)
+    answer = solve(problem, lambda schedule, asked: simulate(schedule, asked.costs))
+    assert (answer.link_model, answer.timeline.makespan_ms) == ("blocking", 390.0)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -119,6 +217,20 @@ def test_caps_count_until_w_when_asked():
         ({"orders": 3}, "orders[0]: got 3, expected a list of ops"),
         ({"orders": [[], [], [], []]}, "orders: stage 0: F0 is missing"),
         ({"name": None}, "name: got None, expected text"),
+        ({"link_forward_ms": [1]}, "link_forward_ms: got 1 values, expected 3 (one per link)"),
+        ({"link_occupancy_ms": -1}, "link_occupancy_ms[0]: got -1, expected a number of ms"),
+        ({"link_jitter_ms": [1, 2]}, "link_jitter_ms: got 2 values, expected 3 (one per pair"),
+        ({"link_jitter_ms": 1, "link_model": "serialized"}, "link_jitter_ms: got link_model 'se"),
+        ({"link_model": "x"}, "link_model: got 'x', expected 'latency', 'serialized' or 'block"),
+        ({"time_step_ms": 0}, "time_step_ms: got 0, expected a number of ms above 0"),
+        ({"time_step_ms": "1"}, "time_step_ms: got '1', expected a number of ms"),
+        ({"time_step_ms": 1, "link_model": "blocking"}, "time_step_ms: blocking links are simul"),
+        ({"chunks": 0}, "chunks: got 0, expected a whole number, at least 1"),
+        ({"max_stash_bytes": 9}, "stash_bytes_after_forward: missing, expected bytes, since max"),
+        ({"stash_bytes_after_forward": 9}, "stash_bytes_after_backward: missing, expected bytes"),
+        ({"stash_bytes_after_backward": 9}, "stash_bytes_after_forward: missing, expected bytes"),
+        (BYTES | {"max_stash_bytes": 0}, "max_stash_bytes[0]: got 0, expected a whole number, at"),
+        (BYTES | {"max_live": 4}, "max_stash_bytes: got max_live as well, expected only one"),
         ({"max_lve": [3] * 4}, "'max_lve': unknown field, did you mean max_live?"),
         ({"forward_ms": "x" * 500}, f"forward_ms: got '{'x' * 56}..., expected"),
     ],

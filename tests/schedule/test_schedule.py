@@ -2,7 +2,7 @@ import pickle
 
 import pytest
 
-from jaxmorph.schedule.ops import Op
+from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.schedule import Schedule, ScheduleError
 
 
@@ -75,7 +75,7 @@ def test_a_file_that_is_no_schedule_is_named(tmp_path, text):
         ("F0 B0", "W0 is missing", "F0 B0 ><"),
         ("F0", "BW0 is missing", "F0 ><"),
         ("F0 F1 B0 W0", "B1 is missing", "F0 F1 B0 W0 ><"),
-        ("1.F0 B0 W0", "1.F0 is of chunk 1", ">1.F0< B0"),
+        ("1.F0 B0 W0", "1.F0 comes before F0", ">1.F0< B0"),
     ],
 )  # fmt: skip
 def test_a_bad_row_names_and_marks_its_op(row, reason, marked):
@@ -83,6 +83,61 @@ def test_a_bad_row_names_and_marks_its_op(row, reason, marked):
     assert error.reason.startswith(f"stage 0: {reason}")
     assert error.grid.startswith(f"stage 0  {marked}")
     assert str(error) == f"{error.reason}\n{error.grid}"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "marked"),
+    [
+        ("F0 1.F0 B0 W0", "B0 comes before 1.B0", "F0   1.F0 >B0< W0"),
+        ("F0 1.B0 1.F0", "1.B0 comes before 1.F0", "F0     >1.B0< 1.F0"),
+        ("F0 F1 1.F1", "1.F1 is out of microbatch order, expected 1.F0", "F0     F1     >1.F1<"),
+        ("F0 1.F0 1.F0", "1.F0 is there twice", "F0     1.F0   >1.F0<"),
+        ("F0 1.F0 1.B0 1.W0 W0 B0", "W0 comes before B0", "F0   1.F0 1.B0 1.W0 >W0< B0"),
+        ("F0 1.F0 1.BW0 B0 W0", "B0 comes before 1.B0", "F0    1.F0  1.BW0 >B0<  W0"),
+        ("F0 F1 1.F0 1.BW0 BW0", "1.F1 is missing", "F0    F1    1.F0  1.BW0 BW0   ><"),
+        ("F0 1.F0 1.B0 1.W0 B0", "W0 is missing", "F0   1.F0 1.B0 1.W0 B0   ><"),
+        ("F0 1.F0 1.BW0", "BW0 is missing", "F0    1.F0  1.BW0 ><"),
+        ("F0 2.F0 BW0", "2.F0 comes before 1.F0", "F0     >2.F0< BW0"),
+    ],
+)  # fmt: skip
+def test_a_bad_row_of_several_chunks_names_and_marks_its_op(row, reason, marked):
+    error = _error(row)
+    assert error.reason.startswith(f"stage 0: {reason}")
+    assert error.grid == f"stage 0  {marked}"
+
+
+def test_every_stage_runs_every_chunk():
+    assert _error("F0 1.F0 1.BW0 BW0", "F0 BW0").reason == "stage 1: BW0 comes before 1.BW0"
+    assert _error("F0 1.F0 1.BW0 BW0", "F0").reason == "stage 1: 1.F0 is missing"
+
+
+def test_a_chunk_below_the_first_is_refused():
+    schedule = Schedule("test", 1, ((Op(OpKind.F, 0, -1), Op(OpKind.BW, 0)),))
+    with pytest.raises(ScheduleError, match=r"got chunk -1, expected 0\n"):
+        schedule.validate()
+
+
+def test_a_schedule_of_several_chunks_describes_itself(tmp_path):
+    schedule = Schedule.from_rows("two", ["F0 F1 1.F0 1.BW0 1.F1 1.BW1 BW0 BW1"])
+    schedule.validate()
+    assert (schedule.num_stages, schedule.num_chunks, schedule.num_microbatches) == (1, 2, 2)
+    assert schedule.warmup_forwards == (3,)
+    assert schedule.peak_live() == (3,)
+    assert Schedule.parse(str(schedule)) == schedule
+    schedule.save(tmp_path / "two.json")
+    assert Schedule.load(tmp_path / "two.json") == schedule
+    assert Schedule.from_rows("one", ["F0 BW0"]).num_chunks == 1
+
+
+def test_stages_whose_chunks_wait_for_each_other_are_marked_where_they_stop():
+    error = _error("F0 F1 1.F0 1.F1 1.BW0 1.BW1 BW0 BW1", "F0 1.F0 1.BW0 BW0 F1 1.F1 1.BW1 BW1")
+    assert error.reason == (
+        "the stages wait for each other in a circle: stage 0 at 1.F1, stage 1 at BW0"
+    )
+    error = _error("F0 1.F0 1.BW0 BW0 F1 1.F1 1.BW1 BW1", "F0 F1 1.F0 1.F1 1.BW0 1.BW1 BW0 BW1")
+    assert error.reason == (
+        "the stages wait for each other in a circle: stage 0 at 1.BW0, stage 1 at F1"
+    )
 
 
 def test_the_grid_of_an_error_stays_aligned():

@@ -10,14 +10,17 @@ from hypothesis import strategies as st
 
 from jaxmorph.schedule.bound import lower_bound_ms
 from jaxmorph.schedule.costs import Limits, Link, Links, LinkState, StageCosts
+from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.schedule.planner import SCHEDULE_NAMES, plan
+from jaxmorph.schedule.planner import INTERLEAVED, PLANNED_SCHEDULES, SCHEDULE_NAMES, plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate
 
 _MS = st.one_of(
     st.just(10.0), st.just(0.0), st.floats(0.0, 50.0, allow_subnormal=False), st.floats(1e-3, 1e3)
 )
+
+_NAMES = [name for name in SCHEDULE_NAMES if name != INTERLEAVED]  # needs its own sizes
 
 
 class _Case(NamedTuple):
@@ -32,13 +35,27 @@ class _Case(NamedTuple):
 
 
 @st.composite
-def _cases(draw, names=SCHEDULE_NAMES) -> _Case:
+def _limits(draw, stages: int) -> Limits:
+    """No caps, caps in microbatches, or caps in bytes that at least one microbatch fits."""
+    live_until = draw(st.sampled_from(["B", "W"]))
+    kind = draw(st.sampled_from(["none", "live", "bytes"]))
+    if kind == "none":
+        return Limits(None, live_until)
+    if kind == "live":
+        return Limits(draw(st.tuples(*[st.integers(1, 12)] * stages)), live_until)
+    sizes = [draw(st.tuples(*[st.integers(0, 9)] * stages)) for _ in range(2)]
+    room = draw(st.tuples(*[st.integers(0, 40)] * stages))
+    needed = map(max, *sizes)
+    caps = tuple(max(most, least) for most, least in zip(room, needed, strict=True))
+    return Limits(max_stash_bytes=caps, stash_bytes=StashBytes(*sizes))
+
+
+@st.composite
+def _cases(draw, names=_NAMES) -> _Case:
     stages, microbatches = draw(st.integers(1, 7)), draw(st.integers(1, 20))
     per_stage = st.tuples(*[_MS] * stages)
     name = draw(st.sampled_from(names))
-    caps = None
-    if name in ("paper", "adaptive"):
-        caps = draw(st.none() | st.tuples(*[st.integers(1, 12)] * stages))
+    limits = draw(_limits(stages)) if name in PLANNED_SCHEDULES else Limits()
     return _Case(
         name,
         microbatches,
@@ -48,7 +65,7 @@ def _cases(draw, names=SCHEDULE_NAMES) -> _Case:
             for stage in range(stages - 1)
             if draw(st.booleans())
         },
-        Limits(caps, draw(st.sampled_from(["B", "W"]))),
+        limits,
     )
 
 
@@ -73,11 +90,38 @@ def test_every_op_runs_once_after_what_it_needs(case):
             assert ran == list(range(case.num_microbatches))
 
 
-@given(_cases(names=["paper", "adaptive"]))
+def _most_held(order: tuple[Op, ...], after_forward: int, after_backward: int) -> int:
+    """What a stage holds at most, each microbatch's share looked up anew after every op."""
+    done: dict[int, OpKind] = {}
+    most = 0
+    for op in order:
+        done[op.microbatch] = op.kind
+        held = {OpKind.F: after_forward, OpKind.B: after_backward, OpKind.W: 0}
+        most = max(most, sum(held[kind] for kind in done.values()))
+    return most
+
+
+@given(_cases(names=PLANNED_SCHEDULES))
 def test_no_stage_holds_more_than_its_cap(case):
-    peaks = case.schedule().peak_live(case.limits.live_until)
-    caps = case.limits.caps(case.costs.num_stages, case.num_microbatches)
-    assert all(peak <= cap for peak, cap in zip(peaks, caps, strict=True))
+    orders, limits = case.schedule().orders, case.limits
+    if limits.stash_bytes is not None and limits.max_stash_bytes is not None:
+        caps = limits.max_stash_bytes
+        sizes = (limits.stash_bytes.after_forward, limits.stash_bytes.after_backward_input)
+    else:
+        caps = limits.max_live or (case.num_microbatches,) * len(orders)
+        until_weight = int(limits.live_until == "W")
+        sizes = ((1,) * len(orders), (until_weight,) * len(orders))
+    for order, cap, *size in zip(orders, caps, *sizes, strict=True):
+        assert _most_held(order, *size) <= cap
+
+
+@given(_cases(names=["adaptive"]))
+def test_the_adaptive_schedule_is_never_longer_than_the_papers(case):
+    adaptive, paper = (
+        simulate(case._replace(name=name).schedule(), case.costs, case.links).makespan_ms
+        for name in ("adaptive", "paper")
+    )
+    assert adaptive <= paper * (1 + 1e-9)
 
 
 @given(_cases())

@@ -35,3 +35,26 @@ def test_counts_must_fit(layers):
 def test_there_are_at_most_as_many_stages_as_layers(num_stages):
     with pytest.raises(UserError, match=rf"parallelism\.stages: got {num_stages}, .* 8 layers"):
         cut_layers(8, num_stages)
+
+
+def test_chunks_are_dealt_layers_around_the_stages():
+    counts = [len(part) for part in cut_layers(12, 3, num_chunks=2)]
+    assert counts == [2] * 6
+    assert cut_layers(7, 2, [1, 2, 3, 1], num_chunks=2)[2] == range(3, 6)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_chunks", "says"),
+    [
+        (3, 3, "got 3 chunks on each of 3 stages, expected at most as many virtual stages in all"),
+        (2, 2, "got 2 chunks on each of 2 stages, .* 6 layers to be a multiple of 4, or a list in"),
+    ],
+)
+def test_chunks_that_layers_do_not_go_into_are_refused(num_stages, num_chunks, says):
+    with pytest.raises(UserError, match=rf"parallelism\.chunks: {says}"):
+        cut_layers(6, num_stages, num_chunks=num_chunks)
+
+
+def test_counts_are_those_of_virtual_stages():
+    with pytest.raises(UserError, match=r"4 positive counts \(one per virtual stage\) .* 6 layers"):
+        cut_layers(6, 2, [3, 3], num_chunks=2)

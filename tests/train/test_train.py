@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from jaxmorph.config import load_config
+from jaxmorph.control.profiler import Profile
+from jaxmorph.schedule.costs import Link
 
 ROOT = Path(__file__).parent.parent.parent
 JAXMORPH = (sys.executable, "-m", "jaxmorph")
@@ -83,6 +85,9 @@ def test_the_run_directory_holds_config_traces_and_picture(four_stages):
     assert len(ops) == 2 * 4 * 24  # planned and measured, stages, ops
     assert (out / "planned_and_measured.png").read_bytes().startswith(b"\x89PNG")
     assert str(out / "planned_and_measured.png") in done.stdout
+    profile = Profile.from_json(json.loads((out / "profile.json").read_text()))
+    assert min(profile.costs.forward_ms) > 0
+    assert Link(2, 3) in profile.links
 
 
 def test_the_losses_are_those_of_one_stage(four_stages, tmp_path):
@@ -95,6 +100,45 @@ def test_the_losses_are_those_of_one_stage(four_stages, tmp_path):
         assert four["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (1, 4)])
+def test_the_losses_of_interleaved_chunks_are_those_of_one_stage(tmp_path, stages, chunks):
+    alone_in, chunks_in = tmp_path / "alone", tmp_path / "chunks"
+    alone_in.mkdir()
+    chunks_in.mkdir()
+    few = ("run.steps=4", "optimizer.warmup_steps=0")
+    _, alone = train(alone_in, "parallelism.stages=1", "schedule.name=1f1b", *few)
+    _, out = train(
+        chunks_in,
+        "schedule.name=interleaved",
+        f"parallelism={{stages: {stages}, chunks: {chunks}}}",
+        *few,
+    )
+    interleaved = read_lines(out / "metrics.jsonl")
+    for line, one in zip(interleaved, read_lines(alone / "metrics.jsonl"), strict=True):
+        assert line["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+    assert {line["schedule"] for line in interleaved} == {"interleaved"}
+
+
+def test_a_costly_head_gets_fewer_layers_beside_it_and_the_losses_stay(tmp_path):
+    even_in, auto_in = tmp_path / "even", tmp_path / "auto"
+    even_in.mkdir()
+    auto_in.mkdir()
+    few = ("run.steps=4", "optimizer.warmup_steps=0", "data.vocab_size=8192")
+    _, even = train(even_in, "parallelism={stages: 2, layers: even}", *few)
+    done, auto = train(auto_in, "parallelism.stages=2", *few)
+    for line, other in zip(
+        read_lines(auto / "metrics.jsonl"), read_lines(even / "metrics.jsonl"), strict=True
+    ):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    (event,) = [e for e in read_lines(auto / "events.jsonl") if e["kind"] == "layers_cut"]
+    assert event["detail"].startswith("3 1: slowest stage ")
+    assert "under the even cut 2 2" in event["detail"]
+    assert "2, layers 3 1 (slowest stage " in done.stdout
+    assert "layers_cut" not in (even / "events.jsonl").read_text()
+
+
 def test_a_config_run_twice_gives_the_same_bits_under_any_split_schedule(four_stages, tmp_path):
     _, out = four_stages
     _, again = train(tmp_path, "schedule.name=adaptive")
@@ -104,10 +148,29 @@ def test_a_config_run_twice_gives_the_same_bits_under_any_split_schedule(four_st
     ]
 
 
+def test_a_cap_in_bytes_holds_by_what_the_compiled_stages_keep(four_stages, tmp_path):
+    _, out = four_stages
+    stash = Profile.from_json(json.loads((out / "profile.json").read_text())).stash_bytes
+    assert stash is not None
+    caps = [3 * size for size in stash.after_forward]
+    assert min(caps) > 0
+    capped = ("schedule.name=adaptive", "run.steps=2")
+    _, less = train(tmp_path, *capped, f"schedule.max_stash_bytes={caps}")
+    assert max(read_lines(out / "metrics.jsonl")[-1]["peak_live"]) == 7
+    assert max(read_lines(less / "metrics.jsonl")[-1]["peak_live"]) <= 3
+    done, _ = train(tmp_path, *capped, "schedule.max_stash_bytes=1000", check=False)
+    assert done.returncode == 2
+    assert "schedule.max_stash_bytes[0]: got 1,000 bytes, expected at least" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [
         ("parallelism.stages=5", "got 5, expected between 1 and the model's 4 layers"),
+        (
+            "parallelism={stages: 2, chunks: 4}",
+            "parallelism.chunks: got 4, expected 1, or schedule.name interleaved: zb-h2 runs",
+        ),
         ("parallelism.layers=[1,1,1,2]", "got [1, 1, 1, 2], expected 4 positive counts"),
         ("model.preset=huge", "got 'huge', expected one of tiny, "),
         ("model.factory=models.none", "got 'models.none', expected a module that"),
@@ -212,7 +275,7 @@ def as_tasks_of_open_mpi(folder, num_tasks):
     tasks = [
         subprocess.Popen(
             [*JAXMORPH, "train", str(path), f"run.dir={folder / 'out'}", "run.steps=3",
-             "parallelism.stages=2"],
+             "parallelism={stages: 2, layers: even}"],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=os.environ | {
                 "OMPI_MCA_orte_hnp_uri": f"{job}.0;tcp://127.0.0.1:1",

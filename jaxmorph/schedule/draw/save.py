@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxmorph.errors import UserError
+from jaxmorph.schedule.costs import NO_LATENCY, Links
 from jaxmorph.schedule.draw.picture import save_gantt
 from jaxmorph.schedule.draw.text import fitting_width, gantt_text
 from jaxmorph.schedule.draw.trace import chrome_trace
+from jaxmorph.schedule.link_models import LinkModel
 from jaxmorph.schedule.timeline import Timeline
 
 FORMATS = (".png", ".svg", ".txt", ".json")
@@ -27,12 +29,19 @@ def require_format(path: Path) -> None:
         raise UserError(f"output file: got {path}, but there is no folder {path.parent}")
 
 
-def save_timelines(path: Path, timelines: Mapping[str, Timeline]) -> None:
+def save_timelines(
+    path: Path,
+    timelines: Mapping[str, Timeline],
+    links: Links = NO_LATENCY,
+    link_model: LinkModel = "latency",
+) -> None:
     """Writes a picture (.png, .svg), a text chart (.txt) or a Chrome trace (.json).
 
     Args:
         path: The file to write.
         timelines: Timelines by name, such as ``planned`` and ``measured``.
+        links: State of the links, milliseconds: what a picture shows of messages in flight.
+        link_model: What occupies a link.
 
     Raises:
         UserError: An unknown suffix, or a file that cannot be written.
@@ -44,7 +53,7 @@ def save_timelines(path: Path, timelines: Mapping[str, Timeline]) -> None:
         elif path.suffix == ".json":
             path.write_text(json.dumps(chrome_trace(timelines)), encoding="utf-8")
         else:
-            save_gantt(path, timelines)
+            save_gantt(path, timelines, links, link_model)
     except OSError as error:
         raise UserError(f"output file: cannot write {path}: {error.strerror or error}") from error
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from rich.text import Text
 
-from jaxmorph.schedule.draw.palette import COLOURS
+from jaxmorph.schedule.draw.messages import num_chunks
+from jaxmorph.schedule.draw.palette import shade
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import Timeline
 
@@ -58,10 +59,11 @@ def styled_gantt(timeline: Timeline, width: int = 100) -> Text:
     margin = len("stage ") + digits + 1
     columns = _even_columns(timeline, max(width - margin, _LEAST_COLUMNS))
     drawing = Text(no_wrap=True, overflow="crop")
+    chunks = num_chunks(timeline)
     for stage in range(timeline.num_stages):
         drawing.append(f"stage {stage:>{digits}} ", style="bold")
         for run in _runs(timeline, stage, columns):
-            drawing.append(run.text, style=_style(run.op))
+            drawing.append(run.text, style=_style(run.op, chunks))
         drawing.append("\n")
     for line in _axis(timeline.makespan_ms, columns):
         drawing.append(f"{' ' * margin}{line}\n", style="dim")
@@ -108,8 +110,8 @@ def _runs(timeline: Timeline, stage: int, columns: int) -> Iterator[_Run]:
         yield _Run(order[at] if at >= 0 else None, len(list(group)))
 
 
-def _style(op: Op | None) -> str:
-    return f"black on {COLOURS[op.kind]}" if op else "dim"
+def _style(op: Op | None, chunks: int) -> str:
+    return f"black on {shade(op.kind, op.chunk, chunks)}" if op else "dim"
 
 
 def _axis(makespan_ms: float, columns: int) -> tuple[str, str]:

@@ -5,7 +5,9 @@ from typing import Any
 
 from jaxmorph.schedule.timeline import Timeline, TransferSpan
 
-_MICROSECONDS_PER_MS = 1e3
+_NANOSECONDS_PER_MS = 1e6
+_NANOSECONDS_PER_MICROSECOND = 1e3
+_FIRST_ID = 1  # of processes and threads: Perfetto keeps 0 for the machine's own idle one
 _THREADS_PER_STAGE = 1000
 
 Event = dict[str, Any]
@@ -22,7 +24,7 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
         threads under a stage for its measured transfers, and every op a complete event.
     """
     events: list[Event] = []
-    for process, (name, timeline) in enumerate(timelines.items()):
+    for process, (name, timeline) in enumerate(timelines.items(), _FIRST_ID):
         events.append(_metadata("process_name", process, {"name": name}))
         events.append(_metadata("process_sort_index", process, {"sort_index": process}))
         events.extend(_op_events(process, timeline))
@@ -34,11 +36,11 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
 
 def _op_events(process: int, timeline: Timeline) -> Iterator[Event]:
     for stage in range(timeline.num_stages):
-        yield from _thread(process, stage * _THREADS_PER_STAGE, f"stage {stage}")
+        yield from _thread(process, _thread_of(stage), f"stage {stage}")
     for stage, op, start_ms, end_ms in timeline.spans():
-        args = {"kind": op.kind.value, "microbatch": op.microbatch}
-        thread = stage * _THREADS_PER_STAGE
-        yield _complete(process, thread, str(op), start_ms, end_ms) | {"cat": "op", "args": args}
+        args = {"kind": op.kind.value, "microbatch": op.microbatch, "chunk": op.chunk}
+        event = _complete(process, _thread_of(stage), str(op), start_ms, end_ms)
+        yield event | {"cat": "op", "args": args}
 
 
 def _transfer_events(process: int, stage: int, spans: Sequence[TransferSpan]) -> Iterator[Event]:
@@ -47,12 +49,16 @@ def _transfer_events(process: int, stage: int, spans: Sequence[TransferSpan]) ->
     for _, label, start_ms, end_ms in sorted(spans, key=lambda span: span.start_ms):
         free = (lane for lane, until in enumerate(busy_until_ms) if until <= start_ms)
         lane = next(free, len(busy_until_ms))
-        thread = stage * _THREADS_PER_STAGE + 1 + lane
+        thread = _thread_of(stage) + 1 + lane
         if lane == len(busy_until_ms):
             busy_until_ms.append(end_ms)
             yield from _thread(process, thread, f"stage {stage} transfers")
         busy_until_ms[lane] = end_ms
         yield _complete(process, thread, label, start_ms, end_ms) | {"cat": "transfer"}
+
+
+def _thread_of(stage: int) -> int:
+    return _FIRST_ID + stage * _THREADS_PER_STAGE
 
 
 def _thread(process: int, thread: int, name: str) -> Iterator[Event]:
@@ -65,11 +71,15 @@ def _metadata(kind: str, process: int, args: dict[str, Any]) -> Event:
 
 
 def _complete(process: int, thread: int, name: str, start_ms: float, end_ms: float) -> Event:
+    # Perfetto drops an event that overlaps the last of its thread, by a rounding error even:
+    # both ends are rounded, rather than the start and the duration.
+    start_ns = round(start_ms * _NANOSECONDS_PER_MS)
+    end_ns = round(end_ms * _NANOSECONDS_PER_MS)
     return {
         "ph": "X",
         "name": name,
         "pid": process,
         "tid": thread,
-        "ts": start_ms * _MICROSECONDS_PER_MS,
-        "dur": (end_ms - start_ms) * _MICROSECONDS_PER_MS,
+        "ts": start_ns / _NANOSECONDS_PER_MICROSECOND,
+        "dur": (end_ns - start_ns) / _NANOSECONDS_PER_MICROSECOND,
     }

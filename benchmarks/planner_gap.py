@@ -1,0 +1,205 @@
+"""How far plans are from the optimum, and how long planning takes.
+
+`python -m benchmarks.planner_gap [--json FILE]` holds the planners `paper` and `adaptive` against
+the exact optima of seeded random problems, which are kept in `data/planner_optima.json`
+(`--refresh` solves them again, `--draw WORD` solves others), and times `adaptive`. Exit code 1 when
+a bar is missed.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from benchmarks.planner_optima import SolvedProblem, keep_optima, solve_problems
+from benchmarks.planner_problems import Problem, gap_problems, timing_problems
+from jaxmorph.schedule.planner import Plan, plan, require_room
+from jaxmorph.schedule.simulator import simulate
+
+PLANNERS = ("paper", "adaptive")
+_REPEATS = 5
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Held:
+    """One problem's plans, held against its optimum.
+
+    Args:
+        problem: The problem's name.
+        capped: Whether it has memory caps.
+        proven: Whether the optimum is proven; if not, gaps are to the solver's lower bound.
+        gaps: Of each planner: 0.01 for one percent above.
+        planning_ms: Of each planner, median of a few calls.
+    """
+
+    problem: str
+    capped: bool
+    proven: bool
+    gaps: dict[str, float]
+    planning_ms: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something the planner must keep.
+
+    Args:
+        name: What is measured.
+        measured: Its value.
+        allowed: The most it may be.
+        unit: Of both.
+    """
+
+    name: str
+    measured: float
+    allowed: float
+    unit: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the bar is kept."""
+        return self.measured <= self.allowed
+
+    def __str__(self) -> str:
+        verdict = "pass" if self.passed else "MISSED"
+        value = f"{self.measured:10.3f} {self.unit:3}(at most {self.allowed:g})"
+        return f"{self.name:42}{value}  {verdict}"
+
+
+def planned(problem: Problem, planner: str) -> tuple[Plan, float]:
+    """A planner's plan, checked, and how long it takes: median of a few calls, milliseconds."""
+    times_ms, made = [], None
+    for _ in range(_REPEATS):
+        began_s = time.perf_counter()
+        made = plan(problem.costs, problem.links, problem.limits, problem.num_microbatches, planner)
+        times_ms.append(1e3 * (time.perf_counter() - began_s))
+    assert made is not None
+    made.schedule.validate()
+    require_room(made.schedule, problem.limits)
+    return made, median(times_ms)
+
+
+def hold(problem: Problem, solved: SolvedProblem) -> Held:
+    """Plans a problem by every planner and compares."""
+    gaps, planning_ms = {}, {}
+    for planner in PLANNERS:
+        made, planning_ms[planner] = planned(problem, planner)
+        gap = (
+            simulate(made.schedule, problem.costs, problem.links).makespan_ms / solved.bound_ms - 1
+        )
+        if gap < -_ROUNDING:
+            raise ValueError(
+                f"{problem.name}: {planner} beats {solved}, expected it to be no worse"
+            )
+        gaps[planner] = max(0.0, gap) if gap > _ROUNDING else 0.0
+    return Held(problem.name, problem.is_capped, solved.proven, gaps, planning_ms)
+
+
+def gap_bars(held: Sequence[Held]) -> list[Bar]:
+    """The bars on the gaps to proven optima, and on the paper's plans."""
+    bars = []
+    for name, capped, mean_allowed, worst_allowed in (
+        ("free", False, 0.05, 1.0),
+        ("capped", True, 0.2, 2.0),
+    ):
+        gaps = [100 * row.gaps["adaptive"] for row in held if row.proven and row.capped == capped]
+        bars += [
+            Bar(f"{name}: mean gap to the optimum", mean(gaps), mean_allowed, "%"),
+            Bar(f"{name}: worst gap to the optimum", max(gaps), worst_allowed, "%"),
+        ]
+    above = sum(row.gaps["adaptive"] > row.gaps["paper"] + _ROUNDING for row in held)
+    return [*bars, Bar("plans above the paper's", above, 0, "")]
+
+
+def time_bars() -> list[Bar]:
+    """The bars on planning time, measured on problems that are not solved exactly."""
+    small = [planned(problem, "adaptive")[1] for problem in timing_problems(8, 32, 30)]
+    large = [planned(problem, "adaptive")[1] for problem in timing_problems(16, 256, 6)]
+    largest = []
+    for problem in timing_problems(64, 512, 3):
+        made, planning_ms = planned(problem, "adaptive")
+        largest.append(planning_ms)
+        gap = made.predicted_step_s / made.lower_bound_s - 1
+        print(f"{problem.name:16}planned in {planning_ms:.0f} ms, certified gap {100 * gap:.2f} %")
+    return [
+        Bar("8 stages x 32 microbatches: mean time", mean(small), 5, "ms"),
+        Bar("8 stages x 32 microbatches: worst time", max(small), 15, "ms"),
+        Bar("16 stages x 256 microbatches: worst time", max(large), 100, "ms"),
+        Bar("64 stages x 512 microbatches: worst time", max(largest), 1000, "ms"),
+    ]
+
+
+def print_table(held: Sequence[Held]) -> None:
+    """Gaps and times of each planner, for each kind of problem."""
+    print(f"{'':34}{'paper':>18}{'adaptive':>18}{'planned in':>18}")
+    print(f"{'gap to the optimum':28}{'count':>6}" + 2 * f"{'mean':>9}{'worst':>9}", end="")
+    print(f"{'median':>9}{'worst':>9}")
+    for name, rows in _groups(held):
+        print(f"{name:28}{len(rows):6}", end="")
+        for planner in PLANNERS:
+            gaps = [100 * row.gaps[planner] for row in rows]
+            print(f"{mean(gaps):7.3f} %{max(gaps):7.2f} %", end="")
+        times_ms = [row.planning_ms["adaptive"] for row in rows]
+        print(f"{median(times_ms):6.1f} ms{max(times_ms):6.1f} ms")
+
+
+def _groups(held: Sequence[Held]) -> Iterable[tuple[str, list[Held]]]:
+    """Rows by family and by caps, those without a proven optimum apart; empty groups left out."""
+    families = sorted({row.problem.rsplit("-", 1)[0] for row in held})
+    groups = [
+        *(
+            (name, [r for r in held if r.proven and r.problem.startswith(name)])
+            for name in families
+        ),
+        ("all free", [r for r in held if r.proven and not r.capped]),
+        ("all capped", [r for r in held if r.proven and r.capped]),
+        ("not proven, to the bound", [r for r in held if not r.proven]),
+    ]
+    return ((name, rows) for name, rows in groups if rows)
+
+
+def main() -> int:
+    """Solve, hold, time, and tell."""
+    arguments = _arguments()
+    load_average = os.getloadavg()[0]
+    problems = gap_problems(arguments.draw)
+    solved = solve_problems(
+        problems, arguments.time_limit_s, arguments.workers, refresh=arguments.refresh
+    )
+    if not arguments.draw:
+        keep_optima(solved)
+    held = [hold(problem, solved[problem.key]) for problem in problems]
+    print(f"load average before: {load_average:.2f}")
+    print_table(held)
+    bars = [*gap_bars(held), *time_bars()]
+    for bar in bars:
+        print(bar)
+    if arguments.json:
+        answer: dict[str, Any] = {
+            "load": load_average,
+            "problems": [asdict(row) for row in held],
+            "bars": [asdict(bar) | {"passed": bar.passed} for bar in bars],
+        }
+        arguments.json.write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(bar.passed for bar in bars) else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write all figures to a file")
+    parser.add_argument("--refresh", action="store_true", help="solve all problems again")
+    parser.add_argument("--draw", default="", help="any word: other problems, solved anew")
+    parser.add_argument("--time-limit-s", type=float, default=25.0, help="for one problem's proof")
+    parser.add_argument("--workers", type=int, default=2, help="threads of the solver")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

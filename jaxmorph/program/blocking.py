@@ -1,0 +1,180 @@
+"""When lowered programs would run, on in-order queues that direct transfers hold up."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jaxmorph.program.check import ProgramError
+from jaxmorph.program.instructions import Instruction, RankProgram, Receive, Run, Send, Transfer
+from jaxmorph.schedule.costs import NO_LATENCY, Links, LinkState, StageCosts
+from jaxmorph.schedule.link_models import Direction, LinkQueue
+from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.schedule.replay import StageTimes
+from jaxmorph.schedule.simulator import stage_times
+from jaxmorph.schedule.timeline import Timeline, TransferSpan
+
+
+def simulate_blocking(
+    programs: Sequence[RankProgram], costs: StageCosts, links: Links = NO_LATENCY
+) -> Timeline:
+    """Runs lowered programs on paper, each rank's instructions one after another on its queue.
+
+    A direct transfer is a rendezvous: each end holds its rank's queue from when it gets there until
+    both ends have and the link's occupancy and latency have passed. A delegated send holds nothing:
+    its message waits until those before it have occupied the link direction, and arrives after its
+    own occupancy and the latency; the queue of the receiver stands still until then. Exact, without
+    a time step; time and memory are linear in the instructions.
+
+    Args:
+        programs: One program per rank, in rank order.
+        costs: Durations of the ops, milliseconds; an op of one of V chunks takes 1/V of them.
+        links: State of the links, milliseconds.
+
+    Returns:
+        Start and end of every op, and of every transfer that stands on a queue, as in a measured
+        timeline: both ends of a direct one, and the send of a delegated one, which takes no time.
+        The makespan is the end of the last op; tied gradients exchanged after it are not in it.
+
+    Raises:
+        ProgramError: The ranks wait for each other for ever.
+        ValueError: Costs or links are of another number of stages.
+    """
+    if costs.num_stages != len(programs):
+        raise ValueError(f"got costs of {costs.num_stages} stages, expected {len(programs)}")
+    chunks = (op.chunk for program in programs for op in program.ops())
+    times = stage_times(costs, links, num_chunks=1 + max(chunks, default=0))
+    board = _Board()
+    ranks = [_Rank(program.rank, times[program.rank], links, board) for program in programs]
+    _run_to_rest(ranks, programs, board)
+    return Timeline(
+        orders=tuple(tuple(rank.ops) for rank in ranks),
+        start_ms=tuple(np.array(rank.starts_ms, np.float64) for rank in ranks),
+        end_ms=tuple(np.array(rank.ends_ms, np.float64) for rank in ranks),
+        transfers=tuple(span for rank in ranks for span in rank.transfers),
+    )
+
+
+class _End(NamedTuple):
+    """One end of a transfer."""
+
+    side: Literal["send", "receive"]
+    transfer: Transfer
+
+    def __str__(self) -> str:
+        return f"{self.side} {self.transfer}"
+
+
+@dataclass
+class _Board:
+    """Where ranks post when they came to a direct transfer, or when a delegated one arrives."""
+
+    posted_ms: dict[_End, float] = field(default_factory=dict)
+    waiting: dict[_End, int] = field(default_factory=dict)
+    awake: deque[int] = field(default_factory=deque)
+
+    def post(self, end: _End, time_ms: float) -> None:
+        """Posts a time, and wakes the rank that waits for it."""
+        self.posted_ms[end] = time_ms
+        if end in self.waiting:
+            self.awake.append(self.waiting.pop(end))
+
+
+@dataclass
+class _Rank:
+    """One rank's queue: how far its clock is, and what it has run."""
+
+    rank: int
+    times: StageTimes
+    links: Links
+    board: _Board
+    clock_ms: float = 0.0
+    ops: list[Op] = field(default_factory=list)
+    starts_ms: list[float] = field(default_factory=list)
+    ends_ms: list[float] = field(default_factory=list)
+    transfers: list[TransferSpan] = field(default_factory=list)
+    outgoing: dict[int, LinkQueue] = field(default_factory=dict)
+
+    def advance(self, instructions: Sequence[Instruction]) -> Iterator[_End]:
+        """Runs instructions in order; yields the end of a transfer that must be posted first."""
+        for step in instructions:
+            match step:
+                case Run(op):
+                    self._run(op)
+                case Send(transfer, "direct"):
+                    yield from self._meet(_End("send", transfer), _End("receive", transfer))
+                case Receive(transfer, "direct"):
+                    yield from self._meet(_End("receive", transfer), _End("send", transfer))
+                case Send(transfer):
+                    self._delegate(transfer)
+                case Receive(transfer):
+                    arrival = _End("send", transfer)
+                    yield from self._until_posted(arrival)
+                    self.clock_ms = max(self.clock_ms, self.board.posted_ms[arrival])
+                case _:  # takes no time on the queue
+                    pass
+
+    def _run(self, op: Op) -> None:
+        self.ops.append(op)
+        self.starts_ms.append(self.clock_ms)
+        self.clock_ms += _duration_ms(self.times, op.kind)
+        self.ends_ms.append(self.clock_ms)
+
+    def _meet(self, own: _End, other: _End) -> Iterator[_End]:
+        start_ms = self.clock_ms
+        self.board.post(own, start_ms)
+        yield from self._until_posted(other)
+        met_ms = max(start_ms, self.board.posted_ms[other])
+        self.clock_ms = met_ms + _direction(self.links, own.transfer).delay_ms
+        self._stamp(own.transfer, start_ms)
+
+    def _delegate(self, transfer: Transfer) -> None:
+        way = _direction(self.links, transfer)
+        queue = self.outgoing.setdefault(transfer.destination, LinkQueue(way.occupancy_ms))
+        self.board.post(_End("send", transfer), queue.enter(self.clock_ms) + way.delay_ms)
+        self._stamp(transfer, self.clock_ms)
+
+    def _until_posted(self, end: _End) -> Iterator[_End]:
+        while end not in self.board.posted_ms:
+            yield end
+
+    def _stamp(self, transfer: Transfer, start_ms: float) -> None:
+        self.transfers.append(TransferSpan(self.rank, str(transfer), start_ms, self.clock_ms))
+
+
+def _run_to_rest(ranks: Sequence[_Rank], programs: Sequence[RankProgram], board: _Board) -> None:
+    """Resumes ranks until each has ended or waits for an end that nobody comes to."""
+    running = [
+        rank.advance(program.instructions) for rank, program in zip(ranks, programs, strict=True)
+    ]
+    board.awake.extend(range(len(ranks)))
+    while board.awake:
+        at = board.awake.popleft()
+        missing = next(running[at], None)
+        if missing is not None:
+            board.waiting[missing] = at
+    if board.waiting:
+        stuck = sorted((at, end) for end, at in board.waiting.items())
+        waits = (f"rank {at} waits for the peer's {end}" for at, end in stuck)
+        raise ProgramError(f"deadlock: {', '.join(waits)}")
+
+
+def _duration_ms(times: StageTimes, kind: OpKind) -> float:
+    match kind:
+        case OpKind.F:
+            return times.forward
+        case OpKind.B:
+            return times.backward_input
+        case OpKind.W:
+            return times.backward_weight
+        case OpKind.BW:
+            return times.backward_input + times.backward_weight
+
+
+def _direction(links: Links, transfer: Transfer) -> Direction:
+    state = links.get(transfer.link, LinkState())
+    if transfer.source < transfer.destination:
+        return Direction(state.forward_latency_ms, state.forward_occupancy_ms)
+    return Direction(state.backward_latency_ms, state.backward_occupancy_ms)

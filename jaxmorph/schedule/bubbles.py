@@ -1,0 +1,173 @@
+"""Why each stage idles, and when: every gap of a timeline, attributed to a cause."""
+
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from itertools import pairwise
+from typing import NamedTuple
+
+from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.schedule.timeline import Timeline, TransferSpan
+from jaxmorph.schedule.transfers import TransferIndex
+
+_ROUNDING = 1e-9
+"""Relative to the step: what is shorter is floating point, not a bubble."""
+
+
+class BubbleCause(StrEnum):
+    """What a stage that idles is waiting for."""
+
+    WARM_UP = "warm-up"
+    FORWARD = "waits for F"
+    BACKWARD = "waits for B"
+    LINK = "link delay"
+    BLOCKING = "blocking"
+    COOL_DOWN = "cool-down"
+    OTHER = "other"
+
+
+class Bubble(NamedTuple):
+    """One time in which a stage idles for one cause; milliseconds since the step's start."""
+
+    stage: int
+    start_ms: float
+    end_ms: float
+    cause: BubbleCause
+
+
+def find_bubbles(timeline: Timeline) -> list[Bubble]:
+    """Splits the time in which stages idle by what they wait for.
+
+    Before a stage's first op it is warm-up, after its last one cool-down. In between, the next op
+    waits for its data: until the upstream F or the downstream B has ended (``waits for F``,
+    ``waits for B``), and then for the link (``link delay``), which is told apart before the first
+    op too. Where the timeline has transfers, time is ``blocking`` in which the data is made and a
+    transfer of other data holds either end's queue. ``other`` is what none of these explains,
+    such as the dispatch of measured ops.
+
+    Args:
+        timeline: A simulated or measured step.
+
+    Returns:
+        The bubbles, stage by stage and in order of time; with the ops they fill the step.
+    """
+    needs = _Needs(timeline)
+    least_ms = _ROUNDING * timeline.makespan_ms
+    return [
+        Bubble(stage, *piece)
+        for stage in range(timeline.num_stages)
+        for piece in _merged(_stage_pieces(timeline, stage, needs))
+        if piece[1] - piece[0] > least_ms
+    ]
+
+
+def bubble_ms(timeline: Timeline) -> dict[BubbleCause, float]:
+    """Time that all stages together idle, by cause.
+
+    Args:
+        timeline: A simulated or measured step.
+
+    Returns:
+        Milliseconds for every cause, 0 where it does not occur.
+    """
+    total = dict.fromkeys(BubbleCause, 0.0)
+    for bubble in find_bubbles(timeline):
+        total[bubble.cause] += bubble.end_ms - bubble.start_ms
+    return total
+
+
+class _Need(NamedTuple):
+    """When another stage made what an op waits for, and both ends' spans of its transfer."""
+
+    made_ms: float
+    sending: TransferSpan | None
+    receiving: TransferSpan | None
+
+
+class _Needs:
+    """What the ops of a timeline wait for."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.transfers = TransferIndex(timeline)
+        self._num_stages = timeline.num_stages
+        self._made_ms = {
+            (op.kind is OpKind.F, op.chunk * timeline.num_stages + stage, op.microbatch): end
+            for stage, op, _, end in timeline.spans()
+            if op.kind is not OpKind.W
+        }
+
+    def of(self, op: Op, stage: int) -> _Need | None:
+        """What an op waits for from another stage; None when its own has all it needs."""
+        is_forward = op.kind is OpKind.F
+        virtual = op.chunk * self._num_stages + stage + (-1 if is_forward else 1)
+        chunk, source = divmod(virtual, self._num_stages)
+        made_ms = self._made_ms.get((is_forward, virtual, op.microbatch))
+        if op.kind is OpKind.W or made_ms is None or source == stage:
+            return None
+        ends = self.transfers.ends_of(op.kind, chunk, op.microbatch, source, stage)
+        return _Need(made_ms, *ends)
+
+
+_Piece = tuple[float, float, BubbleCause]
+
+
+def _stage_pieces(timeline: Timeline, stage: int, needs: _Needs) -> Iterator[_Piece]:
+    """The gaps of one stage, each cut where its cause may change."""
+    starts, ends = timeline.start_ms[stage].tolist(), timeline.end_ms[stage].tolist()
+    busy_until_ms = 0.0
+    for position, op in enumerate(timeline.orders[stage]):
+        start = starts[position]
+        if start > busy_until_ms:
+            need = needs.of(op, stage)
+            running = needs.transfers.during(stage, busy_until_ms, start)
+            cause_at = _cause_before(op, need, running, is_first=position == 0)
+            times = _cuts(need, running, busy_until_ms, start)
+            yield from ((a, b, cause_at((a + b) / 2)) for a, b in pairwise(times))
+        busy_until_ms = max(busy_until_ms, ends[position])
+    yield busy_until_ms, timeline.makespan_ms, BubbleCause.COOL_DOWN
+
+
+def _cause_before(
+    op: Op, need: _Need | None, running: Sequence[TransferSpan], *, is_first: bool
+) -> Callable[[float], BubbleCause]:
+    """The cause as a function of time, in the gap before an op."""
+    waiting = BubbleCause.FORWARD if op.kind is OpKind.F else BubbleCause.BACKWARD
+    made_ms, sending, receiving = need or _Need(0.0, None, None)
+    holding = [span for span in running if span is not receiving]
+
+    def cause(at_ms: float) -> BubbleCause:
+        if at_ms < made_ms:
+            return BubbleCause.WARM_UP if is_first else waiting
+        if any(span.start_ms <= at_ms < span.end_ms for span in holding):
+            return BubbleCause.BLOCKING
+        if need is None:
+            return BubbleCause.WARM_UP if is_first else BubbleCause.OTHER
+        if sending and at_ms < sending.start_ms:
+            return BubbleCause.BLOCKING
+        is_there = receiving is not None and at_ms >= receiving.end_ms
+        return BubbleCause.OTHER if is_there else BubbleCause.LINK
+
+    return cause
+
+
+def _cuts(
+    need: _Need | None, running: Sequence[TransferSpan], start_ms: float, end_ms: float
+) -> list[float]:
+    """A gap's ends, and the times between them at which its cause may change."""
+    cuts = {time for span in running for time in (span.start_ms, span.end_ms)}
+    if need:
+        cuts |= {need.made_ms, need.sending.start_ms if need.sending else need.made_ms}
+    return [start_ms, *sorted(cut for cut in cuts if start_ms < cut < end_ms), end_ms]
+
+
+def _merged(pieces: Iterator[_Piece]) -> Iterator[_Piece]:
+    """Joins pieces that touch and have the same cause."""
+    open_piece: _Piece | None = None
+    for piece in pieces:
+        if open_piece and (open_piece[1], open_piece[2]) == (piece[0], piece[2]):
+            open_piece = (open_piece[0], *piece[1:])
+            continue
+        if open_piece:
+            yield open_piece
+        open_piece = piece
+    if open_piece:
+        yield open_piece

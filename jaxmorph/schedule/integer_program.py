@@ -1,0 +1,228 @@
+"""The integer program whose solution is the best schedule: variables and constraints for CP-SAT.
+
+A stage runs one op at a time, F and B wait for what their neighbour sends, and what microbatches
+hold fits the stage. Ops of one kind run in microbatch order, which loses nothing: microbatches are
+alike, so the j-th op of a kind on a stage may as well be microbatch j's.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxmorph.schedule.bound import lower_bound_ms
+from jaxmorph.schedule.costs import Limits, Links, LinkState, StageCosts, neighbour_links
+from jaxmorph.schedule.memory import StageMemory
+from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.schedule.schedule import Schedule
+from jaxmorph.schedule.simulator import simulate
+
+if TYPE_CHECKING:
+    from ortools.sat.python.cp_model import CpModel, CpSolver, IntVar
+
+_NANOSECONDS_PER_MS = 10**6
+_KINDS = (OpKind.F, OpKind.B, OpKind.W)
+_ROUNDING = 1e-9
+
+
+class WholeProblem(NamedTuple):
+    """What is to be scheduled; times are whole numbers of ``unit_ms``."""
+
+    unit_ms: float
+    costs: StageCosts
+    links: Links
+    limits: Limits
+    num_microbatches: int
+
+    def duration(self, stage: int, kind: OpKind) -> int:
+        """Duration of an op."""
+        return int(self.costs.duration_ms(stage, kind))
+
+    def makespan(self, schedule: Schedule) -> int:
+        """How long a schedule takes."""
+        return int(simulate(schedule, self.costs, self.links).makespan_ms)
+
+    def lower_bound(self) -> int:
+        """A makespan that no schedule can beat."""
+        bound = lower_bound_ms(self.costs, self.num_microbatches, self.links, self.limits)
+        return math.ceil(bound * (1 - _ROUNDING))
+
+
+def in_whole_units(
+    costs: StageCosts, links: Links, limits: Limits, num_microbatches: int
+) -> WholeProblem:
+    """The problem in the largest unit of which every time, in whole nanoseconds, is a multiple.
+
+    Args:
+        costs: Durations of the ops, milliseconds.
+        links: Latencies between neighbouring stages, milliseconds.
+        limits: Memory caps.
+        num_microbatches: Number of microbatches, N.
+    """
+    link_values = [value for link in links.values() for value in asdict(link).values()]
+    cost_values = [value for row in asdict(costs).values() for value in row]
+    unit = math.gcd(*map(_nanoseconds, (*cost_values, *link_values))) or 1
+
+    def whole(value_ms: float) -> float:
+        return float(_nanoseconds(value_ms) // unit)
+
+    return WholeProblem(
+        unit / _NANOSECONDS_PER_MS,
+        StageCosts(**{key: tuple(map(whole, row)) for key, row in asdict(costs).items()}),
+        {
+            link: LinkState(**{key: whole(value) for key, value in asdict(state).items()})
+            for link, state in links.items()
+        },
+        limits,
+        num_microbatches,
+    )
+
+
+def _nanoseconds(value_ms: float) -> int:
+    return round(value_ms * _NANOSECONDS_PER_MS)
+
+
+Starts = dict[tuple[int, OpKind], "list[IntVar]"]
+"""The variables: the ops' starts by microbatch, for each stage and kind."""
+
+
+def build_program(
+    model: "CpModel", problem: WholeProblem, hint: Schedule, lower_bound: int
+) -> Starts:
+    """Fills a model: the ops' starts, what constrains them, and the makespan to minimise.
+
+    Args:
+        model: An empty model.
+        problem: What is to be scheduled.
+        hint: A schedule within the caps, to start from; the solution is no longer.
+        lower_bound: A makespan that no schedule can beat, in the problem's unit.
+
+    Returns:
+        The variables.
+    """
+    horizon = problem.makespan(hint)
+    starts = _add_stages(model, problem, horizon)
+    _add_transfers(model, problem, starts, horizon)
+    _add_memory(model, problem, starts, horizon)
+    _minimize_makespan(model, problem, starts, lower_bound, horizon)
+    for span in simulate(hint, problem.costs, problem.links).spans():
+        model.add_hint(starts[span.stage, span.op.kind][span.op.microbatch], int(span.start_ms))
+    return starts
+
+
+def _add_stages(model: "CpModel", problem: WholeProblem, horizon: int) -> Starts:
+    """Every stage runs one op at a time, those of a kind in order, and F before B before W."""
+    starts: Starts = {}
+    microbatches = range(problem.num_microbatches)
+    for stage in range(problem.costs.num_stages):
+        intervals = []
+        for kind in _KINDS:
+            duration = problem.duration(stage, kind)
+            row = [model.new_int_var(0, horizon - duration, f"{kind}{j}") for j in microbatches]
+            intervals += [model.new_fixed_size_interval_var(at, duration, at.name) for at in row]
+            starts[stage, kind] = row
+            _add_precedences(model, row[:-1], row[1:], duration)
+        model.add_no_overlap(intervals)
+        for before, after in pairwise(_KINDS):
+            duration = problem.duration(stage, before)
+            _add_precedences(model, starts[stage, before], starts[stage, after], duration)
+    return starts
+
+
+def _add_transfers(model: "CpModel", problem: WholeProblem, starts: Starts, horizon: int) -> None:
+    """F waits for what the stage above sends, B for what the stage below sends."""
+    for upper, link in enumerate(neighbour_links(problem.links, problem.costs.num_stages)):
+        for kind, source, target, latency, occupancy in (
+            (OpKind.F, upper, upper + 1, link.forward_latency_ms, link.forward_occupancy_ms),
+            (OpKind.B, upper + 1, upper, link.backward_latency_ms, link.backward_occupancy_ms),
+        ):
+            sent, delay = starts[source, kind], problem.duration(source, kind)
+            if occupancy:
+                sent = _add_link_queue(model, sent, delay, int(occupancy), horizon)
+                delay = int(occupancy)
+            _add_precedences(model, sent, starts[target, kind], delay + int(latency))
+
+
+def _add_link_queue(
+    model: "CpModel", starts: "list[IntVar]", duration: int, occupancy: int, horizon: int
+) -> "list[IntVar]":
+    """When each op's message gets the link: after the op, and after the message before it."""
+    begins = [model.new_int_var(0, horizon, "message") for _ in starts]
+    _add_precedences(model, starts, begins, duration)
+    _add_precedences(model, begins[:-1], begins[1:], occupancy)
+    return begins
+
+
+def _add_memory(model: "CpModel", problem: WholeProblem, starts: Starts, horizon: int) -> None:
+    """What the microbatches of a stage hold fits it: a count, or a stash that changes its size."""
+    num_stages, num_microbatches = problem.costs.num_stages, problem.num_microbatches
+    caps = problem.limits.caps(num_stages, num_microbatches)
+    memory = problem.limits.stage_memory(num_stages, num_microbatches)
+    for stage, (cap, held) in enumerate(zip(caps, memory, strict=True)):
+        _add_cap(model, problem, starts, stage, OpKind.B, cap)
+        if least := min(held.forward_holds, held.backward_holds):
+            _add_cap(model, problem, starts, stage, OpKind.W, held.room // least)
+        if 0 < held.backward_holds != held.forward_holds:  # the caps alone allow too much
+            _add_stash(model, problem, starts, stage, held, horizon)
+
+
+def _add_cap(
+    model: "CpModel", problem: WholeProblem, starts: Starts, stage: int, release: OpKind, cap: int
+) -> None:
+    """At most ``cap`` microbatches are between the start of F and the end of ``release``."""
+    waiting = starts[stage, OpKind.F][cap:]
+    released = starts[stage, release][: len(waiting)]
+    _add_precedences(model, released, waiting, problem.duration(stage, release))
+
+
+def _add_stash(
+    model: "CpModel",
+    problem: WholeProblem,
+    starts: Starts,
+    stage: int,
+    held: StageMemory,
+    horizon: int,
+) -> None:
+    """What is held from F to the end of B, and from there to the end of W, fits the room."""
+    forward, backward, weight = (starts[stage, kind] for kind in _KINDS)
+    released = [at + problem.duration(stage, OpKind.B) for at in backward]
+    ended = [at + problem.duration(stage, OpKind.W) for at in weight]
+    intervals = [
+        model.new_interval_var(start, model.new_int_var(0, horizon, "held"), end, "stash")
+        for starting, ending in ((forward, released), (released, ended))
+        for start, end in zip(starting, ending, strict=True)
+    ]
+    demands = [held.forward_holds] * len(forward) + [held.backward_holds] * len(forward)
+    model.add_cumulative(intervals, demands, held.room)
+
+
+def _add_precedences(
+    model: "CpModel", before: "Sequence[IntVar]", after: "Sequence[IntVar]", delay: int
+) -> None:
+    for earlier, later in zip(before, after, strict=True):
+        model.add(later >= earlier + delay)
+
+
+def _minimize_makespan(
+    model: "CpModel", problem: WholeProblem, starts: Starts, lower_bound: int, horizon: int
+) -> None:
+    makespan = model.new_int_var(lower_bound, horizon, "makespan")
+    for stage in range(problem.costs.num_stages):
+        last = starts[stage, OpKind.W][-1]
+        model.add(makespan >= last + problem.duration(stage, OpKind.W))
+    model.minimize(makespan)
+
+
+def solved_schedule(problem: WholeProblem, starts: Starts, solver: "CpSolver") -> Schedule:
+    """The schedule in which every stage runs its ops in the order of their starts."""
+    orders = []
+    for stage in range(problem.costs.num_stages):
+        # At one instant, ops that take no time go first, an older microbatch's before a younger's.
+        placed = sorted(
+            (solver.value(at), problem.duration(stage, kind) > 0, microbatch, place)
+            for place, kind in enumerate(_KINDS)
+            for microbatch, at in enumerate(starts[stage, kind])
+        )
+        orders.append(tuple(Op(_KINDS[place], microbatch) for *_, microbatch, place in placed))
+    return Schedule("optimum", problem.num_microbatches, tuple(orders))

@@ -1,0 +1,168 @@
+"""How long a step takes when every message's latency is drawn anew: Monte Carlo of makespans."""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from jaxmorph.schedule.costs import Links, StageCosts
+from jaxmorph.schedule.link_models import Direction, StageDirections, outgoing
+from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.schedule.replay import StageTimes, replay
+from jaxmorph.schedule.schedule import Schedule
+from jaxmorph.schedule.simulator import stage_times
+
+
+def jittered_makespans_ms(
+    schedule: Schedule,
+    costs: StageCosts,
+    links: Links,
+    jitter_ms: Sequence[float],
+    samples: int,
+    seed: int,
+) -> np.ndarray:
+    """Makespans of steps in which each message's latency is drawn from max(0, Normal(c, sigma)).
+
+    Latencies are independent of each other. Those of one message, told by its link direction,
+    chunk and microbatch, are the same under every schedule, so that schedules compared with one
+    seed meet the same luck.
+
+    Args:
+        schedule: What every stage runs, in which order.
+        costs: Durations of the ops, milliseconds.
+        links: State of the links, milliseconds: c, and occupancies, which do not jitter.
+        jitter_ms: sigma of each link between neighbours, for both directions, milliseconds. The
+            way around of chunks, link 0-(S-1), jitters only where it is one of these: on two
+            stages.
+        samples: Number of steps to draw.
+        seed: Seed of the random numbers, at least 0.
+
+    Returns:
+        Float64 ``[samples]``, milliseconds; without jitter, what ``simulator.simulate`` finds.
+
+    Raises:
+        ScheduleError: The schedule breaks a rule, or its stages wait for each other for ever.
+        ValueError: Costs, links or jitters are of another number of stages, or a jitter is
+            negative or not finite.
+    """
+    schedule.validate_rows()
+    if costs.num_stages != schedule.num_stages:
+        raise ValueError(f"got costs of {costs.num_stages} stages, expected {schedule.num_stages}")
+    sigmas = _jitter_of_stages(jitter_ms, schedule.num_stages)
+    ways = outgoing(links, schedule.num_stages, schedule.num_chunks)
+    up, down = _messages(ways, sigmas, schedule.num_chunks, samples, seed)
+    times = stage_times(costs, links, schedule.num_chunks)
+    clocks = np.zeros((schedule.num_stages, samples))
+    for stage, op in _in_order_of_data(schedule):
+        virtual = op.chunk * schedule.num_stages + stage
+        match op.kind:
+            case OpKind.F:
+                _run(clocks[stage], times[stage].forward, up[virtual], up[virtual + 1])
+            case OpKind.W:
+                clocks[stage] += times[stage].backward_weight
+            case _:
+                duration = _backward_ms(times[stage], op.kind)
+                _run(clocks[stage], duration, down[virtual + 1], down[virtual])
+    return clocks.max(axis=0)
+
+
+class _Messages:
+    """Messages from one virtual stage to the next, in all samples; they come in microbatch order.
+
+    Args:
+        delays: Each message's time on its way, milliseconds, ``[samples]`` or the same in all.
+        occupancy_ms: How long each keeps its link direction.
+        free_at: Float64 ``[samples]``: when that direction is free, for all who send over it.
+    """
+
+    def __init__(
+        self, delays: Iterator[np.ndarray | float], occupancy_ms: float, free_at: np.ndarray
+    ) -> None:
+        self._delays = delays
+        self._occupancy_ms = occupancy_ms
+        self._free_at = free_at
+        self._arrivals: deque[np.ndarray] = deque()
+
+    def send(self, at: np.ndarray) -> None:
+        if self._occupancy_ms:
+            at = np.maximum(at, self._free_at)
+            self._free_at[:] = at + self._occupancy_ms
+        self._arrivals.append(at + next(self._delays))
+
+    def receive(self) -> np.ndarray:
+        return self._arrivals.popleft()
+
+
+def _run(
+    clock: np.ndarray, duration_ms: float, source: _Messages | None, target: _Messages | None
+) -> None:
+    """Moves a stage's clock, in place, past one op that may need a message and may send one."""
+    if source is not None:
+        np.maximum(clock, source.receive(), out=clock)
+    clock += duration_ms
+    if target is not None:
+        target.send(clock)
+
+
+def _backward_ms(times: StageTimes, kind: OpKind) -> float:
+    full = kind is OpKind.BW
+    return times.backward_input + times.backward_weight if full else times.backward_input
+
+
+def _in_order_of_data(schedule: Schedule) -> list[tuple[int, Op]]:
+    """All ops with their stages, each after everything it needs."""
+    ran = replay(schedule.orders, schedule.num_microbatches, num_chunks=schedule.num_chunks)
+    schedule.require_complete(ran.ends)
+    started = [
+        (start, stage, op)
+        for stage, (order, starts) in enumerate(zip(schedule.orders, ran.starts, strict=True))
+        for op, start in zip(order, starts, strict=True)
+    ]
+    return [(stage, op) for _, stage, op in sorted(started, key=lambda op: op[0])]
+
+
+def _jitter_of_stages(jitter_ms: Sequence[float], num_stages: int) -> list[float]:
+    """The sigma from each stage to the next one, the last one's next being the first."""
+    if len(jitter_ms) != num_stages - 1:
+        raise ValueError(
+            f"jitter_ms: got {len(jitter_ms)} values, expected {num_stages - 1} (one per link)"
+        )
+    for link, sigma in enumerate(jitter_ms):
+        if not (math.isfinite(sigma) and sigma >= 0):
+            raise ValueError(f"jitter_ms[{link}]: got {sigma}, expected a finite number of ms >= 0")
+    return [*jitter_ms, jitter_ms[0] if num_stages == 2 else 0.0]
+
+
+def _messages(
+    ways: Sequence[StageDirections],
+    sigmas: Sequence[float],
+    num_chunks: int,
+    samples: int,
+    seed: int,
+) -> tuple[list[_Messages | None], list[_Messages | None]]:
+    """The messages up to, and down from, each virtual stage; None at the ends of the pipeline."""
+    num_stages = len(ways)
+    free_at = defaultdict[tuple[int, int], np.ndarray](lambda: np.zeros(samples))
+    up: list[_Messages | None] = [None]
+    down: list[_Messages | None] = [None]
+    for virtual in range(1, num_stages * num_chunks):
+        below, here = (virtual - 1) % num_stages, virtual % num_stages
+        for messages, sender, receiver, way in (
+            (up, below, here, ways[below].forward),
+            (down, here, below, ways[here].backward),
+        ):
+            random = np.random.default_rng((seed, virtual, messages is up))
+            delays = _delays(way, sigmas[below], samples, random)
+            messages.append(_Messages(delays, way.occupancy_ms, free_at[sender, receiver]))
+    return [*up, None], [*down, None]
+
+
+def _delays(
+    way: Direction, sigma: float, samples: int, random: np.random.Generator
+) -> Iterator[np.ndarray | float]:
+    while True:
+        latency = way.latency_ms
+        if sigma:
+            latency = np.maximum(0.0, latency + sigma * random.standard_normal(samples))
+        yield way.occupancy_ms + latency

@@ -1,0 +1,135 @@
+"""How many layers each stage gets, so that the slowest stage is as fast as can be."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+_PICOSECONDS_PER_MS = 10**9
+_Key = tuple[int, int, tuple[int, ...]]
+
+
+def partition(
+    layer_costs_ms: Sequence[float],
+    first_extra_ms: float,
+    last_extra_ms: float,
+    num_stages: int,
+) -> tuple[int, ...]:
+    """Cuts a chain of layers so that its slowest stage is as fast as can be.
+
+    Among the cuts whose slowest stage is the fastest it takes the one whose stages' times differ
+    least (the least sum of squares), then the one nearest to the even cut, then the one with fewer
+    layers on earlier stages, which hold the most microbatches.
+
+    Args:
+        layer_costs_ms: Time of each layer, milliseconds; with all kinds of op, or of one of them.
+        first_extra_ms: What the first stage does besides, such as the embedding, milliseconds.
+        last_extra_ms: What the last stage does besides, such as the head, milliseconds.
+        num_stages: Number of stages.
+
+    Returns:
+        The number of layers of each stage, at least 1. It is exact: every cut is considered.
+
+    Raises:
+        ValueError: Fewer layers than stages, or no stages.
+    """
+    even = even_cut(len(layer_costs_ms), num_stages)
+    # Whole picoseconds, so that equal cuts compare equal on every machine.
+    ends = list(accumulate(map(_picoseconds, layer_costs_ms), initial=0))
+    extras = [0] * num_stages
+    extras[0] += _picoseconds(first_extra_ms)
+    extras[-1] += _picoseconds(last_extra_ms)
+    return _most_even(ends, extras, even, _fastest_slowest(ends, extras))
+
+
+def even_cut(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """As many layers for every stage; what is left over goes to the stages in the middle.
+
+    Args:
+        num_layers: Number of layers.
+        num_stages: Number of stages.
+
+    Returns:
+        The number of layers of each stage.
+
+    Raises:
+        ValueError: Fewer layers than stages, or no stages.
+    """
+    if not 1 <= num_stages <= num_layers:
+        raise ValueError(
+            f"num_stages: got {num_stages}, expected between 1 and the {num_layers} layers"
+        )
+    share, left_over = divmod(num_layers, num_stages)
+    first = (num_stages - left_over) // 2
+    return tuple(share + (first <= stage < first + left_over) for stage in range(num_stages))
+
+
+def stage_times_ms(
+    layers: Sequence[int],
+    layer_costs_ms: Sequence[float],
+    first_extra_ms: float,
+    last_extra_ms: float,
+) -> tuple[float, ...]:
+    """The time of each stage under a cut, milliseconds.
+
+    Args:
+        layers: The number of layers of each stage.
+        layer_costs_ms: As for ``partition``.
+        first_extra_ms: As for ``partition``.
+        last_extra_ms: As for ``partition``.
+    """
+    bounds = pairwise(accumulate(layers, initial=0))
+    times_ms = [sum(layer_costs_ms[start:end]) for start, end in bounds]
+    times_ms[0] += first_extra_ms
+    times_ms[-1] += last_extra_ms
+    return tuple(times_ms)
+
+
+def _fastest_slowest(ends: Sequence[int], extras: Sequence[int]) -> int:
+    """The time of the slowest stage under the best cut."""
+    num_layers = len(ends) - 1
+    # best[n]: the slowest of the stages so far when they hold the first n layers.
+    best: list[int | None] = [0, *[None] * num_layers]
+    for extra in extras:
+        best = [
+            min(
+                (
+                    max(before, ends[end] - ends[start] + extra)
+                    for start, before in enumerate(best[:end])
+                    if before is not None
+                ),
+                default=None,
+            )
+            for end in range(num_layers + 1)
+        ]
+    slowest = best[num_layers]
+    assert slowest is not None  # there are at least as many layers as stages
+    return slowest
+
+
+def _most_even(
+    ends: Sequence[int], extras: Sequence[int], even: Sequence[int], slowest: int
+) -> tuple[int, ...]:
+    """Of the cuts with no stage slower than ``slowest``, the one that ``partition`` chooses."""
+    num_layers = len(ends) - 1
+    best: list[_Key | None] = [(0, 0, ()), *[None] * num_layers]
+    for extra, usual in zip(extras, even, strict=True):
+        following: list[_Key | None] = [None] * (num_layers + 1)
+        for end in range(1, num_layers + 1):
+            keys: list[_Key] = []
+            for start in range(end - 1, -1, -1):
+                time = ends[end] - ends[start] + extra
+                if time > slowest:
+                    break  # and with more layers it only gets slower
+                if (before := best[start]) is not None:
+                    squares, distance, layers = before
+                    count = end - start
+                    unusual = distance + abs(count - usual)
+                    keys.append((squares + time * time, unusual, (*layers, count)))
+            following[end] = min(keys, default=None)
+        best = following
+    found = best[num_layers]
+    assert found is not None  # the cut that gave ``slowest`` is one
+    return found[2]
+
+
+def _picoseconds(duration_ms: float) -> int:
+    return round(duration_ms * _PICOSECONDS_PER_MS)

@@ -1,0 +1,118 @@
+"""Theorem 1 as numbers: what one slow link costs a pipeline whose stages keep an even slackness."""
+
+import math
+from collections.abc import Iterator
+
+from jaxmorph.schedule.costs import Link, LinkState, StageCosts
+from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.schedule.schedule import Schedule
+from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.timeline import Timeline
+
+
+def evenly_slack_schedule(num_stages: int, num_microbatches: int, slackness: int) -> Schedule:
+    """The zero-bubble schedule whose slackness is the same between all stages, to the last F.
+
+    A stage runs its warm-up forwards, then B and F in turn, and B and W once it has no F left.
+    With equal ops and healthy links it is as fast as can be, whatever the slackness.
+
+    Source: PipeMorph's Figure 4 (slackness 2), and the schedules that its Figure 8 compares.
+
+    Args:
+        num_stages: Number of stages, S.
+        num_microbatches: Number of microbatches, N.
+        slackness: Warm-up forwards that a stage runs more than the next one.
+
+    Returns:
+        The schedule; stage i warms up with 1 + slackness * (S - 1 - i) forwards, at most N.
+    """
+
+    def row(stage: int) -> Iterator[Op]:
+        warmup = min(1 + slackness * (num_stages - 1 - stage), num_microbatches)
+        yield from (Op(OpKind.F, microbatch) for microbatch in range(warmup))
+        for microbatch in range(num_microbatches):
+            yield Op(OpKind.B, microbatch)
+            after = warmup + microbatch
+            kind, among = divmod(after, num_microbatches)
+            yield Op(OpKind.W if kind else OpKind.F, among)
+        yield from (Op(OpKind.W, at) for at in range(warmup, num_microbatches))
+
+    orders = tuple(tuple(row(stage)) for stage in range(num_stages))
+    return Schedule(f"slackness {slackness}", num_microbatches, orders)
+
+
+def over_one_slow_link(schedule: Schedule, op_ms: float, stage: int, latency_ms: float) -> Timeline:
+    """The step when all ops take as long and one link is slow in both directions.
+
+    Args:
+        schedule: What runs.
+        op_ms: Duration of every F, B and W.
+        stage: The link's lower stage.
+        latency_ms: Its latency each way.
+
+    Returns:
+        The simulated step.
+    """
+    costs = StageCosts.uniform(schedule.num_stages, op_ms, op_ms, op_ms)
+    state = LinkState(latency_ms, latency_ms)
+    return simulate(schedule, costs, {Link(stage, stage + 1): state})
+
+
+def tolerated_by_equal_ops_ms(slackness: int, op_ms: float) -> float:
+    """The latency up to which a link delays the step by no more than itself.
+
+    Source: Theorem 1.
+
+    Args:
+        slackness: Between the link's two stages.
+        op_ms: Duration of every op.
+
+    Returns:
+        Milliseconds.
+    """
+    return (slackness - 1) * op_ms
+
+
+def delayed_round_trips(num_microbatches: int, warmup_forwards: int, slackness: int) -> int:
+    """How many round trips over a link follow one after the other when it is slower than absorbed.
+
+    A B that comes back over the link lets its stage send one more F, and the B of
+    ``slackness + 1`` microbatches later waits for that. One such chain runs through all forwards
+    after the warm-up, about N / (slackness + 1) round trips.
+
+    Args:
+        num_microbatches: Number of microbatches, N.
+        warmup_forwards: Of the link's lower stage.
+        slackness: Between the link's two stages.
+
+    Returns:
+        The number of round trips.
+    """
+    return 1 + math.ceil((num_microbatches - warmup_forwards) / (slackness + 1))
+
+
+def expected_delay_ms(
+    schedule: Schedule, slackness: int, op_ms: float, stage: int, latency_ms: float
+) -> float:
+    """What a slow link costs an evenly slack schedule: its latency once, or on every round trip.
+
+    Source: Theorem 1, exact: it prints growth in proportion to ``N c / (slackness - 1)``, where
+    its proof has groups of ``slackness + 1`` microbatches, each late by ``2 c``.
+
+    Args:
+        schedule: From ``evenly_slack_schedule``.
+        slackness: The schedule's.
+        op_ms: Duration of every op.
+        stage: The link's lower stage.
+        latency_ms: The link's latency each way.
+
+    Returns:
+        Milliseconds more than with healthy links.
+    """
+    warmup = schedule.warmup_forwards[stage]
+    trips = delayed_round_trips(schedule.num_microbatches, warmup, slackness)
+    tolerated_ms = tolerated_by_equal_ops_ms(slackness, op_ms)
+    # The link's stages end that much before the last one, which without slack is as late as they.
+    hidden_ms = (schedule.num_stages - 2 - stage) * op_ms if slackness > 1 else 0.0
+    accumulated_ms = tolerated_ms + 2 * trips * (latency_ms - tolerated_ms) - hidden_ms
+    return max(latency_ms, accumulated_ms)

@@ -1,0 +1,149 @@
+"""How long a layer, the embedding and the head take: measured on one device, without a pipeline."""
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxmorph.stage.backward import split_backward
+from jaxmorph.stage.build import OP_KINDS, build_stage
+from jaxmorph.stage.model import PipelineModel
+from jaxmorph.stage.parameters import init_stage_params
+from jaxmorph.stage.stage_functions import StashPolicy
+
+_LEAST, _MOST = 5, 30  # microbatches timed, of each piece
+_ENOUGH_S = 0.5  # after which the least number will do
+_LAYERS = 2  # a loop, as in a stage: it stacks stashes and slices weights, which a lone layer saves
+
+Sums = Any
+"""Gradients summed over microbatches, which the timed programs are handed and give back."""
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What one microbatch takes, all its ops together, in milliseconds.
+
+    Attributes:
+      embed_ms: the embedding.
+      layer_ms: one layer.
+      head_ms: the head, and the loss.
+    """
+
+    embed_ms: float
+    layer_ms: float
+    head_ms: float
+
+
+def measure_layer_costs(
+    model: PipelineModel,
+    submesh: Mesh,
+    tokens: Any,
+    targets: Any,
+    *,
+    stash: StashPolicy = "full",
+    kinds: Collection[str] = OP_KINDS,
+) -> LayerCosts:
+    """Returns the median times of a microbatch's F, B and W, or F and BW, on each kind of piece.
+
+    Each program is compiled once and run on real data with initial parameters. One piece after the
+    other is on the device, and gone when this returns.
+
+    Args:
+      model: the whole model.
+      submesh: of one device, from `stage_submesh`.
+      tokens: int32 [microbatch, sequence], one microbatch's.
+      targets: the same shape.
+      stash: as for `build_stage`.
+      kinds: the kinds of op that the schedule runs; with "W" among them backwards are split.
+    """
+    key, is_split = jax.random.key(0), "W" in kinds
+    with jax.default_device(submesh.devices.flat[0]):
+        tokens, targets = jnp.asarray(tokens), jnp.asarray(targets)
+        embed_params = jax.jit(model.init_embed)(key)
+        activations = jax.jit(model.embed)(embed_params, tokens)
+        embed_ms = _piece_ms(model.embed, embed_params, tokens, is_split=is_split)
+        del embed_params
+        layer_ms = _layer_ms(model, submesh, activations, stash, kinds)
+        head_params = jax.jit(model.init_head)(key)
+        head_ms = _piece_ms(model.head, head_params, activations, targets, is_split=is_split)
+    return LayerCosts(embed_ms, layer_ms, head_ms)
+
+
+def _layer_ms(
+    model: PipelineModel,
+    submesh: Mesh,
+    activations: jax.Array,
+    stash: StashPolicy,
+    kinds: Collection[str],
+) -> float:
+    """One layer's share of a stage's time that has neither embedding nor head."""
+    num_layers = min(_LAYERS, model.num_layers)
+    stage = build_stage(
+        model,
+        submesh,
+        num_layers=num_layers,
+        is_first=False,
+        is_last=False,
+        microbatch_size=activations.shape[0],
+        sequence_length=activations.shape[1],
+        stash=stash,
+        kinds=kinds,
+    )
+    params = init_stage_params(model, jax.random.key(0), range(num_layers), False, False)
+    weights = stage.prepare(params)
+
+    def run(sums: Sums) -> Sums:
+        output, kept = stage.forward(weights, activations)
+        if "W" not in kinds:
+            return stage.backward(weights, kept, output, sums)[1]
+        _, weight_stash = stage.backward_input(weights, kept, output)
+        return stage.backward_weight(weights, weight_stash, sums)
+
+    return _median_ms(run, stage.zero_accumulators()) / num_layers
+
+
+def _piece_ms(function: Callable, params: Any, *inputs: jax.Array, is_split: bool) -> float:
+    """The time of a piece that stands alone."""
+    piece = split_backward(function, params, *inputs)
+    leaves = jax.tree.leaves(params)
+    pool = [*leaves, *jax.jit(piece.prepare)(*leaves)]
+    weights = [pool[source] for source in piece.weight_sources]
+    forward, backward_input = jax.jit(piece.forward), jax.jit(piece.backward_input)
+    backward_weight = _adding(piece.backward_weight, skip=0)
+    backward = _adding(piece.backward, skip=piece.num_input_gradients)
+
+    def run(sums: Sums) -> Sums:
+        output, *kept = forward(*weights, *inputs)
+        if not is_split:
+            return backward(sums, *weights, *kept, output)
+        new = backward_input(*weights, *kept, output)[piece.num_input_gradients :]
+        return backward_weight(sums, *weights, *[kept[i] for i in piece.passed_on], *new)
+
+    return _median_ms(run, [jnp.zeros(leaf.shape, jnp.float32) for leaf in leaves])
+
+
+def _adding(part: Callable, skip: int) -> Callable[..., Sums]:
+    """A compiled part of a backward that adds its results, but for the first ones, to sums."""
+
+    def added(sums: Sums, *arrays: jax.Array) -> Sums:
+        gradients = part(*arrays)[skip:]
+        return [total + gradient for total, gradient in zip(sums, gradients, strict=True)]
+
+    return jax.jit(added, donate_argnums=0)
+
+
+def _median_ms(run: Callable[[Sums], Sums], sums: Sums) -> float:
+    """The median time of a run, after one that compiles what isn't compiled yet."""
+    sums = jax.block_until_ready(run(sums))
+    times_ms: list[float] = []
+    until_s = time.perf_counter() + _ENOUGH_S
+    while len(times_ms) < _LEAST or (len(times_ms) < _MOST and time.perf_counter() < until_s):
+        began_s = time.perf_counter()
+        sums = jax.block_until_ready(run(sums))
+        times_ms.append(1e3 * (time.perf_counter() - began_s))
+    return median(times_ms)

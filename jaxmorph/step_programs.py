@@ -1,0 +1,57 @@
+"""From a schedule to every rank's instructions, as training runs them."""
+
+from dataclasses import astuple
+from statistics import median
+
+from jaxmorph.control.profiler import Profile
+from jaxmorph.program.check import check
+from jaxmorph.program.in_step import lower_in_step
+from jaxmorph.program.instructions import RankProgram, Routes
+from jaxmorph.schedule.costs import Links, StageCosts
+from jaxmorph.schedule.schedule import Schedule
+
+_NOISE = 0.05  # a difference between stages that is not worth an order of transfers
+
+
+def lower_step(
+    schedule: Schedule, profile: Profile, routes: Routes | None = None, num_tied: int = 0
+) -> tuple[RankProgram, ...]:
+    """Every rank's instructions for a step, checked by a replay of all ranks.
+
+    Args:
+        schedule: What every stage runs, in which order.
+        profile: What ops and links cost; it decides the order of direct transfers.
+        routes: The route of each link; a link that is not named is direct.
+        num_tied: How many tied parameters the first and the last stage hold copies of.
+    """
+    routes = routes or {}
+    costs, links = _for_ordering(routes, profile)
+    programs = lower_in_step(schedule, costs, links, routes, num_tied=num_tied)
+    check(programs)
+    return programs
+
+
+def _for_ordering(routes: Routes, profile: Profile) -> tuple[StageCosts, Links]:
+    """What decides the order of direct transfers: costs without noise, and delegated links alone.
+
+    A direct transfer holds both ends' queues, so stages that cost the same run in step, boundary to
+    boundary. A difference of a percent between measured costs, or a link's latency of a fraction
+    of an op, must not push transfers into the middle of the peer's ops, where both ends would wait.
+    """
+    costs = StageCosts(*map(_without_noise, astuple(profile.costs)))
+    delegated = {
+        link: state
+        for link, state in profile.links.items()
+        if routes.get(link, "direct") == "delegated"
+    }
+    return costs, delegated
+
+
+def _without_noise(durations_ms: tuple[float, ...]) -> tuple[float, ...]:
+    """Stages that cost nearly the median cost exactly that; the others stay as they are."""
+    middle_ms = median(durations_ms)
+    near_ms = _NOISE * middle_ms
+    return tuple(
+        middle_ms if abs(duration_ms - middle_ms) <= near_ms else duration_ms
+        for duration_ms in durations_ms
+    )

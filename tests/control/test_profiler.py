@@ -1,0 +1,70 @@
+import numpy as np
+import pytest
+
+from jaxmorph.control.profiler import Profile, Profiler
+from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.ops import Op
+from jaxmorph.schedule.timeline import Timeline, TransferSpan
+
+
+def timeline(rows, transfers=()):
+    """Ops one after another, each with its duration, as in `F0:2 BW0:5`."""
+    parsed = [[word.split(":") for word in row.split()] for row in rows]
+    ends = [np.cumsum([float(ms) for _, ms in row]) for row in parsed]
+    starts = [end - [float(ms) for _, ms in row] for end, row in zip(ends, parsed, strict=True)]
+    orders = tuple(tuple(Op.parse(name) for name, _ in row) for row in parsed)
+    return Timeline(orders, tuple(starts), tuple(ends), tuple(transfers))
+
+
+def profile(*timelines):
+    profiler = Profiler(timelines[0].num_stages)
+    for measured in timelines:
+        profiler.observe(measured)
+    return profiler.profile()
+
+
+def test_costs_are_medians_over_microbatches_and_then_over_steps():
+    steps = [timeline([f"F0:{ms} F1:{ms} F2:90 B0:4 W0:1"]) for ms in (2, 3, 50)]
+    assert profile(*steps).costs.forward_ms == (3.0,)
+    assert profile(*steps).costs.backward_input_ms == (4.0,)
+    assert profile(*steps).costs.backward_weight_ms == (1.0,)
+
+
+def test_full_backwards_alone_count_as_backward_input():
+    costs = profile(timeline(["F0:2 BW0:5"])).costs
+    assert (costs.backward_input_ms, costs.backward_weight_ms) == ((5.0,), (0.0,))
+
+
+def test_a_stage_costs_what_a_microbatch_takes_through_all_its_chunks():
+    rows = ["F0:2 F1:2 1.F0:3 1.F1:3 1.BW0:7 BW0:5", "F0:1 1.F0:1 1.BW0:1 BW0:1"]
+    costs = profile(timeline(rows)).costs
+    assert costs.forward_ms == (5.0, 2.0)
+    assert costs.backward_input_ms == (12.0, 2.0)
+
+
+def test_a_links_latency_is_what_the_later_end_saw_in_each_direction():
+    transfers = [
+        TransferSpan(0, "activation[0] 0>1", 0.0, 7.0),
+        TransferSpan(1, "activation[0] 0>1", 4.0, 7.0),
+        TransferSpan(1, "gradient[0] 1>0", 10.0, 12.0),
+        TransferSpan(0, "gradient[0] 1>0", 8.0, 12.0),
+    ]
+    state = profile(timeline(["F0:1", "F0:1"], transfers)).links[Link(0, 1)]
+    assert (state.forward_latency_ms, state.backward_latency_ms) == (3.0, 2.0)
+
+
+def test_the_link_around_the_ranks_is_measured_as_any_other():
+    transfers = [
+        TransferSpan(rank, label, 0.0, ms)
+        for label, ms in (("activation[0] 2>0", 4.0), ("1.gradient[0] 0>2", 6.0))
+        for rank in (0, 2)
+    ]
+    state = profile(timeline(["F0:1"] * 3, transfers)).links[Link(0, 2)]
+    assert (state.forward_latency_ms, state.backward_latency_ms) == (6.0, 4.0)
+
+
+def test_a_profile_is_read_back_from_json():
+    transfers = [TransferSpan(rank, "activation[0] 0>1", 0.0, 2.0) for rank in (0, 1)]
+    made = profile(timeline(["F0:1 BW0:2", "F0:1 BW0:2"], transfers))
+    assert Profile.from_json(made.to_json()) == made
+    assert made.links[Link(0, 1)].forward_latency_ms == pytest.approx(2.0)

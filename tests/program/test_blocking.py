@@ -1,0 +1,205 @@
+"""Timing of lowered programs by hand, and against the simulation of their schedule."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from jaxmorph.program.blocking import simulate_blocking
+from jaxmorph.program.check import ProgramError
+from jaxmorph.program.instructions import Payload, RankProgram, Receive, Route, Run, Send, Transfer
+from jaxmorph.program.lowering import lower
+from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
+from jaxmorph.schedule.costs import NO_LATENCY, Limits, Link, LinkState, StageCosts, chain_links
+from jaxmorph.schedule.ops import Op
+from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
+from jaxmorph.schedule.schedule import Schedule
+from jaxmorph.schedule.simulator import simulate
+
+UNIFORM = StageCosts.uniform(2, 10, 10, 10)
+
+
+def programs(*rows, route="direct"):
+    """`F0` runs it, `>F0` and `>B0` send what it made, `<F0` and `<B0` receive its input."""
+    return [
+        RankProgram(rank, len(rows), 2, tuple(_step(word, rank, route) for word in row.split()))
+        for rank, row in enumerate(rows)
+    ]
+
+
+def _step(word, rank, route):
+    op = Op.parse(word.lstrip("<>"))
+    toward = 1 if (op.kind == "F") == word.startswith(">") else -1
+    ends = (rank, rank + toward) if word.startswith(">") else (rank + toward, rank)
+    payload = Payload.ACTIVATION if op.kind == "F" else Payload.GRADIENT
+    transfer = Transfer(payload, *ends, op.microbatch)
+    return {">": Send(transfer, route), "<": Receive(transfer, route)}.get(word[0], Run(op))
+
+
+def picture(timeline):
+    """Every op with its start, and every transfer's hold, rank by rank."""
+    rows = []
+    for rank in range(timeline.num_stages):
+        spans = [(s.start_ms, s.end_ms, str(s.op)) for s in timeline.spans() if s.stage == rank]
+        held = [
+            (t.start_ms, t.end_ms, t.label.split()[0])
+            for t in timeline.transfers
+            if t.stage == rank
+        ]
+        rows.append(" ".join(f"{n}:{a:g}-{b:g}" for a, b, n in sorted(spans + held)))
+    return rows
+
+
+def lowered(schedule, costs, links=NO_LATENCY, route: Route = "direct", num_tied=0):
+    pairs = itertools.combinations(range(schedule.num_stages), 2)
+    routes: dict[Link, Route] = {Link(*pair): route for pair in pairs}
+    return lower(schedule, simulate(schedule, costs, links), routes, num_tied=num_tied)
+
+
+def test_a_sender_waits_for_a_receiver_that_comes_late_and_both_for_the_latency():
+    ranks = programs(
+        "F0 >F0 F1 >F1 <B0 B0 <B1 B1",
+        "<F0 F0 B0 <F1 >B0 F1 B1 >B1",
+    )
+    timeline = simulate_blocking(ranks, UNIFORM, {Link(0, 1): LinkState(3, 5)})
+    assert picture(timeline) == [
+        "F0:0-10 activation[0]:10-13 F1:13-23 activation[1]:23-36 "
+        "gradient[0]:36-41 B0:41-51 gradient[1]:51-66 B1:66-76",
+        "activation[0]:0-13 F0:13-23 B0:23-33 activation[1]:33-36 "
+        "gradient[0]:36-41 F1:41-51 B1:51-61 gradient[1]:61-66",
+    ]
+
+
+HEAD_OF_LINE = ("F0 >F0 F1 >F1", "<F0 F0 >F0 <F1 F1", "<F0 F0")
+
+
+def test_what_is_ready_waits_behind_a_slow_transfer_of_something_else():
+    slow = chain_links([0, 30])
+    timeline = simulate_blocking(programs(*HEAD_OF_LINE), StageCosts.uniform(3, 10, 10, 10), slow)
+    assert picture(timeline) == [
+        "F0:0-10 activation[0]:10-10 F1:10-20 activation[1]:20-50",
+        "activation[0]:0-10 F0:10-20 activation[0]:20-50 activation[1]:50-50 F1:50-60",
+        "activation[0]:0-50 F0:50-60",
+    ]
+
+
+def test_nothing_waits_behind_a_delegated_transfer():
+    ranks = programs(*HEAD_OF_LINE, route="delegated")
+    timeline = simulate_blocking(ranks, StageCosts.uniform(3, 10, 10, 10), chain_links([0, 30]))
+    assert picture(timeline) == [
+        "F0:0-10 activation[0]:10-10 F1:10-20 activation[1]:20-20",
+        "F0:10-20 activation[0]:20-20 F1:20-30",
+        "F0:50-60",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("route", "first", "last"),
+    [
+        (
+            "direct",
+            "F0:0-10 activation[0]:10-40 F1:40-50 activation[1]:50-80",
+            "activation[0]:0-40 F0:40-50 activation[1]:50-80 F1:80-90",
+        ),
+        (
+            "delegated",
+            "F0:0-10 activation[0]:10-10 F1:10-20 activation[1]:20-20",
+            "F0:40-50 F1:65-75",
+        ),
+    ],
+)
+def test_messages_occupy_their_link(route, first, last):
+    ranks = programs("F0 >F0 F1 >F1", "<F0 F0 <F1 F1", route=route)
+    link = LinkState(5, 0, forward_occupancy_ms=25, backward_occupancy_ms=99)
+    assert picture(simulate_blocking(ranks, UNIFORM, {Link(0, 1): link})) == [first, last]
+
+
+def test_an_op_of_one_of_two_chunks_takes_half_the_time():
+    steps = tuple(Run(Op.parse(name)) for name in ("F0", "1.F0", "1.BW0", "BW0"))
+    timeline = simulate_blocking([RankProgram(0, 1, 1, steps)], StageCosts.uniform(1, 4, 2, 8))
+    assert timeline.end_ms[0].tolist() == [2, 4, 9, 14]
+
+
+def test_tied_gradients_are_exchanged_after_the_last_op_and_outside_the_makespan():
+    schedule = Schedule.from_rows("hand", ["F0 B0 W0", "F0 B0 W0"])
+    links = chain_links([4])
+    timeline = simulate_blocking(lowered(schedule, UNIFORM, links, num_tied=1), UNIFORM, links)
+    tied = [span[2:] for span in timeline.transfers if span.label.startswith("tied")]
+    assert timeline.makespan_ms == 58.0
+    assert tied == [(58.0, 62.0), (62.0, 66.0), (48.0, 62.0), (62.0, 66.0)]
+
+
+def _problem(seed):
+    draw = random.Random(seed)
+    stages = draw.randint(2, 6)
+    costs = StageCosts(*(tuple(draw.uniform(1, 9) for _ in range(stages)) for _ in range(3)))
+    links = {
+        Link(at, at + 1): LinkState(*(draw.choice((0, draw.uniform(0, 20))) for _ in range(4)))
+        for at in range(stages - 1)
+    }
+    links[Link(0, stages - 1)] = LinkState(*(draw.uniform(0, 20) for _ in range(4)))
+    return costs, links, draw.randint(1, 12)
+
+
+def _schedules(costs, links, num_microbatches):
+    for build in FIXED_SCHEDULES.values():
+        yield build(costs.num_stages, num_microbatches)
+    for num_chunks in (2, 3):
+        yield interleaved(costs.num_stages, num_microbatches * costs.num_stages, num_chunks)
+    for name in PLANNED_SCHEDULES:
+        yield plan(costs, links, Limits(), num_microbatches, name).schedule
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_delegated_links_give_the_schedules_own_simulation(seed):
+    costs, links, num_microbatches = _problem(seed)
+    for schedule in _schedules(costs, links, num_microbatches):
+        expected = simulate(schedule, costs, links)
+        timeline = simulate_blocking(lowered(schedule, costs, links, "delegated"), costs, links)
+        assert timeline.orders == expected.orders
+        for stage in range(costs.num_stages):
+            np.testing.assert_array_equal(timeline.start_ms[stage], expected.start_ms[stage])
+            np.testing.assert_array_equal(timeline.end_ms[stage], expected.end_ms[stage])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_direct_links_run_every_schedule_to_its_end_and_no_op_sooner(seed):
+    costs, links, num_microbatches = _problem(seed)
+    for schedule in _schedules(costs, links, num_microbatches):
+        overlapping = simulate(schedule, costs, links)
+        timeline = simulate_blocking(lowered(schedule, costs, links), costs, links)
+        assert timeline.orders == schedule.orders
+        for blocked, free in zip(timeline.start_ms, overlapping.start_ms, strict=True):
+            assert (blocked >= free - 1e-9).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "healthy_ms", "slow_ms"),
+    [("gpipe", 450, 1170), ("1f1b", 450, 1140), ("zb-h1", 390, 1100), ("zb-h2", 390, 1100)],
+)
+def test_equal_stages_lose_nothing_to_healthy_direct_links_and_every_latency_of_slow_ones(
+    name, healthy_ms, slow_ms
+):
+    # 24 messages of 30 ms cross the slow link, one after another: 720 ms, part of them in bubbles.
+    costs = StageCosts.uniform(4, 10, 10, 10)
+    schedule = FIXED_SCHEDULES[name](4, 12)
+    ranks = lowered(schedule, costs)
+    assert simulate(schedule, costs).makespan_ms == healthy_ms
+    assert simulate_blocking(ranks, costs).makespan_ms == healthy_ms
+    assert simulate_blocking(ranks, costs, chain_links([0, 30, 0])).makespan_ms == slow_ms
+
+
+def test_ranks_that_come_to_their_transfers_in_another_order_wait_for_ever():
+    ranks = programs("F0 >F0 F1 >F1", "<F1 F1 <F0 F0")
+    with pytest.raises(ProgramError) as caught:
+        simulate_blocking(ranks, UNIFORM)
+    assert str(caught.value) == (
+        "deadlock: rank 0 waits for the peer's receive activation[0] 0>1, "
+        "rank 1 waits for the peer's send activation[1] 0>1"
+    )
+
+
+def test_costs_of_another_number_of_stages_are_refused():
+    with pytest.raises(ValueError, match="got costs of 3 stages, expected 2"):
+        simulate_blocking(programs("F0", "F0"), StageCosts.uniform(3, 1, 1, 1))

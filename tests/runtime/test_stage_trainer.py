@@ -1,0 +1,75 @@
+"""A rank's chunks in one process; `test_parity` has several ranks."""
+
+import jax
+import numpy as np
+
+from jaxmorph.program.lowering import lower
+from jaxmorph.runtime.executor import StepInputs
+from jaxmorph.runtime.optimizer import OptimizerSettings
+from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
+from jaxmorph.schedule.costs import StageCosts
+from jaxmorph.schedule.ops import OpKind
+from jaxmorph.schedule.schedule import Schedule
+from jaxmorph.schedule.simulator import simulate
+from jaxmorph.stage.model import cut_layers
+from models.gpt2 import build
+
+
+def settings_of(num_layers, num_stages, num_chunks, kinds=()):
+    return StageSettings(
+        layers=cut_layers(num_layers, num_stages, num_chunks=num_chunks),
+        microbatch_size=1,
+        sequence_length=4,
+        seed=0,
+        kinds=frozenset(kinds),
+        optimizer=OptimizerSettings(1e-3, 0, 1),
+        num_chunks=num_chunks,
+    )
+
+
+def trainer_of(num_layers, num_chunks, kinds=()):
+    """Of one rank that has the whole model."""
+    sizes = {"width": 8, "num_heads": 1, "num_layers": num_layers}
+    model = build(preset="tiny", sequence_length=4, vocab_size=8, **sizes)
+    return StageTrainer(model, settings_of(num_layers, 1, num_chunks, kinds), rank=0)
+
+
+def test_chunks_that_are_built_alike_share_their_programs():
+    trainer = trainer_of(num_layers=4, num_chunks=4)
+    trainer.close()
+    first, second, third, last = trainer.programs
+    assert second is third
+    assert len({first, second, last}) == 3
+    assert [sorted(params) for params in trainer.params] == [
+        ["embed", "layers"], ["layers"], ["layers"], ["head", "layers"],
+    ]  # fmt: skip
+
+
+def test_a_ranks_virtual_stages_are_a_number_of_ranks_apart():
+    settings = settings_of(num_layers=6, num_stages=3, num_chunks=2)
+    assert settings.num_ranks == 3
+    assert [list(settings.own_stages(rank)) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
+    assert [stage for stage in range(6) if settings.is_last(stage)] == [5]
+
+
+def test_chunks_may_split_their_backwards_too():
+    trainer = trainer_of(num_layers=2, num_chunks=2, kinds=OpKind)
+    tokens = np.arange(8, dtype=np.int32).reshape(2, 1, 4)
+    inputs = StepInputs(tokens, tokens[::-1], 1 / 8)
+    results = []
+    for row in (
+        "F0 1.F0 1.BW0 F1 BW0 1.F1 1.BW1 BW1",
+        "F0 F1 1.F0 1.F1 1.B0 B0 1.B1 1.W0 B1 W0 1.W1 W1",
+    ):
+        schedule = Schedule.from_rows("hand", [row])
+        planned = simulate(schedule, StageCosts.uniform(1, 1, 1, 1))
+        (program,) = lower(schedule, planned, num_tied=1)
+        outcome = trainer.run(program, inputs, step=0)
+        results.append((outcome.loss, trainer.squared_norm(), jax.device_get(trainer.gradients)))
+        trainer.discard()
+    trainer.close()
+    (loss, norm, whole), (split_loss, split_norm, split) = results
+    assert split_loss == loss
+    np.testing.assert_allclose(split_norm, norm, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), split, whole)
+    assert norm > 0

@@ -1,0 +1,127 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmorph.schedule.bubbles import BubbleCause, bubble_ms, find_bubbles
+from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved, one_forward_one_backward, zb_h2
+from jaxmorph.schedule.costs import Link, LinkState, StageCosts, chain_links
+from jaxmorph.schedule.ops import Op
+from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.timeline import Timeline, TransferSpan
+
+
+def _rows(timeline: Timeline) -> list[str]:
+    """A line per stage, of bubbles such as ``20-45 waits for B``."""
+    rows: list[list[str]] = [[] for _ in timeline.orders]
+    for stage, start, end, cause in find_bubbles(timeline):
+        rows[stage].append(f"{start:g}-{end:g} {cause}")
+    return [", ".join(row) for row in rows]
+
+
+def _measured(rows: list[list[tuple[str, float, float]]], *transfers: TransferSpan) -> Timeline:
+    return Timeline(
+        tuple(tuple(Op.parse(name) for name, _, _ in row) for row in rows),
+        tuple(np.array([start for _, start, _ in row]) for row in rows),
+        tuple(np.array([end for _, _, end in row]) for row in rows),
+        transfers,
+    )
+
+
+def test_bubbles_of_1f1b_over_a_slow_link():
+    costs = StageCosts.uniform(2, 10.0, 10.0, 10.0)
+    assert _rows(simulate(one_forward_one_backward(2, 4), costs, chain_links([5.0]))) == [
+        "20-45 waits for B, 45-50 link delay, 110-115 waits for B, 115-120 link delay, "
+        "140-145 waits for B, 145-150 link delay",
+        "0-10 warm-up, 10-15 link delay, 75-80 waits for F, 80-85 link delay, 145-170 cool-down",
+    ]
+
+
+def test_a_healthy_zero_bubble_step_only_fills_and_drains():
+    costs = StageCosts.uniform(4, 10.0, 10.0, 10.0)
+    assert _rows(simulate(zb_h2(4, 12), costs)) == [
+        "360-390 cool-down",
+        "0-10 warm-up, 370-390 cool-down",
+        "0-20 warm-up, 380-390 cool-down",
+        "0-30 warm-up",
+    ]
+
+
+def test_only_the_ends_of_a_slow_link_wait_for_it_and_stages_wait_for_those():
+    costs = StageCosts.uniform(4, 10.0, 10.0, 10.0)
+    timeline = simulate(zb_h2(4, 12), costs, chain_links([0.0, 30.0, 0.0]))
+    of_cause: dict[BubbleCause, set[int]] = {cause: set() for cause in BubbleCause}
+    for bubble in find_bubbles(timeline):
+        of_cause[bubble.cause].add(bubble.stage)
+    assert of_cause[BubbleCause.LINK] == {1, 2}
+    assert of_cause[BubbleCause.FORWARD] == {2, 3}
+    assert of_cause[BubbleCause.BACKWARD] == {0, 1}
+
+
+def test_chunks_wait_for_the_link_around():
+    around = {Link(0, 2): LinkState(5.0, 7.0)}
+    costs = StageCosts.uniform(3, 4.0, 4.0, 4.0)
+    causes = bubble_ms(simulate(interleaved(3, 3, 2), costs, around))
+    assert causes[BubbleCause.LINK] > 0
+    assert bubble_ms(simulate(interleaved(3, 3, 2), costs))[BubbleCause.LINK] == 0
+
+
+def test_made_data_behind_another_transfer_is_blocking_and_in_its_own_it_is_link_delay():
+    timeline = _measured(
+        [[("F0", 0, 10), ("F1", 10, 20), ("B0", 50, 60)], [("F0", 14, 24), ("B0", 24, 34)]],
+        TransferSpan(0, "activation[0] 0>1", 10, 12),
+        TransferSpan(1, "activation[0] 0>1", 0, 12),
+        TransferSpan(0, "activation[1] 0>1", 20, 40),
+        TransferSpan(0, "gradient[0] 1>0", 40, 45),
+        TransferSpan(1, "gradient[0] 1>0", 34, 45),
+    )
+    assert _rows(timeline) == [
+        "20-34 waits for B, 34-40 blocking, 40-45 link delay, 45-50 other",
+        "0-10 warm-up, 10-12 link delay, 12-14 other, 34-60 cool-down",
+    ]
+
+
+def test_a_sender_that_comes_late_to_the_transfer_blocks_its_receiver():
+    timeline = _measured(
+        [[("F0", 0, 10), ("F1", 25, 35)], [("F0", 30, 40)]],
+        TransferSpan(0, "activation[0] 0>1", 22, 25),
+        TransferSpan(1, "activation[0] 0>1", 0, 25),
+    )
+    assert _rows(timeline)[1] == "0-10 warm-up, 10-22 blocking, 22-25 link delay, 25-30 other"
+    assert _rows(timeline)[0].startswith("10-22 other, 22-25 blocking")
+
+
+def test_a_gap_before_an_op_that_needs_nothing_from_elsewhere_is_other():
+    timeline = _measured([[("F0", 1, 2), ("B0", 3, 4), ("W0", 6, 7)]])
+    assert _rows(timeline) == ["0-1 warm-up, 2-3 other, 4-6 other"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from([*FIXED_SCHEDULES]),
+    stages=st.integers(1, 5),
+    microbatches=st.integers(1, 7),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_ops_and_bubbles_fill_every_stage_without_overlap(name, stages, microbatches, seed):
+    random = np.random.default_rng(seed)
+    costs = StageCosts(*(tuple(random.uniform(0.0, 9.0, stages)) for _ in range(3)))
+    links = chain_links(tuple(random.choice([0.0, 3.3, 17.0], stages - 1)))
+    timeline = simulate(FIXED_SCHEDULES[name](stages, microbatches), costs, links)
+    filled = [[] for _ in range(stages)]
+    for stage, _, start, end in timeline.spans():
+        filled[stage].append((start, end))
+    for stage, start, end, cause in find_bubbles(timeline):
+        assert cause not in (BubbleCause.BLOCKING, BubbleCause.OTHER)
+        filled[stage].append((start, end))
+    for row in filled:
+        row.sort()
+        begins, finishes = zip(*row, strict=True)
+        assert [*begins, timeline.makespan_ms] == pytest.approx([0.0, *finishes], abs=1e-6)
+
+
+def test_bubbles_sum_up_to_the_bubble_rate():
+    costs = StageCosts((7.0, 12.0, 9.0), (11.0, 8.0, 10.0), (5.0, 6.0, 9.5))
+    timeline = simulate(zb_h2(3, 6), costs, chain_links([13.0, 2.5]))
+    idle_ms = sum(bubble_ms(timeline).values())
+    assert idle_ms / (3 * timeline.makespan_ms) == pytest.approx(timeline.bubble_rate)

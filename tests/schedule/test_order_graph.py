@@ -1,0 +1,250 @@
+"""Op numbers of S stages and N microbatches: stage * 3 N + (0, N, 2 N for F, B, W) + microbatch."""
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmorph.schedule.list_schedule import Rule, list_schedule
+from jaxmorph.schedule.numbering import to_schedule
+from jaxmorph.schedule.order_graph import Arcs, OrderGraph
+from jaxmorph.schedule.workload import Workload
+
+
+def _workload(draw: Random) -> Workload:
+    stages, count = draw.randint(1, 4), draw.randint(1, 6)
+    forward, backward_input, backward_weight = (
+        tuple(draw.choice((0, 1, 2, 3, 9)) for _ in range(stages)) for _ in range(3)
+    )
+    times = forward, backward_input, backward_weight
+    up = (*(draw.choice((0, 4)) for _ in range(stages - 1)), 0)
+    down = (0, *(draw.choice((0, 5)) for _ in range(stages - 1)))
+    after_forward, after_backward = (
+        tuple(draw.randint(0, 3) for _ in range(stages)) for _ in range(2)
+    )
+    room = tuple(
+        max(pair) + draw.randint(0, 9) for pair in zip(after_forward, after_backward, strict=True)
+    )
+    return Workload(count, *times, up, down, after_forward, after_backward, room)
+
+
+def _graph(workload: Workload, draw: Random) -> OrderGraph:
+    rule = Rule(backward_first=draw.random() < 0.5, mirrored=draw.random() < 0.5)
+    made = list_schedule(workload, rule)
+    assert made is not None
+    return OrderGraph(Arcs.of(workload), made.numbers)
+
+
+def _needs(workload: Workload, rows: list[list[int]]) -> dict[int, list[tuple[int, int]]]:
+    """What each op waits for, and how late that comes: data of other stages, then its own row."""
+    count, last = workload.num_microbatches, workload.num_stages - 1
+    needs: dict[int, list[tuple[int, int]]] = {}
+    for stage, row in enumerate(rows):
+        for index, op in enumerate(row):
+            kind = op // count % 3
+            before = needs.setdefault(op, [])
+            if kind == 0 and stage > 0:
+                before.append((op - 3 * count, workload.forward_latency[stage - 1]))
+            if kind == 1 and stage < last:
+                before.append((op + 3 * count, workload.backward_latency[stage + 1]))
+            if index:
+                before.append((row[index - 1], 0))
+    return needs
+
+
+def _durations(workload: Workload) -> list[int]:
+    kinds = zip(workload.forward, workload.backward_input, workload.backward_weight, strict=True)
+    return [ms for stage in kinds for ms in stage for _ in range(workload.num_microbatches)]
+
+
+def _longest(duration: list[int], arcs: dict[int, list[tuple[int, int]]]) -> list[int]:
+    """Longest path to each op's start, by relaxing every arc until nothing changes."""
+    longest, changed = [0] * len(duration), True
+    while changed:
+        changed = False
+        for op, before in arcs.items():
+            start = max((longest[need] + duration[need] + lag for need, lag in before), default=0)
+            changed = changed or start != longest[op]
+            longest[op] = start
+    return longest
+
+
+def _heads_and_tails(workload: Workload, graph: OrderGraph) -> tuple[list[int], list[int]]:
+    duration, needs = _durations(workload), _needs(workload, graph.rows)
+    users: dict[int, list[tuple[int, int]]] = {op: [] for op in needs}
+    for op, before in needs.items():
+        for need, lag in before:
+            users[need].append((op, lag))
+    return _longest(duration, needs), _longest(duration, users)
+
+
+def _reaches(arcs: dict[int, list[tuple[int, int]]], op: int, skip: tuple[int, int]) -> set[int]:
+    """Ops that `op` comes after, by any way but the one arc."""
+    found, front = set(), [op]
+    while front:
+        here = front.pop()
+        for need, _ in arcs[here]:
+            if (here, need) != skip and need not in found:
+                found.add(need)
+                front.append(need)
+    return found
+
+
+def _some_move(graph: OrderGraph, draw: Random, count: int) -> tuple[int, int, bool] | None:
+    """An op, another, and whether behind it; none that swaps a microbatch's F, B and W."""
+    row = draw.choice(graph.rows)
+    first = draw.randrange(len(row))
+    last = min(len(row) - 1, first + draw.randint(1, 4))
+    behind = draw.random() < 0.5
+    op, other = (row[first], row[last]) if behind else (row[last], row[first])
+    passed = row[first + 1 : last + 1] if behind else row[first:last]
+    if not passed or any(each % count == op % count for each in passed):
+        return None
+    return op, other, behind
+
+
+def _state(graph: OrderGraph):
+    lists = (graph.head, graph.tail, graph.held, graph.position, graph.before, graph.after)
+    return [list(values) for values in lists], [list(row) for row in graph.rows], graph.numbers
+
+
+def _make(graph: OrderGraph, op: int, other: int, behind: bool) -> bool:
+    return graph.move_behind(op, other) if behind else graph.move_ahead(op, other)
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 2**32).map(Random))
+def test_heads_and_tails_after_any_moves_are_the_longest_paths(draw):
+    workload = _workload(draw)
+    graph = _graph(workload, draw)
+    assert (graph.head, graph.tail) == _heads_and_tails(workload, graph)
+    for _ in range(20):
+        move = _some_move(graph, draw, workload.num_microbatches)
+        if move is not None and _make(graph, *move):
+            assert (graph.head, graph.tail) == _heads_and_tails(workload, graph)
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 2**32).map(Random))
+def test_after_any_moves_everything_is_as_in_a_graph_made_anew(draw):
+    workload = _workload(draw)
+    graph = _graph(workload, draw)
+    for _ in range(20):
+        move = _some_move(graph, draw, workload.num_microbatches)
+        if move is not None:
+            _make(graph, *move)
+    assert _state(OrderGraph(Arcs.of(workload), graph.numbers)) == _state(graph)
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 2**32).map(Random))
+def test_after_any_moves_each_op_is_numbered_after_all_that_it_needs(draw):
+    workload = _workload(draw)
+    graph = _graph(workload, draw)
+    for _ in range(20):
+        move = _some_move(graph, draw, workload.num_microbatches)
+        if move is not None:
+            _make(graph, *move)
+        place = {op: index for index, op in enumerate(graph.numbers)}
+        needs = _needs(workload, graph.rows)
+        assert sorted(place) == sorted(needs)
+        assert all(place[need] < place[op] for op in needs for need, _ in needs[op])
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 2**32).map(Random))
+def test_a_move_is_refused_just_where_it_would_close_a_circle_and_changes_nothing_then(draw):
+    workload = _workload(draw)
+    graph = _graph(workload, draw)
+    for _ in range(20):
+        move = _some_move(graph, draw, workload.num_microbatches)
+        if move is None:
+            continue
+        op, other, behind = move
+        first, last = (op, other) if behind else (other, op)
+        needs = _needs(workload, graph.rows)
+        # The later op comes after the earlier one by more than the row's own order.
+        row = graph.row_of(op)
+        begin, end = graph.position[first], graph.position[last]
+        own = (row[begin + 1], first) if behind else (last, row[end - 1])
+        circle = first in _reaches(needs, last, own)
+        before = _state(graph)
+        assert _make(graph, *move) is not circle
+        if circle:
+            assert _state(graph) == before
+        else:
+            assert graph.position[op] - graph.position[other] == (1 if behind else -1)
+
+
+@settings(max_examples=150)
+@given(st.integers(0, 2**32).map(Random))
+def test_the_path_foreseen_is_the_one_after_the_move(draw):
+    """Unless the ops concerned need each other by way of other stages: then it is a guess."""
+    workload = _workload(draw)
+    graph = _graph(workload, draw)
+    for _ in range(20):
+        move = _some_move(graph, draw, workload.num_microbatches)
+        if move is None:
+            continue
+        op, other, behind = move
+        begin, end = sorted((graph.position[op], graph.position[other]))
+        part = graph.row_of(op)[begin : end + 1]
+        sequence = [*part[1:], op] if behind else [op, *part[:-1]]
+        foreseen = graph.longest_through(sequence, graph.before[part[0]], graph.after[part[-1]])
+        if not _make(graph, op, other, behind) or _is_tangled(workload, graph, sequence):
+            continue
+        through = [graph.head[each] + graph.duration[each] + graph.tail[each] for each in sequence]
+        assert foreseen == max(through)
+
+
+def _is_tangled(workload: Workload, graph: OrderGraph, sequence: list[int]) -> bool:
+    """Whether one of the ops needs another one's output by way of other stages."""
+    needs = _needs(workload, graph.rows)
+    return any(
+        not _reaches(needs, need, (-1, -1)).isdisjoint(sequence)
+        for op in sequence
+        for need, _ in needs[op]
+        if need // (3 * workload.num_microbatches) != op // (3 * workload.num_microbatches)
+    )
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32).map(Random))
+def test_critical_blocks_are_rows_parts_without_a_gap_that_last_the_whole_step(draw):
+    workload = _workload(draw)
+    graph = _graph(workload, draw)
+    blocks = graph.critical_blocks()
+    makespan = graph.end(graph.last_op())
+    assert makespan == max(map(graph.end, graph.numbers))
+    for block in blocks:
+        begin, end = graph.position[block[0]], graph.position[block[-1]]
+        assert graph.row_of(block[0])[begin : end + 1] == block
+        for op in block:
+            assert graph.head[op] + graph.duration[op] + graph.tail[op] == makespan
+    assert graph.head[blocks[0][0]] == 0
+    assert graph.end(blocks[-1][-1]) == makespan
+
+
+def _picture(graph: OrderGraph) -> list[str]:
+    schedule = to_schedule("moved", len(graph.rows), len(graph.rows[0]) // 3, graph.numbers)
+    return [" ".join(map(str, order)) for order in schedule.orders]
+
+
+TWO = Workload(2, (1, 1), (1, 1), (1, 1), (0, 0), (0, 0), (1, 1), (0, 0), (2, 2))
+
+
+def test_moves_as_rows():
+    made = list_schedule(TWO)
+    assert made is not None
+    graph = OrderGraph(Arcs.of(TWO), made.numbers)
+    assert _picture(graph) == ["F0 F1 B0 W0 B1 W1", "F0 B0 F1 B1 W0 W1"]
+    assert graph.move_behind(4, 3)  # W0 behind B1, on stage 0
+    assert _picture(graph)[0] == "F0 F1 B0 B1 W0 W1"
+    assert graph.move_ahead(10, 7)  # W0 ahead of F1, on stage 1
+    assert _picture(graph)[1] == "F0 B0 W0 F1 B1 W1"
+    assert graph.move_ahead(7, 8)  # F1 ahead of B0, on stage 1
+    assert _picture(graph)[1] == "F0 F1 B0 W0 B1 W1"
+    # Now B0 of stage 0 needs F1 of stage 0: by way of F1 and B0 of stage 1.
+    assert not graph.move_behind(1, 2)
+    assert not graph.move_ahead(2, 1)
+    assert _picture(graph) == ["F0 F1 B0 B1 W0 W1", "F0 F1 B0 W0 B1 W1"]

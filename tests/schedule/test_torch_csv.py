@@ -1,0 +1,103 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
+from jaxmorph.schedule.schedule import Schedule, ScheduleError
+from jaxmorph.schedule.torch_csv import format_torch_csv, parse_torch_csv
+
+
+def _rows(schedule):
+    return [" ".join(map(str, order)) for order in schedule.orders]
+
+
+def test_a_split_schedule_as_torch_writes_it():
+    schedule = Schedule.from_rows("two", ["F0 F1 B0 W0 B1 W1", "F0 B0 F1 B1 W0 W1"])
+    assert format_torch_csv(schedule) == (
+        "0F0,0F1,,0I0,0W0,0I1,0W1\n"
+        ",1F0,1I0,1F1,1I1,1W0,1W1\n"
+    )  # fmt: skip
+
+
+def test_full_backwards_are_torchs_b():
+    schedule = Schedule.from_rows("whole", ["F0 F1 BW0 BW1", "F0 BW0 F1 BW1"])
+    assert format_torch_csv(schedule) == "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
+
+
+def test_stages_go_around_the_ranks_once_per_chunk():
+    schedule = parse_torch_csv("0F0,,2F0,,2B0,,0B0\n,1F0,,3F0,3B0,1B0\n", "loop")
+    assert _rows(schedule) == ["F0 1.F0 1.BW0 BW0", "F0 1.F0 1.BW0 BW0"]
+    assert schedule.num_chunks == 2
+
+
+def test_empty_cells_are_idle_and_spaces_do_not_count():
+    schedule = parse_torch_csv(" 0F0, ,,0B0 \r\n,1F0,1B0,\r\n\r\n", "x")
+    assert (schedule.name, schedule.num_microbatches) == ("x", 1)
+    assert _rows(schedule) == ["F0 BW0", "F0 BW0"]
+
+
+def test_old_files_write_b_for_the_gradient_of_the_input():
+    assert _rows(parse_torch_csv("0F0,,0B0,0W0\n,1F0,1B0,1W0\n", "old")) == ["F0 B0 W0"] * 2
+
+
+def test_a_file_that_splits_some_backwards_has_the_whole_ones_in_two_steps():
+    text = "0F0,0F1,0I0,0B1,0W0\n"
+    assert _rows(parse_torch_csv(text, "mixed")) == ["F0 F1 B0 B1 W1 W0"]
+
+
+def test_stages_and_microbatches_may_have_several_digits():
+    text = "".join(f"{rank}F10\n" for rank in range(12))
+    assert parse_torch_csv(text, "wide").num_microbatches == 11
+
+
+@given(
+    name=st.sampled_from(sorted(FIXED_SCHEDULES)),
+    stages=st.integers(1, 6),
+    microbatches=st.integers(1, 9),
+)
+def test_what_is_written_reads_back(name, stages, microbatches):
+    schedule = FIXED_SCHEDULES[name](stages, microbatches)
+    assert parse_torch_csv(format_torch_csv(schedule), schedule.name) == schedule
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(2, 4, 2), (4, 8, 3), (1, 2, 2)])
+def test_chunks_read_back_too(stages, microbatches, chunks):
+    schedule = interleaved(stages, microbatches, chunks)
+    assert parse_torch_csv(format_torch_csv(schedule), schedule.name) == schedule
+
+
+@given(stages=st.integers(1, 5), microbatches=st.integers(1, 6))
+def test_an_op_stands_behind_all_it_needs(stages, microbatches):
+    text = format_torch_csv(FIXED_SCHEDULES["zb-h2"](stages, microbatches))
+    column = {
+        cell: at for line in text.splitlines() for at, cell in enumerate(line.split(",")) if cell
+    }
+    for microbatch in range(microbatches):
+        for stage in range(stages - 1):
+            assert column[f"{stage}F{microbatch}"] < column[f"{stage + 1}F{microbatch}"]
+            assert column[f"{stage + 1}I{microbatch}"] < column[f"{stage}I{microbatch}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "got no rows, expected one per rank"),
+        ("\n,,\n", "got no rows"),
+        ("0F0,0X0\n", "row 0, column 1: got '0X0', expected an empty cell or a computation"),
+        ("0F0\n,1SEND_F0\n", "row 1, column 1: got '1SEND_F0', expected an empty cell"),
+        (
+            "0F0,3F0\n1F0,2F0\n",
+            "row 0: got stage 3 on rank 0, expected it on rank 1: of 2 ranks, stage s must be on "
+            "rank s mod 2 \\(V-shaped placements are not supported\\)",
+        ),
+    ],
+)
+def test_what_is_no_such_file_is_refused_with_the_place(text, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        parse_torch_csv(text, "x")
+
+
+def test_a_schedule_that_gets_stuck_is_not_written():
+    stuck = Schedule.from_rows("stuck", ["F0 B0 F1 B1 W0 W1", "F0 F1 B0 B1 W0 W1"])
+    with pytest.raises(ScheduleError, match="wait for each other"):
+        format_torch_csv(stuck)

@@ -1,0 +1,42 @@
+import math
+from dataclasses import astuple
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmorph.stage.layer_costs import measure_layer_costs
+from jaxmorph.stage.mesh import make_mesh, stage_submesh
+from models.gpt2 import build
+
+SIZES = {"preset": "tiny", "sequence_length": 8, "width": 16, "num_heads": 2, "num_layers": 3}
+
+
+def measured(vocab_size, **settings):
+    tokens, targets = np.random.default_rng(1).integers(vocab_size, size=(2, 2, 8), dtype=np.int32)
+    submesh = stage_submesh(make_mesh(1), 0)
+    return measure_layer_costs(
+        build(vocab_size=vocab_size, **SIZES), submesh, tokens, targets, **settings
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kinds": ("F", "BW")}, {"stash": "recompute"}],
+    ids=["split", "full", "recompute"],
+)
+def test_every_piece_costs_some_time(settings):
+    costs = astuple(measured(32, **settings))
+    assert len(costs) == 3
+    assert all(math.isfinite(cost) and cost > 0 for cost in costs)
+
+
+def test_a_head_of_many_words_costs_more_than_a_small_layer():
+    costs = measured(20_000)
+    assert costs.head_ms > 2 * costs.layer_ms
+
+
+def test_nothing_that_was_measured_stays_on_the_device():
+    before = {id(array) for array in jax.live_arrays()}
+    measured(32)
+    assert {id(array) for array in jax.live_arrays()} <= before

@@ -1,0 +1,113 @@
+import json
+
+import pytest
+
+from jaxmorph import cli
+from jaxmorph.schedule.builders import one_forward_one_backward, zb_h2
+from jaxmorph.schedule.schedule_file import save_schedule
+
+
+def _run(capsys, *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["validate", *map(str, arguments)])
+    captured = capsys.readouterr()
+    code = exit_info.value.code
+    assert isinstance(code, int)
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "mine.csv"
+    save_schedule(path, zb_h2(4, 12))
+    return path
+
+
+def test_a_sound_schedule_is_ok_and_drawn_with_its_numbers(capsys, saved):
+    code, out, err = _run(capsys, saved, "--link-ms", "0,0,20")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[:2] == ["ok: every op runs", "mine: 4 stages, 12 microbatches"]
+    assert out.splitlines()[-5:] == [
+        "makespan     460.0 ms",
+        "lower bound  410.0 ms  this is 12.2% above the bound",
+        "bubble rate  21.7%",
+        "warm-ups     7 5 3 1   forwards before the first backward",
+        "peak live    7 5 3 1   microbatches held until B",
+    ]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".txt"])
+def test_every_kind_of_file_gives_the_same_answer(capsys, tmp_path, suffix):
+    path = tmp_path / f"1f1b{suffix}"
+    save_schedule(path, one_forward_one_backward(4, 12))
+    code, out, err = _run(capsys, path, "--json", "--backward-weight-ms", "20")
+    answer = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (answer["valid"], answer["name"], answer["makespan_ms"]) == (True, "1f1b", 600.0)
+    assert answer["peak_live"] == [4, 3, 2, 1]
+
+
+def test_a_deadlock_is_shown_in_the_grid_and_is_exit_code_2(capsys, tmp_path):
+    path = tmp_path / "stuck.csv"
+    path.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    code, out, err = _run(capsys, path)
+    assert (code, err) == (2, "")
+    assert out.splitlines() == [
+        "deadlock: the stages wait for each other in a circle: stage 0 at BW0, stage 1 at F1",
+        "stuck, the op marked as >op<:",
+        "stage 0  F0    >BW0< F1    BW1",
+        "stage 1  F0    >F1<  BW0   BW1",
+    ]
+
+
+def test_a_missing_op_in_json(capsys, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("short: 1 stages, 2 microbatches\nstage 0  F0 F1 BW0\n")
+    code, out, _ = _run(capsys, path, "--json")
+    assert code == 2
+    assert json.loads(out) == {
+        "name": "short",
+        "valid": False,
+        "kind": "missing op",
+        "reason": "stage 0: BW1 is missing",
+        "grid": "stage 0  F0  F1  BW0 ><",
+    }
+
+
+def test_torchs_virtual_stages_are_chunks_and_go_around(capsys, tmp_path):
+    path = tmp_path / "loop.csv"
+    path.write_text("0F0,,3F0,,,,,3B0,,0B0\n,1F0,,4F0,,,4B0,,1B0,\n,,2F0,,5F0,5B0,,2B0,,\n")
+    code, out, _ = _run(capsys, path, "--link-ms", "0,0,7", "--json")
+    answer = json.loads(out)
+    assert (code, answer["makespan_ms"]) == (0, 3 * 30.0 + 2 * 7.0)
+    assert answer["peak_live"] == [2, 2, 2]
+
+
+def test_a_picture_is_drawn(capsys, saved, tmp_path):
+    assert _run(capsys, saved, "--out", tmp_path / "mine.svg")[0] == 0
+    assert (tmp_path / "mine.svg").read_text().lstrip().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--link-ms", "1,2"], "--link-ms: got 2 values, expected 3 (one per link)"),
+        (["--max-live", "6"], "--max-live[0]: mine holds 7 microbatches"),
+        (["--link-model", "x"], "--link-model: got 'x', expected 'latency'"),
+        (["--out", "a.pdf"], "--out: got a.pdf, expected a name that ends in"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(capsys, saved, arguments, message):
+    code, out, err = _run(capsys, saved, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
+
+
+def test_a_file_that_is_no_schedule_is_named(capsys, tmp_path):
+    path = tmp_path / "v.csv"
+    path.write_text("0F0,3F0\n1F0,2F0\n")
+    code, out, err = _run(capsys, path)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {path}: row 0: got stage 3 on rank 0, expected it on rank 1")
+    assert _run(capsys, tmp_path / "none.csv")[2].startswith(f"error: {tmp_path}/none.csv: cannot")
