@@ -116,7 +116,9 @@ def _limits(config: Config, profile: Profile) -> Limits:
 
 def _key(name: str) -> str:
     """The key of the configuration that is at fault, by what the planner calls it."""
-    if name.startswith(("max_live", "max_stash_bytes")):
+    if name.startswith("max_live"):
+        return "schedule.max_live"  # what follows names the stage
+    if name.startswith("max_stash_bytes"):
         return f"schedule.{name}"
     # `interleaved` has but one complaint: microbatches that don't go into its rounds.
     return "batch.microbatches" if name == "interleaved" else f"schedule: {name}"

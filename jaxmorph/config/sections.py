@@ -124,7 +124,7 @@ class Parallelism(Section):
     layers: Annotated[
         Literal["auto", "even"] | Counts,
         Expected("auto, even, or a list with the number of layers of each stage (at least 1)"),
-    ] = "auto"
+    ] = "even"
 
     @property
     def virtual_stages(self) -> int:

@@ -1,10 +1,10 @@
 """The plan to begin with, when no link is known to be slow: ready for any of them to turn so."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from jaxmorph.schedule.costs import Limits, Links, StageCosts
-from jaxmorph.schedule.list_schedule import Rule, list_schedule
+from jaxmorph.schedule.list_schedule import ListSchedule, Rule, list_schedule
 from jaxmorph.schedule.numbering import to_schedule
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.slackness import initial_warmup_forwards, tolerated_latency_ms
@@ -15,15 +15,18 @@ from jaxmorph.schedule.workload import Workload, make_workload
 _RULES = tuple(Rule(backward_first=False, weight_patience=patience) for patience in (0.0, 0.5, 1.0))
 
 
+_EFFORT = 200_000  # ops that may be scheduled in search of better warm-ups: some 0.2 s
+
+
 def initial_schedule(
     costs: StageCosts, links: Links, limits: Limits, num_microbatches: int
 ) -> tuple[Schedule, str]:
-    """A schedule whose smallest slackness is as large as memory allows: the shortest of some.
+    """A schedule whose smallest slackness is as large as memory allows: the shortest one found.
 
-    Source: Algorithm 1, which is for one cap for all stages. Here every stage has its own, and of
-    the fewest, the most and the evenly spread warm-ups with that smallest slackness those are taken
-    that give the shortest step. After the warm-up F comes before B, unlike in Algorithm 3, so that
-    the slackness is kept.
+    Source: Algorithm 1, which is for one cap for all stages. Here every stage has its own. Of the
+    fewest, the most and the evenly spread warm-ups with that smallest slackness the best are taken,
+    and changed by one forward at a time for as long as that makes the step shorter. After the
+    warm-up F comes before B, unlike in Algorithm 3, so that the slackness is kept.
 
     Args:
         costs: Durations of the ops, milliseconds.
@@ -35,55 +38,75 @@ def initial_schedule(
         The schedule, and what its slackness is good for, in one line.
     """
     workload = make_workload(costs, links, limits, num_microbatches)
-    caps = limits.caps(costs.num_stages, num_microbatches)
-    schedules = [
-        schedule
-        for warmup in _candidates(list(accumulate(caps, min)))
-        for schedule in _schedules(workload, warmup)
-    ]
-    _, best = max(schedules, key=lambda made: (smallest_slackness(made[1]), -made[0]))
-    return best, _reason(costs, best)
+    reachable = list(accumulate(limits.caps(costs.num_stages, num_microbatches), min))
+    made = _shortest(workload, reachable, _largest_slackness(reachable))
+    schedule = to_schedule("initial", workload.num_stages, num_microbatches, made.numbers)
+    return schedule, _reason(costs, schedule)
 
 
-def smallest_slackness(schedule: Schedule) -> int:
+def smallest_slackness(warmup_forwards: Sequence[int]) -> int:
     """The least difference of warm-up forwards between neighbours; all of them for one stage."""
-    warmup = schedule.warmup_forwards
-    return min((here - below for here, below in pairwise(warmup)), default=warmup[0])
+    pairs = pairwise(warmup_forwards)
+    return min((here - below for here, below in pairs), default=warmup_forwards[0])
 
 
-def _candidates(reachable: Sequence[int]) -> list[tuple[int, ...]]:
-    """Warm-ups with the largest smallest slackness: the fewest, the most, and spread evenly.
+def _largest_slackness(reachable: Sequence[int]) -> int:
+    """How far apart neighbours' warm-ups can be, if no stage has more than can reach and fit it."""
+    last = len(reachable) - 1
+    apart = ((most - 1) // (last - stage) for stage, most in enumerate(reachable[:-1]))
+    return min(apart, default=reachable[0])
 
-    Args:
-        reachable: The most forwards that can reach and fit each stage before any backward.
-    """
+
+def _shortest(workload: Workload, reachable: Sequence[int], slackness: int) -> ListSchedule:
+    made = {warmup: _schedule(workload, warmup) for warmup in _starts(reachable, slackness)}
+    warmup = min(made, key=lambda each: made[each].makespan)
+    best = made[warmup]
+    effort = _EFFORT
+    untried = _neighbours(warmup, reachable, slackness)
+    while effort > 0 and (neighbour := next(untried, None)) is not None:
+        effort -= len(_RULES) * len(best.numbers)
+        schedule = _schedule(workload, neighbour)
+        if schedule.makespan < best.makespan:
+            best, untried = schedule, _neighbours(neighbour, reachable, slackness)
+    return best
+
+
+def _starts(reachable: Sequence[int], slackness: int) -> list[tuple[int, ...]]:
+    """The fewest warm-ups with a smallest slackness, evenly spread ones, and the most."""
     last = len(reachable) - 1
     if last == 0:
         return [(reachable[0],)]
-    slackness = min((most - 1) // (last - stage) for stage, most in enumerate(reachable[:-1]))
     least = tuple(1 + slackness * (last - stage) for stage in range(last + 1))
     even = initial_warmup_forwards(last + 1, reachable[0])
     fits = all(warmup <= most for warmup, most in zip(even, reachable, strict=True))
     most = tuple(accumulate(reachable, lambda above, here: min(above - slackness, here)))
-    return list(dict.fromkeys([least, even, most] if fits else [least, most]))
+    return [least, even, most] if fits else [least, most]
 
 
-def _schedules(workload: Workload, warmup: Sequence[int]) -> list[tuple[int, Schedule]]:
-    """Each rule's schedule with exactly these warm-ups, and its makespan."""
+def _neighbours(
+    warmup: Sequence[int], reachable: Sequence[int], slackness: int
+) -> Iterator[tuple[int, ...]]:
+    """Warm-ups with one forward more or less on all stages up to some stage."""
+    for end in range(1, len(warmup) + 1):
+        for change in (1, -1):
+            changed = (*(forwards + change for forwards in warmup[:end]), *warmup[end:])
+            fits = all(1 <= here <= most for here, most in zip(changed, reachable, strict=True))
+            if fits and smallest_slackness(changed) >= slackness:
+                yield changed
+
+
+def _schedule(workload: Workload, warmup: Sequence[int]) -> ListSchedule:
+    """The shortest of the rules' schedules with exactly these warm-ups."""
     made = (list_schedule(workload, rule, warmup, keep_warmup=True) for rule in _RULES)
-    sizes = workload.num_stages, workload.num_microbatches
-    return [
-        (each.makespan, to_schedule("initial", *sizes, each.numbers))
-        for each in made
-        if each is not None
-    ]
+    return min((each for each in made if each is not None), key=lambda each: each.makespan)
 
 
 def _reason(costs: StageCosts, schedule: Schedule) -> str:
     if schedule.num_stages == 1:
         return "one stage has no links"
+    slackness = smallest_slackness(schedule.warmup_forwards)
     tolerated_ms = min(tolerated_latency_ms(costs, schedule.warmup_forwards))
     return (
-        f"smallest slackness {smallest_slackness(schedule)}, the most that memory allows: any link "
-        f"may be {tolerated_ms:.1f} ms late"
+        f"smallest slackness {slackness}, the most that memory allows: any link may be "
+        f"{tolerated_ms:.1f} ms late"
     )

@@ -14,9 +14,9 @@ from jaxmorph.program.dataflow import reads
 from jaxmorph.program.instructions import Free, Receive, Run, Send
 from jaxmorph.program.lowering import insert_frees, lower
 from jaxmorph.program.ordering import global_order
-from jaxmorph.schedule.builders import interleaved
+from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
-from jaxmorph.schedule.planner import plan
+from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate
 
@@ -191,8 +191,12 @@ def test_every_planned_schedule_lowers_to_programs_that_run_to_completion(data):
     num_stages = data.draw(st.integers(1, 6))
     num_microbatches = data.draw(st.integers(1, 9))
     costs, links, routes = data.draw(problems(num_stages))
-    name = data.draw(st.sampled_from(["gpipe", "1f1b", "1f1b-eager", "zb-h1", "zb-h2", "paper"]))
-    schedule = plan(costs, links, Limits(), num_microbatches, name).schedule
+    name = data.draw(st.sampled_from([*FIXED_SCHEDULES, *PLANNED_SCHEDULES]))
+    limits = Limits()
+    if name in PLANNED_SCHEDULES:
+        caps = data.draw(st.none() | st.tuples(*[st.integers(1, 9)] * num_stages))
+        limits = Limits(caps, data.draw(st.sampled_from(["B", "W"])))
+    schedule = plan(costs, links, limits, num_microbatches, name).schedule
     assert_runs_to_completion(schedule, costs, links, routes)
 
 

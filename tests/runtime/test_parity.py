@@ -52,7 +52,7 @@ def only(results, test, **case):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "adaptive"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "adaptive", "initial"])
 @pytest.mark.parametrize("microbatches", [1, 4, 8])
 def test_loss_norm_and_every_gradient_are_one_devices(results, schedule, microbatches, tied):
     case = {"schedule": schedule, "microbatches": microbatches, "tied": tied, "compute": "float32"}

@@ -49,7 +49,11 @@ def test_the_smallest_slackness_is_the_largest_that_memory_allows(problem):
     costs, _, limits, microbatches = problem
     schedule, _ = initial_schedule(*problem)
     wanted = _largest_smallest_slackness(limits.caps(costs.num_stages, microbatches))
-    assert smallest_slackness(schedule) == _smallest(schedule.warmup_forwards) == wanted
+    assert (
+        smallest_slackness(schedule.warmup_forwards)
+        == _smallest(schedule.warmup_forwards)
+        == wanted
+    )
 
 
 @settings(max_examples=100)
@@ -69,7 +73,7 @@ def test_no_more_forwards_than_the_warm_ups_ever_wait_for_their_backward(problem
 
 @settings(max_examples=60)
 @given(_problems())
-def test_of_the_fewest_and_the_most_such_warm_ups_it_takes_the_quicker(problem):
+def test_neither_the_fewest_nor_the_most_such_warm_ups_nor_one_more_or_less_are_quicker(problem):
     costs, links, limits, microbatches = problem
     schedule, _ = initial_schedule(*problem)
     caps = list(accumulate(limits.caps(costs.num_stages, microbatches), min))
@@ -82,7 +86,16 @@ def test_of_the_fewest_and_the_most_such_warm_ups_it_takes_the_quicker(problem):
         if _smallest(warmup) == slackness
     ]
     makespan_ms = simulate(schedule, costs, links).makespan_ms
-    for warmup in (min(equals, key=sum), max(equals, key=sum)):
+    chosen = schedule.warmup_forwards
+    nearby = [
+        warmup
+        for warmup in equals
+        for end in range(1, len(chosen) + 1)
+        if {here - there for here, there in zip(warmup[:end], chosen[:end], strict=True)}
+        in ({1}, {-1})
+        and warmup[end:] == chosen[end:]
+    ]
+    for warmup in (min(equals, key=sum), max(equals, key=sum), *nearby):
         workload = make_workload(costs, links, limits, microbatches)
         other = list_schedule(workload, Rule(backward_first=False), warmup, keep_warmup=True)
         assert other is not None
@@ -100,16 +113,16 @@ def test_algorithm_1_with_room_for_seven_has_two_of_slackness_on_every_link():
 
 def test_the_tightest_stage_decides_how_much_slackness_all_have():
     schedule, _ = initial_schedule(EQUAL, {}, Limits((12, 9, 3, 12)), 12)
-    assert smallest_slackness(schedule) == 2
+    assert smallest_slackness(schedule.warmup_forwards) == 2
     schedule, _ = initial_schedule(EQUAL, {}, Limits((12, 3, 9, 12)), 12)
-    assert smallest_slackness(schedule) == 1
+    assert smallest_slackness(schedule.warmup_forwards) == 1
     assert schedule.warmup_forwards[1:] == (3, 2, 1)
 
 
 def test_a_stage_that_holds_one_microbatch_has_no_slackness_to_give():
     schedule, _ = initial_schedule(EQUAL, {}, Limits((4, 1, 4, 4)), 6)
     assert schedule.warmup_forwards[1:] == (1, 1, 1)
-    assert smallest_slackness(schedule) == 0
+    assert smallest_slackness(schedule.warmup_forwards) == 0
 
 
 def test_one_stage_runs_as_many_forwards_as_it_can_hold():
@@ -122,7 +135,7 @@ def test_one_stage_runs_as_many_forwards_as_it_can_hold():
 @pytest.mark.parametrize("link", range(3))
 def test_a_link_that_turns_late_by_what_is_tolerated_costs_its_way_down_and_up_only(link):
     schedule = plan(EQUAL, {}, Limits((10,) * 4), 24, "initial").schedule
-    assert smallest_slackness(schedule) == 3
+    assert smallest_slackness(schedule.warmup_forwards) == 3
     late = chain_links([20.0 if at == link else 0.0 for at in range(3)])
     healthy_ms = simulate(schedule, EQUAL).makespan_ms
     assert simulate(schedule, EQUAL, late).makespan_ms <= healthy_ms + 2 * 20.0

@@ -125,8 +125,8 @@ def test_a_costly_head_gets_fewer_layers_beside_it_and_the_losses_stay(tmp_path)
     even_in.mkdir()
     auto_in.mkdir()
     few = ("run.steps=4", "optimizer.warmup_steps=0", "data.vocab_size=8192")
-    _, even = train(even_in, "parallelism={stages: 2, layers: even}", *few)
-    done, auto = train(auto_in, "parallelism.stages=2", *few)
+    _, even = train(even_in, "parallelism.stages=2", *few)
+    done, auto = train(auto_in, "parallelism={stages: 2, layers: auto}", *few)
     for line, other in zip(
         read_lines(auto / "metrics.jsonl"), read_lines(even / "metrics.jsonl"), strict=True
     ):
