@@ -50,7 +50,7 @@ def _fail(code: int, message: str) -> NoReturn:
 
 @app.callback()
 def _jaxmorph() -> None:
-    """Pipeline-parallel training in JAX that stays fast when links turn slow or fail."""
+    """Plan pipeline-parallel training around slow links, and train with the plan in JAX."""
 
 
 app.command()(plan)
@@ -79,13 +79,13 @@ def train(
 def model(
     factory: Annotated[str, typer.Option(help="The model's Python module.")] = "models.gpt2",
     preset: Annotated[
-        str | None, typer.Option(help="One preset; all of them if not given.")
+        str | None, typer.Option(help="One preset; if not given, all of them.")
     ] = None,
     vocab_size: Annotated[int, typer.Option(min=1, help="Tokens in the vocabulary.")] = 50257,
     sequence_length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 1024,
     stages: Annotated[int, typer.Option(min=1, help="Pipeline stages to cut it into.")] = 1,
 ) -> int:
-    """Print the parameter counts of a model's presets, found without making them."""
+    """Print how many parameters presets have."""
     from jaxmorph.model_table import print_model_table
 
     names = [preset] if preset is not None else None

@@ -43,10 +43,10 @@ def plan(
     time_step: options.TimeStep = None,
     schedule: Annotated[
         str,
-        typer.Option(help=f"{', '.join(SCHEDULE_NAMES)}."),
+        typer.Option(help=f"One of {', '.join(SCHEDULE_NAMES)}."),
     ] = "adaptive",
     chunks: Annotated[
-        int | None, typer.Option(help="Virtual stages on each stage; 2 for interleaved.")
+        int | None, typer.Option(help="Virtual stages on each stage, for interleaved; default 2.")
     ] = None,
     max_live: options.MaxLive = None,
     live_until: options.LiveUntil = "B",
@@ -57,21 +57,24 @@ def plan(
         str | None, typer.Option(help="Latency the planner believes, if not --link-ms.")
     ] = None,
     warmup_forwards: Annotated[
-        str | None, typer.Option(help="Forwards before the first backward: 7,5,3,1.")
+        str | None, typer.Option(help="Fewest forwards before the first B: 7,5,3,1; then as paper.")
     ] = None,
     compare: Annotated[
         str | None, typer.Option(help="Compare schedules: 1f1b,zb-h2,adaptive.")
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(metavar="RUN_DIR", help="Take sizes, costs and links of a run.")
+        Path | None, typer.Option(metavar="RUN_DIR", help="Take sizes, costs and links from a run.")
     ] = None,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(help="Also plan for a change: link=2:0ms, link=2-3:0ms or stage=1:0.5x."),
+        typer.Option(
+            help="Also plan for a change: link=2:0ms, link=2-3:0ms or stage=1:0.5x; several are "
+            "made together."
+        ),
     ] = None,
     layers_cost: Annotated[
         str | None,
-        typer.Option(help="Cut layers into stages: time of F of each layer; B and W in proportion"),
+        typer.Option(help="Cut layers into stages, by each layer's F in ms: 1,1,2,3."),
     ] = None,
     embedding_cost: Annotated[
         float | None, typer.Option(metavar="MS", help="Time of F of the embedding.")
@@ -83,10 +86,11 @@ def plan(
     out: options.Out = None,
     export: Annotated[
         Path | None,
-        typer.Option(help="Write the schedule: .csv (torch's compute-only), .json or .txt."),
+        typer.Option(help="Write the order of ops: .csv (torch's compute-only), .json, .txt."),
     ] = None,
     batch: Annotated[
-        Path | None, typer.Option(help="Answer this file's problems, one JSON object a line.")
+        Path | None,
+        typer.Option(help="Answer this file's problems, one JSON object a line; no other options."),
     ] = None,
 ) -> int:
     """Plan a step, simulate it, and draw it."""
@@ -186,6 +190,8 @@ def _fields(context: typer.Context, given: Given) -> dict[str, Any]:
             fields |= {"link_forward_ms": None, "link_backward_ms": None}
         if "max_stash_bytes" in chosen:
             fields["max_live"] = None
+        if "max_live" in chosen:
+            fields["max_stash_bytes"] = None
     fields |= chosen
     return {"name": fields["schedule"], **fields}
 

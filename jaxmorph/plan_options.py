@@ -26,13 +26,13 @@ LinkOccupancyMs = Annotated[
 ]
 LinkJitterMs = Annotated[
     str | None,
-    typer.Option(help="Standard deviation of the latency; plans with a margin of 0.7 of it."),
+    typer.Option(help="Standard deviation of the latency; planned for: latency plus 0.7 of it."),
 ]
 LinkModel = Annotated[
     str,
     typer.Option(
-        help="latency: messages overlap; serialized: one at a time; blocking: direct transfers, "
-        "which hold both stages' queues."
+        help="How to simulate links. latency: messages overlap; serialized: one at a time; "
+        "blocking: direct transfers, which hold both stages' queues."
     ),
 ]
 TimeStep = Annotated[
@@ -43,7 +43,7 @@ MaxLive = Annotated[
 ]
 LiveUntil = Annotated[str, typer.Option(help="A microbatch is held until its B or W.")]
 MaxStashBytes = Annotated[
-    str | None, typer.Option(help="Most bytes a stage's stash may take. One, or one per stage.")
+    str | None, typer.Option(help="Most bytes a stage may hold until W. One, or one per stage.")
 ]
 StashBytesAfterForward = Annotated[
     str | None, typer.Option(help="Bytes that a microbatch holds from F to B.")
@@ -53,7 +53,7 @@ StashBytesAfterBackward = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 Out = Annotated[
-    Path | None, typer.Option(help="Also write a .png, .svg, .txt or .json (Chrome trace).")
+    Path | None, typer.Option(help="Also draw the step: .png, .svg, .txt or .json (Chrome trace).")
 ]
 
 _LISTS = (

@@ -23,7 +23,7 @@ def validate(
     context: typer.Context,
     file: Annotated[
         Path,
-        typer.Argument(help="torch's compute-only .csv, a saved .json, or a printed grid."),
+        typer.Argument(help="torch's compute-only .csv, or a .json or .txt of plan --export."),
     ],
     forward_ms: options.ForwardMs = "10",
     backward_input_ms: options.BackwardInputMs = "10",
@@ -43,7 +43,7 @@ def validate(
     as_json: options.AsJson = False,
     out: options.Out = None,
 ) -> int:
-    """Say whether a schedule from a file can run, and how long it would take."""
+    """Check a schedule in a file, and simulate it."""
     schedule = load_schedule(file)
     with options.options_named_in_errors(context):
         if out is not None:

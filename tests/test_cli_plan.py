@@ -6,6 +6,7 @@ from jaxmorph import cli
 from jaxmorph.config import Config, dump_config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.schedule.costs import Link, LinkState, StageCosts
+from jaxmorph.schedule.memory import StashBytes
 
 
 def _run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -302,3 +303,16 @@ def test_a_run_is_planned_from_what_it_measured(capsys, tmp_path):
     assert _plan(capsys, *run, "--link-ms", "0")["makespan_ms"] == 130.0
     now, then = _plan(capsys, *run, "--what-if", "link=0:0ms")
     assert (now["makespan_ms"], then["makespan_ms"]) == (220.0, 130.0)
+
+
+def test_a_cap_that_is_given_takes_the_place_of_the_runs_own(capsys, tmp_path):
+    schedule = {"name": "adaptive", "max_stash_bytes": 500}
+    config = Config.model_validate({"parallelism": {"stages": 2}, "schedule": schedule})
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    sizes = StashBytes((100, 100), (50, 50))
+    measured = Profile(StageCosts.uniform(2, 10, 10, 10), {}, sizes)
+    (tmp_path / "profile.json").write_text(json.dumps(measured.to_json()))
+    run = ["--profile", str(tmp_path)]
+    assert max(_plan(capsys, *run)["peak_stash_bytes"]) <= 500
+    assert max(_plan(capsys, *run, "--max-live", "1")["peak_live"]) == 1
+    assert max(_plan(capsys, *run, "--max-stash-bytes", "150")["peak_stash_bytes"]) <= 150

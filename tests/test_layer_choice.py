@@ -22,10 +22,10 @@ class Rank(SoleRank):
         return [message if self.rank == 0 else self._heard.pop(0), {}]
 
 
-def config_of(stages=2, accelerator=None, schedule="zb-h2", layers="auto", **parallelism):
+def config_of(stages=2, accelerator=None, schedule="zb-h2", **parallelism):
     return Config.model_validate(
         {
-            "parallelism": {"stages": stages, "layers": layers, **parallelism},
+            "parallelism": {"stages": stages, "layers": "auto"} | parallelism,
             "emulation": {"accelerator": accelerator},
             "schedule": {"name": schedule},
         }

@@ -19,9 +19,10 @@ _RULES = (
     Rule(backward_first=False, weight_patience=0.75, mirrored=True),
 )
 
-_EFFORT = 50_000  # ops that rules and searches may visit together: some 5 ms of a processor
+_EFFORT = 60_000  # ops that rules and searches may visit together: some 6 ms of a processor
 _SEARCH_SHARE = 1 / 2  # of it is left to the searches, unless few rules are enough to use it up
 _RULE_EFFORT = 6  # visits that running an op under a rule takes as long as
+_FIXED_EFFORT = 25  # less of it for each op: the rest of planning takes longer for a longer step
 _ROUNDS = ((3, 0.5), (1, 0.5))
 """How many of the best searches go on in each round, and their share of the effort together."""
 
@@ -54,7 +55,7 @@ def adaptive_schedule(
     if paper is None:
         raise ValueError(f"warmup_forwards: got {warmup_forwards}, more than the stages can hold")
     made = {paper.makespan: paper}
-    effort = _EFFORT
+    effort = _EFFORT - _FIXED_EFFORT * len(paper.numbers)
     for tried, rule in enumerate(_RULES):
         is_costly = effort < _EFFORT * _SEARCH_SHARE
         if min(made) <= bound + _SLACK or (is_costly and tried >= _LEAST_RULES):

@@ -26,6 +26,15 @@ def require_feasible(limits: Limits, num_stages: int, num_microbatches: int) -> 
             )
 
 
+def fits(schedule: Schedule, limits: Limits) -> bool:
+    """Whether a schedule keeps every stage's memory cap."""
+    try:
+        require_room(schedule, limits)
+    except UserError:
+        return False
+    return True
+
+
 def require_room(schedule: Schedule, limits: Limits) -> None:
     """Checks that a schedule keeps every stage's memory cap.
 

@@ -1,7 +1,7 @@
 """Decides what to run: a schedule that fits the costs, the links and the memory, and why."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from jaxmorph.errors import UserError
@@ -9,7 +9,7 @@ from jaxmorph.schedule.adaptive import adaptive_schedule
 from jaxmorph.schedule.bound import lower_bound_ms
 from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.costs import Limits, Link, Links, StageCosts
-from jaxmorph.schedule.fit import require_feasible, require_room
+from jaxmorph.schedule.fit import fits, require_feasible, require_room
 from jaxmorph.schedule.initial import initial_schedule
 from jaxmorph.schedule.numbering import to_schedule
 from jaxmorph.schedule.schedule import Schedule
@@ -24,6 +24,7 @@ INTERLEAVED = "interleaved"
 PLANNED_SCHEDULES = ("paper", "adaptive", "initial")
 SCHEDULE_NAMES = (*FIXED_SCHEDULES, INTERLEAVED, *PLANNED_SCHEDULES)
 
+_ALTERNATIVES = ("paper", "initial", "zb-h1", "zb-h2")
 _TAKES_WARMUPS = ("paper", "adaptive")
 _FIXED_REASON = "{} was asked for; its order depends on no cost"
 
@@ -184,19 +185,35 @@ def _adapted(
     made = adaptive_schedule(workload, warmup_forwards, bound)
     schedule = to_schedule("adaptive", workload.num_stages, workload.num_microbatches, made.numbers)
     if any(state.occupies for state in problem.links.values()):
-        schedule = _shorter(problem, schedule, warmup_forwards)
+        schedule = min([schedule, *alternatives(*problem)], key=_simulated_ms(problem))
     warmups = " ".join(map(str, schedule.warmup_forwards))
     return schedule, f"warm-up forwards {warmups}: the shortest step found within the caps"
 
 
-def _shorter(problem: _Problem, schedule: Schedule, warmup_forwards: Sequence[int]) -> Schedule:
-    """The schedule or the paper's: where messages queue, the planner's own times are too short."""
-    paper = select_ops(*problem, warmup_forwards, "adaptive")
-    return min(
-        schedule,
-        paper,
-        key=lambda order: simulate(order, problem.costs, problem.links).makespan_ms,
-    )
+def _simulated_ms(problem: _Problem) -> Callable[[Schedule], float]:
+    return lambda schedule: simulate(schedule, problem.costs, problem.links).makespan_ms
+
+
+def alternatives(
+    costs: StageCosts, links: Links, limits: Limits, num_microbatches: int
+) -> list[Schedule]:
+    """Other schedules than the adaptive planner's own that fit, under its name.
+
+    That planner takes messages to overlap and to hold nobody up. Where they don't, one of these may
+    be shorter, by a simulation that knows.
+
+    Args:
+        costs: Durations of the ops, milliseconds.
+        links: State of the links, milliseconds.
+        limits: Memory caps.
+        num_microbatches: Number of microbatches.
+
+    Returns:
+        ``paper``, ``initial`` and the fixed ones that split the backward, where they keep the caps.
+    """
+    problem = _Problem(costs, links, limits, num_microbatches)
+    made = (_order(problem, name, None, 1, 0.0)[0] for name in _ALTERNATIVES)
+    return [replace(schedule, name="adaptive") for schedule in made if fits(schedule, limits)]
 
 
 def _links_used(schedule: Schedule) -> list[Link]:

@@ -48,6 +48,7 @@ _OPTIONAL = (
 )
 _MOST_MICROBATCHES_OVER_STAGES = 2**22
 _CHUNKS_OF_INTERLEAVED = 2
+_SHORTEST_TIME_STEP_MS = 1e-9  # a picosecond, which is what the planner counts in
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ def _problem(fields: Mapping[str, Any], orders: Schedule | None) -> Problem:
     stages, microbatches = _sizes(fields)
     schedule = text("schedule", fields.get("schedule") or "adaptive")
     chunks = _chunks(fields.get("chunks"), schedule, orders)
+    _require_few_ops(stages * microbatches, chunks)
     links = parse_links(fields, stages, chunks)
     link_model = one_of(
         "link_model", fields.get("link_model") or "latency", get_args(SimulatedLinkModel)
@@ -175,6 +177,14 @@ def _sizes(fields: Mapping[str, Any]) -> tuple[int, int]:
     return stages, microbatches
 
 
+def _require_few_ops(microbatches_over_stages: int, chunks: int) -> None:
+    most = _MOST_MICROBATCHES_OVER_STAGES // microbatches_over_stages
+    if chunks > most:
+        raise UserError(
+            f"chunks: got {chunks}, expected at most {most} for so many stages and microbatches"
+        )
+
+
 def _costs(fields: Mapping[str, Any], stages: int) -> StageCosts:
     return StageCosts(
         *(
@@ -202,8 +212,9 @@ def _time_step_ms(value: object, link_model: str) -> float | None:
     if link_model == "blocking":
         raise UserError("time_step_ms: blocking links are simulated in exact time, expected none")
     step_ms = duration_ms("time_step_ms", value)
-    if step_ms == 0:
-        raise UserError("time_step_ms: got 0, expected a number of ms above 0")
+    if step_ms < _SHORTEST_TIME_STEP_MS:
+        expected = f"expected a number of ms above 0, at least {_SHORTEST_TIME_STEP_MS:g}"
+        raise UserError(f"time_step_ms: got {shown(value)}, {expected}")
     return step_ms
 
 

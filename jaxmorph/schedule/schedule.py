@@ -114,6 +114,13 @@ class Schedule:
                 "expected at least one of each",
                 str(self),
             )
+        num_ops = sum(map(len, self.orders))
+        if self.num_chunks > max(1, num_ops):  # tables are made for as many as there are
+            raise ScheduleError(
+                f"got chunk {self.num_chunks - 1} in a schedule of {num_ops} ops, expected chunks "
+                "0, 1, ... that all have ops",
+                str(self),
+            )
         for stage, order in enumerate(self.orders):
             if fault := row_fault(order, self.num_microbatches, self.num_chunks):
                 grid = format_grid(self.orders, {stage: fault.position})

@@ -92,5 +92,5 @@ def _from_json(data: Any) -> Schedule:
         schedule = Schedule.from_rows(str(data.get("schedule", data.get("name"))), rows)
         num_microbatches = data.get("num_microbatches", schedule.num_microbatches)
         return Schedule(schedule.name, int(num_microbatches), schedule.orders)
-    except TypeError as error:
+    except (TypeError, OverflowError) as error:
         raise ValueError(f"got {error}, {expected}") from error

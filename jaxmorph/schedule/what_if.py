@@ -1,6 +1,5 @@
 """What would be if a link were faster or a stage slower: changes to a problem, as text."""
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -11,6 +10,7 @@ from jaxmorph.schedule.problem import Problem
 
 _LINK = re.compile(r"link=(\d+)(?:-(\d+))?:(\S+)ms", re.ASCII)
 _STAGE = re.compile(r"stage=(\d+):(\S+)x", re.ASCII)
+_MOST = 1e12  # milliseconds or times: what is far longer is no finite number of picoseconds
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _amount(text: str, number: str) -> float:
         amount = float(number)
     except ValueError:
         raise _not_a_change(text) from None
-    if not (math.isfinite(amount) and amount >= 0):
+    if not 0 <= amount <= _MOST:
         raise _not_a_change(text)
     return amount
 

@@ -3,9 +3,11 @@ import json
 import pytest
 
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.costs import Limits, Link, StageCosts, chain_links
+from jaxmorph.schedule.answer import solve
+from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
 from jaxmorph.schedule.fit import require_room
 from jaxmorph.schedule.planner import SCHEDULE_NAMES, Plan, plan
+from jaxmorph.schedule.problem import parse_problem
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate
 
@@ -117,3 +119,27 @@ def test_room_is_counted_until_what_the_limits_say():
     require_room(late, Limits((1,), "B"))
     with pytest.raises(UserError, match="late holds 2 microbatches until W on stage 0"):
         require_room(late, Limits((1,), "W"))
+
+
+@pytest.mark.parametrize("link_model", ["serialized", "latency"])
+def test_where_links_do_more_than_delay_adaptive_is_never_longer_than_others_that_fit(link_model):
+    fields = {
+        "name": "queueing", "num_stages": 5, "num_microbatches": 9,
+        "forward_ms": [15, 15, 12, 15, 10], "backward_input_ms": [10, 8, 12, 12, 10],
+        "backward_weight_ms": [5, 5, 8, 10, 12], "link_ms": [20, 0, 40, 3],
+        "link_model": link_model, "time_step_ms": None if link_model == "serialized" else 7,
+    }  # fmt: skip
+    makespan_ms = {
+        name: solve(parse_problem(fields | {"schedule": name})).timeline.makespan_ms
+        for name in ("adaptive", "paper", "initial", "zb-h1", "zb-h2")
+    }
+    assert makespan_ms["adaptive"] == min(makespan_ms.values())
+
+
+def test_where_messages_queue_adaptive_is_never_longer_than_others_that_fit():
+    links = {Link(at, at + 1): LinkState(0.0, 0.0, 25.0, 25.0) for at in range(3)}
+    steps_s = {
+        name: plan(EQUAL, links, Limits(), 12, name).predicted_step_s
+        for name in ("adaptive", "paper", "initial", "zb-h2")
+    }
+    assert steps_s["adaptive"] == min(steps_s.values()) < steps_s["paper"]

@@ -90,6 +90,14 @@ def test_one_number_stands_for_all_stages_or_links():
     assert _answer(forward_ms=10, link_ms=0)["makespan_ms"] == 390.0
 
 
+def test_a_step_as_long_as_the_bound_but_for_rounding_has_no_gap():
+    one = {"num_stages": 1, "link_ms": [], "schedule": "interleaved", "chunks": 3}
+    costs = {f"{kind}_ms": 10 for kind in ("forward", "backward_input", "backward_weight")}
+    answer = solve(parse_problem(_fields(**one, **costs)))
+    assert answer.timeline.makespan_ms == pytest.approx(answer.lower_bound_ms, rel=1e-12)
+    assert answer.gap == 0
+
+
 def test_caps_count_until_w_when_asked():
     answer = _answer(max_live=[7, 7, 7, 7], live_until="W")
     assert answer["peak_live"] == [7, 7, 7, 7]
@@ -223,7 +231,10 @@ def test_a_caller_may_bring_its_own_simulation():
         ({"link_jitter_ms": 1, "link_model": "serialized"}, "link_jitter_ms: got link_model 'se"),
         ({"link_model": "x"}, "link_model: got 'x', expected 'latency', 'serialized' or 'block"),
         ({"time_step_ms": 0}, "time_step_ms: got 0, expected a number of ms above 0"),
+        ({"time_step_ms": 1e-310}, "time_step_ms: got 1e-310, expected a number of ms above 0"),
         ({"time_step_ms": "1"}, "time_step_ms: got '1', expected a number of ms"),
+        ({"schedule": "interleaved", "chunks": 10**9}, "chunks: got 1000000000, expected at most"),
+        ({"orders": [["1000000000.F0"]] * 4}, "orders: got chunk 1000000000 in a schedule of 4"),
         ({"time_step_ms": 1, "link_model": "blocking"}, "time_step_ms: blocking links are simul"),
         ({"chunks": 0}, "chunks: got 0, expected a whole number, at least 1"),
         ({"max_stash_bytes": 9}, "stash_bytes_after_forward: missing, expected bytes, since max"),

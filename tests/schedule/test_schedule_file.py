@@ -43,6 +43,7 @@ def test_a_faulty_schedule_is_read_as_it_stands(tmp_path):
         ("a.json", '{"orders": 3}', "got 'int' object is not iterable, expected a saved"),
         ("a.json", '{"orders": [["F0", "?"]]}', "got '?', expected an op such as F3"),
         ("a.json", '{"orders": [["F0"]], "num_microbatches": null}', "got int"),
+        ("a.json", '{"orders": [["F0"]], "num_microbatches": 1e400}', "got cannot convert"),
         ("a.txt", "hello", "got 'hello', expected 'NAME: S stages, N microbatches'"),
     ],
 )
