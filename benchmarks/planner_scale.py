@@ -191,7 +191,9 @@ def draw(simulated: Sequence[Simulated], planned: Sequence[Planned], path: Path)
         colour = "#D55E00" if name == "planning" else "#0072B2"
         ops = [row.ops for row in rows]
         times.loglog(ops, [1e3 * row.time_s for row in rows], look, color=colour, label=name)
-    times.loglog(*_in_proportion(simulated, 1.5e-3), "k:", linewidth=1, label="1.5 us an op")
+    times.loglog(
+        *_in_proportion(simulated, 1.5e-3), "k:", linewidth=1, label="bar: 1.5 us an op, simulating"
+    )
     peaks = [row.peak_bytes / 2**20 for row in simulated]
     memory.loglog([row.ops for row in simulated], peaks, "o-", color="#0072B2", label="simulating")
     largest = simulated[-1].peak_bytes / simulated[-1].ops

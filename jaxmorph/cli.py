@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -48,8 +49,21 @@ def _fail(code: int, message: str) -> NoReturn:
     sys.exit(code)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"jaxmorph {metadata.version('jaxmorph')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _jaxmorph() -> None:
+def _jaxmorph(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
     """Plan pipeline-parallel training around slow links, and train with the plan in JAX."""
 
 

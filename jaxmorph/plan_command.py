@@ -18,7 +18,7 @@ from jaxmorph.schedule.answer_file import save_answers
 from jaxmorph.schedule.batch import answer_lines
 from jaxmorph.schedule.comparison import print_comparison
 from jaxmorph.schedule.draw.save import require_format
-from jaxmorph.schedule.planner import SCHEDULE_NAMES
+from jaxmorph.schedule.planner import INTERLEAVED, SCHEDULE_NAMES
 from jaxmorph.schedule.problem import Problem, parse_problem
 from jaxmorph.schedule.report import print_answer
 from jaxmorph.schedule.schedule_file import require_schedule_file, save_schedule
@@ -140,27 +140,48 @@ def _plan_one(context: typer.Context, given: Given) -> int:
 
 def _plan_several(context: typer.Context, given: Given) -> int:
     problems = _compared(context, given) if "compare" in given else _changed(context, given)
-    answers = {name: solve(problem, simulate_step) for name, problem in problems.items()}
+    answers, refused = _solve_all(problems)
     if "out" in given:
         first, *rest = problems.values()
         alike = all(problem.links == first.links for problem in rest)
         save_answers(given["out"], answers, first if alike else None)
     if context.params["as_json"]:
-        typer.echo(json.dumps([answer.to_json() for answer in answers.values()], allow_nan=False))
+        errors = [{"name": name, "error": error} for name, error in refused.items()]
+        solved = [answer.to_json() for answer in answers.values()]
+        typer.echo(json.dumps([*solved, *errors], allow_nan=False))
     else:
-        print_comparison(answers, Console(highlight=False))
+        print_comparison(answers, refused, Console(highlight=False))
     return 0
+
+
+def _solve_all(problems: Mapping[str, Problem]) -> tuple[dict[str, Answer], dict[str, str]]:
+    """Answers by name, and why there is none for the others; an error if there is none at all."""
+    answers: dict[str, Answer] = {}
+    refused: dict[str, str] = {}
+    for name, problem in problems.items():
+        try:
+            answers[name] = solve(problem, simulate_step)
+        except UserError as error:
+            refused[name] = str(error)
+    if not answers:
+        raise UserError(next(iter(refused.values())))
+    return answers, refused
 
 
 def _compared(context: typer.Context, given: Given) -> dict[str, Problem]:
     """The same problem with each of several schedules; chunks are for interleaved ones alone."""
     problems: dict[str, Problem] = {}
-    for name in map(str.strip, given["compare"].split(",")):
+    names = [name.strip() for name in given["compare"].split(",")]
+    if "chunks" in given and INTERLEAVED not in names:
+        raise UserError(f"chunks: got {given['chunks']}, expected {INTERLEAVED} among --compare's")
+    for name in names:
         if name not in SCHEDULE_NAMES:
             expected = f"expected some of {', '.join(SCHEDULE_NAMES)}"
             raise UserError(f"compare: got {name!r}, {expected}")
+        if name in problems:
+            raise UserError(f"compare: got {name} twice, expected each schedule once")
         chosen = {**given, "schedule": name}
-        if name != "interleaved":
+        if name != INTERLEAVED:
             chosen.pop("chunks", None)
         problems[name] = parse_problem(_fields(context, chosen))
     return problems

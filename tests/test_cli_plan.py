@@ -110,6 +110,9 @@ def test_plan_keeps_caps_and_takes_warm_ups(capsys):
         (["--chunks", "2"], "--chunks: got 2, expected 1 for adaptive (or interleaved)"),
         (["--schedule", "interleaved", "--microbatches", "13"], "interleaved: got 13 microbatches"),
         (["--compare", "1f1b,x"], "--compare: got 'x', expected some of gpipe"),
+        (["--compare", "1f1b,1f1b"], "--compare: got 1f1b twice, expected each schedule once"),
+        (["--compare", "1f1b", "--chunks", "2"], "--chunks: got 2, expected interleaved among"),
+        (["--compare", "zb-h1,zb-h2", "--max-live", "1"], "--max-live[0]: zb-h1 holds 4"),
         (["--compare", "1f1b", "--export", "a.csv"], "--compare: got --export as well, expected"),
         (["--compare", "1f1b", "--what-if", "link=0:0ms"], "--compare: got --what-if as well"),
         (["--what-if", "link=9:0ms"], "--what-if: got link 9-10, expected one of 0-1, 1-2, 2-3"),
@@ -244,6 +247,19 @@ def test_caps_in_bytes_tell_the_peak(capsys):
     peaks = [int(word.replace(",", "")) for word in line.split()[2:6]]
     assert line.endswith("bytes held until W")
     assert max(peaks) <= 5000
+
+
+def test_a_schedule_that_does_not_fit_is_left_out_of_the_table_with_its_reason(capsys):
+    capped = ["plan", "--compare", "zb-h2,1f1b,interleaved", "--max-live", "6", "--chunks", "2"]
+    code, out, err = _run(capsys, *capped)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["1f1b", "interleaved", "zb-h2:"]
+    assert lines[2].endswith("(each 1/2)")
+    assert lines[3].startswith("zb-h2: not there, max_live[0]: zb-h2 holds 7 microbatches")
+    answers = _plan(capsys, *capped[1:])
+    assert [answer["name"] for answer in answers] == ["1f1b", "interleaved", "zb-h2"]
+    assert "holds 7 microbatches" in answers[2]["error"]
 
 
 def test_schedules_are_compared_in_a_table_and_in_json(capsys, tmp_path):

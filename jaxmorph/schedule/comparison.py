@@ -12,11 +12,14 @@ _LISTS = ("", "warm-ups", "peak live")  # columns whose values start at their le
 _BETWEEN = "  "
 
 
-def print_comparison(answers: Mapping[str, Answer], console: Console) -> None:
+def print_comparison(
+    answers: Mapping[str, Answer], refused: Mapping[str, str], console: Console
+) -> None:
     """Prints one row for each answer: step, gap to the bound, bubble, and what stages hold.
 
     Args:
         answers: Answers by the name of their row.
+        refused: Why there is no answer, by the name of the row that is missing.
         console: Where to; lines are never cut.
     """
     rows = [{"": name} | _values(answer) for name, answer in answers.items()]
@@ -26,6 +29,8 @@ def print_comparison(answers: Mapping[str, Answer], console: Console) -> None:
     for at, line in enumerate(cells):
         style = "dim" if at == 0 else ""
         console.print(Text(_line(line, widths, headings), style=style), soft_wrap=True)
+    for name, reason in refused.items():
+        console.print(Text(f"{name}: not there, {reason}", style="dim"), soft_wrap=True)
 
 
 def _values(answer: Answer) -> dict[str, str]:
@@ -38,8 +43,15 @@ def _values(answer: Answer) -> dict[str, str]:
         **with_jitter,
         "bubble rate": f"{answer.timeline.bubble_rate:.1%}",
         "warm-ups": listed(answer.schedule.warmup_forwards),
-        "peak live": listed(answer.schedule.peak_live(answer.limits.live_until)),
+        "peak live": _peak_live(answer),
     }
+
+
+def _peak_live(answer: Answer) -> str:
+    """Microbatches held at most; of a schedule with chunks, the chunks of microbatches."""
+    chunks = answer.schedule.num_chunks
+    held = listed(answer.schedule.peak_live(answer.limits.live_until))
+    return held if chunks == 1 else f"{held} (each 1/{chunks})"
 
 
 def _line(cells: Sequence[str], widths: Sequence[int], headings: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ def _printed(*names, **changes):
         name: solve(parse_problem({**FIELDS, **changes, "schedule": name})) for name in names
     }
     shown = io.StringIO()
-    print_comparison(answers, Console(file=shown, width=30))
+    print_comparison(answers, {}, Console(file=shown, width=30))
     return shown.getvalue().splitlines()
 
 
