@@ -17,9 +17,8 @@ from typing import Any, Self
 
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profiler
+from jaxmorph.planning import PlanInForce
 from jaxmorph.runtime.report import StepTotals, measured_timeline, total_compilations
-from jaxmorph.schedule.planner import Plan
-from jaxmorph.schedule.simulator import simulate
 from jaxmorph.schedule.timeline import Timeline
 
 Message = dict[str, Any]
@@ -30,7 +29,7 @@ class Bookkeeper:
 
     Args:
         config: The run.
-        plan: The plan in force.
+        in_force: The plan in force.
         profiler: What has been measured before the first step; it learns from every step.
         tell: Takes the messages.
         active: False on ranks that keep no books: then every call does nothing.
@@ -39,14 +38,15 @@ class Bookkeeper:
     def __init__(
         self,
         config: Config,
-        plan: Plan,
+        in_force: PlanInForce,
         profiler: Profiler,
         tell: Callable[[Message], None],
         *,
         active: bool,
     ) -> None:
         self._config = config
-        self._plan = plan
+        self._in_force = in_force
+        self._plan = in_force.plan
         self._profiler = profiler
         self._tell = tell
         self._began_s = time.monotonic()
@@ -125,7 +125,7 @@ class Bookkeeper:
         self, step: int, totals: StepTotals, reports: Sequence[Message], step_s: float
     ) -> None:
         profile = self._profiler.profile()
-        planned = simulate(self._plan.schedule, profile.costs, profile.links)
+        planned = self._in_force.simulate(profile)
         measured = measured_timeline(reports)
         self._profiler.observe(measured)
         record = {

@@ -5,12 +5,15 @@ from dataclasses import asdict, dataclass
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
+from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import RankProgram
+from jaxmorph.queue_aware import shorter_on_queues
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan, plan
+from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.stage.stash import StashMemory
 from jaxmorph.step_programs import lower_step
 
@@ -19,15 +22,30 @@ _FULL_BACKWARD = ("gpipe", "1f1b", "1f1b-eager", "interleaved")
 
 @dataclass(frozen=True)
 class PlanInForce:
-    """A plan with what it becomes on one rank.
+    """A plan with what it becomes on the ranks.
 
     Attributes:
         plan: Schedule, routes and the reason for them.
-        program: This rank's instructions.
+        programs: Every rank's instructions.
+        rank: This rank.
     """
 
     plan: Plan
-    program: RankProgram
+    programs: tuple[RankProgram, ...]
+    rank: int
+
+    @property
+    def program(self) -> RankProgram:
+        """This rank's instructions."""
+        return self.programs[self.rank]
+
+    def simulate(self, profile: Profile) -> Timeline:
+        """The step as it would run, direct transfers holding queues.
+
+        Args:
+            profile: What ops and links cost.
+        """
+        return simulate_blocking(self.programs, profile.costs, profile.links)
 
 
 def op_kinds(config: Config) -> frozenset[OpKind]:
@@ -81,7 +99,7 @@ def agree_on_plan(
     made = Plan.from_json(answer["plan"])
     agreed = Profile.from_json(answer["profile"])
     programs = lower_step(made.schedule, agreed, made.routes, num_tied)
-    return PlanInForce(made, programs[rendezvous.rank])
+    return PlanInForce(made, programs, rendezvous.rank)
 
 
 def plan_step(config: Config, profile: Profile) -> Plan:
@@ -98,12 +116,13 @@ def plan_step(config: Config, profile: Profile) -> Plan:
     schedule = config.schedule
     microbatches, chunks = config.batch.microbatches, config.parallelism.chunks
     try:
-        return plan(
+        made = plan(
             profile.costs, profile.links, limits, microbatches, schedule.name, num_chunks=chunks
         )
     except UserError as error:
         name, _, says = str(error).partition(": ")  # the planner's names have no section
         raise UserError(f"{_key(name)}: {says}") from error
+    return shorter_on_queues(made, profile, limits) if schedule.name == "adaptive" else made
 
 
 def _limits(config: Config, profile: Profile) -> Limits:

@@ -59,7 +59,7 @@ def train(config: Config, rendezvous: Rendezvous, tell: Callable[[Message], None
         in_force = agree_on_plan(config, rendezvous, profiler.profile(), num_tied)
         _settle_garbage()
         rendezvous.limit(config.timeouts.step_s)
-        with Bookkeeper(config, in_force.plan, profiler, tell, active=rank == 0) as bookkeeper:
+        with Bookkeeper(config, in_force, profiler, tell, active=rank == 0) as bookkeeper:
             bookkeeper.start(parts.source, parameter_count(parts.model), cut.layers, cut.reason)
             barrier_s = time.monotonic()
             for step in range(config.run.steps):

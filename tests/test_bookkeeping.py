@@ -5,12 +5,16 @@ import pytest
 from jaxmorph.bookkeeping import Bookkeeper
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile, Profiler
+from jaxmorph.planning import PlanInForce
 from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.runtime.report import StepTotals
 from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.planner import plan
+from jaxmorph.step_programs import lower_step
 
-PLAN = plan(StageCosts.uniform(1, 1.0, 1.0, 1.0), {}, Limits(), 1, "zb-h2")
+COSTS = StageCosts.uniform(1, 1.0, 1.0, 1.0)
+PLAN = plan(COSTS, {}, Limits(), 1, "zb-h2")
+IN_FORCE = PlanInForce(PLAN, lower_step(PLAN.schedule, Profile(COSTS, {})), rank=0)
 
 
 def _report(forward_ms: float) -> dict:
@@ -23,7 +27,7 @@ def told():
     """What rank 0 tells of four steps, every second of which is sampled; F grows by 1 ms each."""
     config = Config.model_validate({"run": {"steps": 4}, "trace": {"every_steps": 2}})
     messages = []
-    with Bookkeeper(config, PLAN, Profiler(1), messages.append, active=True) as bookkeeper:
+    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
         for step in range(4):
             report = _report(10.0 + step)
             bookkeeper.note(step, StepTotals(1.0, 1.0), [report], 0.03)
