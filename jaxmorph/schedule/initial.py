@@ -1,7 +1,7 @@
 """The plan to begin with, when no link is known to be slow: ready for any of them to turn so."""
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 from jaxmorph.schedule.costs import Limits, Links, StageCosts
 from jaxmorph.schedule.list_schedule import ListSchedule, Rule, list_schedule
@@ -25,8 +25,9 @@ def initial_schedule(
 
     Source: Algorithm 1, which is for one cap for all stages. Here every stage has its own. Of the
     fewest, the most and the evenly spread warm-ups with that smallest slackness the best are taken,
-    and changed by one forward at a time for as long as that makes the step shorter. After the
-    warm-up F comes before B, unlike in Algorithm 3, so that the slackness is kept.
+    and changed by one forward at a time for as long as that makes the step shorter; then all others
+    are tried, as far as the effort allows. After the warm-up F comes before B, unlike in Algorithm
+    3, so that the slackness is kept.
 
     Args:
         costs: Durations of the ops, milliseconds.
@@ -59,16 +60,19 @@ def _largest_slackness(reachable: Sequence[int]) -> int:
 
 def _shortest(workload: Workload, reachable: Sequence[int], slackness: int) -> ListSchedule:
     made = {warmup: _schedule(workload, warmup) for warmup in _starts(reachable, slackness)}
-    warmup = min(made, key=lambda each: made[each].makespan)
-    best = made[warmup]
+    best = min(made, key=lambda warmup: made[warmup].makespan)
+    others = _all(reachable, slackness)
+    untried = chain(_neighbours(best, reachable, slackness), others)
     effort = _EFFORT
-    untried = _neighbours(warmup, reachable, slackness)
-    while effort > 0 and (neighbour := next(untried, None)) is not None:
-        effort -= len(_RULES) * len(best.numbers)
-        schedule = _schedule(workload, neighbour)
-        if schedule.makespan < best.makespan:
-            best, untried = schedule, _neighbours(neighbour, reachable, slackness)
-    return best
+    while effort > 0 and (warmup := next(untried, None)) is not None:
+        if warmup in made:
+            continue
+        made[warmup] = _schedule(workload, warmup)
+        effort -= len(_RULES) * len(made[warmup].numbers)
+        if made[warmup].makespan < made[best].makespan:
+            best = warmup
+            untried = chain(_neighbours(best, reachable, slackness), others)
+    return made[best]
 
 
 def _starts(reachable: Sequence[int], slackness: int) -> list[tuple[int, ...]]:
@@ -93,6 +97,17 @@ def _neighbours(
             fits = all(1 <= here <= most for here, most in zip(changed, reachable, strict=True))
             if fits and smallest_slackness(changed) >= slackness:
                 yield changed
+
+
+def _all(reachable: Sequence[int], slackness: int) -> Iterator[tuple[int, ...]]:
+    """All warm-ups with a smallest slackness, those with few on the last stages first."""
+    *above, here = reachable
+    for forwards in range(1, here + 1):
+        if not above:
+            yield (forwards,)
+            continue
+        for others in _all([most - forwards - slackness + 1 for most in above], slackness):
+            yield (*(other + forwards + slackness - 1 for other in others), forwards)
 
 
 def _schedule(workload: Workload, warmup: Sequence[int]) -> ListSchedule:

@@ -73,7 +73,7 @@ def test_no_more_forwards_than_the_warm_ups_ever_wait_for_their_backward(problem
 
 @settings(max_examples=60)
 @given(_problems())
-def test_neither_the_fewest_nor_the_most_such_warm_ups_nor_one_more_or_less_are_quicker(problem):
+def test_no_warm_ups_with_that_smallest_slackness_are_quicker(problem):
     costs, links, limits, microbatches = problem
     schedule, _ = initial_schedule(*problem)
     caps = list(accumulate(limits.caps(costs.num_stages, microbatches), min))
@@ -86,16 +86,7 @@ def test_neither_the_fewest_nor_the_most_such_warm_ups_nor_one_more_or_less_are_
         if _smallest(warmup) == slackness
     ]
     makespan_ms = simulate(schedule, costs, links).makespan_ms
-    chosen = schedule.warmup_forwards
-    nearby = [
-        warmup
-        for warmup in equals
-        for end in range(1, len(chosen) + 1)
-        if {here - there for here, there in zip(warmup[:end], chosen[:end], strict=True)}
-        in ({1}, {-1})
-        and warmup[end:] == chosen[end:]
-    ]
-    for warmup in (min(equals, key=sum), max(equals, key=sum), *nearby):
+    for warmup in equals:
         workload = make_workload(costs, links, limits, microbatches)
         other = list_schedule(workload, Rule(backward_first=False), warmup, keep_warmup=True)
         assert other is not None
