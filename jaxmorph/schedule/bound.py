@@ -10,6 +10,8 @@ from jaxmorph.schedule.replay import StageTimes
 from jaxmorph.schedule.simulator import stage_times
 
 _NO_LIMITS = Limits()
+_ROUNDING = 1e-9
+"""Relative: bound and makespan are summed in different orders, and may differ by that alone."""
 
 
 def lower_bound_ms(
@@ -44,6 +46,27 @@ def lower_bound_ms(
         return work
     memory = limits.stage_memory(costs.num_stages, num_microbatches)
     return max(work, *_turn_bounds(times, ways, memory, num_microbatches))
+
+
+def certified_ms(bound_ms: float, makespan_ms: float) -> float:
+    """A bound as it holds for a schedule that was simulated: never above its makespan.
+
+    Args:
+        bound_ms: The lower bound, milliseconds.
+        makespan_ms: The schedule's, milliseconds.
+
+    Returns:
+        The bound, without the rounding by which it may exceed the makespan.
+
+    Raises:
+        ArithmeticError: If it exceeds the makespan by more: then one of the two is wrong.
+    """
+    if bound_ms > makespan_ms * (1 + _ROUNDING):
+        raise ArithmeticError(
+            f"got a lower bound of {bound_ms!r} ms for a schedule of {makespan_ms!r} ms, expected "
+            "one that the schedule does not beat"
+        )
+    return min(bound_ms, makespan_ms)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class StashBytes:
                 f"stash_bytes: got {len(self.after_forward)} stages after F and "
                 f"{len(self.after_backward_input)} after B, expected the same"
             )
-        if min(*self.after_forward, *self.after_backward_input) < 0:
+        if any(size < 0 for size in (*self.after_forward, *self.after_backward_input)):
             raise ValueError(f"stash_bytes: got {self}, expected sizes of at least 0 bytes")
 
 

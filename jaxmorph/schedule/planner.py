@@ -6,12 +6,13 @@ from typing import Any, Literal, NamedTuple
 
 from jaxmorph.errors import UserError
 from jaxmorph.schedule.adaptive import adaptive_schedule
-from jaxmorph.schedule.bound import lower_bound_ms
+from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
 from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.costs import Limits, Link, Links, StageCosts
 from jaxmorph.schedule.fit import fits, require_feasible, require_room
 from jaxmorph.schedule.initial import initial_schedule
 from jaxmorph.schedule.numbering import to_schedule
+from jaxmorph.schedule.problem_links import pipeline_links
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.selection import select_ops
 from jaxmorph.schedule.simulator import simulate
@@ -110,9 +111,9 @@ def plan(
     makespan_ms = simulate(schedule, costs, links).makespan_ms
     return Plan(
         schedule,
-        dict.fromkeys(_links_used(schedule), "direct"),
+        dict.fromkeys(pipeline_links(schedule.num_stages, schedule.num_chunks), "direct"),
         makespan_ms / 1e3,
-        min(bound_ms, makespan_ms) / 1e3,  # they are summed in different orders
+        certified_ms(bound_ms, makespan_ms) / 1e3,
         reason,
     )
 
@@ -214,15 +215,6 @@ def alternatives(
     problem = _Problem(costs, links, limits, num_microbatches)
     made = (_order(problem, name, None, 1, 0.0)[0] for name in _ALTERNATIVES)
     return [replace(schedule, name="adaptive") for schedule in made if fits(schedule, limits)]
-
-
-def _links_used(schedule: Schedule) -> list[Link]:
-    """Links between neighbours, and with several chunks the one from the last rank to the first."""
-    last = schedule.num_stages - 1
-    links = [Link(stage, stage + 1) for stage in range(last)]
-    if schedule.num_chunks > 1 and last > 1:
-        links.append(Link(0, last))
-    return links
 
 
 def _require_possible(

@@ -35,7 +35,7 @@ class Timeline:
         orders: Each stage's ops, in execution order.
         start_ms: For each stage, float64 ``[num_ops]``, aligned with its order.
         end_ms: For each stage, float64 ``[num_ops]``, aligned with its order.
-        transfers: Measured transfers; none for a simulated step.
+        transfers: When transfers ran, where they were measured or hold queues in the simulation.
 
     Raises:
         ValueError: Times and orders differ in length.

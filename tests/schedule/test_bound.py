@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmorph.schedule.bound import lower_bound_ms
+from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
 from jaxmorph.schedule.builders import interleaved
 from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
 from jaxmorph.schedule.memory import StashBytes
@@ -214,3 +214,9 @@ def test_a_capped_optimum_found_without_the_bound_is_not_under_it(seed):
     assert found.proven
     bound_ms = lower_bound_ms(costs, microbatches, links, limits)
     assert bound_ms <= found.makespan_ms * (1 + 1e-12)
+
+
+def test_a_bound_above_a_schedule_s_makespan_is_an_error_and_not_cut_down():
+    assert certified_ms(100.0 * (1 + 1e-12), 100.0) == 100.0
+    with pytest.raises(ArithmeticError, match=r"got a lower bound of 101.0 ms .* 100.0 ms"):
+        certified_ms(101.0, 100.0)
