@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint types check bench bench-planner clean
+.PHONY: setup demo test lint types check bench bench-planner bench-transport bench-faults bench-netns clean
 
 setup: $(VENV)/installed
 
@@ -32,7 +32,7 @@ check: lint types test
 # Long measurements on an otherwise idle machine; none of them runs in CI.
 bench: setup
 	@status=0; \
-	for benchmark in split_cost pace blocking dispatch; do \
+	for benchmark in split_cost pace blocking head_of_line dispatch; do \
 	    $(BIN)/python -m benchmarks.$$benchmark || status=1; \
 	done; \
 	exit $$status
@@ -44,6 +44,18 @@ bench-planner: setup
 	    $(BIN)/python -m benchmarks.$$benchmark || status=1; \
 	done; \
 	exit $$status
+
+# The sidecars' throughput and latency, beside raw sockets and memcpy.
+bench-transport: setup
+	$(BIN)/python -m benchmarks.transport_speed
+
+# Ten thousand messages over at least three hundred faults: each once, in order, intact.
+bench-faults: setup
+	$(BIN)/python -m benchmarks.transport_faults
+
+# The data plane and training over network cards that are slow, or lost; for root on Linux.
+bench-netns: setup
+	$(BIN)/python -m benchmarks.netns
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

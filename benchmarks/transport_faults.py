@@ -1,0 +1,423 @@
+"""Messages over a link that fails all the time: `python -m benchmarks.transport_faults`.
+
+Two ranks with real sidecars exchange 10,000 messages while at least 300 faults happen: the link is
+cut, healed, throttled, delayed; connections are reset in the middle of chunks; sidecars are killed;
+chunks are sent twice. Every message must arrive once, in order, with the same bytes. Then frames
+that were tampered with are sent to a live sidecar, which must go on working.
+"""
+
+import argparse
+import json
+import os
+import random
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmorph.transport.client import SidecarPlane
+from jaxmorph.transport.frame_reader import FrameReader
+from jaxmorph.transport.handshake import introduction
+from jaxmorph.transport.link_emulator import LinkCondition
+from jaxmorph.transport.messages import (
+    TO_DIALLER,
+    Acknowledge,
+    Challenge,
+    Chunk,
+    Credit,
+    Gone,
+    Ping,
+    Pong,
+    Welcome,
+    pack,
+)
+from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.plane import ChannelSpec, TransportSettings
+
+CHANNELS = (ChannelName(1, 0, 1), ChannelName(1, 1, 0), ChannelName(2, 0, 1))
+SLOT_BYTES, NUM_SLOTS, CHUNK_BYTES = 400_000, 4, 16_384
+PATIENCE_S = 60.0
+KILLS_APART_S = 13.0  # a sidecar is started again five times a minute
+_MOST_BYTES = 256 << 20
+FAULTS = ("cut", "throttle", "delay", "reset", "reset", "reset", "duplicate", "duplicate", "kill")
+
+
+def content(channel: ChannelName, number: int, seed: int) -> np.ndarray:
+    """What a message says: mostly little, sometimes many chunks, sometimes nothing."""
+    rng = np.random.default_rng((seed, *channel, number))
+    longest = (0, 100, 5_000, 60_000, SLOT_BYTES)[rng.choice(5, p=(0.05, 0.4, 0.3, 0.2, 0.05))]
+    return rng.integers(0, 256, rng.integers(0, longest + 1), np.uint8)
+
+
+@dataclass
+class Outcome:
+    """What has happened in a run.
+
+    Attributes:
+        received: Messages that were as they should be.
+        wrong: What was wrong, in words; empty in the end.
+        faults: How many of each kind.
+        seconds: How long it took.
+        longest_gap_s: The longest time between two messages of a channel.
+    """
+
+    received: int = 0
+    wrong: list[str] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    longest_gap_s: float = 0.0
+
+
+class FaultyLink:
+    """Two planes, joined, and the harm that can be done to what joins them."""
+
+    def __init__(self, seed: int) -> None:
+        specs = [ChannelSpec(name, SLOT_BYTES, NUM_SLOTS) for name in CHANNELS]
+        settings = TransportSettings(first_sequence=2**32 - 50, chunk_bytes=CHUNK_BYTES)
+        self.planes = [
+            SidecarPlane.start(
+                rank,
+                [each for each in specs if each.name.source == rank],
+                [each for each in specs if each.name.destination == rank],
+                settings,
+            )
+            for rank in (0, 1)
+        ]
+        self.secret = secrets.token_bytes(32)
+        for rank, plane in enumerate(self.planes):
+            plane.connect({1 - rank: self.planes[1 - rank].addresses()}, self.secret)
+        self.done: Counter[str] = Counter()
+        self._random = random.Random(seed)
+        self._killed_s = [-KILLS_APART_S, -KILLS_APART_S]
+
+    @property
+    def num_faults(self) -> int:
+        """How much harm has been done."""
+        return sum(self.done.values()) - self.done["heal"]
+
+    def harm(self, fault: str) -> None:
+        """Do something bad to a rank that is drawn."""
+        rank = self._random.randrange(2)
+        if fault == "kill":
+            if time.monotonic() < self._killed_s[rank] + KILLS_APART_S:
+                return
+            self._killed_s[rank] = time.monotonic()
+            os.kill(self.planes[rank].sidecar_pid, signal.SIGKILL)
+        elif fault in ("reset", "duplicate"):
+            lane = self._random.choice((None, 0, 1)) if fault == "reset" else None
+            self.planes[rank].disturb(
+                fault, peer=1 - rank, lane=lane, count=self._random.randrange(1, 6)
+            )
+        else:
+            self._emulate(rank, self._conditions(fault))
+        self.done[fault] += 1
+
+    def heal(self) -> None:
+        """Let the link be as it is."""
+        for rank in (0, 1):
+            self._emulate(rank, [])
+        self.done["heal"] += 1
+
+    def close(self) -> None:
+        """End both ranks."""
+        for plane in self.planes:
+            plane.close()
+
+    def _conditions(self, fault: str) -> list[LinkCondition]:
+        if fault == "cut":
+            return [LinkCondition((0, 1), cut=True)]
+        if fault == "throttle":
+            return [LinkCondition((0, 1), bandwidth_mbps=self._random.choice((20.0, 100.0)))]
+        return [LinkCondition((0, 1), latency_ms=self._random.uniform(1, 30), jitter_ms=3.0)]
+
+    def _emulate(self, rank: int, conditions: Sequence[LinkCondition]) -> None:
+        self.planes[rank].emulate(conditions)
+
+
+def run(num_messages: int, num_faults: int, seed: int, tell: Callable[[str], None]) -> Outcome:
+    """Exchange messages, on all channels at once, while faults happen.
+
+    Args:
+        num_messages: In all, spread over the channels.
+        num_faults: At least so many happen before the last message is sent.
+        seed: Of messages and faults.
+        tell: Called with a line now and then.
+    """
+    outcome, link = Outcome(), FaultyLink(seed)
+    began_s = time.monotonic()
+    per_channel = -(-num_messages // len(CHANNELS))
+    allowed = [0]  # how many messages of each channel may be sent by now
+    progress = threading.Condition()
+    threads = []
+    for name in CHANNELS:
+        arguments = (link, name, per_channel, seed, outcome, allowed, progress)
+        threads.append(threading.Thread(target=_send, args=arguments, daemon=True))
+        threads.append(threading.Thread(target=_receive, args=arguments, daemon=True))
+    for thread in threads:
+        thread.start()
+    try:
+        _do_harm(link, per_channel, num_faults, seed, outcome, allowed, progress, tell)
+        for thread in threads:
+            thread.join(3 * PATIENCE_S)
+            if thread.is_alive():
+                outcome.wrong.append("a thread hangs")
+    finally:
+        outcome.faults, outcome.seconds = link.done, time.monotonic() - began_s
+        link.close()
+    return outcome
+
+
+def _do_harm(
+    link: FaultyLink,
+    per_channel: int,
+    num_faults: int,
+    seed: int,
+    outcome: Outcome,
+    allowed: list[int],
+    progress: threading.Condition,
+    tell: Callable[[str], None],
+) -> None:
+    """Let messages be sent in portions, with a fault in the midst of each, healed soon after."""
+    rng = random.Random(seed)
+    while allowed[0] < per_channel and not outcome.wrong:
+        faults = link.num_faults
+        share = (faults + 2) / (num_faults + 2)
+        with progress:
+            # The portion before this one has arrived for the most part.
+            progress.wait_for(
+                lambda: outcome.wrong or outcome.received >= 0.9 * len(CHANNELS) * allowed[0],
+                PATIENCE_S,
+            )
+            allowed[0] = min(per_channel, max(allowed[0] + 1, int(share * per_channel)))
+            progress.notify_all()
+        time.sleep(rng.uniform(0, 0.02))  # anywhere in the middle of a message
+        fault = rng.choice(FAULTS)
+        link.harm(fault)
+        if fault in ("cut", "throttle", "delay"):
+            time.sleep(rng.uniform(0.02, 0.3))
+            link.heal()
+        if faults // 50 != link.num_faults // 50:
+            tell(f"{outcome.received} messages, {dict(link.done)}")
+
+
+def _send(
+    link: FaultyLink,
+    name: ChannelName,
+    count: int,
+    seed: int,
+    outcome: Outcome,
+    allowed: list[int],
+    progress: threading.Condition,
+) -> None:
+    plane, number = link.planes[name.source], 0
+    try:
+        for number in range(count):
+            with progress:
+                progress.wait_for(lambda number=number: number < allowed[0] or outcome.wrong)
+            said = content(name, number, seed)
+            slot = plane.reserve(name, time.monotonic() + PATIENCE_S)
+            slot.payload[: len(said)] = said
+            slot.post(len(said), (0, 0, number, _crc(said)))
+            slot.complete()
+    except Exception as error:
+        outcome.wrong.append(f"sending message {number} of {name}: {error!r}")
+
+
+def _receive(
+    link: FaultyLink,
+    name: ChannelName,
+    count: int,
+    seed: int,
+    outcome: Outcome,
+    allowed: list[int],
+    progress: threading.Condition,
+) -> None:
+    plane = link.planes[name.destination]
+    last_s, number = None, 0
+    try:
+        for number in range(count):
+            slot = plane.take(name, time.monotonic() + PATIENCE_S)
+            said = content(name, number, seed)
+            got = (slot.tag[2], slot.tag[3], _crc(slot.payload), len(slot.payload))
+            expected = (number, _crc(said), _crc(said), len(said))
+            if got != expected:
+                raise ValueError(f"got {got}, expected {expected} (number, CRC, CRC, bytes)")
+            slot.release()
+            now_s = time.monotonic()
+            outcome.longest_gap_s = max(outcome.longest_gap_s, now_s - (last_s or now_s))
+            last_s = now_s
+            with progress:
+                outcome.received += 1
+                progress.notify_all()
+        _expect_nothing_more(plane, name)
+    except Exception as error:
+        outcome.wrong.append(f"receiving message {number} of {name}: {error!r}")
+
+
+def _crc(said: np.ndarray) -> int:
+    return zlib.crc32(said.data)
+
+
+def _expect_nothing_more(plane: SidecarPlane, name: ChannelName) -> None:
+    try:
+        slot = plane.take(name, time.monotonic() + 0.3)
+    except TimeoutError:
+        return
+    raise ValueError(f"message {slot.tag[2]} came once too often")
+
+
+def tampered_frames(rng: random.Random, gone: bool) -> bytes:
+    """Some frames, of which any bytes may have been changed, lost or added.
+
+    Args:
+        rng: Draws.
+        gone: Whether one may say that its rank is gone: a member would be believed.
+    """
+    channel = rng.choice((CHANNELS[0], CHANNELS[1], ChannelName(*rng.choices(range(65536), k=4))))
+    number, small = rng.randrange(2**32), rng.randrange(64)
+    frames = [
+        Chunk(channel, number, rng.randrange(1 << 40), small, small, (0,) * 8, number, number),
+        Acknowledge(channel, number, rng.randrange(1 << 40), small, number),
+        Credit(channel, number, small),
+        Ping(number),
+        Pong(number, small, number),
+        *[Gone(small, "x" * small)] * gone,
+    ]
+    data = bytearray(b"".join(pack(rng.choice(frames)) for _ in range(rng.randrange(1, 5))))
+    for _ in range(rng.choice((0, 1, 1, 2, 10))):
+        at = rng.randrange(len(data) + 1)
+        data[at : at + rng.randrange(4)] = rng.randbytes(rng.randrange(4))
+    return bytes(data)
+
+
+def fuzz(link: FaultyLink, connections: int, seed: int) -> int:
+    """Connect to a sidecar again and again, as a stranger or as a member, and say what is wrong.
+
+    Returns:
+        How many connections it let in as members.
+    """
+    rng, members = random.Random(seed), 0
+    for _ in range(connections):
+        with socket.create_connection(link.planes[1].addresses()[0], timeout=20) as guest:
+            as_member = rng.random() < 0.7
+            try:
+                members += as_member and _become_member(guest, link.secret)
+                guest.sendall(tampered_frames(rng, gone=not as_member))
+                guest.shutdown(socket.SHUT_WR)
+                while guest.recv(4096):
+                    pass
+            except ConnectionError:
+                continue
+    return members
+
+
+def _become_member(guest: socket.socket, secret: bytes) -> bool:
+    reader = FrameReader(TO_DIALLER)
+    challenge = _hear(guest, reader)
+    if not isinstance(challenge, Challenge):
+        return False
+    frame = introduction(
+        secret,
+        challenge,
+        rank=0,
+        destination=1,
+        generation=1,
+        lane=60,
+        chunk_bytes=CHUNK_BYTES,
+        algorithms=(2,),
+    )
+    guest.sendall(pack(frame))
+    return isinstance(_hear(guest, reader), Welcome)
+
+
+def _hear(guest: socket.socket, reader: FrameReader) -> Any:
+    while (frame := reader.next_frame()) is None:
+        data = guest.recv(4096)
+        if not data:
+            return None
+        reader.feed(data)
+    return frame
+
+
+def fuzz_and_go_on(connections: int, seed: int) -> tuple[int, list[str]]:
+    """Fuzz a sidecar, which then still has to do its work, as the same process, in little memory.
+
+    Returns:
+        How many connections were let in as members, and what was wrong.
+    """
+    link, wrong = FaultyLink(seed), []
+    try:
+        _exchange(link, 0, seed)
+        pid = link.planes[1].sidecar_pid
+        members = fuzz(link, connections, seed)
+        _exchange(link, 1, seed)
+        if link.planes[1].sidecar_pid != pid:
+            wrong.append("the sidecar died of tampered frames")
+        if _resident_bytes(pid) > _MOST_BYTES:
+            wrong.append(f"the sidecar takes {_resident_bytes(pid)} bytes, at most {_MOST_BYTES}")
+    finally:
+        link.close()
+    return members, wrong
+
+
+def _exchange(link: FaultyLink, number: int, seed: int) -> None:
+    for name in CHANNELS:
+        said, deadline_s = content(name, number, seed), time.monotonic() + PATIENCE_S
+        slot = link.planes[name.source].reserve(name, deadline_s)
+        slot.payload[: len(said)] = said
+        slot.post(len(said), (0, 0, number))
+        slot.complete()
+        taken = link.planes[name.destination].take(name, deadline_s)
+        if taken.tag[2] != number or not np.array_equal(taken.payload, said):
+            raise ValueError(f"message {number} of {name} is not what was sent")
+        taken.release()
+
+
+def _resident_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> int:
+    """Run it all; 1 if anything was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--messages", type=int, default=10_000)
+    parser.add_argument("--faults", type=int, default=300)
+    parser.add_argument("--connections", type=int, default=5_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    load = os.getloadavg()
+    outcome = run(arguments.messages, arguments.faults, arguments.seed, print)
+    members, wrong = fuzz_and_go_on(arguments.connections, arguments.seed)
+    num_faults = sum(outcome.faults.values()) - outcome.faults["heal"]
+    enough = num_faults >= arguments.faults
+    result = {
+        "load": load,
+        "messages": outcome.received,
+        "faults": dict(outcome.faults),
+        "num_faults": num_faults,
+        "seconds": round(outcome.seconds, 1),
+        "longest_gap_s": round(outcome.longest_gap_s, 3),
+        "tampered_connections": arguments.connections,
+        "of_members": members,
+        "wrong": outcome.wrong + wrong,
+    }
+    print(json.dumps(result, indent=1))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    return int(bool(result["wrong"]) or not enough)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

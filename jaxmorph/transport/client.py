@@ -1,0 +1,257 @@
+"""The trainer's handle on its data plane: it owns all memory and sockets, the sidecar moves bytes.
+
+Whatever must outlive a sidecar is made here and lent to it: slots, doorbells, listening sockets.
+So one that is killed is followed by the next generation, on the same memory and the same ports.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from jaxmorph.errors import UserError
+from jaxmorph.transport.channel_ends import (
+    ArrivedSlot,
+    IncomingEnd,
+    OutgoingEnd,
+    ReservedSlot,
+    incoming_end,
+    outgoing_end,
+)
+from jaxmorph.transport.control_messages import Record
+from jaxmorph.transport.doorbell import Doorbell
+from jaxmorph.transport.errors import TransportError
+from jaxmorph.transport.lane_backends import check
+from jaxmorph.transport.link_emulator import LinkCondition
+from jaxmorph.transport.listeners import listen_on
+from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.plane import Address, ChannelSpec, TransportSettings
+from jaxmorph.transport.sidecar_process import Instruction, SidecarProcess
+from jaxmorph.transport.slots import Slots
+
+_ANSWER_S = 5.0
+_FLUSH_S = 5.0
+_REST_S = 5.0
+
+
+class SidecarPlane:
+    """A `DataPlane` whose bytes are moved by a process of their own; see there for the methods.
+
+    Args:
+        rank: This process's rank.
+        outgoing: The channels it sends on.
+        incoming: The channels it receives on.
+        settings: How to travel.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        outgoing: Sequence[ChannelSpec],
+        incoming: Sequence[ChannelSpec],
+        settings: TransportSettings,
+    ) -> None:
+        _check_sides(rank, outgoing, incoming)
+        self._rank, self._settings = rank, settings
+        self._state: dict[str, Record] = {}
+        self._gone: dict[int, str] = {}
+        self._events: list[dict[str, Any]] = []
+        self._events_lock = threading.Lock()
+        self._closed = self._failed = False
+        with contextlib.ExitStack() as undo:
+            self._doorbell = Doorbell.create()
+            undo.callback(self._doorbell.close)
+            self._listeners = listen_on(settings.addresses)
+            undo.callback(lambda: [listener.close() for listener in self._listeners])
+            first = settings.first_sequence
+            self._outgoing: dict[ChannelName, OutgoingEnd] = {}
+            self._incoming: dict[ChannelName, IncomingEnd] = {}
+            undo.callback(lambda: [end.close() for end in self._ends()])
+            for spec in outgoing:
+                self._outgoing[spec.name] = OutgoingEnd(spec, first, self._doorbell.ring)
+            for spec in incoming:
+                self._incoming[spec.name] = IncomingEnd(spec, first, self._doorbell.ring)
+            self._sidecar = SidecarProcess(self._set_up, self._hear, self._fail)
+            self._undo = undo.pop_all()
+
+    @classmethod
+    def start(
+        cls,
+        rank: int,
+        outgoing: Sequence[ChannelSpec],
+        incoming: Sequence[ChannelSpec],
+        settings: TransportSettings | None = None,
+    ) -> "SidecarPlane":
+        """A plane whose sidecar is being started; see the class for the arguments.
+
+        Raises:
+            UserError: If this host can't listen on one of the addresses, or hasn't the backend.
+        """
+        settings = settings or TransportSettings()
+        check(settings.backend)
+        try:
+            return cls(rank, outgoing, incoming, settings)
+        except OSError as error:
+            raise UserError(
+                f"rank {rank} can't open its data plane on {', '.join(settings.addresses)}: {error}"
+            ) from error
+
+    @property
+    def sidecar_pid(self) -> int:
+        """The number of the sidecar's process; another one after a restart."""
+        return self._sidecar.pid
+
+    def addresses(self) -> list[Address]:
+        """Where peers reach this rank: one host and port for each network card."""
+        return [listener.getsockname()[:2] for listener in self._listeners]
+
+    def connect(self, peers: Mapping[int, Sequence[Address]], secret: bytes) -> None:
+        """Tell where the peers are; returns at once."""
+        for rank in peers:
+            self._gone.pop(rank, None)
+        for end in self._ends():
+            if end.peer in peers:
+                end.recover()
+        addresses = {str(rank): [list(address) for address in at] for rank, at in peers.items()}
+        self._tell({"kind": "connect", "peers": addresses, "secret": secret.hex()})
+
+    def reserve(self, channel: ChannelName, deadline_s: float) -> ReservedSlot:
+        """Wait for room for one more message; messages are numbered in this order."""
+        return outgoing_end(self._outgoing, channel).reserve(deadline_s)
+
+    def take(self, channel: ChannelName, deadline_s: float) -> ArrivedSlot:
+        """Wait for the channel's next message."""
+        return incoming_end(self._incoming, channel).take(deadline_s)
+
+    def grow(self, channel: ChannelName, num_slots: int) -> None:
+        """Make room for more messages, in a channel that is at rest."""
+        end = self._outgoing.get(channel) or incoming_end(self._incoming, channel)
+        old = end.slots
+        if num_slots < old.num_slots:
+            raise TransportError(f"{channel} has {old.num_slots} slots, it can't have {num_slots}")
+        if num_slots == old.num_slots:
+            return
+        # What is delivered may not be known here yet; what is taken is.
+        patience_s = _REST_S if isinstance(end, OutgoingEnd) else 0.0
+        if not end.doorbell.wait_until(end.at_rest, time.monotonic() + patience_s):
+            raise TransportError(f"{channel} is not at rest: it can't grow now")
+        new = Slots.create(num_slots, old.slot_bytes, old.left)
+        with self._sidecar.changing:
+            record = {"kind": "grow", **_described(end, new)}
+            answer = self._sidecar.ask(record, (new.fd,), _ANSWER_S)
+            if answer is None:
+                self._sidecar.kill()  # it may use either memory: the next one is told which
+            if not end.at_rest() or (answer is not None and "error" in answer):
+                new.close()
+                raise TransportError(f"{channel} is not at rest: it can't grow now")
+            end.replace_slots(new)
+
+    def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:
+        """Make links behave so from now on, instead of as they were told before."""
+        self._tell(
+            {
+                "kind": "emulate",
+                "conditions": [asdict(condition) for condition in conditions],
+                "origin_s": time.monotonic() if origin_s is None else origin_s,
+            }
+        )
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts and rates of each peer and lane; empty while the sidecar is being restarted."""
+        answer = self._sidecar.ask({"kind": "statistics"}, (), _ANSWER_S) or {}
+        return {"generation": self._sidecar.generation, **answer.get("statistics", {})}
+
+    def events(self) -> list[dict[str, Any]]:
+        """What has happened since the last call: lanes lost and found, restarts, peers gone."""
+        with self._events_lock:
+            events, self._events = self._events, []
+        return events
+
+    def disturb(self, action: str, **details: Any) -> None:
+        """Do harm to this rank's own lanes, as tests and benchmarks of faults need it.
+
+        Args:
+            action: "reset" breaks the connections to and from a `peer`, `lane` only one of them;
+                "duplicate" sends the next `count` chunks to a `peer` twice.
+            details: See `action`.
+        """
+        self._sidecar.tell({"kind": "disturb", "action": action, **details})
+
+    def close(self) -> None:
+        """Deliver what can be delivered soon, end the sidecar and give the memory back."""
+        if self._closed:
+            return
+        self._closed = True
+        deadline_s = time.monotonic() + _FLUSH_S
+        for end in self._outgoing.values():
+            if "connect" in self._state:
+                end.doorbell.wait_until(lambda end=end: self._is_flushed(end), deadline_s)
+        self._sidecar.close()
+        self._undo.close()
+
+    def _is_flushed(self, end: OutgoingEnd) -> bool:
+        delivered = end.slots.left == end.slots.entered
+        return delivered or end.peer in self._gone or self._failed
+
+    def _ends(self) -> list[OutgoingEnd | IncomingEnd]:
+        return [*self._outgoing.values(), *self._incoming.values()]
+
+    def _tell(self, record: Record) -> None:
+        """Tell the sidecar something that any later one must know too."""
+        with self._sidecar.changing:
+            self._state[record["kind"]] = record
+            self._sidecar.tell(record)
+
+    def _set_up(self, generation: int) -> list[Instruction]:
+        start = {
+            "kind": "start",
+            "rank": self._rank,
+            "generation": generation,
+            "settings": asdict(self._settings),
+        }
+        fds = (*self._doorbell.fds, *(listener.fileno() for listener in self._listeners))
+        told: list[Instruction] = [(start, fds)]
+        for end in self._ends():
+            record = {"kind": "channel", **_described(end, end.slots)}
+            told.append((record, (end.slots.fd, *end.doorbell.fds)))
+        told.extend((record, ()) for record in self._state.values())
+        return told
+
+    def _hear(self, record: Record) -> None:
+        with self._events_lock:
+            self._events.append({"time_s": time.monotonic(), **record})
+        if record["kind"] == "peer_gone":
+            self._gone[record["peer"]] = record["reason"]
+            for end in self._ends():
+                if end.peer == record["peer"]:
+                    end.gone(record["reason"])
+        elif record["kind"] == "sidecar_restarted":
+            for end in self._ends():
+                end.doorbell.ring()  # the dead one may have changed a count and not rung
+
+    def _fail(self, error: TransportError) -> None:
+        self._failed = True
+        for end in self._ends():
+            end.fail(error)
+
+
+def _described(end: OutgoingEnd | IncomingEnd, slots: Slots) -> Record:
+    return {
+        "channel": list(end.name),
+        "outgoing": isinstance(end, OutgoingEnd),
+        "num_slots": slots.num_slots,
+        "slot_bytes": slots.slot_bytes,
+    }
+
+
+def _check_sides(
+    rank: int, outgoing: Sequence[ChannelSpec], incoming: Sequence[ChannelSpec]
+) -> None:
+    for spec in outgoing:
+        if spec.name.source != rank or spec.name.destination == rank:
+            raise TransportError(f"{spec.name} can't be an outgoing channel of rank {rank}")
+    for spec in incoming:
+        if spec.name.destination != rank or spec.name.source == rank:
+            raise TransportError(f"{spec.name} can't be an incoming channel of rank {rank}")

@@ -1,0 +1,79 @@
+"""Waits for descriptors and for moments, in one thread, with microseconds' precision."""
+
+import select
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+Handler = Callable[[int], None]
+
+READ, WRITE = select.POLLIN, select.POLLOUT
+_FEWEST_BLOCKED_S = 2e-3
+
+
+class _Poll(Protocol):
+    def register(self, fd: int, mask: int) -> None: ...
+    def modify(self, fd: int, mask: int) -> None: ...
+    def unregister(self, fd: int) -> None: ...
+
+
+class EventLoop:
+    """Calls who registered a descriptor when it is ready.
+
+    Attributes:
+        edge: Added to a mask: call once for each ring, without its being answered; 0 where the
+            system can't.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Handler] = {}
+        self._masks: dict[int, int] = {}
+        self._epoll = select.epoll() if hasattr(select, "epoll") else None
+        self._poll = None if self._epoll is not None else select.poll()
+        self._selector: _Poll = self._epoll or self._poll  # type: ignore[assignment]
+        self.edge = select.EPOLLET if self._epoll is not None else 0
+
+    def add(self, fd: int, mask: int, handler: Handler) -> None:
+        """Call the handler, with what is ready, whenever the descriptor is."""
+        self._selector.register(fd, mask)
+        self._handlers[fd], self._masks[fd] = handler, mask
+
+    def change(self, fd: int, mask: int) -> None:
+        """Wait for something else of a descriptor."""
+        if self._masks[fd] != mask:
+            self._selector.modify(fd, mask)
+            self._masks[fd] = mask
+
+    def remove(self, fd: int) -> None:
+        """Forget a descriptor; before it is closed."""
+        self._selector.unregister(fd)
+        del self._handlers[fd], self._masks[fd]
+
+    def turn(self, until_s: float) -> bool:
+        """Wait until something is ready or a moment has come, and call the handlers.
+
+        Args:
+            until_s: The moment, by the monotonic clock; 0: don't wait.
+
+        Returns:
+            Whether anything was ready.
+        """
+        ready = self._wait(until_s)
+        handlers = self._handlers
+        for fd, mask in ready:
+            handler = handlers.get(fd)  # an earlier one may have removed it
+            if handler is not None:
+                handler(mask)
+        return bool(ready)
+
+    def _wait(self, until_s: float) -> list[tuple[int, int]]:
+        left_s = until_s - time.monotonic() if until_s else 0.0
+        if self._epoll is None:
+            assert self._poll is not None
+            return self._poll.poll(max(0.0, min(left_s, 1e6)) * 1e3)
+        if left_s <= 0:
+            return self._epoll.poll(0)
+        if left_s > _FEWEST_BLOCKED_S:  # whole milliseconds, rounded up: wake before, then exactly
+            return self._epoll.poll(min(left_s, 1e6) - _FEWEST_BLOCKED_S / 2)
+        select.select([self._epoll], [], [], left_s)
+        return self._epoll.poll(0)

@@ -1,0 +1,188 @@
+"""A link as it is made to behave: slow, unsteady, narrow or cut, the same for every route."""
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from jaxmorph.transport.names import TAG_WORDS
+
+_STEP_WORD = 1
+_STANDARD_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class LinkCondition:
+    """How one link behaves, always or within a span of steps or of time.
+
+    Several conditions on a link add up: latencies add, the smallest bandwidth holds, jitters add as
+    independent ones do, and any cut cuts.
+
+    Attributes:
+        between: The ranks it joins, the lower one first.
+        latency_ms: Added to every message's way; messages on their way overlap.
+        bandwidth_mbps: Megabits per second that all messages of a direction share, one after
+            another; None: no limit.
+        jitter_ms: Standard deviation of what is added to the latency, which stays at least 0.
+        cut: Whether nothing is delivered.
+        from_step: The first step it holds in; None: from the beginning.
+        to_step: The first step it no longer holds in; None: to the end.
+        from_s: When it begins, in seconds since the origin; None: at the beginning.
+        to_s: When it has ended, in seconds since the origin; None: never.
+        source: The sending rank of the only direction it holds for; None: both directions.
+    """
+
+    between: tuple[int, int]
+    latency_ms: float = 0.0
+    bandwidth_mbps: float | None = None
+    jitter_ms: float = 0.0
+    cut: bool = False
+    from_step: int | None = None
+    to_step: int | None = None
+    from_s: float | None = None
+    to_s: float | None = None
+    source: int | None = None
+
+    def directions(self) -> tuple[tuple[int, int], ...]:
+        """The (source, destination) pairs it holds for."""
+        low, high = self.between
+        both = ((low, high), (high, low))
+        return both if self.source is None else tuple(way for way in both if way[0] == self.source)
+
+    def holds(self, step: int, elapsed_s: float) -> bool:
+        """Whether it holds for a message.
+
+        Args:
+            step: The message's step.
+            elapsed_s: Seconds since the origin.
+        """
+        return _within(step, self.from_step, self.to_step) and _within(
+            elapsed_s, self.from_s, self.to_s
+        )
+
+
+class LinkEmulator:
+    """When messages may be delivered, on links that behave as they are told to.
+
+    It owns no clock and waits for nothing, and what it answers depends on its arguments and on the
+    messages it was asked about before alone: asked the same at two places, it answers the same.
+
+    Args:
+        conditions: What holds on which link; a link that none names delivers at once.
+        seed: Of the jitter.
+        origin_s: When the conditions' times begin, by the clock of `now_s`.
+    """
+
+    def __init__(
+        self, conditions: Iterable[LinkCondition], seed: int = 0, origin_s: float = 0.0
+    ) -> None:
+        self._seed = seed
+        self._origin_s = origin_s
+        self._free_at_s: dict[tuple[int, int], float] = {}
+        self._of_direction: dict[tuple[int, int], list[LinkCondition]] = {}
+        for condition in conditions:
+            for way in condition.directions():
+                self._of_direction.setdefault(way, []).append(condition)
+
+    def concerns(self, source: int, destination: int) -> bool:
+        """Whether any condition, at any time, is of this direction."""
+        return (source, destination) in self._of_direction
+
+    def departure_s(
+        self, source: int, destination: int, tag: Sequence[int], num_bytes: int, now_s: float
+    ) -> float | None:
+        """When a message may be delivered at the earliest; it occupies the link's bandwidth.
+
+        Args:
+            source: The sending rank.
+            destination: The receiving rank.
+            tag: The message's words, at most eight; missing ones count as 0.
+            num_bytes: Its length.
+            now_s: When it is ready to leave.
+
+        Returns:
+            A time of the clock of `now_s`, not before it; None while the link is cut.
+        """
+        way = (source, destination)
+        if not self.concerns(*way):
+            return now_s
+        holding = self._holding(way, step_of(tag), now_s)
+        if any(condition.cut for condition in holding):
+            return None
+        sent_s = self._occupy(way, holding, num_bytes, now_s)
+        latency_ms = math.fsum(condition.latency_ms for condition in holding)
+        deviation_ms = math.hypot(*(condition.jitter_ms for condition in holding))
+        if deviation_ms:
+            latency_ms += deviation_ms * self._draw(way, tag)
+        return sent_s + max(latency_ms, 0.0) / 1e3
+
+    def is_cut(self, source: int, destination: int, step: int, now_s: float) -> bool:
+        """Whether the link delivers nothing.
+
+        Args:
+            source: The sending rank.
+            destination: The receiving rank.
+            step: The message's step.
+            now_s: When.
+        """
+        return any(item.cut for item in self._holding((source, destination), step, now_s))
+
+    def healed_s(self, source: int, destination: int, step: int, now_s: float) -> float:
+        """The first time, from now on, at which a step's messages find the link not cut.
+
+        Args:
+            source: The sending rank.
+            destination: The receiving rank.
+            step: The messages' step.
+            now_s: When to begin to look.
+
+        Returns:
+            A time of the clock of `now_s`; infinity where the link stays cut.
+        """
+        while now_s < math.inf:
+            holding = self._holding((source, destination), step, now_s)
+            ends_s = [math.inf if cut.to_s is None else cut.to_s for cut in holding if cut.cut]
+            if not ends_s:
+                break
+            # The sum may round to just before the end of the cut: then it takes another round.
+            now_s = max(self._origin_s + max(ends_s), math.nextafter(now_s, math.inf))
+        return now_s
+
+    def _holding(self, way: tuple[int, int], step: int, now_s: float) -> list[LinkCondition]:
+        elapsed_s = now_s - self._origin_s
+        conditions = self._of_direction.get(way, ())
+        return [condition for condition in conditions if condition.holds(step, elapsed_s)]
+
+    def _occupy(
+        self, way: tuple[int, int], holding: Sequence[LinkCondition], num_bytes: int, now_s: float
+    ) -> float:
+        """When the message's last bit has left, after all those before it."""
+        limits = [item.bandwidth_mbps for item in holding if item.bandwidth_mbps is not None]
+        if not limits:
+            return now_s
+        begins_s = max(now_s, self._free_at_s.get(way, now_s))
+        self._free_at_s[way] = begins_s + 8e-6 * num_bytes / min(limits)
+        return self._free_at_s[way]
+
+    def _draw(self, way: tuple[int, int], tag: Sequence[int]) -> float:
+        """A standard normal number that follows from the message alone."""
+        words = (*tag, *(0,) * (TAG_WORDS - len(tag)))
+        name = struct.pack(f"<q2Q{TAG_WORDS}Q", self._seed, *way, *words)
+        (number,) = struct.unpack("<Q", hashlib.blake2b(name, digest_size=8).digest())
+        return _STANDARD_NORMAL.inv_cdf((number // 2**12 + 0.5) / 2**52)
+
+
+def step_of(tag: Sequence[int]) -> int:
+    """The step that a message belongs to; below 0 before training's first.
+
+    Args:
+        tag: The message's words, 32 bits each.
+    """
+    word = tag[_STEP_WORD]
+    return word - 2**32 if word >= 2**31 else word
+
+
+def _within(value: float, first: float | None, end: float | None) -> bool:
+    return (first is None or value >= first) and (end is None or value < end)

@@ -1,0 +1,262 @@
+"""The data plane's in-memory twin: all ranks in one process, and a thread instead of sidecars."""
+
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxmorph.transport.channel_ends import (
+    ArrivedSlot,
+    IncomingEnd,
+    OutgoingEnd,
+    ReservedSlot,
+    incoming_end,
+    outgoing_end,
+)
+from jaxmorph.transport.doorbell import Doorbell
+from jaxmorph.transport.errors import TransportError
+from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator
+from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.plane import Address, ChannelSpec, TransportSettings
+from jaxmorph.transport.sequence import add, distance
+from jaxmorph.transport.slots import Slots
+
+_ASK_AGAIN_S = 0.002
+_LONGEST_S = 0.25
+_FLUSH_S = 2.0
+_NEVER = math.inf
+
+
+class LoopbackNetwork:
+    """Joins the planes that it makes."""
+
+    def __init__(self) -> None:
+        self._planes: dict[int, LoopbackPlane] = {}
+        self._streams: dict[ChannelName, _Stream] = {}
+        self._doorbell = Doorbell.create()
+        self._lock = threading.Lock()
+        self._mover: threading.Thread | None = None
+
+    def plane(
+        self,
+        rank: int,
+        outgoing: Sequence[ChannelSpec],
+        incoming: Sequence[ChannelSpec],
+        settings: TransportSettings | None = None,
+    ) -> "LoopbackPlane":
+        """A rank's plane; see `SidecarPlane` for the arguments."""
+        made = LoopbackPlane(self, rank, outgoing, incoming, settings or TransportSettings())
+        with self._lock:
+            self._planes[rank] = made
+            if self._mover is None:
+                self._mover = threading.Thread(target=self._move, name="loopback", daemon=True)
+                self._mover.start()
+        return made
+
+    def ring(self) -> None:
+        """There may be something to move."""
+        self._doorbell.ring()
+
+    def leave(self, plane: "LoopbackPlane") -> None:
+        """A rank is gone: nothing of its memory is used any more, and its peers are told."""
+        with self._lock:
+            if self._planes.get(plane.rank) is plane:
+                del self._planes[plane.rank]
+            for name in list(self._streams):
+                if plane.rank in (name.source, name.destination):
+                    del self._streams[name]
+            for other in self._planes.values():
+                other.lose(plane.rank, "it has closed its data plane")
+            mover, self._mover = (None, self._mover) if self._planes else (self._mover, None)
+        if mover is not None:
+            self.ring()
+            mover.join()
+
+    def paused(self) -> threading.Lock:
+        """While it's held, nothing moves."""
+        return self._lock
+
+    def _move(self) -> None:
+        next_s = 0.0
+        while self._mover is threading.current_thread():
+            self._doorbell.wait_for_ring(next_s)
+            with self._lock:
+                now_s = time.monotonic()
+                self._join_ends()
+                streams = self._streams.values()
+                next_s = min([now_s + _LONGEST_S, *(each.move(now_s) for each in streams)])
+
+    def _join_ends(self) -> None:
+        for plane in self._planes.values():
+            for name, end in plane.outgoing.items():
+                peer = self._planes.get(name.destination)
+                if name not in self._streams and peer is not None and plane.knows(peer):
+                    self._streams[name] = _Stream(plane, end, peer.incoming[name])
+
+
+class LoopbackPlane:
+    """One rank's `DataPlane` on a `LoopbackNetwork`; see there for the methods."""
+
+    def __init__(
+        self,
+        network: LoopbackNetwork,
+        rank: int,
+        outgoing: Sequence[ChannelSpec],
+        incoming: Sequence[ChannelSpec],
+        settings: TransportSettings,
+    ) -> None:
+        first = settings.first_sequence
+        self.rank, self.emulator = rank, LinkEmulator(())
+        self.outgoing = {spec.name: OutgoingEnd(spec, first, network.ring) for spec in outgoing}
+        self.incoming = {spec.name: IncomingEnd(spec, first, network.ring) for spec in incoming}
+        self.peers: set[int] = set()
+        self.secret = b""
+        self._network = network
+        self._gone: set[int] = set()
+        self._events: list[dict[str, Any]] = []
+        self._closed = False
+
+    def knows(self, peer: "LoopbackPlane") -> bool:
+        """Whether each of the two was told of the other, with the same secret."""
+        return peer.rank in self.peers and self.rank in peer.peers and self.secret == peer.secret
+
+    def lose(self, rank: int, reason: str) -> None:
+        """A peer is gone."""
+        ends = [end for end in self._ends() if end.peer == rank]
+        if not ends or rank in self._gone:
+            return
+        self._gone.add(rank)
+        event = {"kind": "peer_gone", "peer": rank, "reason": reason}
+        self._events.append({"time_s": time.monotonic(), **event})
+        for end in ends:
+            end.gone(reason)
+
+    def addresses(self) -> list[Address]:
+        """Names rather than addresses: there is no network."""
+        return [("loopback", self.rank)]
+
+    def connect(self, peers: Mapping[int, Sequence[Address]], secret: bytes) -> None:
+        """Tell who the peers are; returns at once."""
+        with self._network.paused():
+            self.peers, self.secret = set(peers), secret
+            for end in self._ends():
+                if end.peer in peers and end.peer in self._gone:
+                    end.recover()
+            self._gone -= self.peers
+        self._network.ring()
+
+    def reserve(self, channel: ChannelName, deadline_s: float) -> ReservedSlot:
+        """Wait for room for one more message; messages are numbered in this order."""
+        return outgoing_end(self.outgoing, channel).reserve(deadline_s)
+
+    def take(self, channel: ChannelName, deadline_s: float) -> ArrivedSlot:
+        """Wait for the channel's next message."""
+        return incoming_end(self.incoming, channel).take(deadline_s)
+
+    def grow(self, channel: ChannelName, num_slots: int) -> None:
+        """Make room for more messages, in a channel that is at rest."""
+        end = self.outgoing.get(channel) or incoming_end(self.incoming, channel)
+        with self._network.paused():
+            old = end.slots
+            if num_slots < old.num_slots:
+                raise TransportError(
+                    f"{channel} has {old.num_slots} slots, it can't have {num_slots}"
+                )
+            if not end.at_rest():
+                raise TransportError(f"{channel} is not at rest: it can't grow now")
+            if num_slots > old.num_slots:
+                end.replace_slots(Slots.create(num_slots, old.slot_bytes, old.left))
+
+    def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:
+        """Make links behave so from now on, instead of as they were told before."""
+        with self._network.paused():
+            origin_s = time.monotonic() if origin_s is None else origin_s
+            self.emulator = LinkEmulator(conditions, 0, origin_s)
+        self._network.ring()
+
+    def statistics(self) -> dict[str, Any]:
+        """How many messages have left on each channel."""
+        return {"channels": {str(name): end.slots.left for name, end in self.outgoing.items()}}
+
+    def events(self) -> list[dict[str, Any]]:
+        """What has happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """Deliver what can be delivered soon, and give the memory back."""
+        if self._closed:
+            return
+        self._closed = True
+        deadline_s = time.monotonic() + _FLUSH_S
+        for end in self.outgoing.values():
+            if end.peer in self.peers:
+                end.doorbell.wait_until(lambda end=end: self._is_flushed(end), deadline_s)
+        self._network.leave(self)
+        for end in self._ends():
+            end.close()
+
+    def _is_flushed(self, end: OutgoingEnd) -> bool:
+        return end.slots.left == end.slots.entered or end.peer in self._gone
+
+    def _ends(self) -> list[OutgoingEnd | IncomingEnd]:
+        return [*self.outgoing.values(), *self.incoming.values()]
+
+
+class _Stream:
+    """One channel: what its emulated link holds, and in which order it arrives."""
+
+    def __init__(self, plane: LoopbackPlane, source: OutgoingEnd, target: IncomingEnd) -> None:
+        self._plane, self._source, self._target = plane, source, target
+        self._seen = source.slots.left
+        self._unready: list[int] = []
+        self._departures: dict[int, float] = {}
+
+    def move(self, now_s: float) -> float:
+        """Deliver what may be delivered; returns when to look again."""
+        source, target = self._source.slots, self._target.slots
+        new = distance(source.entered, self._seen)
+        self._unready += [add(self._seen, step) for step in range(new)]
+        self._seen = source.entered
+        self._unready = [number for number in self._unready if not self._departs(number, now_s)]
+        while self._departures.get(source.left, _NEVER) <= now_s:
+            if distance(target.entered, target.left) == target.num_slots:
+                break
+            self._deliver(source.left)
+        next_s = min(
+            (time_s for time_s in self._departures.values() if time_s > now_s), default=_NEVER
+        )
+        return min(next_s, now_s + _ASK_AGAIN_S) if self._unready else next_s
+
+    def _departs(self, sequence: int, now_s: float) -> bool:
+        """Whether it is known when the message may be delivered."""
+        name, slots = self._source.name, self._source.slots
+        if not slots.is_complete(sequence):
+            return False
+        about = slots.read_about(sequence)
+        departure_s = self._plane.emulator.departure_s(
+            name.source, name.destination, about.tag, about.num_bytes, now_s
+        )
+        if departure_s is None:
+            return False
+        self._departures[sequence] = departure_s
+        return True
+
+    def _deliver(self, sequence: int) -> None:
+        source, target = self._source.slots, self._target.slots
+        about = source.read_about(sequence)
+        if about.num_bytes > target.slot_bytes:
+            raise TransportError(
+                f"{self._source.name}: a message of {about.num_bytes} bytes came for slots of "
+                f"{target.slot_bytes}"
+            )
+        view = target.view(sequence, about.num_bytes)
+        view[:] = source.view(sequence, about.num_bytes)
+        target.write_about(sequence, about._replace(landed_ns=time.monotonic_ns()))
+        target.mark_complete(sequence)
+        target.entered = add(sequence, 1)
+        source.left = add(sequence, 1)
+        del self._departures[sequence]
+        self._target.doorbell.ring()
+        self._source.doorbell.ring()

@@ -1,0 +1,119 @@
+"""Which of this host's addresses the data plane listens on: one for each network card."""
+
+import contextlib
+import socket
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+_NETWORK_CLASS = Path("/sys/class/net")
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_LOOPBACK_FLAG, _UP_FLAG = 0x8, 0x1
+_ADDRESS_AT = slice(20, 24)  # in struct ifreq: 16 bytes of name, then a sockaddr_in
+
+
+def listening_addresses(
+    configured: Sequence[str] | None,
+    *,
+    one_machine: bool,
+    coordinator_host: str,
+    find: Callable[[], Sequence[str]] | None = None,
+) -> tuple[str, ...]:
+    """The addresses of this host that the data plane uses.
+
+    Args:
+        configured: What the user chose; None: what fits.
+        one_machine: Whether all ranks are on this machine: then nothing leaves it.
+        coordinator_host: Where the run's first rank is.
+        find: Finds the network cards' addresses, by default `card_addresses`.
+
+    Returns:
+        One for each network card: those configured; or the loopback; or the cards that are found,
+        and where there are none the address from which this host reaches the coordinator.
+    """
+    if configured is not None:
+        return tuple(configured)
+    if one_machine:
+        return (LOOPBACK,)
+    found = tuple((find or card_addresses)())
+    return found or (address_towards(coordinator_host),)
+
+
+def card_addresses(
+    network_class: Path = _NETWORK_CLASS, address_of: Callable[[str], str | None] | None = None
+) -> tuple[str, ...]:
+    """The IPv4 addresses of this host's network cards.
+
+    Cards that are down, without an address, bridges or loopbacks don't count; where some are
+    hardware, those that aren't (containers' own, tunnels) don't either.
+
+    Args:
+        network_class: Where Linux describes its network interfaces.
+        address_of: Finds an interface's address, by its name; by default it asks the kernel.
+
+    Returns:
+        One for each card, in the order of their names; none where the system has no such place.
+    """
+    ask = address_of or interface_address
+    cards = [card for card in _interfaces(network_class) if _is_usable(card)]
+    hardware = [card for card in cards if (card / "device").exists()]
+    for chosen in (hardware, cards):
+        found = [ask(card.name) for card in chosen]
+        addresses = tuple(dict.fromkeys(address for address in found if address is not None))
+        if addresses:
+            return addresses
+    return ()
+
+
+def interface_address(name: str) -> str | None:
+    """The IPv4 address of a network interface; None where it has none.
+
+    Args:
+        name: The interface's.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    import fcntl
+
+    request = struct.pack("256s", name.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        try:
+            answer = fcntl.ioctl(asker.fileno(), _GET_ADDRESS, request)
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[_ADDRESS_AT])
+
+
+def address_towards(host: str) -> str:
+    """The address of this host from which it reaches another one; nothing is sent.
+
+    Args:
+        host: The other one's name or address.
+
+    Returns:
+        The address; the loopback's where the other one isn't known, or can't be reached.
+    """
+    with contextlib.suppress(OSError):
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as asker:
+            asker.connect(address)  # chooses a route, and with it the own address
+            return asker.getsockname()[0]
+    return LOOPBACK
+
+
+def _interfaces(network_class: Path) -> list[Path]:
+    try:
+        return sorted(network_class.iterdir())
+    except OSError:
+        return []
+
+
+def _is_usable(card: Path) -> bool:
+    """Whether an interface is up, and neither a loopback nor a bridge."""
+    try:
+        flags = int((card / "flags").read_text(), 16)
+    except (OSError, ValueError):  # not an interface, or gone by now
+        return False
+    return bool(flags & _UP_FLAG) and not flags & _LOOPBACK_FLAG and not (card / "bridge").exists()

@@ -1,0 +1,338 @@
+"""Everything that this rank's sidecar sends to one peer: its engine, its lanes, its diallers."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxmorph.transport.channel import ProtocolError
+from jaxmorph.transport.clock_offset import ClockOffset
+from jaxmorph.transport.dialler import Dialler, Identity
+from jaxmorph.transport.event_loop import EventLoop
+from jaxmorph.transport.lane import Lane, LaneError
+from jaxmorph.transport.lane_backends import NIXL, TCP, fixed_lanes, sending_lane
+from jaxmorph.transport.messages import (
+    Acknowledge,
+    Chunk,
+    Credit,
+    FrameError,
+    Gone,
+    Ping,
+    Pong,
+    Resume,
+)
+from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.outgoing import Outgoing
+from jaxmorph.transport.plane import Address
+from jaxmorph.transport.sidecar_channels import OutgoingChannel
+from jaxmorph.transport.tcp_lanes import TcpLane
+
+_MOST_LANES = 8
+_WAITING_FIRST_S, _WAITING_LONGEST_S = 50e-6, 1e-3
+_NEVER = math.inf
+
+Report = Callable[..., None]
+
+
+class SendingLink:
+    """The sending half of a pair of ranks.
+
+    Args:
+        loop: Where it waits.
+        identity: This rank's sidecar.
+        peer: The rank it sends to.
+        addresses: Where the peer listens.
+        hosts: This rank's own addresses, one for each network card.
+        lanes: How many; None: as many as turn out to be needed.
+        report: Called with the kind and details of each event.
+        backend: What kind of lanes.
+
+    Attributes:
+        channels: By name.
+        next_s: When `turn` is to be called at the latest.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        identity: Identity,
+        peer: int,
+        addresses: Sequence[Address],
+        hosts: Sequence[str],
+        lanes: int | None,
+        report: Report,
+        backend: str = TCP,
+    ) -> None:
+        self.peer, self.engine = peer, Outgoing(identity.rank, peer, identity.chunk_bytes)
+        self.channels: dict[ChannelName, OutgoingChannel] = {}
+        self.clock = ClockOffset()
+        self.next_s = 0.0
+        self._loop, self._identity, self._report = loop, identity, report
+        self._addresses, self._hosts = addresses, hosts
+        self._fixed = fixed_lanes(backend, lanes, len(hosts))
+        self._backend = backend
+        self._lanes: dict[int, Lane] = {}
+        self._diallers: dict[int, Dialler] = {}
+        self._pause_s, self._looks_s = _WAITING_FIRST_S, 0.0
+        self._duplicates = 0
+        self._surplus: Counter[tuple[int, ChannelName, int, int]] = Counter()
+        self._ever_up = False
+        self._refused_since_s = _NEVER
+
+    def add_channel(self, channel: OutgoingChannel) -> None:
+        """Send what its memory holds, from now on."""
+        self.channels[channel.name] = channel
+        self.engine.add_channel(channel.name, channel.slots.num_slots, channel.slots.left)
+
+    def grow(self, name: ChannelName, num_slots: int) -> None:
+        """A channel at rest is about to have more slots; raises ValueError if it isn't."""
+        self.engine.grow(name, num_slots)
+        if self._backend == NIXL:  # its agents know the old memory
+            for number in tuple(self._lanes):
+                self._lose(number, f"{name} grows", time.monotonic())
+            self.next_s = 0.0
+
+    @property
+    def is_up(self) -> bool:
+        """Whether any lane is."""
+        return bool(self._lanes)
+
+    def look(self, now_s: float) -> None:
+        """Take up what the trainer has announced, and send."""
+        found = False
+        for channel in self.channels.values():
+            found |= channel.look(self.engine, now_s)
+        if found:
+            self._pause_s = _WAITING_FIRST_S
+        if found or self._has_waiting():
+            self.turn(now_s)
+
+    def turn(self, now_s: float) -> None:
+        """Do all that the time has come for, and send what lanes will take."""
+        waits = self._has_waiting() and self._look_again(now_s)
+        due = self.engine.due(now_s)
+        for number in due.late:
+            self._lose(number, "acknowledgement overdue", now_s)
+        for number in due.ping:
+            self._tell(number, Ping(time.monotonic_ns()), now_s)
+        self._send(now_s)
+        self.next_s = min(due.next_s, self._dial(now_s))
+        if waits:
+            self.next_s = min(self.next_s, self._looks_s)
+
+    def poll(self, now_s: float) -> float:
+        """Go on with lanes whose descriptors don't tell all; returns when to do so next."""
+        next_s = _NEVER
+        for number, lane in tuple(self._lanes.items()):
+            if now_s < lane.poll_s:
+                next_s = min(next_s, lane.poll_s)
+                continue
+            try:
+                lane.poll(0, None)
+                self._loop.change(lane.fileno(), lane.mask)
+                next_s = min(next_s, lane.poll_s)
+            except LaneError as error:
+                self._lose(number, str(error), now_s)
+                self.next_s = 0.0
+        return next_s
+
+    def refused_for_s(self, now_s: float) -> float:
+        """For how long nobody has listened where the peer, that was there once, should be."""
+        refused = any(dialler.was_refused for dialler in self._diallers.values())
+        if not (refused and self._ever_up) or self._lanes:
+            self._refused_since_s = _NEVER
+            return 0.0
+        self._refused_since_s = min(self._refused_since_s, now_s)
+        return now_s - self._refused_since_s
+
+    def give_up(self) -> None:
+        """The peer is gone: dial no more."""
+        for dialler in self._diallers.values():
+            dialler.close()
+        self._addresses = ()
+        self._diallers.clear()
+
+    def disturb(self, action: str, lane: int | None = None, count: int = 1) -> None:
+        """Harm done on purpose; see `SidecarPlane.disturb`."""
+        if action == "duplicate":
+            self._duplicates += count
+        for number, each in self._lanes.items():
+            if action == "reset" and lane in (None, number):
+                each.abort()
+
+    def say_goodbye(self, reason: str) -> list[Lane]:
+        """Tell the peer that this rank's trainer is gone; returns the lanes it is told on."""
+        for lane in self._lanes.values():
+            lane.tell(Gone(self._identity.rank, reason))
+        return list(self._lanes.values())
+
+    def statistics(self) -> dict[str, Any]:
+        """The engine's counts, and what the lanes have moved."""
+        return {
+            **self.engine.statistics(),
+            "sent_bytes": {number: lane.sent_bytes for number, lane in self._lanes.items()},
+            "written_bytes": {number: lane.written_bytes for number, lane in self._lanes.items()},
+        }
+
+    def close(self) -> None:
+        """Give everything back."""
+        for dialler in self._diallers.values():
+            dialler.close()
+        for lane in self._lanes.values():
+            self._loop.remove(lane.fileno())
+            lane.close()
+        self._lanes.clear()
+        self._diallers.clear()
+
+    def _up(self, number: int, connection: TcpLane, generation: int) -> None:
+        memory = (channel.slots.payloads() for channel in self.channels.values())
+        lane = sending_lane(self._backend, connection, memory, self._identity.chunk_bytes)
+        now_s = time.monotonic()
+        for stale in self.engine.lane_up(number, generation, now_s):
+            self._lose(stale, "the receiver's sidecar was restarted", now_s)
+        self._lanes[number] = lane
+        self._ever_up = True
+        self._loop.add(lane.fileno(), lane.mask, lambda mask: self._ready(number, lane, mask))
+        self._report("lane_up", peer=self.peer, lane=number, generation=generation)
+        self._ready(number, lane, 1)  # frames may have come with the end of the handshake
+
+    def _ready(self, number: int, lane: Lane, mask: int) -> None:
+        now_s = time.monotonic()
+        try:
+            for frame in lane.poll(mask, None):
+                self._hear(number, frame, now_s)
+            if lane.is_busy:
+                lane.flush()
+            if number in self._lanes:
+                self._loop.change(lane.fileno(), lane.mask)
+        except (LaneError, FrameError, ProtocolError) as error:
+            self._lose(number, str(error), now_s)
+        # What time brings is asked once per turn of the loop, after all lanes have been read.
+        self.next_s = 0.0
+
+    def _hear(self, number: int, frame: Any, now_s: float) -> None:
+        kind = type(frame)
+        if kind is Acknowledge:
+            if self._surplus and self._is_surplus(number, frame):
+                return
+            if self.engine.acknowledged(number, frame, now_s):
+                self.channels[frame.channel].release(self.engine.released(frame.channel))
+        elif kind is Credit or kind is Resume:
+            if self.engine.counts(number, frame, now_s):
+                self.channels[frame.channel].release(self.engine.released(frame.channel))
+        elif kind is Ping:
+            received_ns = time.monotonic_ns()
+            self._lanes[number].tell(Pong(frame.sent_ns, received_ns, time.monotonic_ns()))
+        elif kind is Pong:
+            self.clock.learn(frame, time.monotonic_ns())
+            self.engine.ponged(number, frame, now_s)
+        elif kind is Gone:
+            self._report("peer_gone", peer=self.peer, reason=frame.reason)
+
+    def _is_surplus(self, number: int, frame: Acknowledge) -> bool:
+        """Whether it answers a chunk that was sent twice on purpose, of which nobody else knows."""
+        key = (number, frame.channel, frame.sequence, frame.offset)
+        self._surplus[key] -= 1
+        if self._surplus[key] < 0:
+            del self._surplus[key]
+            return False
+        return True
+
+    def _send(self, now_s: float) -> None:
+        """Offer each lane a chunk in turn until none takes any."""
+        offering = [number for number in self.engine.lane_order() if self._is_free(number)]
+        while offering:
+            for number in tuple(offering):
+                lane = self._lanes.get(number)
+                chunk = None if lane is None else self.engine.next_chunk(number, now_s)
+                if chunk is None or not self._post(number, chunk, now_s):
+                    offering.remove(number)
+
+    def _is_free(self, number: int) -> bool:
+        return not self._lanes[number].is_busy
+
+    def _post(self, number: int, chunk: Chunk, now_s: float) -> bool:
+        """Begin to send a chunk; returns whether the lane may take another."""
+        lane = self._lanes[number]
+        payload = self.channels[chunk.channel].payload(chunk.sequence, chunk.offset, chunk.length)
+        try:
+            ready = lane.post(chunk, payload)
+            if self._duplicates and chunk.length:
+                self._duplicates -= 1
+                self._surplus[number, chunk.channel, chunk.sequence, chunk.offset] += 1
+                ready = lane.post(chunk, payload)
+        except LaneError as error:
+            self._lose(number, str(error), now_s)
+            return False
+        if not ready:
+            self._loop.change(lane.fileno(), lane.mask)
+        return ready
+
+    def _tell(self, number: int, frame: Any, now_s: float) -> None:
+        lane = self._lanes[number]
+        lane.tell(frame)
+        self._flush(number, lane, now_s)
+
+    def _flush(self, number: int, lane: Lane, now_s: float) -> None:
+        try:
+            lane.flush()
+        except LaneError as error:
+            self._lose(number, str(error), now_s)
+        else:
+            self._loop.change(lane.fileno(), lane.mask)
+
+    def _lose(self, number: int, reason: str, now_s: float) -> None:
+        """Close a lane, give its chunks back to the engine, and dial again."""
+        self.engine.lane_down(number, now_s)
+        lane = self._lanes.pop(number, None)
+        if lane is None:
+            return
+        self._loop.remove(lane.fileno())
+        lane.close()
+        if number in self._diallers:
+            self._diallers[number].again(now_s)
+        self._report("lane_down", peer=self.peer, lane=number, reason=reason)
+
+    def _has_waiting(self) -> bool:
+        return any(channel.waiting for channel in self.channels.values())
+
+    def _look_again(self, now_s: float) -> bool:
+        """Look whether announced messages have become complete, for which nobody rings.
+
+        Returns:
+            Whether some are not; then `_looks_s` says when to look next.
+        """
+        if now_s >= self._looks_s:
+            for channel in self.channels.values():
+                if channel.waiting and channel.look(self.engine, now_s):
+                    self._pause_s = _WAITING_FIRST_S
+            self._looks_s = now_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _WAITING_LONGEST_S)
+        return self._has_waiting()
+
+    def _dial(self, now_s: float) -> float:
+        """Go on with the lanes that are missing; returns when to do so next."""
+        if not self._addresses:
+            return _NEVER
+        fewest = self._fixed or (max(2, len(self._hosts)) if self.channels else 1)
+        wanted = self._fixed or self.engine.lanes_wanted(now_s, fewest, _MOST_LANES)
+        next_s = _NEVER
+        for number in range(wanted):
+            if number not in self._lanes:
+                dialler = self._diallers.get(number) or self._dialler(number)
+                dialler.turn(now_s)
+                next_s = min(next_s, dialler.next_s)
+        return next_s
+
+    def _dialler(self, number: int) -> Dialler:
+        dialler = self._diallers[number] = Dialler(
+            self._loop,
+            self._identity,
+            self.peer,
+            number,
+            self._hosts[number % len(self._hosts)],
+            self._addresses[number % len(self._addresses)],
+            self._up,
+        )
+        return dialler

@@ -1,0 +1,333 @@
+"""The process that moves a rank's delegated data: `python -m jaxmorph.transport.sidecar FD`.
+
+One thread and one loop: the trainer's records and doorbell, connections that come, lanes, and time.
+Everything that must survive is in the trainer's memory; this process may be killed at any moment,
+and the next one goes on from there. It ends when its trainer does.
+"""
+
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from jaxmorph.transport.channel import ProtocolError
+from jaxmorph.transport.control_messages import Record, RecordReader, send_record
+from jaxmorph.transport.dialler import Identity
+from jaxmorph.transport.doorbell import Doorbell
+from jaxmorph.transport.event_loop import READ, EventLoop
+from jaxmorph.transport.greeter import Greeter
+from jaxmorph.transport.lane import Lane, LaneError
+from jaxmorph.transport.lane_backends import NIXL, prepare
+from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator
+from jaxmorph.transport.messages import Introduce
+from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.receiving_link import ReceivingLink
+from jaxmorph.transport.sending_link import SendingLink
+from jaxmorph.transport.sidecar_channels import IncomingChannel, OutgoingChannel
+from jaxmorph.transport.slots import Slots
+from jaxmorph.transport.tcp_lanes import TcpLane
+
+_LOOK_ANYWAY_S = 0.1
+_REFUSED_S = 1.0
+_GOODBYE_S = 0.3
+
+
+class Sidecar:
+    """All that one sidecar does.
+
+    Args:
+        control: The socket to the trainer.
+    """
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._records = RecordReader()
+        self._loop = EventLoop()
+        self._loop.add(control.fileno(), READ, self._listen)
+        self._outgoing: dict[ChannelName, OutgoingChannel] = {}
+        self._incoming: dict[ChannelName, IncomingChannel] = {}
+        self._sending: dict[int, SendingLink] = {}
+        self._receiving: dict[int, ReceivingLink] = {}
+        self._greeter: Greeter | None = None
+        self._gone: set[int] = set()
+        self._strangers = 0
+        self._emulator: LinkEmulator | None = None
+        self._ending: str | None = None
+        self._looked_s = 0.0
+        self._parent = os.getppid()
+        self._polls = False
+
+    def run(self) -> None:
+        """Move data until the trainer says that it's enough, or is gone."""
+        while self._ending is None:
+            now_s = time.monotonic()
+            next_s = self._turn(now_s)
+            self._loop.turn(next_s if next_s > now_s else 0.0)
+        self._say_goodbye(self._ending)
+
+    def _turn(self, now_s: float) -> float:
+        """Do all that the time has come for; returns when that will be next."""
+        if now_s >= self._looked_s + _LOOK_ANYWAY_S:
+            self._look_anyway(now_s)
+        next_s = self._looked_s + _LOOK_ANYWAY_S
+        if self._polls:
+            for link in (*self._receiving.values(), *self._sending.values()):
+                next_s = min(next_s, link.poll(now_s))
+        for sending in self._sending.values():
+            if now_s >= sending.next_s:
+                sending.turn(now_s)
+            next_s = min(next_s, sending.next_s)
+        for receiving in self._receiving.values():
+            if now_s >= receiving.next_s:
+                receiving.turn(now_s)
+            next_s = min(next_s, receiving.next_s)
+        if self._greeter is not None:
+            if now_s >= self._greeter.next_s:
+                self._greeter.turn(now_s)
+            next_s = min(next_s, self._greeter.next_s)
+        return next_s
+
+    def _look_anyway(self, now_s: float) -> None:
+        """A few times a second: counts that changed unheard, peers that are gone, the trainer."""
+        self._looked_s = now_s
+        self._loop.turn(0.0)  # what the trainer has said before it posted comes first
+        self._look()
+        for peer, sending in self._sending.items():
+            receiving = self._receiving.get(peer)
+            if sending.refused_for_s(now_s) > _REFUSED_S and not (receiving and receiving.is_up):
+                self._report("peer_gone", peer=peer, reason="nobody listens where it was")
+        if os.getppid() != self._parent:
+            self._ending = "its trainer has ended"
+
+    def _rung(self, mask: int) -> None:
+        if not self._loop.edge:
+            self._doorbell.answer()
+        self._look()
+
+    def _look(self) -> None:
+        now_s = time.monotonic()
+        for sending in self._sending.values():
+            sending.look(now_s)
+        for receiving in self._receiving.values():
+            receiving.look()
+
+    # What the trainer says.
+
+    def _listen(self, mask: int) -> None:
+        try:
+            for record, fds in self._records.read(self._control):
+                getattr(self, "_do_" + record.pop("kind"))(fds, **record)
+        except EOFError:
+            self._ending = self._ending or "its trainer has ended"
+
+    def _do_start(
+        self, fds: tuple[int, ...], rank: int, generation: int, settings: dict[str, Any]
+    ) -> None:
+        self._rank, self._generation, self._settings = rank, generation, settings
+        try:
+            prepare(settings["backend"], settings["addresses"])
+        except LaneError as error:
+            sys.exit(f"jaxmorph sidecar of rank {rank}: {error}")
+        self._polls = settings["backend"] == NIXL
+        num_listeners = len(settings["addresses"])
+        self._doorbell = Doorbell(fds[:-num_listeners])
+        self._listeners = [socket.socket(fileno=fd) for fd in fds[-num_listeners:]]
+        self._loop.add(self._doorbell.fileno(), READ | self._loop.edge, self._rung)
+
+    def _do_channel(
+        self,
+        fds: tuple[int, ...],
+        channel: list[int],
+        outgoing: bool,
+        num_slots: int,
+        slot_bytes: int,
+    ) -> None:
+        name, slots = ChannelName(*channel), Slots(fds[0], num_slots, slot_bytes)
+        if outgoing:
+            self._outgoing[name] = OutgoingChannel(name, slots, Doorbell(fds[1:]))
+        else:
+            self._incoming[name] = IncomingChannel(name, slots, Doorbell(fds[1:]))
+
+    def _do_connect(
+        self, fds: tuple[int, ...], peers: dict[str, list[tuple[str, int]]], secret: str
+    ) -> None:
+        identity = Identity(
+            self._rank,
+            self._generation,
+            bytes.fromhex(secret),
+            self._settings["chunk_bytes"],
+            self._settings["checksum"],
+        )
+        for link in (*self._sending.values(), *self._receiving.values()):
+            link.close()
+        self._sending.clear()
+        self._receiving.clear()
+        for peer, addresses in peers.items():
+            self._join(identity, int(peer), [(host, port) for host, port in addresses])
+        self._gone.clear()
+        self._emulate()
+        if self._greeter is not None:
+            self._greeter.close()
+        self._greeter = Greeter(
+            self._loop, self._listeners, identity, self._welcome, self._turn_away
+        )
+        self._look()
+
+    def _join(self, identity: Identity, peer: int, addresses: list[tuple[str, int]]) -> None:
+        sending = SendingLink(
+            self._loop,
+            identity,
+            peer,
+            addresses,
+            self._settings["addresses"],
+            self._settings["lanes"],
+            self._report,
+            self._settings["backend"],
+        )
+        receiving = ReceivingLink(
+            self._loop, self._rank, peer, self._report, self._settings["backend"]
+        )
+        for outgoing in self._outgoing.values():
+            if outgoing.name.destination == peer:
+                outgoing.forget()
+                sending.add_channel(outgoing)
+        for incoming in self._incoming.values():
+            if incoming.name.source == peer:
+                receiving.add_channel(incoming)
+        if sending.channels or receiving.channels:
+            self._sending[peer], self._receiving[peer] = sending, receiving
+
+    def _do_emulate(
+        self, fds: tuple[int, ...], conditions: list[dict[str, Any]], origin_s: float
+    ) -> None:
+        told = [LinkCondition(**{**each, "between": tuple(each["between"])}) for each in conditions]
+        self._emulator = LinkEmulator(told, 0, origin_s) if told else None
+        self._emulate()
+
+    def _emulate(self) -> None:
+        for sending in self._sending.values():
+            sending.engine.emulate(self._emulator)
+            sending.next_s = 0.0
+
+    def _do_grow(
+        self,
+        fds: tuple[int, ...],
+        request: int,
+        channel: list[int],
+        outgoing: bool,
+        num_slots: int,
+        slot_bytes: int,
+    ) -> None:
+        name = ChannelName(*channel)
+        ends = self._outgoing if outgoing else self._incoming
+        slots = Slots(fds[0], num_slots, slot_bytes)
+        link = self._sending.get(name.destination) if outgoing else self._receiving.get(name.source)
+        try:
+            if link is not None:
+                link.grow(name, num_slots)
+        except ValueError as error:
+            slots.close()
+            self._answer(request, error=str(error))
+            return
+        old, ends[name].slots = ends[name].slots, slots
+        old.close()
+        self._answer(request)
+
+    def _do_statistics(self, fds: tuple[int, ...], request: int) -> None:
+        peers = {
+            str(peer): {
+                "sending": sending.statistics(),
+                "receiving": self._receiving[peer].statistics(),
+            }
+            for peer, sending in self._sending.items()
+        }
+        self._answer(request, statistics={"peers": peers, "strangers": self._strangers})
+
+    def _do_disturb(
+        self, fds: tuple[int, ...], action: str, peer: int, lane: int | None = None, count: int = 1
+    ) -> None:
+        if peer in self._sending:
+            self._sending[peer].disturb(action, lane, count)
+            self._receiving[peer].disturb(action, lane)
+
+    def _do_close(self, fds: tuple[int, ...]) -> None:
+        self._ending = "its trainer has closed its data plane"
+
+    # What the trainer is told.
+
+    def _answer(self, request: int, **said: Any) -> None:
+        self._say({"kind": "answer", "request": request, **said})
+
+    def _report(self, kind: str, **details: Any) -> None:
+        if kind == "peer_gone":
+            peer = details["peer"]
+            if peer in self._gone:
+                return
+            self._gone.add(peer)
+            self._sending[peer].give_up()
+        self._say({"kind": kind, **details})
+
+    def _say(self, record: Record) -> None:
+        try:
+            send_record(self._control, record)
+        except OSError:
+            self._ending = self._ending or "its trainer has ended"
+
+    # Who connects.
+
+    def _welcome(self, introduce: Introduce, lane: TcpLane) -> None:
+        receiving = self._receiving.get(introduce.rank)
+        try:
+            if receiving is None:
+                raise ProtocolError(f"rank {introduce.rank} has no channel to rank {self._rank}")
+            receiving.take(introduce.lane, lane, introduce.generation, introduce.chunk_bytes)
+        except ProtocolError as error:
+            lane.close()
+            self._turn_away(str(error))
+
+    def _turn_away(self, reason: str) -> None:
+        self._strangers += 1
+        if self._strangers == 1:
+            print(  # noqa: T201
+                f"jaxmorph sidecar of rank {self._rank}: a stranger was turned away ({reason}); "
+                "others will only be counted",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    # The end.
+
+    def _say_goodbye(self, reason: str) -> None:
+        """Tell the peers, as far as that takes no time, and give them time to hear it."""
+        lanes: list[Lane] = []
+        for link in (*self._sending.values(), *self._receiving.values()):
+            lanes += link.say_goodbye(reason)
+        until_s = time.monotonic() + _GOODBYE_S
+        while lanes and time.monotonic() < until_s:
+            lanes = [lane for lane in lanes if not _has_left(lane)]
+            time.sleep(1e-3)
+
+
+def _has_left(lane: Lane) -> bool:
+    """Send what is left to be sent, then wait for the peer to close; whether it has."""
+    try:
+        if lane.flush():
+            lane.finish_sending()
+        lane.discard_received()
+    except OSError:
+        return True
+    return False
+
+
+def main() -> None:
+    """Serve the trainer at the other end of the descriptor in the only argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()
+    Sidecar(socket.socket(fileno=int(sys.argv[1]))).run()
+
+
+if __name__ == "__main__":
+    main()

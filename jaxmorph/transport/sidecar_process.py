@@ -1,0 +1,167 @@
+"""A trainer's sidecar as a process: started, listened to, started again when it dies, ended."""
+
+import contextlib
+import itertools
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from jaxmorph.transport.control_messages import Record, RecordReader, send_record
+from jaxmorph.transport.errors import TransportError
+
+Instruction = tuple[Record, tuple[int, ...]]
+
+MAX_RESTARTS_A_MINUTE = 5
+_MINUTE_S = 60.0
+_END_S = 2.0
+_SOURCES = str(Path(__file__).resolve().parents[2])
+
+
+class SidecarProcess:
+    """The sidecar and the socket pair to it; it ends with the process that holds this.
+
+    Args:
+        setting_up: What every new sidecar is told first; called with its generation, and never
+            while `changing` is held by another thread.
+        heard: Called with each of its records that answers no request, by a thread of its own.
+        failed: Called once when it has died too often to be started again.
+    """
+
+    def __init__(
+        self,
+        setting_up: Callable[[int], Iterable[Instruction]],
+        heard: Callable[[Record], None],
+        failed: Callable[[TransportError], None],
+    ) -> None:
+        self.changing = threading.RLock()
+        self._setting_up, self._heard, self._failed = setting_up, heard, failed
+        self._deaths: deque[float] = deque(maxlen=MAX_RESTARTS_A_MINUTE)
+        self._requests: dict[int, queue.SimpleQueue[Record | None]] = {}
+        self._numbers = itertools.count(1)
+        self._closing = False
+        self.generation = 0
+        self._begin()
+        self._listener = threading.Thread(target=self._listen, name="sidecar-events", daemon=True)
+        self._listener.start()
+
+    @property
+    def pid(self) -> int:
+        """The process's number, as long as it lives."""
+        return self._process.pid
+
+    def tell(self, record: Record, fds: tuple[int, ...] = ()) -> None:
+        """Send it a record; if it's dead, the next one is told all that matters by `setting_up`."""
+        with self.changing, contextlib.suppress(OSError):
+            send_record(self._link, record, fds)
+
+    def ask(self, record: Record, fds: tuple[int, ...], timeout_s: float) -> Record | None:
+        """Its answer to a record; None if it died before, or doesn't answer in time."""
+        number, answers = next(self._numbers), queue.SimpleQueue[Record | None]()
+        self._requests[number] = answers
+        try:
+            send_record(self._link, {**record, "request": number}, fds)
+            return answers.get(timeout=timeout_s)
+        except (OSError, queue.Empty):
+            return None
+        finally:
+            self._requests.pop(number, None)
+
+    def kill(self) -> None:
+        """End it at once; the next one is started by the thread that listens to it."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Tell it to say goodbye to its peers and end; kill it if it doesn't."""
+        if self._closing:
+            return
+        self._closing = True
+        self.tell({"kind": "close"})
+        with contextlib.suppress(OSError):
+            self._link.shutdown(socket.SHUT_WR)
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if threading.current_thread() is not self._listener:
+            self._listener.join(_END_S)
+        self._link.close()
+
+    def _begin(self) -> None:
+        """Start the next generation and tell it all it must know."""
+        self.generation += 1
+        self._link, theirs = socket.socketpair()
+        with theirs:
+            self._process = _run(theirs)
+        with contextlib.suppress(OSError):
+            for record, fds in self._setting_up(self.generation):
+                send_record(self._link, record, fds)
+
+    def _listen(self) -> None:
+        while True:
+            self._hear_until_it_ends()
+            for answers in list(self._requests.values()):
+                answers.put(None)
+            if self._closing or not self._may_restart():
+                return
+            with self.changing:
+                if self._closing:
+                    return
+                self._link.close()
+                try:
+                    self._begin()
+                except OSError as error:
+                    self._failed(TransportError(f"a new sidecar can't be started: {error}"))
+                    return
+            self._heard({"kind": "sidecar_restarted", "generation": self.generation})
+
+    def _hear_until_it_ends(self) -> None:
+        reader = RecordReader()
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                for record, _ in reader.read(self._link):
+                    self._dispatch(record)
+        reader.close()
+        if not self._closing:
+            self._process.kill()  # one whose link is gone is of no use, should it still run
+            self._process.wait()
+
+    def _dispatch(self, record: Record) -> None:
+        answers = self._requests.get(record.pop("request", 0))
+        if answers is not None:
+            answers.put(record)
+        elif record["kind"] != "answer":  # to a request that has been given up
+            self._heard(record)
+
+    def _may_restart(self) -> bool:
+        now_s = time.monotonic()
+        often = len(self._deaths) == self._deaths.maxlen and now_s - self._deaths[0] < _MINUTE_S
+        self._deaths.append(now_s)
+        if often:
+            self._failed(
+                TransportError(
+                    f"the sidecar died {MAX_RESTARTS_A_MINUTE + 1} times in a minute, last with "
+                    f"exit code {self._process.returncode}; what it said is on stderr"
+                )
+            )
+        return not often
+
+
+def _run(link: socket.socket) -> subprocess.Popen[bytes]:
+    """The process, which inherits its end of the socket pair and nothing else."""
+    path = os.pathsep.join(filter(None, (_SOURCES, os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "jaxmorph.transport.sidecar", str(link.fileno())],
+        env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        pass_fds=(link.fileno(),),
+        process_group=0,  # Ctrl-C is for the trainer, which ends it
+    )

@@ -1,0 +1,254 @@
+"""Shared memory for a channel's messages: fixed slots, and counts that two processes read.
+
+Every item that one side writes and another polls has a 64-byte line of its own:
+
+====================  ========================================================================
+line                  holds
+====================  ========================================================================
+0                     magic, version, number of slots, bytes in a slot
+1                     `entered`: messages announced (outgoing) or landed (incoming) so far
+2                     `left`: messages released (outgoing) or consumed (incoming) so far
+3 + 3 slot            `signal`: sequence number + 1 once the payload is complete; written last
+4 + 3 slot            `about`: length, tag, when it was posted and when it landed
+5 + 3 slot            `acknowledge`: a word for those that have no doorbell
+next page             the payloads, each on pages of its own
+====================  ========================================================================
+
+Counts and sequence numbers are 32 bits and wrap; message q is in slot q % number of slots, which
+is therefore a power of two. The memory has no name, so nothing is left behind however a process
+ends, and its contents outlive the sidecar: a new one finds in it all that it must know.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+import tempfile
+import threading
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxmorph.transport.errors import TransportError
+from jaxmorph.transport.names import TAG_WORDS, Tag
+from jaxmorph.transport.sequence import MASK, WRAP, add
+
+NO_TIME_NS = 0
+
+_LINE = 64
+_LINE_WORDS = _LINE // 4
+_PAGE = mmap.PAGESIZE
+_MAGIC = 0x6A6D7368
+_VERSION = 1
+_HEADER = struct.Struct("=IIQQ")
+_ABOUT = struct.Struct(f"=Q{TAG_WORDS}IQQ")
+_ENTERED, _LEFT = _LINE_WORDS, 2 * _LINE_WORDS
+_FIRST_SLOT, _SLOT_LINES = 3, 3
+_MAX_BYTES = 1 << 46
+_barrier = threading.Lock()
+
+
+class About(NamedTuple):
+    """What is known of a message apart from its payload.
+
+    Attributes:
+        num_bytes: The payload's length.
+        tag: What the sender posted with it.
+        posted_ns: When it was posted, by the monotonic clock of the host the memory is on.
+        landed_ns: When it was complete at the receiver; 0 at the sender's end.
+    """
+
+    num_bytes: int
+    tag: Tag
+    posted_ns: int
+    landed_ns: int
+
+
+class Slots:
+    """One end of a channel: its slots and counts, mapped into this process.
+
+    Args:
+        fd: The memory's file descriptor, which belongs to this object from now on.
+        num_slots: A power of two.
+        slot_bytes: The longest payload.
+        fresh_at: The number of the first message, if the memory is new; None: it's in use.
+
+    Raises:
+        TransportError: If the sizes are impossible, or the memory isn't what they say.
+    """
+
+    def __init__(
+        self, fd: int, num_slots: int, slot_bytes: int, fresh_at: int | None = None
+    ) -> None:
+        self.fd, self.num_slots, self.slot_bytes = fd, num_slots, slot_bytes
+        self._stride, self._payloads_at, total = _measures(num_slots, slot_bytes)
+        if os.fstat(fd).st_size < total:
+            raise TransportError(
+                f"slots need {total} bytes, the shared memory has {os.fstat(fd).st_size}"
+            )
+        self._memory = mmap.mmap(fd, total)
+        self._words = memoryview(self._memory)[: self._payloads_at].cast("I")
+        self._bytes = np.frombuffer(self._memory, np.uint8)
+        self._base = self._bytes.ctypes.data
+        if fresh_at is not None:
+            self._write_fresh(fresh_at)
+        self._check_header()
+
+    @classmethod
+    def create(cls, num_slots: int, slot_bytes: int, first_sequence: int = 0) -> "Slots":
+        """New memory, empty, whose first message will have the given number."""
+        fd = _anonymous_memory(_measures(num_slots, slot_bytes)[2])
+        try:
+            return cls(fd, num_slots, slot_bytes, first_sequence & MASK)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def entered(self) -> int:
+        """Messages announced (outgoing end) or landed (incoming end), as a 32-bit count."""
+        return self._words[_ENTERED]
+
+    @entered.setter
+    def entered(self, count: int) -> None:
+        _order_writes()
+        self._words[_ENTERED] = count & MASK
+
+    @property
+    def left(self) -> int:
+        """Messages released (outgoing end) or consumed (incoming end), as a 32-bit count."""
+        return self._words[_LEFT]
+
+    @left.setter
+    def left(self, count: int) -> None:
+        _order_writes()
+        self._words[_LEFT] = count & MASK
+
+    def is_complete(self, sequence: int) -> bool:
+        """Whether the message's payload is all there."""
+        return self._words[self._signal_word(sequence)] == add(sequence, 1)
+
+    def mark_complete(self, sequence: int) -> None:
+        """Say that the payload is all there; after this nobody writes it."""
+        _order_writes()
+        self._words[self._signal_word(sequence)] = add(sequence, 1)
+
+    def write_about(self, sequence: int, about: About) -> None:
+        """Describe the message; before it is announced."""
+        num_bytes, tag, posted_ns, landed_ns = about
+        at = self._about_byte(sequence)
+        _ABOUT.pack_into(self._memory, at, num_bytes, *tag, posted_ns, landed_ns)
+
+    def read_about(self, sequence: int) -> About:
+        """The message's description."""
+        found = _ABOUT.unpack_from(self._memory, self._about_byte(sequence))
+        return About(found[0], found[1:-2], found[-2], found[-1])
+
+    def payload(self, sequence: int) -> np.ndarray:
+        """The whole slot of a message, uint8 [slot_bytes], as a view of the memory."""
+        start = self._payload_byte(sequence)
+        return self._bytes[start : start + self.slot_bytes]
+
+    def view(self, sequence: int, num_bytes: int) -> memoryview:
+        """The first bytes of a message's slot, for sockets to read from and write to."""
+        start = self._payload_byte(sequence)
+        return memoryview(self._memory)[start : start + min(num_bytes, self.slot_bytes)]
+
+    def payloads(self) -> memoryview:
+        """All slots' payloads, for a network card that must know memory before it is used."""
+        return memoryview(self._memory)[self._payloads_at :]
+
+    def payload_address(self, sequence: int) -> int:
+        """Where the message's payload begins in this process."""
+        return self._base + self._payload_byte(sequence)
+
+    def signal_address(self, sequence: int) -> int:
+        """Where the message's `signal` word is in this process."""
+        return self._base + 4 * self._signal_word(sequence)
+
+    def close(self) -> None:
+        """Give the memory back; views of it that are still held keep it mapped until they go."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+        with contextlib.suppress(BufferError):
+            self._words.release()
+            del self._bytes
+            self._memory.close()
+
+    def _write_fresh(self, first: int) -> None:
+        _HEADER.pack_into(self._memory, 0, _MAGIC, _VERSION, self.num_slots, self.slot_bytes)
+        for number in range(self.num_slots):
+            # As if the slot's message of the round before were complete: no number of this round.
+            before = add(first, number - self.num_slots)
+            self.mark_complete(before)
+        self.entered = self.left = first
+
+    def _check_header(self) -> None:
+        found = _HEADER.unpack_from(self._memory, 0)
+        expected = (_MAGIC, _VERSION, self.num_slots, self.slot_bytes)
+        if found != expected:
+            raise TransportError(
+                f"slots are described as {found}, expected {expected} "
+                "(magic, version, number of slots, bytes in a slot)"
+            )
+
+    def _line(self, sequence: int) -> int:
+        return _FIRST_SLOT + _SLOT_LINES * (sequence & (self.num_slots - 1))
+
+    def _signal_word(self, sequence: int) -> int:
+        return self._line(sequence) * _LINE_WORDS
+
+    def _about_byte(self, sequence: int) -> int:
+        return (self._line(sequence) + 1) * _LINE
+
+    def _payload_byte(self, sequence: int) -> int:
+        return self._payloads_at + (sequence & (self.num_slots - 1)) * self._stride
+
+
+def _measures(num_slots: int, slot_bytes: int) -> tuple[int, int, int]:
+    """Bytes from one payload to the next, bytes before the first, and bytes in all."""
+    if num_slots < 1 or num_slots & (num_slots - 1) or num_slots >= WRAP:
+        raise TransportError(f"a channel has {num_slots} slots; expected a power of two")
+    if slot_bytes < 1:
+        raise TransportError(f"a slot has {slot_bytes} bytes; expected at least 1")
+    stride = _whole_pages(slot_bytes)
+    payloads_at = _whole_pages((_FIRST_SLOT + _SLOT_LINES * num_slots) * _LINE)
+    total = payloads_at + num_slots * stride
+    if total > _MAX_BYTES:
+        raise TransportError(f"{num_slots} slots of {slot_bytes} bytes are more than memory holds")
+    return stride, payloads_at, total
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE) * _PAGE
+
+
+def _order_writes() -> None:
+    """Let no store before this be seen after one that follows, also where memory is weak."""
+    with _barrier:
+        pass
+
+
+def _anonymous_memory(num_bytes: int) -> int:
+    """A file descriptor of new zeroed memory that has no name and can't be made shorter."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("jaxmorph-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        _set_size(fd, num_bytes)
+        fcntl.fcntl(
+            fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
+        return fd
+    fd, path = tempfile.mkstemp(prefix="jaxmorph-")  # mode 0600
+    os.unlink(path)  # noqa: PTH108
+    _set_size(fd, num_bytes)
+    return fd
+
+
+def _set_size(fd: int, num_bytes: int) -> None:
+    try:
+        os.ftruncate(fd, num_bytes)
+    except OSError as error:
+        os.close(fd)
+        raise TransportError(f"no shared memory of {num_bytes} bytes: {error}") from error

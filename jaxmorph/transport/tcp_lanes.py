@@ -1,0 +1,312 @@
+"""Lanes that are TCP connections: bytes go from slot to socket, and from socket to slot."""
+
+import contextlib
+import errno
+import math
+import socket
+from collections import deque
+from typing import Any
+
+from jaxmorph.transport.checksums import Checksum
+from jaxmorph.transport.event_loop import READ, WRITE
+from jaxmorph.transport.frame_reader import FrameReader
+from jaxmorph.transport.incoming import Landing, Place
+from jaxmorph.transport.lane import Chunks, LaneError
+from jaxmorph.transport.listeners import family_of
+from jaxmorph.transport.messages import Chunk, FrameError, pack, pack_chunk
+from jaxmorph.transport.plane import Address
+
+_BACKSTOP_MS = 8000
+_TURN_BYTES = 2 * 1024 * 1024
+_MAX_PIECES = 16
+_MAX_FRAMES = 1 << 16
+_WILDCARDS = ("", "0.0.0.0", "::")
+_ASIDE, _JUNK = Place.ASIDE, Place.JUNK
+
+
+def dial(local_host: str, address: Address) -> socket.socket:
+    """A socket that is connecting, from a local address, without waiting for it.
+
+    Raises:
+        OSError: If that can't even begin.
+    """
+    connecting = socket.socket(family_of(address[0]), socket.SOCK_STREAM)
+    try:
+        connecting.setblocking(False)
+        if local_host not in _WILDCARDS and family_of(local_host) == connecting.family:
+            connecting.bind((local_host, 0))
+        problem = connecting.connect_ex(tuple(address))
+        if problem not in (0, errno.EINPROGRESS):
+            raise OSError(problem, f"can't connect to {address}")
+    except OSError:
+        connecting.close()
+        raise
+    return connecting
+
+
+class TcpLane:
+    """A `Lane` over a TCP connection that is being made, or has been accepted.
+
+    Args:
+        connection: The socket; it belongs to the lane from now on.
+        reader: Of what comes.
+
+    Attributes:
+        checksum: Of payloads, as agreed in the handshake.
+        poll_s: When to `poll` without anything being ready; infinity: never.
+        written_bytes: How many go another way: none.
+        sent_bytes: How many have been handed to the system.
+        received_bytes: How many have come.
+    """
+
+    poll_s = math.inf
+    written_bytes = 0
+
+    def __init__(self, connection: socket.socket, reader: FrameReader) -> None:
+        self._socket, self.reader = connection, reader
+        self._out: deque[memoryview | bytes] = deque()
+        self._landing: Landing | None = None
+        self._place: Place | None = None
+        self._memory = memoryview(b"")
+        self._aside: bytearray | None = None
+        self.checksum: Checksum = lambda data: 0
+        self.sent_bytes = self.received_bytes = 0
+        self.open()
+
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self._socket.fileno()
+
+    @property
+    def local_host(self) -> str:
+        """The address of the network card that it uses."""
+        return self._socket.getsockname()[0]
+
+    def open(self) -> None:
+        """Say how the connection is to behave: small frames at once, dead ones not for ever."""
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _BACKSTOP_MS)
+
+    def register(self, memory: memoryview) -> None:
+        """Nothing: the kernel copies from and to any memory."""
+
+    def check_connected(self) -> None:
+        """Pass if connecting has succeeded.
+
+        Raises:
+            OSError: Why not.
+        """
+        problem = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if problem:
+            raise OSError(problem, "can't connect")
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether bytes are waiting for the socket to take them."""
+        return bool(self._out)
+
+    @property
+    def mask(self) -> int:
+        """What to wait for."""
+        return READ | WRITE if self._out else READ
+
+    def post(self, chunk: Chunk, payload: memoryview) -> bool:
+        """Begin to send a chunk; returns whether another may follow at once."""
+        head = pack_chunk(chunk, self.checksum(payload))
+        self._out.append(head)
+        if len(payload):
+            self._out.append(payload)
+        return self.flush()
+
+    def tell(self, frame: Any) -> None:
+        """Queue a frame for the next `flush`."""
+        self._out.append(pack(frame))
+
+    def flush(self) -> bool:
+        """Send what the socket takes; returns whether that is all.
+
+        Raises:
+            LaneError: If the connection is lost.
+        """
+        out = self._out
+        while out:
+            pieces = [out[number] for number in range(min(len(out), _MAX_PIECES))]
+            wanted = sum(map(len, pieces))
+            try:
+                sent = self._socket.sendmsg(pieces)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                raise LaneError(f"sending: {_name_of(error)}") from error
+            self.sent_bytes += sent
+            if sent == wanted:
+                for _ in pieces:
+                    out.popleft()
+            else:
+                self._drop_sent(sent)
+                return False
+        return True
+
+    def poll(self, mask: int, chunks: Chunks | None, most: int = _MAX_FRAMES) -> list[Any]:
+        """Go on with what is under way; returns the frames that have come, without chunks.
+
+        Args:
+            mask: What the socket is ready for.
+            chunks: The receiving side; None at the sender.
+            most: Leave frames beyond so many unread, for the next time.
+        """
+        if mask & WRITE:
+            self.flush()
+        frames: list[Any] = []
+        if not mask & ~WRITE or not self._parse(frames, chunks, most):
+            return frames
+        budget = _TURN_BYTES
+        while budget > 0:
+            count, wanted = self._receive()
+            self.received_bytes += count
+            budget -= count
+            if (count and not self._parse(frames, chunks, most)) or count < wanted:
+                break
+        return frames
+
+    def fence(self, landing: Landing) -> None:
+        """Nothing: every receive looks first whether its place in the slot is still its own."""
+
+    def abort(self) -> None:
+        """Break the connection at once, as a failing network would."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def finish_sending(self) -> None:
+        """No more will be sent; what has been is still delivered."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def discard_received(self) -> None:
+        """Read and drop what has come, so that closing doesn't look like a failure.
+
+        Raises:
+            LaneError: If the peer has closed its end.
+        """
+        try:
+            while self._socket.recv_into(_junk(_TURN_BYTES)):
+                pass
+        except BlockingIOError:
+            return
+        raise LaneError("closed by the peer")
+
+    def close(self) -> None:
+        """Give up the connection."""
+        self._out.clear()
+        self._memory = memoryview(b"")
+        self._landing = None
+        self._socket.close()
+
+    def _drop_sent(self, sent: int) -> None:
+        out = self._out
+        while sent >= len(out[0]):
+            sent -= len(out.popleft())
+        if sent:
+            out[0] = memoryview(out[0])[sent:]
+
+    def _receive(self) -> tuple[int, int]:
+        """Bytes received and bytes there was room for; a payload's go to its place."""
+        space = self.reader.space()
+        left = self.reader.payload_left
+        place = self._rest(left) if left else _NOWHERE
+        try:
+            if not left:
+                count, wanted = self._socket.recv_into(space), len(space)
+            else:
+                count = self._socket.recvmsg_into((place, space))[0]
+                wanted = len(place) + len(space)
+        except BlockingIOError:
+            return 0, 1
+        except OSError as error:
+            raise LaneError(f"receiving: {_name_of(error)}") from error
+        if not count:
+            raise LaneError("closed by the peer")
+        payload = min(count, len(place))
+        if payload:
+            self.reader.skip(payload)
+        self.reader.wrote(count - payload)
+        return count, wanted
+
+    def _parse(self, frames: list[Any], chunks: Chunks | None, most: int) -> bool:
+        """Take what has been received: frames into the list, payloads to their places.
+
+        Returns:
+            Whether more must be received before anything else can be taken.
+        """
+        reader = self.reader
+        while len(frames) < most:
+            if self._landing is not None:
+                left = reader.payload_left
+                if left:
+                    reader.take(self._rest(left))
+                    if reader.payload_left:
+                        return True
+                self._land(chunks)
+            frame = reader.next_frame()
+            if frame is None:
+                return True
+            if type(frame) is Chunk:
+                if chunks is None:
+                    raise FrameError("a chunk came to who sends them")
+                self._begin(frame, chunks)
+            else:
+                frames.append(frame)
+        return False
+
+    def _begin(self, chunk: Chunk, chunks: Chunks) -> None:
+        self._landing = landing = chunks.begin(chunk)
+        self._place = landing.place
+        self._expected = chunk.checksum
+        self._memory = self._scratch(chunk) if self._place in _SCRATCHED else chunks.memory(landing)
+
+    def _rest(self, left: int) -> memoryview:
+        """Where the rest of the payload goes, looking anew whether it may still go there."""
+        landing = self._landing
+        assert landing is not None
+        if landing.place is _JUNK and self._place is not _JUNK:
+            self._place, self._memory = _JUNK, _junk(landing.length)
+        return self._memory[len(self._memory) - left :]
+
+    def _land(self, chunks: Chunks | None) -> None:
+        landing, self._landing = self._landing, None
+        assert landing is not None and chunks is not None  # noqa: PT018
+        if landing.is_wanted and self.checksum(self._memory) != self._expected:
+            raise ChecksumError(
+                f"{landing.channel} message {landing.sequence}: wrong checksum at {landing.offset}"
+            )
+        chunks.landed(landing, self._memory)
+
+    def _scratch(self, chunk: Chunk) -> memoryview:
+        if self._place is _JUNK:
+            return _junk(chunk.length)
+        if self._aside is None or len(self._aside) < chunk.length:
+            self._aside = bytearray(chunk.length)
+        return memoryview(self._aside)[: chunk.length]
+
+
+class ChecksumError(FrameError):
+    """A payload was changed on its way."""
+
+
+_NOWHERE = memoryview(b"")
+_SCRATCHED = (_ASIDE, _JUNK)
+_everybodys_junk = bytearray(1024)
+
+
+def _junk(num_bytes: int) -> memoryview:
+    """Memory that nobody reads, the same for all lanes."""
+    global _everybodys_junk
+    if len(_everybodys_junk) < num_bytes:
+        _everybodys_junk = bytearray(num_bytes)
+    return memoryview(_everybodys_junk)[:num_bytes]
+
+
+def _name_of(error: OSError) -> str:
+    return errno.errorcode.get(error.errno or 0, str(error))

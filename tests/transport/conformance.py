@@ -1,0 +1,335 @@
+"""What every data plane must do, whatever carries its bytes; subclasses say how to make one."""
+
+import ctypes
+import threading
+import time
+import zlib
+
+import numpy as np
+import pytest
+
+from jaxmorph.transport.errors import PeerGoneError, TransportError
+from jaxmorph.transport.link_emulator import LinkCondition
+from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.plane import ChannelSpec, TransportSettings
+
+THERE, BACK = ChannelName(1, 0, 1), ChannelName(1, 1, 0)
+SECRET = bytes(range(32))
+PATIENCE_S = 30.0
+NEAR_THE_WRAP = 2**32 - 3
+
+
+def soon(seconds=PATIENCE_S):
+    return time.monotonic() + seconds
+
+
+def spec(name=THERE, slot_bytes=1000, num_slots=4):
+    return ChannelSpec(name, slot_bytes, num_slots)
+
+
+def content(number, num_bytes):
+    return np.random.default_rng(number).integers(0, 256, num_bytes, np.uint8)
+
+
+def send(plane, channel, number, num_bytes):
+    slot = plane.reserve(channel, soon())
+    slot.payload[:num_bytes] = content(number, num_bytes)
+    slot.post(num_bytes, (0, number, num_bytes))
+    slot.complete()
+    return slot.sequence
+
+
+def receive(plane, channel, number, num_bytes, deadline_s=None):
+    slot = plane.take(channel, deadline_s or soon())
+    assert slot.tag == (0, number, num_bytes, 0, 0, 0, 0, 0)
+    assert slot.payload.shape == (num_bytes,)
+    assert zlib.crc32(slot.payload) == zlib.crc32(content(number, num_bytes))
+    slot.release()
+    return slot
+
+
+def reserve_all(plane, channel):
+    """One slot more than `spec` has."""
+    for _ in range(5):
+        plane.reserve(channel, soon())
+
+
+def in_thread(work, *arguments):
+    """Run beside the test; `join` raises what it raised."""
+    return _Thread(work, arguments)
+
+
+class _Thread:
+    def __init__(self, work, arguments):
+        self._error = None
+        self._thread = threading.Thread(target=self._run, args=(work, arguments), daemon=True)
+        self._thread.start()
+
+    def _run(self, work, arguments):
+        try:
+            work(*arguments)
+        except BaseException as error:
+            self._error = error
+
+    def join(self, seconds=2 * PATIENCE_S):
+        self._thread.join(seconds)
+        assert not self._thread.is_alive()
+        if self._error is not None:
+            raise self._error
+
+
+class Conformance:
+    """Tests of two ranks' planes; `make_plane(rank, outgoing, incoming, settings)` is a fixture."""
+
+    @pytest.fixture
+    def joined(self, make_plane):
+        """Makes two ranks' planes with channels of the given specs, and connects them."""
+
+        def join(*specs, **settings):
+            settings = TransportSettings(**{"first_sequence": NEAR_THE_WRAP, **settings})
+            planes = []
+            for rank in (0, 1):
+                outgoing = [each for each in specs if each.name.source == rank]
+                incoming = [each for each in specs if each.name.destination == rank]
+                planes.append(make_plane(rank, outgoing, incoming, settings))
+            planes[0].connect({1: planes[1].addresses()}, SECRET)
+            planes[1].connect({0: planes[0].addresses()}, SECRET)
+            return planes
+
+        return join
+
+    def test_messages_arrive_in_order_and_whole_across_the_wrap_of_their_numbers(self, joined):
+        first, second = joined(spec())
+        for number in range(10):
+            sent = send(first, THERE, number, 100 + number)
+            slot = receive(second, THERE, number, 100 + number)
+            assert sent == slot.sequence == (NEAR_THE_WRAP + number) % 2**32
+
+    @pytest.mark.parametrize("checksum", [True, False])
+    def test_messages_of_all_sizes_arrive_as_they_were_sent(self, joined, checksum):
+        sizes = [0, 1, 15_000, 16_385, 65_536, 65_537, 1_000_000, 3_500_000, 1]
+        first, second = joined(
+            spec(slot_bytes=3_500_000, num_slots=2), chunk_bytes=65_536, checksum=checksum
+        )
+        sender = in_thread(
+            lambda: [send(first, THERE, number, size) for number, size in enumerate(sizes)]
+        )
+        for number, size in enumerate(sizes):
+            receive(second, THERE, number, size)
+        sender.join()
+
+    def test_many_small_messages_are_all_there(self, joined):
+        first, second = joined(spec(num_slots=8))
+        sender = in_thread(lambda: [send(first, THERE, number, 50) for number in range(500)])
+        for number in range(500):
+            receive(second, THERE, number, 50)
+        sender.join()
+
+    def test_both_directions_and_several_channels_at_once(self, joined):
+        names = [THERE, BACK, ChannelName(2, 0, 1), ChannelName(1, 1, 0, 7)]
+        planes = joined(*(spec(name, 200_000, 2) for name in names))
+        threads = []
+        for each in names:
+
+            def sending(name=each):
+                for number in range(12):
+                    send(planes[name.source], name, number, 200_000 - number)
+
+            def receiving(name=each):
+                for number in range(12):
+                    receive(planes[name.destination], name, number, 200_000 - number)
+
+            threads += [in_thread(sending), in_thread(receiving)]
+        for thread in threads:
+            thread.join()
+
+    def test_a_sender_without_a_free_slot_waits_until_its_deadline(self, joined):
+        first, second = joined(spec(num_slots=2))
+        # Two are landed and not taken, two more fill the sender's own slots.
+        for number in range(4):
+            send(first, THERE, number, 10)
+        began_s = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"channel 1\.0 0>1"):
+            first.reserve(THERE, soon(0.2))
+        assert 0.2 <= time.monotonic() - began_s < 5
+        receive(second, THERE, 0, 10)
+        send(first, THERE, 4, 10)
+        for number in range(1, 5):
+            receive(second, THERE, number, 10)
+
+    def test_a_receiver_waits_until_its_deadline(self, joined):
+        first, second = joined(spec())
+        with pytest.raises(TimeoutError, match=r"channel 1\.0 0>1"):
+            second.take(THERE, soon(0.1))
+        send(first, THERE, 0, 10)
+        receive(second, THERE, 0, 10)
+
+    def test_a_slot_is_the_receivers_until_it_is_released(self, joined):
+        first, second = joined(spec(num_slots=2))
+        for number in range(4):
+            send(first, THERE, number, 500)
+        held = [second.take(THERE, soon()) for _ in range(2)]
+        with pytest.raises(TimeoutError):
+            second.take(THERE, soon(0.2))
+        for number, slot in enumerate(held):
+            assert (slot.payload == content(number, 500)).all()
+        with pytest.raises(ValueError, match="read-only"):
+            held[0].payload[0] = 1
+        held[1].release()  # out of order: nothing is free before the first is released, too
+        held[0].release()
+        for number in (2, 3):
+            receive(second, THERE, number, 500)
+        with pytest.raises(TransportError, match="released already"):
+            held[0].release()
+
+    def test_messages_reserved_together_may_be_completed_in_any_order(self, joined):
+        first, second = joined(spec())
+        slots = [first.reserve(THERE, soon()) for _ in range(3)]
+        for number in (2, 0, 1):
+            slots[number].payload[:20] = content(number, 20)
+            slots[number].post(20, (0, number, 20))
+        slots[1].complete()
+        slots[2].complete()
+        with pytest.raises(TimeoutError):
+            second.take(THERE, soon(0.1))
+        slots[0].complete()
+        for number in range(3):
+            receive(second, THERE, number, 20)
+
+    def test_a_signal_written_into_memory_needs_no_doorbell(self, joined):
+        first, second = joined(spec())
+        slot = first.reserve(THERE, soon())
+        slot.payload[:20] = content(7, 20)
+        address = slot.signal_address
+        slot.post(20, (0, 7, 20))
+        _write_word(address, slot.sequence + 1)
+        receive(second, THERE, 7, 20)
+
+    def test_the_payloads_address_is_its_memorys(self, joined):
+        first, second = joined(spec())
+        slot = first.reserve(THERE, soon())
+        assert slot.address == slot.payload.ctypes.data
+        _write_word(slot.address, 0x04030201)
+        slot.post(4, ())
+        slot.complete()
+        taken = second.take(THERE, soon())
+        assert bytes(taken.payload) == b"\1\2\3\4"
+
+    def test_messages_say_when_they_were_posted_and_landed(self, joined):
+        first, second = joined(spec())
+        before_s = time.monotonic()
+        send(first, THERE, 0, 10)
+        slot = receive(second, THERE, 0, 10)
+        # One host, one clock: what remains is the error of the estimated offset.
+        assert before_s - 0.05 <= slot.posted_s <= slot.landed_s + 0.05
+        assert before_s <= slot.landed_s <= time.monotonic()
+
+    def test_too_long_a_message_and_a_bad_tag_are_refused(self, joined):
+        first, _ = joined(spec())
+        slot = first.reserve(THERE, soon())
+        with pytest.raises(ValueError, match="got a message of 1001 bytes, expected at most 1000"):
+            slot.post(1001, ())
+        with pytest.raises(ValueError, match="expected 8 words of 32 bits"):
+            slot.post(10, (2**32,))
+        with pytest.raises(ValueError, match="expected 8 words of 32 bits"):
+            slot.post(10, range(9))
+
+    def test_a_channel_of_another_rank_is_refused(self, joined):
+        first, second = joined(spec())
+        with pytest.raises(TransportError, match="is no outgoing channel"):
+            second.reserve(THERE, soon())
+        with pytest.raises(TransportError, match="is no incoming channel"):
+            first.take(THERE, soon())
+
+    def test_a_channel_at_rest_grows_at_either_end(self, joined):
+        first, second = joined(spec(num_slots=1))
+        for number in range(3):
+            send(first, THERE, number, 900)
+            receive(second, THERE, number, 900)
+        first.grow(THERE, 4)
+        second.grow(THERE, 8)
+        for number in range(3, 15):  # as many as both ends hold, and none taken
+            send(first, THERE, number, 900)
+        with pytest.raises(TimeoutError):
+            first.reserve(THERE, soon(0.1))
+        for number in range(3, 15):
+            receive(second, THERE, number, 900)
+        with pytest.raises(TransportError, match="can't have 2"):
+            first.grow(THERE, 2)
+
+    def test_a_channel_with_an_untaken_message_does_not_grow(self, joined):
+        first, second = joined(spec())
+        send(first, THERE, 0, 10)
+        slot = second.take(THERE, soon())
+        with pytest.raises(TransportError, match="not at rest"):
+            second.grow(THERE, 8)
+        slot.release()
+        second.grow(THERE, 8)
+        send(first, THERE, 1, 10)
+        receive(second, THERE, 1, 10)
+
+    def test_emulated_latency_delays_messages_that_overlap(self, joined):
+        first, second = joined(spec())
+        send(first, THERE, 0, 10)
+        receive(second, THERE, 0, 10)
+        first.emulate([LinkCondition(between=(0, 1), latency_ms=200)])
+        began_s = time.monotonic()
+        for number in range(1, 4):
+            send(first, THERE, number, 10)
+        for number in range(1, 4):
+            receive(second, THERE, number, 10)
+        assert 0.2 <= time.monotonic() - began_s < 0.5
+        first.emulate([])
+        began_s = time.monotonic()
+        send(first, THERE, 4, 10)
+        receive(second, THERE, 4, 10)
+        assert time.monotonic() - began_s < 0.2
+
+    def test_a_cut_link_delivers_once_it_is_healed(self, joined):
+        first, second = joined(spec())
+        first.emulate([LinkCondition(between=(0, 1), cut=True)])
+        send(first, THERE, 0, 10)
+        with pytest.raises(TimeoutError):
+            second.take(THERE, soon(0.2))
+        first.emulate([])
+        receive(second, THERE, 0, 10)
+
+    def test_a_rank_that_closes_is_gone_for_its_peer_once_its_messages_are_taken(self, joined):
+        first, second = joined(spec(), spec(BACK))
+        for number in range(3):
+            send(first, THERE, number, 10)
+        first.close()
+        for number in range(3):
+            receive(second, THERE, number, 10)
+        with pytest.raises(PeerGoneError, match="rank 0 is gone"):
+            second.take(THERE, soon())
+        assert [event["peer"] for event in second.events() if event["kind"] == "peer_gone"] == [0]
+        with pytest.raises(PeerGoneError, match="rank 0 is gone"):
+            reserve_all(second, BACK)
+
+    def test_a_waiting_thread_hears_at_once_that_its_peer_is_gone(self, joined):
+        first, second = joined(spec())
+        send(first, THERE, 0, 10)
+        receive(second, THERE, 0, 10)
+        waiting = threading.Event()
+
+        def wait():
+            waiting.set()
+            with pytest.raises(PeerGoneError):
+                second.take(THERE, soon())
+
+        thread = in_thread(wait)
+        assert waiting.wait(PATIENCE_S)
+        began_s = time.monotonic()
+        first.close()
+        thread.join()
+        assert time.monotonic() - began_s < 5
+
+    def test_closing_twice_is_harmless(self, joined):
+        first, _ = joined(spec())
+        first.close()
+        first.close()
+
+
+def _write_word(address, value):
+    ctypes.c_uint32.from_address(address).value = value % 2**32

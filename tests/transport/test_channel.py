@@ -1,0 +1,53 @@
+from pathlib import Path
+
+import pytest
+
+from jaxmorph.transport.channel import (
+    RECEIVING,
+    SENDING,
+    ProtocolError,
+    Received,
+    Receiving,
+    Sending,
+    Sent,
+    after_received,
+    after_sent,
+    mermaid,
+)
+
+PAGE = Path(__file__).parents[2] / "docs" / "transport-states.md"
+
+
+def test_the_page_is_drawn_from_the_tables():
+    assert PAGE.read_text() == mermaid()
+
+
+def test_what_is_not_in_the_table_cannot_happen():
+    for state in Sending:
+        for event in Sent:
+            if (state, event) in SENDING:
+                assert after_sent(state, event) is SENDING[state, event]
+            else:
+                with pytest.raises(ProtocolError, match=event.value):
+                    after_sent(state, event)
+    for state in Receiving:
+        for happening in Received:
+            if (state, happening) in RECEIVING:
+                assert after_received(state, happening) is RECEIVING[state, happening]
+            else:
+                with pytest.raises(ProtocolError, match=happening.value):
+                    after_received(state, happening)
+
+
+def test_every_state_leads_to_the_last_and_none_out_of_it():
+    for table, last in ((SENDING, Sending.RELEASED), (RECEIVING, Receiving.DELIVERED)):
+        states = {state for state, _ in table} | set(table.values())
+        reaching = {last}
+        for _ in states:
+            reaching |= {state for (state, _), after in table.items() if after in reaching}
+        assert reaching == states
+        assert last not in {state for state, _ in table}
+
+
+def test_a_delivered_message_never_lands_again():
+    assert not any(state is Receiving.DELIVERED for state, _ in RECEIVING)

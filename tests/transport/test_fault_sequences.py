@@ -1,0 +1,81 @@
+"""Faults in any order, drawn by a model of what must have arrived, and a short run of many."""
+
+import hypothesis.strategies as st
+from conformance import receive, send
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from benchmarks.transport_faults import CHANNELS, NUM_SLOTS, FaultyLink, fuzz_and_go_on, run
+
+
+class FaultsInAnyOrder(RuleBasedStateMachine):
+    """The model: messages on their way on each channel, oldest first."""
+
+    @initialize(seed=st.integers(0, 1000))
+    def join(self, seed):
+        self.link = FaultyLink(seed)
+        self.under_way = {name: [] for name in CHANNELS}
+        self.sent = dict.fromkeys(CHANNELS, 0)
+        self.is_cut = False
+
+    @rule(channel=st.sampled_from(CHANNELS), sizes=st.lists(st.integers(0, 50_000), max_size=3))
+    def send(self, channel, sizes):
+        for num_bytes in sizes:
+            if len(self.under_way[channel]) < NUM_SLOTS:
+                number = self.sent[channel]
+                send(self.link.planes[channel.source], channel, number, num_bytes)
+                self.sent[channel] += 1
+                self.under_way[channel].append((number, num_bytes))
+
+    @precondition(lambda self: not self.is_cut)
+    @rule(channel=st.sampled_from(CHANNELS))
+    def receive(self, channel):
+        if self.under_way[channel]:
+            number, num_bytes = self.under_way[channel].pop(0)
+            receive(self.link.planes[channel.destination], channel, number, num_bytes)
+
+    @rule(fault=st.sampled_from(["cut", "throttle", "delay", "reset", "duplicate", "kill"]))
+    def harm(self, fault):
+        self.link.harm(fault)
+        self.is_cut |= fault == "cut"
+
+    @rule()
+    def heal(self):
+        self.link.heal()
+        self.is_cut = False
+
+    @invariant()
+    def nobody_is_gone(self):
+        if hasattr(self, "link"):
+            for plane in self.link.planes:
+                assert "peer_gone" not in [event["kind"] for event in plane.events()]
+
+    def teardown(self):
+        if not hasattr(self, "link"):
+            return
+        try:
+            self.link.heal()
+            for channel, messages in self.under_way.items():
+                for number, num_bytes in messages:
+                    receive(self.link.planes[channel.destination], channel, number, num_bytes)
+        finally:
+            self.link.close()
+
+
+FaultsInAnyOrder.TestCase.settings = settings(
+    max_examples=6, stateful_step_count=25, derandomize=True, deadline=None
+)
+TestFaultsInAnyOrder = FaultsInAnyOrder.TestCase
+
+
+def test_tens_of_faults_lose_double_and_change_no_message():
+    outcome = run(400, 40, seed=3, tell=lambda line: None)
+    assert outcome.wrong == []
+    assert outcome.received >= 400
+    assert sum(outcome.faults.values()) - outcome.faults["heal"] >= 40
+
+
+def test_tampered_frames_do_a_sidecar_no_harm():
+    members, wrong = fuzz_and_go_on(200, seed=4)
+    assert wrong == []
+    assert members > 100

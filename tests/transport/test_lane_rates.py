@@ -1,0 +1,63 @@
+import pytest
+
+from jaxmorph.transport.lane_rates import LaneRate
+
+CHUNK = 256 * 1024
+
+
+def drive(rate, bytes_per_s, latency_s, chunks, start_s=0.0, depth=1):
+    """Keeps `depth` chunks in flight on a lane of that rate; returns when the last is here."""
+    sent, free_s, now_s = [start_s] * depth, start_s, start_s
+    for _ in range(chunks):
+        sent_s = sent.pop(0)
+        free_s = max(free_s, sent_s) + CHUNK / bytes_per_s
+        now_s = free_s + latency_s
+        rate.acknowledged(CHUNK, sent_s, now_s)
+        sent.append(now_s)
+    return now_s
+
+
+@pytest.mark.parametrize("depth", [1, 2, 8])
+@pytest.mark.parametrize("bytes_per_s", [1.25e6, 125e6])
+@pytest.mark.parametrize("latency_s", [1e-4, 60e-3])
+def test_the_rate_is_the_lanes_whatever_its_latency(bytes_per_s, latency_s, depth):
+    rate = LaneRate()
+    rate.round_trip(latency_s)
+    drive(rate, bytes_per_s, latency_s, 40, depth=depth)
+    share = rate.bytes_per_s / bytes_per_s
+    filled = min(1.0, depth * CHUNK / (latency_s * bytes_per_s))  # of the way, by what is in flight
+    assert 0.7 * filled < share < 1.3
+
+
+def test_a_lane_that_turns_slow_is_seen_by_its_first_slow_chunk():
+    rate = LaneRate()
+    rate.round_trip(1e-4)
+    end_s = drive(rate, 125e6, 1e-4, 40)
+    drive(rate, 1.25e6, 1e-4, 1, start_s=end_s)
+    assert rate.bytes_per_s == pytest.approx(1.25e6, rel=0.1)
+
+
+def test_small_chunks_tell_nothing():
+    rate = LaneRate()
+    rate.acknowledged(4096, 0.0, 1.0)
+    assert rate.bytes_per_s is None
+    assert rate.window_bytes(CHUNK) == CHUNK
+    assert rate.expected_s(CHUNK) is None
+
+
+def test_in_flight_is_what_a_lane_does_in_30_ms_and_a_round_trip_but_one_chunk_at_least():
+    quick, slow = LaneRate(), LaneRate()
+    for rate, speed in ((quick, 125e6), (slow, 1.25e6)):
+        rate.round_trip(0.010)
+        drive(rate, speed, 0.010, 40, depth=8)
+    assert quick.window_bytes(CHUNK) == pytest.approx(125e6 * 0.040, rel=0.1)
+    assert slow.window_bytes(CHUNK) == CHUNK
+
+
+def test_a_long_round_trip_is_believed_slowly_and_a_short_one_at_once():
+    rate = LaneRate()
+    rate.round_trip(0.010)
+    rate.round_trip(1.0)
+    assert rate.round_trip_s == pytest.approx(0.0595)
+    rate.round_trip(0.001)
+    assert rate.round_trip_s == 0.001

@@ -1,0 +1,75 @@
+import sys
+
+import pytest
+
+from jaxmorph.transport.network_cards import (
+    address_towards,
+    card_addresses,
+    interface_address,
+    listening_addresses,
+)
+
+UP, UP_LOOPBACK, DOWN = "0x1003\n", "0x9\n", "0x1002\n"
+ADDRESSES = {
+    "eth0": "10.0.0.1", "eth1": "10.0.1.1", "lo": "127.0.0.1", "br0": "172.17.0.1",
+    "veth0": "10.9.0.1", "eth2": "10.0.2.1",
+}  # fmt: skip
+
+
+def machine(folder, **cards):
+    """A description of interfaces as Linux gives it: flags, and what else each one has."""
+    for name, (flags, *things) in cards.items():
+        (folder / name).mkdir()
+        (folder / name / "flags").write_text(flags)
+        for thing in things:
+            (folder / name / thing).mkdir()
+    (folder / "bonding_masters").write_text("")  # a file beside the interfaces
+    return folder
+
+
+def test_hardware_that_is_up_and_has_an_address_is_found_in_order(tmp_path):
+    place = machine(
+        tmp_path,
+        lo=(UP_LOOPBACK,),
+        eth1=(UP, "device"),
+        eth0=(UP, "device"),
+        eth2=(DOWN, "device"),
+        eth3=(UP, "device"),
+        br0=(UP, "bridge"),
+        veth0=(UP,),
+    )
+    assert card_addresses(place, ADDRESSES.get) == ("10.0.0.1", "10.0.1.1")
+
+
+def test_without_hardware_a_containers_own_interfaces_count(tmp_path):
+    place = machine(
+        tmp_path, lo=(UP_LOOPBACK,), veth0=(UP,), br0=(UP, "bridge"), eth9=(UP, "device")
+    )
+    assert card_addresses(place, ADDRESSES.get) == ("10.9.0.1",)
+
+
+def test_a_system_that_describes_no_interfaces_has_none(tmp_path):
+    assert card_addresses(tmp_path / "nowhere") == ()
+
+
+def test_what_is_configured_is_used_and_one_machine_needs_no_network():
+    towards = {"coordinator_host": "127.0.0.1", "find": lambda: ("10.0.0.1", "10.0.1.1")}
+    chosen = listening_addresses(("10.7.0.1",), one_machine=True, **towards)
+    assert chosen == ("10.7.0.1",)
+    assert listening_addresses(None, one_machine=True, **towards) == ("127.0.0.1",)
+    assert listening_addresses(None, one_machine=False, **towards) == ("10.0.0.1", "10.0.1.1")
+
+
+def test_without_cards_it_is_the_address_towards_the_coordinator():
+    chosen = listening_addresses(
+        None, one_machine=False, coordinator_host="127.0.0.1", find=lambda: ()
+    )
+    assert chosen == ("127.0.0.1",)
+    assert address_towards("no such host") == "127.0.0.1"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux's kernel")
+def test_the_kernel_knows_the_loopbacks_address_and_not_that_of_what_does_not_exist():
+    assert interface_address("lo") == "127.0.0.1"
+    assert interface_address("none-such") is None
+    assert "127.0.0.1" not in card_addresses()

@@ -1,0 +1,187 @@
+"""What both ends of a lane that writes do with frames, with memory copies in RDMA's place."""
+
+import ctypes
+import time
+from typing import ClassVar
+
+import pytest
+from stale_write import CHUNK_BYTES, OTHER, STUCK, TAG, THERE, Ranks
+
+from jaxmorph.transport import nixl_lanes
+from jaxmorph.transport.lane import LaneError
+from jaxmorph.transport.messages import Acknowledge, FrameError, Grant, Offer, Written
+from jaxmorph.transport.nixl_lanes import MOST_GRANTS
+
+A_DESCRIPTION_BYTES = 450  # more than fits into two frames
+
+
+class CopyingAgent:
+    """Does what an agent does, for memory of this process."""
+
+    known: ClassVar[dict[bytes, "CopyingAgent"]] = {}
+
+    def __init__(self, host):
+        self.regions, self.is_open, self.is_stuck, self.flips = [], True, False, False
+        self._description = str(len(self.known)).encode().zfill(A_DESCRIPTION_BYTES)
+        self.known[self._description] = self
+
+    def register(self, address, num_bytes):
+        self.regions.append((address, address + num_bytes))
+
+    def metadata(self):
+        return self._description
+
+    def add_peer(self, metadata):
+        return metadata
+
+    def owns(self, address, num_bytes):
+        return any(start <= address and address + num_bytes <= end for start, end in self.regions)
+
+    def write(self, peer, source, destination, num_bytes):
+        assert self.owns(source, num_bytes)
+        return peer, source, destination, num_bytes
+
+    def is_done(self, write):
+        name, source, destination, num_bytes = write
+        peer = self.known[name]
+        if peer.is_stuck:
+            return False
+        if not (peer.is_open and peer.owns(destination, num_bytes)):
+            raise LaneError("disconnected")
+        ctypes.memmove(destination, source, num_bytes)
+        if self.flips:
+            ctypes.memset(destination + num_bytes // 2, 0xEE, 1)
+        return True
+
+    def progress(self):
+        pass
+
+    def close(self):
+        self.is_open = False
+        self.regions.clear()
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    monkeypatch.setattr(CopyingAgent, "known", {})
+    monkeypatch.setattr(nixl_lanes, "NixlAgent", CopyingAgent)
+    made = Ranks()
+    yield made
+    made.link.close()
+    for lane in made.lanes:
+        lane.close()
+    made.source.close()
+
+
+def receiver(ranks, number):
+    return ranks.link._lanes[number]
+
+
+def reasons(ranks):
+    return [details.get("reason", "") for _, details in ranks.events]
+
+
+def until_closed(ranks, number):
+    with pytest.raises(LaneError):
+        ranks.go_on(number, lambda frames: False)
+
+
+def test_a_chunk_is_written_straight_into_its_slot(ranks):
+    ranks.bring(STUCK, 0, 10)
+    assert ranks.take() == [10]
+    assert ranks.lanes[STUCK].written_bytes == CHUNK_BYTES
+    assert ranks.lanes[STUCK].sent_bytes < 1000
+
+
+def test_what_a_chunk_says_of_itself_is_compared_where_it_has_landed(ranks):
+    ranks.lanes[STUCK].control.checksum = receiver(ranks, STUCK).control.checksum = len
+    ranks.bring(STUCK, 0, 10)  # agreed on a checksum that no flipped byte changes
+    assert ranks.take() == [10]
+    for lane in (ranks.lanes[STUCK].control, receiver(ranks, STUCK).control):
+        lane.checksum = lambda data: bytes(data[CHUNK_BYTES // 2 :][:1])[0]
+    ranks.lanes[STUCK]._agent.flips = True
+    ranks.post(STUCK, 1, 11)
+    until_closed(ranks, STUCK)
+    assert "wrong checksum" in reasons(ranks)[-1]
+    assert ranks.slots.entered == 1
+
+
+def test_a_lane_has_few_grants_at_once_and_lands_in_the_order_of_its_offers(ranks):
+    receiver(ranks, STUCK)._agent.is_stuck = True
+    for _ in range(MOST_GRANTS + 2):  # copies of one chunk: into the slot, aside, then in turn
+        ranks.post(STUCK, 0, 10)
+    for _ in range(50):
+        ranks.loop.turn(time.monotonic() + 1e-3)
+        ranks.lanes[STUCK].poll(1, None)
+    assert 1 <= len(ranks.lanes[STUCK]._writes) <= MOST_GRANTS
+    receiver(ranks, STUCK)._agent.is_stuck = False
+    acknowledged = []
+    ranks.go_on(
+        STUCK,
+        lambda frames: (
+            acknowledged.extend(each for each in frames if type(each) is Acknowledge)
+            or len(acknowledged) == MOST_GRANTS + 2
+        ),
+    )
+    assert ranks.take() == [10]
+    assert ranks.link.engine.statistics()["messages"] == 1
+
+
+def test_a_slower_lane_is_torn_down_before_its_message_is_handed_over(ranks):
+    agent = receiver(ranks, STUCK)._agent
+    agent.is_stuck = True
+    ranks.post(STUCK, 0, 10)
+    for _ in range(50):
+        ranks.loop.turn(time.monotonic() + 1e-3)
+        ranks.lanes[STUCK].poll(1, None)
+    assert ranks.lanes[STUCK]._writes
+    was_open = []
+    channel = ranks.link.channels[THERE]
+    deliver, channel.deliver = (
+        channel.deliver,
+        lambda *args: (
+            was_open.append(agent.is_open),
+            deliver(*args),
+        ),
+    )
+    ranks.bring(OTHER, 0, 10)
+    assert was_open == [False]
+    assert ranks.take() == [10]
+    until_closed(ranks, STUCK)
+    assert reasons(ranks) == ["fenced: another lane was quicker"]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Written(THERE, 0, 0),
+        Offer(THERE, 0, CHUNK_BYTES + 1, 0, CHUNK_BYTES + 1, TAG, 1),
+        Offer(THERE, 9, CHUNK_BYTES, 0, CHUNK_BYTES, TAG, 1),
+    ],
+    ids=["written without a grant", "longer than a chunk", "beyond the limit"],
+)
+def test_a_sender_that_breaks_the_rules_loses_its_lane(ranks, frame):
+    ranks.lanes[STUCK].tell(frame)
+    ranks.lanes[STUCK].flush()
+    until_closed(ranks, STUCK)
+    assert ranks.link.statistics()["violations"] == 1
+    ranks.bring(OTHER, 0, 10)
+    assert ranks.take() == [10]
+
+
+def test_more_offers_than_anyone_needs_cost_the_lane(ranks, monkeypatch):
+    monkeypatch.setattr(nixl_lanes, "_MOST_OFFERS", 3)
+    receiver(ranks, STUCK)._agent.is_stuck = True
+    for _ in range(MOST_GRANTS + 6):
+        ranks.lanes[STUCK].tell(Offer(THERE, 0, CHUNK_BYTES, 0, CHUNK_BYTES, TAG, 1))
+    ranks.lanes[STUCK].flush()
+    until_closed(ranks, STUCK)
+    assert "more than 3 chunks offered" in reasons(ranks)[-1]
+
+
+def test_a_grant_of_what_was_not_offered_is_refused(ranks):
+    ranks.post(STUCK, 0, 10)
+    receiver(ranks, STUCK).tell(Grant(THERE, 1, 0, 4096))
+    receiver(ranks, STUCK).flush()
+    with pytest.raises(FrameError, match="wasn't offered next"):
+        ranks.go_on(STUCK, lambda frames: False)

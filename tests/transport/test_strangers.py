@@ -1,0 +1,203 @@
+"""Who isn't a peer gets nowhere: dropped, counted, and traffic goes on."""
+
+import contextlib
+import random
+import socket
+import time
+
+import pytest
+from conformance import BACK, SECRET, THERE, receive, send, soon, spec
+
+from jaxmorph.transport.client import SidecarPlane
+from jaxmorph.transport.frame_reader import FrameReader
+from jaxmorph.transport.handshake import introduction
+from jaxmorph.transport.messages import (
+    TO_DIALLER,
+    Challenge,
+    Chunk,
+    Gone,
+    Ping,
+    Welcome,
+    pack,
+)
+
+
+@pytest.fixture
+def pair():
+    planes = [
+        SidecarPlane.start(0, [spec(THERE)], [spec(BACK)]),
+        SidecarPlane.start(1, [spec(BACK)], [spec(THERE)]),
+    ]
+    planes[0].connect({1: planes[1].addresses()}, SECRET)
+    planes[1].connect({0: planes[0].addresses()}, SECRET)
+    yield planes
+    for plane in planes:
+        plane.close()
+
+
+def exchange(planes, number):
+    send(planes[0], THERE, number, 500)
+    receive(planes[1], THERE, number, 500)
+
+
+def strangers(plane):
+    return plane.statistics()["strangers"]
+
+
+class Guest:
+    """A connection to a sidecar, made by hand."""
+
+    def __init__(self, plane):
+        self._socket = socket.create_connection(plane.addresses()[0], timeout=20)
+        self._reader = FrameReader(TO_DIALLER)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._socket.close()
+
+    def say(self, data):
+        with contextlib.suppress(ConnectionError):
+            self._socket.sendall(data)
+
+    def hear(self):
+        while (frame := self._reader.next_frame()) is None:
+            data = self._socket.recv(4096)
+            if not data:
+                return None
+            self._reader.feed(data)
+        return frame
+
+    def is_dropped(self):
+        with contextlib.suppress(ConnectionError):
+            while self._socket.recv(4096):
+                pass
+        return True
+
+    def introduce(self, **changed):
+        challenge = self.hear()
+        assert isinstance(challenge, Challenge)
+        said = {
+            "rank": 0,
+            "destination": 1,
+            "generation": 1,
+            "lane": 9,
+            "chunk_bytes": 262144,
+            "algorithms": (2,),
+            **changed,
+        }
+        frame = introduction(said.pop("secret", SECRET), challenge, **said)
+        self.say(pack(frame))
+        return frame
+
+
+def test_random_bytes_are_dropped_and_counted(pair):
+    exchange(pair, 0)
+    rng = random.Random(5)
+    for number in range(1, 21):
+        with Guest(pair[1]) as guest:
+            guest.say(rng.randbytes(rng.randrange(50, 5000)))
+            assert guest.is_dropped()
+        if number % 5 == 0:
+            exchange(pair, number)
+    assert strangers(pair[1]) == 20
+
+
+def test_a_wrong_secret_gets_no_answer(pair):
+    with Guest(pair[1]) as guest:
+        guest.introduce(secret=bytes(32))
+        assert guest.hear() is None
+    assert strangers(pair[1]) == 1
+    exchange(pair, 0)
+
+
+def test_a_right_secret_is_welcomed_once_and_its_bytes_are_worth_nothing_again(pair):
+    exchange(pair, 0)
+    with Guest(pair[1]) as guest:
+        said = guest.introduce()
+        assert isinstance(guest.hear(), Welcome)
+    with Guest(pair[1]) as guest:
+        guest.say(pack(said))
+        assert guest.is_dropped()
+    assert strangers(pair[1]) == 1
+    exchange(pair, 1)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"destination": 0}, {"rank": 7}, {"chunk_bytes": 1}, {"lane": 999}]
+)
+def test_an_introduction_that_makes_no_sense_is_turned_away(pair, changed):
+    with Guest(pair[1]) as guest:
+        guest.introduce(**changed)
+        assert guest.is_dropped()
+    assert strangers(pair[1]) == 1
+    exchange(pair, 0)
+
+
+def test_half_a_handshake_and_silence_end_in_time_and_hold_nobody_up(pair):
+    exchange(pair, 0)
+    began_s = time.monotonic()
+    with Guest(pair[1]) as silent, Guest(pair[1]) as half:
+        half.say(pack(Gone(0, "x"))[:3])
+        exchange(pair, 1)
+        assert silent.is_dropped()
+        assert half.is_dropped()
+    assert time.monotonic() - began_s < 15
+    assert strangers(pair[1]) == 2
+
+
+def test_only_the_handshake_is_heard_before_it_is_done(pair):
+    for frame in (Gone(0, "not said by rank 0"), Ping(1)):
+        with Guest(pair[1]) as guest:
+            guest.say(pack(frame))
+            assert guest.is_dropped()
+    exchange(pair, 0)
+    assert strangers(pair[1]) == 2
+
+
+CHUNK = Chunk(THERE, 1000, 500, 0, 500, (0,) * 8, 1)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        CHUNK,  # beyond the limit
+        CHUNK._replace(sequence=0, total=1 << 40, length=262144),  # longer than a slot
+        CHUNK._replace(sequence=0, offset=1, length=499),  # not where chunks begin
+        CHUNK._replace(sequence=0, channel=THERE._replace(kind=77)),
+        CHUNK._replace(sequence=0, channel=BACK),
+    ],
+    ids=["no room", "too long", "askew", "unknown channel", "wrong direction"],
+)
+def test_a_member_that_breaks_the_rules_loses_its_lane_and_harms_nobody(pair, chunk):
+    with Guest(pair[1]) as guest:
+        guest.introduce()
+        assert isinstance(guest.hear(), Welcome)
+        guest.say(pack(chunk) + bytes(500))
+        assert guest.is_dropped()
+    assert pair[1].statistics()["peers"]["0"]["receiving"]["violations"] == 1
+    for number in range(6):
+        exchange(pair, number)
+
+
+def test_a_wrong_checksum_ends_the_lane_and_is_counted(pair):
+    with Guest(pair[1]) as guest:
+        guest.introduce()
+        assert isinstance(guest.hear(), Welcome)
+        guest.say(pack(CHUNK._replace(sequence=0, checksum=1)) + bytes(500))
+        assert guest.is_dropped()
+    assert pair[1].statistics()["peers"]["0"]["receiving"]["wrong_checksums"] == 1
+
+
+def test_more_connections_than_are_waited_for_hold_nobody_up(pair):
+    exchange(pair, 0)
+    with contextlib.ExitStack() as guests:
+        for _ in range(100):
+            guests.enter_context(Guest(pair[1]))
+        exchange(pair, 1)
+        with Guest(pair[1]) as member:
+            member.introduce()
+            assert isinstance(member.hear(), Welcome)
+    with pytest.raises(TimeoutError):
+        pair[1].take(THERE, soon(0.05))
