@@ -4,7 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-COMPUTE_DTYPES = ("float32", "bfloat16")
+from models.sizes import (
+    check_compute_dtype,
+    check_counts,
+    check_multiple,
+    check_tied,
+    preset_sizes,
+)
 
 
 @dataclass(frozen=True)
@@ -30,17 +36,10 @@ class GPT2Config:
     compute_dtype: str = "float32"
 
     def __post_init__(self):
-        for name in ("vocab_size", "sequence_length", "width", "num_layers", "num_heads"):
-            _check_positive(name, getattr(self, name))
-        if self.width % self.num_heads:
-            raise ValueError(
-                f"width: got {self.width}, expected a multiple of num_heads={self.num_heads}"
-            )
-        if not isinstance(self.tied, bool):
-            raise ValueError(f"tied: got {self.tied!r}, expected true or false")
-        if self.compute_dtype not in COMPUTE_DTYPES:
-            expected = " or ".join(COMPUTE_DTYPES)
-            raise ValueError(f"compute_dtype: got {self.compute_dtype!r}, expected {expected}")
+        check_counts(self, ("vocab_size", "sequence_length", "width", "num_layers", "num_heads"))
+        check_multiple(self, "width", "num_heads")
+        check_tied(self.tied)
+        check_compute_dtype(self.compute_dtype)
 
 
 PRESETS: Mapping[str, Mapping[str, int]] = {
@@ -80,15 +79,5 @@ def preset_config(
     Raises:
       ValueError: an unknown preset or override, or sizes that do not fit each other.
     """
-    if preset not in PRESETS:
-        raise ValueError(f"preset: got {preset!r}, expected one of {', '.join(PRESETS)}")
-    for name in overrides:
-        if name not in OVERRIDES:
-            raise ValueError(f"got {name!r}, expected one of preset, {', '.join(OVERRIDES)}")
-    sizes = {**PRESETS[preset], **overrides}
+    sizes = preset_sizes(PRESETS, preset, OVERRIDES, overrides)
     return GPT2Config(vocab_size, sequence_length, compute_dtype=compute_dtype, **sizes)
-
-
-def _check_positive(name: str, size: Any) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"{name}: got {size!r}, expected a whole number of at least 1")

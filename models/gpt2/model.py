@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.gpt2.config import GPT2Config
+from models.loss import summed_loss
+from models.softmax import causal_softmax
 
 _INIT_SCALE = 0.02
 _EPSILON = 1e-5
@@ -117,42 +119,7 @@ class Head(nnx.Module):
 
     def __call__(self, x_BTW: jax.Array, targets_BT: jax.Array) -> jax.Array:
         """Returns the sum of the tokens' losses; targets below 0 are left out."""
-        logits_BTV = self.logits(x_BTW)
-        # A comparison with every token, not a gather: its gradient is then no scatter.
-        is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
-        target_logit_BT = jnp.where(is_target_BTV, logits_BTV, 0).sum(-1)
-        loss_BT = jax.nn.logsumexp(logits_BTV, -1) - target_logit_BT
-        return jnp.where(targets_BT >= 0, loss_BT, 0).sum()
-
-
-@jax.custom_vjp
-def causal_softmax(scores: jax.Array) -> jax.Array:
-    """Returns probabilities over the last axis, zero above the diagonal of the last two.
-
-    Computed in float32 and returned in the dtype of the scores. Its backward needs the
-    probabilities alone, as they are returned: they are kept for the product with the values anyway.
-    """
-    masked = jnp.where(_is_past(scores), scores.astype(jnp.float32), -jnp.inf)
-    return jax.nn.softmax(masked, -1).astype(scores.dtype)
-
-
-def _causal_softmax_forward(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    probabilities = causal_softmax(scores)
-    return probabilities, probabilities
-
-
-def _causal_softmax_backward(probabilities: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
-    wide, gradient = probabilities.astype(jnp.float32), gradient.astype(jnp.float32)
-    mean = (wide * gradient).sum(-1, keepdims=True)
-    return ((wide * (gradient - mean)).astype(probabilities.dtype),)
-
-
-causal_softmax.defvjp(_causal_softmax_forward, _causal_softmax_backward)
-
-
-def _is_past(scores: jax.Array) -> jax.Array:
-    queries, keys = scores.shape[-2:]
-    return jnp.arange(queries)[:, None] >= jnp.arange(keys)
+        return summed_loss(self.logits(x_BTW), targets_BT)
 
 
 def _residual_scale(config: GPT2Config) -> float:

@@ -1,0 +1,275 @@
+"""GPT-2's weights under the names and in the layouts of Hugging Face, both ways.
+
+Matrices are [inputs, outputs] there as here (its Conv1D), and queries, keys and values are one
+matrix in this order; so every tensor is one of our leaves as it stands. Names may begin with
+`transformer.`, as in files of the whole model, or not, as in those of the model without its head.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from models.gpt2.config import GPT2Config
+from models.stored_tensors import StoredTensors, write_tensors
+
+Tree = dict[str, Any]
+
+
+class _Leaf(NamedTuple):
+    """A leaf of ours: its path, its name in the files, and its axes."""
+
+    path: tuple[str, ...]
+    name: str
+    axes: tuple[str, ...]
+
+
+_TOKEN = _Leaf(("token",), "wte.weight", ("vocab_size", "width"))
+_POSITION = _Leaf(("position",), "wpe.weight", ("sequence_length", "width"))
+_LAYER = (
+    _Leaf(("attention_norm", "scale"), "ln_1.weight", ("width",)),
+    _Leaf(("attention_norm", "bias"), "ln_1.bias", ("width",)),
+    _Leaf(("attention", "qkv", "kernel"), "attn.c_attn.weight", ("width", "3 * width")),
+    _Leaf(("attention", "qkv", "bias"), "attn.c_attn.bias", ("3 * width",)),
+    _Leaf(("attention", "out", "kernel"), "attn.c_proj.weight", ("width", "width")),
+    _Leaf(("attention", "out", "bias"), "attn.c_proj.bias", ("width",)),
+    _Leaf(("mlp_norm", "scale"), "ln_2.weight", ("width",)),
+    _Leaf(("mlp_norm", "bias"), "ln_2.bias", ("width",)),
+    _Leaf(("expand", "kernel"), "mlp.c_fc.weight", ("width", "4 * width")),
+    _Leaf(("expand", "bias"), "mlp.c_fc.bias", ("4 * width",)),
+    _Leaf(("contract", "kernel"), "mlp.c_proj.weight", ("4 * width", "width")),
+    _Leaf(("contract", "bias"), "mlp.c_proj.bias", ("width",)),
+)
+_NORM = (
+    _Leaf(("norm", "scale"), "ln_f.weight", ("width",)),
+    _Leaf(("norm", "bias"), "ln_f.bias", ("width",)),
+)
+_OUTPUT = _Leaf(("token",), "lm_head.weight", ("vocab_size", "width"))
+
+_PREFIX = "transformer."
+_MASKS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")  # constants in older files
+_GELU = ("gelu_new", "gelu_pytorch_tanh")  # the same approximation
+
+
+def read_weights(
+    config: GPT2Config, path: str, layers: range, is_first: bool, is_last: bool
+) -> Tree:
+    """Returns one stage's parameters; no other tensor is loaded.
+
+    All names and shapes in the files are checked, whatever the stage. Learned positions beyond the
+    model's sequence length are left out. A model that is not tied starts from tied weights with a
+    copy of the embedding in its head.
+
+    Args:
+      config: the model's sizes.
+      path: a .safetensors file, an index of several, or a folder with either.
+      layers: the stage's layers; without any, the files are only checked.
+      is_first: whether the stage embeds.
+      is_last: whether the stage has the head.
+
+    Returns:
+      {"embed": (first stage), "layers": leaves stacked over the stage's layers, "head": (last
+      stage)}, float32 numpy arrays.
+
+    Raises:
+      ValueError: the files cannot be read, or are not those of this model; the message names what
+        was got and what was expected.
+    """
+    stored = StoredTensors.open(path)
+    prefix = _prefix(stored)
+    _check_settings(stored, config)
+    _check_tensors(stored, prefix, config)
+    params: Tree = {"layers": _read_layers(stored, prefix, layers, config)}
+    if is_first:
+        positions = stored.read(prefix + _POSITION.name, config.sequence_length)
+        params["embed"] = {"token": stored.read(prefix + _TOKEN.name), "position": positions}
+    if is_last:
+        norm = {leaf.path: stored.read(prefix + leaf.name) for leaf in _NORM}
+        params["head"] = _tree({**norm, _OUTPUT.path: _read_output(stored, prefix, config)})
+    return params
+
+
+def write_weights(config: GPT2Config, folder: str, stages: Iterable[tuple[range, Tree]]) -> None:
+    """Writes model.safetensors, float32, and the config.json with which `transformers` loads it.
+
+    Args:
+      config: the model's sizes.
+      folder: where to; made if it does not exist.
+      stages: each stage's layers and parameters, as `read_weights` returns them; in any order.
+
+    Raises:
+      ValueError: the stages are not the whole model, each part once.
+      OSError: it cannot be written.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    for layers, params in stages:
+        for name, array in _named(config, layers, params):
+            if name in tensors:
+                raise ValueError(f"{name}: got it from two stages, expected it from one")
+            tensors[name] = np.asarray(array, np.float32)
+    expected = {**_expected(_PREFIX, config), **({} if config.tied else {_OUTPUT.name: ()})}
+    if missing := [name for name in expected if name not in tensors]:
+        raise ValueError(f"got no stage with {_some(missing)}, expected the whole model")
+    write_tensors(Path(folder), tensors, _settings(config))
+
+
+def _expected(prefix: str, config: GPT2Config) -> dict[str, _Leaf]:
+    """Every name that the files must have, but for the head's own matrix."""
+    layers = {
+        _in_layer(prefix, layer, leaf): leaf
+        for layer in range(config.num_layers)
+        for leaf in _LAYER
+    }
+    return {**{prefix + leaf.name: leaf for leaf in (_TOKEN, _POSITION, *_NORM)}, **layers}
+
+
+def _in_layer(prefix: str, layer: int, leaf: _Leaf) -> str:
+    return f"{prefix}h.{layer}.{leaf.name}"
+
+
+def _shape(leaf: _Leaf, config: GPT2Config) -> tuple[int, ...]:
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "sequence_length": config.sequence_length,
+        "width": config.width,
+        "3 * width": 3 * config.width,
+        "4 * width": 4 * config.width,
+    }
+    return tuple(sizes[axis] for axis in leaf.axes)
+
+
+def _prefix(stored: StoredTensors) -> str:
+    for prefix in (_PREFIX, ""):
+        if prefix + _TOKEN.name in stored.files:
+            return prefix
+    raise ValueError(
+        f"{stored.path}: got no {_TOKEN.name}, nor one after {_PREFIX}, expected a GPT-2's tensors"
+    )
+
+
+def _check_tensors(stored: StoredTensors, prefix: str, config: GPT2Config) -> None:
+    expected = _expected(prefix, config)
+    model = f"expected those of a GPT-2 of {config.num_layers} layers"
+    if missing := [name for name in expected if name not in stored.files]:
+        raise ValueError(f"{stored.path}: got no {_some(missing)}, {model}")
+    known = {**expected, _OUTPUT.name: _OUTPUT}
+    names = [name for name in stored.files if not _MASKS.fullmatch(name)]
+    if unexpected := sorted(name for name in names if name not in known):
+        raise ValueError(f"{stored.path}: got {_some(unexpected)} as well, {model}")
+    for name in names:
+        _check_shape(stored, name, known[name], config)
+
+
+def _check_shape(stored: StoredTensors, name: str, leaf: _Leaf, config: GPT2Config) -> None:
+    shape, expected = stored.shapes[name], _shape(leaf, config)
+    is_longer = leaf is _POSITION and len(shape) == 2 and shape[0] > expected[0]
+    if shape != expected and not (is_longer and shape[1] == expected[1]):
+        least = " at least" if leaf is _POSITION else ""
+        raise ValueError(
+            f"{stored.path}: {name}: got {list(shape)}, expected{least} {list(expected)} "
+            f"({', '.join(leaf.axes)})"
+        )
+
+
+def _settings(config: GPT2Config) -> dict[str, Any]:
+    """What config.json says of a model of ours."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": config.vocab_size,
+        "n_positions": config.sequence_length,
+        "n_embd": config.width,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "activation_function": _GELU[0],
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "tie_word_embeddings": config.tied,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": "float32",
+    }
+
+
+def _check_settings(stored: StoredTensors, config: GPT2Config) -> None:
+    """Refuses what changes the computation and shows in no tensor's shape."""
+    own = _settings(config)
+    for name in (
+        "model_type",
+        "n_head",
+        "activation_function",
+        "layer_norm_epsilon",
+        "scale_attn_weights",
+        "scale_attn_by_inverse_layer_idx",
+    ):
+        got = stored.config.get(name, own[name])
+        if got != own[name] and not (got in _GELU and own[name] in _GELU):
+            raise ValueError(
+                f"{stored.path}: config.json: {name}: got {got!r}, expected {own[name]!r}"
+            )
+
+
+def _read_layers(
+    stored: StoredTensors, prefix: str, layers: range, config: GPT2Config
+) -> dict[str, Any]:
+    stacked = {}
+    for leaf in _LAYER:
+        array = np.empty((len(layers), *_shape(leaf, config)), np.float32)
+        for row, layer in zip(array, layers, strict=True):
+            row[...] = stored.read(_in_layer(prefix, layer, leaf))
+        stacked[leaf.path] = array
+    return _tree(stacked)
+
+
+def _read_output(stored: StoredTensors, prefix: str, config: GPT2Config) -> np.ndarray:
+    """The head's matrix: its own, or that of the embedding."""
+    if _OUTPUT.name not in stored.files:
+        return stored.read(prefix + _TOKEN.name)
+    own = stored.read(_OUTPUT.name)
+    if config.tied and not np.array_equal(own, stored.read(prefix + _TOKEN.name)):
+        raise ValueError(
+            f"{stored.path}: got a {_OUTPUT.name} other than {_TOKEN.name}, expected tied=false "
+            "for such a model"
+        )
+    return own
+
+
+def _named(config: GPT2Config, layers: range, params: Tree) -> Iterable[tuple[str, Any]]:
+    """Yields a stage's leaves with their names; a tied head's copy has none."""
+    for leaf in _LAYER:
+        for row, layer in enumerate(layers):
+            yield _in_layer(_PREFIX, layer, leaf), _at(params["layers"], leaf)[row]
+    if "embed" in params:
+        for leaf in (_TOKEN, _POSITION):
+            yield _PREFIX + leaf.name, _at(params["embed"], leaf)
+    if "head" in params:
+        for leaf in _NORM:
+            yield _PREFIX + leaf.name, _at(params["head"], leaf)
+        if not config.tied:
+            yield _OUTPUT.name, _at(params["head"], _OUTPUT)
+
+
+def _at(tree: Tree, leaf: _Leaf) -> Any:
+    for name in leaf.path:
+        tree = tree[name]
+    return tree
+
+
+def _tree(leaves: Mapping[tuple[str, ...], np.ndarray]) -> Tree:
+    tree: Tree = {}
+    for (*outer, name), array in leaves.items():
+        inner = tree
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[name] = array
+    return tree
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} more"

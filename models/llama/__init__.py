@@ -1,0 +1,39 @@
+"""Llama: its presets, and the factory that a run's configuration names."""
+
+from typing import TYPE_CHECKING, Any
+
+from models.llama.config import PRESETS, preset_config
+
+if TYPE_CHECKING:
+    from models.llama.stages import Llama
+
+__all__ = ["PRESETS", "build"]
+
+
+def build(
+    *,
+    preset: str,
+    sequence_length: int,
+    vocab_size: int,
+    compute_dtype: str = "float32",
+    **overrides: Any,
+) -> "Llama":
+    """Returns a Llama that can be cut into pipeline stages.
+
+    Args:
+      preset: a name in `PRESETS`.
+      sequence_length: of the data. The model is the same for any: positions are rotations.
+      vocab_size: of the tokenizer.
+      compute_dtype: "float32" or "bfloat16".
+      **overrides: sizes that differ from the preset's: width, num_layers, num_heads,
+        num_key_value_heads, hidden_width, rotary_base, tied.
+
+    Raises:
+      ValueError: an unknown preset or override, or sizes that do not fit each other; the message
+        names what was got and what was expected.
+    """
+    sizes = preset_config(preset, vocab_size=vocab_size, compute_dtype=compute_dtype, **overrides)
+    # The sizes are useful without JAX, whose import takes a second.
+    from models.llama.stages import Llama
+
+    return Llama(sizes)

@@ -1,0 +1,131 @@
+"""The sizes of a Llama, and the presets; imports no JAX."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from models.sizes import (
+    check_compute_dtype,
+    check_counts,
+    check_multiple,
+    check_tied,
+    preset_sizes,
+)
+
+_COUNTS = (
+    "vocab_size",
+    "width",
+    "num_layers",
+    "num_heads",
+    "num_key_value_heads",
+    "hidden_width",
+)
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The sizes of one Llama.
+
+    Attributes:
+      vocab_size: how many tokens there are.
+      width: of the residual stream; an even number of times `num_heads`.
+      num_layers: blocks of attention and MLP.
+      num_heads: heads of queries in each block; a multiple of `num_key_value_heads`.
+      num_key_value_heads: heads of keys and values, each shared by a group of query heads.
+      hidden_width: of the MLP.
+      rotary_base: position t turns the first pair of a head by t, the last by almost t / base.
+      tied: whether the token embedding is also the output projection.
+      compute_dtype: of activations and matrix products; parameters are always float32.
+    """
+
+    vocab_size: int
+    width: int
+    num_layers: int
+    num_heads: int
+    num_key_value_heads: int
+    hidden_width: int
+    rotary_base: float = 10_000.0
+    tied: bool = False
+    compute_dtype: str = "float32"
+
+    def __post_init__(self):
+        check_counts(self, _COUNTS)
+        check_multiple(self, "width", "num_heads")
+        check_multiple(self, "num_heads", "num_key_value_heads")
+        if self.head_width % 2:
+            raise ValueError(
+                f"width: got {self.width}, expected heads of an even width: "
+                f"num_heads={self.num_heads} has {self.head_width}"
+            )
+        _check_base(self.rotary_base)
+        check_tied(self.tied)
+        check_compute_dtype(self.compute_dtype)
+
+    @property
+    def head_width(self) -> int:
+        """The width of one head."""
+        return self.width // self.num_heads
+
+    @property
+    def key_value_width(self) -> int:
+        """The width of all keys, and of all values, of one position."""
+        return self.num_key_value_heads * self.head_width
+
+
+def _sizes(
+    width: int, num_layers: int, num_heads: int, num_key_value_heads: int, hidden_width: int
+) -> dict[str, Any]:
+    return {
+        "width": width,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_key_value_heads": num_key_value_heads,
+        "hidden_width": hidden_width,
+    }
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "tiny": _sizes(128, 8, 4, 2, 384),
+    "mini": _sizes(256, 8, 8, 2, 704),
+    "small": _sizes(512, 8, 8, 4, 1408),
+    "1.1B": _sizes(2048, 22, 32, 4, 5632),
+    "7B": _sizes(4096, 32, 32, 32, 11008),
+    "8B": _sizes(4096, 32, 32, 8, 14336) | {"rotary_base": 500_000.0},
+    "13B": _sizes(5120, 40, 40, 40, 13824),
+    "70B": _sizes(8192, 80, 64, 8, 28672),
+}
+"""Demo sizes; TinyLlama's 1.1B; Llama 2's 7B, 13B and 70B; Llama 3's 8B.
+
+The vocabulary is not part of a preset: it is the tokenizer's, and it is not padded. (Llama 2's and
+TinyLlama's is 32,000, Llama 3's 128,256.)
+"""
+
+OVERRIDES = (
+    "width",
+    "num_layers",
+    "num_heads",
+    "num_key_value_heads",
+    "hidden_width",
+    "rotary_base",
+    "tied",
+)
+"""What a run may set differently from its preset."""
+
+
+def preset_config(
+    preset: str, *, vocab_size: int, compute_dtype: str = "float32", **overrides: Any
+) -> LlamaConfig:
+    """Returns the sizes of a preset, with these overrides.
+
+    Raises:
+      ValueError: an unknown preset or override, or sizes that do not fit each other.
+    """
+    sizes = preset_sizes(PRESETS, preset, OVERRIDES, overrides)
+    return LlamaConfig(vocab_size, compute_dtype=compute_dtype, **sizes)
+
+
+def _check_base(base: Any) -> None:
+    is_number = isinstance(base, int | float) and not isinstance(base, bool)
+    if not is_number or not math.isfinite(base) or base <= 1:
+        raise ValueError(f"rotary_base: got {base!r}, expected a number above 1")

@@ -1,0 +1,142 @@
+"""Llama in Flax NNX: embedding, block and head, each a module of its own.
+
+Shape suffixes: B microbatch, T sequence, W width, M width of the MLP, K width of a head, V
+vocabulary; G heads of keys and values, R heads of queries that share one of them, H = G * R.
+Parameters are float32. Activations and matrix products are in the configuration's compute dtype;
+normalisation, rotation, the softmax and the loss are in float32.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.llama.config import LlamaConfig
+from models.llama.rotary import rotate
+from models.loss import summed_loss
+from models.softmax import causal_softmax
+
+_INIT_SCALE = 0.02
+_EPSILON = 1e-5
+
+
+class Embedding(nnx.Module):
+    """Tokens to activations."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(_INIT_SCALE)
+        self.token = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width)))
+        self._dtype = jnp.dtype(config.compute_dtype)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Returns [B, T, W]."""
+        return self.token[...][tokens_BT].astype(self._dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Divides by the root of the mean square over the width, in float32."""
+
+    def __init__(self, width: int):
+        self.scale = nnx.Param(jnp.ones(width))
+
+    def __call__(self, x_BTW: jax.Array) -> jax.Array:
+        """Returns the same shape and dtype."""
+        wide_BTW = x_BTW.astype(jnp.float32)
+        mean_square_BT1 = jnp.square(wide_BTW).mean(-1, keepdims=True)
+        normal_BTW = wide_BTW * jax.lax.rsqrt(mean_square_BT1 + _EPSILON)
+        return (normal_BTW * self.scale[...]).astype(x_BTW.dtype)
+
+
+class Linear(nnx.Module):
+    """A matrix product in the compute dtype."""
+
+    def __init__(
+        self, inputs: int, outputs: int, scale: float, config: LlamaConfig, rngs: nnx.Rngs
+    ):
+        normal = nnx.initializers.normal(scale)
+        self.kernel = nnx.Param(normal(rngs.params(), (inputs, outputs)))
+        self._dtype = jnp.dtype(config.compute_dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns [..., outputs] of [..., inputs]."""
+        return x @ self.kernel[...].astype(self._dtype)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention in which groups of query heads share keys and values."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        width, key_value_width = config.width, config.key_value_width
+        # One product for queries, keys and values, in this order.
+        self.qkv = Linear(width, width + 2 * key_value_width, _INIT_SCALE, config, rngs)
+        self.out = Linear(width, width, _residual_scale(config), config, rngs)
+        self._config = config
+
+    def __call__(self, x_BTW: jax.Array) -> jax.Array:
+        """Returns [B, T, W]."""
+        config = self._config
+        width, key_value_width = config.width, config.key_value_width
+        parts = jnp.split(self.qkv(x_BTW), (width, width + key_value_width), -1)
+        q_BHTK, k_BGTK, v_BGTK = (_heads(part, config.head_width) for part in parts)
+        q_BHTK, k_BGTK = (rotate(heads, config.rotary_base) for heads in (q_BHTK, k_BGTK))
+        context_BHTK = _grouped_attention(q_BHTK, k_BGTK, v_BGTK)
+        return self.out(context_BHTK.swapaxes(1, 2).reshape(x_BTW.shape))
+
+
+class Block(nnx.Module):
+    """One layer: attention, then an MLP, each on the normalised residual stream."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        width, hidden = config.width, config.hidden_width
+        self.attention_norm = RMSNorm(width)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = RMSNorm(width)
+        # One product for the gate and what it gates, in this order.
+        self.expand = Linear(width, 2 * hidden, _INIT_SCALE, config, rngs)
+        self.contract = Linear(hidden, width, _residual_scale(config), config, rngs)
+
+    def __call__(self, x_BTW: jax.Array) -> jax.Array:
+        """Returns [B, T, W]."""
+        x_BTW = x_BTW + self.attention(self.attention_norm(x_BTW))
+        gate_BTM, hidden_BTM = jnp.split(self.expand(self.mlp_norm(x_BTW)), 2, -1)
+        return x_BTW + self.contract(jax.nn.silu(gate_BTM) * hidden_BTM)
+
+
+class Head(nnx.Module):
+    """The last normalisation, the output projection and the loss."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(_INIT_SCALE)
+        self.norm = RMSNorm(config.width)
+        self.token = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width)))
+
+    def logits(self, x_BTW: jax.Array) -> jax.Array:
+        """Returns [B, T, V] in float32."""
+        logits_BTV = self.norm(x_BTW) @ self.token[...].astype(x_BTW.dtype).T
+        return logits_BTV.astype(jnp.float32)
+
+    def __call__(self, x_BTW: jax.Array, targets_BT: jax.Array) -> jax.Array:
+        """Returns the sum of the tokens' losses; targets below 0 are left out."""
+        return summed_loss(self.logits(x_BTW), targets_BT)
+
+
+def _heads(x_BTU: jax.Array, head_width: int) -> jax.Array:
+    B, T, _ = x_BTU.shape
+    return x_BTU.reshape(B, T, -1, head_width).swapaxes(1, 2)
+
+
+def _grouped_attention(q_BHTK: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array) -> jax.Array:
+    """Returns [B, H, T, K]; a group's queries are rows of one product, so no key is repeated."""
+    B, H, T, K = q_BHTK.shape
+    G = k_BGTK.shape[1]
+    R = H // G
+    rows_BGQK = q_BHTK.reshape(B, G, R * T, K)
+    scores_BGQT = rows_BGQK @ k_BGTK.swapaxes(2, 3) * (1 / math.sqrt(K))
+    weights_BGRTT = causal_softmax(scores_BGQT.reshape(B, G, R, T, T))
+    return (weights_BGRTT.reshape(B, G, R * T, T) @ v_BGTK).reshape(B, H, T, K)
+
+
+def _residual_scale(config: LlamaConfig) -> float:
+    # Every block adds to the residual stream twice; so their sum starts as large as one of them.
+    return _INIT_SCALE / math.sqrt(2 * config.num_layers)

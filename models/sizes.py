@@ -1,0 +1,59 @@
+"""Checks that the models' sizes have in common, and presets with changes; imports no JAX."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+COMPUTE_DTYPES = ("float32", "bfloat16")
+
+
+def check_counts(sizes: object, names: Sequence[str]) -> None:
+    """Raises ValueError unless all these attributes are whole numbers of at least 1."""
+    for name in names:
+        size = getattr(sizes, name)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name}: got {size!r}, expected a whole number of at least 1")
+
+
+def check_multiple(sizes: object, name: str, divisor_name: str) -> None:
+    """Raises ValueError unless the first attribute is a multiple of the second."""
+    size, divisor = getattr(sizes, name), getattr(sizes, divisor_name)
+    if size % divisor:
+        raise ValueError(f"{name}: got {size}, expected a multiple of {divisor_name}={divisor}")
+
+
+def check_tied(tied: Any) -> None:
+    """Raises ValueError unless it is true or false."""
+    if not isinstance(tied, bool):
+        raise ValueError(f"tied: got {tied!r}, expected true or false")
+
+
+def check_compute_dtype(compute_dtype: Any) -> None:
+    """Raises ValueError unless it is one of `COMPUTE_DTYPES`."""
+    if compute_dtype not in COMPUTE_DTYPES:
+        expected = " or ".join(COMPUTE_DTYPES)
+        raise ValueError(f"compute_dtype: got {compute_dtype!r}, expected {expected}")
+
+
+def preset_sizes(
+    presets: Mapping[str, Mapping[str, Any]],
+    preset: str,
+    overridable: Sequence[str],
+    overrides: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns a preset's sizes with these overrides.
+
+    Args:
+      presets: sizes by preset.
+      preset: which one.
+      overridable: the sizes that a run may set differently.
+      overrides: those that it sets.
+
+    Raises:
+      ValueError: an unknown preset or override.
+    """
+    if preset not in presets:
+        raise ValueError(f"preset: got {preset!r}, expected one of {', '.join(presets)}")
+    for name in overrides:
+        if name not in overridable:
+            raise ValueError(f"got {name!r}, expected one of preset, {', '.join(overridable)}")
+    return {**presets[preset], **overrides}

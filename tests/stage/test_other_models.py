@@ -1,0 +1,171 @@
+"""The split into F, B and W assumes nothing of GPT-2: other models, against one `jax.grad`."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmorph.stage.backward import split_backward
+from jaxmorph.stage.build import OP_KINDS, StagePrograms, build_stage
+from jaxmorph.stage.mesh import make_mesh, stage_submesh
+from jaxmorph.stage.model import cut_layers
+from jaxmorph.stage.parameters import init_stage_params, leaf_at
+from jaxmorph.stage.stage_functions import StashPolicy
+from models import llama
+
+BATCH, LENGTH, VOCAB, LAYERS, STAGES = 2, 8, 32, 3, 2
+TOKENS, TARGETS = np.random.default_rng(1).integers(VOCAB, size=(2, 2, BATCH, LENGTH), dtype="i4")
+TARGETS[0, 1, 2:] = -1
+LOSS_WEIGHT = jnp.float32(1 / np.count_nonzero(TARGETS >= 0))
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "causal_mixer.py"
+SIZES = {"preset": "tiny", "sequence_length": LENGTH, "vocab_size": VOCAB, "num_layers": LAYERS}
+
+
+def grouped_llama(**changes):
+    heads = {"width": 16, "num_heads": 4, "num_key_value_heads": 2, "hidden_width": 24}
+    return llama.build(**SIZES, **heads, **changes)
+
+
+def causal_mixer(**changes):
+    spec = importlib.util.spec_from_file_location(EXAMPLE.stem, EXAMPLE)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.build(**SIZES, width=16, **changes)
+
+
+MODELS = {
+    "llama": grouped_llama,
+    "llama, tied": lambda **changes: grouped_llama(tied=True, **changes),
+    "causal mixer": causal_mixer,
+}
+
+
+def whole_params(model):
+    return init_stage_params(model, jax.random.key(7), range(LAYERS), True, True)
+
+
+def expected_of(model):
+    """Loss and gradients of the composed model; a tied parameter's uses are kept apart."""
+
+    def loss(params):
+        total = 0
+        for tokens, targets in zip(TOKENS, TARGETS, strict=True):
+            x = model.embed(params["embed"], tokens)
+            for layer in range(LAYERS):
+                x = model.layer(jax.tree.map(lambda leaf, at=layer: leaf[at], params["layers"]), x)
+            total += model.head(params["head"], x, targets)
+        return total * LOSS_WEIGHT
+
+    return jax.jit(jax.value_and_grad(loss))(whole_params(model))
+
+
+class Pipeline:
+    """Two stages, one after the other, on one device."""
+
+    def __init__(self, model, stash: StashPolicy = "full", kinds=OP_KINDS):
+        self.cut = cut_layers(LAYERS, STAGES)
+        self.params = [
+            init_stage_params(model, jax.random.key(7), layers, i == 0, i == STAGES - 1)
+            for i, layers in enumerate(self.cut)
+        ]
+        self.stages = [
+            build_stage(
+                model,
+                stage_submesh(make_mesh(1), 0),
+                num_layers=len(layers),
+                is_first=i == 0,
+                is_last=i == STAGES - 1,
+                microbatch_size=BATCH,
+                sequence_length=LENGTH,
+                stash=stash,
+                kinds=kinds,
+            )
+            for i, layers in enumerate(self.cut)
+        ]
+
+    def loss_and_gradients(self, split):
+        pairs = list(zip(self.stages, self.params, strict=True))
+        weights = [stage.prepare(params) for stage, params in pairs]
+        sums, loss = [stage.zero_accumulators() for stage in self.stages], 0
+        first, last = self.stages
+        backward = split_in_two if split else StagePrograms.backward
+        for tokens, targets in zip(TOKENS, TARGETS, strict=True):
+            x, first_stash = first.forward(weights[0], tokens)
+            part, last_stash = last.forward(weights[1], x, targets)
+            loss = loss + part * LOSS_WEIGHT
+            gradient, sums[1] = backward(last, weights[1], last_stash, LOSS_WEIGHT, sums[1])
+            assert gradient is not None
+            nothing, sums[0] = backward(first, weights[0], first_stash, gradient, sums[0])
+            assert nothing is None
+        return loss, sums
+
+
+def split_in_two(stage, weights, stash, gradient, sums):
+    gradient, left = stage.backward_input(weights, stash, gradient)
+    return gradient, stage.backward_weight(weights, left, sums)
+
+
+def joined(stages):
+    layers = [stage["layers"] for stage in stages]
+    return {
+        "embed": stages[0]["embed"],
+        "layers": jax.tree.map(lambda *leaves: np.concatenate(leaves), *layers),
+        "head": stages[-1]["head"],
+    }
+
+
+def worst_error(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    errors = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs]
+    assert np.isfinite(errors).all()
+    return max(errors)
+
+
+@pytest.mark.parametrize(
+    ("name", "stash"),
+    [("llama", "full"), ("llama, tied", "recompute"), ("causal mixer", "full")],
+)
+def test_gradients_are_those_of_one_jax_grad(name, stash):
+    model = MODELS[name]()
+    expected_loss, expected = expected_of(model)
+    pipeline = Pipeline(model, stash)
+    for split in (True, False):
+        loss, sums = pipeline.loss_and_gradients(split)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+        assert worst_error(joined(sums), expected) < 1e-5
+
+
+def test_bfloat16_gradients_are_within_two_percent_of_float32():
+    _, expected = expected_of(grouped_llama())
+    pipeline = Pipeline(grouped_llama(compute_dtype="bfloat16"), kinds=("F", "B", "W"))
+    _, sums = pipeline.loss_and_gradients(split=True)
+    assert {leaf.dtype for leaf in jax.tree.leaves(sums)} == {jnp.dtype("float32")}
+    assert worst_error(joined(sums), expected) < 0.02
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "causal mixer"])
+def test_tied_parameters_start_with_one_value_at_paths_of_any_depth(name):
+    model = MODELS[name]()
+    whole = whole_params(model)
+    ((embed_path, head_path),) = model.tied
+    ours, copy = leaf_at(whole["embed"], embed_path), leaf_at(whole["head"], head_path)
+    np.testing.assert_array_equal(ours, copy)
+    assert not np.array_equal(copy, leaf_at(model.init_head(jax.random.key(1)), head_path))
+
+
+def test_b_does_without_the_products_that_only_weights_need():
+    model = grouped_llama()
+    params = jax.eval_shape(model.init_layer, jax.random.key(0))
+    split = split_backward(model.layer, params, jnp.zeros((BATCH, LENGTH, 16)))
+    b, w, whole = (
+        part.count("dot_general")
+        for part in (split.backward_input, split.backward_weight, split.backward)
+    )
+    # Four products with weights; scores and context have two gradients each, both for the input.
+    assert (b, w, whole) == (8, 4, 12)
