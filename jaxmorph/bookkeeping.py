@@ -18,7 +18,13 @@ from typing import Any, Self
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profiler
 from jaxmorph.planning import PlanInForce
-from jaxmorph.runtime.report import StepTotals, measured_timeline, total_compilations
+from jaxmorph.runtime.report import (
+    StepTotals,
+    measured_timeline,
+    reported_events,
+    total_compilations,
+)
+from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.timeline import Timeline
 
 Message = dict[str, Any]
@@ -54,7 +60,12 @@ class Bookkeeper:
         self._thread = ThreadPoolExecutor(1, "jaxmorph-bookkeeper") if active else None
 
     def start(
-        self, data: str, num_parameters: int, layers: Sequence[range], cut_reason: str = ""
+        self,
+        data: str,
+        num_parameters: int,
+        layers: Sequence[range],
+        cut_reason: str = "",
+        equipped: str = "",
     ) -> None:
         """Tell what runs.
 
@@ -63,10 +74,11 @@ class Bookkeeper:
             num_parameters: Of the whole model.
             layers: Of each virtual stage, in the order of the pipeline.
             cut_reason: Why these; empty where there was nothing to choose.
+            equipped: What delegated links have got for the plan; empty where there are none.
         """
         stages = self._config.parallelism.stages
         per_stage = [sum(map(len, layers[stage::stages])) for stage in range(stages)]
-        self._submit(self._tell_start, data, num_parameters, per_stage, cut_reason)
+        self._submit(self._tell_start, data, num_parameters, per_stage, cut_reason, equipped)
 
     def note(
         self, step: int, totals: StepTotals, reports: Sequence[Message], step_s: float
@@ -79,7 +91,9 @@ class Bookkeeper:
             reports: All ranks' reports.
             step_s: From barrier to barrier.
         """
+        step_began_s = time.monotonic() - self._began_s - step_s
         self._submit(self._tell_step, step, totals, reports, step_s)
+        self._submit(self._tell_link_events, step, reports, step_began_s)
 
     def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
         if self._thread is not None:
@@ -106,7 +120,12 @@ class Bookkeeper:
                 self._raise_error()
 
     def _tell_start(
-        self, data: str, num_parameters: int, layers: list[int], cut_reason: str
+        self,
+        data: str,
+        num_parameters: int,
+        layers: list[int],
+        cut_reason: str,
+        equipped: str,
     ) -> None:
         header = {
             "data": data,
@@ -119,7 +138,8 @@ class Bookkeeper:
         self._tell({"kind": "started", "header": header})
         if cut_reason:
             self._tell_event(0, "layers_cut", f"{' '.join(map(str, layers))}: {cut_reason}")
-        self._tell_event(0, "plan_adopted", self._plan.reason)
+        reasons = [self._plan.reason, equipped]
+        self._tell_event(0, "plan_adopted", "; ".join(filter(None, reasons)))
 
     def _tell_step(
         self, step: int, totals: StepTotals, reports: Sequence[Message], step_s: float
@@ -150,6 +170,17 @@ class Bookkeeper:
             self._tell_timelines(step, planned, measured)
             self._tell({"kind": "profile", "profile": self._profiler.profile().to_json()})
 
+    def _tell_link_events(self, step: int, reports: Sequence[Message], step_began_s: float) -> None:
+        for rank, told in reported_events(reports):
+            event = {
+                "time_s": step_began_s + told["time_s"],
+                "step": step,
+                "kind": told["kind"],
+                "link": _link_name(rank, told.get("peer")),
+                "detail": f"rank {rank}: {_in_words(told)}",
+            }
+            self._tell({"kind": "event", "event": event})
+
     def _is_sampled(self, step: int) -> bool:
         every = self._config.trace.every_steps
         is_last = step == self._config.run.steps - 1
@@ -163,3 +194,15 @@ class Bookkeeper:
         time_s = time.monotonic() - self._began_s
         event = {"time_s": time_s, "step": step, "kind": kind, "link": None, "detail": detail}
         self._tell({"kind": "event", "event": event})
+
+
+def _link_name(rank: int, peer: int | None) -> str | None:
+    return None if peer is None else str(Link(min(rank, peer), max(rank, peer)))
+
+
+def _in_words(told: Message) -> str:
+    """What an event says beside its time, kind and link."""
+    if "detail" in told:
+        return told["detail"]
+    rest = {name: value for name, value in told.items() if name not in ("time_s", "kind", "peer")}
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in rest.items())

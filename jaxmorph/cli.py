@@ -90,6 +90,19 @@ def train(
 
 
 @app.command()
+def compare(
+    config: Annotated[Path, typer.Argument(help="A YAML file with a section `compare`.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value, the value read as YAML.")
+    ] = None,
+) -> int:
+    """Run systems under conditions of links, and table and draw their steps."""
+    from jaxmorph.compare import start_comparison
+
+    return 1 if start_comparison(config, overrides or []) else 0
+
+
+@app.command()
 def model(
     factory: Annotated[str, typer.Option(help="The model's Python module.")] = "models.gpt2",
     preset: Annotated[

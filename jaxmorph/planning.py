@@ -1,15 +1,19 @@
 """How the ranks of a run come to run the same plan: rank 0 plans, all lower its answer."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 
 from jaxmorph.config import Config
+from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.instructions import RankProgram
+from jaxmorph.program.channels import Channel
+from jaxmorph.program.instructions import RankProgram, Route
+from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.queue_aware import shorter_on_queues
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.schedule.costs import Limits, StageCosts
+from jaxmorph.schedule.costs import Limits, Link, StageCosts
 from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan, plan
@@ -28,11 +32,13 @@ class PlanInForce:
         plan: Schedule, routes and the reason for them.
         programs: Every rank's instructions.
         rank: This rank.
+        slots: How many slots each delegated channel needs, so that no send waits for one.
     """
 
     plan: Plan
     programs: tuple[RankProgram, ...]
     rank: int
+    slots: Mapping[Channel, int] = field(default_factory=dict)
 
     @property
     def program(self) -> RankProgram:
@@ -40,7 +46,7 @@ class PlanInForce:
         return self.programs[self.rank]
 
     def simulate(self, profile: Profile) -> Timeline:
-        """The step as it would run, direct transfers holding queues.
+        """The step as it would run: direct transfers hold queues, delegated ones none.
 
         Args:
             profile: What ops and links cost.
@@ -93,21 +99,26 @@ def agree_on_plan(
     """
     answer = {}
     if rendezvous.rank == 0:
-        made = plan_step(config, profile)
+        made = plan_step(config, profile, num_tied)
         answer = {"profile": profile.to_json(), "plan": made.to_json()}
     answer = rendezvous.exchange(answer)[0]
     made = Plan.from_json(answer["plan"])
     agreed = Profile.from_json(answer["profile"])
     programs = lower_step(made.schedule, agreed, made.routes, num_tied)
-    return PlanInForce(made, programs, rendezvous.rank)
+    return PlanInForce(made, programs, rendezvous.rank, slots_needed(programs))
 
 
-def plan_step(config: Config, profile: Profile) -> Plan:
-    """The configured schedule for what ops and links cost.
+def plan_step(config: Config, profile: Profile, num_tied: int = 0) -> Plan:
+    """The configured schedule for what ops and links cost, on the configured routes.
 
     Args:
         config: The run.
         profile: What ops and links cost; without the stash's sizes a cap in bytes isn't heeded.
+        num_tied: How many tied parameters the first and the last stage hold copies of.
+
+    Returns:
+        The plan. It names the route of every link that activations and gradients take, and of the
+        one for tied gradients alone where that isn't direct.
 
     Raises:
         UserError: If the schedule can't keep the configured caps.
@@ -122,7 +133,34 @@ def plan_step(config: Config, profile: Profile) -> Plan:
     except UserError as error:
         name, _, says = str(error).partition(": ")  # the planner's names have no section
         raise UserError(f"{_key(name)}: {says}") from error
+    made = replace(made, routes=_routes(config, made, num_tied))
     return shorter_on_queues(made, profile, limits) if schedule.name == "adaptive" else made
+
+
+def _routes(config: Config, made: Plan, num_tied: int) -> dict[Link, Route]:
+    routes = config.routes.of_links(made.routes)
+    last = config.parallelism.stages - 1
+    if num_tied and last > 0:
+        tied = config.routes.of_links([Link(0, last)])
+        routes |= {link: route for link, route in tied.items() if route != "direct"}
+    return routes
+
+
+def possible_routes(
+    config: Config, *, adapts: bool = False
+) -> tuple[frozenset[Link], frozenset[Link]]:
+    """The links that may be direct while a run lasts, and those that may be delegated.
+
+    Args:
+        config: The run.
+        adapts: Whether routes may change from plan to plan: then every link may be either.
+    """
+    links = possible_links(config.parallelism.stages)
+    if adapts:
+        return frozenset(links), frozenset(links)
+    routes = config.routes.of_links(links)
+    direct = frozenset(link for link, route in routes.items() if route == "direct")
+    return direct, frozenset(links) - direct
 
 
 def _limits(config: Config, profile: Profile) -> Limits:

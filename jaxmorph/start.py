@@ -60,10 +60,12 @@ def check_run(config: Config) -> None:
         UserError: If data, model, sizes or memory caps don't fit one another.
     """
     # Grain and the model's factory import JAX, which `import jaxmorph` doesn't.
+    from jaxmorph.link_settings import emulated_conditions
     from jaxmorph.planning import plan_step, unmeasured_profile
     from jaxmorph.train import load_parts
 
     load_parts(config)
+    emulated_conditions(config)
     plan_step(config, unmeasured_profile(config))
 
 
@@ -131,6 +133,11 @@ def _check_job(config: Config, rendezvous: "Rendezvous") -> None:
         raise UserError(
             f"emulation.accelerator: got ranks on {len(hosts)} hosts, expected one: paced ranks "
             "compare times of one machine's clock"
+        )
+    if config.emulation.trace is not None and len(hosts) > 1:
+        raise UserError(
+            f"emulation.trace: got ranks on {len(hosts)} hosts, expected one: the ends of a link "
+            "follow a trace by one machine's clock"
         )
 
 

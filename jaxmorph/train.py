@@ -4,8 +4,7 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,12 +12,21 @@ import numpy as np
 
 from jaxmorph.bookkeeping import Bookkeeper
 from jaxmorph.config import Config, per_stage
-from jaxmorph.control.profiler import Profiler
+from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.data import Batches, ReadAhead, load_tokens
 from jaxmorph.layer_choice import choose_layers, measured_on_rank_0
+from jaxmorph.link_settings import agree_on_origin_s, emulated_conditions, untimed
 from jaxmorph.model_factory import build_model
-from jaxmorph.planning import agree_on_plan, agree_on_stash, op_kinds, unmeasured_profile
+from jaxmorph.open_stage import adopt_plan, open_stage
+from jaxmorph.planning import (
+    agree_on_plan,
+    agree_on_stash,
+    op_kinds,
+    possible_routes,
+    unmeasured_profile,
+)
 from jaxmorph.runtime.compilations import CompilationCounter
+from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.optimizer import OptimizerSettings, clip_scale
 from jaxmorph.runtime.pacing import Pace
@@ -50,21 +58,32 @@ def train(config: Config, rendezvous: Rendezvous, tell: Callable[[Message], None
     parts = load_parts(config)
     measure = partial(measured_on_rank_0, config, parts.model, parts.batches)
     cut = choose_layers(config, rendezvous, parts.model.num_layers, measure)
-    read = _reader(config, parts.batches, rank)
-    trainer = StageTrainer(parts.model, stage_settings(config, cut.layers, rank), rank)
+    read = step_reader(config, parts.batches, rank)
+    conditions, links = emulated_conditions(config), EmulatedLinks()
+    settings = stage_settings(config, cut.layers, rank)
     num_tied = len(parts.model.tied)
-    with closing(trainer), ReadAhead(read) as inputs:
+    with (
+        open_stage(config, rendezvous, parts.model, settings, links) as trainer,
+        ReadAhead(read) as inputs,
+    ):
+        links.emulate(untimed(conditions))
         stash_bytes = agree_on_stash(rendezvous, trainer.stash_memory)
-        profiler = _warm_up(config, rendezvous, trainer, read(0), num_tied, stash_bytes)
-        in_force = agree_on_plan(config, rendezvous, profiler.profile(), num_tied)
-        _settle_garbage()
+        profiler = warm_up(config, rendezvous, trainer, read(0), num_tied, stash_bytes)
+        told = _as_told(config, profiler.profile())
+        in_force = agree_on_plan(config, rendezvous, told, num_tied)
+        equipped = adopt_plan(rendezvous, trainer, in_force)
+        settle_garbage()
+        trainer.events()  # those of the start
         rendezvous.limit(config.timeouts.step_s)
+        links.emulate(conditions, agree_on_origin_s(rendezvous))
         with Bookkeeper(config, in_force, profiler, tell, active=rank == 0) as bookkeeper:
-            bookkeeper.start(parts.source, parameter_count(parts.model), cut.layers, cut.reason)
+            num_parameters = parameter_count(parts.model)
+            bookkeeper.start(parts.source, num_parameters, cut.layers, cut.reason, equipped)
             barrier_s = time.monotonic()
             for step in range(config.run.steps):
                 outcome = trainer.run(in_force.program, next(inputs), step)
-                report = rank_report(outcome, trainer.squared_norm(), barrier_s, compilations.count)
+                norm, compiled = trainer.squared_norm(), compilations.count
+                report = rank_report(outcome, norm, barrier_s, compiled, trainer.events())
                 reports = rendezvous.exchange(*report)
                 began_s, barrier_s = barrier_s, time.monotonic()
                 totals = total(reports)
@@ -110,15 +129,19 @@ def load_parts(config: Config) -> RunParts:
     return RunParts(model, batches, tokens.source)
 
 
-def stage_settings(config: Config, layers: tuple[range, ...], rank: int) -> StageSettings:
+def stage_settings(
+    config: Config, layers: tuple[range, ...], rank: int, *, adapts: bool = False
+) -> StageSettings:
     """What a rank's stage is built from.
 
     Args:
         config: The run.
         layers: The layers of each virtual stage.
         rank: The stage.
+        adapts: Whether routes may change from plan to plan: both of every link are made ready.
     """
     optimizer = config.optimizer
+    direct, delegated = possible_routes(config, adapts=adapts)
     return StageSettings(
         layers=layers,
         microbatch_size=config.batch.microbatch_size,
@@ -138,6 +161,8 @@ def stage_settings(config: Config, layers: tuple[range, ...], rank: int) -> Stag
         pace=stage_pace(config, rank),
         transfer_timeout_s=config.timeouts.step_s,
         num_chunks=config.parallelism.chunks,
+        direct=direct,
+        delegated=delegated,
     )
 
 
@@ -177,8 +202,17 @@ def apply_gradients(trainer: StageTrainer, totals: StepTotals, clip_norm: float 
     return True
 
 
-def _reader(config: Config, batches: Batches, rank: int) -> Callable[[int], StepInputs]:
-    """How a rank reads a step's data: tokens on the first stage, targets on the last."""
+def step_reader(config: Config, batches: Batches, rank: int) -> Callable[[int], StepInputs]:
+    """How a rank reads a step's data: tokens on the first stage, targets on the last.
+
+    Args:
+        config: The run.
+        batches: The data of every step.
+        rank: The stage.
+
+    Returns:
+        A function from a step's number to its inputs.
+    """
     is_last = rank == config.parallelism.stages - 1
 
     def read(step: int) -> StepInputs:
@@ -193,7 +227,12 @@ def _reader(config: Config, batches: Batches, rank: int) -> Callable[[int], Step
     return read
 
 
-def _settle_garbage() -> None:
+def _as_told(config: Config, profile: Profile) -> Profile:
+    """What planning is told: what was measured, but for the links that the configuration names."""
+    return replace(profile, links=config.schedule.links_told(profile.links))
+
+
+def settle_garbage() -> None:
     """Take what start-up made, which stays, out of the garbage collector's rounds.
 
     A full collection over JAX's and Flax's many objects takes tens of milliseconds, in the middle
@@ -203,7 +242,7 @@ def _settle_garbage() -> None:
     gc.freeze()
 
 
-def _warm_up(
+def warm_up(
     config: Config,
     rendezvous: Rendezvous,
     trainer: StageTrainer,
@@ -211,10 +250,23 @@ def _warm_up(
     num_tied: int,
     stash_bytes: StashBytes,
 ) -> Profiler:
-    """Run a few steps for their timings alone, in the order that equal costs would give."""
+    """Run a few steps for their timings alone, in the order that equal costs would give.
+
+    Args:
+        config: The run.
+        rendezvous: The meeting place of all ranks.
+        trainer: This rank's stage.
+        inputs: The data of every one of these steps.
+        num_tied: How many tied parameters the first and the last stage hold copies of.
+        stash_bytes: What one microbatch keeps on each stage.
+
+    Returns:
+        What was measured, on rank 0.
+    """
     profiler = Profiler(config.parallelism.stages, stash_bytes)
     unmeasured = unmeasured_profile(config, stash_bytes)
     in_force = agree_on_plan(config, rendezvous, unmeasured, num_tied)
+    adopt_plan(rendezvous, trainer, in_force)
     for step in range(_WARM_UP_STEPS):
         began_s = time.monotonic()
         # Numbered before training's first step: no message may pass for one of another step.

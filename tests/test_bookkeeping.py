@@ -17,9 +17,10 @@ PLAN = plan(COSTS, {}, Limits(), 1, "zb-h2")
 IN_FORCE = PlanInForce(PLAN, lower_step(PLAN.schedule, Profile(COSTS, {})), rank=0)
 
 
-def _report(forward_ms: float) -> dict:
+def _report(forward_ms: float, events=()) -> dict:
     ops = [["F0", 0.0, forward_ms], ["B0", forward_ms, 20.0], ["W0", 20.0, 30.0]]
-    return {"compilations": 0, DETAIL: json.dumps({"ops": ops, "transfers": []})}
+    timings = {"ops": ops, "transfers": [], "arrivals": [], "events": list(events)}
+    return {"compilations": 0, DETAIL: json.dumps(timings)}
 
 
 @pytest.fixture
@@ -42,3 +43,27 @@ def test_sampled_steps_and_the_last_one_tell_what_ops_cost_by_then(told):
         Profile.from_json(message["profile"]) for message in told if message["kind"] == "profile"
     ]
     assert [profile.costs.forward_ms for profile in profiles] == [(10.0,), (11.0,), (11.5,)]
+
+
+def test_what_links_tell_becomes_events_of_the_run_with_link_and_time():
+    restarted = {"time_s": 0.25, "kind": "sidecar_restarted", "generation": 2}
+    lost = {"time_s": 0.5, "kind": "lane_down", "peer": 1, "reason": "reset"}
+    config, messages = Config.model_validate({"run": {"steps": 9}}), []
+    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
+        report = _report(1.0, [restarted, lost])
+        bookkeeper.note(3, StepTotals(1.0, 1.0), [report], 0.03)
+    first, second = [m["event"] for m in messages if m["kind"] == "event"]
+    assert second["time_s"] - first["time_s"] == pytest.approx(0.25)
+    assert [e["step"] for e in (first, second)] == [3, 3]
+    assert (first["kind"], first["link"]) == ("sidecar_restarted", None)
+    assert first["detail"] == "rank 0: generation 2"
+    assert (second["kind"], second["link"]) == ("lane_down", "0-1")
+    assert second["detail"] == "rank 0: reason reset"
+
+
+def test_a_plan_is_adopted_with_what_its_delegated_links_have_got():
+    config, messages = Config.model_validate({}), []
+    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
+        bookkeeper.start("text", 7, [range(1)], equipped="slots: 9 bytes")
+    (adopted,) = [m["event"] for m in messages if m["kind"] == "event"]
+    assert adopted["detail"] == f"{PLAN.reason}; slots: 9 bytes"

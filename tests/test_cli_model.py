@@ -34,6 +34,13 @@ def test_every_preset_has_a_row_of_80_columns(capsys, monkeypatch):
     assert len(rows) == 15  # twelve presets, the title, the names of the columns and a rule
 
 
+def test_another_factorys_presets_are_listed_the_same_way(capsys):
+    code, out, err = _run(capsys, "--factory", "models.llama", "--vocab-size", "32000")
+    assert (code, err) == (0, "")
+    counts = {words[0]: words[2] for line in out.splitlines() if len(words := line.split()) == 3}
+    assert counts["7B"] == "6,738,415,616"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

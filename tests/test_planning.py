@@ -5,10 +5,13 @@ import json
 import pytest
 
 from jaxmorph.config import Config
+from jaxmorph.config.sections import Routes
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
-from jaxmorph.planning import plan_step, unmeasured_profile
+from jaxmorph.planning import PlanInForce, plan_step, possible_routes, unmeasured_profile
+from jaxmorph.schedule.costs import Link, StageCosts, chain_links
 from jaxmorph.schedule.memory import StageMemory, StashBytes
+from jaxmorph.step_programs import lower_step
 
 STASH = StashBytes((300, 200, 100), (100, 150, 50))
 
@@ -53,3 +56,44 @@ def test_a_profile_keeps_the_stash_in_json():
     profile = unmeasured_profile(config(), STASH)
     assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
     assert Profile.from_json({**profile.to_json(), "stash_bytes": None}).stash_bytes is None
+
+
+def routed(routes, num_tied=0):
+    made = config(name="zb-h2").model_copy(update={"routes": Routes.model_validate(routes)})
+    plan = plan_step(made, unmeasured_profile(made), num_tied)
+    named = {str(link): route for link, route in plan.routes.items()}
+    direct, delegated = possible_routes(made)
+    return named, {str(link) for link in direct}, {str(link) for link in delegated}
+
+
+def test_a_plan_has_the_configured_routes_and_each_link_may_be_what_it_is():
+    assert routed({}) == ({"0-1": "direct", "1-2": "direct"}, {"0-1", "1-2", "0-2"}, set())
+    assert routed({"1-2": "delegated"}) == (
+        {"0-1": "direct", "1-2": "delegated"}, {"0-1", "0-2"}, {"1-2"},
+    )  # fmt: skip
+
+
+def test_tied_gradients_link_is_named_where_it_is_delegated():
+    named, direct, delegated = routed({"default": "delegated"}, num_tied=1)
+    assert named == {"0-1": "delegated", "1-2": "delegated", "0-2": "delegated"}
+    assert (direct, delegated) == (set(), {"0-1", "1-2", "0-2"})
+    assert "0-2" not in routed({"0-1": "delegated"}, num_tied=1)[0]
+
+
+def test_where_routes_may_change_every_link_may_be_either():
+    direct, delegated = possible_routes(config(), adapts=True)
+    assert direct == delegated == {Link(0, 1), Link(1, 2), Link(0, 2)}
+
+
+def test_an_adaptive_plan_for_delegated_links_is_judged_without_held_queues():
+    slow = chain_links([0.0, 3.0])
+    for route in ("delegated", "direct"):
+        made = config().model_copy(update={"routes": Routes(default=route)})
+        profile = Profile(StageCosts.uniform(3, 1.0, 1.0, 1.0), slow)
+        plan = plan_step(made, profile)
+        programs = lower_step(plan.schedule, profile, plan.routes)
+        step_ms = PlanInForce(plan, programs, 0).simulate(profile).makespan_ms
+        if route == "delegated":
+            assert step_ms == pytest.approx(1e3 * plan.predicted_step_s)
+        else:
+            assert step_ms > 1.2 * 1e3 * plan.lower_bound_s

@@ -47,16 +47,23 @@ def as_typed(text: str) -> str:
 
 
 def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
-    """Returns the tree with each override's value in its place, the last one winning."""
+    """Returns the tree with each override's value in its place, the last one winning.
+
+    A number in a key is one of a list: `emulation.links.0.latency_ms`.
+    """
     result = dict(tree)
     for override in overrides:
         result = _with_value(result, override.key.split("."), override.value)
     return result
 
 
-def _with_value(tree: Mapping[str, Any], keys: Sequence[str], value: Any) -> dict[str, Any]:
+def _with_value(tree: Any, keys: Sequence[str], value: Any) -> Any:
+    """The tree with a value put in; what is in the way and can't hold the next key is replaced."""
+    if not keys:
+        return value
     first, *rest = keys
-    if rest:
-        inner = tree.get(first)
-        value = _with_value(inner if isinstance(inner, Mapping) else {}, rest, value)
-    return {**tree, first: value}
+    if isinstance(tree, list) and first.isdecimal() and int(first) < len(tree):
+        at = int(first)
+        return [*tree[:at], _with_value(tree[at], rest, value), *tree[at + 1 :]]
+    under = tree if isinstance(tree, Mapping) else {}
+    return {**under, first: _with_value(under.get(first), rest, value)}

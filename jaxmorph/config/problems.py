@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from jaxmorph.config.sections import LARGEST, Expected
+from jaxmorph.config.sections import LARGEST, Expected, Section
 from jaxmorph.config.yaml_text import format_yaml
 
 CROSS_FIELD = "cross_field"  # the type of pydantic error by which `Config` reports its own rules
@@ -87,11 +87,11 @@ def _problems_of(schema: type[BaseModel], details: Any, tree: Mapping) -> Iterat
     if details["type"] in ("extra_forbidden", "invalid_key"):
         yield unknown_key(key, tuple(section.model_fields), _all_keys(schema))
     elif details["type"] == "missing":
-        yield Problem(key, f"missing, expected {_expected(field)}", missing=True)
+        yield Problem(key, f"missing, expected {_expected(field, section)}", missing=True)
     elif details.get("ctx", {}).get("le") == LARGEST:
         yield mismatch(key, _value_at(tree, keys), f"a whole number of at most {LARGEST}")
     else:
-        yield mismatch(key, _value_at(tree, keys), _expected(field))
+        yield mismatch(key, _value_at(tree, keys), _expected(field, section))
 
 
 def _locate(
@@ -100,7 +100,11 @@ def _locate(
     """The innermost section, key and field of a location, whose tail names union branches."""
     section, field = schema, None
     for depth, part in enumerate(location, start=1):
-        field = section.model_fields.get(str(part))
+        if isinstance(part, int) and depth < len(location):
+            continue  # one of a list of sections; what is wrong is inside it
+        if isinstance(part, int):
+            return section, tuple(location), field
+        field = section.model_fields.get(part)
         inner = field and _section_in(field.annotation)
         if not inner or depth == len(location):
             return section, tuple(location[:depth]), field
@@ -116,10 +120,10 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _expected(field: FieldInfo | None) -> str:
+def _expected(field: FieldInfo | None, within: type[BaseModel]) -> str:
     """What a field expects: its own words, its choices, or a section."""
     if field is None:
-        return "a number, text, true, false or null"
+        return within.expected_of_others if issubclass(within, Section) else "another value"
     for note in field.metadata:
         if isinstance(note, Expected):
             return note.text

@@ -1,16 +1,23 @@
 """The whole configuration of a run as one typed tree, and the rules that join its sections."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from jaxmorph.config.compare_section import Compare, compare_problems
+from jaxmorph.config.link_problems import (
+    emulated_link_problems,
+    link_ms_problems,
+    route_problems,
+)
 from jaxmorph.config.problems import CROSS_FIELD, Problem, mismatch
 from jaxmorph.config.sections import (
     Batch,
     Data,
     Emulation,
+    Expected,
     Model,
     Optimizer,
     Parallelism,
@@ -21,6 +28,7 @@ from jaxmorph.config.sections import (
     Timeouts,
     Trace,
 )
+from jaxmorph.config.transport_section import Transport
 
 
 class Config(BaseModel):
@@ -42,9 +50,11 @@ class Config(BaseModel):
     precision: Precision = Field(default_factory=Precision)
     stash: Literal["full", "recompute"] = "full"
     routes: Routes = Field(default_factory=Routes)
+    transport: Transport = Field(default_factory=Transport)
     emulation: Emulation = Field(default_factory=Emulation)
     trace: Trace = Field(default_factory=Trace)
     timeouts: Timeouts = Field(default_factory=Timeouts)
+    compare: Annotated[Compare | None, Expected("null, or a section with conditions")] = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -73,6 +83,16 @@ def _disagreements(config: Config) -> Iterator[Problem]:
     if config.optimizer.warmup_steps > config.run.steps:
         expected = f"at most run.steps, which is {config.run.steps}"
         yield mismatch("optimizer.warmup_steps", config.optimizer.warmup_steps, expected)
+    yield from _link_problems(config)
+    if config.compare is not None:
+        yield from compare_problems(config.compare, config.parallelism.stages)
+
+
+def _link_problems(config: Config) -> Iterator[Problem]:
+    stages = config.parallelism.stages
+    yield from route_problems(config.routes, stages)
+    yield from link_ms_problems(config.schedule, stages)
+    yield from emulated_link_problems("emulation.links", config.emulation.links, stages)
 
 
 def _chunk_problems(config: Config) -> Iterator[Problem]:

@@ -4,10 +4,14 @@ Values are taken strictly: `"12"` or `true` is no number, `.nan` and `.inf` are 
 number is welcome where any number is. Each field says in words what it expects, for errors.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from jaxmorph.program.instructions import Route
+from jaxmorph.schedule.costs import Link, Links, LinkState
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,14 @@ ScheduleName = Literal[
 
 
 class Section(BaseModel):
-    """A frozen group of keys; a section left empty in the file has all its defaults."""
+    """A frozen group of keys; a section left empty in the file has all its defaults.
+
+    Attributes:
+        expected_of_others: What keys beyond those that are named expect, where there may be any.
+    """
 
     model_config = _STRICT
+    expected_of_others: ClassVar[str] = "another value"
 
     @model_validator(mode="before")
     @classmethod
@@ -68,9 +77,13 @@ class Run(Section):
 
 
 class Model(Section):
-    """Which model; every key beyond `factory` and `preset` is passed to the factory."""
+    """Which model, and from which weights; every other key is passed to the factory.
+
+    No `weights`: the parameters start from the run's seed.
+    """
 
     model_config = ConfigDict(extra="allow")
+    expected_of_others = "a number, text, true, false or null"
     __pydantic_extra__: dict[str, Option] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
         init=False
     )
@@ -79,6 +92,9 @@ class Model(Section):
         str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"), Expected("a Python module's name")
     ] = "models.gpt2"
     preset: Text = "tiny"
+    weights: Annotated[
+        str | None, Field(min_length=1), Expected("null, or where the model finds its weights")
+    ] = None
 
     @property
     def options(self) -> dict[str, Option]:
@@ -140,7 +156,12 @@ class Batch(Section):
 
 
 class Schedule(Section):
-    """The order of work on the stages, and how many microbatches a stage may hold."""
+    """The order of work on the stages, and how many microbatches a stage may hold.
+
+    `link_ms` is what planning is told of links, such as `{2-3: 30}`, latency in both directions, in
+    place of what was measured; a link that it doesn't name, and with null every link, is planned
+    for as measured. Whatever is emulated shows in measurements alone: planning never reads it.
+    """
 
     name: ScheduleName = "adaptive"
     max_live: Annotated[
@@ -152,6 +173,26 @@ class Schedule(Section):
         Count | Counts | None,
         Expected("null, a whole number of at least 1, or a list with one for each stage"),
     ] = None
+
+    link_ms: Annotated[
+        dict[str, NotNegative] | None,
+        Expected("null, or milliseconds of at least 0 by link, such as {2-3: 30}"),
+    ] = None
+
+    def links_told(self, measured: Links) -> dict[Link, LinkState]:
+        """What planning is told of links.
+
+        Args:
+            measured: What was measured.
+
+        Returns:
+            The same, but for the links that `link_ms` names.
+        """
+        told = {
+            Link.parse(name): LinkState(latency_ms, latency_ms)
+            for name, latency_ms in (self.link_ms or {}).items()
+        }
+        return {**measured, **told}
 
     def max_live_per_stage(self, num_stages: int) -> tuple[int, ...] | None:
         """Each stage's cap on live microbatches, or None when there is none."""
@@ -181,11 +222,28 @@ class Precision(Section):
 
 
 class Routes(Section):
-    """How transfers travel where no link is named."""
+    """How transfers travel: each link by its own name (`2-3`), all others by `default`."""
 
-    default: Annotated[
-        Literal["direct"], Expected("direct (delegated routes are not available yet)")
-    ] = "direct"
+    model_config = ConfigDict(extra="allow")
+    expected_of_others = f"one of {', '.join(get_args(Route))}"
+    __pydantic_extra__: dict[str, Route] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        init=False
+    )
+
+    default: Route = "direct"
+
+    @property
+    def by_link(self) -> dict[str, Route]:
+        """The routes of the links that are named."""
+        return dict(self.__pydantic_extra__)
+
+    def of_links(self, links: Iterable[Link]) -> dict[Link, Route]:
+        """The route of each of some links.
+
+        Args:
+            links: The pipeline's.
+        """
+        return {link: self.by_link.get(str(link), self.default) for link in links}
 
 
 class Accelerator(BaseModel):
@@ -198,12 +256,51 @@ class Accelerator(BaseModel):
     backward_weight_ms: PerStageMs
 
 
+class EmulatedLink(Section):
+    """How one link behaves, always or from one step until before another.
+
+    It holds for both directions, or for that of one sending stage. Of several entries for a link
+    latencies and jitters add up, and the smallest bandwidth holds.
+    """
+
+    between: Annotated[
+        tuple[CountOrZero, CountOrZero],
+        Field(strict=False),
+        Expected("two neighbouring stages, the lower one first, such as [2, 3]"),
+    ]
+    latency_ms: NotNegative = 0.0
+    bandwidth_mbps: Annotated[
+        float | None, Field(gt=0), Expected("megabits per second above 0, or null")
+    ] = None
+    jitter_ms: NotNegative = 0.0
+    cut: Annotated[bool, Expected("true or false")] = False
+    from_step: Annotated[CountOrZero | None, Expected("null, or a whole number of at least 0")] = (
+        None
+    )
+    to_step: Annotated[CountOrZero | None, Expected("null, or a whole number of at least 0")] = None
+    source: Annotated[
+        CountOrZero | None, Expected("null, or the sending one of the link's two stages")
+    ] = None
+
+
 class Emulation(Section):
-    """What is emulated; with no accelerator, ops run as fast as this machine computes them."""
+    """What is emulated; with no accelerator, ops run as fast as this machine computes them.
+
+    `trace` is a table of how links behaved, by seconds since the first step (`link_trace`); it and
+    `links` add up.
+    """
 
     accelerator: Annotated[
         Accelerator | None,
         Expected("null, or forward_ms, backward_input_ms and backward_weight_ms"),
+    ] = None
+    links: Annotated[
+        tuple[EmulatedLink, ...],
+        Field(strict=False),
+        Expected("a list of links, such as [{between: [2, 3], latency_ms: 30}]"),
+    ] = ()
+    trace: Annotated[
+        str | None, Field(min_length=1), Expected("null, or the path of a CSV file")
     ] = None
 
 

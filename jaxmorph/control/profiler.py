@@ -66,6 +66,7 @@ class Profiler:
         self._transfer_ms: dict[tuple[int, int], deque[float]] = defaultdict(
             lambda: deque(maxlen=num_steps)
         )
+        self._held: dict[tuple[int, int], bool] = {}
 
     def observe(self, timeline: Timeline) -> None:
         """Take in one measured step.
@@ -75,8 +76,9 @@ class Profiler:
         """
         for key, duration_ms in _median_op_ms(timeline):
             self._op_ms[key].append(duration_ms)
-        for key, duration_ms in _median_transfer_ms(timeline):
-            self._transfer_ms[key].append(duration_ms)
+        for (source, destination, is_held), duration_ms in _median_transfer_ms(timeline):
+            self._forget_other_route(source, destination, is_held)
+            self._transfer_ms[source, destination].append(duration_ms)
 
     def profile(self) -> Profile:
         """The medians over the steps seen.
@@ -98,6 +100,12 @@ class Profiler:
             float(np.median(seen)) if (seen := self._op_ms.get((stage, kind))) else 0.0
             for stage in range(self._num_stages)
         )
+
+    def _forget_other_route(self, source: int, destination: int, is_held: bool) -> None:
+        """What a direct transfer took says nothing of a delegated one, nor the other way round."""
+        if self._held.get((source, destination), is_held) != is_held:
+            self._transfer_ms[source, destination].clear()
+        self._held[source, destination] = is_held
 
     def _links(self) -> dict[Link, LinkState]:
         links: dict[Link, LinkState] = {}
@@ -126,18 +134,19 @@ def _median_op_ms(timeline: Timeline) -> Iterator[tuple[tuple[int, OpKind], floa
     yield from sums.items()
 
 
-def _median_transfer_ms(timeline: Timeline) -> Iterator[tuple[tuple[int, int], float]]:
-    """Median time of the transfers of each direction.
+def _median_transfer_ms(timeline: Timeline) -> Iterator[tuple[tuple[int, int, bool], float]]:
+    """Median time of the transfers of each direction, and whether they held queues.
 
     Both ends hold a direct transfer from when they reach it until it is over. The end that came
-    later waited for nobody, so the smaller of the two durations is the transfer itself.
+    later waited for nobody, so the smaller of the two durations is the transfer itself. A delegated
+    one is its receiver's alone, from when it was sent.
     """
-    ends_ms: dict[str, list[float]] = defaultdict(list)
+    ends_ms: dict[tuple[str, bool], list[float]] = defaultdict(list)
     for span in timeline.transfers:
-        ends_ms[span.label].append(span.end_ms - span.start_ms)
-    durations: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for label, both in ends_ms.items():
+        ends_ms[span.label, span.holds_queue].append(span.end_ms - span.start_ms)
+    durations: dict[tuple[int, int, bool], list[float]] = defaultdict(list)
+    for (label, is_held), seen in ends_ms.items():
         transfer = Transfer.parse(label)
-        if len(both) == 2:
-            durations[transfer.source, transfer.destination].append(min(both))
+        if len(seen) == (2 if is_held else 1):
+            durations[transfer.source, transfer.destination, is_held].append(min(seen))
     return ((key, float(np.median(values))) for key, values in durations.items())

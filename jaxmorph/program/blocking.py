@@ -34,9 +34,10 @@ def simulate_blocking(
         links: State of the links, milliseconds.
 
     Returns:
-        Start and end of every op, and of every transfer that stands on a queue, as in a measured
-        timeline: both ends of a direct one, and the send of a delegated one, which takes no time.
-        The makespan is the end of the last op; tied gradients exchanged after it are not in it.
+        Start and end of every op and of every transfer, as in a measured timeline: a direct one for
+        as long as it holds each end's queue, a delegated one at its receiver from when it was sent
+        until it is there. The makespan is the end of the last op; tied gradients exchanged after it
+        are not in it.
 
     Raises:
         ProgramError: The ranks wait for each other for ever.
@@ -128,20 +129,22 @@ class _Rank:
         yield from self._until_posted(other)
         met_ms = max(start_ms, self.board.posted_ms[other])
         self.clock_ms = met_ms + _direction(self.links, own.transfer).delay_ms
-        self._stamp(own.transfer, start_ms)
+        span = TransferSpan(self.rank, str(own.transfer), start_ms, self.clock_ms)
+        self.transfers.append(span)
 
     def _delegate(self, transfer: Transfer) -> None:
         way = _direction(self.links, transfer)
         queue = self.outgoing.setdefault(transfer.destination, LinkQueue(way.occupancy_ms))
-        self.board.post(_End("send", transfer), queue.enter(self.clock_ms) + way.delay_ms)
-        self._stamp(transfer, self.clock_ms)
+        arrival_ms = queue.enter(self.clock_ms) + way.delay_ms
+        self.board.post(_End("send", transfer), arrival_ms)
+        span = TransferSpan(
+            transfer.destination, str(transfer), self.clock_ms, arrival_ms, holds_queue=False
+        )
+        self.transfers.append(span)
 
     def _until_posted(self, end: _End) -> Iterator[_End]:
         while end not in self.board.posted_ms:
             yield end
-
-    def _stamp(self, transfer: Transfer, start_ms: float) -> None:
-        self.transfers.append(TransferSpan(self.rank, str(transfer), start_ms, self.clock_ms))
 
 
 def _run_to_rest(ranks: Sequence[_Rank], programs: Sequence[RankProgram], board: _Board) -> None:

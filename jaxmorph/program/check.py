@@ -1,12 +1,15 @@
 """Proof by replay that every rank's program runs to completion and uses only what it has.
 
 All ranks are run together against the rules of the real queue: instructions in order, a direct
-transfer only when both ends stand at it, a delegated send at once and its receive once it was sent.
+transfer only when both ends stand at it, a delegated send at once and its receive once it was sent
+and all that its channel carried before has been received.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jaxmorph.program.channels import Channel, channel_of
 from jaxmorph.program.dataflow import reads, writes
 from jaxmorph.program.instructions import (
     Buffer,
@@ -22,6 +25,9 @@ from jaxmorph.program.instructions import (
     Update,
 )
 from jaxmorph.schedule.ops import Op, OpKind
+
+InFlight = dict[Channel, deque[Transfer]]
+"""Delegated messages that were sent and not received, in the order of sending."""
 
 _LINES_BEFORE, _LINES_AFTER = 3, 2
 
@@ -58,7 +64,7 @@ def check(programs: Sequence[RankProgram]) -> None:
             unfinished at the update, or a message is sent that nobody receives.
     """
     ranks = [_Replay(program) for program in programs]
-    in_flight: set[Transfer] = set()
+    in_flight: InFlight = {}
     while any(rank.head is not None for rank in ranks):
         moved = [_advance(rank, ranks, in_flight) for rank in ranks]
         if not any(moved):
@@ -66,11 +72,12 @@ def check(programs: Sequence[RankProgram]) -> None:
     for rank in ranks:
         if rank.held:
             raise _error(f"rank {rank.program.rank} never frees {_names(rank.held)}", ranks)
-    if in_flight:
-        raise _error(f"nobody receives {', '.join(map(str, sorted(in_flight)))}", ranks)
+    left = sorted(transfer for waiting in in_flight.values() for transfer in waiting)
+    if left:
+        raise _error(f"nobody receives {', '.join(map(str, left))}", ranks)
 
 
-def _advance(rank: _Replay, ranks: list[_Replay], in_flight: set[Transfer]) -> bool:
+def _advance(rank: _Replay, ranks: list[_Replay], in_flight: InFlight) -> bool:
     """Run what the rank can run now; say whether anything moved."""
     moved = False
     while (head := rank.head) is not None and _can_run(head, rank, ranks, in_flight):
@@ -78,22 +85,28 @@ def _advance(rank: _Replay, ranks: list[_Replay], in_flight: set[Transfer]) -> b
             peer = ranks[_peer(head, rank)]
             _complete(peer, ranks)
         elif isinstance(head, Send):
-            in_flight.add(head.transfer)
+            in_flight.setdefault(channel_of(head.transfer), deque()).append(head.transfer)
         elif isinstance(head, Receive):
-            in_flight.discard(head.transfer)
+            in_flight[channel_of(head.transfer)].popleft()
         _complete(rank, ranks)
         moved = True
     return moved
 
 
-def _can_run(
-    head: Instruction, rank: _Replay, ranks: list[_Replay], in_flight: set[Transfer]
-) -> bool:
+def _can_run(head: Instruction, rank: _Replay, ranks: list[_Replay], in_flight: InFlight) -> bool:
     if isinstance(head, Receive) and head.route == "delegated":
-        return head.transfer in in_flight
+        return _is_next(head.transfer, in_flight, ranks)
     if isinstance(head, Send | Receive) and head.route == "direct":
         return _peer_is_there(head, rank, ranks)
     return True
+
+
+def _is_next(transfer: Transfer, in_flight: InFlight, ranks: list[_Replay]) -> bool:
+    """Whether a message has been sent; another one before it on its channel is an error."""
+    waiting = in_flight.get(channel_of(transfer))
+    if waiting and waiting[0] != transfer:
+        raise _error(f"{transfer} is received while {waiting[0]} is before it", ranks)
+    return bool(waiting)
 
 
 def _peer(head: Send | Receive, rank: _Replay) -> int:

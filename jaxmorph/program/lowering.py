@@ -1,8 +1,11 @@
 """From a planned schedule to each rank's instructions: pure passes, list in and list out."""
 
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TypeGuard
 
-from jaxmorph.program.dataflow import reads, received_buffer, writes
+from jaxmorph.program.dataflow import output_transfer, reads, received_buffer, writes
 from jaxmorph.program.instructions import (
     Buffer,
     BufferKind,
@@ -58,7 +61,7 @@ def _rank_program(
         *_step_end(rank, num_ranks, routes, num_tied),
     )
     sizes = (schedule.num_microbatches, instructions, schedule.num_chunks)
-    return insert_frees(_place_delegated_receives(RankProgram(rank, num_ranks, *sizes)))
+    return insert_frees(_place_delegated(RankProgram(rank, num_ranks, *sizes)))
 
 
 def _own_items(rank: int, order: list[Placed], routes: Routes) -> list[Instruction]:
@@ -77,27 +80,53 @@ def _own_items(rank: int, order: list[Placed], routes: Routes) -> list[Instructi
     return instructions
 
 
-def _place_delegated_receives(program: RankProgram) -> RankProgram:
-    """Move each delegated receive of an op's input right before that op."""
-    receives = {
-        received_buffer(step.transfer): step
-        for step in program.instructions
-        if isinstance(step, Receive) and step.route == "delegated" and not _is_tied(step)
-    }
-    moved = set(receives.values())
+def _place_delegated(program: RankProgram) -> RankProgram:
+    """Move each delegated send right behind the op it is of, each receive right before its op.
+
+    Nothing stands between them: no direct transfer may hold up a message that waits for nobody. A
+    channel delivers in the order of sending, so where ops take messages in another order, those
+    sent earlier are received with the first that is needed; they have been sent by then.
+    """
+    moved = [step for step in program.instructions if _is_delegated(step)]
+    sends = {step.transfer: step for step in moved if isinstance(step, Send)}
+    receives = _Receives(step for step in moved if isinstance(step, Receive))
     placed: list[Instruction] = []
     for step in program.instructions:
-        if step in moved:
-            continue
         if isinstance(step, Run):
-            needed = reads(step, program.rank, program.pipeline)
-            placed += [receives[buffer] for buffer in needed if buffer in receives]
-        placed.append(step)
+            for buffer in reads(step, program.rank, program.pipeline):
+                placed += receives.up_to(buffer)
+            placed.append(step)
+            made = output_transfer(step.op, program.rank, program.pipeline)
+            placed += [sends[made]] if made is not None and made in sends else []
+        elif not _is_delegated(step):
+            placed.append(step)
     return replace(program, instructions=tuple(placed))
 
 
-def _is_tied(step: Receive) -> bool:
-    return step.transfer.payload is Payload.TIED
+def _is_delegated(step: Instruction) -> TypeGuard[Send | Receive]:
+    """Whether it is the delegated transfer of an op's result: tied gradients are exchanged last."""
+    if not isinstance(step, Send | Receive) or step.transfer.payload is Payload.TIED:
+        return False
+    return step.route == "delegated"
+
+
+class _Receives:
+    """A rank's delegated receives, of each channel in the order of sending."""
+
+    def __init__(self, receives: Iterable[Receive]) -> None:
+        self._waiting: dict[tuple[Payload, int], deque[Receive]] = {}
+        self._channel: dict[Buffer, tuple[Payload, int]] = {}
+        for step in receives:
+            channel = (step.transfer.payload, step.transfer.source)
+            self._waiting.setdefault(channel, deque()).append(step)
+            self._channel[received_buffer(step.transfer)] = channel
+
+    def up_to(self, buffer: Buffer) -> Iterator[Receive]:
+        """Takes out the receives of a buffer's channel up to its own, if that is still there."""
+        while buffer in self._channel:
+            step = self._waiting[self._channel[buffer]].popleft()
+            del self._channel[received_buffer(step.transfer)]
+            yield step
 
 
 def _step_end(rank: int, num_ranks: int, routes: Routes, num_tied: int) -> list[Instruction]:

@@ -1,7 +1,11 @@
 """What a run leaves behind and what its user sees meanwhile."""
 
 from jaxmorph.reporting.records import Event, RunHeader, RunSummary, StepRecord, summarize
-from jaxmorph.reporting.run_directory import RunDirectory, open_run_directory
+from jaxmorph.reporting.run_directory import (
+    RunDirectory,
+    claim_run_directory,
+    open_run_directory,
+)
 from jaxmorph.reporting.terminal import Reporter, open_reporter
 from jaxmorph.reporting.text import describe_regime
 
@@ -12,6 +16,7 @@ __all__ = [
     "RunHeader",
     "RunSummary",
     "StepRecord",
+    "claim_run_directory",
     "describe_regime",
     "open_reporter",
     "open_run_directory",

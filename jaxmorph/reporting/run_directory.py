@@ -81,6 +81,25 @@ class RunDirectory:
 def open_run_directory(config: Config) -> RunDirectory:
     """Makes a run's own directory, and writes its configuration there.
 
+    Args:
+        config: the run's; `run.dir` names the directory.
+
+    Returns:
+        The open directory, whose `path` is the one chosen (see `claim_run_directory`).
+
+    Raises:
+        UserError: no directory can be made there.
+    """
+    path = claim_run_directory(config)
+    try:
+        return RunDirectory(path)
+    except OSError as error:
+        raise _cannot_write(config, error) from error
+
+
+def claim_run_directory(config: Config) -> Path:
+    """Makes a directory that belongs to one run alone, and writes its configuration there.
+
     A directory that holds anything is left alone: the run goes into the first free one of
     `runs/demo`, `runs/demo-2`, `runs/demo-3`, and so on.
 
@@ -88,18 +107,22 @@ def open_run_directory(config: Config) -> RunDirectory:
         config: the run's; `run.dir` names the directory.
 
     Returns:
-        The open directory, whose `path` is the one chosen.
+        The directory, which holds `config.yaml`.
 
     Raises:
         UserError: no directory can be made there.
     """
-    wanted = Path(config.run.dir)
     text = dump_config(config)
     try:
-        return RunDirectory(next(path for path in _candidates(wanted) if _claim(path, text)))
+        return next(path for path in _candidates(Path(config.run.dir)) if _claim(path, text))
     except OSError as error:
-        at = error.filename or wanted
-        raise UserError(f"run.dir: {wanted}: cannot write {at}: {error.strerror}") from error
+        raise _cannot_write(config, error) from error
+
+
+def _cannot_write(config: Config, error: OSError) -> UserError:
+    wanted = Path(config.run.dir)
+    at = error.filename or wanted
+    return UserError(f"run.dir: {wanted}: cannot write {at}: {error.strerror}")
 
 
 def _candidates(wanted: Path) -> Iterator[Path]:
@@ -121,17 +144,21 @@ def _claim(path: Path, config_text: str) -> bool:
 
 
 def _json_line(values: Mapping[str, Any]) -> str:
-    return json.dumps(_plain(values), allow_nan=False) + "\n"
+    return json.dumps(plain_json(values), allow_nan=False) + "\n"
 
 
-def _plain(value: Any) -> Any:
-    """The value in JSON's types: arrays and their scalars unpacked, NaN and infinities as null."""
+def plain_json(value: Any) -> Any:
+    """The value in JSON's types: arrays and their scalars unpacked, NaN and infinities as null.
+
+    Args:
+        value: Mappings, lists, tuples, numbers and text, within each other.
+    """
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): plain_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [plain_json(inner) for inner in value]
     return value

@@ -1,7 +1,9 @@
 """Runs one rank's instructions for one step: each instruction becomes one item of the rank's queue.
 
-The executor decides nothing: order, buffers and routes are the program's. Items run one after
-another on the queue, so the buffers need no lock.
+The executor decides nothing: order, buffers and routes are the program's. Where a route holds no
+queue, the host waits instead, before it enqueues what comes after: for a slot to send from, or for
+a message. Items run one after another on the queue, and the host keeps a message before anything
+that reads it is enqueued, so the buffers need no lock.
 """
 
 import time
@@ -30,9 +32,10 @@ from jaxmorph.program.instructions import (
     Update,
 )
 from jaxmorph.program.pipeline import Place
+from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.queue import DeviceQueue, Stamp
-from jaxmorph.runtime.routes import Moved, Route, TransferIdentity
+from jaxmorph.runtime.routes import Moved, Posting, Route
 from jaxmorph.schedule.ops import Op, OpKind
 
 Tree = Any
@@ -96,12 +99,14 @@ class StepOutcome:
     Attributes:
         loss: Mean loss of the counted tokens on the last stage, 0 elsewhere.
         accumulators: Gradients, float32, of each chunk's parameters.
-        stamps: When each op and transfer ran; labels are `Op` and `Transfer`.
+        stamps: When each op and transfer ran on the queue; labels are `Op` and `Transfer`.
+        arrivals: When each message that was received beside the queue was sent, and had come.
     """
 
     loss: float
     accumulators: Chunks
     stamps: list[Stamp]
+    arrivals: list[Stamp] = field(default_factory=list)
 
 
 @dataclass
@@ -117,6 +122,7 @@ class _Step:
     epoch: int
     buffers: dict[Buffer, Any] = field(default_factory=dict)
     losses: list[jax.Array] = field(default_factory=list)
+    arrivals: list[Stamp] = field(default_factory=list)
 
     def is_first(self, op: Op) -> bool:
         return self.program.pipeline.before(Place(self.program.rank, op.chunk)) is None
@@ -187,7 +193,8 @@ class Executor:
 
         Raises:
             TransferMismatchError: If a message came that is not the one expected.
-            TimeoutError: If a message didn't come in time.
+            TimeoutError: If a message, or room for one, didn't come in time.
+            PeerGoneError: If a rank at the other end of a delegated link is gone.
 
         After an error the epoch is abandoned on every route: the ends may be out of step.
         """
@@ -197,24 +204,28 @@ class Executor:
             for instruction in program.instructions:
                 self._enqueue(instruction, state)
             stamps = self.queue.drain()
+            for route in self.routes.values():
+                route.settle()
         except BaseException:
             for route in self.routes.values():
                 route.abandon(epoch)
             raise
         loss_sum = sum(float(loss) for loss in state.losses)  # in microbatch order
-        return StepOutcome(loss_sum * inputs.loss_weight, tuple(state.accumulators), stamps)
+        loss = loss_sum * inputs.loss_weight
+        return StepOutcome(loss, tuple(state.accumulators), stamps, state.arrivals)
 
     def _enqueue(self, instruction: Instruction, state: _Step) -> None:
         match instruction:
             case Run(op):
                 work = partial(self._run, op, state)
                 self.queue.enqueue(op, work, self.pace.of(op.kind))
-            case Send(transfer):
-                self.queue.enqueue_transfer(transfer, partial(self._send, instruction, state))
+            case Send():
+                self._enqueue_send(instruction, state)
             case Receive(transfer, route) if self.routes[route].holds_queue:
                 self.queue.enqueue_transfer(transfer, partial(self._receive, instruction, state))
-            case Receive():
-                self._receive(instruction, state, time.monotonic())
+            case Receive(transfer):
+                moved = self._receive(instruction, state, time.monotonic())
+                state.arrivals.append(_arrival(transfer, moved))
             case Free(buffer):
                 self.queue.enqueue(None, partial(state.buffers.pop, buffer))
             case Reduce(index, buffer):
@@ -222,9 +233,19 @@ class Executor:
             case Update():  # the trainer's, once the scalars of all ranks are known
                 pass
 
-    def _send(self, send: Send, state: _Step, arrived_s: float) -> Moved:
-        value = self._outgoing(send.transfer, state)
-        return self.routes[send.route].post(state.identity(send.transfer), value, arrived_s)
+    def _enqueue_send(self, send: Send, state: _Step) -> None:
+        """Enqueue a message, part by part; beside the queue it takes none of its time."""
+        route, transfer = self.routes[send.route], send.transfer
+        deadline_s = time.monotonic() + self.transfer_timeout_s
+        for posting in route.reserve(state.identity(transfer), deadline_s):
+            work = partial(self._send, posting, transfer, state)
+            if route.holds_queue:
+                self.queue.enqueue_transfer(transfer, work)
+            else:
+                self.queue.enqueue(None, partial(work, time.monotonic()))
+
+    def _send(self, posting: Posting, transfer: Transfer, state: _Step, arrived_s: float) -> Moved:
+        return posting(self._outgoing(transfer, state), arrived_s)
 
     def _receive(self, receive: Receive, state: _Step, arrived_s: float) -> Moved:
         identity = state.identity(receive.transfer)
@@ -314,3 +335,10 @@ class Executor:
         if values is None:
             raise ValueError(f"the stage reads microbatch {microbatch} from the host: none given")
         return jax.device_put(values[microbatch], self.placement)
+
+
+def _arrival(transfer: Transfer, moved: Moved) -> Stamp:
+    """When a message was sent and when it had come, as its route knows it."""
+    now_s = time.monotonic()
+    come_s = now_s if moved.over_s is None else moved.over_s
+    return Stamp(transfer, min(come_s, moved.peer_arrived_s or come_s), come_s)

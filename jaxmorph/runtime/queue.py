@@ -56,6 +56,10 @@ class DeviceQueue(Protocol):
         """
         ...
 
+    def raise_error(self) -> None:
+        """Raise what has gone wrong on the queue, if anything has; waits for nothing."""
+        ...
+
     def drain(self) -> list[Stamp]:
         """Wait until all has run; the stamps since the last drain, in order."""
         ...
@@ -144,9 +148,14 @@ class AsynchronousQueue:
             self._watcher.put(_Item(label, lambda: arrays, dispatched_s))
 
     def enqueue_transfer(self, label: Any, work: TransferWork) -> None:
-        """Dispatch now; on CPU this returns when the peer has come."""
+        """Dispatch now; on CPU this returns when the peer has come.
+
+        An emulated link holds up the thread that dispatches, and with it all that comes after.
+        """
         dispatched_s = time.monotonic()
         moved = work(dispatched_s)
+        if moved.over_s is not None:
+            sleep_until(moved.over_s)
         self._watcher.put(_Item(label, lambda: moved.value, dispatched_s))
 
     def _watch(self, item: _Item) -> None:
@@ -154,6 +163,10 @@ class AsynchronousQueue:
         end_s = time.monotonic()
         self._stamps.append(Stamp(item.label, max(self._previous_end_s, item.enqueued_s), end_s))
         self._previous_end_s = end_s
+
+    def raise_error(self) -> None:
+        """Raise what the watcher has seen go wrong."""
+        self._watcher.raise_error()
 
     def drain(self) -> list[Stamp]:
         """Wait until all dispatched items are done."""
@@ -172,10 +185,11 @@ class PacedQueue:
     The queue has a clock of its own, which is carried from item to item so that late wake-ups
     don't add up. An op starts when the item before it ended or when it was enqueued, runs its real
     (small) computation, and is held until start + duration. A transfer ends when the later of its
-    two ends has come to it, by these clocks: waiting for a peer is charged in full and holds up
-    everything behind. Moving the bytes, which an accelerator's copy engines do beside the next op,
-    is not charged as such: it runs into that op's hold. What the hold can't take up is charged, as
-    no op ends before it has really run. Both ends' clocks are this machine's monotonic one.
+    two ends has come to it, by these clocks, and where its link is emulated when that has let it
+    pass: waiting for a peer or a link is charged in full and holds up everything behind. Moving the
+    bytes, which an accelerator's copy engines do beside the next op, is not charged as such: it
+    runs into that op's hold. What the hold can't take up is charged, as no op ends before it has
+    really run. Both ends' clocks are this machine's monotonic one.
     """
 
     def __init__(self) -> None:
@@ -204,7 +218,10 @@ class PacedQueue:
     def _move(item: _Item, start_s: float) -> float:
         moved: Moved = item.work(start_s)
         jax.block_until_ready(moved.value)
-        return max(start_s, moved.peer_arrived_s or 0.0)
+        if moved.over_s is None:
+            return max(start_s, moved.peer_arrived_s or 0.0)
+        sleep_until(moved.over_s)
+        return max(start_s, moved.over_s)
 
     @staticmethod
     def _hold(item: _Item, start_s: float) -> float:
@@ -214,6 +231,10 @@ class PacedQueue:
             end_s = max(end_s, start_s + item.duration_s)
             sleep_until(end_s)
         return end_s
+
+    def raise_error(self) -> None:
+        """Raise what has gone wrong in the worker."""
+        self._worker.raise_error()
 
     def drain(self) -> list[Stamp]:
         """Wait until all enqueued items have run."""

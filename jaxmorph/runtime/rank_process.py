@@ -118,6 +118,8 @@ def _one_line(error: BaseException) -> str:
 def _is_echo(error: BaseException) -> bool:
     """Whether the error is how a rank learns that another one failed."""
     from jaxmorph.runtime.rendezvous import RendezvousError
+    from jaxmorph.transport.errors import PeerGoneError
 
     text = str(error).lower()
-    return isinstance(error, RendezvousError) or "gloo" in text or "connection" in text
+    is_told = isinstance(error, RendezvousError | PeerGoneError)
+    return is_told or "gloo" in text or "connection" in text

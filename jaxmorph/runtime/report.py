@@ -30,7 +30,11 @@ class StepTotals:
 
 
 def rank_report(
-    outcome: StepOutcome, squared_norm: float, began_s: float, compilations: int
+    outcome: StepOutcome,
+    squared_norm: float,
+    began_s: float,
+    compilations: int,
+    events: Sequence[Message] = (),
 ) -> tuple[Message, Message]:
     """What one rank says of its step.
 
@@ -39,22 +43,22 @@ def rank_report(
         squared_norm: Its part of the squared gradient norm.
         began_s: When the step began on this rank, on the monotonic clock.
         compilations: How many programs it has compiled so far.
+        events: What its delegated links have told since the last step, by the monotonic clock.
 
     Returns:
         A message and a detail for `Rendezvous.exchange`: scalars for all ranks, and for rank 0
-        the timings, in milliseconds since the step began.
+        the timings, in milliseconds since the step began, and the events.
     """
-    spans = [_span(stamp, began_s) for stamp in outcome.stamps]
-    is_op = [isinstance(stamp.label, Op) for stamp in outcome.stamps]
+    ops = [_span(stamp, began_s) for stamp in outcome.stamps if isinstance(stamp.label, Op)]
+    held = [_span(stamp, began_s) for stamp in outcome.stamps if not isinstance(stamp.label, Op)]
+    arrivals = [_span(stamp, began_s) for stamp in outcome.arrivals]
     message = {
         "loss": outcome.loss,
         "squared_norm": squared_norm,
         "compilations": compilations,
     }
-    timings = {
-        "ops": [span for span, op in zip(spans, is_op, strict=True) if op],
-        "transfers": [span for span, op in zip(spans, is_op, strict=True) if not op],
-    }
+    told = [{**event, "time_s": event["time_s"] - began_s} for event in events]
+    timings = {"ops": ops, "transfers": held, "arrivals": arrivals, "events": told}
     return message, timings
 
 
@@ -89,11 +93,24 @@ def measured_timeline(reports: Sequence[Message]) -> Timeline:
         start_ms=tuple(np.array([start for _, start, _ in row], np.float64) for row in ops),
         end_ms=tuple(np.array([end for _, _, end in row], np.float64) for row in ops),
         transfers=tuple(
-            TransferSpan(rank, label, start, end)
+            TransferSpan(rank, label, start, end, holds_queue=kind == "transfers")
             for rank, row in enumerate(timings)
-            for label, start, end in row["transfers"]
+            for kind in ("transfers", "arrivals")
+            for label, start, end in row[kind]
         ),
     )
+
+
+def reported_events(reports: Sequence[Message]) -> list[tuple[int, Message]]:
+    """What the ranks' delegated links have told in a step, each with its rank.
+
+    Times are seconds since the step began.
+
+    Args:
+        reports: All ranks' reports, in rank order, as rank 0 has them.
+    """
+    told = (json.loads(report[DETAIL])["events"] for report in reports)
+    return [(rank, event) for rank, events in enumerate(told) for event in events]
 
 
 def total_compilations(reports: Sequence[Message]) -> int:

@@ -1,28 +1,34 @@
 """One rank's part of training: its stage's parameters, programs, queue and routes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmorph.program.instructions import Payload, RankProgram
+from jaxmorph.program.channels import Channel
+from jaxmorph.program.instructions import RankProgram
+from jaxmorph.runtime.copy_tiers import choose_tier
+from jaxmorph.runtime.delegated import DelegatedRoute
+from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import Chunks, Executor, StepInputs, StepOutcome
 from jaxmorph.runtime.links import LinkProgram, PayloadShape
 from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer
 from jaxmorph.runtime.pacing import Pace
+from jaxmorph.runtime.payloads import SlotUse, channel_payloads, slot_use
 from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
-from jaxmorph.runtime.routes import Channel, DirectRoute
+from jaxmorph.runtime.routes import DirectRoute, Route
 from jaxmorph.runtime.tied import HEAD, TiedGradients
+from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.stage.build import StagePrograms, build_stage
 from jaxmorph.stage.mesh import link_mesh, make_mesh, stage_submesh
 from jaxmorph.stage.model import PipelineModel
-from jaxmorph.stage.parameters import LeafPath, init_stage_params, leaf_at
+from jaxmorph.stage.parameters import LeafPath, init_stage_params
 from jaxmorph.stage.stash import StashMemory
+from jaxmorph.transport.plane import DataPlane
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class StageSettings:
         transfer_timeout_s: How long a transfer may be waited for.
         num_chunks: How many virtual stages each rank runs: chunk c of rank r is number
             c * ranks + r.
+        direct: The links that may be on the direct route; None: all of them.
+        delegated: The links that may be delegated; programs for both routes are compiled ahead.
     """
 
     layers: tuple[range, ...]
@@ -54,6 +62,8 @@ class StageSettings:
     pace: Pace | None = None
     transfer_timeout_s: float = 60.0
     num_chunks: int = 1
+    direct: frozenset[Link] | None = None
+    delegated: frozenset[Link] = frozenset()
 
     @property
     def num_ranks(self) -> int:
@@ -68,6 +78,16 @@ class StageSettings:
         """Whether a virtual stage has the head; number 0 has the embedding."""
         return virtual_stage == len(self.layers) - 1
 
+    def payloads(self, model: PipelineModel) -> dict[Channel, PayloadShape]:
+        """Every channel of the pipeline with what one of its messages carries."""
+        return channel_payloads(
+            model,
+            num_ranks=self.num_ranks,
+            num_chunks=self.num_chunks,
+            microbatch_size=self.microbatch_size,
+            sequence_length=self.sequence_length,
+        )
+
 
 class StageTrainer:
     """One rank's stage, compiled once; schedules and routes may change from step to step.
@@ -79,9 +99,19 @@ class StageTrainer:
         model: The model, seen as embedding, layers and head.
         settings: How the stage is built.
         rank: Which stage this process is.
+        links: What is emulated on its links; None: nothing.
+        plane: What carries delegated transfers; None: no link of this rank is ever delegated. It is
+            not closed with the trainer.
     """
 
-    def __init__(self, model: PipelineModel, settings: StageSettings, rank: int) -> None:
+    def __init__(
+        self,
+        model: PipelineModel,
+        settings: StageSettings,
+        rank: int,
+        links: EmulatedLinks | None = None,
+        plane: DataPlane | None = None,
+    ) -> None:
         mesh = make_mesh(settings.num_ranks)
         submesh = stage_submesh(mesh, rank)
         self.params = _initial_params(model, settings, rank)
@@ -94,12 +124,31 @@ class StageTrainer:
         self._weights = self._prepare()
         paced = settings.pace is not None
         self._queue = PacedQueue() if paced else AsynchronousQueue()
-        links = _link_programs(model, settings, rank, mesh)
+        placement = NamedSharding(submesh, PartitionSpec())
+        payloads = {
+            channel: payload
+            for channel, payload in settings.payloads(model).items()
+            if rank in channel.link
+        }
+        direct = DirectRoute(
+            _link_programs(payloads, settings, mesh),
+            answered=paced,
+            links=links or EmulatedLinks(),
+            timeout_s=settings.transfer_timeout_s,
+        )
+        self._plane = plane
+        routes: dict[str, Route] = {"direct": direct}
+        self.delegated: DelegatedRoute | None = None
+        if plane is not None:
+            uses = _slot_uses(payloads, settings)
+            tier, check = choose_tier(placement), self._queue.raise_error
+            self.delegated = DelegatedRoute(plane, uses, rank, placement, tier, check)
+            routes["delegated"] = self.delegated
         self.executor = Executor(
             chunks=self.programs,
-            placement=NamedSharding(submesh, PartitionSpec()),
+            placement=placement,
             queue=self._queue,
-            routes={"direct": DirectRoute(links, answered=paced)},
+            routes=routes,
             pace=settings.pace or Pace(),
             transfer_timeout_s=settings.transfer_timeout_s,
             tied=TiedGradients(model.tied, self._accumulators) if model.tied else None,
@@ -135,6 +184,23 @@ class StageTrainer:
         )
         self._accumulators = outcome.accumulators
         return outcome
+
+    def make_room(self, slots: Mapping[Channel, int]) -> None:
+        """Give delegated links the slots that a plan needs.
+
+        Every rank does so between two meetings, while nothing is under way.
+
+        Args:
+            slots: How many messages each channel may have under way (`program.slots_needed`).
+        """
+        if self.delegated is not None:
+            self.delegated.make_room(slots)
+
+    def events(self) -> list[dict[str, Any]]:
+        """What has happened to delegated links since the last call: see `DataPlane.events`."""
+        if self._plane is None or self.delegated is None:
+            return []
+        return [*self._plane.events(), *self.delegated.events()]
 
     def squared_norm(self) -> float:
         """Sum of squares of the stage's gradients; a tied parameter counts on one stage."""
@@ -203,49 +269,27 @@ def _uncounted(model: PipelineModel, params: Chunks) -> tuple[LeafPath, ...]:
 
 
 def _link_programs(
-    model: PipelineModel, settings: StageSettings, rank: int, mesh: Mesh
+    payloads: Mapping[Channel, PayloadShape], settings: StageSettings, mesh: Mesh
 ) -> dict[Channel, LinkProgram]:
-    """The programs of all channels that this rank is an end of."""
-    channels = _channels(model, settings)
+    """The programs of a rank's channels that may be on the direct route."""
     return {
         channel: LinkProgram(
-            link_mesh(mesh, *sorted((channel.source, channel.destination))),
-            shape,
+            link_mesh(mesh, *channel.link),
+            payload,
             upward=channel.source > channel.destination,
             answered=settings.pace is not None,
         )
-        for channel, shape in channels.items()
-        if rank in (channel.source, channel.destination)
+        for channel, payload in payloads.items()
+        if settings.direct is None or channel.link in settings.direct
     }
 
 
-def _channels(model: PipelineModel, settings: StageSettings) -> dict[Channel, PayloadShape]:
-    """Every channel of the pipeline with what it carries."""
-    last = settings.num_ranks - 1
-    hops = [(lower, lower + 1) for lower in range(last)]
-    if settings.num_chunks > 1 and last > 0:
-        hops.append((last, 0))  # from a chunk of the last rank to the next one of the first
-    activation = _activation_shape(model, settings)
-    channels: dict[Channel, PayloadShape] = {}
-    for rank, next_rank in hops:
-        channels[Channel(Payload.ACTIVATION, rank, next_rank)] = activation
-        channels[Channel(Payload.GRADIENT, next_rank, rank)] = activation
-    for index, shape in enumerate(_tied_shapes(model) if last > 0 else ()):
-        channels[Channel(Payload.TIED, 0, last, index)] = shape
-        channels[Channel(Payload.TIED, last, 0, index)] = shape
-    return channels
-
-
-def _activation_shape(model: PipelineModel, settings: StageSettings) -> PayloadShape:
-    def embed(key: jax.Array, tokens: jax.Array) -> jax.Array:
-        return model.embed(model.init_embed(key), tokens)
-
-    tokens = jax.ShapeDtypeStruct((settings.microbatch_size, settings.sequence_length), jnp.int32)
-    shape = jax.eval_shape(embed, jax.random.key(0), tokens)
-    return PayloadShape(shape.shape, shape.dtype)
-
-
-def _tied_shapes(model: PipelineModel) -> Sequence[PayloadShape]:
-    embed = jax.eval_shape(model.init_embed, jax.random.key(0))
-    leaves = (leaf_at(embed, path) for path, _ in model.tied)
-    return [PayloadShape(leaf.shape, leaf.dtype) for leaf in leaves]
+def _slot_uses(
+    payloads: Mapping[Channel, PayloadShape], settings: StageSettings
+) -> dict[Channel, SlotUse]:
+    """How the payloads of a rank's channels that may be delegated lie in slots."""
+    return {
+        channel: slot_use(channel, payload)
+        for channel, payload in payloads.items()
+        if channel.link in settings.delegated
+    }

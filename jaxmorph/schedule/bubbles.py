@@ -75,6 +75,44 @@ def bubble_ms(timeline: Timeline) -> dict[BubbleCause, float]:
     return total
 
 
+class IdleShares(NamedTuple):
+    """How a stage's idle time divides, as shares of the step.
+
+    Attributes:
+        blocking: Its next op could have run, or its data been there, but for a transfer of other
+            data that held a queue: head-of-line blocking.
+        dependency: It waits for data that isn't made yet or is on its way; the step's ends count.
+        other: What neither explains.
+    """
+
+    blocking: float
+    dependency: float
+    other: float
+
+
+def idle_shares(timeline: Timeline) -> tuple[IdleShares, ...]:
+    """What each stage's bubbles come from: blocking stalls or dependencies (paper, section 3.1).
+
+    Args:
+        timeline: A measured step, or one simulated with its transfers.
+
+    Returns:
+        Shares of the step for every stage; 1 less their sum is the time it computes.
+    """
+    step_ms = timeline.makespan_ms or 1.0
+    idle_ms = [[0.0, 0.0, 0.0] for _ in timeline.orders]
+    for stage, start_ms, end_ms, cause in find_bubbles(timeline):
+        idle_ms[stage][_SHARE_OF.get(cause, _DEPENDENCY)] += end_ms - start_ms
+    return tuple(IdleShares(*(part / step_ms for part in parts)) for parts in idle_ms)
+
+
+_DEPENDENCY = IdleShares._fields.index("dependency")
+_SHARE_OF = {
+    BubbleCause.BLOCKING: IdleShares._fields.index("blocking"),
+    BubbleCause.OTHER: IdleShares._fields.index("other"),
+}
+
+
 class _Need(NamedTuple):
     """When another stage made what an op waits for, and both ends' spans of its transfer."""
 
@@ -132,7 +170,7 @@ def _cause_before(
     """The cause as a function of time, in the gap before an op."""
     waiting = BubbleCause.FORWARD if op.kind is OpKind.F else BubbleCause.BACKWARD
     made_ms, sending, receiving = need or _Need(0.0, None, None)
-    holding = [span for span in running if span is not receiving]
+    holding = [span for span in running if span.holds_queue and span is not receiving]
 
     def cause(at_ms: float) -> BubbleCause:
         if at_ms < made_ms:

@@ -19,12 +19,17 @@ class Span(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """One measured transfer as its stage saw it; times in milliseconds since the step's start."""
+    """One transfer as its stage saw it; times in milliseconds since the step's start.
+
+    A direct transfer holds the queues of both its stages, each from when it comes to it until it is
+    over. A delegated one holds none: it is its receiver's, from when it was sent until it landed.
+    """
 
     stage: int
     label: str
     start_ms: float
     end_ms: float
+    holds_queue: bool = True
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ import pytest
 
 from jaxmorph.config import Config, dump_config, load_config
 from jaxmorph.errors import UserError
+from jaxmorph.schedule.costs import Link
 
 TEN_LINES = """
 run: {steps: 40, seed: 7}
@@ -51,7 +52,19 @@ def test_a_short_file_is_a_whole_run():
     assert config.tokens_per_step == 6 * 2 * 128
 
 
-@pytest.mark.parametrize("overrides", [[], ["data.path='1e-3'", "model.mode='off'"]])
+LINKS = (
+    "parallelism={stages: 4}",
+    "emulation.accelerator=null",
+    "routes={default: direct, 2-3: delegated, 0-3: delegated}",
+    "schedule.link_ms={1-2: 7, 2-3: 30.5}",
+    "emulation.links=[{between: [2, 3], latency_ms: 30, jitter_ms: 3},"
+    " {between: [0, 1], bandwidth_mbps: 10.5, cut: true, from_step: 3, to_step: 9, source: 1}]",
+    "emulation.trace=traces/week.csv",
+    "transport={addresses: [10.0.0.1, 10.0.1.1], lanes: 3, checksum: false}",
+)
+
+
+@pytest.mark.parametrize("overrides", [[], ["data.path='1e-3'", "model.mode='off'"], LINKS])
 def test_a_dumped_config_loads_back_equal(overrides):
     config = load(TEN_LINES, *overrides)
     Path("another.yaml").write_text(dump_config(config))
@@ -79,6 +92,37 @@ def test_an_override_replaces_a_value_a_list_or_a_section():
     assert (config.schedule.name, config.schedule.max_live) == ("gpipe", None)
     assert config.emulation.accelerator is None
     assert (config.run.steps, config.optimizer.warmup_steps) == (5, 0)
+
+
+def test_links_may_be_named_in_the_file_and_overridden_one_by_one():
+    config = load(
+        TEN_LINES,
+        *LINKS,
+        "emulation.links.0.latency_ms=60",
+        "routes.0-1=delegated",
+        "routes.default=delegated",
+        "routes.2-3=direct",
+        "schedule.link_ms.0-1=2",
+    )
+    assert [link.latency_ms for link in config.emulation.links] == [60.0, 0.0]
+    assert config.emulation.links[0].jitter_ms == 3.0
+    assert config.emulation.links[1].between == (0, 1)
+    links = [Link(0, 1), Link(1, 2), Link(2, 3), Link(0, 3)]
+    routes = config.routes.of_links(links)
+    assert [routes[link] for link in links] == ["delegated", "delegated", "direct", "delegated"]
+    assert config.schedule.link_ms == {"0-1": 2.0, "1-2": 7.0, "2-3": 30.5}
+    assert config.transport.addresses == ("10.0.0.1", "10.0.1.1")
+
+
+def test_an_override_of_one_entry_of_a_list_is_told_as_itself():
+    mistake = "emulation.links.0.latency_ms=-1"
+    message = error(TEN_LINES, *LINKS, mistake)
+    assert message == f"{mistake} (command line): got -1, expected a number of at least 0"
+
+
+def test_an_override_of_an_entry_that_is_not_there_is_refused():
+    message = error(TEN_LINES, *LINKS, "emulation.links.2.latency_ms=1")
+    assert message.startswith("emulation.links.2.latency_ms=1 (command line): emulation.links: got")
 
 
 def test_chunks_have_layers_for_each_virtual_stage():
@@ -160,9 +204,71 @@ VALUE_ERRORS = {
     "parallelism: {data: true}": (
         "parallelism.data: got true, expected 1 (data parallelism is not supported yet)"
     ),
-    "routes: {default: delegated}": (
-        "routes.default: got 'delegated', expected direct (delegated routes are not available yet)"
+    "routes: {default: relayed}": (
+        "routes.default: got 'relayed', expected one of direct, delegated"
     ),
+    "parallelism: {stages: 3}\nroutes: {1-2: relayed}": (
+        "routes.1-2: got 'relayed', expected one of direct, delegated"
+    ),
+    "parallelism: {stages: 4}\nroutes: {2-4: delegated}": (
+        "routes.2-4: unknown key; did you mean '2-3'?"
+    ),
+    "parallelism: {stages: 4}\nroutes: {3-2: delegated}": (
+        "routes.3-2: unknown key; did you mean '2-3'?"
+    ),
+    "parallelism: {stages: 4}\nroutes: {last: delegated}": (
+        "routes.last: unknown key; expected one of default, 0-1, 1-2, 2-3, 0-3"
+    ),
+    "routes: {defualt: delegated, 0-1: direct}": (
+        "routes.defualt: unknown key; a pipeline of one stage has no links (and 1 more)"
+    ),
+    "parallelism: {stages: 4}\nroutes: {defualt: delegated}": (
+        "routes.defualt: unknown key; did you mean 'default'?"
+    ),
+    "parallelism: {stages: 3}\nschedule: {link_ms: {1-3: 5}}": (
+        "schedule.link_ms.1-3: unknown key; did you mean '1-2'?"
+    ),
+    "parallelism: {stages: 3}\nschedule: {link_ms: {1-2: -5}}": (
+        "schedule.link_ms: got {1-2: -5}, "
+        "expected null, or milliseconds of at least 0 by link, such as {2-3: 30}"
+    ),
+    "emulation: {links: {between: [0, 1]}}": (
+        "emulation.links: got {between: [0, 1]}, "
+        "expected a list of links, such as [{between: [2, 3], latency_ms: 30}]"
+    ),
+    "emulation: {links: [{latency_ms: 3}]}": (
+        "emulation.links.0.between: missing, "
+        "expected two neighbouring stages, the lower one first, such as [2, 3]"
+    ),
+    "parallelism: {stages: 4}\nemulation: {links: [{between: [0, 3]}, {between: [1, 3]}]}": (
+        "emulation.links.1.between: got [1, 3], expected two neighbours of the 4 stages, "
+        "the lower one first, or the first and the last"
+    ),
+    "parallelism: {stages: 2}\nemulation: {links: [{between: [0, 1], source: 2}]}": (
+        "emulation.links.0.source: got 2, expected null, 0 or 1"
+    ),
+    "emulation: {links: [{between: [0, 1], latancy_ms: 2}]}": (
+        "emulation.links.0.latancy_ms: unknown key; did you mean 'latency_ms'?"
+    ),
+    "emulation: {links: [{between: [0, 1], bandwidth_mbps: 0}]}": (
+        "emulation.links.0.bandwidth_mbps: got 0, expected megabits per second above 0, or null"
+    ),
+    "parallelism: {stages: 2}\nemulation: {links: [{between: [0, 1], from_step: 5, to_step: 5}]}": (
+        "emulation.links.0.to_step: got 5, expected null, or a step after from_step, which is 5"
+    ),
+    "emulation: {trace: 3}": ("emulation.trace: got 3, expected null, or the path of a CSV file"),
+    "transport: {addresses: [localhost]}": (
+        "transport.addresses: got [localhost], expected auto, or a list of IP addresses, "
+        "one for each of this host's network cards"
+    ),
+    "transport: {lanes: 0}": (
+        "transport.lanes: got 0, expected auto, or a whole number from 1 to 64"
+    ),
+    "transport: {chunk_bytes: 100}": (
+        "transport.chunk_bytes: got 100, expected a whole number from 4096 to 67108864"
+    ),
+    "transport: {checksum: 1}": "transport.checksum: got 1, expected true or false",
+    "transport: {backend: udp}": "transport.backend: got 'udp', expected one of tcp, nixl",
     "model: {width: .nan}": "model.width: got .nan, expected a number, text, true, false or null",
     "emulation: {accelerator: {forward_ms: 1, backward_input_ms: 1}}": (
         "emulation.accelerator.backward_weight_ms: missing, expected "

@@ -3,7 +3,8 @@ from typing import get_args
 import pytest
 
 from jaxmorph.config import per_stage
-from jaxmorph.config.sections import Schedule, ScheduleName
+from jaxmorph.config.sections import Routes, Schedule, ScheduleName
+from jaxmorph.schedule.costs import Link, LinkState
 from jaxmorph.schedule.planner import SCHEDULE_NAMES
 
 
@@ -27,3 +28,23 @@ def test_a_cap_is_none_or_one_for_each_stage():
 def test_a_section_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         Schedule().name = "gpipe"
+
+
+def test_planning_is_told_of_links_as_measured_but_for_those_that_are_named():
+    measured = {Link(0, 1): LinkState(0.5, 0.4), Link(1, 2): LinkState(9.0, 9.0)}
+    assert Schedule().links_told(measured) == measured
+    told = Schedule(link_ms={"1-2": 30.0, "2-3": 5.0}).links_told(measured)
+    assert told == {
+        Link(0, 1): LinkState(0.5, 0.4),
+        Link(1, 2): LinkState(30.0, 30.0),
+        Link(2, 3): LinkState(5.0, 5.0),
+    }
+
+
+def test_a_link_without_a_route_of_its_own_takes_the_default():
+    routes = Routes.model_validate({"default": "delegated", "1-2": "direct"})
+    assert routes.by_link == {"1-2": "direct"}
+    assert routes.of_links([Link(0, 1), Link(1, 2)]) == {
+        Link(0, 1): "delegated",
+        Link(1, 2): "direct",
+    }

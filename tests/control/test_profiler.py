@@ -1,3 +1,5 @@
+from itertools import chain
+
 import numpy as np
 import pytest
 
@@ -68,3 +70,27 @@ def test_a_profile_is_read_back_from_json():
     made = profile(timeline(["F0:1 BW0:2", "F0:1 BW0:2"], transfers))
     assert Profile.from_json(made.to_json()) == made
     assert made.links[Link(0, 1)].forward_latency_ms == pytest.approx(2.0)
+
+
+def test_a_delegated_message_takes_from_its_sending_to_its_landing():
+    transfers = [
+        TransferSpan(1, f"activation[{m}] 0>1", 10 * m, 10 * m + took, holds_queue=False)
+        for m, took in enumerate((3, 4, 90))
+    ]
+    links = profile(timeline(["F0:1", "F0:1"], transfers)).links
+    assert links[Link(0, 1)].forward_latency_ms == 4
+    assert links[Link(0, 1)].backward_latency_ms == 0
+
+
+def test_a_link_on_another_route_is_measured_anew():
+    def steps(held, took_ms):
+        ends = (0, 1) if held else (1,)
+        label = "activation[0] 0>1"
+        spans = [TransferSpan(end, label, 0.0, took_ms, holds_queue=held) for end in ends]
+        return [timeline(["F0:1", "F0:1"], spans)] * 3
+
+    def latency_ms(*parts):
+        return profile(*chain(*parts)).links[Link(0, 1)].forward_latency_ms
+
+    assert latency_ms(steps(True, 1.0), steps(False, 30.0)[:1]) == 30.0
+    assert latency_ms(steps(False, 30.0), steps(True, 1.0)[:1]) == 1.0

@@ -38,16 +38,16 @@ def _step(word, rank, route):
 
 
 def picture(timeline):
-    """Every op with its start, and every transfer's hold, rank by rank."""
+    """Every op and every transfer's hold, rank by rank; `~` for one that is only on its way."""
     rows = []
     for rank in range(timeline.num_stages):
-        spans = [(s.start_ms, s.end_ms, str(s.op)) for s in timeline.spans() if s.stage == rank]
+        spans = [(s.start_ms, s.end_ms, f"{s.op}:") for s in timeline.spans() if s.stage == rank]
         held = [
-            (t.start_ms, t.end_ms, t.label.split()[0])
+            (t.start_ms, t.end_ms, t.label.split()[0] + (":" if t.holds_queue else "~"))
             for t in timeline.transfers
             if t.stage == rank
         ]
-        rows.append(" ".join(f"{n}:{a:g}-{b:g}" for a, b, n in sorted(spans + held)))
+        rows.append(" ".join(f"{n}{a:g}-{b:g}" for a, b, n in sorted(spans + held)))
     return rows
 
 
@@ -88,9 +88,9 @@ def test_nothing_waits_behind_a_delegated_transfer():
     ranks = programs(*HEAD_OF_LINE, route="delegated")
     timeline = simulate_blocking(ranks, StageCosts.uniform(3, 10, 10, 10), chain_links([0, 30]))
     assert picture(timeline) == [
-        "F0:0-10 activation[0]:10-10 F1:10-20 activation[1]:20-20",
-        "F0:10-20 activation[0]:20-20 F1:20-30",
-        "F0:50-60",
+        "F0:0-10 F1:10-20",
+        "activation[0]~10-10 F0:10-20 activation[1]~20-20 F1:20-30",
+        "activation[0]~20-50 F0:50-60",
     ]
 
 
@@ -104,8 +104,8 @@ def test_nothing_waits_behind_a_delegated_transfer():
         ),
         (
             "delegated",
-            "F0:0-10 activation[0]:10-10 F1:10-20 activation[1]:20-20",
-            "F0:40-50 F1:65-75",
+            "F0:0-10 F1:10-20",
+            "activation[0]~10-40 activation[1]~20-65 F0:40-50 F1:65-75",
         ),
     ],
 )
@@ -125,7 +125,7 @@ def test_tied_gradients_are_exchanged_after_the_last_op_and_outside_the_makespan
     schedule = Schedule.from_rows("hand", ["F0 B0 W0", "F0 B0 W0"])
     links = chain_links([4])
     timeline = simulate_blocking(lowered(schedule, UNIFORM, links, num_tied=1), UNIFORM, links)
-    tied = [span[2:] for span in timeline.transfers if span.label.startswith("tied")]
+    tied = [span[2:4] for span in timeline.transfers if span.label.startswith("tied")]
     assert timeline.makespan_ms == 58.0
     assert tied == [(58.0, 62.0), (62.0, 66.0), (48.0, 62.0), (62.0, 66.0)]
 

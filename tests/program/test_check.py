@@ -133,6 +133,15 @@ def test_a_delegated_receive_of_what_was_never_sent_is_a_deadlock():
         check([without(first, Send(ACTIVATION_1, "delegated")), last])
 
 
+def test_delegated_messages_taken_in_another_order_than_sent_are_an_error():
+    first, last = programs("delegated")
+    later, earlier = Receive(ACTIVATION_1, "delegated"), Receive(ACTIVATION_0, "delegated")
+    with pytest.raises(
+        ProgramError, match=r"activation\[1\] 0>1 is received while activation\[0\]"
+    ):
+        check([first, swapped(last, later, earlier)])
+
+
 def test_sound_programs_with_chunks_pass():
     check(with_chunks())
     check(with_chunks(num_ranks=1))

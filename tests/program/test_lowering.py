@@ -1,7 +1,8 @@
 """Lowered programs, as pictures: what each rank does, line by line, without the frees."""
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,12 +11,14 @@ from hypothesis import strategies as st
 
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import check
-from jaxmorph.program.dataflow import reads
-from jaxmorph.program.instructions import Free, Receive, Run, Send
+from jaxmorph.program.dataflow import feeder, output_transfer, reads
+from jaxmorph.program.instructions import Free, Receive, Run, Send, Transfer
 from jaxmorph.program.lowering import insert_frees, lower
 from jaxmorph.program.ordering import global_order
+from jaxmorph.program.pipeline import Pipeline
 from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
+from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate
@@ -184,6 +187,7 @@ def assert_runs_to_completion(schedule, costs, links, routes):
     programs = lower(schedule, simulate(schedule, costs, links), routes, num_tied=1)
     check(programs)
     assert tuple(tuple(program.ops()) for program in programs) == schedule.orders
+    return programs
 
 
 @given(st.data())
@@ -207,6 +211,82 @@ def test_interleaved_schedules_lower_to_programs_that_run_to_completion(data):
     costs, links, routes = data.draw(problems(num_stages))
     schedule = interleaved(num_stages, num_microbatches, num_chunks)
     assert_runs_to_completion(schedule, costs, links, routes)
+
+
+@st.composite
+def any_schedules(draw):
+    """Rows in an order that nobody would plan: whatever can run next, by chance."""
+    num_ranks, num_chunks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    num_microbatches = draw(st.integers(1, 4))
+    random = draw(st.randoms(use_true_random=False))
+    pipeline = Pipeline(num_ranks, num_chunks)
+    waiting = {
+        (rank, chunk, kind): deque(Op(kind, microbatch, chunk) for microbatch in microbatches)
+        for rank in range(num_ranks)
+        for chunk in range(num_chunks)
+        for kind in (OpKind.F, OpKind.B, OpKind.W)
+        for microbatches in [range(num_microbatches)]
+    }
+    rows, ran = [[] for _ in range(num_ranks)], set()
+
+    def is_ready(op, rank):
+        fed_by = feeder(op, rank, pipeline)
+        own = {OpKind.F: None, OpKind.B: OpKind.F, OpKind.W: OpKind.B}[op.kind]
+        needs = [(rank, op._replace(kind=own))] if own else []
+        return ran.issuperset([*needs, *([fed_by] if fed_by else [])])
+
+    while any(waiting.values()):
+        ready = [at for at, ops in waiting.items() if ops and is_ready(ops[0], at[0])]
+        chosen = random.choice(ready)
+        op = waiting[chosen].popleft()
+        rows[chosen[0]].append(op)
+        ran.add((chosen[0], op))
+    return Schedule("by chance", num_microbatches, tuple(map(tuple, rows)))
+
+
+@given(any_schedules(), st.data())
+def test_any_schedule_on_any_mix_of_routes_runs_to_completion(schedule, data):
+    costs, links, routes = data.draw(problems(schedule.num_stages))
+    programs = assert_runs_to_completion(schedule, costs, links, routes)
+    timeline = simulate_blocking(programs, costs, links)
+    free = simulate(schedule, costs, links)
+    for blocked, unblocked in zip(timeline.start_ms, free.start_ms, strict=True):
+        assert (blocked >= unblocked - 1e-9).all()
+    for span in timeline.transfers:
+        route = routes.get(Transfer.parse(span.label).link, "direct")
+        assert span.holds_queue == (route == "direct")
+
+
+@given(any_schedules(), st.data())
+def test_nothing_stands_between_an_op_and_its_delegated_message(schedule, data):
+    costs, links, routes = data.draw(problems(schedule.num_stages))
+    for program in lower(schedule, simulate(schedule, costs, links), routes):
+        steps = [step for step in program.instructions if not isinstance(step, Free)]
+        for before, step in pairwise(steps):
+            if isinstance(step, Send) and step.route == "delegated":
+                assert isinstance(before, Run)
+                made = output_transfer(before.op, program.rank, program.pipeline)
+                assert made == step.transfer
+
+
+def test_messages_that_are_needed_in_another_order_are_received_as_they_were_sent():
+    schedule = Schedule.from_rows(
+        "hand",
+        [
+            "F0 1.F0 F1 1.F1 1.BW0 BW0 1.BW1 BW1",
+            "F0 F1 1.F0 1.BW0 1.F1 1.BW1 BW0 BW1",
+        ],
+    )
+    first, last = lowered(schedule, routes={Link(0, 1): "delegated"})
+    assert picture(first) == (
+        "F0 >F0 <F0 1.F0 >1.F0 F1 >F1 <F1 1.F1 >1.F1 <1.B0 1.BW0 >1.B0 <1.B1 <B0 BW0 1.BW1 >1.B1 "
+        "<B1 BW1 update"
+    )
+    assert picture(last) == (
+        "<F0 F0 >F0 <1.F0 <F1 F1 >F1 1.F0 1.BW0 >1.B0 <1.F1 1.F1 1.BW1 >1.B1 <1.B0 BW0 >B0 "
+        "<1.B1 BW1 >B1 update"
+    )
+    check([first, last])
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])

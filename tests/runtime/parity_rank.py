@@ -2,8 +2,10 @@
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,14 +13,17 @@ from one_device import OneDevice, optax_steps, untie
 
 from jaxmorph.program.check import check
 from jaxmorph.program.lowering import lower
+from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.runtime.compilations import CompilationCounter
+from jaxmorph.runtime.data_plane import open_data_plane
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.optimizer import OptimizerSettings, clip_scale
+from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.runtime.report import rank_report, total
 from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
-from jaxmorph.schedule.costs import Limits, StageCosts, chain_links
+from jaxmorph.schedule.costs import Limits, Link, StageCosts, chain_links
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.simulator import simulate
@@ -51,9 +56,11 @@ class Parity:
         compute_dtype: str = "float32",
         stash: StashPolicy = "full",
         num_chunks: int = 1,
+        build_model: Callable[..., Any] = build,
         optimizer: OptimizerSettings = OPTIMIZER,
         kinds: Sequence[OpKind] = tuple(OpKind),
         one_device: OneDevice | None = None,
+        delegated: bool = False,
     ):
         self.rendezvous, self.link = rendezvous, link
         self.rank, self.num_ranks = rendezvous.rank, rendezvous.num_ranks
@@ -64,7 +71,7 @@ class Parity:
             "stash": stash,
             "chunks": num_chunks,
         }
-        self.model = build(
+        self.model = build_model(
             preset="tiny",
             sequence_length=SEQUENCE,
             vocab_size=VOCABULARY,
@@ -85,8 +92,24 @@ class Parity:
             stash=stash,
             num_chunks=num_chunks,
         )
-        self.trainer = StageTrainer(self.model, settings, self.rank)
+        self._opened = ExitStack()
+        plane = None
+        if delegated and self.num_ranks > 1:
+            settings = replace(settings, delegated=frozenset(self.links))
+            ends = channel_specs(settings.payloads(self.model), settings.delegated, self.rank)
+            plane = self._opened.enter_context(open_data_plane(rendezvous, *ends))
+        self.trainer = StageTrainer(self.model, settings, self.rank, plane=plane)
         self.one_device = one_device or OneDevice(self.model, SEED)
+
+    @property
+    def links(self):
+        """Every link there is, the one around the ranks too."""
+        ring = range(self.num_ranks)
+        return {Link(*sorted((rank, (rank + 1) % self.num_ranks))) for rank in ring}
+
+    def close(self):
+        self.trainer.close()
+        self._opened.close()
 
     def _cut(self, num_chunks):
         """The layers of each virtual stage; the first of several chunks takes what is left over."""
@@ -96,14 +119,17 @@ class Parity:
         counts = [self.model.num_layers - others, *[1] * others]
         return cut_layers(self.model.num_layers, self.num_ranks, counts, num_chunks)
 
-    def program(self, schedule_name, num_microbatches):
+    def program(self, schedule_name, num_microbatches, routes=None):
         costs, links, limits = self._problem(schedule_name)
         schedule = plan(
             costs, links, limits, num_microbatches, schedule_name, num_chunks=self.num_chunks
         ).schedule
         planned = simulate(schedule, costs, links)
-        programs = lower(schedule, planned, num_tied=len(self.model.tied))
+        programs = lower(schedule, planned, routes, num_tied=len(self.model.tied))
         check(programs)
+        if routes:
+            self.trainer.make_room(slots_needed(programs))
+            self.rendezvous.exchange({})
         return programs[self.rank]
 
     def _problem(self, schedule_name):
@@ -117,10 +143,10 @@ class Parity:
         links = chain_links([2.5 if rank == 0 else 0.0 for rank in range(self.num_ranks - 1)])
         return StageCosts(*durations), links, Limits((5,) * self.num_ranks, "W")
 
-    def run(self, schedule_name, tokens, targets, step=0):
+    def run(self, schedule_name, tokens, targets, step=0, routes=None):
         """One step's loss and norm over all ranks; the gradients stay on the trainer."""
         inputs = StepInputs(tokens, targets, 1.0 / np.count_nonzero(targets >= 0))
-        program = self.program(schedule_name, len(tokens))
+        program = self.program(schedule_name, len(tokens), routes)
         outcome = self.trainer.run(program, inputs, step)
         report = rank_report(outcome, self.trainer.squared_norm(), time.monotonic(), 0)
         return total(self.rendezvous.exchange(*report))
@@ -223,6 +249,40 @@ def check_bitwise_equal(parity):
     parity.tell("bitwise", same=all(map(all, same)))
 
 
+def check_routes(parity, schedules, compilations):
+    """Whatever carries the transfers, from step to step something else, the bits are the same."""
+    tokens, targets = batch(8, 13)
+    mixes = [dict.fromkeys(parity.links, "delegated"), *mixed_routes(parity.links)]
+    before = None
+    for schedule_name in schedules:
+        direct = gradients_of(parity, schedule_name, tokens, targets, None)
+        for routes in mixes:
+            delegated = gradients_of(parity, schedule_name, tokens, targets, routes)
+            same = jax.tree.leaves(jax.tree.map(np.array_equal, direct, delegated))
+            named = {str(link): route for link, route in routes.items()}
+            parity.tell("routes", schedule=schedule_name, routes=named, same=all(same))
+        before = before or compilations.count  # the first schedule's small things
+    counts = parity.trainer.delegated.statistics()
+    parity.tell("route changes", compiled=compilations.count - before, counts=counts)
+
+
+def mixed_routes(links):
+    """Each second link delegated, and the others; of two ranks' one link, none."""
+    ordered = sorted(links)
+    for start in range(2) if len(ordered) > 1 else ():
+        yield {
+            link: "delegated" if index % 2 == start else "direct"
+            for index, link in enumerate(ordered)
+        }
+
+
+def gradients_of(parity, schedule_name, tokens, targets, routes):
+    parity.run(schedule_name, tokens, targets, routes=routes)
+    gradients = jax.tree.map(np.asarray, parity.trainer.gradients)
+    parity.trainer.discard()
+    return gradients
+
+
 def check_parameters(parity, schedule_name, expected):
     """Three optimizer steps, clipped, against Optax on one device."""
     for step, (tokens, targets) in enumerate(TRAINED_ON):
@@ -237,7 +297,6 @@ def check_chunks(parity, expected):
     for microbatches in (4, 8):
         parity.check_gradients("interleaved", *batch(microbatches, microbatches))
     check_parameters(parity, "interleaved", expected)
-    parity.trainer.close()
 
 
 def main(arguments, link, rest):
@@ -250,13 +309,15 @@ def main(arguments, link, rest):
     )
     compilations = CompilationCounter()
     for tied in (True, False):
-        parity = Parity(rendezvous, link, tied=tied)
+        parity = Parity(rendezvous, link, tied=tied, delegated=True)
         check_all_schedules(parity, compilations)
         check_ignored_microbatch(parity)
         check_bitwise_equal(parity)
+        if rendezvous.num_ranks > 1:
+            check_routes(parity, ("zb-h1", "1f1b", "adaptive"), compilations)
         expected = optax_steps(parity.one_device, OPTIMIZER, CLIP_NORM, TRAINED_ON)
         check_parameters(parity, "zb-h2", expected)
-        parity.trainer.close()
+        parity.close()
         chunks = Parity(
             rendezvous,
             link,
@@ -265,9 +326,13 @@ def main(arguments, link, rest):
             optimizer=CHUNKED_OPTIMIZER,
             kinds=(OpKind.F, OpKind.BW),
             one_device=parity.one_device,
+            delegated=True,
         )
         expected = optax_steps(parity.one_device, CHUNKED_OPTIMIZER, CLIP_NORM, TRAINED_ON)
         check_chunks(chunks, expected)
+        if rendezvous.num_ranks > 1:
+            check_routes(chunks, ("interleaved",), compilations)
+        chunks.close()
     if rendezvous.num_ranks == 2:
         check_variants(Parity(rendezvous, link, tied=True, compute_dtype="bfloat16"))
         check_variants(Parity(rendezvous, link, tied=True, stash="recompute"))
@@ -276,7 +341,7 @@ def main(arguments, link, rest):
 def check_variants(parity):
     for schedule_name in ("1f1b", "zb-h2"):
         parity.check_gradients(schedule_name, *batch(4, 4))
-    parity.trainer.close()
+    parity.close()
 
 
 if __name__ == "__main__":

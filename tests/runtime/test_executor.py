@@ -12,7 +12,7 @@ from jaxmorph.program.dataflow import received_buffer
 from jaxmorph.program.instructions import Free, Payload, RankProgram, Receive, Transfer
 from jaxmorph.runtime.executor import Executor, StepInputs
 from jaxmorph.runtime.pacing import Pace
-from jaxmorph.runtime.queue import PacedQueue
+from jaxmorph.runtime.queue import PacedQueue, Stamp
 from jaxmorph.runtime.routes import (
     AbandonedEpochError,
     DirectRoute,
@@ -38,7 +38,10 @@ class RecordingRoute:
         assert deadline_s >= arrived_s
         if self.error is not None:
             raise self.error
-        return Moved(jnp.zeros(()))
+        return Moved(jnp.zeros(()), 1.0, 3.5)
+
+    def settle(self):
+        pass
 
     def abandon(self, epoch):
         self.abandoned.append(epoch)
@@ -64,6 +67,7 @@ def test_a_receive_that_does_not_hold_the_queue_waits_on_the_host(queue):
     outcome = execute(queue, route)
     assert route.threads == [threading.current_thread()]
     assert outcome.stamps == []  # its waiting is charged to nothing
+    assert outcome.arrivals == [Stamp(TRANSFER, 1.0, 3.5)]
 
 
 def test_a_receive_that_holds_the_queue_waits_there(queue):
@@ -71,6 +75,7 @@ def test_a_receive_that_holds_the_queue_waits_there(queue):
     outcome = execute(queue, route)
     assert route.threads != [threading.current_thread()]
     assert [stamp.label for stamp in outcome.stamps] == [TRANSFER]
+    assert outcome.arrivals == []
 
 
 @pytest.mark.parametrize("holds_queue", [True, False])

@@ -39,6 +39,11 @@ def results(request, launch):
     return launch(request.param)
 
 
+@pytest.fixture(scope="module", params=[2, 4])
+def several(request, launch):
+    return launch(request.param)
+
+
 @pytest.fixture(scope="module")
 def two_stages(launch):
     return launch(2)
@@ -94,6 +99,28 @@ def test_a_microbatch_without_targets_contributes_nothing_and_the_others_stay(re
 @pytest.mark.parametrize("tied", [True, False])
 def test_schedules_that_split_the_backward_agree_bitwise(results, tied):
     assert all(result["same"] for result in only(results, "bitwise", tied=tied))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("adaptive", 1), ("interleaved", 2)]
+)
+def test_delegated_and_mixed_routes_give_the_direct_routes_bits(several, schedule, chunks, tied):
+    found = only(several, "routes", schedule=schedule, chunks=chunks, tied=tied)
+    mixes = {tuple(sorted(result["routes"].items())) for result in found}
+    assert len(mixes) == (1 if len(next(iter(mixes))) == 1 else 3)
+    assert all(result["same"] for result in found)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_changing_routes_compiles_nothing_and_no_send_waits_for_a_slot(several, chunks, tied):
+    for result in only(several, "route changes", chunks=chunks, tied=tied):
+        assert result["compiled"] == 0
+        assert result["counts"]["slot_waits"] == 0
+        assert result["counts"]["skipped"] == 0
 
 
 @pytest.mark.multiprocess

@@ -93,6 +93,26 @@ def test_a_transfer_ends_when_the_later_end_came_and_holds_up_what_is_behind_it(
     assert early.start_s == early.end_s == op.end_s
 
 
+def test_a_transfer_over_an_emulated_link_holds_the_queue_until_that_lets_it_pass(queue):
+    overs_s = []
+
+    def pass_slowly(arrived_s):
+        overs_s.append(arrived_s + 0.05)
+        return Moved(jnp.zeros(1), arrived_s, overs_s[-1])
+
+    for _ in range(2):
+        queue.enqueue_transfer("slow", pass_slowly)
+        queue.enqueue("op", lambda: None)
+    stamps = queue.drain()
+    now_s = time.monotonic()
+    slow = [stamp for stamp in stamps if stamp.label == "slow"]
+    ops = [stamp for stamp in stamps if stamp.label == "op"]
+    assert all(stamp.end_s >= over_s for stamp, over_s in zip(slow, overs_s, strict=True))
+    assert all(op.start_s >= over_s for op, over_s in zip(ops, overs_s, strict=True))
+    assert overs_s[1] - overs_s[0] >= 0.05 - 1e-9  # the second came after the first was over
+    assert now_s >= overs_s[1]
+
+
 def test_moving_the_bytes_runs_into_the_next_ops_hold(paced):
     with all_enqueued_first(paced):
         paced.enqueue("before", lambda: time.sleep(0.001))

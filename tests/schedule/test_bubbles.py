@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmorph.schedule.bubbles import BubbleCause, bubble_ms, find_bubbles
+from jaxmorph.schedule.bubbles import BubbleCause, bubble_ms, find_bubbles, idle_shares
 from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved, one_forward_one_backward, zb_h2
 from jaxmorph.schedule.costs import Link, LinkState, StageCosts, chain_links
 from jaxmorph.schedule.ops import Op
@@ -125,3 +125,52 @@ def test_bubbles_sum_up_to_the_bubble_rate():
     timeline = simulate(zb_h2(3, 6), costs, chain_links([13.0, 2.5]))
     idle_ms = sum(bubble_ms(timeline).values())
     assert idle_ms / (3 * timeline.makespan_ms) == pytest.approx(timeline.bubble_rate)
+
+
+def test_a_ready_op_behind_a_send_is_a_blocking_stall_and_the_wait_for_its_data_a_dependency():
+    # Stage 0 could run F1 from 10 on, but its queue is held by the send of F0 until 40.
+    direct = _measured(
+        [[("F0", 0, 10), ("F1", 40, 50)], [("F0", 40, 50)]],
+        TransferSpan(0, "activation[0] 0>1", 10, 40),
+        TransferSpan(1, "activation[0] 0>1", 0, 40),
+    )
+    assert idle_shares(direct) == ((0.6, 0.0, 0.0), (0.0, 0.8, 0.0))
+    # Delegated, it holds nobody's queue; only the receiver waits, for its own data.
+    delegated = _measured(
+        [[("F0", 0, 10), ("F1", 10, 20)], [("F0", 40, 50)]],
+        TransferSpan(1, "activation[0] 0>1", 10, 40, holds_queue=False),
+        TransferSpan(1, "activation[1] 0>1", 20, 50, holds_queue=False),
+    )
+    assert idle_shares(delegated) == ((0.0, 0.6, 0.0), (0.0, 0.8, 0.0))
+
+
+def test_data_that_a_held_up_receiver_cannot_take_is_blocked_not_late():
+    # F1 is made at 20, while both queues are held by the gradient of B0 until 60.
+    timeline = _measured(
+        [[("F0", 0, 10), ("F1", 10, 20)], [("F0", 10, 20), ("B0", 20, 30), ("F1", 90, 100)]],
+        TransferSpan(0, "gradient[0] 1>0", 20, 60),
+        TransferSpan(1, "gradient[0] 1>0", 30, 60),
+        TransferSpan(0, "activation[1] 0>1", 60, 90),
+        TransferSpan(1, "activation[1] 0>1", 60, 90),
+    )
+    blocking, dependency, other = idle_shares(timeline)[1]
+    assert (blocking, other) == (pytest.approx(0.3), 0.0)
+    assert dependency == pytest.approx(0.1 + 0.3)
+
+
+def test_idle_shares_of_an_empty_step_are_none():
+    assert idle_shares(_measured([[]])) == ((0.0, 0.0, 0.0),)
+
+
+def test_a_delegated_message_on_its_way_blocks_nothing():
+    rows = [[("F0", 0.0, 10.0), ("F1", 10.0, 20.0)], [("F0", 40.0, 50.0), ("F1", 62.0, 70.0)]]
+    on_the_way = (
+        TransferSpan(1, "activation[0] 0>1", 12.0, 40.0, holds_queue=False),
+        TransferSpan(1, "activation[1] 0>1", 22.0, 60.0, holds_queue=False),
+    )
+    first, second = _rows(_measured(rows, *on_the_way))
+    assert first == "20-70 cool-down"
+    assert second == "0-10 warm-up, 10-40 link delay, 50-60 link delay, 60-62 other"
+    assert [share.blocking for share in idle_shares(_measured(rows, *on_the_way))] == [0.0, 0.0]
+    held = [span._replace(holds_queue=True) for span in on_the_way]
+    assert idle_shares(_measured(rows, *held))[1].blocking > 0

@@ -46,7 +46,7 @@ def _op_events(process: int, timeline: Timeline) -> Iterator[Event]:
 def _transfer_events(process: int, stage: int, spans: Sequence[TransferSpan]) -> Iterator[Event]:
     """Transfers of a stage on as many threads as overlap: events of one thread must not."""
     busy_until_ms: list[float] = []
-    for _, label, start_ms, end_ms in sorted(spans, key=lambda span: span.start_ms):
+    for _, label, start_ms, end_ms, holds_queue in sorted(spans, key=lambda span: span.start_ms):
         free = (lane for lane, until in enumerate(busy_until_ms) if until <= start_ms)
         lane = next(free, len(busy_until_ms))
         thread = _thread_of(stage) + 1 + lane
@@ -54,7 +54,8 @@ def _transfer_events(process: int, stage: int, spans: Sequence[TransferSpan]) ->
             busy_until_ms.append(end_ms)
             yield from _thread(process, thread, f"stage {stage} transfers")
         busy_until_ms[lane] = end_ms
-        yield _complete(process, thread, label, start_ms, end_ms) | {"cat": "transfer"}
+        event = _complete(process, thread, label, start_ms, end_ms)
+        yield event | {"cat": "transfer", "args": {"holds_queue": holds_queue}}
 
 
 def _thread_of(stage: int) -> int:

@@ -1,0 +1,142 @@
+"""Hosts with several network cards each, joined by a switch; cards can be slow, or dead."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from benchmarks.netns.namespaces import Namespace
+
+Side = Literal["host", "switch"]
+
+# A short burst, for credit saved while idle lets as many bytes pass at once, and a queue as a
+# switch has, counted in time. What TCP hands down at once is shorter than the burst: longer pieces
+# would be cut into single packets, which costs so much time that the cards no longer set the pace.
+_BURST = "32kb"
+_PIECE_BYTES = 32000
+_QUEUE = "50ms"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Hosts on a network of their own; card k of each is plugged into bridge k of the switch.
+
+    Attributes:
+        names: What the hosts are called; each resolves to the address of its first card.
+        num_nics: How many cards each has.
+    """
+
+    names: tuple[str, ...]
+    num_nics: int
+    _namespaces: tuple[Namespace, ...] = field(repr=False)
+    _switch: Namespace = field(repr=False)
+
+    def address(self, host: int, nic: int) -> str:
+        """The IPv4 address of a card."""
+        return _address(host, nic)
+
+    def addresses(self, host: int) -> tuple[str, ...]:
+        """The addresses of all of a host's cards."""
+        return tuple(_address(host, nic) for nic in range(self.num_nics))
+
+    def command(self, host: int, command: list[str]) -> list[str]:
+        """What runs a command on a host, as a process that ends with the one that starts it."""
+        return self._namespaces[host].command(command)
+
+    def set_rate(self, host: int, nic: int, mbit: float) -> None:
+        """Limit a card, to this many 10**6 bits a second in each direction."""
+        limit = f"tbf rate {round(mbit * 1000)}kbit burst {_BURST} latency {_QUEUE}"
+        self._namespaces[host].run(f"tc qdisc replace dev {_card(nic)} root {limit}")
+        self._switch.run(f"tc qdisc replace dev {_port(host, nic)} root {limit}")
+
+    def link_down(self, host: int, nic: int, at: Side = "host") -> None:
+        """Cut a card off: by itself, its routes going too, or by its port of the switch."""
+        self._set_link(host, nic, at, "down")
+
+    def link_up(self, host: int, nic: int, at: Side = "host") -> None:
+        """Undo `link_down`."""
+        self._set_link(host, nic, at, "up")
+
+    def sent_bytes(self, host: int, nic: int) -> int:
+        """What a card has sent so far."""
+        counter = f"cat /sys/class/net/{_card(nic)}/statistics/tx_bytes"
+        return int(self._namespaces[host].run(counter))
+
+    def host_down(self, host: int) -> None:
+        """Take down all cards of a host."""
+        for nic in range(self.num_nics):
+            self.link_down(host, nic)
+
+    def host_up(self, host: int) -> None:
+        """Undo `host_down`."""
+        for nic in range(self.num_nics):
+            self.link_up(host, nic)
+
+    def bridges_down(self, *nics: int) -> None:
+        """Let nothing through between cards of these numbers, which all keep their carrier."""
+        for nic in nics:
+            self._switch.run(f"ip link set {_bridge(nic)} down")
+
+    def bridges_up(self, *nics: int) -> None:
+        """Undo `bridges_down`."""
+        for nic in nics:
+            self._switch.run(f"ip link set {_bridge(nic)} up")
+
+    def _set_link(self, host: int, nic: int, at: Side, state: str) -> None:
+        if at == "host":
+            self._namespaces[host].run(f"ip link set {_card(nic)} {state}")
+        else:
+            self._switch.run(f"ip link set {_port(host, nic)} {state}")
+
+
+@contextlib.contextmanager
+def lay_hosts(num_hosts: int, num_nics: int = 2) -> Iterator[Hosts]:
+    """Hosts and their switch, gone afterwards with all that was set on them.
+
+    Args:
+        num_hosts: How many, named node0, node1, ...
+        num_nics: Cards of each.
+
+    Raises:
+        RuntimeError: If the kernel or the rights for it are missing (see `why_unavailable`).
+    """
+    names = tuple(f"node{host}" for host in range(num_hosts))
+    known = [(name, _address(host, 0)) for host, name in enumerate(names)]
+    with contextlib.ExitStack() as stack:
+
+        def lay(name: str) -> Namespace:
+            return stack.enter_context(contextlib.closing(Namespace(name, known)))
+
+        switch = lay("switch")
+        hosts = Hosts(names, num_nics, tuple(lay(name) for name in names), switch)
+        for nic in range(num_nics):
+            switch.run(f"ip link add {_bridge(nic)} type bridge")
+            switch.run(f"ip link set {_bridge(nic)} up")
+            for host, namespace in enumerate(hosts._namespaces):
+                _plug(namespace, switch, host, nic)
+        yield hosts
+
+
+def _plug(namespace: Namespace, switch: Namespace, host: int, nic: int) -> None:
+    """Give a host one card and plug it into its bridge."""
+    card, port = _card(nic), _port(host, nic)
+    namespace.run(f"ip link add {card} type veth peer name {port} netns {switch.pid}")
+    namespace.run(f"ip address add {_address(host, nic)}/24 dev {card}")
+    namespace.run(f"ip link set {card} gso_max_size {_PIECE_BYTES} up")
+    switch.run(f"ip link set {port} gso_max_size {_PIECE_BYTES} master {_bridge(nic)} up")
+
+
+def _address(host: int, nic: int) -> str:
+    return f"10.77.{nic}.{host + 1}"
+
+
+def _card(nic: int) -> str:
+    return f"nic{nic}"
+
+
+def _port(host: int, nic: int) -> str:
+    return f"port{host}.{nic}"
+
+
+def _bridge(nic: int) -> str:
+    return f"bridge{nic}"

@@ -1,0 +1,142 @@
+"""Runs systems under conditions of links, one system after another, and writes what it measures."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from jaxmorph.comparison_notes import comparison_notes, load_averages
+from jaxmorph.config import Config, load_config, placed_error
+from jaxmorph.config.compare_section import Compare
+from jaxmorph.errors import RunFailedError, UserError
+from jaxmorph.matrix_record import MatrixRecord
+from jaxmorph.reporting import claim_run_directory
+from jaxmorph.reporting.matrix_figure import save_matrix_figure
+from jaxmorph.reporting.matrix_table import matrix_markdown
+from jaxmorph.reporting.matrix_view import MatrixView, open_matrix_view
+from jaxmorph.reporting.run_directory import plain_json
+from jaxmorph.reporting.run_matrix import Matrix
+from jaxmorph.runtime.launcher import run_ranks
+from jaxmorph.start import check_run
+from jaxmorph.systems import SYSTEMS, system_config
+
+RESULTS, TABLE, FIGURE, TIMELINES = "results.json", "table.md", "figure.png", "timelines.json"
+
+
+def start_comparison(path: Path, overrides: Sequence[str]) -> int:
+    """Run a configuration's comparison.
+
+    Args:
+        path: The configuration file.
+        overrides: `section.key=value` each.
+
+    Returns:
+        How many systems could not be run to their end; what they did is in the results.
+
+    Raises:
+        UserError: If the configuration, its data or its model are at fault.
+    """
+    config = load_config(path, overrides)
+    wanted = _checked(path, overrides, config)
+    directory = claim_run_directory(config)
+    command = shlex.join(["jaxmorph", "compare", str(path), *overrides])
+    books = _Books(path.stem, wanted, directory, comparison_notes(config, wanted, command))
+    with closing(open_matrix_view()) as view:
+        view.say(f"writes {directory}")
+        for system in wanted.systems:
+            _run_system(system, config, books, view)
+        view.say(f"wrote {directory / TABLE}, {RESULTS}, {FIGURE} and {TIMELINES}")
+    return len(books.record.failures)
+
+
+def _checked(path: Path, overrides: Sequence[str], config: Config) -> Compare:
+    """The section, once every system is known to fit model, data and caps."""
+    if config.compare is None:
+        raise UserError(f"{path}: compare: missing, expected a section with conditions")
+    for system in config.compare.systems:
+        try:
+            check_run(system_config(config, SYSTEMS[system]))
+        except UserError as error:
+            placed = placed_error(path, overrides, error)
+            raise UserError(f"{placed} (as system {system!r} needs it)") from error
+    return config.compare
+
+
+class _Books:
+    """The record of a comparison, and the files made of it."""
+
+    def __init__(
+        self, name: str, wanted: Compare, directory: Path, notes: Mapping[str, str]
+    ) -> None:
+        self.record = MatrixRecord(wanted, name)
+        self.directory = directory
+        self._notes = dict(notes)
+
+    def matrix(self) -> Matrix:
+        """The runs so far."""
+        return self.record.matrix(self._notes | {"load at the end": load_averages()})
+
+    def write(self) -> None:
+        """Write all files anew, with what is known by now."""
+        matrix, directory = self.matrix(), self.directory
+        _write(directory / RESULTS, json.dumps(plain_json(matrix.to_json()), indent=1) + "\n")
+        _write(directory / TABLE, matrix_markdown(matrix))
+        _write(directory / TIMELINES, json.dumps(_timelines(self.record, matrix)) + "\n")
+        save_matrix_figure(directory / FIGURE, matrix)
+
+
+def _run_system(system: str, config: Config, books: _Books, view: MatrixView) -> None:
+    def take(message: dict[str, Any]) -> None:
+        books.record.take(system, message)
+        view.update(books.matrix(), f"{system} is running")
+
+    view.update(books.matrix(), f"{system} is starting")
+    arguments = [str(books.directory / "config.yaml"), system]
+    logs = books.directory / "logs" / system
+    failure: str | None = "interrupted"
+    try:
+        run_ranks("jaxmorph.compare_rank", arguments, config.parallelism.stages, logs, take)
+        failure = None
+    except (RunFailedError, UserError) as error:
+        view.say(f"{system} failed: {error}")
+        failure = "; ".join(str(error).splitlines()[:2])  # who, why and the log; not its last lines
+        if isinstance(error, UserError):
+            raise
+    finally:
+        books.record.finish(system, failure)
+        books.write()
+        view.update(books.matrix(), "")
+        _say_results(system, books.matrix(), view)
+
+
+def _say_results(system: str, matrix: Matrix, view: MatrixView) -> None:
+    for condition in matrix.conditions:
+        run = matrix.runs.get((system, condition))
+        if run is not None and run.step_ms is not None and run.plan is not None:
+            times = run.step_ms
+            view.say(
+                f"{system:13} {condition:20} {times.median:8.1f} ms "
+                f"({times.p10:.1f} to {times.p90:.1f}), predicted {run.plan.predicted_ms:.1f}"
+                f"{', noisy' if run.noisy else ''}"
+            )
+
+
+def _timelines(record: MatrixRecord, matrix: Matrix) -> dict[str, dict[str, Any]]:
+    """By condition and system, the measured step that is nearest to the median."""
+    return {
+        condition: {
+            system: timeline.to_json()
+            for system in matrix.systems
+            if (timeline := record.timeline(system, condition)) is not None
+        }
+        for condition in matrix.conditions
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file at once: a reader, or an interruption, never meets half of it."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)

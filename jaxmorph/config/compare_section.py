@@ -1,0 +1,110 @@
+"""The section of a configuration that names what to compare: systems, and conditions of links."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jaxmorph.config.link_problems import emulated_link_problems
+from jaxmorph.config.problems import Problem, mismatch
+from jaxmorph.config.sections import (
+    Count,
+    CountOrZero,
+    EmulatedLink,
+    Expected,
+    Positive,
+    Section,
+    Text,
+)
+
+SystemName = Literal["gpipe", "1f1b", "interleaved", "zb", "zb-delegated", "adaptive"]
+_SYSTEMS = "gpipe, 1f1b, interleaved, zb, zb-delegated, adaptive"
+_STILL_TO_COME = "(falcon and restart are not available yet)"
+HEALTHY = "healthy"
+
+
+class Condition(Section):
+    """A state of the links; one that names none is healthy."""
+
+    name: Text
+    links: Annotated[
+        tuple[EmulatedLink, ...],
+        Field(strict=False),
+        Expected("a list of links, such as [{between: [2, 3], latency_ms: 30}]"),
+    ] = ()
+
+
+class Compare(Section):
+    """Which systems to run under which conditions, and for how long.
+
+    A system first runs `profiling_steps` on healthy links, from which it plans and predicts. Then
+    rounds of `warmup_steps` and `steps` are run for each condition in turn, `repeats` times. A run
+    whose p90 / p10 is above `largest_spread` is called noisy. `reference` is somebody else's
+    median step in ms under each condition, for a system.
+    """
+
+    systems: Annotated[
+        tuple[SystemName, ...],
+        Field(strict=False, min_length=1),
+        Expected(f"a list of systems among {_SYSTEMS} {_STILL_TO_COME}"),
+    ] = ("1f1b", "zb", "zb-delegated", "adaptive")
+    conditions: Annotated[
+        tuple[Condition, ...],
+        Field(strict=False, min_length=1),
+        Expected("a list of conditions, each with a name and, unless it is healthy, links"),
+    ]
+    steps: Count = 10
+    warmup_steps: CountOrZero = 2
+    repeats: Count = 2
+    profiling_steps: CountOrZero = 8
+    largest_spread: Annotated[float, Field(gt=1), Expected("a number above 1")] = 1.15
+    reference: Annotated[
+        dict[SystemName, Annotated[tuple[Positive | None, ...], Field(strict=False)]],
+        Expected(f"by system ({_SYSTEMS}), a list of ms above 0 or null for each condition"),
+    ] = Field(default_factory=dict)
+    reference_source: Annotated[str, Expected("text")] = ""
+
+    @property
+    def healthy(self) -> int:
+        """Which condition the others are held against: the one of that name, or the first."""
+        names = [condition.name for condition in self.conditions]
+        return names.index(HEALTHY) if HEALTHY in names else 0
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps that one system trains for, the measured ones and the others."""
+        rounds = self.repeats * len(self.conditions) * (self.warmup_steps + self.steps)
+        return self.profiling_steps + rounds
+
+
+def compare_problems(compare: Compare, num_stages: int) -> Iterator[Problem]:
+    """What the section contradicts itself or the pipeline in.
+
+    Args:
+        compare: The section.
+        num_stages: Number of stages.
+    """
+    names = Counter(condition.name for condition in compare.conditions)
+    for name in (name for name, count in names.items() if count > 1):
+        yield Problem("compare.conditions", f"got {name!r} twice, expected different names")
+    if len(set(compare.systems)) < len(compare.systems):
+        yield mismatch("compare.systems", list(compare.systems), "each system once")
+    for index, condition in enumerate(compare.conditions):
+        key = f"compare.conditions.{index}.links"
+        yield from emulated_link_problems(key, condition.links, num_stages)
+        for at, link in enumerate(condition.links):
+            yield from _span_problems(f"{key}.{at}", link)
+    count = len(compare.conditions)
+    for system, steps_ms in compare.reference.items():
+        if len(steps_ms) != count:
+            expected = f"a list of {count}, one for each of compare.conditions"
+            yield mismatch(f"compare.reference.{system}", list(steps_ms), expected)
+
+
+def _span_problems(key: str, link: EmulatedLink) -> Iterator[Problem]:
+    """A condition holds for as long as its steps last; over a cut link none of them would end."""
+    for name in ("cut", "from_step", "to_step"):
+        value = getattr(link, name)
+        if value != EmulatedLink.model_fields[name].default:
+            yield mismatch(f"{key}.{name}", value, "nothing: not for a condition to compare under")

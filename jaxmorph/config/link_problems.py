@@ -1,0 +1,82 @@
+"""What a configuration says of links that the pipeline doesn't have."""
+
+from collections.abc import Iterator, Sequence
+
+from jaxmorph.config.problems import Problem, mismatch, unknown_key
+from jaxmorph.config.sections import EmulatedLink, Routes, Schedule
+from jaxmorph.schedule.costs import Link
+
+
+def possible_links(num_stages: int) -> tuple[Link, ...]:
+    """The links that a pipeline may have, neighbours first.
+
+    Args:
+        num_stages: Number of stages.
+
+    Returns:
+        Those between neighbours, and the one between the last stage and the first, which chunks and
+        tied parameters use.
+    """
+    neighbours = [Link(stage, stage + 1) for stage in range(num_stages - 1)]
+    around = [Link(0, num_stages - 1)] if num_stages > 2 else []
+    return (*neighbours, *around)
+
+
+def route_problems(routes: Routes, num_stages: int) -> Iterator[Problem]:
+    """Routes of links that don't exist.
+
+    Args:
+        routes: The section.
+        num_stages: Number of stages.
+    """
+    yield from _unknown_links("routes", tuple(routes.by_link), ("default",), num_stages)
+
+
+def link_ms_problems(schedule: Schedule, num_stages: int) -> Iterator[Problem]:
+    """Latencies for links that don't exist.
+
+    Args:
+        schedule: The section.
+        num_stages: Number of stages.
+    """
+    yield from _unknown_links("schedule.link_ms", tuple(schedule.link_ms or ()), (), num_stages)
+
+
+def emulated_link_problems(
+    key: str, links: Sequence[EmulatedLink], num_stages: int
+) -> Iterator[Problem]:
+    """Emulated links that don't exist, and spans of steps that are empty.
+
+    Args:
+        key: Where the list stands.
+        links: Its entries.
+        num_stages: Number of stages.
+    """
+    for index, link in enumerate(links):
+        at = f"{key}.{index}"
+        if Link(*link.between) not in possible_links(num_stages):
+            expected = (
+                f"two neighbours of the {num_stages} stages, the lower one first, or the first "
+                "and the last"
+            )
+            yield mismatch(f"{at}.between", list(link.between), expected)
+        elif link.source is not None and link.source not in link.between:
+            low, high = link.between
+            yield mismatch(f"{at}.source", link.source, f"null, {low} or {high}")
+        if link.to_step is not None and link.to_step <= (link.from_step or 0):
+            expected = f"null, or a step after from_step, which is {link.from_step or 0}"
+            yield mismatch(f"{at}.to_step", link.to_step, expected)
+
+
+def _unknown_links(
+    key: str, names: Sequence[str], others: Sequence[str], num_stages: int
+) -> Iterator[Problem]:
+    links = tuple(map(str, possible_links(num_stages)))
+    for name in names:
+        turned = "-".join(reversed(name.split("-")))
+        if not links:
+            yield Problem(f"{key}.{name}", "unknown key; a pipeline of one stage has no links")
+        elif turned in links and turned != name:
+            yield Problem(f"{key}.{name}", f"unknown key; did you mean '{turned}'?")
+        elif name not in links:
+            yield unknown_key(f"{key}.{name}", (*others, *links))

@@ -1,0 +1,178 @@
+"""Takes what the ranks of each system tell, and makes of it the runs of a comparison."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from jaxmorph.config.compare_section import Compare, Condition
+from jaxmorph.reporting.run_matrix import Matrix, PlannedRun, Run, StepTimes
+from jaxmorph.schedule.timeline import Timeline
+
+Message = dict[str, Any]
+Key = tuple[str, str]
+_LISTED = ("step_ms", "loss", "bubble_rate", "blocking", "dependency", "other")
+
+
+class MatrixRecord:
+    """The books of a comparison, in the process that the user started.
+
+    Args:
+        compare: What is compared.
+        name: The comparison's.
+    """
+
+    def __init__(self, compare: Compare, name: str) -> None:
+        self._compare = compare
+        self._name = name
+        self._names = [condition.name for condition in compare.conditions]
+        self._plans: dict[Key, PlannedRun] = {}
+        self._failures: dict[str, str] = {}
+        self._finished: set[str] = set()
+        self._measured: dict[Key, dict[str, list]] = defaultdict(lambda: defaultdict(list))
+        self._timelines: dict[Key, list[tuple[float, Message]]] = defaultdict(list)
+
+    def take(self, system: str, message: Message) -> None:
+        """Handle one message (see `compare_rank`).
+
+        Args:
+            system: Whose ranks sent it.
+            message: What rank 0 told.
+        """
+        match message:
+            case {"kind": "plans", "plans": plans}:
+                for name, fields in zip(self._names, plans, strict=True):
+                    self._plans[system, name] = _planned(fields)
+            case {"kind": "steps", "condition": index, "timeline": timeline, "timeline_ms": at_ms}:
+                key = (system, self._names[index])
+                for field in _LISTED:
+                    self._measured[key][field].extend(message[field])
+                self._timelines[key].append((at_ms, timeline))
+            case _:
+                raise ValueError(f"a message of no known kind: {message}")
+
+    def finish(self, system: str, failure: str | None = None) -> None:
+        """Note that a system has ended.
+
+        Args:
+            system: Which.
+            failure: Why it could not be run to its end.
+        """
+        self._finished.add(system)
+        if failure is not None:
+            self._failures[system] = failure
+
+    @property
+    def failures(self) -> Mapping[str, str]:
+        """Why systems could not be run to their end."""
+        return self._failures
+
+    def timeline(self, system: str, condition: str) -> Timeline | None:
+        """The measured step nearest to the run's median; None where nothing was measured.
+
+        Args:
+            system: The system's name.
+            condition: The condition's.
+        """
+        seen = self._timelines.get((system, condition))
+        if not seen:
+            return None
+        middle_ms = median(self._measured[system, condition]["step_ms"])
+        _, nearest = min(seen, key=lambda pair: abs(pair[0] - middle_ms))
+        return Timeline.from_json(nearest)
+
+    def matrix(self, notes: Mapping[str, str]) -> Matrix:
+        """All runs so far.
+
+        Args:
+            notes: What else the reader must know, by its label.
+        """
+        compare = self._compare
+        link, latencies_ms = one_slow_link(compare.conditions)
+        systems = compare.systems
+        runs = [self._run(system, name) for system in systems for name in self._names]
+        return Matrix(
+            name=self._name,
+            systems=tuple(systems),
+            conditions=tuple(self._names),
+            runs={(run.system, run.condition): run for run in runs if run is not None},
+            latencies_ms=latencies_ms,
+            link=link,
+            reference_source=compare.reference_source,
+            notes=dict(notes),
+        )
+
+    def _run(self, system: str, condition: str) -> Run | None:
+        seen = self._measured.get((system, condition), {})
+        if not seen and system not in self._finished:
+            return None
+        step_ms = StepTimes.of(seen["step_ms"]) if seen else None
+        index = self._names.index(condition)
+        return Run(
+            system=system,
+            condition=condition,
+            step_ms=step_ms,
+            plan=self._plans.get((system, condition)),
+            slowdown=self._slowdown(system, step_ms),
+            bubble_rate=median(seen["bubble_rate"]) if seen else None,
+            blocking_stall_rate=_medians(seen["blocking"]) if seen else (),
+            dependency_bubble_rate=_medians(seen["dependency"]) if seen else (),
+            other_idle_rate=_medians(seen["other"]) if seen else (),
+            loss=seen["loss"][-1] if seen else None,
+            reference_ms=self._reference_ms(system, index),
+            failed=self._failure(system, step_ms),
+            noisy=self._noise(step_ms),
+        )
+
+    def _slowdown(self, system: str, step_ms: StepTimes | None) -> float | None:
+        healthy = self._measured.get((system, self._names[self._compare.healthy]))
+        if step_ms is None or not healthy:
+            return None
+        return step_ms.median / median(healthy["step_ms"])
+
+    def _reference_ms(self, system: str, index: int) -> float | None:
+        steps_ms = {str(name): values for name, values in self._compare.reference.items()}
+        return steps_ms[system][index] if system in steps_ms else None
+
+    def _failure(self, system: str, step_ms: StepTimes | None) -> str | None:
+        wanted = self._compare.steps * self._compare.repeats
+        if system not in self._finished or (step_ms is not None and step_ms.n >= wanted):
+            return None
+        got = f"{step_ms.n if step_ms else 0} of {wanted} steps measured"
+        return f"{got}: {self._failures.get(system, 'its ranks ended early')}"
+
+    def _noise(self, step_ms: StepTimes | None) -> str | None:
+        largest = self._compare.largest_spread
+        if step_ms is None or step_ms.spread <= largest:
+            return None
+        return f"p90 / p10 is {step_ms.spread:.3f}, above {largest:g}"
+
+
+def one_slow_link(conditions: Sequence[Condition]) -> tuple[str, tuple[float, ...]]:
+    """The link in whose latency alone conditions differ.
+
+    Args:
+        conditions: At least one.
+
+    Returns:
+        The link's name and its latency under each condition, in rising order; nothing where the
+        conditions differ in more than that, or are fewer than three.
+    """
+    slow = [link for condition in conditions for link in condition.links]
+    kinds = {(link.between, link.bandwidth_mbps, link.jitter_ms, link.source) for link in slow}
+    if len(conditions) < 3 or len(kinds) != 1 or any(len(c.links) > 1 for c in conditions):
+        return "", ()
+    latencies_ms = tuple(sum(link.latency_ms for link in c.links) for c in conditions)
+    (between, *others) = next(iter(kinds))
+    if others != [None, 0.0, None] or list(latencies_ms) != sorted(set(latencies_ms)):
+        return "", ()
+    return f"{between[0]}-{between[1]}", latencies_ms
+
+
+def _planned(fields: Message) -> PlannedRun:
+    return PlannedRun(**{**fields, "warmup_forwards": tuple(fields["warmup_forwards"])})
+
+
+def _medians(steps: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The median of each stage."""
+    return tuple(median(stage) for stage in zip(*steps, strict=True))

@@ -1,0 +1,136 @@
+"""How many messages of a channel can be under way at once, however slow the link.
+
+A rank's host hands instructions to its queue ahead of time: only a delegated receive makes it wait.
+A send takes its slot there, before it is handed over, and gives it back once the receiver has the
+message. So what bounds the slots in use is what a send knows to have been received already, by
+the messages that its own rank had to wait for. That doesn't depend on any duration: one replay of
+the ranks, each event with a clock of what it knows about every host, tells it for every timing.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxmorph.program.channels import Channel, channel_of
+from jaxmorph.program.check import ProgramError
+from jaxmorph.program.instructions import Instruction, RankProgram, Receive, Send, Transfer
+
+_Clock = np.ndarray
+"""int64 [ranks]: how many instructions each rank's host is known to have handled."""
+
+
+def slots_needed(programs: Sequence[RankProgram]) -> dict[Channel, int]:
+    """The slots with which no send of a step ever waits for one.
+
+    Args:
+        programs: One program per rank, in rank order, which run to completion.
+
+    Returns:
+        For every channel that delegated transfers travel, the largest number of messages sent and
+        not received under any timing of ops and links, rounded up to a power of two. As many are
+        enough at both ends.
+
+    Raises:
+        ProgramError: The ranks wait for each other for ever.
+    """
+    most: dict[Channel, int] = {}
+    received = {program.rank: _received_by(program) for program in programs}
+    sent: dict[Channel, int] = {}
+    for transfer, knows in _sends(programs):
+        channel = channel_of(transfer)
+        sent[channel] = sent.get(channel, 0) + 1
+        handled = int(knows[transfer.destination])
+        positions = received[transfer.destination][channel]
+        outstanding = sent[channel] - int(np.searchsorted(positions, handled))
+        most[channel] = max(most.get(channel, 0), outstanding)
+    return {channel: power_of_two(number) for channel, number in most.items()}
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least a number."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def _received_by(program: RankProgram) -> dict[Channel, list[int]]:
+    """At which instructions a rank takes the delegated messages of each channel."""
+    positions: dict[Channel, list[int]] = {}
+    for position, step in enumerate(program.instructions):
+        if isinstance(step, Receive) and step.route == "delegated":
+            positions.setdefault(channel_of(step.transfer), []).append(position)
+    return positions
+
+
+@dataclass
+class _Rank:
+    """How far a rank's host and its queue are, and what they know of all hosts."""
+
+    program: RankProgram
+    host: _Clock
+    queue: _Clock
+    handled: int = 0
+    queued: deque[tuple[Send | Receive, _Clock]] = field(default_factory=deque)
+
+    @property
+    def front(self) -> Send | Receive | None:
+        """The transfer that the queue stands at."""
+        return self.queued[0][0] if self.queued else None
+
+
+def _sends(programs: Sequence[RankProgram]) -> Iterator[tuple[Transfer, _Clock]]:
+    """Every delegated send as its host handles it, in each host's order, and what that knows."""
+    size = len(programs)
+    ranks = [_Rank(program, np.zeros(size, int), np.zeros(size, int)) for program in programs]
+    on_the_way: dict[Transfer, _Clock] = {}
+    moved = True
+    while moved:
+        moved = False
+        for rank in ranks:
+            for step in _advance_host(rank, on_the_way):
+                moved = True
+                if isinstance(step, Send) and step.route == "delegated":
+                    yield step.transfer, rank.host.copy()
+            moved |= _advance_queue(rank, ranks, on_the_way)
+    if any(rank.queued or rank.handled < len(rank.program.instructions) for rank in ranks):
+        raise ProgramError("deadlock: the ranks wait for each other for ever")
+
+
+def _advance_host(rank: _Rank, on_the_way: dict[Transfer, _Clock]) -> Iterator[Instruction]:
+    """Handles instructions up to a delegated receive of what hasn't been sent."""
+    instructions = rank.program.instructions
+    while rank.handled < len(instructions):
+        step = instructions[rank.handled]
+        if isinstance(step, Receive) and step.route == "delegated":
+            if step.transfer not in on_the_way:
+                return
+            np.maximum(rank.host, on_the_way.pop(step.transfer), out=rank.host)
+        elif isinstance(step, Send | Receive):
+            rank.queued.append((step, rank.host.copy()))
+        rank.handled += 1
+        rank.host[rank.program.rank] = rank.handled
+        yield step
+
+
+def _advance_queue(rank: _Rank, ranks: Sequence[_Rank], on_the_way: dict[Transfer, _Clock]) -> bool:
+    """Runs what a queue can; says whether anything moved."""
+    moved = False
+    while (step := rank.front) is not None:
+        if step.route == "direct":
+            peer = ranks[sum(step.transfer[1:3]) - rank.program.rank]
+            if peer.front is None or peer.front.transfer != step.transfer:
+                break
+            _pop(peer)
+            _pop(rank)
+            np.maximum(rank.queue, peer.queue, out=rank.queue)
+            peer.queue[:] = rank.queue
+        else:
+            _pop(rank)
+            on_the_way[step.transfer] = rank.queue.copy()
+        moved = True
+    return moved
+
+
+def _pop(rank: _Rank) -> None:
+    _, knew = rank.queued.popleft()
+    np.maximum(rank.queue, knew, out=rank.queue)

@@ -1,0 +1,161 @@
+"""What a comparison measures: a run for each system under each condition of the links."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The steps of one run, in milliseconds.
+
+    Attributes:
+        median: Their median.
+        p10: What a tenth of them stays below.
+        p90: What a tenth of them is above.
+        n: How many were measured.
+    """
+
+    median: float
+    p10: float
+    p90: float
+    n: int
+
+    @classmethod
+    def of(cls, step_ms: Sequence[float]) -> "StepTimes":
+        """The times of at least one step."""
+        p10, median, p90 = np.percentile(step_ms, (10, 50, 90)).tolist()
+        return cls(median, p10, p90, len(step_ms))
+
+    @property
+    def spread(self) -> float:
+        """The slow steps over the quick ones, p90 / p10."""
+        return self.p90 / self.p10 if self.p10 else float("inf")
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What a system is to run under a condition.
+
+    Attributes:
+        predicted_ms: The step, simulated with measured op costs and the condition's delays.
+        lower_bound_ms: A step that no schedule could beat, by the same costs and delays.
+        schedule: The schedule's name.
+        warmup_forwards: Forwards before the first backward, for each stage.
+        routes: Each link's route.
+        regime: How delays of links are spent: ``holds queues`` or ``overlaps``.
+    """
+
+    predicted_ms: float
+    lower_bound_ms: float
+    schedule: str
+    warmup_forwards: tuple[int, ...]
+    routes: Mapping[str, str]
+    regime: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One system under one condition.
+
+    Attributes:
+        system: Its name.
+        condition: Its name.
+        step_ms: Measured steps, from barrier to barrier; None where none was.
+        plan: What was to be run; None where the system failed before that was known.
+        slowdown: The median step over that of the same system under the reference condition.
+        bubble_rate: Median share of the step that the stages idle.
+        blocking_stall_rate: For each stage, the median share of the step that its next op, ready,
+            waited for a queue that a transfer held.
+        dependency_bubble_rate: For each stage, the median share that it waited for data.
+        other_idle_rate: For each stage, the median share that neither explains: dispatch, copies.
+        loss: Of the last measured step.
+        reference_ms: What somebody else measured, for comparison.
+        failed: Why there is no complete run; None where there is.
+        noisy: Why the times should not be trusted; None where they may.
+    """
+
+    system: str
+    condition: str
+    step_ms: StepTimes | None = None
+    plan: PlannedRun | None = None
+    slowdown: float | None = None
+    bubble_rate: float | None = None
+    blocking_stall_rate: tuple[float, ...] = ()
+    dependency_bubble_rate: tuple[float, ...] = ()
+    other_idle_rate: tuple[float, ...] = ()
+    loss: float | None = None
+    reference_ms: float | None = None
+    failed: str | None = None
+    noisy: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The run as a JSON object, what was planned among its own fields."""
+        fields = asdict(self)
+        planned = fields.pop("plan") or {"predicted_ms": None, "regime": None}
+        return fields | planned
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """All runs of a comparison.
+
+    Attributes:
+        name: The comparison's.
+        systems: Their names, in the order they run.
+        conditions: Their names, in the order of the configuration.
+        latencies_ms: For each condition, the latency of the one link that all have in common; empty
+            where conditions differ in more than that.
+        link: The name of that link.
+        runs: By system and condition; those that are still to come are missing.
+        reference_source: Where `reference_ms` comes from.
+        notes: Label and text of what else the reader must know: regime, machine, load, command.
+    """
+
+    name: str
+    systems: tuple[str, ...]
+    conditions: tuple[str, ...]
+    runs: Mapping[tuple[str, str], Run]
+    latencies_ms: tuple[float, ...] = ()
+    link: str = ""
+    reference_source: str = ""
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether any run has somebody else's measurement beside it."""
+        return any(run.reference_ms is not None for run in self.runs.values())
+
+    def rows(self) -> list[tuple[str, list[Run | None]]]:
+        """Each system with its runs in the order of the conditions; None: not run yet."""
+        return [
+            (system, [self.runs.get((system, condition)) for condition in self.conditions])
+            for system in self.systems
+        ]
+
+    @property
+    def loss_difference(self) -> float | None:
+        """How far systems' losses are apart, relative, where they are furthest.
+
+        All systems train on the same data, so under one condition they should end with the same
+        loss. None where no condition has two of them.
+        """
+        apart = []
+        for condition in self.conditions:
+            seen = [self.runs.get((system, condition)) for system in self.systems]
+            losses = [run.loss for run in seen if run and not run.failed and run.loss is not None]
+            if len(losses) > 1:
+                apart.append((max(losses) - min(losses)) / max(map(abs, losses), default=1.0))
+        return max(apart, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """The comparison as a JSON object; its ``runs`` stand in the order of `rows`."""
+        return {
+            "name": self.name,
+            "reference_source": self.reference_source,
+            "loss_difference": self.loss_difference,
+            "notes": dict(self.notes),
+            "runs": [run.to_json() for _, row in self.rows() for run in row if run is not None],
+        }

@@ -1,0 +1,227 @@
+"""How a payload gets from a stage's device into a slot: compiled programs, in several tiers.
+
+A tier is chosen once, when a rank starts, by trying it. Every tier gets the same eight words of
+control: where the payload goes, where the signal and the acknowledgement are, the number that the
+signal takes, and for how long a kernel may spin. Callbacks never wait: what they would wait for
+may be dispatched behind them.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from jaxmorph.runtime.links import PayloadShape
+from jaxmorph.runtime.payloads import SlotUse
+from jaxmorph.transport.plane import OutgoingSlot
+
+CONTROL_WORDS = 8
+_WORD = 0xFFFFFFFF
+_TICKET = jax.ShapeDtypeStruct((1,), jnp.uint32)
+_CONTROL = jax.ShapeDtypeStruct((CONTROL_WORDS,), jnp.uint32)
+_log = logging.getLogger(__name__)
+
+
+class CopyProgram(Protocol):
+    """Copies payloads of one shape into slots."""
+
+    def start(
+        self, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
+    ) -> jax.Array:
+        """Dispatch one copy; waits for nothing.
+
+        Args:
+            value: The payload.
+            part: Which of its elements, as a flat array.
+            slot: Where to; it is posted and completed when they are all there.
+            tag: What the message is posted with.
+
+        Returns:
+            A ticket: ready when the copy is over, an error where it failed. Value and ticket must
+            be kept until then.
+        """
+        ...
+
+
+class CopyTier(Protocol):
+    """One way to make copy programs."""
+
+    name: str
+
+    def compile(self, use: SlotUse, placement: Sharding) -> CopyProgram:
+        """The program for payloads of a shape, compiled for where they are kept."""
+        ...
+
+
+def control_words(slot: OutgoingSlot, signal_address: int = 0, spin_us: int = 0) -> np.ndarray:
+    """What a copy program is told of a slot.
+
+    Args:
+        slot: Where the payload goes.
+        signal_address: The slot's, for a tier that writes the signal itself.
+        spin_us: For how long a kernel may wait for anything, microseconds.
+
+    Returns:
+        uint32 [8]: the addresses of payload, signal and acknowledgement, each as its low and its
+        high word; the number that the signal takes; the spinning time.
+    """
+    addresses = (slot.address, signal_address, 0)
+    halves = (half for address in addresses for half in (address & _WORD, address >> 32))
+    return np.array([*halves, _signal_of(slot), spin_us], np.uint32)
+
+
+def _signal_of(slot: OutgoingSlot) -> int:
+    return slot.sequence + 1 & _WORD
+
+
+class HostCallbackTier:
+    """A host callback inside a compiled program copies out of the buffer that it is shown.
+
+    Args:
+        name: "buffer_callback" or "io_callback".
+        embed: Makes a traceable function of a callback that is given arrays and returns nothing.
+    """
+
+    def __init__(self, name: str, embed: Callable[[Callable[..., None]], Any]) -> None:
+        self.name = name
+        self._embed = embed
+
+    def compile(self, use: SlotUse, placement: Sharding) -> CopyProgram:
+        """The program for payloads of a shape, compiled for where they are kept."""
+        return _HostCallbackProgram(self._embed, use, placement)
+
+
+class _HostCallbackProgram:
+    """One callback for all messages of a channel: it finds the slot by the signal's number."""
+
+    def __init__(
+        self, embed: Callable[[Callable[..., None]], Any], use: SlotUse, placement: Sharding
+    ) -> None:
+        self._open: dict[int, tuple[OutgoingSlot, tuple[int, ...]]] = {}
+        self._is_whole = len(use.parts) == 1
+        call = embed(self._copy)
+        payload = jax.ShapeDtypeStruct(use.payload.shape, use.payload.dtype, sharding=placement)
+        first = jax.ShapeDtypeStruct((), jnp.int32)
+        self._programs: dict[int, jax.stages.Compiled] = {}
+        for length in {len(part) for part in use.parts}:
+            copy = call if self._is_whole else _of_part(call, length)
+            shapes = (payload, _CONTROL) if self._is_whole else (payload, first, _CONTROL)
+            self._programs[length] = jax.jit(copy).lower(*shapes).compile()
+
+    def start(
+        self, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
+    ) -> jax.Array:
+        """Dispatch one copy; see `CopyProgram`."""
+        self._open[_signal_of(slot)] = (slot, tuple(tag))
+        program, control = self._programs[len(part)], control_words(slot)
+        if self._is_whole:
+            return program(value, control)
+        return program(value, np.int32(part.start), control)
+
+    def _copy(self, payload: np.ndarray, control: np.ndarray) -> None:
+        low, high, *_, number, _ = control.tolist()
+        slot, tag = self._open.pop(number)
+        payload = np.ascontiguousarray(payload)
+        ctypes.memmove(high << 32 | low, payload.ctypes.data, payload.nbytes)
+        slot.post(payload.nbytes, tag)
+        slot.complete()
+
+
+def _of_part(call: Any, length: int) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    def copy(value: jax.Array, first: jax.Array, control: jax.Array) -> jax.Array:
+        part = jax.lax.dynamic_slice_in_dim(value.reshape(-1), first, length)
+        return call(part, control)
+
+    return copy
+
+
+def _embed_buffer_callback(copy: Callable[..., None]) -> Any:
+    from jax.experimental.buffer_callback import buffer_callback
+
+    def called(context: Any, ticket: Any, payload: Any, control: Any) -> None:
+        del context
+        words = np.asarray(control)
+        copy(np.asarray(payload), words)
+        np.asarray(ticket)[...] = words[-2]
+
+    return buffer_callback(called, _TICKET, has_side_effect=True)
+
+
+def _embed_io_callback(copy: Callable[..., None]) -> Any:
+    from jax.experimental import io_callback
+
+    def called(payload: Any, control: Any) -> np.ndarray:
+        words = np.asarray(control)
+        copy(np.asarray(payload), words)
+        return words[-2:-1].copy()
+
+    return lambda payload, control: io_callback(called, _TICKET, payload, control, ordered=False)
+
+
+def host_callback_tiers() -> list[CopyTier]:
+    """The tiers that work wherever JAX has host callbacks, the cheapest first."""
+    return [
+        HostCallbackTier("buffer_callback", _embed_buffer_callback),
+        HostCallbackTier("io_callback", _embed_io_callback),
+    ]
+
+
+def choose_tier(placement: Sharding, tiers: Sequence[CopyTier] | None = None) -> CopyTier:
+    """The first tier that copies a payload as it should.
+
+    Args:
+        placement: Where the stage keeps its arrays.
+        tiers: What to try, in this order; None: those with host callbacks.
+
+    Raises:
+        RuntimeError: If none works; the message says why.
+    """
+    failures = []
+    for tier in host_callback_tiers() if tiers is None else tiers:
+        try:
+            _try(tier, placement)
+        except Exception as error:  # whatever it is: the next one may do
+            failures.append(f"{tier.name}: {error!r}")
+            _log.warning("copies by %s don't work here: %r", tier.name, error)
+        else:
+            return tier
+    raise RuntimeError(f"no way to copy into a slot works here: {'; '.join(failures)}")
+
+
+class _TrialSlot:
+    """Memory of this process that stands for a slot."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.sequence = _WORD  # so that the signal's number wraps
+        self.payload = np.zeros(num_bytes, np.uint8)
+        self.address = self.payload.ctypes.data
+        self.signal_address = 0
+        self.said: list[Any] = []
+
+    def post(self, num_bytes: int, tag: Sequence[int]) -> None:
+        self.said.append((num_bytes, tuple(tag)))
+
+    def complete(self) -> None:
+        self.said.append("complete")
+
+
+def _try(tier: CopyTier, placement: Sharding) -> None:
+    """Copy a small payload in two parts, and look at what came."""
+    values = np.arange(1, 1025, dtype=np.float32).reshape(4, 256)
+    use = SlotUse(PayloadShape(values.shape, jnp.dtype(jnp.float32)), 1000)
+    program, value = tier.compile(use, placement), jax.device_put(values, placement)
+    arrived = []
+    for part in use.parts:
+        slot = _TrialSlot(use.slot_bytes)
+        ticket = np.asarray(program.start(value, part, slot, (len(part),)))
+        expected = ([(4 * len(part), (len(part),)), "complete"], [0])
+        if (slot.said, ticket.tolist()) != expected:
+            raise RuntimeError(f"got {(slot.said, ticket.tolist())}, expected {expected}")
+        arrived.append(slot.payload.view(np.float32)[: len(part)])
+    if not np.array_equal(np.concatenate(arrived), values.reshape(-1)):
+        raise RuntimeError("the bytes that came are not those that were sent")

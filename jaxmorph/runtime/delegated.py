@@ -1,0 +1,317 @@
+"""The delegated route: transfers go through slots in host memory, and nobody's queue waits.
+
+A send reserves its slot on the host, before it stands on any queue; on the queue it is a copy into
+that slot and no more. A receive waits on the host, before the op that needs the payload is
+enqueued, and copies out of the slot, which is free again at once.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from jaxmorph.program.channels import Channel, channel_of
+from jaxmorph.runtime.copy_tiers import CopyProgram, CopyTier
+from jaxmorph.runtime.identity import TransferIdentity
+from jaxmorph.runtime.payloads import SlotUse, channel_name
+from jaxmorph.runtime.routes import AbandonedEpochError, Moved, Posting, TransferMismatchError
+from jaxmorph.transport.names import ChannelName, Tag
+from jaxmorph.transport.plane import DataPlane, IncomingSlot, OutgoingSlot
+
+Slot = TypeVar("Slot")
+
+_WORDS = 1 << 32
+_AT_ONCE = 0.0  # a deadline long past
+_CACHE_LINE = 64  # what JAX wants of memory that it takes over without a copy
+
+
+@dataclass
+class DelegatedCounts:
+    """What has happened on a rank's delegated links.
+
+    Attributes:
+        slot_waits: Whole messages that found no free slot and waited for one, on the host.
+        slot_wait_s: For how long, together.
+        stream_wait_s: How long messages in parts waited, on the host, for parts before to leave.
+        skipped: Messages thrown away: of an abandoned epoch, or come before.
+    """
+
+    slot_waits: int = 0
+    slot_wait_s: float = 0.0
+    stream_wait_s: float = 0.0
+    skipped: int = 0
+
+
+class DelegatedRoute:
+    """Carries messages by the data plane; see `routes.Route`.
+
+    Args:
+        plane: This rank's.
+        slot_uses: How the payload of each channel that may be delegated lies in its slots.
+        rank: This rank.
+        placement: Where the stage keeps its arrays.
+        tier: What copies payloads into slots.
+        check: Raises what has gone wrong elsewhere on this rank; asked now and then while waiting,
+            for what is waited for may depend on it.
+    """
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        slot_uses: Mapping[Channel, SlotUse],
+        rank: int,
+        placement: Sharding,
+        tier: CopyTier,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.tier = tier.name
+        self.counts, self._told = DelegatedCounts(), DelegatedCounts()
+        self._plane = plane
+        self._placement = placement
+        self._check = check
+        self._abandoned = -1
+        self._copying: deque[tuple[jax.Array, jax.Array]] = deque()
+        self._senders: dict[Channel, _Sender] = {}
+        self._receivers: dict[Channel, _Receiver] = {}
+        for channel, use in slot_uses.items():
+            name = channel_name(channel)
+            if channel.source == rank:
+                self._senders[channel] = _Sender(name, use, tier.compile(use, placement))
+            elif channel.destination == rank:
+                self._receivers[channel] = _Receiver(name, use)
+        self._num_slots = dict.fromkeys((*self._senders, *self._receivers), _FIRST_SLOTS)
+
+    @property
+    def holds_queue(self) -> bool:
+        """False: a receive waits on the host."""
+        return False
+
+    @property
+    def slot_bytes(self) -> int:
+        """Shared memory that this rank's payloads have, at its ends of all channels."""
+        ends = [*self._senders.items(), *self._receivers.items()]
+        return sum(self._num_slots[channel] * end.use.slot_bytes for channel, end in ends)
+
+    def make_room(self, needed: Mapping[Channel, int]) -> None:
+        """Give channels the slots that a plan needs, while nothing is under way on any of them.
+
+        Args:
+            needed: How many messages each channel may have under way; those that this rank is no
+                end of don't matter to it.
+        """
+        for channel, end in [*self._senders.items(), *self._receivers.items()]:
+            wanted = end.use.slots_for(needed.get(channel, 1))
+            if wanted > self._num_slots[channel]:
+                self._plane.grow(end.name, wanted)
+                self._num_slots[channel] = wanted
+
+    def reserve(self, identity: TransferIdentity, deadline_s: float) -> Iterator[Posting]:
+        """Take a slot for each part of a message, when it is asked for the part.
+
+        Raises:
+            TimeoutError: If none becomes free by the deadline.
+            PeerGoneError: If the receiver is gone.
+        """
+        sender = self._senders[self._channel(identity)]
+        for index, part in enumerate(sender.use.parts):
+            slot = self._free_slot(identity, sender, deadline_s)
+            tag = _tag(identity, index, len(sender.use.parts))
+            yield partial(self._start, sender, part, slot, tag)
+
+    def post(self, identity: TransferIdentity, value: jax.Array, arrived_s: float) -> Moved:
+        """Reserve and send at once; for one that stands on no queue."""
+        postings = self.reserve(identity, time.monotonic() + _POST_S)
+        *_, last = [posting(value, arrived_s) for posting in postings]
+        return last
+
+    def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
+        """Wait for a message on the host, and copy it out.
+
+        Returns:
+            The payload, when its first part was posted and when its last one had landed.
+        """
+        del arrived_s
+        receiver = self._receivers[self._channel(identity)]
+        whole = _aligned(receiver.use)
+        posted_s, landed_s = np.inf, -np.inf
+        for index, part in enumerate(receiver.use.parts):
+            tag = _tag(identity, index, len(receiver.use.parts))
+            slot = self._expected(identity, receiver, tag, deadline_s)
+            posted_s, landed_s = min(posted_s, slot.posted_s), max(landed_s, slot.landed_s)
+            _copy_out(slot, whole, part, identity)
+        payload = whole.reshape(receiver.use.payload.shape)
+        return Moved(jax.device_put(payload, self._placement), posted_s, landed_s)
+
+    def abandon(self, epoch: int) -> None:
+        """Refuse what is left of an epoch; what still comes of it is thrown away."""
+        self._abandoned = max(self._abandoned, epoch)
+
+    def settle(self) -> None:
+        """Wait until all copies that were started are over; an error of any is raised."""
+        while self._copying:
+            ticket, _ = self._copying.popleft()
+            jax.block_until_ready(ticket)
+
+    def events(self) -> list[dict[str, Any]]:
+        """Sends that waited for a slot since the last call; a plan's slots let none of them."""
+        before, self._told = self._told, replace(self.counts)
+        waits = self.counts.slot_waits - before.slot_waits
+        waited_ms = 1e3 * (self.counts.slot_wait_s - before.slot_wait_s)
+        detail = f"{waits} sends, {waited_ms:.1f} ms"
+        told = {"kind": "waited_for_slots", "time_s": time.monotonic(), "detail": detail}
+        return [told] if waits else []
+
+    def statistics(self) -> dict[str, Any]:
+        """What has been counted, and how copies are made."""
+        return {"tier": self.tier, **asdict(self.counts)}
+
+    def _channel(self, identity: TransferIdentity) -> Channel:
+        if identity.epoch <= self._abandoned:
+            raise AbandonedEpochError(
+                f"{identity}: this life of the route has ended, expected an epoch after "
+                f"{self._abandoned}"
+            )
+        return channel_of(identity.transfer)
+
+    def _free_slot(
+        self, identity: TransferIdentity, sender: "_Sender", deadline_s: float
+    ) -> OutgoingSlot:
+        try:
+            return self._plane.reserve(sender.name, _AT_ONCE)
+        except TimeoutError:
+            began_s = time.monotonic()
+        try:
+            return self._waited_for(self._plane.reserve, sender.name, identity, deadline_s)
+        finally:
+            self._count_wait(time.monotonic() - began_s, is_whole=len(sender.use.parts) == 1)
+
+    def _count_wait(self, waited_s: float, *, is_whole: bool) -> None:
+        if is_whole:
+            self.counts.slot_waits += 1
+            self.counts.slot_wait_s += waited_s
+        else:
+            self.counts.stream_wait_s += waited_s
+
+    def _start(
+        self,
+        sender: "_Sender",
+        part: range,
+        slot: OutgoingSlot,
+        tag: Tag,
+        value: jax.Array,
+        arrived_s: float,
+    ) -> Moved:
+        """Dispatch a copy; its ticket and the value are kept until it is over."""
+        del arrived_s
+        ticket = sender.program.start(value, part, slot, tag)
+        while self._copying and _is_ready(self._copying[0][0]):
+            jax.block_until_ready(self._copying.popleft()[0])  # for its error, if it has one
+        self._copying.append((ticket, value))
+        return Moved(ticket)
+
+    def _expected(
+        self, identity: TransferIdentity, receiver: "_Receiver", tag: Tag, deadline_s: float
+    ) -> IncomingSlot:
+        """The slot of the message that is due; those that come too late are skipped."""
+        while True:
+            slot = self._waited_for(self._plane.take, receiver.name, identity, deadline_s)
+            if slot.tag == tag:
+                receiver.note(tag)
+                return slot
+            found = slot.tag
+            slot.release()
+            if not receiver.is_late(found, identity):
+                raise TransferMismatchError(f"expected {identity}, {tag}, but {found} came")
+            self.counts.skipped += 1
+
+    def _waited_for(
+        self,
+        wait: Callable[[ChannelName, float], Slot],
+        name: ChannelName,
+        identity: TransferIdentity,
+        deadline_s: float,
+    ) -> Slot:
+        """A slot, waited for with an eye on the rest of the rank."""
+        while True:
+            until_s = min(deadline_s, time.monotonic() + _CHECK_EVERY_S)
+            try:
+                return wait(name, until_s)
+            except TimeoutError as error:
+                self._check()
+                if until_s >= deadline_s:
+                    raise TimeoutError(f"{identity}: {error}") from error
+
+
+_FIRST_SLOTS = 2
+_CHECK_EVERY_S = 0.5
+_POST_S = 60.0
+
+
+@dataclass(frozen=True)
+class _Sender:
+    """What a channel's messages are copied by."""
+
+    name: ChannelName
+    use: SlotUse
+    program: CopyProgram
+
+
+@dataclass
+class _Receiver:
+    """What has been taken from a channel in the step that it is in."""
+
+    name: ChannelName
+    use: SlotUse
+    taken: set[Tag] = field(default_factory=set)
+    step: tuple[int, ...] = ()
+
+    def note(self, tag: Tag) -> None:
+        """A message has been taken."""
+        if tag[:2] != self.step:
+            self.step = tag[:2]
+            self.taken.clear()
+        self.taken.add(tag)
+
+    def is_late(self, tag: Tag, expected: TransferIdentity) -> bool:
+        """Whether a message is of an earlier epoch or step, or has been taken before."""
+        if tag[0] != expected.epoch:
+            return tag[0] < expected.epoch
+        steps_ago = (expected.step - tag[1]) % _WORDS
+        return 0 < steps_ago < _WORDS // 2 or tag in self.taken
+
+
+def _is_ready(ticket: jax.Array) -> bool:
+    """Whether waiting for it would return, or raise, at once."""
+    return ticket.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _tag(identity: TransferIdentity, index: int, parts: int) -> Tag:
+    """The identity's words, and which part of how many; one that is whole ends in zeros."""
+    return (*identity.words(), index, parts - 1)
+
+
+def _aligned(use: SlotUse) -> np.ndarray:
+    """New memory for a payload, flat, that JAX can take over as it is."""
+    dtype, num_bytes = use.payload.dtype, use.num_elements * use.payload.dtype.itemsize
+    memory = np.empty(num_bytes + _CACHE_LINE, np.uint8)
+    start = -memory.ctypes.data % _CACHE_LINE
+    return memory[start : start + num_bytes].view(dtype)
+
+
+def _copy_out(
+    slot: IncomingSlot, whole: np.ndarray, part: range, identity: TransferIdentity
+) -> None:
+    """Copy a part to its place and release the slot; no array may see the slot's own memory."""
+    target = whole[part.start : part.stop]
+    arrived = len(slot.payload)
+    if arrived == target.nbytes:
+        target.view(np.uint8)[:] = slot.payload
+    slot.release()
+    if arrived != target.nbytes:
+        raise TransferMismatchError(f"{identity}: {arrived} bytes came, expected {target.nbytes}")

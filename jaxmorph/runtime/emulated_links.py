@@ -1,0 +1,114 @@
+"""A rank's links as they are made to behave, on whichever route: what may change while it runs."""
+
+import threading
+import time
+from collections.abc import Sequence
+
+from jaxmorph.program.instructions import Transfer
+from jaxmorph.runtime.identity import TransferIdentity
+from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator
+from jaxmorph.transport.plane import DataPlane
+
+
+class EmulatedLinks:
+    """What is emulated on this rank's links: told once, for all routes, and told anew at any time.
+
+    Direct transfers ask it, at both ends: given the same conditions and the same times, both ends
+    get the same answer, so that nothing needs to be said between them. Delegated ones are delayed
+    by the data plane, which is told the same. Without conditions nothing is delayed.
+    """
+
+    def __init__(self) -> None:
+        self._emulator = LinkEmulator(())
+        self._planes: list[DataPlane] = []
+        self._changed = threading.Condition()
+
+    def concern(self, transfer: Transfer) -> bool:
+        """Whether anything is emulated, at any time, on the direction that a transfer takes."""
+        return self._emulator.concerns(transfer.source, transfer.destination)
+
+    def join(self, plane: DataPlane) -> None:
+        """Have a data plane told too, from the next time on."""
+        self._planes.append(plane)
+
+    def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:
+        """Make links behave so from now on, instead of as they were told before.
+
+        Args:
+            conditions: Of all links; those that this rank is no end of don't matter to it.
+            origin_s: When the conditions' times begin, by the monotonic clock; None: now. Ranks
+                that are to see the same at the same time need the same origin.
+        """
+        origin_s = time.monotonic() if origin_s is None else origin_s
+        with self._changed:
+            self._emulator = LinkEmulator(conditions, origin_s=origin_s)
+            self._changed.notify_all()
+        for plane in self._planes:
+            plane.emulate(conditions, origin_s)
+
+    def wait_until_whole(
+        self, identity: TransferIdentity, arrived_s: float, deadline_s: float
+    ) -> float:
+        """Wait for as long as a transfer's link is cut.
+
+        Args:
+            identity: The transfer.
+            arrived_s: When this end came to it, by the monotonic clock.
+            deadline_s: When to give up, by the same clock.
+
+        Returns:
+            When it can begin: the time at which this end came, or at which the link healed.
+
+        Raises:
+            TimeoutError: If the link is still cut at the deadline.
+        """
+        if not self.concern(identity.transfer):
+            return arrived_s
+        began_s = time.monotonic()
+        with self._changed:
+            while (healed_s := self._healed_s(identity, arrived_s)) > max(
+                arrived_s, time.monotonic()
+            ):
+                asked = self._emulator
+                remaining_s = min(healed_s, deadline_s) - time.monotonic()
+                if healed_s > deadline_s and remaining_s <= 0:
+                    raise _cut_error(identity, deadline_s - began_s)
+                self._changed.wait(min(remaining_s, threading.TIMEOUT_MAX))
+                if asked is not self._emulator:  # healed by word, not by time: as late as that
+                    arrived_s = max(arrived_s, time.monotonic())
+        return healed_s
+
+    def over_s(
+        self, identity: TransferIdentity, num_bytes: int, met_s: float, deadline_s: float
+    ) -> float:
+        """When a transfer whose ends have met is over; waits only where the link is cut.
+
+        Args:
+            identity: The transfer.
+            num_bytes: Its length.
+            met_s: When the later of its ends came to it, as both of them know it.
+            deadline_s: When to give up on a cut link.
+
+        Returns:
+            A time not before the ends met: after the bytes have passed the emulated link.
+
+        Raises:
+            TimeoutError: If the link was cut in between and stays so to the deadline.
+        """
+        transfer, words = identity.transfer, identity.words()
+        way = (transfer.source, transfer.destination)
+        while True:
+            with self._changed:
+                over_s = self._emulator.departure_s(*way, words, num_bytes, met_s)
+            if over_s is not None:
+                return over_s
+            met_s = self.wait_until_whole(identity, met_s, deadline_s)
+
+    def _healed_s(self, identity: TransferIdentity, at_s: float) -> float:
+        transfer = identity.transfer
+        return self._emulator.healed_s(transfer.source, transfer.destination, identity.step, at_s)
+
+
+def _cut_error(identity: TransferIdentity, waited_s: float) -> TimeoutError:
+    waited = f"{max(waited_s, 0.0):.3g} s"
+    return TimeoutError(f"{identity}: link {identity.transfer.link} is cut, still after {waited}")

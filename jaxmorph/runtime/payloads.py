@@ -1,0 +1,147 @@
+"""What the channels of a pipeline carry, and in how many parts it travels through slots."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmorph.program.channels import Channel
+from jaxmorph.program.instructions import Payload
+from jaxmorph.runtime.links import PayloadShape
+from jaxmorph.schedule.costs import Link
+from jaxmorph.stage.model import PipelineModel
+from jaxmorph.stage.parameters import leaf_at
+from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.plane import ChannelSpec
+
+LARGEST_TIED_SLOT_BYTES = 8 * 2**20
+"""Tied gradients can be larger than all else that is under way: they are streamed in parts."""
+
+_CODES = {payload: code for code, payload in enumerate(Payload)}
+
+
+@dataclass(frozen=True)
+class SlotUse:
+    """How a payload lies in slots.
+
+    Attributes:
+        payload: Its shape and type.
+        part_elements: How many of its elements fit into a slot.
+    """
+
+    payload: PayloadShape
+    part_elements: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of a whole payload."""
+        return int(np.prod(self.payload.shape, dtype=np.int64))
+
+    @property
+    def parts(self) -> list[range]:
+        """The elements of each part, in the order in which they travel."""
+        starts = range(0, self.num_elements, self.part_elements)
+        return [range(at, min(at + self.part_elements, self.num_elements)) for at in starts]
+
+    @property
+    def slot_bytes(self) -> int:
+        """The length of a slot."""
+        return self.part_elements * self.payload.dtype.itemsize
+
+    def slots_for(self, messages: int) -> int:
+        """How many slots whole messages are given; two are enough for one in many parts.
+
+        Args:
+            messages: How many are under way at once, a power of two.
+        """
+        return messages if len(self.parts) == 1 else 2
+
+
+def slot_use(channel: Channel, payload: PayloadShape) -> SlotUse:
+    """How a channel's payload lies in slots: whole, but for long tied gradients.
+
+    Args:
+        channel: The channel.
+        payload: What it carries.
+    """
+    elements = int(np.prod(payload.shape, dtype=np.int64))
+    if channel.payload is Payload.TIED:
+        elements = min(elements, LARGEST_TIED_SLOT_BYTES // payload.dtype.itemsize)
+    return SlotUse(payload, elements)
+
+
+def channel_name(channel: Channel) -> ChannelName:
+    """What the data plane calls a channel."""
+    code = _CODES[channel.payload]
+    return ChannelName(code, channel.source, channel.destination, channel.tied_index)
+
+
+def channel_specs(
+    payloads: Mapping[Channel, PayloadShape], delegated: Collection[Link], rank: int
+) -> tuple[list[ChannelSpec], list[ChannelSpec]]:
+    """The ends of channels that a rank has in the data plane, with few slots at first.
+
+    Args:
+        payloads: All channels of the pipeline.
+        delegated: The links that may be delegated.
+        rank: The rank.
+
+    Returns:
+        Its outgoing and its incoming channels.
+    """
+    outgoing, incoming = [], []
+    for channel, payload in payloads.items():
+        if channel.link in delegated and rank in channel.link:
+            spec = ChannelSpec(channel_name(channel), slot_use(channel, payload).slot_bytes, 2)
+            (outgoing if channel.source == rank else incoming).append(spec)
+    return outgoing, incoming
+
+
+def channel_payloads(
+    model: PipelineModel,
+    num_ranks: int,
+    num_chunks: int,
+    microbatch_size: int,
+    sequence_length: int,
+) -> dict[Channel, PayloadShape]:
+    """Every channel of a pipeline with what one of its messages carries.
+
+    Args:
+        model: The model.
+        num_ranks: Ranks of the pipeline.
+        num_chunks: Virtual stages each of them runs.
+        microbatch_size: Sequences in a microbatch.
+        sequence_length: Tokens in a sequence.
+    """
+    last = num_ranks - 1
+    hops = [(lower, lower + 1) for lower in range(last)]
+    if num_chunks > 1 and last > 0:
+        hops.append((last, 0))  # from a chunk of the last rank to the next one of the first
+    activation = _activation_shape(model, microbatch_size, sequence_length)
+    channels: dict[Channel, PayloadShape] = {}
+    for rank, next_rank in hops:
+        channels[Channel(Payload.ACTIVATION, rank, next_rank)] = activation
+        channels[Channel(Payload.GRADIENT, next_rank, rank)] = activation
+    for index, shape in enumerate(_tied_shapes(model) if last > 0 else ()):
+        channels[Channel(Payload.TIED, 0, last, index)] = shape
+        channels[Channel(Payload.TIED, last, 0, index)] = shape
+    return channels
+
+
+def _activation_shape(
+    model: PipelineModel, microbatch_size: int, sequence_length: int
+) -> PayloadShape:
+    def embed(key: jax.Array, tokens: jax.Array) -> jax.Array:
+        return model.embed(model.init_embed(key), tokens)
+
+    tokens = jax.ShapeDtypeStruct((microbatch_size, sequence_length), jnp.int32)
+    shape = jax.eval_shape(embed, jax.random.key(0), tokens)
+    return PayloadShape(shape.shape, shape.dtype)
+
+
+def _tied_shapes(model: PipelineModel) -> Sequence[PayloadShape]:
+    embed = jax.eval_shape(model.init_embed, jax.random.key(0))
+    leaves = (leaf_at(embed, path) for path, _ in model.tied)
+    return [PayloadShape(leaf.shape, leaf.dtype) for leaf in leaves]

@@ -1,0 +1,87 @@
+from pathlib import Path
+
+import pytest
+
+from jaxmorph.config import Config, dump_config, load_config
+from jaxmorph.errors import UserError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+TEXT = """
+parallelism: {stages: 4}
+compare:
+  systems: [zb, adaptive]
+  conditions:
+    - {name: slow, links: [{between: [2, 3], latency_ms: 30}]}
+    - {name: healthy}
+  steps: 5
+  warmup_steps: 1
+  repeats: 3
+  reference: {zb: [703, null]}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def load(*overrides: str) -> Config:
+    Path("x.yaml").write_text(TEXT)
+    return load_config("x.yaml", overrides)
+
+
+def test_what_is_compared_and_for_how_long():
+    compare = load().compare
+    assert compare is not None
+    assert compare.systems == ("zb", "adaptive")
+    assert compare.conditions[0].links[0].between == (2, 3)
+    assert compare.conditions[1].links == ()
+    assert compare.reference == {"zb": (703.0, None)}
+    assert compare.total_steps == 8 + 3 * 2 * (1 + 5)
+
+
+def test_slowdowns_are_against_the_condition_called_healthy_or_else_the_first():
+    assert getattr(load().compare, "healthy", None) == 1
+    assert getattr(load("compare.conditions.1.name=calm").compare, "healthy", None) == 0
+
+
+def test_it_may_be_left_out_and_is_written_back():
+    assert Config().compare is None
+    Path("again.yaml").write_text(dump_config(load()))
+    assert load_config("again.yaml") == load("run.dir=runs/x")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_loads_and_says_claim_command_and_expectation(path):
+    load_config(path)
+    head = path.read_text().splitlines()
+    assert head[0].startswith("# Claim:    ")
+    assert any(line.startswith("# Command:  ") for line in head)
+    assert any(line.startswith("# Expected: ") for line in head)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("compare.systems=[zbb]", "got [zbb], expected a list of systems among gpipe, 1f1b, inter"),
+        ("compare.systems=[falcon]", "(falcon and restart are not available yet)"),
+        ("compare.systems=[]", "got [], expected a list of systems among"),
+        ("compare.systems=[zb, zb]", "got [zb, zb], expected each system once"),
+        ("compare.conditions=[]", "got [], expected a list of conditions"),
+        ("compare.conditions.1.name=slow", "compare.conditions: got 'slow' twice"),
+        ("compare.conditions.0.links.0.between=[1, 3]", "got [1, 3], expected two neighbours of"),
+        ("compare.conditions.0.links.0.latency=3", "unknown key; did you mean 'latency_ms'?"),
+        ("compare.conditions.0.links.0.cut=true", "got true, expected nothing: not for a cond"),
+        ("compare.conditions.0.links.0.source=1", "got 1, expected null, 2 or 3"),
+        ("compare.reference.zb=[1]", "got [1.0], expected a list of 2, one for each of compare.c"),
+        ("compare.reference.zzb=[1, 2]", "expected by system (gpipe, "),
+        ("compare.steps=0", "got 0, expected a whole number of at least 1"),
+    ],
+)
+def test_a_mistake_is_one_line(override, says):
+    with pytest.raises(UserError) as caught:
+        load(override)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert message.startswith(override.partition("=")[0].partition(".links")[0])
+    assert says in message

@@ -1,0 +1,174 @@
+"""The slots a channel needs, against every rank run in the order that keeps most messages back."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmorph.program.channels import Channel, channel_of
+from jaxmorph.program.check import ProgramError
+from jaxmorph.program.instructions import Payload, RankProgram, Receive, Route, Send, Transfer
+from jaxmorph.program.lowering import lower
+from jaxmorph.program.slots_needed import power_of_two, slots_needed
+from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
+from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
+from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
+from jaxmorph.schedule.simulator import simulate
+
+
+@dataclass
+class Rank:
+    """A host that hands transfers to a queue, one after another."""
+
+    program: RankProgram
+    position: int = 0
+    queue: deque = field(default_factory=deque)
+
+
+@dataclass
+class Run:
+    """All ranks, moved by hand; counts what a channel's sends hold."""
+
+    programs: tuple[RankProgram, ...]
+    channel: Channel
+
+    def __post_init__(self):
+        self.ranks = [Rank(program) for program in self.programs]
+        self.sent, self.under_way, self.most = set(), 0, 0
+
+    def moves(self):
+        """What could happen next: hosts by rank, and queues by rank + number of ranks."""
+        return [n for n in range(2 * len(self.ranks)) if self._is_able(n)]
+
+    def is_receive(self, move):
+        """Whether a move takes a message of the channel."""
+        step = self._step(move)
+        is_host = move < len(self.ranks)
+        return is_host and isinstance(step, Receive) and channel_of(step.transfer) == self.channel
+
+    def make(self, move):
+        step, rank = self._step(move), self.ranks[move % len(self.ranks)]
+        assert step is not None
+        if move >= len(self.ranks):
+            rank.queue.popleft()
+            if step.route == "direct":
+                self._peer(step, rank).queue.popleft()
+            else:
+                self.sent.add(step.transfer)
+            return
+        rank.position += 1
+        if not isinstance(step, Send | Receive):
+            return
+        if step.route == "direct" or isinstance(step, Send):
+            rank.queue.append(step)
+        if step.route == "delegated" and channel_of(step.transfer) == self.channel:
+            self.under_way += 1 if isinstance(step, Send) else -1
+            self.most = max(self.most, self.under_way)
+
+    def is_over(self):
+        return all(
+            rank.position == len(rank.program.instructions) and not rank.queue
+            for rank in self.ranks
+        )
+
+    def _step(self, move):
+        rank = self.ranks[move % len(self.ranks)]
+        if move >= len(self.ranks):
+            return rank.queue[0] if rank.queue else None
+        steps = rank.program.instructions
+        return steps[rank.position] if rank.position < len(steps) else None
+
+    def _is_able(self, move):
+        step = self._step(move)
+        if step is None:
+            return False
+        if move < len(self.ranks):
+            waits = isinstance(step, Receive) and step.route == "delegated"
+            return not waits or step.transfer in self.sent
+        if step.route == "delegated":
+            return True
+        other = self._peer(step, self.ranks[move - len(self.ranks)])
+        return bool(other.queue) and other.queue[0].transfer == step.transfer
+
+    def _peer(self, step, rank):
+        ends = (step.transfer.source, step.transfer.destination)
+        return self.ranks[ends[0] if ends[1] == rank.program.rank else ends[1]]
+
+
+def most_under_way(programs, channel, choose):
+    """The most messages of a channel at once, if `choose` picks each next move."""
+    run = Run(programs, channel)
+    while moves := run.moves():
+        run.make(choose(run, moves))
+    assert run.is_over()
+    return run.most
+
+
+def laziest(run, moves):
+    """Takes a message of the channel only where nothing else can happen."""
+    return min(moves, key=run.is_receive)
+
+
+@st.composite
+def lowered(draw):
+    stages, microbatches = draw(st.integers(2, 4)), draw(st.integers(1, 6))
+    row = st.tuples(*[st.floats(0.5, 8)] * stages)
+    costs = StageCosts(draw(row), draw(row), draw(row))
+    links = chain_links([draw(st.sampled_from([0.0, 20.0])) for _ in range(stages - 1)])
+    name = draw(st.sampled_from([*FIXED_SCHEDULES, *PLANNED_SCHEDULES, "interleaved"]))
+    if name == "interleaved":
+        schedule = interleaved(stages, stages * draw(st.integers(1, 2)), draw(st.integers(2, 3)))
+    else:
+        schedule = plan(costs, links, Limits(), microbatches, name).schedule
+    links.setdefault(Link(0, stages - 1), LinkState())
+    routes = {link: draw(st.sampled_from(["direct", "delegated"])) for link in links}
+    programs = lower(schedule, simulate(schedule, costs, links), routes, num_tied=1)
+    return programs, {link for link, route in routes.items() if route == "delegated"}
+
+
+@given(lowered(), st.randoms(use_true_random=False))
+def test_no_order_of_events_needs_more_slots_and_the_laziest_receiver_needs_them_all(case, random):
+    programs, delegated = case
+    needed = slots_needed(programs)
+    assert {channel.link for channel in needed} <= delegated
+    for channel, slots in needed.items():
+        assert power_of_two(most_under_way(programs, channel, laziest)) == slots
+        shuffled = most_under_way(programs, channel, lambda run, moves: random.choice(moves))
+        assert shuffled <= slots
+
+
+def test_a_deeper_warm_up_needs_more_slots_downstream():
+    schedule = FIXED_SCHEDULES["zb-h2"](4, 12)
+    costs = StageCosts.uniform(4, 10, 10, 10)
+    routes: dict[Link, Route] = {Link(at, at + 1): "delegated" for at in range(3)}
+    needed = slots_needed(lower(schedule, simulate(schedule, costs), routes))
+    downstream = [needed[Channel(Payload.ACTIVATION, at, at + 1)] for at in range(3)]
+    upstream = [needed[Channel(Payload.GRADIENT, at + 1, at)] for at in range(3)]
+    assert schedule.warmup_forwards == (7, 5, 3, 1)
+    assert downstream == [8, 8, 4]
+    assert max(upstream) <= 8
+
+
+def test_direct_links_need_none():
+    schedule = FIXED_SCHEDULES["1f1b"](3, 4)
+    programs = lower(schedule, simulate(schedule, StageCosts.uniform(3, 1, 1, 1)), num_tied=1)
+    assert slots_needed(programs) == {}
+
+
+@pytest.mark.parametrize(
+    ("number", "rounded"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 16)]
+)
+def test_slots_come_in_powers_of_two(number, rounded):
+    assert power_of_two(number) == rounded
+
+
+def test_ranks_that_wait_for_each_other_for_ever_are_refused():
+    there, back = (Transfer(Payload.ACTIVATION, *ends, 0) for ends in ((0, 1), (1, 0)))
+    programs = [
+        RankProgram(0, 2, 1, (Receive(back, "delegated"), Send(there, "delegated"))),
+        RankProgram(1, 2, 1, (Receive(there, "delegated"), Send(back, "delegated"))),
+    ]
+    with pytest.raises(ProgramError, match="deadlock"):
+        slots_needed(programs)

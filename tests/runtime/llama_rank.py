@@ -1,0 +1,35 @@
+"""One rank of the second model's parity test: the same checks, fewer of them."""
+
+from functools import partial
+
+from one_device import optax_steps
+from parity_rank import CLIP_NORM, OPTIMIZER, TRAINED_ON, Parity, batch, check_parameters
+
+from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.rank_process import run_rank
+from models.llama import build
+
+SCHEDULES = ("1f1b", "zb-h2", "adaptive")
+GROUPED = {"num_key_value_heads": 1, "hidden_width": 24}  # two query heads on one of keys
+
+
+def main(arguments, link, rest):
+    rendezvous = join_run(
+        start_timeout_s=60,
+        step_timeout_s=60,
+        coordinator=arguments.coordinator,
+        num_ranks=arguments.num_ranks,
+        rank=arguments.rank,
+    )
+    for tied in (False, True):
+        build_model = partial(build, **GROUPED)
+        parity = Parity(rendezvous, link, tied=tied, build_model=build_model, optimizer=OPTIMIZER)
+        for schedule_name in SCHEDULES:
+            parity.check_gradients(schedule_name, *batch(4, 4))
+        expected = optax_steps(parity.one_device, OPTIMIZER, CLIP_NORM, TRAINED_ON)
+        check_parameters(parity, "zb-h2", expected)
+        parity.close()
+
+
+if __name__ == "__main__":
+    run_rank(main)

@@ -1,0 +1,225 @@
+"""The delegated route over a data plane in memory: what it sends, refuses, skips and waits for."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from jaxmorph.program.channels import Channel, channel_of
+from jaxmorph.program.instructions import Payload, Transfer
+from jaxmorph.runtime.copy_tiers import choose_tier, host_callback_tiers
+from jaxmorph.runtime.delegated import DelegatedRoute
+from jaxmorph.runtime.identity import TransferIdentity
+from jaxmorph.runtime.links import PayloadShape
+from jaxmorph.runtime.payloads import SlotUse, channel_name
+from jaxmorph.runtime.routes import AbandonedEpochError, TransferMismatchError
+from jaxmorph.transport.errors import PeerGoneError
+from jaxmorph.transport.loopback import LoopbackNetwork
+from jaxmorph.transport.plane import ChannelSpec
+
+SHAPE = (3, 5)
+LIMIT_S = 20.0
+
+
+def activation(microbatch, step=0, epoch=0):
+    return TransferIdentity(epoch, step, Transfer(Payload.ACTIVATION, 0, 1, microbatch))
+
+
+def tied(step=0):
+    return TransferIdentity(0, step, Transfer(Payload.TIED, 0, 1, 0))
+
+
+def uses(dtype="float32", part_elements=None):
+    payload = PayloadShape(SHAPE, jnp.dtype(dtype))
+    channels = [Channel(Payload.ACTIVATION, 0, 1), Channel(Payload.TIED, 0, 1)]
+    return {channel: SlotUse(payload, part_elements or 15) for channel in channels}
+
+
+class Pair:
+    """Ranks 0 and 1 in one process, joined in memory."""
+
+    def __init__(self, tier=None, check=lambda: None, **kind):
+        placement = SingleDeviceSharding(jax.devices()[0])
+        tier = tier or choose_tier(placement)
+        specs = [
+            ChannelSpec(channel_name(channel), use.slot_bytes, 2)
+            for channel, use in uses(**kind).items()
+        ]
+        network = LoopbackNetwork()
+        self.planes = [network.plane(0, specs, []), network.plane(1, [], specs)]
+        for rank, plane in enumerate(self.planes):
+            plane.connect({1 - rank: self.planes[1 - rank].addresses()}, b"secret")
+        self.sender, self.receiver = (
+            DelegatedRoute(plane, uses(**kind), rank, placement, tier, check)
+            for rank, plane in enumerate(self.planes)
+        )
+
+    def send(self, identity, value):
+        return self.sender.post(identity, jnp.asarray(value), time.monotonic())
+
+    def take(self, identity, wait_s=LIMIT_S):
+        now_s = time.monotonic()
+        return self.receiver.take(identity, now_s, now_s + wait_s)
+
+    def close(self):
+        for plane in self.planes:
+            plane.close()
+
+
+@pytest.fixture
+def make_pair():
+    made = []
+
+    def make(**kind):
+        made.append(Pair(**kind))
+        return made[-1]
+
+    yield make
+    for pair in made:
+        pair.close()
+
+
+@pytest.fixture
+def pair(make_pair):
+    return make_pair()
+
+
+def values(seed, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=SHAPE), dtype)
+
+
+@pytest.mark.parametrize("tier", host_callback_tiers(), ids=lambda tier: tier.name)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_sent_arrives_bit_by_bit(make_pair, tier, dtype):
+    pair = make_pair(tier=tier, dtype=dtype)
+    for microbatch in range(5):
+        sent = values(microbatch, dtype)
+        pair.send(activation(microbatch), sent)
+        moved = pair.take(activation(microbatch))
+        assert moved.value.dtype == sent.dtype
+        assert np.array_equal(np.asarray(moved.value), np.asarray(sent))
+        assert moved.peer_arrived_s <= moved.over_s <= time.monotonic()
+    pair.sender.settle()
+
+
+def test_a_payload_that_has_been_taken_is_not_the_slots_memory(pair):
+    """Slots are used again at once: what was taken must not change with them."""
+    first = values(1)
+    pair.send(activation(0), first)
+    taken = pair.take(activation(0)).value
+    for microbatch in range(1, 9):
+        pair.send(activation(microbatch), values(50))
+        pair.take(activation(microbatch))
+    assert np.array_equal(np.asarray(taken), np.asarray(first))
+
+
+@pytest.mark.parametrize("part_elements", [4, 5, 7, 14])
+def test_a_message_longer_than_a_slot_travels_in_parts_through_few_slots(make_pair, part_elements):
+    pair = make_pair(part_elements=part_elements)
+    sent = values(3)
+    sending = threading.Thread(target=pair.send, args=(tied(), sent))
+    sending.start()  # it waits for slots while parts are being taken
+    taken = pair.take(tied()).value
+    sending.join(LIMIT_S)
+    assert np.array_equal(np.asarray(taken), np.asarray(sent))
+    assert pair.sender.counts.slot_waits == 0  # waiting between parts is no plan's fault
+
+
+def test_a_slot_is_reserved_before_anything_is_sent_and_the_wait_is_counted(pair):
+    deadline_s = time.monotonic() + LIMIT_S
+    held = [next(pair.sender.reserve(activation(index), deadline_s)) for index in range(2)]
+    assert pair.sender.counts.slot_waits == 0
+    with pytest.raises(TimeoutError, match=r"activation\[2\] 0>1 of step 0, epoch 0: .*slot"):
+        next(pair.sender.reserve(activation(2), time.monotonic() + 0.02))
+    assert pair.sender.counts.slot_waits == 1
+    assert pair.sender.counts.slot_wait_s >= 0.015
+    (told,) = pair.sender.events()
+    assert told["kind"] == "waited_for_slots"
+    assert pair.sender.events() == []
+    for posting in held:
+        posting(values(0), 0.0)
+    assert pair.take(activation(0)).value.shape == SHAPE
+
+
+def test_with_the_room_of_the_plan_no_send_waits(pair):
+    pair.sender.make_room({channel_of(activation(0).transfer): 8})
+    pair.receiver.make_room({channel_of(activation(0).transfer): 8})
+    for microbatch in range(8):
+        pair.send(activation(microbatch), values(microbatch))
+    assert pair.sender.counts.slot_waits == 0
+    for microbatch in range(8):
+        taken = pair.take(activation(microbatch)).value
+        assert np.array_equal(np.asarray(taken), np.asarray(values(microbatch)))
+    assert pair.sender.slot_bytes == (8 + 2) * 60
+
+
+def test_another_message_than_the_expected_one_is_an_error(pair):
+    pair.send(activation(3), values(0))
+    with pytest.raises(TransferMismatchError, match=r"expected activation\[2\] 0>1 of step 0"):
+        pair.take(activation(2))
+
+
+def test_what_comes_of_an_abandoned_epoch_is_skipped(pair):
+    pair.send(activation(5, epoch=0), values(0))
+    pair.send(activation(2, epoch=1), values(1))
+    pair.receiver.abandon(0)
+    taken = pair.take(activation(2, epoch=1)).value
+    assert np.array_equal(np.asarray(taken), np.asarray(values(1)))
+    assert pair.receiver.statistics()["skipped"] == 1
+
+
+def test_what_has_been_taken_before_is_skipped_and_so_is_an_earlier_step(pair):
+    pair.send(activation(0, step=-1), values(0))
+    pair.take(activation(0, step=-1))
+    pair.send(activation(0, step=-1), values(0))
+    pair.send(activation(1, step=-1), values(0))
+    threading.Thread(target=pair.send, args=(activation(0), values(7)), daemon=True).start()
+    taken = pair.take(activation(0)).value
+    assert np.array_equal(np.asarray(taken), np.asarray(values(7)))
+    assert pair.receiver.counts.skipped == 2
+
+
+def test_an_abandoned_epoch_is_refused_at_both_ends(pair):
+    for route in (pair.sender, pair.receiver):
+        route.abandon(1)
+    with pytest.raises(AbandonedEpochError, match="expected an epoch after 1"):
+        pair.send(activation(0, epoch=1), values(0))
+    with pytest.raises(AbandonedEpochError):
+        pair.take(activation(0, epoch=0))
+
+
+def test_a_message_that_does_not_come_is_named_when_its_time_is_over(pair):
+    with pytest.raises(TimeoutError, match=r"activation\[4\] 0>1 of step 0, epoch 0: "):
+        pair.take(activation(4), wait_s=0.02)
+
+
+def test_a_peer_that_is_gone_ends_the_wait(pair):
+    pair.planes[0].close()
+    with pytest.raises(PeerGoneError, match="rank 0"):
+        pair.take(activation(0))
+
+
+def test_an_error_while_copying_is_raised_when_the_step_settles(pair):
+    def send_and_settle():
+        pair.send(activation(0, epoch=1 << 32), values(0))  # no slot takes such a number
+        pair.sender.settle()
+
+    with pytest.raises(Exception, match="expected 8 words of 32 bits"):
+        send_and_settle()
+
+
+def test_what_goes_wrong_elsewhere_on_the_rank_ends_a_wait(make_pair):
+    asked = []
+
+    def check():
+        asked.append(time.monotonic())
+        raise ZeroDivisionError("on the queue")
+
+    pair = make_pair(check=check)
+    with pytest.raises(ZeroDivisionError, match="on the queue"):
+        pair.take(activation(0), wait_s=LIMIT_S)
+    assert len(asked) == 1

@@ -1,0 +1,97 @@
+"""What one end of a link is told of its emulation; `test_emulated_direct_links` has both ends."""
+
+import threading
+import time
+
+import pytest
+
+from jaxmorph.program.instructions import Transfer
+from jaxmorph.runtime.emulated_links import EmulatedLinks
+from jaxmorph.runtime.identity import TransferIdentity
+from jaxmorph.transport.link_emulator import LinkCondition
+
+CUT = LinkCondition((0, 1), cut=True)
+LIMIT_S = 30.0
+
+
+def identity(text="activation[3] 0>1", step=7):
+    return TransferIdentity(0, step, Transfer.parse(text))
+
+
+class RecordingPlane:
+    def __init__(self):
+        self.told = []
+
+    def emulate(self, conditions, origin_s=None):
+        self.told.append((conditions, origin_s))
+
+
+def test_the_data_plane_is_told_the_same_conditions_with_the_same_origin():
+    links, plane = EmulatedLinks(), RecordingPlane()
+    links.emulate([CUT], 3.0)  # before the plane is there
+    links.join(plane)  # pyright: ignore[reportArgumentType] (only what is told matters here)
+    links.emulate([CUT], 5.0)
+    before_s = time.monotonic()
+    links.emulate(())
+    (first, second) = plane.told
+    assert first == ([CUT], 5.0)
+    assert second[0] == ()
+    assert before_s <= second[1] <= time.monotonic()
+
+
+def test_without_conditions_a_transfer_begins_when_it_comes_and_is_over_when_its_ends_met():
+    links = EmulatedLinks()
+    assert not links.concern(identity().transfer)
+    assert links.wait_until_whole(identity(), 5.0, 6.0) == 5.0
+    assert links.over_s(identity(), 100, 5.0, 6.0) == 5.0
+
+
+def test_only_the_direction_and_the_steps_that_are_slow_are_slow():
+    links = EmulatedLinks()
+    links.emulate([LinkCondition((0, 1), latency_ms=30.0, from_step=7, source=0)], 0.0)
+    assert links.over_s(identity(), 100, 5.0, 6.0) == pytest.approx(5.03)
+    assert links.over_s(identity(step=6), 100, 5.0, 6.0) == 5.0
+    assert not links.concern(identity("gradient[3] 1>0").transfer)
+    assert links.over_s(identity("gradient[3] 1>0"), 100, 5.0, 6.0) == 5.0
+
+
+def test_a_cut_that_has_healed_by_now_is_over_at_the_time_it_healed():
+    links = EmulatedLinks()
+    origin_s = time.monotonic() - 10.0
+    links.emulate([LinkCondition((0, 1), cut=True, to_s=4.0)], origin_s)
+    healed_s = links.wait_until_whole(identity(), origin_s + 1.0, time.monotonic() + LIMIT_S)
+    assert healed_s == origin_s + 4.0
+
+
+def test_a_cut_that_outlasts_the_deadline_names_transfer_and_link():
+    links = EmulatedLinks()
+    links.emulate([CUT])
+    with pytest.raises(TimeoutError, match=r"activation\[3\] 0>1 of step 7, .* link 0-1 is cut"):
+        links.wait_until_whole(identity(), time.monotonic(), time.monotonic() + 0.01)
+
+
+def test_who_waits_for_a_cut_link_is_woken_when_it_is_told_to_heal():
+    links, healed_s = EmulatedLinks(), []
+    links.emulate([CUT])
+
+    def wait():
+        now_s = time.monotonic()
+        healed_s.append(links.wait_until_whole(identity(), now_s, now_s + LIMIT_S))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    links.emulate([CUT, LinkCondition((0, 1), latency_ms=5.0)])  # still cut
+    assert not healed_s
+    links.emulate([LinkCondition((0, 1), latency_ms=5.0)])
+    waiting.join(LIMIT_S)
+    assert not waiting.is_alive()
+    assert healed_s[0] <= time.monotonic()
+
+
+def test_a_link_that_is_cut_once_its_ends_have_met_delivers_when_it_heals():
+    links = EmulatedLinks()
+    origin_s = time.monotonic() - 10.0
+    cut = LinkCondition((0, 1), cut=True, from_s=1.0, to_s=4.0)
+    links.emulate([cut, LinkCondition((0, 1), latency_ms=500.0)], origin_s)
+    over_s = links.over_s(identity(), 100, origin_s + 2.0, time.monotonic() + LIMIT_S)
+    assert over_s == pytest.approx(origin_s + 4.5)

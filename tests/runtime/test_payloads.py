@@ -1,0 +1,80 @@
+import jax.numpy as jnp
+import pytest
+
+from jaxmorph.program.channels import Channel
+from jaxmorph.program.instructions import Payload
+from jaxmorph.runtime.links import PayloadShape
+from jaxmorph.runtime.payloads import (
+    LARGEST_TIED_SLOT_BYTES,
+    channel_name,
+    channel_payloads,
+    channel_specs,
+    slot_use,
+)
+from jaxmorph.schedule.costs import Link
+from models.gpt2 import build
+
+ACTIVATION = Channel(Payload.ACTIVATION, 0, 1)
+TIED = Channel(Payload.TIED, 0, 1)
+
+
+def payloads(num_ranks, num_chunks=1, *, tied=True):
+    model = build(
+        preset="tiny",
+        sequence_length=4,
+        vocab_size=16,
+        tied=tied,
+        width=8,
+        num_heads=1,
+        num_layers=4,
+    )
+    return channel_payloads(model, num_ranks, num_chunks, microbatch_size=2, sequence_length=4)
+
+
+def test_a_channel_for_each_payload_and_direction_with_what_it_carries():
+    found = {str(channel): payload.shape for channel, payload in payloads(3).items()}
+    assert found == {
+        "activation 0>1": (2, 4, 8), "gradient 1>0": (2, 4, 8),
+        "activation 1>2": (2, 4, 8), "gradient 2>1": (2, 4, 8),
+        "tied[0] 0>2": (16, 8), "tied[0] 2>0": (16, 8),
+    }  # fmt: skip
+
+
+def test_chunks_go_around_and_one_rank_sends_nothing():
+    around = {str(channel) for channel in payloads(3, 2, tied=False)}
+    assert {"activation 2>0", "gradient 0>2"} <= around
+    assert payloads(1, 4) == {}
+
+
+def test_activations_lie_whole_in_slots_and_long_tied_gradients_in_parts():
+    long = PayloadShape((5 * LARGEST_TIED_SLOT_BYTES // 2,), jnp.dtype("float32"))
+    whole, parts = slot_use(ACTIVATION, long), slot_use(TIED, long)
+    assert whole.parts == [range(long.shape[0])]
+    assert parts.slot_bytes == LARGEST_TIED_SLOT_BYTES
+    assert [len(part) for part in parts.parts] == [parts.part_elements] * 10
+    assert (whole.slots_for(8), parts.slots_for(1)) == (8, 2)
+
+
+@pytest.mark.parametrize("length", [1, 9, 10, 11, 25])
+def test_parts_cover_a_payload_in_order(length):
+    use = slot_use(TIED, PayloadShape((length,), jnp.dtype("float32")))
+    in_tens = type(use)(use.payload, 10)
+    elements = [element for part in in_tens.parts for element in part]
+    assert elements == list(range(length))
+    assert max(map(len, in_tens.parts)) <= 10
+
+
+def test_a_rank_has_the_ends_of_delegated_links_alone():
+    found = payloads(4)
+    outgoing, incoming = channel_specs(found, {Link(1, 2), Link(0, 3)}, rank=2)
+    assert [spec.name for spec in outgoing] == [channel_name(Channel(Payload.GRADIENT, 2, 1))]
+    assert [spec.name for spec in incoming] == [channel_name(Channel(Payload.ACTIVATION, 1, 2))]
+    assert outgoing[0].slot_bytes == 2 * 4 * 8 * 4
+    outgoing, _ = channel_specs(found, {Link(1, 2), Link(0, 3)}, rank=0)
+    assert [spec.name.destination for spec in outgoing] == [3]
+    assert channel_specs(found, set(), rank=2) == ([], [])
+
+
+def test_channels_have_different_names():
+    names = {channel_name(channel) for channel in payloads(2, 2)}
+    assert len(names) == len(payloads(2, 2))

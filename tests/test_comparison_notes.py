@@ -1,0 +1,29 @@
+from jaxmorph.comparison_notes import comparison_notes
+from jaxmorph.config import Config
+
+
+def test_a_reader_is_told_what_is_needed_to_judge_and_to_repeat_it():
+    tree = {
+        "emulation": {
+            "accelerator": {"forward_ms": 10.0, "backward_input_ms": 9.0, "backward_weight_ms": 8.0}
+        },
+        "compare": {
+            "systems": ["zb", "zb-delegated"],
+            "conditions": [{"name": "healthy"}],
+            "steps": 5,
+            "repeats": 3,
+            "largest_spread": 1.25,
+        },
+    }
+    config = Config.model_validate(tree)
+    assert config.compare is not None
+    notes = comparison_notes(config, config.compare, "jaxmorph compare x.yaml")
+    assert notes["systems"].startswith("zb: zero bubbles while links are healthy; zb-delegated: ")
+    assert "paced: F 10 ms, B 9 ms, W 8 ms" in notes["regime"]
+    assert "'holds queues'" in notes["regime"]
+    assert "'overlaps'" in notes["regime"]
+    assert "3 rounds of 5 steps a condition" in notes["steps"]
+    assert "above 1.25" in notes["steps"]
+    assert notes["command"] == "`jaxmorph compare x.yaml`"
+    assert "jax " in notes["versions"]
+    assert len(notes["load at the start"].split()) > 3

@@ -1,0 +1,170 @@
+"""`jaxmorph compare` as its user meets it: what it writes, refuses and survives."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxmorph.schedule.timeline import Timeline
+
+ROOT = Path(__file__).parent.parent.parent
+JAXMORPH = (sys.executable, "-m", "jaxmorph")
+LIMIT_S = 200
+CONFIG = """
+model: {preset: tiny, width: 32, num_layers: 2, num_heads: 2, tied: false}
+data: {sequence_length: 16}
+parallelism: {stages: 2}
+batch: {microbatches: 4, microbatch_size: 1}
+emulation: {accelerator: {forward_ms: 5, backward_input_ms: 5, backward_weight_ms: 5}}
+timeouts: {step_s: 30}
+compare:
+  systems: [zb, zb-delegated]
+  conditions:
+    - {name: healthy}
+    - {name: slow, links: [{between: [0, 1], latency_ms: 40}]}
+  steps: 3
+  warmup_steps: 1
+  profiling_steps: 2
+  repeats: 2
+  largest_spread: 50
+  reference: {zb: [60, 400]}
+  reference_source: a guess
+"""
+
+pytestmark = pytest.mark.multiprocess
+
+
+def compare(folder, *overrides):
+    """A finished comparison of CONFIG in a folder of its own; its output and where it wrote."""
+    path = folder / "few.yaml"
+    path.write_text(CONFIG)
+    done = subprocess.run(
+        [*JAXMORPH, "compare", str(path), f"run.dir={folder / 'out'}", *overrides],
+        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    return done, folder / "out"
+
+
+def read_runs(out):
+    runs = json.loads((out / "results.json").read_text())["runs"]
+    return {(run["system"], run["condition"]): run for run in runs}
+
+
+@pytest.fixture(scope="module")
+def two_systems(tmp_path_factory):
+    done, out = compare(tmp_path_factory.mktemp("two"))
+    assert done.returncode == 0, done.stderr
+    return done, out
+
+
+def test_every_run_is_in_the_results_with_the_contracts_fields(two_systems):
+    _, out = two_systems
+    runs = read_runs(out)
+    systems, conditions = ("zb", "zb-delegated"), ("healthy", "slow")
+    assert list(runs) == [(system, name) for system in systems for name in conditions]
+    for run in runs.values():
+        assert run["step_ms"]["n"] == 6
+        assert run["step_ms"]["p10"] <= run["step_ms"]["median"] <= run["step_ms"]["p90"]
+        assert (run["failed"], run["noisy"]) == (None, None)
+        assert 0 < run["bubble_rate"] < 1
+    assert runs["zb", "healthy"]["slowdown"] == 1.0
+
+
+def test_a_condition_is_real_and_its_regime_is_that_of_the_route(two_systems):
+    _, out = two_systems
+    runs = read_runs(out)
+    for system, regime in (("zb", "holds queues"), ("zb-delegated", "overlaps")):
+        run = runs[system, "slow"]
+        assert run["regime"] == regime
+        # Neither earlier than was predicted for what ops cost, nor that of the healthy link.
+        assert run["step_ms"]["median"] >= 0.98 * run["predicted_ms"]
+        assert run["predicted_ms"] >= runs[system, "healthy"]["predicted_ms"] + 40
+    assert sum(runs["zb", "slow"]["blocking_stall_rate"]) > 0.1
+    assert max(runs["zb-delegated", "slow"]["blocking_stall_rate"]) == 0.0
+
+
+def test_systems_that_split_the_backward_train_the_same_bits(two_systems):
+    _, out = two_systems
+    runs = read_runs(out)
+    for condition in ("healthy", "slow"):
+        assert runs["zb", condition]["loss"] == runs["zb-delegated", condition]["loss"]
+    assert runs["zb", "healthy"]["loss"] != runs["zb", "slow"]["loss"]  # it went on training
+
+
+def test_table_picture_and_timelines_are_written(two_systems):
+    done, out = two_systems
+    table = (out / "table.md").read_text()
+    assert "# few\n" in table
+    assert "*a guess*" in table
+    assert "Of 4 runs 0 failed and 0 are too noisy." in table
+    for note in ("regime", "command", "versions", "load at the start", "load at the end"):
+        assert f"\n- {note}: " in table
+    assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
+    timelines = json.loads((out / "timelines.json").read_text())
+    slow = Timeline.from_json(timelines["slow"]["zb"])
+    assert [len(order) for order in slow.orders] == [12, 12]
+    assert str(out) in done.stdout
+
+
+def start_comparison(folder):
+    """A comparison whose first system is under way, and that system's ranks."""
+    path = folder / "few.yaml"
+    path.write_text(CONFIG)
+    settings = (f"run.dir={folder / 'out'}", "compare.systems=[zb, 1f1b]")
+    run = subprocess.Popen(
+        [*JAXMORPH, "compare", str(path), *settings],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert run.stdout is not None
+    watchdog = threading.Timer(LIMIT_S, run.kill)
+    watchdog.start()
+    for line in run.stdout:
+        if line.startswith("zb is running"):
+            break
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text()
+    return run, watchdog, [int(word) for word in children.split()]
+
+
+def test_a_system_that_dies_is_reported_and_the_others_run(tmp_path):
+    run, watchdog, ranks = start_comparison(tmp_path)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    run.communicate()
+    watchdog.cancel()
+    assert run.returncode == 1
+    runs = read_runs(tmp_path / "out")
+    assert runs["1f1b", "slow"]["failed"] is None
+    assert runs["1f1b", "slow"]["step_ms"]["n"] == 6
+    assert "rank 1 failed: ended by SIGKILL" in runs["zb", "slow"]["failed"]
+    assert "FAILED" in (tmp_path / "out" / "table.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("compare=null", "few.yaml: compare: missing, expected a section with conditions"),
+        ("compare.systems=[falcon]", "(falcon and restart are not available yet)"),
+        ("parallelism.stages=3", "parallelism.stages=3 (command line): got 3, expected"),
+        ("compare.systems=[interleaved]", "(as system 'interleaved' needs it)"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path, override, line):
+    done, out = compare(tmp_path, override)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert line in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not out.exists()
+
+
+def test_help_says_what_it_takes():
+    done = subprocess.run(
+        [*JAXMORPH, "compare", "--help"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert "Run systems under conditions of links" in done.stdout
+    assert "section.key=value" in done.stdout

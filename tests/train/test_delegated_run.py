@@ -1,0 +1,229 @@
+"""`jaxmorph train` on delegated routes: the same losses, whatever happens to its sidecars."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmorph.schedule.bubbles import idle_shares
+from jaxmorph.schedule.ops import Op
+from jaxmorph.schedule.timeline import Timeline, TransferSpan
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT_S = 150
+CONFIG = """
+run: {steps: 24, seed: 5}
+model: {preset: tiny, width: 32, num_layers: 3, num_heads: 2}
+data: {sequence_length: 16}
+parallelism: {stages: 3}
+batch: {microbatches: 6, microbatch_size: 2}
+schedule: {name: zb-h2}
+optimizer: {learning_rate: 1e-3}
+trace: {every_steps: 0}
+"""
+PACED = "emulation.accelerator={forward_ms: 12, backward_input_ms: 12, backward_weight_ms: 12}"
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Training:
+    """A run of CONFIG in a folder of its own."""
+
+    def __init__(self, folder, *overrides):
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "run.yaml"
+        path.write_text(CONFIG)
+        self.out = folder / "out"
+        self.sidecars = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "jaxmorph", "train", str(path), f"run.dir={self.out}",
+             *overrides],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self._watchdog = threading.Timer(LIMIT_S, self.process.kill)
+        self._watchdog.start()
+
+    def finish(self):
+        """Its output and its exit code, once it has ended."""
+        output, _ = self.process.communicate()
+        self._watchdog.cancel()
+        return output, self.process.returncode
+
+    def wait_for_step(self, step):
+        """Return once that step has been written down."""
+        while len(self.lines("metrics.jsonl")) <= step:
+            if self.process.poll() is not None:
+                pytest.fail(f"it has ended: {self.finish()}")
+            time.sleep(0.01)
+
+    def lines(self, name):
+        path = self.out / name
+        if not path.exists():
+            return []
+        text = path.read_text()
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def losses(self):
+        return [(line["loss"], line["grad_norm"]) for line in self.lines("metrics.jsonl")]
+
+    def processes(self):
+        """The ranks' process ids, and their sidecars'."""
+        ranks = children(self.process.pid)
+        return ranks, [child for rank in ranks for child in children(rank)]
+
+
+def children(pid):
+    try:
+        words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    every = {int(word) for word in words}
+    for task in Path(f"/proc/{pid}/task").iterdir():  # a thread's children are listed with it
+        every |= {int(word) for word in (task / "children").read_text().split()}
+    return sorted(every)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ended_within(seconds, pids):
+    deadline_s = time.monotonic() + seconds
+    while any(map(is_running, pids)) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return not any(map(is_running, pids))
+
+
+@pytest.fixture(scope="module")
+def direct(tmp_path_factory):
+    training = Training(tmp_path_factory.mktemp("direct"))
+    training.wait_for_step(0)
+    training.sidecars = training.processes()[1]
+    return finished(training)
+
+
+@pytest.fixture(scope="module")
+def delegated(tmp_path_factory):
+    return finished(Training(tmp_path_factory.mktemp("delegated"), "routes.default=delegated"))
+
+
+def finished(training):
+    output, code = training.finish()
+    assert code == 0, output
+    return training
+
+
+def timeline_of(training, step):
+    """The measured step of a Chrome trace."""
+    text = (training.out / "trace" / f"step_{step}.json").read_text()
+    events = json.loads(text)["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    measured = [e for e in events if e["ph"] == "X" and names[e["pid"]].startswith("measured")]
+    ops = [e for e in measured if e["cat"] == "op"]
+    stages = sorted({e["tid"] for e in ops})
+    rows = [sorted((e["ts"], e["dur"], e["name"]) for e in ops if e["tid"] == s) for s in stages]
+    transfers = tuple(
+        TransferSpan(
+            next(n for n, s in reversed(list(enumerate(stages))) if s < e["tid"]),
+            e["name"], e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3,
+            e["args"]["holds_queue"],
+        )
+        for e in measured if e["cat"] == "transfer"
+    )  # fmt: skip
+    return Timeline(
+        tuple(tuple(Op.parse(name) for _, _, name in row) for row in rows),
+        tuple(np.array([at for at, _, _ in row]) / 1e3 for row in rows),
+        tuple(np.array([at + took for at, took, _ in row]) / 1e3 for row in rows),
+        transfers,
+    )
+
+
+def waits_of_ready_ops_ms(timeline, stage):
+    """How long each op of the last stage waited with its data there and the stage idle."""
+    into = [span for span in timeline.transfers if span.stage == stage]
+    landed_ms = {span.label.split()[0]: span.end_ms for span in into}
+    spans = [span for span in timeline.spans() if span.stage == stage]
+    return [
+        span.start_ms - max(before.end_ms, landed_ms[f"activation[{span.op.microbatch}]"])
+        for before, span in pairwise(spans)
+        if span.op.kind == "F"
+    ]
+
+
+def test_all_delegated_gives_the_direct_routes_losses_bit_by_bit(direct, delegated):
+    assert delegated.losses() == direct.losses()
+    assert len(delegated.losses()) == 24
+    last = delegated.lines("metrics.jsonl")[-1]
+    assert last["routes"] == {"0-1": "delegated", "1-2": "delegated", "0-2": "delegated"}
+    assert direct.lines("metrics.jsonl")[-1]["routes"] == {"0-1": "direct", "1-2": "direct"}
+    assert direct.sidecars == []  # nothing to carry, nothing started
+
+
+def test_the_trace_shows_every_delegated_message_on_its_way_and_no_queue_held(delegated):
+    timeline = timeline_of(delegated, 23)
+    labels = {span.label for span in timeline.transfers}
+    activations = {f"activation[{m}] {at}>{at + 1}" for m in range(6) for at in range(2)}
+    gradients = {f"gradient[{m}] {at + 1}>{at}" for m in range(6) for at in range(2)}
+    assert labels == activations | gradients | {"tied[0] 0>2", "tied[0] 2>0"}
+    assert not any(span.holds_queue for span in timeline.transfers)
+    assert all(span.end_ms >= span.start_ms for span in timeline.transfers)
+
+
+def test_a_slow_delegated_link_holds_up_no_op_that_is_ready(tmp_path):
+    slow = ("emulation.links=[{between: [1, 2], latency_ms: 40}]", PACED, "run.steps=4")
+    training = Training(tmp_path, "routes={1-2: delegated}", *slow)
+    training.wait_for_step(0)
+    ranks, sidecars = training.processes()
+    assert (len(ranks), len(sidecars)) == (3, 2)  # the link's own ranks have one
+    finished(training)
+    profile = json.loads((training.out / "profile.json").read_text())
+    assert profile["links"]["1-2"]["forward_latency_ms"] == pytest.approx(40, abs=15)
+    timeline = timeline_of(training, 3)
+    delegated = [s for s in timeline.transfers if not s.holds_queue]
+    assert {s.label.split()[1] for s in delegated} == {"1>2", "2>1"}
+    assert min(s.end_ms - s.start_ms for s in delegated) >= 39
+    # Stage 0's link is direct: it may wait there. Stage 2 has no queue that anything could hold.
+    assert idle_shares(timeline)[2].blocking == 0
+    assert np.median(waits_of_ready_ops_ms(timeline, 2)) < 5
+    predicted_ms = 1e3 * training.lines("metrics.jsonl")[-1]["predicted_step_s"]
+    ops_ms, messages_ms = 3 * 6 * 12, 2 * 6 * 40
+    assert predicted_ms < ops_ms + messages_ms / 2  # not one message after another
+
+
+def test_killed_sidecars_are_replaced_and_change_no_loss(tmp_path, delegated):
+    training = Training(tmp_path, "routes.default=delegated", PACED)
+    for step in (1, 8, 15):
+        training.wait_for_step(step)
+        _, sidecars = training.processes()
+        assert len(sidecars) == 3
+        os.kill(sidecars[step % 3], signal.SIGKILL)
+    finished(training)
+    assert training.losses() == delegated.losses()
+    restarts = [e for e in training.lines("events.jsonl") if e["kind"] == "sidecar_restarted"]
+    assert len(restarts) == 3
+    assert all(e["detail"].startswith("rank ") and e["step"] >= 1 for e in restarts)
+
+
+def test_a_killed_rank_ends_the_run_in_seconds_and_its_sidecars_with_it(tmp_path):
+    training = Training(tmp_path, "routes.default=delegated", "run.steps=100000")
+    training.wait_for_step(1)
+    ranks, sidecars = training.processes()
+    assert (len(ranks), len(sidecars)) == (3, 3)
+    os.kill(ranks[1], signal.SIGKILL)
+    began_s = time.monotonic()
+    output, code = training.finish()
+    assert code == 1
+    assert "failed: ended by SIGKILL" in output
+    assert time.monotonic() - began_s < 20
+    assert ended_within(10, [*ranks, *sidecars])
