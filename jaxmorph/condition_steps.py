@@ -1,6 +1,7 @@
 """Steps of training under conditions of links that come and go, and what was measured in them."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -12,7 +13,13 @@ from jaxmorph.planning import PlanInForce
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.runtime.report import StepTotals, measured_timeline, rank_report, total
+from jaxmorph.runtime.report import (
+    StepTotals,
+    measured_timeline,
+    rank_report,
+    reported_events,
+    total,
+)
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.bubbles import IdleShares, idle_shares
 from jaxmorph.train import apply_gradients
@@ -84,6 +91,7 @@ class ConditionRunner:
         adopt_plan(self._rendezvous, self._trainer, in_force)
         self._links.emulate(conditions, agree_on_origin_s(self._rendezvous))
         self._rendezvous.exchange({})  # nobody sends before everybody's links are changed
+        self._trainer.events()  # those of the change
         self._barrier_s = time.monotonic()
         steps = [self._run_step(in_force) for _ in range(num_warmup_steps + num_steps)]
         return steps[num_warmup_steps:]
@@ -91,7 +99,7 @@ class ConditionRunner:
     def _run_step(self, in_force: PlanInForce) -> MeasuredStep:
         trainer = self._trainer
         outcome = trainer.run(in_force.program, next(self._inputs), self._step)
-        report = rank_report(outcome, trainer.squared_norm(), self._barrier_s, 0)
+        report = rank_report(outcome, trainer.squared_norm(), self._barrier_s, 0, trainer.events())
         reports = self._rendezvous.exchange(*report)
         began_s, self._barrier_s = self._barrier_s, time.monotonic()
         totals = total(reports)
@@ -108,8 +116,8 @@ def summarize_steps(steps: Sequence[MeasuredStep]) -> Message:
 
     Returns:
         JSON's types: `step_ms`, `loss`, `bubble_rate`, `blocking`, `dependency` and `other` (of
-        each step a share for each stage); of the step nearest to the median its `timeline` and its
-        `timeline_ms`.
+        each step a share for each stage); how often which of `events` happened; of the step
+        nearest to the median its `timeline` and its `timeline_ms`.
     """
     timelines = [measured_timeline(step.reports) for step in steps]
     shares = [idle_shares(timeline) for timeline in timelines]
@@ -124,6 +132,9 @@ def summarize_steps(steps: Sequence[MeasuredStep]) -> Message:
             name: [[getattr(stage, name) for stage in of_step] for of_step in shares]
             for name in IdleShares._fields
         },
+        "events": Counter(
+            event["kind"] for step in steps for _, event in reported_events(step.reports)
+        ),
         "timeline": timelines[typical].to_json(),
         "timeline_ms": step_ms[typical],
     }

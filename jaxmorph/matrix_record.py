@@ -1,6 +1,7 @@
 """Takes what the ranks of each system tell, and makes of it the runs of a comparison."""
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -30,6 +31,7 @@ class MatrixRecord:
         self._failures: dict[str, str] = {}
         self._finished: set[str] = set()
         self._measured: dict[Key, dict[str, list]] = defaultdict(lambda: defaultdict(list))
+        self._events: dict[Key, Counter[str]] = defaultdict(Counter)
         self._timelines: dict[Key, list[tuple[float, Message]]] = defaultdict(list)
 
     def take(self, system: str, message: Message) -> None:
@@ -47,6 +49,7 @@ class MatrixRecord:
                 key = (system, self._names[index])
                 for field in _LISTED:
                     self._measured[key][field].extend(message[field])
+                self._events[key].update(message["events"])
                 self._timelines[key].append((at_ms, timeline))
             case _:
                 raise ValueError(f"a message of no known kind: {message}")
@@ -120,8 +123,9 @@ class MatrixRecord:
             other_idle_rate=_medians(seen["other"]) if seen else (),
             loss=seen["loss"][-1] if seen else None,
             reference_ms=self._reference_ms(system, index),
-            failed=self._failure(system, step_ms),
+            failed=self._failure(system, step_ms) or _divergence(seen.get("loss", ())),
             noisy=self._noise(step_ms),
+            events=dict(self._events[system, condition]),
         )
 
     def _slowdown(self, system: str, step_ms: StepTimes | None) -> float | None:
@@ -146,6 +150,12 @@ class MatrixRecord:
         if step_ms is None or step_ms.spread <= largest:
             return None
         return f"p90 / p10 is {step_ms.spread:.3f}, above {largest:g}"
+
+
+def _divergence(losses: Sequence[float]) -> str | None:
+    """That training came to nothing, where it did: such steps are no comparison."""
+    wrong = sum(not math.isfinite(loss) for loss in losses)
+    return f"the loss is not finite in {wrong} of {len(losses)} steps" if wrong else None
 
 
 def one_slow_link(conditions: Sequence[Condition]) -> tuple[str, tuple[float, ...]]:

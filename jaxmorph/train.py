@@ -36,6 +36,7 @@ from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
 from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.stage.model import PipelineModel, cut_layers
 from jaxmorph.stage.parameter_count import parameter_count
+from jaxmorph.stage.stored_weights import check_weights
 
 _WARM_UP_STEPS = 3  # the first of them also connects the links, and doesn't count
 
@@ -118,6 +119,8 @@ def load_parts(config: Config) -> RunParts:
     data, batch, cut = config.data, config.batch, config.parallelism
     tokens = load_tokens(data.path, data.tokenizer, data.token_dtype, data.vocab_size)
     model = build_model(config, tokens.vocab_size)
+    if config.model.weights is not None:
+        check_weights(model, config.model.weights)
     batches = Batches(
         tokens,
         microbatches=batch.microbatches,
@@ -163,6 +166,7 @@ def stage_settings(
         num_chunks=config.parallelism.chunks,
         direct=direct,
         delegated=delegated,
+        weights=config.model.weights,
     )
 
 

@@ -1,8 +1,11 @@
+from math import nan
+
 import numpy as np
 import pytest
 
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.matrix_record import MatrixRecord, one_slow_link
+from jaxmorph.reporting.matrix_table import matrix_markdown
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import Timeline
 
@@ -35,7 +38,7 @@ def steps(condition: int, *step_ms: float) -> dict:
         "kind": "steps", "condition": condition, "step_ms": list(step_ms),
         "loss": [5.0 - at for at in range(count)], "bubble_rate": [0.25] * count,
         "blocking": [[0.0, 0.1]] * count, "dependency": [[0.2, 0.1]] * count,
-        "other": [[0.01, 0.02]] * count,
+        "other": [[0.01, 0.02]] * count, "events": {"lane_down": 1},
         "timeline": timeline.to_json(), "timeline_ms": sorted(step_ms)[count // 2],
     }  # fmt: skip
 
@@ -66,6 +69,25 @@ def test_rounds_of_a_condition_are_one_run_held_against_the_healthy_one():
     assert matrix.runs["zb", "healthy"].reference_ms == 390.0
     assert run.reference_ms is None
     assert ("1f1b", "slow") not in matrix.runs
+
+
+def test_training_that_comes_to_nothing_is_a_failed_run():
+    books = record()
+    for told in (steps(0, 400, 402, 404), steps(0, 396, 398, 400) | {"loss": [5.0, nan, nan]}):
+        books.take("zb", told)
+    books.finish("zb")
+    matrix = books.matrix({})
+    assert matrix.runs["zb", "healthy"].failed == "the loss is not finite in 2 of 6 steps"
+    assert matrix.loss_difference is None
+
+
+def test_what_befell_links_is_counted_and_told():
+    books = record()
+    for told in (steps(0, 400, 402, 404), steps(0, 396, 398, 400)):
+        books.take("zb", told)
+    matrix = books.matrix({})
+    assert matrix.runs["zb", "healthy"].events == {"lane_down": 2}
+    assert "- zb, healthy: 2 x lane_down\n" in matrix_markdown(matrix)
 
 
 def test_results_are_the_contracts_fields_and_more():

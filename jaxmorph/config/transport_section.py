@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 from jaxmorph.config.sections import Expected, Section
 
 _MOST_LANES = 64
-_LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 4096, 64 * 2**20
+_LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 4096, 16 * 2**20  # what a frame may announce
 
 
 def _checked_address(text: str) -> str:

@@ -124,6 +124,9 @@ def _complaints(matrix: Matrix) -> Iterator[str]:
     for run in runs:
         for reason in filter(None, (run.failed, run.noisy)):
             yield f"- {run.system}, {run.condition}: {' '.join(reason.split())}\n"
+        if run.events:
+            told = ", ".join(f"{count} x {kind}" for kind, count in sorted(run.events.items()))
+            yield f"- {run.system}, {run.condition}: {told}\n"
 
 
 def _table(heads: Sequence[str], rows: Iterator[list[str]]) -> str:

@@ -75,6 +75,7 @@ class Run:
         reference_ms: What somebody else measured, for comparison.
         failed: Why there is no complete run; None where there is.
         noisy: Why the times should not be trusted; None where they may.
+        events: How often each kind of thing befell delegated links in the measured steps.
     """
 
     system: str
@@ -90,6 +91,7 @@ class Run:
     reference_ms: float | None = None
     failed: str | None = None
     noisy: str | None = None
+    events: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The run as a JSON object, what was planned among its own fields."""
@@ -147,7 +149,8 @@ class Matrix:
             seen = [self.runs.get((system, condition)) for system in self.systems]
             losses = [run.loss for run in seen if run and not run.failed and run.loss is not None]
             if len(losses) > 1:
-                apart.append((max(losses) - min(losses)) / max(map(abs, losses), default=1.0))
+                largest = max(map(abs, losses))
+                apart.append((max(losses) - min(losses)) / largest if largest else 0.0)
         return max(apart, default=None)
 
     def to_json(self) -> dict[str, Any]:

@@ -127,6 +127,8 @@ class _HostCallbackProgram:
         low, high, *_, number, _ = control.tolist()
         slot, tag = self._open.pop(number)
         payload = np.ascontiguousarray(payload)
+        if payload.nbytes > len(slot.payload):
+            raise ValueError(f"{payload.nbytes} bytes, expected at most {len(slot.payload)}")
         ctypes.memmove(high << 32 | low, payload.ctypes.data, payload.nbytes)
         slot.post(payload.nbytes, tag)
         slot.complete()

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.transport.plane import ChannelSpec, DataPlane, TransportSettings
@@ -25,6 +25,9 @@ def open_data_plane(
 ) -> Iterator[DataPlane | None]:
     """A rank's end of the data plane, connected to its peers; it is closed however this ends.
 
+    After an error nothing is waited for: what hasn't arrived is nobody's any more, and the others
+    are to hear of the error soon.
+
     Args:
         rendezvous: The meeting place of all ranks; they all call this at the same point.
         outgoing: The channels this rank sends on.
@@ -39,13 +42,18 @@ def open_data_plane(
         _meet(rendezvous, None)
         yield None
         return
-    with closing((start or _start_sidecar)(rendezvous.rank, outgoing, incoming, settings)) as plane:
+    plane = (start or _start_sidecar)(rendezvous.rank, outgoing, incoming, settings)
+    try:
         addresses, secret = _meet(rendezvous, plane)
         channels = (spec.name for spec in (*outgoing, *incoming))
         peers = {rank for name in channels for rank in (name.source, name.destination)}
         peers.discard(rendezvous.rank)
         plane.connect({rank: addresses[rank] for rank in sorted(peers)}, secret)
         yield plane
+    except BaseException:
+        plane.close(flush=False)
+        raise
+    plane.close()
 
 
 def _start_sidecar(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import jax
@@ -28,6 +28,7 @@ from jaxmorph.stage.mesh import link_mesh, make_mesh, stage_submesh
 from jaxmorph.stage.model import PipelineModel
 from jaxmorph.stage.parameters import LeafPath, init_stage_params
 from jaxmorph.stage.stash import StashMemory
+from jaxmorph.stage.stored_weights import read_stage_params
 from jaxmorph.transport.plane import DataPlane
 
 
@@ -62,6 +63,7 @@ class StageSettings:
     pace: Pace | None = None
     transfer_timeout_s: float = 60.0
     num_chunks: int = 1
+    weights: str | None = None
     direct: frozenset[Link] | None = None
     delegated: frozenset[Link] = frozenset()
 
@@ -230,9 +232,12 @@ class StageTrainer:
 
 
 def _initial_params(model: PipelineModel, settings: StageSettings, rank: int) -> Chunks:
-    key = jax.random.key(settings.seed)
+    if settings.weights is not None:
+        initial = partial(read_stage_params, model, settings.weights)
+    else:
+        initial = partial(init_stage_params, model, jax.random.key(settings.seed))
     return tuple(
-        init_stage_params(model, key, settings.layers[stage], stage == 0, settings.is_last(stage))
+        initial(settings.layers[stage], stage == 0, settings.is_last(stage))
         for stage in settings.own_stages(rank)
     )
 

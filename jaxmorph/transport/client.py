@@ -179,14 +179,14 @@ class SidecarPlane:
         """
         self._sidecar.tell({"kind": "disturb", "action": action, **details})
 
-    def close(self) -> None:
+    def close(self, *, flush: bool = True) -> None:
         """Deliver what can be delivered soon, end the sidecar and give the memory back."""
         if self._closed:
             return
         self._closed = True
         deadline_s = time.monotonic() + _FLUSH_S
         for end in self._outgoing.values():
-            if "connect" in self._state:
+            if flush and "connect" in self._state:
                 end.doorbell.wait_until(lambda end=end: self._is_flushed(end), deadline_s)
         self._sidecar.close()
         self._undo.close()

@@ -165,6 +165,10 @@ class DataPlane(Protocol):
         """What has happened since the last call: lanes lost and found, restarts, peers gone."""
         ...
 
-    def close(self) -> None:
-        """End the sidecar and give the memory back."""
+    def close(self, *, flush: bool = True) -> None:
+        """End the sidecar and give the memory back.
+
+        Args:
+            flush: Whether messages that are still on their way get a few seconds to arrive.
+        """
         ...

@@ -189,7 +189,13 @@ class SendingLink:
         memory = (channel.slots.payloads() for channel in self.channels.values())
         lane = sending_lane(self._backend, connection, memory, self._identity.chunk_bytes)
         now_s = time.monotonic()
-        for stale in self.engine.lane_up(number, generation, now_s):
+        try:
+            replaced = self.engine.lane_up(number, generation, now_s)
+        except ProtocolError:  # welcomed by a sidecar that has been restarted since
+            lane.close()
+            self._diallers[number].again(now_s)
+            return
+        for stale in replaced:
             self._lose(stale, "the receiver's sidecar was restarted", now_s)
         self._lanes[number] = lane
         self._ever_up = True

@@ -21,6 +21,7 @@ Instruction = tuple[Record, tuple[int, ...]]
 MAX_RESTARTS_A_MINUTE = 5
 _MINUTE_S = 60.0
 _END_S = 2.0
+_EXIT_S = 0.5
 _SOURCES = str(Path(__file__).resolve().parents[2])
 
 
@@ -130,8 +131,12 @@ class SidecarProcess:
                 for record, _ in reader.read(self._link):
                     self._dispatch(record)
         reader.close()
-        if not self._closing:
-            self._process.kill()  # one whose link is gone is of no use, should it still run
+        if self._closing:
+            return
+        try:
+            self._process.wait(_EXIT_S)  # for its own exit code
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # one whose link is gone is of no use
             self._process.wait()
 
     def _dispatch(self, record: Record) -> None:

@@ -265,7 +265,7 @@ VALUE_ERRORS = {
         "transport.lanes: got 0, expected auto, or a whole number from 1 to 64"
     ),
     "transport: {chunk_bytes: 100}": (
-        "transport.chunk_bytes: got 100, expected a whole number from 4096 to 67108864"
+        "transport.chunk_bytes: got 100, expected a whole number from 4096 to 16777216"
     ),
     "transport: {checksum: 1}": "transport.checksum: got 1, expected true or false",
     "transport: {backend: udp}": "transport.backend: got 'udp', expected one of tcp, nixl",

@@ -4,12 +4,21 @@ import pytest
 
 from jaxmorph.config import per_stage
 from jaxmorph.config.sections import Routes, Schedule, ScheduleName
+from jaxmorph.config.transport_section import Transport
 from jaxmorph.schedule.costs import Link, LinkState
 from jaxmorph.schedule.planner import SCHEDULE_NAMES
+from jaxmorph.transport.messages import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 
 
 def test_every_schedule_that_can_be_planned_can_be_configured():
     assert get_args(ScheduleName) == SCHEDULE_NAMES
+
+
+def test_chunks_that_can_be_configured_can_be_sent():
+    for chunk_bytes in (4096, MAX_CHUNK_BYTES):
+        assert Transport(chunk_bytes=chunk_bytes).chunk_bytes >= MIN_CHUNK_BYTES
+    with pytest.raises(ValueError, match="less than or equal to 16777216"):
+        Transport(chunk_bytes=MAX_CHUNK_BYTES + 1)
 
 
 def test_one_number_is_spread_over_the_stages_and_a_list_is_kept():

@@ -50,9 +50,9 @@ def recorded(plane, notes):
         notes.update(peers=peers, secret=secret)
         connect(peers, secret)
 
-    def note_end():
-        notes["closed"] = True
-        close()
+    def note_end(*, flush=True):
+        notes["closed"] = "flushed" if flush else "at once"
+        close(flush=flush)
 
     plane.connect, plane.close = note_connection, note_end
     return plane
@@ -102,7 +102,7 @@ def test_ranks_with_channels_know_each_other_and_the_others_start_nothing():
     assert notes[0]["secret"] == notes[2]["secret"]
     assert len(notes[0]["secret"]) == 32
     assert notes[1] == {}
-    assert [notes[rank]["closed"] for rank in (0, 2)] == [True, True]
+    assert [notes[rank]["closed"] for rank in (0, 2)] == ["flushed", "flushed"]
 
 
 def test_a_plane_is_closed_when_the_run_fails():
@@ -118,4 +118,4 @@ def test_a_plane_is_closed_when_the_run_fails():
 
     with pytest.raises(ZeroDivisionError):
         on_all_ranks(body)
-    assert [notes[rank]["closed"] for rank in (0, 2)] == [True, True]
+    assert [notes[rank]["closed"] for rank in (0, 2)] == ["at once", "at once"]

@@ -17,6 +17,7 @@ THERE, BACK = ChannelName(1, 0, 1), ChannelName(1, 1, 0)
 SECRET = bytes(range(32))
 PATIENCE_S = 30.0
 NEAR_THE_WRAP = 2**32 - 3
+FLUSH_S = 2.0  # `close` waits at least so long for messages that can't arrive
 
 
 def soon(seconds=PATIENCE_S):
@@ -293,6 +294,14 @@ class Conformance:
             second.take(THERE, soon(0.2))
         first.emulate([])
         receive(second, THERE, 0, 10)
+
+    def test_closing_without_a_flush_waits_for_no_message(self, joined):
+        first, _ = joined(spec())
+        first.emulate([LinkCondition(between=(0, 1), cut=True)])
+        send(first, THERE, 0, 10)
+        began_s = time.monotonic()
+        first.close(flush=False)
+        assert time.monotonic() - began_s < FLUSH_S
 
     def test_a_rank_that_closes_is_gone_for_its_peer_once_its_messages_are_taken(self, joined):
         first, second = joined(spec(), spec(BACK))

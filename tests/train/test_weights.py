@@ -1,0 +1,62 @@
+"""A run can start from weights in files: `model.weights`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxmorph.stage.parameters import init_stage_params
+from jaxmorph.stage.stored_weights import write_model
+from models.gpt2 import build
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"width": 32, "num_layers": 4, "num_heads": 2}
+SEED, OTHER_SEED = 3, 9
+
+pytestmark = pytest.mark.multiprocess
+
+
+def stored(folder, seed):
+    """The initial parameters of a seed, in files."""
+    model = build(preset="tiny", sequence_length=16, vocab_size=256, **SIZES)
+    layers = range(SIZES["num_layers"])
+    params = init_stage_params(model, jax.random.key(seed), layers, is_first=True, is_last=True)
+    write_model(model, str(folder), [(layers, params)])
+    return folder
+
+
+def train(directory, *overrides):
+    options = [f"model.{name}={value}" for name, value in SIZES.items()]
+    return subprocess.run(
+        [sys.executable, "-m", "jaxmorph", "train", "configs/demo.yaml", *options,
+         f"run.dir={directory}", f"run.seed={SEED}", "run.steps=2", "parallelism.stages=2",
+         "data.sequence_length=16", "batch.microbatches=2", "batch.microbatch_size=1",
+         "emulation.accelerator=null", *overrides],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def losses(directory, *overrides):
+    done = train(directory, *overrides)
+    assert done.returncode == 0, done.stderr
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_a_run_starts_from_stored_weights_whatever_its_stages(tmp_path):
+    own = losses(tmp_path / "own")
+    same = losses(tmp_path / "same", f"model.weights={stored(tmp_path / 'a', SEED)}")
+    other = losses(tmp_path / "other", f"model.weights={stored(tmp_path / 'b', OTHER_SEED)}")
+    assert same == own
+    assert other[0] != own[0]
+
+
+def test_missing_weights_are_one_line(tmp_path):
+    done = train(tmp_path / "out", "model.weights=nowhere")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "nowhere" in line
+    assert not (tmp_path / "out").exists()
