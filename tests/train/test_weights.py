@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -13,7 +14,7 @@ from jaxmorph.stage.stored_weights import write_model
 from models.gpt2 import build
 
 ROOT = Path(__file__).parents[2]
-SIZES = {"width": 32, "num_layers": 4, "num_heads": 2}
+SIZES: dict[str, Any] = {"width": 32, "num_layers": 4, "num_heads": 2}
 SEED, OTHER_SEED = 3, 9
 
 pytestmark = pytest.mark.multiprocess
