@@ -1,7 +1,6 @@
 """What the pipeline is compared with: the same model on one device, by `jax.grad` and Optax."""
 
 from copy import copy
-from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +36,7 @@ def untie(model, params):
 def loss_sum(model, params, tokens, targets):
     params = untie(model, params)  # so that the tied parameter's gradient is the sum of both uses
     x = model.embed(params["embed"], tokens)
-    for layer in range(model.num_layers):
-        x = model.layer(jax.tree.map(itemgetter(layer), params["layers"]), x)
+    x, _ = jax.lax.scan(lambda x, layer: (model.layer(layer, x), None), x, params["layers"])
     return model.head(params["head"], x, targets)
 
 
@@ -100,12 +98,12 @@ def optax_steps(one_device, settings: OptimizerSettings, clip_norm, batches):
         ),
     )
     params = without_head_copies(one_device.model, one_device.params)
-    state = optimizer.init(params)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
     for tokens, targets in batches:
         _, gradients = one_device.loss_and_gradients(tokens, targets)
         gradients = without_head_copies(one_device.model, gradients)
         gradients = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), gradients)
-        updates, state = optimizer.update(gradients, state, params)
+        updates, state = update(gradients, state, params)
         params = optax.apply_updates(params, updates)
         one_device.params = untie(one_device.model, params)
     return one_device.params

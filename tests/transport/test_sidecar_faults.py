@@ -1,6 +1,7 @@
 """A sidecar's life and death: nothing is lost, doubled, or left behind."""
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -152,6 +154,7 @@ def test_interrupting_the_group_of_processes_leaves_the_sidecar_running(pair):
 
 
 def test_closing_leaves_no_process_no_descriptor_and_no_memory():
+    gc.collect()  # what earlier tests left must not go while this one counts
     before, mapped_before = open_descriptors(), mapped_slots()
     specs = [spec(THERE), spec(BACK)]
     planes = [
@@ -169,7 +172,7 @@ def test_closing_leaves_no_process_no_descriptor_and_no_memory():
     for plane in planes:
         plane.close()
     assert not any(is_running(pid) for pid in pids)
-    assert open_descriptors() == before
+    assert not open_descriptors() - before
     assert mapped_slots() <= mapped_before
     assert not list(Path("/dev/shm").glob("*jaxmorph*"))
 
@@ -181,7 +184,8 @@ def mapped_slots():
 
 
 def open_descriptors():
-    return sorted(
+    """How many descriptors of each kind, or path, this process has open."""
+    return Counter(
         str(fd.readlink()).split(":")[0]
         for fd in Path("/proc/self/fd").iterdir()
         if fd.is_symlink()
