@@ -27,9 +27,7 @@ import numpy as np
 
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.frame_reader import FrameReader
-from jaxmorph.transport.handshake import introduction
-from jaxmorph.transport.link_emulator import LinkCondition
-from jaxmorph.transport.messages import (
+from jaxmorph.transport.frames import (
     TO_DIALLER,
     Acknowledge,
     Challenge,
@@ -39,8 +37,10 @@ from jaxmorph.transport.messages import (
     Ping,
     Pong,
     Welcome,
-    pack,
 )
+from jaxmorph.transport.handshake import introduction
+from jaxmorph.transport.link_emulator import LinkCondition
+from jaxmorph.transport.messages import pack
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec, TransportSettings
 

@@ -42,9 +42,12 @@ def start_comparison(path: Path, overrides: Sequence[str]) -> int:
     wanted = _checked(path, overrides, config)
     directory = claim_run_directory(config)
     command = shlex.join(["jaxmorph", "compare", str(path), *overrides])
-    books = _Books(path.stem, wanted, directory, comparison_notes(config, wanted, command))
+    notes = comparison_notes(config, wanted, command)
+    books = _Books(path.stem, wanted, directory, notes)
     with closing(open_matrix_view()) as view:
         view.say(f"writes {directory}")
+        if "left aside" in notes:
+            view.say(f"left aside: {notes['left aside']}")
         for system in wanted.systems:
             _run_system(system, config, books, view)
         view.say(f"wrote {directory / TABLE}, {RESULTS}, {FIGURE} and {TIMELINES}")

@@ -6,6 +6,7 @@ from importlib import metadata
 
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
+from jaxmorph.config.sections import Routes
 from jaxmorph.reporting import describe_regime
 from jaxmorph.systems import SYSTEMS
 
@@ -27,17 +28,33 @@ def comparison_notes(config: Config, wanted: Compare, command: str) -> dict[str,
     rounds = f"{wanted.repeats} rounds of {wanted.steps} steps a condition, in turn"
     left_out = f"{wanted.warmup_steps} steps before each are left out"
     noisy = f"noisy: p90 / p10 above {wanted.largest_spread:g}"
-    profiled = f"planned and predicted from {wanted.profiling_steps} healthy steps"
+    healthy = f"{wanted.profiling_steps} healthy steps" if wanted.profiling_steps else "warm-up"
+    profiled = f"planned and predicted from {healthy}"
+    predicted = "a prediction ends with the last op: tied gradients and the update come after it"
     systems = (SYSTEMS[name] for name in wanted.systems)
     return {
         "systems": "; ".join(f"{system.name}: {system.meaning}" for system in systems),
         "regime": f"{describe_regime(config.emulation)}; {emulated}",
-        "steps": f"{profiled}; {rounds}; {left_out}; {noisy}",
+        "steps": f"{profiled}; {rounds}; {left_out}; {noisy}; {predicted}",
+        **_left_aside(config),
         "command": f"`{command}`",
         "versions": ", ".join([*versions, f"Python {platform.python_version()}"]),
         "machine": f"{os.cpu_count()} processors, {platform.system()} {platform.machine()}",
         "load at the start": load_averages(),
     }
+
+
+def _left_aside(config: Config) -> dict[str, str]:
+    """What the configuration says for other commands, if anything."""
+    said = {
+        "routes": config.routes != Routes(),
+        "schedule.link_ms": config.schedule.link_ms is not None,
+        "emulation.links": bool(config.emulation.links),
+        "emulation.trace": config.emulation.trace is not None,
+    }
+    names = [name for name, is_said in said.items() if is_said]
+    reason = "systems have their own routes and plans, and conditions their own links"
+    return {"left aside": f"{', '.join(names)}: {reason}"} if names else {}
 
 
 def load_averages() -> str:

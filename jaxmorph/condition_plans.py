@@ -9,7 +9,7 @@ from jaxmorph.declared_links import declared_states, delayed
 from jaxmorph.planning import PlanInForce, agree_on_plan
 from jaxmorph.reporting.run_matrix import PlannedRun
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.schedule.bound import lower_bound_ms
+from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
 from jaxmorph.schedule.costs import Limits, Link
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.problem_links import MARGIN_OF_JITTER
@@ -77,7 +77,7 @@ class ConditionPlanner:
         bound_ms = lower_bound_ms(actual.costs, sizes[0], actual.links, Limits(), sizes[1])
         return PlannedRun(
             predicted_ms=predicted_ms,
-            lower_bound_ms=min(bound_ms, predicted_ms),
+            lower_bound_ms=certified_ms(bound_ms, predicted_ms),
             schedule=plan.schedule.name,
             warmup_forwards=plan.schedule.warmup_forwards,
             routes={str(link): route for link, route in plan.routes.items()},

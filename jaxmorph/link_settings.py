@@ -46,20 +46,20 @@ def agree_on_origin_s(rendezvous: Rendezvous) -> float:
 
 
 def transport_settings(
-    config: Config, *, one_machine: bool, coordinator_host: str
+    config: Config, *, one_loopback: bool, coordinator_host: str
 ) -> TransportSettings:
     """How this host's end of the data plane travels.
 
     Args:
         config: The run.
-        one_machine: Whether all ranks are on this machine.
+        one_loopback: Whether all ranks share this machine's loopback.
         coordinator_host: Where the run's first rank is.
     """
     transport = config.transport
     configured = None if transport.addresses == "auto" else transport.addresses
     return TransportSettings(
         addresses=listening_addresses(
-            configured, one_machine=one_machine, coordinator_host=coordinator_host
+            configured, one_loopback=one_loopback, coordinator_host=coordinator_host
         ),
         lanes=None if transport.lanes == "auto" else transport.lanes,
         chunk_bytes=transport.chunk_bytes,

@@ -1,6 +1,5 @@
 """A rank's stage with all that it needs to run: programs, queue, routes and the data plane."""
 
-import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
@@ -14,6 +13,7 @@ from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
 from jaxmorph.stage.model import PipelineModel
+from jaxmorph.transport.network_cards import loopback_identity
 
 
 @contextmanager
@@ -41,9 +41,9 @@ def open_stage(
         with closing(StageTrainer(model, settings, rendezvous.rank, links)) as trainer:
             yield trainer
         return
-    hosts = {told["host"] for told in rendezvous.exchange({"host": socket.gethostname()})}
+    loopbacks = {told["is"] for told in rendezvous.exchange({"is": loopback_identity()})}
     transport = transport_settings(
-        config, one_machine=len(hosts) == 1, coordinator_host=coordinator_host()
+        config, one_loopback=len(loopbacks) == 1, coordinator_host=coordinator_host()
     )
     ends = channel_specs(settings.payloads(model), settings.delegated, rendezvous.rank)
     with open_data_plane(rendezvous, *ends, transport) as plane:

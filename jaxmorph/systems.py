@@ -53,8 +53,8 @@ def system_config(config: Config, system: System) -> Config:
         system: The system.
 
     Returns:
-        The same with the system's schedule and routes, and no link emulated: conditions of links
-        come and go while it runs.
+        The same with the system's schedule and routes, and no link emulated or declared: conditions
+        of links come and go while it runs, and a system that adapts is told of them.
     """
     steps = config.compare.total_steps if config.compare else config.run.steps
     warmup_steps = min(config.optimizer.warmup_steps, steps)
@@ -63,7 +63,9 @@ def system_config(config: Config, system: System) -> Config:
         update={
             "run": config.run.model_copy(update={"steps": steps}),
             "optimizer": config.optimizer.model_copy(update={"warmup_steps": warmup_steps}),
-            "schedule": config.schedule.model_copy(update={"name": system.schedule}),
+            "schedule": config.schedule.model_copy(
+                update={"name": system.schedule, "link_ms": None}
+            ),
             "parallelism": config.parallelism.model_copy(update={"chunks": chunks}),
             "routes": Routes.model_validate({"default": system.route}),
             "emulation": config.emulation.model_copy(update={"links": (), "trace": None}),

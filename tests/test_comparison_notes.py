@@ -27,3 +27,19 @@ def test_a_reader_is_told_what_is_needed_to_judge_and_to_repeat_it():
     assert notes["command"] == "`jaxmorph compare x.yaml`"
     assert "jax " in notes["versions"]
     assert len(notes["load at the start"].split()) > 3
+    assert "left aside" not in notes
+
+
+def test_what_the_configuration_says_for_other_commands_is_named():
+    tree = {
+        "parallelism": {"stages": 4},
+        "routes": {"2-3": "delegated"},
+        "schedule": {"link_ms": {"2-3": 30}},
+        "emulation": {"links": [{"between": [2, 3], "latency_ms": 30}]},
+        "compare": {"conditions": [{"name": "healthy"}], "profiling_steps": 0},
+    }
+    config = Config.model_validate(tree)
+    assert config.compare is not None
+    notes = comparison_notes(config, config.compare, "jaxmorph compare x.yaml")
+    assert notes["left aside"].startswith("routes, schedule.link_ms, emulation.links: systems ")
+    assert notes["steps"].startswith("planned and predicted from warm-up; ")

@@ -49,7 +49,7 @@ def test_a_wrong_trace_is_told_under_its_key(rows, says):
 
 
 def test_the_data_plane_is_told_what_the_file_says_and_finds_out_the_rest():
-    where = {"one_machine": True, "coordinator_host": "127.0.0.1"}
+    where = {"one_loopback": True, "coordinator_host": "127.0.0.1"}
     assert transport_settings(load(), **where) == TransportSettings()
     chosen = "transport={addresses: [10.0.0.1], lanes: 3, chunk_bytes: 8192, checksum: false}"
     assert transport_settings(load(chosen), **where) == TransportSettings(

@@ -15,6 +15,7 @@ CONFIG = Config.model_validate(
         "batch": {"microbatches": 8},
         "optimizer": {"warmup_steps": 5},
         "routes": {"0-1": "delegated"},
+        "schedule": {"link_ms": {"1-2": 9}},
         "emulation": {"links": [{"between": [1, 2], "latency_ms": 9.0}]},
         "compare": {"conditions": [{"name": "healthy"}], "steps": 3, "warmup_steps": 0},
     }
@@ -31,7 +32,7 @@ def test_a_system_is_its_schedule_and_its_routes_whatever_the_configuration_has(
     own = system_config(CONFIG, system)
     assert own.schedule.name == system.schedule
     assert (own.routes.default, own.routes.by_link) == (system.route, {})
-    assert own.emulation.links == ()
+    assert (own.emulation.links, own.schedule.link_ms) == ((), None)
     assert own.run.steps == 14  # of the comparison, and the warm-up of the rate fits into it
     assert own.optimizer.warmup_steps == 5
     made = plan_step(own, unmeasured_profile(own))

@@ -1,6 +1,5 @@
 """Shows a comparison while it goes: a live table on a terminal, plain lines anywhere else."""
 
-from io import TextIOWrapper
 from typing import Protocol
 
 from rich.box import SIMPLE_HEAD
@@ -9,6 +8,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from jaxmorph.reporting.console import open_console
 from jaxmorph.reporting.matrix_table import short_cell
 from jaxmorph.reporting.run_matrix import Matrix
 
@@ -38,12 +38,8 @@ def open_matrix_view(console: Console | None = None) -> MatrixView:
     Returns:
         A live table when the console is a terminal that can redraw, else plain lines.
     """
-    console = console or Console()
-    if isinstance(console.file, TextIOWrapper):
-        console.file.reconfigure(errors="replace")
-    if console.is_terminal and not console.is_dumb_terminal:
-        return LiveMatrixView(console)
-    return PlainMatrixView(console)
+    console, can_redraw = open_console(console)
+    return LiveMatrixView(console) if can_redraw else PlainMatrixView(console)
 
 
 class LiveMatrixView:

@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Callable
-from io import TextIOWrapper
 from typing import IO, Protocol
 
 from rich.console import Console
 from rich.live import Live
 
+from jaxmorph.reporting.console import open_console
 from jaxmorph.reporting.records import Event, RunHeader, RunSummary, StepRecord
 from jaxmorph.reporting.render import event_line, header_panel, live_view, summary_panel
 from jaxmorph.reporting.text import (
@@ -59,12 +59,8 @@ def open_reporter(console: Console | None = None) -> Reporter:
     Returns:
         A live table when the console is a terminal that can redraw, else plain lines.
     """
-    console = console or Console()
-    if isinstance(console.file, TextIOWrapper):  # a loss must not be lost to an ASCII-only stream
-        console.file.reconfigure(errors="replace")
-    if console.is_terminal and not console.is_dumb_terminal:
-        return LiveReporter(console)
-    return PlainReporter(console.file)
+    console, can_redraw = open_console(console)
+    return LiveReporter(console) if can_redraw else PlainReporter(console.file)
 
 
 class LiveReporter:

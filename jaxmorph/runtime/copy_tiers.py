@@ -203,9 +203,11 @@ class _TrialSlot:
         self.payload = np.zeros(num_bytes, np.uint8)
         self.address = self.payload.ctypes.data
         self.signal_address = 0
+        self.is_posted = False
         self.said: list[Any] = []
 
     def post(self, num_bytes: int, tag: Sequence[int]) -> None:
+        self.is_posted = True
         self.said.append((num_bytes, tuple(tag)))
 
     def complete(self) -> None:

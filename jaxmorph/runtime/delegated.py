@@ -8,6 +8,7 @@ enqueued, and copies out of the slot, which is free again at once.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -76,7 +77,8 @@ class DelegatedRoute:
         self._placement = placement
         self._check = check
         self._abandoned = -1
-        self._copying: deque[tuple[jax.Array, jax.Array]] = deque()
+        self._reserved: dict[tuple[ChannelName, int], tuple[OutgoingSlot, Tag]] = {}
+        self._copying: deque[_Copy] = deque()
         self._senders: dict[Channel, _Sender] = {}
         self._receivers: dict[Channel, _Receiver] = {}
         for channel, use in slot_uses.items():
@@ -122,6 +124,7 @@ class DelegatedRoute:
         for index, part in enumerate(sender.use.parts):
             slot = self._free_slot(identity, sender, deadline_s)
             tag = _tag(identity, index, len(sender.use.parts))
+            self._reserved[sender.name, slot.sequence] = slot, tag
             yield partial(self._start, sender, part, slot, tag)
 
     def post(self, identity: TransferIdentity, value: jax.Array, arrived_s: float) -> Moved:
@@ -149,14 +152,20 @@ class DelegatedRoute:
         return Moved(jax.device_put(payload, self._placement), posted_s, landed_s)
 
     def abandon(self, epoch: int) -> None:
-        """Refuse what is left of an epoch; what still comes of it is thrown away."""
+        """Refuse what is left of an epoch; what still comes of it is thrown away.
+
+        Slots that were reserved, and will not be used now, go to their receivers empty: messages
+        arrive in the order of their slots, and those of the next epoch come after them.
+        """
         self._abandoned = max(self._abandoned, epoch)
+        for key, (slot, tag) in list(self._reserved.items()):
+            if tag[0] <= epoch and self._reserved.pop(key, None):
+                _post_empty(slot, tag)
 
     def settle(self) -> None:
         """Wait until all copies that were started are over; an error of any is raised."""
         while self._copying:
-            ticket, _ = self._copying.popleft()
-            jax.block_until_ready(ticket)
+            self._copying.popleft().finish()
 
     def events(self) -> list[dict[str, Any]]:
         """Sends that waited for a slot since the last call; a plan's slots let none of them."""
@@ -209,10 +218,13 @@ class DelegatedRoute:
     ) -> Moved:
         """Dispatch a copy; its ticket and the value are kept until it is over."""
         del arrived_s
-        ticket = sender.program.start(value, part, slot, tag)
-        while self._copying and _is_ready(self._copying[0][0]):
-            jax.block_until_ready(self._copying.popleft()[0])  # for its error, if it has one
-        self._copying.append((ticket, value))
+        if self._reserved.pop((sender.name, slot.sequence), None) is None:
+            raise AbandonedEpochError(f"{sender.name}: message {slot.sequence} was abandoned")
+        with _posted_whatever_happens(slot, tag):
+            ticket = sender.program.start(value, part, slot, tag)
+        while self._copying and self._copying[0].is_over:
+            self._copying.popleft().finish()
+        self._copying.append(_Copy(ticket, value, slot, tag))
         return Moved(ticket)
 
     def _expected(
@@ -244,6 +256,8 @@ class DelegatedRoute:
                 return wait(name, until_s)
             except TimeoutError as error:
                 self._check()
+                for copy in list(self._copying):  # the queue's thread may be adding to them
+                    copy.raise_failure()
                 if until_s >= deadline_s:
                     raise TimeoutError(f"{identity}: {error}") from error
 
@@ -260,6 +274,31 @@ class _Sender:
     name: ChannelName
     use: SlotUse
     program: CopyProgram
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A copy into a slot, which may be under way."""
+
+    ticket: jax.Array
+    value: jax.Array
+    slot: OutgoingSlot
+    tag: Tag
+
+    @property
+    def is_over(self) -> bool:
+        """Whether waiting for it would return, or raise, at once."""
+        return self.ticket.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def finish(self) -> None:
+        """Wait until it is over; after an error its slot is no longer waited for by the peer."""
+        with _posted_whatever_happens(self.slot, self.tag):
+            jax.block_until_ready(self.ticket)
+
+    def raise_failure(self) -> None:
+        """Raise its error, if it is over and has one."""
+        if self.is_over:
+            jax.block_until_ready(self.ticket)
 
 
 @dataclass
@@ -286,9 +325,21 @@ class _Receiver:
         return 0 < steps_ago < _WORDS // 2 or tag in self.taken
 
 
-def _is_ready(ticket: jax.Array) -> bool:
-    """Whether waiting for it would return, or raise, at once."""
-    return ticket.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+@contextmanager
+def _posted_whatever_happens(slot: OutgoingSlot, tag: Tag) -> Iterator[None]:
+    """After an error while a slot is being filled, it holds up none that come after it."""
+    try:
+        yield
+    except BaseException:
+        if not slot.is_posted:
+            _post_empty(slot, tag)
+        raise
+
+
+def _post_empty(slot: OutgoingSlot, tag: Tag) -> None:
+    """Send nothing in a slot, under the name of what it was reserved for."""
+    slot.post(0, [word % _WORDS for word in tag])
+    slot.complete()
 
 
 def _tag(identity: TransferIdentity, index: int, parts: int) -> Tag:

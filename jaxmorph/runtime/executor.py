@@ -196,7 +196,8 @@ class Executor:
             TimeoutError: If a message, or room for one, didn't come in time.
             PeerGoneError: If a rank at the other end of a delegated link is gone.
 
-        After an error the epoch is abandoned on every route: the ends may be out of step.
+        After an error the epoch is abandoned on every route, as the ends may be out of step, and
+        what is left on the queue is dropped.
         """
         loss_weight = jax.device_put(np.float32(inputs.loss_weight), self.placement)
         state = _Step(program, weights, list(accumulators), inputs, loss_weight, step, epoch)
@@ -209,6 +210,7 @@ class Executor:
         except BaseException:
             for route in self.routes.values():
                 route.abandon(epoch)
+            self.queue.restart()
             raise
         loss_sum = sum(float(loss) for loss in state.losses)  # in microbatch order
         loss = loss_sum * inputs.loss_weight

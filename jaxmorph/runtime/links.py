@@ -30,15 +30,15 @@ class LinkProgram:
     of the transfer travels in front of the payload.
 
     Args:
-        mesh: The link mesh, (stage=2, data, tensor): the lower stage's devices first.
+        mesh: The link mesh, (stage=2, data, tensor).
         payload: Shape and type of a message on one shard.
-        upward: True when the higher stage sends (gradients), False when the lower one does.
+        source: Which of the mesh's two stages sends: 0 or 1.
         answered: Whether a message of the same size, with the receiver's identity, goes the other
             way in the same collective, so that the sender too learns where its peer is.
     """
 
     def __init__(
-        self, mesh: Mesh, payload: PayloadShape, *, upward: bool, answered: bool = False
+        self, mesh: Mesh, payload: PayloadShape, *, source: int, answered: bool = False
     ) -> None:
         self._payload = payload
         # Identity and payload travel as one array of words as wide as the payload's elements.
@@ -47,7 +47,7 @@ class LinkProgram:
         self._sharding = NamedSharding(mesh, PartitionSpec((STAGE, DATA)))
         self._num_shards = mesh.devices.size
         self._device = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
-        source, destination = (1, 0) if upward else (0, 1)
+        destination = 1 - source
         hops = [(source, destination), (destination, source)]
         self._program = self._compile(mesh, hops if answered else hops[:1])
         self._blank = self._as_shard(

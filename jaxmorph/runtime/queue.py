@@ -61,7 +61,15 @@ class DeviceQueue(Protocol):
         ...
 
     def drain(self) -> list[Stamp]:
-        """Wait until all has run; the stamps since the last drain, in order."""
+        """Wait until all has run; the stamps since the last drain, in order.
+
+        Raises:
+            Exception: What has gone wrong, again and again until a restart: the rest is lost.
+        """
+        ...
+
+    def restart(self) -> None:
+        """Drop what has not run, and forget what has gone wrong; waits for nothing."""
         ...
 
     def close(self) -> None:
@@ -86,9 +94,10 @@ class _WorkerThread:
 
     def __init__(self, name: str, handle: Callable[[_Item], None]) -> None:
         self._handle = handle
-        self._items: standard_queue.SimpleQueue[_Item | Callable[[], None] | None] = (
+        self._items: standard_queue.SimpleQueue[tuple[int, _Item] | Callable[[], None] | None] = (
             standard_queue.SimpleQueue()
         )
+        self._life = 0
         self._idle = threading.Semaphore(0)
         self._error: BaseException | None = None
         self._closed = False
@@ -97,7 +106,7 @@ class _WorkerThread:
 
     def put(self, item: _Item) -> None:
         self.raise_error()
-        self._items.put(item)
+        self._items.put((self._life, item))
 
     def wait(self) -> None:
         """Return when everything put so far has been handled; raise its first error."""
@@ -107,8 +116,12 @@ class _WorkerThread:
 
     def raise_error(self) -> None:
         if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+            raise self._error
+
+    def restart(self) -> None:
+        """Drop what has not begun; an item that has may end as it likes."""
+        self._life += 1
+        self._error = None
 
     def close(self) -> None:
         """Drop what has not begun; an item that waits for a dead peer is not waited for long."""
@@ -117,14 +130,17 @@ class _WorkerThread:
         self._thread.join(_CLOSING_S)
 
     def _run(self) -> None:
-        while (item := self._items.get()) is not None:
-            if not isinstance(item, _Item):
-                item()
-            elif self._error is None and not self._closed:  # after an error the rest is dropped
+        while (found := self._items.get()) is not None:
+            if not isinstance(found, tuple):
+                found()
+                continue
+            life, item = found
+            if life == self._life and self._error is None and not self._closed:
                 try:
                     self._handle(item)
-                except BaseException as error:  # raised again by the caller
-                    self._error = error
+                except BaseException as error:  # raised again by the caller; the rest is dropped
+                    if life == self._life:
+                        self._error = error
 
 
 class AsynchronousQueue:
@@ -159,9 +175,10 @@ class AsynchronousQueue:
         self._watcher.put(_Item(label, lambda: moved.value, dispatched_s))
 
     def _watch(self, item: _Item) -> None:
+        stamps = self._stamps  # those of this life of the queue
         jax.block_until_ready(item.work())
         end_s = time.monotonic()
-        self._stamps.append(Stamp(item.label, max(self._previous_end_s, item.enqueued_s), end_s))
+        stamps.append(Stamp(item.label, max(self._previous_end_s, item.enqueued_s), end_s))
         self._previous_end_s = end_s
 
     def raise_error(self) -> None:
@@ -173,6 +190,11 @@ class AsynchronousQueue:
         self._watcher.wait()
         stamps, self._stamps = self._stamps, []
         return stamps
+
+    def restart(self) -> None:
+        """Watch no more of what was dispatched before."""
+        self._watcher.restart()
+        self._stamps = []
 
     def close(self) -> None:
         """Stop the watcher."""
@@ -206,12 +228,13 @@ class PacedQueue:
         self._worker.put(_Item(label, work, time.monotonic(), is_transfer=True))
 
     def _run(self, item: _Item) -> None:
+        stamps = self._stamps  # those of this life of the queue
         if item.label is None:
             item.work()
             return
         start_s = max(self._previous_end_s, item.enqueued_s)
         end_s = self._move(item, start_s) if item.is_transfer else self._hold(item, start_s)
-        self._stamps.append(Stamp(item.label, start_s, end_s))
+        stamps.append(Stamp(item.label, start_s, end_s))
         self._previous_end_s = end_s
 
     @staticmethod
@@ -241,6 +264,11 @@ class PacedQueue:
         self._worker.wait()
         stamps, self._stamps = self._stamps, []
         return stamps
+
+    def restart(self) -> None:
+        """Run no more of what was enqueued before."""
+        self._worker.restart()
+        self._stamps = []
 
     def close(self) -> None:
         """Stop the worker."""

@@ -1,19 +1,12 @@
 """How a link's transfers travel: one small interface, whatever carries them."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import jax
 
-from jaxmorph.program.channels import Channel, channel_of
-from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.identity import TransferIdentity
-from jaxmorph.runtime.links import LinkProgram, read_identity
-
-_WORD = 0xFFFFFFFF
 
 
 class TransferMismatchError(RuntimeError):
@@ -100,111 +93,3 @@ class Route(Protocol):
     def settle(self) -> None:
         """Wait until all that was posted has left this rank's arrays; errors are raised."""
         ...
-
-
-@dataclass
-class DirectRoute:
-    """`ppermute` on the accelerator's queue: a rendezvous that both ends reach in the same order.
-
-    The deadline of a transfer is that of the backend's collectives, which is set for all of them
-    before JAX starts (`join`); `take` can't choose another one, but for an emulated link that is
-    cut: then neither end begins, and each gives up at its own deadline.
-
-    Attributes:
-        programs: What moves the payloads of each channel.
-        answered: Whether the programs bring the sender its peer's word too. A paced queue needs to
-            know when the peer came; elsewhere the sender has no reason to wait for it.
-        links: What is emulated on the links; both ends hold their queues for as long as that takes.
-        timeout_s: How long a sender waits for a cut link to heal.
-    """
-
-    programs: Mapping[Channel, LinkProgram]
-    answered: bool
-    links: EmulatedLinks = field(default_factory=EmulatedLinks)
-    timeout_s: float = 60.0
-    _abandoned: int = field(default=-1, init=False)
-
-    @property
-    def holds_queue(self) -> bool:
-        """True: both ends wait for each other on their queues."""
-        return True
-
-    def reserve(self, identity: TransferIdentity, deadline_s: float) -> Iterator[Posting]:
-        """The whole message: it needs no room."""
-        del deadline_s
-        yield partial(self.post, identity)
-
-    def post(self, identity: TransferIdentity, value: jax.Array, arrived_s: float) -> Moved:
-        """Dispatch the sender's end."""
-        program = self._program(identity)
-        deadline_s = time.monotonic() + self.timeout_s
-        begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s)
-        peer, _ = program.run((*identity.words(), *_time_words(begun_s)), value)
-        moved = Moved(peer, _check(peer, identity) if self.answered else None)
-        if begun_s == arrived_s and not self.links.concern(identity.transfer):
-            return moved
-        return self._emulated(moved, identity, value.nbytes, begun_s, deadline_s)
-
-    def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
-        """Run the receiver's end and check what came."""
-        program = self._program(identity)
-        begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s)
-        peer, value = program.run((*identity.words(), *_time_words(begun_s)))
-        moved = Moved(value, _check(peer, identity))
-        if begun_s == arrived_s and not self.links.concern(identity.transfer):
-            return moved
-        return self._emulated(moved, identity, value.nbytes, begun_s, deadline_s)
-
-    def abandon(self, epoch: int) -> None:
-        """Refuse what is left of an epoch: its ends may be out of step."""
-        self._abandoned = max(self._abandoned, epoch)
-
-    def settle(self) -> None:
-        """Nothing to wait for: what was posted is on the queue, and over when that is drained."""
-
-    def _emulated(
-        self,
-        moved: Moved,
-        identity: TransferIdentity,
-        num_bytes: int,
-        begun_s: float,
-        deadline_s: float,
-    ) -> Moved:
-        """The transfer with the time until which an emulated link keeps both its ends."""
-        met_s = self._met_s(moved, begun_s)
-        over_s = self.links.over_s(identity, num_bytes, met_s, deadline_s)
-        return replace(moved, over_s=over_s)
-
-    def _met_s(self, moved: Moved, begun_s: float) -> float:
-        """When both ends had come: where each knows the other's time, the same number at both."""
-        if self.answered and moved.peer_arrived_s is not None:
-            return max(_time_of(*_time_words(begun_s)), moved.peer_arrived_s)
-        jax.block_until_ready(moved.value)
-        return time.monotonic()
-
-    def _program(self, identity: TransferIdentity) -> LinkProgram:
-        if identity.epoch <= self._abandoned:
-            raise AbandonedEpochError(
-                f"{identity}: this life of the route has ended, expected an epoch after "
-                f"{self._abandoned}"
-            )
-        return self.programs[channel_of(identity.transfer)]
-
-
-def _check(words: jax.Array, expected: TransferIdentity) -> float:
-    """When the peer came to the transfer; an error if it is at another one."""
-    *found, high, low = read_identity(words)
-    if tuple(found) != expected.words():
-        raise TransferMismatchError(f"expected {expected}, but the peer is at {found}")
-    return _time_of(high, low)
-
-
-def _time_words(time_s: float) -> tuple[int, int]:
-    """A time in whole microseconds, as two words."""
-    time_us = round(time_s * 1e6)
-    return time_us >> 32 & _WORD, time_us & _WORD
-
-
-def _time_of(high: int, low: int) -> float:
-    """The time that two words tell, in seconds."""
-    return (high << 32 | low) / 1e6

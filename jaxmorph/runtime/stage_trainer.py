@@ -12,19 +12,21 @@ from jaxmorph.program.channels import Channel
 from jaxmorph.program.instructions import RankProgram
 from jaxmorph.runtime.copy_tiers import choose_tier
 from jaxmorph.runtime.delegated import DelegatedRoute
+from jaxmorph.runtime.direct import DirectRoute
+from jaxmorph.runtime.direct_programs import direct_programs
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import Chunks, Executor, StepInputs, StepOutcome
-from jaxmorph.runtime.links import LinkProgram, PayloadShape
+from jaxmorph.runtime.links import PayloadShape
 from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.payloads import SlotUse, channel_payloads, slot_use
 from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
-from jaxmorph.runtime.routes import DirectRoute, Route
+from jaxmorph.runtime.routes import Route
 from jaxmorph.runtime.tied import HEAD, TiedGradients
 from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.stage.build import StagePrograms, build_stage
-from jaxmorph.stage.mesh import link_mesh, make_mesh, stage_submesh
+from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import PipelineModel
 from jaxmorph.stage.parameters import LeafPath, init_stage_params
 from jaxmorph.stage.stash import StashMemory
@@ -133,7 +135,7 @@ class StageTrainer:
             if rank in channel.link
         }
         direct = DirectRoute(
-            _link_programs(payloads, settings, mesh),
+            direct_programs(_direct_payloads(payloads, settings), mesh, answered=paced),
             answered=paced,
             links=links or EmulatedLinks(),
             timeout_s=settings.transfer_timeout_s,
@@ -273,17 +275,12 @@ def _uncounted(model: PipelineModel, params: Chunks) -> tuple[LeafPath, ...]:
     return tuple((last, HEAD, *head) for _, head in model.tied) if HEAD in params[last] else ()
 
 
-def _link_programs(
-    payloads: Mapping[Channel, PayloadShape], settings: StageSettings, mesh: Mesh
-) -> dict[Channel, LinkProgram]:
-    """The programs of a rank's channels that may be on the direct route."""
+def _direct_payloads(
+    payloads: Mapping[Channel, PayloadShape], settings: StageSettings
+) -> dict[Channel, PayloadShape]:
+    """The payloads of a rank's channels that may be on the direct route."""
     return {
-        channel: LinkProgram(
-            link_mesh(mesh, *channel.link),
-            payload,
-            upward=channel.source > channel.destination,
-            answered=settings.pace is not None,
-        )
+        channel: payload
         for channel, payload in payloads.items()
         if settings.direct is None or channel.link in settings.direct
     }

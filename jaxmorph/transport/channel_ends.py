@@ -116,20 +116,20 @@ class OutgoingEnd(_End):
 class ReservedSlot:
     """Memory for one message; see `plane.OutgoingSlot`."""
 
-    __slots__ = ("_end", "_posted", "_slots", "_told_address", "address", "payload", "sequence")
+    __slots__ = ("_end", "_slots", "_told_address", "address", "is_posted", "payload", "sequence")
 
     def __init__(self, end: OutgoingEnd, sequence: int) -> None:
         self.sequence = sequence
         self._end, self._slots = end, end.slots
         self.payload: np.ndarray = self._slots.payload(sequence)
         self.address: int = self._slots.payload_address(sequence)
-        self._posted = self._told_address = False
+        self.is_posted = self._told_address = False
 
     @property
     def signal_address(self) -> int:
         """Where the word is that says the payload is complete; who asks may write it unheard."""
         self._told_address = True
-        if self._posted:
+        if self.is_posted:
             self._end.ring()
         return self._slots.signal_address(self.sequence)
 
@@ -145,7 +145,7 @@ class ReservedSlot:
             raise ValueError(f"got tag {tuple(tag)}, expected {TAG_WORDS} words of 32 bits")
         about = About(num_bytes, words, time.monotonic_ns(), NO_TIME_NS)
         self._end.announce(self.sequence, about)
-        self._posted = True
+        self.is_posted = True
         # Not woken twice for one message: `complete` rings, if it is still to come.
         if self._told_address or self._slots.is_complete(self.sequence):
             self._end.ring()
@@ -153,7 +153,7 @@ class ReservedSlot:
     def complete(self) -> None:
         """Say that the payload is all there; from any thread."""
         self._slots.mark_complete(self.sequence)
-        if self._posted:
+        if self.is_posted:
             self._end.ring()
 
 

@@ -57,6 +57,7 @@ class SidecarPlane:
         self._rank, self._settings = rank, settings
         self._state: dict[str, Record] = {}
         self._gone: dict[int, str] = {}
+        self._met: set[int] = set()
         self._events: list[dict[str, Any]] = []
         self._events_lock = threading.Lock()
         self._closed = self._failed = False
@@ -111,6 +112,7 @@ class SidecarPlane:
         """Tell where the peers are; returns at once."""
         for rank in peers:
             self._gone.pop(rank, None)
+            self._met.discard(rank)
         for end in self._ends():
             if end.peer in peers:
                 end.recover()
@@ -217,12 +219,15 @@ class SidecarPlane:
             record = {"kind": "channel", **_described(end, end.slots)}
             told.append((record, (end.slots.fd, *end.doorbell.fds)))
         told.extend((record, ()) for record in self._state.values())
+        told.append(({"kind": "met", "peers": sorted(self._met)}, ()))
         return told
 
     def _hear(self, record: Record) -> None:
         with self._events_lock:
             self._events.append({"time_s": time.monotonic(), **record})
-        if record["kind"] == "peer_gone":
+        if record["kind"] == "lane_up":
+            self._met.add(record["peer"])
+        elif record["kind"] == "peer_gone":
             self._gone[record["peer"]] = record["reason"]
             for end in self._ends():
                 if end.peer == record["peer"]:

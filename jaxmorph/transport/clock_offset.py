@@ -3,7 +3,7 @@
 from collections import deque
 from typing import NamedTuple
 
-from jaxmorph.transport.messages import Pong
+from jaxmorph.transport.frames import Pong
 
 _SAMPLES = 64
 _DRIFT = 1e-4

@@ -9,9 +9,7 @@ from typing import NamedTuple
 from jaxmorph.transport import checksums
 from jaxmorph.transport.event_loop import READ, WRITE, EventLoop
 from jaxmorph.transport.frame_reader import FrameReader
-from jaxmorph.transport.handshake import check_welcome, introduction
-from jaxmorph.transport.lane import LaneError
-from jaxmorph.transport.messages import (
+from jaxmorph.transport.frames import (
     TO_DIALLER,
     TO_SENDER,
     Challenge,
@@ -19,6 +17,8 @@ from jaxmorph.transport.messages import (
     Introduce,
     Welcome,
 )
+from jaxmorph.transport.handshake import check_welcome, introduction
+from jaxmorph.transport.lane import LaneError
 from jaxmorph.transport.plane import Address
 from jaxmorph.transport.tcp_lanes import TcpLane, dial
 

@@ -3,16 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from jaxmorph.transport.messages import (
-    HEAD_BYTES,
-    MAX_FRAME_BYTES,
-    TYPE_NUMBERS,
-    Chunk,
-    Frame,
-    FrameError,
-    frame_bytes,
-    unpack,
-)
+from jaxmorph.transport.frames import MAX_FRAME_BYTES, Chunk, Frame, FrameError
+from jaxmorph.transport.messages import HEAD_BYTES, TYPE_NUMBERS, frame_bytes, unpack
 
 READ_BYTES = 16 * 1024
 

@@ -8,15 +8,9 @@ from jaxmorph.transport import checksums
 from jaxmorph.transport.dialler import Identity
 from jaxmorph.transport.event_loop import READ, EventLoop
 from jaxmorph.transport.frame_reader import FrameReader
+from jaxmorph.transport.frames import TO_LISTENER, TO_RECEIVER, Challenge, FrameError, Introduce
 from jaxmorph.transport.handshake import check_introduction, new_nonce, welcome
 from jaxmorph.transport.lane import LaneError
-from jaxmorph.transport.messages import (
-    TO_LISTENER,
-    TO_RECEIVER,
-    Challenge,
-    FrameError,
-    Introduce,
-)
 from jaxmorph.transport.tcp_lanes import TcpLane
 
 _HANDSHAKE_S = 2.0

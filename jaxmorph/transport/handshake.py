@@ -8,15 +8,15 @@ directions have labels of their own: a proof can't be sent back to its maker.
 import hmac
 import os
 
-from jaxmorph.transport.messages import (
+from jaxmorph.transport.frames import (
     NONCE_BYTES,
     PROOF_BYTES,
     Challenge,
     FrameError,
     Introduce,
     Welcome,
-    signed_part,
 )
+from jaxmorph.transport.messages import signed_part
 
 _NO_PROOF = bytes(PROOF_BYTES)
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from jaxmorph.transport.channel import ProtocolError, Received, Receiving, after_received
-from jaxmorph.transport.messages import Acknowledge, Chunk, Credit, Resume
+from jaxmorph.transport.frames import Acknowledge, Chunk, Credit, Resume
 from jaxmorph.transport.names import ChannelName, Tag
 from jaxmorph.transport.sequence import HALF, MASK
 

@@ -8,8 +8,8 @@ unreliable as its network: numbering, replay and order are the engine's (`outgoi
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from jaxmorph.transport.frames import Chunk
 from jaxmorph.transport.incoming import Landing
-from jaxmorph.transport.messages import Chunk
 
 
 class LaneError(OSError):

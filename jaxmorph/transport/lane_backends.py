@@ -1,6 +1,6 @@
 """What becomes of a connection whose handshake is done: a lane of the kind that was chosen."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxmorph.errors import UserError
 from jaxmorph.transport.lane import Lane, LaneError
@@ -64,13 +64,8 @@ def sending_lane(
     Raises:
         LaneError: If the network card doesn't do it; the connection is closed.
     """
-    if backend == TCP:
-        return connection
-    try:
-        return _opened(NixlSendingLane(connection, chunk_bytes), memory)
-    except LaneError:
-        connection.close()
-        raise
+    kind = None if backend == TCP else NixlSendingLane
+    return _opened(kind, connection, memory, chunk_bytes)
 
 
 def receiving_lane(
@@ -87,17 +82,25 @@ def receiving_lane(
     Raises:
         LaneError: If the network card doesn't do it; the connection is closed.
     """
-    if backend == TCP:
+    kind = None if backend == TCP else NixlReceivingLane
+    return _opened(kind, connection, memory, chunk_bytes)
+
+
+def _opened(
+    kind: Callable[[TcpLane, int], Lane] | None,
+    connection: TcpLane,
+    memory: Iterable[memoryview],
+    chunk_bytes: int,
+) -> Lane:
+    """A lane of some kind over a connection, with its memory registered; else the connection."""
+    if kind is None:
         return connection
     try:
-        return _opened(NixlReceivingLane(connection, chunk_bytes), memory)
+        lane = kind(connection, chunk_bytes)
+        for each in memory:
+            lane.register(each)
+        lane.open()
     except LaneError:
         connection.close()
         raise
-
-
-def _opened(lane: Lane, memory: Iterable[memoryview]) -> Lane:
-    for each in memory:
-        lane.register(each)
-    lane.open()
     return lane

@@ -1,4 +1,4 @@
-"""What two sidecars say to each other: frames as bytes and as objects, without any I/O.
+"""Frames as bytes, and bytes as frames, without any I/O.
 
 A frame is a head (magic, version, type, length of the body), a body, and a CRC-32 of both, so that
 a flipped bit in a number is found whatever checksum the payloads have. All numbers are
@@ -9,248 +9,41 @@ straight into the memory it is for.
 import struct
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 from zlib import crc32
 
-from jaxmorph.transport.errors import TransportError
-from jaxmorph.transport.names import TAG_WORDS, ChannelName, Tag
+from jaxmorph.transport.frames import (
+    MAX_AGENT_BYTES,
+    MAX_ALGORITHMS,
+    MAX_CHUNK_BYTES,
+    MAX_LANES,
+    MAX_MESSAGE_BYTES,
+    MAX_PART_BYTES,
+    MAX_REASON_BYTES,
+    MIN_CHUNK_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    Acknowledge,
+    AgentPart,
+    Challenge,
+    Chunk,
+    Credit,
+    Frame,
+    FrameError,
+    Gone,
+    Grant,
+    Introduce,
+    Offer,
+    Ping,
+    Pong,
+    Resume,
+    Welcome,
+    Written,
+)
+from jaxmorph.transport.names import TAG_WORDS, ChannelName
 
 MAGIC = 0x4D4A
 VERSION = 1
-MAX_REASON_BYTES = 200
-MAX_PART_BYTES = 200
-MAX_AGENT_BYTES = 1 << 20
-MAX_FRAME_BYTES = 256
-MIN_CHUNK_BYTES = 1024
-MAX_CHUNK_BYTES = 16 * 1024 * 1024
-MAX_ALGORITHMS = 4
-MAX_LANES = 64
-MAX_MESSAGE_BYTES = 1 << 46
-NONCE_BYTES = 32
-PROOF_BYTES = 32
-
-
-class FrameError(TransportError):
-    """Bytes that are no frame, or none that may come now."""
-
-
-class Challenge(NamedTuple):
-    """The listener's first word: prove that you know the secret, with this number used once.
-
-    Attributes:
-        nonce: 32 random bytes.
-    """
-
-    nonce: bytes
-
-
-class Introduce(NamedTuple):
-    """The dialler's answer: who it is, and a challenge in return.
-
-    Attributes:
-        rank: The sending rank, which dialled.
-        destination: The rank it wants to reach.
-        generation: Which life of the sending rank's sidecar this is; grows with each restart.
-        lane: Which of its connections to that rank, from 0.
-        chunk_bytes: The length of every chunk but a message's last.
-        algorithms: Payload checksums it can do, best first (see `checksums.py`); at most four.
-        nonce: 32 random bytes, the counter-challenge.
-        proof: 32 bytes: HMAC-SHA256 of all the above and the challenge.
-    """
-
-    rank: int
-    destination: int
-    generation: int
-    lane: int
-    chunk_bytes: int
-    algorithms: tuple[int, ...]
-    nonce: bytes
-    proof: bytes
-
-
-class Welcome(NamedTuple):
-    """The listener's proof; after it the connection is a lane.
-
-    Attributes:
-        rank: The receiving rank.
-        generation: Which life of the receiving rank's sidecar this is.
-        algorithm: The payload checksum to be used, one of those offered.
-        proof: 32 bytes: HMAC-SHA256 of all the above and both challenges.
-    """
-
-    rank: int
-    generation: int
-    algorithm: int
-    proof: bytes
-
-
-class Resume(NamedTuple):
-    """Where a channel stands, told for each channel on every new lane, by the receiver.
-
-    Attributes:
-        channel: Which one.
-        delivered: The number of the first message that isn't delivered yet.
-        limit: The number of the first message there is no room for.
-    """
-
-    channel: ChannelName
-    delivered: int
-    limit: int
-
-
-class Credit(NamedTuple):
-    """The receiver has more room; the same fields as `Resume`."""
-
-    channel: ChannelName
-    delivered: int
-    limit: int
-
-
-class Acknowledge(NamedTuple):
-    """A chunk has landed (or had before); also says where its channel stands, as `Credit`."""
-
-    channel: ChannelName
-    sequence: int
-    offset: int
-    delivered: int
-    limit: int
-
-
-class Chunk(NamedTuple):
-    """A piece of a message; `length` bytes of payload follow it on the lane.
-
-    Attributes:
-        channel: The message's.
-        sequence: The message's number on it.
-        total: Bytes in the whole message.
-        offset: Where in the message the piece begins, a multiple of the chunk size.
-        length: Bytes that follow.
-        tag: The message's eight words.
-        posted_ns: When the message was posted, by the sender's monotonic clock.
-        checksum: Of the payload alone.
-    """
-
-    channel: ChannelName
-    sequence: int
-    total: int
-    offset: int
-    length: int
-    tag: Tag
-    posted_ns: int
-    checksum: int = 0
-
-
-class Ping(NamedTuple):
-    """A question to be answered at once.
-
-    Attributes:
-        sent_ns: By the asker's monotonic clock.
-    """
-
-    sent_ns: int
-
-
-class Pong(NamedTuple):
-    """The answer.
-
-    Attributes:
-        sent_ns: From the question.
-        received_ns: When the question came, by the monotonic clock of who answers.
-        replied_ns: When the answer left, by the same clock.
-    """
-
-    sent_ns: int
-    received_ns: int
-    replied_ns: int
-
-
-class Gone(NamedTuple):
-    """A rank's trainer is gone, its channels with it.
-
-    Attributes:
-        rank: Which one.
-        reason: In words; at most 200 bytes of it travel.
-    """
-
-    rank: int
-    reason: str
-
-
-class AgentPart(NamedTuple):
-    """A piece of what a sender must know to write into the receiver's memory by itself.
-
-    Attributes:
-        total: Bytes of the whole.
-        offset: Where the piece begins; they come in order.
-        data: At most 200 bytes.
-    """
-
-    total: int
-    offset: int
-    data: bytes
-
-
-class Offer(NamedTuple):
-    """A chunk that the sender would write into the receiver's memory; the fields of `Chunk`."""
-
-    channel: ChannelName
-    sequence: int
-    total: int
-    offset: int
-    length: int
-    tag: Tag
-    posted_ns: int
-    checksum: int = 0
-
-
-class Grant(NamedTuple):
-    """The answer to an offer: write it now.
-
-    Attributes:
-        channel: The message's channel.
-        sequence: The message's number.
-        offset: Where in the message the chunk begins.
-        address: Where in the receiver's memory it is to be.
-    """
-
-    channel: ChannelName
-    sequence: int
-    offset: int
-    address: int
-
-
-class Written(NamedTuple):
-    """A chunk that was granted is in the receiver's memory now; the first fields of `Grant`."""
-
-    channel: ChannelName
-    sequence: int
-    offset: int
-
-
-Frame: TypeAlias = (
-    Challenge
-    | Introduce
-    | Welcome
-    | Resume
-    | Credit
-    | Acknowledge
-    | Chunk
-    | Ping
-    | Pong
-    | Gone
-    | AgentPart
-    | Offer
-    | Grant
-    | Written
-)
-
-TO_LISTENER = (Introduce,)
-TO_DIALLER = (Challenge, Welcome)
-TO_RECEIVER = (Chunk, Ping, Pong, Gone)
-TO_SENDER = (Acknowledge, Credit, Resume, Ping, Pong, Gone)
-TO_WRITTEN = (*TO_RECEIVER, Offer, Written)  # where the sender writes into the receiver's memory
-TO_WRITER = (*TO_SENDER, AgentPart, Grant)
-
 _HEAD = struct.Struct("<HBBH")
 _CHECK = struct.Struct("<I")
 HEAD_BYTES, CHECK_BYTES = _HEAD.size, _CHECK.size

@@ -9,6 +9,8 @@ from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 _NETWORK_CLASS = Path("/sys/class/net")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACE = Path("/proc/self/ns/net")
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _LOOPBACK_FLAG, _UP_FLAG = 0x8, 0x1
 _ADDRESS_AT = slice(20, 24)  # in struct ifreq: 16 bytes of name, then a sockaddr_in
@@ -17,7 +19,7 @@ _ADDRESS_AT = slice(20, 24)  # in struct ifreq: 16 bytes of name, then a sockadd
 def listening_addresses(
     configured: Sequence[str] | None,
     *,
-    one_machine: bool,
+    one_loopback: bool,
     coordinator_host: str,
     find: Callable[[], Sequence[str]] | None = None,
 ) -> tuple[str, ...]:
@@ -25,7 +27,7 @@ def listening_addresses(
 
     Args:
         configured: What the user chose; None: what fits.
-        one_machine: Whether all ranks are on this machine: then nothing leaves it.
+        one_loopback: Whether all ranks share this loopback: then nothing leaves the machine.
         coordinator_host: Where the run's first rank is.
         find: Finds the network cards' addresses, by default `card_addresses`.
 
@@ -35,10 +37,22 @@ def listening_addresses(
     """
     if configured is not None:
         return tuple(configured)
-    if one_machine:
+    if one_loopback:
         return (LOOPBACK,)
     found = tuple((find or card_addresses)())
     return found or (address_towards(coordinator_host),)
+
+
+def loopback_identity() -> str:
+    """What two processes have the same of where they reach each other by the loopback.
+
+    Neither a host's name tells that (two hosts may have one name, and containers of one host
+    several) nor the machine alone: a network namespace has a loopback of its own.
+    """
+    try:
+        return f"{_BOOT.read_text().strip()} {_NAMESPACE.readlink()}"
+    except OSError:  # not Linux
+        return socket.gethostname()
 
 
 def card_addresses(

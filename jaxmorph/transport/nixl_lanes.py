@@ -27,9 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmorph.transport.incoming import Landing, Place
-from jaxmorph.transport.lane import Chunks, LaneError
-from jaxmorph.transport.messages import (
+from jaxmorph.transport.frames import (
     MAX_PART_BYTES,
     TO_WRITER,
     TO_WRITTEN,
@@ -40,6 +38,8 @@ from jaxmorph.transport.messages import (
     Offer,
     Written,
 )
+from jaxmorph.transport.incoming import Landing, Place
+from jaxmorph.transport.lane import Chunks, LaneError
 from jaxmorph.transport.nixl_agent import NixlAgent
 from jaxmorph.transport.tcp_lanes import ChecksumError, TcpLane
 

@@ -9,9 +9,7 @@ are sent until they are acknowledged, and slots are kept until the receiver's co
 from typing import Any, NamedTuple
 
 from jaxmorph.transport.channel import ProtocolError, Sending
-from jaxmorph.transport.lane_count import Production, lanes_needed
-from jaxmorph.transport.lane_rates import PARKED_BELOW, UNPARKED_FROM
-from jaxmorph.transport.messages import (
+from jaxmorph.transport.frames import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
     Acknowledge,
@@ -20,6 +18,8 @@ from jaxmorph.transport.messages import (
     Pong,
     Resume,
 )
+from jaxmorph.transport.lane_count import Production, lanes_needed
+from jaxmorph.transport.lane_rates import PARKED_BELOW, UNPARKED_FROM
 from jaxmorph.transport.names import ChannelName, Tag
 from jaxmorph.transport.outgoing_lane import (
     FIRST_PATIENCE_S,

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Protocol
 
 from jaxmorph.transport.channel import ProtocolError, Sending, Sent, after_sent
-from jaxmorph.transport.messages import Chunk
+from jaxmorph.transport.frames import Chunk
 from jaxmorph.transport.names import ChannelName, Tag
 from jaxmorph.transport.sequence import HALF, MASK
 

@@ -66,6 +66,11 @@ class OutgoingSlot(Protocol):
         """Where the 32-bit word is that says, by `sequence + 1`, that the payload is complete."""
         ...
 
+    @property
+    def is_posted(self) -> bool:
+        """Whether the message has been announced."""
+        ...
+
     def post(self, num_bytes: int, tag: Sequence[int]) -> None:
         """Announce the message; its payload may still be on its way into the slot."""
         ...

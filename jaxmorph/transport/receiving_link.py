@@ -8,10 +8,10 @@ from typing import Any
 from jaxmorph.transport.channel import ProtocolError
 from jaxmorph.transport.clock_offset import ClockOffset
 from jaxmorph.transport.event_loop import EventLoop
+from jaxmorph.transport.frames import Chunk, FrameError, Gone, Ping, Pong
 from jaxmorph.transport.incoming import Incoming, Landing
 from jaxmorph.transport.lane import Chunks, Lane, LaneError
 from jaxmorph.transport.lane_backends import NIXL, TCP, landings_at_once, receiving_lane
-from jaxmorph.transport.messages import Chunk, FrameError, Gone, Ping, Pong
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.sidecar_channels import IncomingChannel
 from jaxmorph.transport.tcp_lanes import ChecksumError, TcpLane

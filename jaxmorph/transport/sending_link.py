@@ -10,9 +10,7 @@ from jaxmorph.transport.channel import ProtocolError
 from jaxmorph.transport.clock_offset import ClockOffset
 from jaxmorph.transport.dialler import Dialler, Identity
 from jaxmorph.transport.event_loop import EventLoop
-from jaxmorph.transport.lane import Lane, LaneError
-from jaxmorph.transport.lane_backends import NIXL, TCP, fixed_lanes, sending_lane
-from jaxmorph.transport.messages import (
+from jaxmorph.transport.frames import (
     Acknowledge,
     Chunk,
     Credit,
@@ -22,6 +20,8 @@ from jaxmorph.transport.messages import (
     Pong,
     Resume,
 )
+from jaxmorph.transport.lane import Lane, LaneError
+from jaxmorph.transport.lane_backends import NIXL, TCP, fixed_lanes, sending_lane
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.outgoing import Outgoing
 from jaxmorph.transport.plane import Address
@@ -51,6 +51,7 @@ class SendingLink:
     Attributes:
         channels: By name.
         next_s: When `turn` is to be called at the latest.
+        was_up: Whether the peer has ever been there, also for a sidecar before this one.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class SendingLink:
         self.channels: dict[ChannelName, OutgoingChannel] = {}
         self.clock = ClockOffset()
         self.next_s = 0.0
+        self.was_up = False
         self._loop, self._identity, self._report = loop, identity, report
         self._addresses, self._hosts = addresses, hosts
         self._fixed = fixed_lanes(backend, lanes, len(hosts))
@@ -77,7 +79,6 @@ class SendingLink:
         self._pause_s, self._looks_s = _WAITING_FIRST_S, 0.0
         self._duplicates = 0
         self._surplus: Counter[tuple[int, ChannelName, int, int]] = Counter()
-        self._ever_up = False
         self._refused_since_s = _NEVER
 
     def add_channel(self, channel: OutgoingChannel) -> None:
@@ -140,7 +141,7 @@ class SendingLink:
     def refused_for_s(self, now_s: float) -> float:
         """For how long nobody has listened where the peer, that was there once, should be."""
         refused = any(dialler.was_refused for dialler in self._diallers.values())
-        if not (refused and self._ever_up) or self._lanes:
+        if not (refused and self.was_up) or self._lanes:
             self._refused_since_s = _NEVER
             return 0.0
         self._refused_since_s = min(self._refused_since_s, now_s)
@@ -198,7 +199,7 @@ class SendingLink:
         for stale in replaced:
             self._lose(stale, "the receiver's sidecar was restarted", now_s)
         self._lanes[number] = lane
-        self._ever_up = True
+        self.was_up = True
         self._loop.add(lane.fileno(), lane.mask, lambda mask: self._ready(number, lane, mask))
         self._report("lane_up", peer=self.peer, lane=number, generation=generation)
         self._ready(number, lane, 1)  # frames may have come with the end of the handshake

@@ -18,11 +18,11 @@ from jaxmorph.transport.control_messages import Record, RecordReader, send_recor
 from jaxmorph.transport.dialler import Identity
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import READ, EventLoop
+from jaxmorph.transport.frames import Introduce
 from jaxmorph.transport.greeter import Greeter
 from jaxmorph.transport.lane import Lane, LaneError
 from jaxmorph.transport.lane_backends import NIXL, prepare
 from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator
-from jaxmorph.transport.messages import Introduce
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.receiving_link import ReceivingLink
 from jaxmorph.transport.sending_link import SendingLink
@@ -175,6 +175,12 @@ class Sidecar:
             self._loop, self._listeners, identity, self._welcome, self._turn_away
         )
         self._look()
+
+    def _do_met(self, fds: tuple[int, ...], peers: list[int]) -> None:
+        """The sidecar before this one had lanes to these peers: where one is missing, it's gone."""
+        for peer in peers:
+            if peer in self._sending:
+                self._sending[peer].was_up = True
 
     def _join(self, identity: Identity, peer: int, addresses: list[tuple[str, int]]) -> None:
         sending = SendingLink(

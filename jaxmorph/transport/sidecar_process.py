@@ -67,7 +67,8 @@ class SidecarProcess:
         number, answers = next(self._numbers), queue.SimpleQueue[Record | None]()
         self._requests[number] = answers
         try:
-            send_record(self._link, {**record, "request": number}, fds)
+            with self.changing:  # records must not mix with those of another thread
+                send_record(self._link, {**record, "request": number}, fds)
             return answers.get(timeout=timeout_s)
         except (OSError, queue.Empty):
             return None

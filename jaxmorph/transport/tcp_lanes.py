@@ -10,16 +10,18 @@ from typing import Any
 from jaxmorph.transport.checksums import Checksum
 from jaxmorph.transport.event_loop import READ, WRITE
 from jaxmorph.transport.frame_reader import FrameReader
+from jaxmorph.transport.frames import Chunk, FrameError
 from jaxmorph.transport.incoming import Landing, Place
 from jaxmorph.transport.lane import Chunks, LaneError
 from jaxmorph.transport.listeners import family_of
-from jaxmorph.transport.messages import Chunk, FrameError, pack, pack_chunk
+from jaxmorph.transport.messages import pack, pack_chunk
 from jaxmorph.transport.plane import Address
 
 _BACKSTOP_MS = 8000
 _TURN_BYTES = 2 * 1024 * 1024
 _MAX_PIECES = 16
 _MAX_FRAMES = 1 << 16
+_MOST_WAITING = 8192
 _WILDCARDS = ("", "0.0.0.0", "::")
 _ASIDE, _JUNK = Place.ASIDE, Place.JUNK
 
@@ -137,6 +139,7 @@ class TcpLane:
             try:
                 sent = self._socket.sendmsg(pieces)
             except BlockingIOError:
+                self._check_waiting()
                 return False
             except OSError as error:
                 raise LaneError(f"sending: {_name_of(error)}") from error
@@ -203,6 +206,11 @@ class TcpLane:
         self._memory = memoryview(b"")
         self._landing = None
         self._socket.close()
+
+    def _check_waiting(self) -> None:
+        """Hold no more for a peer that asks and doesn't read than an honest one can have coming."""
+        if len(self._out) > _MOST_WAITING:
+            raise LaneError(f"the peer leaves {len(self._out)} frames unread")
 
     def _drop_sent(self, sent: int) -> None:
         out = self._out

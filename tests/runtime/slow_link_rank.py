@@ -7,14 +7,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxmorph.program.channels import channel_of
 from jaxmorph.program.instructions import Payload, Transfer
+from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.links import LinkProgram, PayloadShape
 from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
 from jaxmorph.runtime.rank_process import run_rank
-from jaxmorph.runtime.routes import DirectRoute, channel_of
 from jaxmorph.stage.mesh import link_mesh, make_mesh
 from jaxmorph.transport.link_emulator import LinkCondition
 
@@ -37,7 +38,7 @@ class Bench:
         self.rank = rendezvous.rank
         shape = PayloadShape((NUM_BYTES // 4,), jnp.dtype("float32"))
         mesh = link_mesh(make_mesh(2), 0, 1)
-        program = LinkProgram(mesh, shape, upward=False, answered=answered)
+        program = LinkProgram(mesh, shape, source=0, answered=answered)
         self.links = EmulatedLinks()
         self.route = DirectRoute({channel_of(UP[0]): program}, answered, self.links, LONG_S)
         self.value = jax.device_put(jnp.zeros(shape.shape, shape.dtype), jax.local_devices()[0])
@@ -73,6 +74,7 @@ class Bench:
             self.run(test, conditions, timeout_s=SHORT_S)
         except TimeoutError as error:
             self.tell(test, error=str(error))
+            self.queue.restart()
         self.step += 1
 
     def heal(self):

@@ -19,9 +19,11 @@ class Slot:
         self.payload = np.zeros(num_bytes, np.uint8)
         self.address = self.payload.ctypes.data
         self.signal_address = 0
+        self.is_posted = False
         self.said = []
 
     def post(self, num_bytes, tag):
+        self.is_posted = True
         self.said.append(("post", num_bytes, tag, self.payload[:num_bytes].any()))
 
     def complete(self):

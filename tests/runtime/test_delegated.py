@@ -192,6 +192,66 @@ def test_an_abandoned_epoch_is_refused_at_both_ends(pair):
         pair.take(activation(0, epoch=0))
 
 
+def test_a_slot_that_was_reserved_and_abandoned_holds_up_nothing(pair):
+    """After an error, postings that were handed over are never run, or run too late."""
+    deadline_s = time.monotonic() + LIMIT_S
+    held = [next(pair.sender.reserve(activation(index), deadline_s)) for index in range(2)]
+    held[1](values(1), 0.0)  # behind one that never comes
+    for route in (pair.sender, pair.receiver):
+        route.abandon(0)
+    with pytest.raises(AbandonedEpochError, match="message 0 was abandoned"):
+        held[0](values(0), 0.0)
+    pair.send(activation(0, epoch=1), values(7))
+    taken = pair.take(activation(0, epoch=1)).value
+    assert np.array_equal(np.asarray(taken), np.asarray(values(7)))
+    assert pair.receiver.counts.skipped == 2
+
+
+def test_a_copy_that_failed_holds_up_nothing_once_it_is_known(pair):
+    def send_and_settle():
+        pair.send(activation(0, epoch=1 << 32), values(0))
+        pair.sender.settle()
+
+    with pytest.raises(Exception, match="expected 8 words of 32 bits"):
+        send_and_settle()
+    pair.send(activation(0, epoch=1), values(7))
+    pair.take(activation(0, epoch=1))
+    assert pair.receiver.counts.skipped == 1
+
+
+class FailingCopies:
+    """A tier whose copies go wrong once they are under way."""
+
+    name = "failing"
+
+    def compile(self, use, placement):
+        return self
+
+    def start(self, value, part, slot, tag):
+        return self
+
+    def is_ready(self):
+        return True
+
+    def block_until_ready(self):
+        raise ZeroDivisionError("while copying")
+
+
+def test_a_copy_that_failed_ends_a_wait_and_holds_up_nothing(make_pair):
+    pair = make_pair(tier=FailingCopies())
+    pair.send(activation(0), values(0))
+    held = next(pair.sender.reserve(activation(1), time.monotonic() + LIMIT_S))
+    began_s = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="while copying"):
+        next(pair.sender.reserve(activation(2), began_s + LIMIT_S))
+    assert time.monotonic() - began_s < LIMIT_S / 2
+    with pytest.raises(ZeroDivisionError, match="while copying"):
+        pair.sender.settle()
+    with pytest.raises(TransferMismatchError, match="0 bytes came"):
+        pair.take(activation(0))
+    del held
+
+
 def test_a_message_that_does_not_come_is_named_when_its_time_is_over(pair):
     with pytest.raises(TimeoutError, match=r"activation\[4\] 0>1 of step 0, epoch 0: "):
         pair.take(activation(4), wait_s=0.02)

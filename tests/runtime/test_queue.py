@@ -63,6 +63,44 @@ def test_an_error_reaches_the_caller_and_drops_what_is_behind_it(queue):
     assert ran == []
 
 
+class Failing:
+    """An array whose computation goes wrong."""
+
+    def block_until_ready(self):
+        raise ZeroDivisionError
+
+
+def test_a_queue_that_has_lost_work_takes_no_more(queue):
+    queue.enqueue("bad", Failing)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            queue.drain()
+    with pytest.raises(ZeroDivisionError):
+        queue.enqueue("later", lambda: None)
+    queue.restart()
+    queue.enqueue("anew", lambda: None)
+    assert [stamp.label for stamp in queue.drain()] == ["anew"]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_ends_after_a_restart_is_nobodys_any_more(paced, fails):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def end_late():
+        begun.set()
+        go_on.wait(30)
+        if fails:
+            raise ZeroDivisionError
+
+    paced.enqueue("late", end_late)
+    paced.enqueue("behind", lambda: None)
+    assert begun.wait(30)
+    paced.restart()
+    go_on.set()
+    paced.enqueue("anew", lambda: None)
+    assert [stamp.label for stamp in paced.drain()] == ["anew"]
+
+
 def test_paced_ops_last_their_duration_against_carried_deadlines(paced):
     with all_enqueued_first(paced):
         for _ in range(20):

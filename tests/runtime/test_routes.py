@@ -1,7 +1,8 @@
 from itertools import product
 
+from jaxmorph.program.channels import channel_of
 from jaxmorph.program.instructions import Payload, Transfer
-from jaxmorph.runtime.routes import TransferIdentity, channel_of
+from jaxmorph.runtime.identity import TransferIdentity
 
 
 def test_messages_that_differ_have_different_words():

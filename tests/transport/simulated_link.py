@@ -16,8 +16,9 @@ from itertools import count
 from typing import Any
 
 from jaxmorph.transport.channel import ProtocolError
+from jaxmorph.transport.frames import Chunk, Frame, Ping, Pong
 from jaxmorph.transport.incoming import Delivery, Incoming, Landing, Place
-from jaxmorph.transport.messages import Chunk, Frame, Ping, Pong, frame_bytes, pack, unpack
+from jaxmorph.transport.messages import frame_bytes, pack, unpack
 from jaxmorph.transport.names import ChannelName, Tag
 from jaxmorph.transport.outgoing import Outgoing
 from jaxmorph.transport.sequence import add, distance

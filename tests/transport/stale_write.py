@@ -17,8 +17,8 @@ from jaxmorph.transport.channel import ProtocolError
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import EventLoop
 from jaxmorph.transport.frame_reader import FrameReader
+from jaxmorph.transport.frames import TO_RECEIVER, TO_SENDER, Acknowledge, Chunk, FrameError
 from jaxmorph.transport.lane import LaneError
-from jaxmorph.transport.messages import TO_RECEIVER, TO_SENDER, Acknowledge, Chunk, FrameError
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.nixl_lanes import NixlReceivingLane, NixlSendingLane
 from jaxmorph.transport.receiving_link import ReceivingLink

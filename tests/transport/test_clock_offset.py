@@ -1,7 +1,7 @@
 import random
 
 from jaxmorph.transport.clock_offset import ClockOffset
-from jaxmorph.transport.messages import Pong
+from jaxmorph.transport.frames import Pong
 
 AHEAD_NS = 7_000_000_123
 

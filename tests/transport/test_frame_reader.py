@@ -7,11 +7,10 @@ import pytest
 
 from jaxmorph.transport import messages
 from jaxmorph.transport.frame_reader import READ_BYTES, FrameReader
-from jaxmorph.transport.messages import (
+from jaxmorph.transport.frames import (
     TO_LISTENER,
     TO_RECEIVER,
     TO_SENDER,
-    TYPE_NUMBERS,
     Acknowledge,
     Challenge,
     Chunk,
@@ -23,8 +22,8 @@ from jaxmorph.transport.messages import (
     Pong,
     Resume,
     Welcome,
-    pack,
 )
+from jaxmorph.transport.messages import TYPE_NUMBERS, pack
 from jaxmorph.transport.names import ChannelName
 
 NAME = ChannelName(1, 2, 3, 4)

@@ -1,5 +1,6 @@
 import pytest
 
+from jaxmorph.transport.frames import Challenge, FrameError
 from jaxmorph.transport.handshake import (
     check_introduction,
     check_welcome,
@@ -7,7 +8,6 @@ from jaxmorph.transport.handshake import (
     new_nonce,
     welcome,
 )
-from jaxmorph.transport.messages import Challenge, FrameError
 
 SECRET = b"the run's"
 

@@ -1,8 +1,8 @@
 import pytest
 
 from jaxmorph.transport.channel import ProtocolError
+from jaxmorph.transport.frames import Acknowledge, Chunk, Credit, Resume
 from jaxmorph.transport.incoming import Incoming, Place
-from jaxmorph.transport.messages import Acknowledge, Chunk, Credit, Resume
 from jaxmorph.transport.names import ChannelName
 
 NAME = ChannelName(1, 0, 1)

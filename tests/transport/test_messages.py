@@ -3,8 +3,7 @@ import zlib
 
 import pytest
 
-from jaxmorph.transport.messages import (
-    CHECK_BYTES,
+from jaxmorph.transport.frames import (
     MAX_CHUNK_BYTES,
     MAX_REASON_BYTES,
     Acknowledge,
@@ -18,11 +17,8 @@ from jaxmorph.transport.messages import (
     Pong,
     Resume,
     Welcome,
-    frame_bytes,
-    pack,
-    pack_chunk,
-    unpack,
 )
+from jaxmorph.transport.messages import CHECK_BYTES, frame_bytes, pack, pack_chunk, unpack
 from jaxmorph.transport.names import ChannelName
 
 NAME = ChannelName(7, 65535, 0, 3)

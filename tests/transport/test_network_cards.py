@@ -1,4 +1,8 @@
+import os
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -7,6 +11,7 @@ from jaxmorph.transport.network_cards import (
     card_addresses,
     interface_address,
     listening_addresses,
+    loopback_identity,
 )
 
 UP, UP_LOOPBACK, DOWN = "0x1003\n", "0x9\n", "0x1002\n"
@@ -52,17 +57,17 @@ def test_a_system_that_describes_no_interfaces_has_none(tmp_path):
     assert card_addresses(tmp_path / "nowhere") == ()
 
 
-def test_what_is_configured_is_used_and_one_machine_needs_no_network():
+def test_what_is_configured_is_used_and_one_loopback_needs_no_network():
     towards = {"coordinator_host": "127.0.0.1", "find": lambda: ("10.0.0.1", "10.0.1.1")}
-    chosen = listening_addresses(("10.7.0.1",), one_machine=True, **towards)
+    chosen = listening_addresses(("10.7.0.1",), one_loopback=True, **towards)
     assert chosen == ("10.7.0.1",)
-    assert listening_addresses(None, one_machine=True, **towards) == ("127.0.0.1",)
-    assert listening_addresses(None, one_machine=False, **towards) == ("10.0.0.1", "10.0.1.1")
+    assert listening_addresses(None, one_loopback=True, **towards) == ("127.0.0.1",)
+    assert listening_addresses(None, one_loopback=False, **towards) == ("10.0.0.1", "10.0.1.1")
 
 
 def test_without_cards_it_is_the_address_towards_the_coordinator():
     chosen = listening_addresses(
-        None, one_machine=False, coordinator_host="127.0.0.1", find=lambda: ()
+        None, one_loopback=False, coordinator_host="127.0.0.1", find=lambda: ()
     )
     assert chosen == ("127.0.0.1",)
     assert address_towards("no such host") == "127.0.0.1"
@@ -73,3 +78,20 @@ def test_the_kernel_knows_the_loopbacks_address_and_not_that_of_what_does_not_ex
     assert interface_address("lo") == "127.0.0.1"
     assert interface_address("none-such") is None
     assert "127.0.0.1" not in card_addresses()
+
+
+def test_processes_of_one_machine_share_their_loopback_unless_a_namespace_parts_them():
+    asked = "from jaxmorph.transport.network_cards import loopback_identity as i; print(i())"
+    command = [sys.executable, "-c", asked]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+    def answer(*before):
+        done = subprocess.run(
+            [*before, *command], env=env, capture_output=True, text=True, timeout=60, check=False
+        )
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    assert answer() == loopback_identity()
+    elsewhere = answer("unshare", "--map-root-user", "--net") if shutil.which("unshare") else None
+    if elsewhere is not None:  # where this user may make one
+        assert elsewhere != loopback_identity()

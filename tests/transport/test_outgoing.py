@@ -3,7 +3,7 @@ import math
 import pytest
 
 from jaxmorph.transport.channel import ProtocolError
-from jaxmorph.transport.messages import Acknowledge, Credit, Pong, Resume
+from jaxmorph.transport.frames import Acknowledge, Credit, Pong, Resume
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.outgoing import Outgoing
 

@@ -1,7 +1,7 @@
 import pytest
 
 from jaxmorph.transport.frame_reader import FrameReader
-from jaxmorph.transport.messages import (
+from jaxmorph.transport.frames import (
     MAX_AGENT_BYTES,
     MAX_FRAME_BYTES,
     MAX_PART_BYTES,
@@ -14,8 +14,8 @@ from jaxmorph.transport.messages import (
     Grant,
     Offer,
     Written,
-    pack,
 )
+from jaxmorph.transport.messages import pack
 from jaxmorph.transport.names import ChannelName
 
 CHANNEL = ChannelName(1, 2, 3, 4)

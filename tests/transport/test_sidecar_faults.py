@@ -244,6 +244,24 @@ def test_a_killed_trainer_is_gone_for_its_peers_within_seconds(with_its_sidecar)
         plane.close()
 
 
+def test_a_restarted_sidecar_knows_who_was_there_before_it():
+    """Its peer ended while nobody was there to hear it: a refused connection says it all."""
+    plane = SidecarPlane.start(0, [spec(THERE)], [spec(BACK)])
+    try:
+        with other_trainer(plane) as (process, sidecar_pid):
+            wait_for(lambda: "lane_up" in kinds(plane.events()), "a lane")
+            os.kill(plane.sidecar_pid, signal.SIGSTOP)
+            process.send_signal(signal.SIGSTOP)
+            os.kill(sidecar_pid, signal.SIGKILL)
+            process.kill()
+            process.wait()
+            os.kill(plane.sidecar_pid, signal.SIGKILL)
+            with pytest.raises(PeerGoneError, match="rank 1 is gone"):
+                plane.take(BACK, soon(10))
+    finally:
+        plane.close()
+
+
 def test_a_stopped_peer_is_not_gone(pair):
     connect(pair)
     send(pair[0], THERE, 0, 10)

@@ -10,16 +10,9 @@ from conformance import BACK, SECRET, THERE, receive, send, soon, spec
 
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.frame_reader import FrameReader
+from jaxmorph.transport.frames import TO_DIALLER, Challenge, Chunk, Gone, Ping, Welcome
 from jaxmorph.transport.handshake import introduction
-from jaxmorph.transport.messages import (
-    TO_DIALLER,
-    Challenge,
-    Chunk,
-    Gone,
-    Ping,
-    Welcome,
-    pack,
-)
+from jaxmorph.transport.messages import pack
 
 
 @pytest.fixture

@@ -1,0 +1,106 @@
+"""One of two ranks whose direct link fails in the middle, and begins anew: tells what came."""
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmorph.program.channels import channel_of
+from jaxmorph.program.instructions import Payload, Transfer
+from jaxmorph.runtime.direct import DirectRoute
+from jaxmorph.runtime.direct_programs import LinkExhaustedError, direct_programs
+from jaxmorph.runtime.identity import TransferIdentity
+from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.kept_outputs import KeptOutputs
+from jaxmorph.runtime.links import PayloadShape
+from jaxmorph.runtime.rank_process import run_rank
+from jaxmorph.runtime.routes import AbandonedEpochError
+from jaxmorph.schedule.costs import Link
+from jaxmorph.stage.mesh import make_mesh
+
+TIMEOUT_S = 2
+SHAPE = PayloadShape((8, 16), jnp.dtype("float32"))
+UP = [Transfer(Payload.ACTIVATION, 0, 1, microbatch) for microbatch in range(4)]
+DOWN = Transfer(Payload.GRADIENT, 1, 0, 0)
+
+
+def output(transfer):
+    values = np.random.default_rng([transfer.source, transfer.microbatch]).normal(size=SHAPE.shape)
+    return jax.device_put(jnp.asarray(values, jnp.float32), jax.local_devices()[0])
+
+
+class End:
+    """This rank's end of the link."""
+
+    def __init__(self, rendezvous):
+        self.rendezvous, self.rank = rendezvous, rendezvous.rank
+        self.kept = KeptOutputs()
+        self.route = DirectRoute(self.programs(0), answered=False, kept=self.kept)
+
+    def programs(self, failures):
+        payloads = {channel_of(transfer): SHAPE for transfer in (UP[0], DOWN)}
+        times = {Link(0, 1): failures}
+        return direct_programs(payloads, make_mesh(2), answered=False, failures=times)
+
+    def move(self, transfer, epoch):
+        """Do this end's part, whichever it is; returns whether what came is what was sent."""
+        identity, now_s = TransferIdentity(epoch, 0, transfer), time.monotonic()
+        if transfer.source == self.rank:
+            moved = self.route.post(identity, output(transfer), now_s)
+            return bool(jax.block_until_ready(moved.value) is not None)
+        moved = self.route.take(identity, now_s, now_s + TIMEOUT_S)
+        return np.array_equal(np.asarray(moved.value), np.asarray(output(transfer)))
+
+    def failure_of(self, transfer, epoch):
+        try:
+            self.move(transfer, epoch)
+        except Exception as error:
+            return type(error).__name__
+        return None
+
+    def begin_again(self):
+        """What the sender has to send again; the receiver's count says it."""
+        counts = self.rendezvous.exchange({"has": self.route.received[channel_of(UP[0])]})
+        rest = self.kept.take_uncovered(channel_of(UP[0]), counts[1]["has"] if not self.rank else 0)
+        self.route.begin_epoch(1, self.programs(1))
+        return rest
+
+    def send_again(self, rest):
+        for identity, value in rest:
+            moved = self.route.post(identity._replace(epoch=1), value, time.monotonic())
+            jax.block_until_ready(moved.value)
+        return [identity.transfer.microbatch for identity, _ in rest]
+
+
+def main(arguments, link, rest):
+    rendezvous = join_run(
+        start_timeout_s=60,
+        step_timeout_s=TIMEOUT_S,
+        coordinator=arguments.coordinator,
+        num_ranks=arguments.num_ranks,
+        rank=arguments.rank,
+    )
+    end = End(rendezvous)
+    told: dict[str, Any] = {"first": [end.move(transfer, 0) for transfer in UP[:2]]}
+    if end.rank == 0:  # its peer doesn't come to this one
+        told["alone"] = end.failure_of(UP[2], 0)
+        told["kept_bytes"] = end.kept.num_bytes
+    rendezvous.exchange({})
+    told["closed"] = end.failure_of(DOWN, 0)  # neither direction works any more
+    rest_of_outputs = end.begin_again()
+    told["refused"] = end.failure_of(UP[2], 0)
+    told["again"] = end.send_again(rest_of_outputs)
+    told["second"] = [end.move(UP[2], 1)] if end.rank else []
+    told["second"] += [end.move(transfer, 1) for transfer in (DOWN, UP[3])]
+    try:
+        end.programs(2)
+    except LinkExhaustedError as error:
+        told["third"] = str(error)
+    told["expected_refusal"] = AbandonedEpochError.__name__
+    link.send({"kind": "told", "rank": end.rank, **told})
+
+
+if __name__ == "__main__":
+    run_rank(main)

@@ -1,0 +1,49 @@
+"""A direct link that fails: what is known of its messages, and how it begins again."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from jaxmorph.runtime.launcher import run_ranks
+
+HERE = Path(__file__).parent
+MESSAGE_BYTES = 8 * 16 * 4
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        path = f"{HERE}:{HERE.parent.parent}:{os.environ.get('PYTHONPATH', '')}"
+        patch.setenv("PYTHONPATH", path)
+        run_ranks("failed_link_rank", [], 2, tmp_path_factory.mktemp("logs"), found.append)
+    return sorted(found, key=lambda message: message["rank"])
+
+
+def test_a_transfer_whose_peer_does_not_come_fails_and_closes_both_directions(told):
+    sender, receiver = told
+    assert sender["first"] == receiver["first"] == [True, True]
+    assert sender["alone"] is not None
+    assert sender["closed"] is not None
+    assert receiver["closed"] is not None
+
+
+def test_the_sender_has_kept_what_the_receivers_count_does_not_cover(told):
+    sender, receiver = told
+    assert sender["kept_bytes"] == 3 * MESSAGE_BYTES
+    assert sender["again"] == [2]
+    assert receiver["again"] == []
+
+
+def test_a_new_epoch_refuses_the_old_one_and_carries_both_directions_bit_by_bit(told):
+    for message in told:
+        assert message["refused"] == message["expected_refusal"]
+        assert message["second"] == [True] * (2 + message["rank"])
+
+
+def test_a_link_that_has_used_up_its_devices_orders_says_so(told):
+    for message in told:
+        assert message["third"].startswith("link 0-1 has failed 2 times, and a direct link can")
