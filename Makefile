@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint types check bench bench-planner bench-transport bench-faults bench-netns clean
+.PHONY: setup demo test lint types check bench bench-planner bench-transport bench-faults bench-netns bench-figures clean
 
 setup: $(VENV)/installed
 
@@ -32,7 +32,7 @@ check: lint types test
 # Long measurements on an otherwise idle machine; none of them runs in CI.
 bench: setup
 	@status=0; \
-	for benchmark in split_cost pace blocking head_of_line dispatch; do \
+	for benchmark in split_cost pace blocking head_of_line dispatch delegated_message; do \
 	    $(BIN)/python -m benchmarks.$$benchmark || status=1; \
 	done; \
 	exit $$status
@@ -56,6 +56,10 @@ bench-faults: setup
 # The data plane and training over network cards that are slow, or lost; for root on Linux.
 bench-netns: setup
 	$(BIN)/python -m benchmarks.netns
+
+# The paper's figures 14 to 17, about 50 minutes on a machine that does nothing else.
+bench-figures: setup
+	$(BIN)/python -m benchmarks.paper_figures
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -3,7 +3,12 @@
 Two processes, and a sidecar of each, on one machine. Throughput: messages of 1, 16 and 64 MB, from
 shared memory to shared memory, against Python sockets that do nothing else, iperf3 where it is
 installed, and a copy from memory to memory. Latency: half of the way there and back of 1 to 64 KB.
-All are measured in turn, in rounds, so that what else the machine does falls on all alike.
+All are measured in turn, in rounds, so that what else the machine does falls on all alike. Chunks
+are longer than by default, as they may be where links are fast.
+
+`chain` is the second yardstick: the same four processes (trainer, relay, relay, trainer) with the
+same shared memory, eventfds and a socket, but relays that only hand on (`bare_chain`): the least
+that any sidecar in Python could take.
 """
 
 import argparse
@@ -27,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.bare_chain import Chain
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec, TransportSettings
@@ -37,6 +43,7 @@ LARGE, SMALL = (MB, 16 * MB, 64 * MB), (KB, 4 * KB, 16 * KB, 64 * KB)
 LARGEST, NUM_SLOTS = 64 * MB, 4
 SHORTEST, NUM_SHORT_SLOTS = MB, 16  # messages up to this length have slots of their own
 LAP_BYTES, LAP_MESSAGES = 256 * MB, 200
+CHUNK_BYTES = 512 * KB  # what is quickest where both ends share a machine's cache
 LONG, SHORT = 1, 2
 THROUGHPUT_BAR, LATENCY_BAR = 0.9, 3.0
 PATIENCE_S = 120.0
@@ -103,7 +110,7 @@ class Planes:
         self.plane.close()
 
 
-End = Raw | Planes
+End = Raw | Chain | Planes
 
 
 @dataclass(frozen=True)
@@ -213,7 +220,7 @@ def _planes(rank: int, checksum: bool) -> SidecarPlane:
             ChannelSpec(ChannelName(SHORT, source, destination), SHORTEST, NUM_SHORT_SLOTS),
         ]
 
-    settings = TransportSettings(checksum=checksum)
+    settings = TransportSettings(checksum=checksum, chunk_bytes=CHUNK_BYTES)
     return SidecarPlane.start(rank, specs(rank, 1 - rank), specs(1 - rank, rank), settings)
 
 
@@ -224,6 +231,7 @@ def _open_peer(link: Connection, listening: Connection) -> dict[str, End]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listening.send(listener.getsockname()[1])
         ends: dict[str, End] = {"raw": Raw(listener.accept()[0])}
+        ends["chain"] = Chain(listener.accept()[0], NUM_SLOTS, LARGEST)
     for kind, checksum in KINDS.items():
         plane = _planes(1, checksum)
         link.send(plane.addresses())
@@ -241,7 +249,9 @@ def peer() -> Any:
     listening, telling = context.Pipe(duplex=False)
     process = context.Process(target=serve, args=(theirs, telling))
     process.start()
-    ends: dict[str, End] = {"raw": Raw(socket.create_connection(("127.0.0.1", listening.recv())))}
+    address = ("127.0.0.1", listening.recv())
+    ends: dict[str, End] = {"raw": Raw(socket.create_connection(address))}
+    ends["chain"] = Chain(socket.create_connection(address), NUM_SLOTS, LARGEST)
     for kind, checksum in KINDS.items():
         plane, secret = _planes(0, checksum), secrets.token_bytes(32)
         plane.connect({1: link.recv()}, secret)
@@ -312,23 +322,28 @@ def in_rounds(
 
 
 def _summary(values: dict[str, list[float]], scale: float) -> dict[str, dict[str, float]]:
-    """Medians, and medians of the ratios to raw sockets of the same round."""
+    """Medians, and medians of the ratios to both yardsticks of the same round."""
     return {
         name: {
             "median": round(scale * median(each), 3),
-            "to_raw": round(
-                median(value / raw for value, raw in zip(each, values["raw"], strict=True)), 3
-            ),
+            "to_raw": _ratio(each, values["raw"]),
+            "to_chain": _ratio(each, values["chain"]),
         }
         for name, each in values.items()
     }
+
+
+def _ratio(values: Sequence[float], yardstick: Sequence[float]) -> float:
+    return round(median(each / one for each, one in zip(values, yardstick, strict=True)), 3)
 
 
 def _table(title: str, found: dict[int, dict[str, dict[str, float]]], unit: int) -> None:
     names = list(next(iter(found.values())))
     print(f"\n{title}\n{'':>10} " + " ".join(f"{name:>22}" for name in names))
     for size, row in found.items():
-        cells = (f"{row[name]['median']:>12.2f} ({row[name]['to_raw']:>6.2f}x)" for name in names)
+        cells = (
+            "{median:.2f} ({to_raw:.2f}, {to_chain:.2f})".format(**row[name]) for name in names
+        )
         print(f"{size // unit:>10} " + " ".join(f"{cell:>22}" for cell in cells))
 
 
@@ -363,7 +378,7 @@ def main() -> int:
     arguments = parser.parse_args()
     load = os.getloadavg()
     with peer() as other:
-        kinds = ("raw", *KINDS)
+        kinds = ("raw", "chain", *KINDS)
         large: Measures = {name: partial(other.throughput, name) for name in kinds}
         if shutil.which("iperf3"):
             large["iperf3"] = iperf_bytes_per_s
@@ -381,8 +396,12 @@ def main() -> int:
         "parts": parts,
     }
     print(f"load {load[0]:.1f} before, {result['load_after'][0]:.1f} after; {os.cpu_count()} cores")
-    _table("GB/s by message size in MB (ratio to raw)", result["gb_per_s"], MB)
-    _table("one-way microseconds by message size in KB (ratio to raw)", result["one_way_us"], KB)
+    _table("GB/s by message size in MB (ratios to raw and to chain)", result["gb_per_s"], MB)
+    _table(
+        "one-way microseconds by message size in KB (ratios to raw and to chain)",
+        result["one_way_us"],
+        KB,
+    )
     _part_table(parts)
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -40,6 +40,6 @@ class Transport(Section):
         int,
         Field(ge=_LEAST_CHUNK_BYTES, le=_MOST_CHUNK_BYTES),
         Expected(f"a whole number from {_LEAST_CHUNK_BYTES} to {_MOST_CHUNK_BYTES}"),
-    ] = 256 * 1024
+    ] = 512 * 1024
     checksum: Annotated[bool, Expected("true or false")] = True
     backend: Literal["tcp", "nixl"] = "tcp"

@@ -11,7 +11,13 @@ class ProtocolError(TransportError):
     """A well-formed frame that may not come here and now: its lane is to be closed."""
 
 
-class Sending(StrEnum):
+class _Word(StrEnum):
+    """A state or event; every message looks up several, and Enum's own hash is no C function."""
+
+    __hash__ = str.__hash__
+
+
+class Sending(_Word):
     """Where a message stands at the sending end."""
 
     HELD = "held"  # by the emulated link
@@ -21,7 +27,7 @@ class Sending(StrEnum):
     RELEASED = "released"  # delivered: its slot is free
 
 
-class Sent(StrEnum):
+class Sent(_Word):
     """What happens to it there."""
 
     DEPARTED = "departed"
@@ -31,7 +37,7 @@ class Sent(StrEnum):
     DELIVERED = "delivered"
 
 
-class Receiving(StrEnum):
+class Receiving(_Word):
     """Where a message stands at the receiving end."""
 
     EXPECTED = "expected"  # nothing of it has come
@@ -40,7 +46,7 @@ class Receiving(StrEnum):
     DELIVERED = "delivered"  # handed over: nobody writes its slot any more
 
 
-class Received(StrEnum):
+class Received(_Word):
     """What happens to it there."""
 
     BEGUN = "first chunk announced"

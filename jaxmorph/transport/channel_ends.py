@@ -60,6 +60,8 @@ class _End:
 
     def _wait(self, condition: Callable[[], bool], deadline_s: float, what: str) -> None:
         """Return once the condition holds; raise what else there is to say."""
+        if condition():
+            return
         self.doorbell.wait_until(lambda: condition() or self._trouble is not None, deadline_s)
         if condition():
             return
@@ -141,7 +143,7 @@ class ReservedSlot:
                 f"{self._slots.slot_bytes}"
             )
         words = tuple(tag) + (0,) * (TAG_WORDS - len(tag))
-        if len(words) != TAG_WORDS or any(not 0 <= word <= MASK for word in words):
+        if len(words) != TAG_WORDS or min(words) < 0 or max(words) > MASK:
             raise ValueError(f"got tag {tuple(tag)}, expected {TAG_WORDS} words of 32 bits")
         about = About(num_bytes, words, time.monotonic_ns(), NO_TIME_NS)
         self._end.announce(self.sequence, about)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 _SPIN_S = 20e-6
+_MOST_SKIPPED = 63
 _LOOK_AGAIN_S = 0.25
 
 
@@ -21,6 +22,7 @@ class Doorbell:
     def __init__(self, fds: tuple[int, ...]) -> None:
         self.fds = fds
         self._wait_fd, self._ring_fd = fds[0], fds[-1]
+        self._skipped = self._to_skip = 0
         self._poll = select.poll()
         self._poll.register(self._wait_fd, select.POLLIN)
 
@@ -63,12 +65,8 @@ class Doorbell:
         Returns:
             Whether the condition held.
         """
-        spin_until_s = min(time.monotonic() + _SPIN_S, deadline_s)
-        while True:
-            if condition():
-                return True
-            if time.monotonic() >= spin_until_s:
-                break
+        if condition() or self._spin(condition, deadline_s):
+            return True
         while True:
             self.answer()  # here rather than after a ring, where somebody waits for the answer
             if condition():
@@ -79,6 +77,20 @@ class Doorbell:
             self._poll.poll(math.ceil(1e3 * min(left_s, _LOOK_AGAIN_S)))
             if condition():
                 return True
+
+    def _spin(self, condition: Callable[[], bool], deadline_s: float) -> bool:
+        """Look again and again for some microseconds; less often the less that has helped."""
+        if self._skipped < self._to_skip:
+            self._skipped += 1
+            return False
+        self._skipped = 0
+        until_s = min(time.monotonic() + _SPIN_S, deadline_s)
+        while time.monotonic() < until_s:
+            if condition():
+                self._to_skip = 0
+                return True
+        self._to_skip = min(2 * self._to_skip + 1, _MOST_SKIPPED)
+        return False
 
     def wait_for_ring(self, until_s: float) -> None:
         """Wait until it rings, or a moment of the monotonic clock has come."""

@@ -1,5 +1,6 @@
 """Waits for descriptors and for moments, in one thread, with microseconds' precision."""
 
+import math
 import select
 import time
 from collections.abc import Callable
@@ -8,7 +9,8 @@ from typing import Protocol
 Handler = Callable[[int], None]
 
 READ, WRITE = select.POLLIN, select.POLLOUT
-_FEWEST_BLOCKED_S = 2e-3
+_TICK_S = 1e-3
+_LONGEST_S = 1e6
 
 
 class _Poll(Protocol):
@@ -49,16 +51,17 @@ class EventLoop:
         self._selector.unregister(fd)
         del self._handlers[fd], self._masks[fd]
 
-    def turn(self, until_s: float) -> bool:
+    def turn(self, until_s: float, exact_s: float = math.inf) -> bool:
         """Wait until something is ready or a moment has come, and call the handlers.
 
         Args:
-            until_s: The moment, by the monotonic clock; 0: don't wait.
+            until_s: The moment, by the monotonic clock, give or take a millisecond; 0: don't wait.
+            exact_s: Another one, which is kept to some microseconds; that costs a call more.
 
         Returns:
             Whether anything was ready.
         """
-        ready = self._wait(until_s)
+        ready = self._wait(until_s, exact_s)
         handlers = self._handlers
         for fd, mask in ready:
             handler = handlers.get(fd)  # an earlier one may have removed it
@@ -66,14 +69,17 @@ class EventLoop:
                 handler(mask)
         return bool(ready)
 
-    def _wait(self, until_s: float) -> list[tuple[int, int]]:
-        left_s = until_s - time.monotonic() if until_s else 0.0
+    def _wait(self, until_s: float, exact_s: float) -> list[tuple[int, int]]:
+        now_s = time.monotonic()
+        left_s, exactly_s = until_s - now_s, exact_s - now_s
         if self._epoll is None:
             assert self._poll is not None
-            return self._poll.poll(max(0.0, min(left_s, 1e6)) * 1e3)
-        if left_s <= 0:
+            return self._poll.poll(1e3 * max(0.0, min(left_s, exactly_s, _LONGEST_S)))
+        if left_s <= 0 or exactly_s <= 0:
             return self._epoll.poll(0)
-        if left_s > _FEWEST_BLOCKED_S:  # whole milliseconds, rounded up: wake before, then exactly
-            return self._epoll.poll(min(left_s, 1e6) - _FEWEST_BLOCKED_S / 2)
-        select.select([self._epoll], [], [], left_s)
+        if exactly_s > left_s + _TICK_S:  # whole milliseconds, rounded up
+            return self._epoll.poll(min(left_s, _LONGEST_S))
+        if exactly_s > 2 * _TICK_S:  # wake before it, then exactly
+            return self._epoll.poll(exactly_s - _TICK_S)
+        select.select([self._epoll], [], [], exactly_s)
         return self._epoll.poll(0)

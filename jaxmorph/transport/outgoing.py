@@ -68,7 +68,7 @@ class Outgoing:
         ValueError: If chunks are too short or too long for a frame.
     """
 
-    def __init__(self, source: int, destination: int, chunk_bytes: int = 256 * 1024) -> None:
+    def __init__(self, source: int, destination: int, chunk_bytes: int = 512 * 1024) -> None:
         if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
             raise ValueError(
                 f"got chunks of {chunk_bytes} bytes, expected {MIN_CHUNK_BYTES} up to "
@@ -80,6 +80,7 @@ class Outgoing:
         self._patience_s: dict[int, float] = {}
         self._generation = -1
         self._best_rate = 0.0
+        self._order: list[int] = []
         self._judged_s = self._hedge_s = -INFINITY
         self._production = Production()
         self._counters = dict.fromkeys(
@@ -197,9 +198,13 @@ class Outgoing:
         self._judge(now_s)
 
     def lane_order(self) -> list[int]:
-        """The lanes that are up, quickest first."""
-        lanes = self._lanes
-        return sorted(lanes, key=lambda number: -(lanes[number].rate.bytes_per_s or 0.0))
+        """The lanes that are up, quickest first, as they were judged last."""
+        return self._order
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether every chunk is in flight or has landed: there are only copies to be sent."""
+        return self._queue.is_drained
 
     # What comes in on a lane; after an error it is to be closed.
 
@@ -239,6 +244,11 @@ class Outgoing:
         self._lanes[lane].ponged(max(away_s - own_s, 0.0), now_s)
 
     # Time, and sending.
+
+    @property
+    def departs_s(self) -> float:
+        """When the emulated link lets go of something next; infinity: nothing is held."""
+        return self._queue.next_s()
 
     def due(self, now_s: float) -> Due:
         """What is to be done for lanes, and when to ask again.
@@ -358,6 +368,9 @@ class Outgoing:
     def _judge(self, now_s: float) -> None:
         """Park and bring back lanes by their rates, and hurry what is late."""
         self._judged_s = now_s
+        self._order = sorted(
+            self._lanes, key=lambda number: -(self._lanes[number].rate.bytes_per_s or 0.0)
+        )
         rates = {number: lane.rate_now(now_s) for number, lane in self._lanes.items()}
         best = self._best_rate = max((rate or 0.0 for rate in rates.values()), default=0.0)
         for number, lane in self._lanes.items():

@@ -138,6 +138,11 @@ class OutgoingQueue:
             raise ValueError(f"{name} is not at rest")
         self._channels[name].num_slots = num_slots
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether there is nothing to `take`, for now."""
+        return not (self._small or self._large or self._again)
+
     def released(self, name: ChannelName) -> int:
         """The number of the channel's first message that isn't known to be delivered."""
         return self._channels[name].released
@@ -347,6 +352,8 @@ class OutgoingQueue:
             if _has_more(message) and (self._emulation is None or self.is_open(message, now_s)):
                 index = message.next_index
                 message.next_index = index + 1
+                if not _has_more(message) and message is ready[0]:
+                    ready.popleft()
                 return message, index
         return None
 

@@ -42,7 +42,7 @@ class TransportSettings:
 
     addresses: tuple[str, ...] = ("127.0.0.1",)
     lanes: int | None = None
-    chunk_bytes: int = 256 * 1024
+    chunk_bytes: int = 512 * 1024
     checksum: bool = True
     first_sequence: int = 0
     backend: str = "tcp"

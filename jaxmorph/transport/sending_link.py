@@ -30,6 +30,7 @@ from jaxmorph.transport.tcp_lanes import TcpLane
 
 _MOST_LANES = 8
 _WAITING_FIRST_S, _WAITING_LONGEST_S = 50e-6, 1e-3
+_TURN_S = 2e-3
 _NEVER = math.inf
 
 Report = Callable[..., None]
@@ -50,7 +51,8 @@ class SendingLink:
 
     Attributes:
         channels: By name.
-        next_s: When `turn` is to be called at the latest.
+        next_s: When `go_on` is to be called at the latest, give or take a millisecond.
+        exact_s: When it is to be called to the microsecond.
         was_up: Whether the peer has ever been there, also for a sidecar before this one.
     """
 
@@ -68,7 +70,7 @@ class SendingLink:
         self.peer, self.engine = peer, Outgoing(identity.rank, peer, identity.chunk_bytes)
         self.channels: dict[ChannelName, OutgoingChannel] = {}
         self.clock = ClockOffset()
-        self.next_s = 0.0
+        self.next_s, self.exact_s = 0.0, _NEVER
         self.was_up = False
         self._loop, self._identity, self._report = loop, identity, report
         self._addresses, self._hosts = addresses, hosts
@@ -76,6 +78,7 @@ class SendingLink:
         self._backend = backend
         self._lanes: dict[int, Lane] = {}
         self._diallers: dict[int, Dialler] = {}
+        self._has_heard = False
         self._pause_s, self._looks_s = _WAITING_FIRST_S, 0.0
         self._duplicates = 0
         self._surplus: Counter[tuple[int, ChannelName, int, int]] = Counter()
@@ -106,21 +109,34 @@ class SendingLink:
             found |= channel.look(self.engine, now_s)
         if found:
             self._pause_s = _WAITING_FIRST_S
-        if found or self._has_waiting():
+            self._send(now_s)
+        if self._has_waiting():
+            self.next_s = 0.0
+
+    def go_on(self, now_s: float) -> None:
+        """Do what follows from all that lanes have brought, and what the time has come for.
+
+        Once per turn of the loop, after all lanes have been read: an acknowledgement that nobody
+        has read looks like one that is missing.
+        """
+        if now_s >= self.next_s or now_s >= self.exact_s:
             self.turn(now_s)
+        elif self._has_heard:
+            self._send(now_s)
+        self._has_heard = False
 
     def turn(self, now_s: float) -> None:
         """Do all that the time has come for, and send what lanes will take."""
+        self.next_s = _NEVER
         waits = self._has_waiting() and self._look_again(now_s)
         due = self.engine.due(now_s)
         for number in due.late:
             self._lose(number, "acknowledgement overdue", now_s)
         for number in due.ping:
             self._tell(number, Ping(time.monotonic_ns()), now_s)
-        self._send(now_s)
-        self.next_s = min(due.next_s, self._dial(now_s))
-        if waits:
-            self.next_s = min(self.next_s, self._looks_s)
+        self._offer(now_s, copies=True)
+        self.next_s = min(self.next_s, due.next_s, self._dial(now_s))
+        self.exact_s = min(self.engine.departs_s, self._looks_s if waits else _NEVER)
 
     def poll(self, now_s: float) -> float:
         """Go on with lanes whose descriptors don't tell all; returns when to do so next."""
@@ -200,34 +216,38 @@ class SendingLink:
             self._lose(stale, "the receiver's sidecar was restarted", now_s)
         self._lanes[number] = lane
         self.was_up = True
+        self.next_s = 0.0
         self._loop.add(lane.fileno(), lane.mask, lambda mask: self._ready(number, lane, mask))
         self._report("lane_up", peer=self.peer, lane=number, generation=generation)
         self._ready(number, lane, 1)  # frames may have come with the end of the handshake
 
     def _ready(self, number: int, lane: Lane, mask: int) -> None:
         now_s = time.monotonic()
+        freed: set[ChannelName] = set()
         try:
             for frame in lane.poll(mask, None):
-                self._hear(number, frame, now_s)
+                self._hear(number, frame, now_s, freed)
             if lane.is_busy:
                 lane.flush()
             if number in self._lanes:
                 self._loop.change(lane.fileno(), lane.mask)
         except (LaneError, FrameError, ProtocolError) as error:
             self._lose(number, str(error), now_s)
-        # What time brings is asked once per turn of the loop, after all lanes have been read.
-        self.next_s = 0.0
+        for name in freed:
+            self.channels[name].release(self.engine.released(name))
+        self._has_heard = True
 
-    def _hear(self, number: int, frame: Any, now_s: float) -> None:
+    def _hear(self, number: int, frame: Any, now_s: float, freed: set[ChannelName]) -> None:
+        """Take a frame, and put channels of which more is delivered now into the set."""
         kind = type(frame)
         if kind is Acknowledge:
             if self._surplus and self._is_surplus(number, frame):
                 return
             if self.engine.acknowledged(number, frame, now_s):
-                self.channels[frame.channel].release(self.engine.released(frame.channel))
+                freed.add(frame.channel)
         elif kind is Credit or kind is Resume:
             if self.engine.counts(number, frame, now_s):
-                self.channels[frame.channel].release(self.engine.released(frame.channel))
+                freed.add(frame.channel)
         elif kind is Ping:
             received_ns = time.monotonic_ns()
             self._lanes[number].tell(Pong(frame.sent_ns, received_ns, time.monotonic_ns()))
@@ -247,17 +267,30 @@ class SendingLink:
         return True
 
     def _send(self, now_s: float) -> None:
-        """Offer each lane a chunk in turn until none takes any."""
-        offering = [number for number in self.engine.lane_order() if self._is_free(number)]
+        """Send what is ready; leave copies, and what else takes its time, to the next turn."""
+        if not self.engine.is_drained:
+            self._offer(now_s, copies=False)
+            self.next_s = min(self.next_s, now_s + _TURN_S)
+        departs_s = self.engine.departs_s
+        if departs_s < self.exact_s:
+            self.exact_s = departs_s
+
+    def _offer(self, now_s: float, *, copies: bool) -> None:
+        """Offer each lane a chunk in turn until none takes any.
+
+        Args:
+            now_s: The time.
+            copies: Whether to ask on when only copies of what is in flight can be left.
+        """
+        engine, lanes = self.engine, self._lanes
+        offering = [number for number in engine.lane_order() if not lanes[number].is_busy]
         while offering:
             for number in tuple(offering):
-                lane = self._lanes.get(number)
-                chunk = None if lane is None else self.engine.next_chunk(number, now_s)
+                chunk = engine.next_chunk(number, now_s) if number in lanes else None
                 if chunk is None or not self._post(number, chunk, now_s):
                     offering.remove(number)
-
-    def _is_free(self, number: int) -> bool:
-        return not self._lanes[number].is_busy
+                if not copies and engine.is_drained:
+                    return
 
     def _post(self, number: int, chunk: Chunk, now_s: float) -> bool:
         """Begin to send a chunk; returns whether the lane may take another."""
@@ -292,6 +325,7 @@ class SendingLink:
     def _lose(self, number: int, reason: str, now_s: float) -> None:
         """Close a lane, give its chunks back to the engine, and dial again."""
         self.engine.lane_down(number, now_s)
+        self.next_s = 0.0
         lane = self._lanes.pop(number, None)
         if lane is None:
             return

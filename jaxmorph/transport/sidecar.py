@@ -6,6 +6,7 @@ and the next one goes on from there. It ends when its trainer does.
 """
 
 import gc
+import math
 import os
 import signal
 import socket
@@ -64,31 +65,29 @@ class Sidecar:
         """Move data until the trainer says that it's enough, or is gone."""
         while self._ending is None:
             now_s = time.monotonic()
-            next_s = self._turn(now_s)
-            self._loop.turn(next_s if next_s > now_s else 0.0)
+            self._loop.turn(*self._turn(now_s))
         self._say_goodbye(self._ending)
 
-    def _turn(self, now_s: float) -> float:
-        """Do all that the time has come for; returns when that will be next."""
+    def _turn(self, now_s: float) -> tuple[float, float]:
+        """Do all that the time has come for; returns when that is next, roughly and exactly."""
         if now_s >= self._looked_s + _LOOK_ANYWAY_S:
             self._look_anyway(now_s)
-        next_s = self._looked_s + _LOOK_ANYWAY_S
-        if self._polls:
-            for link in (*self._receiving.values(), *self._sending.values()):
-                next_s = min(next_s, link.poll(now_s))
+        polls_s = self._poll(now_s) if self._polls else math.inf
+        roughly, exactly = [self._looked_s + _LOOK_ANYWAY_S], [polls_s]
         for sending in self._sending.values():
-            if now_s >= sending.next_s:
-                sending.turn(now_s)
-            next_s = min(next_s, sending.next_s)
-        for receiving in self._receiving.values():
-            if now_s >= receiving.next_s:
-                receiving.turn(now_s)
-            next_s = min(next_s, receiving.next_s)
-        if self._greeter is not None:
-            if now_s >= self._greeter.next_s:
-                self._greeter.turn(now_s)
-            next_s = min(next_s, self._greeter.next_s)
-        return next_s
+            sending.go_on(now_s)
+            roughly.append(sending.next_s)
+            exactly.append(sending.exact_s)
+        for timed in (*self._receiving.values(), self._greeter):
+            if timed is not None:
+                if now_s >= timed.next_s:
+                    timed.turn(now_s)
+                roughly.append(timed.next_s)
+        return min(roughly), min(exactly)
+
+    def _poll(self, now_s: float) -> float:
+        links = (*self._receiving.values(), *self._sending.values())
+        return min((link.poll(now_s) for link in links), default=math.inf)
 
     def _look_anyway(self, now_s: float) -> None:
         """A few times a second: counts that changed unheard, peers that are gone, the trainer."""

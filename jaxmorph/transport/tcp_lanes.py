@@ -5,9 +5,10 @@ import errno
 import math
 import socket
 from collections import deque
+from itertools import islice
 from typing import Any
 
-from jaxmorph.transport.checksums import Checksum
+from jaxmorph.transport.checksums import NONE, Checksum, algorithm
 from jaxmorph.transport.event_loop import READ, WRITE
 from jaxmorph.transport.frame_reader import FrameReader
 from jaxmorph.transport.frames import Chunk, FrameError
@@ -71,7 +72,8 @@ class TcpLane:
         self._place: Place | None = None
         self._memory = memoryview(b"")
         self._aside: bytearray | None = None
-        self.checksum: Checksum = lambda data: 0
+        self._sum = 0  # of what has come of the payload, taken while it is in the cache
+        self.checksum: Checksum = algorithm(NONE)
         self.sent_bytes = self.received_bytes = 0
         self.open()
 
@@ -134,7 +136,7 @@ class TcpLane:
         """
         out = self._out
         while out:
-            pieces = [out[number] for number in range(min(len(out), _MAX_PIECES))]
+            pieces = list(out) if len(out) <= _MAX_PIECES else list(islice(out, _MAX_PIECES))
             wanted = sum(map(len, pieces))
             try:
                 sent = self._socket.sendmsg(pieces)
@@ -239,6 +241,7 @@ class TcpLane:
         payload = min(count, len(place))
         if payload:
             self.reader.skip(payload)
+            self._sum = self.checksum(place[:payload], self._sum)
         self.reader.wrote(count - payload)
         return count, wanted
 
@@ -253,8 +256,10 @@ class TcpLane:
             if self._landing is not None:
                 left = reader.payload_left
                 if left:
-                    reader.take(self._rest(left))
-                    if reader.payload_left:
+                    place = self._rest(left)
+                    taken = reader.take(place)
+                    self._sum = self.checksum(place[:taken], self._sum)
+                    if taken < left:
                         return True
                 self._land(chunks)
             frame = reader.next_frame()
@@ -271,7 +276,7 @@ class TcpLane:
     def _begin(self, chunk: Chunk, chunks: Chunks) -> None:
         self._landing = landing = chunks.begin(chunk)
         self._place = landing.place
-        self._expected = chunk.checksum
+        self._expected, self._sum = chunk.checksum, 0
         self._memory = self._scratch(chunk) if self._place in _SCRATCHED else chunks.memory(landing)
 
     def _rest(self, left: int) -> memoryview:
@@ -285,7 +290,7 @@ class TcpLane:
     def _land(self, chunks: Chunks | None) -> None:
         landing, self._landing = self._landing, None
         assert landing is not None and chunks is not None  # noqa: PT018
-        if landing.is_wanted and self.checksum(self._memory) != self._expected:
+        if landing.is_wanted and self._sum != self._expected:
             raise ChecksumError(
                 f"{landing.channel} message {landing.sequence}: wrong checksum at {landing.offset}"
             )

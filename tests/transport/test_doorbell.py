@@ -65,3 +65,11 @@ def test_a_ring_before_waiting_is_not_lost(doorbell):
     began_s = time.monotonic()
     doorbell.wait_for_ring(began_s + 30)
     assert time.monotonic() - began_s < 5
+
+
+def test_who_waits_in_vain_soon_leaves_off_looking_again_and_again(doorbell):
+    looks = []
+    for _ in range(2):
+        looks.clear()
+        doorbell.wait_until(lambda: bool(looks.append(1)), time.monotonic() + 1e-3)
+    assert len(looks) < 10

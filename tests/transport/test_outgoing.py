@@ -404,3 +404,24 @@ def test_only_a_channel_at_rest_grows():
     wire.acknowledge(0, 0, delivered=1, limit=9)
     wire.out.grow(NAME, 16)
     wire.post(16)
+
+
+def test_it_is_drained_once_every_chunk_has_been_taken_and_until_one_is_lost():
+    wire = Wire(lanes=1)
+    assert wire.out.is_drained
+    wire.post(0)
+    wire.next()
+    assert not wire.out.is_drained
+    wire.acknowledge(0, 0)
+    wire.next()
+    assert wire.out.is_drained
+    wire.out.lane_down(0, wire.now)
+    assert not wire.out.is_drained
+
+
+def test_lanes_come_in_order_of_their_rates():
+    wire = Wire(lanes=2)
+    wire.tell_rate(0, 1e6)
+    wire.tell_rate(1, 4e6)
+    wire.out.due(wire.now + 1)
+    assert wire.out.lane_order() == [1, 0]

@@ -13,6 +13,9 @@ from jaxmorph.transport.frame_reader import FrameReader
 from jaxmorph.transport.frames import TO_DIALLER, Challenge, Chunk, Gone, Ping, Welcome
 from jaxmorph.transport.handshake import introduction
 from jaxmorph.transport.messages import pack
+from jaxmorph.transport.plane import TransportSettings
+
+CHUNK_BYTES = TransportSettings().chunk_bytes
 
 
 @pytest.fixture
@@ -76,7 +79,7 @@ class Guest:
             "destination": 1,
             "generation": 1,
             "lane": 9,
-            "chunk_bytes": 262144,
+            "chunk_bytes": CHUNK_BYTES,
             "algorithms": (2,),
             **changed,
         }
@@ -156,7 +159,7 @@ CHUNK = Chunk(THERE, 1000, 500, 0, 500, (0,) * 8, 1)
     "chunk",
     [
         CHUNK,  # beyond the limit
-        CHUNK._replace(sequence=0, total=1 << 40, length=262144),  # longer than a slot
+        CHUNK._replace(sequence=0, total=1 << 40, length=CHUNK_BYTES),  # longer than a slot
         CHUNK._replace(sequence=0, offset=1, length=499),  # not where chunks begin
         CHUNK._replace(sequence=0, channel=THERE._replace(kind=77)),
         CHUNK._replace(sequence=0, channel=BACK),
