@@ -160,6 +160,8 @@ def _gather(
             try:
                 connection = Connection(listener.accept()[0], _IDENTIFY_S)
             except TimeoutError:
+                for peer in peers.values():  # they hear at once that rank 0 waits no longer
+                    peer.close()
                 missing = sorted(set(range(1, num_ranks)) - set(peers))
                 raise RendezvousError(f"ranks {missing} did not come to the rendezvous") from None
             rank = _identified(connection, secret)

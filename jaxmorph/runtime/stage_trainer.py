@@ -1,11 +1,12 @@
 """One rank's part of training: its stage's parameters, programs, queue and routes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmorph.program.channels import Channel
@@ -27,8 +28,8 @@ from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.stage.build import StagePrograms, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.model import PipelineModel
-from jaxmorph.stage.parameters import LeafPath, init_stage_params
+from jaxmorph.stage.model import Params, PipelineModel
+from jaxmorph.stage.parameters import LeafPath, compile_init
 from jaxmorph.stage.stash import StashMemory
 from jaxmorph.stage.stored_weights import read_stage_params
 from jaxmorph.transport.plane import DataPlane
@@ -237,11 +238,26 @@ def _initial_params(model: PipelineModel, settings: StageSettings, rank: int) ->
     if settings.weights is not None:
         initial = partial(read_stage_params, model, settings.weights)
     else:
-        initial = partial(init_stage_params, model, jax.random.key(settings.seed))
+        initial = _compiled_init(model, settings.seed)
     return tuple(
         initial(settings.layers[stage], stage == 0, settings.is_last(stage))
         for stage in settings.own_stages(rank)
     )
+
+
+def _compiled_init(model: PipelineModel, seed: int) -> Callable[[range, bool, bool], Params]:
+    """Makes a chunk's initial parameters; chunks that are built alike share the program."""
+    key = jax.random.key(seed)
+
+    @cache
+    def compiled(num_layers: int, is_first: bool, is_last: bool) -> jax.stages.Compiled:
+        return compile_init(model, key, num_layers, is_first, is_last)
+
+    def initial(layers: range, is_first: bool, is_last: bool) -> Params:
+        numbers = np.array(layers, np.int32)
+        return compiled(len(layers), is_first, is_last)(key, numbers)
+
+    return initial
 
 
 def _build_programs(

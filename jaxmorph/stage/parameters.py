@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.stages import Compiled
 
 from jaxmorph.stage.model import Params, PipelineModel
 
@@ -28,19 +29,35 @@ def init_stage_params(
       {"embed": (first stage), "layers": leaves stacked over the stage's layers, "head": (last
       stage)}. A tied parameter has the same value in both places.
     """
-    build = partial(_init, model, layers=tuple(layers), is_first=is_first, is_last=is_last)
-    return jax.jit(build)(key)
+    build = partial(_init, model, is_first=is_first, is_last=is_last)
+    return jax.jit(build)(key, jnp.array(layers))
+
+
+def compile_init(
+    model: PipelineModel, key: jax.Array, num_layers: int, is_first: bool, is_last: bool
+) -> Compiled:
+    """Returns `init_stage_params` for all stages of a kind: compiled, of the key and the layers.
+
+    Args:
+      model: what to initialise.
+      key: any key of the type of the one that it will be called with.
+      num_layers: how many layers the stage has; it is called with their numbers, int32.
+      is_first: whether the stage embeds.
+      is_last: whether the stage has the head.
+    """
+    build = partial(_init, model, is_first=is_first, is_last=is_last)
+    return jax.jit(build).lower(key, jax.ShapeDtypeStruct((num_layers,), jnp.int32)).compile()
 
 
 def _init(
-    model: PipelineModel, key: jax.Array, layers: tuple[int, ...], is_first: bool, is_last: bool
+    model: PipelineModel, key: jax.Array, layers: jax.Array, is_first: bool, is_last: bool
 ) -> Params:
     embed_key, layers_key, head_key = (jax.random.fold_in(key, part) for part in range(3))
     params = {}
     if is_first:
         params["embed"] = model.init_embed(embed_key)
     # One layer after the other, so that no value depends on how many there are.
-    layer_keys = jax.vmap(partial(jax.random.fold_in, layers_key))(jnp.array(layers))
+    layer_keys = jax.vmap(partial(jax.random.fold_in, layers_key))(layers)
     params["layers"] = jax.lax.map(model.init_layer, layer_keys)
     if is_last:
         params["head"] = _tie(model, model.init_head(head_key), embed_key)

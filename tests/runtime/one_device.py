@@ -49,14 +49,6 @@ class OneDevice:
         self._gradients = jax.jit(
             jax.value_and_grad(lambda p, tokens, targets: loss_sum(model, p, tokens, targets))
         )
-        self._initial = {}
-
-    def initial_loss_and_gradients(self, tokens, targets):
-        """Those of the initial parameters; of a batch seen before, they are not computed again."""
-        batch = (tokens.tobytes(), targets.tobytes())
-        if batch not in self._initial:
-            self._initial[batch] = self.loss_and_gradients(tokens, targets)
-        return self._initial[batch]
 
     def loss_and_gradients(self, tokens, targets):
         weight = 1.0 / np.count_nonzero(targets >= 0)
@@ -68,10 +60,6 @@ class OneDevice:
                 lambda sum_, part: sum_ + np.float64(part) * weight, gradients, gradient
             )
         return total, gradients
-
-    def norm(self, gradients):
-        """The global norm; a tied parameter's gradient stands in the embedding alone."""
-        return float(np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(gradients))))
 
 
 def optax_steps(one_device, settings: OptimizerSettings, clip_norm, batches):

@@ -13,6 +13,11 @@ SINGLE = 1e-5  # relative, float32
 HERE = Path(__file__).parent
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compile_quickly():
+    """Not here: these stages are compiled as in users' runs."""
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What both ranks told."""

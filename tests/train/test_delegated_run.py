@@ -20,7 +20,7 @@ from jaxmorph.schedule.timeline import Timeline, TransferSpan
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 150
 CONFIG = """
-run: {steps: 24, seed: 5}
+run: {steps: 14, seed: 5}
 model: {preset: tiny, width: 32, num_layers: 3, num_heads: 2}
 data: {sequence_length: 16}
 parallelism: {stages: 3}
@@ -163,7 +163,7 @@ def waits_of_ready_ops_ms(timeline, stage):
 
 def test_all_delegated_gives_the_direct_routes_losses_bit_by_bit(direct, delegated):
     assert delegated.losses() == direct.losses()
-    assert len(delegated.losses()) == 24
+    assert len(delegated.losses()) == 14
     last = delegated.lines("metrics.jsonl")[-1]
     assert last["routes"] == {"0-1": "delegated", "1-2": "delegated", "0-2": "delegated"}
     assert direct.lines("metrics.jsonl")[-1]["routes"] == {"0-1": "direct", "1-2": "direct"}
@@ -171,7 +171,7 @@ def test_all_delegated_gives_the_direct_routes_losses_bit_by_bit(direct, delegat
 
 
 def test_the_trace_shows_every_delegated_message_on_its_way_and_no_queue_held(delegated):
-    timeline = timeline_of(delegated, 23)
+    timeline = timeline_of(delegated, 13)
     labels = {span.label for span in timeline.transfers}
     activations = {f"activation[{m}] {at}>{at + 1}" for m in range(6) for at in range(2)}
     gradients = {f"gradient[{m}] {at + 1}>{at}" for m in range(6) for at in range(2)}
@@ -203,7 +203,7 @@ def test_a_slow_delegated_link_holds_up_no_op_that_is_ready(tmp_path):
 
 def test_killed_sidecars_are_replaced_and_change_no_loss(tmp_path, delegated):
     training = Training(tmp_path, "routes.default=delegated", PACED)
-    for step in (1, 8, 15):
+    for step in (1, 5, 9):
         training.wait_for_step(step)
         _, sidecars = training.processes()
         assert len(sidecars) == 3

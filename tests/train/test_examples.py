@@ -13,6 +13,11 @@ LIMIT_S = 150
 pytestmark = pytest.mark.multiprocess
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compile_quickly():
+    """Not here: these runs are compiled as their users' are."""
+
+
 @pytest.mark.parametrize(
     ("folder", "config"),
     [("docs/examples", "causal_mixer.yaml"), (".", "configs/llama.yaml")],

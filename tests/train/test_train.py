@@ -100,18 +100,25 @@ def test_the_losses_are_those_of_one_stage(four_stages, tmp_path):
         assert four["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
 
 
+FEW = ("run.steps=4", "optimizer.warmup_steps=0")
+
+
+@pytest.fixture(scope="module")
+def few_steps_of_one_stage(tmp_path_factory):
+    few = ("parallelism.stages=1", "schedule.name=1f1b", *FEW)
+    return train(tmp_path_factory.mktemp("alone"), *few)
+
+
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (1, 4)])
-def test_the_losses_of_interleaved_chunks_are_those_of_one_stage(tmp_path, stages, chunks):
-    alone_in, chunks_in = tmp_path / "alone", tmp_path / "chunks"
-    alone_in.mkdir()
-    chunks_in.mkdir()
-    few = ("run.steps=4", "optimizer.warmup_steps=0")
-    _, alone = train(alone_in, "parallelism.stages=1", "schedule.name=1f1b", *few)
+def test_the_losses_of_interleaved_chunks_are_those_of_one_stage(
+    few_steps_of_one_stage, tmp_path, stages, chunks
+):
+    _, alone = few_steps_of_one_stage
     _, out = train(
-        chunks_in,
+        tmp_path,
         "schedule.name=interleaved",
         f"parallelism={{stages: {stages}, chunks: {chunks}}}",
-        *few,
+        *FEW,
     )
     interleaved = read_lines(out / "metrics.jsonl")
     for line, one in zip(interleaved, read_lines(alone / "metrics.jsonl"), strict=True):
@@ -124,7 +131,7 @@ def test_a_costly_head_gets_fewer_layers_beside_it_and_the_losses_stay(tmp_path)
     even_in, auto_in = tmp_path / "even", tmp_path / "auto"
     even_in.mkdir()
     auto_in.mkdir()
-    few = ("run.steps=4", "optimizer.warmup_steps=0", "data.vocab_size=8192")
+    few = (*FEW, "data.vocab_size=8192")
     _, even = train(even_in, "parallelism.stages=2", *few)
     done, auto = train(auto_in, "parallelism={stages: 2, layers: auto}", *few)
     for line, other in zip(
@@ -158,7 +165,8 @@ def test_a_cap_in_bytes_holds_by_what_the_compiled_stages_keep(four_stages, tmp_
     _, less = train(tmp_path, *capped, f"schedule.max_stash_bytes={caps}")
     assert max(read_lines(out / "metrics.jsonl")[-1]["peak_live"]) == 7
     assert max(read_lines(less / "metrics.jsonl")[-1]["peak_live"]) <= 3
-    done, _ = train(tmp_path, *capped, "schedule.max_stash_bytes=1000", check=False)
+    too_low = ("schedule.max_stash_bytes=1000", "parallelism.stages=2")
+    done, _ = train(tmp_path, *capped, *too_low, check=False)
     assert done.returncode == 2
     assert "schedule.max_stash_bytes[0]: got 1,000 bytes, expected at least" in done.stderr
 
@@ -204,12 +212,13 @@ def test_a_mistake_that_shows_elsewhere_names_the_file_and_that_key(tmp_path, ov
     assert done.stderr.count("\n") == 1
 
 
-def start_training(folder):
+def start_training(folder, *arguments):
     """A long run, once its first step is written; its process ids, launcher first."""
     path = folder / "run.yaml"
     path.write_text(CONFIG)
     run = subprocess.Popen(
-        [*JAXMORPH, "train", str(path), f"run.dir={folder / 'out'}", "run.steps=100000"],
+        [*JAXMORPH, "train", str(path), f"run.dir={folder / 'out'}", "run.steps=100000",
+         *arguments],
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         # A shell's background job ignores Ctrl-C, and its children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -258,7 +267,8 @@ def test_a_killed_rank_ends_the_run_in_seconds_and_nothing_written_is_lost(tmp_p
 
 
 def test_ctrl_c_ends_everything(tmp_path):
-    run, ranks = start_training(tmp_path)
+    run, ranks = start_training(tmp_path, "parallelism.stages=2")
+    assert len(ranks) == 2
     run.send_signal(signal.SIGINT)
     stderr, _ = finish(run)
     assert run.returncode == 130

@@ -1,0 +1,42 @@
+"""The reference on one device, computed by rank 0 alone and told to the others."""
+
+import base64
+import pickle
+
+import jax
+import numpy as np
+from one_device import OneDevice, optax_steps
+
+
+class ToldReference:
+    """What `OneDevice` finds, on every rank; all ranks ask for the same in the same order."""
+
+    def __init__(self, model, seed, rendezvous):
+        self._rendezvous = rendezvous
+        self._one_device = OneDevice(model, seed) if rendezvous.rank == 0 else None
+        self._initial = {}
+
+    def initial_loss_and_gradients(self, tokens, targets):
+        """Those of the initial parameters; of a batch seen before, nobody is asked again."""
+        batch = (tokens.tobytes(), targets.tobytes())
+        if batch not in self._initial:
+            self._initial[batch] = self._told(
+                lambda one_device: one_device.loss_and_gradients(tokens, targets)
+            )
+        return self._initial[batch]
+
+    def steps(self, settings, clip_norm, batches):
+        """Parameters after Optax's steps."""
+        return self._told(lambda one_device: optax_steps(one_device, settings, clip_norm, batches))
+
+    def _told(self, compute):
+        mine = {}
+        if self._one_device is not None:
+            found = jax.tree.map(np.asarray, compute(self._one_device))
+            mine = {"pickled": base64.b64encode(pickle.dumps(found)).decode()}
+        return pickle.loads(base64.b64decode(self._rendezvous.exchange(mine)[0]["pickled"]))
+
+
+def norm(gradients):
+    """The global norm; a tied parameter's gradient stands in the embedding alone."""
+    return float(np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(gradients))))
