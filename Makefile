@@ -32,7 +32,7 @@ check: lint types test
 # Long measurements on an otherwise idle machine; none of them runs in CI.
 bench: setup
 	@status=0; \
-	for benchmark in split_cost pace blocking head_of_line dispatch delegated_message; do \
+	for benchmark in split_cost pace blocking all_delegated head_of_line dispatch delegated_message; do \
 	    $(BIN)/python -m benchmarks.$$benchmark || status=1; \
 	done; \
 	exit $$status

@@ -53,15 +53,14 @@ class Result:
 CASES = (Case("pace4", 390.0, 0.03, 0.05), Case("pace8", 790.0, 0.04, 0.12))
 
 
-def run(case: Case) -> Result:
+def run(case: Case, *overrides: str) -> Result:
     """Train the configuration in a directory that is thrown away, and take the medians."""
     load_average = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         command = [sys.executable, "-m", "jaxmorph", "train", f"configs/{case.config}.yaml"]
-        subprocess.run(
-            [*command, f"run.dir={out}"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
-        )
+        command += [f"run.dir={out}", *overrides]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         lines = (out / "metrics.jsonl").read_text().splitlines()[FIRST_STEPS:]
     steps = [json.loads(line) for line in lines]
     step_ms = 1e3 * median(step["step_s"] for step in steps)

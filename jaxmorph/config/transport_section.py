@@ -19,7 +19,7 @@ class Transport(Section):
     """How delegated transfers travel from host to host.
 
     Addresses are this host's own, one for each network card; `auto` is 127.0.0.1 where all ranks
-    are on one machine, and else those of the cards that are found. `lanes` is the number of
+    share one loopback, and else those of the cards that are found. `lanes` is the number of
     connections to each peer; `auto` follows what messages turn out to need. Each chunk is
     acknowledged, and sent again where need be, as a whole.
     """

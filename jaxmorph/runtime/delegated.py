@@ -5,6 +5,7 @@ that slot and no more. A receive waits on the host, before the op that needs the
 enqueued, and copies out of the slot, which is free again at once.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -79,6 +80,7 @@ class DelegatedRoute:
         self._abandoned = -1
         self._reserved: dict[tuple[ChannelName, int], tuple[OutgoingSlot, Tag]] = {}
         self._copying: deque[_Copy] = deque()
+        self._lock = threading.Lock()  # of the line above: the queue's thread and the host
         self._senders: dict[Channel, _Sender] = {}
         self._receivers: dict[Channel, _Receiver] = {}
         for channel, use in slot_uses.items():
@@ -161,11 +163,14 @@ class DelegatedRoute:
         for key, (slot, tag) in list(self._reserved.items()):
             if tag[0] <= epoch and self._reserved.pop(key, None):
                 _post_empty(slot, tag)
+        self._finish_what_is_over()  # its errors are those of an epoch that is over too
 
     def settle(self) -> None:
         """Wait until all copies that were started are over; an error of any is raised."""
         while self._copying:
-            self._copying.popleft().finish()
+            with self._lock:
+                copy = self._copying.popleft()
+            self._finish(copy)
 
     def events(self) -> list[dict[str, Any]]:
         """Sends that waited for a slot since the last call; a plan's slots let none of them."""
@@ -179,6 +184,23 @@ class DelegatedRoute:
     def statistics(self) -> dict[str, Any]:
         """What has been counted, and how copies are made."""
         return {"tier": self.tier, **asdict(self.counts)}
+
+    def _finish_what_is_over(self) -> None:
+        """Let go of copies, in their order, up to the first that is under way."""
+        while True:
+            with self._lock:
+                if not self._copying or not self._copying[0].is_over:
+                    return
+                copy = self._copying.popleft()
+            self._finish(copy)
+
+    def _finish(self, copy: "_Copy") -> None:
+        """Wait until a copy is over; its error is raised unless its epoch has been abandoned."""
+        try:
+            copy.finish()
+        except Exception:
+            if copy.tag[0] > self._abandoned:
+                raise
 
     def _channel(self, identity: TransferIdentity) -> Channel:
         if identity.epoch <= self._abandoned:
@@ -222,9 +244,9 @@ class DelegatedRoute:
             raise AbandonedEpochError(f"{sender.name}: message {slot.sequence} was abandoned")
         with _posted_whatever_happens(slot, tag):
             ticket = sender.program.start(value, part, slot, tag)
-        while self._copying and self._copying[0].is_over:
-            self._copying.popleft().finish()
-        self._copying.append(_Copy(ticket, value, slot, tag))
+        with self._lock:
+            self._copying.append(_Copy(ticket, value, slot, tag))
+        self._finish_what_is_over()
         return Moved(ticket)
 
     def _expected(
@@ -256,8 +278,7 @@ class DelegatedRoute:
                 return wait(name, until_s)
             except TimeoutError as error:
                 self._check()
-                for copy in list(self._copying):  # the queue's thread may be adding to them
-                    copy.raise_failure()
+                self._finish_what_is_over()
                 if until_s >= deadline_s:
                     raise TimeoutError(f"{identity}: {error}") from error
 
@@ -295,11 +316,6 @@ class _Copy:
         with _posted_whatever_happens(self.slot, self.tag):
             jax.block_until_ready(self.ticket)
 
-    def raise_failure(self) -> None:
-        """Raise its error, if it is over and has one."""
-        if self.is_over:
-            jax.block_until_ready(self.ticket)
-
 
 @dataclass
 class _Receiver:
@@ -330,7 +346,7 @@ def _posted_whatever_happens(slot: OutgoingSlot, tag: Tag) -> Iterator[None]:
     """After an error while a slot is being filled, it holds up none that come after it."""
     try:
         yield
-    except BaseException:
+    except Exception:  # not an interruption: then it may still be filled
         if not slot.is_posted:
             _post_empty(slot, tag)
         raise

@@ -83,10 +83,10 @@ class DirectRoute:
         begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s)
         peer, value = program.run((*identity.words(), *_time_words(begun_s)))
         moved = Moved(value, _check(peer, identity))
+        if begun_s != arrived_s or self.links.concern(identity.transfer):
+            moved = self._emulated(moved, identity, value.nbytes, begun_s, deadline_s)
         self.received[channel_of(identity.transfer)] += 1
-        if begun_s == arrived_s and not self.links.concern(identity.transfer):
-            return moved
-        return self._emulated(moved, identity, value.nbytes, begun_s, deadline_s)
+        return moved
 
     def abandon(self, epoch: int) -> None:
         """Refuse what is left of an epoch: its ends may be out of step."""

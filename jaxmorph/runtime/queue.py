@@ -99,7 +99,7 @@ class _WorkerThread:
         )
         self._life = 0
         self._idle = threading.Semaphore(0)
-        self._error: BaseException | None = None
+        self._error: tuple[int, BaseException] | None = None  # and in which life
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -115,13 +115,12 @@ class _WorkerThread:
         self.raise_error()
 
     def raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self._error is not None and self._error[0] == self._life:
+            raise self._error[1]
 
     def restart(self) -> None:
         """Drop what has not begun; an item that has may end as it likes."""
         self._life += 1
-        self._error = None
 
     def close(self) -> None:
         """Drop what has not begun; an item that waits for a dead peer is not waited for long."""
@@ -135,12 +134,12 @@ class _WorkerThread:
                 found()
                 continue
             life, item = found
-            if life == self._life and self._error is None and not self._closed:
+            failed = self._error is not None and self._error[0] == life
+            if life == self._life and not failed and not self._closed:
                 try:
                     self._handle(item)
                 except BaseException as error:  # raised again by the caller; the rest is dropped
-                    if life == self._life:
-                        self._error = error
+                    self._error = life, error
 
 
 class AsynchronousQueue:

@@ -84,7 +84,10 @@ class Doorbell:
             self._skipped += 1
             return False
         self._skipped = 0
-        until_s = min(time.monotonic() + _SPIN_S, deadline_s)
+        now_s = time.monotonic()
+        until_s = min(now_s + _SPIN_S, deadline_s)
+        if until_s <= now_s:
+            return False  # which says nothing of whether it helps
         while time.monotonic() < until_s:
             if condition():
                 self._to_skip = 0

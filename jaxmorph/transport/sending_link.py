@@ -30,7 +30,7 @@ from jaxmorph.transport.tcp_lanes import TcpLane
 
 _MOST_LANES = 8
 _WAITING_FIRST_S, _WAITING_LONGEST_S = 50e-6, 1e-3
-_TURN_S = 2e-3
+_TURN_S, _WATCH_S = 2e-3, 20e-3
 _NEVER = math.inf
 
 Report = Callable[..., None]
@@ -110,7 +110,7 @@ class SendingLink:
         if found:
             self._pause_s = _WAITING_FIRST_S
             self._send(now_s)
-        if self._has_waiting():
+        if self._has_waiting() or any(each.next_s <= now_s for each in self._diallers.values()):
             self.next_s = 0.0
 
     def go_on(self, now_s: float) -> None:
@@ -134,8 +134,9 @@ class SendingLink:
             self._lose(number, "acknowledgement overdue", now_s)
         for number in due.ping:
             self._tell(number, Ping(time.monotonic_ns()), now_s)
+        soon_s = _NEVER if self.engine.is_drained else now_s + _TURN_S
         self._offer(now_s, copies=True)
-        self.next_s = min(self.next_s, due.next_s, self._dial(now_s))
+        self.next_s = min(self.next_s, soon_s, due.next_s, self._dial(now_s))
         self.exact_s = min(self.engine.departs_s, self._looks_s if waits else _NEVER)
 
     def poll(self, now_s: float) -> float:
@@ -203,6 +204,7 @@ class SendingLink:
         self._diallers.clear()
 
     def _up(self, number: int, connection: TcpLane, generation: int) -> None:
+        self.next_s = 0.0
         memory = (channel.slots.payloads() for channel in self.channels.values())
         lane = sending_lane(self._backend, connection, memory, self._identity.chunk_bytes)
         now_s = time.monotonic()
@@ -216,7 +218,6 @@ class SendingLink:
             self._lose(stale, "the receiver's sidecar was restarted", now_s)
         self._lanes[number] = lane
         self.was_up = True
-        self.next_s = 0.0
         self._loop.add(lane.fileno(), lane.mask, lambda mask: self._ready(number, lane, mask))
         self._report("lane_up", peer=self.peer, lane=number, generation=generation)
         self._ready(number, lane, 1)  # frames may have come with the end of the handshake
@@ -268,9 +269,11 @@ class SendingLink:
 
     def _send(self, now_s: float) -> None:
         """Send what is ready; leave copies, and what else takes its time, to the next turn."""
+        pause_s = _WATCH_S  # for what is late, and for messages that wait for room
         if not self.engine.is_drained:
             self._offer(now_s, copies=False)
-            self.next_s = min(self.next_s, now_s + _TURN_S)
+            pause_s = _TURN_S
+        self.next_s = min(self.next_s, now_s + pause_s)
         departs_s = self.engine.departs_s
         if departs_s < self.exact_s:
             self.exact_s = departs_s

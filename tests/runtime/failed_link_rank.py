@@ -38,6 +38,7 @@ class End:
         self.rendezvous, self.rank = rendezvous, rendezvous.rank
         self.kept = KeptOutputs()
         self.route = DirectRoute(self.programs(0), answered=False, kept=self.kept)
+        rendezvous.exchange({})  # nobody's deadline begins while the other compiles
 
     def programs(self, failures):
         payloads = {channel_of(transfer): SHAPE for transfer in (UP[0], DOWN)}
@@ -65,6 +66,7 @@ class End:
         counts = self.rendezvous.exchange({"has": self.route.received[channel_of(UP[0])]})
         rest = self.kept.take_uncovered(channel_of(UP[0]), counts[1]["has"] if not self.rank else 0)
         self.route.begin_epoch(1, self.programs(1))
+        self.rendezvous.exchange({})
         return rest
 
     def send_again(self, rest):

@@ -220,9 +220,12 @@ def test_a_copy_that_failed_holds_up_nothing_once_it_is_known(pair):
 
 
 class FailingCopies:
-    """A tier whose copies go wrong once they are under way."""
+    """A tier whose copies go wrong while they are under way."""
 
     name = "failing"
+
+    def __init__(self):
+        self.over = threading.Event()
 
     def compile(self, use, placement):
         return self
@@ -231,25 +234,40 @@ class FailingCopies:
         return self
 
     def is_ready(self):
-        return True
+        return self.over.is_set()
 
     def block_until_ready(self):
+        assert self.over.wait(LIMIT_S)
         raise ZeroDivisionError("while copying")
 
 
 def test_a_copy_that_failed_ends_a_wait_and_holds_up_nothing(make_pair):
-    pair = make_pair(tier=FailingCopies())
+    tier = FailingCopies()
+    pair = make_pair(tier=tier)
     pair.send(activation(0), values(0))
     held = next(pair.sender.reserve(activation(1), time.monotonic() + LIMIT_S))
+    tier.over.set()
     began_s = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="while copying"):
         next(pair.sender.reserve(activation(2), began_s + LIMIT_S))
     assert time.monotonic() - began_s < LIMIT_S / 2
-    with pytest.raises(ZeroDivisionError, match="while copying"):
-        pair.sender.settle()
     with pytest.raises(TransferMismatchError, match="0 bytes came"):
         pair.take(activation(0))
     del held
+
+
+@pytest.mark.parametrize("fails_first", [True, False])
+def test_a_copy_of_an_abandoned_epoch_fails_unheard_and_holds_up_nothing(make_pair, fails_first):
+    tier = FailingCopies()
+    pair = make_pair(tier=tier)
+    pair.send(activation(0), values(0))
+    steps = [tier.over.set, lambda: pair.sender.abandon(0)]
+    for step in steps if fails_first else reversed(steps):
+        step()
+    pair.sender.settle()
+    with pytest.raises(TimeoutError):
+        pair.take(activation(0, epoch=1), wait_s=0.05)
+    assert pair.receiver.counts.skipped == 1
 
 
 def test_a_message_that_does_not_come_is_named_when_its_time_is_over(pair):
