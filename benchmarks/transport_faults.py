@@ -39,6 +39,7 @@ from jaxmorph.transport.frames import (
     Welcome,
 )
 from jaxmorph.transport.handshake import introduction
+from jaxmorph.transport.lane_backends import BACKENDS, TCP
 from jaxmorph.transport.link_emulator import LinkCondition
 from jaxmorph.transport.messages import pack
 from jaxmorph.transport.names import ChannelName
@@ -79,11 +80,21 @@ class Outcome:
 
 
 class FaultyLink:
-    """Two planes, joined, and the harm that can be done to what joins them."""
+    """Two planes, joined, and the harm that can be done to what joins them.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        seed: Of the harm.
+        backend: What carries long messages, "tcp" or "nixl".
+    """
+
+    def __init__(self, seed: int, backend: str = TCP) -> None:
         specs = [ChannelSpec(name, SLOT_BYTES, NUM_SLOTS) for name in CHANNELS]
-        settings = TransportSettings(first_sequence=2**32 - 50, chunk_bytes=CHUNK_BYTES)
+        settings = TransportSettings(
+            first_sequence=2**32 - 50,
+            chunk_bytes=CHUNK_BYTES,
+            lanes=None if backend == TCP else 2,  # so that one can take over from another
+            backend=backend,
+        )
         self.planes = [
             SidecarPlane.start(
                 rank,
@@ -144,7 +155,13 @@ class FaultyLink:
         self.planes[rank].emulate(conditions)
 
 
-def run(num_messages: int, num_faults: int, seed: int, tell: Callable[[str], None]) -> Outcome:
+def run(
+    num_messages: int,
+    num_faults: int,
+    seed: int,
+    tell: Callable[[str], None],
+    backend: str = TCP,
+) -> Outcome:
     """Exchange messages, on all channels at once, while faults happen.
 
     Args:
@@ -152,8 +169,9 @@ def run(num_messages: int, num_faults: int, seed: int, tell: Callable[[str], Non
         num_faults: At least so many happen before the last message is sent.
         seed: Of messages and faults.
         tell: Called with a line now and then.
+        backend: What carries long messages.
     """
-    outcome, link = Outcome(), FaultyLink(seed)
+    outcome, link = Outcome(), FaultyLink(seed, backend)
     began_s = time.monotonic()
     per_channel = -(-num_messages // len(CHANNELS))
     allowed = [0]  # how many messages of each channel may be sent by now
@@ -395,15 +413,19 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=300)
     parser.add_argument("--connections", type=int, default=5_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--backend", choices=BACKENDS, default=TCP, help="nixl without RDMA hardware: UCX_TLS=tcp"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     load = os.getloadavg()
-    outcome = run(arguments.messages, arguments.faults, arguments.seed, print)
+    outcome = run(arguments.messages, arguments.faults, arguments.seed, print, arguments.backend)
     members, wrong = fuzz_and_go_on(arguments.connections, arguments.seed)
     num_faults = sum(outcome.faults.values()) - outcome.faults["heal"]
     enough = num_faults >= arguments.faults
     result = {
         "load": load,
+        "backend": arguments.backend,
         "messages": outcome.received,
         "faults": dict(outcome.faults),
         "num_faults": num_faults,

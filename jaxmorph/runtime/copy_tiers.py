@@ -43,7 +43,7 @@ class CopyProgram(Protocol):
 
         Returns:
             A ticket: ready when the copy is over, an error where it failed. Value and ticket must
-            be kept until then.
+            be kept until then, and the value must not be donated.
         """
         ...
 
@@ -83,7 +83,7 @@ class HostCallbackTier:
     """A host callback inside a compiled program copies out of the buffer that it is shown.
 
     Args:
-        name: "buffer_callback" or "io_callback".
+        name: Of the callback.
         embed: Makes a traceable function of a callback that is given arrays and returns nothing.
     """
 
@@ -125,13 +125,17 @@ class _HostCallbackProgram:
 
     def _copy(self, payload: np.ndarray, control: np.ndarray) -> None:
         low, high, *_, number, _ = control.tolist()
-        slot, tag = self._open.pop(number)
-        payload = np.ascontiguousarray(payload)
-        if payload.nbytes > len(slot.payload):
-            raise ValueError(f"{payload.nbytes} bytes, expected at most {len(slot.payload)}")
-        ctypes.memmove(high << 32 | low, payload.ctypes.data, payload.nbytes)
-        slot.post(payload.nbytes, tag)
-        slot.complete()
+        _fill(*self._open.pop(number), high << 32 | low, payload)
+
+
+def _fill(slot: OutgoingSlot, tag: tuple[int, ...], address: int, payload: np.ndarray) -> None:
+    """Copy a payload to where its slot is, and say so."""
+    payload = np.ascontiguousarray(payload)
+    if payload.nbytes > len(slot.payload):
+        raise ValueError(f"{payload.nbytes} bytes, expected at most {len(slot.payload)}")
+    ctypes.memmove(address, payload.ctypes.data, payload.nbytes)
+    slot.post(payload.nbytes, tag)
+    slot.complete()
 
 
 def _of_part(call: Any, length: int) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
@@ -140,6 +144,50 @@ def _of_part(call: Any, length: int) -> Callable[[jax.Array, jax.Array, jax.Arra
         return call(part, control)
 
     return copy
+
+
+class IoCallbackTier:
+    """Copies by JAX's `io_callback`, which hands over copies of what the program computed.
+
+    On CPUs, JAX 0.10 fills long ones in another thread of its pool: a callback that looks at one
+    waits for that, and for ever if the pool has no other thread. So here a callback hears only
+    that the payload has been computed, and reads it where it is.
+    """
+
+    name = "io_callback"
+
+    def compile(self, use: SlotUse, placement: Sharding) -> CopyProgram:
+        """The program for payloads of a shape, compiled for where they are kept."""
+        if {device.platform for device in placement.device_set} == {"cpu"}:
+            return _InPlaceProgram(use, placement)
+        return _HostCallbackProgram(_embed_io_callback, use, placement)
+
+
+class _InPlaceProgram:
+    """Calls back once a payload has been computed, with little more than the slot's number."""
+
+    def __init__(self, use: SlotUse, placement: Sharding) -> None:
+        self._open: dict[int, tuple[OutgoingSlot, tuple[int, ...], jax.Array, range]] = {}
+        call = _embed_io_callback(self._copy)
+
+        def told(value: jax.Array, control: jax.Array) -> jax.Array:
+            return call(value.reshape(-1)[:1], control)  # short ones are copied at once
+
+        payload = jax.ShapeDtypeStruct(use.payload.shape, use.payload.dtype, sharding=placement)
+        self._program = jax.jit(told).lower(payload, _CONTROL).compile()
+
+    def start(
+        self, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
+    ) -> jax.Array:
+        """Dispatch one copy; see `CopyProgram`."""
+        self._open[_signal_of(slot)] = (slot, tuple(tag), value, part)
+        return self._program(value, control_words(slot))
+
+    def _copy(self, first: np.ndarray, control: np.ndarray) -> None:
+        del first  # it came with the rest of the payload
+        slot, tag, value, part = self._open.pop(int(control[-2]))
+        payload = np.asarray(value).reshape(-1)  # the same memory
+        _fill(slot, tag, slot.address, payload[part.start : part.stop])
 
 
 def _embed_buffer_callback(copy: Callable[..., None]) -> Any:
@@ -169,7 +217,7 @@ def host_callback_tiers() -> list[CopyTier]:
     """The tiers that work wherever JAX has host callbacks, the cheapest first."""
     return [
         HostCallbackTier("buffer_callback", _embed_buffer_callback),
-        HostCallbackTier("io_callback", _embed_io_callback),
+        IoCallbackTier(),
     ]
 
 

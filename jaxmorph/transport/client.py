@@ -152,13 +152,14 @@ class SidecarPlane:
 
     def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:
         """Make links behave so from now on, instead of as they were told before."""
-        self._tell(
-            {
-                "kind": "emulate",
-                "conditions": [asdict(condition) for condition in conditions],
-                "origin_s": time.monotonic() if origin_s is None else origin_s,
-            }
-        )
+        record = {
+            "kind": "emulate",
+            "conditions": [asdict(condition) for condition in conditions],
+            "origin_s": time.monotonic() if origin_s is None else origin_s,
+        }
+        with self._sidecar.changing:
+            self._state["emulate"] = record
+            self._sidecar.ask(record, (), _ANSWER_S)  # what is posted from now on is emulated so
 
     def statistics(self) -> dict[str, Any]:
         """Counts and rates of each peer and lane; empty while the sidecar is being restarted."""

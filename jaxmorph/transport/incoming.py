@@ -415,11 +415,13 @@ class Incoming:
 
     def _forget_if_untouched(self, landing: Landing) -> None:
         """Forget what a broken lane announced of a message of which nothing else has come."""
-        message = landing.message
-        if message is None or any(message.landed) or self._is_landing(message):
+        message, arriving = landing.message, self._channels[landing.channel].arriving
+        if message is None or arriving.get(landing.sequence) is not message:
+            return  # a lane that was landing several of its chunks: it's forgotten already
+        if any(message.landed) or self._is_landing(message):
             return
         message.state = after_received(message.state, Received.LANE_LOST)
-        self._channels[landing.channel].arriving.pop(landing.sequence, None)
+        del arriving[landing.sequence]
 
     def _is_landing(self, message: _Arriving) -> bool:
         return any(

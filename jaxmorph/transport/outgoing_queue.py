@@ -7,6 +7,7 @@ from typing import Protocol
 
 from jaxmorph.transport.channel import ProtocolError, Sending, Sent, after_sent
 from jaxmorph.transport.frames import Chunk
+from jaxmorph.transport.link_emulator import step_of
 from jaxmorph.transport.names import ChannelName, Tag
 from jaxmorph.transport.sequence import HALF, MASK
 
@@ -245,7 +246,7 @@ class OutgoingQueue:
     def is_open(self, message: Message, now_s: float) -> bool:
         """Whether the emulated link carries the message now."""
         if self._emulation is None or not self._emulation.is_cut(
-            self._source, self._destination, message.tag[1], now_s
+            self._source, self._destination, step_of(message.tag), now_s
         ):
             return True
         self._ask_again_s = min(self._ask_again_s, now_s + _ASK_AGAIN_S)

@@ -154,7 +154,7 @@ class DataPlane(Protocol):
         ...
 
     def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:
-        """Make links behave so from now on, instead of as they were told before.
+        """Make links behave so for all that is posted from now on, instead of as before.
 
         Args:
             conditions: None at all: nothing is emulated.

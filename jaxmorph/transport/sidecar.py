@@ -206,11 +206,17 @@ class Sidecar:
             self._sending[peer], self._receiving[peer] = sending, receiving
 
     def _do_emulate(
-        self, fds: tuple[int, ...], conditions: list[dict[str, Any]], origin_s: float
+        self,
+        fds: tuple[int, ...],
+        conditions: list[dict[str, Any]],
+        origin_s: float,
+        request: int | None = None,
     ) -> None:
         told = [LinkCondition(**{**each, "between": tuple(each["between"])}) for each in conditions]
         self._emulator = LinkEmulator(told, 0, origin_s) if told else None
         self._emulate()
+        if request is not None:  # else it was told with all that a new sidecar is told
+            self._answer(request)
 
     def _emulate(self) -> None:
         for sending in self._sending.values():

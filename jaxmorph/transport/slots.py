@@ -46,6 +46,7 @@ _ABOUT = struct.Struct(f"=Q{TAG_WORDS}IQQ")
 _ENTERED, _LEFT = _LINE_WORDS, 2 * _LINE_WORDS
 _FIRST_SLOT, _SLOT_LINES = 3, 3
 _MAX_BYTES = 1 << 46
+_LAST_NS = (1 << 64) - 1
 _barrier = threading.Lock()
 
 
@@ -135,9 +136,12 @@ class Slots:
         self._words[self._signal_word(sequence)] = add(sequence, 1)
 
     def write_about(self, sequence: int, about: About) -> None:
-        """Describe the message; before it is announced."""
+        """Describe the message; before it is announced. Later times than there are become the last.
+
+        (What a peer says of its clock may be anything.)
+        """
         num_bytes, tag, posted_ns, landed_ns = about
-        at = self._about_byte(sequence)
+        at, posted_ns = self._about_byte(sequence), min(posted_ns, _LAST_NS)
         _ABOUT.pack_into(self._memory, at, num_bytes, *tag, posted_ns, landed_ns)
 
     def read_about(self, sequence: int) -> About:
@@ -235,6 +239,7 @@ def _anonymous_memory(num_bytes: int) -> int:
     """A file descriptor of new zeroed memory that has no name and can't be made shorter."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("jaxmorph-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(fd, 0o600)  # for who might open it by way of /proc
         _set_size(fd, num_bytes)
         fcntl.fcntl(
             fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -1,3 +1,8 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +14,7 @@ from jaxmorph.runtime.links import PayloadShape
 from jaxmorph.runtime.payloads import SlotUse
 
 PLACEMENT = SingleDeviceSharding(jax.devices()[0])
+LARGE_COPIES = Path(__file__).with_name("large_copies.py")
 
 
 class Slot:
@@ -75,6 +81,18 @@ def test_a_message_is_posted_and_completed_once_its_payload_is_there(tier):
     for at, slot in enumerate(slots):
         assert slot.said == [("post", 24, (at, 9), True), "complete"]
         assert np.array_equal(slot.payload.view(np.float32).reshape(2, 3), values + at)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("num_threads", ["1", "4"])
+def test_large_results_arrive_though_several_are_still_being_computed(num_threads):
+    """A callback that waits for JAX's pool of threads hangs in its only one."""
+    environment = {**os.environ, "NPROC": num_threads}
+    done = subprocess.run(
+        [sys.executable, str(LARGE_COPIES)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3 * len(host_callback_tiers())
 
 
 def test_the_first_tier_that_really_copies_is_chosen_and_the_others_are_named(caplog):

@@ -21,6 +21,9 @@ schedule: {{name: 1f1b}}
 LISTED = f"emulation.links=[{{between: [0, 1], latency_ms: {LATENCY_MS}, from_step: {FIRST_SLOW}}}]"
 # Every message of a step holds both queues for its latency, one after another.
 SLOW_STEP_S = 2 * NUM_MICROBATCHES * LATENCY_MS / 1e3
+OP_MS = 15
+STEP_S = 3 * NUM_MICROBATCHES * OP_MS / 1e3  # at least
+CUT_S, HEALED_S = 2 * STEP_S, 2 * STEP_S + 1.5
 
 pytestmark = pytest.mark.multiprocess
 
@@ -36,13 +39,15 @@ def train(folder, *overrides):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("healthy"))
+
+
 def test_a_link_slows_direct_steps_from_the_step_on_that_the_file_names_and_changes_no_loss(
-    tmp_path,
+    tmp_path, healthy
 ):
-    healthy_in, slow_in = tmp_path / "healthy", tmp_path / "slow"
-    healthy_in.mkdir()
-    slow_in.mkdir()
-    healthy, slow = train(healthy_in), train(slow_in, LISTED)
+    slow = train(tmp_path, LISTED)
     assert min(line["step_s"] for line in slow[:FIRST_SLOW]) < SLOW_STEP_S
     assert all(line["step_s"] >= SLOW_STEP_S for line in slow[FIRST_SLOW:])
     assert [line["loss"] for line in slow] == [line["loss"] for line in healthy]
@@ -62,3 +67,24 @@ def test_a_trace_slows_every_step_after_the_first_began_and_planning_heeds_what_
     # what was measured before the trace began it would not.
     assert slow[0]["warmup_forwards"][0] == NUM_MICROBATCHES
     assert slow[0]["predicted_step_s"] < 2.0  # by what was measured; by what was told, over 4
+
+
+def test_a_delegated_link_that_is_cut_in_the_middle_heals_by_itself_and_changes_no_loss(
+    tmp_path, healthy
+):
+    """Ops are paced, so that the run goes on for long enough for the cut to come in its middle."""
+    trace = tmp_path / "trace.csv"
+    header = "time_s,between,latency_ms,bandwidth_mbps,jitter_ms,cut"
+    trace.write_text(f"{header}\n{CUT_S},0-1,,,,1\n{HEALED_S},0-1,,,,0\n")
+    op_ms = f"forward_ms: {OP_MS}, backward_input_ms: {OP_MS}, backward_weight_ms: {OP_MS}"
+    paced = f"emulation.accelerator={{{op_ms}}}"
+    cut = train(tmp_path, "routes.default=delegated", f"emulation.trace={trace}", paced)
+    took_s = [line["step_s"] for line in cut]
+    assert sum(took_s) >= len(took_s) * STEP_S > CUT_S
+    # A step that needs the link in the cut lasts until it heals. Only one that needs it no more
+    # when the cut begins ends before, soon: then the next one does.
+    assert max(took_s) >= (HEALED_S - CUT_S) / 2
+    assert all(line["routes"] == {"0-1": "delegated"} for line in cut)
+    assert [(line["loss"], line["grad_norm"]) for line in cut] == [
+        (line["loss"], line["grad_norm"]) for line in healthy
+    ]

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from jaxmorph.transport.errors import PeerGoneError, TransportError
-from jaxmorph.transport.link_emulator import LinkCondition
+from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec, TransportSettings
 
 THERE, BACK = ChannelName(1, 0, 1), ChannelName(1, 1, 0)
+BESIDE, BEHIND = ChannelName(2, 0, 1), ChannelName(3, 0, 1)  # more channels of the same direction
 SECRET = bytes(range(32))
 PATIENCE_S = 30.0
 NEAR_THE_WRAP = 2**32 - 3
@@ -26,6 +27,16 @@ def soon(seconds=PATIENCE_S):
 
 def spec(name=THERE, slot_bytes=1000, num_slots=4):
     return ChannelSpec(name, slot_bytes, num_slots)
+
+
+def link(**condition):
+    """A condition of the link between the two ranks."""
+    return LinkCondition(between=(0, 1), **condition)
+
+
+def emulate(plane, *conditions, origin_s=None):
+    """Returns once messages that are posted from now on are subject to it."""
+    plane.emulate(conditions, origin_s)
 
 
 def content(number, num_bytes):
@@ -273,14 +284,14 @@ class Conformance:
         first, second = joined(spec())
         send(first, THERE, 0, 10)
         receive(second, THERE, 0, 10)
-        first.emulate([LinkCondition(between=(0, 1), latency_ms=200)])
+        emulate(first, link(latency_ms=200))
         began_s = time.monotonic()
         for number in range(1, 4):
             send(first, THERE, number, 10)
         for number in range(1, 4):
             receive(second, THERE, number, 10)
         assert 0.2 <= time.monotonic() - began_s < 0.5
-        first.emulate([])
+        emulate(first)
         began_s = time.monotonic()
         send(first, THERE, 4, 10)
         receive(second, THERE, 4, 10)
@@ -288,16 +299,97 @@ class Conformance:
 
     def test_a_cut_link_delivers_once_it_is_healed(self, joined):
         first, second = joined(spec())
-        first.emulate([LinkCondition(between=(0, 1), cut=True)])
+        emulate(first, link(cut=True))
         send(first, THERE, 0, 10)
         with pytest.raises(TimeoutError):
             second.take(THERE, soon(0.2))
-        first.emulate([])
+        emulate(first)
         receive(second, THERE, 0, 10)
+
+    def test_emulated_bandwidth_is_shared_by_all_channels_of_a_direction(self, joined):
+        first, second = joined(spec(slot_bytes=40_000), spec(BESIDE, 40_000))
+        emulate(first, link(bandwidth_mbps=8.0))  # a byte a microsecond
+        began_s = time.monotonic()
+        for channel in (THERE, BESIDE):
+            send(first, channel, 0, 40_000)
+        took_s = [
+            receive(second, channel, 0, 40_000).landed_s - began_s for channel in (THERE, BESIDE)
+        ]
+        assert min(took_s) >= 0.04
+        assert max(took_s) >= 0.08
+
+    def test_an_emulated_direction_is_slow_and_the_other_is_not_held_up_by_it(self, joined):
+        planes = joined(spec(), spec(BACK))
+        late_s = 2 * PATIENCE_S  # however busy this machine is, what isn't delayed comes before
+        for plane in planes:
+            emulate(plane, link(latency_ms=1e3 * late_s, source=0))
+        send(planes[0], THERE, 0, 10)
+        slow_s = time.monotonic() + late_s
+        send(planes[1], BACK, 0, 10)
+        assert receive(planes[0], BACK, 0, 10).landed_s < slow_s
+        with pytest.raises(TimeoutError):
+            planes[1].take(THERE, soon(0.1))
+        planes[0].close(flush=False)
+
+    def test_an_emulated_direction_is_as_slow_as_it_is_told_to_be(self, joined):
+        planes = joined(spec(), spec(BACK))
+        for plane in planes:
+            emulate(plane, link(latency_ms=60, source=1))
+        began_s = time.monotonic()
+        send(planes[1], BACK, 0, 10)
+        assert receive(planes[0], BACK, 0, 10).landed_s >= began_s + 0.06
+
+    def test_an_emulated_condition_is_of_the_steps_that_messages_name(self, joined):
+        first, second = joined(spec(), spec(BESIDE), spec(BEHIND))
+        emulate(first, link(cut=True, from_step=5, to_step=7))
+        send(first, THERE, 5, 10)  # the first word after the epoch is the step
+        send(first, BESIDE, 6, 10)
+        for step in (4, 7):
+            send(first, BEHIND, step, 10)
+            receive(second, BEHIND, step, 10)
+        for channel in (THERE, BESIDE):
+            with pytest.raises(TimeoutError):
+                second.take(channel, soon(0.05))
+        emulate(first)
+        receive(second, THERE, 5, 10)
+        receive(second, BESIDE, 6, 10)
+        emulate(first, link(latency_ms=60, from_step=8, to_step=9))
+        began_s = time.monotonic()
+        send(first, THERE, 8, 10)
+        assert receive(second, THERE, 8, 10).landed_s >= began_s + 0.06
+        emulate(first, link(cut=True, from_step=5))
+        send(first, BEHIND, 2**32 - 1, 10)  # step -1: of the warm-up
+        receive(second, BEHIND, 2**32 - 1, 10)
+
+    def test_an_emulated_cut_heals_by_itself_when_its_time_is_over(self, joined):
+        first, second = joined(spec())
+        send(first, THERE, 0, 10)
+        receive(second, THERE, 0, 10)
+        origin_s = time.monotonic() - 10.0
+        healed_s = time.monotonic() + 0.15
+        now = link(cut=True, from_s=9.9, to_s=healed_s - origin_s)
+        emulate(first, now, link(cut=True, from_s=1e6), origin_s=origin_s)
+        for number in (1, 2):
+            send(first, THERE, number, 10)
+        for number in (1, 2):
+            assert receive(second, THERE, number, 10).landed_s >= healed_s - 1e-6
+
+    def test_emulated_jitter_is_what_the_emulator_draws_for_each_message(self, joined):
+        conditions = [link(latency_ms=20, jitter_ms=20)]
+        emulator = LinkEmulator(conditions)
+        first, second = joined(spec())
+        emulate(first, *conditions)
+        early_s = []
+        for number in range(6):
+            began_s = time.monotonic()
+            departure_s = emulator.departure_s(0, 1, (0, number, 10), 10, began_s)
+            send(first, THERE, number, 10)
+            early_s.append(departure_s - receive(second, THERE, number, 10).landed_s)
+        assert max(early_s) <= 1e-6
 
     def test_closing_without_a_flush_waits_for_no_message(self, joined):
         first, _ = joined(spec())
-        first.emulate([LinkCondition(between=(0, 1), cut=True)])
+        emulate(first, link(cut=True))
         send(first, THERE, 0, 10)
         began_s = time.monotonic()
         first.close(flush=False)

@@ -1,19 +1,33 @@
 """Faults in any order, drawn by a model of what must have arrived, and a short run of many."""
 
 import hypothesis.strategies as st
+import pytest
 from conformance import receive, send
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from benchmarks.transport_faults import CHANNELS, NUM_SLOTS, FaultyLink, fuzz_and_go_on, run
+from jaxmorph.transport.nixl_agent import missing
+
+with_nixl = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def emulated_rdma():
+    """UCX is to do by TCP what network cards would do; sidecars over TCP don't look at it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_TLS", "tcp")
+        yield
 
 
 class FaultsInAnyOrder(RuleBasedStateMachine):
     """The model: messages on their way on each channel, oldest first."""
 
+    backend = "tcp"
+
     @initialize(seed=st.integers(0, 1000))
     def join(self, seed):
-        self.link = FaultyLink(seed)
+        self.link = FaultyLink(seed, self.backend)
         self.under_way = {name: [] for name in CHANNELS}
         self.sent = dict.fromkeys(CHANNELS, 0)
         self.is_cut = False
@@ -62,14 +76,20 @@ class FaultsInAnyOrder(RuleBasedStateMachine):
             self.link.close()
 
 
-FaultsInAnyOrder.TestCase.settings = settings(
+class FaultsInAnyOrderOverNixl(FaultsInAnyOrder):
+    backend = "nixl"
+
+
+FaultsInAnyOrder.TestCase.settings = FaultsInAnyOrderOverNixl.TestCase.settings = settings(
     max_examples=6, stateful_step_count=25, derandomize=True, deadline=None
 )
 TestFaultsInAnyOrder = FaultsInAnyOrder.TestCase
+TestFaultsInAnyOrderOverNixl = with_nixl(FaultsInAnyOrderOverNixl.TestCase)
 
 
-def test_tens_of_faults_lose_double_and_change_no_message():
-    outcome = run(400, 40, seed=3, tell=lambda line: None)
+@pytest.mark.parametrize("backend", ["tcp", pytest.param("nixl", marks=with_nixl)])
+def test_tens_of_faults_lose_double_and_change_no_message(backend):
+    outcome = run(400, 40, seed=3, tell=lambda line: None, backend=backend)
     assert outcome.wrong == []
     assert outcome.received >= 400
     assert sum(outcome.faults.values()) - outcome.faults["heal"] >= 40

@@ -227,3 +227,14 @@ def test_a_message_is_kept_while_another_lane_lands_a_copy(incoming):
     assert incoming.begin(1, chunk(total=SIZE), 0.0).place is Place.ASIDE
     incoming.lane_down(0)
     assert delivered(incoming.landed(1, 0.0)) == [0]
+
+
+def test_a_lane_may_be_lost_while_it_lands_several_chunks_of_a_message():
+    incoming = Incoming(0, 1, landings_at_once=2)
+    incoming.add_channel(NAME, 4 * SIZE, 4, FIRST, FIRST)
+    incoming.lane_up(0, 0, SIZE, 0.0)
+    incoming.begin(0, chunk(0, 0), 0.0)
+    incoming.begin(0, chunk(0, 1), 0.0)
+    incoming.lane_down(0)
+    incoming.lane_up(0, 0, SIZE, 0.0)
+    assert delivered(land(incoming, 0, chunk(total=5))) == [0]

@@ -390,6 +390,27 @@ def test_lanes_are_wanted_as_messages_need_them():
     assert wire.out.lanes_wanted(wire.now, 1, 2) == 2
 
 
+def test_eight_messages_a_second_over_a_lane_that_drains_two_want_four_lanes():
+    wire, count = Wire(lanes=1), 32
+    wire.out.add_channel(OTHER, count, 0)
+    wire.out.counts(0, Resume(OTHER, 0, count), wire.now)
+    acknowledged = 0
+    for at in range(count):  # four seconds
+        wire.out.post(OTHER, at, SIZE, TAG, 0, wire.now)
+        if at % 4 == 0:
+            if at:
+                acknowledged += 1
+                frame = Acknowledge(OTHER, acknowledged - 1, 0, acknowledged, count)
+                wire.out.acknowledged(0, frame, wire.now)
+            chunk = wire.out.next_chunk(0, wire.now)
+            assert chunk is not None
+            assert wire.out.next_chunk(0, wire.now) is None  # one at a time is all it does
+        wire.now += 1 / 8
+    assert acknowledged == 7
+    assert wire.out.lanes_wanted(wire.now - 1 / 16, 1, 8) == 4
+    assert wire.out.lanes_wanted(wire.now - 1 / 16, 1, 3) == 3
+
+
 def test_chunks_fit_a_frame():
     with pytest.raises(ValueError, match="chunks of 10 bytes"):
         Outgoing(0, 1, 10)

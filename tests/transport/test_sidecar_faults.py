@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,15 +55,15 @@ def connect(planes):
     planes[1].connect({0: planes[0].addresses()}, SECRET)
 
 
-def traffic(planes, count, disturb=lambda number: None, num_bytes=100_000):
+def traffic(planes, count, disturb=lambda number: None, num_bytes=100_000, first=0):
     """Send messages one way, and disturb after each that has arrived."""
 
     def sending():
-        for number in range(count):
+        for number in range(first, first + count):
             send(planes[0], THERE, number, num_bytes)
 
     sender = in_thread(sending)
-    for number in range(count):
+    for number in range(first, first + count):
         receive(planes[1], THERE, number, num_bytes)
         disturb(number)
     sender.join()
@@ -112,6 +113,59 @@ def test_broken_connections_lose_and_double_nothing(pair):
 
     traffic(pair, 40, reset)
     assert "lane_down" in kinds(pair[0].events())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="one loopback address, no table of lanes")
+def test_two_addresses_have_lanes_each_and_one_goes_on_when_the_others_are_reset():
+    hosts = ("127.0.0.1", "127.0.0.2")
+    specs = [spec(THERE, 100_000, 4), spec(BACK, 100_000, 4)]
+    settings = replace(NEAR_THE_WRAP, addresses=hosts, lanes=2)
+    with contextlib.ExitStack() as closing:
+        planes = []
+        for rank in (0, 1):
+            sides = specs if rank == 0 else specs[::-1]
+            planes.append(SidecarPlane.start(rank, sides[:1], sides[1:], settings))
+            closing.callback(planes[-1].close)
+        connect(planes)
+        listening = planes[1].addresses()
+        both = {(address[0], address) for address in listening}
+        assert {host for host, _ in both} == set(hosts)
+        wait_for(lambda: lanes_to(listening) == both, "a lane from each address to its opposite")
+        first = until_lanes_have_sent(planes, {"0", "1"})
+        planes[0].events()
+        traffic(planes, 20, lambda _: planes[0].disturb("reset", peer=1, lane=1), first=first)
+        wait_for(
+            lambda: any(
+                (each["kind"], each.get("lane")) == ("lane_down", 1) for each in planes[0].events()
+            ),
+            "the loss of the second lane",
+        )
+        wait_for(lambda: lanes_to(listening) == both, "the lane that was reset")
+
+
+def until_lanes_have_sent(planes, lanes):
+    """Send messages until chunks of them have gone on each of these lanes; returns how many."""
+    have_sent = set()
+    for number in range(100):
+        send(planes[0], THERE, number, 100_000)
+        receive(planes[1], THERE, number, 100_000)
+        told = planes[0].statistics()["peers"]["1"]["sending"]["lanes"]
+        have_sent |= {lane for lane, counts in told.items() if counts["chunks"]}
+        if have_sent == lanes:
+            return number + 1
+    raise AssertionError(f"only lanes {have_sent} have sent anything")
+
+
+def lanes_to(addresses):
+    """Which local hosts have connections to which of these addresses, by the kernel's table."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    established = [(_address(row[1]), _address(row[2])) for row in rows if row[3] == "01"]
+    return {(local[0], remote) for local, remote in established if remote in addresses}
+
+
+def _address(entry):
+    host, port = entry.split(":")
+    return socket.inet_ntoa(int(host, 16).to_bytes(4, sys.byteorder)), int(port, 16)
 
 
 def test_chunks_that_come_twice_count_once(pair):

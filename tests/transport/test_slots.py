@@ -105,6 +105,16 @@ def test_the_memory_can_not_be_made_shorter(pair):
         os.ftruncate(pair[0].fd, 0)
 
 
+def test_the_memory_is_its_owners_alone(pair):
+    assert os.fstat(pair[0].fd).st_mode & 0o777 == 0o600
+
+
+def test_a_time_that_no_clock_tells_is_the_last_there_is(pair):
+    slots, _ = pair
+    slots.write_about(0, About(1, TAG, 2**64 + 5, 2))
+    assert slots.read_about(0) == (1, TAG, 2**64 - 1, 2)
+
+
 def test_without_anonymous_memory_an_unlinked_private_file_serves(monkeypatch, tmp_path):
     monkeypatch.delattr(os, "memfd_create", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -1,9 +1,11 @@
 """Who isn't a peer gets nowhere: dropped, counted, and traffic goes on."""
 
+import base64
 import contextlib
 import random
 import socket
 import time
+from pathlib import Path
 
 import pytest
 from conformance import BACK, SECRET, THERE, receive, send, soon, spec
@@ -18,17 +20,34 @@ from jaxmorph.transport.plane import TransportSettings
 CHUNK_BYTES = TransportSettings().chunk_bytes
 
 
+@contextlib.contextmanager
+def joined_planes():
+    with contextlib.ExitStack() as closing:
+        planes = []
+        for rank, (outgoing, incoming) in enumerate([(THERE, BACK), (BACK, THERE)]):
+            planes.append(SidecarPlane.start(rank, [spec(outgoing)], [spec(incoming)]))
+            closing.callback(planes[-1].close)
+        for rank, plane in enumerate(planes):
+            plane.connect({1 - rank: planes[1 - rank].addresses()}, SECRET)
+        yield planes
+
+
 @pytest.fixture
 def pair():
-    planes = [
-        SidecarPlane.start(0, [spec(THERE)], [spec(BACK)]),
-        SidecarPlane.start(1, [spec(BACK)], [spec(THERE)]),
-    ]
-    planes[0].connect({1: planes[1].addresses()}, SECRET)
-    planes[1].connect({0: planes[0].addresses()}, SECRET)
-    yield planes
-    for plane in planes:
-        plane.close()
+    with joined_planes() as planes:
+        yield planes
+
+
+@pytest.fixture
+def logged(capfd):
+    """Two planes whose sidecars inherit a log, made by the test: captures begin anew with it."""
+
+    @contextlib.contextmanager
+    def joined():
+        with joined_planes() as planes:
+            yield planes, lambda: capfd.readouterr().err
+
+    return joined
 
 
 def exchange(planes, number):
@@ -98,6 +117,39 @@ def test_random_bytes_are_dropped_and_counted(pair):
         if number % 5 == 0:
             exchange(pair, number)
     assert strangers(pair[1]) == 20
+
+
+def test_many_strangers_are_one_line_in_the_log(logged):
+    with logged() as (planes, log):
+        for _ in range(12):
+            with Guest(planes[1]) as guest:
+                guest.say(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
+                assert guest.is_dropped()
+        assert strangers(planes[1]) == 12
+        lines = [line for line in log().splitlines() if "stranger" in line]
+    assert len(lines) == 1
+    assert "sidecar of rank 1: a stranger was turned away" in lines[0]
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="processes can't be looked into here"
+)
+def test_the_secret_is_in_no_argument_no_environment_and_no_log(logged):
+    with logged() as (planes, log):
+        exchange(planes, 0)
+        with Guest(planes[1]) as guest:  # something to be logged
+            guest.introduce(secret=bytes(32))
+            assert guest.is_dropped()
+        processes = [Path(f"/proc/{plane.sidecar_pid}") for plane in planes]
+        arguments = [(process / "cmdline").read_bytes() for process in processes]
+        environments = [(process / "environ").read_bytes() for process in processes]
+    logs = [log().encode()]
+    assert b"a stranger was turned away" in logs[0]
+    assert all(b"jaxmorph.transport.sidecar" in each for each in arguments)
+    assert all(b"PYTHONPATH=" in each for each in environments)
+    for written in (SECRET, SECRET.hex().encode(), base64.b64encode(SECRET), repr(SECRET).encode()):
+        told = [*arguments, *environments, *logs]
+        assert not any(written.lower() in each.lower() for each in told)
 
 
 def test_a_wrong_secret_gets_no_answer(pair):

@@ -1,0 +1,89 @@
+"""Copies of large results that are still being computed, by every tier; `test_copy_tiers` runs it.
+
+A process of its own, for JAX sizes its pool of threads by the environment variable NPROC.
+"""
+
+import faulthandler
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxmorph.runtime.copy_tiers import host_callback_tiers
+from jaxmorph.runtime.links import PayloadShape
+from jaxmorph.runtime.payloads import SlotUse
+
+LIMIT_S = 60
+WIDTH = 128
+LONGEST_ROUNDS = 4096
+AT_ONCE = 6
+MEGABYTES_AND_PARTS = ((1, 1), (4, 1), (4, 4))
+
+
+class Slot:
+    """Memory that stands for a slot."""
+
+    def __init__(self, sequence, num_bytes):
+        self.sequence = sequence
+        self.payload = np.zeros(num_bytes, np.uint8)
+        self.address = self.payload.ctypes.data
+        self.signal_address = 0
+        self.said = []
+
+    def post(self, num_bytes, tag):
+        self.said.append((num_bytes, tag))
+
+    def complete(self):
+        self.said.append("complete")
+
+
+@jax.jit
+def long_computation(values, rounds):
+    turn = jnp.eye(WIDTH)[::-1]
+    return jax.lax.fori_loop(0, rounds, lambda _, v: jnp.sin(v @ turn + 1.0), values)
+
+
+def copy_while_computing(program, use, inputs, rounds):
+    """Start to copy all results; returns whether the last was still being computed then."""
+    numbers = itertools.count()
+    values = [long_computation(each, rounds) for each in inputs]
+    slots = [[Slot(next(numbers), 4 * len(part)) for part in use.parts] for _ in values]
+    tickets = [
+        program.start(value, part, slot, (at,))
+        for at, (value, its_slots) in enumerate(zip(values, slots, strict=True))
+        for part, slot in zip(use.parts, its_slots, strict=True)
+    ]
+    was_running = not values[-1].is_ready()
+    jax.block_until_ready(tickets)
+    for at, (value, its_slots) in enumerate(zip(values, slots, strict=True)):
+        arrived = np.concatenate([slot.payload for slot in its_slots])
+        assert np.array_equal(arrived, np.asarray(value).reshape(-1).view(np.uint8))
+        for part, slot in zip(use.parts, its_slots, strict=True):
+            assert slot.said == [(4 * len(part), (at,)), "complete"]
+    return was_running
+
+
+def check(tier, megabytes, num_parts):
+    rows = megabytes * 2**20 // (4 * WIDTH)
+    payload = PayloadShape((rows, WIDTH), jnp.dtype("float32"))
+    use = SlotUse(payload, rows * WIDTH // num_parts)
+    program = tier.compile(use, SingleDeviceSharding(jax.devices()[0]))
+    inputs = [jax.random.normal(jax.random.key(at), payload.shape) for at in range(AT_ONCE)]
+    rounds = 2
+    # To compute takes far longer than to start copies; should it not, it's made to.
+    while not copy_while_computing(program, use, inputs, rounds):
+        rounds *= 2
+        assert rounds < LONGEST_ROUNDS
+    print(tier.name, megabytes, num_parts, flush=True)
+
+
+def main():
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    for tier, sizes in itertools.product(host_callback_tiers(), MEGABYTES_AND_PARTS):
+        check(tier, *sizes)
+
+
+if __name__ == "__main__":
+    main()

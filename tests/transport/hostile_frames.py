@@ -1,0 +1,172 @@
+"""Frames near the window of valid ones, drawn: most may come, and the others differ in something.
+
+Channels are real and unknown ones, numbers lie before and after the window and across the wrap,
+offsets and lengths at their limits and beside them; checksums are wrong, frames are for other
+ears, bytes are changed, or connections end in the middle.
+"""
+
+import random
+import time
+from typing import Any
+from zlib import crc32
+
+from guarded_slots import CHUNK_BYTES, GuardedSlots, Shape
+
+from jaxmorph.transport.frames import (
+    MAX_AGENT_BYTES,
+    MAX_CHUNK_BYTES,
+    MAX_MESSAGE_BYTES,
+    Acknowledge,
+    AgentPart,
+    Challenge,
+    Chunk,
+    Credit,
+    FrameError,
+    Gone,
+    Grant,
+    Introduce,
+    Offer,
+    Ping,
+    Pong,
+    Resume,
+    Welcome,
+    Written,
+)
+from jaxmorph.transport.messages import CHECK_BYTES, frame_bytes, pack, unpack
+from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.sequence import HALF, add
+
+STRANGE_NAMES = (ChannelName(1, 1, 0), ChannelName(2, 0, 1), ChannelName(7, 0, 2, 3))
+MOST_64, MOST_32 = 2**64 - 1, 2**32 - 1
+MOST_PAYLOAD_BYTES = 4096  # of what is announced to be longer, so much comes, and then the end
+NOISE = random.Random(0).randbytes(1 << 16)
+
+
+class HostileFrames:
+    """Draws what a peer says next.
+
+    Args:
+        rng: Draws.
+        shape: Of the channels.
+        channels: Which a chunk may come for, and what has come.
+    """
+
+    def __init__(self, rng: random.Random, shape: Shape, channels: list[GuardedSlots]) -> None:
+        self.rng, self.shape, self.channels = rng, shape, channels
+        self.last: Chunk | None = None
+
+    def draw(self) -> tuple[Any, bytes, bytes, bool]:
+        """A frame, its bytes, the payload that follows, and whether the connection ends then."""
+        draw = self.rng.random()
+        frame, payload = self._chunk()
+        if draw < 0.75:
+            return frame, pack(frame), payload, len(payload) < frame.length
+        if draw < 0.77:
+            return Offer(*frame), pack(Offer(*frame)), payload, False
+        if draw < 0.85:
+            frame = self._other()
+            return frame, pack(frame), b"", False
+        if draw < 0.88:
+            return None, self.rng.randbytes(self.rng.randrange(1, 300)), b"", True
+        data = changed(self.rng, pack(frame if draw < 0.97 else self._other()))
+        frame = read(data)
+        if type(frame) is Chunk:
+            payload = self._noise(frame.length)
+            return frame, data, payload, len(payload) < frame.length
+        return frame, data, b"", frame is None
+
+    def _near(self, value: int, most: int, *others: int) -> int:
+        """Mostly the value; else one beside it or one of the others, within 0 up to the most."""
+        if self.rng.random() < 0.96:
+            return value
+        return self.rng.choice((value - 1, value + 1, 0, 1, most, *others)) & most
+
+    def _chunk(self) -> tuple[Chunk, bytes]:
+        """A chunk that may come, or one that differs from such a one in something."""
+        rng, slot_bytes = self.rng, self.shape.slot_bytes
+        if self.last is not None and rng.random() < 0.15:
+            payload = self._noise(self.last.length)
+            return self.last._replace(checksum=crc32(payload)), payload
+        memory = rng.choice(self.channels)
+        sequence, (honest, tag, posted_ns), offset = self._expected(memory)
+        length = max(min(CHUNK_BYTES, honest - offset), 0)
+        total = self._near(honest, MOST_64, slot_bytes + 1, 1 << 40, MAX_MESSAGE_BYTES)
+        length = self._near(length, MOST_32, MAX_CHUNK_BYTES, MAX_CHUNK_BYTES + 1)
+        offset = self._near(offset, MOST_64, offset + CHUNK_BYTES, total, MAX_MESSAGE_BYTES)
+        if rng.random() < 0.02:
+            total, offset = 1 << 40, 0
+            length = rng.choice((CHUNK_BYTES, MAX_CHUNK_BYTES, MAX_CHUNK_BYTES + 1, MOST_32))
+        tag = (self._near(tag[0], MOST_32), *tag[1:])
+        payload = self._noise(length)
+        self.last = Chunk(
+            channel=memory.name if rng.random() < 0.97 else rng.choice(STRANGE_NAMES),
+            sequence=sequence,
+            total=total,
+            offset=offset,
+            length=length,
+            tag=tag,
+            posted_ns=self._near(posted_ns, MOST_64),
+            checksum=self._near(crc32(payload), MOST_32),
+        )
+        return self.last, payload
+
+    def _expected(self, memory: GuardedSlots) -> tuple[int, tuple[Any, ...], int]:
+        """A message near those that may come, what it is, and where in it a chunk begins."""
+        rng, num_slots = self.rng, self.shape.num_slots
+        steps = rng.randrange(num_slots)
+        if rng.random() < 0.1:
+            steps = rng.randrange(-num_slots - 1, 2 * num_slots + 1)
+        sequence = self._near(add(memory.slots.entered, steps), MOST_32, HALF, rng.getrandbits(32))
+        draw = crc32(sequence.to_bytes(4, "little")) % 4
+        total = (self.shape.slot_bytes, self.shape.slot_bytes, self.shape.slot_bytes // 2, 0)[draw]
+        unknown = (total, (sequence, *range(7)), 1000), {}
+        identity, parts = memory.parts.get(sequence, unknown)
+        offsets = range(0, max(1, identity[0]), CHUNK_BYTES)
+        missing = [offset for offset in offsets if offset not in parts] or offsets
+        return sequence, identity, rng.choice(missing if rng.random() < 0.8 else offsets)
+
+    def _other(self) -> Any:
+        """A frame of any other kind."""
+        rng = self.rng
+        name = rng.choice((*(each.name for each in self.channels), *STRANGE_NAMES))
+        word, number = rng.choice((0, 1, MOST_32, rng.getrandbits(32))), rng.getrandbits(64)
+        times = (0, 1, 2**63, MOST_64, time.monotonic_ns(), number)
+        small = rng.randbytes(rng.randrange(1, 200))
+        return rng.choice(
+            (
+                lambda: Ping(rng.choice(times)),
+                lambda: Pong(*rng.choices(times, k=3)),
+                lambda: Gone(word, "x" * rng.randrange(250)),
+                lambda: AgentPart(rng.choice((len(small), MAX_AGENT_BYTES)), 0, small),
+                lambda: Grant(name, word, number, rng.choice(times)),
+                lambda: Written(name, word, number),
+                lambda: Acknowledge(name, word, number, word, word),
+                lambda: rng.choice((Credit, Resume))(name, word, word),
+                lambda: Challenge(bytes(32)),
+                lambda: Introduce(0, 1, 1, 0, CHUNK_BYTES, (2,), bytes(32), bytes(32)),
+                lambda: Welcome(1, 1, 2, bytes(32)),
+            )
+        )()
+
+    def _noise(self, num_bytes: int) -> bytes:
+        start = self.rng.randrange(len(NOISE) - MOST_PAYLOAD_BYTES)
+        return NOISE[start : start + min(num_bytes, MOST_PAYLOAD_BYTES)]
+
+
+def changed(rng: random.Random, data: bytes) -> bytes:
+    """A frame of which some bytes have been changed, mostly behind the back of its check."""
+    now = bytearray(data)
+    for _ in range(rng.randint(1, 3)):
+        now[rng.randrange(len(now) - CHECK_BYTES)] = rng.choice((0, 1, 127, 255))
+    if rng.random() < 0.8:
+        now[-CHECK_BYTES:] = crc32(now[:-CHECK_BYTES]).to_bytes(CHECK_BYTES, "little")
+    return bytes(now)
+
+
+def read(data: bytes) -> Any:
+    """The frame that the bytes are, or None: then what follows them has no meaning."""
+    try:
+        number, num_bytes = frame_bytes(data, 0)
+        return unpack(data, 0, number, num_bytes) if num_bytes == len(data) else None
+    except FrameError:
+        return None

@@ -1,0 +1,112 @@
+"""Bad input where it could do harm: frames near the valid ones, down to the slots' memory."""
+
+import itertools
+import tracemalloc
+from collections import Counter
+
+import pytest
+from guarded_slots import Shape
+from hostile_lanes import Agent
+from hostile_peer import HostilePeer
+from hostile_receiver import HostileReceiver
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from jaxmorph.transport import nixl_lanes, tcp_lanes
+from jaxmorph.transport.frames import MAX_CHUNK_BYTES
+from jaxmorph.transport.lane_backends import TCP
+
+FRAMES_AN_ATTACK = 500
+TRACED = 16  # every so many attacks
+MOST_BYTES = 2 << 20
+
+
+def shapes(backend):
+    return st.builds(
+        Shape,
+        backend=st.just(backend),
+        num_slots=st.sampled_from((1, 2, 4)),
+        slot_bytes=st.sampled_from((1, 1023, 1024, 1025, 2500, 4096)),
+        first=st.sampled_from((0, 2**31 - 5, 2**32 - 5, 2**32 - 1)),
+        num_lanes=st.integers(1, 3),
+        seed=st.integers(0, 2**32 - 1),
+    )
+
+
+def attack(shape):
+    peer = HostilePeer(shape)
+    try:
+        peer.attack(FRAMES_AN_ATTACK)
+    finally:
+        peer.close()
+    return peer.counts
+
+
+def traced_attack(shape):
+    """One whose allocations are looked at, which makes it several times as slow."""
+    tracemalloc.start()
+    try:
+        counts = attack(shape)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < MAX_CHUNK_BYTES + MOST_BYTES
+    return counts
+
+
+@pytest.mark.parametrize(("backend", "num_frames"), [(TCP, 100_000)])
+def test_hostile_frames_write_only_where_they_may_crash_nothing_and_take_no_memory(
+    monkeypatch, backend, num_frames
+):
+    """Counted are frames that a member sends on a lane, after its handshake, with their payloads.
+
+    After each piece of one all shared memory is compared with what it was before: only the place
+    of a chunk that may come can differ, and what the receiver itself tells of whole messages.
+    """
+    monkeypatch.setattr(nixl_lanes, "NixlAgent", Agent)
+    counts: Counter[str] = Counter()
+    attacks, numbers = -(-num_frames // FRAMES_AN_ATTACK), itertools.count()
+
+    # A failure is a shape and a seed: nothing that is worth the time to make it smaller.
+    @settings(
+        max_examples=attacks, phases=(Phase.generate,), suppress_health_check=[HealthCheck.too_slow]
+    )
+    @given(shapes(backend))
+    def withstand(shape):
+        counts.update((attack if next(numbers) % TRACED else traced_attack)(shape))
+
+    withstand()
+    assert counts["frames"] >= num_frames
+    # The one buffer for what nobody wants is as long as the longest chunk that a frame allows.
+    assert len(tcp_lanes._everybodys_junk) <= MAX_CHUNK_BYTES
+    # Neither all nor nothing gets far: every way through the receiver is taken often.
+    for way, share in {
+        "landed": 0.1,
+        "delivered": 0.05,
+        "violations": 0.1,
+        "duplicates": 0.01,
+        "wrong_checksums": 0.002,
+        "aside": 0.001,
+        "fenced": 0.001,
+    }.items():
+        assert share * num_frames < counts[way] < num_frames, way
+
+
+def test_hostile_answers_crash_no_sender_and_leave_what_it_sends_as_it_is():
+    """Counted are frames that a receiver sends back on a lane."""
+    num_frames, counts = 20_000, Counter()
+
+    @settings(max_examples=num_frames // FRAMES_AN_ATTACK, phases=(Phase.generate,))
+    @given(st.integers(0, 2**32 - 1), st.sampled_from((0, 2**31 - 5, 2**32 - 5)))
+    def withstand(seed, first):
+        receiver = HostileReceiver(seed, first)
+        try:
+            receiver.attack(FRAMES_AN_ATTACK)
+        finally:
+            receiver.close()
+        counts.update(receiver.counts)
+
+    withstand()
+    assert counts["frames"] >= num_frames
+    assert 0.1 * num_frames < counts["refused"] < 0.9 * num_frames
+    assert counts["freed"] > 0.02 * num_frames
