@@ -25,6 +25,7 @@ class HostilePeer:
 
     Attributes:
         counts: What has happened.
+        landings: How many chunks the receiver has taken for landed.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -33,6 +34,13 @@ class HostilePeer:
         self.link: Any = ReceivingLink(
             cast(Any, Loop()), 1, 0, lambda kind, **details: None, shape.backend
         )
+        self.landings, land = 0, self.link.engine.landed
+
+        def counted(*arguments: Any) -> Any:
+            self.landings += 1
+            return land(*arguments)
+
+        self.link.engine.landed = counted
         self.memories = {name: GuardedSlots(name, shape) for name in NAMES}
         for memory in self.memories.values():
             self.link.add_channel(memory.channel)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxmorph.transport import nixl_lanes, tcp_lanes
 from jaxmorph.transport.frames import MAX_CHUNK_BYTES
-from jaxmorph.transport.lane_backends import TCP
+from jaxmorph.transport.lane_backends import NIXL, TCP
 
 FRAMES_AN_ATTACK = 500
 TRACED = 16  # every so many attacks
@@ -54,7 +54,7 @@ def traced_attack(shape):
     return counts
 
 
-@pytest.mark.parametrize(("backend", "num_frames"), [(TCP, 100_000)])
+@pytest.mark.parametrize(("backend", "num_frames"), [(TCP, 100_000), (NIXL, 10_000)])
 def test_hostile_frames_write_only_where_they_may_crash_nothing_and_take_no_memory(
     monkeypatch, backend, num_frames
 ):
