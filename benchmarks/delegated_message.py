@@ -37,7 +37,7 @@ from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.direct_programs import direct_programs
 from jaxmorph.runtime.identity import TransferIdentity
-from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.launcher import run_ranks
 from jaxmorph.runtime.links import PayloadShape
 from jaxmorph.runtime.payloads import SlotUse, channel_name
@@ -148,13 +148,7 @@ def memcpy_us(num_bytes: int) -> float:
 def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
     """One of the two ranks; both move the same messages, and rank 0 tells what they took."""
     del rest
-    rendezvous = join_run(
-        start_timeout_s=60,
-        step_timeout_s=60,
-        coordinator=arguments.coordinator,
-        num_ranks=arguments.num_ranks,
-        rank=arguments.rank,
-    )
+    rendezvous = join_as_told(arguments, start_timeout_s=60, step_timeout_s=60)
     mesh, rank = make_mesh(2), arguments.rank
     placement = NamedSharding(stage_submesh(mesh, rank), PartitionSpec())
     payloads = {

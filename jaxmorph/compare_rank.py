@@ -23,8 +23,8 @@ from jaxmorph.layer_choice import choose_layers, measured_on_rank_0
 from jaxmorph.open_stage import open_stage
 from jaxmorph.planning import agree_on_plan, agree_on_stash
 from jaxmorph.program.instructions import Payload
-from jaxmorph.rank import join_as_told
 from jaxmorph.runtime.emulated_links import EmulatedLinks
+from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline
@@ -101,7 +101,11 @@ def _turns(wanted: Compare) -> list[int]:
 def _serve_as_told(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
     config_path, system = rest
     config = load_config(Path(config_path))
-    rendezvous = join_as_told(config, arguments)
+    rendezvous = join_as_told(
+        arguments,
+        start_timeout_s=config.timeouts.start_s,
+        step_timeout_s=config.timeouts.step_s,
+    )
     if config.compare is None:
         raise ValueError(f"{config_path} compares nothing")
     serve(config, config.compare, SYSTEMS[system], rendezvous, link.send)

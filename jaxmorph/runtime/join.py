@@ -5,6 +5,7 @@ import os
 import jax
 
 from jaxmorph.runtime.coordination import coordinator_host, key_value_store
+from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import HostRendezvous, Rendezvous, SoleRank
 
 
@@ -48,6 +49,28 @@ def join_run(
         jax.process_index(),
         jax.process_count(),
         start_timeout_s,
+    )
+
+
+def join_as_told(
+    arguments: RankArguments, *, start_timeout_s: float, step_timeout_s: float
+) -> Rendezvous:
+    """Join the run that a launcher on this machine has started.
+
+    Args:
+        arguments: The launcher's.
+        start_timeout_s: As for `join_run`, seconds.
+        step_timeout_s: As for `join_run`, seconds.
+
+    Returns:
+        The rendezvous with the other ranks.
+    """
+    return join_run(
+        start_timeout_s=start_timeout_s,
+        step_timeout_s=step_timeout_s,
+        coordinator=arguments.coordinator,
+        num_ranks=arguments.num_ranks,
+        rank=arguments.rank,
     )
 
 

@@ -12,7 +12,7 @@ from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.direct_programs import LinkExhaustedError, direct_programs
 from jaxmorph.runtime.identity import TransferIdentity
-from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.kept_outputs import KeptOutputs
 from jaxmorph.runtime.links import PayloadShape
 from jaxmorph.runtime.rank_process import run_rank
@@ -77,13 +77,7 @@ class End:
 
 
 def main(arguments, link, rest):
-    rendezvous = join_run(
-        start_timeout_s=60,
-        step_timeout_s=TIMEOUT_S,
-        coordinator=arguments.coordinator,
-        num_ranks=arguments.num_ranks,
-        rank=arguments.rank,
-    )
+    rendezvous = join_as_told(arguments, start_timeout_s=60, step_timeout_s=TIMEOUT_S)
     end = End(rendezvous)
     told: dict[str, Any] = {"first": [end.move(transfer, 0) for transfer in UP[:2]]}
     if end.rank == 0:  # its peer doesn't come to this one

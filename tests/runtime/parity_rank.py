@@ -19,7 +19,7 @@ from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.runtime.compilations import CompilationCounter
 from jaxmorph.runtime.data_plane import open_data_plane
 from jaxmorph.runtime.executor import StepInputs
-from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.optimizer import OptimizerSettings, clip_scale
 from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.rank_process import run_rank
@@ -301,13 +301,7 @@ def check_chunks(parity, expected):
 
 
 def main(arguments, link, rest):
-    rendezvous = join_run(
-        start_timeout_s=60,
-        step_timeout_s=60,
-        coordinator=arguments.coordinator,
-        num_ranks=arguments.num_ranks,
-        rank=arguments.rank,
-    )
+    rendezvous = join_as_told(arguments, start_timeout_s=60, step_timeout_s=60)
     compilations = CompilationCounter()
     compile_alike_once()  # the tied and the untied model's stages compute the same
     for tied in (True, False):

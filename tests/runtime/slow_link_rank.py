@@ -12,7 +12,7 @@ from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.identity import TransferIdentity
-from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.links import LinkProgram, PayloadShape
 from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
 from jaxmorph.runtime.rank_process import run_rank
@@ -89,13 +89,7 @@ class Bench:
 
 
 def main(arguments, link, rest):
-    rendezvous = join_run(
-        start_timeout_s=60,
-        step_timeout_s=60,
-        coordinator=arguments.coordinator,
-        num_ranks=arguments.num_ranks,
-        rank=arguments.rank,
-    )
+    rendezvous = join_as_told(arguments, start_timeout_s=60, step_timeout_s=60)
     with closing(PacedQueue()) as queue:
         paced = Bench(rendezvous, link, queue, answered=True)
         paced.run("healthy", [])
