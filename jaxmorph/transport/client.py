@@ -58,6 +58,8 @@ class SidecarPlane:
         self._state: dict[str, Record] = {}
         self._gone: dict[int, str] = {}
         self._met: set[int] = set()
+        self._connects = 0
+        self._peers_lock = threading.Lock()  # for what is known of peers since the last connect
         self._events: list[dict[str, Any]] = []
         self._events_lock = threading.Lock()
         self._closed = self._failed = False
@@ -110,14 +112,18 @@ class SidecarPlane:
 
     def connect(self, peers: Mapping[int, Sequence[Address]], secret: bytes) -> None:
         """Tell where the peers are; returns at once."""
-        for rank in peers:
-            self._gone.pop(rank, None)
-            self._met.discard(rank)
-        for end in self._ends():
-            if end.peer in peers:
-                end.recover()
+        with self._peers_lock:
+            self._connects += 1
+            number = self._connects
+            for rank in peers:
+                self._gone.pop(rank, None)
+                self._met.discard(rank)
+            for end in self._ends():
+                if end.peer in peers:
+                    end.recover()
         addresses = {str(rank): [list(address) for address in at] for rank, at in peers.items()}
-        self._tell({"kind": "connect", "peers": addresses, "secret": secret.hex()})
+        said = {"number": number, "peers": addresses, "secret": secret.hex()}
+        self._tell({"kind": "connect", **said})
 
     def reserve(self, channel: ChannelName, deadline_s: float) -> ReservedSlot:
         """Wait for room for one more message; messages are numbered in this order."""
@@ -220,12 +226,23 @@ class SidecarPlane:
             record = {"kind": "channel", **_described(end, end.slots)}
             told.append((record, (end.slots.fd, *end.doorbell.fds)))
         told.extend((record, ()) for record in self._state.values())
-        told.append(({"kind": "met", "peers": sorted(self._met)}, ()))
+        with self._peers_lock:
+            told.append(({"kind": "met", "peers": sorted(self._met)}, ()))
         return told
 
     def _hear(self, record: Record) -> None:
+        number = record.pop("connect_number", None)
         with self._events_lock:
             self._events.append({"time_s": time.monotonic(), **record})
+        if record["kind"] == "sidecar_restarted":
+            for end in self._ends():
+                end.doorbell.ring()  # the dead one may have changed a count and not rung
+            return
+        with self._peers_lock:
+            if number == self._connects:  # else it is of the peers of an earlier connect
+                self._learn(record)
+
+    def _learn(self, record: Record) -> None:
         if record["kind"] == "lane_up":
             self._met.add(record["peer"])
         elif record["kind"] == "peer_gone":
@@ -233,9 +250,6 @@ class SidecarPlane:
             for end in self._ends():
                 if end.peer == record["peer"]:
                     end.gone(record["reason"])
-        elif record["kind"] == "sidecar_restarted":
-            for end in self._ends():
-                end.doorbell.ring()  # the dead one may have changed a count and not rung
 
     def _fail(self, error: TransportError) -> None:
         self._failed = True

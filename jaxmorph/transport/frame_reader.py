@@ -35,6 +35,11 @@ class FrameReader:
         """From now on only frames of these types may come."""
         self._accepted = frozenset(TYPE_NUMBERS[kind] for kind in types)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether all that has been received has been taken."""
+        return self._start == self._end
+
     def space(self) -> memoryview:
         """Where to receive next; never empty, as long as frames are taken when there are some."""
         if self._start == self._end:

@@ -24,6 +24,8 @@ class Place(StrEnum):
 
 
 SLOT, ASIDE, JUNK = Place.SLOT, Place.ASIDE, Place.JUNK
+_EXPECTED, _BEGUN = Receiving.EXPECTED, Received.BEGUN
+_ALL_LANDED, _IN_SEQUENCE = Received.ALL_LANDED, Received.IN_SEQUENCE
 
 
 class Landing:
@@ -109,7 +111,7 @@ class _Arriving:
         self.left = num_chunks
         self.landed = bytearray(num_chunks)
         self.landing: dict[int, Landing] = {}  # who writes which chunk's place in the slot
-        self.state = after_received(Receiving.EXPECTED, Received.BEGUN)
+        self.state = after_received(_EXPECTED, _BEGUN)
 
 
 class _Channel:
@@ -448,7 +450,7 @@ class Incoming:
         self._counters["chunks"] += 1
         message.left -= 1
         if not message.left:
-            message.state = after_received(message.state, Received.ALL_LANDED)
+            message.state = after_received(message.state, _ALL_LANDED)
         return copy, fenced
 
     def _in_sequence(self, channel: _Channel) -> tuple[Delivery, ...]:
@@ -456,7 +458,7 @@ class Incoming:
         sequence = channel.delivered
         message = channel.arriving.get(sequence)
         while message is not None and not message.left:
-            message.state = after_received(message.state, Received.IN_SEQUENCE)
+            message.state = after_received(message.state, _IN_SEQUENCE)
             del channel.arriving[sequence]
             slot = sequence & (channel.num_slots - 1)
             deliveries.append(

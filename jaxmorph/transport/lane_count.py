@@ -4,6 +4,10 @@ import math
 from collections import deque
 
 _SPAN_S = 1.0
+_PERIOD_S, _LONGEST_PERIOD_S = 0.25, 1.0
+_TELLING_CHUNKS = 16
+_DRAINING, _LEAST_GAIN = 0.95, 0.5
+_TRY_AGAIN_S = 30.0
 
 
 def lanes_needed(
@@ -53,3 +57,66 @@ class Production:
     def _forget(self, now_s: float) -> None:
         while self._posted and self._posted[0][0] < now_s - _SPAN_S:
             self._bytes -= self._posted.popleft()[1]
+
+
+class LaneGain:
+    """Whether one lane more is worth a try, by what the last one that came has brought.
+
+    Lanes that share what is narrow, as one network card, drain no more the more of them there are;
+    and each holds its chunks the longer, which then are missing the longer when the card is lost.
+
+    Args:
+        chunk_bytes: The unit in which bytes land.
+    """
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._least_bytes = _TELLING_CHUNKS * chunk_bytes
+        self._lanes = self._landed_bytes = self._waiting_bytes = 0
+        self._began_s = 0.0
+        self._fewer: tuple[int, float] | None = None
+        self._enough_until_s, self._try_again_s = 0.0, _TRY_AGAIN_S
+        self._may_grow = False
+
+    def may_grow(
+        self, lanes: int, landed_bytes: int, waiting_bytes: int, piles_up: bool, now_s: float
+    ) -> bool:
+        """Whether another lane might help; to be asked again and again.
+
+        Args:
+            lanes: How many there are.
+            landed_bytes: How much has landed up to now.
+            waiting_bytes: How much is still to land.
+            piles_up: Whether that is more than the lanes take away soon.
+            now_s: The time.
+        """
+        if lanes != self._lanes or not piles_up:
+            if lanes < self._lanes:
+                self._fewer, self._enough_until_s, self._try_again_s = None, 0.0, _TRY_AGAIN_S
+            self._lanes = lanes
+            self._begin(landed_bytes, waiting_bytes, now_s)
+            self._may_grow = False
+        elif self._is_over(landed_bytes, now_s):
+            bytes_per_s = (landed_bytes - self._landed_bytes) / (now_s - self._began_s)
+            self._compare(bytes_per_s, now_s)
+            drains = waiting_bytes < _DRAINING * self._waiting_bytes
+            self._may_grow = now_s >= self._enough_until_s and not drains
+            self._begin(landed_bytes, waiting_bytes, now_s)
+        return self._may_grow
+
+    def _begin(self, landed_bytes: int, waiting_bytes: int, now_s: float) -> None:
+        self._landed_bytes, self._waiting_bytes = landed_bytes, waiting_bytes
+        self._began_s = now_s
+
+    def _is_over(self, landed_bytes: int, now_s: float) -> bool:
+        took_s = now_s - self._began_s
+        tells = landed_bytes - self._landed_bytes >= self._least_bytes
+        return took_s >= (_PERIOD_S if tells else _LONGEST_PERIOD_S)
+
+    def _compare(self, bytes_per_s: float, now_s: float) -> None:
+        """See whether lanes that have come brought half of what as many did before."""
+        if self._fewer is not None and self._fewer[0] < self._lanes:
+            lanes, before = self._fewer
+            if bytes_per_s < before + _LEAST_GAIN * before * (self._lanes - lanes) / lanes:
+                self._enough_until_s = now_s + self._try_again_s
+                self._try_again_s *= 2
+        self._fewer = self._lanes, bytes_per_s

@@ -8,6 +8,7 @@ MOST_IN_FLIGHT_BYTES = 32 * 1024 * 1024
 _MEMORY_S = 0.100
 _TELLING_BYTES = 16 * 1024
 _LEAST_SHARE = 0.03
+_LEAST_DOUBT, _MOST_DOUBT, _DOUBT_WEIGHT = 1.5, 4.0, 0.25
 
 
 class LaneRate:
@@ -20,14 +21,17 @@ class LaneRate:
     Attributes:
         bytes_per_s: The rate; None: not known yet.
         round_trip_s: Of the lane without work, as well as it is known; 0 at first.
+        doubt: After how many times what it should take a chunk is overdue: the more, the less
+            regular the lane is.
     """
 
-    __slots__ = ("_bytes", "_last_s", "_seconds", "bytes_per_s", "round_trip_s")
+    __slots__ = ("_bytes", "_last_s", "_seconds", "_spread", "bytes_per_s", "round_trip_s")
 
     def __init__(self) -> None:
         self.bytes_per_s: float | None = None
         self.round_trip_s = 0.0
         self._bytes = self._seconds = 0.0
+        self._spread = 1.0
         self._last_s = float("-inf")
 
     def acknowledged(self, num_bytes: int, sent_s: float, now_s: float) -> None:
@@ -39,12 +43,20 @@ class LaneRate:
             busy_s = now_s - last_s
         else:
             busy_s = max(now_s - sent_s - self.round_trip_s, _LEAST_SHARE * (now_s - sent_s))
+        if self.bytes_per_s is not None:
+            error = abs(busy_s * self.bytes_per_s / num_bytes - 1.0)
+            self._spread += _DOUBT_WEIGHT * (error - self._spread)
         kept = 1.0 - busy_s / _MEMORY_S
         if kept < 0.0:
             kept = 0.0
         self._bytes = self._bytes * kept + num_bytes
         self._seconds = self._seconds * kept + busy_s
         self.bytes_per_s = self._bytes / max(self._seconds, 1e-6)
+
+    @property
+    def doubt(self) -> float:
+        """See above."""
+        return min(max(1.0 + 4.0 * self._spread, _LEAST_DOUBT), _MOST_DOUBT)
 
     def restart(self) -> None:
         """Forget the rate: the next chunk alone tells it."""

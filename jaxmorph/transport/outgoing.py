@@ -18,7 +18,7 @@ from jaxmorph.transport.frames import (
     Pong,
     Resume,
 )
-from jaxmorph.transport.lane_count import Production, lanes_needed
+from jaxmorph.transport.lane_count import LaneGain, Production, lanes_needed
 from jaxmorph.transport.lane_rates import PARKED_BELOW, UNPARKED_FROM
 from jaxmorph.transport.names import ChannelName, Tag
 from jaxmorph.transport.outgoing_lane import (
@@ -82,7 +82,8 @@ class Outgoing:
         self._best_rate = 0.0
         self._order: list[int] = []
         self._judged_s = self._hedge_s = -INFINITY
-        self._production = Production()
+        self._production, self._gain = Production(), LaneGain(chunk_bytes)
+        self._landed_bytes = 0
         self._counters = dict.fromkeys(
             ("messages", "chunks", "resent", "hedged", "probes", "lanes_late", "lanes_lost"), 0
         )
@@ -221,6 +222,8 @@ class Outgoing:
             raise ProtocolError(f"{channel} message {sequence} byte {offset} isn't on lane {lane}")
         message, index = flight.message, flight.index
         message.copies[index] -= 1
+        if not message.acknowledged[index]:
+            self._landed_bytes += flight.length
         self._queue.acknowledged(message, index)
         if state.patience_s > FIRST_PATIENCE_S:
             state.patience_s = FIRST_PATIENCE_S
@@ -297,7 +300,9 @@ class Outgoing:
             self._judge(now_s)
         if state.parked:
             return self._probe(state, now_s)
-        if not state.has_room(1, self._chunk_bytes) or self._leaves_it_to_another(state):
+        if state.hurried or not state.has_room(1, self._chunk_bytes):
+            return None
+        if self._leaves_it_to_another(state):
             return None
         taken = queue.take(state.flights, now_s)
         if taken is not None:
@@ -315,8 +320,9 @@ class Outgoing:
             most: Never more.
 
         Returns:
-            What was produced over what a lane drains, rounded up, and one more than there are as
-            long as messages pile up; as many as there are, while rates aren't known.
+            What was produced over what a lane drains, rounded up; more than there are only while
+            messages pile up and more lanes bring more. As many as there are, while rates aren't
+            known.
         """
         rates = [lane.rate.bytes_per_s for lane in self._lanes.values() if not lane.parked]
         known = [rate for rate in rates if rate is not None]
@@ -325,8 +331,13 @@ class Outgoing:
             return there
         drain_per_s = sum(known) / len(known)
         wanted = lanes_needed(self._production.per_s(now_s), drain_per_s, fewest, most)
-        piled_up = self._queue.undelivered_bytes > 0.1 * drain_per_s * len(rates)
-        return min(max(wanted, there + 1), most) if piled_up else wanted
+        waiting_bytes = self._queue.undelivered_bytes
+        piles_up = waiting_bytes > 0.1 * drain_per_s * len(rates)
+        if self._gain.may_grow(
+            len(self._lanes), self._landed_bytes, waiting_bytes, piles_up, now_s
+        ):
+            return min(max(wanted, there + 1), most)
+        return min(wanted, there)
 
     def statistics(self) -> dict[str, Any]:
         """Counts of messages and chunks, and of each lane that is up."""
@@ -397,7 +408,7 @@ class Outgoing:
                 continue
             oldest = next(iter(lane.flights.values()))
             expected_s = lane.rate.expected_s(oldest.length) or 0.0
-            if now_s >= lane.progress_s + max(_HURRY_S, 4 * expected_s):
+            if now_s >= lane.progress_s + max(_HURRY_S, lane.rate.doubt * expected_s):
                 lane.hurried = True
                 self._queue.send_copies(
                     [

@@ -51,7 +51,8 @@ class OutgoingLane:
         progress_s: When it last did something: an acknowledgement, or work after none.
         parked: It is so slow that it gets probes alone.
         probe_s: When it may have the next one.
-        hurried: What was in flight has been given to other lanes, too.
+        hurried: What was in flight has been given to other lanes, too; nothing new leaves on it
+            until it goes on.
     """
 
     __slots__ = (

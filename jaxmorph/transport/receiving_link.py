@@ -13,6 +13,7 @@ from jaxmorph.transport.incoming import Incoming, Landing
 from jaxmorph.transport.lane import Chunks, Lane, LaneError
 from jaxmorph.transport.lane_backends import NIXL, TCP, landings_at_once, receiving_lane
 from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.open_pings import OpenPings
 from jaxmorph.transport.sidecar_channels import IncomingChannel
 from jaxmorph.transport.tcp_lanes import ChecksumError, TcpLane
 
@@ -51,6 +52,7 @@ class ReceivingLink:
         self._loop, self._rank, self._report = loop, rank, report
         self._backend = backend
         self._lanes: dict[int, Lane] = {}
+        self._pings: dict[int, OpenPings] = {}
         self._polled: dict[int, Callable[[int], None]] = {}
         self._wrong_checksums = self._violations = 0
 
@@ -87,7 +89,7 @@ class ReceivingLink:
             self.engine.lane_down(number)
             self._report("lane_closed", peer=self.peer, lane=number, reason=str(error))
             return
-        self._lanes[number] = lane
+        self._lanes[number], self._pings[number] = lane, OpenPings()
         chunks = Chunks(
             lambda chunk: self._begin(number, chunk),
             self._memory,
@@ -130,7 +132,7 @@ class ReceivingLink:
         """Ask the peer for its time, on one lane."""
         best = self.engine.best_lane()
         if best is not None:
-            self._tell(best, Ping(time.monotonic_ns()))
+            self._tell(best, self._pings[best].ask(time.monotonic_ns()))
         self.next_s = now_s + _PING_S if best is not None else math.inf
 
     def disturb(self, action: str, lane: int | None = None) -> None:
@@ -206,8 +208,12 @@ class ReceivingLink:
             for credit in self.engine.pinged(number, time.monotonic()):
                 lane.tell(credit)
         elif kind is Pong:
-            self.clock.learn(frame, time.monotonic_ns())
+            received_ns = time.monotonic_ns()
+            self._pings[number].answered(frame, received_ns)
+            self.clock.learn(frame, received_ns)
         elif kind is Gone:
+            if frame.rank != self.peer:
+                raise ProtocolError(f"rank {self.peer} says that rank {frame.rank} is gone")
             self._report("peer_gone", peer=self.peer, reason=frame.reason)
 
     def _tell(self, number: int, frame: Any) -> None:

@@ -23,12 +23,13 @@ from jaxmorph.transport.frames import (
 from jaxmorph.transport.lane import Lane, LaneError
 from jaxmorph.transport.lane_backends import NIXL, TCP, fixed_lanes, sending_lane
 from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.open_pings import OpenPings
 from jaxmorph.transport.outgoing import Outgoing
 from jaxmorph.transport.plane import Address
 from jaxmorph.transport.sidecar_channels import OutgoingChannel
 from jaxmorph.transport.tcp_lanes import TcpLane
 
-_MOST_LANES = 8
+MOST_LANES = 8
 _WAITING_FIRST_S, _WAITING_LONGEST_S = 50e-6, 1e-3
 _TURN_S, _WATCH_S = 2e-3, 20e-3
 _NEVER = math.inf
@@ -77,10 +78,11 @@ class SendingLink:
         self._fixed = fixed_lanes(backend, lanes, len(hosts))
         self._backend = backend
         self._lanes: dict[int, Lane] = {}
+        self._pings: dict[int, OpenPings] = {}
         self._diallers: dict[int, Dialler] = {}
         self._has_heard = False
         self._pause_s, self._looks_s = _WAITING_FIRST_S, 0.0
-        self._duplicates = 0
+        self._duplicates = self._violations = 0
         self._surplus: Counter[tuple[int, ChannelName, int, int]] = Counter()
         self._refused_since_s = _NEVER
 
@@ -110,8 +112,11 @@ class SendingLink:
         if found:
             self._pause_s = _WAITING_FIRST_S
             self._send(now_s)
-        if self._has_waiting() or any(each.next_s <= now_s for each in self._diallers.values()):
+        if self._has_waiting():
             self.next_s = 0.0
+        for dialler in self._diallers.values():
+            if dialler.next_s <= now_s:
+                self.next_s = 0.0
 
     def go_on(self, now_s: float) -> None:
         """Do what follows from all that lanes have brought, and what the time has come for.
@@ -133,7 +138,7 @@ class SendingLink:
         for number in due.late:
             self._lose(number, "acknowledgement overdue", now_s)
         for number in due.ping:
-            self._tell(number, Ping(time.monotonic_ns()), now_s)
+            self._tell(number, self._pings[number].ask(time.monotonic_ns()), now_s)
         soon_s = _NEVER if self.engine.is_drained else now_s + _TURN_S
         self._offer(now_s, copies=True)
         self.next_s = min(self.next_s, soon_s, due.next_s, self._dial(now_s))
@@ -186,9 +191,10 @@ class SendingLink:
         return list(self._lanes.values())
 
     def statistics(self) -> dict[str, Any]:
-        """The engine's counts, and what the lanes have moved."""
+        """The engine's counts, what the lanes have moved, and how often they had to be closed."""
         return {
             **self.engine.statistics(),
+            "violations": self._violations,
             "sent_bytes": {number: lane.sent_bytes for number, lane in self._lanes.items()},
             "written_bytes": {number: lane.written_bytes for number, lane in self._lanes.items()},
         }
@@ -216,7 +222,7 @@ class SendingLink:
             return
         for stale in replaced:
             self._lose(stale, "the receiver's sidecar was restarted", now_s)
-        self._lanes[number] = lane
+        self._lanes[number], self._pings[number] = lane, OpenPings()
         self.was_up = True
         self._loop.add(lane.fileno(), lane.mask, lambda mask: self._ready(number, lane, mask))
         self._report("lane_up", peer=self.peer, lane=number, generation=generation)
@@ -232,7 +238,10 @@ class SendingLink:
                 lane.flush()
             if number in self._lanes:
                 self._loop.change(lane.fileno(), lane.mask)
-        except (LaneError, FrameError, ProtocolError) as error:
+        except LaneError as error:
+            self._lose(number, str(error), now_s)
+        except (FrameError, ProtocolError) as error:
+            self._violations += 1
             self._lose(number, str(error), now_s)
         for name in freed:
             self.channels[name].release(self.engine.released(name))
@@ -253,9 +262,13 @@ class SendingLink:
             received_ns = time.monotonic_ns()
             self._lanes[number].tell(Pong(frame.sent_ns, received_ns, time.monotonic_ns()))
         elif kind is Pong:
-            self.clock.learn(frame, time.monotonic_ns())
+            received_ns = time.monotonic_ns()
+            self._pings[number].answered(frame, received_ns)
+            self.clock.learn(frame, received_ns)
             self.engine.ponged(number, frame, now_s)
         elif kind is Gone:
+            if frame.rank != self.peer:
+                raise ProtocolError(f"rank {self.peer} says that rank {frame.rank} is gone")
             self._report("peer_gone", peer=self.peer, reason=frame.reason)
 
     def _is_surplus(self, number: int, frame: Acknowledge) -> bool:
@@ -339,7 +352,10 @@ class SendingLink:
         self._report("lane_down", peer=self.peer, lane=number, reason=reason)
 
     def _has_waiting(self) -> bool:
-        return any(channel.waiting for channel in self.channels.values())
+        for channel in self.channels.values():  # noqa: SIM110 # half as long as `any`
+            if channel.waiting:
+                return True
+        return False
 
     def _look_again(self, now_s: float) -> bool:
         """Look whether announced messages have become complete, for which nobody rings.
@@ -360,7 +376,7 @@ class SendingLink:
         if not self._addresses:
             return _NEVER
         fewest = self._fixed or (max(2, len(self._hosts)) if self.channels else 1)
-        wanted = self._fixed or self.engine.lanes_wanted(now_s, fewest, _MOST_LANES)
+        wanted = self._fixed or self.engine.lanes_wanted(now_s, fewest, MOST_LANES)
         next_s = _NEVER
         for number in range(wanted):
             if number not in self._lanes:

@@ -53,8 +53,9 @@ class Sidecar:
         self._sending: dict[int, SendingLink] = {}
         self._receiving: dict[int, ReceivingLink] = {}
         self._greeter: Greeter | None = None
+        self._timed: list[ReceivingLink | Greeter] = []
         self._gone: set[int] = set()
-        self._strangers = 0
+        self._strangers = self._connect_number = 0
         self._emulator: LinkEmulator | None = None
         self._ending: str | None = None
         self._looked_s = 0.0
@@ -72,18 +73,20 @@ class Sidecar:
         """Do all that the time has come for; returns when that is next, roughly and exactly."""
         if now_s >= self._looked_s + _LOOK_ANYWAY_S:
             self._look_anyway(now_s)
-        polls_s = self._poll(now_s) if self._polls else math.inf
-        roughly, exactly = [self._looked_s + _LOOK_ANYWAY_S], [polls_s]
+        exact_s = self._poll(now_s) if self._polls else math.inf
+        next_s = self._looked_s + _LOOK_ANYWAY_S
         for sending in self._sending.values():
             sending.go_on(now_s)
-            roughly.append(sending.next_s)
-            exactly.append(sending.exact_s)
-        for timed in (*self._receiving.values(), self._greeter):
-            if timed is not None:
-                if now_s >= timed.next_s:
-                    timed.turn(now_s)
-                roughly.append(timed.next_s)
-        return min(roughly), min(exactly)
+            if sending.next_s < next_s:
+                next_s = sending.next_s
+            if sending.exact_s < exact_s:
+                exact_s = sending.exact_s
+        for timed in self._timed:
+            if now_s >= timed.next_s:
+                timed.turn(now_s)
+            if timed.next_s < next_s:
+                next_s = timed.next_s
+        return next_s, exact_s
 
     def _poll(self, now_s: float) -> float:
         links = (*self._receiving.values(), *self._sending.values())
@@ -151,11 +154,17 @@ class Sidecar:
             self._incoming[name] = IncomingChannel(name, slots, Doorbell(fds[1:]))
 
     def _do_connect(
-        self, fds: tuple[int, ...], peers: dict[str, list[tuple[str, int]]], secret: str
+        self,
+        fds: tuple[int, ...],
+        number: int,
+        peers: dict[str, list[tuple[str, int]]],
+        secret: str,
     ) -> None:
+        self._connect_number = number
         identity = Identity(
             self._rank,
-            self._generation,
+            # Each connect forgets what came of incomplete messages, as each new sidecar does.
+            self._generation + number - 1,
             bytes.fromhex(secret),
             self._settings["chunk_bytes"],
             self._settings["checksum"],
@@ -173,6 +182,7 @@ class Sidecar:
         self._greeter = Greeter(
             self._loop, self._listeners, identity, self._welcome, self._turn_away
         )
+        self._timed = [*self._receiving.values(), self._greeter]
         self._look()
 
     def _do_met(self, fds: tuple[int, ...], peers: list[int]) -> None:
@@ -279,7 +289,7 @@ class Sidecar:
                 return
             self._gone.add(peer)
             self._sending[peer].give_up()
-        self._say({"kind": kind, **details})
+        self._say({"kind": kind, "connect_number": self._connect_number, **details})
 
     def _say(self, record: Record) -> None:
         try:

@@ -146,7 +146,9 @@ class TcpLane:
             except OSError as error:
                 raise LaneError(f"sending: {_name_of(error)}") from error
             self.sent_bytes += sent
-            if sent == wanted:
+            if sent == wanted and len(pieces) == len(out):
+                out.clear()
+            elif sent == wanted:
                 for _ in pieces:
                     out.popleft()
             else:
@@ -165,7 +167,9 @@ class TcpLane:
         if mask & WRITE:
             self.flush()
         frames: list[Any] = []
-        if not mask & ~WRITE or not self._parse(frames, chunks, most):
+        if not mask & ~WRITE:
+            return frames
+        if not self.reader.is_empty and not self._parse(frames, chunks, most):
             return frames
         budget = _TURN_BYTES
         while budget > 0:

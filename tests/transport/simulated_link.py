@@ -104,6 +104,9 @@ class Link:
         carries: Whether payloads are carried, or their lengths alone.
         buffer_bytes: How much a lane takes before it sends on.
         consume_s: How long the receiver holds a message.
+        post_every_s: How long after each message the next one is posted, if there is room.
+        grows_from: How many lanes there are at first; the others come as they are wanted. None:
+            all of them at once.
     """
 
     def __init__(
@@ -114,10 +117,13 @@ class Link:
         carries: bool = True,
         buffer_bytes: int = 1 << 22,
         consume_s: Callable[[], float] = lambda: 0.0,
+        post_every_s: float = 0.0,
+        grows_from: int | None = None,
     ) -> None:
         self.now = 1000.0
         self.wires, self.chunk_bytes, self.carries = wires, chunk_bytes, carries
         self.buffer_bytes, self.consume_s = buffer_bytes, consume_s
+        self.post_every_s, self.grows_from, self.began_s = post_every_s, grows_from, self.now
         self.memories = {memory.name: memory for memory in memories}
         self.pipes: dict[int, Pipe] = {}  # as the sender sees them
         self.receiving: dict[int, Pipe] = {}  # as the receiver does
@@ -130,9 +136,12 @@ class Link:
         self._wake_s = float("inf")
         self.outgoing = self._new_outgoing()
         self.incoming = self._new_incoming()
-        for lane in range(len(wires)):
+        for lane in range(grows_from or len(wires)):
             self.dial(lane)
         self._post_all()
+        for memory in memories if post_every_s else ():
+            for at in range(len(memory.lengths)):
+                self.after(at * post_every_s, lambda: None)
 
     # Running.
 
@@ -273,6 +282,7 @@ class Link:
             self._close_sender(self.pipes[lane])
         for lane in due.ping:
             self._ping(self.pipes.get(lane))
+        self._grow()
         taken = True
         while taken:
             taken = False
@@ -289,10 +299,17 @@ class Link:
             if next_s < float("inf"):
                 self.at(self._wake_s, lambda: None)
 
+    def _grow(self) -> None:
+        if self.grows_from is None:
+            return
+        for lane in range(self.outgoing.lanes_wanted(self.now, self.grows_from, len(self.wires))):
+            self.dial(lane)
+
     def _post_all(self) -> None:
         for memory in self.memories.values():
             while memory.posted < len(memory.lengths) and (
                 memory.posted - memory.released < memory.num_slots
+                and self.now >= self.began_s + memory.posted * self.post_every_s
             ):
                 at, memory.posted = memory.posted, memory.posted + 1
                 if self.carries:

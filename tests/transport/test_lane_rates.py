@@ -61,3 +61,15 @@ def test_a_long_round_trip_is_believed_slowly_and_a_short_one_at_once():
     assert rate.round_trip_s == pytest.approx(0.0595)
     rate.round_trip(0.001)
     assert rate.round_trip_s == 0.001
+
+
+def test_a_regular_lane_is_doubted_sooner_than_one_that_is_not():
+    regular, irregular = LaneRate(), LaneRate()
+    assert regular.doubt == 4.0  # as long as nothing is known
+    drive(regular, 12.5e6, 1e-4, 40)
+    assert regular.doubt == 1.5
+    now_s = 0.0
+    for number in range(40):
+        sent_s, now_s = now_s, now_s + (0.01 if number % 2 else 0.05)
+        irregular.acknowledged(CHUNK, sent_s, now_s)
+    assert irregular.doubt > 2.5

@@ -104,10 +104,12 @@ def test_whatever_fails_every_message_comes_once_in_order_and_intact(seed):
     assert link.run(link.now + 300)
 
 
-def stream(wires, num_messages=30, message_bytes=8 * MEGABYTE, faults=(), **changes):
+def stream(
+    wires, num_messages=30, message_bytes=8 * MEGABYTE, faults=(), chunk_bytes=256 * 1024, **changes
+):
     """A run of long messages without their bytes."""
     memory = Memory(NAME, 4, message_bytes, 0, [message_bytes] * num_messages)
-    link = Link(wires, [memory], 256 * 1024, carries=False, **changes)
+    link = Link(wires, [memory], chunk_bytes, carries=False, **changes)
     for after_s, action in faults:
         link.after(after_s, lambda action=action: action(link))
     began_s = link.now
@@ -173,6 +175,22 @@ def test_lanes_lost_in_mid_message_leave_a_gap_below_half_a_second(lost):
     assert sorted(lane for _, lane in link.late) == lost
 
 
+@pytest.mark.parametrize("after_s", [1.0, 1.013, 1.029, 1.041])
+@pytest.mark.parametrize("lanes_of_a_card", [1, 2])
+def test_a_card_of_100_mbit_lost_in_mid_message_costs_less_than_what_it_would_have_carried(
+    lanes_of_a_card, after_s
+):
+    card, message_bytes = GIGABIT / 10, 4 * MEGABYTE
+    lost = range(0, 2 * lanes_of_a_card, 2)
+    _, _, gap_s = stream(
+        wires_of(*[card / lanes_of_a_card] * 2 * lanes_of_a_card),
+        message_bytes=message_bytes,
+        chunk_bytes=512 * 1024,
+        faults=[(after_s, lambda link: [link.stop(lane) for lane in lost])],
+    )
+    assert gap_s < 1.1 * message_bytes / card  # which is how long one takes over the other card
+
+
 def test_all_lanes_lost_for_two_seconds_come_back_by_themselves():
     _, _, gap_s = stream(
         wires_of(GIGABIT, GIGABIT),
@@ -217,3 +235,43 @@ def test_pings_bring_room_that_was_told_on_a_lane_that_died(monkeypatch):
 
     monkeypatch.setattr(link.incoming, "consumed", consumed_as_the_lane_dies)
     assert link.run(link.now + 1.5)  # less than it takes to give an idle lane up
+
+
+class SharedCards(Link):
+    """Lanes of even numbers share a network card, and those of odd numbers another."""
+
+    def dial(self, lane):
+        super().dial(lane)
+        for number, wire in enumerate(self.wires):
+            sharing = sum(other % 2 == number % 2 for other in self.pipes)
+            wire.bytes_per_s = 2e6 / max(sharing, 1)
+
+
+def lanes_after(seconds, every_s, link_of=Link):
+    """How many lanes there are after so long, of two at first and eight at most."""
+    lengths = [64 * 1024] * 1000
+    link = link_of(
+        wires_of(*[1e6] * 8),
+        [Memory(NAME, 16, 64 * 1024, 0, lengths)],
+        16 * 1024,
+        carries=False,
+        post_every_s=every_s,
+        grows_from=2,
+    )
+    assert not link.run(link.now + seconds)
+    return len(link.pipes)
+
+
+PRODUCED_EVERY_S = 64 * 1024 / 3.5e6
+
+
+def test_lanes_grow_to_what_production_needs_where_each_adds_its_own():
+    assert lanes_after(6, PRODUCED_EVERY_S) == 4
+
+
+def test_lanes_grow_to_the_most_there_may_be_where_production_never_waits():
+    assert lanes_after(6, 0) == 8
+
+
+def test_lanes_that_share_a_card_are_not_made_more_and_more():
+    assert lanes_after(6, 0, SharedCards) == 3

@@ -336,6 +336,26 @@ def test_a_lane_that_stops_loses_its_chunks_to_one_that_goes_on_though_it_is_bus
     assert len(seen) < 150  # before those that were never sent
 
 
+def test_a_lane_that_has_stopped_gets_nothing_new_until_it_goes_on():
+    wire = Wire()
+    wire.tell_rate(0, 1e8)
+    wire.tell_rate(1, 1e8)
+    wire.post(0, chunks=2000)
+    stuck, stopped = wire.next(0), wire.now
+    assert stuck is not None
+    while wire.now < stopped + 0.045:  # before it looks so slow that it is parked
+        taken = wire.next(1)
+        assert taken is not None
+        wire.now += SIZE / 1e8
+        wire.acknowledge(*taken, lane=1)
+    assert not wire.out.statistics()["lanes"][0]["parked"]
+    assert wire.next(0) is None
+    wire.out.lane_down(1, wire.now)  # or it would be left to the quicker one
+    assert wire.next(0) is None
+    wire.acknowledge(*stuck)
+    assert wire.next(0) is not None
+
+
 class Emulated:
     """A link that holds each message for a while, or is cut."""
 
@@ -386,8 +406,12 @@ def test_lanes_are_wanted_as_messages_need_them():
     assert wire.out.lanes_wanted(wire.now, 1, 8) == 1
     for at in range(8):
         wire.post(at, chunks=10)
-    assert wire.out.lanes_wanted(wire.now, 1, 8) == 3
-    assert wire.out.lanes_wanted(wire.now, 1, 2) == 2
+    assert wire.out.lanes_wanted(wire.now, 1, 8) == 1
+    wire.now += 0.9  # for so long nothing has been taken away
+    assert wire.out.lanes_wanted(wire.now, 1, 8) == 1
+    wire.now += 0.11
+    assert wire.out.lanes_wanted(wire.now, 1, 8) == 2
+    assert wire.out.lanes_wanted(wire.now, 1, 1) == 1
 
 
 def test_eight_messages_a_second_over_a_lane_that_drains_two_want_four_lanes():
@@ -406,6 +430,7 @@ def test_eight_messages_a_second_over_a_lane_that_drains_two_want_four_lanes():
             assert chunk is not None
             assert wire.out.next_chunk(0, wire.now) is None  # one at a time is all it does
         wire.now += 1 / 8
+        wire.out.lanes_wanted(wire.now, 1, 8)
     assert acknowledged == 7
     assert wire.out.lanes_wanted(wire.now - 1 / 16, 1, 8) == 4
     assert wire.out.lanes_wanted(wire.now - 1 / 16, 1, 3) == 3

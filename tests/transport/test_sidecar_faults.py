@@ -27,6 +27,7 @@ from conformance import (
     soon,
     spec,
 )
+from proxy import Proxy
 
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.errors import PeerGoneError, TransportError
@@ -336,64 +337,3 @@ def test_lanes_through_a_network_that_breaks_in_the_middle_of_chunks(pair):
         pair[0].connect({1: [proxy.address]}, SECRET)
         pair[1].connect({0: pair[0].addresses()}, SECRET)
         traffic(pair, 30, lambda number: number % 3 or proxy.break_after(7001 * number))
-
-
-class Proxy:
-    """Passes connections on to an address, and breaks them on demand."""
-
-    def __init__(self, target):
-        self._target, self._left, self._open = target, None, True
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = self._listener.getsockname()
-        self._connections = []
-        self._lock = threading.Lock()
-
-    def __enter__(self):
-        threading.Thread(target=self._accept, daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self._open = False
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._break()
-
-    def break_after(self, num_bytes):
-        with self._lock:
-            self._left = num_bytes
-
-    def _accept(self):
-        with contextlib.suppress(OSError):
-            while self._open:
-                ours, _ = self._listener.accept()
-                theirs = socket.create_connection(self._target)
-                with self._lock:
-                    self._connections += [ours, theirs]
-                for source, sink in ((ours, theirs), (theirs, ours)):
-                    threading.Thread(target=self._pass, args=(source, sink), daemon=True).start()
-
-    def _pass(self, source, sink):
-        with contextlib.suppress(OSError):
-            while data := source.recv(4096):
-                sink.sendall(self._allowed(data))
-        for connection in (source, sink):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def _allowed(self, data):
-        with self._lock:
-            if self._left is None:
-                return data
-            allowed, self._left = data[: self._left], self._left - len(data)
-            if self._left > 0:
-                return data
-            self._left = None
-        self._break()
-        return allowed
-
-    def _break(self):
-        with self._lock:
-            connections, self._connections = self._connections, []
-        for connection in connections:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)

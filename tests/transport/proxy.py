@@ -1,0 +1,85 @@
+"""A network between two sidecars, for tests: it passes connections on, slowly, or breaks them."""
+
+import contextlib
+import socket
+import threading
+import time
+
+_LATE_S = 0.02
+
+
+class Proxy:
+    """Passes connections on to an address, and breaks them on demand.
+
+    Args:
+        target: The address.
+        bytes_per_s: What goes there on each connection; None: as much as can.
+    """
+
+    def __init__(self, target, bytes_per_s=None):
+        self._target, self._left, self._open = target, None, True
+        self._bytes_per_s, self._ended = bytes_per_s, threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self._listener.getsockname()
+        self._connections = []
+        self._lock = threading.Lock()
+
+    def __enter__(self):
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self._open = False
+        self._ended.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._break()
+
+    def break_after(self, num_bytes):
+        with self._lock:
+            self._left = num_bytes
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while self._open:
+                ours, _ = self._listener.accept()
+                theirs = socket.create_connection(self._target)
+                for connection in (ours, theirs):
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                with self._lock:
+                    self._connections += [ours, theirs]
+                there, back = (ours, theirs, self._bytes_per_s), (theirs, ours, None)
+                for way in (there, back):
+                    threading.Thread(target=self._pass, args=way, daemon=True).start()
+
+    def _pass(self, source, sink, bytes_per_s):
+        free_s = time.monotonic()
+        with contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                if bytes_per_s is not None:
+                    now_s = time.monotonic()
+                    # What waking takes too long is caught up with.
+                    free_s = max(free_s, now_s - _LATE_S) + len(data) / bytes_per_s
+                    self._ended.wait(max(free_s - now_s, 0.0))
+                sink.sendall(self._allowed(data))
+        for connection in (source, sink):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _allowed(self, data):
+        with self._lock:
+            if self._left is None:
+                return data
+            allowed, self._left = data[: self._left], self._left - len(data)
+            if self._left > 0:
+                return data
+            self._left = None
+        self._break()
+        return allowed
+
+    def _break(self):
+        with self._lock:
+            connections, self._connections = self._connections, []
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,179 @@
+"""When a sending link goes on, by a clock that the test moves."""
+
+import contextlib
+import math
+
+import pytest
+from lone_sender import CHUNK_BYTES, NAME, NUM_SLOTS, LoneSender
+
+from jaxmorph.transport import sending_link
+from jaxmorph.transport.frames import Acknowledge, Ping, Resume
+from jaxmorph.transport.outgoing_lane import LEAST_PATIENCE_S, PING_S
+
+TURN_S, FIRST_LOOK_S, LONGEST_LOOK_S = 2e-3, 50e-6, 1e-3
+
+
+class Clock:
+    """The link's time."""
+
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def monotonic_ns(self):
+        return round(self.now_s * 1e9)
+
+
+class TimedSender(LoneSender):
+    """A sender whose clock moves from one of its own moments to the next."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self.clock = clock
+
+    def go_on(self, after_s=0.0):
+        """Let time pass, and the link go on; returns what has been sent since."""
+        self.clock.now_s += after_s
+        self.link.go_on(self.clock.now_s)
+        return self.sent()
+
+    def look(self):
+        """The trainer rings; returns what has been sent since."""
+        self.link.look(self.clock.now_s)
+        return self.sent()
+
+    def sent(self):
+        self.hear()
+        frames = [frame for lane in self.lanes.values() for frame in (*lane.came, *lane.others)]
+        for lane in self.lanes.values():
+            lane.came.clear()
+            lane.others.clear()
+        return frames
+
+    def next_after_s(self):
+        """How long until it is to go on, as it says."""
+        return min(self.link.next_s, self.link.exact_s) - self.clock.now_s
+
+    def acknowledge(self, chunk):
+        self.say(Acknowledge(NAME, chunk.sequence, chunk.offset, 0, NUM_SLOTS))
+
+
+class Held:
+    """A link that lets go of every message after a while."""
+
+    def __init__(self, hold_s):
+        self.hold_s = hold_s
+
+    def departure_s(self, source, destination, tag, num_bytes, now_s):
+        return now_s + self.hold_s
+
+    def is_cut(self, source, destination, step, now_s):
+        return False
+
+
+@pytest.fixture
+def sender(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(sending_link, "time", clock)
+    with contextlib.closing(TimedSender(clock)) as sender:
+        yield sender
+
+
+@pytest.fixture
+def joined(sender):
+    """One that has a lane, on which its first question was answered by nobody yet."""
+    sender.welcome()
+    sender.say(Resume(NAME, 0, NUM_SLOTS))
+    assert [type(frame) for frame in sender.go_on()] == [Ping]
+    return sender
+
+
+def test_without_lanes_and_messages_there_is_nothing_to_go_on_with(sender):
+    assert sender.go_on() == []
+    assert sender.link.next_s == sender.link.exact_s == math.inf
+
+
+def test_an_idle_lane_is_asked_for_a_sign_of_life_at_its_time_and_not_before(joined):
+    assert joined.next_after_s() == pytest.approx(PING_S)
+    assert joined.go_on(0.99 * PING_S) == []
+    assert joined.next_after_s() == pytest.approx(0.01 * PING_S)
+    assert [type(frame) for frame in joined.go_on(0.01 * PING_S)] == [Ping]
+
+
+def test_a_new_lane_is_gone_on_with_at_once(joined):
+    joined.welcome(1)
+    assert joined.next_after_s() < 0
+    assert [type(frame) for frame in joined.go_on()] == [Ping]
+
+
+def test_a_message_leaves_when_the_trainer_rings(joined):
+    joined.post(10)
+    assert joined.go_on() == []
+    assert [frame.length for frame in joined.look()] == [10]
+    assert joined.look() == []
+
+
+def test_as_long_as_chunks_wait_for_room_it_goes_on_every_few_milliseconds(joined):
+    joined.post(2 * CHUNK_BYTES)
+    assert [frame.offset for frame in joined.look()] == [0]
+    assert joined.next_after_s() == pytest.approx(TURN_S)
+    joined.go_on(TURN_S)
+    assert joined.next_after_s() == pytest.approx(TURN_S)
+
+
+def test_what_has_been_heard_lets_the_next_chunk_leave_before_the_time_has_come(joined):
+    joined.post(2 * CHUNK_BYTES)
+    (chunk,) = joined.look()
+    assert joined.go_on(TURN_S / 2) == []
+    joined.acknowledge(chunk)
+    assert [frame.offset for frame in joined.go_on()] == [CHUNK_BYTES]
+    assert joined.go_on() == []
+
+
+def test_an_emulated_link_lets_go_of_a_message_exactly_when_it_says(joined):
+    joined.link.engine.emulate(Held(0.0305))
+    joined.link.next_s = 0.0  # as the sidecar does then
+    joined.go_on()
+    joined.post(10)
+    assert joined.look() == []
+    assert joined.link.exact_s == pytest.approx(joined.clock.now_s + 0.0305, abs=1e-9)
+    assert joined.go_on(0.0304) == []
+    assert [frame.length for frame in joined.go_on(0.0001001)] == [10]
+    assert joined.link.exact_s == math.inf
+
+
+def test_a_payload_that_is_awaited_is_looked_for_less_and_less_often(joined):
+    sequence = joined.post(10, is_complete=False)
+    joined.look()
+    assert joined.next_after_s() < 0
+    pauses_s = []
+    while len(pauses_s) < 8:
+        assert joined.go_on(max(joined.next_after_s(), 0.0)) == []
+        pauses_s.append(joined.link.exact_s - joined.clock.now_s)
+    expected_s = [min(FIRST_LOOK_S * 2**at, LONGEST_LOOK_S) for at in range(8)]
+    assert pauses_s == pytest.approx(expected_s, abs=1e-9)
+    joined.slots.mark_complete(sequence)
+    assert joined.go_on(0.5 * LONGEST_LOOK_S) == []
+    (chunk,) = joined.go_on(0.51 * LONGEST_LOOK_S)
+    assert chunk.sequence == sequence
+    assert joined.link.exact_s == math.inf
+    joined.post(10, is_complete=False)
+    joined.look()
+    joined.go_on()
+    assert joined.next_after_s() <= 2 * FIRST_LOOK_S + 1e-9
+
+
+def test_a_lane_that_says_nothing_is_given_up_when_it_is_late_and_its_chunk_sent_on_the_next(
+    joined,
+):
+    joined.post(10)
+    (chunk,) = joined.look()
+    began_s = joined.clock.now_s
+    while not joined.is_dropped():
+        assert joined.clock.now_s < began_s + 2 * LEAST_PATIENCE_S
+        joined.go_on(max(joined.next_after_s(), 1e-6))
+    assert joined.clock.now_s - began_s == pytest.approx(LEAST_PATIENCE_S, abs=TURN_S)
+    joined.welcome(1)
+    assert chunk in joined.go_on()
