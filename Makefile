@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint types check bench bench-planner bench-transport bench-faults bench-netns bench-figures clean
+.PHONY: setup demo test test-processes test-others test-hf nixl lint types check bench bench-planner bench-transport bench-faults bench-netns bench-figures clean
 
 setup: $(VENV)/installed
 
@@ -17,8 +17,32 @@ $(VENV)/installed: pyproject.toml
 demo: setup
 	$(BIN)/jaxmorph train configs/demo.yaml
 
+# Tests that start ranks want the processors for themselves, and wait for them half of the time: they
+# run one after another, and meanwhile all other tests, which report at the end.
+SEVERAL_PROCESSES := multiprocess or netns
+
 test: setup
-	$(BIN)/python -m pytest $(TESTS)
+	@$(MAKE) --no-print-directory --jobs 2 test-processes test-others
+
+test-processes: setup
+	$(BIN)/python -m pytest -m '$(SEVERAL_PROCESSES)' $(TESTS)
+
+test-others: setup
+	@$(BIN)/python -m pytest -m 'not ($(SEVERAL_PROCESSES))' $(TESTS) >$(VENV)/others.log 2>&1; \
+	status=$$?; echo "all other tests:"; cat $(VENV)/others.log; exit $$status
+
+# What some tests need and not every machine can have; without it they are skipped.
+nixl: setup
+	@$(BIN)/pip install --quiet --no-deps --no-compile nixl-cu12==1.5.1 \
+	|| echo "== no NIXL to be had here: the tests of RDMA are skipped"
+
+# Models beside Hugging Face's. PyTorch's CPU build has a version of its own; the other brings CUDA.
+test-hf: setup
+	@if $(BIN)/pip install --quiet --no-compile 'torch==2.13.0+cpu' --editable '.[test-hf]'; then \
+	    $(BIN)/python -m pytest tests/models/test_hugging_face.py; \
+	else \
+	    echo "== no CPU build of PyTorch to be had here: tests/models/test_hugging_face.py was skipped"; \
+	fi
 
 lint: setup
 	$(BIN)/ruff check .
@@ -32,7 +56,7 @@ check: lint types test
 # Long measurements on an otherwise idle machine; none of them runs in CI.
 bench: setup
 	@status=0; \
-	for benchmark in split_cost pace blocking all_delegated head_of_line dispatch delegated_message; do \
+	for benchmark in speed_table blocking all_delegated head_of_line delegated_message; do \
 	    $(BIN)/python -m benchmarks.$$benchmark || status=1; \
 	done; \
 	exit $$status

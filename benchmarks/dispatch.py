@@ -11,7 +11,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,22 +21,13 @@ from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 REPEATS, MICROBATCHES = 200, 16
 
 
-def microseconds(work: Callable[[], Any], prepare: Callable[[], Any] = lambda: None) -> float:
-    """Median time of a call, not counting what `prepare` does before each."""
-    times = []
-    for _ in range(REPEATS):
-        prepare()
-        began_s = time.perf_counter()
-        work()
-        times.append(1e6 * (time.perf_counter() - began_s))
-    return median(times)
-
-
 def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
     """One of the two ranks; both make the same transfers, and rank 0 tells the figures."""
     import jax
     import numpy as np
 
+    from benchmarks.instruction_kinds import TimedExecutor
+    from jaxmorph.gpu_check.instruction_cost import call_costs, microseconds
     from jaxmorph.program.instructions import Free, Payload, Transfer
     from jaxmorph.program.lowering import lower
     from jaxmorph.runtime.executor import StepInputs
@@ -61,7 +51,7 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
         microbatch_size=1,
         sequence_length=8,
         seed=0,
-        kinds=frozenset({OpKind.F, OpKind.B, OpKind.W}),
+        kinds=frozenset(OpKind),
         optimizer=OptimizerSettings(1e-3, 0, 10),
     )
     trainer = StageTrainer(model, settings, arguments.rank)
@@ -74,38 +64,34 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
     costs = StageCosts.uniform(2, 1.0, 1.0, 1.0)
     program = lower(schedule, simulate(schedule, costs), num_tied=1)[arguments.rank]
     instructions = [step for step in program.instructions if not isinstance(step, Free)]
-    steps_s = []
-    for step in range(REPEATS // 10):
-        rendezvous.exchange({})
-        began_s = time.perf_counter()
-        trainer.run(program, inputs, step)
-        steps_s.append(time.perf_counter() - began_s)
-        trainer.discard()
-    figures["a step, per instruction"] = 1e6 * median(steps_s) / len(instructions)
+
+    def median_step_s() -> float:
+        steps_s = []
+        for step in range(REPEATS // 10):
+            rendezvous.exchange({})
+            began_s = time.perf_counter()
+            trainer.run(program, inputs, step)
+            steps_s.append(time.perf_counter() - began_s)
+            trainer.discard()
+        return median(steps_s)
+
+    figures["a step, per instruction"] = 1e6 * median_step_s() / len(instructions)
+    trainer.executor = timed = TimedExecutor.like(executor)
+    median_step_s()
+    figures |= {f"dispatch in a step: {kind}": us for kind, us in timed.median_us().items()}
 
     weights = stage.prepare(trainer.params[0])
     placed = jax.device_put(tokens[0], executor.placement)
     figures["place a microbatch's tokens"] = microseconds(
-        lambda: jax.device_put(tokens[0], executor.placement)
+        lambda: jax.device_put(tokens[0], executor.placement), REPEATS
     )
     if arguments.rank == 0:
-        output, stash = stage.forward(weights, placed)
-        _, weight_stash = stage.backward_input(weights, stash, output)
-        sums = [stage.zero_accumulators()]
-
-        def run_w() -> None:
-            sums[0] = stage.backward_weight(weights, weight_stash, sums[0])
-
-        def settle() -> None:
-            jax.block_until_ready((sums[0], stage.forward(weights, placed)))
-
-        figures["call F"] = microseconds(lambda: stage.forward(weights, placed), settle)
-        figures["call B"] = microseconds(
-            lambda: stage.backward_input(weights, stash, output), settle
-        )
-        figures["call W"] = microseconds(run_w, settle)
+        gradient, _ = stage.forward(weights, placed)
+        figures |= call_costs(stage, weights, (placed,), gradient, REPEATS)
     queue = AsynchronousQueue()
-    figures["keep the queue, per item"] = microseconds(lambda: queue.enqueue("x", lambda: placed))
+    figures["keep the queue, per item"] = microseconds(
+        lambda: queue.enqueue("x", lambda: placed), REPEATS
+    )
     queue.drain()
     queue.close()
 
@@ -118,9 +104,10 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
             route.post(identity, value, 0.0).value
             if arguments.rank == 0
             else route.take(identity, 0.0, math.inf).value
-        )
+        ),
+        REPEATS,
     )
-    figures["meet all ranks"] = microseconds(lambda: rendezvous.exchange({}))
+    figures["meet all ranks"] = microseconds(lambda: rendezvous.exchange({}), REPEATS)
     trainer.close()
     if arguments.rank == 0:
         link.send({"kind": "figures", "figures": figures})

@@ -12,122 +12,41 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxmorph.stage.build import StagePrograms, build_stage, init_stage_params
-from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from models.gpt2.config import GPT2Config
-from models.gpt2.stages import GPT2
+from jaxmorph.gpu_check.settings import Sizes, build_gpt2
+from jaxmorph.gpu_check.stage_ops import StageOps, build_middle_stage, median_times_s
 
 ON_CPU = {"(B+W)/BW": 1.20, "(F+BW)/plain": 1.10, "B/BW": 0.70, "compile 32/4 layers": 1.50}
 ON_GPU = {**ON_CPU, "(B+W)/BW": 1.10, "(F+BW)/plain": 1.05}
 
 
-def build(model: GPT2, num_layers: int, settings: argparse.Namespace) -> StagePrograms:
-    """Compiles a stage in the middle of a pipeline."""
-    return build_stage(
-        model,
-        stage_submesh(make_mesh(1), 0),
-        num_layers=num_layers,
-        is_first=False,
-        is_last=False,
-        microbatch_size=settings.microbatch,
-        sequence_length=settings.sequence,
-    )
-
-
-def plain_step(model: GPT2) -> Callable[..., Any]:
-    """Returns the layers' forward and whole backward as one program that knows no stages."""
-
-    def loss(params: Any, x: jax.Array, gradient: jax.Array) -> jax.Array:
-        layers = params["layers"]
-        y, _ = jax.lax.scan(lambda x, layer: (model.layer(layer, x), None), x, layers)
-        return jnp.vdot(y.astype(jnp.float32), gradient.astype(jnp.float32))
-
-    def step(params: Any, x: jax.Array, gradient: jax.Array, sums: Any) -> Any:
-        value, grads = jax.value_and_grad(loss, argnums=(0, 1))(params, x, gradient)
-        return value, grads[1], jax.tree.map(jnp.add, sums, grads[0])
-
-    return jax.jit(step, donate_argnums=3)
-
-
-class Timed:
-    """The programs on one microbatch, each of which can be timed once."""
-
-    def __init__(self, model: GPT2, programs: StagePrograms, settings: argparse.Namespace):
-        key = jax.random.key(0)
-        layers = range(settings.layers)
-        self._params = init_stage_params(model, key, layers, is_first=False, is_last=False)
-        self._programs, self._weights = programs, programs.prepare(self._params)
-        shape = (settings.microbatch, settings.sequence, settings.width)
-        self._x = jax.random.normal(key, shape).astype(settings.dtype)
-        self._plain = plain_step(model)
-        self._sums = programs.zero_accumulators()
-        _, self._stash = jax.block_until_ready(programs.forward(self._weights, self._x))
-        self._weight_stash = programs.backward_input(self._weights, self._stash, self._x)[1]
-
-    def run(self, name: str) -> float:
-        """Returns the seconds of one call."""
-        jax.block_until_ready((self._sums, self._weight_stash))
-        start_s = time.perf_counter()
-        jax.block_until_ready(getattr(self, f"_run_{name.lower()}")())
-        return time.perf_counter() - start_s
-
-    def _run_f(self) -> Any:
-        return self._programs.forward(self._weights, self._x)
-
-    def _run_b(self) -> Any:
-        return self._programs.backward_input(self._weights, self._stash, self._x)
-
-    def _run_w(self) -> Any:
-        self._sums = self._programs.backward_weight(self._weights, self._weight_stash, self._sums)
-        return self._sums
-
-    def _run_bw(self) -> Any:
-        result = self._programs.backward(self._weights, self._stash, self._x, self._sums)
-        self._sums = result[1]
-        return result
-
-    def _run_plain(self) -> Any:
-        result = self._plain(self._params, self._x, self._x, self._sums)
-        self._sums = result[2]
-        return result
-
-
-def measure_ms(timed: Timed, repeats: int) -> dict[str, float]:
-    """Returns the median of each program, with the repeats of all of them interleaved."""
-    names = ("F", "B", "W", "BW", "plain")
-    rounds = [{name: timed.run(name) for name in names} for _ in range(repeats + 2)][2:]
-    return {name: 1e3 * median(each[name] for each in rounds) for name in names}
-
-
-def compile_s(model: GPT2, num_layers: int, settings: argparse.Namespace) -> float:
+def compile_s(sizes: Sizes, dtype: str) -> float:
     """Returns the seconds it takes to trace and compile a stage."""
+    model = build_gpt2(sizes, dtype)
     start_s = time.perf_counter()
-    build(model, num_layers, settings)
+    build_middle_stage(model, sizes)
     return time.perf_counter() - start_s
 
 
 def figures(settings: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
     """Returns (figures that have a bar, what they were computed from)."""
-    sizes = GPT2Config(
-        vocab_size=256,
-        sequence_length=settings.sequence,
+    sizes = Sizes(
         width=settings.width,
-        num_layers=32,
         num_heads=settings.width // 64,
-        compute_dtype=settings.dtype,
+        num_layers=settings.layers,
+        sequence_length=settings.sequence,
+        microbatch_size=settings.microbatch,
     )
-    model = GPT2(sizes)
-    programs = build(model, settings.layers, settings)
-    ms = measure_ms(Timed(model, programs, settings), settings.repeats)
-    seconds = {n: min(compile_s(model, n, settings) for _ in range(2)) for n in (4, 32)}
+    model = build_gpt2(sizes, settings.dtype)
+    programs = build_middle_stage(model, sizes)
+    times_s = median_times_s(StageOps(model, programs, sizes), settings.repeats)
+    ms = {name: 1e3 * time_s for name, time_s in times_s.items()}
+    deep = {n: replace(sizes, num_layers=n) for n in (4, 32)}
+    seconds = {n: min(compile_s(deep[n], settings.dtype) for _ in range(2)) for n in deep}
     ratios = {
         "(B+W)/BW": (ms["B"] + ms["W"]) / ms["BW"],
         "(F+BW)/plain": (ms["F"] + ms["BW"]) / ms["plain"],

@@ -1,1 +1,70 @@
-"""Pipeline-parallel training in JAX that stays fast when links turn slow or fail."""
+"""Pipeline-parallel training in JAX that stays fast when links turn slow or fail.
+
+The names below are what a program of one's own needs: see `docs/library.md`. Each is imported when
+it is first used, and planning works without JAX.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxmorph.config import Config, load_config
+    from jaxmorph.errors import UserError
+    from jaxmorph.meeting import join
+    from jaxmorph.runtime.optimizer import is_matrix
+    from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
+    from jaxmorph.schedule.planner import Plan, plan
+    from jaxmorph.schedule.schedule import Schedule
+    from jaxmorph.schedule.simulator import simulate
+    from jaxmorph.schedule.timeline import Timeline
+    from jaxmorph.trainer import StepMetrics, Trainer
+
+__all__ = [
+    "Config",
+    "Limits",
+    "Link",
+    "LinkState",
+    "Plan",
+    "Schedule",
+    "StageCosts",
+    "StepMetrics",
+    "Timeline",
+    "Trainer",
+    "UserError",
+    "chain_links",
+    "is_matrix",
+    "join",
+    "load_config",
+    "plan",
+    "simulate",
+]
+
+_HOMES = {
+    "Config": "config",
+    "Limits": "schedule.costs",
+    "Link": "schedule.costs",
+    "LinkState": "schedule.costs",
+    "Plan": "schedule.planner",
+    "Schedule": "schedule.schedule",
+    "StageCosts": "schedule.costs",
+    "StepMetrics": "trainer",
+    "Timeline": "schedule.timeline",
+    "Trainer": "trainer",
+    "UserError": "errors",
+    "chain_links": "schedule.costs",
+    "is_matrix": "runtime.optimizer",
+    "join": "meeting",
+    "load_config": "config",
+    "plan": "schedule.planner",
+    "simulate": "schedule.simulator",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

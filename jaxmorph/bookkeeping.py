@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profiler
+from jaxmorph.evaluation import NOT_EVALUATED, HeldOutLoss
 from jaxmorph.planning import PlanInForce
 from jaxmorph.runtime.report import (
     StepTotals,
@@ -39,6 +40,7 @@ class Bookkeeper:
         profiler: What has been measured before the first step; it learns from every step.
         tell: Takes the messages.
         active: False on ranks that keep no books: then every call does nothing.
+        first_step: The step that training begins with.
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class Bookkeeper:
         tell: Callable[[Message], None],
         *,
         active: bool,
+        first_step: int = 0,
     ) -> None:
         self._config = config
         self._in_force = in_force
         self._plan = in_force.plan
         self._profiler = profiler
         self._tell = tell
+        self._first_step = first_step
         self._began_s = time.monotonic()
         self._error: BaseException | None = None
         self._thread = ThreadPoolExecutor(1, "jaxmorph-bookkeeper") if active else None
@@ -81,7 +85,12 @@ class Bookkeeper:
         self._submit(self._tell_start, data, num_parameters, per_stage, cut_reason, equipped)
 
     def note(
-        self, step: int, totals: StepTotals, reports: Sequence[Message], step_s: float
+        self,
+        step: int,
+        totals: StepTotals,
+        reports: Sequence[Message],
+        step_s: float,
+        held_out: HeldOutLoss = NOT_EVALUATED,
     ) -> None:
         """Tell how a step went.
 
@@ -90,10 +99,21 @@ class Bookkeeper:
             totals: Its scalars.
             reports: All ranks' reports.
             step_s: From barrier to barrier.
+            held_out: What was evaluated after it.
         """
-        step_began_s = time.monotonic() - self._began_s - step_s
-        self._submit(self._tell_step, step, totals, reports, step_s)
+        step_began_s = time.monotonic() - self._began_s - step_s - held_out.took_s
+        self._submit(self._tell_step, step, totals, reports, step_s, held_out.loss)
         self._submit(self._tell_link_events, step, reports, step_began_s)
+
+    def event(self, step: int, kind: str, detail: str) -> None:
+        """Tell of something that happened.
+
+        Args:
+            step: The step it happened in.
+            kind: Such as `checkpoint_saved`.
+            detail: One line.
+        """
+        self._submit(self._tell_event, step, kind, detail)
 
     def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
         if self._thread is not None:
@@ -134,15 +154,22 @@ class Bookkeeper:
             "cut_reason": cut_reason,
             "schedule": self._plan.schedule.name,
             "warmup_forwards": self._plan.schedule.warmup_forwards,
+            "evaluates": self._config.evaluation.every_steps is not None,
         }
         self._tell({"kind": "started", "header": header})
         if cut_reason:
-            self._tell_event(0, "layers_cut", f"{' '.join(map(str, layers))}: {cut_reason}")
+            chosen = f"{' '.join(map(str, layers))}: {cut_reason}"
+            self._tell_event(self._first_step, "layers_cut", chosen)
         reasons = [self._plan.reason, equipped]
-        self._tell_event(0, "plan_adopted", "; ".join(filter(None, reasons)))
+        self._tell_event(self._first_step, "plan_adopted", "; ".join(filter(None, reasons)))
 
     def _tell_step(
-        self, step: int, totals: StepTotals, reports: Sequence[Message], step_s: float
+        self,
+        step: int,
+        totals: StepTotals,
+        reports: Sequence[Message],
+        step_s: float,
+        held_out_loss: float | None,
     ) -> None:
         profile = self._profiler.profile()
         planned = self._in_force.simulate(profile)
@@ -151,6 +178,7 @@ class Bookkeeper:
         record = {
             "step": step,
             "loss": totals.loss,
+            "held_out_loss": held_out_loss,
             "grad_norm": totals.grad_norm,
             "step_s": step_s,
             "tokens_per_s": self._config.tokens_per_step / step_s,

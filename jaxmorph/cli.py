@@ -73,7 +73,9 @@ app.command()(validate)
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(help="The run's YAML file.")],
+    config: Annotated[
+        str | None, typer.Argument(help="The run's YAML file; none with --resume.")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(help="section.key=value, the value read as YAML.")
     ] = None,
@@ -81,11 +83,85 @@ def train(
         str,
         typer.Option(help="local: start the stages here; cluster: be one rank; auto: find out."),
     ] = "auto",
+    resume: Annotated[
+        Path | None, typer.Option(help="A run's directory, to go on from its last checkpoint.")
+    ] = None,
 ) -> int:
     """Train a model through a pipeline."""
-    from jaxmorph.start import start_training
+    from jaxmorph.start import resume_training, start_training
 
-    start_training(config, overrides or [], launch)
+    words = [*([config] if config is not None else []), *(overrides or [])]
+    if resume is not None:
+        resume_training(resume, words, launch)
+    elif config is None:
+        raise UserError("train: got no configuration, expected a YAML file, or --resume RUN_DIR")
+    else:
+        start_training(Path(config), overrides or [], launch)
+    return 0
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="A run's directory.")],
+    step: Annotated[
+        int | None, typer.Option(help="The checkpoint after so many steps; if not given, the last.")
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option(help="Where to; if not given, exported/step_N in RUN_DIR.")
+    ] = None,
+) -> int:
+    """Write a run's model in its own format: for GPT-2, Hugging Face's."""
+    from jaxmorph.export import export_model
+
+    typer.echo(export_model(run_dir, step, to))
+    return 0
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def launch(
+    script: Annotated[Path, typer.Argument(help="A Python script that makes a jaxmorph.Trainer.")],
+    stages: Annotated[int, typer.Option(min=1, help="Processes, one for each stage.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
+    logs: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the processes' logs; if not given, kept only on failure."),
+    ] = None,
+) -> int:
+    """Run a script of your own on this machine, once for each stage."""
+    from jaxmorph.script_launch import launch_script
+
+    launch_script(script, arguments or [], stages, logs)
+    return 0
+
+
+@app.command()
+def sample(
+    run_dir: Annotated[Path, typer.Argument(help="A run's directory.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue; empty: begin a document.")],
+    tokens: Annotated[int, typer.Option(help="Most tokens to add.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(help="Below 1 the likely gets likelier; 0: always the likeliest.")
+    ] = 1.0,
+    top_k: Annotated[
+        int | None, typer.Option(help="Draw from so many of the likeliest tokens only.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
+    step: Annotated[
+        int | None, typer.Option(help="The checkpoint after so many steps; if not given, the last.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="bytes or a tokenizer.json, in place of the run's.")
+    ] = None,
+) -> int:
+    """Print a prompt and how a run's model goes on."""
+    from jaxmorph.reporting.console import open_console
+    from jaxmorph.sample import sample as sample_text
+    from jaxmorph.sampling import SamplingSettings
+
+    settings = SamplingSettings(tokens, temperature, top_k, seed)
+    text = sample_text(run_dir, prompt, settings, step=step, tokenizer=tokenizer)
+    console, _ = open_console()
+    console.file.write(text + "\n")
     return 0
 
 

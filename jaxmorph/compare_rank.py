@@ -19,6 +19,7 @@ from jaxmorph.config import Config, load_config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.data import ReadAhead
 from jaxmorph.declared_links import link_conditions
+from jaxmorph.first_plan import warm_up
 from jaxmorph.layer_choice import choose_layers, measured_on_rank_0
 from jaxmorph.open_stage import open_stage
 from jaxmorph.planning import agree_on_plan, agree_on_stash
@@ -31,7 +32,7 @@ from jaxmorph.runtime.report import measured_timeline
 from jaxmorph.runtime.stage_trainer import StageSettings
 from jaxmorph.stage.model import PipelineModel
 from jaxmorph.systems import SYSTEMS, System, system_config
-from jaxmorph.train import load_parts, settle_garbage, stage_settings, step_reader, warm_up
+from jaxmorph.train import load_parts, settle_garbage, stage_settings, step_reader
 
 Message = dict[str, Any]
 

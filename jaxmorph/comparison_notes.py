@@ -51,9 +51,10 @@ def _left_aside(config: Config) -> dict[str, str]:
         "schedule.link_ms": config.schedule.link_ms is not None,
         "emulation.links": bool(config.emulation.links),
         "emulation.trace": config.emulation.trace is not None,
+        "evaluation": config.evaluation.every_steps is not None,
     }
     names = [name for name, is_said in said.items() if is_said]
-    reason = "systems have their own routes and plans, and conditions their own links"
+    reason = "systems have their own routes and plans, conditions their own links; only steps run"
     return {"left aside": f"{', '.join(names)}: {reason}"} if names else {}
 
 

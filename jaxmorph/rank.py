@@ -9,14 +9,14 @@ from jaxmorph.train import train
 
 
 def _train(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
-    (config_path,) = rest
+    config_path, first_step = rest
     config = load_config(Path(config_path))
     rendezvous = join_as_told(
         arguments,
         start_timeout_s=config.timeouts.start_s,
         step_timeout_s=config.timeouts.step_s,
     )
-    train(config, rendezvous, link.send)
+    train(config, rendezvous, link.send, Path(config_path).parent, int(first_step))
 
 
 if __name__ == "__main__":

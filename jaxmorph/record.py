@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from jaxmorph.reporting import (
     Reporter,
     RunDirectory,
     RunHeader,
+    RunHistory,
     StepRecord,
     describe_regime,
-    summarize,
 )
 from jaxmorph.schedule.draw import chrome_trace, save_gantt
 from jaxmorph.schedule.timeline import Timeline
@@ -44,15 +45,15 @@ class RunRecord:
         self._directory = directory
         self._reporter = reporter
         self._clock = clock
-        self._records: list[StepRecord] = []
-        self._traces: list[Path] = []
+        self._history = RunHistory()
+        self._traces: deque[Path] = deque()
         self._last_timelines: dict[str, Timeline] = {}
         self._began_s = self._last_step_s = clock()
 
     @property
     def num_steps(self) -> int:
         """How many steps have been recorded."""
-        return len(self._records)
+        return len(self._history)
 
     def take(self, message: Message) -> None:
         """Handle one message (see `bookkeeping`).
@@ -81,12 +82,11 @@ class RunRecord:
         """Draw the picture of the last step and show what the run achieved."""
         picture = self._directory.path / PICTURE
         save_gantt(picture, self._last_timelines)
-        summary = summarize(
-            self._records,
+        summary = self._history.summary(
             elapsed_s=self._last_step_s - self._began_s,
             run_directory=self._directory.path,
             picture=picture,
-            traces=self._traces,
+            traces=tuple(self._traces),
         )
         self._reporter.finish(summary)
 
@@ -109,7 +109,7 @@ class RunRecord:
 
     def _take_step(self, record: StepRecord) -> None:
         self._last_step_s = self._clock()
-        self._records.append(record)
+        self._history.add(record)
         self._directory.write_step(record)
         self._reporter.step(record)
 
@@ -120,3 +120,5 @@ class RunRecord:
         path = self._directory.trace_path(step)
         path.write_text(json.dumps(chrome_trace(self._last_timelines)), encoding="utf-8")
         self._traces.append(path)
+        if len(self._traces) > self._config.trace.keep:
+            self._traces.popleft().unlink(missing_ok=True)

@@ -1,27 +1,56 @@
 """Starts a training run: one process per stage on this machine, or one rank of a cluster's job."""
 
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxmorph.cluster import join_cluster, require_one_host, started_by_cluster
 from jaxmorph.config import Config, load_config, placed_error
 from jaxmorph.errors import UserError
 from jaxmorph.record import RunRecord
-from jaxmorph.reporting import open_reporter, open_run_directory
+from jaxmorph.reporting import RunDirectory, open_reporter, open_run_directory
+from jaxmorph.reporting.run_directory import CONFIG, reopen_run_directory
+from jaxmorph.resume import (
+    check_vocabulary,
+    find_resumption,
+    prepare_checkpoints,
+    require_no_checkpoints,
+    without_weights,
+)
 from jaxmorph.runtime.launcher import run_ranks
 
 if TYPE_CHECKING:
     from jaxmorph.runtime.rendezvous import Rendezvous
+    from jaxmorph.train import RunParts
 
 _LAUNCHES = ("auto", "local", "cluster")
 
-# Each is set in the processes that srun, mpirun or an indexed Kubernetes job has started.
-_CLUSTER_VARIABLES = ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX")
+
+@dataclass(frozen=True)
+class _Start:
+    """How a run begins.
+
+    Attributes:
+        config: The run.
+        first_step: The step it begins with: 0, or that after its last checkpoint.
+        directory: Where it goes on; None: it gets a directory of its own.
+    """
+
+    config: Config
+    first_step: int = 0
+    directory: Path | None = None
+
+    def open_directory(self) -> RunDirectory:
+        """Open the run's directory."""
+        if self.directory is None:
+            return open_run_directory(self.config)
+        return reopen_run_directory(self.directory, self.config, self.first_step)
 
 
 def start_training(path: Path, overrides: Sequence[str], launch: str = "auto") -> None:
@@ -37,24 +66,40 @@ def start_training(path: Path, overrides: Sequence[str], launch: str = "auto") -
         UserError: If the configuration, its data or its model are at fault.
         RankFailedError: If a rank died or raised.
     """
-    if launch not in _LAUNCHES:
-        raise UserError(f"--launch: got {launch!r}, expected one of {', '.join(_LAUNCHES)}")
     config = load_config(path, overrides)
-    try:
+    with _placing_errors(path, overrides):
         check_run(config)  # a mistake is told before anything is written or started
-    except UserError as error:
-        raise placed_error(path, overrides, error) from error
-    if launch == "cluster" or (launch == "auto" and started_by_cluster()):
-        _run_as_rank(config)
-    else:
-        _run_here(config)
+        require_no_checkpoints(config)
+    _run(_Start(config), launch)
 
 
-def check_run(config: Config) -> None:
+def resume_training(directory: Path, overrides: Sequence[str], launch: str = "auto") -> None:
+    """Run a run that has stopped from its last checkpoint to its end.
+
+    Args:
+        directory: The run's.
+        overrides: As for `start_training`.
+        launch: As for `start_training`.
+
+    Raises:
+        UserError: If there is no such run, or it can't go on from its last checkpoint.
+        RankFailedError: If a rank died or raised.
+    """
+    found = find_resumption(directory, overrides)
+    with _placing_errors(directory / CONFIG, overrides):
+        parts = check_run(without_weights(found.config))
+        check_vocabulary(found.manifest, parts.vocab_size)
+    _run(_Start(found.config, found.manifest.step, directory), launch)
+
+
+def check_run(config: Config) -> "RunParts":
     """Find out whether a configuration can be run, without running any of it.
 
     Args:
         config: The run.
+
+    Returns:
+        What it names.
 
     Raises:
         UserError: If data, model, sizes or memory caps don't fit one another.
@@ -64,42 +109,60 @@ def check_run(config: Config) -> None:
     from jaxmorph.planning import plan_step, unmeasured_profile
     from jaxmorph.train import load_parts
 
-    load_parts(config)
+    parts = load_parts(config)
     emulated_conditions(config)
     plan_step(config, unmeasured_profile(config))
+    return parts
 
 
-def started_by_cluster() -> bool:
-    """Whether Slurm, Open MPI or Kubernetes has started this process as a task of a job."""
-    return any(name in os.environ for name in _CLUSTER_VARIABLES)
+@contextmanager
+def _placing_errors(path: Path, overrides: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise placed_error(path, overrides, error) from error
 
 
-def _run_here(config: Config) -> None:
+def _run(start: _Start, launch: str) -> None:
+    if launch not in _LAUNCHES:
+        raise UserError(f"--launch: got {launch!r}, expected one of {', '.join(_LAUNCHES)}")
+    if launch == "cluster" or (launch == "auto" and started_by_cluster()):
+        _run_as_rank(start)
+    else:
+        _run_here(start)
+
+
+def _run_here(start: _Start) -> None:
     with (
-        open_run_directory(config) as directory,
-        closing(RunRecord(config, directory, open_reporter())) as record,
+        start.open_directory() as directory,
+        closing(RunRecord(start.config, directory, open_reporter())) as record,
     ):
-        arguments = [str(directory.path / "config.yaml")]
-        logs = directory.path / "logs"
-        run_ranks("jaxmorph.rank", arguments, config.parallelism.stages, logs, record.take)
+        prepare_checkpoints(start.config, directory.path)
+        arguments = [str(directory.path / CONFIG), str(start.first_step)]
+        logs = _log_folder(directory.path, start.first_step)
+        run_ranks("jaxmorph.rank", arguments, start.config.parallelism.stages, logs, record.take)
         record.finish()
 
 
-def _run_as_rank(config: Config) -> None:
-    from jaxmorph.runtime.join import join_run
+def _log_folder(directory: Path, first_step: int) -> Path:
+    """Where the ranks' logs go: beside those from before, where a run goes on."""
+    logs = directory / "logs"
+    if first_step == 0:
+        return logs
+    names = (f"from_step_{first_step}{f'-{number}' if number > 1 else ''}" for number in count(1))
+    return next(logs / name for name in names if not (logs / name).exists())
 
-    timeouts = config.timeouts
+
+def _run_as_rank(start: _Start) -> None:
+    timeouts = start.config.timeouts
+    otherwise = "--launch local starts the stages on this machine instead"
     try:
-        rendezvous = join_run(start_timeout_s=timeouts.start_s, step_timeout_s=timeouts.step_s)
-    except ValueError as error:  # what `jax.distributed` raises when it finds no cluster
-        raise UserError(
-            f"--launch: this process is no rank that jax.distributed can place ({error}); on "
-            "Kubernetes it needs the package 'kubernetes', under Open MPI 5 'mpi4py'; --launch "
-            "local starts the stages on this machine instead"
-        ) from error
+        rendezvous = join_cluster(timeouts.start_s, timeouts.step_s, otherwise)
+    except UserError as error:
+        raise UserError(f"--launch: {error}") from error
     with _leaving_at_once(rendezvous.rank):
-        _check_job(config, rendezvous)
-        _train_as_rank(config, rendezvous)
+        _check_job(start.config, rendezvous)
+        _train_as_rank(start, rendezvous)
         rendezvous.close()
 
 
@@ -128,28 +191,27 @@ def _check_job(config: Config, rendezvous: "Rendezvous") -> None:
             f"parallelism.stages: got {stages}, expected the job's number of tasks, "
             f"{rendezvous.num_ranks} (--launch local starts the stages on this machine instead)"
         )
-    hosts = {report["host"] for report in rendezvous.exchange({"host": socket.gethostname()})}
-    if config.emulation.accelerator is not None and len(hosts) > 1:
-        raise UserError(
-            f"emulation.accelerator: got ranks on {len(hosts)} hosts, expected one: paced ranks "
-            "compare times of one machine's clock"
-        )
-    if config.emulation.trace is not None and len(hosts) > 1:
-        raise UserError(
-            f"emulation.trace: got ranks on {len(hosts)} hosts, expected one: the ends of a link "
-            "follow a trace by one machine's clock"
-        )
+    require_one_host(config, rendezvous)
 
 
-def _train_as_rank(config: Config, rendezvous: "Rendezvous") -> None:
+def _train_as_rank(start: _Start, rendezvous: "Rendezvous") -> None:
     from jaxmorph.train import train
 
+    config = start.config
     if rendezvous.rank != 0:
-        train(config, rendezvous, lambda message: None)
+        told = rendezvous.exchange({})[0]  # rank 0 knows which directory is free
+        train(config, rendezvous, _hear_nothing, Path(told["directory"]), told["first_step"])
         return
     with (
-        open_run_directory(config) as directory,
+        start.open_directory() as directory,
         closing(RunRecord(config, directory, open_reporter())) as record,
     ):
-        train(config, rendezvous, record.take)
+        prepare_checkpoints(config, directory.path)
+        path, first_step = directory.path.resolve(), start.first_step
+        rendezvous.exchange({"directory": str(path), "first_step": first_step})
+        train(config, rendezvous, record.take, path, first_step)
         record.finish()
+
+
+def _hear_nothing(message: object) -> None:
+    """Only rank 0 has something to say."""

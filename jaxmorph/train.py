@@ -4,92 +4,118 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxmorph.bookkeeping import Bookkeeper
 from jaxmorph.config import Config, per_stage
-from jaxmorph.control.profiler import Profile, Profiler
-from jaxmorph.data import Batches, ReadAhead, load_tokens
+from jaxmorph.data import Batches, ReadAhead, hold_out, load_tokens
+from jaxmorph.evaluation import Evaluation, held_out_batches, with_room_to_evaluate
+from jaxmorph.first_plan import plan_by_timings
 from jaxmorph.layer_choice import choose_layers, measured_on_rank_0
 from jaxmorph.link_settings import agree_on_origin_s, emulated_conditions, untimed
 from jaxmorph.model_factory import build_model
-from jaxmorph.open_stage import adopt_plan, open_stage
-from jaxmorph.planning import (
-    agree_on_plan,
-    agree_on_stash,
-    op_kinds,
-    possible_routes,
-    unmeasured_profile,
-)
+from jaxmorph.open_stage import open_stage
+from jaxmorph.planning import op_kinds, possible_routes
+from jaxmorph.reporting.run_directory import RESUMED
+from jaxmorph.run_checkpoints import RunCheckpoints
 from jaxmorph.runtime.compilations import CompilationCounter
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.optimizer import OptimizerSettings, clip_scale
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.runtime.report import StepTotals, measured_timeline, rank_report, total
+from jaxmorph.runtime.report import StepTotals, rank_report, total
 from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
-from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.stage.model import PipelineModel, cut_layers
 from jaxmorph.stage.parameter_count import parameter_count
 from jaxmorph.stage.stored_weights import check_weights
 
-_WARM_UP_STEPS = 3  # the first of them also connects the links, and doesn't count
-
 Message = dict[str, Any]
 
 
-def train(config: Config, rendezvous: Rendezvous, tell: Callable[[Message], None]) -> None:
+def train(
+    config: Config,
+    rendezvous: Rendezvous,
+    tell: Callable[[Message], None],
+    directory: Path,
+    first_step: int = 0,
+) -> None:
     """Train as one rank of a run.
 
     Args:
         config: The run.
         rendezvous: The meeting place of all ranks; this process's rank is the one it names.
         tell: Takes what rank 0 has to say of the run: see `bookkeeping`.
+        directory: The run's.
+        first_step: The step to begin with: 0, or how many the checkpoint to go on from has done.
 
     Raises:
         UserError: If model, data and sizes don't fit one another.
+        CheckpointError: If the last state could not be saved.
     """
     rank = rendezvous.rank
     compilations = CompilationCounter()
+    checkpoints = RunCheckpoints(config, directory, first_step)
+    config = checkpoints.starting_config
     parts = load_parts(config)
     measure = partial(measured_on_rank_0, config, parts.model, parts.batches)
-    cut = choose_layers(config, rendezvous, parts.model.num_layers, measure)
+    cut = checkpoints.cut or choose_layers(config, rendezvous, parts.model.num_layers, measure)
     read = step_reader(config, parts.batches, rank)
     conditions, links = emulated_conditions(config), EmulatedLinks()
     settings = stage_settings(config, cut.layers, rank)
     num_tied = len(parts.model.tied)
     with (
         open_stage(config, rendezvous, parts.model, settings, links) as trainer,
-        ReadAhead(read) as inputs,
+        ReadAhead(read, first_step) as inputs,
     ):
+        checkpoints.restore(trainer, settings.own_stages(rank))
         links.emulate(untimed(conditions))
-        stash_bytes = agree_on_stash(rendezvous, trainer.stash_memory)
-        profiler = warm_up(config, rendezvous, trainer, read(0), num_tied, stash_bytes)
-        told = _as_told(config, profiler.profile())
-        in_force = agree_on_plan(config, rendezvous, told, num_tied)
-        equipped = adopt_plan(rendezvous, trainer, in_force)
+        make_room = partial(with_room_to_evaluate, config)
+        first = plan_by_timings(config, rendezvous, trainer, read(0), num_tied, make_room)
+        in_force = first.in_force
         settle_garbage()
         trainer.events()  # those of the start
         rendezvous.limit(config.timeouts.step_s)
         links.emulate(conditions, agree_on_origin_s(rendezvous))
-        with Bookkeeper(config, in_force, profiler, tell, active=rank == 0) as bookkeeper:
+        programs = in_force.programs
+        evaluation = Evaluation(config, rendezvous, trainer, programs, parts.held_out)
+        with (
+            Bookkeeper(
+                config, in_force, first.profiler, tell, active=rank == 0, first_step=first_step
+            ) as bookkeeper,
+            checkpoints.saver(
+                rendezvous,
+                settings,
+                bookkeeper.event,
+                vocab_size=parts.vocab_size,
+                tied=parts.model.tied,
+            ) as saver,
+        ):
             num_parameters = parameter_count(parts.model)
-            bookkeeper.start(parts.source, num_parameters, cut.layers, cut.reason, equipped)
+            bookkeeper.start(parts.source, num_parameters, cut.layers, cut.reason, first.equipped)
+            if first_step > 0:
+                bookkeeper.event(first_step, RESUMED, checkpoints.origin)
             barrier_s = time.monotonic()
-            for step in range(config.run.steps):
+            for step in range(first_step, config.run.steps):
                 outcome = trainer.run(in_force.program, next(inputs), step)
                 norm, compiled = trainer.squared_norm(), compilations.count
-                report = rank_report(outcome, norm, barrier_s, compiled, trainer.events())
-                reports = rendezvous.exchange(*report)
+                report, timings = rank_report(outcome, norm, barrier_s, compiled, trainer.events())
+                reports = rendezvous.exchange(report | saver.told(), timings)
                 began_s, barrier_s = barrier_s, time.monotonic()
                 totals = total(reports)
                 apply_gradients(trainer, totals, config.optimizer.clip_norm)
-                bookkeeper.note(step, totals, reports, barrier_s - began_s)
+                step_s, held_out = barrier_s - began_s, evaluation.after(step)
+                barrier_s += held_out.took_s
+                bookkeeper.note(step, totals, reports, step_s, held_out)
+                saver.heed(reports)
+                if config.checkpoint.is_due(step + 1, config.run.steps):
+                    saver.save(step + 1, trainer.state)
+            saver.finish()
 
 
 @dataclass(frozen=True)
@@ -99,12 +125,16 @@ class RunParts:
     Attributes:
         model: The model.
         batches: The data of every step.
+        held_out: What is evaluated; None: nothing.
         source: Where the data comes from, in a few words.
+        vocab_size: The data's, which the model is built for.
     """
 
     model: PipelineModel
     batches: Batches
+    held_out: Batches | None
     source: str
+    vocab_size: int
 
 
 def load_parts(config: Config) -> RunParts:
@@ -117,7 +147,8 @@ def load_parts(config: Config) -> RunParts:
         UserError: If there is no such data or model, or sizes don't fit one another.
     """
     data, batch, cut = config.data, config.batch, config.parallelism
-    tokens = load_tokens(data.path, data.tokenizer, data.token_dtype, data.vocab_size)
+    whole = load_tokens(data.path, data.tokenizer, data.token_dtype, data.vocab_size)
+    tokens, held_out = hold_out(whole, data.held_out_fraction)
     model = build_model(config, tokens.vocab_size)
     if config.model.weights is not None:
         check_weights(model, config.model.weights)
@@ -129,7 +160,8 @@ def load_parts(config: Config) -> RunParts:
         seed=config.run.seed,
     )
     cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)  # whether they fit
-    return RunParts(model, batches, tokens.source)
+    held_out = held_out_batches(config, held_out)
+    return RunParts(model, batches, held_out, tokens.source, tokens.vocab_size)
 
 
 def stage_settings(
@@ -231,11 +263,6 @@ def step_reader(config: Config, batches: Batches, rank: int) -> Callable[[int], 
     return read
 
 
-def _as_told(config: Config, profile: Profile) -> Profile:
-    """What planning is told: what was measured, but for the links that the configuration names."""
-    return replace(profile, links=config.schedule.links_told(profile.links))
-
-
 def settle_garbage() -> None:
     """Take what start-up made, which stays, out of the garbage collector's rounds.
 
@@ -244,39 +271,3 @@ def settle_garbage() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def warm_up(
-    config: Config,
-    rendezvous: Rendezvous,
-    trainer: StageTrainer,
-    inputs: StepInputs,
-    num_tied: int,
-    stash_bytes: StashBytes,
-) -> Profiler:
-    """Run a few steps for their timings alone, in the order that equal costs would give.
-
-    Args:
-        config: The run.
-        rendezvous: The meeting place of all ranks.
-        trainer: This rank's stage.
-        inputs: The data of every one of these steps.
-        num_tied: How many tied parameters the first and the last stage hold copies of.
-        stash_bytes: What one microbatch keeps on each stage.
-
-    Returns:
-        What was measured, on rank 0.
-    """
-    profiler = Profiler(config.parallelism.stages, stash_bytes)
-    unmeasured = unmeasured_profile(config, stash_bytes)
-    in_force = agree_on_plan(config, rendezvous, unmeasured, num_tied)
-    adopt_plan(rendezvous, trainer, in_force)
-    for step in range(_WARM_UP_STEPS):
-        began_s = time.monotonic()
-        # Numbered before training's first step: no message may pass for one of another step.
-        outcome = trainer.run(in_force.program, inputs, step - _WARM_UP_STEPS)
-        trainer.discard()
-        reports = rendezvous.exchange(*rank_report(outcome, 0.0, began_s, 0))
-        if step > 0 and rendezvous.rank == 0:
-            profiler.observe(measured_timeline(reports))
-    return profiler

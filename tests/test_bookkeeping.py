@@ -5,6 +5,7 @@ import pytest
 from jaxmorph.bookkeeping import Bookkeeper
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile, Profiler
+from jaxmorph.evaluation import HeldOutLoss
 from jaxmorph.planning import PlanInForce
 from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.runtime.report import StepTotals
@@ -43,6 +44,20 @@ def test_sampled_steps_and_the_last_one_tell_what_ops_cost_by_then(told):
         Profile.from_json(message["profile"]) for message in told if message["kind"] == "profile"
     ]
     assert [profile.costs.forward_ms for profile in profiles] == [(10.0,), (11.0,), (11.5,)]
+
+
+def test_a_step_that_was_evaluated_tells_its_held_out_loss_and_no_time_of_it():
+    config, messages = Config.model_validate({"run": {"steps": 9}}), []
+    event = {"time_s": 0.01, "kind": "lane_up", "peer": 1}
+    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
+        told = (StepTotals(1.0, 1.0), [_report(1.0, [event])], 0.03)
+        bookkeeper.note(3, *told, HeldOutLoss(2.5, took_s=100.0))
+        bookkeeper.note(4, *told)
+    first, second = [m["record"] for m in messages if m["kind"] == "step"]
+    assert (first["held_out_loss"], second["held_out_loss"]) == (2.5, None)
+    assert first["step_s"] == 0.03
+    at_s = [m["event"]["time_s"] for m in messages if m["kind"] == "event"]
+    assert at_s[1] - at_s[0] > 99  # the first step was over before it was evaluated
 
 
 def test_what_links_tell_becomes_events_of_the_run_with_link_and_time():

@@ -36,10 +36,14 @@ def test_what_the_configuration_says_for_other_commands_is_named():
         "routes": {"2-3": "delegated"},
         "schedule": {"link_ms": {"2-3": 30}},
         "emulation": {"links": [{"between": [2, 3], "latency_ms": 30}]},
+        "data": {"held_out_fraction": 0.1},
+        "evaluation": {"every_steps": 5},
         "compare": {"conditions": [{"name": "healthy"}], "profiling_steps": 0},
     }
     config = Config.model_validate(tree)
     assert config.compare is not None
     notes = comparison_notes(config, config.compare, "jaxmorph compare x.yaml")
-    assert notes["left aside"].startswith("routes, schedule.link_ms, emulation.links: systems ")
+    assert notes["left aside"].startswith(
+        "routes, schedule.link_ms, emulation.links, evaluation: systems "
+    )
     assert notes["steps"].startswith("planned and predicted from warm-up; ")

@@ -166,5 +166,8 @@ def test_imports_in_functions_do_not_run_on_import():
 
 
 def test_importing_the_command_line_or_the_data_room_does_not_import_jax():
-    code = "import sys, jaxmorph, jaxmorph.cli, jaxmorph.data; sys.exit('jax' in sys.modules)"
+    code = (
+        "import sys, jaxmorph, jaxmorph.cli, jaxmorph.data; "
+        "jaxmorph.plan, jaxmorph.simulate, jaxmorph.load_config; sys.exit('jax' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -8,6 +8,9 @@ from jaxmorph import record
 from jaxmorph.config import Config
 from jaxmorph.reporting import StepRecord, open_run_directory
 from jaxmorph.reporting.terminal import PlainReporter
+from jaxmorph.schedule.costs import StageCosts
+from jaxmorph.schedule.schedule import Schedule
+from jaxmorph.schedule.simulator import simulate
 
 STEP = StepRecord(
     step=0, loss=5.0, grad_norm=1.5, step_s=0.4, tokens_per_s=10_240.0, schedule="zb-h2",
@@ -51,3 +54,15 @@ def test_a_profile_is_written_to_the_run_directory(directory):
     books = record.RunRecord(Config(), directory, PlainReporter(io.StringIO()))
     books.take({"kind": "profile", "profile": {"costs": {}, "links": {}}})
     assert json.loads((directory.path / "profile.json").read_text()) == {"costs": {}, "links": {}}
+
+
+def test_of_many_traces_the_latest_stay(directory):
+    schedule = Schedule.from_rows("hand", ["F0 B0 W0"])
+    timeline = simulate(schedule, StageCosts.uniform(1, 1.0, 1.0, 1.0)).to_json()
+    config = Config.model_validate({"trace": {"keep": 2}})
+    books = record.RunRecord(config, directory, PlainReporter(io.StringIO()))
+    for step in range(5):
+        timelines = {"planned": timeline, "measured": timeline}
+        books.take({"kind": "timelines", "step": step, "timelines": timelines})
+    names = sorted(path.name for path in (directory.path / "trace").iterdir())
+    assert names == ["step_3.json", "step_4.json"]

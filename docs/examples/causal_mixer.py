@@ -75,11 +75,15 @@ class CausalMixer:
 
     def head(self, params: Params, x: jax.Array, targets: jax.Array) -> jax.Array:
         """Returns the float32 sum of the tokens' losses; targets below 0 are left out."""
-        table = params["output"]["table"].astype(x.dtype)
-        logits = (_normalised(x) @ table.T).astype(jnp.float32) * params["gain"]
+        logits = self.logits(params, x)
         is_target = targets[..., None] == jnp.arange(logits.shape[-1])
         losses = jax.nn.logsumexp(logits, -1) - jnp.where(is_target, logits, 0).sum(-1)
         return jnp.where(targets >= 0, losses, 0).sum()
+
+    def logits(self, params: Params, x: jax.Array) -> jax.Array:
+        """Returns float32 scores of each next token [microbatch, sequence, vocabulary]."""
+        table = params["output"]["table"].astype(x.dtype)
+        return (_normalised(x) @ table.T).astype(jnp.float32) * params["gain"]
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

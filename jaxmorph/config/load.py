@@ -34,11 +34,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     name = printable(str(path))
     parsed = tuple(Override.parse(text) for text in overrides)
     tree = _with_derived_defaults(apply_overrides(_read_tree(path, name), parsed), Path(path).stem)
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        problems = find_problems(Config, error, tree)
-        raise Origin(name, parsed).error(problems) from error
+    return _checked(tree, Origin(name, parsed))
+
+
+def check_config(tree: Mapping[str, Any], name: str = "config") -> Config:
+    """Checks a configuration that is given as mappings, as `load_config` does one in a file.
+
+    Args:
+        tree: sections of keys and values, as YAML would have them.
+        name: what errors call it.
+
+    Returns:
+        The checked configuration.
+
+    Raises:
+        UserError: naming the key, what was got and what was expected.
+    """
+    return _checked(_with_derived_defaults(tree, Path(Run().dir).name), Origin(name, ()))
 
 
 def dump_config(config: Config) -> str:
@@ -51,6 +63,13 @@ def dump_config(config: Config) -> str:
         The YAML text.
     """
     return format_yaml(config.model_dump(mode="json"))
+
+
+def _checked(tree: Mapping[str, Any], origin: Origin) -> Config:
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise origin.error(find_problems(Config, error, tree)) from error
 
 
 def _read_tree(path: str | Path, name: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from yaml import YAMLError
 
 from jaxmorph.config.sections import LARGEST, Expected, Section
 from jaxmorph.config.yaml_text import format_yaml
@@ -54,7 +55,10 @@ def printable(text: str) -> str:
 
 def show(value: Any) -> str:
     """A value as an error quotes it: on one line, in YAML's words, cut when long."""
-    text = repr(value) if isinstance(value, str) else format_yaml(value, one_line=True)
+    try:
+        text = repr(value) if isinstance(value, str) else format_yaml(value, one_line=True)
+    except YAMLError:  # from Python there may be anything
+        text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 
 

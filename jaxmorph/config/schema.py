@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from jaxmorph.config.checkpoint_section import Checkpoint
 from jaxmorph.config.compare_section import Compare, compare_problems
 from jaxmorph.config.link_problems import (
     emulated_link_problems,
@@ -17,7 +18,9 @@ from jaxmorph.config.sections import (
     Batch,
     Data,
     Emulation,
+    Evaluation,
     Expected,
+    Metrics,
     Model,
     Optimizer,
     Parallelism,
@@ -53,6 +56,9 @@ class Config(BaseModel):
     transport: Transport = Field(default_factory=Transport)
     emulation: Emulation = Field(default_factory=Emulation)
     trace: Trace = Field(default_factory=Trace)
+    evaluation: Evaluation = Field(default_factory=Evaluation)
+    metrics: Metrics = Field(default_factory=Metrics)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     timeouts: Timeouts = Field(default_factory=Timeouts)
     compare: Annotated[Compare | None, Expected("null, or a section with conditions")] = None
 
@@ -83,6 +89,9 @@ def _disagreements(config: Config) -> Iterator[Problem]:
     if config.optimizer.warmup_steps > config.run.steps:
         expected = f"at most run.steps, which is {config.run.steps}"
         yield mismatch("optimizer.warmup_steps", config.optimizer.warmup_steps, expected)
+    if config.evaluation.every_steps is not None and not config.data.held_out_fraction:
+        expected = "a number above 0, as evaluation.every_steps is given: what to evaluate"
+        yield mismatch("data.held_out_fraction", config.data.held_out_fraction, expected)
     yield from _link_problems(config)
     if config.compare is not None:
         yield from compare_problems(config.compare, config.parallelism.stages)

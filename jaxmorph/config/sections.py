@@ -105,7 +105,8 @@ class Model(Section):
 class Data(Section):
     """What the model reads; no path: the sources of Python's standard library.
 
-    No `vocab_size` is the tokenizer's own, or for a token array what its largest id needs.
+    No `vocab_size` is the tokenizer's own, or for a token array what its largest id needs. Of the
+    text's end a fraction is held out: no step trains on it.
     """
 
     path: Annotated[
@@ -117,6 +118,19 @@ class Data(Section):
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     vocab_size: Annotated[Count | None, Expected("null, or a whole number of at least 1")] = None
     sequence_length: Count = 128
+    held_out_fraction: Annotated[
+        float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")
+    ] = 0.0
+
+
+class Evaluation(Section):
+    """After which steps the loss on held-out text is computed, and on how many batches of it.
+
+    Every N-th step and the last one; null: never. A batch is as large as a step's.
+    """
+
+    every_steps: Annotated[Count | None, Expected("null, or a whole number of at least 1")] = None
+    batches: Count = 1
 
 
 class Parallelism(Section):
@@ -305,9 +319,19 @@ class Emulation(Section):
 
 
 class Trace(Section):
-    """Which steps leave a Chrome trace: every N-th and always the last; for 0 only the last."""
+    """Which steps leave a Chrome trace: every N-th and always the last; for 0 only the last.
+
+    Of many the latest `keep` stay.
+    """
 
     every_steps: CountOrZero = 20
+    keep: Count = 50
+
+
+class Metrics(Section):
+    """Where steps are written to, beside `metrics.jsonl`: as events for TensorBoard."""
+
+    tensorboard: Annotated[bool, Expected("true or false")] = False
 
 
 class Timeouts(Section):

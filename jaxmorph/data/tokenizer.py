@@ -1,4 +1,4 @@
-"""Turns documents into token ids: plain bytes, or a Hugging Face `tokenizer.json`."""
+"""Turns documents into token ids and back: plain bytes, or a Hugging Face `tokenizer.json`."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,8 +21,17 @@ class Tokenizer(Protocol):
         """One more than the largest token id."""
         ...
 
+    @property
+    def separator(self) -> int | None:
+        """The id that stands between two documents; None where nothing does."""
+        ...
+
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
         """Encodes UTF-8 documents as one array of ids, with a separator between two."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids below `vocab_size`, without separators."""
         ...
 
 
@@ -30,6 +39,7 @@ class ByteTokenizer:
     """Every byte is a token; byte 0, which no text contains, separates documents."""
 
     vocab_size = 256
+    separator = 0
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
         """Joins the documents.
@@ -41,6 +51,17 @@ class ByteTokenizer:
             uint8 ids, 1-D.
         """
         return np.frombuffer(b"\0".join(documents), np.uint8)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some bytes.
+
+        Args:
+            ids: below 256; separators are left out.
+
+        Returns:
+            The text, with U+FFFD in place of what is no UTF-8.
+        """
+        return bytes(byte for byte in ids if byte).decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
@@ -58,7 +79,8 @@ class FileTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         separators = [vocabulary[name] for name in _SEPARATOR_NAMES if name in vocabulary]
-        self._separator = np.array(separators[:1], self._dtype)
+        self.separator = separators[0] if separators else None
+        self._between = np.array(separators[:1], self._dtype)
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
         """Encodes the documents, without the special tokens a template would add.
@@ -72,6 +94,17 @@ class FileTokenizer:
         pieces = list(self._pieces(documents))
         return np.concatenate(pieces[1:]) if pieces else np.empty(0, self._dtype)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some tokens.
+
+        Args:
+            ids: below `vocab_size`; special tokens, and ids that no token has, are left out.
+
+        Returns:
+            The text, with U+FFFD in place of what is no UTF-8.
+        """
+        return self._tokenizer.decode([int(token) for token in ids])
+
     @property
     def _dtype(self) -> type:
         return np.uint16 if self.vocab_size <= 2**16 else np.uint32
@@ -81,7 +114,7 @@ class FileTokenizer:
         for first in range(0, len(documents), _DOCUMENTS_AT_ONCE):
             texts = [text.decode() for text in documents[first : first + _DOCUMENTS_AT_ONCE]]
             for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-                yield self._separator
+                yield self._between
                 yield np.array(encoding.ids, self._dtype)
 
 

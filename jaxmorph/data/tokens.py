@@ -1,6 +1,6 @@
 """The run's whole text as one array of token ids, whatever it was made from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +51,7 @@ def load_tokens(
     Raises:
         UserError: the path, the tokenizer or the vocabulary cannot be used, in one line.
     """
-    if path is not None and path.endswith(".bin") and not Path(path).is_dir():
+    if path is not None and is_token_array(path):
         ids = _map_token_array(Path(path), token_dtype)
         return Tokens(ids, vocab_size or _smallest_vocabulary(ids, path), path)
     if path is None:
@@ -68,6 +68,30 @@ def load_tokens(
     if not ids.size:
         raise UserError(f"data.path: {source}: the file is empty, expected text")
     return Tokens(ids, vocab_size or encoder.vocab_size, source)
+
+
+def is_token_array(path: str | None) -> bool:
+    """Whether `data.path` names a token array, which is read as it is, without a tokenizer."""
+    return path is not None and path.endswith(".bin") and not Path(path).is_dir()
+
+
+def hold_out(tokens: Tokens, fraction: float) -> tuple[Tokens, Tokens | None]:
+    """Cuts a text in two parts that share no token.
+
+    Args:
+        tokens: the whole text.
+        fraction: how much of it to hold out, from 0 to below 1.
+
+    Returns:
+        What to train on, and the text's last part, which is held out. With 0 nothing is: then the
+        first is the whole text as it was, and the second None.
+    """
+    if not fraction:
+        return tokens, None
+    cut = tokens.ids.size - int(tokens.ids.size * fraction)
+    source = f"the held-out end of {tokens.source}"
+    held_out = replace(tokens, ids=tokens.ids[cut:], source=source)
+    return replace(tokens, ids=tokens.ids[:cut]), held_out
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, source: str) -> None:

@@ -1,6 +1,7 @@
 """What a run leaves behind and what its user sees meanwhile."""
 
-from jaxmorph.reporting.records import Event, RunHeader, RunSummary, StepRecord, summarize
+from jaxmorph.reporting.history import RunHistory
+from jaxmorph.reporting.records import Event, RunHeader, RunSummary, StepRecord
 from jaxmorph.reporting.run_directory import (
     RunDirectory,
     claim_run_directory,
@@ -14,11 +15,11 @@ __all__ = [
     "Reporter",
     "RunDirectory",
     "RunHeader",
+    "RunHistory",
     "RunSummary",
     "StepRecord",
     "claim_run_directory",
     "describe_regime",
     "open_reporter",
     "open_run_directory",
-    "summarize",
 ]

@@ -1,9 +1,8 @@
 """What a run reports: its header, one record a step, its events and its summary."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 
@@ -25,6 +24,7 @@ class RunHeader:
         regime: whether ops are paced, in a few words (`describe_regime`).
         run_directory: where the run writes.
         cut_reason: why the model is cut so; empty where there was nothing to choose.
+        evaluates: whether some steps will have a held-out loss.
     """
 
     model: str
@@ -40,6 +40,7 @@ class RunHeader:
     regime: str
     run_directory: Path
     cut_reason: str = ""
+    evaluates: bool = False
 
     @property
     def tokens_per_step(self) -> int:
@@ -65,6 +66,8 @@ class StepRecord:
         peak_live: most microbatches held at once, for each stage.
         compilations: programs compiled by all ranks together so far.
         planned_bubble_rate: the plan's idle share; for the terminal only.
+        held_out_loss: mean loss of a token of held-out text, with the parameters that the step's
+            update made; None, and no field of the line, after steps that were not evaluated.
     """
 
     step: int
@@ -80,11 +83,16 @@ class StepRecord:
     peak_live: tuple[int, ...]
     compilations: int
     planned_bubble_rate: float | None = field(default=None, metadata={"shown_only": True})
+    held_out_loss: float | None = field(default=None, metadata={"left_out_if_none": True})
 
     def metrics(self) -> dict[str, Any]:
         """The fields of a line of `metrics.jsonl`."""
-        kept = (item.name for item in fields(self) if "shown_only" not in item.metadata)
-        return {name: getattr(self, name) for name in kept}
+        return {
+            item.name: value
+            for item in fields(self)
+            if "shown_only" not in item.metadata
+            and ((value := getattr(self, item.name)) is not None or not item.metadata)
+        }
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,7 @@ class RunSummary:
         run_directory: where the run wrote.
         picture: the picture of planned against measured, if drawn.
         traces: Chrome traces of sampled steps.
+        held_out_losses: the held-out losses of the steps that were evaluated.
     """
 
     losses: tuple[float, ...]
@@ -133,42 +142,4 @@ class RunSummary:
     run_directory: Path
     picture: Path | None = None
     traces: tuple[Path, ...] = ()
-
-
-def summarize(
-    records: Sequence[StepRecord],
-    *,
-    elapsed_s: float,
-    run_directory: Path,
-    picture: Path | None = None,
-    traces: Sequence[Path] = (),
-) -> RunSummary:
-    """Sums a run up from its steps.
-
-    Args:
-        records: every step's, in order, at least one.
-        elapsed_s: from the first step's start to the last one's end, seconds.
-        run_directory: where the run wrote.
-        picture: the picture of planned against measured, if drawn.
-        traces: Chrome traces of sampled steps.
-
-    Returns:
-        The summary, with medians over the steps.
-    """
-    return RunSummary(
-        losses=tuple(record.loss for record in records),
-        elapsed_s=elapsed_s,
-        step_s=median(record.step_s for record in records),
-        predicted_step_s=_median_of_known([record.predicted_step_s for record in records]),
-        bubble_rate=_median_of_known([record.bubble_rate for record in records]),
-        planned_bubble_rate=_median_of_known([record.planned_bubble_rate for record in records]),
-        tokens_per_s=median(record.tokens_per_s for record in records),
-        run_directory=run_directory,
-        picture=picture,
-        traces=tuple(traces),
-    )
-
-
-def _median_of_known(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+    held_out_losses: tuple[float, ...] = ()

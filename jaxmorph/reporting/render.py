@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from jaxmorph.reporting.history import RECENT, RunHistory
 from jaxmorph.reporting.records import Event, RunHeader, RunSummary, StepRecord
 from jaxmorph.reporting.text import (
     describe_routes,
@@ -22,8 +23,7 @@ from jaxmorph.reporting.text import (
     summary_rows,
 )
 
-_ROWS = 10  # steps the live table shows
-_RECENT = 20  # steps the remaining time is judged by
+_ROWS = min(10, RECENT)  # steps the live table shows
 _BAR_WIDTH = 30
 
 
@@ -51,19 +51,24 @@ def summary_panel(summary: RunSummary) -> RenderableType:
     return _panel("done", summary_rows(summary), "green")
 
 
-def live_view(records: Sequence[StepRecord], num_steps: int) -> RenderableType:
+def live_view(history: RunHistory, num_steps: int) -> RenderableType:
     """The run so far: its last steps, the course of the loss and how long it will still take.
 
     Args:
-        records: every step so far.
+        history: every step so far.
         num_steps: steps of the whole run.
 
     Returns:
-        A table above two lines.
+        A table above two lines, three if the run has held-out losses.
     """
-    if not records:
+    if not history:
         return Text("waiting for the first step", style="dim")
-    return Group(step_table(records[-_ROWS:]), _course(records), _progress(records, num_steps))
+    below = Table.grid(padding=(0, 2))
+    below.add_row(*_course("loss", history.losses))
+    if history.held_out_losses:
+        below.add_row(*_course("held out", history.held_out_losses))
+    below.add_row(*_progress(history, num_steps))
+    return Group(step_table(list(history.recent)[-_ROWS:]), below)
 
 
 def step_table(records: Sequence[StepRecord]) -> Table:
@@ -132,23 +137,15 @@ def _share(rate: float | None) -> str:
     return percent(rate).removesuffix(" %")
 
 
-def _course(records: Sequence[StepRecord]) -> Text:
-    losses = [record.loss for record in records]
-    return Text.assemble(
-        ("  loss  ", "dim"),
-        (sparkline(losses, _BAR_WIDTH), "green"),
-        f"  {losses[0]:.4f} → {losses[-1]:.4f}",
-    )
+def _course(label: str, losses: Sequence[float]) -> tuple[RenderableType, ...]:
+    line = Text(sparkline(losses, _BAR_WIDTH), style="green")
+    return Text(f"  {label}", style="dim"), line, Text(f"{losses[0]:.4f} → {losses[-1]:.4f}")
 
 
-def _progress(records: Sequence[StepRecord], num_steps: int) -> RenderableType:
-    left = num_steps - len(records)
-    seconds_left = left * median(record.step_s for record in records[-_RECENT:])
+def _progress(history: RunHistory, num_steps: int) -> tuple[RenderableType, ...]:
+    done = history.recent[-1].step + 1  # a run that was resumed has done more than it has seen
+    left = num_steps - done
+    seconds_left = left * median(record.step_s for record in history.recent)
     remaining = f"{duration(seconds_left)} left" if left > 0 else "finished"
-    line = Table.grid(padding=(0, 2))
-    line.add_row(
-        Text("  step", style="dim"),
-        ProgressBar(total=num_steps, completed=len(records), width=_BAR_WIDTH),
-        Text(f"{len(records)} of {num_steps}, {remaining}"),
-    )
-    return line
+    bar = ProgressBar(total=num_steps, completed=done, width=_BAR_WIDTH)
+    return Text("  step", style="dim"), bar, Text(f"{done} of {num_steps}, {remaining}")

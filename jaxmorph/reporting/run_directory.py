@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import chain, count
 from pathlib import Path
@@ -11,8 +11,14 @@ from typing import Any, Self
 from jaxmorph.config import Config, dump_config
 from jaxmorph.errors import UserError
 from jaxmorph.reporting.records import Event, StepRecord
+from jaxmorph.reporting.tensorboard import TensorBoardEvents, load_writer
 
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
 PROFILE = "profile.json"
+RESUMED = "resumed"
+"""The kind of event that says from which step a run goes on."""
 
 
 class RunDirectory:
@@ -20,12 +26,18 @@ class RunDirectory:
 
     Args:
         path: an existing directory that belongs to this run alone.
+        resumed: whether lines come after those that are there already.
+        tensorboard: where steps are written to besides; closed with the directory.
     """
 
-    def __init__(self, path: Path):
+    def __init__(
+        self, path: Path, *, resumed: bool = False, tensorboard: TensorBoardEvents | None = None
+    ):
         self.path = path
-        self._metrics = (path / "metrics.jsonl").open("x", encoding="utf-8", buffering=1)
-        self._events = (path / "events.jsonl").open("x", encoding="utf-8", buffering=1)
+        mode = "a" if resumed else "x"
+        self._metrics = (path / METRICS).open(mode, encoding="utf-8", buffering=1)
+        self._events = (path / EVENTS).open(mode, encoding="utf-8", buffering=1)
+        self._tensorboard = tensorboard
 
     def write_step(self, record: StepRecord) -> None:
         """Appends a step to `metrics.jsonl`.
@@ -34,6 +46,8 @@ class RunDirectory:
             record: the step; numbers that are not finite are written as null.
         """
         self._metrics.write(_json_line(record.metrics()))
+        if self._tensorboard is not None:
+            self._tensorboard.write_step(record)
 
     def write_event(self, event: Event) -> None:
         """Appends an event to `events.jsonl`.
@@ -49,9 +63,7 @@ class RunDirectory:
         Args:
             profile: a `Profile` as JSON.
         """
-        written = self.path / "profile.json.new"
-        written.write_text(_json_line(profile), encoding="utf-8")
-        written.replace(self.path / PROFILE)  # at once: a reader never sees half of it
+        _replace(self.path / PROFILE, _json_line(profile))
 
     def trace_path(self, step: int) -> Path:
         """The file for a step's Chrome trace, in a directory that exists.
@@ -70,6 +82,8 @@ class RunDirectory:
         """Closes the files; safe to call twice."""
         self._metrics.close()
         self._events.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
     def __enter__(self) -> Self:
         return self
@@ -88,13 +102,64 @@ def open_run_directory(config: Config) -> RunDirectory:
         The open directory, whose `path` is the one chosen (see `claim_run_directory`).
 
     Raises:
-        UserError: no directory can be made there.
+        UserError: no directory can be made there, or what writes for TensorBoard is missing.
     """
+    if config.metrics.tensorboard:
+        load_writer()  # before anything is written
     path = claim_run_directory(config)
     try:
-        return RunDirectory(path)
+        return RunDirectory(path, tensorboard=_tensorboard(config, path))
     except OSError as error:
         raise _cannot_write(config, error) from error
+
+
+def reopen_run_directory(path: Path, config: Config, step: int) -> RunDirectory:
+    """Opens the directory of a run that goes on, as if it had ended after so many steps.
+
+    What metrics and events say of later steps is taken out, since these steps will be done again,
+    and so is a last line that is there but in part. Events of kind `resumed` stay.
+
+    Args:
+        path: the run's directory.
+        config: the run's, which takes the place of the one that is there.
+        step: how many steps have been done.
+
+    Returns:
+        The open directory.
+
+    Raises:
+        UserError: it can't be written to.
+    """
+    try:
+        _keep_lines(path / METRICS, lambda line: line["step"] < step)
+        _keep_lines(path / EVENTS, lambda line: line["step"] < step or line["kind"] == RESUMED)
+        _replace(path / CONFIG, dump_config(config))
+        return RunDirectory(path, resumed=True, tensorboard=_tensorboard(config, path, step))
+    except OSError as error:
+        raise UserError(f"--resume: {path}: cannot write: {error.strerror}") from error
+
+
+def _tensorboard(config: Config, path: Path, first_step: int = 0) -> TensorBoardEvents | None:
+    return TensorBoardEvents(path, first_step) if config.metrics.tensorboard else None
+
+
+def _keep_lines(path: Path, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+    if path.is_file():
+        with path.open(encoding="utf-8") as file:
+            kept = [line for line in file if _is_whole(line) and wanted(json.loads(line))]
+        _replace(path, "".join(kept))
+
+
+def _is_whole(line: str) -> bool:
+    """Whether a line was written to its end; the last one of a killed run may not have been."""
+    return line.endswith("}\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file in place of another at once: nobody ever sees half of it."""
+    written = path.with_name(f"{path.name}.new")
+    written.write_text(text, encoding="utf-8")
+    written.replace(path)
 
 
 def claim_run_directory(config: Config) -> Path:
@@ -136,7 +201,7 @@ def _claim(path: Path, config_text: str) -> bool:
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
             return False
-        with (path / "config.yaml").open("x", encoding="utf-8") as file:
+        with (path / CONFIG).open("x", encoding="utf-8") as file:
             file.write(config_text)
     except FileExistsError:  # a file in the way, or another run that was faster
         return False

@@ -1,29 +1,30 @@
 """Reports a run while it goes: a live table on a terminal, plain lines anywhere else."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import IO, Protocol
 
 from rich.console import Console
 from rich.live import Live
 
 from jaxmorph.reporting.console import open_console
+from jaxmorph.reporting.history import RunHistory
 from jaxmorph.reporting.records import Event, RunHeader, RunSummary, StepRecord
 from jaxmorph.reporting.render import event_line, header_panel, live_view, summary_panel
 from jaxmorph.reporting.text import (
     describe_routes,
     header_rows,
+    loss_text,
     milliseconds,
     percent,
     summary_rows,
 )
 
 _SECONDS_BETWEEN_FRAMES = 0.2  # drawing costs milliseconds, and must not on every short step
-_PLAIN_COLUMNS = "{:>6}  {:>9}  {:>9}  {:>10}  {:>9}  {:>10}  {:>8}  {:>11}  {}"
-_PLAIN_NAMES = (
-    "step", "loss", "grad_norm", "tokens/s", "step_ms", "planned_ms", "bubble", "plan_bubble",
-    "routes",
-)  # fmt: skip
+_PLAIN_COLUMNS = {  # by name, how wide; the last one is as wide as it is
+    "step": 6, "loss": 9, "held_out": 9, "grad_norm": 9, "tokens/s": 10, "step_ms": 9,
+    "planned_ms": 10, "bubble": 8, "plan_bubble": 11, "routes": 0,
+}  # fmt: skip
 
 
 class Reporter(Protocol):
@@ -74,7 +75,7 @@ class LiveReporter:
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
         self._console = console
         self._clock = clock
-        self._records: list[StepRecord] = []
+        self._history = RunHistory()
         self._num_steps = 0
         self._drawn_at = float("-inf")
         self._live = Live(console=console, auto_refresh=False)
@@ -88,7 +89,7 @@ class LiveReporter:
 
     def step(self, record: StepRecord) -> None:
         """Adds a step, and redraws unless that was done a moment ago."""
-        self._records.append(record)
+        self._history.add(record)
         if self._clock() - self._drawn_at >= _SECONDS_BETWEEN_FRAMES:
             self._draw()
 
@@ -108,7 +109,7 @@ class LiveReporter:
             self._live.stop()
 
     def _draw(self) -> None:
-        self._live.update(live_view(self._records, self._num_steps), refresh=True)
+        self._live.update(live_view(self._history, self._num_steps), refresh=True)
         self._drawn_at = self._clock()
 
 
@@ -122,28 +123,32 @@ class PlainReporter:
     def __init__(self, file: IO[str]):
         self._file = file
         self._has_column_names = False
+        self._columns = dict(_PLAIN_COLUMNS)
 
     def start(self, header: RunHeader) -> None:
         """Writes what is about to run."""
+        if not header.evaluates:
+            del self._columns["held_out"]
         self._write_rows(header_rows(header))
 
     def step(self, record: StepRecord) -> None:
         """Writes a step, the first one below the names of the columns."""
         if not self._has_column_names:
-            self._write(_PLAIN_COLUMNS.format(*_PLAIN_NAMES))
+            self._write_cells({name: name for name in self._columns})
             self._has_column_names = True
-        cells = (
-            record.step,
-            f"{record.loss:.4f}",
-            f"{record.grad_norm:.3f}",
-            f"{record.tokens_per_s:,.0f}",
-            milliseconds(record.step_s),
-            milliseconds(record.predicted_step_s),
-            percent(record.bubble_rate),
-            percent(record.planned_bubble_rate),
-            describe_routes(record.routes),
-        )
-        self._write(_PLAIN_COLUMNS.format(*cells))
+        cells = {
+            "step": str(record.step),
+            "loss": loss_text(record.loss),
+            "held_out": loss_text(record.held_out_loss),
+            "grad_norm": f"{record.grad_norm:.3f}",
+            "tokens/s": f"{record.tokens_per_s:,.0f}",
+            "step_ms": milliseconds(record.step_s),
+            "planned_ms": milliseconds(record.predicted_step_s),
+            "bubble": percent(record.bubble_rate),
+            "plan_bubble": percent(record.planned_bubble_rate),
+            "routes": describe_routes(record.routes),
+        }
+        self._write_cells(cells)
 
     def event(self, event: Event) -> None:
         """Writes an event."""
@@ -159,6 +164,9 @@ class PlainReporter:
     def _write_rows(self, rows: list[tuple[str, str]]) -> None:
         for label, text in rows:
             self._write(f"{label:<9} {text}")
+
+    def _write_cells(self, cells: Mapping[str, str]) -> None:
+        self._write("  ".join(f"{cells[name]:>{width}}" for name, width in self._columns.items()))
 
     def _write(self, line: str) -> None:
         self._file.write(line + "\n")

@@ -54,7 +54,8 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     rows = [
         ("steps", f"{len(losses)} in {duration(summary.elapsed_s)}"),
         ("speed", f"{summary.tokens_per_s:,.0f} tokens/s"),
-        ("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}  {sparkline(losses, 32)}"),
+        ("loss", _course(losses)),
+        *([("held out", _course(summary.held_out_losses))] if summary.held_out_losses else []),
         ("step time", _step_against_plan(summary)),
     ]
     if summary.bubble_rate is not None:
@@ -130,6 +131,11 @@ def sparkline(values: Sequence[float], width: int) -> str:
     )
 
 
+def loss_text(value: float | None) -> str:
+    """A loss to four places; a dash for None."""
+    return _UNKNOWN if value is None else f"{value:.4f}"
+
+
 def short_count(number: int) -> str:
     """A count to two or three digits: `842`, `1.24 M`, `6.7 B`."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
@@ -155,6 +161,10 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _course(losses: Sequence[float]) -> str:
+    return f"{losses[0]:.4f} → {losses[-1]:.4f}  {sparkline(losses, 32)}"
 
 
 def _step_against_plan(summary: RunSummary) -> str:

@@ -85,11 +85,13 @@ class StepInputs:
         tokens: int32 [microbatches, microbatch size, sequence]; only the first stage reads them.
         targets: The same shape; only the last stage reads them. Negative targets don't count.
         loss_weight: The weight of each counted token's loss, e.g. one over their number.
+        first_microbatch: What the program calls the first of them.
     """
 
     tokens: np.ndarray | None
     targets: np.ndarray | None
     loss_weight: float
+    first_microbatch: int = 0
 
 
 @dataclass(frozen=True)
@@ -285,13 +287,13 @@ class Executor:
 
     def _run_forward(self, op: Op, state: _Step) -> Any:
         x = (
-            self._from_host(state.inputs.tokens, op.microbatch)
+            self._from_host(state.inputs.tokens, op, state)
             if state.is_first(op)
             else state.buffer(BufferKind.INPUT, op)
         )
         chunk, weights = self.chunks[op.chunk], state.weights[op.chunk]
         if state.is_last(op):
-            targets = self._from_host(state.inputs.targets, op.microbatch)
+            targets = self._from_host(state.inputs.targets, op, state)
             output, stash = chunk.forward(weights, x, targets)
             state.losses.append(output)
         else:
@@ -333,10 +335,11 @@ class Executor:
             return state.loss_weight
         return state.buffer(BufferKind.OUTPUT_GRADIENT, op)
 
-    def _from_host(self, values: np.ndarray | None, microbatch: int) -> jax.Array:
+    def _from_host(self, values: np.ndarray | None, op: Op, state: _Step) -> jax.Array:
         if values is None:
-            raise ValueError(f"the stage reads microbatch {microbatch} from the host: none given")
-        return jax.device_put(values[microbatch], self.placement)
+            raise ValueError(f"{op} reads its microbatch from the host: none given")
+        at = op.microbatch - state.inputs.first_microbatch
+        return jax.device_put(values[at], self.placement)
 
 
 def _arrival(transfer: Transfer, moved: Moved) -> Stamp:

@@ -33,7 +33,7 @@ def join_run(
     """
     if num_ranks == 1:
         return SoleRank()
-    _limit_collectives(step_timeout_s)
+    limit_collectives(step_timeout_s)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         coordinator,
@@ -43,6 +43,17 @@ def join_run(
         initialization_timeout=max(1, round(start_timeout_s)),
         coordinator_bind_address=coordinator,  # only where ranks are told to look for it
     )
+    return rendezvous_of_joined(start_timeout_s)
+
+
+def rendezvous_of_joined(start_timeout_s: float) -> Rendezvous:
+    """The rendezvous of processes that `jax.distributed` has joined.
+
+    Args:
+        start_timeout_s: As for `join_run`.
+    """
+    if jax.process_count() == 1:
+        return SoleRank()
     return HostRendezvous(
         key_value_store(),
         coordinator_host(),
@@ -74,7 +85,11 @@ def join_as_told(
     )
 
 
-def _limit_collectives(timeout_s: float) -> None:
-    """Give CPU collectives a deadline; without one an unmatched transfer waits for ever."""
+def limit_collectives(timeout_s: float) -> None:
+    """Give CPU collectives a deadline; without one an unmatched transfer waits for ever.
+
+    Args:
+        timeout_s: Seconds. It holds if JAX has computed nothing yet.
+    """
     flag = f"--xla_cpu_collective_timeout_seconds={max(1, round(timeout_s))}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()

@@ -68,6 +68,8 @@ def run_ranks(
     num_ranks: int,
     log_dir: Path,
     on_message: Callable[[Message], None],
+    *,
+    shows_rank_0: bool = False,
 ) -> None:
     """Run one process per rank until all are done.
 
@@ -78,6 +80,7 @@ def run_ranks(
         num_ranks: Number of processes.
         log_dir: Where each rank's output goes, `rank_N.log`.
         on_message: Called with every message a rank sends (`RankProcess.send`).
+        shows_rank_0: Whether rank 0's standard output is this process's, in place of its log.
 
     Raises:
         RankFailedError: If a rank died or raised; all others have been ended.
@@ -90,7 +93,8 @@ def run_ranks(
         ranks: list[_Rank] = []
         stack.callback(_end, ranks)  # also when starting the next one fails
         for number in range(num_ranks):
-            rank = _start(number, num_ranks, coordinator, module, arguments, log_dir)
+            shown = shows_rank_0 and number == 0
+            rank = _start(number, num_ranks, coordinator, module, arguments, log_dir, shown=shown)
             ranks.append(rank)
         _watch(_Watch(ranks, on_message))
 
@@ -115,6 +119,8 @@ def _start(
     module: str,
     arguments: Sequence[str],
     log_dir: Path,
+    *,
+    shown: bool,
 ) -> _Rank:
     messages_read, messages_write = os.pipe()
     lifeline_read, lifeline_write = os.pipe()
@@ -124,8 +130,8 @@ def _start(
         process = subprocess.Popen(
             [sys.executable, "-m", module, *rank.to_command_line(), *arguments],
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
+            stdout=None if shown else log,
+            stderr=log,
             pass_fds=(messages_write, lifeline_read),
             env=_environment(num_ranks),
             start_new_session=True,  # Ctrl-C is for the launcher, which ends the ranks in order

@@ -1,4 +1,4 @@
-"""The optimizer step of one stage: AdamW by Optax, clipped by the norm over all stages."""
+"""The optimizer step of one stage: by Optax, clipped by the norm over all stages."""
 
 import math
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxmorph.runtime.elementwise import require_elementwise
 from jaxmorph.stage.parameters import LeafPath, with_leaf
 
 Tree = Any
@@ -51,6 +52,15 @@ def learning_rate_schedule(settings: OptimizerSettings) -> optax.Schedule:
     )
 
 
+def adamw(settings: OptimizerSettings) -> optax.GradientTransformation:
+    """AdamW as the settings have it."""
+    return optax.chain(
+        optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2, eps=settings.epsilon),
+        optax.add_decayed_weights(settings.weight_decay, mask=is_matrix),
+        optax.scale_by_learning_rate(learning_rate_schedule(settings)),
+    )
+
+
 def clip_scale(norm: float, clip_norm: float | None) -> float:
     """What gradients are multiplied by so that their global norm is at most `clip_norm`."""
     return 1.0 if clip_norm is None or norm <= clip_norm else clip_norm / norm
@@ -60,20 +70,26 @@ class StageOptimizer:
     """The compiled optimizer of one stage; state and parameters stay with the caller.
 
     Args:
-        settings: The optimizer's settings.
+        optimizer: AdamW's settings, or an Optax transformation that updates each number by itself.
         params: The parameters of each of the stage's chunks, float32: a tuple of {"embed",
             "layers", "head"}, layers stacked.
         uncounted: Paths of copies of tied parameters that another copy counts for in the norm.
+
+    Raises:
+        UserError: If the transformation reads whole arrays, of which a stage has but a part.
     """
 
     def __init__(
-        self, settings: OptimizerSettings, params: Tree, uncounted: tuple[LeafPath, ...] = ()
+        self,
+        optimizer: OptimizerSettings | optax.GradientTransformation,
+        params: Tree,
+        uncounted: tuple[LeafPath, ...] = (),
     ) -> None:
-        transformation = optax.chain(
-            optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2, eps=settings.epsilon),
-            optax.add_decayed_weights(settings.weight_decay, mask=_is_matrix),
-            optax.scale_by_learning_rate(learning_rate_schedule(settings)),
-        )
+        if isinstance(optimizer, OptimizerSettings):
+            transformation = adamw(optimizer)
+        else:
+            transformation = optimizer
+            require_elementwise(transformation, params)
 
         def squared_norm(gradients: Tree) -> jax.Array:
             for path in uncounted:
@@ -124,8 +140,15 @@ class StageOptimizer:
         )
 
 
-def _is_matrix(params: Tree) -> Tree:
-    """Which leaves decay: those with two or more axes, not counting the axis of stacked layers."""
+def is_matrix(params: Tree) -> Tree:
+    """Which leaves decay: those with two or more axes, not counting the axis of stacked layers.
+
+    Args:
+        params: A stage's; a mask of Optax's is called with them.
+
+    Returns:
+        The same tree of booleans.
+    """
 
     def decide(path: tuple[Any, ...], leaf: jax.Array) -> bool:
         stacked = path[1].key == LAYERS  # path[0] is the chunk

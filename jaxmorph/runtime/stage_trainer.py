@@ -1,12 +1,13 @@
 """One rank's part of training: its stage's parameters, programs, queue and routes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmorph.program.channels import Channel
@@ -23,6 +24,7 @@ from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.payloads import SlotUse, channel_payloads, slot_use
 from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
 from jaxmorph.runtime.routes import Route
+from jaxmorph.runtime.stage_state import from_parts, stage_parts
 from jaxmorph.runtime.tied import HEAD, TiedGradients
 from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.ops import OpKind
@@ -47,7 +49,7 @@ class StageSettings:
         seed: Where the initial parameters come from; they don't depend on the number of stages.
         stash: Whether F keeps what B needs, or B computes it again.
         kinds: The kinds of op to compile.
-        optimizer: The optimizer's settings.
+        optimizer: AdamW's settings, or an Optax transformation: see `StageOptimizer`.
         pace: How long this stage's ops last, each of one chunk; None: as long as they take.
         transfer_timeout_s: How long a transfer may be waited for.
         num_chunks: How many virtual stages each rank runs: chunk c of rank r is number
@@ -61,7 +63,7 @@ class StageSettings:
     sequence_length: int
     seed: int
     kinds: frozenset[OpKind]
-    optimizer: OptimizerSettings
+    optimizer: OptimizerSettings | optax.GradientTransformation
     stash: Literal["full", "recompute"] = "full"
     pace: Pace | None = None
     transfer_timeout_s: float = 60.0
@@ -216,6 +218,23 @@ class StageTrainer:
         self.params, self._optimizer_state, self._accumulators = self.optimizer.update(
             self.params, self._optimizer_state, self._accumulators, scale
         )
+        self._weights = self._prepare()
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """Each chunk's parameters and optimizer state: see `stage_parts`. An update ends them."""
+        return stage_parts(self.params, self._optimizer_state)
+
+    def restore(self, parts: Sequence[Any]) -> None:
+        """Go on from parameters and optimizer state that were those of `state`.
+
+        Args:
+            parts: Each chunk's, as numpy arrays.
+
+        Raises:
+            UserError: If they are of another model or optimizer.
+        """
+        self.params, self._optimizer_state = from_parts(parts, self.params, self._optimizer_state)
         self._weights = self._prepare()
 
     def discard(self) -> None:

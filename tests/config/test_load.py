@@ -261,6 +261,17 @@ VALUE_ERRORS = {
         "transport.addresses: got [localhost], expected auto, or a list of IP addresses, "
         "one for each of this host's network cards"
     ),
+    "data: {held_out_fraction: 1}": (
+        "data.held_out_fraction: got 1, expected a number from 0 to below 1"
+    ),
+    "evaluation: {every_steps: 5}": (
+        "data.held_out_fraction: got 0.0, "
+        "expected a number above 0, as evaluation.every_steps is given: what to evaluate"
+    ),
+    "evaluation: {every_steps: 0}": (
+        "evaluation.every_steps: got 0, expected null, or a whole number of at least 1"
+    ),
+    "metrics: {tensorboard: 1}": "metrics.tensorboard: got 1, expected true or false",
     "transport: {lanes: 0}": (
         "transport.lanes: got 0, expected auto, or a whole number from 1 to 64"
     ),

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxmorph.data.tokens import load_tokens
+from jaxmorph.data.tokens import Tokens, hold_out, is_token_array, load_tokens
 from jaxmorph.errors import UserError
 
 
@@ -65,3 +65,36 @@ def test_missing_and_empty_files_are_told(tmp_path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(UserError, match=r"^data.path: \S+empty.txt: the file is empty"):
         load_tokens(str(tmp_path / "empty.txt"))
+
+
+def test_what_is_held_out_is_the_end_and_shares_no_token_with_the_rest():
+    tokens = Tokens(np.arange(1003, dtype=np.uint16), 2000, "some text")
+    training, held_out = hold_out(tokens, 0.1)
+    assert held_out is not None
+    assert training.ids.tolist() == list(range(903))
+    assert held_out.ids.tolist() == list(range(903, 1003))
+    assert (training.source, held_out.source) == ("some text", "the held-out end of some text")
+    assert training.vocab_size == held_out.vocab_size == 2000
+    again, _ = hold_out(tokens, 0.1)
+    assert np.array_equal(again.ids, training.ids)
+
+
+def test_with_nothing_held_out_the_text_is_what_it_was():
+    tokens = Tokens(np.arange(9, dtype=np.uint16), 10, "some text")
+    assert hold_out(tokens, 0.0) == (tokens, None)
+    assert hold_out(tokens, 0.0)[0] is tokens
+
+
+def test_holding_out_reads_nothing_of_an_array_on_disk(array_file):
+    tokens = load_tokens(array_file(range(100), "uint16"), vocab_size=100)
+    training, held_out = hold_out(tokens, 0.25)
+    assert held_out is not None
+    assert isinstance(training.ids, np.memmap)
+    assert isinstance(held_out.ids, np.memmap)
+    assert (len(training.ids), len(held_out.ids)) == (75, 25)
+
+
+def test_only_a_file_of_that_name_is_a_token_array(tmp_path):
+    (tmp_path / "folder.bin").mkdir()
+    named = ["tokens.bin", str(tmp_path / "folder.bin"), "text.txt", None]
+    assert [is_token_array(path) for path in named] == [True, False, False, False]

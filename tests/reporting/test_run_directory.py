@@ -7,6 +7,7 @@ import pytest
 from jaxmorph.config import Config, load_config
 from jaxmorph.errors import UserError
 from jaxmorph.reporting import Event, StepRecord, open_run_directory
+from jaxmorph.reporting.run_directory import reopen_run_directory
 
 
 def config_for(path: Path) -> Config:
@@ -84,6 +85,16 @@ def test_a_step_is_one_line_with_exactly_the_metrics(tmp_path):
     ]
 
 
+def test_a_step_that_was_evaluated_has_its_held_out_loss_too(tmp_path):
+    with open_run_directory(config_for(tmp_path / "run")) as directory:
+        directory.write_step(record(held_out_loss=5.75))
+        directory.write_step(record(held_out_loss=float("nan")))
+        found, diverged = lines(directory.path / "metrics.jsonl")
+    assert found["held_out_loss"] == 5.75
+    assert diverged["held_out_loss"] is None
+    assert len(found) == 13
+
+
 def test_numbers_that_are_not_finite_or_not_pythons_are_still_json(tmp_path):
     with open_run_directory(config_for(tmp_path / "run")) as directory:
         directory.write_step(
@@ -120,3 +131,41 @@ def test_a_profile_takes_the_place_of_the_one_before(tmp_path):
         {"links": {"0-1": {"forward_latency_ms": 2.5}}}
     ]
     assert names == ["config.yaml", "events.jsonl", "metrics.jsonl", "profile.json"]
+
+
+def stopped_run(path: Path) -> Config:
+    """A run that was killed in its fourth step, when it had a checkpoint after two."""
+    config = config_for(path)
+    with open_run_directory(config) as directory:
+        for step in range(3):
+            directory.write_step(record(step=step, loss=1.0))
+        directory.write_event(Event(0.0, 0, "plan_adopted"))
+        directory.write_event(Event(0.2, 1, "checkpoint_saved"))
+        directory.write_event(Event(0.3, 2, "update_skipped"))
+        directory.write_event(Event(0.0, 2, "resumed"))
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    return config
+
+
+def test_a_run_that_goes_on_has_each_step_once_and_loses_nothing_else(tmp_path):
+    config = stopped_run(tmp_path / "run")
+    longer = config.model_copy(update={"run": config.run.model_copy(update={"steps": 500})})
+    with reopen_run_directory(tmp_path / "run", longer, 2) as directory:
+        directory.write_step(record(step=2, loss=2.0))
+        directory.write_event(Event(0.1, 2, "resumed"))
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [(line["step"], line["loss"]) for line in metrics] == [(0, 1.0), (1, 1.0), (2, 2.0)]
+    events = lines(tmp_path / "run" / "events.jsonl")
+    assert [(event["kind"], event["time_s"]) for event in events] == [
+        ("plan_adopted", 0.0), ("checkpoint_saved", 0.2), ("resumed", 0.0), ("resumed", 0.1),
+    ]  # fmt: skip
+    assert load_config(tmp_path / "run" / "config.yaml").run.steps == 500
+
+
+def test_a_run_that_cannot_be_written_to_is_told_of(tmp_path):
+    config = stopped_run(tmp_path / "run")
+    (tmp_path / "run" / "events.jsonl").unlink()
+    (tmp_path / "run" / "events.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"^--resume: \S+/run: cannot write: Is a directory"):
+        reopen_run_directory(tmp_path / "run", config, 2)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jaxmorph.reporting import Event, RunHeader, StepRecord, open_reporter, summarize
+from jaxmorph.reporting import Event, RunHeader, RunHistory, StepRecord, open_reporter
 from jaxmorph.reporting.render import header_panel, live_view
 from jaxmorph.reporting.terminal import LiveReporter, PlainReporter
 
@@ -21,7 +21,16 @@ STEP = StepRecord(
     peak_live=(3, 1), compilations=0, planned_bubble_rate=0.11,
 )  # fmt: skip
 STEPS = [replace(STEP, step=step, loss=5.0 - step / 10) for step in range(30)]
-SUMMARY = summarize(STEPS, elapsed_s=12.0, run_directory=Path("runs/demo"))
+
+
+def history_of(*records):
+    history = RunHistory()
+    for record in records:
+        history.add(record)
+    return history
+
+
+SUMMARY = history_of(*STEPS).summary(elapsed_s=12.0, run_directory=Path("runs/demo"))
 
 
 def drawn(renderable, width: int = 80) -> str:
@@ -42,7 +51,7 @@ def test_the_header_says_why_layers_are_cut_as_they_are():
 
 
 def test_the_live_view_shows_the_last_ten_steps_and_the_time_left():
-    text = drawn(live_view(STEPS[:25], 30))
+    text = drawn(live_view(history_of(*STEPS[:25]), 30))
     rows = [line.split() for line in text.splitlines()]
     assert [row[0] for row in rows if row and row[-1] == "direct"] == [*map(str, range(15, 25))]
     assert "24  2.6000      1.500    10,240   400.0 / 390.0  12.5 / 11.0 %  direct" in text
@@ -53,7 +62,7 @@ def test_the_live_view_shows_the_last_ten_steps_and_the_time_left():
 @pytest.mark.parametrize("width", [80, 60, 200])
 def test_routes_give_way_first_on_a_narrow_terminal(width):
     routes = {f"{link}-{link + 1}": "delegated" if link > 4 else "direct" for link in range(8)}
-    text = drawn(live_view([replace(STEP, routes=routes)], 30), width)
+    text = drawn(live_view(history_of(replace(STEP, routes=routes)), 30), width)
     assert max(map(len, text.splitlines())) <= width
     assert ("400.0 / 390.0  12.5 / 11.0 %" in text) == (width >= 80)
     assert ("5-6 delegated, 6-7 delegated, 7-8 delegated, else direct" in text) == (width == 200)
@@ -63,10 +72,39 @@ def test_a_run_without_a_plan_or_a_finite_loss_can_be_shown():
     bare = replace(
         STEP, loss=math.nan, predicted_step_s=None, bubble_rate=None, planned_bubble_rate=None
     )
-    text = drawn(live_view([bare], 1))
+    text = drawn(live_view(history_of(bare), 1))
     assert "nan" in text
     assert "400.0 / -" in text
     assert "finished" in text
+
+
+def test_a_run_that_went_on_from_a_checkpoint_has_done_what_came_before():
+    text = drawn(live_view(history_of(*STEPS[20:25]), 30))
+    assert "25 of 30, 2.0 s left" in text
+
+
+def test_held_out_losses_have_a_course_of_their_own_beside_that_of_the_loss():
+    evaluated = [replace(step, held_out_loss=step.loss + 0.25) for step in STEPS[::5]]
+    text = drawn(live_view(history_of(*evaluated), 30))
+    assert "held out" in text
+    assert "5.2500 → 2.7500" in text
+    assert "held out" not in drawn(live_view(history_of(*STEPS), 30))
+
+
+def test_a_run_that_evaluates_has_a_column_for_it():
+    file = io.StringIO()
+    reporter = PlainReporter(file)
+    reporter.start(replace(HEADER, evaluates=True))
+    reporter.step(replace(STEP, held_out_loss=5.25))
+    reporter.step(STEPS[1])
+    heading, first, second = (line.split() for line in file.getvalue().splitlines()[-3:])
+    assert heading[:4] == ["step", "loss", "held_out", "grad_norm"]
+    assert first[:4] == ["0", "5.0000", "5.2500", "1.500"]
+    assert second[:4] == ["1", "4.9000", "-", "1.500"]
+    reporter.finish(history_of(replace(STEP, held_out_loss=5.25)).summary(
+        elapsed_s=1.0, run_directory=Path("runs/demo")
+    ))  # fmt: skip
+    assert "held out  5.2500 → 5.2500" in file.getvalue()
 
 
 def test_a_pipe_gets_aligned_lines_each_at_once():

@@ -1,15 +1,32 @@
-"""How processes that tests start compile."""
+"""How these tests start ranks that run the modules beside them."""
+
+import os
+from pathlib import Path
 
 import pytest
 
+from jaxmorph.runtime.launcher import run_ranks
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    """Machine code of tiny stages runs a few times: most of its optimisation is not worth it.
+HERE = Path(__file__).parent
 
-    Optimisation of the programs themselves (fusion, loops, buffers) is left as it is. A module
-    whose processes shall compile as users' do has a fixture of this name that does nothing.
-    """
+
+@pytest.fixture(scope="module")
+def ranks_find_modules():
+    """While this lasts, processes that are started can import the modules beside these tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        path = f"{HERE}:{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}"
+        patch.setenv("PYTHONPATH", path)
         yield
+
+
+@pytest.fixture(scope="module")
+def told_by_ranks(ranks_find_modules, tmp_path_factory):
+    """Runs a module as so many ranks and returns all that they told."""
+
+    def told_by_ranks(module, num_ranks):
+        told = []
+        run_ranks(module, [], num_ranks, tmp_path_factory.mktemp("logs"), told.append)
+        assert {message["rank"] for message in told} == set(range(num_ranks))
+        return told
+
+    return told_by_ranks

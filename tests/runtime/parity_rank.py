@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from one_device import untie
 from told_reference import ToldReference, norm
 
 from jaxmorph.program.check import check
+from jaxmorph.program.forward_only import forward_only
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.runtime.compilations import CompilationCounter
@@ -121,13 +123,14 @@ class Parity:
         counts = [self.model.num_layers - others, *[1] * others]
         return cut_layers(self.model.num_layers, self.num_ranks, counts, num_chunks)
 
-    def program(self, schedule_name, num_microbatches, routes=None):
+    def program(self, schedule_name, num_microbatches, routes=None, narrowed=lambda whole: whole):
         costs, links, limits = self._problem(schedule_name)
         schedule = plan(
             costs, links, limits, num_microbatches, schedule_name, num_chunks=self.num_chunks
         ).schedule
         planned = simulate(schedule, costs, links)
         programs = lower(schedule, planned, routes, num_tied=len(self.model.tied))
+        programs = [narrowed(program) for program in programs]
         check(programs)
         if routes:
             self.trainer.make_room(slots_needed(programs))
@@ -267,6 +270,33 @@ def check_routes(parity, schedules, compilations):
     parity.tell("route changes", compiled=compilations.count - before, counts=counts)
 
 
+def check_forwards_alone(parity, schedules, compilations):
+    """The loss of a step's forwards is the step's, bit by bit; no gradient comes of them."""
+    tokens, targets = batch(8, 17)
+    weight, first = 1.0 / np.count_nonzero(targets >= 0), len(tokens)
+    everywhere = [dict.fromkeys(parity.links, "delegated")] if parity.num_ranks > 1 else []
+    for schedule_name, routes in itertools.product(schedules, [None, *everywhere]):
+        step = parity.run(schedule_name, tokens, targets, routes=routes)
+        parity.trainer.discard()
+        before = compilations.count
+        narrowed = partial(forward_only, first_microbatch=first)
+        program = parity.program(schedule_name, first, routes, narrowed)
+        inputs = StepInputs(tokens, targets, weight, first_microbatch=first)
+        outcome = parity.trainer.run(program, inputs, 0)
+        compiled = compilations.count - before
+        gradients = jax.tree.leaves(parity.trainer.gradients)
+        told = total(parity.rendezvous.exchange(*rank_report(outcome, 0.0, time.monotonic(), 0)))
+        loss, _ = parity.reference.initial_loss_and_gradients(tokens, targets)
+        parity.tell(
+            "forwards alone",
+            schedule=schedule_name,
+            compiled=compiled,
+            same=told.loss == step.loss,
+            loss_error=abs(told.loss / loss - 1),
+            zero=not any(np.any(leaf) for leaf in gradients),
+        )
+
+
 def mixed_routes(links):
     """Each second link delegated, and the others; of two ranks' one link, none."""
     ordered = sorted(links)
@@ -309,6 +339,7 @@ def main(arguments, link, rest):
         check_all_schedules(parity, compilations)
         check_ignored_microbatch(parity)
         check_bitwise_equal(parity)
+        check_forwards_alone(parity, ("1f1b", "zb-h2"), compilations)
         if rendezvous.num_ranks > 1:
             check_routes(parity, ("zb-h1", "1f1b", "adaptive"), compilations)
         expected = parity.reference.steps(OPTIMIZER, CLIP_NORM, TRAINED_ON)
@@ -325,6 +356,7 @@ def main(arguments, link, rest):
             delegated=True,
         )
         expected = parity.reference.steps(CHUNKED_OPTIMIZER, CLIP_NORM, TRAINED_ON)
+        check_forwards_alone(chunks, ("interleaved",), compilations)
         check_chunks(chunks, expected)
         if rendezvous.num_ranks > 1:
             check_routes(chunks, ("interleaved",), compilations)

@@ -1,14 +1,9 @@
 """Two ranks over one direct link that is slow, narrow, unsteady or cut: what their queues show."""
 
-import os
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-from jaxmorph.runtime.launcher import run_ranks
-
-HERE = Path(__file__).parent
 NUM_BYTES, OP_S = 4000, 0.005  # as in slow_link_rank
 MICROSECOND = 1.1e-6  # times go to the peer in whole ones
 
@@ -16,13 +11,8 @@ pytestmark = pytest.mark.multiprocess
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        path = f"{HERE}:{HERE.parent.parent}:{os.environ.get('PYTHONPATH', '')}"
-        patch.setenv("PYTHONPATH", path)
-        run_ranks("slow_link_rank", [], 2, tmp_path_factory.mktemp("logs"), found.append)
-    return found
+def told(told_by_ranks):
+    return told_by_ranks("slow_link_rank", 2)
 
 
 def of_both_ranks(told, test):

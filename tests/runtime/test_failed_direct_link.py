@@ -1,26 +1,15 @@
 """A direct link that fails: what is known of its messages, and how it begins again."""
 
-import os
-from pathlib import Path
-
 import pytest
 
-from jaxmorph.runtime.launcher import run_ranks
-
-HERE = Path(__file__).parent
 MESSAGE_BYTES = 8 * 16 * 4
 
 pytestmark = pytest.mark.multiprocess
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        path = f"{HERE}:{HERE.parent.parent}:{os.environ.get('PYTHONPATH', '')}"
-        patch.setenv("PYTHONPATH", path)
-        run_ranks("failed_link_rank", [], 2, tmp_path_factory.mktemp("logs"), found.append)
-    return sorted(found, key=lambda message: message["rank"])
+def told(told_by_ranks):
+    return sorted(told_by_ranks("failed_link_rank", 2), key=lambda message: message["rank"])
 
 
 def test_a_transfer_whose_peer_does_not_come_fails_and_closes_both_directions(told):

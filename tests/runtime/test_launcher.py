@@ -1,6 +1,5 @@
 """Whatever happens to a rank, the run ends soon, says why, and leaves no process behind."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -15,13 +14,7 @@ import pytest
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.launcher import RankFailedError, reserved_port, run_ranks
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
-
-
-@pytest.fixture(autouse=True)
-def ranks_find_their_module(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{ROOT}:{os.environ.get('PYTHONPATH', '')}")
+pytestmark = pytest.mark.usefixtures("ranks_find_modules")
 
 
 def launch(behaviour, tmp_path, guilty=1, num_ranks=3):

@@ -1,16 +1,10 @@
 """A second model through two processes gives one device's loss, gradients and parameters too."""
 
-import os
-from pathlib import Path
-
 import pytest
-
-from jaxmorph.runtime.launcher import run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
 SINGLE = 1e-5  # relative, float32
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -19,15 +13,9 @@ def compile_quickly():
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(told_by_ranks):
     """What both ranks told."""
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        path = f"{HERE}:{HERE.parent.parent}:{os.environ.get('PYTHONPATH', '')}"
-        patch.setenv("PYTHONPATH", path)
-        run_ranks("llama_rank", [], 2, tmp_path_factory.mktemp("logs"), found.append)
-    assert {result["rank"] for result in found} == {0, 1}
-    return found
+    return told_by_ranks("llama_rank", 2)
 
 
 def only(results, test, **case):

@@ -4,34 +4,24 @@ One launch per number of stages runs all schedules, microbatch counts and both t
 compiled programs throughout.
 """
 
-import os
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from jaxmorph.runtime.launcher import run_ranks
-
 SINGLE, HALF = 1e-5, 3e-2  # relative, for float32 and bfloat16 compute
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory):
+def launch(told_by_ranks):
     """What the ranks of a launch with so many stages told; each number is launched once."""
 
     @cache
     def launched(num_stages):
-        found = []
         with pytest.MonkeyPatch.context() as patch:
-            path = f"{HERE}:{HERE.parent.parent}:{os.environ.get('PYTHONPATH', '')}"
-            patch.setenv("PYTHONPATH", path)
             if num_stages == 2:  # these are compiled as users' stages are
                 patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
-            logs = tmp_path_factory.mktemp("logs")
-            run_ranks("parity_rank", [], num_stages, logs, found.append)
-        assert {result["rank"] for result in found} == set(range(num_stages))
-        return found
+                patch.delenv("XLA_FLAGS", raising=False)
+            return told_by_ranks("parity_rank", num_stages)
 
     return launched
 
@@ -101,6 +91,16 @@ def test_a_microbatch_without_targets_contributes_nothing_and_the_others_stay(re
 @pytest.mark.parametrize("tied", [True, False])
 def test_schedules_that_split_the_backward_agree_bitwise(results, tied):
     assert all(result["same"] for result in only(results, "bitwise", tied=tied))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2", "interleaved"])
+def test_forwards_alone_give_the_steps_loss_and_nothing_else(results, schedule):
+    told = only(results, "forwards alone", schedule=schedule)
+    assert all(result["same"] for result in told)
+    assert all(result["zero"] for result in told)
+    assert all(result["loss_error"] <= SINGLE for result in told)
+    assert {result["compiled"] for result in told} == {0}
 
 
 @pytest.mark.multiprocess

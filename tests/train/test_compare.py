@@ -9,10 +9,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from in_this_process import ROOT, jaxmorph
 
 from jaxmorph.schedule.timeline import Timeline
 
-ROOT = Path(__file__).parent.parent.parent
 JAXMORPH = (sys.executable, "-m", "jaxmorph")
 LIMIT_S = 200
 CONFIG = """
@@ -43,10 +43,7 @@ def compare(folder, *overrides):
     """A finished comparison of CONFIG in a folder of its own; its output and where it wrote."""
     path = folder / "few.yaml"
     path.write_text(CONFIG)
-    done = subprocess.run(
-        [*JAXMORPH, "compare", str(path), f"run.dir={folder / 'out'}", *overrides],
-        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
+    done = jaxmorph("compare", path, f"run.dir={folder / 'out'}", *overrides)
     return done, folder / "out"
 
 
@@ -163,8 +160,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path, override, line):
 
 
 def test_help_says_what_it_takes():
-    done = subprocess.run(
-        [*JAXMORPH, "compare", "--help"], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    done = jaxmorph("compare", "--help")
+    assert done.returncode == 0
     assert "Run systems under conditions of links" in done.stdout
     assert "section.key=value" in done.stdout

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from in_this_process import ROOT, jaxmorph
 
 from jaxmorph.schedule.bubbles import idle_shares
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import Timeline, TransferSpan
 
-ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 150
 CONFIG = """
 run: {steps: 14, seed: 5}
@@ -34,18 +34,39 @@ PACED = "emulation.accelerator={forward_ms: 12, backward_input_ms: 12, backward_
 pytestmark = pytest.mark.multiprocess
 
 
-class Training:
-    """A run of CONFIG in a folder of its own."""
+class Written:
+    """What a run has written."""
+
+    def __init__(self, out):
+        self.out = out
+
+    def lines(self, name):
+        path = self.out / name
+        if not path.exists():
+            return []
+        text = path.read_text()
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def losses(self):
+        return [(line["loss"], line["grad_norm"]) for line in self.lines("metrics.jsonl")]
+
+
+def arguments_of(folder, *overrides):
+    """Those of a run of CONFIG in a folder of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "run.yaml"
+    path.write_text(CONFIG)
+    return ["train", str(path), f"run.dir={folder / 'out'}", *overrides]
+
+
+class Training(Written):
+    """A run of CONFIG that goes on while its test looks on."""
 
     def __init__(self, folder, *overrides):
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "run.yaml"
-        path.write_text(CONFIG)
-        self.out = folder / "out"
+        super().__init__(folder / "out")
         self.sidecars = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jaxmorph", "train", str(path), f"run.dir={self.out}",
-             *overrides],
+            [sys.executable, "-m", "jaxmorph", *arguments_of(folder, *overrides)],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         self._watchdog = threading.Timer(LIMIT_S, self.process.kill)
@@ -63,16 +84,6 @@ class Training:
             if self.process.poll() is not None:
                 pytest.fail(f"it has ended: {self.finish()}")
             time.sleep(0.01)
-
-    def lines(self, name):
-        path = self.out / name
-        if not path.exists():
-            return []
-        text = path.read_text()
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-    def losses(self):
-        return [(line["loss"], line["grad_norm"]) for line in self.lines("metrics.jsonl")]
 
     def processes(self):
         """The ranks' process ids, and their sidecars'."""
@@ -115,7 +126,10 @@ def direct(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def delegated(tmp_path_factory):
-    return finished(Training(tmp_path_factory.mktemp("delegated"), "routes.default=delegated"))
+    folder = tmp_path_factory.mktemp("delegated")
+    done = jaxmorph(*arguments_of(folder, "routes.default=delegated"))
+    assert done.returncode == 0, done.stderr
+    return Written(folder / "out")
 
 
 def finished(training):

@@ -1,14 +1,10 @@
 """`jaxmorph train` with links that are made slow: what its steps show, and what they must not."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from in_this_process import jaxmorph
 
-ROOT = Path(__file__).parent.parent.parent
-LIMIT_S = 150
 NUM_MICROBATCHES, LATENCY_MS, FIRST_SLOW = 4, 60.0, 4
 CONFIG = f"""
 run: {{steps: 6, seed: 5}}
@@ -32,10 +28,8 @@ def train(folder, *overrides):
     path = folder / "run.yaml"
     path.write_text(CONFIG)
     out = folder / "out"
-    subprocess.run(
-        [sys.executable, "-m", "jaxmorph", "train", str(path), f"run.dir={out}", *overrides],
-        cwd=ROOT, capture_output=True, check=True, timeout=LIMIT_S,
-    )  # fmt: skip
+    done = jaxmorph("train", path, f"run.dir={out}", *overrides)
+    assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -10,12 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+from in_this_process import ROOT, jaxmorph
+from stopped_run import SAVES, require_same_bits, stop_after_seven
 
+from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.config import load_config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.schedule.costs import Link
 
-ROOT = Path(__file__).parent.parent.parent
 JAXMORPH = (sys.executable, "-m", "jaxmorph")
 LIMIT_S = 150
 CONFIG = """
@@ -27,6 +29,7 @@ batch: {microbatches: 8, microbatch_size: 2}
 schedule: {name: zb-h2}
 optimizer: {learning_rate: 1e-3}
 trace: {every_steps: 10}
+checkpoint: {every_steps: 0}
 """
 METRICS = {
     "step", "loss", "grad_norm", "step_s", "tokens_per_s", "schedule", "warmup_forwards", "routes",
@@ -36,14 +39,16 @@ METRICS = {
 pytestmark = pytest.mark.multiprocess
 
 
-def train(folder, *arguments, check=True):
-    """A finished run of CONFIG in a folder of its own; its output and where it wrote."""
+def arguments_of(folder, *overrides):
+    """Those of a run of CONFIG in a folder of its own."""
     path = folder / "run.yaml"
     path.write_text(CONFIG)
-    done = subprocess.run(
-        [*JAXMORPH, "train", str(path), f"run.dir={folder / 'out'}", *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
+    return ["train", str(path), f"run.dir={folder / 'out'}", *overrides]
+
+
+def train(folder, *overrides, check=True):
+    """A finished run of CONFIG in a folder of its own; its output and where it wrote."""
+    done = jaxmorph(*arguments_of(folder, *overrides))
     if check:
         assert done.returncode == 0, done.stderr
     return done, folder / "out"
@@ -55,7 +60,14 @@ def read_lines(path):
 
 @pytest.fixture(scope="module")
 def four_stages(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("four"))
+    """CONFIG as a user runs it, by a command of its own."""
+    folder = tmp_path_factory.mktemp("four")
+    done = subprocess.run(
+        [*JAXMORPH, *arguments_of(folder, SAVES)],
+        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done, folder / "out"
 
 
 def test_a_step_a_line_with_the_contracts_fields(four_stages):
@@ -146,27 +158,45 @@ def test_a_costly_head_gets_fewer_layers_beside_it_and_the_losses_stay(tmp_path)
     assert "layers_cut" not in (even / "events.jsonl").read_text()
 
 
-def test_a_config_run_twice_gives_the_same_bits_under_any_split_schedule(four_stages, tmp_path):
-    _, out = four_stages
-    _, again = train(tmp_path, "schedule.name=adaptive")
-    first, second = (read_lines(path / "metrics.jsonl") for path in (out, again))
-    assert [(m["loss"], m["grad_norm"]) for m in first] == [
-        (m["loss"], m["grad_norm"]) for m in second
-    ]
-
-
-def test_a_cap_in_bytes_holds_by_what_the_compiled_stages_keep(four_stages, tmp_path):
+@pytest.fixture(scope="module")
+def under_a_cap(four_stages, tmp_path_factory):
+    """CONFIG again, with a planned schedule that may hold three microbatches on each stage."""
     _, out = four_stages
     stash = Profile.from_json(json.loads((out / "profile.json").read_text())).stash_bytes
     assert stash is not None
     caps = [3 * size for size in stash.after_forward]
     assert min(caps) > 0
-    capped = ("schedule.name=adaptive", "run.steps=2")
-    _, less = train(tmp_path, *capped, f"schedule.max_stash_bytes={caps}")
+    capped = ("schedule.name=adaptive", f"schedule.max_stash_bytes={caps}")
+    return train(tmp_path_factory.mktemp("capped"), *capped)
+
+
+def test_a_config_run_twice_gives_the_same_bits_under_any_split_schedule(four_stages, under_a_cap):
+    (_, out), (_, again) = four_stages, under_a_cap
+    first, second = (read_lines(path / "metrics.jsonl") for path in (out, again))
+    assert {line["schedule"] for line in first} != {line["schedule"] for line in second}
+    assert [(m["loss"], m["grad_norm"]) for m in first] == [
+        (m["loss"], m["grad_norm"]) for m in second
+    ]
+
+
+def test_a_run_that_stopped_goes_on_to_the_same_bits(four_stages, tmp_path):
+    _, whole = four_stages
+    stopped = tmp_path / "stopped"
+    stop_after_seven(whole, stopped)
+    done = jaxmorph("train", "--resume", stopped)
+    assert done.returncode == 0, done.stderr
+    require_same_bits(whole, stopped)
+
+
+def test_a_cap_in_bytes_holds_by_what_the_compiled_stages_keep(four_stages, under_a_cap):
+    (_, out), (_, less) = four_stages, under_a_cap
     assert max(read_lines(out / "metrics.jsonl")[-1]["peak_live"]) == 7
     assert max(read_lines(less / "metrics.jsonl")[-1]["peak_live"]) <= 3
+
+
+def test_a_cap_in_bytes_that_is_too_low_is_a_users_mistake(tmp_path):
     too_low = ("schedule.max_stash_bytes=1000", "parallelism.stages=2")
-    done, _ = train(tmp_path, *capped, *too_low, check=False)
+    done, _ = train(tmp_path, "schedule.name=adaptive", *too_low, check=False)
     assert done.returncode == 2
     assert "schedule.max_stash_bytes[0]: got 1,000 bytes, expected at least" in done.stderr
 
@@ -212,13 +242,10 @@ def test_a_mistake_that_shows_elsewhere_names_the_file_and_that_key(tmp_path, ov
     assert done.stderr.count("\n") == 1
 
 
-def start_training(folder, *arguments):
+def start_training(folder, *overrides):
     """A long run, once its first step is written; its process ids, launcher first."""
-    path = folder / "run.yaml"
-    path.write_text(CONFIG)
     run = subprocess.Popen(
-        [*JAXMORPH, "train", str(path), f"run.dir={folder / 'out'}", "run.steps=100000",
-         *arguments],
+        [*JAXMORPH, *arguments_of(folder, "run.steps=100000", *overrides)],
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         # A shell's background job ignores Ctrl-C, and its children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -278,15 +305,14 @@ def test_ctrl_c_ends_everything(tmp_path):
 
 def as_tasks_of_open_mpi(folder, num_tasks):
     """The run's own command, once per task, with the environment that mpirun gives each."""
-    path = folder / "run.yaml"
-    path.write_text(CONFIG)
+    two_stages = ("run.steps=3", "parallelism={stages: 2, layers: even}")
+    saves = "checkpoint.every_steps=null"
+    command = [*JAXMORPH, *arguments_of(folder, *two_stages, saves)]
     # Open MPI's job ids are multiples of 4096; the port of the coordinator is derived from it.
     job = os.getpid() << 12
     tasks = [
         subprocess.Popen(
-            [*JAXMORPH, "train", str(path), f"run.dir={folder / 'out'}", "run.steps=3",
-             "parallelism={stages: 2, layers: even}"],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=os.environ | {
                 "OMPI_MCA_orte_hnp_uri": f"{job}.0;tcp://127.0.0.1:1",
                 "OMPI_COMM_WORLD_SIZE": str(num_tasks),
@@ -311,6 +337,9 @@ def test_tasks_of_a_cluster_job_are_ranks_of_one_run(tmp_path):
     assert "2, layers 2 2" in out
     assert "layers" not in silent
     assert len(read_lines(tmp_path / "out" / "metrics.jsonl")) == 3
+    saved = CheckpointFolder(tmp_path / "out" / "checkpoints")
+    assert saved.steps() == (3,)
+    assert saved.manifest(3).layers == (range(2), range(2, 4))
 
 
 def test_a_job_of_another_size_is_refused(tmp_path):

@@ -3,17 +3,16 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from in_this_process import ROOT, jaxmorph
 
 from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.stage.stored_weights import write_model
 from models.gpt2 import build
 
-ROOT = Path(__file__).parents[2]
 SIZES: dict[str, Any] = {"width": 32, "num_layers": 4, "num_heads": 2}
 SEED, OTHER_SEED = 3, 9
 
@@ -29,19 +28,18 @@ def stored(folder, seed):
     return folder
 
 
-def train(directory, *overrides):
+def arguments_of(directory, *overrides):
     options = [f"model.{name}={value}" for name, value in SIZES.items()]
-    return subprocess.run(
-        [sys.executable, "-m", "jaxmorph", "train", "configs/demo.yaml", *options,
-         f"run.dir={directory}", f"run.seed={SEED}", "run.steps=2", "parallelism.stages=2",
-         "data.sequence_length=16", "batch.microbatches=2", "batch.microbatch_size=1",
-         "emulation.accelerator=null", *overrides],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    return [
+        "train", "configs/demo.yaml", *options,
+        f"run.dir={directory}", f"run.seed={SEED}", "run.steps=2", "parallelism.stages=2",
+        "data.sequence_length=16", "batch.microbatches=2", "batch.microbatch_size=1",
+        "emulation.accelerator=null", *overrides,
+    ]  # fmt: skip
 
 
 def losses(directory, *overrides):
-    done = train(directory, *overrides)
+    done = jaxmorph(*arguments_of(directory, *overrides))
     assert done.returncode == 0, done.stderr
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
@@ -56,7 +54,11 @@ def test_a_run_starts_from_stored_weights_whatever_its_stages(tmp_path):
 
 
 def test_missing_weights_are_one_line(tmp_path):
-    done = train(tmp_path / "out", "model.weights=nowhere")
+    command = [sys.executable, "-m", "jaxmorph"]
+    done = subprocess.run(
+        [*command, *arguments_of(tmp_path / "out", "model.weights=nowhere")],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "nowhere" in line

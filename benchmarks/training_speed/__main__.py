@@ -1,0 +1,128 @@
+"""Runs the contenders in turns: `python -m benchmarks.training_speed [--json FILE]`."""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.training_speed.contenders import OF_JAX, OF_TORCH, Contender, commands
+from benchmarks.training_speed.results import HEADER, bars, in_json, speeds
+from benchmarks.training_speed.turns import ROOT, ContenderError, Running, Turn, running
+from benchmarks.training_speed.worker import WorkerOptions
+from benchmarks.training_speed.workload import Workload, write_batches
+
+_NUM_CORES = 2
+
+
+def main() -> int:
+    """Print the table and a line per bar; 1 if one is missed or a contender failed."""
+    options = _parse()
+    workload = Workload(width=options.width, num_layers=options.layers)
+    torch_python = options.torch_python or _python_with_torch()
+    contenders = [*OF_JAX, *(OF_TORCH if torch_python else ())]
+    print(f"{workload}; load average before: {os.getloadavg()[0]:.2f}", flush=True)
+    if not torch_python:
+        print("torch is not installed, so it takes no part (or: --torch-python PATH)", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        turns, failed = measure(workload, contenders, options, Path(folder), torch_python)
+    ran = [each for each in contenders if each.name in turns]
+    rows = speeds(ran, turns, options.steps * workload.tokens_per_step)
+    kept = [*bars(ran, turns)]
+    print(HEADER, *rows, "", *kept, sep="\n")
+    if options.json:
+        options.json.write_text(json.dumps(in_json(rows, kept), indent=1))
+    return int(failed or not all(bar.holds for bar in kept))
+
+
+def measure(
+    workload: Workload,
+    contenders: Sequence[Contender],
+    options: argparse.Namespace,
+    folder: Path,
+    torch_python: str,
+) -> tuple[dict[str, list[Turn]], bool]:
+    """Let all contenders take their turns.
+
+    Args:
+        workload: What they train.
+        contenders: Who takes part.
+        options: How many rounds of how many steps.
+        folder: For what they need and write.
+        torch_python: The Python that has torch.
+
+    Returns:
+        (the turns of each that ran, but for those of a first round; whether one failed).
+    """
+    batches, params = folder / "batches.npy", folder / "params.npz"
+    write_batches(batches, workload, (options.rounds + 1) * options.steps)
+    module = "benchmarks.training_speed.write_params"
+    make_params = [sys.executable, "-m", module, str(params), workload.to_text()]
+    subprocess.run(make_params, cwd=ROOT, check=True)
+    cores = sorted(os.sched_getaffinity(0))[:_NUM_CORES]
+    with ExitStack() as stack:
+        ready: dict[str, Running] = {}
+        for number, contender in enumerate(contenders):
+            address = folder / f"{number}"
+            told = WorkerOptions(
+                address=str(address),
+                workload=workload,
+                batches=batches,
+                cores=tuple(cores),
+                variant="",
+                params=params,
+                rank=0,
+                num_ranks=1,
+                meeting=folder / f"{number}.meeting",
+            )
+            start = commands(contender, told, folder / f"{number}.logs", torch_python)
+            try:
+                ready[contender.name] = stack.enter_context(
+                    running(start, contender.num_ranks, folder, address)
+                )
+            except ContenderError as error:
+                print(f"{contender.name}: FAILED: {error}", flush=True)
+        rounds = [_round(ready, options.steps) for _ in range(options.rounds + 1)][1:]
+    turns = {name: [turn[name] for turn in rounds] for name in ready}
+    return turns, len(turns) < len(contenders)
+
+
+def _round(ready: dict[str, Running], steps: int) -> dict[str, Turn]:
+    """A turn of each; who fails takes no further part."""
+    turns: dict[str, Turn] = {}
+    for name in [*ready]:
+        try:
+            turns[name] = ready[name].take_turn(steps)
+        except ContenderError as error:
+            print(f"{name}: FAILED: {error}", flush=True)
+            del ready[name]
+    return turns
+
+
+def _python_with_torch() -> str:
+    return sys.executable if importlib.util.find_spec("torch") else ""
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training_speed")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--torch-python", default="", help="a Python that has torch and numpy")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=2, help="of each contender in a round")
+    parser.add_argument("--width", type=int, default=Workload.width)
+    parser.add_argument("--layers", type=int, default=Workload.num_layers)
+    options = parser.parse_args()
+    if not hasattr(os, "sched_getaffinity"):
+        parser.error("got no means to confine a process to a core, expected Linux")
+    if len(os.sched_getaffinity(0)) < _NUM_CORES:
+        parser.error(f"got one core, expected {_NUM_CORES}: a process of a pipeline has its own")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Who takes part, and how each is started."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.training_speed.worker import WorkerOptions
+
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What is measured.
+
+    Attributes:
+        name: In the table.
+        worker: The module of its processes; for jaxmorph the script.
+        variant: What the worker is told.
+        num_ranks: Its processes.
+        num_cores: Of all of them together.
+        alone: The name of the one-process run on one core that it is held against.
+    """
+
+    name: str
+    worker: str
+    variant: str
+    num_ranks: int
+    num_cores: int
+    alone: str = ""
+
+
+PLAIN, PLAIN_TWO = "plain JAX", "plain JAX, two cores"
+STAGE, STAGE_TWO = "jaxmorph, 1 stage", "jaxmorph, 1 stage, two cores"
+STAGES_1F1B, STAGES_ZB = "jaxmorph, 1f1b", "jaxmorph, zb-h2"
+TORCH, TORCH_1F1B, TORCH_ZB = "torch", "torch pipelining, 1F1B", "torch pipelining, ZB1P"
+
+OF_JAX = (
+    Contender(PLAIN, "plain_worker", "microbatches", 1, 1),
+    Contender(STAGE, "jaxmorph_worker", "1f1b", 1, 1),
+    Contender(PLAIN_TWO, "plain_worker", "microbatches", 1, 2),
+    Contender(STAGE_TWO, "jaxmorph_worker", "1f1b", 1, 2),
+    Contender(STAGES_1F1B, "jaxmorph_worker", "1f1b", 2, 2, alone=STAGE),
+    Contender(STAGES_ZB, "jaxmorph_worker", "zb-h2", 2, 2, alone=STAGE),
+)
+OF_TORCH = (
+    Contender(TORCH, "torch_worker", "", 1, 1),
+    Contender(TORCH_1F1B, "torch_worker", "1F1B", 2, 2, alone=TORCH),
+    Contender(TORCH_ZB, "torch_worker", "ZB1P", 2, 2, alone=TORCH),
+)
+
+
+def commands(
+    contender: Contender, told: WorkerOptions, folder: Path, torch_python: str
+) -> list[Sequence[str]]:
+    """What starts a contender.
+
+    Args:
+        contender: Which.
+        told: What all contenders are told.
+        folder: For logs.
+        torch_python: The Python that has torch.
+
+    Returns:
+        One command for each process, or one for a launcher that starts them.
+    """
+    options = replace(
+        told,
+        variant=contender.variant,
+        cores=told.cores[: contender.num_cores],
+        num_ranks=contender.num_ranks,
+    )
+    if contender.worker == "jaxmorph_worker":
+        script, stages = str(_HERE / f"{contender.worker}.py"), f"--stages={contender.num_ranks}"
+        launch = [sys.executable, "-m", "jaxmorph", "launch", stages, f"--logs={folder}", script]
+        return [[*launch, *options.words()]]
+    python = torch_python if contender.worker == "torch_worker" else sys.executable
+    start = [python, "-m", f"benchmarks.training_speed.{contender.worker}"]
+    return [[*start, *replace(options, rank=r).words()] for r in range(contender.num_ranks)]

@@ -1,0 +1,16 @@
+"""The process of the plain loop."""
+
+from benchmarks.training_speed.worker import Loop, WorkerOptions, confine, serve
+
+
+def make(options: WorkerOptions) -> Loop:
+    """The loop, compiled."""
+    from benchmarks.training_speed.plain_jax import PlainLoop  # and JAX, once it is confined
+
+    return PlainLoop(options.workload, whole_batch=options.variant == "whole batch")
+
+
+if __name__ == "__main__":
+    told = WorkerOptions.parse()
+    confine(told)
+    serve(told, lambda: make(told))

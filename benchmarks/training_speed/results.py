@@ -1,0 +1,115 @@
+"""From the turns of all contenders to the table and the bars."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from benchmarks.head_of_line import Bar
+from benchmarks.training_speed import contenders as names
+from benchmarks.training_speed.contenders import Contender
+from benchmarks.training_speed.turns import Turn
+
+LEAST_OF_PLAIN, LEAST_OF_TORCH, MOST_APART = 0.95, 1.0, 0.02
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One contender's row; medians over the rounds.
+
+    Attributes:
+        name: The contender.
+        num_ranks: Its processes.
+        num_cores: Of all of them together.
+        tokens_per_s: Of all of them together.
+        of_alone: Throughput per core, relative to its framework's own run in one process on one
+            core in the same round; None for such a run itself.
+        cpu_us: Microseconds of processor time for each token, waiting left out.
+        last_loss: Of its last step.
+    """
+
+    name: str
+    num_ranks: int
+    num_cores: int
+    tokens_per_s: float
+    of_alone: float | None
+    cpu_us: float
+    last_loss: float
+
+    def __str__(self) -> str:
+        of_alone = "" if self.of_alone is None else f"{self.of_alone:.3f}"
+        return (
+            f"{self.name:30}{self.num_ranks:9}{self.num_cores:7}{self.tokens_per_s:10.0f}"
+            f"{self.tokens_per_s / self.num_cores:10.0f}{of_alone:>10}{self.cpu_us:14.0f}"
+            f"{self.last_loss:8.4f}"
+        )
+
+
+HEADER = f"{'contender':30}processes  cores  tokens/s  per core  of alone  CPU us/token    loss"
+Turns = Mapping[str, Sequence[Turn]]
+
+
+def speeds(contenders: Sequence[Contender], turns: Turns, tokens: int) -> list[Speed]:
+    """A row for each contender.
+
+    Args:
+        contenders: Those that ran.
+        turns: Of each, in the order of the rounds.
+        tokens: Of one turn.
+    """
+    return [
+        Speed(
+            each.name,
+            each.num_ranks,
+            each.num_cores,
+            tokens / median(turn.seconds for turn in turns[each.name]),
+            per_core(each, turns) if each.alone in turns else None,
+            1e6 * median(turn.cpu_s for turn in turns[each.name]) / tokens,
+            turns[each.name][-1].losses[-1],
+        )
+        for each in contenders
+    ]
+
+
+def per_core(contender: Contender, turns: Turns) -> float:
+    """Throughput per core relative to the run in one process on one core."""
+    return _ratio(turns, contender.name, contender.alone) / contender.num_cores
+
+
+def bars(contenders: Sequence[Contender], turns: Turns) -> Iterator[Bar]:
+    """What should hold between the contenders that ran.
+
+    Args:
+        contenders: Those that ran.
+        turns: Of each, in the order of the rounds.
+    """
+    by_name = {each.name: each for each in contenders}
+    for ours, plain in ((names.STAGE, names.PLAIN), (names.STAGE_TWO, names.PLAIN_TWO)):
+        if {ours, plain} <= turns.keys():
+            yield Bar(f"{ours} / {plain}", _ratio(turns, ours, plain), least=LEAST_OF_PLAIN)
+    pairs = (names.STAGES_1F1B, names.TORCH_1F1B), (names.STAGES_ZB, names.TORCH_ZB)
+    for ours, theirs in pairs:
+        if {ours, theirs} <= turns.keys():
+            over = per_core(by_name[ours], turns) / per_core(by_name[theirs], turns)
+            yield Bar(f"per core of alone: {ours} / {theirs}", over, least=LEAST_OF_TORCH)
+    yield Bar("largest difference between losses of one step", _apart(turns), most=MOST_APART)
+
+
+def in_json(rows: Sequence[Speed], kept: Sequence[Bar]) -> dict[str, Any]:
+    """Rows and bars in JSON's types."""
+    return {
+        "rows": [asdict(row) for row in rows],
+        "bars": [{**asdict(bar), "most": min(bar.most, 1e9), "holds": bar.holds} for bar in kept],
+    }
+
+
+def _ratio(turns: Turns, ours: str, theirs: str) -> float:
+    """How much faster one is than another: the median over the rounds."""
+    pairs = zip(turns[ours], turns[theirs], strict=True)
+    return median(there.seconds / here.seconds for here, there in pairs)
+
+
+def _apart(turns: Turns) -> float:
+    """All train the same model on the same batches; so their losses agree, but for rounding."""
+    of_each = [[loss for turn in own for loss in turn.losses] for own in turns.values()]
+    return max(max(step) - min(step) for step in zip(*of_each, strict=True))

@@ -1,0 +1,131 @@
+"""One process of a contender: it trains when the benchmark says so, and tells how long it took."""
+
+import argparse
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from benchmarks.training_speed.workload import Workload, read_batches
+
+
+class Loop(Protocol):
+    """A training loop."""
+
+    def step(self, tokens: np.ndarray, targets: np.ndarray) -> Any:
+        """Train on a batch; the loss, or what it will be found in."""
+        ...
+
+    def finish(self, losses: list[Any]) -> list[float]:
+        """Wait until all steps are done; their losses, or nothing where this process has none."""
+        ...
+
+    def close(self) -> None:
+        """End what the loop has started."""
+        ...
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What a process of a contender is told.
+
+    Attributes:
+        address: The benchmark's socket.
+        workload: What to train.
+        batches: The file with the data.
+        cores: Those of all processes of the contender; each has its share.
+        variant: Which schedule.
+        params: The initial parameters, for those that can't make them themselves.
+        rank: The number of this process.
+        num_ranks: How many the contender has.
+        meeting: Where they find one another.
+    """
+
+    address: str
+    workload: Workload
+    batches: Path
+    cores: tuple[int, ...]
+    variant: str
+    params: Path
+    rank: int
+    num_ranks: int
+    meeting: Path
+
+    @property
+    def own_cores(self) -> tuple[int, ...]:
+        """This process's."""
+        return self.cores[self.rank :: self.num_ranks]
+
+    def words(self) -> list[str]:
+        """The command line that `parse` reads back."""
+        return [
+            f"--address={self.address}",
+            f"--workload={self.workload.to_text()}",
+            f"--batches={self.batches}",
+            f"--cores={','.join(map(str, self.cores))}",
+            f"--variant={self.variant}",
+            f"--params={self.params}",
+            f"--process={self.rank}",
+            f"--processes={self.num_ranks}",
+            f"--meeting={self.meeting}",
+        ]
+
+    @classmethod
+    def parse(cls, words: Sequence[str] | None = None) -> "WorkerOptions":
+        """Read the words of `words`; those of this process when None."""
+        parser = argparse.ArgumentParser()
+        for name in ("address", "workload", "cores", "variant"):
+            parser.add_argument(f"--{name}", required=True)
+        for name in ("batches", "params", "meeting"):
+            parser.add_argument(f"--{name}", type=Path, required=True)
+        for name in ("process", "processes"):
+            parser.add_argument(f"--{name}", type=int, required=True)
+        found = parser.parse_args(words)
+        return cls(
+            found.address,
+            Workload.from_text(found.workload),
+            found.batches,
+            tuple(map(int, found.cores.split(","))),
+            found.variant,
+            found.params,
+            found.process,
+            found.processes,
+            found.meeting,
+        )
+
+
+def confine(options: WorkerOptions) -> None:
+    """Keep this process to its cores; to be called before JAX or torch starts its threads."""
+    os.sched_setaffinity(0, options.own_cores)
+
+
+def serve(options: WorkerOptions, make: Callable[[], Loop]) -> None:
+    """Train on command until the benchmark hangs up.
+
+    Args:
+        options: What this process is told.
+        make: Compiles, and whatever else is not counted.
+    """
+    batches = read_batches(options.batches)
+    with closing(make()) as loop, socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(options.address)
+        stream = connection.makefile("rw", encoding="utf-8")
+        _tell(stream, {"ready": options.rank})
+        while command := stream.readline():
+            data = [next(batches) for _ in range(json.loads(command)["steps"])]
+            began_s, used_s = time.perf_counter(), time.process_time()
+            losses = loop.finish([loop.step(*batch) for batch in data])
+            took_s, used_s = time.perf_counter() - began_s, time.process_time() - used_s
+            _tell(stream, {"seconds": took_s, "cpu_s": used_s, "losses": losses})
+
+
+def _tell(stream: Any, message: dict[str, Any]) -> None:
+    stream.write(json.dumps(message) + "\n")
+    stream.flush()

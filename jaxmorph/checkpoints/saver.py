@@ -1,0 +1,205 @@
+"""Saves a run's state while it trains on: each rank its own part, and all of them or none.
+
+A save takes a copy of the state in host memory, and a thread writes it from there. The ranks tell
+one another how far they are in the meetings that they have at every step anyway:
+
+- first phase: a rank says `written` once its part is on disk;
+- second phase: when all have said so, rank 0 makes the checkpoint of the parts, and says
+  `committed`; with that the others may forget it, and rank 0 the oldest checkpoints.
+
+A rank whose part can't be written says `failed`. Then there is no such checkpoint, and the run goes
+on; only when its last one fails, the run has failed.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+
+from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
+from jaxmorph.checkpoints.manifest import Manifest
+from jaxmorph.runtime.rendezvous import Rendezvous
+
+Message = dict[str, Any]
+Tree = Any
+
+_KEY = "checkpoint"
+_POLL_S = 0.2  # between meetings whose only purpose is to hear whether everybody has written
+
+
+class CheckpointError(RuntimeError):
+    """The last state of a run could not be saved."""
+
+
+@dataclass
+class _Save:
+    """A save under way.
+
+    Attributes:
+        step: After how many steps.
+        written: This rank's part.
+        num_bytes: Of this rank's part.
+        held_up_s: How long training has waited for it on this rank.
+        began_s: When it began.
+        committed: The second phase, on rank 0 once it has begun.
+    """
+
+    step: int
+    written: Future[None]
+    num_bytes: int
+    held_up_s: float
+    began_s: float
+    committed: Future[None] | None = None
+
+
+class CheckpointSaver:
+    """One rank's part in saving; every rank makes the same calls at the same points.
+
+    Args:
+        folder: Where to; the same one for all ranks.
+        rendezvous: The meeting place of all ranks.
+        describe: Gives the manifest of a checkpoint after so many steps.
+        own_stages: The numbers of this rank's virtual stages.
+        write: Writes a tree of arrays to a folder that isn't there yet.
+        keep: How many checkpoints stay.
+        tell: Takes what rank 0 has to say: an event's step, kind and detail.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        rendezvous: Rendezvous,
+        *,
+        describe: Callable[[int], Manifest],
+        own_stages: Sequence[int],
+        write: Callable[[Path, Tree], None],
+        keep: int,
+        tell: Callable[[int, str, str], None],
+    ) -> None:
+        self._folder = folder
+        self._rendezvous = rendezvous
+        self._describe = describe
+        self._own_stages = own_stages
+        self._write = write
+        self._keep = keep
+        self._tell = tell
+        self._save: _Save | None = None
+        self._last_failure = ""
+        self._thread = ThreadPoolExecutor(1, "jaxmorph-checkpoint")
+
+    def save(self, step: int, parts: Sequence[Tree]) -> None:
+        """Begin to save; training may go on, and donate these arrays, when it returns.
+
+        One save is under way at a time: it waits for the one before.
+
+        Args:
+            step: How many steps have been done.
+            parts: The state of each of this rank's virtual stages.
+        """
+        began_s = time.monotonic()
+        self._settle()
+        copies = [jax.tree.map(_copy_to_host, part) for part in parts]
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(copies))
+        written = self._thread.submit(self._write_parts, step, copies)
+        held_up_s = time.monotonic() - began_s
+        self._save = _Save(step, written, num_bytes, held_up_s, began_s)
+
+    def told(self) -> Message:
+        """What this rank says of its save in the next meeting; nothing if there is none."""
+        if self._save is None:
+            return {}
+        said = {"is": self._word(self._save), "bytes": self._save.num_bytes}
+        return {_KEY: said | self._reason(self._save)}
+
+    def heed(self, reports: Sequence[Message]) -> None:
+        """Take the next phase, if all ranks are ready for it.
+
+        Args:
+            reports: What all ranks said in a meeting, in rank order: `told` among it.
+        """
+        if self._save is None:
+            return
+        said = [report[_KEY] for report in reports]
+        words = {word["is"] for word in said}
+        if said[0]["is"] == "committed":
+            self._end(self._save, sum(word["bytes"] for word in said))
+        elif words == {"written"}:
+            self._commit(self._save)
+        elif "failed" in words and "writing" not in words:
+            reasons = (
+                f"rank {rank}: {word['why']}" for rank, word in enumerate(said) if "why" in word
+            )
+            self._give_up(self._save, "; ".join(reasons))
+
+    def finish(self) -> None:
+        """Wait for the save that is under way.
+
+        Raises:
+            CheckpointError: If the last one has failed.
+        """
+        self._settle()
+        if self._last_failure:
+            raise CheckpointError(f"the last state could not be saved: {self._last_failure}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self._thread.shutdown(wait=kind is None, cancel_futures=kind is not None)
+
+    def _settle(self) -> None:
+        """Meet until the save under way, if any, has come to its end."""
+        while self._save is not None:
+            wait([self._save.committed or self._save.written], _POLL_S)
+            self.heed(self._rendezvous.exchange(self.told()))
+
+    def _write_parts(self, step: int, parts: Sequence[Tree]) -> None:
+        unfinished = self._folder.unfinished(step)
+        unfinished.mkdir(parents=True, exist_ok=True)
+        for number, part in zip(self._own_stages, parts, strict=True):
+            self._write(stage_path(unfinished, number), part)
+
+    def _word(self, save: _Save) -> str:
+        phase = save.committed or save.written
+        if not phase.done():
+            return "written" if save.committed else "writing"
+        if phase.exception() is not None:
+            return "failed"
+        return "committed" if save.committed else "written"
+
+    def _reason(self, save: _Save) -> Message:
+        phase = save.committed or save.written
+        error = phase.exception() if phase.done() else None
+        return {} if error is None else {"why": " ".join(f"{error}".split())[:300]}
+
+    def _commit(self, save: _Save) -> None:
+        if self._rendezvous.rank == 0 and save.committed is None:
+            manifest = self._describe(save.step)
+            save.committed = self._thread.submit(self._folder.commit, manifest)
+
+    def _end(self, save: _Save, num_bytes: int) -> None:
+        self._save, self._last_failure = None, ""
+        if self._rendezvous.rank == 0:
+            self._thread.submit(self._folder.prune, self._keep)
+            took_s = time.monotonic() - save.began_s
+            self._tell(
+                save.step - 1,
+                "checkpoint_saved",
+                f"{self._folder.finished(save.step)}: {num_bytes:,} bytes, there after "
+                f"{took_s:.2f} s; rank 0 waited {1e3 * save.held_up_s:.1f} ms for it",
+            )
+
+    def _give_up(self, save: _Save, reasons: str) -> None:
+        self._save, self._last_failure = None, reasons
+        if self._rendezvous.rank == 0:
+            self._thread.submit(self._folder.give_up, save.step)
+            self._tell(save.step - 1, "checkpoint_failed", reasons)
+
+
+def _copy_to_host(array: jax.Array) -> jax.Array:
+    """A copy in host memory, which is on its way when this returns."""
+    return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))

@@ -1,0 +1,110 @@
+"""The check from its command line to its exit code."""
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from jaxmorph.errors import UserError
+from jaxmorph.gpu_check.device import find_device, look_at_device
+from jaxmorph.gpu_check.instruction_cost import measure_instructions
+from jaxmorph.gpu_check.parity import measure_parity
+from jaxmorph.gpu_check.report import Outcome, Report, write_json
+from jaxmorph.gpu_check.settings import ON_CPU, ON_GPU, CheckSettings
+from jaxmorph.gpu_check.stage_speed import measure_speed
+from jaxmorph.gpu_check.stash_memory import measure_memory
+
+Part = Callable[[CheckSettings], Report]
+
+PARTS: Mapping[str, Part] = {
+    "device": look_at_device,
+    "stage": measure_speed,
+    "instructions": measure_instructions,
+    "memory": measure_memory,
+    "parity": measure_parity,
+}
+"""The parts by name, in the order in which they run. None needs another."""
+
+
+def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] = PARTS) -> int:
+    """Run the check.
+
+    Args:
+        arguments: Words after the command's name; those of this process when None.
+        parts: What there is to run.
+
+    Returns:
+        0 when every part ran and all that they ask for holds, 1 when not, 2 without a GPU.
+    """
+    chosen = _parse(arguments, parts)
+    try:
+        device = find_device(allow_cpu=chosen.allow_cpu)
+        settings = ON_CPU if device.platform == "cpu" else ON_GPU
+        outcomes = _run_parts({name: parts[name] for name in chosen.parts}, settings, chosen.json)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    failed = [outcome.part for outcome in outcomes if not outcome.holds]
+    _say(f"FAILED: {', '.join(failed)}" if failed else "all parts ran, and what they ask for holds")
+    return int(bool(failed))
+
+
+def _run_parts(
+    parts: Mapping[str, Part], settings: CheckSettings, json_path: Path | None
+) -> list[Outcome]:
+    """Run the parts, and tell what each finds at once: the next one may end the process."""
+    outcomes: list[Outcome] = []
+    if json_path:
+        write_json(json_path, outcomes, done=False)
+    for name, part in parts.items():
+        outcomes.append(run_part(name, part, settings))
+        _say(f"{outcomes[-1]}\n")
+        if json_path:
+            write_json(json_path, outcomes, done=len(outcomes) == len(parts))
+    return outcomes
+
+
+def run_part(name: str, part: Part, settings: CheckSettings) -> Outcome:
+    """Run one part; whatever goes wrong in it is its own.
+
+    Args:
+        name: The part's.
+        part: What runs.
+        settings: What it is given.
+
+    Raises:
+        UserError: If the check can't be run at all like this.
+    """
+    began_s = time.perf_counter()
+    try:
+        return Outcome(name, report=part(settings), seconds=time.perf_counter() - began_s)
+    except UserError:
+        raise
+    except Exception as error:
+        seconds, reason = time.perf_counter() - began_s, " ".join(str(error).split())[:300]
+        told = f"{type(error).__name__}: {reason}"
+        return Outcome(name, seconds, error=told, traceback=traceback.format_exc())
+
+
+def _parse(arguments: Sequence[str] | None, parts: Mapping[str, Part]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxmorph.gpu_check",
+        description="Checks that jaxmorph computes rightly on this GPU, and how fast.",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what is found here")
+    parser.add_argument("--parts", default=",".join(parts), help="some of %(default)s")
+    parser.add_argument(
+        "--allow-cpu", action="store_true", help="without a GPU, run small sizes on the CPU"
+    )
+    chosen = parser.parse_args(arguments)
+    chosen.parts = chosen.parts.split(",")
+    if unknown := [name for name in chosen.parts if name not in parts]:
+        parser.error(f"--parts: got {', '.join(unknown)}, expected some of {', '.join(parts)}")
+    return chosen
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()

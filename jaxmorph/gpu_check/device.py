@@ -1,0 +1,108 @@
+"""The first part: what is installed, and which device there is."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import jax
+
+from jaxmorph.errors import UserError
+from jaxmorph.gpu_check.model_flops import peak_tflops
+from jaxmorph.gpu_check.report import Row, in_bytes
+from jaxmorph.gpu_check.settings import CheckSettings
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+_ASK_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+_ANSWER_S = 30.0
+
+
+def find_device(*, allow_cpu: bool) -> Any:
+    """The first CUDA GPU.
+
+    Args:
+        allow_cpu: Whether the CPU will do where there is none.
+
+    Raises:
+        UserError: If there is none; in one line.
+    """
+    try:
+        return jax.devices("cuda")[0]
+    except RuntimeError as error:
+        if allow_cpu:
+            return jax.devices()[0]
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"got no CUDA GPU ({reason}), expected one and JAX for it (pip install 'jax[cuda13]'); "
+            "--allow-cpu runs small sizes on the CPU"
+        ) from error
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """What is installed, and which device there is.
+
+    Attributes:
+        versions: Of the packages that the check imports.
+        device: Its name.
+        platform: What JAX computes with, and its version.
+        driver: NVIDIA's; None where nvidia-smi does not say.
+        compute_capability: None on a CPU.
+        memory_bytes: What JAX may use of the device; None where it does not say.
+        peak_tflops: Dense bfloat16 products, by NVIDIA's data sheet; None for a device that is not
+            in the table.
+    """
+
+    versions: dict[str, str]
+    device: str
+    platform: str
+    driver: str | None
+    compute_capability: str | None
+    memory_bytes: int | None
+    peak_tflops: float | None
+
+    def rows(self) -> Iterator[Row]:
+        """A row for each."""
+        for package, version in self.versions.items():
+            yield Row(package, version)
+        yield Row("device", self.device)
+        yield Row("platform", self.platform)
+        yield Row("driver", self.driver or "unknown")
+        yield Row("compute capability", self.compute_capability or "none")
+        memory = "unknown" if self.memory_bytes is None else in_bytes(self.memory_bytes)
+        yield Row("memory for JAX", memory)
+        peak = "unknown" if self.peak_tflops is None else f"{self.peak_tflops:.0f} TFLOP/s"
+        yield Row("peak, dense bfloat16", peak, "" if self.peak_tflops else "so no MFU is told")
+
+
+def look_at_device(settings: CheckSettings) -> DeviceReport:
+    """What is installed, and which device there is.
+
+    Args:
+        settings: Not needed.
+    """
+    del settings
+    device = jax.devices()[0]
+    return DeviceReport(
+        versions={package: metadata.version(package) for package in _PACKAGES},
+        device=device.device_kind,
+        platform=" ".join(device.client.platform_version.split()),
+        driver=_driver_version(),
+        compute_capability=getattr(device, "compute_capability", None),
+        memory_bytes=(device.memory_stats() or {}).get("bytes_limit"),
+        peak_tflops=peak_tflops(device.device_kind),
+    )
+
+
+def _driver_version() -> str | None:
+    if shutil.which(_ASK_DRIVER[0]) is None:
+        return None
+    try:
+        asked = subprocess.run(
+            _ASK_DRIVER, capture_output=True, text=True, timeout=_ANSWER_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(asked.stdout.split()), None)

@@ -1,0 +1,79 @@
+"""The second part: how fast a stage's programs are, against the same layers as plain JAX."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+
+from jaxmorph.gpu_check.model_flops import model_flops, peak_tflops
+from jaxmorph.gpu_check.report import Row
+from jaxmorph.gpu_check.settings import CheckSettings
+from jaxmorph.gpu_check.stage_ops import OP_NAMES, StageOps, median_times_s, middle_stage
+
+_MEANINGS = {
+    "F": "forward",
+    "B": "gradient of the input",
+    "W": "gradient of the weights",
+    "BW": "whole backward",
+    "plain": "jitted value_and_grad",
+}
+
+
+@dataclass(frozen=True)
+class SpeedReport:
+    """How fast a stage's programs are.
+
+    Attributes:
+        sizes: Of the stage, in words.
+        dtype: Of activations and products.
+        time_ms: Of each program on one microbatch, the median.
+        model_tflops: TFLOP/s by `model_flops`.
+        mfu: The same as a share of the device's peak; None where that isn't known.
+    """
+
+    sizes: str
+    dtype: str
+    time_ms: dict[str, float]
+    model_tflops: dict[str, float]
+    mfu: dict[str, float] | None
+
+    def ratios(self) -> dict[str, float]:
+        """What the split costs, and what a stage costs against plain JAX."""
+        ms = self.time_ms
+        return {
+            "(B+W)/BW": (ms["B"] + ms["W"]) / ms["BW"],
+            "(F+BW)/plain": (ms["F"] + ms["BW"]) / ms["plain"],
+            "(F+B+W)/plain": (ms["F"] + ms["B"] + ms["W"]) / ms["plain"],
+        }
+
+    def rows(self) -> Iterator[Row]:
+        """A row for each program, and one for each ratio."""
+        yield Row("stage", self.dtype, self.sizes)
+        for name in OP_NAMES:
+            speed = f"{self.model_tflops[name]:.3g} TFLOP/s"
+            share = f", MFU {self.mfu[name]:.1%}" if self.mfu else ""
+            yield Row(
+                f"{name}: {_MEANINGS[name]}", f"{self.time_ms[name]:.3f} ms", f"{speed}{share}"
+            )
+        for name, ratio in self.ratios().items():
+            yield Row(name, f"{ratio:.3f}")
+
+
+def measure_speed(settings: CheckSettings) -> SpeedReport:
+    """How fast F, B, W and BW are in bfloat16, and plain JAX on the same layers.
+
+    Args:
+        settings: The stage's sizes, repeats and calls.
+    """
+    sizes, dtype = settings.stage, "bfloat16"
+    ops = StageOps(*middle_stage(sizes, dtype), sizes)
+    times_s = median_times_s(ops, settings.repeats, settings.calls)
+    flops, peak = model_flops(sizes), peak_tflops(jax.devices()[0].device_kind)
+    speed = {name: flops[name] / times_s[name] / 1e12 for name in OP_NAMES}
+    return SpeedReport(
+        sizes=str(sizes),
+        dtype=dtype,
+        time_ms={name: 1e3 * time_s for name, time_s in times_s.items()},
+        model_tflops=speed,
+        mfu={name: value / peak for name, value in speed.items()} if peak else None,
+    )

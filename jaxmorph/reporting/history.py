@@ -1,0 +1,92 @@
+"""What is kept in memory of a run's steps: a few numbers of each, and the last records whole."""
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from jaxmorph.reporting.records import RunSummary, StepRecord
+
+RECENT = 20
+"""How many of the last records are kept whole."""
+
+_KEPT = (
+    "loss",
+    "held_out_loss",
+    "step_s",
+    "tokens_per_s",
+    "predicted_step_s",
+    "bubble_rate",
+    "planned_bubble_rate",
+)
+
+
+class RunHistory:
+    """A run so far; a step takes some tens of bytes, so that long runs stay small."""
+
+    def __init__(self) -> None:
+        self.recent: deque[StepRecord] = deque(maxlen=RECENT)
+        self._numbers = {name: array("d") for name in _KEPT}
+
+    def add(self, record: StepRecord) -> None:
+        """Adds a step.
+
+        Args:
+            record: the step after the one added last.
+        """
+        self.recent.append(record)
+        for name, numbers in self._numbers.items():
+            if (number := getattr(record, name)) is not None:
+                numbers.append(number)
+
+    def __len__(self) -> int:
+        return len(self.losses)
+
+    @property
+    def losses(self) -> Sequence[float]:
+        """Every step's mean loss of a token."""
+        return self._numbers["loss"]
+
+    @property
+    def held_out_losses(self) -> Sequence[float]:
+        """The held-out losses of the steps that were evaluated."""
+        return self._numbers["held_out_loss"]
+
+    def summary(
+        self,
+        *,
+        elapsed_s: float,
+        run_directory: Path,
+        picture: Path | None = None,
+        traces: Sequence[Path] = (),
+    ) -> RunSummary:
+        """Sums the run up, once a step has been added.
+
+        Args:
+            elapsed_s: from the first step's start to the last one's end, seconds.
+            run_directory: where the run wrote.
+            picture: the picture of planned against measured, if drawn.
+            traces: Chrome traces of sampled steps.
+
+        Returns:
+            The summary, with medians over the steps.
+        """
+        return RunSummary(
+            losses=tuple(self.losses),
+            held_out_losses=tuple(self.held_out_losses),
+            elapsed_s=elapsed_s,
+            step_s=median(self._numbers["step_s"]),
+            predicted_step_s=self._median("predicted_step_s"),
+            bubble_rate=self._median("bubble_rate"),
+            planned_bubble_rate=self._median("planned_bubble_rate"),
+            tokens_per_s=median(self._numbers["tokens_per_s"]),
+            run_directory=run_directory,
+            picture=picture,
+            traces=tuple(traces),
+        )
+
+    def _median(self, name: str) -> float | None:
+        """The median of what is known of a number; None where nothing is."""
+        numbers = self._numbers[name]
+        return median(numbers) if numbers else None

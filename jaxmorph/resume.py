@@ -1,0 +1,187 @@
+"""What a run goes on from: its directory, its last checkpoint, and whether the two fit together."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxmorph.checkpoints.folder import CheckpointFolder
+from jaxmorph.checkpoints.manifest import Manifest
+from jaxmorph.config import Config, load_config, placed_error
+from jaxmorph.errors import UserError
+from jaxmorph.reporting.run_directory import CONFIG
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A run that goes on.
+
+    Attributes:
+        config: The run's, with the overrides that it is resumed with.
+        manifest: The checkpoint that it goes on from.
+    """
+
+    config: Config
+    manifest: Manifest
+
+
+def checkpoint_folder(config: Config, directory: Path) -> CheckpointFolder:
+    """Where a run has its checkpoints.
+
+    Args:
+        config: The run.
+        directory: The run's directory.
+    """
+    named = config.checkpoint.dir
+    return CheckpointFolder(directory / "checkpoints" if named is None else Path(named))
+
+
+def prepare_checkpoints(config: Config, directory: Path) -> None:
+    """Make the folder of a run's checkpoints, without what an earlier run left half-done there.
+
+    Args:
+        config: The run.
+        directory: The run's directory.
+
+    Raises:
+        UserError: If it can't be made.
+    """
+    folder = checkpoint_folder(config, directory)
+    if config.checkpoint.every_steps != 0:
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"checkpoint.dir: {folder.path}: cannot be made: {error.strerror}"
+            ) from error
+    folder.clean()
+
+
+def require_no_checkpoints(config: Config) -> None:
+    """Keep a new run from writing among, and removing, another run's checkpoints.
+
+    Args:
+        config: The new run.
+
+    Raises:
+        UserError: If `checkpoint.dir` names a folder that has some.
+    """
+    folder = config.checkpoint.dir
+    if folder is not None and CheckpointFolder(Path(folder)).steps():
+        raise UserError(
+            f"checkpoint.dir: got {folder}, which has another run's checkpoints, expected a folder "
+            "without any; --resume RUN_DIR goes on with a run"
+        )
+
+
+def without_weights(config: Config) -> Config:
+    """The run as it goes on: its parameters come from a checkpoint, whatever they started from."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"weights": None})})
+
+
+def saved_config(directory: Path, overrides: Sequence[str] = (), where: str = "run") -> Config:
+    """The configuration in a run's directory.
+
+    Args:
+        directory: The run's.
+        overrides: `section.key=value` each.
+        where: What named the directory, for errors.
+
+    Raises:
+        UserError: There is none, or it can't be read.
+    """
+    if not (directory / CONFIG).is_file():
+        raise UserError(f"{where}: got {directory}, expected a run's directory, with a {CONFIG}")
+    return load_config(directory / CONFIG, overrides)
+
+
+def find_resumption(directory: Path, overrides: Sequence[str]) -> Resumption:
+    """Finds the last checkpoint of a run, and whether it can go on from there.
+
+    Args:
+        directory: The run's.
+        overrides: `section.key=value` each; for some keys only the value that they have.
+
+    Raises:
+        UserError: There is no such run, no checkpoint, or it is another model's or cut's; in one
+            line.
+    """
+    config = saved_config(directory, overrides, "--resume")
+    was = saved_config(directory)
+    folder = checkpoint_folder(config, directory)
+    steps = folder.steps()
+    if not steps:
+        raise UserError(
+            f"--resume: got no checkpoint in {folder.path}, expected one: a run makes them as its "
+            "section 'checkpoint' says"
+        )
+    manifest = folder.manifest(steps[-1])
+    try:
+        for key, got, expected in _disagreements(config, was, manifest):
+            raise UserError(f"{key}: got {got}, expected {expected}")
+    except UserError as error:
+        raise placed_error(directory / CONFIG, overrides, error) from error
+    return Resumption(config, manifest)
+
+
+def check_vocabulary(manifest: Manifest, vocab_size: int) -> None:
+    """Compare the model's vocabulary with that of the checkpoint.
+
+    Args:
+        manifest: The checkpoint's.
+        vocab_size: That of the data as they are now.
+
+    Raises:
+        UserError: It is another one.
+    """
+    if vocab_size != manifest.vocab_size:
+        raise UserError(
+            f"data.vocab_size: got {vocab_size:,}, expected {manifest.vocab_size:,}, that of the "
+            "checkpoint's model"
+        )
+
+
+def _disagreements(
+    config: Config, was: Config, manifest: Manifest
+) -> Iterator[tuple[str, object, str]]:
+    """Each key that keeps a run from going on: what was got, what was expected."""
+    if config.run.dir != was.run.dir:
+        yield "run.dir", config.run.dir, "none: a resumed run goes on in its own directory"
+    if config.run.steps <= manifest.step:
+        done = f"more than the {manifest.step} steps that the last checkpoint has done"
+        yield "run.steps", config.run.steps, done
+    held_out, was_held_out = config.data.held_out_fraction, was.data.held_out_fraction
+    if held_out != was_held_out:
+        kept = f"{was_held_out:g}: what was held out, and what was learned, stay so"
+        yield "data.held_out_fraction", f"{held_out:g}", kept
+    yield from _other_model(config, manifest)
+    yield from _other_cut(config, manifest)
+
+
+def _other_model(config: Config, manifest: Manifest) -> Iterator[tuple[str, object, str]]:
+    now, then = _model_options(config), _model_options(manifest.config)
+    for key in sorted(now.keys() | then.keys()):
+        if now.get(key) != then.get(key):
+            yield key, now.get(key), f"{then.get(key)}, that of the checkpoint's model"
+
+
+def _model_options(config: Config) -> dict[str, object]:
+    """Whatever decides which model it is, but for the data's vocabulary."""
+    model = {
+        f"model.{key}": value
+        for key, value in config.model.model_dump().items()
+        if key != "weights"
+    }
+    return {**model, "data.sequence_length": config.data.sequence_length}
+
+
+def _other_cut(config: Config, manifest: Manifest) -> Iterator[tuple[str, object, str]]:
+    now, then = config.parallelism, manifest.config.parallelism
+    cannot = "as the checkpoint is cut (another cut can't be resumed yet)"
+    for key in ("stages", "chunks"):
+        if getattr(now, key) != getattr(then, key):
+            yield f"parallelism.{key}", getattr(now, key), f"{getattr(then, key)}, {cannot}"
+    counts = tuple(len(layers) for layers in manifest.layers)
+    listed = isinstance(now.layers, tuple) and now.layers != counts
+    if listed or (now.layers == "even" and then.layers != "even"):
+        got = list(now.layers) if isinstance(now.layers, tuple) else now.layers
+        yield "parallelism.layers", got, f"{list(counts)}, {cannot}"

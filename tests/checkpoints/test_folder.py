@@ -1,0 +1,118 @@
+"""A checkpoint is whole or it is none, whatever was written, killed or removed."""
+
+import json
+
+import pytest
+
+from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
+from jaxmorph.checkpoints.manifest import Manifest
+from jaxmorph.config import Config
+from jaxmorph.errors import UserError
+
+LAYERS = (range(1), range(1, 3))
+
+
+def manifest(step):
+    config = Config.model_validate({"run": {"seed": 7}, "model": {"width": 32}})
+    return Manifest(step, LAYERS, vocab_size=256, tied=((("token",), ("token",)),), config=config)
+
+
+def write_parts(folder, step, numbers=(0, 1)):
+    for number in numbers:
+        part = stage_path(folder.unfinished(step), number)
+        part.mkdir(parents=True)
+        (part / "array").write_text(str(step))
+
+
+def commit(folder, *steps):
+    for step in steps:
+        write_parts(folder, step)
+        folder.commit(manifest(step))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.path.iterdir())
+
+
+def test_no_folder_has_no_checkpoints(tmp_path):
+    folder = CheckpointFolder(tmp_path / "none")
+    folder.clean()
+    assert folder.steps() == ()
+
+
+def test_what_is_being_written_is_no_checkpoint_until_it_is_committed(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    write_parts(folder, 7)
+    assert folder.steps() == ()
+    folder.commit(manifest(7))
+    assert folder.steps() == (7,)
+    assert names(folder) == ["step_7"]
+    assert (stage_path(folder.finished(7), 1) / "array").read_text() == "7"
+
+
+def test_a_checkpoint_with_a_part_missing_is_refused(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    write_parts(folder, 7, numbers=(0,))
+    with pytest.raises(FileNotFoundError, match=r"virtual_stage_1 isn't here: do all ranks share"):
+        folder.commit(manifest(7))
+    assert folder.steps() == ()
+
+
+def test_the_manifest_reads_back(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    commit(folder, 7)
+    assert folder.manifest(7) == manifest(7)
+
+
+def test_the_manifest_says_where_data_and_randomness_go_on(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    commit(folder, 7)
+    told = json.loads((folder.finished(7) / "manifest.json").read_text())
+    assert (told["step"], told["data_position"], told["random_seed"]) == (7, 7, 7)
+    assert told["layers"] == [[0, 1], [1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "Expecting value"),
+        ("[]", "got no manifest of a checkpoint"),
+        ('{"format": 1}', "got no manifest of a checkpoint: KeyError('step')"),
+        ('{"format": 99}', "got format 99, expected 1"),
+    ],
+)
+def test_another_manifest_is_one_line(tmp_path, text, says):
+    folder = CheckpointFolder(tmp_path)
+    commit(folder, 7)
+    (folder.finished(7) / "manifest.json").write_text(text)
+    with pytest.raises(UserError) as error:
+        folder.manifest(7)
+    assert says in str(error.value)
+    assert "step_7/manifest.json: " in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_oldest_go_and_steps_are_numbers_not_words(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    commit(folder, 2, 10, 9)
+    folder.prune(2)
+    assert folder.steps() == (9, 10)
+    assert names(folder) == ["step_10", "step_9"]
+
+
+def test_what_was_left_half_done_is_cleaned_and_nothing_else(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    commit(folder, 7)
+    write_parts(folder, 14)
+    (tmp_path / "step_3.removed").mkdir()
+    (tmp_path / "step_notes").mkdir()
+    folder.clean()
+    assert names(folder) == ["step_7", "step_notes"]
+
+
+def test_a_checkpoint_half_removed_is_none(tmp_path, monkeypatch):
+    folder = CheckpointFolder(tmp_path)
+    commit(folder, 1, 2)
+    monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: None)  # killed right there
+    folder.prune(1)
+    assert folder.steps() == (2,)

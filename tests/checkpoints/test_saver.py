@@ -1,0 +1,225 @@
+"""All ranks' parts or none, beside training: several ranks' savers in one process."""
+
+import threading
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
+from jaxmorph.checkpoints.manifest import Manifest
+from jaxmorph.checkpoints.saver import CheckpointError, CheckpointSaver
+from jaxmorph.config import Config
+from jaxmorph.runtime.rendezvous import SoleRank
+
+LIMIT_S = 30
+
+
+class Meeting(SoleRank):
+    """A rank among several; their messages are passed on by hand."""
+
+    def __init__(self, rank, num_ranks):
+        self.rank, self.num_ranks = rank, num_ranks
+
+
+class Disk:
+    """Writes when it is let, or fails; and says when it is asked to."""
+
+    def __init__(self):
+        self.free, self.asked = threading.Event(), threading.Event()
+        self.error: OSError | None = None
+        self.elsewhere = False
+
+    def write(self, path, tree):
+        self.asked.set()
+        assert self.free.wait(LIMIT_S)
+        if self.error:
+            raise self.error
+        if not self.elsewhere:
+            path.mkdir()
+            np.save(path / "array.npy", tree["array"])
+
+
+class Ranks:
+    """Two ranks of one virtual stage each."""
+
+    def __init__(self, path, keep=2):
+        self.folder = CheckpointFolder(path)
+        self.disks = [Disk(), Disk()]
+        self.events = []
+        layers = (range(1), range(1, 2))
+        describe = partial(Manifest, layers=layers, vocab_size=9, tied=(), config=Config())
+        self.savers = [
+            CheckpointSaver(
+                self.folder, Meeting(rank, 2), describe=describe, own_stages=[rank],
+                write=disk.write, keep=keep, tell=lambda *event: self.events.append(event),
+            )
+            for rank, disk in enumerate(self.disks)
+        ]  # fmt: skip
+
+    def save(self, step):
+        for rank, saver in enumerate(self.savers):
+            saver.save(step, [{"array": jnp.full(3, 10.0 * step + rank)}])
+
+    def meet(self):
+        """A step's meeting; what the ranks said of their saves."""
+        reports = [{"loss": 1.0, **saver.told()} for saver in self.savers]
+        for saver in self.savers:
+            saver.heed(reports)
+        return [report.get("checkpoint", {}).get("is") for report in reports]
+
+    def meet_until(self, done):
+        """Meetings until one of them said so."""
+        deadline = threading.Timer(LIMIT_S, self.close)
+        deadline.start()
+        while (said := self.meet()) != done:
+            assert deadline.is_alive(), said
+        deadline.cancel()
+
+    def free(self, *ranks):
+        for rank in ranks:
+            self.disks[rank].free.set()
+
+    def close(self):
+        self.free(0, 1)
+        for saver in self.savers:
+            saver.__exit__(None)
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    made = Ranks(tmp_path)
+    yield made
+    made.close()
+
+
+def test_there_is_no_checkpoint_before_every_rank_has_written(ranks):
+    ranks.save(7)
+    assert ranks.meet() == ["writing", "writing"]
+    ranks.free(0)
+    ranks.meet_until(["written", "writing"])
+    assert ranks.meet() == ["written", "writing"]
+    assert ranks.folder.steps() == ()
+    assert ranks.events == []
+
+
+def test_once_all_have_written_rank_0_commits_and_all_forget_it(ranks):
+    ranks.save(7)
+    ranks.free(0, 1)
+    ranks.meet_until(["committed", "written"])
+    assert ranks.folder.steps() == (7,)
+    assert ranks.meet() == [None, None]
+    for rank in (0, 1):
+        part = np.load(stage_path(ranks.folder.finished(7), rank) / "array.npy")
+        assert part.tolist() == [70.0 + rank] * 3
+    ((step, kind, detail),) = ranks.events
+    assert (step, kind) == (6, "checkpoint_saved")  # the last step that is in it
+    assert "step_7: 24 bytes" in detail
+
+
+def test_a_part_that_fails_leaves_none_and_the_next_one_succeeds(ranks):
+    ranks.disks[1].error = OSError("No space left on device")
+    ranks.save(7)
+    ranks.free(1)
+    ranks.meet_until(["writing", "failed"])  # the other part may still be on its way
+    ranks.free(0)
+    ranks.meet_until(["written", "failed"])
+    assert ranks.meet() == [None, None]
+    assert ranks.events == [(6, "checkpoint_failed", "rank 1: No space left on device")]
+    ranks.disks[1].error = None
+    ranks.save(14)
+    ranks.meet_until(["committed", "written"])
+    assert ranks.folder.steps() == (14,)
+    ranks.close()
+    assert [path.name for path in ranks.folder.path.iterdir()] == ["step_14"]
+
+
+def test_a_part_that_is_not_where_the_others_are_leaves_none(ranks):
+    ranks.disks[1].elsewhere = True
+    ranks.save(7)
+    ranks.free(0, 1)
+    ranks.meet_until([None, None])
+    ((step, kind, detail),) = ranks.events
+    assert (step, kind) == (6, "checkpoint_failed")
+    assert detail.startswith("rank 0: ")
+    assert "virtual_stage_1 isn't here: do all ranks share this folder?" in detail
+    assert ranks.folder.steps() == ()
+
+
+def test_the_oldest_are_removed_only_after_the_new_one_is_there(tmp_path):
+    ranks = Ranks(tmp_path, keep=1)
+    ranks.free(0, 1)
+    ranks.save(7)
+    ranks.meet_until(["committed", "written"])
+    for disk in ranks.disks:
+        disk.free.clear()
+    ranks.save(14)
+    ranks.meet()
+    assert ranks.folder.steps() == (7,)
+    ranks.free(0, 1)
+    ranks.meet_until(["committed", "written"])
+    ranks.close()
+    assert ranks.folder.steps() == (14,)
+
+
+def alone(path, write, events=None):
+    describe = partial(Manifest, layers=(range(2),), vocab_size=9, tied=(), config=Config())
+    told = events if events is not None else []
+    return CheckpointSaver(
+        CheckpointFolder(path), SoleRank(), describe=describe, own_stages=[0],
+        write=write, keep=2, tell=lambda *event: told.append(event),
+    )  # fmt: skip
+
+
+def test_training_may_donate_the_arrays_at_once(tmp_path):
+    disk = Disk()
+    state = {"array": jnp.arange(1000.0)}
+    add = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    with alone(tmp_path, disk.write) as saver:
+        saver.save(7, [state])
+        assert disk.asked.wait(LIMIT_S)
+        for _ in range(3):
+            state = add(state)
+        jax.block_until_ready(state)
+        disk.free.set()
+        saver.finish()
+    saved = np.load(stage_path(CheckpointFolder(tmp_path).finished(7), 0) / "array.npy")
+    assert np.array_equal(saved, np.arange(1000.0))
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path):
+    disk, events = Disk(), []
+    with alone(tmp_path, disk.write, events) as saver:
+        saver.save(1, [{"array": jnp.zeros(1)}])
+        assert events == []
+        threading.Timer(0.05, disk.free.set).start()
+        saver.save(2, [{"array": jnp.zeros(1)}])
+        assert [(step, kind) for step, kind, _ in events] == [(0, "checkpoint_saved")]
+        saver.finish()
+    assert CheckpointFolder(tmp_path).steps() == (1, 2)
+
+
+def test_a_run_whose_last_state_is_not_saved_has_failed(tmp_path):
+    disk = Disk()
+    disk.free.set()
+    disk.error = OSError("No space left on device")
+    with alone(tmp_path, disk.write) as saver:
+        saver.save(1, [{"array": jnp.zeros(1)}])
+        with pytest.raises(CheckpointError, match="rank 0: No space left on device"):
+            saver.finish()
+
+
+def test_a_failed_save_before_the_last_one_is_no_failure_of_the_run(tmp_path):
+    disk, events = Disk(), []
+    disk.free.set()
+    disk.error = OSError("No space left on device")
+    with alone(tmp_path, disk.write, events) as saver:
+        saver.save(1, [{"array": jnp.zeros(1)}])
+        while not events:  # a step's meetings
+            saver.heed([saver.told()])
+        disk.error = None
+        saver.save(2, [{"array": jnp.zeros(1)}])
+        saver.finish()
+    assert [kind for _, kind, _ in events] == ["checkpoint_failed", "checkpoint_saved"]

@@ -1,0 +1,55 @@
+"""Orbax's files hold what was written, to the bit."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmorph.checkpoints.tree_files import TreeFiles
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tree") / "part"
+    tree = {
+        "params": {"embed": {"token": jnp.linspace(-1, 1, 12).reshape(3, 4) / 3}},
+        "optimizer": {"0": {"count": jnp.int32(7), "mu": {"token": jnp.array([1e-45, -0.0])}}},
+    }
+    TreeFiles().write(path, tree)
+    return path, tree
+
+
+def same_bits(got, expected):
+    expected = np.asarray(expected)
+    return (
+        type(got) is np.ndarray
+        and (got.dtype, got.shape) == (expected.dtype, expected.shape)
+        and got.tobytes() == expected.tobytes()
+    )
+
+
+def test_a_tree_reads_back_to_the_bit_whatever_its_leaves(written):
+    path, tree = written
+    read = TreeFiles().read(path)
+    assert read.keys() == tree.keys()
+    assert same_bits(read["params"]["embed"]["token"], tree["params"]["embed"]["token"])
+    assert same_bits(read["optimizer"]["0"]["count"], tree["optimizer"]["0"]["count"])
+    assert same_bits(read["optimizer"]["0"]["mu"]["token"], tree["optimizer"]["0"]["mu"]["token"])
+
+
+def test_a_branch_can_be_read_alone(written):
+    path, tree = written
+    read = TreeFiles().read(path, ["params"])
+    assert read.keys() == {"params"}
+    assert same_bits(read["params"]["embed"]["token"], tree["params"]["embed"]["token"])
+
+
+def test_nothing_is_overwritten(written):
+    path, tree = written
+    with pytest.raises(ValueError, match="already exists"):
+        TreeFiles().write(path, tree)
+
+
+def test_a_place_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(OSError, match="file"):
+        TreeFiles().write(tmp_path / "file" / "part", {"a": jnp.zeros(1)})

@@ -1,0 +1,180 @@
+"""The check from its command line to its exit code; most tests share one small run on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxmorph.gpu_check.command import PARTS, main
+from jaxmorph.gpu_check.report import Row
+
+ROOT = Path(__file__).parents[2]
+BESIDE = Path(__file__).parent / "without_dependencies.py"
+
+
+@dataclass(frozen=True)
+class Told:
+    """A part's report of one row."""
+
+    holds: bool | None
+
+    def rows(self):
+        yield Row("figure", "1 ms", holds=self.holds)
+
+
+def told(settings):
+    return Told(holds=None)
+
+
+def disappointed(settings):
+    return Told(holds=False)
+
+
+def broken(settings):
+    raise RuntimeError("out of\nmemory")
+
+
+def ended(settings):
+    raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory):
+    """All parts on the CPU, where no dependency is but JAX, Flax and Optax."""
+    path = tmp_path_factory.mktemp("check") / "check.json"
+    command = [sys.executable, str(BESIDE), "jaxmorph.gpu_check", "--allow-cpu", f"--json={path}"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    devices = jax.devices
+
+    def of_cpu(backend=None):
+        if backend == "cuda":
+            raise RuntimeError("Unknown backend\ncuda")
+        return devices(backend)
+
+    monkeypatch.setattr(jax, "devices", of_cpu)
+
+
+@pytest.mark.timeout(240)
+def test_every_part_runs_where_only_jax_flax_and_optax_are(small_run):
+    out, found = small_run
+    assert list(found["parts"]) == list(PARTS)
+    assert found["done"]
+    assert found["holds"]
+    assert out.endswith("all parts ran, and what they ask for holds\n")
+
+
+@pytest.mark.timeout(240)
+def test_the_device_is_named_with_the_versions_of_what_computes(small_run):
+    figures = small_run[1]["parts"]["device"]["figures"]
+    assert figures["versions"]["jax"] == jax.__version__
+    assert figures["device"] == "cpu"
+    assert figures["peak_tflops"] is None
+
+
+@pytest.mark.timeout(240)
+def test_every_program_is_timed_and_no_mfu_is_made_up(small_run):
+    out, found = small_run
+    figures = found["parts"]["stage"]["figures"]
+    assert set(figures["time_ms"]) == {"F", "B", "W", "BW", "plain"}
+    assert min(figures["time_ms"].values()) > 0
+    assert figures["mfu"] is None
+    assert "so no MFU is told" in out
+    assert "(F+BW)/plain" in out
+
+
+@pytest.mark.timeout(240)
+def test_instructions_have_a_price(small_run):
+    prices = small_run[1]["parts"]["instructions"]["figures"]["time_us"]
+    assert {"a step of F, B, W, per instruction", "call BW"} < set(prices)
+    assert min(prices.values()) > 0
+
+
+@pytest.mark.timeout(240)
+def test_the_planned_stash_is_what_the_compiler_says(small_run):
+    memory = small_run[1]["parts"]["memory"]
+    assert set(memory["asked"]) == {"kept from F until B", "kept from B until W"}
+    kept = memory["figures"]["after_forward"]
+    assert kept["planned"] > 100_000
+    assert kept["held"] is None
+
+
+@pytest.mark.timeout(240)
+def test_every_gradient_is_compared(small_run):
+    steps = small_run[1]["parts"]["parity"]["figures"]["steps"]
+    assert [*steps] == ["F, B, W", "F, BW"]
+    for step in steps.values():
+        assert len(step["gradients"]) == 17
+        assert max(step["gradients"].values()) < 1e-4
+
+
+def test_without_a_gpu_it_says_so_in_one_line(without_gpu, capsys):
+    assert main([], {"told": told}) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: got no CUDA GPU (Unknown backend cuda), expected one")
+    assert "--allow-cpu" in line
+
+
+def test_a_part_that_fails_loses_no_other(without_gpu, capsys, tmp_path):
+    path = tmp_path / "check.json"
+    parts = {"broken": broken, "told": told}
+    assert main(["--allow-cpu", "--json", str(path)], parts) == 1
+    out = capsys.readouterr().out
+    assert "FAILED: RuntimeError: out of memory" in out
+    assert "figure" in out
+    assert out.endswith("FAILED: broken\n")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["done"]
+    assert not found["holds"]
+    assert "in broken" in found["parts"]["broken"]["traceback"]
+    assert found["parts"]["told"]["figures"] == {"holds": None}
+
+
+def test_what_was_found_is_kept_when_the_process_is_ended(without_gpu, tmp_path):
+    path = tmp_path / "check.json"
+    with pytest.raises(KeyboardInterrupt):
+        main(["--allow-cpu", "--json", str(path)], {"told": told, "ended": ended})
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert [*found["parts"]] == ["told"]
+    assert (found["done"], found["holds"]) == (False, False)
+
+
+def test_what_does_not_hold_is_a_failure(without_gpu, capsys):
+    assert main(["--allow-cpu"], {"told": told, "disappointed": disappointed}) == 1
+    assert capsys.readouterr().out.endswith("FAILED: disappointed\n")
+
+
+def test_parts_are_chosen_by_name(without_gpu, capsys):
+    assert main(["--allow-cpu", "--parts", "told"], {"broken": broken, "told": told}) == 0
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--allow-cpu", "--parts", "tolled"], {"broken": broken, "told": told})
+    assert exit_info.value.code == 2
+    assert "got tolled, expected some of broken, told" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_runs(without_gpu, capsys, tmp_path):
+    path = tmp_path / "missing" / "check.json"
+    assert main(["--allow-cpu", "--json", str(path)], {"told": told}) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "cannot be written: No such file or directory" in captured.err

@@ -1,0 +1,43 @@
+from dataclasses import replace
+from pathlib import Path
+
+from jaxmorph.reporting import RunHistory, StepRecord
+from jaxmorph.reporting.history import RECENT
+
+STEP = StepRecord(
+    step=0, loss=5.0, grad_norm=1.5, step_s=0.4, tokens_per_s=10_240.0, schedule="zb-h2",
+    warmup_forwards=(3, 1), routes={"0-1": "direct"}, predicted_step_s=0.39, bubble_rate=0.125,
+    peak_live=(3, 1), compilations=0, planned_bubble_rate=0.11,
+)  # fmt: skip
+
+
+def history_of(*records):
+    history = RunHistory()
+    for record in records:
+        history.add(record)
+    return history
+
+
+def test_only_the_last_records_are_kept_whole_and_every_loss():
+    history = history_of(*(replace(STEP, step=n, loss=float(n)) for n in range(3 * RECENT)))
+    assert [record.step for record in history.recent] == list(range(2 * RECENT, 3 * RECENT))
+    assert list(history.losses) == [float(n) for n in range(3 * RECENT)]
+    assert len(history) == 3 * RECENT
+
+
+def test_a_summary_has_medians_of_what_is_known():
+    history = history_of(
+        replace(STEP, step_s=0.1, predicted_step_s=None, held_out_loss=5.5),
+        replace(STEP, step_s=0.2, predicted_step_s=0.3, loss=4.0),
+        replace(STEP, step_s=0.9, predicted_step_s=0.5, loss=3.0, held_out_loss=3.5),
+    )
+    summary = history.summary(elapsed_s=2.0, run_directory=Path("runs/a"))
+    assert (summary.losses, summary.held_out_losses) == ((5.0, 4.0, 3.0), (5.5, 3.5))
+    assert (summary.step_s, summary.predicted_step_s) == (0.2, 0.4)
+
+
+def test_what_no_step_knows_the_summary_does_not_know():
+    bare = replace(STEP, predicted_step_s=None, bubble_rate=None, planned_bubble_rate=None)
+    summary = history_of(bare).summary(elapsed_s=2.0, run_directory=Path("runs/a"))
+    assert summary.predicted_step_s is summary.bubble_rate is summary.planned_bubble_rate is None
+    assert summary.held_out_losses == ()

@@ -1,0 +1,33 @@
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import atexit, sys
+from jaxmorph.errors import UserError
+from jaxmorph.uncaught import end_on_uncaught_errors
+end_on_uncaught_errors()
+atexit.register(print, "cleaned up")
+try:
+    raise KeyError("caught")
+except KeyError:
+    print("went on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "last_line"),
+    [
+        ("raise UserError('batch: a wombat')", 2, "jaxmorph.errors.UserError: batch: a wombat"),
+        ("raise ArithmeticError('upside down')", 1, "ArithmeticError: upside down"),
+    ],
+)
+def test_an_uncaught_error_is_printed_and_nothing_is_cleaned_up(ends, code, last_line):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT + ends],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == code
+    assert done.stderr.splitlines()[-1] == last_line
+    assert done.stdout == "went on\n"

@@ -1,0 +1,31 @@
+"""The `jaxmorph` command without a process of its own, which would begin with importing JAX."""
+
+import io
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxmorph import cli
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command said, and its exit code."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def jaxmorph(*words: object, cwd: Path = ROOT) -> Done:
+    """Run a command to its end; the ranks that it starts are processes as ever."""
+    out, err, code = io.StringIO(), io.StringIO(), None
+    with chdir(cwd), redirect_stdout(out), redirect_stderr(err):
+        try:
+            cli.main([str(word) for word in words])
+        except SystemExit as ended:
+            code = ended.code
+    assert isinstance(code, int)
+    return Done(code, out.getvalue(), err.getvalue())

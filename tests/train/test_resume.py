@@ -1,0 +1,112 @@
+"""A run that stops and goes on is the run that never stopped, and its model can be taken along.
+
+That holds for zb-h2 as well: see `test_train`.
+"""
+
+import jax
+import numpy as np
+import pytest
+from in_this_process import jaxmorph
+from stopped_run import SAVES, read_lines, require_same_bits, states, stop_after_seven
+
+from jaxmorph.saved_model import load_saved_model
+from jaxmorph.stage.stored_weights import read_stage_params
+
+CONFIG = """
+run: {steps: 20, seed: 5}
+model: {preset: tiny, width: 32, num_layers: 4, num_heads: 2}
+data: {sequence_length: 16}
+parallelism: {stages: 4}
+batch: {microbatches: 8, microbatch_size: 2}
+schedule: {name: 1f1b}
+optimizer: {learning_rate: 1e-3}
+trace: {every_steps: 0}
+"""
+
+pytestmark = pytest.mark.multiprocess
+
+
+def run(*words):
+    done = jaxmorph(*words)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """The directories of a run of 20 steps, and of one that stopped after 7 and went on."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "run.yaml").write_text(CONFIG)
+    whole, stopped = folder / "whole", folder / "stopped"
+    run("train", folder / "run.yaml", f"run.dir={whole}", SAVES)
+    stop_after_seven(whole, stopped)
+    run("train", "--resume", stopped)
+    return whole, stopped
+
+
+def test_a_run_that_stopped_goes_on_to_the_same_bits(both):
+    require_same_bits(*both)
+
+
+def test_a_checkpoint_is_of_its_step(both):
+    counts = {int(part["optimizer"]["0"]["count"]) for part in states(both[0], 7)}
+    assert counts == {7}
+
+
+def test_what_was_saved_and_resumed_is_told(both):
+    whole, stopped = both
+    saved = [e for e in read_lines(stopped / "events.jsonl") if e["kind"] == "checkpoint_saved"]
+    assert [event["step"] for event in saved] == [6, 13, 19]
+    (resumed,) = [e for e in read_lines(stopped / "events.jsonl") if e["kind"] == "resumed"]
+    assert resumed["step"] == 7
+    assert resumed["detail"].endswith("checkpoints/step_7")
+    for directory in both:
+        names = sorted(path.name for path in (directory / "checkpoints").iterdir())
+        assert names == ["step_14", "step_20", "step_7"]
+    assert (whole / "logs" / "rank_3.log").exists()
+    assert (stopped / "logs" / "from_step_7" / "rank_3.log").exists()
+
+
+def test_nothing_compiles_for_a_save(both):
+    for directory in both:
+        lines = read_lines(directory / "metrics.jsonl")
+        assert len({line["compilations"] for line in lines[7:]}) == 1
+
+
+def test_an_exported_model_is_what_a_run_starts_from(both, tmp_path):
+    _, stopped = both
+    done = run("export", stopped, "--to", tmp_path / "model")
+    assert done.stdout.count("\n") == 1
+    assert done.stdout.startswith("models.gpt2 tiny after 20 steps: ")
+    saved = load_saved_model(stopped)
+    assert (saved.step, saved.config.run.seed) == (20, 5)
+    assert [layers for layers, _ in saved.stages] == [range(n, n + 1) for n in range(4)]
+    for number, (layers, params) in enumerate(saved.stages):
+        read = read_stage_params(
+            saved.model, str(tmp_path / "model"), layers, number == 0, number == 3
+        )
+        assert jax.tree.structure(read) == jax.tree.structure(params)
+        for one, other in zip(jax.tree.leaves(read), jax.tree.leaves(params), strict=True):
+            assert np.asarray(one).tobytes() == other.tobytes()
+
+
+def test_a_step_without_a_checkpoint_is_one_line(both):
+    done = jaxmorph("export", both[0], "--step", "8")
+    assert done.returncode == 2
+    assert "--step: got 8, expected a checkpoint's in " in done.stderr
+    assert done.stderr.endswith("checkpoints: 7, 14, 20\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["train"], "train: got no configuration, expected a YAML file, or --resume RUN_DIR"),
+        (["train", "--resume", "runs/none"], "--resume: got runs/none, expected a run's directory"),
+        (["export", "runs/none"], "run: got runs/none, expected a run's directory, with a config"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(words, line):
+    done = jaxmorph(*words)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {line}")
+    assert done.stderr.count("\n") == 1

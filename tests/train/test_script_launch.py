@@ -1,0 +1,77 @@
+"""`jaxmorph launch`: what a script is given, and what its user sees of it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from in_this_process import jaxmorph
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(60)]
+
+GIVEN = """
+import json, sys
+from pathlib import Path
+from jaxmorph.launched import launch_told
+told = launch_told()
+found = {
+    "words": sys.argv, "name": __name__, "path": sys.path[0], "rank": told.rank,
+    "ranks": told.num_ranks, "jax": "jax" in sys.modules,
+}
+Path(sys.argv[-1], f"{told.rank}.json").write_text(json.dumps(found))
+print("shown by rank", told.rank)
+sys.exit(0)
+"""
+MISTAKEN = """
+import jaxmorph
+raise jaxmorph.UserError("batch: got a wombat, expected tokens")
+"""
+FAILING = """
+print("heard")
+import sys
+print("half way", file=sys.stderr)
+raise ArithmeticError("upside down")
+"""
+
+
+def script(folder, text):
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def test_a_script_runs_as_its_own_program_in_every_process_and_rank_0_is_shown(tmp_path, capfd):
+    path = script(tmp_path, GIVEN)
+    done = jaxmorph("launch", "--stages", 2, path, "--rank=7", "--stages", 5, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert capfd.readouterr().out == "shown by rank 0\n"
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["words"] == [str(path), "--rank=7", "--stages", "5", str(tmp_path)]
+        assert found["name"] == "__main__"
+        assert found["path"] == str(tmp_path)
+        assert (found["rank"], found["ranks"]) == (rank, 2)
+        assert not found["jax"]  # the script is the first to import it
+
+
+def test_a_mistake_in_using_jaxmorph_is_one_line(tmp_path):
+    done = jaxmorph("launch", "--stages", 1, script(tmp_path, MISTAKEN))
+    assert done.returncode == 2
+    assert done.stderr == "error: batch: got a wombat, expected tokens\n"
+
+
+def test_a_script_that_fails_is_told_with_its_log_which_is_kept(tmp_path):
+    done = jaxmorph("launch", "--stages", 1, script(tmp_path, FAILING))
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: rank 0 failed: ArithmeticError: upside down")
+    (log,) = re.findall(r"its log: (.*)", done.stderr)
+    assert "half way" in Path(log).read_text()
+    assert "script.py" in done.stderr  # the log's end: the traceback
+    Path(log).unlink()
+    Path(log).parent.rmdir()
+
+
+def test_a_script_that_is_not_there_is_one_line(tmp_path):
+    done = jaxmorph("launch", "--stages", 2, tmp_path / "none.py")
+    assert done.returncode == 2
+    assert done.stderr == f"error: {tmp_path / 'none.py'}: no such file, expected a Python script\n"
