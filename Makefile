@@ -25,7 +25,7 @@ test: setup
 	@$(MAKE) --no-print-directory --jobs 2 test-processes test-others
 
 test-processes: setup
-	$(BIN)/python -m pytest -m '$(SEVERAL_PROCESSES)' $(TESTS)
+	$(BIN)/python -m pytest -m '$(SEVERAL_PROCESSES)' --durations=15 --durations-min=5 $(TESTS)
 
 test-others: setup
 	@$(BIN)/python -m pytest -m 'not ($(SEVERAL_PROCESSES))' $(TESTS) >$(VENV)/others.log 2>&1; \
