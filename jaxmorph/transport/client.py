@@ -225,7 +225,10 @@ class SidecarPlane:
         for end in self._ends():
             record = {"kind": "channel", **_described(end, end.slots)}
             told.append((record, (end.slots.fd, *end.doorbell.fds)))
-        told.extend((record, ()) for record in self._state.values())
+        # `emulate` first: what is posted leaves as soon as the peers are known.
+        told.extend(
+            (self._state[kind], ()) for kind in ("emulate", "connect") if kind in self._state
+        )
         with self._peers_lock:
             told.append(({"kind": "met", "peers": sorted(self._met)}, ()))
         return told

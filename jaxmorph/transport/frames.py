@@ -38,7 +38,8 @@ class Introduce(NamedTuple):
     Attributes:
         rank: The sending rank, which dialled.
         destination: The rank it wants to reach.
-        generation: Which life of the sending rank's sidecar this is; grows with each restart.
+        generation: Which beginning of the sending rank this is; grows with each restart of its
+            sidecar and each `connect`.
         lane: Which of its connections to that rank, from 0.
         chunk_bytes: The length of every chunk but a message's last.
         algorithms: Payload checksums it can do, best first (see `checksums.py`); at most four.
@@ -61,7 +62,7 @@ class Welcome(NamedTuple):
 
     Attributes:
         rank: The receiving rank.
-        generation: Which life of the receiving rank's sidecar this is.
+        generation: Which beginning of the receiving rank this is, as in `Introduce`.
         algorithm: The payload checksum to be used, one of those offered.
         proof: 32 bytes: HMAC-SHA256 of all the above and both challenges.
     """

@@ -7,7 +7,8 @@ _SPAN_S = 1.0
 _PERIOD_S, _LONGEST_PERIOD_S = 0.25, 1.0
 _TELLING_CHUNKS = 16
 _DRAINING, _LEAST_GAIN = 0.95, 0.5
-_TRY_AGAIN_S = 30.0
+_SETTLING_S = 1.0
+_TRY_AGAIN_S, _LONGEST_TRY_AGAIN_S = 30.0, 120.0
 
 
 def lanes_needed(
@@ -64,6 +65,7 @@ class LaneGain:
 
     Lanes that share what is narrow, as one network card, drain no more the more of them there are;
     and each holds its chunks the longer, which then are missing the longer when the card is lost.
+    A new lane is slow at first: what lands in the second after it has come tells nothing.
 
     Args:
         chunk_bytes: The unit in which bytes land.
@@ -72,7 +74,7 @@ class LaneGain:
     def __init__(self, chunk_bytes: int) -> None:
         self._least_bytes = _TELLING_CHUNKS * chunk_bytes
         self._lanes = self._landed_bytes = self._waiting_bytes = 0
-        self._began_s = 0.0
+        self._began_s = self._settled_s = 0.0
         self._fewer: tuple[int, float] | None = None
         self._enough_until_s, self._try_again_s = 0.0, _TRY_AGAIN_S
         self._may_grow = False
@@ -92,9 +94,13 @@ class LaneGain:
         if lanes != self._lanes or not piles_up:
             if lanes < self._lanes:
                 self._fewer, self._enough_until_s, self._try_again_s = None, 0.0, _TRY_AGAIN_S
+            elif lanes > self._lanes:
+                self._settled_s = now_s + _SETTLING_S
             self._lanes = lanes
             self._begin(landed_bytes, waiting_bytes, now_s)
             self._may_grow = False
+        elif now_s < self._settled_s:
+            self._begin(landed_bytes, waiting_bytes, now_s)
         elif self._is_over(landed_bytes, now_s):
             bytes_per_s = (landed_bytes - self._landed_bytes) / (now_s - self._began_s)
             self._compare(bytes_per_s, now_s)
@@ -116,7 +122,8 @@ class LaneGain:
         """See whether lanes that have come brought half of what as many did before."""
         if self._fewer is not None and self._fewer[0] < self._lanes:
             lanes, before = self._fewer
-            if bytes_per_s < before + _LEAST_GAIN * before * (self._lanes - lanes) / lanes:
+            # Where nothing lands at all, more lanes bring nothing, either.
+            if bytes_per_s <= before + _LEAST_GAIN * before * (self._lanes - lanes) / lanes:
                 self._enough_until_s = now_s + self._try_again_s
-                self._try_again_s *= 2
+                self._try_again_s = min(2 * self._try_again_s, _LONGEST_TRY_AGAIN_S)
         self._fewer = self._lanes, bytes_per_s

@@ -9,6 +9,7 @@ _MEMORY_S = 0.100
 _TELLING_BYTES = 16 * 1024
 _LEAST_SHARE = 0.03
 _LEAST_DOUBT, _MOST_DOUBT, _DOUBT_WEIGHT = 1.5, 4.0, 0.25
+_MOST_ERROR = 4.0
 
 
 class LaneRate:
@@ -45,7 +46,8 @@ class LaneRate:
             busy_s = max(now_s - sent_s - self.round_trip_s, _LEAST_SHARE * (now_s - sent_s))
         if self.bytes_per_s is not None:
             error = abs(busy_s * self.bytes_per_s / num_bytes - 1.0)
-            self._spread += _DOUBT_WEIGHT * (error - self._spread)
+            # One long stop says little of how regular the lane is otherwise.
+            self._spread += _DOUBT_WEIGHT * (min(error, _MOST_ERROR) - self._spread)
         kept = 1.0 - busy_s / _MEMORY_S
         if kept < 0.0:
             kept = 0.0

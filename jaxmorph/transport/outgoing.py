@@ -264,8 +264,9 @@ class Outgoing:
             self._judge(now_s)
         waiting = self._queue.departed > 0
         late, ping, next_s = [], [], self._queue.next_s()
+        moved_s = self._moved_s()
         for number, lane in self._lanes.items():
-            late_s = lane.late_s()
+            late_s = lane.late_s(moved_s)
             if now_s >= late_s:
                 late.append(number)
                 self._patience_s[number] = min(2 * lane.patience_s, MOST_PATIENCE_S)
@@ -274,7 +275,7 @@ class Outgoing:
             if now_s >= ping_s:
                 lane.pinged(now_s)
                 ping.append(number)
-                late_s, ping_s = lane.late_s(), lane.ping_due_s(waiting)
+                late_s, ping_s = lane.late_s(moved_s), lane.ping_due_s(waiting)
             next_s = min(next_s, late_s, ping_s)
             if lane.flights and len(self._lanes) > 1:
                 next_s = min(next_s, max(self._hedge_s, now_s + _LEAST_SLACK_S))
@@ -327,7 +328,8 @@ class Outgoing:
         rates = [lane.rate.bytes_per_s for lane in self._lanes.values() if not lane.parked]
         known = [rate for rate in rates if rate is not None]
         there = min(max(len(self._lanes), fewest), most)
-        if not known:
+        if not known:  # a time without lanes, or rates, tells nothing of what lanes bring
+            self._gain.may_grow(len(self._lanes), self._landed_bytes, 0, False, now_s)
             return there
         drain_per_s = sum(known) / len(known)
         wanted = lanes_needed(self._production.per_s(now_s), drain_per_s, fewest, most)
@@ -398,11 +400,15 @@ class Outgoing:
         if len(self._lanes) > 1:
             self._hurry(now_s)
 
-    def _hurry(self, now_s: float) -> None:
-        """Give everything in flight on a lane that has stopped to the others, if they go on."""
-        moved_s = max(
+    def _moved_s(self) -> float:
+        """When any lane did something last."""
+        return max(
             (lane.progress_s for lane in self._lanes.values() if not lane.parked), default=-INFINITY
         )
+
+    def _hurry(self, now_s: float) -> None:
+        """Give everything in flight on a lane that has stopped to the others, if they go on."""
+        moved_s = self._moved_s()
         for lane in self._lanes.values():
             if not lane.flights or lane.hurried or moved_s < lane.progress_s + _LEAST_OVERDUE_S:
                 continue

@@ -79,7 +79,7 @@ class ReceivingLink:
         old = self._lanes.get(number)
         stale, frames = self.engine.lane_up(number, generation, chunk_bytes, now_s)
         for each in stale:
-            self._forget(each, "the sender's sidecar was restarted")
+            self._forget(each, "the sender began anew: another sidecar, or connect")
         if old is not None and old is self._lanes.get(number):
             self._forget(number, "replaced by a new connection")
         memory = (channel.slots.payloads() for channel in self.channels.values())

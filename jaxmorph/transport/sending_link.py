@@ -221,7 +221,7 @@ class SendingLink:
             self._diallers[number].again(now_s)
             return
         for stale in replaced:
-            self._lose(stale, "the receiver's sidecar was restarted", now_s)
+            self._lose(stale, "the receiver began anew: another sidecar, or connect", now_s)
         self._lanes[number], self._pings[number] = lane, OpenPings()
         self.was_up = True
         self._loop.add(lane.fileno(), lane.mask, lambda mask: self._ready(number, lane, mask))
@@ -382,6 +382,22 @@ class SendingLink:
             if number not in self._lanes:
                 dialler = self._diallers.get(number) or self._dialler(number)
                 dialler.turn(now_s)
+                next_s = min(next_s, dialler.next_s)
+        return min(next_s, self._drop_diallers(wanted, now_s))
+
+    def _drop_diallers(self, wanted: int, now_s: float) -> float:
+        """Forget those of lanes that are wanted no more; returns when to do so next.
+
+        A connection that is half made may still become a lane, as long as it takes no longer than
+        others: whether one lane more is wanted may change from turn to turn.
+        """
+        next_s = _NEVER
+        for number, dialler in tuple(self._diallers.items()):
+            if number < wanted or number in self._lanes:
+                continue
+            if dialler.next_s <= now_s:
+                self._diallers.pop(number).close()
+            else:
                 next_s = min(next_s, dialler.next_s)
         return next_s
 

@@ -26,6 +26,7 @@ from jaxmorph.transport.sequence import add, distance
 TAG: Tag = (1, 2, 3, 4, 5, 6, 7, 8)
 PIECES = 4
 FRAME_BYTES = 100
+LATEST_S = 0.1
 
 
 def there_and_back(frame: Frame) -> Frame:
@@ -104,7 +105,8 @@ class Link:
         carries: Whether payloads are carried, or their lengths alone.
         buffer_bytes: How much a lane takes before it sends on.
         consume_s: How long the receiver holds a message.
-        post_every_s: How long after each message the next one is posted, if there is room.
+        post_every_s: How long after each message the next one is posted, if there is room; a wait
+            for room isn't made up for.
         grows_from: How many lanes there are at first; the others come as they are wanted. None:
             all of them at once.
     """
@@ -123,7 +125,8 @@ class Link:
         self.now = 1000.0
         self.wires, self.chunk_bytes, self.carries = wires, chunk_bytes, carries
         self.buffer_bytes, self.consume_s = buffer_bytes, consume_s
-        self.post_every_s, self.grows_from, self.began_s = post_every_s, grows_from, self.now
+        self.post_every_s, self.grows_from = post_every_s, grows_from
+        self.due_s = {memory.name: self.now for memory in memories}
         self.memories = {memory.name: memory for memory in memories}
         self.pipes: dict[int, Pipe] = {}  # as the sender sees them
         self.receiving: dict[int, Pipe] = {}  # as the receiver does
@@ -309,9 +312,11 @@ class Link:
         for memory in self.memories.values():
             while memory.posted < len(memory.lengths) and (
                 memory.posted - memory.released < memory.num_slots
-                and self.now >= self.began_s + memory.posted * self.post_every_s
+                and self.now >= self.due_s[memory.name]
             ):
                 at, memory.posted = memory.posted, memory.posted + 1
+                due_s = self.due_s[memory.name] + self.post_every_s
+                self.due_s[memory.name] = max(due_s, self.now - LATEST_S)
                 if self.carries:
                     self._fill(memory, at)
                 self._post(memory, at)

@@ -40,7 +40,7 @@ class Lanes:
     def __init__(self):
         self.gain, self.now_s, self.landed_bytes = LaneGain(CHUNK), 5.0, 0
 
-    def may_grow(self, lanes, bytes_per_s, seconds=0.6, piles_up=True, drained=0):
+    def may_grow(self, lanes, bytes_per_s, seconds=1.6, piles_up=True, drained=0):
         """What is said after so long."""
         said = self.ask(lanes, WAITING, piles_up)
         for step in range(1, 61):
@@ -55,7 +55,7 @@ class Lanes:
 
 def test_another_lane_is_tried_once_it_is_known_what_those_there_are_do():
     lanes = Lanes()
-    assert not lanes.may_grow(2, 2e6, seconds=0.2)
+    assert not lanes.may_grow(2, 2e6, seconds=1.2)
     assert lanes.may_grow(2, 2e6, seconds=0.2)
 
 
@@ -72,6 +72,29 @@ def test_no_more_are_tried_after_one_that_brought_nothing_until_much_later():
     assert lanes.may_grow(3, 2e6, seconds=10)
     assert not lanes.may_grow(4, 2e6)
     assert not lanes.may_grow(4, 2e6, seconds=35)
+
+
+def test_where_nothing_lands_at_all_one_more_is_tried_and_no_second():
+    lanes = Lanes()
+    assert lanes.may_grow(2, 0, seconds=2.5)
+    assert not lanes.may_grow(3, 0, seconds=2.5)
+
+
+def test_after_many_in_vain_another_is_still_tried_every_two_minutes():
+    lanes = Lanes()
+    lanes.may_grow(2, 2e6)
+    for count in range(3, 7):
+        assert not lanes.may_grow(count, 2e6)
+        assert lanes.may_grow(count, 2e6, seconds=121)
+
+
+def test_a_lane_is_judged_when_it_has_come_up_to_its_speed_over_a_long_wire():
+    lanes, full = Lanes(), 12.5e6
+    assert lanes.may_grow(2, 2 * full)
+    for round_trips in range(8):  # of 100 ms
+        slow_start = min(2**round_trips * 14_600 / 0.1, full)
+        assert not lanes.may_grow(3, 2 * full + slow_start, seconds=0.1)
+    assert lanes.may_grow(3, 3 * full, seconds=1.0)
 
 
 def test_what_was_in_vain_is_forgotten_when_a_lane_is_lost():

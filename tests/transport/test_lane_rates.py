@@ -63,6 +63,15 @@ def test_a_long_round_trip_is_believed_slowly_and_a_short_one_at_once():
     assert rate.round_trip_s == 0.001
 
 
+def test_one_long_stop_is_no_reason_to_doubt_a_regular_lane_for_long():
+    rate, num_bytes, now_s = LaneRate(), 16 * 1024, 0.0
+    for takes_s in [1e-4] * 1000 + [10e-3] + [1e-4] * 12:
+        sent_s, now_s = now_s, now_s + takes_s
+        rate.acknowledged(num_bytes, sent_s, now_s)
+        assert takes_s < 10e-3 or rate.doubt == 4.0
+    assert rate.doubt < 2.0
+
+
 def test_a_regular_lane_is_doubted_sooner_than_one_that_is_not():
     regular, irregular = LaneRate(), LaneRate()
     assert regular.doubt == 4.0  # as long as nothing is known

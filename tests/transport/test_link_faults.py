@@ -151,7 +151,11 @@ def test_a_lane_that_turns_slow_does_not_hold_up_a_good_one(slow):
 
 
 def test_a_slow_lane_is_not_taken_for_a_dead_one():
-    link, _, _ = stream(wires_of(GIGABIT, GIGABIT), faults=[(0.3, throttled(0, GIGABIT / 100))])
+    link, _, _ = stream(
+        wires_of(GIGABIT, GIGABIT),
+        chunk_bytes=512 * 1024,
+        faults=[(0.3, throttled(0, GIGABIT / 100))],
+    )
     assert link.late == []
 
 
@@ -249,7 +253,7 @@ class SharedCards(Link):
 
 def lanes_after(seconds, every_s, link_of=Link):
     """How many lanes there are after so long, of two at first and eight at most."""
-    lengths = [64 * 1024] * 1000
+    lengths = [64 * 1024] * 2000
     link = link_of(
         wires_of(*[1e6] * 8),
         [Memory(NAME, 16, 64 * 1024, 0, lengths)],
@@ -262,6 +266,44 @@ def lanes_after(seconds, every_s, link_of=Link):
     return len(link.pipes)
 
 
+class SharedCard(Link):
+    """Lanes of one network card, which those that are sending share, more or less evenly.
+
+    Some of the chunks, `stuck` of all, take five times as long.
+    """
+
+    def __init__(self, card_bytes_per_s, lanes, memory, every_s, stuck):
+        self.rng, self.card, self.stuck = random.Random(3), card_bytes_per_s, stuck
+        super().__init__(
+            wires_of(*[card_bytes_per_s / lanes] * lanes),
+            [memory],
+            512 * 1024,
+            carries=False,
+            post_every_s=every_s,
+        )
+
+    def _transmit(self, pipe):
+        if not pipe.busy:
+            sending = 1 + sum(other.busy for other in self.pipes.values())
+            takes = sending * (5 if self.rng.random() < self.stuck else 1)
+            self.wires[pipe.lane].bytes_per_s = self.card / takes * self.rng.uniform(0.5, 1.5)
+        super()._transmit(pipe)
+
+
+@pytest.mark.parametrize("card", [GIGABIT, GIGABIT / 10])
+@pytest.mark.parametrize(("lanes", "stuck"), [(2, 0.05), (4, 0.0)])
+@pytest.mark.parametrize("load", [1.5, 0.5])
+def test_lanes_that_share_a_card_send_few_copies_though_they_are_irregular(
+    card, lanes, stuck, load
+):
+    num_bytes, num_messages = 4 * MEGABYTE, 50
+    memory = Memory(NAME, 4, num_bytes, 0, [num_bytes] * num_messages)
+    link = SharedCard(card, lanes, memory, num_bytes / card / load, stuck)
+    assert link.run(link.now + 600)
+    counts = link.outgoing.statistics()
+    assert counts["hedged"] <= 0.1 * counts["chunks"]
+
+
 PRODUCED_EVERY_S = 64 * 1024 / 3.5e6
 
 
@@ -270,7 +312,7 @@ def test_lanes_grow_to_what_production_needs_where_each_adds_its_own():
 
 
 def test_lanes_grow_to_the_most_there_may_be_where_production_never_waits():
-    assert lanes_after(6, 0) == 8
+    assert lanes_after(9, 0) == 8
 
 
 def test_lanes_that_share_a_card_are_not_made_more_and_more():

@@ -414,6 +414,27 @@ def test_lanes_are_wanted_as_messages_need_them():
     assert wire.out.lanes_wanted(wire.now, 1, 1) == 1
 
 
+def test_a_time_without_any_lanes_tells_nothing_of_how_many_are_needed():
+    wire = Wire(lanes=1)
+
+    def carry_one():
+        taken = wire.next()
+        assert taken is not None
+        wire.now += 0.03
+        wire.acknowledge(*taken)
+        return wire.out.lanes_wanted(wire.now, 1, 8)
+
+    for at in range(8):
+        wire.post(at, chunks=10)
+    assert carry_one() == 1
+    wire.out.lane_down(0, wire.now)
+    for _ in range(5):
+        wire.now += 1.0
+        assert wire.out.lanes_wanted(wire.now, 1, 8) == 1
+    wire.out.lane_up(0, 0, wire.now)
+    assert carry_one() == 1
+
+
 def test_eight_messages_a_second_over_a_lane_that_drains_two_want_four_lanes():
     wire, count = Wire(lanes=1), 32
     wire.out.add_channel(OTHER, count, 0)

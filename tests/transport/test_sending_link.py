@@ -2,11 +2,12 @@
 
 import contextlib
 import math
+import socket
 
 import pytest
 from lone_sender import CHUNK_BYTES, NAME, NUM_SLOTS, LoneSender
 
-from jaxmorph.transport import sending_link
+from jaxmorph.transport import dialler, sending_link
 from jaxmorph.transport.frames import Acknowledge, Ping, Resume
 from jaxmorph.transport.outgoing_lane import LEAST_PATIENCE_S, PING_S
 
@@ -100,6 +101,27 @@ def test_an_idle_lane_is_asked_for_a_sign_of_life_at_its_time_and_not_before(joi
     assert joined.go_on(0.99 * PING_S) == []
     assert joined.next_after_s() == pytest.approx(0.01 * PING_S)
     assert [type(frame) for frame in joined.go_on(0.01 * PING_S)] == [Ping]
+
+
+def test_a_connection_for_a_lane_that_is_wanted_no_more_is_given_up_in_time(joined, monkeypatch):
+    joined.welcome(1)
+    wanted = [3]
+    monkeypatch.setattr(dialler, "_HANDSHAKE_S", 0.5)  # less than a lane without answers lives
+    monkeypatch.setattr(joined.link, "_fixed", None)
+    monkeypatch.setattr(joined.link.engine, "lanes_wanted", lambda *_: wanted[0])
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        joined.link._addresses = [silent.getsockname()]
+        joined.go_on()
+        silent.settimeout(10)
+        connection, _ = silent.accept()
+        with connection:
+            wanted[0] = 2
+            for _ in range(3):
+                joined.go_on(0.3)
+            connection.settimeout(10)
+            assert connection.recv(1) == b""
+    joined.look()
+    assert joined.next_after_s() > 0  # and nothing is to be done for it
 
 
 def test_a_new_lane_is_gone_on_with_at_once(joined):

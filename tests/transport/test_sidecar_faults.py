@@ -31,6 +31,7 @@ from proxy import Proxy
 
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.errors import PeerGoneError, TransportError
+from jaxmorph.transport.link_emulator import LinkCondition
 from jaxmorph.transport.plane import TransportSettings
 from jaxmorph.transport.sidecar_process import MAX_RESTARTS_A_MINUTE
 
@@ -103,6 +104,18 @@ def test_killed_sidecars_lose_and_double_nothing(pair):
     assert kinds(pair[0].events()).count("sidecar_restarted") == 2
     assert kinds(pair[1].events()).count("sidecar_restarted") == 2
     assert pair[0].statistics()["generation"] == 3
+
+
+def test_what_waits_on_an_emulated_link_does_not_slip_through_a_new_sidecar(pair):
+    connect(pair)
+    send(pair[0], THERE, 0, 10)
+    receive(pair[1], THERE, 0, 10)
+    pair[0].emulate([LinkCondition(between=(0, 1), latency_ms=1000)])
+    began_s = time.monotonic()
+    send(pair[0], THERE, 1, 10)
+    os.kill(pair[0].sidecar_pid, signal.SIGKILL)
+    receive(pair[1], THERE, 1, 10)
+    assert time.monotonic() - began_s >= 1.0
 
 
 def test_broken_connections_lose_and_double_nothing(pair):
