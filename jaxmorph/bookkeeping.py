@@ -12,7 +12,7 @@ Messages are dictionaries of JSON's types with a `kind`:
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
 from jaxmorph.config import Config
@@ -115,6 +115,17 @@ class Bookkeeper:
         """
         self._submit(self._tell_event, step, kind, detail)
 
+    def told_so_far(self) -> Future[None]:
+        """What is done once all that this has been called with so far has been told.
+
+        Its exception is what kept that from being told.
+        """
+        if self._thread is not None:
+            return self._thread.submit(self._raise_error)  # after all that is queued
+        nothing: Future[None] = Future()
+        nothing.set_result(None)
+        return nothing
+
     def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
         if self._thread is not None:
             self._raise_error()
@@ -135,7 +146,7 @@ class Bookkeeper:
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if self._thread is not None:
-            self._thread.shutdown(wait=kind is None, cancel_futures=kind is not None)
+            self._thread.shutdown()  # whatever has failed, steps that were done are told
             if kind is None:
                 self._raise_error()
 

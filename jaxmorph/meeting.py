@@ -11,6 +11,7 @@ from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank
 from jaxmorph.uncaught import end_on_uncaught_errors
 
 _met: list[Rendezvous] = []  # this process's one, which several trainers may use in turn
+_left: list[Rendezvous] = []  # the one that it has left for good
 
 
 def join(*, start_timeout_s: float = 120.0, step_timeout_s: float = 60.0) -> None:
@@ -39,8 +40,14 @@ def meet(timeouts: Timeouts) -> Rendezvous:
         timeouts: How long to wait for the others.
 
     Raises:
-        UserError: If JAX has already computed something, or finds this process no place in its job.
+        UserError: If JAX has already computed something, or finds this process no place in its job,
+            or the process has left its rendezvous.
     """
+    if _left:
+        raise UserError(
+            "Trainer: an earlier trainer of this process ended with an error, and the others were "
+            "told that it goes no further: start the script anew"
+        )
     if not _met:
         _met.append(_join(timeouts))
     _met[0].limit(timeouts.start_s)
@@ -50,7 +57,10 @@ def meet(timeouts: Timeouts) -> Rendezvous:
 def leave() -> None:
     """Close the rendezvous, by which the others learn that this process goes no further."""
     while _met:
-        _met.pop().close()
+        met = _met.pop()
+        met.close()
+        if met.num_ranks > 1:
+            _left.append(met)
 
 
 def _join(timeouts: Timeouts) -> Rendezvous:

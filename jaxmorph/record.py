@@ -32,6 +32,8 @@ class RunRecord:
         directory: Where the run writes.
         reporter: What the user sees.
         clock: Seconds, monotonic.
+        first_step: The step that it begins with. Traces of earlier steps count among those that are
+            kept; those of later ones, which are done again, are removed.
     """
 
     def __init__(
@@ -40,15 +42,21 @@ class RunRecord:
         directory: RunDirectory,
         reporter: Reporter,
         clock: Callable[[], float] = time.monotonic,
+        first_step: int = 0,
     ) -> None:
         self._config = config
         self._directory = directory
         self._reporter = reporter
         self._clock = clock
         self._history = RunHistory()
-        self._traces: deque[Path] = deque()
+        self._traces = _traces_before(first_step, directory)
         self._last_timelines: dict[str, Timeline] = {}
         self._began_s = self._last_step_s = clock()
+
+    @property
+    def directory(self) -> Path:
+        """Where the run writes."""
+        return self._directory.path
 
     @property
     def num_steps(self) -> int:
@@ -120,5 +128,14 @@ class RunRecord:
         path = self._directory.trace_path(step)
         path.write_text(json.dumps(chrome_trace(self._last_timelines)), encoding="utf-8")
         self._traces.append(path)
-        if len(self._traces) > self._config.trace.keep:
+        while len(self._traces) > self._config.trace.keep:
             self._traces.popleft().unlink(missing_ok=True)
+
+
+def _traces_before(step: int, directory: RunDirectory) -> deque[Path]:
+    """The traces of earlier steps; those of others are removed."""
+    traces = directory.traces()
+    for number, path in traces.items():
+        if number >= step:
+            path.unlink(missing_ok=True)
+    return deque(path for number, path in traces.items() if number < step)

@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.config import Config, load_config, placed_error
+from jaxmorph.data.digest import DataDigest
 from jaxmorph.errors import UserError
 from jaxmorph.reporting.run_directory import CONFIG
 
@@ -35,6 +37,29 @@ def checkpoint_folder(config: Config, directory: Path) -> CheckpointFolder:
     return CheckpointFolder(directory / "checkpoints" if named is None else Path(named))
 
 
+def folder_apart(config: Config) -> Path | None:
+    """The folder that `checkpoint.dir` names; None where there is none outside `run.dir`.
+
+    Args:
+        config: The run. Until it has its directory nothing may be made in there.
+    """
+    named, run = config.checkpoint.dir, Path(config.run.dir).absolute()
+    folder = None if named is None else Path(named).absolute()
+    return None if folder is None or folder.is_relative_to(run) else folder
+
+
+def with_absolute_folder(config: Config) -> Config:
+    """The run with a `checkpoint.dir` that is the same wherever the run is gone on with.
+
+    Args:
+        config: The run.
+    """
+    named = config.checkpoint.dir
+    absolute = None if named is None else str(Path(named).absolute())
+    checkpoint = config.checkpoint.model_copy(update={"dir": absolute})
+    return config.model_copy(update={"checkpoint": checkpoint})
+
+
 def prepare_checkpoints(config: Config, directory: Path) -> None:
     """Make the folder of a run's checkpoints, without what an earlier run left half-done there.
 
@@ -47,13 +72,37 @@ def prepare_checkpoints(config: Config, directory: Path) -> None:
     """
     folder = checkpoint_folder(config, directory)
     if config.checkpoint.every_steps != 0:
-        try:
-            folder.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"checkpoint.dir: {folder.path}: cannot be made: {error.strerror}"
-            ) from error
+        _make(folder.path)
     folder.clean()
+
+
+def try_named_folder(config: Config) -> None:
+    """Make the folder that `checkpoint.dir` names, if one that is used, and write to it.
+
+    Args:
+        config: The run.
+
+    Raises:
+        UserError: If it can't be made or written to.
+    """
+    named = folder_apart(config)
+    if named is None or config.checkpoint.every_steps == 0:
+        return
+    _make(named)
+    try:
+        with TemporaryFile(dir=named):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"checkpoint.dir: {named}: cannot be written to: {error.strerror}"
+        ) from error
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"checkpoint.dir: {folder}: cannot be made: {error.strerror}") from error
 
 
 def require_no_checkpoints(config: Config) -> None:
@@ -105,9 +154,9 @@ def find_resumption(directory: Path, overrides: Sequence[str]) -> Resumption:
         UserError: There is no such run, no checkpoint, or it is another model's or cut's; in one
             line.
     """
-    config = saved_config(directory, overrides, "--resume")
-    was = saved_config(directory)
-    folder = checkpoint_folder(config, directory)
+    config = with_absolute_folder(saved_config(directory, overrides, "--resume"))
+    was = with_absolute_folder(saved_config(directory))
+    folder = checkpoint_folder(was, directory)
     steps = folder.steps()
     if not steps:
         raise UserError(
@@ -140,12 +189,37 @@ def check_vocabulary(manifest: Manifest, vocab_size: int) -> None:
         )
 
 
+def check_data(manifest: Manifest, config: Config, data: DataDigest) -> None:
+    """Compare the data with those that the checkpoint was trained on, if they are named the same.
+
+    Args:
+        manifest: The checkpoint's.
+        config: The run's; with another path or tokenizer, other data are meant.
+        data: The data as they are now.
+
+    Raises:
+        UserError: They have changed.
+    """
+    now, then = config.data, manifest.config.data
+    names = [(section.path, section.tokenizer, section.token_dtype) for section in (now, then)]
+    if manifest.data is not None and names[0] == names[1] and data != manifest.data:
+        raise UserError(
+            f"data.path: got {data.num_tokens:,} tokens, expected the {manifest.data.num_tokens:,} "
+            "that the checkpoint was trained on: the data have changed since (to go on with these, "
+            "give them another data.path)"
+        )
+
+
 def _disagreements(
     config: Config, was: Config, manifest: Manifest
 ) -> Iterator[tuple[str, object, str]]:
     """Each key that keeps a run from going on: what was got, what was expected."""
     if config.run.dir != was.run.dir:
         yield "run.dir", config.run.dir, "none: a resumed run goes on in its own directory"
+    folder, was_folder = config.checkpoint.dir, was.checkpoint.dir
+    if (folder and Path(folder).resolve()) != (was_folder and Path(was_folder).resolve()):
+        there = "none" if was_folder is None else was_folder
+        yield "checkpoint.dir", folder, f"{there}: a run's checkpoints stay in one folder"
     if config.run.steps <= manifest.step:
         done = f"more than the {manifest.step} steps that the last checkpoint has done"
         yield "run.steps", config.run.steps, done

@@ -1,6 +1,7 @@
 """The checkpoints of one run, as one of its ranks uses them: where it begins and what it saves."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 from jaxmorph.checkpoints.folder import stage_path
 from jaxmorph.checkpoints.manifest import Manifest, TiedPaths
 from jaxmorph.checkpoints.saver import CheckpointSaver
+from jaxmorph.checkpoints.shared_folder import require_shared
 from jaxmorph.checkpoints.tree_files import TreeFiles
 from jaxmorph.config import Config
+from jaxmorph.data.digest import DataDigest
 from jaxmorph.layer_choice import LayerChoice
 from jaxmorph.resume import checkpoint_folder, without_weights
 from jaxmorph.runtime.rendezvous import Rendezvous
@@ -45,6 +48,18 @@ class RunCheckpoints:
         """The checkpoint that the run goes on from, for people."""
         return f"from {self._folder.finished(self._first_step)}"
 
+    def require_shared(self, rendezvous: Rendezvous) -> None:
+        """Find out, if anything will be saved, whether all ranks can do so in one folder.
+
+        Args:
+            rendezvous: The meeting place of all ranks.
+
+        Raises:
+            UserError: If they can't; the same on all ranks.
+        """
+        if self._config.checkpoint.every_steps != 0:
+            require_shared(self._folder.path, rendezvous)
+
     def restore(self, trainer: StageTrainer, own_stages: Sequence[int]) -> None:
         """Put the checkpoint's state, if there is one, in place of the initial one.
 
@@ -64,9 +79,11 @@ class RunCheckpoints:
         rendezvous: Rendezvous,
         settings: StageSettings,
         tell: Callable[[int, str, str], None],
+        told_so_far: Callable[[], Future[None]],
         *,
         vocab_size: int,
         tied: TiedPaths,
+        data: DataDigest,
     ) -> CheckpointSaver:
         """What saves the run.
 
@@ -74,8 +91,10 @@ class RunCheckpoints:
             rendezvous: The meeting place of all ranks.
             settings: What the stage is built from.
             tell: Takes what rank 0 has to say: an event's step, kind and detail.
+            told_so_far: Gives what is done once the records of all steps so far have been told.
             vocab_size: The data's.
             tied: The model's tied parameters.
+            data: What the run is trained on.
         """
         return CheckpointSaver(
             self._folder,
@@ -86,11 +105,13 @@ class RunCheckpoints:
                 vocab_size=vocab_size,
                 tied=tied,
                 config=self._config,
+                data=data,
             ),
             own_stages=settings.own_stages(rendezvous.rank),
             write=self._write,
             keep=self._config.checkpoint.keep,
             tell=tell,
+            told_so_far=told_so_far,
         )
 
     def _write(self, path: Path, tree: Any) -> None:

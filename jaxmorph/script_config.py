@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxmorph.config import Config, check_config, load_config
+from jaxmorph.config import Config, check_config, read_config
 from jaxmorph.errors import UserError
 from jaxmorph.meeting import meet
 from jaxmorph.runtime.rendezvous import Rendezvous
@@ -25,11 +25,11 @@ def configure(source: Source) -> tuple[Config, Rendezvous]:
     Raises:
         UserError: If a key is wrong, or asks for another number of processes than there are.
     """
-    tree = _tree(source)
+    tree, name = _tree(source), _name(source)
     # First without the rest: what is given per stage can be checked when the processes are counted.
-    timeouts = check_config({"timeouts": tree.get("timeouts")}).timeouts
+    timeouts = check_config({"timeouts": tree.get("timeouts")}, name).timeouts
     rendezvous = meet(timeouts)
-    config = check_config(_with_stages(tree, rendezvous.num_ranks))
+    config = check_config(_with_stages(tree, rendezvous.num_ranks), name)
     stages, processes = config.parallelism.stages, rendezvous.num_ranks
     if stages != processes:
         raise UserError(
@@ -48,9 +48,14 @@ def _tree(source: Source) -> Mapping[str, Any]:
     if isinstance(source, Config):
         return source.model_dump(exclude_unset=True)
     if isinstance(source, str | Path):
-        return load_config(source).model_dump(exclude_unset=True)
+        return read_config(source)
     got = type(source).__name__
     raise UserError(f"config: got {got}, expected a mapping of sections, a path or a Config")
+
+
+def _name(source: Source) -> str:
+    """What errors call the configuration."""
+    return str(source) if isinstance(source, str | Path) else "config"
 
 
 def _with_stages(tree: Mapping[str, Any], num_stages: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ def launch_script(
         arguments: What the script finds in `sys.argv` after its name.
         num_stages: Number of processes.
         logs: Where `rank_N.log` are written; None: a folder of their own, kept where the script
-            fails.
+            fails or is stopped.
 
     Raises:
         UserError: If there is no such script, or the script makes a mistake in using jaxmorph.
@@ -48,12 +49,18 @@ def _log_folder(wanted: Path | None) -> Iterator[Path]:
     if wanted is not None:
         yield wanted
         return
-    folder, is_named = Path(tempfile.mkdtemp(prefix="jaxmorph-")), False
+    folder, is_kept = Path(tempfile.mkdtemp(prefix="jaxmorph-")), False
     try:
         yield folder
+    except UserError:
+        raise
     except RankFailedError:
-        is_named = True  # the error says where its rank's log is
+        is_kept = True  # the error says where its rank's log is
+        raise
+    except BaseException:
+        is_kept = True  # whoever stops a script that hangs wants to know where
+        print(f"logs: {folder}", file=sys.stderr, flush=True)  # noqa: T201
         raise
     finally:
-        if not is_named:
+        if not is_kept:
             shutil.rmtree(folder, ignore_errors=True)

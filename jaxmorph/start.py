@@ -4,7 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -17,12 +17,18 @@ from jaxmorph.record import RunRecord
 from jaxmorph.reporting import RunDirectory, open_reporter, open_run_directory
 from jaxmorph.reporting.run_directory import CONFIG, reopen_run_directory
 from jaxmorph.resume import (
+    check_data,
     check_vocabulary,
+    checkpoint_folder,
     find_resumption,
+    folder_apart,
     prepare_checkpoints,
     require_no_checkpoints,
+    try_named_folder,
+    with_absolute_folder,
     without_weights,
 )
+from jaxmorph.run_lock import hold
 from jaxmorph.runtime.launcher import run_ranks
 
 if TYPE_CHECKING:
@@ -46,11 +52,33 @@ class _Start:
     first_step: int = 0
     directory: Path | None = None
 
-    def open_directory(self) -> RunDirectory:
-        """Open the run's directory."""
+    @contextmanager
+    def open_record(self) -> Iterator[RunRecord]:
+        """Open the run's directory and its books, for this process alone."""
+        with ExitStack() as opened:
+            known = (folder_apart(self.config), self.directory)  # nothing is changed there yet
+            opened.enter_context(hold(path for path in known if path is not None))
+            if self.directory is not None:
+                self._require_last(self.directory)
+            directory = opened.enter_context(self._open_directory())
+            if self.directory is None:
+                opened.enter_context(hold([directory.path]))
+            prepare_checkpoints(self.config, directory.path)
+            record = RunRecord(self.config, directory, open_reporter(), first_step=self.first_step)
+            yield opened.enter_context(closing(record))
+
+    def _open_directory(self) -> RunDirectory:
         if self.directory is None:
             return open_run_directory(self.config)
         return reopen_run_directory(self.directory, self.config, self.first_step)
+
+    def _require_last(self, directory: Path) -> None:
+        """Whether the checkpoint is still the last: until now another process may have been on."""
+        if checkpoint_folder(self.config, directory).steps()[-1:] != (self.first_step,):
+            raise UserError(
+                f"--resume: got {directory}, which has gone on meanwhile, expected one whose last "
+                f"checkpoint is step_{self.first_step}"
+            )
 
 
 def start_training(path: Path, overrides: Sequence[str], launch: str = "auto") -> None:
@@ -66,10 +94,11 @@ def start_training(path: Path, overrides: Sequence[str], launch: str = "auto") -
         UserError: If the configuration, its data or its model are at fault.
         RankFailedError: If a rank died or raised.
     """
-    config = load_config(path, overrides)
+    config = with_absolute_folder(load_config(path, overrides))
     with _placing_errors(path, overrides):
         check_run(config)  # a mistake is told before anything is written or started
         require_no_checkpoints(config)
+        try_named_folder(config)
     _run(_Start(config), launch)
 
 
@@ -89,6 +118,8 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
     with _placing_errors(directory / CONFIG, overrides):
         parts = check_run(without_weights(found.config))
         check_vocabulary(found.manifest, parts.vocab_size)
+        check_data(found.manifest, found.config, parts.data)
+        try_named_folder(found.config)
     _run(_Start(found.config, found.manifest.step, directory), launch)
 
 
@@ -133,13 +164,9 @@ def _run(start: _Start, launch: str) -> None:
 
 
 def _run_here(start: _Start) -> None:
-    with (
-        start.open_directory() as directory,
-        closing(RunRecord(start.config, directory, open_reporter())) as record,
-    ):
-        prepare_checkpoints(start.config, directory.path)
-        arguments = [str(directory.path / CONFIG), str(start.first_step)]
-        logs = _log_folder(directory.path, start.first_step)
+    with start.open_record() as record:
+        arguments = [str(record.directory / CONFIG), str(start.first_step)]
+        logs = _log_folder(record.directory, start.first_step)
         run_ranks("jaxmorph.rank", arguments, start.config.parallelism.stages, logs, record.take)
         record.finish()
 
@@ -202,12 +229,8 @@ def _train_as_rank(start: _Start, rendezvous: "Rendezvous") -> None:
         told = rendezvous.exchange({})[0]  # rank 0 knows which directory is free
         train(config, rendezvous, _hear_nothing, Path(told["directory"]), told["first_step"])
         return
-    with (
-        start.open_directory() as directory,
-        closing(RunRecord(config, directory, open_reporter())) as record,
-    ):
-        prepare_checkpoints(config, directory.path)
-        path, first_step = directory.path.resolve(), start.first_step
+    with start.open_record() as record:
+        path, first_step = record.directory.resolve(), start.first_step
         rendezvous.exchange({"directory": str(path), "first_step": first_step})
         train(config, rendezvous, record.take, path, first_step)
         record.finish()

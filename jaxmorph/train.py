@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from jaxmorph.bookkeeping import Bookkeeper
+from jaxmorph.checkpoints.saver import CheckpointError
 from jaxmorph.config import Config, per_stage
 from jaxmorph.data import Batches, ReadAhead, hold_out, load_tokens
+from jaxmorph.data.digest import DataDigest, digest_of
 from jaxmorph.evaluation import Evaluation, held_out_batches, with_room_to_evaluate
 from jaxmorph.first_plan import plan_by_timings
 from jaxmorph.layer_choice import choose_layers, measured_on_rank_0
@@ -63,6 +65,7 @@ def train(
     checkpoints = RunCheckpoints(config, directory, first_step)
     config = checkpoints.starting_config
     parts = load_parts(config)
+    checkpoints.require_shared(rendezvous)
     measure = partial(measured_on_rank_0, config, parts.model, parts.batches)
     cut = checkpoints.cut or choose_layers(config, rendezvous, parts.model.num_layers, measure)
     read = step_reader(config, parts.batches, rank)
@@ -92,8 +95,10 @@ def train(
                 rendezvous,
                 settings,
                 bookkeeper.event,
+                bookkeeper.told_so_far,
                 vocab_size=parts.vocab_size,
                 tied=parts.model.tied,
+                data=parts.data,
             ) as saver,
         ):
             num_parameters = parameter_count(parts.model)
@@ -115,7 +120,10 @@ def train(
                 saver.heed(reports)
                 if config.checkpoint.is_due(step + 1, config.run.steps):
                     saver.save(step + 1, trainer.state)
-            saver.finish()
+            failure = saver.finish()
+        if failure:
+            rendezvous.exchange({})  # rank 0 has told of it, and no rank ends before
+            raise CheckpointError(f"the last state could not be saved: {failure}")
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,7 @@ class RunParts:
         held_out: What is evaluated; None: nothing.
         source: Where the data comes from, in a few words.
         vocab_size: The data's, which the model is built for.
+        data: What tells whether they are still the same data.
     """
 
     model: PipelineModel
@@ -135,6 +144,7 @@ class RunParts:
     held_out: Batches | None
     source: str
     vocab_size: int
+    data: DataDigest
 
 
 def load_parts(config: Config) -> RunParts:
@@ -161,7 +171,8 @@ def load_parts(config: Config) -> RunParts:
     )
     cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)  # whether they fit
     held_out = held_out_batches(config, held_out)
-    return RunParts(model, batches, held_out, tokens.source, tokens.vocab_size)
+    data_digest = digest_of(whole.ids)
+    return RunParts(model, batches, held_out, tokens.source, tokens.vocab_size, data_digest)
 
 
 def stage_settings(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -34,6 +35,7 @@ from jaxmorph.stage.model import Params, PipelineModel
 from jaxmorph.stage.stored_weights import check_weights
 from jaxmorph.step_batch import cut_batch
 from jaxmorph.train import apply_gradients, stage_settings
+from jaxmorph.uncaught import end_if_failed
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class StepMetrics:
         loss: Mean loss of the targets that count, before the update.
         grad_norm: Global norm of the gradients, before clipping.
         updated: Whether the parameters were updated: not where a gradient is not finite.
-        step_s: Seconds from the call to the last gradient, on the rank that took longest.
+        step_s: Seconds from the last rank's call to the last gradient.
         tokens_per_s: Tokens of the batch, divided by `step_s`.
     """
 
@@ -166,6 +168,7 @@ class Trainer:
         """
         inputs = cut_batch(batch, self.config, self.rank)
         in_force = self._in_force = self._in_force or self._planned(inputs)
+        self._rendezvous.exchange({})  # what ranks did since the last step is no part of this one
         step, began_s = self._next_step, time.monotonic()
         outcome = self._stage.run(in_force.program, inputs, step)
         message, timings = rank_report(outcome, self._stage.squared_norm(), began_s, 0)
@@ -201,16 +204,26 @@ class Trainer:
         return sum(report["loss"] for report in self._rendezvous.exchange({"loss": loss}))
 
     def close(self) -> None:
-        """End what the trainer has started; another one may be made afterwards."""
+        """End what the trainer has started; another one may be made afterwards.
+
+        After an error inside its `with` statement that holds for one stage alone.
+        """
         self._opened.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is not None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
             leave()  # so that the other ranks don't wait for this one
         self.close()
+        if isinstance(error, SystemExit):
+            end_if_failed(error)
 
     def _settings(
         self, model: PipelineModel, optimizer: optax.GradientTransformation | None

@@ -1,4 +1,5 @@
 import json
+import threading
 
 import pytest
 
@@ -58,6 +59,67 @@ def test_a_step_that_was_evaluated_tells_its_held_out_loss_and_no_time_of_it():
     assert first["step_s"] == 0.03
     at_s = [m["event"]["time_s"] for m in messages if m["kind"] == "event"]
     assert at_s[1] - at_s[0] > 99  # the first step was over before it was evaluated
+
+
+class SlowPipe:
+    """Takes messages once it is let."""
+
+    def __init__(self):
+        self.free, self.messages = threading.Event(), []
+
+    def tell(self, message):
+        assert self.free.wait(30)
+        self.messages.append(message)
+
+    def steps(self):
+        return [m["record"]["step"] for m in self.messages if m["kind"] == "step"]
+
+
+def test_all_so_far_is_told_only_when_every_step_before_is():
+    config, pipe = Config.model_validate({"run": {"steps": 9}}), SlowPipe()
+    with Bookkeeper(config, IN_FORCE, Profiler(1), pipe.tell, active=True) as bookkeeper:
+        for step in range(3):
+            bookkeeper.note(step, StepTotals(1.0, 1.0), [_report(1.0)], 0.03)
+        told = bookkeeper.told_so_far()
+        seen = []
+        told.add_done_callback(lambda _: seen.extend(pipe.steps()))
+        assert not told.done()
+        pipe.free.set()
+        told.result(30)
+    assert seen == [0, 1, 2]
+
+
+def test_what_could_not_be_told_is_not_told_so_far():
+    def refuse(message):
+        raise OSError("Broken pipe")
+
+    config = Config.model_validate({"run": {"steps": 9}})
+    bookkeeper = Bookkeeper(config, IN_FORCE, Profiler(1), refuse, active=True)
+    bookkeeper.event(0, "kind", "detail")
+    assert isinstance(bookkeeper.told_so_far().exception(30), OSError)
+    with pytest.raises(OSError, match="Broken pipe"):
+        bookkeeper.__exit__(None)
+
+
+def test_a_rank_without_books_has_told_all():
+    config = Config.model_validate({})
+    with Bookkeeper(config, IN_FORCE, Profiler(1), print, active=False) as bookkeeper:
+        assert bookkeeper.told_so_far().done()
+
+
+def test_steps_that_were_done_are_told_though_the_run_fails():
+    config, pipe = Config.model_validate({"run": {"steps": 9}}), SlowPipe()
+
+    def run():
+        with Bookkeeper(config, IN_FORCE, Profiler(1), pipe.tell, active=True) as bookkeeper:
+            for step in range(3):
+                bookkeeper.note(step, StepTotals(1.0, 1.0), [_report(1.0)], 0.03)
+            threading.Timer(0.05, pipe.free.set).start()
+            raise RuntimeError("a peer is gone")
+
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        run()
+    assert pipe.steps() == [0, 1, 2]
 
 
 def test_what_links_tell_becomes_events_of_the_run_with_link_and_time():

@@ -66,3 +66,16 @@ def test_of_many_traces_the_latest_stay(directory):
         books.take({"kind": "timelines", "step": step, "timelines": timelines})
     names = sorted(path.name for path in (directory.path / "trace").iterdir())
     assert names == ["step_3.json", "step_4.json"]
+
+
+def test_a_run_that_goes_on_keeps_as_many_traces_as_one_that_did_not_stop(directory):
+    for step in (2, 9, 10, 30):
+        directory.trace_path(step).write_text("{}")
+    timeline = simulate(
+        Schedule.from_rows("hand", ["F0 B0 W0"]), StageCosts.uniform(1, 1.0, 1.0, 1.0)
+    ).to_json()
+    config = Config.model_validate({"trace": {"keep": 2}})
+    books = record.RunRecord(config, directory, PlainReporter(io.StringIO()), first_step=20)
+    assert list(directory.traces()) == [2, 9, 10]
+    books.take({"kind": "timelines", "step": 20, "timelines": {"planned": timeline}})
+    assert list(directory.traces()) == [10, 20]

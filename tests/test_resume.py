@@ -2,16 +2,21 @@
 
 import pytest
 
+from jaxmorph import resume
 from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
 from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.config import Config, dump_config
+from jaxmorph.data.digest import DataDigest
 from jaxmorph.errors import UserError
 from jaxmorph.resume import (
+    check_data,
     check_vocabulary,
     checkpoint_folder,
     find_resumption,
     prepare_checkpoints,
     require_no_checkpoints,
+    try_named_folder,
+    with_absolute_folder,
     without_weights,
 )
 
@@ -23,7 +28,7 @@ CONFIG = {
 
 
 def write_run(directory, steps, config=CONFIG):
-    config = Config.model_validate(config)
+    config = config if isinstance(config, Config) else Config.model_validate(config)
     directory.mkdir(exist_ok=True)
     (directory / "config.yaml").write_text(dump_config(config))
     folder = checkpoint_folder(config, directory)
@@ -31,7 +36,9 @@ def write_run(directory, steps, config=CONFIG):
         for number in (0, 1):
             stage_path(folder.unfinished(step), number).mkdir(parents=True)
         layers = (range(1), range(1, 4))
-        folder.commit(Manifest(step, layers, vocab_size=256, tied=(), config=config))
+        folder.commit(
+            Manifest(step, layers, vocab_size=256, tied=(), config=config, data=DataDigest(9, "ab"))
+        )
     return directory
 
 
@@ -54,6 +61,7 @@ def test_a_run_goes_on_from_its_last_checkpoint_with_its_overrides(tmp_path):
         ("model.num_heads=2", "got 2, expected None, that of the checkpoint's model"),
         ("model.preset=small", "got small, expected tiny, that of the checkpoint's model"),
         ("data.held_out_fraction=0.1", "got 0.1, expected 0: what was held out, and what was"),
+        ("checkpoint.dir=/other", "got /other, expected none: a run's checkpoints stay in one"),
         ("data.sequence_length=64", "got 64, expected 128, that of the checkpoint's model"),
         ("parallelism.layers=[2,2]", "got [2, 2], expected [1, 3], as the checkpoint is cut (ano"),
         ("parallelism.layers=even", "got even, expected [1, 3], as the checkpoint is cut"),
@@ -130,3 +138,53 @@ def test_a_run_that_goes_on_reads_no_initial_weights():
     config = without_weights(Config.model_validate(CONFIG))
     assert config.model.weights is None
     assert config.model.options == {"width": 32, "num_layers": 4}
+
+
+def test_data_that_changed_under_the_same_name_are_not_gone_on_with(tmp_path):
+    found = find_resumption(write_run(tmp_path, [7]), [])
+    check_data(found.manifest, found.config, DataDigest(9, "ab"))
+    for changed in (DataDigest(10, "ab"), DataDigest(9, "cd")):
+        with pytest.raises(UserError, match=r"^data.path: got \d+ tokens, expected the 9 that the"):
+            check_data(found.manifest, found.config, changed)
+    other = find_resumption(tmp_path, ["data.path=other.txt"])
+    check_data(other.manifest, other.config, DataDigest(10, "cd"))
+
+
+def test_a_named_folder_is_the_same_from_another_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = with_absolute_folder(Config.model_validate(CONFIG | {"checkpoint": {"dir": "saved"}}))
+    run = write_run(tmp_path / "run", [7], config)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert find_resumption(run, []).manifest.step == 7
+    assert find_resumption(run, ["checkpoint.dir=../saved"]).manifest.step == 7
+    with pytest.raises(UserError, match=r"got \S+/elsewhere/saved, expected \S+/saved: a run's"):
+        find_resumption(run, ["checkpoint.dir=saved"])
+
+
+def test_a_named_folder_is_tried_before_anything_is_begun(tmp_path):
+    (tmp_path / "file").write_text("precious")
+    named = Config.model_validate({"checkpoint": {"dir": str(tmp_path / "file" / "in")}})
+    with pytest.raises(UserError, match=r"^checkpoint.dir: \S+/file/in: cannot be made: Not a dir"):
+        try_named_folder(named)
+    good = {"run": {"dir": str(tmp_path / "run")}, "checkpoint": {"dir": str(tmp_path / "saved")}}
+    try_named_folder(Config.model_validate(good))
+    assert not list((tmp_path / "saved").iterdir())
+
+
+def test_nothing_is_made_in_a_directory_that_the_run_has_yet_to_claim(tmp_path):
+    inside = {"run": {"dir": str(tmp_path / "run")}, "checkpoint": {"dir": f"{tmp_path}/run/saved"}}
+    try_named_folder(Config.model_validate(inside))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_to_is_told(tmp_path, monkeypatch):
+    def full(**_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(resume, "TemporaryFile", full)
+    named = Config.model_validate({"checkpoint": {"dir": str(tmp_path / "saved")}})
+    with pytest.raises(
+        UserError, match=r"^checkpoint.dir: \S+/saved: cannot be written to: No spa"
+    ):
+        try_named_folder(named)

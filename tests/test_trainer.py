@@ -6,10 +6,14 @@ from typing import Any
 import jax
 import pytest
 
-from jaxmorph import meeting
+from jaxmorph import meeting, script_config
 from jaxmorph.config import check_config
 from jaxmorph.errors import UserError
+from jaxmorph.runtime.executor import StepOutcome
+from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rank_process import RankArguments
+from jaxmorph.runtime.rendezvous import SoleRank
+from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.script_config import configure
 from jaxmorph.trainer import Trainer
 
@@ -66,6 +70,68 @@ def test_a_configuration_may_be_a_mapping_a_file_or_typed(tmp_path):
     assert given.parallelism.stages == 1
     assert configure(path)[0].batch == configure(str(path))[0].batch == given.batch
     assert configure(None)[0].batch.microbatches == 8
+
+
+def test_a_file_without_stages_may_say_what_is_per_stage_or_link(tmp_path, monkeypatch):
+    monkeypatch.setattr(script_config, "meet", lambda timeouts: SimpleNamespace(num_ranks=3))
+    path = tmp_path / "mine.yaml"
+    path.write_text("schedule: {max_live: [3, 2, 1]}\nroutes: {default: direct, 1-2: delegated}\n")
+    config, _ = configure(path)
+    assert config.parallelism.stages == 3
+    assert config.routes.by_link == {"1-2": "delegated"}
+    assert config.run.dir == "runs/mine"
+    path.write_text("routes: {2-3: delegated}")
+    with pytest.raises(UserError) as caught:
+        configure(path)
+    assert str(caught.value).startswith(f"{path}: routes.2-3: ")
+
+
+def test_after_an_error_in_a_trainer_of_several_the_next_one_says_so(monkeypatch):
+    class OfTwo(SoleRank):
+        num_ranks = 2
+
+    monkeypatch.setattr(meeting, "_left", [])
+    monkeypatch.setattr(meeting, "_met", [OfTwo()])
+    meeting.leave()
+    with pytest.raises(UserError, match=r"^Trainer: an earlier trainer .* ended with an error"):
+        Trainer(MODEL, {})
+
+
+def test_after_an_error_in_a_trainer_of_one_another_can_be_made(monkeypatch):
+    monkeypatch.setattr(meeting, "_left", [])
+    monkeypatch.setattr(meeting, "_met", [SoleRank()])
+    meeting.leave()
+    assert configure({})[0].parallelism.stages == 1
+
+
+def test_a_step_begins_when_all_ranks_have_called(monkeypatch):
+    clock_s, details = [0.0], []
+
+    def wait_for_the_last_rank():
+        clock_s[0] = max(clock_s[0], 5.0)
+
+    def exchange(message, detail=None):
+        wait_for_the_last_rank()
+        details.append(detail)
+        return [message]
+
+    def run(program, inputs, step):
+        wait_for_the_last_rank()
+        clock_s[0] += 1.0
+        return StepOutcome(0.5, (), [Stamp(Op(OpKind.F, 0), clock_s[0] - 0.25, clock_s[0])])
+
+    clock = SimpleNamespace(monotonic=lambda: clock_s[0])
+    monkeypatch.setattr("jaxmorph.trainer.time", clock)
+    monkeypatch.setattr("jaxmorph.trainer.cut_batch", lambda batch, config, rank: None)
+    monkeypatch.setattr("jaxmorph.trainer.apply_gradients", lambda stage, totals, norm: True)
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, 7
+    trainer._in_force = SimpleNamespace(program=None)
+    trainer._rendezvous = SimpleNamespace(exchange=exchange)
+    trainer._stage = SimpleNamespace(run=run, squared_norm=lambda: 4.0, events=list)
+    metrics = trainer.step(None)
+    assert (metrics.step, metrics.grad_norm, metrics.step_s) == (7, 2.0, 1.0)
+    assert details[-1]["ops"] == [("F0", 750.0, 1000.0)]
 
 
 def test_a_trainer_that_comes_after_jax_has_begun_is_told_to_come_first(monkeypatch):

@@ -56,8 +56,7 @@ class Running:
             ContenderError: If it has ended.
         """
         for stream in self._streams:
-            stream.write(json.dumps({"steps": steps}) + "\n")
-            stream.flush()
+            _write(stream, {"steps": steps})
         told = [_read(stream) for stream in self._streams]
         losses = max((each["losses"] for each in told), key=len)
         return Turn(
@@ -86,21 +85,21 @@ def running(
         ContenderError: If they are not within five minutes.
     """
     log_path = folder / f"{address.name}.log"
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(socket.socket(socket.AF_UNIX))
-        server.bind(str(address))
-        server.listen(num_ranks)
-        log = stack.enter_context(log_path.open("w"))
-        processes = [_start(command, log) for command in commands]
-        stack.callback(_end, processes)
-        try:
+    try:
+        with contextlib.ExitStack() as stack:
+            server = stack.enter_context(socket.socket(socket.AF_UNIX))
+            server.bind(str(address))
+            server.listen(num_ranks)
+            log = stack.enter_context(log_path.open("w"))
+            processes = [_start(command, log) for command in commands]
+            stack.callback(_end, processes)
             streams = [_accept(server, processes, stack) for _ in range(num_ranks)]
             for stream in streams:
                 _read(stream)
             yield Running(streams)
-        except ContenderError as error:
-            tail = log_path.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL_CHARACTERS:]
-            raise ContenderError(f"{error}; the end of its log:\n{tail}") from error
+    except ContenderError as error:  # by now the processes have ended, and written why
+        tail = log_path.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL_CHARACTERS:]
+        raise ContenderError(f"{error}; the end of its log:\n{tail}") from error
 
 
 def _start(command: Sequence[str], log: TextIO) -> subprocess.Popen[bytes]:
@@ -125,10 +124,26 @@ def _accept(
         with contextlib.suppress(TimeoutError):
             connection = stack.enter_context(server.accept()[0])
             connection.settimeout(_ROUND_S)
-            return stack.enter_context(connection.makefile("rw", encoding="utf-8"))
+            stream = connection.makefile("rw", encoding="utf-8")
+            stack.callback(_close, stream)
+            return stream
         if any(process.poll() is not None for process in processes):
             raise ContenderError("it ended before it was ready")
     raise ContenderError(f"it wasn't ready within {_START_S:.0f} s")
+
+
+def _close(stream: TextIO) -> None:
+    """What was not sent to one that has ended is dropped; else closing would try again."""
+    with contextlib.suppress(OSError):
+        stream.close()
+
+
+def _write(stream: TextIO, message: dict[str, Any]) -> None:
+    try:
+        stream.write(json.dumps(message) + "\n")
+        stream.flush()
+    except OSError as error:
+        raise ContenderError(f"it has ended ({error})") from error
 
 
 def _read(stream: TextIO) -> dict[str, Any]:

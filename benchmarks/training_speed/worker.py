@@ -102,8 +102,12 @@ class WorkerOptions:
 
 
 def confine(options: WorkerOptions) -> None:
-    """Keep this process to its cores; to be called before JAX or torch starts its threads."""
+    """Keep this process to its cores; to be called before JAX or torch starts its threads.
+
+    XLA sizes its pool of threads by NPROC, which a launcher sets, rather than by the cores.
+    """
     os.sched_setaffinity(0, options.own_cores)
+    os.environ["NPROC"] = str(len(options.own_cores))
 
 
 def serve(options: WorkerOptions, make: Callable[[], Loop]) -> None:

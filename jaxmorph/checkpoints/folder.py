@@ -6,6 +6,7 @@ one to the other is one renaming, so whatever is killed at whatever time, a chec
 it is none.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -81,22 +82,31 @@ class CheckpointFolder:
             file.flush()
             os.fsync(file.fileno())
         unfinished.rename(self.finished(manifest.step))
-        _sync(self.path)
+        with contextlib.suppress(OSError):  # not every file system can, and the checkpoint is there
+            _sync(self.path)
 
     def give_up(self, step: int) -> None:
         """Remove what has been written of a checkpoint that won't be one."""
         shutil.rmtree(self.unfinished(step), ignore_errors=True)
 
-    def prune(self, keep: int) -> None:
+    def prune(self, keep: int) -> tuple[str, ...]:
         """Remove the oldest checkpoints.
 
         Args:
             keep: How many stay.
+
+        Returns:
+            What could not be removed, and why: a line each. The others are gone all the same.
         """
+        remaining = []
         for step in self.steps()[:-keep]:
             removed = self.path / f"step_{step}.removed"
-            self.finished(step).rename(removed)
-            shutil.rmtree(removed, ignore_errors=True)
+            try:
+                self.finished(step).rename(removed)
+                shutil.rmtree(removed)
+            except OSError as error:
+                remaining.append(" ".join(f"{error}".split()))
+        return tuple(remaining)
 
     def clean(self) -> None:
         """Remove what an earlier run left half-written or half-removed."""

@@ -1,9 +1,10 @@
 """What a checkpoint says of itself: a small JSON file at its root."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxmorph.config import Config
+from jaxmorph.data.digest import DataDigest
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -21,6 +22,7 @@ class Manifest:
         vocab_size: The data's, which the model was built for.
         tied: Pairs (path in the embedding's parameters, path in the head's) of one parameter.
         config: The run's, resolved; its seed is where all randomness comes from.
+        data: What it was trained on; None: not remembered.
     """
 
     step: int
@@ -28,6 +30,7 @@ class Manifest:
     vocab_size: int
     tied: TiedPaths
     config: Config
+    data: DataDigest | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The manifest in JSON's types; `from_json` reads it back."""
@@ -39,6 +42,7 @@ class Manifest:
             "layers": [[layers.start, layers.stop] for layers in self.layers],
             "vocab_size": self.vocab_size,
             "tied": [[list(embed), list(head)] for embed, head in self.tied],
+            "data": None if self.data is None else asdict(self.data),
             "config": self.config.model_dump(mode="json"),
         }
 
@@ -64,6 +68,7 @@ class Manifest:
                 vocab_size=int(data["vocab_size"]),
                 tied=tuple((tuple(embed), tuple(head)) for embed, head in data["tied"]),
                 config=Config.model_validate(data["config"]),
+                data=DataDigest(**data["data"]) if data.get("data") else None,
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"got no manifest of a checkpoint: {error!r}") from error

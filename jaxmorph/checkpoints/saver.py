@@ -67,6 +67,8 @@ class CheckpointSaver:
         write: Writes a tree of arrays to a folder that isn't there yet.
         keep: How many checkpoints stay.
         tell: Takes what rank 0 has to say: an event's step, kind and detail.
+        told_so_far: Gives what is done once the records of all steps so far have been told: a
+            checkpoint doesn't come before those of its steps.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class CheckpointSaver:
         write: Callable[[Path, Tree], None],
         keep: int,
         tell: Callable[[int, str, str], None],
+        told_so_far: Callable[[], Future[None]],
     ) -> None:
         self._folder = folder
         self._rendezvous = rendezvous
@@ -87,6 +90,7 @@ class CheckpointSaver:
         self._write = write
         self._keep = keep
         self._tell = tell
+        self._told_so_far = told_so_far
         self._save: _Save | None = None
         self._last_failure = ""
         self._thread = ThreadPoolExecutor(1, "jaxmorph-checkpoint")
@@ -135,15 +139,15 @@ class CheckpointSaver:
             )
             self._give_up(self._save, "; ".join(reasons))
 
-    def finish(self) -> None:
+    def finish(self) -> str:
         """Wait for the save that is under way.
 
-        Raises:
-            CheckpointError: If the last one has failed.
+        Returns:
+            Why the last one has failed, the same on all ranks; empty if it has not. It is not
+            raised, as what is still to be told and removed would be dropped with an exception.
         """
         self._settle()
-        if self._last_failure:
-            raise CheckpointError(f"the last state could not be saved: {self._last_failure}")
+        return self._last_failure
 
     def __enter__(self) -> Self:
         return self
@@ -178,13 +182,17 @@ class CheckpointSaver:
 
     def _commit(self, save: _Save) -> None:
         if self._rendezvous.rank == 0 and save.committed is None:
-            manifest = self._describe(save.step)
-            save.committed = self._thread.submit(self._folder.commit, manifest)
+            manifest, told = self._describe(save.step), self._told_so_far()
+            save.committed = self._thread.submit(self._commit_once_told, manifest, told)
+
+    def _commit_once_told(self, manifest: Manifest, told: Future[None]) -> None:
+        told.result()
+        self._folder.commit(manifest)
 
     def _end(self, save: _Save, num_bytes: int) -> None:
         self._save, self._last_failure = None, ""
         if self._rendezvous.rank == 0:
-            self._thread.submit(self._folder.prune, self._keep)
+            self._thread.submit(self._prune, save.step)
             took_s = time.monotonic() - save.began_s
             self._tell(
                 save.step - 1,
@@ -192,6 +200,14 @@ class CheckpointSaver:
                 f"{self._folder.finished(save.step)}: {num_bytes:,} bytes, there after "
                 f"{took_s:.2f} s; rank 0 waited {1e3 * save.held_up_s:.1f} ms for it",
             )
+
+    def _prune(self, step: int) -> None:
+        try:
+            remaining = self._folder.prune(self._keep)
+        except OSError as error:
+            remaining = (" ".join(f"{error}".split()),)
+        if remaining:
+            self._tell(step - 1, "checkpoint_not_removed", "; ".join(remaining))
 
     def _give_up(self, save: _Save, reasons: str) -> None:
         self._save, self._last_failure = None, reasons

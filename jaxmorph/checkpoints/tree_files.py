@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxmorph.errors import UserError
+
 Tree = Any
 
 
@@ -64,12 +66,22 @@ class TreeFiles:
         Args:
             path: The folder that was written.
             branches: The keys at the tree's root to read; None: all.
+
+        Raises:
+            UserError: There is no such tree, or it is damaged; in one line.
         """
+        try:
+            return self._read(path, branches)
+        except (OSError, ValueError, KeyError) as error:
+            why = " ".join(str(error).split())[:300]
+            raise UserError(f"{path}: not a whole part of a checkpoint: {why}") from error
+
+    def _read(self, path: Path, branches: Collection[str] | None) -> Tree:
         metadata = self._checkpointer.metadata(path.resolve()).item_metadata
         if metadata is None:
-            raise ValueError(f"{path}: got no tree of arrays, expected one that Orbax has written")
+            raise ValueError("got no tree of arrays, expected one that Orbax has written")
         stored = metadata.tree
-        wanted = {key: stored[key] for key in stored if branches is None or key in branches}
+        wanted = {key: stored[key] for key in (stored if branches is None else branches)}
         as_numpy = self._orbax.RestoreArgs(restore_type=np.ndarray)
         restore = self._orbax.args.PyTreeRestore(
             item=wanted,

@@ -1,8 +1,16 @@
 """The run as one typed tree: `load_config` reads and checks it, `dump_config` writes it back."""
 
-from jaxmorph.config.load import check_config, dump_config, load_config
+from jaxmorph.config.load import check_config, dump_config, load_config, read_config
 from jaxmorph.config.origin import placed_error
 from jaxmorph.config.schema import Config
 from jaxmorph.config.sections import per_stage
 
-__all__ = ["Config", "check_config", "dump_config", "load_config", "per_stage", "placed_error"]
+__all__ = [
+    "Config",
+    "check_config",
+    "dump_config",
+    "load_config",
+    "per_stage",
+    "placed_error",
+    "read_config",
+]

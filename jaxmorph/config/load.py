@@ -37,6 +37,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return _checked(tree, Origin(name, parsed))
 
 
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Reads what a configuration file says, for `check_config`: nothing is checked but its form.
+
+    Args:
+        path: as for `load_config`.
+
+    Returns:
+        Its sections, with the defaults that follow from the file's name.
+
+    Raises:
+        UserError: if there is no such file, or it holds no sections.
+    """
+    return _with_derived_defaults(_read_tree(path, printable(str(path))), Path(path).stem)
+
+
 def check_config(tree: Mapping[str, Any], name: str = "config") -> Config:
     """Checks a configuration that is given as mappings, as `load_config` does one in a file.
 

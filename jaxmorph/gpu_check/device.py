@@ -20,24 +20,49 @@ _ANSWER_S = 30.0
 
 
 def find_device(*, allow_cpu: bool) -> Any:
-    """The first CUDA GPU.
+    """The first CUDA GPU, on which JAX computes by default; to be called before JAX looks itself.
 
     Args:
         allow_cpu: Whether the CPU will do where there is none.
 
     Raises:
-        UserError: If there is none; in one line.
+        UserError: If there is none, or JAX computes elsewhere; in one line.
     """
+    _have_cpu()
     try:
-        return jax.devices("cuda")[0]
+        device = jax.devices("cuda")[0]
     except RuntimeError as error:
         if allow_cpu:
-            return jax.devices()[0]
-        reason = " ".join(str(error).split())
+            return _default_device()
         raise UserError(
-            f"got no CUDA GPU ({reason}), expected one and JAX for it (pip install 'jax[cuda13]'); "
-            "--allow-cpu runs small sizes on the CPU"
+            f"got no CUDA GPU ({_reason(error)}), expected one and JAX for it "
+            "(pip install 'jax[cuda13]'); --allow-cpu runs small sizes on the CPU"
         ) from error
+    if (default := _default_device()) != device:
+        raise UserError(
+            f"JAX_PLATFORMS: got {jax.config.values['jax_platforms']!r}, by which JAX computes on "
+            f"{default.device_kind!r}, expected cuda first, or nothing, so that it computes on "
+            f"{device.device_kind!r}"
+        )
+    return device
+
+
+def _have_cpu() -> None:
+    """Where the user says which platforms JAX has, the CPU becomes one: parity needs it."""
+    platforms = jax.config.values["jax_platforms"]
+    if platforms and "cpu" not in platforms.split(","):
+        jax.config.update("jax_platforms", f"{platforms},cpu")
+
+
+def _default_device() -> Any:
+    try:
+        return jax.devices()[0]
+    except RuntimeError as error:
+        raise UserError(f"JAX has no device: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,11 @@
-"""The third part: what dispatching an instruction costs, with programs too small to count."""
+"""The third part: what an instruction costs, and what of it the runtime adds, with small programs.
+
+Even they are dozens of kernels each on a GPU, so the same programs are also run without executor
+and queue.
+"""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -13,13 +17,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmorph.gpu_check.report import Row
 from jaxmorph.gpu_check.settings import CheckSettings, Sizes
 from jaxmorph.gpu_check.whole_model import whole_model
-from jaxmorph.program.instructions import Free, RankProgram
+from jaxmorph.program.instructions import Free, RankProgram, Run
 from jaxmorph.program.lowering import lower
 from jaxmorph.runtime.executor import Executor, StepInputs
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.queue import AsynchronousQueue
 from jaxmorph.schedule.builders import FIXED_SCHEDULES
 from jaxmorph.schedule.costs import StageCosts
+from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.simulator import simulate
 from jaxmorph.stage.build import StagePrograms
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
@@ -46,6 +51,10 @@ def microseconds(
         work()
         times_s.append(time.perf_counter() - began_s)
     return 1e6 * median(times_s)
+
+
+def _us(work: Callable[[], Any]) -> float:
+    return microseconds(work, repeats=1)
 
 
 def call_costs(
@@ -85,7 +94,7 @@ def call_costs(
 
 @dataclass(frozen=True)
 class InstructionReport:
-    """What dispatching an instruction costs.
+    """What an instruction costs.
 
     Attributes:
         time_us: Microseconds by what was done.
@@ -100,7 +109,7 @@ class InstructionReport:
 
 
 def measure_instructions(settings: CheckSettings) -> InstructionReport:
-    """What the runtime adds: steps of one stage whose programs do next to nothing.
+    """What an instruction costs: steps of one stage whose programs are small, on the device too.
 
     Args:
         settings: The model, and how often steps are run.
@@ -108,10 +117,12 @@ def measure_instructions(settings: CheckSettings) -> InstructionReport:
     stage = _TinyStage(settings.tiny)
     try:
         steps = settings.num_instruction_steps
-        found = {
-            f"a step of {ops}, per instruction": stage.per_instruction_us(schedule, steps)
-            for ops, schedule in _SCHEDULES.items()
-        }
+        found: dict[str, float] = {}
+        for ops, schedule in _SCHEDULES.items():
+            step_us, alone_us = stage.per_instruction_us(schedule, steps)
+            found[f"a step of {ops}, per instruction"] = step_us
+            found[f"{ops}: the same programs alone"] = alone_us
+            found[f"{ops}: the runtime's part"] = step_us - alone_us
         return InstructionReport(found | stage.pieces_us(steps * _CALLS_PER_STEP))
     finally:
         stage.close()
@@ -132,11 +143,17 @@ class _TinyStage:
         shape = (_MICROBATCHES, sizes.microbatch_size, sizes.sequence_length)
         self._tokens = np.zeros(shape, np.int32)
 
-    def per_instruction_us(self, schedule_name: str, num_steps: int) -> float:
-        """The median step of a schedule, divided by its instructions; freeing doesn't count."""
+    def per_instruction_us(self, schedule_name: str, num_steps: int) -> tuple[float, float]:
+        """The median step of a schedule, by the runtime and by its programs alone, in turns.
+
+        Each is divided by the step's instructions, among which freeing doesn't count.
+        """
         program = _program(schedule_name)
         counted = [step for step in program.instructions if not isinstance(step, Free)]
+        ops = [step.op for step in counted if isinstance(step, Run)]
         inputs = StepInputs(self._tokens, self._tokens, 1.0)
+        tokens = jax.device_put(self._tokens[0], self._placement)
+        weight = jax.device_put(np.float32(1.0), self._placement)
         sums = (self._programs.zero_accumulators(),)
 
         def run_step() -> None:
@@ -144,8 +161,34 @@ class _TinyStage:
             outcome = self._executor.execute(program, (self._weights,), sums, inputs, step=0)
             sums = outcome.accumulators
 
-        run_step()  # the first doesn't count
-        return microseconds(run_step, num_steps) / len(counted)
+        def run_alone() -> None:
+            nonlocal sums
+            sums = (self._run_alone(ops, tokens, weight, sums[0]),)
+
+        rounds = [(_us(run_step), _us(run_alone)) for _ in range(num_steps + 1)][1:]
+        step_us, alone_us = map(median, zip(*rounds, strict=True))
+        return step_us / len(counted), alone_us / len(counted)
+
+    def _run_alone(self, ops: Sequence[Op], tokens: jax.Array, weight: jax.Array, sums: Any) -> Any:
+        """The programs of a step's ops in their order, on one microbatch that is there already."""
+        stage, weights = self._programs, self._weights
+        stashes: dict[int, Any] = {}
+        marks = []
+        for op in ops:
+            match op.kind:
+                case OpKind.F:
+                    mark, stashes[op.microbatch] = stage.forward(weights, tokens, tokens)
+                case OpKind.B:
+                    stash = stashes.pop(op.microbatch)
+                    mark, stashes[op.microbatch] = stage.backward_input(weights, stash, weight)
+                case OpKind.W:
+                    stash = stashes.pop(op.microbatch)
+                    sums, mark = stage.backward_weight_marked(weights, stash, sums)
+                case OpKind.BW:
+                    stash = stashes.pop(op.microbatch)
+                    _, sums, mark = stage.backward_marked(weights, stash, weight, sums)
+            marks.append(mark)
+        return jax.block_until_ready((sums, marks))[0]
 
     def pieces_us(self, repeats: int) -> dict[str, float]:
         """What such a step is made of."""

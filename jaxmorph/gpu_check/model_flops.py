@@ -7,6 +7,7 @@ _PEAK_TFLOPS = (  # the first name that is part of the device's; parts of a fami
     ("H100 NVL", 835.0),
     ("H100", 989.0),
     ("H800", 989.0),
+    ("H200 NVL", 835.0),
     ("H200", 989.0),
     ("A100", 312.0),
 )

@@ -127,7 +127,7 @@ class StageOps:
         """Seconds of a call of a program, the mean of some in a row.
 
         Args:
-            name: One of `OP_NAMES`.
+            name: One of `OP_NAMES`, or "prepare", which makes a step's weights.
             calls: How many.
         """
         run = {
@@ -136,6 +136,7 @@ class StageOps:
             "W": self._backward_weight,
             "BW": self._backward,
             "plain": self._forward_and_backward,
+            "prepare": lambda: self._programs.prepare(self._params),
         }[name]
         self.settle()
         began_s = time.perf_counter()

@@ -1,7 +1,8 @@
 """The second part: how fast a stage's programs are, against the same layers as plain JAX."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from statistics import median
 
 import jax
 
@@ -27,24 +28,20 @@ class SpeedReport:
         sizes: Of the stage, in words.
         dtype: Of activations and products.
         time_ms: Of each program on one microbatch, the median.
+        prepare_ms: Of converting the weights, once for all microbatches of a step; plain JAX does
+            so in every call.
         model_tflops: TFLOP/s by `model_flops`.
         mfu: The same as a share of the device's peak; None where that isn't known.
+        ratios: What the split costs, and what a stage costs against plain JAX.
     """
 
     sizes: str
     dtype: str
     time_ms: dict[str, float]
+    prepare_ms: float
     model_tflops: dict[str, float]
     mfu: dict[str, float] | None
-
-    def ratios(self) -> dict[str, float]:
-        """What the split costs, and what a stage costs against plain JAX."""
-        ms = self.time_ms
-        return {
-            "(B+W)/BW": (ms["B"] + ms["W"]) / ms["BW"],
-            "(F+BW)/plain": (ms["F"] + ms["BW"]) / ms["plain"],
-            "(F+B+W)/plain": (ms["F"] + ms["B"] + ms["W"]) / ms["plain"],
-        }
+    ratios: dict[str, float]
 
     def rows(self) -> Iterator[Row]:
         """A row for each program, and one for each ratio."""
@@ -55,7 +52,8 @@ class SpeedReport:
             yield Row(
                 f"{name}: {_MEANINGS[name]}", f"{self.time_ms[name]:.3f} ms", f"{speed}{share}"
             )
-        for name, ratio in self.ratios().items():
+        yield Row("prepare: weights", f"{self.prepare_ms:.3f} ms", "once a step")
+        for name, ratio in self.ratios.items():
             yield Row(name, f"{ratio:.3f}")
 
 
@@ -68,12 +66,26 @@ def measure_speed(settings: CheckSettings) -> SpeedReport:
     sizes, dtype = settings.stage, "bfloat16"
     ops = StageOps(*middle_stage(sizes, dtype), sizes)
     times_s = median_times_s(ops, settings.repeats, settings.calls)
+    prepare_s = [ops.time_s("prepare", settings.calls) for _ in range(settings.repeats + 2)][2:]
+    time_ms = {name: 1e3 * time_s for name, time_s in times_s.items()}
+    prepare_ms = 1e3 * median(prepare_s)
     flops, peak = model_flops(sizes), peak_tflops(jax.devices()[0].device_kind)
     speed = {name: flops[name] / times_s[name] / 1e12 for name in OP_NAMES}
     return SpeedReport(
         sizes=str(sizes),
         dtype=dtype,
-        time_ms={name: 1e3 * time_s for name, time_s in times_s.items()},
+        time_ms=time_ms,
+        prepare_ms=prepare_ms,
         model_tflops=speed,
         mfu={name: value / peak for name, value in speed.items()} if peak else None,
+        ratios=_ratios(time_ms, prepare_ms),
     )
+
+
+def _ratios(ms: Mapping[str, float], prepare_ms: float) -> dict[str, float]:
+    return {
+        "(B+W)/BW": (ms["B"] + ms["W"]) / ms["BW"],
+        "(F+BW)/plain": (ms["F"] + ms["BW"]) / ms["plain"],
+        "(F+B+W)/plain": (ms["F"] + ms["B"] + ms["W"]) / ms["plain"],
+        "(prepare+F+BW)/plain": (prepare_ms + ms["F"] + ms["BW"]) / ms["plain"],
+    }

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import chain, count
@@ -17,8 +18,11 @@ CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 PROFILE = "profile.json"
+_TRACES = "trace"
+_TRACE = re.compile(r"step_(\d+)\.json")
 RESUMED = "resumed"
 """The kind of event that says from which step a run goes on."""
+_SAVED = "checkpoint_saved"
 
 
 class RunDirectory:
@@ -56,6 +60,8 @@ class RunDirectory:
             event: what happened.
         """
         self._events.write(_json_line(asdict(event)))
+        if self._tensorboard is not None and event.kind == _SAVED:
+            self._tensorboard.flush()  # a run that goes on from there won't do its steps again
 
     def write_profile(self, profile: Mapping[str, Any]) -> None:
         """Writes what ops and links cost to `profile.json`, in place of what was there.
@@ -74,9 +80,14 @@ class RunDirectory:
         Returns:
             `trace/step_N.json` below the run directory.
         """
-        directory = self.path / "trace"
+        directory = self.path / _TRACES
         directory.mkdir(exist_ok=True)
         return directory / f"step_{step}.json"
+
+    def traces(self) -> dict[int, Path]:
+        """The files of Chrome traces that are there, by their steps, in rising order."""
+        found = ((_TRACE.fullmatch(path.name), path) for path in (self.path / _TRACES).glob("*"))
+        return dict(sorted((int(match[1]), path) for match, path in found if match))
 
     def close(self) -> None:
         """Closes the files; safe to call twice."""
@@ -128,8 +139,10 @@ def reopen_run_directory(path: Path, config: Config, step: int) -> RunDirectory:
         The open directory.
 
     Raises:
-        UserError: it can't be written to.
+        UserError: it can't be written to, or what writes for TensorBoard is missing.
     """
+    if config.metrics.tensorboard:
+        load_writer()  # before anything is written
     try:
         _keep_lines(path / METRICS, lambda line: line["step"] < step)
         _keep_lines(path / EVENTS, lambda line: line["step"] < step or line["kind"] == RESUMED)

@@ -32,23 +32,33 @@ class TensorBoardEvents:
     """
 
     def __init__(self, run_directory: Path, first_step: int = 0):
-        self._writer = load_writer()(
-            str(run_directory / FOLDER),
-            purge_step=first_step,
-            flush_secs=_FLUSH_S,
-            filename_suffix=f".from_step_{first_step}",
-        )
+        self._folder = str(run_directory / FOLDER)
+        self._writer: Any = self._open(first_step, purge_step=first_step)
+
+    def _open(self, step: int, **options: Any) -> Any:
+        suffix = f".from_step_{step}"
+        return load_writer()(self._folder, flush_secs=_FLUSH_S, filename_suffix=suffix, **options)
 
     def write_step(self, record: StepRecord) -> None:
         """Adds a step; what was not measured of it is left out."""
+        self._writer = self._writer or self._open(record.step)
         for name in _SCALARS:
             value = getattr(record, name)
             if value is not None:
                 self._writer.add_scalar(name, value, record.step)
 
+    def flush(self) -> None:
+        """Has all that was added on disk; the next step begins a file of its own.
+
+        tensorboardX's own `flush` doesn't wait for what its thread has yet to write.
+        """
+        self.close()
+
     def close(self) -> None:
         """Writes what is left, and closes the file; safe to call twice."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
 
 
 def load_writer() -> type[Any]:

@@ -144,8 +144,14 @@ def _start(
 
 def _environment(num_ranks: int) -> dict[str, str]:
     """The ranks share this machine's processors: XLA sizes its thread pools by NPROC."""
-    share = max(1, (os.cpu_count() or 1) // num_ranks)
-    return {"NPROC": str(share), **os.environ}
+    return {"NPROC": str(max(1, _num_processors() // num_ranks)), **os.environ}
+
+
+def _num_processors() -> int:
+    """How many this process may use: `taskset` or a container may leave it less than all."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _watch(watch: _Watch) -> None:

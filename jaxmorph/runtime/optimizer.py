@@ -108,15 +108,22 @@ class StageOptimizer:
                 jax.tree.map(jnp.zeros_like, gradients),
             )
 
-        self.initial_state = jax.jit(transformation.init)(params)
+        state = jax.eval_shape(transformation.init, params)
         scale = jnp.ones((), jnp.float32)
+        self._init = jax.jit(transformation.init)
         self._squared_norm = jax.jit(squared_norm).lower(params).compile()
         self._update = (
-            jax.jit(update, donate_argnums=(0, 1, 2))
-            .lower(params, self.initial_state, params, scale)
-            .compile()
+            jax.jit(update, donate_argnums=(0, 1, 2)).lower(params, state, params, scale).compile()
         )
         self._device = next(iter(jax.tree.leaves(params)[0].devices()))
+
+    def initial_state(self, params: Tree) -> Tree:
+        """The state before the first update, the caller's alone.
+
+        Args:
+            params: The stage's parameters.
+        """
+        return self._init(params)
 
     def squared_norm(self, gradients: Tree) -> jax.Array:
         """Sum of squares of the stage's gradients, float32 scalar; tied copies counted once."""

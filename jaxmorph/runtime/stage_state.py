@@ -5,7 +5,7 @@ beside numbers that belong to no parameter, such as its count. Of the first each
 chunk's, of the others each has all.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,14 +46,16 @@ def from_parts(
         Both, in memory of their own, as training donates them.
 
     Raises:
-        UserError: The parts are of another model or optimizer.
+        UserError: The parts are of another model, cut or optimizer, or no parts at all.
     """
+    _require_parts(parts, len(params))
     of_all_chunks = _is_like(params)
     new_params = tuple(
         _filled(own, part[PARAMS], PARAMS) for own, part in zip(params, parts, strict=True)
     )
     states = [
-        _filled(_of_chunk(optimizer_state, chunk, of_all_chunks), part[_OPTIMIZER], _OPTIMIZER)
+        # What stores trees may leave out an empty branch, such as the state of plain SGD.
+        _filled(_of_chunk(optimizer_state, chunk, of_all_chunks), part.get(_OPTIMIZER), _OPTIMIZER)
         for chunk, part in enumerate(parts)
     ]
 
@@ -75,8 +77,20 @@ def _of_chunk(state: Tree, chunk: int, of_all_chunks: Callable[[Tree], bool]) ->
     )
 
 
-def _names(path: tuple[Any, ...]) -> list[str]:
-    return jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+def _require_parts(parts: Sequence[Tree], num_chunks: int) -> None:
+    """Refuse what isn't one tree for each chunk with the two branches that `stage_parts` makes."""
+    if not isinstance(parts, Sequence) or len(parts) != num_chunks:
+        got = f"{len(parts)} parts" if isinstance(parts, Sequence) else type(parts).__name__
+        raise UserError(f"the state: got {got}, expected a sequence of {num_chunks}, one per chunk")
+    for part in parts:
+        keys = set(part) if isinstance(part, Mapping) else {type(part).__name__}
+        if PARAMS not in keys or keys - {PARAMS, _OPTIMIZER}:
+            got = ", ".join(sorted(map(str, keys))) or "nothing"
+            raise UserError(f"the state: got a part of {got}, expected {_OPTIMIZER}, {PARAMS}")
+
+
+def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path) or ("",)
 
 
 def _nested(tree: Tree) -> Tree:
@@ -91,21 +105,27 @@ def _nested(tree: Tree) -> Tree:
     return nested
 
 
-def _filled(expected: Tree, nested: Tree, what: str) -> Tree:
-    """A tree with the values that `_nested` put into dictionaries."""
-
-    def value_at(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        names = _names(path)
-        found = nested
-        for name in names:
-            found = found.get(name) if isinstance(found, dict) else None
-        got = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
-        wanted = f"{leaf.dtype} {list(leaf.shape)}"
+def _filled(expected: Tree, found: Tree, what: str) -> Tree:
+    """A tree with the values of another one, which has leaves of the same names and forms."""
+    values, due = _leaves(found), _leaves(expected)
+    for names in [*due, *sorted(values.keys() - due.keys())]:
+        got, wanted = _form(values.get(names)), _form(due.get(names))
         if got != wanted:
+            where = "/".join([what, *names])
             raise UserError(
-                f"the checkpoint's {what}/{'/'.join(names)}: got {got}, expected {wanted}: is the "
-                "model's code what it was?"
+                f"the state's {where}: got {got}, expected {wanted}: are the model's code and the "
+                "optimizer what they were?"
             )
-        return jnp.array(found)
+    return jax.tree.map_with_path(lambda path, _: jnp.array(values[_names(path)]), expected)
 
-    return jax.tree_util.tree_map_with_path(value_at, expected)
+
+def _leaves(tree: Tree) -> dict[tuple[str, ...], Any]:
+    return {_names(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def _form(leaf: Any) -> str:
+    if leaf is None:
+        return "nothing"
+    if not hasattr(leaf, "dtype"):
+        return type(leaf).__name__
+    return f"{leaf.dtype} {list(leaf.shape)}"

@@ -126,7 +126,7 @@ class StageTrainer:
         self.optimizer = StageOptimizer(
             settings.optimizer, self.params, _uncounted(model, self.params)
         )
-        self._optimizer_state = self.optimizer.initial_state
+        self._optimizer_state = self.optimizer.initial_state(self.params)
         self._accumulators = self._zero_accumulators()
         self._weights = self._prepare()
         paced = settings.pace is not None
@@ -228,13 +228,20 @@ class StageTrainer:
     def restore(self, parts: Sequence[Any]) -> None:
         """Go on from parameters and optimizer state that were those of `state`.
 
+        The present ones make room for them first; they stay if these don't fit.
+
         Args:
             parts: Each chunk's, as numpy arrays.
 
         Raises:
             UserError: If they are of another model or optimizer.
         """
-        self.params, self._optimizer_state = from_parts(parts, self.params, self._optimizer_state)
+        present = self.params, self._optimizer_state
+        expected = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), present)
+        if isinstance(parts, Sequence) and _forms(tuple(parts)) == _forms(stage_parts(*expected)):
+            self._weights = ()
+            _delete(present, besides=parts)
+        self.params, self._optimizer_state = from_parts(parts, *expected)
         self._weights = self._prepare()
 
     def discard(self) -> None:
@@ -251,6 +258,22 @@ class StageTrainer:
 
     def _zero_accumulators(self) -> Chunks:
         return tuple(chunk.zero_accumulators() for chunk in self.programs)
+
+
+def _forms(tree: Any) -> list[Any]:
+    """Path, shape and dtype of each of a tree's arrays."""
+    return [
+        (path, getattr(leaf, "shape", None), getattr(leaf, "dtype", None))
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    ]
+
+
+def _delete(tree: Any, besides: Any) -> None:
+    """Free a tree's arrays, except for those that another tree has too."""
+    kept = {id(leaf) for leaf in jax.tree.leaves(besides)}
+    for leaf in jax.tree.leaves(tree):
+        if id(leaf) not in kept:
+            leaf.delete()
 
 
 def _initial_params(model: PipelineModel, settings: StageSettings, rank: int) -> Chunks:

@@ -110,9 +110,32 @@ def test_what_was_left_half_done_is_cleaned_and_nothing_else(tmp_path):
     assert names(folder) == ["step_7", "step_notes"]
 
 
+def test_one_that_cannot_be_removed_is_named_and_keeps_no_other(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    commit(folder, 1, 2, 3)
+    (tmp_path / "step_1.removed").mkdir()
+    (tmp_path / "step_1.removed" / "in_the_way").touch()
+    (line,) = folder.prune(1)
+    assert "not empty" in line
+    assert "step_1.removed" in line
+    assert folder.steps() == (1, 3)
+
+
+def test_a_file_system_that_cannot_sync_a_folder_has_the_checkpoint_all_the_same(
+    tmp_path, monkeypatch
+):
+    def refuse(folder):
+        raise OSError("Invalid argument")
+
+    monkeypatch.setattr("jaxmorph.checkpoints.folder._sync", refuse)
+    folder = CheckpointFolder(tmp_path)
+    commit(folder, 7)
+    assert folder.steps() == (7,)
+
+
 def test_a_checkpoint_half_removed_is_none(tmp_path, monkeypatch):
     folder = CheckpointFolder(tmp_path)
     commit(folder, 1, 2)
-    monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: None)  # killed right there
+    monkeypatch.setattr("shutil.rmtree", lambda path: None)  # killed right there
     folder.prune(1)
     assert folder.steps() == (2,)

@@ -1,6 +1,7 @@
 """All ranks' parts or none, beside training: several ranks' savers in one process."""
 
 import threading
+from concurrent.futures import Future
 from functools import partial
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 
 from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
 from jaxmorph.checkpoints.manifest import Manifest
-from jaxmorph.checkpoints.saver import CheckpointError, CheckpointSaver
+from jaxmorph.checkpoints.saver import CheckpointSaver
 from jaxmorph.config import Config
 from jaxmorph.runtime.rendezvous import SoleRank
 
@@ -42,6 +43,24 @@ class Disk:
             np.save(path / "array.npy", tree["array"])
 
 
+class Untold(Future):
+    """What says when it is waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.awaited = threading.Event()
+
+    def result(self, timeout=None):
+        self.awaited.set()
+        return super().result(timeout)
+
+
+def all_told():
+    told = Future()
+    told.set_result(None)
+    return told
+
+
 class Ranks:
     """Two ranks of one virtual stage each."""
 
@@ -49,12 +68,14 @@ class Ranks:
         self.folder = CheckpointFolder(path)
         self.disks = [Disk(), Disk()]
         self.events = []
+        self.told = all_told()
         layers = (range(1), range(1, 2))
         describe = partial(Manifest, layers=layers, vocab_size=9, tied=(), config=Config())
         self.savers = [
             CheckpointSaver(
                 self.folder, Meeting(rank, 2), describe=describe, own_stages=[rank],
                 write=disk.write, keep=keep, tell=lambda *event: self.events.append(event),
+                told_so_far=lambda: self.told,
             )
             for rank, disk in enumerate(self.disks)
         ]  # fmt: skip
@@ -119,6 +140,29 @@ def test_once_all_have_written_rank_0_commits_and_all_forget_it(ranks):
     assert "step_7: 24 bytes" in detail
 
 
+def test_there_is_no_checkpoint_before_its_steps_have_been_told(ranks):
+    ranks.told = Untold()
+    ranks.save(7)
+    ranks.free(0, 1)
+    ranks.meet_until(["written", "written"])
+    assert ranks.told.awaited.wait(LIMIT_S)
+    assert ranks.meet() == ["written", "written"]
+    assert ranks.folder.steps() == ()
+    ranks.told.set_result(None)
+    ranks.meet_until(["committed", "written"])
+    assert ranks.folder.steps() == (7,)
+
+
+def test_without_its_steps_there_is_no_checkpoint(ranks):
+    ranks.told = Future()
+    ranks.told.set_exception(OSError("Broken pipe"))
+    ranks.save(7)
+    ranks.free(0, 1)
+    ranks.meet_until([None, None])
+    assert ranks.events == [(6, "checkpoint_failed", "rank 0: Broken pipe")]
+    assert ranks.folder.steps() == ()
+
+
 def test_a_part_that_fails_leaves_none_and_the_next_one_succeeds(ranks):
     ranks.disks[1].error = OSError("No space left on device")
     ranks.save(7)
@@ -169,7 +213,7 @@ def alone(path, write, events=None):
     told = events if events is not None else []
     return CheckpointSaver(
         CheckpointFolder(path), SoleRank(), describe=describe, own_stages=[0],
-        write=write, keep=2, tell=lambda *event: told.append(event),
+        write=write, keep=2, tell=lambda *event: told.append(event), told_so_far=all_told,
     )  # fmt: skip
 
 
@@ -202,13 +246,29 @@ def test_the_next_save_waits_for_the_one_before(tmp_path):
 
 
 def test_a_run_whose_last_state_is_not_saved_has_failed(tmp_path):
-    disk = Disk()
+    disk, events = Disk(), []
     disk.free.set()
     disk.error = OSError("No space left on device")
-    with alone(tmp_path, disk.write) as saver:
+    with alone(tmp_path, disk.write, events) as saver:
         saver.save(1, [{"array": jnp.zeros(1)}])
-        with pytest.raises(CheckpointError, match="rank 0: No space left on device"):
-            saver.finish()
+        assert saver.finish() == "rank 0: No space left on device"
+    assert events == [(0, "checkpoint_failed", "rank 0: No space left on device")]
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_told_and_the_run_goes_on(tmp_path):
+    disk, events = Disk(), []
+    disk.free.set()
+    (tmp_path / "step_1.removed").mkdir()
+    (tmp_path / "step_1.removed" / "in_the_way").touch()
+    with alone(tmp_path, disk.write, events) as saver:
+        for step in (1, 2, 3, 4):
+            saver.save(step, [{"array": jnp.zeros(1)}])
+        assert saver.finish() == ""
+    told = [(step, detail) for step, kind, detail in events if kind == "checkpoint_not_removed"]
+    assert [step for step, _ in told] == [2, 3]
+    assert "step_1.removed" in told[0][1]
+    assert CheckpointFolder(tmp_path).steps() == (1, 3, 4)
 
 
 def test_a_failed_save_before_the_last_one_is_no_failure_of_the_run(tmp_path):
@@ -221,5 +281,5 @@ def test_a_failed_save_before_the_last_one_is_no_failure_of_the_run(tmp_path):
             saver.heed([saver.told()])
         disk.error = None
         saver.save(2, [{"array": jnp.zeros(1)}])
-        saver.finish()
+        assert saver.finish() == ""
     assert [kind for _, kind, _ in events] == ["checkpoint_failed", "checkpoint_saved"]

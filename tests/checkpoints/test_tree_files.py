@@ -1,17 +1,23 @@
 """Orbax's files hold what was written, to the bit."""
 
+import shutil
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmorph.checkpoints.tree_files import TreeFiles
+from jaxmorph.errors import UserError
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     path = tmp_path_factory.mktemp("tree") / "part"
     tree = {
-        "params": {"embed": {"token": jnp.linspace(-1, 1, 12).reshape(3, 4) / 3}},
+        "params": {
+            "embed": {"token": jnp.linspace(-1, 1, 12).reshape(3, 4) / 3},
+            "layers": {"mlp/~/linear_0": {"w": jnp.arange(3.0)}},
+        },
         "optimizer": {"0": {"count": jnp.int32(7), "mu": {"token": jnp.array([1e-45, -0.0])}}},
     }
     TreeFiles().write(path, tree)
@@ -32,6 +38,8 @@ def test_a_tree_reads_back_to_the_bit_whatever_its_leaves(written):
     read = TreeFiles().read(path)
     assert read.keys() == tree.keys()
     assert same_bits(read["params"]["embed"]["token"], tree["params"]["embed"]["token"])
+    named = read["params"]["layers"]["mlp/~/linear_0"]["w"]
+    assert same_bits(named, tree["params"]["layers"]["mlp/~/linear_0"]["w"])
     assert same_bits(read["optimizer"]["0"]["count"], tree["optimizer"]["0"]["count"])
     assert same_bits(read["optimizer"]["0"]["mu"]["token"], tree["optimizer"]["0"]["mu"]["token"])
 
@@ -41,6 +49,23 @@ def test_a_branch_can_be_read_alone(written):
     read = TreeFiles().read(path, ["params"])
     assert read.keys() == {"params"}
     assert same_bits(read["params"]["embed"]["token"], tree["params"]["embed"]["token"])
+
+
+@pytest.mark.parametrize("damage", ["truncated", "lost", "all_lost", "no_branch"])
+def test_a_damaged_tree_is_one_line(written, tmp_path, damage):
+    path = shutil.copytree(written[0], tmp_path / "part")
+    files = [file for file in path.rglob("*") if file.is_file()]
+    largest = max(files, key=lambda file: file.stat().st_size)
+    if damage == "truncated":
+        largest.write_bytes(largest.read_bytes()[:-20])
+    elif damage == "lost":
+        largest.unlink()
+    elif damage == "all_lost":
+        shutil.rmtree(path)
+    with pytest.raises(UserError) as error:
+        TreeFiles().read(path, ["absent"] if damage == "no_branch" else None)
+    assert str(error.value).startswith(f"{path}: not a whole part of a checkpoint: ")
+    assert "\n" not in str(error.value)
 
 
 def test_nothing_is_overwritten(written):

@@ -6,11 +6,13 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from jaxmorph.gpu_check.command import PARTS, main
+from jaxmorph.gpu_check.device import find_device
 from jaxmorph.gpu_check.report import Row
 
 ROOT = Path(__file__).parents[2]
@@ -99,12 +101,18 @@ def test_every_program_is_timed_and_no_mfu_is_made_up(small_run):
     assert figures["mfu"] is None
     assert "so no MFU is told" in out
     assert "(F+BW)/plain" in out
+    ms, ratio = figures["time_ms"], figures["ratios"]["(prepare+F+BW)/plain"]
+    assert ratio * ms["plain"] == pytest.approx(figures["prepare_ms"] + ms["F"] + ms["BW"])
 
 
 @pytest.mark.timeout(240)
 def test_instructions_have_a_price(small_run):
     prices = small_run[1]["parts"]["instructions"]["figures"]["time_us"]
     assert {"a step of F, B, W, per instruction", "call BW"} < set(prices)
+    for ops in ("F, B, W", "F, BW"):
+        alone = prices[f"{ops}: the same programs alone"]
+        added = prices.pop(f"{ops}: the runtime's part")
+        assert alone + added == pytest.approx(prices[f"a step of {ops}, per instruction"])
     assert min(prices.values()) > 0
 
 
@@ -133,6 +141,53 @@ def test_without_a_gpu_it_says_so_in_one_line(without_gpu, capsys):
     (line,) = captured.err.splitlines()
     assert line.startswith("error: got no CUDA GPU (Unknown backend cuda), expected one")
     assert "--allow-cpu" in line
+
+
+@pytest.fixture
+def platforms():
+    """Tells JAX which platforms it has."""
+    before = jax.config.values["jax_platforms"]
+    yield lambda told: jax.config.update("jax_platforms", told)
+    jax.config.update("jax_platforms", before)
+
+
+@pytest.mark.parametrize(
+    ("told", "had"),
+    [("cuda", "cuda,cpu"), ("cpu,cuda", "cpu,cuda"), (None, None)],
+)
+def test_the_cpu_is_there_for_parity_whatever_the_user_asks_for(told, had, platforms, monkeypatch):
+    asked = []
+    platforms(told)
+    monkeypatch.setattr(
+        jax,
+        "devices",
+        lambda backend=None: asked.append(jax.config.values["jax_platforms"]) or ["gpu"],
+    )
+    assert find_device(allow_cpu=False) == "gpu"
+    assert set(asked) == {had}
+
+
+def test_a_gpu_that_is_not_what_jax_computes_on_is_refused(platforms, monkeypatch, capsys):
+    of = {
+        "cuda": [SimpleNamespace(device_kind="NVIDIA H200")],
+        None: [SimpleNamespace(device_kind="cpu")],
+    }
+    platforms("cpu,cuda")
+    monkeypatch.setattr(jax, "devices", lambda backend=None: of[backend])
+    assert main([], {"told": told}) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: JAX_PLATFORMS: got 'cpu,cuda', by which JAX computes on 'cpu'")
+
+
+def test_jax_without_any_device_is_told_in_one_line(monkeypatch, capsys):
+    def none(backend=None):
+        raise RuntimeError("Unable to initialize\nbackend")
+
+    monkeypatch.setattr(jax, "devices", none)
+    assert main(["--allow-cpu"], {"told": told}) == 2
+    assert capsys.readouterr().err == "error: JAX has no device: Unable to initialize backend\n"
 
 
 def test_a_part_that_fails_loses_no_other(without_gpu, capsys, tmp_path):

@@ -49,6 +49,7 @@ def test_the_formula_counts_the_matrix_products_of_each_program():
     ("device_kind", "peak"),
     [
         ("NVIDIA H200", 989.0),
+        ("NVIDIA H200 NVL", 835.0),
         ("NVIDIA H100 80GB HBM3", 989.0),
         ("NVIDIA H100 PCIe", 756.0),
         ("NVIDIA A100-SXM4-40GB", 312.0),

@@ -11,9 +11,10 @@ MIB = 1 << 20
         (100 * MIB, None, True),
         (101 * MIB, 99.0 * MIB, True),
         (110 * MIB, 100.0 * MIB, False),
-        (100 * MIB, 150.0 * MIB, False),
+        (100 * MIB, 190.0 * MIB, True),
+        (100 * MIB, 95.0 * MIB, False),
     ],
-    ids=["not told", "rounded", "compiled", "held"],
+    ids=["not told", "rounded", "compiled", "held in larger chunks", "not all held"],
 )
 def test_the_plan_must_count_on_what_a_microbatch_really_keeps(compiled, held, agree):
     kept = KeptBytes(100 * MIB, compiled, held)

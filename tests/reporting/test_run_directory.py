@@ -1,4 +1,5 @@
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -169,3 +170,15 @@ def test_a_run_that_cannot_be_written_to_is_told_of(tmp_path):
     (tmp_path / "run" / "events.jsonl").mkdir()
     with pytest.raises(UserError, match=r"^--resume: \S+/run: cannot write: Is a directory"):
         reopen_run_directory(tmp_path / "run", config, 2)
+
+
+def test_a_run_that_cannot_write_for_tensorboard_goes_on_with_nothing_changed(
+    tmp_path, monkeypatch
+):
+    stopped_run(tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    wanted = {"run": {"dir": str(tmp_path / "run")}, "metrics": {"tensorboard": True}}
+    with pytest.raises(UserError, match=r"tensorboardX is not installed"):
+        reopen_run_directory(tmp_path / "run", Config.model_validate(wanted), 2)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before

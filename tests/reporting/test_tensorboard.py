@@ -8,7 +8,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from jaxmorph.errors import UserError
-from jaxmorph.reporting import StepRecord
+from jaxmorph.reporting import Event, RunDirectory, StepRecord
 from jaxmorph.reporting.tensorboard import TensorBoardEvents, load_writer
 
 STEP = StepRecord(
@@ -58,6 +58,15 @@ def test_a_loss_that_is_not_finite_is_written_as_it_is(tmp_path):
     events.write_step(replace(STEP, loss=float("inf")))
     events.close()
     assert (3, "loss", float("inf")) in scalars(tmp_path)
+
+
+def test_a_checkpoints_steps_are_on_disk_when_it_is_told_of(tmp_path):
+    with RunDirectory(tmp_path, tensorboard=TensorBoardEvents(tmp_path)) as directory:
+        directory.write_step(STEP)
+        directory.write_event(Event(0.5, 3, "checkpoint_saved"))
+        assert (3, "loss", 5.0) in scalars(tmp_path)
+        directory.write_step(replace(STEP, step=4))
+    assert [step for step, tag, _ in scalars(tmp_path) if tag == "loss"] == [3, 4]
 
 
 def test_a_run_that_goes_on_takes_back_what_it_will_write_again(tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxmorph.errors import UserError
+from jaxmorph.runtime import launcher
 from jaxmorph.runtime.launcher import RankFailedError, reserved_port, run_ranks
 
 pytestmark = pytest.mark.usefixtures("ranks_find_modules")
@@ -87,6 +88,16 @@ def test_a_users_mistake_found_by_a_rank_stays_one_line(tmp_path):
     _, _, raised = launch("mistake", tmp_path)
     assert isinstance(raised, UserError)
     assert str(raised) == "configs/x.yaml: data.path: nothing there"
+
+
+@pytest.mark.parametrize(("allowed", "num_ranks", "share"), [(8, 2, "4"), (3, 2, "1"), (1, 4, "1")])
+def test_ranks_share_the_processors_that_this_process_may_use(
+    monkeypatch, allowed, num_ranks, share
+):
+    monkeypatch.delenv("NPROC", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(allowed)), raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    assert launcher._environment(num_ranks)["NPROC"] == share
 
 
 LAUNCHER = textwrap.dedent(

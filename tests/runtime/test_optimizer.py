@@ -49,7 +49,7 @@ def test_the_norm_counts_a_tied_parameter_once():
 def test_only_matrices_decay_and_stacked_biases_are_not_matrices():
     optimizer = StageOptimizer(SETTINGS, params())
     zeros = jax.tree.map(jnp.zeros_like, params())
-    updated, _, _ = optimizer.update(params(), optimizer.initial_state, zeros, 1.0)
+    updated, _, _ = optimizer.update(params(), optimizer.initial_state(params()), zeros, 1.0)
     moved = jax.tree.map(lambda leaf: bool(np.any(np.asarray(leaf) != 2.0)), updated)
     layers = {"w": True, "b": False}
     assert moved == ({"layers": layers}, {"layers": layers, "head": {"copy": True, "scale": False}})
@@ -58,7 +58,7 @@ def test_only_matrices_decay_and_stacked_biases_are_not_matrices():
 def test_an_update_gives_back_zeroed_accumulators_and_takes_its_inputs():
     optimizer = StageOptimizer(SETTINGS, params())
     gradients = jax.tree.map(jnp.ones_like, params())
-    _, _, zeroed = optimizer.update(params(), optimizer.initial_state, gradients, 1.0)
+    _, _, zeroed = optimizer.update(params(), optimizer.initial_state(params()), gradients, 1.0)
     assert all(not np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(zeroed))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(gradients))
 
@@ -66,4 +66,4 @@ def test_an_update_gives_back_zeroed_accumulators_and_takes_its_inputs():
 def test_a_scale_that_is_not_finite_is_refused():
     optimizer = StageOptimizer(SETTINGS, params())
     with pytest.raises(ValueError, match="can't be scaled by nan"):
-        optimizer.update(params(), optimizer.initial_state, params(), float("nan"))
+        optimizer.update(params(), optimizer.initial_state(params()), params(), float("nan"))

@@ -15,10 +15,14 @@ SETTINGS = OptimizerSettings(learning_rate=1e-2, warmup_steps=2, total_steps=10)
 
 def two_chunks():
     first = {
-        "embed": {"token": jnp.arange(6.0).reshape(3, 2)},
+        "embed": {"token": jnp.arange(6.0).reshape(3, 2), "mlp/~/linear_0": jnp.ones(3)},
         "layers": {"w": jnp.ones((2, 2, 2))},
     }
     return (first, {"layers": {"w": jnp.full((1, 2, 2), 3.0)}})
+
+
+def initial(optimizer):
+    return optimizer.initial_state(two_chunks())
 
 
 def gradients(params, step):
@@ -43,18 +47,18 @@ def same_bits(one, other):
 @pytest.mark.parametrize("how", [SETTINGS, optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)])
 def test_training_goes_on_to_the_bit(how):
     optimizer = StageOptimizer(how, two_chunks())
-    params, state = train(optimizer, two_chunks(), optimizer.initial_state, range(3))
+    params, state = train(optimizer, two_chunks(), initial(optimizer), range(3))
     parts = as_numpy(stage_parts(params, state))
     expected = train(optimizer, params, state, range(3, 6))
     fresh = StageOptimizer(how, two_chunks())
-    restored = from_parts(parts, two_chunks(), fresh.initial_state)
+    restored = from_parts(parts, two_chunks(), initial(fresh))
     assert jax.tree.structure(restored) == jax.tree.structure(expected)
     assert same_bits(train(fresh, *restored, range(3, 6)), expected)
 
 
 def test_each_part_has_its_own_chunks_moments_and_the_count():
     optimizer = StageOptimizer(SETTINGS, two_chunks())
-    _, second = stage_parts(*train(optimizer, two_chunks(), optimizer.initial_state, range(3)))
+    _, second = stage_parts(*train(optimizer, two_chunks(), initial(optimizer), range(3)))
     adam = second["optimizer"]["0"]
     assert adam.keys() == {"count", "mu", "nu"}
     assert int(adam["count"]) == 3
@@ -70,11 +74,53 @@ def test_each_part_has_its_own_chunks_moments_and_the_count():
             {"layers": {"w": np.zeros((1, 3, 2), np.float32)}},
             "params/layers/w: got float32 [1, 3, 2], expected float32 [1, 2, 2]",
         ),
+        (
+            {"layers": {"w": np.zeros((1, 2, 2), np.float32), "b": np.zeros(2, np.int8)}},
+            "params/layers/b: got int8 [2], expected nothing",
+        ),
+        ({"layers": {"w": {"v": 1}}}, "params/layers/w: got nothing, expected float32 [1, 2, 2]"),
+        ({"layers": {"w": 1.0}}, "params/layers/w: got float, expected float32 [1, 2, 2]"),
     ],
 )
 def test_another_models_part_is_refused_by_name(change, says):
     optimizer = StageOptimizer(SETTINGS, two_chunks())
-    first, second = as_numpy(stage_parts(two_chunks(), optimizer.initial_state))
+    first, second = as_numpy(stage_parts(two_chunks(), initial(optimizer)))
     with pytest.raises(UserError) as error:
-        from_parts([first, second | {"params": change}], two_chunks(), optimizer.initial_state)
+        from_parts([first, second | {"params": change}], two_chunks(), initial(optimizer))
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        (two_chunks(), "the state: got a part of embed, layers, expected optimizer, params"),
+        (two_chunks()[:1], "the state: got 1 parts, expected a sequence of 2, one per chunk"),
+        ([{}, {}], "the state: got a part of nothing, expected optimizer, params"),
+        ([3, 4], "the state: got a part of int, expected optimizer, params"),
+        ({"params": {}}, "the state: got dict, expected a sequence of 2, one per chunk"),
+    ],
+)
+def test_what_is_no_state_is_one_line(parts, says):
+    with pytest.raises(UserError) as error:
+        from_parts(parts, two_chunks(), initial(StageOptimizer(SETTINGS, two_chunks())))
+    assert str(error.value) == says
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "says"),
+    [
+        (SETTINGS, optax.sgd(0.1), "optimizer/0/count: got int32 [], expected nothing"),
+        (optax.sgd(0.1), SETTINGS, "optimizer/0/count: got nothing, expected int32 []"),
+    ],
+)
+def test_another_optimizers_state_is_refused(was, now, says):
+    parts = as_numpy(stage_parts(two_chunks(), initial(StageOptimizer(was, two_chunks()))))
+    with pytest.raises(UserError) as error:
+        from_parts(parts, two_chunks(), initial(StageOptimizer(now, two_chunks())))
+    assert says in str(error.value)
+
+
+def test_a_state_without_a_leaf_needs_no_branch():
+    none = initial(StageOptimizer(optax.sgd(0.1), two_chunks()))
+    parts = [{"params": own} for own in as_numpy(two_chunks())]
+    assert same_bits(from_parts(parts, two_chunks(), none), (two_chunks(), none))

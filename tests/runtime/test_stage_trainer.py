@@ -1,11 +1,16 @@
 """A rank's chunks in one process; `test_parity` has several ranks."""
 
+import gc
+
 import jax
 import numpy as np
+import pytest
 
+from jaxmorph.errors import UserError
 from jaxmorph.program.lowering import lower
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.optimizer import OptimizerSettings
+from jaxmorph.runtime.stage_state import from_parts
 from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.ops import OpKind
@@ -73,3 +78,74 @@ def test_chunks_may_split_their_backwards_too():
     np.testing.assert_allclose(split_norm, norm, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), split, whole)
     assert norm > 0
+
+
+def live_bytes():
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def as_numpy(tree):
+    return jax.tree.map(np.array, tree)
+
+
+def same_bits(one, other):
+    pairs = zip(jax.tree.leaves(as_numpy(one)), jax.tree.leaves(other), strict=True)
+    return all(a.tobytes() == b.tobytes() for a, b in pairs)
+
+
+def test_a_restored_stage_holds_no_more_than_a_fresh_one():
+    before = live_bytes()
+    fresh = trainer_of(num_layers=1, num_chunks=1)
+    saved = as_numpy(fresh.state)
+    fresh.update(1.0)
+    fresh.close()
+    fresh_bytes = live_bytes() - before
+    del fresh
+    assert live_bytes() == before
+    restored = trainer_of(num_layers=1, num_chunks=1)
+    restored.close()
+    restored.restore(list(saved))
+    restored.update(1.0)
+    assert live_bytes() - before == fresh_bytes
+
+
+@pytest.fixture(scope="module")
+def updated():
+    """A stage after one update, and its state."""
+    trainer = trainer_of(num_layers=1, num_chunks=1)
+    trainer.close()
+    trainer.update(1.0)
+    return trainer, as_numpy(trainer.state)
+
+
+def test_what_is_replaced_is_gone_before_its_successor_comes(updated, monkeypatch):
+    trainer, saved = updated
+    replaced, present = jax.tree.leaves(trainer.state), []
+
+    def make(*arguments):
+        present.extend(array for array in replaced if not array.is_deleted())
+        return from_parts(*arguments)
+
+    monkeypatch.setattr("jaxmorph.runtime.stage_trainer.from_parts", make)
+    trainer.restore(saved)
+    assert present == []
+    assert len(replaced) > 3
+    assert same_bits(trainer.state, saved)
+
+
+def test_a_state_that_does_not_fit_leaves_the_stage_as_it_was(updated):
+    trainer, saved = updated
+    (part,) = saved
+    changed = part | {"params": jax.tree.map(lambda leaf: leaf[..., :1], part["params"])}
+    with pytest.raises(UserError, match="expected float32"):
+        trainer.restore([changed])
+    assert same_bits(trainer.state, saved)
+
+
+def test_a_stages_own_state_may_be_what_it_goes_on_from(updated):
+    trainer, saved = updated
+    trainer.restore(trainer.state)
+    assert same_bits(trainer.state, saved)
+    trainer.restore(jax.device_get(trainer.state))  # which may be the same memory
+    assert same_bits(trainer.state, saved)

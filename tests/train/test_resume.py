@@ -3,12 +3,15 @@
 That holds for zb-h2 as well: see `test_train`.
 """
 
+import json
+
 import jax
 import numpy as np
 import pytest
 from in_this_process import jaxmorph
 from stopped_run import SAVES, read_lines, require_same_bits, states, stop_after_seven
 
+from jaxmorph.run_lock import hold
 from jaxmorph.saved_model import load_saved_model
 from jaxmorph.stage.stored_weights import read_stage_params
 
@@ -95,6 +98,27 @@ def test_a_step_without_a_checkpoint_is_one_line(both):
     assert done.returncode == 2
     assert "--step: got 8, expected a checkpoint's in " in done.stderr
     assert done.stderr.endswith("checkpoints: 7, 14, 20\n")
+
+
+def test_a_run_that_is_in_use_is_left_as_it_is(both):
+    stopped = both[1]
+    names = ("config.yaml", "metrics.jsonl", "events.jsonl")
+    before = [(stopped / name).read_bytes() for name in names]
+    with hold([stopped]):
+        done = jaxmorph("train", "--resume", stopped, "run.steps=30")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"{stopped} is in use by another run" in done.stderr
+    assert [(stopped / name).read_bytes() for name in names] == before
+
+
+def test_data_that_are_not_the_checkpoints_are_refused(both):
+    manifest = both[1] / "checkpoints" / "step_20" / "manifest.json"
+    text = manifest.read_text()
+    manifest.write_text(json.dumps(json.loads(text) | {"data": {"num_tokens": 9, "digest": "a"}}))
+    done = jaxmorph("train", "--resume", both[1], "run.steps=30")
+    manifest.write_text(text)
+    assert done.returncode == 2
+    assert "tokens, expected the 9 that the checkpoint was trained on" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from in_this_process import jaxmorph
 
+from jaxmorph import script_launch
+
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(60)]
 
 GIVEN = """
@@ -75,3 +77,16 @@ def test_a_script_that_is_not_there_is_one_line(tmp_path):
     done = jaxmorph("launch", "--stages", 2, tmp_path / "none.py")
     assert done.returncode == 2
     assert done.stderr == f"error: {tmp_path / 'none.py'}: no such file, expected a Python script\n"
+
+
+def test_stopping_a_script_that_hangs_keeps_its_logs_and_says_where(tmp_path, monkeypatch):
+    def hang(module, arguments, num_ranks, log_dir, on_message, **options):
+        (log_dir / "rank_1.log").write_text("waits for ever")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script_launch, "run_ranks", hang)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    done = jaxmorph("launch", "--stages", 2, script(tmp_path, FAILING))
+    assert done.returncode == 130
+    (log,) = tmp_path.glob("*/rank_1.log")
+    assert done.stderr.splitlines()[0] == f"logs: {log.parent}"

@@ -1,3 +1,5 @@
+import os
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from benchmarks.training_speed.contenders import (
 )
 from benchmarks.training_speed.results import bars, speeds
 from benchmarks.training_speed.turns import Turn
-from benchmarks.training_speed.worker import WorkerOptions
+from benchmarks.training_speed.worker import WorkerOptions, confine
 from benchmarks.training_speed.workload import Workload, read_batches, write_batches
 
 SECONDS = {
@@ -71,6 +73,21 @@ def test_options_survive_the_command_line(tmp_path):
     )
     assert WorkerOptions.parse(options.words()) == options
     assert options.own_cores == (5,)
+
+
+@pytest.mark.parametrize(("rank", "cores"), [(0, (3, 7)), (1, (5,))])
+def test_threads_are_as_many_as_a_process_has_cores_whatever_its_launcher_says(
+    rank, cores, monkeypatch, tmp_path
+):
+    confined = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *told: confined.append(told), raising=False)
+    monkeypatch.setenv("NPROC", "16")
+    options = WorkerOptions(
+        "", Workload(), tmp_path, (3, 5, 7), "", tmp_path, rank, num_ranks=2, meeting=tmp_path
+    )
+    confine(options)
+    assert confined == [(0, cores)]
+    assert os.environ["NPROC"] == str(len(cores))
 
 
 def test_targets_are_the_tokens_that_follow(tmp_path):

@@ -1,5 +1,6 @@
 """The benchmark's side of a contender, with a process that has neither JAX nor torch."""
 
+import os
 import sys
 
 import pytest
@@ -22,6 +23,16 @@ class Counts:
         print("closed", flush=True)
 
 serve(WorkerOptions.parse(), Counts)
+"""
+
+
+GONE = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect(sys.argv[1])
+    connection.sendall(b'{"ready": 0}\\n')
+open(sys.argv[2], "w").close()
+raise SystemExit("out of memory")
 """
 
 
@@ -65,3 +76,14 @@ def test_a_contender_that_dies_in_its_turn_is_an_error(tmp_path):
         running([command], 1, tmp_path, tmp_path / "0") as contender,
     ):
         contender.take_turn(1)
+
+
+@pytest.mark.timeout(60)
+def test_a_contender_that_dies_between_its_turns_is_an_error_that_hides_no_other(tmp_path):
+    address, gone = tmp_path / "0", tmp_path / "gone"
+    os.mkfifo(gone)
+    command = [sys.executable, "-S", "-c", GONE, str(address), str(gone)]
+    with running([command], 1, tmp_path, address) as contender:
+        gone.read_text()  # which waits until it has hung up
+        with pytest.raises(ContenderError, match="it has ended"):
+            contender.take_turn(1)
