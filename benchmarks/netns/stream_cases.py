@@ -1,7 +1,8 @@
 """The cases of the bench in which sidecars alone are at work, between two hosts with two cards."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -19,7 +20,7 @@ from benchmarks.netns.outcomes import Outcome
 from benchmarks.netns.stream_end import RECEIVER, SENDER
 from benchmarks.netns.streams import MB, Stream, StreamError, run_stream
 
-GOOD_MBIT, BAD_MBIT = 1000.0, 10.0
+GOOD_MBIT, MODEST_MBIT, BAD_MBIT = 1000.0, 100.0, 10.0
 OUTAGE_S = 2.0
 _ROUNDS = 3
 _LEFT_OUT = 20  # messages, in which the lanes find out what their cards can do
@@ -92,12 +93,21 @@ def stream_with_fault(
 def stream_outcomes() -> Iterator[Outcome]:
     """Each case's figures, as they come."""
     with lay_hosts(2) as hosts:
-        for host in range(2):
-            for nic in range(2):
-                hosts.set_rate(host, nic, GOOD_MBIT)
+        _set_rates(hosts, GOOD_MBIT)
         yield from _throughput_outcomes(hosts)
         for fault in _FAULTS:
-            yield _fault_outcome(hosts, fault)
+            yield _fault_outcome(fault.name, partial(stream_with_fault, hosts, fault))
+        _set_rates(hosts, MODEST_MBIT)
+        for fault in _FAULTS[:2]:
+            # A message takes 0.17 s on both cards, and the fault comes in the middle of one.
+            stream = partial(stream_with_fault, hosts, fault, 60, 4 * MB, after=20, delay_s=0.08)
+            yield _fault_outcome(f"{fault.name}, {MODEST_MBIT:g} Mbit/s", stream)
+
+
+def _set_rates(hosts: Hosts, mbit: float) -> None:
+    for host in range(2):
+        for nic in range(2):
+            hosts.set_rate(host, nic, mbit)
 
 
 def _throughput_outcomes(hosts: Hosts) -> Iterator[Outcome]:
@@ -132,20 +142,20 @@ def _throughput(case: str, streams: list[Stream]) -> Outcome:
     return Outcome(case, "MB/s", median(each), details=details)
 
 
-def _fault_outcome(hosts: Hosts, fault: Fault) -> Outcome:
+def _fault_outcome(case: str, run: Callable[[], FaultyStream]) -> Outcome:
     """How long no message came: at all, or once the network was whole again."""
     try:
-        faulty = stream_with_fault(hosts, fault)
+        faulty = run()
     except StreamError as error:
-        return Outcome(fault.name, "stream", None, details={"error": str(error)})
+        return Outcome(case, "stream", None, details={"error": str(error)})
     told = {
         "longest_gap_s": faulty.stream.longest_gap_s(),
         "usual_gap_s": faulty.stream.usual_gap_s(),
         **_seen(faulty.stream),
     }
-    if fault.lasts_s is None:
-        return Outcome(fault.name, "longest gap, s", told["longest_gap_s"], 0.5, details=told)
-    return Outcome(fault.name, "messages again after, s", faulty.resumed_s(), 1.0, details=told)
+    if faulty.ended_s is None:
+        return Outcome(case, "longest gap, s", told["longest_gap_s"], 0.5, details=told)
+    return Outcome(case, "messages again after, s", faulty.resumed_s(), 1.0, details=told)
 
 
 def _seen(stream: Stream) -> dict[str, Any]:
