@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 
 from jaxmorph.gpu_check.settings import Sizes, build_gpt2
-from jaxmorph.gpu_check.stage_ops import StageOps, build_middle_stage, median_times_s
+from jaxmorph.gpu_check.stage_ops import StageOps, build_lone_stage, median_times_s
 
 ON_CPU = {"(B+W)/BW": 1.20, "(F+BW)/plain": 1.10, "B/BW": 0.70, "compile 32/4 layers": 1.50}
 ON_GPU = {**ON_CPU, "(B+W)/BW": 1.10, "(F+BW)/plain": 1.05}
@@ -28,7 +28,7 @@ def compile_s(sizes: Sizes, dtype: str) -> float:
     """Returns the seconds it takes to trace and compile a stage."""
     model = build_gpt2(sizes, dtype)
     start_s = time.perf_counter()
-    build_middle_stage(model, sizes)
+    build_lone_stage(model, sizes)
     return time.perf_counter() - start_s
 
 
@@ -42,7 +42,7 @@ def figures(settings: argparse.Namespace) -> tuple[dict[str, float], dict[str, f
         microbatch_size=settings.microbatch,
     )
     model = build_gpt2(sizes, settings.dtype)
-    programs = build_middle_stage(model, sizes)
+    programs = build_lone_stage(model, sizes)
     times_s = median_times_s(StageOps(model, programs, sizes), settings.repeats)
     ms = {name: 1e3 * time_s for name, time_s in times_s.items()}
     deep = {n: replace(sizes, num_layers=n) for n in (4, 32)}

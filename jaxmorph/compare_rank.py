@@ -19,11 +19,12 @@ from jaxmorph.config import Config, load_config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.data import ReadAhead
 from jaxmorph.declared_links import link_conditions
-from jaxmorph.first_plan import warm_up
+from jaxmorph.first_plan import settle_garbage, warm_up
 from jaxmorph.layer_choice import choose_layers, measured_on_rank_0
 from jaxmorph.open_stage import open_stage
 from jaxmorph.planning import agree_on_plan, agree_on_stash
 from jaxmorph.program.instructions import Payload
+from jaxmorph.run_parts import load_parts, step_reader
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
@@ -31,8 +32,8 @@ from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline
 from jaxmorph.runtime.stage_trainer import StageSettings
 from jaxmorph.stage.model import PipelineModel
+from jaxmorph.stage_settings import stage_settings
 from jaxmorph.systems import SYSTEMS, System, system_config
-from jaxmorph.train import load_parts, settle_garbage, stage_settings, step_reader
 
 Message = dict[str, Any]
 

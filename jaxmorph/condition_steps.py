@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from jaxmorph.gradients import apply_gradients
 from jaxmorph.link_settings import agree_on_origin_s
 from jaxmorph.open_stage import adopt_plan
 from jaxmorph.planning import PlanInForce
@@ -22,7 +23,6 @@ from jaxmorph.runtime.report import (
 )
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.bubbles import IdleShares, idle_shares
-from jaxmorph.train import apply_gradients
 from jaxmorph.transport.link_emulator import LinkCondition
 
 Message = dict[str, Any]

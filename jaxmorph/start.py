@@ -32,8 +32,8 @@ from jaxmorph.run_lock import hold
 from jaxmorph.runtime.launcher import run_ranks
 
 if TYPE_CHECKING:
+    from jaxmorph.run_parts import RunParts
     from jaxmorph.runtime.rendezvous import Rendezvous
-    from jaxmorph.train import RunParts
 
 _LAUNCHES = ("auto", "local", "cluster")
 
@@ -138,7 +138,7 @@ def check_run(config: Config) -> "RunParts":
     # Grain and the model's factory import JAX, which `import jaxmorph` doesn't.
     from jaxmorph.link_settings import emulated_conditions
     from jaxmorph.planning import plan_step, unmeasured_profile
-    from jaxmorph.train import load_parts
+    from jaxmorph.run_parts import load_parts
 
     parts = load_parts(config)
     emulated_conditions(config)

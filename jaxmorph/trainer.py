@@ -16,6 +16,7 @@ from jaxmorph.cluster import require_one_host
 from jaxmorph.config import Config
 from jaxmorph.evaluation import with_room_for_forwards
 from jaxmorph.first_plan import plan_by_timings
+from jaxmorph.gradients import apply_gradients
 from jaxmorph.layer_choice import choose_layers
 from jaxmorph.link_settings import agree_on_origin_s, emulated_conditions, untimed
 from jaxmorph.meeting import leave
@@ -33,8 +34,8 @@ from jaxmorph.stage.layer_costs import LayerCosts, measure_layer_costs
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import Params, PipelineModel
 from jaxmorph.stage.stored_weights import check_weights
+from jaxmorph.stage_settings import stage_settings
 from jaxmorph.step_batch import cut_batch
-from jaxmorph.train import apply_gradients, stage_settings
 from jaxmorph.uncaught import end_if_failed
 
 _log = logging.getLogger(__name__)

@@ -32,6 +32,17 @@ def compile_quickly():
         yield
 
 
+@pytest.fixture(scope="module")
+def compile_quickly_here():
+    """The same, for programs that the tests' own process compiles while this lasts."""
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 def pytest_sessionfinish(session, exitstatus):
     """Where tests of one kind were asked for, there may be none."""
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.option.markexpr:

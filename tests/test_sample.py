@@ -24,13 +24,7 @@ from models.gpt2 import build
 LENGTH, LAYERS = 8, 3
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    """Programs of a tiny model run a few times: most of their optimisation is not worth it."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compile_quickly_here")
 
 
 def saved(num_stages=1, vocab_size=256, never=(), **data):

@@ -20,13 +20,7 @@ LENGTH, VOCAB, LAYERS = 8, 32, 3
 SIZES: dict[str, Any] = {"width": 16, "num_heads": 2, "num_layers": LAYERS}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    """Programs of a tiny model run a few times: most of their optimisation is not worth it."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compile_quickly_here")
 
 
 @pytest.fixture(scope="module")

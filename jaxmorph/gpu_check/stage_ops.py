@@ -31,22 +31,25 @@ def middle_stage(sizes: Sizes, compute_dtype: str) -> tuple[PipelineModel, Stage
         (the model that it is cut from, its programs).
     """
     model = build_gpt2(sizes, compute_dtype)
-    return model, build_middle_stage(model, sizes)
+    return model, build_lone_stage(model, sizes)
 
 
-def build_middle_stage(model: PipelineModel, sizes: Sizes) -> StagePrograms:
-    """The compiled programs of a stage that has layers alone.
+def build_lone_stage(
+    model: PipelineModel, sizes: Sizes, *, is_whole: bool = False
+) -> StagePrograms:
+    """The compiled programs of a stage on this process's first device.
 
     Args:
         model: What the stage is cut from.
         sizes: Of the stage.
+        is_whole: Whether it has the embedding and the head too, or layers alone.
     """
     return build_stage(
         model,
         stage_submesh(make_mesh(1), 0),
         num_layers=sizes.num_layers,
-        is_first=False,
-        is_last=False,
+        is_first=is_whole,
+        is_last=is_whole,
         microbatch_size=sizes.microbatch_size,
         sequence_length=sizes.sequence_length,
     )
@@ -80,7 +83,7 @@ class StageOps:
 
     Args:
         model: What the stage is cut from.
-        programs: The stage's, from `build_middle_stage`.
+        programs: The stage's, from `build_lone_stage`.
         sizes: Of the stage.
     """
 

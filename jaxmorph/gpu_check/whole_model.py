@@ -6,8 +6,8 @@ from functools import cache
 import jax
 
 from jaxmorph.gpu_check.settings import Sizes, build_gpt2
-from jaxmorph.stage.build import StagePrograms, build_stage
-from jaxmorph.stage.mesh import make_mesh, stage_submesh
+from jaxmorph.gpu_check.stage_ops import build_lone_stage
+from jaxmorph.stage.build import StagePrograms
 from jaxmorph.stage.model import Params, PipelineModel
 from jaxmorph.stage.parameters import init_stage_params
 
@@ -37,15 +37,7 @@ def whole_model(sizes: Sizes) -> WholeModel:
     model = build_gpt2(sizes, "float32")
     key, layers = jax.random.key(0), range(sizes.num_layers)
     with jax.default_matmul_precision("highest"):
-        programs = build_stage(
-            model,
-            stage_submesh(make_mesh(1), 0),
-            num_layers=sizes.num_layers,
-            is_first=True,
-            is_last=True,
-            microbatch_size=sizes.microbatch_size,
-            sequence_length=sizes.sequence_length,
-        )
+        programs = build_lone_stage(model, sizes, is_whole=True)
     return WholeModel(
         model, init_stage_params(model, key, layers, is_first=True, is_last=True), programs
     )

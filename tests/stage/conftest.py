@@ -10,15 +10,8 @@ from models.gpt2 import build
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    """Machine code of tiny stages runs once or twice: most of its optimisation is not worth it.
-
-    Optimisation of the programs themselves (fusion, loops, buffers) is left as it is.
-    """
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+def compile_quickly(compile_quickly_here):
+    """These tests run their stages in this process."""
 
 
 @pytest.fixture(scope="session")

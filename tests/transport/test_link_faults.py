@@ -9,7 +9,8 @@ import random
 from itertools import pairwise
 
 import pytest
-from simulated_link import Link, Memory, Wire
+from simulated_ends import Memory, Wire
+from simulated_link import Link
 
 from jaxmorph.transport.names import ChannelName
 
