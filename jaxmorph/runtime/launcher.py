@@ -86,17 +86,19 @@ def run_ranks(
         RankFailedError: If a rank died or raised; all others have been ended.
         UserError: If a rank found a mistake of the user's.
         KeyboardInterrupt: On Ctrl-C and on SIGTERM; all ranks have been ended.
+
+    However it ends, `on_message` has been called with all that the ranks sent before they ended.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     with _sigterm_interrupts(), reserved_port() as port, contextlib.ExitStack() as stack:
         coordinator = f"127.0.0.1:{port}"
-        ranks: list[_Rank] = []
-        stack.callback(_end, ranks)  # also when starting the next one fails
+        watch = _Watch([], on_message)
+        stack.callback(_end, watch)  # also when starting the next one fails
         for number in range(num_ranks):
             shown = shows_rank_0 and number == 0
             rank = _start(number, num_ranks, coordinator, module, arguments, log_dir, shown=shown)
-            ranks.append(rank)
-        _watch(_Watch(ranks, on_message))
+            watch.ranks.append(rank)
+        _watch(watch)
 
 
 @contextlib.contextmanager
@@ -178,8 +180,9 @@ def _watch(watch: _Watch) -> None:
 def _read_messages(rank: _Rank, watch: _Watch) -> bool:
     """Handle what has come; False at the end of the pipe."""
     data = os.read(rank.messages_fd, 1 << 16)
-    *lines, rank.pending = (rank.pending + data).split(b"\n")
-    for line in lines:
+    rank.pending += data
+    while b"\n" in rank.pending:  # line by line: Ctrl-C may come in the middle of one
+        line, rank.pending = rank.pending.split(b"\n", 1)
         message = json.loads(line)
         if message["kind"] == "failed":
             watch.failures.append(
@@ -225,18 +228,27 @@ def _last_lines(path: Path) -> list[str]:
     return [line for line in text.splitlines() if line.strip()][-_LOG_TAIL_LINES:]
 
 
-def _end(ranks: list[_Rank]) -> None:
+def _end(watch: _Watch) -> None:
     """End every rank that still runs: ask, wait, kill; and close what was opened for it."""
-    _signal_all(ranks, signal.SIGTERM)
+    _signal_all(watch.ranks, signal.SIGTERM)
     deadline_s = time.monotonic() + _TERMINATION_S
-    for rank in ranks:
+    for rank in watch.ranks:
         with contextlib.suppress(subprocess.TimeoutExpired):
             rank.process.wait(max(0.0, deadline_s - time.monotonic()))
-    _signal_all(ranks, signal.SIGKILL)
-    for rank in ranks:
+    _signal_all(watch.ranks, signal.SIGKILL)
+    for rank in watch.ranks:
         rank.process.wait()
+        _hear_out(rank, watch)
         for fd in (rank.messages_fd, rank.lifeline_fd, rank.exit_fd):
             os.close(fd)
+
+
+def _hear_out(rank: _Rank, watch: _Watch) -> None:
+    """Handle what an ended rank said last; if that fails, the rest is still to be closed."""
+    os.set_blocking(rank.messages_fd, False)
+    with contextlib.suppress(Exception):
+        while _read_messages(rank, watch):
+            pass
 
 
 def _signal_all(ranks: list[_Rank], number: signal.Signals) -> None:

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.rank_process import run_rank
@@ -28,6 +29,11 @@ def main(arguments, link, rest):
             print("last words", file=sys.stderr)
             sys.stderr.flush()
             os._exit(3)
+        case "talk":
+            for number in range(300):
+                link.send({"kind": "word", "number": number})
+            Path(rest[2]).touch()
+            threading.Event().wait()
         case "wait":
             while True:
                 time.sleep(60)

@@ -100,6 +100,23 @@ def test_ranks_share_the_processors_that_this_process_may_use(
     assert launcher._environment(num_ranks)["NPROC"] == share
 
 
+def test_what_ranks_said_before_an_interruption_is_still_heard(tmp_path):
+    all_said, heard, deadline_s = tmp_path / "all said", [], time.monotonic() + 60
+
+    def interrupt_at_the_second_word(message):
+        heard.append(message.get("number"))
+        if message.get("number") == 1:
+            while not all_said.exists() and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(
+            "ailing_rank", ["talk", "0", str(all_said)], 1, tmp_path, interrupt_at_the_second_word
+        )
+    assert heard == [None, *range(300)]
+
+
 LAUNCHER = textwrap.dedent(
     """
     import sys
