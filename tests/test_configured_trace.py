@@ -59,7 +59,5 @@ def test_steps_may_be_counted_from_another_one():
 def test_more_changes_than_can_be_told_are_refused(monkeypatch):
     monkeypatch.setattr(configured_trace, "_MOST_OF_A_LINK", 50)
     assert trace_conditions(LinkTrace(regime="A", duration_s=2.0), 3, KEY)
-    with pytest.raises(
-        UserError, match=r"^emulation\.trace: got \d+ changes of link [01]-[12], exp"
-    ):
+    with pytest.raises(UserError, match=r"^emulation\.trace: got \d+ changes of link"):
         trace_conditions(LinkTrace(regime="A", duration_s=8.0), 3, KEY)
