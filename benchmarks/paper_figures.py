@@ -1,6 +1,6 @@
 """The paper's figures 14 to 18 and its trace: `python -m benchmarks.paper_figures [FIGURE ...]`.
 
-Runs configs/FIGURE.yaml for each (about 75 minutes for all), or takes the run of it that is in the
+`ablation` is what delegation and adaptation do, each alone and both. Runs configs/FIGURE.yaml for each (about 80 minutes for all), or takes the run of it that is in the
 folder that `--runs` names, and holds steps against one another: adaptive against its healthy step,
 against delegation alone and, where delays change (`figure18`, `table3`), against the paper's
 speed-ups over 1f1b and zb. Wants an otherwise idle machine. Words such as `compare.steps=2` change
@@ -21,6 +21,7 @@ from benchmarks.head_of_line import ROOT, Bar
 
 FIGURES = (
     "figure14", "figure15", "figure16", "figure16_14b", "figure17", "figure18", "table3",
+    "ablation",
 )  # fmt: skip
 MOST_AT_60_MS = 1.13  # the paper's own figure for 14B
 WHOLE_TRACE_MINUTES = {"1f1b": 45.4, "zb": 46.9, "adaptive": 33.2}  # the paper's, for table 3
@@ -56,6 +57,11 @@ def bars(figure: str, runs: Runs) -> Iterator[Bar]:
     if figure == "figure15":
         ratio = median_ms(runs, "adaptive", slow[-1]) / median_ms(runs, "adaptive", healthy)
         yield Bar(f"{figure}, {slow[-1]}: adaptive over healthy", ratio, most=MOST_AT_60_MS)
+    if figure == "ablation":
+        for condition in slow:
+            ratio = median_ms(runs, "adaptive", condition)
+            ratio /= median_ms(runs, "adaptive-direct", condition)
+            yield Bar(f"{figure}, {condition}: adaptive over adaptive-direct", ratio, most=1.0)
     if figure == "figure18":
         yield from speed_up_bars(figure, runs, slow)
 
