@@ -1,10 +1,10 @@
 """The paper's figures 14 to 18 and its trace: `python -m benchmarks.paper_figures [FIGURE ...]`.
 
-`ablation` is what delegation and adaptation do, each alone and both. Runs configs/FIGURE.yaml for each (about 80 minutes for all), or takes the run of it that is in the
+Runs configs/FIGURE.yaml for each (about 80 minutes for all), or takes the run of it that is in the
 folder that `--runs` names, and holds steps against one another: adaptive against its healthy step,
 against delegation alone and, where delays change (`figure18`, `table3`), against the paper's
-speed-ups over 1f1b and zb. Wants an otherwise idle machine. Words such as `compare.steps=2` change
-the runs.
+speed-ups over 1f1b and zb; `ablation` has adaptation alone too. Wants an otherwise idle machine.
+Words such as `compare.steps=2` change the runs.
 """
 
 import argparse
