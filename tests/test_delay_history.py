@@ -19,6 +19,7 @@ def test_the_mean_and_the_jitter_are_over_time():
     assert up.latency_ms == pytest.approx(25.0)
     assert up.jitter_ms == pytest.approx((0.25 * 15**2 + 0.75 * 5**2) ** 0.5)
     assert (down.latency_ms, down.jitter_ms) == (up.latency_ms, up.jitter_ms)
+    assert history.over(NEVER, 0.5, 1.5)[0].latency_ms == pytest.approx(20.0)
     assert history.over(NEVER, 2.0, 3.5)[0] == LinkCondition((0, 1), 30.0, source=0)
 
 
