@@ -87,7 +87,7 @@ class DelayTrace:
         """The same as those who emulate links are told it."""
         return until_next(
             LinkCondition(
-                tuple(link),
+                (link.lower, link.upper),
                 latency_ms=change.latency_ms,
                 from_s=change.at if self.unit == TIME else None,
                 from_step=int(change.at) if self.unit == STEP else None,
