@@ -159,6 +159,7 @@ def test_a_system_that_dies_is_reported_and_the_others_run(tmp_path):
         ("compare.systems=[falcon]", "(falcon and restart are not available yet)"),
         ("parallelism.stages=3", "parallelism.stages=3 (command line): got 3, expected"),
         ("compare.systems=[interleaved]", "(as system 'interleaved' needs it)"),
+        ("compare.conditions.1.trace=no.csv", "=no.csv (command line): no.csv: No such file or"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path, override, line):
