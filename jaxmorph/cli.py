@@ -11,6 +11,7 @@ from rich.console import Console
 
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.plan_command import plan
+from jaxmorph.trace_command import trace
 from jaxmorph.validate_command import validate
 
 # Typer brings its own copy of click or click itself, by version: this is that one's UsageError.
@@ -69,6 +70,7 @@ def _jaxmorph(
 
 app.command()(plan)
 app.command()(validate)
+app.command()(trace)
 
 
 @app.command()

@@ -5,6 +5,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from jaxmorph.config import Config
+from jaxmorph.configured_trace import trace_conditions
 from jaxmorph.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def require_one_host(config: Config, rendezvous: "Rendezvous") -> None:
         rendezvous: The meeting place of all ranks; they all call this at the same point.
 
     Raises:
-        UserError: If ops are paced, or links follow a trace, over several hosts.
+        UserError: If ops are paced, or links follow a trace by time, over several hosts.
     """
     hosts = {report["host"] for report in rendezvous.exchange({"host": socket.gethostname()})}
     if config.emulation.accelerator is not None and len(hosts) > 1:
@@ -57,8 +58,14 @@ def require_one_host(config: Config, rendezvous: "Rendezvous") -> None:
             f"emulation.accelerator: got ranks on {len(hosts)} hosts, expected one: paced ranks "
             "compare times of one machine's clock"
         )
-    if config.emulation.trace is not None and len(hosts) > 1:
+    if len(hosts) > 1 and _follows_the_clock(config):
         raise UserError(
             f"emulation.trace: got ranks on {len(hosts)} hosts, expected one: the ends of a link "
-            "follow a trace by one machine's clock"
+            "follow a trace by one machine's clock (one by step may have several)"
         )
+
+
+def _follows_the_clock(config: Config) -> bool:
+    trace, stages = config.emulation.trace, config.parallelism.stages
+    conditions = trace_conditions(trace, stages, "emulation.trace")
+    return any(each.from_s is not None for each in conditions)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmorph.comparison_notes import comparison_notes, load_averages
+from jaxmorph.condition_links import round_links
 from jaxmorph.config import Config, load_config, placed_error
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.errors import RunFailedError, UserError
@@ -64,7 +65,16 @@ def _checked(path: Path, overrides: Sequence[str], config: Config) -> Compare:
         except UserError as error:
             placed = placed_error(path, overrides, error)
             raise UserError(f"{placed} (as system {system!r} needs it)") from error
+    _check_traces(path, overrides, config.compare, config.parallelism.stages)
     return config.compare
+
+
+def _check_traces(path: Path, overrides: Sequence[str], wanted: Compare, num_stages: int) -> None:
+    for index, condition in enumerate(wanted.conditions):
+        try:
+            round_links(condition, num_stages, f"compare.conditions.{index}")
+        except UserError as error:
+            raise placed_error(path, overrides, error) from error
 
 
 class _Books:

@@ -3,27 +3,33 @@
 What rank 0 tells are dictionaries of JSON's types with a `kind`:
 
 - `plans`: a `PlannedRun` for each condition, in their order, before any of them is run.
+- `plan`: the number of a `condition` under a trace, and the `PlannedRun` of what ran at the end of
+  a round of it, expected by the means of the delays that there were.
 - `steps`: the number of a `condition`, and `summarize_steps` of the steps of one round of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from jaxmorph.condition_links import RoundLinks, round_links
 from jaxmorph.condition_plans import ConditionPlanner
 from jaxmorph.condition_steps import ConditionRunner, summarize_steps
 from jaxmorph.config import Config, load_config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.data import ReadAhead
 from jaxmorph.declared_links import link_conditions
+from jaxmorph.delay_history import DelayHistory
 from jaxmorph.first_plan import settle_garbage, warm_up
 from jaxmorph.layer_choice import choose_layers, measured_on_rank_0
 from jaxmorph.open_stage import open_stage
 from jaxmorph.planning import agree_on_plan, agree_on_stash
 from jaxmorph.program.instructions import Payload
+from jaxmorph.recent_plans import Replanner
 from jaxmorph.run_parts import load_parts, step_reader
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.join import join_as_told
@@ -59,7 +65,7 @@ def serve(
     measure = partial(measured_on_rank_0, healthy, parts.model, parts.batches)
     cut = choose_layers(healthy, rendezvous, parts.model.num_layers, measure)
     read = step_reader(healthy, parts.batches, rank)
-    settings = stage_settings(healthy, cut.layers, rank, adapts=system.adapts)
+    settings = stage_settings(healthy, cut.layers, rank, adapts=system.reroutes)
     links, num_tied = EmulatedLinks(), len(parts.model.tied)
     with (
         open_stage(healthy, rendezvous, parts.model, settings, links) as trainer,
@@ -72,20 +78,33 @@ def serve(
         rendezvous.limit(config.timeouts.step_s)
         runner = ConditionRunner(rendezvous, trainer, links, inputs, healthy.optimizer.clip_norm)
         first = agree_on_plan(healthy, rendezvous, profiler.profile(), num_tied)
-        for step in runner.run(first, (), wanted.profiling_steps):
+        for step in runner.run(first, (), wanted.profiling_steps).steps:
             if rank == 0:
                 profiler.observe(measured_timeline(step.reports))
         profile, message_bytes = profiler.profile(), _message_bytes(settings, parts.model)
         planner = ConditionPlanner(healthy, system, rendezvous, profile, num_tied, message_bytes)
-        told = [link_conditions(condition) for condition in wanted.conditions]
-        made = [planner.make(conditions) for conditions in told]
+        made = [planner.make(link_conditions(condition)) for condition in wanted.conditions]
         if rank == 0:
             tell({"kind": "plans", "plans": [asdict(planned) for _, planned in made]})
-        for index in _turns(wanted):
-            plan, _ = made[index]
-            steps = runner.run(plan, told[index], wanted.steps, wanted.warmup_steps)
+        for number, index in _turns(wanted):
+            links = _links_in_round(wanted, index, number, planner, runner)
+            replan = Replanner(planner, links) if links.traced and system.adapts else None
+            counts = wanted.steps, wanted.warmup_steps
+            done = runner.run(made[index][0], links.all, *counts, replan)
+            if rank == 0 and links.traced:
+                seen = DelayHistory(links.traced).over(done.numbers, *done.span_s)
+                planned = planner.expect(done.in_force, (*links.steady, *seen))
+                tell({"kind": "plan", "condition": index, "plan": asdict(planned)})
             if rank == 0:
-                tell({"kind": "steps", "condition": index, **summarize_steps(steps)})
+                tell({"kind": "steps", "condition": index, **summarize_steps(done.steps)})
+
+
+def _links_in_round(
+    wanted: Compare, index: int, number: int, planner: ConditionPlanner, runner: ConditionRunner
+) -> RoundLinks:
+    num_stages = planner.config.parallelism.stages
+    key = f"compare.conditions.{index}"
+    return round_links(wanted.conditions[index], num_stages, key, number, runner.next_step)
 
 
 def _message_bytes(settings: StageSettings, model: PipelineModel) -> int:
@@ -95,9 +114,9 @@ def _message_bytes(settings: StageSettings, model: PipelineModel) -> int:
     return max((prod(payload.shape) * payload.dtype.itemsize for payload in carried), default=0)
 
 
-def _turns(wanted: Compare) -> list[int]:
-    """Every condition once a round: what disturbs the machine for a while disturbs all alike."""
-    return [*range(len(wanted.conditions))] * wanted.repeats
+def _turns(wanted: Compare) -> Iterator[tuple[int, int]]:
+    """Rounds and conditions: each once a round, as what disturbs the machine then disturbs all."""
+    return product(range(wanted.repeats), range(len(wanted.conditions)))
 
 
 def _serve_as_told(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:

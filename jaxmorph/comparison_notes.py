@@ -8,6 +8,7 @@ from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.config.sections import Routes
 from jaxmorph.reporting import describe_regime
+from jaxmorph.reporting.text import describe_trace
 from jaxmorph.systems import SYSTEMS
 
 
@@ -36,12 +37,28 @@ def comparison_notes(config: Config, wanted: Compare, command: str) -> dict[str,
         "systems": "; ".join(f"{system.name}: {system.meaning}" for system in systems),
         "regime": f"{describe_regime(config.emulation)}; {emulated}",
         "steps": f"{profiled}; {rounds}; {left_out}; {noisy}; {predicted}",
+        **_traces(wanted),
         **_left_aside(config),
         "command": f"`{command}`",
         "versions": ", ".join([*versions, f"Python {platform.python_version()}"]),
         "machine": f"{os.cpu_count()} processors, {platform.system()} {platform.machine()}",
         "load at the start": load_averages(),
     }
+
+
+def _traces(wanted: Compare) -> dict[str, str]:
+    """What traces there are, if any, and what they mean for the columns."""
+    said = "; ".join(
+        f"{condition.name}: {describe_trace(condition.trace)}"
+        for condition in wanted.conditions
+        if condition.trace is not None
+    )
+    meaning = (
+        "begun anew in each round, the same for all systems; those that adapt are told the recent "
+        "delays of each link before every step; a prediction is for the means of the delays that "
+        "there were in the last round"
+    )
+    return {"traces": f"{said}; {meaning}"} if said else {}
 
 
 def _left_aside(config: Config) -> dict[str, str]:

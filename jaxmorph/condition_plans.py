@@ -64,6 +64,18 @@ class ConditionPlanner:
         chosen = self.rendezvous.exchange({"chosen": _worthwhile(steps_ms)})[0]["chosen"]
         return plans[chosen], self._planned(plans[chosen].plan, steps_ms[chosen], actual, slow)
 
+    def expect(self, in_force: PlanInForce, conditions: Sequence[LinkCondition]) -> PlannedRun:
+        """What to expect of a plan, whatever it was made for.
+
+        Args:
+            in_force: The plan.
+            conditions: How links behave.
+        """
+        actual = self._profile_under(conditions, margin_of_jitter=0.0)
+        predicted_ms = in_force.simulate(actual).makespan_ms
+        slow = [Link(*condition.between) for condition in conditions]
+        return self._planned(in_force.plan, predicted_ms, actual, slow)
+
     def _profile_under(
         self, conditions: Sequence[LinkCondition], margin_of_jitter: float
     ) -> Profile:

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -43,6 +43,30 @@ class MeasuredStep:
     reports: Sequence[Message]
 
 
+@dataclass(frozen=True)
+class MeasuredRound:
+    """Some steps under one condition, and what they ran under.
+
+    Attributes:
+        steps: The measured ones.
+        in_force: The plan of the last of them.
+        numbers: The numbers of the measured steps.
+        span_s: When they began and ended, in seconds since the round's origin.
+    """
+
+    steps: list[MeasuredStep]
+    in_force: PlanInForce
+    numbers: range
+    span_s: tuple[float, float]
+
+
+Replan = Callable[[int, float], PlanInForce | None]
+"""The plan to change to before a step, if any, by its number and the seconds since the origin.
+
+It is called on all ranks with the same arguments, and answers all of them the same plan.
+"""
+
+
 class ConditionRunner:
     """Trains on, step by step, while plans and links change.
 
@@ -70,31 +94,58 @@ class ConditionRunner:
         self._step = 0
         self._barrier_s = 0.0
 
+    @property
+    def next_step(self) -> int:
+        """The number of the step to come."""
+        return self._step
+
     def run(
         self,
         in_force: PlanInForce,
         conditions: Sequence[LinkCondition],
         num_steps: int,
         num_warmup_steps: int = 0,
-    ) -> list[MeasuredStep]:
+        replan: Replan | None = None,
+    ) -> MeasuredRound:
         """Change plan and links, and run some steps.
 
         Args:
             in_force: The plan.
-            conditions: How the links behave from now on.
+            conditions: How the links behave from now on; their times count from now.
             num_steps: How many steps to measure.
             num_warmup_steps: How many to run before them.
-
-        Returns:
-            The measured steps.
+            replan: Asked before every step; no step's time includes its own.
         """
         adopt_plan(self._rendezvous, self._trainer, in_force)
-        self._links.emulate(conditions, agree_on_origin_s(self._rendezvous))
-        self._rendezvous.exchange({})  # nobody sends before everybody's links are changed
+        origin_s = agree_on_origin_s(self._rendezvous)
+        self._links.emulate(conditions, origin_s)
+        self._begin()
+        steps: list[MeasuredStep] = []
+        began_s = self._barrier_s
+        for number in range(num_warmup_steps + num_steps):
+            if replan is not None:
+                in_force = self._replanned(in_force, replan, origin_s)
+            if number == num_warmup_steps:
+                began_s = self._barrier_s
+            steps.append(self._run_step(in_force))
+        return MeasuredRound(
+            steps=steps[num_warmup_steps:],
+            in_force=in_force,
+            numbers=range(self._step - num_steps, self._step),
+            span_s=(began_s - origin_s, self._barrier_s - origin_s),
+        )
+
+    def _replanned(self, in_force: PlanInForce, replan: Replan, origin_s: float) -> PlanInForce:
+        changed = replan(self._step, agree_on_origin_s(self._rendezvous) - origin_s)
+        if changed is not None:
+            adopt_plan(self._rendezvous, self._trainer, changed)
+        self._begin()
+        return changed or in_force
+
+    def _begin(self) -> None:
+        self._rendezvous.exchange({})  # nobody sends before plan and links are everybody's
         self._trainer.events()  # those of the change
         self._barrier_s = time.monotonic()
-        steps = [self._run_step(in_force) for _ in range(num_warmup_steps + num_steps)]
-        return steps[num_warmup_steps:]
 
     def _run_step(self, in_force: PlanInForce) -> MeasuredStep:
         trainer = self._trainer

@@ -4,12 +4,9 @@ import time
 from collections.abc import Sequence
 
 from jaxmorph.config import Config
-from jaxmorph.config.link_problems import possible_links
-from jaxmorph.errors import UserError
+from jaxmorph.configured_trace import trace_conditions
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.schedule.costs import Link
 from jaxmorph.transport.link_emulator import LinkCondition
-from jaxmorph.transport.link_trace import read_link_trace
 from jaxmorph.transport.network_cards import listening_addresses
 from jaxmorph.transport.plane import TransportSettings
 
@@ -24,7 +21,8 @@ def emulated_conditions(config: Config) -> tuple[LinkCondition, ...]:
         UserError: If the trace can't be read, or names a link that the pipeline doesn't have.
     """
     listed = [LinkCondition(**dict(link)) for link in config.emulation.links]
-    return (*listed, *_trace_conditions(config))
+    trace, stages = config.emulation.trace, config.parallelism.stages
+    return (*listed, *trace_conditions(trace, stages, "emulation.trace"))
 
 
 def untimed(conditions: Sequence[LinkCondition]) -> tuple[LinkCondition, ...]:
@@ -66,19 +64,3 @@ def transport_settings(
         checksum=transport.checksum,
         backend=transport.backend,
     )
-
-
-def _trace_conditions(config: Config) -> list[LinkCondition]:
-    path = config.emulation.trace
-    if path is None:
-        return []
-    try:
-        found = read_link_trace(path)
-    except UserError as error:
-        raise UserError(f"emulation.trace: {error}") from error
-    links = possible_links(config.parallelism.stages)
-    unknown = {Link(*each.between) for each in found}.difference(links)
-    if unknown:
-        expected = f"one of {', '.join(map(str, links))}" if links else "no links, for one stage"
-        raise UserError(f"emulation.trace: {path}: got link {min(unknown)}, expected {expected}")
-    return found

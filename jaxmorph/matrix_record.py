@@ -45,6 +45,8 @@ class MatrixRecord:
             case {"kind": "plans", "plans": plans}:
                 for name, fields in zip(self._names, plans, strict=True):
                     self._plans[system, name] = _planned(fields)
+            case {"kind": "plan", "condition": index, "plan": fields}:
+                self._plans[system, self._names[index]] = _planned(fields)
             case {"kind": "steps", "condition": index, "timeline": timeline, "timeline_ms": at_ms}:
                 key = (system, self._names[index])
                 for field in _LISTED:
@@ -124,8 +126,9 @@ class MatrixRecord:
             loss=seen["loss"][-1] if seen else None,
             reference_ms=self._reference_ms(system, index),
             failed=self._failure(system, step_ms) or _divergence(seen.get("loss", ())),
-            noisy=self._noise(step_ms),
+            noisy=None if self._compare.conditions[index].trace else self._noise(step_ms),
             events=dict(self._events[system, condition]),
+            total_s=sum(seen["step_ms"]) / 1e3 if seen else None,
         )
 
     def _slowdown(self, system: str, step_ms: StepTimes | None) -> float | None:
@@ -168,6 +171,8 @@ def one_slow_link(conditions: Sequence[Condition]) -> tuple[str, tuple[float, ..
         The link's name and its latency under each condition, in rising order; nothing where the
         conditions differ in more than that, or are fewer than three.
     """
+    if any(condition.trace for condition in conditions):
+        return "", ()
     slow = [link for condition in conditions for link in condition.links]
     kinds = {(link.between, link.bandwidth_mbps, link.jitter_ms, link.source) for link in slow}
     if len(conditions) < 3 or len(kinds) != 1 or any(len(c.links) > 1 for c in conditions):

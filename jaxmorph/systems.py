@@ -19,9 +19,10 @@ class System:
     Attributes:
         name: As in the configuration.
         schedule: The schedule's name.
-        route: How all links' transfers travel, unless it adapts.
-        adapts: Whether it plans anew for a condition, schedule and routes; else it keeps the order
-            and the routes that it planned for healthy links.
+        route: How all links' transfers travel, unless it reroutes.
+        adapts: Whether it plans anew for a condition; else it keeps the order that it planned for
+            healthy links.
+        reroutes: Whether it then chooses routes too, for each link.
         meaning: What it stands for.
     """
 
@@ -29,20 +30,31 @@ class System:
     schedule: str
     route: Route
     adapts: bool
+    reroutes: bool
     meaning: str
 
 
-_TABLE: Sequence[tuple[str, str, Route, bool, str]] = (
-    # name            schedule       route        adapts  meaning
-    ("gpipe",         "gpipe",       "direct",    False,  "all forwards, then all backwards"),
-    ("1f1b",          "1f1b",        "direct",    False,  "one forward, one backward"),
-    ("interleaved",   "interleaved", "direct",    False,  "1f1b with two chunks on each stage"),
-    ("zb",            "zb-h2",       "direct",    False,  "zero bubbles while links are healthy"),
-    ("zb-delegated",  "zb-h2",       "delegated", False,  "zb in the same order, no queue held"),
-    ("adaptive",      "adaptive",    "direct",    True,   "planned for the links as they are"),
+_TABLE: Sequence[tuple[str, str, Route, bool, bool]] = (
+    # name              schedule       route        adapts  reroutes
+    ("gpipe",           "gpipe",       "direct",    False,  False),
+    ("1f1b",            "1f1b",        "direct",    False,  False),
+    ("interleaved",     "interleaved", "direct",    False,  False),
+    ("zb",              "zb-h2",       "direct",    False,  False),
+    ("zb-delegated",    "zb-h2",       "delegated", False,  False),
+    ("adaptive-direct", "adaptive",    "direct",    True,   False),
+    ("adaptive",        "adaptive",    "direct",    True,   True),
 )  # fmt: skip
+_MEANINGS = {
+    "gpipe": "all forwards, then all backwards",
+    "1f1b": "one forward, one backward",
+    "interleaved": "1f1b with two chunks on each stage",
+    "zb": "zero bubbles while links are healthy",
+    "zb-delegated": "zb in the same order, no queue held",
+    "adaptive-direct": "planned for the links as they are, none of them delegated",
+    "adaptive": "planned for the links as they are",
+}
 
-SYSTEMS: Mapping[str, System] = {row[0]: System(*row) for row in _TABLE}
+SYSTEMS: Mapping[str, System] = {row[0]: System(*row, _MEANINGS[row[0]]) for row in _TABLE}
 
 
 def system_config(config: Config, system: System) -> Config:
@@ -82,9 +94,9 @@ def route_choices(config: Config, system: System, slow: Sequence[Link]) -> Itera
         slow: The links that are slow.
 
     Yields:
-        For one that adapts: only slow links delegated, and all of them; else what it has.
+        For one that reroutes: only slow links delegated, and all of them; else what it has.
     """
-    if not system.adapts:
+    if not system.reroutes:
         yield config
         return
     cut = config.parallelism

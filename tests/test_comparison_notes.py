@@ -47,3 +47,15 @@ def test_what_the_configuration_says_for_other_commands_is_named():
         "routes, schedule.link_ms, emulation.links, evaluation: systems "
     )
     assert notes["steps"].startswith("planned and predicted from warm-up; ")
+
+
+def test_traces_are_named_with_what_they_mean_for_the_table():
+    of_regime = {"name": "A", "trace": {"regime": "A", "seed": 3}}
+    of_file = {"name": "mine", "trace": {"file": "x.csv", "time_scale": 0.2, "latency_scale": 0.5}}
+    tree = {"compare": {"conditions": [{"name": "healthy"}, of_regime, of_file]}}
+    config = Config.model_validate(tree)
+    assert config.compare is not None
+    notes = comparison_notes(config, config.compare, "jaxmorph compare x.yaml")
+    assert notes["traces"].startswith(
+        "A: regime A, seed 3; mine: x.csv, times or steps times 0.2, delays times 0.5; begun anew"
+    )

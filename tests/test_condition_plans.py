@@ -60,6 +60,22 @@ def test_the_adaptive_step_is_the_shortest_there_can_be_with_the_slow_link_deleg
     assert simulate_blocking(in_force.programs, costs, links).makespan_ms == pytest.approx(420.0)
 
 
+def test_one_that_adapts_on_direct_routes_is_no_worse_than_one_that_does_not_adapt():
+    in_force, planned = planner("adaptive-direct").make(SLOW)
+    assert set(planned.routes.values()) == {"direct"}
+    assert planned.regime == HOLDS_QUEUES
+    assert planned.predicted_ms <= 1110.0
+    assert in_force.programs != planner("adaptive-direct").make(())[0].programs
+
+
+def test_what_to_expect_of_a_plan_is_what_it_was_made_with_under_what_it_was_made_for():
+    plans = planner("adaptive")
+    in_force, planned = plans.make(SLOW)
+    assert plans.expect(in_force, SLOW) == planned
+    assert plans.expect(in_force, ()).predicted_ms < planned.predicted_ms
+    assert plans.expect(plans.make(())[0], SLOW).predicted_ms == pytest.approx(1110.0)
+
+
 def test_nothing_is_delegated_on_healthy_links_unless_it_is_worth_it():
     _, planned = planner("adaptive").make(())
     assert set(planned.routes.values()) == {"direct"}

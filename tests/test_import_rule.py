@@ -23,10 +23,10 @@ MAY_IMPORT = {
 }
 WITHOUT_JAX = {
     "schedule", "program", "transport", "config", "data", "errors", "cli", "plan_command",
-    "validate_command",
+    "validate_command", "trace_command", "delay_traces",
 }  # fmt: skip
 IN_FUNCTIONS_ALONE = {"data"}  # may import the packages that import JAX, but not on import
-COMMANDS = {"train", "compare", "cli", "plan_command", "validate_command"}
+COMMANDS = {"train", "compare", "cli", "plan_command", "validate_command", "trace_command"}
 NOT_FOR_CONTROL = {"runtime", "stage", "transport", "pallas_kernels"}
 
 

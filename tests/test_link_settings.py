@@ -3,8 +3,10 @@ from pathlib import Path
 import pytest
 
 from jaxmorph.config import load_config
+from jaxmorph.delay_traces import draw_regime
 from jaxmorph.errors import UserError
 from jaxmorph.link_settings import emulated_conditions, transport_settings, untimed
+from jaxmorph.schedule.problem_links import pipeline_links
 from jaxmorph.transport.link_emulator import LinkCondition
 from jaxmorph.transport.plane import TransportSettings
 
@@ -32,6 +34,12 @@ def test_links_of_the_file_and_of_its_trace_are_emulated_together():
     assert emulated_conditions(config) == (listed, traced)
     assert untimed([listed, traced]) == (listed,)
     assert emulated_conditions(load()) == ()
+
+
+def test_a_trace_of_a_regime_is_emulated_on_all_links_between_neighbours():
+    found = emulated_conditions(load("emulation.trace={regime: B, seed: 2, duration_s: 5}"))
+    drawn = draw_regime("B", pipeline_links(4), 5.0, seed=2)
+    assert found == tuple(drawn.conditions())
 
 
 @pytest.mark.parametrize(

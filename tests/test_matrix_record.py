@@ -131,6 +131,32 @@ def test_the_kept_timeline_is_of_the_step_nearest_to_the_median_of_all_rounds():
     assert kept.makespan_ms == 404.0
 
 
+TRACED = Compare.model_validate(
+    {
+        "systems": ["zb"],
+        "conditions": [{"name": "healthy"}, {"name": "A", "trace": {"regime": "A"}}],
+        "steps": 3,
+        "repeats": 1,
+    }
+)
+
+
+def test_under_a_trace_what_was_expected_in_the_end_stands_and_steps_may_differ():
+    books = MatrixRecord(TRACED, "made up")
+    books.take("zb", {"kind": "plans", "plans": [PLAN, PLAN]})
+    books.take("zb", {"kind": "plan", "condition": 1, "plan": PLAN | {"predicted_ms": 900.0}})
+    for condition in (0, 1):
+        books.take("zb", steps(condition, 400, 800, 1200))
+    runs = books.matrix({}).runs
+    assert [getattr(runs["zb", name].plan, "predicted_ms", 0) for name in ("healthy", "A")] == [
+        390.0,
+        900.0,
+    ]
+    assert runs["zb", "healthy"].noisy is not None
+    assert runs["zb", "A"].noisy is None
+    assert runs["zb", "A"].total_s == pytest.approx(2.4)
+
+
 def test_a_message_of_no_known_kind_is_refused():
     with pytest.raises(ValueError, match="no known kind"):
         record().take("zb", {"kind": "step"})
@@ -154,3 +180,9 @@ def latency(*between_ms: tuple[int, int, float]) -> dict:
 def test_conditions_that_differ_in_one_links_latency_are_found(conditions, expected):
     compare = Compare.model_validate({"conditions": conditions})
     assert one_slow_link(compare.conditions) == expected
+
+
+def test_conditions_of_which_one_has_a_trace_differ_in_more_than_a_latency():
+    conditions = [latency(), latency((1, 2, 10.0)), latency((1, 2, 60.0)) | {"trace": "x.csv"}]
+    compare = Compare.model_validate({"conditions": conditions})
+    assert one_slow_link(compare.conditions) == ("", ())

@@ -49,8 +49,9 @@ def delegated(system: str, *slow: Link) -> list[set[str]]:
     ]
 
 
-def test_only_one_that_adapts_has_a_choice_of_routes():
+def test_only_one_that_reroutes_has_a_choice_of_routes():
     assert delegated("zb", Link(2, 3)) == [set()]
     assert delegated("zb-delegated", Link(2, 3)) == [{"0-1", "1-2", "2-3"}]
+    assert delegated("adaptive-direct", Link(2, 3)) == [set()]
     assert delegated("adaptive") == [set(), {"0-1", "1-2", "2-3"}]
     assert delegated("adaptive", Link(2, 3)) == [{"2-3"}, {"0-1", "1-2", "2-3"}]

@@ -2,30 +2,39 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from jaxmorph.config.link_problems import emulated_link_problems
+from jaxmorph.config.link_problems import emulated_link_problems, link_trace_problems
 from jaxmorph.config.problems import Problem, mismatch
 from jaxmorph.config.sections import (
+    TRACE_EXPECTED,
     Count,
     CountOrZero,
     EmulatedLink,
     Expected,
+    LinkTrace,
     Positive,
     Section,
     Text,
 )
 
-SystemName = Literal["gpipe", "1f1b", "interleaved", "zb", "zb-delegated", "adaptive"]
-_SYSTEMS = "gpipe, 1f1b, interleaved, zb, zb-delegated, adaptive"
+SystemName = Literal[
+    "gpipe", "1f1b", "interleaved", "zb", "zb-delegated", "adaptive-direct", "adaptive"
+]
+_SYSTEMS = ", ".join(get_args(SystemName))
 _STILL_TO_COME = "(falcon and restart are not available yet)"
 HEALTHY = "healthy"
 
 
 class Condition(Section):
-    """A state of the links; one that names none is healthy."""
+    """A state of the links; one that names none is healthy.
+
+    What its `trace` says comes on top of `links`. Each round of the condition begins it anew: its
+    times with the round, its steps with the round's first one. A regime is drawn anew for each
+    round, with the next seed; all systems meet the same.
+    """
 
     name: Text
     links: Annotated[
@@ -33,6 +42,7 @@ class Condition(Section):
         Field(strict=False),
         Expected("a list of links, such as [{between: [2, 3], latency_ms: 30}]"),
     ] = ()
+    trace: Annotated[LinkTrace | None, TRACE_EXPECTED] = None
 
 
 class Compare(Section):
@@ -40,8 +50,9 @@ class Compare(Section):
 
     A system first runs `profiling_steps` on healthy links, from which it plans and predicts. Then
     rounds of `warmup_steps` and `steps` are run for each condition in turn, `repeats` times. A run
-    whose p90 / p10 is above `largest_spread` is called noisy. `reference` is somebody else's
-    median step in ms under each condition, for a system.
+    whose p90 / p10 is above `largest_spread` is called noisy, but for one under a trace, whose
+    steps differ because delays do. `reference` is somebody else's step in ms under each condition,
+    for a system.
     """
 
     systems: Annotated[
@@ -93,6 +104,7 @@ def compare_problems(compare: Compare, num_stages: int) -> Iterator[Problem]:
     for index, condition in enumerate(compare.conditions):
         key = f"compare.conditions.{index}.links"
         yield from emulated_link_problems(key, condition.links, num_stages)
+        yield from link_trace_problems(f"compare.conditions.{index}.trace", condition.trace)
         for at, link in enumerate(condition.links):
             yield from _span_problems(f"{key}.{at}", link)
     count = len(compare.conditions)

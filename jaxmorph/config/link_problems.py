@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from jaxmorph.config.problems import Problem, mismatch, unknown_key
-from jaxmorph.config.sections import EmulatedLink, Routes, Schedule
+from jaxmorph.config.sections import EmulatedLink, LinkTrace, Routes, Schedule
 from jaxmorph.schedule.costs import Link
 
 
@@ -66,6 +66,23 @@ def emulated_link_problems(
         if link.to_step is not None and link.to_step <= (link.from_step or 0):
             expected = f"null, or a step after from_step, which is {link.from_step or 0}"
             yield mismatch(f"{at}.to_step", link.to_step, expected)
+
+
+def link_trace_problems(key: str, trace: LinkTrace | None) -> Iterator[Problem]:
+    """A trace that is neither of a file nor of a regime, or both.
+
+    Args:
+        key: Where it stands.
+        trace: The section, if there is one.
+    """
+    if trace is None:
+        return
+    if trace.file is None and trace.regime is None:
+        expected = "missing, expected the path of a CSV file, or a regime"
+        yield Problem(f"{key}.file", expected, missing=True)
+    if trace.file is not None and trace.regime is not None:
+        expected = "null, as a file is given: one of the two"
+        yield mismatch(f"{key}.regime", trace.regime, expected)
 
 
 def _unknown_links(

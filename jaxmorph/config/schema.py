@@ -11,6 +11,7 @@ from jaxmorph.config.compare_section import Compare, compare_problems
 from jaxmorph.config.link_problems import (
     emulated_link_problems,
     link_ms_problems,
+    link_trace_problems,
     route_problems,
 )
 from jaxmorph.config.problems import CROSS_FIELD, Problem, mismatch
@@ -102,6 +103,7 @@ def _link_problems(config: Config) -> Iterator[Problem]:
     yield from route_problems(config.routes, stages)
     yield from link_ms_problems(config.schedule, stages)
     yield from emulated_link_problems("emulation.links", config.emulation.links, stages)
+    yield from link_trace_problems("emulation.trace", config.emulation.trace)
 
 
 def _chunk_problems(config: Config) -> Iterator[Problem]:

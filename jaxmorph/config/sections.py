@@ -297,11 +297,41 @@ class EmulatedLink(Section):
     ] = None
 
 
+class LinkTrace(Section):
+    """How links behaved, or how a random regime has them behave; `file` or `regime` is given.
+
+    A file (`link_trace`) goes by seconds since the first step or by steps. A regime
+    (`delay_traces`) is drawn for all links between neighbours, for `duration_s`; its last delays
+    stay. Times or steps are multiplied by `time_scale`, latencies and jitters by `latency_scale`.
+    Text in place of the section is the path of a file.
+    """
+
+    file: Annotated[
+        str | None, Field(min_length=1), Expected("null, or the path of a CSV file")
+    ] = None
+    regime: Annotated[
+        Literal["A", "B", "C", "bursty"] | None, Expected("null, or one of A, B, C, bursty")
+    ] = None
+    seed: CountOrZero = 0
+    duration_s: Annotated[
+        float, Field(gt=0, le=3600), Expected("a number above 0, at most 3600")
+    ] = 120.0
+    time_scale: Positive = 1.0
+    latency_scale: Positive = 1.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_is_a_path(cls, section: Any) -> Any:
+        return {"file": section} if isinstance(section, str) and section else section
+
+
+TRACE_EXPECTED = Expected("null, the path of a CSV file, or keys such as {regime: A, seed: 1}")
+
+
 class Emulation(Section):
     """What is emulated; with no accelerator, ops run as fast as this machine computes them.
 
-    `trace` is a table of how links behaved, by seconds since the first step (`link_trace`); it and
-    `links` add up.
+    What `trace` says of links and what `links` says add up.
     """
 
     accelerator: Annotated[
@@ -313,9 +343,7 @@ class Emulation(Section):
         Field(strict=False),
         Expected("a list of links, such as [{between: [2, 3], latency_ms: 30}]"),
     ] = ()
-    trace: Annotated[
-        str | None, Field(min_length=1), Expected("null, or the path of a CSV file")
-    ] = None
+    trace: Annotated[LinkTrace | None, TRACE_EXPECTED] = None
 
 
 class Trace(Section):

@@ -76,6 +76,7 @@ class Run:
         failed: Why there is no complete run; None where there is.
         noisy: Why the times should not be trusted; None where they may.
         events: How often each kind of thing befell delegated links in the measured steps.
+        total_s: All measured steps together.
     """
 
     system: str
@@ -92,6 +93,7 @@ class Run:
     failed: str | None = None
     noisy: str | None = None
     events: Mapping[str, int] = field(default_factory=dict)
+    total_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The run as a JSON object, what was planned among its own fields."""

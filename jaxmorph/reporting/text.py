@@ -7,7 +7,7 @@ from math import isfinite
 from pathlib import Path
 from statistics import fmean
 
-from jaxmorph.config.sections import Emulation
+from jaxmorph.config.sections import Emulation, LinkTrace
 from jaxmorph.reporting.records import RunHeader, RunSummary
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -91,6 +91,21 @@ def describe_regime(emulation: Emulation) -> str:
     }
     durations = [f"{kind} {_numbers(value)} ms" for kind, value in kinds.items()]
     return f"paced: {', '.join(durations)}"
+
+
+def describe_trace(trace: LinkTrace) -> str:
+    """Says where a trace of links comes from, and how it is scaled.
+
+    Args:
+        trace: the configuration's section.
+
+    Returns:
+        A few words.
+    """
+    source = trace.file or f"regime {trace.regime}, seed {trace.seed}"
+    scales = {"times or steps": trace.time_scale, "delays": trace.latency_scale}
+    scaled = [f"{what} times {scale:g}" for what, scale in scales.items() if scale != 1.0]
+    return ", ".join([source, *scaled])
 
 
 def describe_routes(routes: Mapping[str, str]) -> str:

@@ -160,7 +160,7 @@ class SidecarPlane:
         """Make links behave so from now on, instead of as they were told before."""
         record = {
             "kind": "emulate",
-            "conditions": [asdict(condition) for condition in conditions],
+            "conditions": [_said(each) for each in conditions if self._rank in each.between],
             "origin_s": time.monotonic() if origin_s is None else origin_s,
         }
         with self._sidecar.changing:
@@ -267,6 +267,13 @@ def _described(end: OutgoingEnd | IncomingEnd, slots: Slots) -> Record:
         "num_slots": slots.num_slots,
         "slot_bytes": slots.slot_bytes,
     }
+
+
+def _said(condition: LinkCondition) -> Record:
+    """A condition as a record: what it has by default needs no saying, and a trace has many."""
+    usual = vars(LinkCondition(condition.between))
+    others = {name: value for name, value in vars(condition).items() if value != usual[name]}
+    return {"between": condition.between, **others}
 
 
 def _check_sides(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from jaxmorph.transport.names import TAG_WORDS
+from jaxmorph.transport.spans import Spans
 
 _STEP_WORD = 1
 _STANDARD_NORMAL = NormalDist()
@@ -63,6 +64,53 @@ class LinkCondition:
         )
 
 
+class DirectionConditions:
+    """The conditions of one direction: a trace has thousands, of which one or two hold at a time.
+
+    Args:
+        conditions: Of any spans of steps and of time.
+
+    Attributes:
+        by_time: Those that have a span of time, in seconds since the origin.
+        by_step: All others, by their spans of steps.
+    """
+
+    def __init__(self, conditions: Iterable[LinkCondition]) -> None:
+        timed, others = [], []
+        for each in conditions:
+            if each.from_s is None and each.to_s is None:
+                others.append((each.from_step, each.to_step, each))
+            else:
+                timed.append((each.from_s, each.to_s, each))
+        self.by_time: Spans[LinkCondition] = Spans(timed)
+        self.by_step: Spans[LinkCondition] = Spans(others)
+
+    def holding(self, step: int, elapsed_s: float) -> list[LinkCondition]:
+        """Those that hold for a message.
+
+        Args:
+            step: The message's step.
+            elapsed_s: Seconds since the origin.
+        """
+        near = (*self.by_step.at(step), *self.by_time.at(elapsed_s))
+        return [condition for condition in near if condition.holds(step, elapsed_s)]
+
+
+def by_direction(
+    conditions: Iterable[LinkCondition],
+) -> dict[tuple[int, int], DirectionConditions]:
+    """Conditions by the (source, destination) that they hold for.
+
+    Args:
+        conditions: Of any links.
+    """
+    found: dict[tuple[int, int], list[LinkCondition]] = {}
+    for condition in conditions:
+        for way in condition.directions():
+            found.setdefault(way, []).append(condition)
+    return {way: DirectionConditions(own) for way, own in found.items()}
+
+
 class LinkEmulator:
     """When messages may be delivered, on links that behave as they are told to.
 
@@ -81,10 +129,7 @@ class LinkEmulator:
         self._seed = seed
         self._origin_s = origin_s
         self._free_at_s: dict[tuple[int, int], float] = {}
-        self._of_direction: dict[tuple[int, int], list[LinkCondition]] = {}
-        for condition in conditions:
-            for way in condition.directions():
-                self._of_direction.setdefault(way, []).append(condition)
+        self._of_direction = by_direction(conditions)
 
     def concerns(self, source: int, destination: int) -> bool:
         """Whether any condition, at any time, is of this direction."""
@@ -151,9 +196,9 @@ class LinkEmulator:
         return now_s
 
     def _holding(self, way: tuple[int, int], step: int, now_s: float) -> list[LinkCondition]:
-        elapsed_s = now_s - self._origin_s
-        conditions = self._of_direction.get(way, ())
-        return [condition for condition in conditions if condition.holds(step, elapsed_s)]
+        if way not in self._of_direction:
+            return []
+        return self._of_direction[way].holding(step, now_s - self._origin_s)
 
     def _occupy(
         self, way: tuple[int, int], holding: Sequence[LinkCondition], num_bytes: int, now_s: float

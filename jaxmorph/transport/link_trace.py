@@ -1,20 +1,27 @@
-"""Reads a trace of how links behaved: a table of times, links and what each was like from then."""
+"""Reads a trace of how links behaved: a table of times or steps, links, and what they were like."""
 
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxmorph.errors import UserError
 from jaxmorph.transport.link_emulator import LinkCondition
 
-COLUMNS = ("time_s", "between", "latency_ms", "bandwidth_mbps", "jitter_ms", "cut")
+TIME, STEP = "time_s", "step"
+LINKS, OLDER_LINKS = "links", "between"
+BEHAVIOUR = ("latency_ms", "bandwidth_mbps", "jitter_ms", "cut")
+_HEADER = f"{TIME} or {STEP}, {LINKS}, then some of {','.join(BEHAVIOUR)}"
 _CUT = {"": False, "0": False, "false": False, "1": True, "true": True}
+_COMMENT = "#"
+_AROUND_SIGN = re.compile(r"\s*([->])\s*")
 _LONGEST_VALUE = 60  # characters of a value quoted in an error
 
+Row = Mapping[str, str]
 Directions = tuple[tuple[int, int], int | None]
-"""The ranks that a row's link joins, and the sending one where it is of one direction alone."""
+"""The ranks that a link joins, and the sending one where it is of one direction alone."""
 
 
 @dataclass(frozen=True)
@@ -32,48 +39,77 @@ class _Place:
 
 
 def read_link_trace(path: str | Path) -> list[LinkCondition]:
-    """Reads a CSV file with the header `time_s,between,latency_ms,bandwidth_mbps,jitter_ms,cut`.
+    """Reads a CSV file with a header such as `time_s,links,latency_ms` or `step,links,latency_ms`.
 
-    `between` is `2-3` for both directions of a link, `2>3` for that from rank 2 to rank 3. A row
-    holds until the next row of the same `between`, the last one to the end; a link of both is
-    subject to both. Times of one `between` increase. Empty cells, but for `time_s` and `between`,
-    mean no latency, no limit, no jitter and no cut.
+    The first column says from when on a row holds: in seconds since the origin, or from which step.
+    The second (`between` is another name for it) has one link or several, with spaces between
+    them: `2-3` is both directions of a link, `2>3` that from rank 2 to rank 3. Then come, in any
+    order, `latency_ms`, `bandwidth_mbps`, `jitter_ms` and `cut`, those that are needed. For each of
+    its links a row holds until the next row that has this link, the last one to the end; a message
+    is subject to rows of its link and to rows of its direction. Times of one link increase. Empty
+    cells, but in the first two columns, mean no latency, no limit, no jitter and no cut. Empty
+    lines and lines that begin with `#` are passed over.
 
     Args:
         path: The file, UTF-8.
 
     Returns:
-        One condition for each row, with its span of time since the origin.
+        One condition for each link of each row, with its span of time or of steps.
 
     Raises:
         UserError: If the file can't be read, or a line is wrong; it names file, line, what was
             got and what was expected.
     """
-    path = Path(path)
-    last: dict[Directions, int] = {}
+    last: dict[Directions, LinkCondition] = {}
     conditions: list[LinkCondition] = []
-    for place, row in _rows(path):
-        condition = _condition(place, row)
+    for place, row in _rows(Path(path)):
+        for link, condition in _conditions(place, row):
+            key = (condition.between, condition.source)
+            if key in last:
+                _check_later(place, row, link, condition, last[key])
+            last[key] = condition
+            conditions.append(condition)
+    return until_next(conditions)
+
+
+def until_next(conditions: Iterable[LinkCondition]) -> list[LinkCondition]:
+    """Conditions that each hold until the next one of the same link and direction begins.
+
+    Args:
+        conditions: In the order of time for each link; all begin at a time, or all at a step.
+
+    Returns:
+        The same, each with an end; of each link the last one has none.
+    """
+    ended = list(conditions)
+    last: dict[Directions, int] = {}
+    for index, condition in enumerate(ended):
         key = (condition.between, condition.source)
         if key in last:
-            before = conditions[last[key]]
-            _check_later(place, row, before)
-            conditions[last[key]] = replace(before, to_s=condition.from_s)
-        last[key] = len(conditions)
-        conditions.append(condition)
-    return conditions
+            before = ended[last[key]]
+            ended[last[key]] = replace(before, to_s=condition.from_s, to_step=condition.from_step)
+        last[key] = index
+    return ended
 
 
-def _rows(path: Path) -> Iterator[tuple[_Place, Mapping[str, str]]]:
-    """Each row's cells by column; empty lines are passed over."""
+def _rows(path: Path) -> Iterator[tuple[_Place, Row]]:
+    """Each row's cells by column; empty lines and comments are passed over."""
+    columns: tuple[str, ...] | None = None
     lines = csv.reader(_text(path).splitlines())
-    header = next(lines, [])
-    if tuple(cell.strip() for cell in header) != COLUMNS:
-        raise _Place(path, 1).error("header", ",".join(header), ",".join(COLUMNS))
     for cells in lines:
         place = _Place(path, lines.line_num)
-        if any(cell.strip() for cell in cells):
-            yield place, _by_column(place, cells)
+        cells = [cell.strip() for cell in cells]
+        if not any(cells) or cells[0].startswith(_COMMENT):
+            continue
+        if columns is None:
+            columns = _columns(place, cells)
+        elif len(cells) == len(columns):
+            yield place, dict(zip(columns, cells, strict=True))
+        else:
+            expected = f"{len(columns)} cells: {','.join(columns)}"
+            raise place.error("row", ",".join(cells), expected)
+    if columns is None:
+        raise _Place(path, 1).error("header", "", _HEADER)
 
 
 def _text(path: Path) -> str:
@@ -83,62 +119,96 @@ def _text(path: Path) -> str:
         reason = f"not UTF-8 text (byte {error.start} is {error.object[error.start]:#04x})"
     except OSError as error:
         reason = error.strerror or str(error)
-    raise UserError(f"{path}: {reason}, expected a table of {','.join(COLUMNS)}")
+    raise UserError(f"{path}: {reason}, expected a table of {_HEADER}")
 
 
-def _by_column(place: _Place, cells: Sequence[str]) -> dict[str, str]:
-    if len(cells) != len(COLUMNS):
-        raise place.error("row", ",".join(cells), f"{len(COLUMNS)} cells: {','.join(COLUMNS)}")
-    return dict(zip(COLUMNS, (cell.strip() for cell in cells), strict=True))
+def _columns(place: _Place, header: Sequence[str]) -> tuple[str, ...]:
+    is_known = (
+        len(header) > 2
+        and header[0] in (TIME, STEP)
+        and header[1] in (LINKS, OLDER_LINKS)
+        and set(header[2:]) <= set(BEHAVIOUR)
+        and len(set(header)) == len(header)
+    )
+    if not is_known:
+        raise place.error("header", ",".join(header), _HEADER)
+    return tuple(header)
 
 
-def _condition(place: _Place, row: Mapping[str, str]) -> LinkCondition:
-    between, source = _directions(place, row["between"])
+def _conditions(place: _Place, row: Row) -> Iterator[tuple[str, LinkCondition]]:
+    """What a row says of each of its links, with the link as it is written."""
+    when, of_links, *_ = row
     bandwidth_mbps = _number(place, row, "bandwidth_mbps")
     if bandwidth_mbps == 0:
         raise place.error("bandwidth_mbps", row["bandwidth_mbps"], "a number above 0, or nothing")
-    if row["cut"].lower() not in _CUT:
-        raise place.error("cut", row["cut"], "0, 1, false, true, or nothing")
-    if not row["time_s"]:
-        raise place.error("time_s", "", "a number of at least 0")
-    return LinkCondition(
-        between,
-        latency_ms=_number(place, row, "latency_ms") or 0.0,
-        bandwidth_mbps=bandwidth_mbps,
-        jitter_ms=_number(place, row, "jitter_ms") or 0.0,
-        cut=_CUT[row["cut"].lower()],
-        from_s=_number(place, row, "time_s"),
-        source=source,
-    )
+    cut = row.get("cut", "")
+    if cut.lower() not in _CUT:
+        raise place.error("cut", cut, "0, 1, false, true, or nothing")
+    for link in _AROUND_SIGN.sub(r"\1", row[of_links]).split() or [""]:
+        between, source = _directions(place, of_links, link)
+        yield (
+            link,
+            LinkCondition(
+                between,
+                latency_ms=_number(place, row, "latency_ms") or 0.0,
+                bandwidth_mbps=bandwidth_mbps,
+                jitter_ms=_number(place, row, "jitter_ms") or 0.0,
+                cut=_CUT[cut.lower()],
+                from_step=_step(place, row) if when == STEP else None,
+                from_s=_time_s(place, row) if when == TIME else None,
+                source=source,
+            ),
+        )
 
 
-def _directions(place: _Place, text: str) -> Directions:
+def _directions(place: _Place, column: str, text: str) -> Directions:
     sign = ">" if ">" in text else "-"
     left, _, right = text.partition(sign)
-    ranks = [part.strip() for part in (left, right)]
     one, other = (
-        int(rank) if rank.isascii() and rank.isdecimal() and len(rank) < 6 else -1 for rank in ranks
+        int(rank) if rank.isascii() and rank.isdecimal() and len(rank) < 6 else -1
+        for rank in (left, right)
     )
     if min(one, other) < 0 or one == other:
-        raise place.error("between", text, "two ranks such as 2-3, or 2>3 for one direction")
+        raise place.error(column, text, "two ranks such as 2-3, or 2>3 for one direction")
     between = (min(one, other), max(one, other))
     return between, one if sign == ">" else None
 
 
-def _number(place: _Place, row: Mapping[str, str], column: str) -> float | None:
-    """The number in a cell, None where the cell is empty."""
-    if not row[column]:
+def _step(place: _Place, row: Row) -> int:
+    text = row[STEP]
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise place.error(STEP, text, "a whole number of at least 0")
+    return int(text)
+
+
+def _time_s(place: _Place, row: Row) -> float:
+    time_s = _number(place, row, TIME)
+    if time_s is None:
+        raise place.error(TIME, "", "a number of at least 0")
+    return time_s
+
+
+def _number(place: _Place, row: Row, column: str) -> float | None:
+    """The number in a cell, None where the cell is empty or the table has no such column."""
+    text = row.get(column, "")
+    if not text:
         return None
     try:
-        number = float(row[column])
+        number = float(text)
     except ValueError:
         number = math.nan
     if not (math.isfinite(number) and number >= 0):
-        raise place.error(column, row[column], "a number of at least 0")
+        raise place.error(column, text, "a number of at least 0")
     return number
 
 
-def _check_later(place: _Place, row: Mapping[str, str], before: LinkCondition) -> None:
-    if before.from_s is not None and float(row["time_s"]) <= before.from_s:
-        expected = f"more than the {before.from_s:g} of the row before it of {row['between']}"
-        raise place.error("time_s", row["time_s"], expected)
+def _check_later(
+    place: _Place, row: Row, link: str, condition: LinkCondition, before: LinkCondition
+) -> None:
+    column = STEP if STEP in row else TIME
+    begins, began = (
+        each.from_s if each.from_step is None else each.from_step for each in (condition, before)
+    )
+    if begins is not None and began is not None and begins <= began:
+        expected = f"more than the {began:.15g} of the row before it of {link}"
+        raise place.error(column, row[column], expected)

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from jaxmorph.config import Config, dump_config, load_config
+from jaxmorph.config.sections import LinkTrace
 from jaxmorph.errors import UserError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -40,6 +41,15 @@ def test_what_is_compared_and_for_how_long():
     assert compare.total_steps == 8 + 3 * 2 * (1 + 5)
 
 
+def test_a_condition_may_name_a_trace_by_its_path_or_by_its_regime():
+    by_path = load("compare.conditions.0.trace=delays.csv").compare
+    by_regime = load("compare.conditions.0.trace={regime: A, seed: 3}").compare
+    assert by_path is not None
+    assert by_regime is not None
+    assert by_path.conditions[0].trace == LinkTrace(file="delays.csv")
+    assert by_regime.conditions[0].trace == LinkTrace(regime="A", seed=3)
+
+
 def test_slowdowns_are_against_the_condition_called_healthy_or_else_the_first():
     assert getattr(load().compare, "healthy", None) == 1
     assert getattr(load("compare.conditions.1.name=calm").compare, "healthy", None) == 0
@@ -73,6 +83,8 @@ def test_every_configuration_loads_and_says_claim_command_and_expectation(path):
         ("compare.conditions.0.links.0.latency=3", "unknown key; did you mean 'latency_ms'?"),
         ("compare.conditions.0.links.0.cut=true", "got true, expected nothing: not for a cond"),
         ("compare.conditions.0.links.0.source=1", "got 1, expected null, 2 or 3"),
+        ("compare.conditions.0.trace={}", "missing, expected the path of a CSV file, or a regime"),
+        ("compare.conditions.0.trace={regime: A, seed: -1}", "got -1, expected a whole number of"),
         ("compare.reference.zb=[1]", "got [1.0], expected a list of 2, one for each of compare.c"),
         ("compare.reference.zzb=[1, 2]", "expected by system (gpipe, "),
         ("compare.steps=0", "got 0, expected a whole number of at least 1"),

@@ -256,7 +256,19 @@ VALUE_ERRORS = {
     "parallelism: {stages: 2}\nemulation: {links: [{between: [0, 1], from_step: 5, to_step: 5}]}": (
         "emulation.links.0.to_step: got 5, expected null, or a step after from_step, which is 5"
     ),
-    "emulation: {trace: 3}": ("emulation.trace: got 3, expected null, or the path of a CSV file"),
+    "emulation: {trace: 3}": (
+        "emulation.trace: got 3, expected null, the path of a CSV file, or keys such as "
+        "{regime: A, seed: 1}"
+    ),
+    "emulation: {trace: {regime: D}}": (
+        "emulation.trace.regime: got 'D', expected null, or one of A, B, C, bursty"
+    ),
+    "emulation: {trace: {}}": (
+        "emulation.trace.file: missing, expected the path of a CSV file, or a regime"
+    ),
+    "emulation: {trace: {file: x.csv, regime: A}}": (
+        "emulation.trace.regime: got 'A', expected null, as a file is given: one of the two"
+    ),
     "transport: {addresses: [localhost]}": (
         "transport.addresses: got [localhost], expected auto, or a list of IP addresses, "
         "one for each of this host's network cards"

@@ -109,10 +109,18 @@ def test_table_picture_and_timelines_are_written(two_systems):
 
 
 def start_comparison(folder):
-    """A comparison whose first system is under way, and that system's ranks."""
+    """A comparison whose first system is under way, and that system's ranks.
+
+    Its slow condition is a trace whose delays change in the middle of steps.
+    """
     path = folder / "few.yaml"
     path.write_text(CONFIG)
-    settings = (f"run.dir={folder / 'out'}", "compare.systems=[zb, 1f1b]")
+    settings = (
+        f"run.dir={folder / 'out'}",
+        "compare.systems=[zb, adaptive]",
+        "compare.conditions.1={name: slow, trace: {regime: A, seed: 1}}",
+        "compare.reference={}",
+    )
     run = subprocess.Popen(
         [*JAXMORPH, "compare", str(path), *settings],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -135,8 +143,11 @@ def test_a_system_that_dies_is_reported_and_the_others_run(tmp_path):
     watchdog.cancel()
     assert run.returncode == 1
     runs = read_runs(tmp_path / "out")
-    assert runs["1f1b", "slow"]["failed"] is None
-    assert runs["1f1b", "slow"]["step_ms"]["n"] == 6
+    assert runs["adaptive", "slow"]["failed"] is None
+    assert runs["adaptive", "slow"]["step_ms"]["n"] == 6
+    # It was told nothing of the trace at first, and of its past before every later step.
+    assert runs["adaptive", "slow"]["routes"] == {"0-1": "delegated"}
+    assert runs["adaptive", "slow"]["predicted_ms"] > runs["adaptive", "healthy"]["predicted_ms"]
     assert "rank 1 failed: ended by SIGKILL" in runs["zb", "slow"]["failed"]
     assert "FAILED" in (tmp_path / "out" / "table.md").read_text()
 
@@ -148,6 +159,7 @@ def test_a_system_that_dies_is_reported_and_the_others_run(tmp_path):
         ("compare.systems=[falcon]", "(falcon and restart are not available yet)"),
         ("parallelism.stages=3", "parallelism.stages=3 (command line): got 3, expected"),
         ("compare.systems=[interleaved]", "(as system 'interleaved' needs it)"),
+        ("compare.conditions.1.trace=no.csv", "=no.csv (command line): no.csv: No such file or"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path, override, line):

@@ -35,6 +35,25 @@ def test_an_empty_table_emulates_nothing(tmp_path):
     assert read(tmp_path, "") == []
 
 
+def test_rows_may_go_by_step_name_several_links_and_have_the_columns_that_are_needed(tmp_path):
+    rows = "15,2-3 0-1,30\n\n# healed\n85, 2-3 ,\n90,3>2,7\n"
+    found = read(tmp_path, rows, header="# of an event\nstep,links,latency_ms\n")
+    assert found == [
+        LinkCondition((2, 3), 30.0, from_step=15, to_step=85),
+        LinkCondition((0, 1), 30.0, from_step=15),
+        LinkCondition((2, 3), from_step=85),
+        LinkCondition((2, 3), 7.0, from_step=90, source=3),
+    ]
+    emulator = LinkEmulator(found)
+    late_s = [emulator.departure_s(2, 3, (0, step), 0, 1.0) for step in (14, 15, 84, 85)]
+    assert late_s == pytest.approx([1.0, 1.03, 1.03, 1.0])
+
+
+def test_columns_after_the_first_two_stand_in_any_order(tmp_path):
+    (found,) = read(tmp_path, "2.5,0 - 1,1,40\n", header="time_s,between,cut,latency_ms\n")
+    assert found == LinkCondition((0, 1), 40.0, cut=True, from_s=2.5)
+
+
 ERRORS = {
     "x,2-3,,,,": "line 2: time_s: got 'x', expected a number of at least 0",
     ",2-3,,,,": "line 2: time_s: got '', expected a number of at least 0",
@@ -46,6 +65,7 @@ ERRORS = {
     "0,2-3,,0,,": "line 2: bandwidth_mbps: got '0', expected a number above 0, or nothing",
     "0,2-3,,,,yes": "line 2: cut: got 'yes', expected 0, 1, false, true, or nothing",
     "0,2-3,1": "line 2: row: got '0,2-3,1', expected 6 cells: time_s,between,latency_ms,",
+    "0,2-3 2-3,1,,,": "line 2: time_s: got '0', expected more than the 0 of the row before it of",
     "3,2-3,,,,\n\n3,2-3,,,,": (
         "line 4: time_s: got '3', expected more than the 3 of the row before it of 2-3"
     ),
@@ -60,9 +80,37 @@ def test_a_wrong_line_is_told_in_one_line(tmp_path, rows):
     assert str(caught.value).isprintable()
 
 
-def test_another_header_or_no_file_is_told_in_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"line 1: header: got 'time,link', expected time_s,betw"):
-        read(tmp_path, "", header="time,link\n")
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ("1.5,0-1,3", "line 2: step: got '1.5', expected a whole number of at least 0"),
+        (",0-1,3", "line 2: step: got '', expected a whole number of at least 0"),
+        ("1,0-1 1,3", "line 2: links: got '1', expected two ranks such as 2-3, or 2>3"),
+        ("1,,3", "line 2: links: got '', expected two ranks such as 2-3, or 2>3"),
+        ("1,0-1,3,4", "line 2: row: got '1,0-1,3,4', expected 3 cells: step,links,latency_ms"),
+        ("7,0-1,3\n7,1-2,0\n5,0-1,0", "line 4: step: got '5', expected more than the 7 of the row"),
+    ],
+)
+def test_a_wrong_line_of_a_table_by_step_is_told_in_one_line(tmp_path, rows, says):
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, rows, header="step,links,latency_ms\n")
+    assert str(caught.value).startswith(f"{tmp_path / 'trace.csv'}: {says}")
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["time,link", "step,links", "step,latency_ms,links", "step,links,cut,cut", "links,step,cut"],
+)
+def test_another_header_is_told_in_one_line(tmp_path, header):
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, "", header=f"{header}\n")
+    expected = f"line 1: header: got '{header}', expected time_s or step, links, then some of laten"
+    assert expected in str(caught.value)
+
+
+def test_no_table_at_all_is_told_in_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"line 1: header: got '', expected time_s or step, links"):
+        read(tmp_path, "", header="# nothing\n")
     with pytest.raises(UserError, match=r"nope.csv: No such file or directory, expected a table"):
         read_link_trace(tmp_path / "nope.csv")
     (tmp_path / "bytes.csv").write_bytes(b"\xff")

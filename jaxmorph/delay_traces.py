@@ -1,0 +1,249 @@
+"""Delays of links that change while a run lasts, drawn from seeds: for emulation and for tests.
+
+Regimes A, B and C are those of the paper's Section 7.2, `bursty` has the statistics that its
+Section 7.5 tells of a recorded trace, and events are of the kind in Table 3 of its preprint.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from jaxmorph.schedule.costs import Link
+from jaxmorph.transport.link_emulator import LinkCondition
+from jaxmorph.transport.link_trace import LINKS, STEP, TIME, until_next
+
+Regime = Literal["A", "B", "C", "bursty"]
+REGIMES: tuple[Regime, ...] = ("A", "B", "C", "bursty")
+
+MEAN_MS, DEVIATION_MS = 30.0, 10.0
+REDRAWN_S = {"A": (0.05, 0.1), "B": (0.1, 0.2), "C": (0.2, 0.4)}
+"""After how many seconds, at least and at most, a regime draws a link's delay anew."""
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """Numbers whose logarithm is normal.
+
+    Attributes:
+        median: Half of them are below.
+        sigma: Standard deviation of the logarithm.
+    """
+
+    median: float
+    sigma: float
+
+    def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
+        """Draws numbers, float64 ``[count]``.
+
+        Args:
+            random: The source.
+            count: How many.
+        """
+        return self.median * np.exp(self.sigma * random.standard_normal(count))
+
+
+CALM, CONGESTED = LogNormal(8.674, 0.6), LogNormal(43.917, 0.3136)
+CONGESTED_SHARE = 1 / 3
+"""The delays of `bursty`, ms, while a link is calm and while it is congested, a third of the time.
+
+A single lognormal of median 13.0 and mean 22.3 would have its 99th percentile at 146, so there are
+two. Share and calm sigma are chosen; the other three numbers are then the solution of three
+equations: of all delays the median is 13.0, the mean 22.3 and the 99th percentile 79.3 ms.
+"""
+_BURSTY_REDRAWN_S = (0.5, 1.5)
+_CALM_DRAWS, _CONGESTED_DRAWS = (10, 30), (5, 15)  # in a row, at least and at most
+
+
+@dataclass(frozen=True)
+class DelayChange:
+    """From when on messages over some links take longer, and by how much.
+
+    Attributes:
+        at: The time since the origin, in seconds, or the step.
+        links: The links, in both directions.
+        latency_ms: The delay, until the next change of a link.
+    """
+
+    at: float
+    links: tuple[Link, ...]
+    latency_ms: float
+
+
+@dataclass(frozen=True)
+class DelayTrace:
+    """How delays of links change, by time or by step.
+
+    Attributes:
+        unit: What changes are counted in.
+        changes: In the order in which they happen.
+    """
+
+    unit: Literal["time_s", "step"]
+    changes: tuple[DelayChange, ...]
+
+    def conditions(self) -> list[LinkCondition]:
+        """The same as those who emulate links are told it."""
+        return until_next(
+            LinkCondition(
+                (link.lower, link.upper),
+                latency_ms=change.latency_ms,
+                from_s=change.at if self.unit == TIME else None,
+                from_step=int(change.at) if self.unit == STEP else None,
+            )
+            for change in self.changes
+            for link in change.links
+        )
+
+    def to_csv(self) -> str:
+        """The same as a table that `read_link_trace` reads."""
+        rows = (
+            f"{change.at:.15g},{' '.join(map(str, change.links))},{change.latency_ms:.15g}\n"
+            for change in self.changes
+        )
+        return "".join((f"{self.unit},{LINKS},latency_ms\n", *rows))
+
+
+def draw_regime(regime: Regime, links: Sequence[Link], duration_s: float, seed: int) -> DelayTrace:
+    """Draws delays that change in the middle of steps.
+
+    In A, B and C a link's delay is normal, 30 ms with a standard deviation of 10 ms and at least 0,
+    and is drawn anew after 50 to 100, 100 to 200 or 200 to 400 ms. In `bursty` links are calm and
+    congested by turns: delays have a median of 13.0, a mean of 22.3 and a 99th percentile of
+    79.3 ms, and are drawn anew after 0.5 to 1.5 s.
+
+    Args:
+        regime: Which.
+        links: Each has its own delays, the same whatever other links there are.
+        duration_s: Until when delays change, in seconds.
+        seed: Of the random numbers, at least 0.
+
+    Returns:
+        The trace, by time from 0.
+
+    Source: "Attack of the Bubbles", Sections 7.2 (Figure 18) and 7.5 (Figure 22). Neither the
+    distribution behind the latter's three numbers nor how fast delays change is published.
+    """
+    changes: list[DelayChange] = []
+    for link in links:
+        random = np.random.default_rng((seed, REGIMES.index(regime), *link))
+        for at, latency_ms in zip(*_series(regime, duration_s, random), strict=True):
+            changes.append(DelayChange(round(at, 4), (link,), round(latency_ms, 3)))
+    return DelayTrace(TIME, _in_order(changes))
+
+
+def _series(
+    regime: Regime, duration_s: float, random: np.random.Generator
+) -> tuple[list[float], list[float]]:
+    """When one link's delay is drawn, and what is drawn."""
+    shortest_s, longest_s = REDRAWN_S.get(regime, _BURSTY_REDRAWN_S)
+    most = int(duration_s / shortest_s) + 1
+    began_s = np.concatenate(([0.0], np.cumsum(random.uniform(shortest_s, longest_s, most))))
+    began_s = began_s[began_s < duration_s]
+    count = len(began_s)
+    if regime == "bursty":
+        delays_ms = _bursty_ms(count, random)
+    else:
+        delays_ms = np.maximum(0.0, random.normal(MEAN_MS, DEVIATION_MS, count))
+    return began_s.tolist(), delays_ms.tolist()
+
+
+def _bursty_ms(count: int, random: np.random.Generator) -> np.ndarray:
+    """Delays of a link that is congested a third of the time, many draws in a row."""
+    runs, missing = [np.empty(0)], count
+    congested = random.random() < CONGESTED_SHARE
+    while missing > 0:
+        delays, lengths = (CONGESTED, _CONGESTED_DRAWS) if congested else (CALM, _CALM_DRAWS)
+        runs.append(delays.draw(random, min(missing, _between(random, lengths))))
+        missing -= len(runs[-1])
+        congested = not congested
+    return np.concatenate(runs)
+
+
+@dataclass(frozen=True)
+class EventRanges:
+    """What events of slow links are like: each pair is the least and the most of something.
+
+    Attributes:
+        gap_steps: Healthy steps before an event, at least 1.
+        duration_steps: Steps of an event.
+        num_links: Links that are slow at once.
+        latency_ms: Their delay, the same on all of an event's links, whole milliseconds.
+    """
+
+    gap_steps: tuple[int, int] = (20, 60)
+    duration_steps: tuple[int, int] = (40, 80)
+    num_links: tuple[int, int] = (1, 3)
+    latency_ms: tuple[int, int] = (20, 60)
+
+
+@dataclass(frozen=True)
+class DelayEvent:
+    """Some links are slow for some steps.
+
+    Attributes:
+        from_step: The first slow step.
+        to_step: The first that isn't any more.
+        links: The slow links.
+        latency_ms: What messages over them take longer, in both directions.
+    """
+
+    from_step: int
+    to_step: int
+    links: tuple[Link, ...]
+    latency_ms: float
+
+
+def draw_events(
+    links: Sequence[Link], num_steps: int, seed: int, ranges: EventRanges | None = None
+) -> tuple[DelayEvent, ...]:
+    """Draws events of slow links, one after another with healthy steps between them.
+
+    Args:
+        links: Those that may become slow.
+        num_steps: All events are over by then.
+        seed: Of the random numbers, at least 0.
+        ranges: What events are like; as those of Table 3 when None.
+
+    Returns:
+        The events in their order.
+
+    Source: the paper's preprint ("Adaptra"), Table 3, whose nine events begin 15 to 50 steps after
+    the one before, last 70 steps, and delay 1 to 3 of 7 links by 20 to 60 ms.
+    """
+    ranges = ranges or EventRanges()
+    random = np.random.default_rng((seed, len(REGIMES)))
+    events: list[DelayEvent] = []
+    while True:
+        begin = events[-1].to_step if events else 0
+        begin += _between(random, ranges.gap_steps)
+        end = begin + _between(random, ranges.duration_steps)
+        if end > num_steps:
+            return tuple(events)
+        count = min(_between(random, ranges.num_links), len(links))
+        chosen = sorted(random.choice(len(links), count, replace=False).tolist())
+        latency_ms = float(_between(random, ranges.latency_ms))
+        events.append(DelayEvent(begin, end, tuple(links[at] for at in chosen), latency_ms))
+
+
+def events_trace(events: Iterable[DelayEvent]) -> DelayTrace:
+    """Events as a trace by step.
+
+    Args:
+        events: No two at the same time on the same link.
+    """
+    changes: list[DelayChange] = []
+    for event in events:
+        changes.append(DelayChange(event.from_step, event.links, event.latency_ms))
+        changes.append(DelayChange(event.to_step, event.links, 0.0))
+    return DelayTrace(STEP, _in_order(changes))
+
+
+def _between(random: np.random.Generator, least_and_most: tuple[int, int]) -> int:
+    return int(random.integers(*least_and_most, endpoint=True))
+
+
+def _in_order(changes: Iterable[DelayChange]) -> tuple[DelayChange, ...]:
+    """In the order in which they happen; at one time an end comes before a beginning."""
+    return tuple(sorted(changes, key=lambda change: (change.at, change.latency_ms)))

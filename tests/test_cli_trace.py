@@ -1,0 +1,52 @@
+import pytest
+
+from jaxmorph import cli
+from jaxmorph.delay_traces import draw_regime
+from jaxmorph.schedule.costs import Link
+from jaxmorph.transport.link_trace import read_link_trace
+
+
+def _run(capsys, *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["trace", *map(str, arguments)])
+    captured = capsys.readouterr()
+    code = exit_info.value.code
+    assert isinstance(code, int)
+    return code, captured.out, captured.err
+
+
+def test_a_regime_is_written_as_a_table_and_summed_up(capsys, tmp_path):
+    path = tmp_path / "c.csv"
+    options = ("--seed", 3, "--duration-s", 60, "--links", "1-2 0-1", "--out", path)
+    code, out, err = _run(capsys, "C", *options)
+    assert (code, err) == (0, "")
+    drawn = draw_regime("C", (Link(1, 2), Link(0, 1)), 60.0, seed=3)
+    assert read_link_trace(path) == drawn.conditions()
+    assert out.startswith(f"wrote {path}: {len(drawn.changes)} changes of 2 links; delays above 0 ")
+
+
+def test_events_are_printed_by_step(capsys):
+    code, out, _ = _run(capsys, "events", "--stages", 8, "--steps", 300, "--seed", 1)
+    header, *rows = out.splitlines()
+    assert (code, header) == (0, "step,links,latency_ms")
+    assert len(rows) >= 4
+    assert all(int(row.split(",")[0]) <= 300 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["D"], "REGIME: got 'D', expected one of A, B, C, bursty, events"),
+        (["A", "--links", "0-1 0-1"], "--links: got '0-1 0-1', expected each link once, such as"),
+        (["A", "--links", "1-0"], "--links: got '1-0', expected a link such as 2-3"),
+        (["A", "--out", "nowhere/x.csv"], "--out: nowhere/x.csv: No such file or directory"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(
+    capsys, tmp_path, monkeypatch, arguments, says
+):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = _run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {says}")
+    assert err.count("\n") == 1
