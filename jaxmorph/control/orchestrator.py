@@ -1,0 +1,216 @@
+"""Decides between two steps whether to go on with the plan in force or to morph, and says why."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from jaxmorph.control.conditions import ailing_links, link_of
+from jaxmorph.control.dwell import Dwell
+from jaxmorph.control.verdicts import LinkHealth, Verdict
+from jaxmorph.program.instructions import Route
+from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.planner import Plan
+
+SCHEDULE = "schedule"
+"""What changes, for `Dwell`, where a morph changes no link's route."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A plan as it is weighed.
+
+    Attributes:
+        plan: Schedule and routes.
+        step_ms: The predicted step under the conditions now.
+    """
+
+    plan: Plan
+    step_ms: float
+
+    @property
+    def routes(self) -> Mapping[Link, Route]:
+        """Each link's route."""
+        return self.plan.routes
+
+
+@dataclass(frozen=True)
+class Situation:
+    """All that a decision rests on.
+
+    Attributes:
+        step: The first step that a new plan could hold in.
+        verdicts: What detection says of each direction of a link.
+        in_force: The plan in force.
+        candidates: The run's first plan, and others made for the conditions now, those that differ
+            least from it first.
+        undisturbed_ms: What the plan in force would take if all links were healthy.
+        dwell: How long earlier morphs are to stand.
+        worth: The least gain for which to morph, as a share of the step.
+        may_delegate_healthy: Whether links that don't ail may be delegated, where that is worth it.
+    """
+
+    step: int
+    verdicts: tuple[Verdict, ...]
+    in_force: Option
+    candidates: tuple[Option, ...]
+    undisturbed_ms: float
+    dwell: Dwell
+    worth: float
+    may_delegate_healthy: bool = False
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is to run next.
+
+    Attributes:
+        chosen: Which of the candidates; None: the plan in force stays.
+        reason: Why, in one line.
+        wait_steps: How many steps to wait before asking again, where only that was against it.
+    """
+
+    chosen: int | None
+    reason: str
+    wait_steps: int = 0
+
+
+def decide(situation: Situation) -> Decision:
+    """Go on, or morph, and why.
+
+    A link is delegated only while it ails, unless the situation allows for more, and goes back by
+    itself, whatever the others do. A morph must shorten the step by what it is worth; but back to direct links it may even cost that much,
+    as delegation uses host memory and processors that no prediction counts. Such a morph waits for
+    its dwell; one that takes a slow link off the queues never does.
+
+    Source: PipeMorph, sections 4.3 and 6. There all links are delegated together.
+
+    Args:
+        situation: What is known.
+
+    Returns:
+        The decision, with its reason as a sentence.
+    """
+    now, first = situation.in_force, situation.candidates[0]
+    ailing = ailing_links(situation.verdicts)
+    allowed = [
+        index
+        for index, option in enumerate(situation.candidates)
+        if situation.may_delegate_healthy or _delegated_anew(option, first) <= ailing
+    ]
+    best = _shortest(situation, allowed)
+    chosen = situation.candidates[best]
+    why = _links_in_words(situation.verdicts)
+    compared = f"predicted step {now.step_ms:.0f} -> {chosen.step_ms:.0f} ms"
+    if _is_same(chosen, now):
+        return Decision(None, f"{why}: {_standing(situation)}")
+    goes_back = _delegated_anew(now, chosen)  # links that this plan takes off the host again
+    least_gain = -situation.worth if goes_back - ailing or not ailing else situation.worth
+    if now.step_ms - chosen.step_ms < least_gain * now.step_ms:
+        return Decision(None, f"{why}: {_standing(situation)}; another plan gains too little")
+    wait = situation.dwell.waits(_held_subjects(now, chosen), situation.step)
+    if wait:
+        return Decision(None, f"{why}: waits for {wait} steps, then {compared}", wait)
+    return Decision(best, f"{why}: {_change_in_words(now, chosen)}; {compared}")
+
+
+def changed_routes(now: Mapping[Link, Route], then: Mapping[Link, Route]) -> dict[Link, Route]:
+    """The new routes of the links whose route changes.
+
+    Args:
+        now: Each link's route; one that is not named is direct.
+        then: Likewise, afterwards.
+    """
+    pairs = {link: (now.get(link, "direct"), then.get(link, "direct")) for link in {**now, **then}}
+    return {link: new for link, (old, new) in pairs.items() if new != old}
+
+
+def changed_subjects(now: Option, then: Option) -> set[Link | str]:
+    """What a morph changes that is to stand for a while: see `Dwell`.
+
+    Args:
+        now: The plan in force.
+        then: The one after it.
+
+    Returns:
+        Links that are delegated anew; where no route changes, the schedule.
+    """
+    routes = changed_routes(now.routes, then.routes)
+    return {link for link, new in routes.items() if new == "delegated"} if routes else {SCHEDULE}
+
+
+def _held_subjects(now: Option, then: Option) -> set[Link | str]:
+    """What has to have stood for its time: links that go back, or the schedule if it is alone."""
+    routes = changed_routes(now.routes, then.routes)
+    return {link for link, new in routes.items() if new == "direct"} if routes else {SCHEDULE}
+
+
+def _delegated_anew(option: Option, than: Option) -> frozenset[Link]:
+    routes = changed_routes(than.routes, option.routes)
+    return frozenset(link for link, new in routes.items() if new == "delegated")
+
+
+def _shortest(situation: Situation, allowed: list[int]) -> int:
+    """The first of the candidates that none is shorter than by what a morph must be worth."""
+    steps_ms = {index: situation.candidates[index].step_ms for index in allowed}
+    good_enough_ms = min(steps_ms.values()) * (1 + situation.worth / 2)
+    return next(index for index, step_ms in steps_ms.items() if step_ms <= good_enough_ms)
+
+
+def _is_same(one: Option, other: Option) -> bool:
+    same_order = one.plan.schedule == other.plan.schedule
+    return same_order and not changed_routes(one.routes, other.routes)
+
+
+def _standing(situation: Situation) -> str:
+    """How the plan in force takes it."""
+    now_ms, healthy_ms = situation.in_force.step_ms, situation.undisturbed_ms
+    if now_ms <= healthy_ms * (1 + situation.worth):
+        return f"the plan in force absorbs it, predicted step {now_ms:.0f} ms"
+    return f"the plan in force stays, predicted step {now_ms:.0f} ms ({healthy_ms:.0f} healthy)"
+
+
+def _links_in_words(verdicts: tuple[Verdict, ...]) -> str:
+    ailing = sorted(ailing_links(verdicts))
+    if not ailing:
+        return "all links are healthy"
+    return ", ".join(_link_in_words(link, verdicts) for link in ailing)
+
+
+def _link_in_words(link: Link, verdicts: tuple[Verdict, ...]) -> str:
+    """Such as `link 6-7 takes 31.2 ms each way (healthy: 1.1)`."""
+    ways = [each for each in verdicts if link_of(each) == link]
+    ill = [each for each in ways if each.health is not LinkHealth.HEALTHY]
+    if any(each.health is LinkHealth.DEAD for each in ill):
+        return f"link {link} delivers nothing"
+    times = {f"{each.source}>{each.destination}": each for each in ill}
+    if len(ill) == len(ways) > 1 and _are_near(*(each.latency_ms for each in ill)):
+        times = {"each way": ill[0]}
+    told = " and ".join(
+        f"{each.latency_ms:.1f} ms {way} (healthy: {each.evidence.baseline_ms:.1f})"
+        for way, each in times.items()
+    )
+    recovers = all(each.health is LinkHealth.RECOVERING for each in ill)
+    return f"link {link} takes {told}{', recovering' if recovers else ''}"
+
+
+def _are_near(*latencies_ms: float) -> bool:
+    return max(latencies_ms) - min(latencies_ms) <= max(1.0, 0.1 * max(latencies_ms))
+
+
+def _change_in_words(now: Option, then: Option) -> str:
+    return ", ".join(_changes(now, then))
+
+
+def _changes(now: Option, then: Option) -> Iterator[str]:
+    for link, route in sorted(changed_routes(now.routes, then.routes).items()):
+        yield f"{link} {'delegated' if route == 'delegated' else 'direct again'}"
+    old, new = now.plan.schedule, then.plan.schedule
+    if old.name != new.name:
+        yield f"schedule {old.name} -> {new.name}"
+    if old.warmup_forwards != new.warmup_forwards:
+        yield f"warm-ups {_numbers(old.warmup_forwards)} -> {_numbers(new.warmup_forwards)}"
+    elif old.name == new.name:
+        yield "the same order" if old == new else "another order of the same warm-ups"
+
+
+def _numbers(values: tuple[int, ...]) -> str:
+    return " ".join(map(str, values))

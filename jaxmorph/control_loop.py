@@ -1,0 +1,298 @@
+"""Rank 0's side of adapting: from a step's timings to verdicts, a decision, and a morph made ready.
+
+Detection is done where a step's books are kept; planning and deciding on a thread that mostly waits
+for the planning process. Neither holds up a step.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, Protocol
+
+from jaxmorph.config.adaptation_section import Adaptation
+from jaxmorph.control.conditions import (
+    UsualLinks,
+    ailing_links,
+    costs_differ,
+    link_of,
+    links_under,
+)
+from jaxmorph.control.dwell import Dwell
+from jaxmorph.control.orchestrator import (
+    Decision,
+    Option,
+    Situation,
+    changed_routes,
+    changed_subjects,
+    decide,
+)
+from jaxmorph.control.profiler import Profile
+from jaxmorph.control.verdicts import LinkHealth, Verdict
+from jaxmorph.morph import Morph
+from jaxmorph.planning_client import Chosen, Options, PlanningError
+from jaxmorph.schedule.costs import StageCosts
+from jaxmorph.schedule.planner import Plan
+from jaxmorph.schedule.timeline import Timeline
+
+Happening = dict[str, Any]
+"""What an event says beside its time and step: `kind`, `link`, `detail`, `evidence`."""
+
+_STEPS_TO_SWAP = 2  # a step's timings are worked out during the next one, and obeyed after it
+_KINDS = {
+    LinkHealth.SLOW: "straggler_detected",
+    LinkHealth.DEAD: "straggler_detected",
+    LinkHealth.RECOVERING: "straggler_recovering",
+    LinkHealth.HEALTHY: "straggler_cleared",
+}
+
+
+class Detects(Protocol):
+    """What is needed of a detector (`control.detector`)."""
+
+    def observe(self, step: int, samples: Any) -> Sequence[Verdict]:
+        """Takes in what a step's messages took; the verdicts that have changed."""
+        ...
+
+    @property
+    def verdicts(self) -> Sequence[Verdict]:
+        """Of every direction that there is a verdict on."""
+        ...
+
+
+class Plans(Protocol):
+    """What is needed of the planning process (`planning_client`)."""
+
+    def weigh(self, profile: Profile, verdicts: Sequence[Verdict]) -> Options:
+        """The plans that there are."""
+        ...
+
+    def adopt(self, chosen: int) -> Chosen:
+        """Takes one of them for the plan in force."""
+        ...
+
+
+class ControlLoop:
+    """Watches links and decides on morphs, one at a time.
+
+    Args:
+        settings: How readily to adapt.
+        plan: The run's first plan, which is in force.
+        costs: What it was planned for.
+        usual: What healthy links do on either route.
+        detector: Judges links.
+        samples_of: What the detector reads of a measured step.
+        plans: The planning process; it has begun with the same plan.
+    """
+
+    def __init__(
+        self,
+        settings: Adaptation,
+        plan: Plan,
+        costs: StageCosts,
+        usual: UsualLinks,
+        detector: Detects,
+        samples_of: Callable[[Timeline], Any],
+        plans: Plans,
+    ) -> None:
+        self._settings = settings
+        self._plan = plan
+        self._usual = usual
+        self._detector = detector
+        self._samples_of = samples_of
+        self._plans = plans
+        self._dwell = Dwell(settings.dwell_steps, settings.longest_dwell_steps)
+        self._weighed_costs, self._weigh_again_at = costs, math.inf
+        self._has_news = False  # since links were weighed last
+        self._verdicts: tuple[Verdict, ...] = ()
+        self._judged_routes = plan.routes
+        self._untold: list[Happening] = []
+        self._morph: Morph | None = None
+        self._is_busy = False  # weighing, or with a morph that isn't in force yet
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "jaxmorph-orchestrator")
+
+    def begin(self, begin: Callable[[], None]) -> None:
+        """Have the planning process begin, before anything else is asked of it.
+
+        Args:
+            begin: What has it begin; it may take a while.
+        """
+        self._thread.submit(self._keep_error, begin)
+
+    def observe(self, step: int, timeline: Timeline, profile: Profile) -> list[Happening]:
+        """Take in a step of the plan in force.
+
+        Args:
+            step: Its number.
+            timeline: As measured.
+            profile: What ops cost by then.
+
+        Returns:
+            What has happened since the last call.
+        """
+        before = {(each.source, each.destination): each for each in self._verdicts}
+        changed = self._detector.observe(step, self._samples_of(timeline))
+        self._verdicts = tuple(self._detector.verdicts)
+        self._judged_routes = self._plan.routes
+        happened = [_of_verdict(each, before) for each in changed]
+        # A link that begins to recover is no news: whether it lasts is not yet known.
+        told = [each for each in happened if each is not None]
+        self._has_news |= any(each["kind"] != _KINDS[LinkHealth.RECOVERING] for each in told)
+        with self._lock:
+            told, self._untold = [*told, *self._untold], []
+            if not self._is_busy and self._should_weigh(step, profile.costs):
+                self._is_busy, self._has_news = True, False
+                self._weighed_costs, self._weigh_again_at = profile.costs, math.inf
+                self._thread.submit(self._keep_error, self._decide, step, profile, self._verdicts)
+        return told
+
+    def _should_weigh(self, step: int, costs: StageCosts) -> bool:
+        due = step >= self._weigh_again_at
+        return self._has_news or due or costs_differ(costs, self._weighed_costs)
+
+    def ready(self) -> Morph | None:
+        """The morph that has been decided and not been asked for yet; waits for nothing."""
+        with self._lock:
+            morph, self._morph = self._morph, None
+        return morph
+
+    def adopted(self, morph: Morph) -> list[Happening]:
+        """Take note that a morph is in force, for every step that is observed from now on.
+
+        Args:
+            morph: The one that was ready.
+
+        Returns:
+            What happens with it.
+        """
+        self._plan = morph.plan
+        with self._lock:
+            self._is_busy = False
+        routes = [
+            {"kind": "route_changed", "link": str(link), "detail": f"{route}: {morph.reason}"}
+            for link, route in morph.routes.items()
+        ]
+        changed = {"kind": "plan_changed", "detail": morph.reason, "evidence": morph.evidence}
+        return [changed, *routes]
+
+    def profile(self, profile: Profile) -> Profile:
+        """What the plan in force is made of, with links as they have been judged last.
+
+        Args:
+            profile: What ops and links have cost lately.
+        """
+        judged = links_under(
+            self._verdicts,
+            self._usual,
+            self._judged_routes,
+            self._plan.routes,
+            margin_of_jitter=0.0,
+        )
+        return replace(profile, links={**profile.links, **judged})
+
+    def link_states(self) -> dict[str, str]:
+        """The links that are not healthy, each in a few words."""
+        states: dict[str, str] = {}
+        for verdict in self._verdicts:
+            if verdict.health is not LinkHealth.HEALTHY:
+                states[str(link_of(verdict))] = (
+                    f"{verdict.health}, {verdict.latency_ms:.1f} ms "
+                    f"(healthy: {verdict.evidence.baseline_ms:.1f})"
+                )
+        return states
+
+    def close(self) -> None:
+        """Stop deciding; what is being weighed is dropped once it is known."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _keep_error(self, work: Callable[..., None], *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except Exception as error:  # training goes on, under the plan in force
+            what = "" if isinstance(error, PlanningError) else f"{type(error).__name__}: "
+            detail = f"{what}{error}; the plan in force stays"
+            with self._lock:
+                self._untold.append({"kind": "planning_failed", "detail": detail})
+                self._is_busy = True  # for good
+
+    def _decide(self, step: int, profile: Profile, verdicts: tuple[Verdict, ...]) -> None:
+        options = self._plans.weigh(profile, verdicts)
+        situation = Situation(
+            step=step + _STEPS_TO_SWAP,
+            verdicts=verdicts,
+            in_force=Option(self._plan, options.in_force_ms),
+            candidates=options.candidates,
+            undisturbed_ms=options.undisturbed_ms,
+            dwell=self._dwell,
+            worth=self._settings.worth,
+            may_delegate_healthy=self._settings.delegates == "any",
+        )
+        decision = decide(situation)
+        if decision.wait_steps:
+            self._weigh_again_at = step + decision.wait_steps
+        if decision.chosen is None:
+            self._keep(decision, situation)
+        else:
+            self._make_ready(situation, decision, self._plans.adopt(decision.chosen))
+
+    def _keep(self, decision: Decision, situation: Situation) -> None:
+        evidence = _evidence(situation, situation.in_force)
+        happening = {"kind": "plan_kept", "detail": decision.reason, "evidence": evidence}
+        with self._lock:
+            self._untold.append(happening)
+            self._is_busy = False
+
+    def _make_ready(self, situation: Situation, decision: Decision, chosen: Chosen) -> None:
+        option = situation.candidates[decision.chosen or 0]
+        now = situation.in_force
+        self._dwell = self._dwell.after(changed_subjects(now, option), situation.step)
+        morph = Morph(
+            plan=replace(
+                option.plan, predicted_step_s=option.step_ms / 1e3, reason=decision.reason
+            ),
+            programs=chosen.programs,
+            slots=chosen.slots,
+            reason=decision.reason,
+            routes=changed_routes(now.routes, option.routes),
+            evidence=_evidence(situation, option),
+        )
+        with self._lock:
+            self._morph = morph
+
+
+def _of_verdict(verdict: Verdict, before: Mapping[tuple[int, int], Verdict]) -> Happening | None:
+    """What a changed verdict says; nothing where a link was first seen, and healthy."""
+    last = before.get((verdict.source, verdict.destination))
+    was = LinkHealth.HEALTHY if last is None else last.health
+    if verdict.health is LinkHealth.HEALTHY and was is LinkHealth.HEALTHY:
+        return None
+    return {
+        "kind": _KINDS[verdict.health],
+        "link": str(link_of(verdict)),
+        "detail": verdict.reason,
+        "evidence": verdict.to_json(),
+    }
+
+
+def _evidence(situation: Situation, option: Option) -> Happening:
+    """What was weighed: plans with their predicted steps, and the verdicts on ailing links."""
+    ailing = ailing_links(situation.verdicts)
+    return {
+        "from": _in_brief(situation.in_force),
+        "to": _in_brief(option),
+        "candidates": [_in_brief(candidate) for candidate in situation.candidates],
+        "undisturbed_ms": situation.undisturbed_ms,
+        "verdicts": [each.to_json() for each in situation.verdicts if link_of(each) in ailing],
+    }
+
+
+def _in_brief(option: Option) -> Happening:
+    schedule = option.plan.schedule
+    return {
+        "schedule": schedule.name,
+        "warmup_forwards": schedule.warmup_forwards,
+        "routes": {str(link): route for link, route in option.routes.items()},
+        "predicted_ms": option.step_ms,
+    }
