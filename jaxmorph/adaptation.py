@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxmorph.bookkeeping import Bookkeeper
 from jaxmorph.config import Config
+from jaxmorph.control.compute_watch import ComputeWatch
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.link_samples import link_samples
 from jaxmorph.control_loop import ControlLoop
@@ -52,8 +53,9 @@ def open_control_loop(
     for step, timeline in enumerate(first.timelines, start=-len(first.timelines)):
         detector.observe(step, link_samples(timeline))
     with closing(PlanningProcess()) as process:
+        watch = ComputeWatch(planned_for.costs)
         loop = ControlLoop(
-            config.adaptation, plan, planned_for.costs, first.usual, detector, link_samples, process
+            config.adaptation, plan, planned_for, first.usual, detector, watch, process
         )
         loop.begin(partial(process.begin, config, num_tied, plan, planned_for, first.usual))
         try:
@@ -87,7 +89,7 @@ class Adaptation:
         self._told: Morph | None = None
 
     def told(self) -> Message:
-        """What rank 0 adds to its message of the meeting that ends a step: a morph that is ready."""
+        """A morph that is due, which rank 0 adds to its message of the meeting that ends a step."""
         self._told = None if self._loop is None else self._loop.ready()
         return {} if self._told is None else {_MORPH: self._told.to_json()}
 

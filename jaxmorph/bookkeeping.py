@@ -200,7 +200,8 @@ class Bookkeeper:
         profile = self._expected_profile()
         measured = measured_timeline(reports)
         self._profiler.observe(measured)
-        happened = self._watch(step, measured)  # before all else: a decision may wait for it
+        # Before all else, as a decision may wait for it.
+        happened = [] if self._loop is None else self._loop.observe(step, measured)
         planned = self._in_force.simulate(profile)
         record = {
             "step": step,
@@ -232,11 +233,6 @@ class Bookkeeper:
         """What a step should be made of, by all that has been measured before it."""
         profile = self._profiler.profile()
         return profile if self._loop is None else self._loop.profile(profile)
-
-    def _watch(self, step: int, measured: Timeline) -> list[Message]:
-        if self._loop is None:
-            return []
-        return self._loop.observe(step, measured, self._profiler.profile())
 
     def _adopt(self, morph: Morph, step: int) -> None:
         programs = tuple(map(parse_program, morph.programs))

@@ -12,14 +12,11 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from jaxmorph.config.adaptation_section import Adaptation
-from jaxmorph.control.conditions import (
-    UsualLinks,
-    ailing_links,
-    costs_differ,
-    link_of,
-    links_under,
-)
+from jaxmorph.control.compute_watch import ComputeNotice, ComputeWatch, followed
+from jaxmorph.control.conditions import UsualLinks, ailing_links, link_of, links_under
+from jaxmorph.control.detector import Detector
 from jaxmorph.control.dwell import Dwell
+from jaxmorph.control.link_samples import link_samples
 from jaxmorph.control.orchestrator import (
     Decision,
     Option,
@@ -32,7 +29,6 @@ from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import LinkHealth, Verdict
 from jaxmorph.morph import Morph
 from jaxmorph.planning_client import Chosen, Options, PlanningError
-from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
 
@@ -46,19 +42,6 @@ _KINDS = {
     LinkHealth.RECOVERING: "straggler_recovering",
     LinkHealth.HEALTHY: "straggler_cleared",
 }
-
-
-class Detects(Protocol):
-    """What is needed of a detector (`control.detector`)."""
-
-    def observe(self, step: int, samples: Any) -> Sequence[Verdict]:
-        """Takes in what a step's messages took; the verdicts that have changed."""
-        ...
-
-    @property
-    def verdicts(self) -> Sequence[Verdict]:
-        """Of every direction that there is a verdict on."""
-        ...
 
 
 class Plans(Protocol):
@@ -79,10 +62,10 @@ class ControlLoop:
     Args:
         settings: How readily to adapt.
         plan: The run's first plan, which is in force.
-        costs: What it was planned for.
+        planned_for: What ops and links cost when it was made.
         usual: What healthy links do on either route.
         detector: Judges links.
-        samples_of: What the detector reads of a measured step.
+        compute: Watches what ops take.
         plans: The planning process; it has begun with the same plan.
     """
 
@@ -90,21 +73,22 @@ class ControlLoop:
         self,
         settings: Adaptation,
         plan: Plan,
-        costs: StageCosts,
+        planned_for: Profile,
         usual: UsualLinks,
-        detector: Detects,
-        samples_of: Callable[[Timeline], Any],
+        detector: Detector,
+        compute: ComputeWatch,
         plans: Plans,
     ) -> None:
         self._settings = settings
         self._plan = plan
         self._usual = usual
         self._detector = detector
-        self._samples_of = samples_of
+        self._compute = compute
+        self._profile = planned_for
         self._plans = plans
         self._dwell = Dwell(settings.dwell_steps, settings.longest_dwell_steps)
-        self._weighed_costs, self._weigh_again_at = costs, math.inf
-        self._has_news = False  # since links were weighed last
+        self._weigh_again_at = math.inf
+        self._news: list[str] | None = None  # since it was weighed last: what else has changed
         self._verdicts: tuple[Verdict, ...] = ()
         self._judged_routes = plan.routes
         self._untold: list[Happening] = []
@@ -121,36 +105,34 @@ class ControlLoop:
         """
         self._thread.submit(self._keep_error, begin)
 
-    def observe(self, step: int, timeline: Timeline, profile: Profile) -> list[Happening]:
+    def observe(self, step: int, timeline: Timeline) -> list[Happening]:
         """Take in a step of the plan in force.
 
         Args:
             step: Its number.
             timeline: As measured.
-            profile: What ops cost by then.
 
         Returns:
             What has happened since the last call.
         """
         before = {(each.source, each.destination): each for each in self._verdicts}
-        changed = self._detector.observe(step, self._samples_of(timeline))
-        self._verdicts = tuple(self._detector.verdicts)
+        changed = self._detector.observe(step, link_samples(timeline))
+        notices = self._compute.observe(step, timeline)
+        self._verdicts = tuple(self._detector.verdicts.values())
         self._judged_routes = self._plan.routes
-        happened = [_of_verdict(each, before) for each in changed]
+        self._profile = replace(self._profile, costs=followed(self._profile.costs, notices))
+        of_links = [*filter(None, (_of_verdict(each, before) for each in changed))]
         # A link that begins to recover is no news: whether it lasts is not yet known.
-        told = [each for each in happened if each is not None]
-        self._has_news |= any(each["kind"] != _KINDS[LinkHealth.RECOVERING] for each in told)
+        if notices or any(each["kind"] != _KINDS[LinkHealth.RECOVERING] for each in of_links):
+            self._news = [*(self._news or []), *(notice.reason for notice in notices)]
         with self._lock:
-            told, self._untold = [*told, *self._untold], []
-            if not self._is_busy and self._should_weigh(step, profile.costs):
-                self._is_busy, self._has_news = True, False
-                self._weighed_costs, self._weigh_again_at = profile.costs, math.inf
-                self._thread.submit(self._keep_error, self._decide, step, profile, self._verdicts)
+            told, self._untold = [*of_links, *map(_of_notice, notices), *self._untold], []
+            if not self._is_busy and (self._news is not None or step >= self._weigh_again_at):
+                self._is_busy = True
+                asked = step, self._profile, self._verdicts, tuple(self._news or ())
+                self._news, self._weigh_again_at = None, math.inf
+                self._thread.submit(self._keep_error, self._decide, *asked)
         return told
-
-    def _should_weigh(self, step: int, costs: StageCosts) -> bool:
-        due = step >= self._weigh_again_at
-        return self._has_news or due or costs_differ(costs, self._weighed_costs)
 
     def ready(self) -> Morph | None:
         """The morph that has been decided and not been asked for yet; waits for nothing."""
@@ -190,7 +172,9 @@ class ControlLoop:
             self._plan.routes,
             margin_of_jitter=0.0,
         )
-        return replace(profile, links={**profile.links, **judged})
+        has_verdict = {link_of(each) for each in self._verdicts}
+        links = {link: state for link, state in judged.items() if link in has_verdict}
+        return replace(profile, links={**profile.links, **links})
 
     def link_states(self) -> dict[str, str]:
         """The links that are not healthy, each in a few words."""
@@ -217,7 +201,9 @@ class ControlLoop:
                 self._untold.append({"kind": "planning_failed", "detail": detail})
                 self._is_busy = True  # for good
 
-    def _decide(self, step: int, profile: Profile, verdicts: tuple[Verdict, ...]) -> None:
+    def _decide(
+        self, step: int, profile: Profile, verdicts: tuple[Verdict, ...], news: tuple[str, ...]
+    ) -> None:
         options = self._plans.weigh(profile, verdicts)
         situation = Situation(
             step=step + _STEPS_TO_SWAP,
@@ -228,6 +214,7 @@ class ControlLoop:
             dwell=self._dwell,
             worth=self._settings.worth,
             may_delegate_healthy=self._settings.delegates == "any",
+            news=news,
         )
         decision = decide(situation)
         if decision.wait_steps:
@@ -274,6 +261,10 @@ def _of_verdict(verdict: Verdict, before: Mapping[tuple[int, int], Verdict]) -> 
         "detail": verdict.reason,
         "evidence": verdict.to_json(),
     }
+
+
+def _of_notice(notice: ComputeNotice) -> Happening:
+    return {"kind": "compute_changed", "detail": notice.reason, "evidence": notice.to_json()}
 
 
 def _evidence(situation: Situation, option: Option) -> Happening:

@@ -89,11 +89,12 @@ def _usual(usual: UsualLinks, route: Route, link: Link) -> LinkState:
 
 
 def _added_ms(verdict: Verdict | None, usual_ms: float, margin_of_jitter: float) -> float:
-    """What a direction adds to its messages beyond what is usual: nothing while it is healthy."""
-    if verdict is None or verdict.health is LinkHealth.HEALTHY:
+    """What a direction adds to its messages now beyond what is usual on their route."""
+    if verdict is None:
         return 0.0
-    late_ms = verdict.latency_ms + margin_of_jitter * verdict.jitter_ms
-    return max(0.0, min(late_ms, _LONGEST_MS) - usual_ms)
+    is_healthy = verdict.health is LinkHealth.HEALTHY
+    margin_ms = 0.0 if is_healthy else margin_of_jitter * verdict.jitter_ms
+    return max(0.0, min(verdict.latency_ms + margin_ms, _LONGEST_MS) - usual_ms)
 
 
 def costs_differ(now: StageCosts, then: StageCosts) -> bool:

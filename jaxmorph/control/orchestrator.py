@@ -46,6 +46,7 @@ class Situation:
         dwell: How long earlier morphs are to stand.
         worth: The least gain for which to morph, as a share of the step.
         may_delegate_healthy: Whether links that don't ail may be delegated, where that is worth it.
+        news: What else has changed, a sentence each.
     """
 
     step: int
@@ -56,6 +57,7 @@ class Situation:
     dwell: Dwell
     worth: float
     may_delegate_healthy: bool = False
+    news: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,10 @@ def decide(situation: Situation) -> Decision:
     """Go on, or morph, and why.
 
     A link is delegated only while it ails, unless the situation allows for more, and goes back by
-    itself, whatever the others do. A morph must shorten the step by what it is worth; but back to direct links it may even cost that much,
-    as delegation uses host memory and processors that no prediction counts. Such a morph waits for
-    its dwell; one that takes a slow link off the queues never does.
+    itself, whatever the others do. A morph must shorten the step by what it is worth. Back to
+    direct links it may even cost that much, as delegation takes host memory and processors that no
+    prediction counts; such a morph waits for its dwell. One that takes a slow link off the queues
+    never waits.
 
     Source: PipeMorph, sections 4.3 and 6. There all links are delegated together.
 
@@ -98,7 +101,7 @@ def decide(situation: Situation) -> Decision:
     ]
     best = _shortest(situation, allowed)
     chosen = situation.candidates[best]
-    why = _links_in_words(situation.verdicts)
+    why = "; ".join([_links_in_words(situation.verdicts), *situation.news])
     compared = f"predicted step {now.step_ms:.0f} -> {chosen.step_ms:.0f} ms"
     if _is_same(chosen, now):
         return Decision(None, f"{why}: {_standing(situation)}")
