@@ -29,6 +29,7 @@ from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import LinkHealth, Verdict
 from jaxmorph.morph import Morph
 from jaxmorph.planning_client import Chosen, Options, PlanningError
+from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
 
@@ -36,6 +37,7 @@ Happening = dict[str, Any]
 """What an event says beside its time and step: `kind`, `link`, `detail`, `evidence`."""
 
 _STEPS_TO_SWAP = 2  # a step's timings are worked out during the next one, and obeyed after it
+_MOST_NEWS = 2
 _KINDS = {
     LinkHealth.SLOW: "straggler_detected",
     LinkHealth.DEAD: "straggler_detected",
@@ -88,7 +90,8 @@ class ControlLoop:
         self._plans = plans
         self._dwell = Dwell(settings.dwell_steps, settings.longest_dwell_steps)
         self._weigh_again_at = math.inf
-        self._news: list[str] | None = None  # since it was weighed last: what else has changed
+        # Which ops have changed since it was weighed last; None: there is nothing to weigh.
+        self._news: dict[tuple[int, OpKind], ComputeNotice] | None = None
         self._verdicts: tuple[Verdict, ...] = ()
         self._judged_routes = plan.routes
         self._untold: list[Happening] = []
@@ -124,12 +127,12 @@ class ControlLoop:
         of_links = [*filter(None, (_of_verdict(each, before) for each in changed))]
         # A link that begins to recover is no news: whether it lasts is not yet known.
         if notices or any(each["kind"] != _KINDS[LinkHealth.RECOVERING] for each in of_links):
-            self._news = [*(self._news or []), *(notice.reason for notice in notices)]
+            self._news = {**(self._news or {}), **{(n.stage, n.kind): n for n in notices}}
         with self._lock:
             told, self._untold = [*of_links, *map(_of_notice, notices), *self._untold], []
             if not self._is_busy and (self._news is not None or step >= self._weigh_again_at):
                 self._is_busy = True
-                asked = step, self._profile, self._verdicts, tuple(self._news or ())
+                asked = step, self._profile, self._verdicts, _in_words(self._news or {})
                 self._news, self._weigh_again_at = None, math.inf
                 self._thread.submit(self._keep_error, self._decide, *asked)
         return told
@@ -261,6 +264,16 @@ def _of_verdict(verdict: Verdict, before: Mapping[tuple[int, int], Verdict]) -> 
         "detail": verdict.reason,
         "evidence": verdict.to_json(),
     }
+
+
+def _in_words(changed: Mapping[tuple[int, OpKind], ComputeNotice]) -> tuple[str, ...]:
+    told = [
+        f"stage {each.stage}'s {each.kind} takes {each.measured_ms:.1f} ms, not "
+        f"{each.expected_ms:.1f}"
+        for each in changed.values()
+    ]
+    more = len(told) - _MOST_NEWS
+    return (*told[:_MOST_NEWS], *([f"and {more} ops more have changed"] if more > 0 else []))
 
 
 def _of_notice(notice: ComputeNotice) -> Happening:

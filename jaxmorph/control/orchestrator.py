@@ -79,10 +79,10 @@ def decide(situation: Situation) -> Decision:
     """Go on, or morph, and why.
 
     A link is delegated only while it ails, unless the situation allows for more, and goes back by
-    itself, whatever the others do. A morph must shorten the step by what it is worth. Back to
-    direct links it may even cost that much, as delegation takes host memory and processors that no
-    prediction counts; such a morph waits for its dwell. One that takes a slow link off the queues
-    never waits.
+    itself, whatever the others do: delegation takes host memory and processors that no prediction
+    counts. While links ail a morph must shorten the step by what it is worth; once all are healthy
+    the first plan comes back unless it costs that much. What takes a slow link off the queues never
+    waits; what takes it back waits for its dwell.
 
     Source: PipeMorph, sections 4.3 and 6. There all links are delegated together.
 
@@ -92,27 +92,22 @@ def decide(situation: Situation) -> Decision:
     Returns:
         The decision, with its reason as a sentence.
     """
-    now, first = situation.in_force, situation.candidates[0]
+    now = situation.in_force
     ailing = ailing_links(situation.verdicts)
-    allowed = [
-        index
-        for index, option in enumerate(situation.candidates)
-        if situation.may_delegate_healthy or _delegated_anew(option, first) <= ailing
-    ]
-    best = _shortest(situation, allowed)
+    best = _shortest(situation)
     chosen = situation.candidates[best]
     why = "; ".join([_links_in_words(situation.verdicts), *situation.news])
-    compared = f"predicted step {now.step_ms:.0f} -> {chosen.step_ms:.0f} ms"
     if _is_same(chosen, now):
         return Decision(None, f"{why}: {_standing(situation)}")
-    goes_back = _delegated_anew(now, chosen)  # links that this plan takes off the host again
-    least_gain = -situation.worth if goes_back - ailing or not ailing else situation.worth
-    if now.step_ms - chosen.step_ms < least_gain * now.step_ms:
-        return Decision(None, f"{why}: {_standing(situation)}; another plan gains too little")
+    gain = 1 - chosen.step_ms / now.step_ms if now.step_ms else 0.0
+    least_gain = situation.worth if ailing else -situation.worth  # back to the first plan is easy
+    if _is_allowed(now, situation) and gain < least_gain:
+        return Decision(None, f"{why}: {_standing(situation)}; another one gains too little")
+    predicted = f"predicted step {now.step_ms:.0f} -> {chosen.step_ms:.0f} ms"
     wait = situation.dwell.waits(_held_subjects(now, chosen), situation.step)
     if wait:
-        return Decision(None, f"{why}: waits for {wait} steps, then {compared}", wait)
-    return Decision(best, f"{why}: {_change_in_words(now, chosen)}; {compared}")
+        return Decision(None, f"{why}: waits for {wait} steps, then {predicted}", wait)
+    return Decision(best, f"{why}: {_change_in_words(now, chosen)}; {predicted}")
 
 
 def changed_routes(now: Mapping[Link, Route], then: Mapping[Link, Route]) -> dict[Link, Route]:
@@ -134,10 +129,10 @@ def changed_subjects(now: Option, then: Option) -> set[Link | str]:
         then: The one after it.
 
     Returns:
-        Links that are delegated anew; where no route changes, the schedule.
+        Links that are delegated anew, and the schedule.
     """
     routes = changed_routes(now.routes, then.routes)
-    return {link for link, new in routes.items() if new == "delegated"} if routes else {SCHEDULE}
+    return {SCHEDULE, *(link for link, new in routes.items() if new == "delegated")}
 
 
 def _held_subjects(now: Option, then: Option) -> set[Link | str]:
@@ -146,14 +141,26 @@ def _held_subjects(now: Option, then: Option) -> set[Link | str]:
     return {link for link, new in routes.items() if new == "direct"} if routes else {SCHEDULE}
 
 
+def _is_allowed(option: Option, situation: Situation) -> bool:
+    """Whether a plan takes no links off their routes but those that ail."""
+    if situation.may_delegate_healthy:
+        return True
+    ailing = ailing_links(situation.verdicts)
+    return _delegated_anew(option, situation.candidates[0]) <= ailing
+
+
 def _delegated_anew(option: Option, than: Option) -> frozenset[Link]:
     routes = changed_routes(than.routes, option.routes)
     return frozenset(link for link, new in routes.items() if new == "delegated")
 
 
-def _shortest(situation: Situation, allowed: list[int]) -> int:
-    """The first of the candidates that none is shorter than by what a morph must be worth."""
-    steps_ms = {index: situation.candidates[index].step_ms for index in allowed}
+def _shortest(situation: Situation) -> int:
+    """The first allowed candidate than which none is shorter by half of what a morph must gain."""
+    steps_ms = {
+        index: option.step_ms
+        for index, option in enumerate(situation.candidates)
+        if _is_allowed(option, situation)
+    }
     good_enough_ms = min(steps_ms.values()) * (1 + situation.worth / 2)
     return next(index for index, step_ms in steps_ms.items() if step_ms <= good_enough_ms)
 
@@ -166,6 +173,8 @@ def _is_same(one: Option, other: Option) -> bool:
 def _standing(situation: Situation) -> str:
     """How the plan in force takes it."""
     now_ms, healthy_ms = situation.in_force.step_ms, situation.undisturbed_ms
+    if not ailing_links(situation.verdicts):
+        return f"the plan in force stays, predicted step {now_ms:.0f} ms"
     if now_ms <= healthy_ms * (1 + situation.worth):
         return f"the plan in force absorbs it, predicted step {now_ms:.0f} ms"
     return f"the plan in force stays, predicted step {now_ms:.0f} ms ({healthy_ms:.0f} healthy)"

@@ -71,3 +71,73 @@ def adapting(tmp_path_factory):
 def undisturbed(tmp_path_factory):
     """The same without adaptation and without delays, as fast as this machine computes it."""
     return Finished(tmp_path_factory.mktemp("undisturbed"))
+
+
+def in_force_ms(adapting, step):
+    return 1e3 * adapting.steps[step]["predicted_step_s"]
+
+
+def test_a_link_that_turns_slow_is_found_and_the_plan_changed_within_two_steps(adapting):
+    found = adapting.events("straggler_detected")
+    assert {event["link"] for event in found} == {"1-2"}
+    assert {event["step"] for event in found[:2]} == {SLOW_FROM}
+    first = adapting.events("plan_changed")[0]
+    assert first["step"] <= SLOW_FROM + 2
+    assert first["detail"].startswith("link 1-2 takes 4")
+    lines = adapting.steps
+    assert lines[first["step"]]["schedule"] == "adaptive"
+    before, after = (lines[step]["warmup_forwards"] for step in (SLOW_FROM, first["step"]))
+    assert after[1] - after[2] > before[1] - before[2]  # the slack is where the delay is
+
+
+def test_the_evidence_is_kept(adapting):
+    found = adapting.events("straggler_detected")[0]["evidence"]
+    assert found["latency_ms"] == pytest.approx(LATENCY_MS, abs=15)
+    assert min(found["evidence"]["samples_ms"]) > found["evidence"]["threshold_ms"]
+    morph = adapting.events("plan_changed")[0]["evidence"]
+    assert morph["to"]["routes"] == DELEGATED
+    assert morph["from"]["predicted_ms"] > 2 * morph["to"]["predicted_ms"]
+    assert {verdict["health"] for verdict in morph["verdicts"]} == {"slow"}
+
+
+def test_only_the_slow_links_route_changes_and_all_goes_back_within_ten_steps(adapting):
+    changed = adapting.events("route_changed")
+    assert [event["link"] for event in changed] == ["1-2", "1-2"]
+    there, back = [event["step"] for event in changed]
+    assert SLOW_TO < back <= SLOW_TO + 10
+    lines = adapting.steps
+    assert all(line["routes"] == DELEGATED for line in lines[there:back])
+    others = lines[:there] + lines[back:]
+    assert all(line["routes"] == DIRECT and line["schedule"] == "zb-h2" for line in others)
+    cleared = adapting.events("straggler_cleared")
+    assert {event["link"] for event in cleared} == {"1-2"}
+    assert max(event["step"] for event in cleared) < back
+    assert adapting.events("plan_changed")[-1]["step"] == back
+
+
+def test_what_is_predicted_follows_the_link_and_the_plan(adapting):
+    there, back = [event["step"] for event in adapting.events("plan_changed")]
+    healthy = in_force_ms(adapting, 0)
+    assert in_force_ms(adapting, SLOW_FROM + 1) > 2 * healthy
+    assert healthy + 30 < in_force_ms(adapting, there) < 1.25 * healthy
+    assert in_force_ms(adapting, back) == pytest.approx(healthy, rel=0.03)
+
+
+def test_a_morph_compiles_nothing(adapting):
+    assert len({line["compilations"] for line in adapting.steps}) == 1
+
+
+def test_losses_norms_parameters_and_optimizer_state_are_those_of_the_undisturbed_run(
+    adapting, undisturbed
+):
+    assert adapting.results() == undisturbed.results()
+    assert len(undisturbed.results()) == STEPS
+    states = adapting.state()
+    assert len(jax.tree.leaves(states)) > STAGES * 12
+    assert states == undisturbed.state()
+    assert not undisturbed.events("plan_changed", "straggler_detected")
+
+
+def test_the_user_sees_every_turn(adapting):
+    for part in ("straggler detected 1-2", "plan changed", "route changed 1-2", "morphs    2, in"):
+        assert part in adapting.shown
