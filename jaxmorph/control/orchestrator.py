@@ -102,7 +102,8 @@ def decide(situation: Situation) -> Decision:
     gain = 1 - chosen.step_ms / now.step_ms if now.step_ms else 0.0
     least_gain = situation.worth if ailing else -situation.worth  # back to the first plan is easy
     if _is_allowed(now, situation) and gain < least_gain:
-        return Decision(None, f"{why}: {_standing(situation)}; another one gains too little")
+        best_ms = f", with another plan {chosen.step_ms:.0f}"
+        return Decision(None, f"{why}: {_standing(situation)}{best_ms}")
     predicted = f"predicted step {now.step_ms:.0f} -> {chosen.step_ms:.0f} ms"
     wait = situation.dwell.waits(_held_subjects(now, chosen), situation.step)
     if wait:
