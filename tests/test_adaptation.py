@@ -1,6 +1,7 @@
 """A rank's part of a morph: told by rank 0, swapped to by all."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,12 @@ class Meeting:
 
     def __init__(self, rank):
         self.rank, self.num_ranks, self.met = rank, 3, 0
+
+    def limit(self, deadline_s):
+        pass
+
+    def close(self):
+        pass
 
     def exchange(self, message, detail=None):
         self.met += 1
@@ -58,8 +65,10 @@ class Loop:
         return self.morphs.pop(0) if self.morphs else None
 
 
-def on_rank(rank, loop=None):
-    meeting, stage, books = Meeting(rank), Stage(), Books()
+def on_rank(rank, loop: Any = None):
+    meeting = Meeting(rank)
+    stage: Any = Stage()
+    books: Any = Books()
     return Adaptation(meeting, stage, books, loop), meeting, stage, books
 
 

@@ -1,5 +1,6 @@
 import json
 import threading
+from typing import Any
 
 import pytest
 
@@ -172,7 +173,8 @@ class OneMorph:
 
 
 def test_another_plan_counts_from_the_step_that_runs_it_and_its_events_have_that_step():
-    config, messages, loop = Config.model_validate({"run": {"steps": 9}}), [], OneMorph()
+    config, messages = Config.model_validate({"run": {"steps": 9}}), []
+    loop: Any = OneMorph()
     other = plan(COSTS, {}, Limits(), 1, "adaptive")
     programs = tuple(map(program_text, IN_FORCE.programs))
     morph = Morph(other, programs, {}, "it is shorter", {}, {})

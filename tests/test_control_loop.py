@@ -7,6 +7,7 @@ import pytest
 
 from jaxmorph.config import Config
 from jaxmorph.control.compute_watch import ComputeWatch
+from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.orchestrator import Option
 from jaxmorph.control.profiler import Profile
@@ -20,7 +21,7 @@ from jaxmorph.schedule.costs import Link, StageCosts, chain_links
 from jaxmorph.step_programs import lower_step
 
 COSTS = StageCosts.uniform(3, 10.0, 10.0, 10.0)
-USUAL = {"direct": chain_links((0.5, 0.5)), "delegated": chain_links((1.5, 1.5))}
+USUAL: UsualLinks = {"direct": chain_links((0.5, 0.5)), "delegated": chain_links((1.5, 1.5))}
 CONFIG = Config.model_validate(
     {
         "parallelism": {"stages": 3},

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jaxmorph.config import Config
+from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Evidence, LinkHealth, Verdict
 from jaxmorph.plan_candidates import CandidatePlanner
@@ -16,7 +17,7 @@ from jaxmorph.schedule.costs import Link, StageCosts, chain_links
 
 LINKS = (Link(0, 1), Link(1, 2), Link(2, 3))
 COSTS = StageCosts.uniform(4, 10.0, 10.0, 10.0)
-USUAL = {"direct": chain_links((0.0,) * 3), "delegated": chain_links((1.0,) * 3)}
+USUAL: UsualLinks = {"direct": chain_links((0.0,) * 3), "delegated": chain_links((1.0,) * 3)}
 
 
 def config(**sections):

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from jaxmorph.config import Config
+from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Evidence, LinkHealth, Verdict
 from jaxmorph.planning import plan_step
@@ -20,7 +21,7 @@ from jaxmorph.step_programs import lower_step
 CONFIG = Config.model_validate(
     {"parallelism": {"stages": 3}, "batch": {"microbatches": 6}, "schedule": {"name": "zb-h2"}}
 )
-USUAL = {"direct": chain_links((0.0, 0.0)), "delegated": chain_links((1.0, 1.0))}
+USUAL: UsualLinks = {"direct": chain_links((0.0, 0.0)), "delegated": chain_links((1.0, 1.0))}
 PROFILE = Profile(StageCosts.uniform(3, 10.0, 10.0, 10.0), USUAL["direct"])
 FIRST = plan_step(CONFIG, PROFILE)
 EVIDENCE = Evidence((30.0, 31.0), 0.5, 0.1, 5.5)

@@ -6,6 +6,7 @@ import pytest
 from verdict_examples import both_ways, healthy, verdict
 
 from jaxmorph.control.conditions import (
+    UsualLinks,
     ailing_links,
     costs_differ,
     links_under,
@@ -16,7 +17,10 @@ from jaxmorph.control.verdicts import LinkHealth, Verdict
 from jaxmorph.schedule.costs import Link, LinkState, StageCosts
 
 LINK = Link(1, 2)
-USUAL = {"direct": {LINK: LinkState(0.5, 0.6)}, "delegated": {LINK: LinkState(2.0, 2.5)}}
+USUAL: UsualLinks = {
+    "direct": {LINK: LinkState(0.5, 0.6)},
+    "delegated": {LINK: LinkState(2.0, 2.5)},
+}
 DELEGATED = {LINK: "delegated"}
 
 

@@ -65,7 +65,8 @@ def test_the_plans_name_and_the_state_of_links_change_as_it_happens():
     assert "plan  zb-h2, warm-up forwards 3 1, direct" in before
     assert "links" not in before
     morphed = replace(
-        STEP, schedule="adaptive", warmup_forwards=(8, 1), routes={"0-1": "delegated", "1-2": "direct"},
+        STEP, schedule="adaptive", warmup_forwards=(8, 1),
+        routes={"0-1": "delegated", "1-2": "direct"},
         link_states={"0-1": "slow, 31.2 ms (healthy: 1.1)"},
     )  # fmt: skip
     after = drawn(live_view(history_of(STEP, morphed), 30))
