@@ -37,7 +37,7 @@ class Detector:
 
         Args:
             step: Its number.
-            samples: Of all links, in the order in which they ended (see `link_samples`).
+            samples: Of all links, in the order of sending (see `link_samples`).
 
         Returns:
             The verdicts that have changed, those of a direction in order.

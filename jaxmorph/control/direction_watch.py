@@ -62,13 +62,15 @@ class DirectionWatch:
 
         Args:
             step: Its number.
-            samples: This direction's, at least one, in the order in which they landed.
+            samples: This direction's, at least one, in the order of sending.
 
         Returns:
             What has changed, in order; the last one with the latest latency and jitter.
         """
         self._notice_route(samples)
         self._unrest *= _CALMING
+        for record in self._routes.values():
+            record.begin_step()
         began_as = self._verdict.health
         changes: list[Verdict] = []
         for sample in samples:
@@ -150,11 +152,11 @@ class DirectionWatch:
         return health is not LinkHealth.DEAD or self._is_heard(is_held)
 
     def _may_clear(self, is_held: bool) -> bool:
-        if self._is_heard(is_held):
-            return True
-        if self._verdict.health is LinkHealth.DEAD:
-            return False
-        return self.usual(not is_held) is None and self.usual(is_held) is not None
+        health = self._verdict.health
+        if health not in (LinkHealth.SLOW, LinkHealth.DEAD) or self._is_heard(is_held):
+            return health in (LinkHealth.SLOW, LinkHealth.DEAD)
+        unmeasured = self.usual(not is_held) is None and self.usual(is_held) is not None
+        return health is LinkHealth.SLOW and unmeasured
 
     def _is_heard(self, is_held: bool) -> bool:
         return self._judged_by is None or self._judged_by is is_held

@@ -43,6 +43,10 @@ class RouteRecord:
         self.recent = RunningEstimate(self.sensitivity.recent_messages)
         self.healthy = HealthyMessages(self.sensitivity)
 
+    def begin_step(self) -> None:
+        """What comes next is of another step, whose times begin at 0 again."""
+        self._last = None
+
     def read(self, sample: LinkSample, usual: Usual, *, learns: bool) -> None:
         """Let a message lengthen the runs that it fits, and end the others.
 
@@ -50,7 +54,7 @@ class RouteRecord:
         stood still or a lost packet: the first of them counts alone.
 
         Args:
-            sample: The message, in the order of landing.
+            sample: The message, in the order of sending.
             usual: What it is judged by.
             learns: Whether the link is healthy, so that this is what healthy messages are like;
                 late ones are too, once it is clear that they were chance.
@@ -105,8 +109,8 @@ class RouteRecord:
 
 
 def _landed_together(before: LinkSample | None, sample: LinkSample) -> bool:
-    if before is None or sample.at_ms < before.at_ms:
-        return False  # the one before was of an earlier step
+    if before is None:
+        return False
     return sample.at_ms - before.at_ms < _TOGETHER * (sample.sent_ms - before.sent_ms)
 
 

@@ -9,11 +9,12 @@ class Sensitivity:
 
     A message is late when it takes longer than the baseline plus the largest of `spreads`
     deviations, `floor_ms` and `share` of the baseline. One late message says nothing: timings have
-    heavy tails, on a busy machine one in ten may be late. So a link is slow only when so many in a
-    row are late, and by so much, that a healthy one would do it less than once in 1 / `chance`
-    messages (`run_chance`). Three in a row are enough where none of the last 256 took as long,
-    p = 1 / 258: p**3 = 6e-8. A run of eight stages and 24 microbatches sends 168,000 messages in
-    500 steps: at 1e-7 each, one such run in 60 has one false alarm.
+    heavy tails, and on a busy machine one in ten may be late. So a link is slow only when so many
+    in a row are late, and by so much, that a healthy one would have that less than once in
+    1 / `chance` messages (`HealthyMessages.run_chance`). Where none of the last 256 messages took
+    longer than 6 ms, that is seven in a row of 10 ms, five of 30 and four of 80. A run of eight
+    stages and 24 microbatches sends 168,000 messages in 500 steps: at 1e-7 each, one such run in
+    60 has one false alarm.
 
     Attributes:
         spreads: Robust standard deviations.
