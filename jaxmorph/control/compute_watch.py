@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from jaxmorph.control.estimates import RunningEstimate, median
-from jaxmorph.control.op_times import op_times
+from jaxmorph.control.op_times import OpTime, op_times
 from jaxmorph.control.verdicts import Evidence
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.ops import OpKind
@@ -16,8 +16,8 @@ from jaxmorph.schedule.timeline import Timeline
 class ComputeSensitivity:
     """How far a stage's ops must be from what is expected of them.
 
-    A step's median of all microbatches counts, which spikes don't move, and `steps` of them in a
-    row must be on the same side: one step in which the machine was busy says nothing.
+    In a busy step half of a stage's ops may take longer. So three quarters of them must be away
+    from what is expected, all to the same side, and `steps` times in a row.
 
     Attributes:
         share: Of the expected duration: less makes no better plan.
@@ -30,7 +30,7 @@ class ComputeSensitivity:
     share: float = 0.15
     floor_ms: float = 1.0
     spreads: float = 6.0
-    steps: int = 2
+    steps: int = 3
     window_steps: int = 20
 
 
@@ -69,19 +69,19 @@ class _Watched:
     expected_ms: float
     medians_ms: RunningEstimate
     away_ms: list[float] = field(default_factory=list)
+    are_slower: bool = False
 
-    def read(self, median_ms: float, margin_ms: float) -> None:
-        """Let a step's median lengthen the run of those away from what is expected, or end it."""
-        other_side = self.away_ms and (median_ms > self.expected_ms) != (
-            self.away_ms[-1] > self.expected_ms
-        )
-        is_away = abs(median_ms - self.expected_ms) > margin_ms
-        if not is_away or other_side:
+    def read(self, time: OpTime, margin_ms: float) -> None:
+        """Let a step lengthen the run of those away from what is expected, or end it."""
+        slower = time.low_ms > self.expected_ms + margin_ms
+        faster = time.high_ms < self.expected_ms - margin_ms
+        if not (slower or faster):
+            self.medians_ms.add(time.median_ms)
+        if slower is not self.are_slower or not (slower or faster):
             self.away_ms.clear()
-        if is_away:
-            self.away_ms.append(median_ms)
-        else:
-            self.medians_ms.add(median_ms)
+        if slower or faster:
+            self.are_slower = slower
+            self.away_ms.append(time.median_ms)
 
 
 class ComputeWatch:
@@ -114,13 +114,13 @@ class ComputeWatch:
             The ops that have changed, stage by stage.
         """
         found = sorted(op_times(timeline).items())
-        notices = (self._read(step, *key, time.median_ms) for key, time in found)
+        notices = (self._read(step, *key, time) for key, time in found)
         return [notice for notice in notices if notice is not None]
 
-    def _read(self, step: int, stage: int, kind: OpKind, median_ms: float) -> ComputeNotice | None:
+    def _read(self, step: int, stage: int, kind: OpKind, time: OpTime) -> ComputeNotice | None:
         watched = self._watch(stage, kind)
         margin_ms = self._margin_ms(watched)
-        watched.read(median_ms, margin_ms)
+        watched.read(time, margin_ms)
         if len(watched.away_ms) < self._numbers.steps:
             return None
         evidence = Evidence(

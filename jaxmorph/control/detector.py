@@ -9,7 +9,7 @@ from functools import partial
 from jaxmorph.control.direction_watch import DirectionWatch
 from jaxmorph.control.estimates import median
 from jaxmorph.control.link_samples import LinkSample
-from jaxmorph.control.sensitivity import Sensitivity, Usual, assumed
+from jaxmorph.control.sensitivity import Sensitivity, Usual, usual
 from jaxmorph.control.verdicts import Verdict
 
 Way = tuple[int, int]
@@ -37,7 +37,7 @@ class Detector:
 
         Args:
             step: Its number.
-            samples: Of all links, in the order in which they ended (see `link_samples`).
+            samples: Of all links, in the order of sending (see `link_samples`).
 
         Returns:
             The verdicts that have changed, those of a direction in order.
@@ -90,10 +90,11 @@ class Detector:
     def _assume(self, way: Way, is_held: bool) -> Usual | None:
         """What the route takes on other links; failing that, what the other route takes here."""
         others = (watch.usual(is_held) for watch in self._watches.values())
-        known_ms = [usual.baseline_ms for usual in others if usual is not None]
+        known_ms = [known.baseline_ms for known in others if known is not None]
         if known_ms:
-            return assumed(median(known_ms), self._numbers)
+            return usual(median(known_ms), 0.0, self._numbers)
         other_route = self._watches[way].usual(not is_held)
         if other_route is None:
             return None
-        return assumed(other_route.baseline_ms + self._numbers.other_route_ms, self._numbers)
+        baseline_ms = other_route.baseline_ms + self._numbers.other_route_ms
+        return usual(baseline_ms, 0.0, self._numbers)

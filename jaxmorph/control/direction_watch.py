@@ -62,13 +62,15 @@ class DirectionWatch:
 
         Args:
             step: Its number.
-            samples: This direction's, at least one, in the order in which they landed.
+            samples: This direction's, at least one, in the order of sending.
 
         Returns:
             What has changed, in order; the last one with the latest latency and jitter.
         """
         self._notice_route(samples)
         self._unrest *= _CALMING
+        for record in self._routes.values():
+            record.begin_step()
         began_as = self._verdict.health
         changes: list[Verdict] = []
         for sample in samples:
@@ -124,36 +126,37 @@ class DirectionWatch:
         if usual is None or not is_healthy:
             record.recent.add(sample.duration_ms)
         if usual is None:
-            record.learn([sample.duration_ms])
+            record.healthy.learn([sample.duration_ms])
             return []
         record.read(sample, usual, learns=is_healthy)
-        if len(record.late) >= usual.run and self._may_accuse(sample.is_held):
-            return self._turn(step, Sign.ROSE, sample.is_held, record.late)
-        if len(record.calm) >= usual.run and self._may_clear(sample.is_held):
+        if self._may_accuse(sample.is_held) and (late_ms := record.late_beyond_chance()):
+            return self._turn(step, Sign.ROSE, sample.is_held, late_ms)
+        if self._may_clear(sample.is_held) and len(record.calm) >= self._numbers.settled_run:
             return self._turn(step, Sign.FELL, sample.is_held, record.calm)
         if self._verdict.health is LinkHealth.SLOW and sample.is_held is self._current:
-            return self._read_level(step, sample, record, usual) if may_move else []
+            return self._read_level(step, sample, record) if may_move else []
         return []
 
-    def _read_level(
-        self, step: int, sample: LinkSample, record: RouteRecord, usual: Usual
-    ) -> list[Verdict]:
+    def _read_level(self, step: int, sample: LinkSample, record: RouteRecord) -> list[Verdict]:
         margin_ms = level_margin_ms(record, self._level_ms, self._unrest)
         record.read_level(sample.duration_ms, self._level_ms, margin_ms)
-        if len(record.moved) < usual.run or record.calm:
+        if len(record.moved) < self._numbers.settled_run or record.calm:
             return []
         self._unrest += 1.0
         return self._turn(step, Sign.MOVED, sample.is_held, record.moved)
 
     def _may_accuse(self, is_held: bool) -> bool:
-        return self._verdict.health is not LinkHealth.DEAD or self._is_heard(is_held)
+        health = self._verdict.health
+        if health is LinkHealth.SLOW:
+            return False
+        return health is not LinkHealth.DEAD or self._is_heard(is_held)
 
     def _may_clear(self, is_held: bool) -> bool:
-        if self._is_heard(is_held):
-            return True
-        if self._verdict.health is LinkHealth.DEAD:
-            return False
-        return self.usual(not is_held) is None and self.usual(is_held) is not None
+        health = self._verdict.health
+        if health not in (LinkHealth.SLOW, LinkHealth.DEAD) or self._is_heard(is_held):
+            return health in (LinkHealth.SLOW, LinkHealth.DEAD)
+        unmeasured = self.usual(not is_held) is None and self.usual(is_held) is not None
+        return health is LinkHealth.SLOW and unmeasured
 
     def _is_heard(self, is_held: bool) -> bool:
         return self._judged_by is None or self._judged_by is is_held

@@ -50,14 +50,13 @@ class RunningEstimate:
         """A robust standard deviation: 1.4826 times the median distance from the median."""
         return _spread_of_ordered(self._ordered)
 
-    def share_over(self, limit: float) -> float:
-        """The probability of a value over a limit, by Laplace's rule: never 0, never 1.
+    def count_over(self, limit: float) -> int:
+        """How many values are over a limit.
 
         Args:
             limit: What is not over it, itself included.
         """
-        over = len(self._ordered) - bisect_right(self._ordered, limit)
-        return (over + 1) / (len(self._ordered) + 2)
+        return len(self._ordered) - bisect_right(self._ordered, limit)
 
 
 def median(values: Iterable[float]) -> float:

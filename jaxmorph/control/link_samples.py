@@ -34,7 +34,7 @@ class LinkSample(NamedTuple):
 
 
 def link_samples(timeline: Timeline) -> tuple[LinkSample, ...]:
-    """One sample for each message of activations or gradients, in the order in which they ended.
+    """One sample for each message of activations or gradients, in the order of sending.
 
     Both ends hold a direct transfer from when they reach it until it is over. The end that came
     later waited for nobody, so the smaller of the two durations is the link's alone: neither a slow
@@ -66,7 +66,7 @@ def _sample(label: str, is_held: bool, spans: Sequence[TransferSpan]) -> LinkSam
 
 
 def _when(sample: LinkSample) -> tuple[float, float]:
-    return sample.at_ms, sample.sent_ms
+    return sample.sent_ms, sample.at_ms
 
 
 _parse = lru_cache(maxsize=1 << 14)(Transfer.parse)  # the same labels come step by step

@@ -15,10 +15,14 @@ class OpTime(NamedTuple):
     Attributes:
         median_ms: The median over the step's microbatches; those of several chunks are added up.
         spread_ms: How much it varies: a robust standard deviation.
+        low_ms: What three quarters of the ops take at least.
+        high_ms: What three quarters of the ops take at most.
     """
 
-    median_ms: float
-    spread_ms: float
+    median_ms: float = 0.0
+    spread_ms: float = 0.0
+    low_ms: float = 0.0
+    high_ms: float = 0.0
 
 
 def op_times(timeline: Timeline) -> dict[tuple[int, OpKind], OpTime]:
@@ -34,7 +38,15 @@ def op_times(timeline: Timeline) -> dict[tuple[int, OpKind], OpTime]:
             durations[stage, op.kind, op.chunk].append(op_ms)
     times: dict[tuple[int, OpKind], OpTime] = {}
     for (stage, kind, _), values in durations.items():
-        before = times.get((stage, kind), OpTime(0.0, 0.0))
-        spread_ms = math.hypot(before.spread_ms, robust_spread(values))
-        times[stage, kind] = OpTime(before.median_ms + median(values), spread_ms)
+        times[stage, kind] = _with_chunk(times.get((stage, kind), OpTime()), sorted(values))
     return times
+
+
+def _with_chunk(before: OpTime, ordered_ms: list[float]) -> OpTime:
+    quarter = len(ordered_ms) // 4
+    return OpTime(
+        before.median_ms + median(ordered_ms),
+        math.hypot(before.spread_ms, robust_spread(ordered_ms)),
+        before.low_ms + ordered_ms[quarter],
+        before.high_ms + ordered_ms[-1 - quarter],
+    )

@@ -1,14 +1,14 @@
 """From measured timelines to what ops and links cost now: running medians, robust to spikes."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from jaxmorph.control.estimates import RunningEstimate, median, robust_spread
 from jaxmorph.control.link_samples import LinkSample, link_samples
-from jaxmorph.control.op_times import OpTime, op_times
+from jaxmorph.control.op_times import op_times
 from jaxmorph.schedule.costs import Link, Links, LinkState, StageCosts
 from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.schedule.ops import OpKind
@@ -80,9 +80,9 @@ class _Quantity:
     def __init__(self, num_steps: int) -> None:
         self._medians, self._spreads = RunningEstimate(num_steps), RunningEstimate(num_steps)
 
-    def add(self, time: OpTime) -> None:
-        self._medians.add(time.median_ms)
-        self._spreads.add(time.spread_ms)
+    def add(self, median_ms: float, spread_ms: float) -> None:
+        self._medians.add(median_ms)
+        self._spreads.add(spread_ms)
 
     @property
     def median_ms(self) -> float:
@@ -119,10 +119,10 @@ class Profiler:
             timeline: The ops and transfers of all stages.
         """
         for key, time in op_times(timeline).items():
-            self._ops[key].add(time)
-        for (source, destination, is_held), time in _message_times(link_samples(timeline)).items():
+            self._ops[key].add(time.median_ms, time.spread_ms)
+        for source, destination, is_held, took_ms in _main_messages(link_samples(timeline)):
             self._forget_other_route(source, destination, is_held)
-            self._links[source, destination].add(time)
+            self._links[source, destination].add(median(took_ms), robust_spread(took_ms))
 
     def profile(self) -> Profile:
         """The medians over the steps seen, and how much the values vary within a step.
@@ -171,8 +171,8 @@ def _spread_ms(quantity: _Quantity) -> float:
     return quantity.spread_ms
 
 
-def _message_times(samples: tuple[LinkSample, ...]) -> dict[tuple[int, int, bool], OpTime]:
-    """Median and spread of each direction's messages, on the route that most of them took.
+def _main_messages(samples: tuple[LinkSample, ...]) -> Iterator[tuple[int, int, bool, list[float]]]:
+    """What each direction's messages took on the route that most of them went.
 
     The few on another route are probes of it.
     """
@@ -180,11 +180,8 @@ def _message_times(samples: tuple[LinkSample, ...]) -> dict[tuple[int, int, bool
     for sample in samples:
         routes = durations.setdefault((sample.source, sample.destination), {})
         routes.setdefault(sample.is_held, []).append(sample.duration_ms)
-    times: dict[tuple[int, int, bool], OpTime] = {}
     for ends, routes in durations.items():
-        is_held, took_ms = max(routes.items(), key=lambda route: len(route[1]))
-        times[(*ends, is_held)] = OpTime(median(took_ms), robust_spread(took_ms))
-    return times
+        yield *ends, *max(routes.items(), key=lambda route: len(route[1]))
 
 
 def _links_to_json(links: Links) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from jaxmorph.control.estimates import RunningEstimate, median
+from jaxmorph.control.healthy_messages import HealthyMessages
 from jaxmorph.control.link_samples import LinkSample
-from jaxmorph.control.sensitivity import Sensitivity, Usual, usual
+from jaxmorph.control.sensitivity import Sensitivity, Usual
 
 _TOGETHER = 0.25
 """Two messages that land within a quarter of the time between their sendings land together."""
@@ -26,6 +27,7 @@ class RouteRecord:
         calm: The same of messages in time.
         moved: The same of late messages that are clearly away from a slow link's level.
         recent: What the last messages have taken since the link was last judged.
+        healthy: The messages that were not a slow link's.
     """
 
     sensitivity: Sensitivity
@@ -34,13 +36,16 @@ class RouteRecord:
     calm: deque[float] = field(default_factory=_new_run)
     moved: deque[float] = field(default_factory=_new_run)
     recent: RunningEstimate = field(init=False)
-    _healthy: RunningEstimate = field(init=False)
-    _most_ms: float = field(init=False, default=float("inf"))
+    healthy: HealthyMessages = field(init=False)
     _last: LinkSample | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.recent = RunningEstimate(self.sensitivity.recent_messages)
-        self._healthy = RunningEstimate(self.sensitivity.window_messages)
+        self.healthy = HealthyMessages(self.sensitivity)
+
+    def begin_step(self) -> None:
+        """What comes next is of another step, whose times begin at 0 again."""
+        self._last = None
 
     def read(self, sample: LinkSample, usual: Usual, *, learns: bool) -> None:
         """Let a message lengthen the runs that it fits, and end the others.
@@ -49,10 +54,10 @@ class RouteRecord:
         stood still or a lost packet: the first of them counts alone.
 
         Args:
-            sample: The message, in the order of landing.
+            sample: The message, in the order of sending.
             usual: What it is judged by.
             learns: Whether the link is healthy, so that this is what healthy messages are like;
-                late ones are too, once it is clear that they were single ones.
+                late ones are too, once it is clear that they were chance.
         """
         duration_ms = sample.duration_ms
         if duration_ms > usual.threshold_ms:
@@ -61,7 +66,7 @@ class RouteRecord:
                 self.late.append(duration_ms)
         else:
             if learns:
-                self.learn([*self.late, duration_ms])
+                self.healthy.learn([*self.late, duration_ms])
             self.late.clear()
             if duration_ms <= usual.calm_ms:
                 self.calm.append(duration_ms)
@@ -83,33 +88,29 @@ class RouteRecord:
         if abs(duration_ms - level_ms) > margin_ms:
             self.moved.append(duration_ms)
 
+    def late_beyond_chance(self) -> tuple[float, ...]:
+        """The late messages in a row that no healthy link would have; nothing where it might."""
+        numbers = self.sensitivity
+        if len(self.late) < numbers.least_run:
+            return ()
+        if self.usual is not None:
+            return self.healthy.unlikely_end(self.late, self.usual.threshold_ms)
+        return tuple(self.late) if len(self.late) >= numbers.settled_run else ()
+
     def begin_again(self, recent_ms: Iterable[float] = ()) -> None:
         """Forget all runs; the last messages are those given."""
         for run in (self.late, self.calm, self.moved):
             run.clear()
         self.recent = RunningEstimate(self.sensitivity.recent_messages, recent_ms)
 
-    def learn(self, durations_ms: Iterable[float]) -> None:
-        """Count messages among those of a healthy link."""
-        for duration_ms in durations_ms:
-            self._healthy.add(duration_ms)
-
     def settle(self) -> None:
-        """Make the baseline of what has been learnt; it follows slowly, and not without end.
-
-        A delay that grows a little with every step must not drag its own measure along.
-        """
-        seen, numbers = len(self._healthy), self.sensitivity
-        if seen < numbers.learning_messages:
-            return
-        self.usual = usual(self._healthy, numbers, self._most_ms)
-        if self._most_ms == float("inf") and seen >= numbers.window_messages // 4:
-            self._most_ms = self.usual.threshold_ms
+        """Go by what has been learnt up to now."""
+        self.usual = self.healthy.usual()
 
 
 def _landed_together(before: LinkSample | None, sample: LinkSample) -> bool:
-    if before is None or sample.at_ms < before.at_ms:
-        return False  # the one before was of an earlier step
+    if before is None:
+        return False
     return sample.at_ms - before.at_ms < _TOGETHER * (sample.sent_ms - before.sent_ms)
 
 
