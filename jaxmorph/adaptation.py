@@ -22,12 +22,14 @@ from jaxmorph.morph import Morph, OwnPart
 from jaxmorph.open_stage import make_room
 from jaxmorph.planning_client import PlanningProcess
 from jaxmorph.program.instructions import RankProgram
+from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.schedule.costs import Link
 
 Message = dict[str, Any]
 
-_MORPH = "morph"
+_MORPH, _PROBE = "morph", "probe"
 
 
 @contextmanager
@@ -87,14 +89,27 @@ class Adaptation:
         self._bookkeeper = bookkeeper
         self._loop = loop
         self._told: Morph | None = None
+        self._probed: list[Stamp] = []
 
     def told(self) -> Message:
-        """A morph that is due, which rank 0 adds to its message of the meeting that ends a step."""
-        self._told = None if self._loop is None else self._loop.ready()
-        return {} if self._told is None else {_MORPH: self._told.to_json()}
+        """A morph or a probe that is due, for rank 0's message of the meeting that ends a step."""
+        if self._loop is None:
+            return {}
+        self._told = self._loop.ready()
+        if self._told is not None:
+            return {_MORPH: self._told.to_json()}
+        links = self._loop.due_probes()
+        return {_PROBE: [str(link) for link in links]} if links else {}
+
+    def probed(self) -> Message:
+        """What this rank adds to its timings of the next step: those of a probe since the last."""
+        probed, self._probed = self._probed, []
+        if not probed:
+            return {}
+        return {"probes": [(str(stamp.label), 1e3 * stamp.duration_s) for stamp in probed]}
 
     def heed(self, step: int, reports: Sequence[Message]) -> RankProgram | None:
-        """Swap to the plan that rank 0 has told of, on all ranks alike.
+        """Swap to the plan, or probe the links, that rank 0 has told of, on all ranks alike.
 
         Args:
             step: The step that is over.
@@ -103,6 +118,8 @@ class Adaptation:
         Returns:
             This rank's instructions from the next step on; None: those that it has.
         """
+        for link in map(Link.parse, reports[0].get(_PROBE, ())):
+            self._probed += self._trainer.probe(link, step)
         told = reports[0].get(_MORPH)
         if told is None:
             return None

@@ -25,6 +25,7 @@ from jaxmorph.program.program_text import parse_program
 from jaxmorph.runtime.report import (
     StepTotals,
     measured_timeline,
+    probe_times,
     reported_events,
     total_compilations,
 )
@@ -201,7 +202,9 @@ class Bookkeeper:
         measured = measured_timeline(reports)
         self._profiler.observe(measured)
         # Before all else, as a decision may wait for it.
-        happened = [] if self._loop is None else self._loop.observe(step, measured)
+        happened = []
+        if self._loop is not None:
+            happened = self._loop.observe(step, measured, probe_times(reports))
         planned = self._in_force.simulate(profile)
         record = {
             "step": step,

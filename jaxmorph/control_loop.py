@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from jaxmorph.config.adaptation_section import Adaptation
@@ -29,6 +30,8 @@ from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import LinkHealth, Verdict
 from jaxmorph.morph import Morph
 from jaxmorph.planning_client import Chosen, Options, PlanningError
+from jaxmorph.program.instructions import Transfer
+from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
@@ -38,6 +41,7 @@ Happening = dict[str, Any]
 
 _STEPS_TO_SWAP = 2  # a step's timings are worked out during the next one, and obeyed after it
 _MOST_NEWS = 2
+_PROBE_HOLDS = 8  # steps for which a probe is believed
 _KINDS = {
     LinkHealth.SLOW: "straggler_detected",
     LinkHealth.DEAD: "straggler_detected",
@@ -96,6 +100,8 @@ class ControlLoop:
         self._judged_routes = plan.routes
         self._untold: list[Happening] = []
         self._morph: Morph | None = None
+        self._due_probes: tuple[Link, ...] = ()
+        self._found_well: dict[Link, int] = {}  # direct links, after which step a probe said so
         self._is_busy = False  # weighing, or with a morph that isn't in force yet
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "jaxmorph-orchestrator")
@@ -108,16 +114,20 @@ class ControlLoop:
         """
         self._thread.submit(self._keep_error, begin)
 
-    def observe(self, step: int, timeline: Timeline) -> list[Happening]:
+    def observe(
+        self, step: int, timeline: Timeline, probes: Mapping[str, float] = MappingProxyType({})
+    ) -> list[Happening]:
         """Take in a step of the plan in force.
 
         Args:
             step: Its number.
             timeline: As measured.
+            probes: What messages of probes took before it, milliseconds, by their names.
 
         Returns:
             What has happened since the last call.
         """
+        of_probes = self._judge_probes(step, probes)
         before = {(each.source, each.destination): each for each in self._verdicts}
         changed = self._detector.observe(step, link_samples(timeline))
         notices = self._compute.observe(step, timeline)
@@ -129,7 +139,8 @@ class ControlLoop:
         if notices or any(each["kind"] != _KINDS[LinkHealth.RECOVERING] for each in of_links):
             self._news = {**(self._news or {}), **{(n.stage, n.kind): n for n in notices}}
         with self._lock:
-            told, self._untold = [*of_links, *map(_of_notice, notices), *self._untold], []
+            happened = [*of_links, *map(_of_notice, notices), *of_probes]
+            told, self._untold = [*happened, *self._untold], []
             if not self._is_busy and (self._news is not None or step >= self._weigh_again_at):
                 self._is_busy = True
                 asked = step, self._profile, self._verdicts, _in_words(self._news or {})
@@ -142,6 +153,12 @@ class ControlLoop:
         with self._lock:
             morph, self._morph = self._morph, None
         return morph
+
+    def due_probes(self) -> tuple[Link, ...]:
+        """The direct links to be probed before they are used again; each is asked for once."""
+        with self._lock:
+            links, self._due_probes = self._due_probes, ()
+        return links
 
     def adopted(self, morph: Morph) -> list[Happening]:
         """Take note that a morph is in force, for every step that is observed from now on.
@@ -222,10 +239,49 @@ class ControlLoop:
         decision = decide(situation)
         if decision.wait_steps:
             self._weigh_again_at = step + decision.wait_steps
+        unproven = self._unproven(situation, decision)
         if decision.chosen is None:
             self._keep(decision, situation)
+        elif unproven:
+            with self._lock:
+                self._due_probes = unproven  # it remains busy until it is known what they found
         else:
             self._make_ready(situation, decision, self._plans.adopt(decision.chosen))
+
+    def _unproven(self, situation: Situation, decision: Decision) -> tuple[Link, ...]:
+        """The links that a decision takes back to direct, and that no probe has found well yet.
+
+        That messages are in time on the delegated route says little of the accelerators' own.
+        """
+        if decision.chosen is None:
+            return ()
+        then = situation.candidates[decision.chosen].routes
+        back = changed_routes(situation.in_force.routes, then).items()
+        return tuple(
+            link
+            for link, route in sorted(back)
+            if route == "direct"
+            and link.upper == link.lower + 1
+            and situation.step - self._found_well.get(link, -_PROBE_HOLDS) >= _PROBE_HOLDS
+        )
+
+    def _judge_probes(self, step: int, probes: Mapping[str, float]) -> list[Happening]:
+        """What probes have found; then what was decided is weighed again, with that known."""
+        if not probes:
+            return []
+        took_ms: dict[Link, list[float]] = {}
+        late: set[Link] = set()
+        for label, duration_ms in probes.items():
+            transfer = Transfer.parse(label)
+            took_ms.setdefault(transfer.link, []).append(duration_ms)
+            usual = self._detector.usual(transfer.source, transfer.destination, is_held=True)
+            if usual is not None and duration_ms > usual.threshold_ms:
+                late.add(transfer.link)
+        self._found_well.update(dict.fromkeys(took_ms.keys() - late, step))
+        self._dwell = self._dwell.after(late, step)
+        with self._lock:
+            self._is_busy, self._news = False, self._news or {}
+        return [_of_probe(link, took_ms[link], link in late) for link in sorted(took_ms)]
 
     def _keep(self, decision: Decision, situation: Situation) -> None:
         evidence = _evidence(situation, situation.in_force)
@@ -278,6 +334,17 @@ def _in_words(changed: Mapping[tuple[int, OpKind], ComputeNotice]) -> tuple[str,
 
 def _of_notice(notice: ComputeNotice) -> Happening:
     return {"kind": "compute_changed", "detail": notice.reason, "evidence": notice.to_json()}
+
+
+def _of_probe(link: Link, took_ms: Sequence[float], is_late: bool) -> Happening:
+    found = "is still slow" if is_late else "is as fast as it was"
+    times = " and ".join(f"{each_ms:.1f}" for each_ms in took_ms)
+    return {
+        "kind": "link_probed",
+        "link": str(link),
+        "detail": f"the direct link {found}: {times} ms",
+        "evidence": {"took_ms": list(took_ms), "is_late": is_late},
+    }
 
 
 def _evidence(situation: Situation, option: Option) -> Happening:

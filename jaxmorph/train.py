@@ -109,7 +109,7 @@ def train(
                 norm, compiled = trainer.squared_norm(), compilations.count
                 report, timings = rank_report(outcome, norm, barrier_s, compiled, trainer.events())
                 told = report | saver.told() | adaptation.told()
-                reports = rendezvous.exchange(told, timings)
+                reports = rendezvous.exchange(told, timings | adaptation.probed())
                 began_s, barrier_s = barrier_s, time.monotonic()
                 totals = total(reports)
                 apply_gradients(trainer, totals, config.optimizer.clip_norm)

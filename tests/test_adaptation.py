@@ -64,6 +64,9 @@ class Loop:
     def ready(self):
         return self.morphs.pop(0) if self.morphs else None
 
+    def due_probes(self):
+        return ()
+
 
 def on_rank(rank, loop: Any = None):
     meeting = Meeting(rank)

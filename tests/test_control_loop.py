@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -17,6 +18,7 @@ from jaxmorph.planning import plan_step
 from jaxmorph.planning_client import Chosen, Options, PlanningError
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.program_text import parse_program, program_text
+from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.schedule.costs import Link, StageCosts, chain_links
 from jaxmorph.step_programs import lower_step
 
@@ -73,6 +75,7 @@ class Run:
         )
         self.programs = lower_step(FIRST.schedule, PLANNED_FOR, FIRST.routes)
         self.routes, self.step, self.events = FIRST.routes, 0, []
+        self.probed, self.direct_late_ms = {}, 0.0
 
     def steps(self, count, slow_ms=0.0, costs=COSTS):
         for _ in range(count):
@@ -80,7 +83,7 @@ class Run:
             late_ms = usual.forward_latency_ms + slow_ms
             links = {**USUAL["direct"], Link(1, 2): replace(usual, forward_latency_ms=late_ms)}
             timeline = simulate_blocking(self.programs, costs, links)
-            self._note(self.loop.observe(self.step, timeline), self.step)
+            self._note(self.loop.observe(self.step, timeline, self.probed), self.step)
             self.settle()
             self._swap()
             self.step += 1
@@ -94,6 +97,9 @@ class Run:
         return self.loop.profile(PLANNED_FOR).links[Link(1, 2)].forward_latency_ms
 
     def _swap(self):
+        took_ms = 0.5 + self.direct_late_ms
+        probes = [each for link in self.loop.due_probes() for each in probe_transfers(link)]
+        self.probed = {str(transfer): took_ms for transfer in probes}
         morph = self.loop.ready()
         if morph is not None:
             self.programs = tuple(map(parse_program, morph.programs))
@@ -125,10 +131,10 @@ def test_a_slow_link_is_delegated_and_comes_back_with_the_first_plan(run):
         (7, "route_changed", "1-2"),
     ]
     assert run.routes == {Link(0, 1): "direct", Link(1, 2): "delegated"}
-    run.steps(8)
+    run.steps(10)
     kinds = run.events[3:]
     assert [kind for _, kind, _ in kinds] == [
-        "straggler_recovering", "straggler_cleared", "plan_changed", "route_changed",
+        "straggler_recovering", "straggler_cleared", "link_probed", "plan_changed", "route_changed",
     ]  # fmt: skip
     assert kinds[-1][0] <= 12 + 10
     assert run.routes == FIRST.routes
@@ -180,8 +186,24 @@ def test_without_plans_training_goes_on_and_says_so_once():
     run.loop.close()
 
 
+def test_a_link_stays_delegated_while_probes_of_the_direct_one_are_late_and_they_get_rarer(run):
+    run.steps(6)
+    run.steps(6, slow_ms=40.0)
+    run.direct_late_ms = 40.0
+    run.steps(40)
+    probed = [step for step, _, _ in run.of_kind("link_probed")]
+    assert run.routes[Link(1, 2)] == "delegated"
+    waits = [later - before for before, later in pairwise(probed)]
+    assert len(waits) >= 2
+    assert waits == sorted(waits)
+    assert waits[-1] >= 8
+    run.direct_late_ms = 0.0
+    run.steps(40)
+    assert run.routes == FIRST.routes
+
+
 def test_slower_ops_are_told_and_weighed(run):
     run.steps(6)
-    run.steps(3, costs=replace(COSTS, forward_ms=(10.0, 20.0, 10.0)))
-    assert run.of_kind("compute_changed") == [(7, "compute_changed", None)]
+    run.steps(6, costs=replace(COSTS, forward_ms=(10.0, 20.0, 10.0)))
+    assert len(run.of_kind("compute_changed")) == 1
     assert run.plans.asked == 1

@@ -109,9 +109,12 @@ def test_only_the_slow_links_route_changes_and_all_goes_back_within_ten_steps(ad
     assert all(line["routes"] == DELEGATED for line in lines[there:back])
     others = lines[:there] + lines[back:]
     assert all(line["routes"] == DIRECT and line["schedule"] == "zb-h2" for line in others)
+    probed = adapting.events("link_probed")
+    assert {event["link"] for event in probed} == {"1-2"}
+    assert probed[-1]["detail"].startswith("the direct link is as fast as it was")
     cleared = adapting.events("straggler_cleared")
     assert {event["link"] for event in cleared} == {"1-2"}
-    assert max(event["step"] for event in cleared) < back
+    assert max(event["step"] for event in cleared) < probed[-1]["step"] < back
     assert adapting.events("plan_changed")[-1]["step"] == back
 
 
