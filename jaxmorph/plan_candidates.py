@@ -121,7 +121,7 @@ class CandidatePlanner:
         elif not costs_differ(profile.costs, self._planned_for.costs):
             return  # a plan made anew would differ from the first by noise alone
         yield from self._made_anew(delegated.routes, profile, verdicts)
-        every = dict.fromkeys(first.routes, "delegated")
+        every: dict[Link, Route] = dict.fromkeys(first.routes, "delegated")
         if self._config.adaptation.delegates == "any" and every != delegated.routes:
             yield from self._made_anew(every, profile, verdicts)
 

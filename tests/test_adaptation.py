@@ -8,6 +8,7 @@ import pytest
 from jaxmorph.adaptation import Adaptation
 from jaxmorph.control.profiler import Profile
 from jaxmorph.morph import Morph
+from jaxmorph.program.instructions import Route
 from jaxmorph.program.program_text import program_text
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.schedule.costs import Limits, Link, StageCosts
@@ -16,7 +17,7 @@ from jaxmorph.step_programs import lower_step
 
 COSTS = StageCosts.uniform(3, 1.0, 1.0, 1.0)
 PLAN = plan(COSTS, {}, Limits(), 6, "zb-h2")
-ROUTES = {Link(0, 1): "direct", Link(1, 2): "delegated"}
+ROUTES: dict[Link, Route] = {Link(0, 1): "direct", Link(1, 2): "delegated"}
 PROGRAMS = lower_step(PLAN.schedule, Profile(COSTS, {}), ROUTES)
 SLOTS = slots_needed(PROGRAMS)
 MORPH = Morph(PLAN, tuple(map(program_text, PROGRAMS)), SLOTS, "slow", ROUTES, {})

@@ -118,8 +118,12 @@ def changed_routes(now: Mapping[Link, Route], then: Mapping[Link, Route]) -> dic
         now: Each link's route; one that is not named is direct.
         then: Likewise, afterwards.
     """
-    pairs = {link: (now.get(link, "direct"), then.get(link, "direct")) for link in {**now, **then}}
-    return {link: new for link, (old, new) in pairs.items() if new != old}
+    changed: dict[Link, Route] = {}
+    for link in {**now, **then}:
+        new = then.get(link, "direct")
+        if new != now.get(link, "direct"):
+            changed[link] = new
+    return changed
 
 
 def changed_subjects(now: Option, then: Option) -> set[Link | str]:

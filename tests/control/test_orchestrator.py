@@ -14,16 +14,17 @@ from jaxmorph.control.orchestrator import (
     decide,
 )
 from jaxmorph.control.verdicts import LinkHealth
+from jaxmorph.program.instructions import Route
 from jaxmorph.schedule.builders import zb_h1, zb_h2
 from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.planner import Plan
 
 LINKS = (Link(0, 1), Link(1, 2), Link(2, 3))
-DIRECT = dict.fromkeys(LINKS, "direct")
 
 
 def option(schedule, step_ms, *delegated):
-    routes = DIRECT | dict.fromkeys((Link.parse(name) for name in delegated), "delegated")
+    routes: dict[Link, Route] = dict.fromkeys(LINKS, "direct")
+    routes |= {Link.parse(name): "delegated" for name in delegated}
     return Option(Plan(schedule, routes, step_ms / 1e3, 0.0, ""), step_ms)
 
 
