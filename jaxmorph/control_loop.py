@@ -101,6 +101,7 @@ class ControlLoop:
         self._untold: list[Happening] = []
         self._morph: Morph | None = None
         self._due_probes: tuple[Link, ...] = ()
+        self._awaits_probes: tuple[Situation, Decision] | None = None
         self._found_well: dict[Link, int] = {}  # direct links, after which step a probe said so
         self._is_busy = False  # weighing, or with a morph that isn't in force yet
         self._lock = threading.Lock()
@@ -127,7 +128,6 @@ class ControlLoop:
         Returns:
             What has happened since the last call.
         """
-        of_probes = self._judge_probes(step, probes)
         before = {(each.source, each.destination): each for each in self._verdicts}
         changed = self._detector.observe(step, link_samples(timeline))
         notices = self._compute.observe(step, timeline)
@@ -138,6 +138,7 @@ class ControlLoop:
         # A link that begins to recover is no news: whether it lasts is not yet known.
         if notices or any(each["kind"] != _KINDS[LinkHealth.RECOVERING] for each in of_links):
             self._news = {**(self._news or {}), **{(n.stage, n.kind): n for n in notices}}
+        of_probes = self._judge_probes(step, probes)
         with self._lock:
             happened = [*of_links, *map(_of_notice, notices), *of_probes]
             told, self._untold = [*happened, *self._untold], []
@@ -243,10 +244,11 @@ class ControlLoop:
         if decision.chosen is None:
             self._keep(decision, situation)
         elif unproven:
+            self._awaits_probes = situation, decision
             with self._lock:
                 self._due_probes = unproven  # it remains busy until it is known what they found
         else:
-            self._make_ready(situation, decision, self._plans.adopt(decision.chosen))
+            self._make_ready(situation, decision)
 
     def _unproven(self, situation: Situation, decision: Decision) -> tuple[Link, ...]:
         """The links that a decision takes back to direct, and that no probe has found well yet.
@@ -266,7 +268,10 @@ class ControlLoop:
         )
 
     def _judge_probes(self, step: int, probes: Mapping[str, float]) -> list[Happening]:
-        """What probes have found; then what was decided is weighed again, with that known."""
+        """What probes have found.
+
+        If nothing speaks against what they were for, it is done; else it is weighed again.
+        """
         if not probes:
             return []
         took_ms: dict[Link, list[float]] = {}
@@ -279,8 +284,13 @@ class ControlLoop:
                 late.add(transfer.link)
         self._found_well.update(dict.fromkeys(took_ms.keys() - late, step))
         self._dwell = self._dwell.after(late, step)
-        with self._lock:
-            self._is_busy, self._news = False, self._news or {}
+        if late or self._news is not None:
+            self._news = self._news or {}
+            with self._lock:
+                self._is_busy = False
+        elif self._awaits_probes is not None:
+            self._thread.submit(self._keep_error, self._make_ready, *self._awaits_probes)
+        self._awaits_probes = None
         return [_of_probe(link, took_ms[link], link in late) for link in sorted(took_ms)]
 
     def _keep(self, decision: Decision, situation: Situation) -> None:
@@ -290,8 +300,9 @@ class ControlLoop:
             self._untold.append(happening)
             self._is_busy = False
 
-    def _make_ready(self, situation: Situation, decision: Decision, chosen: Chosen) -> None:
-        option = situation.candidates[decision.chosen or 0]
+    def _make_ready(self, situation: Situation, decision: Decision) -> None:
+        number = decision.chosen or 0
+        option, chosen = situation.candidates[number], self._plans.adopt(number)
         now = situation.in_force
         self._dwell = self._dwell.after(changed_subjects(now, option), situation.step)
         morph = Morph(

@@ -27,7 +27,7 @@ from jaxmorph.schedule.planner import Plan
 
 Message = dict[str, Any]
 
-_NICENESS = 10
+_NICENESS = 5  # more of it, and on a busy machine plans come steps too late
 
 
 class Answering:
