@@ -16,12 +16,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
 from jaxmorph.config import Config
-from jaxmorph.control.profiler import Profiler
+from jaxmorph.control.profiler import Profile, Profiler
+from jaxmorph.control_loop import ControlLoop
 from jaxmorph.evaluation import NOT_EVALUATED, HeldOutLoss
+from jaxmorph.morph import Morph
 from jaxmorph.planning import PlanInForce
+from jaxmorph.program.program_text import parse_program
 from jaxmorph.runtime.report import (
     StepTotals,
     measured_timeline,
+    probe_times,
     reported_events,
     total_compilations,
 )
@@ -41,6 +45,7 @@ class Bookkeeper:
         tell: Takes the messages.
         active: False on ranks that keep no books: then every call does nothing.
         first_step: The step that training begins with.
+        loop: What watches steps and decides on morphs; None: the plan stays.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class Bookkeeper:
         *,
         active: bool,
         first_step: int = 0,
+        loop: ControlLoop | None = None,
     ) -> None:
         self._config = config
         self._in_force = in_force
@@ -59,6 +65,7 @@ class Bookkeeper:
         self._profiler = profiler
         self._tell = tell
         self._first_step = first_step
+        self._loop = loop
         self._began_s = time.monotonic()
         self._error: BaseException | None = None
         self._thread = ThreadPoolExecutor(1, "jaxmorph-bookkeeper") if active else None
@@ -104,6 +111,15 @@ class Bookkeeper:
         step_began_s = time.monotonic() - self._began_s - step_s - held_out.took_s
         self._submit(self._tell_step, step, totals, reports, step_s, held_out.loss)
         self._submit(self._tell_link_events, step, reports, step_began_s)
+
+    def adopt(self, morph: Morph, step: int) -> None:
+        """Tell of another plan.
+
+        Args:
+            morph: The change to it.
+            step: The first step that runs it.
+        """
+        self._submit(self._adopt, morph, step)
 
     def event(self, step: int, kind: str, detail: str) -> None:
         """Tell of something that happened.
@@ -182,10 +198,14 @@ class Bookkeeper:
         step_s: float,
         held_out_loss: float | None,
     ) -> None:
-        profile = self._profiler.profile()
-        planned = self._in_force.simulate(profile)
+        profile = self._expected_profile()
         measured = measured_timeline(reports)
         self._profiler.observe(measured)
+        # Before all else, as a decision may wait for it.
+        happened = []
+        if self._loop is not None:
+            happened = self._loop.observe(step, measured, probe_times(reports))
+        planned = self._in_force.simulate(profile)
         record = {
             "step": step,
             "loss": totals.loss,
@@ -201,13 +221,28 @@ class Bookkeeper:
             "peak_live": measured.peak_live(self._config.schedule.live_until),
             "compilations": total_compilations(reports),
             "planned_bubble_rate": planned.bubble_rate,
+            "link_states": {} if self._loop is None else self._loop.link_states(),
         }
         self._tell({"kind": "step", "record": record})
+        for happening in happened:
+            self._tell_event(step, **happening)
         if not math.isfinite(totals.grad_norm):
             self._tell_event(step, "update_skipped", f"gradient norm {totals.grad_norm}")
         if self._is_sampled(step):
             self._tell_timelines(step, planned, measured)
             self._tell({"kind": "profile", "profile": self._profiler.profile().to_json()})
+
+    def _expected_profile(self) -> Profile:
+        """What a step should be made of, by all that has been measured before it."""
+        profile = self._profiler.profile()
+        return profile if self._loop is None else self._loop.profile(profile)
+
+    def _adopt(self, morph: Morph, step: int) -> None:
+        programs = tuple(map(parse_program, morph.programs))
+        self._in_force = PlanInForce(morph.plan, programs, self._in_force.rank, morph.slots)
+        self._plan = morph.plan
+        for happening in [] if self._loop is None else self._loop.adopted(morph):
+            self._tell_event(step, **happening)
 
     def _tell_link_events(self, step: int, reports: Sequence[Message], step_began_s: float) -> None:
         for rank, told in reported_events(reports):
@@ -229,10 +264,17 @@ class Bookkeeper:
         timelines = {"planned": planned.to_json(), "measured": measured.to_json()}
         self._tell({"kind": "timelines", "step": step, "timelines": timelines})
 
-    def _tell_event(self, step: int, kind: str, detail: str) -> None:
+    def _tell_event(
+        self,
+        step: int,
+        kind: str,
+        detail: str,
+        link: str | None = None,
+        evidence: Message | None = None,
+    ) -> None:
         time_s = time.monotonic() - self._began_s
-        event = {"time_s": time_s, "step": step, "kind": kind, "link": None, "detail": detail}
-        self._tell({"kind": "event", "event": event})
+        event = {"time_s": time_s, "step": step, "kind": kind, "link": link, "detail": detail}
+        self._tell({"kind": "event", "event": event | ({"evidence": evidence} if evidence else {})})
 
 
 def _link_name(rank: int, peer: int | None) -> str | None:

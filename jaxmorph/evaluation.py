@@ -18,7 +18,7 @@ from jaxmorph.planning import PlanInForce
 from jaxmorph.program.check import check
 from jaxmorph.program.forward_only import forward_only
 from jaxmorph.program.instructions import RankProgram
-from jaxmorph.program.slots_needed import slots_needed
+from jaxmorph.program.slots_needed import most_slots, slots_needed
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.rendezvous import Rendezvous
 
@@ -98,11 +98,7 @@ def with_room_for_forwards(in_force: PlanInForce) -> PlanInForce:
         in_force: The plan.
     """
     needed = slots_needed([forward_only(program) for program in in_force.programs])
-    slots = {
-        channel: max(in_force.slots.get(channel, 0), needed.get(channel, 0))
-        for channel in in_force.slots.keys() | needed.keys()
-    }
-    return replace(in_force, slots=slots)
+    return replace(in_force, slots=most_slots(in_force.slots, needed))
 
 
 class Evaluation:
@@ -130,12 +126,22 @@ class Evaluation:
         self._batches = batches
         if batches is not None:
             check([forward_only(program) for program in programs])
-            # Messages of a step are told apart by their microbatches: these come after its own.
-            own, size = programs[rendezvous.rank], config.batch.microbatches
-            self._programs = [
-                (first, forward_only(own, first))
-                for first in range(size, size * (1 + config.evaluation.batches), size)
-            ]
+            self.adopt(programs[rendezvous.rank])
+
+    def adopt(self, program: RankProgram) -> None:
+        """Run the forwards of another plan from now on.
+
+        Args:
+            program: This rank's instructions for a step of it.
+        """
+        if self._batches is None:
+            return
+        # Messages of a step are told apart by their microbatches: these come after its own.
+        size = self._config.batch.microbatches
+        self._programs = [
+            (first, forward_only(program, first))
+            for first in range(size, size * (1 + self._config.evaluation.batches), size)
+        ]
 
     def after(self, step: int) -> HeldOutLoss:
         """The held-out loss with the parameters that a step's update has made.

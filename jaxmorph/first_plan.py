@@ -4,16 +4,22 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from jaxmorph.config import Config
-from jaxmorph.control.profiler import Profiler
+from jaxmorph.config.sections import Routes
+from jaxmorph.control.conditions import UsualLinks
+from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.open_stage import adopt_plan
 from jaxmorph.planning import PlanInForce, agree_on_plan, agree_on_stash, unmeasured_profile
+from jaxmorph.program.instructions import Route
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline, rank_report
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.schedule.costs import Links
 from jaxmorph.schedule.memory import StashBytes
+from jaxmorph.schedule.timeline import Timeline
 
 _WARM_UP_STEPS = 3  # the first of them also connects the links, and doesn't count
 
@@ -26,11 +32,17 @@ class FirstPlan:
         in_force: The plan.
         profiler: What was measured for it, on rank 0.
         equipped: What delegated links have got for it, in a few words.
+        planned_for: What ops and links cost when it was made, on rank 0.
+        usual: What links do on either route, on rank 0; of a run that doesn't adapt on its own.
+        timelines: The steps that were measured for it, on rank 0.
     """
 
     in_force: PlanInForce
     profiler: Profiler
     equipped: str
+    planned_for: Profile
+    usual: UsualLinks
+    timelines: tuple[Timeline, ...]
 
 
 def plan_by_timings(
@@ -55,12 +67,41 @@ def plan_by_timings(
         UserError: If the schedule can't keep the configured caps.
     """
     stash_bytes = agree_on_stash(rendezvous, trainer.stash_memory)
-    profiler = warm_up(config, rendezvous, trainer, inputs, num_tied, stash_bytes)
+    timelines: list[Timeline] = []
+    steps = partial(
+        warm_up,
+        rendezvous=rendezvous,
+        trainer=trainer,
+        inputs=inputs,
+        num_tied=num_tied,
+        stash_bytes=stash_bytes,
+        note=timelines.append,
+    )
+    usual: dict[Route, Links] = {}
+    if config.adapts:  # what delegation costs is known before it is needed
+        on_hosts = steps(_all_delegated(config), first_step=-2 * _WARM_UP_STEPS)
+        usual["delegated"] = on_hosts.profile().links
+    profiler = steps(config)
     measured = profiler.profile()
+    usual["direct"] = measured.links
     # Of links that the configuration names planning is told that, in place of what was measured.
     told = replace(measured, links=config.schedule.links_told(measured.links))
-    in_force = make_room(agree_on_plan(config, rendezvous, told, num_tied))
-    return FirstPlan(in_force, profiler, adopt_plan(rendezvous, trainer, in_force))
+    in_force = agree_on_plan(config, rendezvous, told, num_tied)
+    if config.adapts and config.adaptation.delegates == "any":
+        on_hosts = replace(told, links={**told.links, **usual["delegated"]})
+        other = agree_on_plan(_all_delegated(config), rendezvous, on_hosts, num_tied)
+        if _is_worth_it(config, rendezvous, in_force.simulate(told), other.simulate(on_hosts)):
+            in_force, told = other, on_hosts
+    in_force = make_room(in_force)
+    equipped = adopt_plan(rendezvous, trainer, in_force)
+    return FirstPlan(in_force, profiler, equipped, told, usual, tuple(timelines))
+
+
+def _is_worth_it(config: Config, rendezvous: Rendezvous, plain: Timeline, other: Timeline) -> bool:
+    """Whether another step is shorter by what a plan must be worth, as rank 0 predicts them."""
+    gain_ms = plain.makespan_ms - other.makespan_ms
+    is_worth_it = gain_ms > config.adaptation.worth * plain.makespan_ms
+    return rendezvous.exchange({"is_worth_it": is_worth_it})[0]["is_worth_it"]
 
 
 def warm_up(
@@ -70,6 +111,9 @@ def warm_up(
     inputs: StepInputs,
     num_tied: int,
     stash_bytes: StashBytes,
+    *,
+    first_step: int = -_WARM_UP_STEPS,
+    note: Callable[[Timeline], None] = lambda timeline: None,
 ) -> Profiler:
     """Run a few steps for their timings alone, in the order that equal costs would give.
 
@@ -80,6 +124,8 @@ def warm_up(
         inputs: The data of every one of these steps.
         num_tied: How many tied parameters the first and the last stage hold copies of.
         stash_bytes: What one microbatch keeps on each stage.
+        first_step: The number of the first of them, so that none ends after training's first.
+        note: Is told of each step that counts, on rank 0.
 
     Returns:
         What was measured, on rank 0.
@@ -88,15 +134,22 @@ def warm_up(
     unmeasured = unmeasured_profile(config, stash_bytes)
     in_force = agree_on_plan(config, rendezvous, unmeasured, num_tied)
     adopt_plan(rendezvous, trainer, in_force)
-    for step in range(_WARM_UP_STEPS):
+    for step in range(first_step, first_step + _WARM_UP_STEPS):
         began_s = time.monotonic()
         # Numbered before training's first step: no message may pass for one of another step.
-        outcome = trainer.run(in_force.program, inputs, step - _WARM_UP_STEPS)
+        outcome = trainer.run(in_force.program, inputs, step)
         trainer.discard()
         reports = rendezvous.exchange(*rank_report(outcome, 0.0, began_s, 0))
-        if step > 0 and rendezvous.rank == 0:
-            profiler.observe(measured_timeline(reports))
+        if step > first_step and rendezvous.rank == 0:
+            timeline = measured_timeline(reports)
+            profiler.observe(timeline)
+            note(timeline)
     return profiler
+
+
+def _all_delegated(config: Config) -> Config:
+    routes = Routes.model_validate({"default": "delegated"})
+    return config.model_copy(update={"routes": routes})
 
 
 def settle_garbage() -> None:

@@ -1,11 +1,12 @@
 """A rank's stage with all that it needs to run: programs, queue, routes and the data plane."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 
 from jaxmorph.config import Config
 from jaxmorph.link_settings import transport_settings
 from jaxmorph.planning import PlanInForce
+from jaxmorph.program.channels import Channel
 from jaxmorph.runtime.coordination import coordinator_host
 from jaxmorph.runtime.data_plane import open_data_plane
 from jaxmorph.runtime.emulated_links import EmulatedLinks
@@ -65,9 +66,24 @@ def adopt_plan(rendezvous: Rendezvous, trainer: StageTrainer, in_force: PlanInFo
     Returns:
         What delegated links have got, in a few words; nothing where no link is delegated.
     """
-    if not in_force.slots:
+    return make_room(rendezvous, trainer, in_force.slots)
+
+
+def make_room(rendezvous: Rendezvous, trainer: StageTrainer, slots: Mapping[Channel, int]) -> str:
+    """Give delegated links the slots that a plan needs.
+
+    Args:
+        rendezvous: The meeting place of all ranks; they all call this at the same point, while no
+            step runs.
+        trainer: This rank's stage.
+        slots: How many each delegated channel needs, the same on all ranks.
+
+    Returns:
+        What delegated links have got, in a few words; nothing where no link is delegated.
+    """
+    if not slots:
         return ""
-    trainer.make_room(in_force.slots)
+    trainer.make_room(slots)
     own = trainer.delegated
     mine = {"tier": own.tier, "slot_bytes": own.slot_bytes} if own else {}
     told = [rank for rank in rendezvous.exchange(mine) if "tier" in rank]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
@@ -12,14 +13,16 @@ from jaxmorph.program.channels import Channel
 from jaxmorph.program.instructions import RankProgram, Route
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.queue_aware import shorter_on_queues
-from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.schedule.costs import Limits, Link, StageCosts
 from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan, plan
 from jaxmorph.schedule.timeline import Timeline
-from jaxmorph.stage.stash import StashMemory
 from jaxmorph.step_programs import lower_step
+
+if TYPE_CHECKING:  # planning itself, in a process beside training, does without JAX
+    from jaxmorph.runtime.rendezvous import Rendezvous
+    from jaxmorph.stage.stash import StashMemory
 
 _FULL_BACKWARD = ("gpipe", "1f1b", "1f1b-eager", "interleaved")
 
@@ -66,7 +69,7 @@ def unmeasured_profile(config: Config, stash_bytes: StashBytes | None = None) ->
     return Profile(StageCosts.uniform(config.parallelism.stages, 1.0, 1.0, 1.0), {}, stash_bytes)
 
 
-def agree_on_stash(rendezvous: Rendezvous, memory: StashMemory) -> StashBytes:
+def agree_on_stash(rendezvous: "Rendezvous", memory: "StashMemory") -> StashBytes:
     """What one microbatch keeps on each stage, by the stages' compiled programs.
 
     Args:
@@ -81,7 +84,7 @@ def agree_on_stash(rendezvous: Rendezvous, memory: StashMemory) -> StashBytes:
 
 
 def agree_on_plan(
-    config: Config, rendezvous: Rendezvous, profile: Profile, num_tied: int
+    config: Config, rendezvous: "Rendezvous", profile: Profile, num_tied: int
 ) -> PlanInForce:
     """Plan on rank 0 and adopt its answer on every rank.
 

@@ -77,6 +77,7 @@ class RunRecord:
                 self._take_step(StepRecord(**fields))
             case {"kind": "event", "event": fields}:
                 event = Event(**fields)
+                self._history.note(event)
                 self._directory.write_event(event)
                 self._reporter.event(event)
             case {"kind": "timelines", "step": step, "timelines": timelines}:

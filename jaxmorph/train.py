@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jaxmorph.adaptation import Adaptation, open_control_loop
 from jaxmorph.bookkeeping import Bookkeeper
 from jaxmorph.checkpoints.saver import CheckpointError
 from jaxmorph.config import Config
@@ -59,7 +60,7 @@ def train(
     cut = checkpoints.cut or choose_layers(config, rendezvous, parts.model.num_layers, measure)
     read = step_reader(config, parts.batches, rank)
     conditions, links = emulated_conditions(config), EmulatedLinks()
-    settings = stage_settings(config, cut.layers, rank)
+    settings = stage_settings(config, cut.layers, rank, adapts=config.adapts)
     num_tied = len(parts.model.tied)
     with (
         open_stage(config, rendezvous, parts.model, settings, links) as trainer,
@@ -74,11 +75,18 @@ def train(
         trainer.events()  # those of the start
         rendezvous.limit(config.timeouts.step_s)
         links.emulate(conditions, agree_on_origin_s(rendezvous))
-        programs = in_force.programs
-        evaluation = Evaluation(config, rendezvous, trainer, programs, parts.held_out)
+        program = in_force.program
+        evaluation = Evaluation(config, rendezvous, trainer, in_force.programs, parts.held_out)
         with (
+            open_control_loop(config, first, num_tied, active=rank == 0) as loop,
             Bookkeeper(
-                config, in_force, first.profiler, tell, active=rank == 0, first_step=first_step
+                config,
+                in_force,
+                first.profiler,
+                tell,
+                active=rank == 0,
+                first_step=first_step,
+                loop=loop,
             ) as bookkeeper,
             checkpoints.saver(
                 rendezvous,
@@ -94,12 +102,14 @@ def train(
             bookkeeper.start(parts.source, num_parameters, cut.layers, cut.reason, first.equipped)
             if first_step > 0:
                 bookkeeper.event(first_step, RESUMED, checkpoints.origin)
+            adaptation = Adaptation(rendezvous, trainer, bookkeeper, loop)
             barrier_s = time.monotonic()
             for step in range(first_step, config.run.steps):
-                outcome = trainer.run(in_force.program, next(inputs), step)
+                outcome = trainer.run(program, next(inputs), step)
                 norm, compiled = trainer.squared_norm(), compilations.count
                 report, timings = rank_report(outcome, norm, barrier_s, compiled, trainer.events())
-                reports = rendezvous.exchange(report | saver.told(), timings)
+                told = report | saver.told() | adaptation.told()
+                reports = rendezvous.exchange(told, timings | adaptation.probed())
                 began_s, barrier_s = barrier_s, time.monotonic()
                 totals = total(reports)
                 apply_gradients(trainer, totals, config.optimizer.clip_norm)
@@ -109,6 +119,9 @@ def train(
                 saver.heed(reports)
                 if config.checkpoint.is_due(step + 1, config.run.steps):
                     saver.save(step + 1, trainer.state)
+                if (morphed := adaptation.heed(step, reports)) is not None:
+                    program = morphed
+                    evaluation.adopt(program)
             failure = saver.finish()
         if failure:
             rendezvous.exchange({})  # rank 0 has told of it, and no rank ends before

@@ -14,6 +14,7 @@ import optax
 
 from jaxmorph.cluster import require_one_host
 from jaxmorph.config import Config
+from jaxmorph.errors import UserError
 from jaxmorph.evaluation import with_room_for_forwards
 from jaxmorph.first_plan import plan_by_timings
 from jaxmorph.gradients import apply_gradients
@@ -96,6 +97,10 @@ class Trainer:
         optimizer: optax.GradientTransformation | None = None,
     ) -> None:
         self.config, self._rendezvous = configure(config)
+        if self.config.adaptation.enabled:
+            raise UserError(
+                "adaptation.enabled: got true, expected false: only `jaxmorph train` adapts"
+            )
         self.rank = self._rendezvous.rank
         self._num_tied = len(model.tied)
         self._conditions, self._links = emulated_conditions(self.config), EmulatedLinks()

@@ -1,5 +1,6 @@
 import json
 import threading
+from typing import Any
 
 import pytest
 
@@ -7,7 +8,9 @@ from jaxmorph.bookkeeping import Bookkeeper
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.evaluation import HeldOutLoss
+from jaxmorph.morph import Morph
 from jaxmorph.planning import PlanInForce
+from jaxmorph.program.program_text import program_text
 from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.runtime.report import StepTotals
 from jaxmorph.schedule.costs import Limits, StageCosts
@@ -144,3 +147,51 @@ def test_a_plan_is_adopted_with_what_its_delegated_links_have_got():
         bookkeeper.start("text", 7, [range(1)], equipped="slots: 9 bytes")
     (adopted,) = [m["event"] for m in messages if m["kind"] == "event"]
     assert adopted["detail"] == f"{PLAN.reason}; slots: 9 bytes"
+
+
+class OneMorph:
+    """A control loop that has seen all, and says what it was called with."""
+
+    def __init__(self):
+        self.calls = []
+
+    def profile(self, profile):
+        return profile
+
+    def observe(self, step, timeline, probes):
+        self.calls.append(("observe", step, len(timeline.orders[0])))
+        return [
+            {"kind": "straggler_detected", "link": "0-1", "detail": "late", "evidence": {"n": 1}}
+        ]
+
+    def link_states(self):
+        return {"0-1": "slow"}
+
+    def adopted(self, morph):
+        self.calls.append(("adopted", morph.plan.schedule.name))
+        return [{"kind": "plan_changed", "detail": morph.reason}]
+
+
+def test_another_plan_counts_from_the_step_that_runs_it_and_its_events_have_that_step():
+    config, messages = Config.model_validate({"run": {"steps": 9}}), []
+    loop: Any = OneMorph()
+    other = plan(COSTS, {}, Limits(), 1, "adaptive")
+    programs = tuple(map(program_text, IN_FORCE.programs))
+    morph = Morph(other, programs, {}, "it is shorter", {}, {})
+    with Bookkeeper(
+        config, IN_FORCE, Profiler(1), messages.append, active=True, loop=loop
+    ) as bookkeeper:
+        for step in (3, 4):
+            bookkeeper.note(step, StepTotals(1.0, 1.0), [_report(1.0)], 0.03)
+            if step == 3:
+                bookkeeper.adopt(morph, 4)
+    assert loop.calls == [("observe", 3, 3), ("adopted", "adaptive"), ("observe", 4, 3)]
+    records = [m["record"] for m in messages if m["kind"] == "step"]
+    assert [record["schedule"] for record in records] == ["zb-h2", "adaptive"]
+    assert records[0]["link_states"] == {"0-1": "slow"}
+    events = [m["event"] for m in messages if m["kind"] == "event"]
+    told = [
+        (event["step"], event["kind"], event["link"], event.get("evidence")) for event in events
+    ]
+    detected = ("straggler_detected", "0-1", {"n": 1})
+    assert told == [(3, *detected), (4, "plan_changed", None, None), (4, *detected)]

@@ -48,6 +48,7 @@ MODEL: Any = SimpleNamespace(num_layers=2, tied=())
             "parallelism.chunks: got 3 chunks on each of 1 stages",
         ),
         ({"model": {"weights": "nowhere"}}, "model.weights"),
+        ({"adaptation": {"enabled": True}}, "adaptation.enabled: got true, expected false"),
     ],
 )
 def test_what_does_not_fit_is_one_line(config, says):

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from jaxmorph.config.adaptation_section import SPLIT_SCHEDULES, Adaptation
 from jaxmorph.config.checkpoint_section import Checkpoint
 from jaxmorph.config.compare_section import Compare, compare_problems
 from jaxmorph.config.link_problems import (
@@ -54,6 +55,7 @@ class Config(BaseModel):
     precision: Precision = Field(default_factory=Precision)
     stash: Literal["full", "recompute"] = "full"
     routes: Routes = Field(default_factory=Routes)
+    adaptation: Adaptation = Field(default_factory=Adaptation)
     transport: Transport = Field(default_factory=Transport)
     emulation: Emulation = Field(default_factory=Emulation)
     trace: Trace = Field(default_factory=Trace)
@@ -67,6 +69,11 @@ class Config(BaseModel):
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step is trained on."""
         return self.batch.microbatches * self.batch.microbatch_size * self.data.sequence_length
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the plan may change while the run lasts."""
+        return self.adaptation.enabled and self.parallelism.stages > 1
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Config":
@@ -93,6 +100,10 @@ def _disagreements(config: Config) -> Iterator[Problem]:
     if config.evaluation.every_steps is not None and not config.data.held_out_fraction:
         expected = "a number above 0, as evaluation.every_steps is given: what to evaluate"
         yield mismatch("data.held_out_fraction", config.data.held_out_fraction, expected)
+    if config.adaptation.enabled and config.schedule.name not in SPLIT_SCHEDULES:
+        others = ", ".join(SPLIT_SCHEDULES)
+        expected = f"false, or a schedule.name that can be replaced while a run lasts: {others}"
+        yield mismatch("adaptation.enabled", True, expected)
     yield from _link_problems(config)
     if config.compare is not None:
         yield from compare_problems(config.compare, config.parallelism.stages)

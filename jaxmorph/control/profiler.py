@@ -1,17 +1,40 @@
 """From measured timelines to what ops and links cost now: running medians, robust to spikes."""
 
-from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
-
-from jaxmorph.program.instructions import Transfer
+from jaxmorph.control.estimates import RunningEstimate, median, robust_spread
+from jaxmorph.control.link_samples import LinkSample, link_samples
+from jaxmorph.control.op_times import op_times
 from jaxmorph.schedule.costs import Link, Links, LinkState, StageCosts
 from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Spreads:
+    """How much what a step is made of varies: robust standard deviations, milliseconds.
+
+    Attributes:
+        costs: Of ops, per stage and kind, from microbatch to microbatch.
+        links: Of messages, in the place of each direction's latency.
+    """
+
+    costs: StageCosts
+    links: Links
+
+    def to_json(self) -> dict[str, Any]:
+        """The spreads as a JSON object, with links as `"2-3"`."""
+        return {"costs": asdict(self.costs), "links": _links_to_json(self.links)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Spreads":
+        """The spreads that `to_json` described."""
+        return cls(_costs_from_json(data["costs"]), _links_from_json(data["links"]))
 
 
 @dataclass(frozen=True)
@@ -22,32 +45,56 @@ class Profile:
         costs: Milliseconds per stage and kind of op, those of all its chunks together.
         links: Latency of each link and direction.
         stash_bytes: What one microbatch keeps on each stage; None where it isn't known.
+        spreads: How much costs and latencies vary; None where it isn't known.
     """
 
     costs: StageCosts
     links: Links
     stash_bytes: StashBytes | None = None
+    spreads: Spreads | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The profile as a JSON object, with links as `"2-3"`."""
         return {
             "costs": asdict(self.costs),
-            "links": {str(link): asdict(state) for link, state in self.links.items()},
+            "links": _links_to_json(self.links),
             "stash_bytes": None if self.stash_bytes is None else asdict(self.stash_bytes),
+            "spreads": None if self.spreads is None else self.spreads.to_json(),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Profile":
-        """The profile that `to_json` described."""
-        costs = {name: tuple(values) for name, values in data["costs"].items()}
-        links = {Link.parse(name): LinkState(**state) for name, state in data["links"].items()}
-        sizes = data.get("stash_bytes")
-        stash = StashBytes(*(tuple(row) for row in sizes.values())) if sizes else None
-        return cls(StageCosts(**costs), links, stash)
+        """The profile that `to_json` described, by this version or by one without spreads."""
+        sizes, spreads = data.get("stash_bytes"), data.get("spreads")
+        return cls(
+            _costs_from_json(data["costs"]),
+            _links_from_json(data["links"]),
+            StashBytes(*(tuple(row) for row in sizes.values())) if sizes else None,
+            Spreads.from_json(spreads) if spreads else None,
+        )
+
+
+class _Quantity:
+    """What one kind of op or one direction of a link takes: the last steps' medians and spreads."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._medians, self._spreads = RunningEstimate(num_steps), RunningEstimate(num_steps)
+
+    def add(self, median_ms: float, spread_ms: float) -> None:
+        self._medians.add(median_ms)
+        self._spreads.add(spread_ms)
+
+    @property
+    def median_ms(self) -> float:
+        return self._medians.median
+
+    @property
+    def spread_ms(self) -> float:
+        return self._spreads.median
 
 
 class Profiler:
-    """Keeps the recent steps' medians.
+    """Keeps the recent steps' medians and spreads.
 
     Args:
         num_stages: Number of stages.
@@ -60,12 +107,9 @@ class Profiler:
     ) -> None:
         self._num_stages = num_stages
         self._stash_bytes = stash_bytes
-        self._op_ms: dict[tuple[int, OpKind], deque[float]] = defaultdict(
-            lambda: deque(maxlen=num_steps)
-        )
-        self._transfer_ms: dict[tuple[int, int], deque[float]] = defaultdict(
-            lambda: deque(maxlen=num_steps)
-        )
+        new_quantity = partial(_Quantity, num_steps)
+        self._ops: defaultdict[tuple[int, OpKind], _Quantity] = defaultdict(new_quantity)
+        self._links: defaultdict[tuple[int, int], _Quantity] = defaultdict(new_quantity)
         self._held: dict[tuple[int, int], bool] = {}
 
     def observe(self, timeline: Timeline) -> None:
@@ -74,79 +118,79 @@ class Profiler:
         Args:
             timeline: The ops and transfers of all stages.
         """
-        for key, duration_ms in _median_op_ms(timeline):
-            self._op_ms[key].append(duration_ms)
-        for (source, destination, is_held), duration_ms in _median_transfer_ms(timeline):
+        for key, time in op_times(timeline).items():
+            self._ops[key].add(time.median_ms, time.spread_ms)
+        for source, destination, is_held, took_ms in _main_messages(link_samples(timeline)):
             self._forget_other_route(source, destination, is_held)
-            self._transfer_ms[source, destination].append(duration_ms)
+            self._links[source, destination].add(median(took_ms), robust_spread(took_ms))
 
     def profile(self) -> Profile:
-        """The medians over the steps seen.
+        """The medians over the steps seen, and how much the values vary within a step.
 
         Returns:
             Costs and link latencies. Where only full backwards have been seen, the whole of them
             counts as B and nothing as W.
         """
-        forward = self._per_stage(OpKind.F)
-        backward_input = self._per_stage(OpKind.B)
-        backward_weight = self._per_stage(OpKind.W)
-        if not any(backward_input):
-            backward_input = self._per_stage(OpKind.BW)
-        costs = StageCosts(forward, backward_input, backward_weight)
-        return Profile(costs, self._links(), self._stash_bytes)
+        spreads = Spreads(self._costs(_spread_ms), self._link_states(_spread_ms))
+        costs, links = self._costs(_median_ms), self._link_states(_median_ms)
+        return Profile(costs, links, self._stash_bytes, spreads)
 
-    def _per_stage(self, kind: OpKind) -> tuple[float, ...]:
-        return tuple(
-            float(np.median(seen)) if (seen := self._op_ms.get((stage, kind))) else 0.0
-            for stage in range(self._num_stages)
-        )
+    def _costs(self, read: Callable[[_Quantity], float]) -> StageCosts:
+        split = any(kind in (OpKind.B, OpKind.W) for _, kind in self._ops)
+        kinds = (OpKind.F, OpKind.B if split else OpKind.BW, OpKind.W)
+        return StageCosts(*(tuple(self._per_stage(kind, read)) for kind in kinds))
+
+    def _per_stage(self, kind: OpKind, read: Callable[[_Quantity], float]) -> list[float]:
+        seen = (self._ops.get((stage, kind)) for stage in range(self._num_stages))
+        return [0.0 if quantity is None else read(quantity) for quantity in seen]
 
     def _forget_other_route(self, source: int, destination: int, is_held: bool) -> None:
         """What a direct transfer took says nothing of a delegated one, nor the other way round."""
         if self._held.get((source, destination), is_held) != is_held:
-            self._transfer_ms[source, destination].clear()
+            del self._links[source, destination]
         self._held[source, destination] = is_held
 
-    def _links(self) -> dict[Link, LinkState]:
-        links: dict[Link, LinkState] = {}
-        for source, destination in self._transfer_ms:
-            link = Link(min(source, destination), max(source, destination))
-            links[link] = LinkState(
-                forward_latency_ms=self._latency_ms(link.lower, link.upper),
-                backward_latency_ms=self._latency_ms(link.upper, link.lower),
-            )
-        return links
+    def _link_states(self, read: Callable[[_Quantity], float]) -> dict[Link, LinkState]:
+        links = {Link(min(ends), max(ends)) for ends in self._links}
+        return {
+            link: LinkState(*(self._latency_ms(ends, read) for ends in (link, link[::-1])))
+            for link in sorted(links)
+        }
 
-    def _latency_ms(self, source: int, destination: int) -> float:
-        seen = self._transfer_ms.get((source, destination))
-        return float(np.median(seen)) if seen else 0.0
+    def _latency_ms(self, ends: tuple[int, ...], read: Callable[[_Quantity], float]) -> float:
+        source, destination = ends
+        quantity = self._links.get((source, destination))
+        return 0.0 if quantity is None else read(quantity)
 
 
-def _median_op_ms(timeline: Timeline) -> Iterator[tuple[tuple[int, OpKind], float]]:
-    """Median time of each stage's ops of a kind: what one microbatch takes through all chunks."""
-    durations: dict[tuple[int, OpKind, int], list[float]] = defaultdict(list)
-    for span in timeline.spans():
-        key = (span.stage, span.op.kind, span.op.chunk)
-        durations[key].append(span.end_ms - span.start_ms)
-    sums: dict[tuple[int, OpKind], float] = defaultdict(float)
-    for (stage, kind, _), values in durations.items():
-        sums[stage, kind] += float(np.median(values))
-    yield from sums.items()
+def _median_ms(quantity: _Quantity) -> float:
+    return quantity.median_ms
 
 
-def _median_transfer_ms(timeline: Timeline) -> Iterator[tuple[tuple[int, int, bool], float]]:
-    """Median time of the transfers of each direction, and whether they held queues.
+def _spread_ms(quantity: _Quantity) -> float:
+    return quantity.spread_ms
 
-    Both ends hold a direct transfer from when they reach it until it is over. The end that came
-    later waited for nobody, so the smaller of the two durations is the transfer itself. A delegated
-    one is its receiver's alone, from when it was sent.
+
+def _main_messages(samples: tuple[LinkSample, ...]) -> Iterator[tuple[int, int, bool, list[float]]]:
+    """What each direction's messages took on the route that most of them went.
+
+    The few on another route are probes of it.
     """
-    ends_ms: dict[tuple[str, bool], list[float]] = defaultdict(list)
-    for span in timeline.transfers:
-        ends_ms[span.label, span.holds_queue].append(span.end_ms - span.start_ms)
-    durations: dict[tuple[int, int, bool], list[float]] = defaultdict(list)
-    for (label, is_held), seen in ends_ms.items():
-        transfer = Transfer.parse(label)
-        if len(seen) == (2 if is_held else 1):
-            durations[transfer.source, transfer.destination, is_held].append(min(seen))
-    return ((key, float(np.median(values))) for key, values in durations.items())
+    durations: dict[tuple[int, int], dict[bool, list[float]]] = {}
+    for sample in samples:
+        routes = durations.setdefault((sample.source, sample.destination), {})
+        routes.setdefault(sample.is_held, []).append(sample.duration_ms)
+    for ends, routes in durations.items():
+        yield *ends, *max(routes.items(), key=lambda route: len(route[1]))
+
+
+def _links_to_json(links: Links) -> dict[str, Any]:
+    return {str(link): asdict(state) for link, state in links.items()}
+
+
+def _links_from_json(data: Mapping[str, Any]) -> dict[Link, LinkState]:
+    return {Link.parse(name): LinkState(**state) for name, state in data.items()}
+
+
+def _costs_from_json(data: Mapping[str, Any]) -> StageCosts:
+    return StageCosts(**{name: tuple(values) for name, values in data.items()})

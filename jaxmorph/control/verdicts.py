@@ -1,5 +1,6 @@
 """What detection says of a direction of a link, and what it goes by."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -66,3 +67,10 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         """The verdict as a JSON object."""
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Verdict":
+        """The verdict that `to_json` described."""
+        evidence = {**data["evidence"], "samples_ms": tuple(data["evidence"]["samples_ms"])}
+        health = LinkHealth(data["health"])
+        return cls(**{**data, "health": health, "evidence": Evidence(**evidence)})

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,8 +17,36 @@ from jaxmorph.schedule.simulator import stage_times
 from jaxmorph.schedule.timeline import Timeline, TransferSpan
 
 
+class Disturbance(Protocol):
+    """How single ops and messages of a simulated step differ from what is planned.
+
+    The same question must get the same answer: both ends of a direct transfer ask it.
+    """
+
+    def op_ms(self, rank: int, op: Op, planned_ms: float) -> float:
+        """How long an op lasts that was to last so many milliseconds."""
+        ...
+
+    def message_ms(self, transfer: Transfer, begins_ms: float, planned_ms: float) -> float:
+        """How long a message takes from a time on that was to take so many milliseconds."""
+        ...
+
+
+class _Undisturbed:
+    """Everything as planned."""
+
+    def op_ms(self, rank: int, op: Op, planned_ms: float) -> float:
+        return planned_ms
+
+    def message_ms(self, transfer: Transfer, begins_ms: float, planned_ms: float) -> float:
+        return planned_ms
+
+
 def simulate_blocking(
-    programs: Sequence[RankProgram], costs: StageCosts, links: Links = NO_LATENCY
+    programs: Sequence[RankProgram],
+    costs: StageCosts,
+    links: Links = NO_LATENCY,
+    disturbance: Disturbance | None = None,
 ) -> Timeline:
     """Runs lowered programs on paper, each rank's instructions one after another on its queue.
 
@@ -32,6 +60,7 @@ def simulate_blocking(
         programs: One program per rank, in rank order.
         costs: Durations of the ops, milliseconds; an op of one of V chunks takes 1/V of them.
         links: State of the links, milliseconds.
+        disturbance: How single ops and messages differ from that; None: not at all.
 
     Returns:
         Start and end of every op and of every transfer, as in a measured timeline: a direct one for
@@ -48,7 +77,8 @@ def simulate_blocking(
     chunks = (op.chunk for program in programs for op in program.ops())
     times = stage_times(costs, links, num_chunks=1 + max(chunks, default=0))
     board = _Board()
-    ranks = [_Rank(program.rank, times[program.rank], links, board) for program in programs]
+    common = (links, board, disturbance or _Undisturbed())
+    ranks = [_Rank(program.rank, times[program.rank], *common) for program in programs]
     _run_to_rest(ranks, programs, board)
     return Timeline(
         orders=tuple(tuple(rank.ops) for rank in ranks),
@@ -91,6 +121,7 @@ class _Rank:
     times: StageTimes
     links: Links
     board: _Board
+    disturbance: Disturbance
     clock_ms: float = 0.0
     ops: list[Op] = field(default_factory=list)
     starts_ms: list[float] = field(default_factory=list)
@@ -120,7 +151,8 @@ class _Rank:
     def _run(self, op: Op) -> None:
         self.ops.append(op)
         self.starts_ms.append(self.clock_ms)
-        self.clock_ms += _duration_ms(self.times, op.kind)
+        planned_ms = _duration_ms(self.times, op.kind)
+        self.clock_ms += self.disturbance.op_ms(self.rank, op, planned_ms)
         self.ends_ms.append(self.clock_ms)
 
     def _meet(self, own: _End, other: _End) -> Iterator[_End]:
@@ -128,14 +160,17 @@ class _Rank:
         self.board.post(own, start_ms)
         yield from self._until_posted(other)
         met_ms = max(start_ms, self.board.posted_ms[other])
-        self.clock_ms = met_ms + _direction(self.links, own.transfer).delay_ms
+        delay_ms = _direction(self.links, own.transfer).delay_ms
+        self.clock_ms = met_ms + self.disturbance.message_ms(own.transfer, met_ms, delay_ms)
         span = TransferSpan(self.rank, str(own.transfer), start_ms, self.clock_ms)
         self.transfers.append(span)
 
     def _delegate(self, transfer: Transfer) -> None:
         way = _direction(self.links, transfer)
         queue = self.outgoing.setdefault(transfer.destination, LinkQueue(way.occupancy_ms))
-        arrival_ms = queue.enter(self.clock_ms) + way.delay_ms
+        begins_ms = queue.enter(self.clock_ms)
+        took_ms = self.disturbance.message_ms(transfer, begins_ms, way.delay_ms)
+        arrival_ms = begins_ms + took_ms
         self.board.post(_End("send", transfer), arrival_ms)
         span = TransferSpan(
             transfer.destination, str(transfer), self.clock_ms, arrival_ms, holds_queue=False

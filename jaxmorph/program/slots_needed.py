@@ -8,7 +8,7 @@ the ranks, each event with a clock of what it knows about every host, tells it f
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,6 +46,16 @@ def slots_needed(programs: Sequence[RankProgram]) -> dict[Channel, int]:
         outstanding = sent[channel] - int(np.searchsorted(positions, handled))
         most[channel] = max(most.get(channel, 0), outstanding)
     return {channel: power_of_two(number) for channel, number in most.items()}
+
+
+def most_slots(*needed: Mapping[Channel, int]) -> dict[Channel, int]:
+    """The slots with which each of several programs has enough.
+
+    Args:
+        needed: What each of them needs.
+    """
+    channels = dict.fromkeys(channel for slots in needed for channel in slots)
+    return {channel: max(slots.get(channel, 0) for slots in needed) for channel in channels}
 
 
 def power_of_two(number: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from jaxmorph.reporting.records import RunSummary, StepRecord
+from jaxmorph.reporting.records import PLAN_CHANGED, Event, RunSummary, StepRecord
 
 RECENT = 20
 """How many of the last records are kept whole."""
@@ -27,6 +27,7 @@ class RunHistory:
 
     def __init__(self) -> None:
         self.recent: deque[StepRecord] = deque(maxlen=RECENT)
+        self._morph_steps: list[int] = []
         self._numbers = {name: array("d") for name in _KEPT}
 
     def add(self, record: StepRecord) -> None:
@@ -39,6 +40,15 @@ class RunHistory:
         for name, numbers in self._numbers.items():
             if (number := getattr(record, name)) is not None:
                 numbers.append(number)
+
+    def note(self, event: Event) -> None:
+        """Takes note of an event that sums a run up.
+
+        Args:
+            event: any.
+        """
+        if event.kind == PLAN_CHANGED:
+            self._morph_steps.append(event.step)
 
     def __len__(self) -> int:
         return len(self.losses)
@@ -84,6 +94,7 @@ class RunHistory:
             run_directory=run_directory,
             picture=picture,
             traces=tuple(traces),
+            morph_steps=tuple(self._morph_steps),
         )
 
     def _median(self, name: str) -> float | None:

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+PLAN_CHANGED = "plan_changed"
+"""The kind of event that says which plan is in force from its step on."""
+
 
 @dataclass(frozen=True)
 class RunHeader:
@@ -66,6 +69,7 @@ class StepRecord:
         peak_live: most microbatches held at once, for each stage.
         compilations: programs compiled by all ranks together so far.
         planned_bubble_rate: the plan's idle share; for the terminal only.
+        link_states: of links that are not healthy, in a few words; for the terminal only.
         held_out_loss: mean loss of a token of held-out text, with the parameters that the step's
             update made; None, and no field of the line, after steps that were not evaluated.
     """
@@ -83,6 +87,7 @@ class StepRecord:
     peak_live: tuple[int, ...]
     compilations: int
     planned_bubble_rate: float | None = field(default=None, metadata={"shown_only": True})
+    link_states: Mapping[str, str] = field(default_factory=dict, metadata={"shown_only": True})
     held_out_loss: float | None = field(default=None, metadata={"left_out_if_none": True})
 
     def metrics(self) -> dict[str, Any]:
@@ -105,6 +110,8 @@ class Event:
         kind: such as `plan_changed` or `link_failed`.
         link: the link it happened to, such as `2-3`, if any.
         detail: one line for a human reader.
+        evidence: the numbers behind it, as JSON has them; None, and no field of the line, where
+            there are none.
     """
 
     time_s: float
@@ -112,6 +119,12 @@ class Event:
     kind: str
     link: str | None = None
     detail: str = ""
+    evidence: Mapping[str, Any] | None = None
+
+    def line(self) -> dict[str, Any]:
+        """The fields of a line of `events.jsonl`."""
+        told = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value for name, value in told.items() if name != "evidence" or value}
 
 
 @dataclass(frozen=True)
@@ -130,6 +143,7 @@ class RunSummary:
         picture: the picture of planned against measured, if drawn.
         traces: Chrome traces of sampled steps.
         held_out_losses: the held-out losses of the steps that were evaluated.
+        morph_steps: the first step of each plan after the first one.
     """
 
     losses: tuple[float, ...]
@@ -143,3 +157,4 @@ class RunSummary:
     picture: Path | None = None
     traces: tuple[Path, ...] = ()
     held_out_losses: tuple[float, ...] = ()
+    morph_steps: tuple[int, ...] = ()

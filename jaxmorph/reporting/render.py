@@ -14,6 +14,7 @@ from rich.text import Text
 from jaxmorph.reporting.history import RECENT, RunHistory
 from jaxmorph.reporting.records import Event, RunHeader, RunSummary, StepRecord
 from jaxmorph.reporting.text import (
+    describe_plan,
     describe_routes,
     duration,
     header_rows,
@@ -59,7 +60,8 @@ def live_view(history: RunHistory, num_steps: int) -> RenderableType:
         num_steps: steps of the whole run.
 
     Returns:
-        A table above two lines, three if the run has held-out losses.
+        A table above three lines, and more if the run has held-out losses or links that are not
+        healthy.
     """
     if not history:
         return Text("waiting for the first step", style="dim")
@@ -68,7 +70,8 @@ def live_view(history: RunHistory, num_steps: int) -> RenderableType:
     if history.held_out_losses:
         below.add_row(*_course("held out", history.held_out_losses))
     below.add_row(*_progress(history, num_steps))
-    return Group(step_table(list(history.recent)[-_ROWS:]), below)
+    lines = _plan_and_links(history.recent[-1])
+    return Group(step_table(list(history.recent)[-_ROWS:]), below, *lines)
 
 
 def step_table(records: Sequence[StepRecord]) -> Table:
@@ -140,6 +143,19 @@ def _share(rate: float | None) -> str:
 def _course(label: str, losses: Sequence[float]) -> tuple[RenderableType, ...]:
     line = Text(sparkline(losses, _BAR_WIDTH), style="green")
     return Text(f"  {label}", style="dim"), line, Text(f"{losses[0]:.4f} → {losses[-1]:.4f}")
+
+
+def _plan_and_links(record: StepRecord) -> list[Text]:
+    """The plan that the last step ran, and the links that were not healthy in it."""
+    lines = [_labelled("plan", describe_plan(record), "")]
+    if record.link_states:
+        states = ", ".join(f"{link} {state}" for link, state in record.link_states.items())
+        lines.append(_labelled("links", states, "bold yellow"))
+    return lines
+
+
+def _labelled(label: str, text: str, style: str) -> Text:
+    return Text.assemble((f"  {label:<6}", "dim"), (text, style), no_wrap=True, overflow="ellipsis")
 
 
 def _progress(history: RunHistory, num_steps: int) -> tuple[RenderableType, ...]:

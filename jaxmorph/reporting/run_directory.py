@@ -4,7 +4,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Self
@@ -59,7 +58,7 @@ class RunDirectory:
         Args:
             event: what happened.
         """
-        self._events.write(_json_line(asdict(event)))
+        self._events.write(_json_line(event.line()))
         if self._tensorboard is not None and event.kind == _SAVED:
             self._tensorboard.flush()  # a run that goes on from there won't do its steps again
 

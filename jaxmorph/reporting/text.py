@@ -8,10 +8,11 @@ from pathlib import Path
 from statistics import fmean
 
 from jaxmorph.config.sections import Emulation, LinkTrace
-from jaxmorph.reporting.records import RunHeader, RunSummary
+from jaxmorph.reporting.records import RunHeader, RunSummary, StepRecord
 
 _BARS = "▁▂▃▄▅▆▇█"
 _UNKNOWN = "-"
+_MOST_MORPHS = 12  # named in a summary
 
 
 def header_rows(header: RunHeader) -> list[tuple[str, str]]:
@@ -64,6 +65,8 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
         rows.append(
             ("bubble", f"{percent(summary.bubble_rate)} measured{planned if known else ''}")
         )
+    if summary.morph_steps:
+        rows.append(("morphs", _morphs(summary.morph_steps)))
     rows.append(("metrics", str(summary.run_directory / "metrics.jsonl")))
     if summary.picture:
         rows.append(("picture", str(summary.picture)))
@@ -180,6 +183,23 @@ def duration(seconds: float) -> str:
 
 def _course(losses: Sequence[float]) -> str:
     return f"{losses[0]:.4f} → {losses[-1]:.4f}  {sparkline(losses, 32)}"
+
+
+def describe_plan(record: StepRecord) -> str:
+    """Says which plan a step ran: schedule, warm-ups and the links that are not direct.
+
+    Args:
+        record: the step.
+    """
+    delegated = [link for link, route in record.routes.items() if route == "delegated"]
+    some = f", {' '.join(delegated)} delegated" if len(delegated) < len(record.routes) else ""
+    route = (some if delegated else "") or f", {describe_routes(record.routes)}"
+    return f"{record.schedule}, warm-up forwards {_numbers(record.warmup_forwards)}{route}"
+
+
+def _morphs(steps: Sequence[int]) -> str:
+    shown = [*map(str, steps[:_MOST_MORPHS]), *(["..."] if len(steps) > _MOST_MORPHS else [])]
+    return f"{len(steps)}, in force from step {', '.join(shown)}"
 
 
 def _step_against_plan(summary: RunSummary) -> str:

@@ -113,6 +113,21 @@ def reported_events(reports: Sequence[Message]) -> list[tuple[int, Message]]:
     return [(rank, event) for rank, events in enumerate(told) for event in events]
 
 
+def probe_times(reports: Sequence[Message]) -> dict[str, float]:
+    """What the messages of probes took, in milliseconds, by their names (see `Transfer`).
+
+    The end that came later to one waited for nobody: the smaller time is the link's.
+
+    Args:
+        reports: All ranks' reports, in rank order, as rank 0 has them.
+    """
+    took_ms: dict[str, float] = {}
+    for report in reports:
+        for label, duration_ms in json.loads(report[DETAIL]).get("probes", ()):
+            took_ms[label] = min(duration_ms, took_ms.get(label, duration_ms))
+    return took_ms
+
+
 def total_compilations(reports: Sequence[Message]) -> int:
     """How many programs all ranks have compiled so far."""
     return sum(report["compilations"] for report in reports)

@@ -15,6 +15,7 @@ from jaxmorph.program.instructions import RankProgram
 from jaxmorph.runtime.copy_tiers import choose_tier
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute
+from jaxmorph.runtime.direct_probe import probe_direct
 from jaxmorph.runtime.direct_programs import direct_programs
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import Chunks, Executor, StepInputs, StepOutcome
@@ -22,7 +23,7 @@ from jaxmorph.runtime.links import PayloadShape
 from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.payloads import SlotUse, channel_payloads, slot_use
-from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
+from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue, Stamp
 from jaxmorph.runtime.routes import Route
 from jaxmorph.runtime.stage_state import from_parts, stage_parts
 from jaxmorph.runtime.tied import HEAD, TiedGradients
@@ -143,6 +144,7 @@ class StageTrainer:
             links=links or EmulatedLinks(),
             timeout_s=settings.transfer_timeout_s,
         )
+        self._rank, self._payloads = rank, payloads
         self._plane = plane
         routes: dict[str, Route] = {"direct": direct}
         self.delegated: DelegatedRoute | None = None
@@ -202,6 +204,32 @@ class StageTrainer:
         """
         if self.delegated is not None:
             self.delegated.make_room(slots)
+
+    def probe(self, link: Link, step: int) -> list[Stamp]:
+        """Send a message each way over a direct link that no plan uses now.
+
+        Both its ranks do so at the same point between two steps.
+
+        Args:
+            link: Which one.
+            step: The step that is over.
+
+        Returns:
+            What this rank's end took for either; nothing where it is no end of the link.
+        """
+        if self._rank not in link:
+            return []
+        executor = self.executor
+        return probe_direct(
+            link,
+            self._rank,
+            step,
+            executor.routes["direct"],
+            executor.queue,
+            self._payloads,
+            executor.placement,
+            executor.transfer_timeout_s,
+        )
 
     def events(self) -> list[dict[str, Any]]:
         """What has happened to delegated links since the last call: see `DataPlane.events`."""

@@ -109,7 +109,9 @@ def test_events_have_their_own_file(tmp_path):
     with open_run_directory(config_for(tmp_path / "run")) as directory:
         directory.write_event(Event(1.5, 4, "route_changed", "2-3", "slow"))
         directory.write_event(Event(2.5, 5, "checkpoint_saved"))
-        events = lines(directory.path / "events.jsonl")
+        directory.write_event(Event(3.5, 6, "plan_changed", evidence={"samples_ms": [31.0]}))
+        *events, last = lines(directory.path / "events.jsonl")
+    assert last["evidence"] == {"samples_ms": [31.0]}
     assert events == [
         {"time_s": 1.5, "step": 4, "kind": "route_changed", "link": "2-3", "detail": "slow"},
         {"time_s": 2.5, "step": 5, "kind": "checkpoint_saved", "link": None, "detail": ""},

@@ -53,10 +53,38 @@ def test_the_header_says_why_layers_are_cut_as_they_are():
 def test_the_live_view_shows_the_last_ten_steps_and_the_time_left():
     text = drawn(live_view(history_of(*STEPS[:25]), 30))
     rows = [line.split() for line in text.splitlines()]
-    assert [row[0] for row in rows if row and row[-1] == "direct"] == [*map(str, range(15, 25))]
+    shown = [row[0] for row in rows if row and row[-1] == "direct"]
+    assert shown == [*map(str, range(15, 25)), "plan"]
     assert "24  2.6000      1.500    10,240   400.0 / 390.0  12.5 / 11.0 %  direct" in text
     assert "5.0000 → 2.6000" in text
     assert "25 of 30, 2.0 s left" in text
+
+
+def test_the_plans_name_and_the_state_of_links_change_as_it_happens():
+    before = drawn(live_view(history_of(STEP), 30))
+    assert "plan  zb-h2, warm-up forwards 3 1, direct" in before
+    assert "links" not in before
+    morphed = replace(
+        STEP, schedule="adaptive", warmup_forwards=(8, 1),
+        routes={"0-1": "delegated", "1-2": "direct"},
+        link_states={"0-1": "slow, 31.2 ms (healthy: 1.1)"},
+    )  # fmt: skip
+    after = drawn(live_view(history_of(STEP, morphed), 30))
+    assert "plan  adaptive, warm-up forwards 8 1, 0-1 delegated" in after
+    assert "links 0-1 slow, 31.2 ms (healthy: 1.1)" in after
+    assert max(map(len, drawn(live_view(history_of(STEP, morphed), 30), 50).splitlines())) <= 50
+
+
+def test_the_summary_counts_morphs():
+    history = history_of(*STEPS)
+    for kind, step in (("plan_changed", 8), ("route_changed", 8), ("plan_changed", 17)):
+        history.note(Event(1.0, step, kind))
+    file = io.StringIO()
+    summary = history.summary(elapsed_s=12.0, run_directory=Path("runs/demo"))
+    PlainReporter(file).finish(summary)
+    assert "morphs    2, in force from step 8, 17" in file.getvalue()
+    PlainReporter(file := io.StringIO()).finish(SUMMARY)
+    assert "morphs" not in file.getvalue()
 
 
 @pytest.mark.parametrize("width", [80, 60, 200])

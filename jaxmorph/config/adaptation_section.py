@@ -1,0 +1,29 @@
+"""The section of a configuration that says whether a run adapts to its links, and how readily."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jaxmorph.config.sections import Count, Expected, Section
+
+SPLIT_SCHEDULES = ("adaptive", "initial", "paper", "zb-h1", "zb-h2")
+"""Schedules that run a backward as B and W, which those that replace them do too."""
+
+
+class Adaptation(Section):
+    """Whether schedule and routes follow what links turn out to be, and when that is worth it.
+
+    A new plan must shorten the predicted step by `worth` of it. With `delegates: slow` only links
+    that have turned slow are ever taken off their routes, with `any` healthy ones too where a
+    prediction finds that worth it, which doesn't count what delegation takes of host memory and
+    processors. A delegated link that is healthy again stays so for at least `dwell_steps`, and for
+    longer, up to `longest_dwell_steps`, if it keeps coming and going. `intra_step` is about the
+    order inside a step.
+    """
+
+    enabled: Annotated[bool, Expected("true or false")] = False
+    intra_step: Literal["off", "on", "auto"] = "off"
+    delegates: Literal["slow", "any"] = "slow"
+    worth: Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")] = 0.02
+    dwell_steps: Count = 4
+    longest_dwell_steps: Count = 256

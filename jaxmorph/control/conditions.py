@@ -1,0 +1,112 @@
+"""What links would do under other routes than they have now, by verdicts and usual latencies."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, astuple
+from typing import Any
+
+from jaxmorph.control.verdicts import LinkHealth, Verdict
+from jaxmorph.program.instructions import Route, Routes
+from jaxmorph.schedule.costs import Link, Links, LinkState, StageCosts
+from jaxmorph.schedule.problem_links import MARGIN_OF_JITTER
+
+UsualLinks = Mapping[Route, Links]
+"""What healthy links do to messages on either route, as measured before the first step."""
+
+_LONGEST_MS = 10_000.0  # what a link that delivers nothing is planned for
+_OTHER_COST = 0.1  # a share of a stage's op by which it must differ to call for another plan
+
+
+def usual_to_json(usual: UsualLinks) -> dict[str, Any]:
+    """Usual latencies as a JSON object, with links as `"2-3"`."""
+    return {
+        route: {str(link): asdict(state) for link, state in links.items()}
+        for route, links in usual.items()
+    }
+
+
+def usual_from_json(data: Mapping[Route, Any]) -> UsualLinks:
+    """The latencies that `usual_to_json` described."""
+    return {
+        route: {Link.parse(name): LinkState(**state) for name, state in links.items()}
+        for route, links in data.items()
+    }
+
+
+def ailing_links(verdicts: Iterable[Verdict]) -> frozenset[Link]:
+    """The links of which a direction is not healthy: slow, dead, or not yet surely recovered.
+
+    Args:
+        verdicts: Of all directions that there are verdicts on.
+    """
+    return frozenset(link_of(each) for each in verdicts if each.health is not LinkHealth.HEALTHY)
+
+
+def link_of(verdict: Verdict) -> Link:
+    """The link that a verdict is about a direction of."""
+    ends = sorted((verdict.source, verdict.destination))
+    return Link(*ends)
+
+
+def links_under(
+    verdicts: Iterable[Verdict],
+    usual: UsualLinks,
+    now: Routes,
+    planned: Routes,
+    margin_of_jitter: float = MARGIN_OF_JITTER,
+) -> dict[Link, LinkState]:
+    """Latencies under the routes of a plan, when they have been judged under those of another one.
+
+    What a link adds to messages now, beyond what is usual for its route, it would add on the other
+    route too.
+
+    Args:
+        verdicts: Of all directions, under the routes now.
+        usual: What healthy links do on either route.
+        now: The routes now; a link that is not named is direct.
+        planned: The routes to tell the latencies under.
+        margin_of_jitter: How many standard deviations of an ailing link's jitter to add.
+
+    Returns:
+        The state of each link that there is a verdict or a usual latency of.
+    """
+    judged = {(each.source, each.destination): each for each in verdicts}
+    named = {Link(min(way), max(way)) for way in judged}
+    states: dict[Link, LinkState] = {}
+    for link in sorted(named.union(*usual.values())):
+        before = _usual(usual, now.get(link, "direct"), link)
+        after = _usual(usual, planned.get(link, "direct"), link)
+        up, down = judged.get((link.lower, link.upper)), judged.get((link.upper, link.lower))
+        states[link] = LinkState(
+            after.forward_latency_ms + _added_ms(up, before.forward_latency_ms, margin_of_jitter),
+            after.backward_latency_ms
+            + _added_ms(down, before.backward_latency_ms, margin_of_jitter),
+        )
+    return states
+
+
+def _usual(usual: UsualLinks, route: Route, link: Link) -> LinkState:
+    return usual.get(route, {}).get(link, LinkState())
+
+
+def _added_ms(verdict: Verdict | None, usual_ms: float, margin_of_jitter: float) -> float:
+    """What a direction adds to its messages now beyond what is usual on their route."""
+    if verdict is None:
+        return 0.0
+    is_healthy = verdict.health is LinkHealth.HEALTHY
+    margin_ms = 0.0 if is_healthy else margin_of_jitter * verdict.jitter_ms
+    return max(0.0, min(verdict.latency_ms + margin_ms, _LONGEST_MS) - usual_ms)
+
+
+def costs_differ(now: StageCosts, then: StageCosts) -> bool:
+    """Whether any stage's op costs so much more or less than before that other orders may be best.
+
+    Args:
+        now: Milliseconds of each op.
+        then: Likewise, when the plan was made.
+    """
+    pairs = (
+        pair
+        for of_kind in zip(astuple(now), astuple(then), strict=True)
+        for pair in zip(*of_kind, strict=True)
+    )
+    return any(abs(cost - before) > _OTHER_COST * max(cost, before) for cost, before in pairs)

@@ -1,0 +1,232 @@
+"""One direction of a link, watched: what its messages show, and what state that leaves it in."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from jaxmorph.control.estimates import median
+from jaxmorph.control.link_health import SENTENCES, TURNS, Sign
+from jaxmorph.control.link_samples import LinkSample
+from jaxmorph.control.route_record import RouteRecord, level_margin_ms, typical_ms
+from jaxmorph.control.sensitivity import Sensitivity, Usual
+from jaxmorph.control.verdicts import Evidence, LinkHealth, Verdict
+
+_CALMING = 0.8  # what is left of a slow link's unrest after another step
+
+Assume = Callable[[bool], Usual | None]
+"""What to go by on a route (held or not) that has not been measured here; None: nothing."""
+
+
+class DirectionWatch:
+    """Judges one direction by its messages.
+
+    The two routes are measured each for itself. The one that most messages of a step take is
+    current: its messages say whether the link is slow and when it isn't any more. The few on the
+    other one are probes: they may show that it is slow, or, where the current one has never been
+    seen healthy, that it no longer is. A dead link is alive when the route that failed delivers.
+
+    Args:
+        source: The rank that sends.
+        destination: The rank that receives.
+        sensitivity: The numbers to go by.
+        assume: What to go by where a route has not been measured.
+    """
+
+    def __init__(
+        self, source: int, destination: int, sensitivity: Sensitivity, assume: Assume
+    ) -> None:
+        self._numbers = sensitivity
+        self._assume = assume
+        self._routes: dict[bool, RouteRecord] = {}
+        self._current: bool | None = None
+        self._judged_by: bool | None = None
+        self._level_ms = 0.0
+        self._unrest = 0.0
+        self._good_steps = 0
+        no_evidence = Evidence((), 0.0, 0.0, 0.0)
+        self._verdict = Verdict(
+            source, destination, LinkHealth.HEALTHY, 0.0, 0.0, 0, no_evidence, "no delay seen"
+        )
+
+    @property
+    def verdict(self) -> Verdict:
+        """What is to be said of the direction now; its latency and jitter are the latest."""
+        return self._verdict
+
+    def usual(self, is_held: bool) -> Usual | None:
+        """What a healthy message takes on a route; None where it has not been measured."""
+        record = self._routes.get(is_held)
+        return None if record is None else record.usual
+
+    def observe(self, step: int, samples: Sequence[LinkSample]) -> list[Verdict]:
+        """Take in a step's messages.
+
+        Args:
+            step: Its number.
+            samples: This direction's, at least one, in the order of sending.
+
+        Returns:
+            What has changed, in order; the last one with the latest latency and jitter.
+        """
+        self._notice_route(samples)
+        self._unrest *= _CALMING
+        for record in self._routes.values():
+            record.begin_step()
+        began_as = self._verdict.health
+        changes: list[Verdict] = []
+        for sample in samples:
+            may_move = not changes
+            changes += self._read(step, sample, may_move=may_move)
+        if began_as is self._verdict.health is LinkHealth.RECOVERING:
+            changes += self._count_good_step(step, samples)
+        for record in self._routes.values():
+            if self._verdict.health is LinkHealth.HEALTHY or record.usual is None:
+                record.settle()
+        self._verdict = self._with_latency(self._verdict)
+        if not changes:
+            return []
+        self._level_ms = self._verdict.latency_ms
+        return [*changes[:-1], self._verdict]
+
+    def fail(self, step: int, detail: str) -> list[Verdict]:
+        """Take in that a message, or the link, was given up.
+
+        Args:
+            step: In which step.
+            detail: What is known of it.
+
+        Returns:
+            The verdict, unless the link was dead already.
+        """
+        return self._turn(step, Sign.FAILED, self._current, (), detail)
+
+    def _notice_route(self, samples: Sequence[LinkSample]) -> None:
+        is_held = 2 * sum(sample.is_held for sample in samples) > len(samples)
+        if is_held is self._current:
+            return
+        self._current = is_held
+        self._record(is_held).begin_again()
+        if self._verdict.health is not LinkHealth.DEAD:
+            self._judged_by = is_held
+
+    def _record(self, is_held: bool) -> RouteRecord:
+        if is_held not in self._routes:
+            self._routes[is_held] = RouteRecord(self._numbers)
+        return self._routes[is_held]
+
+    def _go_by(self, is_held: bool) -> Usual | None:
+        """What to judge a route's messages by; a healthy link's other route is measured first."""
+        known = self.usual(is_held)
+        if known is None and self._verdict.health is not LinkHealth.HEALTHY:
+            return self._assume(is_held)
+        return known
+
+    def _read(self, step: int, sample: LinkSample, *, may_move: bool) -> list[Verdict]:
+        record, usual = self._record(sample.is_held), self._go_by(sample.is_held)
+        is_healthy = self._verdict.health is LinkHealth.HEALTHY
+        if usual is None or not is_healthy:
+            record.recent.add(sample.duration_ms)
+        if usual is None:
+            record.healthy.learn([sample.duration_ms])
+            return []
+        record.read(sample, usual, learns=is_healthy)
+        if self._may_accuse(sample.is_held) and (late_ms := record.late_beyond_chance()):
+            return self._turn(step, Sign.ROSE, sample.is_held, late_ms)
+        if self._may_clear(sample.is_held) and len(record.calm) >= self._numbers.settled_run:
+            return self._turn(step, Sign.FELL, sample.is_held, record.calm)
+        if self._verdict.health is LinkHealth.SLOW and sample.is_held is self._current:
+            return self._read_level(step, sample, record) if may_move else []
+        return []
+
+    def _read_level(self, step: int, sample: LinkSample, record: RouteRecord) -> list[Verdict]:
+        margin_ms = level_margin_ms(record, self._level_ms, self._unrest)
+        record.read_level(sample.duration_ms, self._level_ms, margin_ms)
+        if len(record.moved) < self._numbers.settled_run or record.calm:
+            return []
+        self._unrest += 1.0
+        return self._turn(step, Sign.MOVED, sample.is_held, record.moved)
+
+    def _may_accuse(self, is_held: bool) -> bool:
+        health = self._verdict.health
+        if health is LinkHealth.SLOW:
+            return False
+        return health is not LinkHealth.DEAD or self._is_heard(is_held)
+
+    def _may_clear(self, is_held: bool) -> bool:
+        health = self._verdict.health
+        if health not in (LinkHealth.SLOW, LinkHealth.DEAD) or self._is_heard(is_held):
+            return health in (LinkHealth.SLOW, LinkHealth.DEAD)
+        unmeasured = self.usual(not is_held) is None and self.usual(is_held) is not None
+        return health is LinkHealth.SLOW and unmeasured
+
+    def _is_heard(self, is_held: bool) -> bool:
+        return self._judged_by is None or self._judged_by is is_held
+
+    def _count_good_step(self, step: int, samples: Sequence[LinkSample]) -> list[Verdict]:
+        heard = [each for each in samples if self._is_heard(each.is_held)]
+        usual = self._go_by(heard[0].is_held) if heard else None
+        if usual is None:
+            return []
+        took_ms = [each.duration_ms for each in heard]
+        if median(took_ms) <= usual.calm_ms:
+            self._good_steps += 1
+        elif median(took_ms) > usual.threshold_ms:
+            self._good_steps = 0
+        if self._good_steps < self._numbers.good_steps:
+            return []
+        return self._turn(step, Sign.HELD, heard[0].is_held, took_ms)
+
+    def _turn(
+        self, step: int, sign: Sign, is_held: bool | None, run_ms: Iterable[float], detail: str = ""
+    ) -> list[Verdict]:
+        """Go where the table says that a sign leads; without an entry nothing changes."""
+        before, run_ms = self._verdict, tuple(run_ms)
+        health = TURNS.get((before.health, sign))
+        if health is None:
+            return []
+        usual = None if is_held is None else self._go_by(is_held)
+        self._verdict = replace(
+            before,
+            health=health,
+            step=step,
+            evidence=_evidence(run_ms, usual),
+            reason=self._sentence(sign, run_ms, usual, detail),
+        )
+        self._judged_by, self._good_steps = is_held, 0
+        if sign is not Sign.HELD:
+            for route, record in self._routes.items():
+                record.begin_again(run_ms if route is is_held else ())
+        self._verdict = self._with_latency(self._verdict)
+        self._level_ms = self._verdict.latency_ms
+        return [self._verdict]
+
+    def _sentence(
+        self, sign: Sign, run_ms: tuple[float, ...], usual: Usual | None, detail: str
+    ) -> str:
+        before = self._verdict
+        said = SENTENCES[sign].format(
+            took=typical_ms(run_ms) if run_ms else "",
+            count=len(run_ms),
+            threshold=usual.threshold_ms if usual else 0.0,
+            before=before.latency_ms,
+            steps=self._numbers.good_steps,
+            detail=detail,
+        )
+        return f"link {before.source}>{before.destination} {said}"
+
+    def _with_latency(self, verdict: Verdict) -> Verdict:
+        """The verdict with what messages take now: on the current route if that is known."""
+        if self._current is None:
+            return verdict
+        usual = self.usual(self._current)
+        if verdict.health is LinkHealth.HEALTHY and usual is not None:
+            return replace(verdict, latency_ms=usual.baseline_ms, jitter_ms=usual.spread_ms)
+        recent = self._record(self._current).recent
+        if not len(recent):
+            return verdict
+        return replace(verdict, latency_ms=recent.median, jitter_ms=recent.spread)
+
+
+def _evidence(run_ms: tuple[float, ...], usual: Usual | None) -> Evidence:
+    if usual is None:
+        return Evidence(run_ms, 0.0, 0.0, 0.0)
+    return Evidence(run_ms, usual.baseline_ms, usual.spread_ms, usual.threshold_ms)

@@ -1,0 +1,64 @@
+"""How long a morph is let stand before it is taken back: longer if it keeps being taken back."""
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+_SOON = 4
+"""What changes again within so many of its stays flaps; after twice as many it has been calm."""
+
+
+class Stay(NamedTuple):
+    """Since when something is as it is, and for how many steps it stays so at least."""
+
+    since_step: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Dwell:
+    """The stays of what morphs have changed: of routes, each by its link, and of the schedule.
+
+    A subject's first stay is `least_steps`. If it changes again within four of its stays, the next
+    one is twice as long, up to `most_steps`; after a calm of eight stays it is half as long again.
+
+    Attributes:
+        least_steps: The shortest stay.
+        most_steps: The longest.
+        stays: Of every subject that a morph has changed.
+    """
+
+    least_steps: int
+    most_steps: int
+    stays: Mapping[Hashable, Stay] = field(default_factory=dict)
+
+    def waits(self, subjects: Iterable[Hashable], step: int) -> int:
+        """How many steps to wait until all of some subjects may change.
+
+        Args:
+            subjects: What a morph would change.
+            step: The step from which it would hold.
+        """
+        ends = (sum(self.stays[subject]) for subject in subjects if subject in self.stays)
+        return max(0, max(ends, default=step) - step)
+
+    def after(self, subjects: Iterable[Hashable], step: int) -> "Dwell":
+        """The stays after a morph.
+
+        Args:
+            subjects: What it changes.
+            step: The first step that it holds in.
+        """
+        changed = {subject: Stay(step, self._steps(subject, step)) for subject in subjects}
+        return replace(self, stays={**self.stays, **changed})
+
+    def _steps(self, subject: Hashable, step: int) -> int:
+        last = self.stays.get(subject)
+        if last is None:
+            return self.least_steps
+        calm_steps = step - last.since_step
+        if calm_steps <= _SOON * last.steps:
+            return min(2 * last.steps, self.most_steps)
+        if calm_steps > 2 * _SOON * last.steps:
+            return max(last.steps // 2, self.least_steps)
+        return last.steps

@@ -1,0 +1,81 @@
+"""Median and robust spread of the last measurements: what a spike can't move."""
+
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+TO_STANDARD_DEVIATION = 1.4826
+"""What a median absolute deviation is multiplied by to be the standard deviation of normal data."""
+
+
+class RunningEstimate:
+    """The median and the spread of the last values.
+
+    Half of the values may be anything at all, and the median is still one of the other half.
+
+    Args:
+        window: How many of the last values count.
+        values: The first of them.
+    """
+
+    def __init__(self, window: int, values: Iterable[float] = ()) -> None:
+        self._window = window
+        self._last: deque[float] = deque()
+        self._ordered: list[float] = []
+        for value in values:
+            self.add(value)
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def add(self, value: float) -> None:
+        """Take in a value; the oldest is forgotten when there are more than the window holds."""
+        self._last.append(value)
+        insort(self._ordered, value)
+        if len(self._last) > self._window:
+            del self._ordered[bisect_left(self._ordered, self._last.popleft())]
+
+    def clear(self) -> None:
+        """Forget all values."""
+        self._last.clear()
+        self._ordered.clear()
+
+    @property
+    def median(self) -> float:
+        """The middle value, or the mean of the middle two; 0 where there are no values."""
+        return _middle(self._ordered)
+
+    @property
+    def spread(self) -> float:
+        """A robust standard deviation: 1.4826 times the median distance from the median."""
+        return _spread_of_ordered(self._ordered)
+
+    def count_over(self, limit: float) -> int:
+        """How many values are over a limit.
+
+        Args:
+            limit: What is not over it, itself included.
+        """
+        return len(self._ordered) - bisect_right(self._ordered, limit)
+
+
+def median(values: Iterable[float]) -> float:
+    """The middle value, or the mean of the middle two; 0 where there are no values."""
+    return _middle(sorted(values))
+
+
+def robust_spread(values: Iterable[float]) -> float:
+    """A robust standard deviation: 1.4826 times the median distance from the median."""
+    return _spread_of_ordered(sorted(values))
+
+
+def _spread_of_ordered(ordered: Sequence[float]) -> float:
+    middle = _middle(ordered)
+    return TO_STANDARD_DEVIATION * _middle(sorted(abs(value - middle) for value in ordered))
+
+
+def _middle(ordered: Sequence[float]) -> float:
+    half, odd = divmod(len(ordered), 2)
+    if odd:
+        return ordered[half]
+    return (ordered[half - 1] + ordered[half]) / 2 if ordered else 0.0

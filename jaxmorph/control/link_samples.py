@@ -1,0 +1,72 @@
+"""What each message of a measured step took on its link, apart from what its ends waited for."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from jaxmorph.program.instructions import Payload, Transfer
+from jaxmorph.schedule.timeline import Timeline, TransferSpan
+
+
+class LinkSample(NamedTuple):
+    """What one message took.
+
+    Attributes:
+        source: The rank that sent it.
+        destination: The rank that received it.
+        microbatch: What it belongs to.
+        duration_ms: How long the link took, milliseconds.
+        at_ms: When it was over, by the receiver's clock, milliseconds since the step began.
+        is_held: Whether it was a direct transfer, which holds both ends' queues.
+    """
+
+    source: int
+    destination: int
+    microbatch: int
+    duration_ms: float
+    at_ms: float
+    is_held: bool
+
+    @property
+    def sent_ms(self) -> float:
+        """When the link had it, by the same clock."""
+        return self.at_ms - self.duration_ms
+
+
+def link_samples(timeline: Timeline) -> tuple[LinkSample, ...]:
+    """One sample for each message of activations or gradients, in the order of sending.
+
+    Both ends hold a direct transfer from when they reach it until it is over. The end that came
+    later waited for nobody, so the smaller of the two durations is the link's alone: neither a slow
+    stage nor a transfer before it, which kept one of the ends, is in it. A delegated message is its
+    receiver's alone, from when it was sent until it landed, whenever it is looked for.
+
+    Tied gradients are left out: they are of another length, and sent after the last op. So are
+    messages that one end has not reported.
+
+    Args:
+        timeline: A measured step, or one simulated with its transfers.
+    """
+    ends: dict[tuple[str, bool], list[TransferSpan]] = {}
+    for span in timeline.transfers:
+        ends.setdefault((span.label, span.holds_queue), []).append(span)
+    samples = (_sample(label, is_held, spans) for (label, is_held), spans in ends.items())
+    return tuple(sorted((each for each in samples if each is not None), key=_when))
+
+
+def _sample(label: str, is_held: bool, spans: Sequence[TransferSpan]) -> LinkSample | None:
+    transfer = _parse(label)
+    expected = {transfer.source, transfer.destination} if is_held else {transfer.destination}
+    if transfer.payload is Payload.TIED or {span.stage for span in spans} != expected:
+        return None
+    arrived = next(span for span in spans if span.stage == transfer.destination)
+    duration_ms = min(span.end_ms - span.start_ms for span in spans)
+    ends = transfer.source, transfer.destination
+    return LinkSample(*ends, transfer.microbatch, duration_ms, arrived.end_ms, is_held)
+
+
+def _when(sample: LinkSample) -> tuple[float, float]:
+    return sample.sent_ms, sample.at_ms
+
+
+_parse = lru_cache(maxsize=1 << 14)(Transfer.parse)  # the same labels come step by step

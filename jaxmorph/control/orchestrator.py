@@ -1,0 +1,233 @@
+"""Decides between two steps whether to go on with the plan in force or to morph, and says why."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from jaxmorph.control.conditions import ailing_links, link_of
+from jaxmorph.control.dwell import Dwell
+from jaxmorph.control.verdicts import LinkHealth, Verdict
+from jaxmorph.program.instructions import Route
+from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.planner import Plan
+
+SCHEDULE = "schedule"
+"""What changes, for `Dwell`, where a morph changes no link's route."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A plan as it is weighed.
+
+    Attributes:
+        plan: Schedule and routes.
+        step_ms: The predicted step under the conditions now.
+    """
+
+    plan: Plan
+    step_ms: float
+
+    @property
+    def routes(self) -> Mapping[Link, Route]:
+        """Each link's route."""
+        return self.plan.routes
+
+
+@dataclass(frozen=True)
+class Situation:
+    """All that a decision rests on.
+
+    Attributes:
+        step: The first step that a new plan could hold in.
+        verdicts: What detection says of each direction of a link.
+        in_force: The plan in force.
+        candidates: The run's first plan, and others made for the conditions now, those that differ
+            least from it first.
+        undisturbed_ms: What the plan in force would take if all links were healthy.
+        dwell: How long earlier morphs are to stand.
+        worth: The least gain for which to morph, as a share of the step.
+        may_delegate_healthy: Whether links that don't ail may be delegated, where that is worth it.
+        news: What else has changed, a sentence each.
+    """
+
+    step: int
+    verdicts: tuple[Verdict, ...]
+    in_force: Option
+    candidates: tuple[Option, ...]
+    undisturbed_ms: float
+    dwell: Dwell
+    worth: float
+    may_delegate_healthy: bool = False
+    news: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is to run next.
+
+    Attributes:
+        chosen: Which of the candidates; None: the plan in force stays.
+        reason: Why, in one line.
+        wait_steps: How many steps to wait before asking again, where only that was against it.
+    """
+
+    chosen: int | None
+    reason: str
+    wait_steps: int = 0
+
+
+def decide(situation: Situation) -> Decision:
+    """Go on, or morph, and why.
+
+    A link is delegated only while it ails, unless the situation allows for more, and goes back by
+    itself, whatever the others do: delegation takes host memory and processors that no prediction
+    counts. While links ail a morph must shorten the step by what it is worth; once all are healthy
+    the first plan comes back unless it costs that much. What takes a slow link off the queues never
+    waits; what takes it back waits for its dwell.
+
+    Source: PipeMorph, sections 4.3 and 6. There all links are delegated together.
+
+    Args:
+        situation: What is known.
+
+    Returns:
+        The decision, with its reason as a sentence.
+    """
+    now = situation.in_force
+    ailing = ailing_links(situation.verdicts)
+    best = _shortest(situation)
+    chosen = situation.candidates[best]
+    why = "; ".join([_links_in_words(situation.verdicts), *situation.news])
+    if _is_same(chosen, now):
+        return Decision(None, f"{why}: {_standing(situation)}")
+    gain = 1 - chosen.step_ms / now.step_ms if now.step_ms else 0.0
+    least_gain = situation.worth if ailing else -situation.worth  # back to the first plan is easy
+    if _is_allowed(now, situation) and gain < least_gain:
+        best_ms = f", with another plan {chosen.step_ms:.0f}"
+        return Decision(None, f"{why}: {_standing(situation)}{best_ms}")
+    predicted = f"predicted step {now.step_ms:.0f} -> {chosen.step_ms:.0f} ms"
+    wait = situation.dwell.waits(_held_subjects(now, chosen), situation.step)
+    if wait:
+        return Decision(None, f"{why}: waits for {wait} steps, then {predicted}", wait)
+    return Decision(best, f"{why}: {_change_in_words(now, chosen)}; {predicted}")
+
+
+def changed_routes(now: Mapping[Link, Route], then: Mapping[Link, Route]) -> dict[Link, Route]:
+    """The new routes of the links whose route changes.
+
+    Args:
+        now: Each link's route; one that is not named is direct.
+        then: Likewise, afterwards.
+    """
+    changed: dict[Link, Route] = {}
+    for link in {**now, **then}:
+        new = then.get(link, "direct")
+        if new != now.get(link, "direct"):
+            changed[link] = new
+    return changed
+
+
+def changed_subjects(now: Option, then: Option) -> set[Link | str]:
+    """What a morph changes that is to stand for a while: see `Dwell`.
+
+    Args:
+        now: The plan in force.
+        then: The one after it.
+
+    Returns:
+        Links that are delegated anew, and the schedule.
+    """
+    routes = changed_routes(now.routes, then.routes)
+    return {SCHEDULE, *(link for link, new in routes.items() if new == "delegated")}
+
+
+def _held_subjects(now: Option, then: Option) -> set[Link | str]:
+    """What has to have stood for its time: links that go back, or the schedule if it is alone."""
+    routes = changed_routes(now.routes, then.routes)
+    return {link for link, new in routes.items() if new == "direct"} if routes else {SCHEDULE}
+
+
+def _is_allowed(option: Option, situation: Situation) -> bool:
+    """Whether a plan takes no links off their routes but those that ail."""
+    if situation.may_delegate_healthy:
+        return True
+    ailing = ailing_links(situation.verdicts)
+    return _delegated_anew(option, situation.candidates[0]) <= ailing
+
+
+def _delegated_anew(option: Option, than: Option) -> frozenset[Link]:
+    routes = changed_routes(than.routes, option.routes)
+    return frozenset(link for link, new in routes.items() if new == "delegated")
+
+
+def _shortest(situation: Situation) -> int:
+    """The first allowed candidate than which none is shorter by half of what a morph must gain."""
+    steps_ms = {
+        index: option.step_ms
+        for index, option in enumerate(situation.candidates)
+        if _is_allowed(option, situation)
+    }
+    good_enough_ms = min(steps_ms.values()) * (1 + situation.worth / 2)
+    return next(index for index, step_ms in steps_ms.items() if step_ms <= good_enough_ms)
+
+
+def _is_same(one: Option, other: Option) -> bool:
+    same_order = one.plan.schedule == other.plan.schedule
+    return same_order and not changed_routes(one.routes, other.routes)
+
+
+def _standing(situation: Situation) -> str:
+    """How the plan in force takes it."""
+    now_ms, healthy_ms = situation.in_force.step_ms, situation.undisturbed_ms
+    if not ailing_links(situation.verdicts):
+        return f"the plan in force stays, predicted step {now_ms:.0f} ms"
+    if now_ms <= healthy_ms * (1 + situation.worth):
+        return f"the plan in force absorbs it, predicted step {now_ms:.0f} ms"
+    return f"the plan in force stays, predicted step {now_ms:.0f} ms ({healthy_ms:.0f} healthy)"
+
+
+def _links_in_words(verdicts: tuple[Verdict, ...]) -> str:
+    ailing = sorted(ailing_links(verdicts))
+    if not ailing:
+        return "all links are healthy"
+    return ", ".join(_link_in_words(link, verdicts) for link in ailing)
+
+
+def _link_in_words(link: Link, verdicts: tuple[Verdict, ...]) -> str:
+    """Such as `link 6-7 takes 31.2 ms each way (healthy: 1.1)`."""
+    ways = [each for each in verdicts if link_of(each) == link]
+    ill = [each for each in ways if each.health is not LinkHealth.HEALTHY]
+    if any(each.health is LinkHealth.DEAD for each in ill):
+        return f"link {link} delivers nothing"
+    times = {f"{each.source}>{each.destination}": each for each in ill}
+    if len(ill) == len(ways) > 1 and _are_near(*(each.latency_ms for each in ill)):
+        times = {"each way": ill[0]}
+    told = " and ".join(
+        f"{each.latency_ms:.1f} ms {way} (healthy: {each.evidence.baseline_ms:.1f})"
+        for way, each in times.items()
+    )
+    recovers = all(each.health is LinkHealth.RECOVERING for each in ill)
+    return f"link {link} takes {told}{', recovering' if recovers else ''}"
+
+
+def _are_near(*latencies_ms: float) -> bool:
+    return max(latencies_ms) - min(latencies_ms) <= max(1.0, 0.1 * max(latencies_ms))
+
+
+def _change_in_words(now: Option, then: Option) -> str:
+    return ", ".join(_changes(now, then))
+
+
+def _changes(now: Option, then: Option) -> Iterator[str]:
+    for link, route in sorted(changed_routes(now.routes, then.routes).items()):
+        yield f"{link} {'delegated' if route == 'delegated' else 'direct again'}"
+    old, new = now.plan.schedule, then.plan.schedule
+    if old.name != new.name:
+        yield f"schedule {old.name} -> {new.name}"
+    if old.warmup_forwards != new.warmup_forwards:
+        yield f"warm-ups {_numbers(old.warmup_forwards)} -> {_numbers(new.warmup_forwards)}"
+    elif old.name == new.name:
+        yield "the same order" if old == new else "another order of the same warm-ups"
+
+
+def _numbers(values: tuple[int, ...]) -> str:
+    return " ".join(map(str, values))

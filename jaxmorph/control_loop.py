@@ -1,0 +1,380 @@
+"""Rank 0's side of adapting: from a step's timings to verdicts, a decision, and a morph made ready.
+
+Detection is done where a step's books are kept; planning and deciding on a thread that mostly waits
+for the planning process. Neither holds up a step.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from jaxmorph.config.adaptation_section import Adaptation
+from jaxmorph.control.compute_watch import ComputeNotice, ComputeWatch, followed
+from jaxmorph.control.conditions import UsualLinks, ailing_links, link_of, links_under
+from jaxmorph.control.detector import Detector
+from jaxmorph.control.dwell import Dwell
+from jaxmorph.control.link_samples import link_samples
+from jaxmorph.control.orchestrator import (
+    Decision,
+    Option,
+    Situation,
+    changed_routes,
+    changed_subjects,
+    decide,
+)
+from jaxmorph.control.profiler import Profile
+from jaxmorph.control.verdicts import LinkHealth, Verdict
+from jaxmorph.morph import Morph
+from jaxmorph.planning_client import Chosen, Options, PlanningError
+from jaxmorph.program.instructions import Transfer
+from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.ops import OpKind
+from jaxmorph.schedule.planner import Plan
+from jaxmorph.schedule.timeline import Timeline
+
+Happening = dict[str, Any]
+"""What an event says beside its time and step: `kind`, `link`, `detail`, `evidence`."""
+
+_STEPS_TO_SWAP = 2  # a step's timings are worked out during the next one, and obeyed after it
+_MOST_NEWS = 2
+_PROBE_HOLDS = 8  # steps for which a probe is believed
+_KINDS = {
+    LinkHealth.SLOW: "straggler_detected",
+    LinkHealth.DEAD: "straggler_detected",
+    LinkHealth.RECOVERING: "straggler_recovering",
+    LinkHealth.HEALTHY: "straggler_cleared",
+}
+
+
+class Plans(Protocol):
+    """What is needed of the planning process (`planning_client`)."""
+
+    def weigh(self, profile: Profile, verdicts: Sequence[Verdict]) -> Options:
+        """The plans that there are."""
+        ...
+
+    def adopt(self, chosen: int) -> Chosen:
+        """Takes one of them for the plan in force."""
+        ...
+
+
+class ControlLoop:
+    """Watches links and decides on morphs, one at a time.
+
+    Args:
+        settings: How readily to adapt.
+        plan: The run's first plan, which is in force.
+        planned_for: What ops and links cost when it was made.
+        usual: What healthy links do on either route.
+        detector: Judges links.
+        compute: Watches what ops take.
+        plans: The planning process; it has begun with the same plan.
+    """
+
+    def __init__(
+        self,
+        settings: Adaptation,
+        plan: Plan,
+        planned_for: Profile,
+        usual: UsualLinks,
+        detector: Detector,
+        compute: ComputeWatch,
+        plans: Plans,
+    ) -> None:
+        self._settings = settings
+        self._plan = plan
+        self._usual = usual
+        self._detector = detector
+        self._compute = compute
+        self._profile = planned_for
+        self._plans = plans
+        self._dwell = Dwell(settings.dwell_steps, settings.longest_dwell_steps)
+        self._weigh_again_at = math.inf
+        # Which ops have changed since it was weighed last; None: there is nothing to weigh.
+        self._news: dict[tuple[int, OpKind], ComputeNotice] | None = None
+        self._verdicts: tuple[Verdict, ...] = ()
+        self._judged_routes = plan.routes
+        self._untold: list[Happening] = []
+        self._morph: Morph | None = None
+        self._due_probes: tuple[Link, ...] = ()
+        self._awaits_probes: tuple[Situation, Decision] | None = None
+        self._found_well: dict[Link, int] = {}  # direct links, after which step a probe said so
+        self._is_busy = False  # weighing, or with a morph that isn't in force yet
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "jaxmorph-orchestrator")
+
+    def begin(self, begin: Callable[[], None]) -> None:
+        """Have the planning process begin, before anything else is asked of it.
+
+        Args:
+            begin: What has it begin; it may take a while.
+        """
+        self._thread.submit(self._keep_error, begin)
+
+    def observe(
+        self, step: int, timeline: Timeline, probes: Mapping[str, float] = MappingProxyType({})
+    ) -> list[Happening]:
+        """Take in a step of the plan in force.
+
+        Args:
+            step: Its number.
+            timeline: As measured.
+            probes: What messages of probes took before it, milliseconds, by their names.
+
+        Returns:
+            What has happened since the last call.
+        """
+        before = {(each.source, each.destination): each for each in self._verdicts}
+        changed = self._detector.observe(step, link_samples(timeline))
+        notices = self._compute.observe(step, timeline)
+        self._verdicts = tuple(self._detector.verdicts.values())
+        self._judged_routes = self._plan.routes
+        self._profile = replace(self._profile, costs=followed(self._profile.costs, notices))
+        of_links = [*filter(None, (_of_verdict(each, before) for each in changed))]
+        # A link that begins to recover is no news: whether it lasts is not yet known.
+        if notices or any(each["kind"] != _KINDS[LinkHealth.RECOVERING] for each in of_links):
+            self._news = {**(self._news or {}), **{(n.stage, n.kind): n for n in notices}}
+        of_probes = self._judge_probes(step, probes)
+        with self._lock:
+            happened = [*of_links, *map(_of_notice, notices), *of_probes]
+            told, self._untold = [*happened, *self._untold], []
+            if not self._is_busy and (self._news is not None or step >= self._weigh_again_at):
+                self._is_busy = True
+                asked = step, self._profile, self._verdicts, _in_words(self._news or {})
+                self._news, self._weigh_again_at = None, math.inf
+                self._thread.submit(self._keep_error, self._decide, *asked)
+        return told
+
+    def ready(self) -> Morph | None:
+        """The morph that has been decided and not been asked for yet; waits for nothing."""
+        with self._lock:
+            morph, self._morph = self._morph, None
+        return morph
+
+    def due_probes(self) -> tuple[Link, ...]:
+        """The direct links to be probed before they are used again; each is asked for once."""
+        with self._lock:
+            links, self._due_probes = self._due_probes, ()
+        return links
+
+    def adopted(self, morph: Morph) -> list[Happening]:
+        """Take note that a morph is in force, for every step that is observed from now on.
+
+        Args:
+            morph: The one that was ready.
+
+        Returns:
+            What happens with it.
+        """
+        self._plan = morph.plan
+        with self._lock:
+            self._is_busy = False
+        routes = [
+            {"kind": "route_changed", "link": str(link), "detail": f"{route}: {morph.reason}"}
+            for link, route in morph.routes.items()
+        ]
+        changed = {"kind": "plan_changed", "detail": morph.reason, "evidence": morph.evidence}
+        return [changed, *routes]
+
+    def profile(self, profile: Profile) -> Profile:
+        """What the plan in force is made of, with links as they have been judged last.
+
+        Args:
+            profile: What ops and links have cost lately.
+        """
+        judged = links_under(
+            self._verdicts,
+            self._usual,
+            self._judged_routes,
+            self._plan.routes,
+            margin_of_jitter=0.0,
+        )
+        has_verdict = {link_of(each) for each in self._verdicts}
+        links = {link: state for link, state in judged.items() if link in has_verdict}
+        return replace(profile, links={**profile.links, **links})
+
+    def link_states(self) -> dict[str, str]:
+        """The links that are not healthy, each in a few words."""
+        states: dict[str, str] = {}
+        for verdict in self._verdicts:
+            if verdict.health is not LinkHealth.HEALTHY:
+                states[str(link_of(verdict))] = (
+                    f"{verdict.health}, {verdict.latency_ms:.1f} ms "
+                    f"(healthy: {verdict.evidence.baseline_ms:.1f})"
+                )
+        return states
+
+    def close(self) -> None:
+        """Stop deciding; what is being weighed is dropped once it is known."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _keep_error(self, work: Callable[..., None], *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except Exception as error:  # training goes on, under the plan in force
+            what = "" if isinstance(error, PlanningError) else f"{type(error).__name__}: "
+            detail = f"{what}{error}; the plan in force stays"
+            with self._lock:
+                self._untold.append({"kind": "planning_failed", "detail": detail})
+                self._is_busy = True  # for good
+
+    def _decide(
+        self, step: int, profile: Profile, verdicts: tuple[Verdict, ...], news: tuple[str, ...]
+    ) -> None:
+        options = self._plans.weigh(profile, verdicts)
+        situation = Situation(
+            step=step + _STEPS_TO_SWAP,
+            verdicts=verdicts,
+            in_force=Option(self._plan, options.in_force_ms),
+            candidates=options.candidates,
+            undisturbed_ms=options.undisturbed_ms,
+            dwell=self._dwell,
+            worth=self._settings.worth,
+            may_delegate_healthy=self._settings.delegates == "any",
+            news=news,
+        )
+        decision = decide(situation)
+        if decision.wait_steps:
+            self._weigh_again_at = step + decision.wait_steps
+        unproven = self._unproven(situation, decision)
+        if decision.chosen is None:
+            self._keep(decision, situation)
+        elif unproven:
+            self._awaits_probes = situation, decision
+            with self._lock:
+                self._due_probes = unproven  # it remains busy until it is known what they found
+        else:
+            self._make_ready(situation, decision)
+
+    def _unproven(self, situation: Situation, decision: Decision) -> tuple[Link, ...]:
+        """The links that a decision takes back to direct, and that no probe has found well yet.
+
+        That messages are in time on the delegated route says little of the accelerators' own.
+        """
+        if decision.chosen is None:
+            return ()
+        then = situation.candidates[decision.chosen].routes
+        back = changed_routes(situation.in_force.routes, then).items()
+        return tuple(
+            link
+            for link, route in sorted(back)
+            if route == "direct"
+            and link.upper == link.lower + 1
+            and situation.step - self._found_well.get(link, -_PROBE_HOLDS) >= _PROBE_HOLDS
+        )
+
+    def _judge_probes(self, step: int, probes: Mapping[str, float]) -> list[Happening]:
+        """What probes have found.
+
+        If nothing speaks against what they were for, it is done; else it is weighed again.
+        """
+        if not probes:
+            return []
+        took_ms: dict[Link, list[float]] = {}
+        late: set[Link] = set()
+        for label, duration_ms in probes.items():
+            transfer = Transfer.parse(label)
+            took_ms.setdefault(transfer.link, []).append(duration_ms)
+            usual = self._detector.usual(transfer.source, transfer.destination, is_held=True)
+            if usual is not None and duration_ms > usual.threshold_ms:
+                late.add(transfer.link)
+        self._found_well.update(dict.fromkeys(took_ms.keys() - late, step))
+        self._dwell = self._dwell.after(late, step)
+        if late or self._news is not None:
+            self._news = self._news or {}
+            with self._lock:
+                self._is_busy = False
+        elif self._awaits_probes is not None:
+            self._thread.submit(self._keep_error, self._make_ready, *self._awaits_probes)
+        self._awaits_probes = None
+        return [_of_probe(link, took_ms[link], link in late) for link in sorted(took_ms)]
+
+    def _keep(self, decision: Decision, situation: Situation) -> None:
+        evidence = _evidence(situation, situation.in_force)
+        happening = {"kind": "plan_kept", "detail": decision.reason, "evidence": evidence}
+        with self._lock:
+            self._untold.append(happening)
+            self._is_busy = False
+
+    def _make_ready(self, situation: Situation, decision: Decision) -> None:
+        number = decision.chosen or 0
+        option, chosen = situation.candidates[number], self._plans.adopt(number)
+        now = situation.in_force
+        self._dwell = self._dwell.after(changed_subjects(now, option), situation.step)
+        morph = Morph(
+            plan=replace(
+                option.plan, predicted_step_s=option.step_ms / 1e3, reason=decision.reason
+            ),
+            programs=chosen.programs,
+            slots=chosen.slots,
+            reason=decision.reason,
+            routes=changed_routes(now.routes, option.routes),
+            evidence=_evidence(situation, option),
+        )
+        with self._lock:
+            self._morph = morph
+
+
+def _of_verdict(verdict: Verdict, before: Mapping[tuple[int, int], Verdict]) -> Happening | None:
+    """What a changed verdict says; nothing where a link was first seen, and healthy."""
+    last = before.get((verdict.source, verdict.destination))
+    was = LinkHealth.HEALTHY if last is None else last.health
+    if verdict.health is LinkHealth.HEALTHY and was is LinkHealth.HEALTHY:
+        return None
+    return {
+        "kind": _KINDS[verdict.health],
+        "link": str(link_of(verdict)),
+        "detail": verdict.reason,
+        "evidence": verdict.to_json(),
+    }
+
+
+def _in_words(changed: Mapping[tuple[int, OpKind], ComputeNotice]) -> tuple[str, ...]:
+    told = [
+        f"stage {each.stage}'s {each.kind} takes {each.measured_ms:.1f} ms, not "
+        f"{each.expected_ms:.1f}"
+        for each in changed.values()
+    ]
+    more = len(told) - _MOST_NEWS
+    return (*told[:_MOST_NEWS], *([f"and {more} ops more have changed"] if more > 0 else []))
+
+
+def _of_notice(notice: ComputeNotice) -> Happening:
+    return {"kind": "compute_changed", "detail": notice.reason, "evidence": notice.to_json()}
+
+
+def _of_probe(link: Link, took_ms: Sequence[float], is_late: bool) -> Happening:
+    found = "is still slow" if is_late else "is as fast as it was"
+    times = " and ".join(f"{each_ms:.1f}" for each_ms in took_ms)
+    return {
+        "kind": "link_probed",
+        "link": str(link),
+        "detail": f"the direct link {found}: {times} ms",
+        "evidence": {"took_ms": list(took_ms), "is_late": is_late},
+    }
+
+
+def _evidence(situation: Situation, option: Option) -> Happening:
+    """What was weighed: plans with their predicted steps, and the verdicts on ailing links."""
+    ailing = ailing_links(situation.verdicts)
+    return {
+        "from": _in_brief(situation.in_force),
+        "to": _in_brief(option),
+        "candidates": [_in_brief(candidate) for candidate in situation.candidates],
+        "undisturbed_ms": situation.undisturbed_ms,
+        "verdicts": [each.to_json() for each in situation.verdicts if link_of(each) in ailing],
+    }
+
+
+def _in_brief(option: Option) -> Happening:
+    schedule = option.plan.schedule
+    return {
+        "schedule": schedule.name,
+        "warmup_forwards": schedule.warmup_forwards,
+        "routes": {str(link): route for link, route in option.routes.items()},
+        "predicted_ms": option.step_ms,
+    }

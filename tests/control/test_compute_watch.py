@@ -1,0 +1,97 @@
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from jaxmorph.control.compute_watch import ComputeWatch, followed
+from jaxmorph.schedule.costs import StageCosts
+from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.schedule.timeline import Timeline
+
+COSTS = StageCosts.uniform(2, 10.0, 12.0, 8.0)
+KINDS = (("F", 10.0), ("B", 12.0), ("W", 8.0))
+
+
+def step(slow_stage=None, factor=1.0, kinds="FBW", busy=(), rng=None):
+    """Twelve microbatches on two stages; `busy` ones take 40 ms more whatever they are."""
+    orders, ends = [], []
+    for stage in range(2):
+        order, took = [], []
+        for microbatch in range(12):
+            for kind, ms in KINDS:
+                slow = factor if stage == slow_stage and kind in kinds else 1.0
+                order.append(Op(OpKind(kind), microbatch))
+                noise = rng.exponential(0.3) if rng is not None else 0.0
+                took.append(ms * slow + noise + (40.0 if microbatch in busy else 0.0))
+        orders.append(tuple(order))
+        ends.append(np.cumsum(took))
+    starts = tuple(np.concatenate([[0.0], end[:-1]]) for end in ends)
+    return Timeline(tuple(orders), starts, tuple(ends))
+
+
+def notices(*steps, costs=COSTS):
+    watch = ComputeWatch(costs)
+    return list(chain(*(watch.observe(number, each) for number, each in enumerate(steps))))
+
+
+def test_a_stage_that_has_become_slower_is_told_once_with_what_it_takes():
+    found = notices(step(), *[step(1, 1.5)] * 8)
+    assert [(each.stage, each.kind, each.step) for each in found] == [
+        (1, OpKind.B, 3),
+        (1, OpKind.F, 3),
+        (1, OpKind.W, 3),
+    ]
+    first = found[0]
+    assert (first.expected_ms, first.measured_ms) == (12.0, pytest.approx(18.0))
+    assert first.evidence.samples_ms == pytest.approx((18.0, 18.0, 18.0))
+    assert (
+        first.reason == "stage 1 is slower: B takes 18.0 ms in 3 steps in a row, 12.0 was expected"
+    )
+
+
+def test_a_stage_that_gets_faster_again_is_told_too():
+    found = notices(*[step(0, 1.5, "F")] * 4, *[step()] * 4)
+    assert [(each.measured_ms, each.reason.split(":")[0]) for each in found] == [
+        (pytest.approx(15.0), "stage 0 is slower"),
+        (pytest.approx(10.0), "stage 0 is faster"),
+    ]
+
+
+def test_steps_in_which_half_of_the_ops_were_held_up_say_nothing():
+    assert notices(*[step(busy=range(6))] * 20) == []
+
+
+def test_two_bad_steps_say_nothing():
+    assert notices(*[step(), step(0, 3.0), step(0, 3.0)] * 10) == []
+
+
+def test_steps_slower_and_faster_in_turn_say_nothing():
+    assert notices(*[step(0, 1.5, "F"), step(0, 1.5, "F"), step(0, 0.5, "F")] * 5) == []
+
+
+def test_noise_says_nothing():
+    rng = np.random.default_rng(0)
+    assert notices(*(step(rng=rng) for _ in range(300))) == []
+
+
+def test_a_new_plan_is_compared_with_its_own_costs():
+    watch = ComputeWatch(COSTS)
+    watch.expect(StageCosts.uniform(2, 15.0, 18.0, 12.0))
+    found = [notice for number in range(4) for notice in watch.observe(number, step(0, 1.5))]
+    assert {(each.stage, each.reason.split()[3]) for each in found} == {(1, "faster:")}
+
+
+def test_full_backwards_are_compared_with_both_parts():
+    order = tuple(Op(OpKind.BW, m) for m in range(4))
+    ends = np.arange(1, 5) * 26.0
+    whole = Timeline((order,), (ends - 26.0,), (ends,))
+    costs = StageCosts.uniform(1, 10.0, 12.0, 8.0)
+    (notice,) = notices(*[whole] * 3, costs=costs)
+    assert (notice.expected_ms, notice.measured_ms) == (20.0, 26.0)
+    assert followed(costs, [notice]).backward_input_ms == (18.0,)
+    assert notices(*[whole] * 3, costs=StageCosts.uniform(1, 10.0, 26.0, 0.0)) == []
+
+
+def test_costs_follow_what_was_noticed():
+    found = notices(*[step(1, 2.0)] * 3)
+    assert followed(COSTS, found) == StageCosts((10, 20), (12, 24), (8, 16))

@@ -1,0 +1,72 @@
+"""What links would do on another route than the one on which they were judged."""
+
+import json
+
+import pytest
+from verdict_examples import both_ways, healthy, verdict
+
+from jaxmorph.control.conditions import (
+    UsualLinks,
+    ailing_links,
+    costs_differ,
+    links_under,
+    usual_from_json,
+    usual_to_json,
+)
+from jaxmorph.control.verdicts import LinkHealth, Verdict
+from jaxmorph.schedule.costs import Link, LinkState, StageCosts
+
+LINK = Link(1, 2)
+USUAL: UsualLinks = {
+    "direct": {LINK: LinkState(0.5, 0.6)},
+    "delegated": {LINK: LinkState(2.0, 2.5)},
+}
+DELEGATED = {LINK: "delegated"}
+
+
+def under(planned, *verdicts, now=None, **margin):
+    return links_under(verdicts, USUAL, now or {}, planned, **margin)[LINK]
+
+
+def test_on_the_route_on_which_it_was_judged_a_slow_link_takes_what_it_takes():
+    assert under({}, verdict(1, 2, 30.5)) == LinkState(30.5, 0.6)
+
+
+def test_on_the_other_route_it_adds_to_what_is_usual_there_and_delegation_has_its_price():
+    assert under(DELEGATED, verdict(1, 2, 30.5)) == LinkState(32.0, 2.5)
+    back = under({}, verdict(2, 1, 32.5), now=DELEGATED)
+    assert (back.forward_latency_ms, back.backward_latency_ms) == (0.5, pytest.approx(30.6))
+    assert under(DELEGATED) == LinkState(2.0, 2.5)
+
+
+def test_planning_has_a_margin_for_jitter_and_a_prediction_none():
+    unsteady = verdict(1, 2, 30.5, jitter=10.0)
+    assert under({}, unsteady).forward_latency_ms == pytest.approx(37.5)
+    assert under({}, unsteady, margin_of_jitter=0.0).forward_latency_ms == pytest.approx(30.5)
+    well = verdict(1, 2, 0.5, LinkHealth.HEALTHY, jitter=10.0)
+    assert under({}, well) == LinkState(0.5, 0.6)
+
+
+def test_a_link_is_never_faster_than_usual_and_one_that_is_dead_is_finite():
+    assert under({}, verdict(1, 2, 0.1)) == LinkState(0.5, 0.6)
+    dead = verdict(1, 2, float("inf"), LinkHealth.DEAD)
+    assert under({}, dead).forward_latency_ms == 10_000.0
+
+
+def test_whatever_is_not_healthy_ails():
+    recovering = both_ways(2, 3, 1.0, LinkHealth.RECOVERING)
+    verdicts = (*healthy(4, [(2, 3)]), verdict(0, 1, 30.0), *recovering)
+    assert ailing_links(verdicts) == {Link(0, 1), Link(2, 3)}
+
+
+def test_usual_latencies_and_verdicts_keep_their_form_in_json():
+    assert usual_from_json(json.loads(json.dumps(usual_to_json(USUAL)))) == USUAL
+    told = verdict(1, 2, 30.5, jitter=1.5)
+    assert Verdict.from_json(json.loads(json.dumps(told.to_json()))) == told
+
+
+def test_costs_differ_by_a_tenth_of_any_op():
+    costs = StageCosts((10.0, 10.0), (10.0, 10.0), (5.0, 5.0))
+    assert not costs_differ(costs, StageCosts((10.9, 9.1), (10.0, 10.0), (5.0, 5.0)))
+    assert costs_differ(costs, StageCosts((10.0, 10.0), (10.0, 10.0), (5.0, 5.7)))
+    assert costs_differ(costs, StageCosts((10.0, 8.0), (10.0, 10.0), (5.0, 5.0)))

@@ -1,0 +1,292 @@
+"""One direction's verdicts by hand: messages in, changes out."""
+
+import json
+import random
+from itertools import chain
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmorph.control.detector import Detector
+from jaxmorph.control.healthy_messages import HealthyMessages
+from jaxmorph.control.link_health import TURNS
+from jaxmorph.control.link_samples import LinkSample
+from jaxmorph.control.sensitivity import Sensitivity
+from jaxmorph.control.verdicts import LinkHealth
+
+HEALTHY, SLOW, DEAD, RECOVERING = LinkHealth
+DIRECT, DELEGATED = True, False
+EVERY_MS = 30.0
+
+
+def messages(durations_ms, route=DELEGATED, way=(2, 3), every_ms=EVERY_MS):
+    """One message every so often, as many as there are durations."""
+    return [
+        LinkSample(*way, number, ms, every_ms * number + ms, is_held=route)
+        for number, ms in enumerate(durations_ms)
+    ]
+
+
+class Steps:
+    """Feeds a detector step by step, twelve messages each, and keeps what it says."""
+
+    def __init__(self, healthy=6, route=DELEGATED, usual_ms=1.0):
+        self.detector, self.step, self.said = Detector(), 0, []
+        self.run(*[[usual_ms] * 12] * healthy, route=route)
+
+    def run(self, *steps, route=DELEGATED, way=(2, 3)):
+        for durations_ms in steps:
+            self.observe(messages(durations_ms, route, way))
+        return self
+
+    def observe(self, samples):
+        self.said += self.detector.observe(self.step, samples)
+        self.step += 1
+
+    @property
+    def now(self):
+        return self.detector.verdicts[2, 3]
+
+    def path(self):
+        return [(verdict.health, verdict.step) for verdict in self.said]
+
+
+def test_a_jump_is_found_in_its_step_and_its_end_too():
+    steps = Steps().run([1.0] * 4 + [31.0] * 8, [31.0] * 12, [31.0] * 4 + [1.0] * 8)
+    steps.run(*[[1.0] * 12] * 5)
+    assert steps.path() == [(SLOW, 6), (RECOVERING, 8), (HEALTHY, 11)]
+    slow, recovering, healthy = steps.said
+    assert (slow.latency_ms, slow.jitter_ms) == (31.0, 0.0)
+    assert recovering.latency_ms == healthy.latency_ms == 1.0
+    assert slow.reason == (
+        "link 2>3 is slow: 31.0 ms (31.0 to 31.0) for 5 messages in a row, 6.0 is late"
+    )
+    assert recovering.reason == (
+        "link 2>3 is recovering: 1.0 ms (1.0 to 1.0) for 5 messages in a row, was 31.0"
+    )
+    assert (
+        healthy.reason
+        == "link 2>3 is healthy again: 1.0 ms (1.0 to 1.0) in the last of 3 good steps"
+    )
+
+
+def test_a_verdict_keeps_its_evidence():
+    (slow,) = Steps().run([31.0, 32.0, 33.0, 34.0, 35.0, 31.0]).said
+    assert slow.evidence.samples_ms == (31.0, 32.0, 33.0, 34.0, 35.0)
+    told = slow.evidence.baseline_ms, slow.evidence.spread_ms, slow.evidence.threshold_ms
+    assert told == (1.0, 0.0, 6.0)
+    assert slow.latency_ms == 32.5  # of all messages since, not of those alone
+    assert json.loads(json.dumps(slow.to_json()))["health"] == "slow"
+
+
+def test_the_other_directions_verdict_is_its_own():
+    steps = Steps().run(*[[1.0] * 12] * 6, way=(3, 2))
+    steps.run([31.0] * 12)
+    assert {way: each.health for way, each in steps.detector.verdicts.items()} == {
+        (2, 3): SLOW,
+        (3, 2): HEALTHY,
+    }
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data())
+def test_spikes_that_stand_alone_change_nothing(data):
+    steps = Steps()
+    for _ in range(6):
+        spikes = data.draw(
+            st.lists(st.sampled_from([1.0, 8.0, 40.0, 900.0]), min_size=6, max_size=6)
+        )
+        steps.run(list(chain(*((spike, 1.0) for spike in spikes))))
+    assert steps.said == []
+
+
+def test_two_late_messages_in_a_row_change_nothing_however_late():
+    assert Steps().run(*[[1.0, 900.0, 900.0] * 4] * 10).said == []
+
+
+def test_a_message_that_others_overtake_is_late_once():
+    assert Steps().run(*[[1.0] * 9 + [80.0, 1.0, 1.0], [1.0] * 10 + [80.0] * 2] * 9).said == []
+
+
+def test_what_one_stall_held_up_counts_once():
+    stall = [1.0] * 2 + [300.0 - 30.0 * k for k in range(10)]  # all land when it is over
+    assert Steps().run(*[stall, [1.0] * 12] * 4).said == []
+    steady = [1.0] * 2 + [300.0] * 10  # the same number as late, but landing as they were sent
+    assert Steps().run(steady).path() == [(SLOW, 6)]
+
+
+def test_a_delay_that_creeps_in_is_found():
+    creep = [[1.0 + 0.25 * step] * 12 for step in range(80)]
+    steps = Steps().run(*creep)
+    assert steps.said[0].health is SLOW
+    assert steps.said[0].latency_ms < 20.0
+
+
+def test_a_baseline_that_settles_a_little_higher_is_no_delay():
+    assert Steps().run(*[[2.5] * 12] * 60).said == []
+
+
+def test_an_unsteady_link_needs_more_to_be_slow():
+    drawn = random.Random(1)
+    noise = [[1.0 + drawn.expovariate(0.3) for _ in range(12)] for _ in range(60)]
+    steps = Steps(0).run(*noise)
+    assert steps.said == []
+    steps.run(*([ms + 30.0 for ms in each] for each in noise[:2]))
+    assert steps.path() == [(SLOW, 60)]
+    assert steps.now.latency_ms == pytest.approx(33.5, abs=1.0)
+    assert steps.now.jitter_ms > 1.0
+
+
+def test_a_slow_links_jitter_is_not_another_delay():
+    drawn = random.Random(2)
+    steps = Steps().run(*([drawn.gauss(30, 6) for _ in range(12)] for _ in range(100)))
+    assert [health for health, _ in steps.path()] == [SLOW]
+    assert steps.now.latency_ms == pytest.approx(30, abs=4)
+    assert steps.now.jitter_ms == pytest.approx(6, abs=4)
+
+
+@pytest.mark.parametrize("other_ms", [60.0, 15.0])
+def test_a_slow_link_whose_delay_changes_is_told_again(other_ms):
+    steps = Steps().run(*[[31.0] * 12] * 3, [31.0] * 4 + [other_ms] * 8, *[[other_ms] * 12] * 3)
+    assert steps.path() == [(SLOW, 6), (SLOW, 9)]
+    assert steps.said[1].latency_ms == other_ms
+    assert steps.said[1].reason.startswith("link 2>3 is slow by another amount")
+
+
+def test_a_delay_that_changes_a_little_is_told_by_the_latest_verdict_alone():
+    steps = Steps().run([31.0] * 12, *[[36.0] * 12] * 6)
+    assert steps.path() == [(SLOW, 6)]
+    assert steps.now.latency_ms == 36.0
+    assert steps.now.step == 6
+
+
+def test_a_delay_that_never_stays_is_told_less_and_less_often():
+    levels = [[ms] * 12 for ms in (20.0, 40.0) * 20]
+    assert len(Steps().run(*levels).said) <= 12
+
+
+def test_a_link_that_recovers_and_jumps_again_is_slow_again():
+    steps = Steps().run([31.0] * 12, [1.0] * 12, [1.0] * 12, [31.0] * 12)
+    assert steps.path() == [(SLOW, 6), (RECOVERING, 7), (SLOW, 9)]
+
+
+def test_a_link_that_is_nearly_in_time_is_neither_slow_nor_healthy():
+    steps = Steps().run([31.0] * 12, *[[5.0] * 12] * 9)  # 4 would be in time, over 6 is late
+    assert steps.now.health is SLOW
+
+
+class TestRoutes:
+    def test_a_direct_links_time_says_nothing_of_the_delegated_one(self):
+        steps = Steps(route=DIRECT, usual_ms=0.0).run(*[[12.0] * 12] * 9)
+        assert steps.said == []
+        assert steps.detector.usual(2, 3, is_held=True).baseline_ms == 0.0
+        assert steps.detector.usual(2, 3, is_held=False).baseline_ms == 12.0
+
+    def test_a_link_that_was_delegated_since_it_is_slow_is_judged_by_other_delegated_links(self):
+        steps = Steps(route=DIRECT, usual_ms=0.0).run(*[[9.0] * 12] * 6, way=(5, 6))
+        steps.run([30.0] * 12, route=DIRECT)
+        steps.run(*[[39.0] * 12] * 4)
+        assert steps.now.health is SLOW
+        steps.run(*[[9.5] * 12] * 4)
+        assert [health for health, _ in steps.path()][-2:] == [RECOVERING, HEALTHY]
+
+    def test_without_other_delegated_links_it_is_judged_by_its_own_direct_time(self):
+        steps = Steps(route=DIRECT, usual_ms=0.0).run([30.0] * 12, route=DIRECT)
+        steps.run(*[[31.0] * 12] * 4, *[[1.0] * 12] * 4)
+        assert [health for health, _ in steps.path()] == [SLOW, RECOVERING, HEALTHY]
+
+    def test_a_probe_shows_that_the_direct_route_is_back_where_the_delegated_one_is_unknown(self):
+        steps = Steps(route=DIRECT, usual_ms=0.0).run([30.0] * 12, route=DIRECT)
+        steps.run(*[[20.0] * 12] * 4)
+        probe = [each._replace(at_ms=each.at_ms + 900) for each in messages([0.0] * 5, DIRECT)]
+        steps.observe([*messages([20.0] * 12), *probe])
+        assert steps.path()[-1] == (RECOVERING, steps.step - 1)
+
+    def test_a_probe_of_a_measured_link_cannot_clear_it(self):
+        steps = Steps(route=DIRECT, usual_ms=0.0).run(*[[1.0] * 12] * 6).run([31.0] * 12)
+        steps.observe([*messages([31.0] * 12), *messages([0.0] * 5, DIRECT)])
+        assert steps.now.health is SLOW
+
+    def test_a_probe_shows_that_the_direct_route_is_still_slow(self):
+        steps = Steps(route=DIRECT, usual_ms=0.0).run(*[[1.0] * 12] * 6)
+        steps.observe([*messages([1.0] * 12), *messages([30.0] * 6, DIRECT)])
+        assert steps.now.health is SLOW
+        assert steps.now.latency_ms == 1.0  # that of the route which messages take
+
+
+class TestFailures:
+    def test_a_link_that_was_given_up_is_dead_until_the_route_that_failed_delivers(self):
+        steps = Steps(route=DIRECT, usual_ms=0.0)
+        (dead,) = steps.detector.observe_failure(6, 2, 3, "activation[3] 2>3 did not come in 3 s")
+        assert (dead.health, dead.step) == (DEAD, 6)
+        assert dead.reason == "link 2>3 is dead: activation[3] 2>3 did not come in 3 s"
+        steps.run(*[[1.0] * 12] * 9)
+        assert steps.now.health is DEAD
+        assert steps.now.latency_ms == 1.0
+        steps.run(*[[0.0] * 12] * 5, route=DIRECT)
+        assert [health for health, _ in steps.path()] == [RECOVERING, HEALTHY]
+
+    def test_it_may_come_back_slow(self):
+        steps = Steps()
+        steps.detector.observe_failure(6, 2, 3, "")
+        assert steps.run([31.0] * 12).path() == [(SLOW, 6)]
+
+    def test_a_second_failure_says_nothing_new(self):
+        detector = Steps().detector
+        assert len(detector.observe_failure(6, 2, 3, "")) == 1
+        assert detector.observe_failure(7, 2, 3, "") == []
+
+    def test_a_link_that_fails_before_its_first_message(self):
+        steps = Steps(healthy=0)
+        steps.detector.observe_failure(0, 2, 3, "")
+        steps.run(*[[1.0] * 12] * 6)
+        assert [health for health, _ in steps.path()] == [RECOVERING, HEALTHY]
+
+
+steps_of_a_link = st.lists(
+    st.tuples(
+        st.sampled_from([0.5, 1.0, 5.0, 15.0, 31.0, 80.0]), st.booleans(), st.integers(1, 14)
+    ),
+    max_size=25,
+)
+
+
+@settings(deadline=None)
+@given(steps_of_a_link, st.randoms(use_true_random=False))
+def test_verdicts_follow_the_table_and_name_what_they_rest_on(told, drawn):
+    steps = Steps(healthy=3)
+    for number, (ms, route, count) in enumerate(told):
+        steps.run([ms * drawn.uniform(0.9, 1.1) for _ in range(count)], route=route)
+        if drawn.random() < 0.1:
+            steps.said += steps.detector.observe_failure(number, 2, 3, "gave up")
+    before = HEALTHY
+    for verdict in steps.said:
+        assert verdict.health in {to for (since, _), to in TURNS.items() if since is before}
+        if verdict.health is SLOW and before is not SLOW:
+            assert min(verdict.evidence.samples_ms) > verdict.evidence.threshold_ms
+        if verdict.health is RECOVERING:
+            assert max(verdict.evidence.samples_ms) < verdict.evidence.threshold_ms
+        assert verdict.reason.startswith("link 2>3 is ")
+        before = verdict.health
+    assert steps.now.health is before
+
+
+@given(st.floats(6.1, 200.0), st.floats(1.01, 3.0))
+def test_the_longer_and_the_later_a_run_the_less_likely(least_ms, more):
+    healthy = HealthyMessages(Sensitivity())
+    healthy.learn([1.0] * 200 + [10.0, 40.0, 1.0] * 5)
+
+    def chance(ms, count):
+        return healthy.run_chance(ms, count, 6.0)
+
+    assert chance(least_ms, 4) < chance(least_ms, 3)
+    assert chance(more * least_ms, 4) <= chance(least_ms, 4)
+
+
+@pytest.mark.parametrize(("delay_ms", "in_a_row"), [(10.1, 7), (30.0, 5), (80.0, 4)])
+def test_how_many_messages_in_a_row_make_a_quiet_link_slow(delay_ms, in_a_row):
+    healthy = HealthyMessages(Sensitivity())
+    healthy.learn([1.0] * 256)
+    assert healthy.unlikely_end([delay_ms] * (in_a_row - 1), 6.0) == ()
+    assert healthy.unlikely_end([delay_ms] * 9, 6.0) == (delay_ms,) * in_a_row

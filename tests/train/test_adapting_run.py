@@ -1,0 +1,146 @@
+"""`jaxmorph train` with adaptation: nobody tells it of a slow link, and no result changes."""
+
+import json
+
+import jax
+import pytest
+from in_this_process import jaxmorph
+
+from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
+from jaxmorph.checkpoints.tree_files import TreeFiles
+
+STAGES, STEPS, SLOW_FROM, SLOW_TO, LATENCY_MS = 3, 28, 6, 14, 40
+CONFIG = f"""
+run: {{steps: {STEPS}, seed: 5}}
+model: {{preset: tiny, width: 32, num_layers: 3, num_heads: 2}}
+data: {{sequence_length: 16}}
+parallelism: {{stages: {STAGES}}}
+batch: {{microbatches: 8, microbatch_size: 1}}
+schedule: {{name: zb-h2}}
+optimizer: {{learning_rate: 1e-3}}
+trace: {{every_steps: 0}}
+"""
+PACED = "emulation.accelerator={forward_ms: 12, backward_input_ms: 12, backward_weight_ms: 12}"
+SLOW = (
+    "emulation.links=[{between: [1, 2], "
+    f"latency_ms: {LATENCY_MS}, from_step: {SLOW_FROM}, to_step: {SLOW_TO}}}]"
+)
+DIRECT = {"0-1": "direct", "1-2": "direct"}
+DELEGATED = {"0-1": "direct", "1-2": "delegated"}
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Finished:
+    """What a run has written."""
+
+    def __init__(self, folder, *overrides):
+        path, self.out = folder / "run.yaml", folder / "out"
+        path.write_text(CONFIG)
+        done = jaxmorph("train", path, f"run.dir={self.out}", *overrides)
+        assert done.returncode == 0, done.stderr
+        self.shown = done.stdout
+
+    def lines(self, name):
+        return [json.loads(line) for line in (self.out / name).read_text().splitlines()]
+
+    @property
+    def steps(self):
+        return self.lines("metrics.jsonl")
+
+    def events(self, *kinds):
+        return [event for event in self.lines("events.jsonl") if event["kind"] in kinds]
+
+    def results(self):
+        return [(line["loss"], line["grad_norm"]) for line in self.steps]
+
+    def state(self):
+        """The bits of all parameters, and of the optimizer's state, of all stages in the end."""
+        checkpoint = CheckpointFolder(self.out / "checkpoints").finished(STEPS)
+        trees = [TreeFiles().read(stage_path(checkpoint, stage)) for stage in range(STAGES)]
+        return jax.tree.map(lambda leaf: leaf.tobytes(), trees)
+
+
+@pytest.fixture(scope="module")
+def adapting(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapting")
+    return Finished(folder, "adaptation.enabled=true", PACED, SLOW)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The same without adaptation and without delays, as fast as this machine computes it."""
+    return Finished(tmp_path_factory.mktemp("undisturbed"))
+
+
+def in_force_ms(adapting, step):
+    return 1e3 * adapting.steps[step]["predicted_step_s"]
+
+
+def test_a_link_that_turns_slow_is_found_and_the_plan_changed_within_two_steps(adapting):
+    found = adapting.events("straggler_detected")
+    assert {event["link"] for event in found} == {"1-2"}
+    assert {event["step"] for event in found[:2]} == {SLOW_FROM}
+    first = adapting.events("plan_changed")[0]
+    assert first["step"] <= SLOW_FROM + 2
+    assert first["detail"].startswith("link 1-2 takes 4")
+    lines = adapting.steps
+    assert lines[first["step"]]["schedule"] == "adaptive"
+    before, after = (lines[step]["warmup_forwards"] for step in (SLOW_FROM, first["step"]))
+    assert after[1] - after[2] > before[1] - before[2]  # the slack is where the delay is
+
+
+def test_the_evidence_is_kept(adapting):
+    found = adapting.events("straggler_detected")[0]["evidence"]
+    assert found["latency_ms"] == pytest.approx(LATENCY_MS, abs=15)
+    assert min(found["evidence"]["samples_ms"]) > found["evidence"]["threshold_ms"]
+    morph = adapting.events("plan_changed")[0]["evidence"]
+    assert morph["to"]["routes"] == DELEGATED
+    assert morph["from"]["predicted_ms"] > 2 * morph["to"]["predicted_ms"]
+    assert {verdict["health"] for verdict in morph["verdicts"]} == {"slow"}
+
+
+def test_only_the_slow_links_route_changes_and_all_goes_back_within_ten_steps(adapting):
+    changed = adapting.events("route_changed")
+    assert [event["link"] for event in changed] == ["1-2", "1-2"]
+    there, back = [event["step"] for event in changed]
+    assert SLOW_TO < back <= SLOW_TO + 10
+    lines = adapting.steps
+    assert all(line["routes"] == DELEGATED for line in lines[there:back])
+    others = lines[:there] + lines[back:]
+    assert all(line["routes"] == DIRECT and line["schedule"] == "zb-h2" for line in others)
+    probed = adapting.events("link_probed")
+    assert {event["link"] for event in probed} == {"1-2"}
+    assert probed[-1]["detail"].startswith("the direct link is as fast as it was")
+    cleared = adapting.events("straggler_cleared")
+    assert {event["link"] for event in cleared} == {"1-2"}
+    assert max(event["step"] for event in cleared) < probed[-1]["step"] < back
+    assert adapting.events("plan_changed")[-1]["step"] == back
+
+
+def test_what_is_predicted_follows_the_link_and_the_plan(adapting):
+    there, back = [event["step"] for event in adapting.events("plan_changed")]
+    healthy = in_force_ms(adapting, 0)
+    assert in_force_ms(adapting, SLOW_FROM + 1) > 2 * healthy
+    assert healthy + 30 < in_force_ms(adapting, there) < 1.25 * healthy
+    assert in_force_ms(adapting, back) == pytest.approx(healthy, rel=0.03)
+
+
+def test_a_morph_compiles_nothing(adapting):
+    assert len({line["compilations"] for line in adapting.steps}) == 1
+
+
+def test_losses_norms_parameters_and_optimizer_state_are_those_of_the_undisturbed_run(
+    adapting, undisturbed
+):
+    assert adapting.results() == undisturbed.results()
+    assert len(undisturbed.results()) == STEPS
+    states = adapting.state()
+    assert len(jax.tree.leaves(states)) > STAGES * 12
+    assert states == undisturbed.state()
+    assert not undisturbed.events("plan_changed", "straggler_detected")
+
+
+def test_the_user_sees_every_turn(adapting):
+    for part in ("straggler detected 1-2", "plan changed", "route changed 1-2", "morphs    2, in"):
+        assert part in adapting.shown
