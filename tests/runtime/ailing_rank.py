@@ -4,11 +4,17 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.rank_process import run_rank
+
+
+def talk(link, all_said):
+    for number in range(300):
+        link.send({"kind": "word", "number": number})
+    all_said.touch()
+    threading.Event().wait()
 
 
 def main(arguments, link, rest):
@@ -30,13 +36,9 @@ def main(arguments, link, rest):
             sys.stderr.flush()
             os._exit(3)
         case "talk":
-            for number in range(300):
-                link.send({"kind": "word", "number": number})
-            Path(rest[2]).touch()
-            threading.Event().wait()
+            talk(link, Path(rest[2]))
         case "wait":
-            while True:
-                time.sleep(60)
+            threading.Event().wait()
 
 
 if __name__ == "__main__":
