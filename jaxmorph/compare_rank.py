@@ -3,33 +3,31 @@
 What rank 0 tells are dictionaries of JSON's types with a `kind`:
 
 - `plans`: a `PlannedRun` for each condition, in their order, before any of them is run.
-- `plan`: the number of a `condition` under a trace, and the `PlannedRun` of what ran at the end of
-  a round of it, expected by the means of the delays that there were.
+- `plan`: the number of a `condition` under a trace, or of one that the system had to detect, and
+  the `PlannedRun` of what ran at the end of a round of it, expected by the means of the delays that
+  there were.
 - `steps`: the number of a `condition`, and `summarize_steps` of the steps of one round of it.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from jaxmorph.condition_links import RoundLinks, round_links
+from jaxmorph.compare_rounds import Rounds
 from jaxmorph.condition_plans import ConditionPlanner
-from jaxmorph.condition_steps import ConditionRunner, summarize_steps
+from jaxmorph.condition_steps import ConditionRunner
 from jaxmorph.config import Config, load_config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.data import ReadAhead
 from jaxmorph.declared_links import link_conditions
-from jaxmorph.delay_history import DelayHistory
-from jaxmorph.first_plan import settle_garbage, warm_up
+from jaxmorph.first_plan import FirstPlan, plan_by_timings, settle_garbage
 from jaxmorph.layer_choice import choose_layers, measured_on_rank_0
 from jaxmorph.open_stage import open_stage
-from jaxmorph.planning import agree_on_plan, agree_on_stash
 from jaxmorph.program.instructions import Payload
-from jaxmorph.recent_plans import Replanner
 from jaxmorph.run_parts import load_parts, step_reader
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.join import join_as_told
@@ -72,39 +70,42 @@ def serve(
         ReadAhead(read) as inputs,
     ):
         links.emulate(())
-        stash_bytes = agree_on_stash(rendezvous, trainer.stash_memory)
-        profiler = warm_up(healthy, rendezvous, trainer, read(0), num_tied, stash_bytes)
+        first = plan_by_timings(healthy, rendezvous, trainer, read(0), num_tied, lambda plan: plan)
         settle_garbage()
         rendezvous.limit(config.timeouts.step_s)
         runner = ConditionRunner(rendezvous, trainer, links, inputs, healthy.optimizer.clip_norm)
-        first = agree_on_plan(healthy, rendezvous, profiler.profile(), num_tied)
-        for step in runner.run(first, (), wanted.profiling_steps).steps:
-            if rank == 0:
-                profiler.observe(measured_timeline(step.reports))
-        profile, message_bytes = profiler.profile(), _message_bytes(settings, parts.model)
-        planner = ConditionPlanner(healthy, system, rendezvous, profile, num_tied, message_bytes)
+        first = _profiled(first, runner, wanted.profiling_steps, rank)
+        message_bytes = _message_bytes(settings, parts.model)
+        planner = ConditionPlanner(
+            healthy, system, rendezvous, first.planned_for, num_tied, message_bytes
+        )
         made = [planner.make(link_conditions(condition)) for condition in wanted.conditions]
         if rank == 0:
             tell({"kind": "plans", "plans": [asdict(planned) for _, planned in made]})
+        rounds = Rounds(
+            healthy, wanted, system, rendezvous, trainer, runner, planner, first, num_tied
+        )
         for number, index in _turns(wanted):
-            links = _links_in_round(wanted, index, number, planner, runner)
-            replan = Replanner(planner, links) if links.traced and system.adapts else None
-            counts = wanted.steps, wanted.warmup_steps
-            done = runner.run(made[index][0], links.all, *counts, replan)
-            if rank == 0 and links.traced:
-                seen = DelayHistory(links.traced).over(done.numbers, *done.span_s)
-                planned = planner.expect(done.in_force, (*links.steady, *seen))
-                tell({"kind": "plan", "condition": index, "plan": asdict(planned)})
-            if rank == 0:
-                tell({"kind": "steps", "condition": index, **summarize_steps(done.steps)})
+            for message in rounds.run(number, index, made[index][0]):
+                tell(message)
 
 
-def _links_in_round(
-    wanted: Compare, index: int, number: int, planner: ConditionPlanner, runner: ConditionRunner
-) -> RoundLinks:
-    num_stages = planner.config.parallelism.stages
-    key = f"compare.conditions.{index}"
-    return round_links(wanted.conditions[index], num_stages, key, number, runner.next_step)
+def _profiled(first: FirstPlan, runner: ConditionRunner, num_steps: int, rank: int) -> FirstPlan:
+    """The same with what some steps on healthy links have added to what is known of them."""
+    steps = runner.run(first.in_force, (), num_steps).steps
+    if rank != 0:
+        return first
+    timelines = [measured_timeline(step.reports) for step in steps]
+    for timeline in timelines:
+        first.profiler.observe(timeline)
+    profile = first.profiler.profile()
+    usual = {**first.usual, "direct": profile.links} if first.usual else {}
+    return replace(
+        first,
+        planned_for=profile,
+        usual=usual,
+        timelines=(*first.timelines, *timelines),
+    )
 
 
 def _message_bytes(settings: StageSettings, model: PipelineModel) -> int:

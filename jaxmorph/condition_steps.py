@@ -2,15 +2,18 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
+from jaxmorph.detecting_rounds import Following
 from jaxmorph.gradients import apply_gradients
 from jaxmorph.link_settings import agree_on_origin_s
 from jaxmorph.open_stage import adopt_plan
 from jaxmorph.planning import PlanInForce
+from jaxmorph.program.instructions import RankProgram
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous
@@ -106,6 +109,7 @@ class ConditionRunner:
         num_steps: int,
         num_warmup_steps: int = 0,
         replan: Replan | None = None,
+        following: Following | None = None,
     ) -> MeasuredRound:
         """Change plan and links, and run some steps.
 
@@ -115,19 +119,23 @@ class ConditionRunner:
             num_steps: How many steps to measure.
             num_warmup_steps: How many to run before them.
             replan: Asked before every step; no step's time includes its own.
+            following: Asked after every step, for a system that detects what its links do.
         """
         adopt_plan(self._rendezvous, self._trainer, in_force)
         origin_s = agree_on_origin_s(self._rendezvous)
         self._links.emulate(conditions, origin_s)
         self._begin()
         steps: list[MeasuredStep] = []
-        began_s = self._barrier_s
+        began_s, program = self._barrier_s, in_force.program
         for number in range(num_warmup_steps + num_steps):
             if replan is not None:
                 in_force = self._replanned(in_force, replan, origin_s)
+                program = in_force.program
             if number == num_warmup_steps:
                 began_s = self._barrier_s
-            steps.append(self._run_step(in_force))
+            steps.append(self._run_step(program, following))
+            if following is not None:
+                program = following.heed(self._step - 1, steps[-1].reports) or program
         return MeasuredRound(
             steps=steps[num_warmup_steps:],
             in_force=in_force,
@@ -147,11 +155,13 @@ class ConditionRunner:
         self._trainer.events()  # those of the change
         self._barrier_s = time.monotonic()
 
-    def _run_step(self, in_force: PlanInForce) -> MeasuredStep:
+    def _run_step(self, program: RankProgram, following: Following | None) -> MeasuredStep:
         trainer = self._trainer
-        outcome = trainer.run(in_force.program, next(self._inputs), self._step)
-        report = rank_report(outcome, trainer.squared_norm(), self._barrier_s, 0, trainer.events())
-        reports = self._rendezvous.exchange(*report)
+        outcome = trainer.run(program, next(self._inputs), self._step)
+        norm, events = trainer.squared_norm(), trainer.events()
+        report, timings = rank_report(outcome, norm, self._barrier_s, 0, events)
+        added = ({}, {}) if following is None else following.told()
+        reports = self._rendezvous.exchange(report | added[0], timings | added[1])
         began_s, self._barrier_s = self._barrier_s, time.monotonic()
         totals = total(reports)
         apply_gradients(trainer, totals, self._clip_norm)
@@ -159,11 +169,14 @@ class ConditionRunner:
         return MeasuredStep(1e3 * (self._barrier_s - began_s), totals, reports)
 
 
-def summarize_steps(steps: Sequence[MeasuredStep]) -> Message:
+def summarize_steps(
+    steps: Sequence[MeasuredStep], events: Mapping[str, int] = MappingProxyType({})
+) -> Message:
     """What rank 0 tells of some steps: a list of each quantity, and the timeline of one step.
 
     Args:
         steps: At least one, with the reports that rank 0 has.
+        events: How often what else has happened.
 
     Returns:
         JSON's types: `step_ms`, `loss`, `bubble_rate`, `blocking`, `dependency` and `other` (of
@@ -185,7 +198,8 @@ def summarize_steps(steps: Sequence[MeasuredStep]) -> Message:
         },
         "events": Counter(
             event["kind"] for step in steps for _, event in reported_events(step.reports)
-        ),
+        )
+        + Counter(events),
         "timeline": timelines[typical].to_json(),
         "timeline_ms": step_ms[typical],
     }

@@ -22,7 +22,8 @@ class System:
         route: How all links' transfers travel, unless it reroutes.
         adapts: Whether it plans anew for a condition; else it keeps the order that it planned for
             healthy links.
-        reroutes: Whether it then chooses routes too, for each link.
+        reroutes: Whether routes may change too, for each link.
+        detects: Whether it is told nothing, and morphs by what it detects while it runs.
         meaning: What it stands for.
     """
 
@@ -31,18 +32,20 @@ class System:
     route: Route
     adapts: bool
     reroutes: bool
+    detects: bool
     meaning: str
 
 
-_TABLE: Sequence[tuple[str, str, Route, bool, bool]] = (
-    # name              schedule       route        adapts  reroutes
-    ("gpipe",           "gpipe",       "direct",    False,  False),
-    ("1f1b",            "1f1b",        "direct",    False,  False),
-    ("interleaved",     "interleaved", "direct",    False,  False),
-    ("zb",              "zb-h2",       "direct",    False,  False),
-    ("zb-delegated",    "zb-h2",       "delegated", False,  False),
-    ("adaptive-direct", "adaptive",    "direct",    True,   False),
-    ("adaptive",        "adaptive",    "direct",    True,   True),
+_TABLE: Sequence[tuple[str, str, Route, bool, bool, bool]] = (
+    # name                 schedule       route        adapts  reroutes  detects
+    ("gpipe",              "gpipe",       "direct",    False,  False,    False),
+    ("1f1b",               "1f1b",        "direct",    False,  False,    False),
+    ("interleaved",        "interleaved", "direct",    False,  False,    False),
+    ("zb",                 "zb-h2",       "direct",    False,  False,    False),
+    ("zb-delegated",       "zb-h2",       "delegated", False,  False,    False),
+    ("adaptive-direct",    "adaptive",    "direct",    True,   False,    False),
+    ("adaptive",           "adaptive",    "direct",    True,   True,     False),
+    ("adaptive-detecting", "adaptive",    "direct",    False,  True,     True),
 )  # fmt: skip
 _MEANINGS = {
     "gpipe": "all forwards, then all backwards",
@@ -52,6 +55,7 @@ _MEANINGS = {
     "zb-delegated": "zb in the same order, no queue held",
     "adaptive-direct": "planned for the links as they are, none of them delegated",
     "adaptive": "planned for the links as they are",
+    "adaptive-detecting": "told nothing of links: what it detects, it morphs for",
 }
 
 SYSTEMS: Mapping[str, System] = {row[0]: System(*row, _MEANINGS[row[0]]) for row in _TABLE}
@@ -80,6 +84,7 @@ def system_config(config: Config, system: System) -> Config:
             ),
             "parallelism": config.parallelism.model_copy(update={"chunks": chunks}),
             "routes": Routes.model_validate({"default": system.route}),
+            "adaptation": config.adaptation.model_copy(update={"enabled": system.detects}),
             "emulation": config.emulation.model_copy(update={"links": (), "trace": None}),
         }
     )
@@ -94,9 +99,10 @@ def route_choices(config: Config, system: System, slow: Sequence[Link]) -> Itera
         slow: The links that are slow.
 
     Yields:
-        For one that reroutes: only slow links delegated, and all of them; else what it has.
+        For one that is told of links and reroutes: only slow links delegated, and all of them;
+        else what it has.
     """
-    if not system.reroutes:
+    if not (system.adapts and system.reroutes):
         yield config
         return
     cut = config.parallelism

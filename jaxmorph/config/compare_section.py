@@ -21,7 +21,14 @@ from jaxmorph.config.sections import (
 )
 
 SystemName = Literal[
-    "gpipe", "1f1b", "interleaved", "zb", "zb-delegated", "adaptive-direct", "adaptive"
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zb",
+    "zb-delegated",
+    "adaptive-direct",
+    "adaptive",
+    "adaptive-detecting",
 ]
 _SYSTEMS = ", ".join(get_args(SystemName))
 _STILL_TO_COME = "(falcon and restart are not available yet)"
