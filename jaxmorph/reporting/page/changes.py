@@ -1,0 +1,127 @@
+"""When a run changed: its events put together, and the steps before, during and after."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from jaxmorph.reporting.page.run_files import EventLine, StepLine
+
+MORPHS = frozenset({"plan_changed", "route_changed"})
+"""The kinds of event that change what a run does."""
+
+_DECISIVE = ("plan_", "route_", "straggler_", "link_", "compute_", "layers_", "intra_")
+_NO_CHANGE = frozenset({"plan_adopted", "layers_cut"})
+_STEPS_APART = 4
+"""Events that are no further apart belong together: detection, planning and the swap."""
+_ONSET = 2  # a link is told to be slow after this many steps at most
+_LONG_BEFORE = 25
+
+
+@dataclass(frozen=True)
+class Change:
+    """What belongs together of what happened to a run.
+
+    Attributes:
+        number: From 1.
+        events: In their order.
+        first_step: The step of the first event.
+        new_step: The first step that ran a new plan; None where none did.
+        last_step: The last step that any of it is about.
+    """
+
+    number: int
+    events: tuple[EventLine, ...]
+    first_step: int
+    new_step: int | None
+    last_step: int
+
+
+def is_decision(event: EventLine) -> bool:
+    """Whether an event says what was found out or decided, rather than what was done.
+
+    Args:
+        event: Any.
+    """
+    return event.kind.startswith(_DECISIVE) or "evidence" in event.more
+
+
+def find_changes(steps: Sequence[StepLine], events: Iterable[EventLine]) -> tuple[Change, ...]:
+    """The changes of a run, in their order.
+
+    Args:
+        steps: Its steps: where schedule, warm-ups or routes change, a change is at hand too.
+        events: Its events.
+    """
+    told = [event for event in events if is_decision(event) and event.kind not in _NO_CHANGE]
+    swapped = list(_swaps(steps))
+    at = sorted([*(event.step for event in told), *swapped])
+    return tuple(
+        _change(number, group, told, swapped) for number, group in enumerate(_close_ones(at), 1)
+    )
+
+
+def count_morphs(steps: Sequence[StepLine], events: Iterable[EventLine]) -> int:
+    """How often plan or routes changed.
+
+    Args:
+        steps: The run's.
+        events: The run's.
+    """
+    told = {event.step for event in events if event.kind in MORPHS}
+    return len(told) or len(list(_swaps(steps)))
+
+
+def steps_to_show(
+    change: Change, traced: Iterable[int], step_ms: Mapping[int, float]
+) -> dict[str, int]:
+    """Which traced steps show a change best.
+
+    Args:
+        change: The change.
+        traced: The steps whose timelines are there.
+        step_ms: What each step took.
+
+    Returns:
+        Steps by when they were: `before`, `during` and `after`, as far as they are there.
+    """
+    there = sorted(traced)
+    first, new = change.first_step, change.new_step
+    before = [step for step in there if first - _LONG_BEFORE <= step <= first - _ONSET]
+    before = before or [step for step in there if step < first]
+    during = [step for step in there if first - _ONSET < step < (new or change.last_step + 1)]
+    since = change.last_step + 1 if new is None else new
+    after = [step for step in there if since <= step <= since + _STEPS_APART]
+    shown = {
+        "before": before[-1:],
+        "during": sorted(set(during) - set(before[-1:]), key=lambda step: -step_ms.get(step, 0.0)),
+        "after": after[1:2] or after,  # the first step after a swap may still be settling
+    }
+    return {when: steps[0] for when, steps in shown.items() if steps}
+
+
+def _swaps(steps: Sequence[StepLine]) -> Iterator[int]:
+    for earlier, later in pairwise(steps):
+        if _plan_of(earlier) != _plan_of(later):
+            yield later.step
+
+
+def _plan_of(step: StepLine) -> tuple[object, ...]:
+    return step.schedule, step.warmup_forwards, step.routes
+
+
+def _close_ones(at: Iterable[int]) -> Iterator[list[int]]:
+    group: list[int] = []
+    for step in at:
+        if group and step - group[-1] > _STEPS_APART:
+            yield group
+            group = []
+        group.append(step)
+    if group:
+        yield group
+
+
+def _change(number: int, at: list[int], told: list[EventLine], swapped: list[int]) -> Change:
+    events = tuple(event for event in told if at[0] <= event.step <= at[-1])
+    new = [step for step in swapped if at[0] <= step <= at[-1]]
+    new = new or [event.step + 1 for event in events if event.kind in MORPHS]
+    return Change(number, events, at[0], new[-1] if new else None, max([at[-1], *new]))
