@@ -29,9 +29,9 @@ def round_axis(low: float, high: float, most_ticks: int = 5) -> Axis:
         high: The highest.
         most_ticks: About how many ticks.
     """
-    step = _round_step((high - low) or abs(high) or 1.0, most_ticks)
+    high = high if high > low else low + (abs(low) or 1.0)
+    step = _round_step(high - low, most_ticks)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    last = max(last, first + 1)
     ticks = tuple(step * count for count in range(first, last + 1))
     return Axis(ticks[0], ticks[-1], ticks, _digits(step))
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from jaxmorph.reporting.page.run_files import EventLine, StepLine
 
 MORPHS = frozenset({"plan_changed", "route_changed"})
-"""The kinds of event that change what a run does."""
+"""The kinds of event that change what a run does, from their step on."""
 
 _DECISIVE = ("plan_", "route_", "straggler_", "link_", "compute_", "layers_", "intra_")
 _NO_CHANGE = frozenset({"plan_adopted", "layers_cut"})
@@ -123,5 +123,5 @@ def _close_ones(at: Iterable[int]) -> Iterator[list[int]]:
 def _change(number: int, at: list[int], told: list[EventLine], swapped: list[int]) -> Change:
     events = tuple(event for event in told if at[0] <= event.step <= at[-1])
     new = [step for step in swapped if at[0] <= step <= at[-1]]
-    new = new or [event.step + 1 for event in events if event.kind in MORPHS]
-    return Change(number, events, at[0], new[-1] if new else None, max([at[-1], *new]))
+    new = new or [event.step for event in events if event.kind in MORPHS]
+    return Change(number, events, at[0], new[-1] if new else None, at[-1])

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from statistics import median
 
 from jaxmorph.reporting.page.axis import Axis, exact_axis
 from jaxmorph.reporting.page.elements import Html, element, number
@@ -13,7 +14,7 @@ from jaxmorph.schedule.timeline import Timeline
 _WIDTH, _LEFT, _RIGHT, _FOOT = 1040.0, 26.0, 26.0, 20.0
 _ROW, _LEAST_ROW, _ROWS = 18.0, 5.0, 200.0
 _GAP = 0.12  # of a row
-_LEAST_FOR_NUMBER = 13.0  # the width and, less a little, the height that a number needs
+_LEAST_FOR_NUMBER = 13.0  # the width and the height that a number needs
 
 
 def draw_gantt(
@@ -84,11 +85,12 @@ def _ops(timeline: Timeline, axis: Axis, row: float) -> Iterator[Html]:
 
 
 def _numbers(timeline: Timeline, axis: Axis, row: float) -> Iterator[Html]:
-    """Microbatches, where there is room for all of a row's."""
-    if row < _LEAST_FOR_NUMBER:
+    """Microbatches, where most ops have room for theirs."""
+    widths = [_x(axis, span.end_ms) - _x(axis, span.start_ms) for span in timeline.spans()]
+    if not widths or min(row, median(widths)) < _LEAST_FOR_NUMBER:
         return
-    for stage, op, start_ms, end_ms in timeline.spans():
-        if _x(axis, end_ms) - _x(axis, start_ms) >= _LEAST_FOR_NUMBER:
+    for (stage, op, start_ms, end_ms), width in zip(timeline.spans(), widths, strict=True):
+        if width >= _LEAST_FOR_NUMBER:
             x, y = _x(axis, (start_ms + end_ms) / 2), row * (stage + 0.5) + 3.5
             yield element("text", str(op.microbatch), class_="microbatch", x=x, y=y)
 

@@ -9,7 +9,7 @@ from jaxmorph.reporting.page.elements import Html, element
 from jaxmorph.reporting.page.lines import Line, Plot, draw_plot, figure, legend
 from jaxmorph.reporting.page.run_files import StepLine
 from jaxmorph.reporting.page.steps import change_marks, step_axis
-from jaxmorph.reporting.page.tables import milliseconds, table
+from jaxmorph.reporting.page.tables import folded, milliseconds, table
 
 _MOST_PLOTS = 8
 """Of more links, those whose transfers were slowest are drawn."""
@@ -63,7 +63,7 @@ def _content(
     for direction in courses:
         links.setdefault(_ends(direction)[:2], []).append(direction)
     slowest = sorted(links, key=lambda link: -max(_high(courses[way]) for way in links[link]))
-    drawn = sorted(slowest[:_MOST_PLOTS])
+    drawn = slowest[:_MOST_PLOTS]
     y_axis = round_axis(0.0, max(map(_high, courses.values())) or 1.0, most_ticks=3)
     plots = (_plot(links[link], courses, x_axis, y_axis, changes) for link in drawn)
     left_out = len(links) - len(drawn)
@@ -73,11 +73,11 @@ def _content(
             "p",
             "The median of each step's transfers in each direction, as measured: of a direct "
             "transfer the shorter of what its two ends saw, of a delegated one from sent to "
-            f"landed. All plots have one scale.{more if left_out else ''}",
+            f"landed. All plots have one scale; the slowest comes first.{more if left_out else ''}",
             class_="note",
         ),
         element("div", *plots, class_="small-plots"),
-        _table(courses),
+        folded("All directions in numbers", _table(courses)),
     ]
 
 

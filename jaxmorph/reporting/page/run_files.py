@@ -55,7 +55,7 @@ class RunFiles:
         steps: By rising step.
         events: In the order they were written.
         traces: Steps and their files.
-        num_unreadable: Lines and traces that could not be read: a run's last line, while it writes.
+        num_unreadable: Lines that could not be read, such as the last of a run that was cut off.
     """
 
     path: Path

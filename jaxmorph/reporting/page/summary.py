@@ -25,7 +25,7 @@ def result_sentence(files: RunFiles) -> str:
     ]
     longer = longer_than_predicted(files.steps)
     if longer is not None:
-        parts.append(f"{_apart(longer)} predicted")
+        parts.append(f"steps took {_apart(longer)} predicted")
     return f"{'; '.join(parts)}."
 
 
@@ -90,8 +90,8 @@ def _what_ran(files: RunFiles) -> Iterator[str]:
         )
     if files.num_unreadable:
         count = files.num_unreadable
-        says = "1 line or trace is" if count == 1 else f"{count} lines or traces are"
-        yield f"{says} incomplete and left out, as the last line of a run that was cut off."
+        says = "1 line is" if count == 1 else f"{count} lines are"
+        yield f"{says} incomplete and left out, such as the last of a run that was cut off."
 
 
 def _figures(files: RunFiles) -> Iterator[tuple[str, str]]:

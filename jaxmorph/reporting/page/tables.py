@@ -21,7 +21,7 @@ def table(
     """
 
     def cells(name: str, row: Sequence[str]) -> Html:
-        looks = [None if at < text_columns else "number" for at in range(len(row))]
+        looks = [_look(cell, is_text=at < text_columns) for at, cell in enumerate(row)]
         return element(
             "tr", *(element(name, cell, class_=look) for cell, look in zip(row, looks, strict=True))
         )
@@ -29,6 +29,11 @@ def table(
     head = element("thead", cells("th", heads))
     body = element("tbody", *(cells("td", row) for row in rows))
     return scroll_box(label, element("table", head, body))
+
+
+def _look(cell: str, *, is_text: bool) -> str | None:
+    looks = [*([] if is_text else ["number"]), *(["unknown"] if cell == UNKNOWN else [])]
+    return " ".join(looks) or None
 
 
 def scroll_box(label: str, *content: str) -> Html:
