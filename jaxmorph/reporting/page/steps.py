@@ -11,7 +11,7 @@ from jaxmorph.reporting.page.run_files import StepLine
 from jaxmorph.reporting.page.tables import folded, milliseconds, table
 from jaxmorph.reporting.text import describe_routes
 
-_OUTLIER = 5.0
+_OUTLIER = 4.0
 """Steps so much longer than nearly all others are cut off at the top, lest all others look flat."""
 _NEARLY_ALL = 0.98
 _MOST_PLANS = 40
@@ -80,8 +80,7 @@ def _times(steps: Sequence[StepLine], x_axis: Axis, changes: Sequence[Change]) -
         marks=change_marks(changes),
     )  # fmt: skip
     left_out = (
-        f" {len(cut)} longer step{'s' if len(cut) > 1 else ''}, up to {milliseconds(max(cut))}, "
-        "end at the upper edge."
+        f" Cut off at the upper edge: {len(cut)} longer, up to {milliseconds(max(cut))}."
         if cut
         else ""
     )

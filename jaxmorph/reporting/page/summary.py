@@ -84,7 +84,8 @@ def _what_ran(files: RunFiles) -> Iterator[str]:
         config = files.config
         stages, batch = config.parallelism.stages, config.batch
         yield (
-            f"{config.model.factory} {config.model.preset}, {stages} stages, "
+            f"{config.model.factory} {config.model.preset}, "
+            f"{stages} stage{'' if stages == 1 else 's'}, "
             f"{batch.microbatches} microbatches of {batch.microbatch_size}; "
             f"{describe_regime(config.emulation)}."
         )

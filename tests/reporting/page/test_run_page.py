@@ -139,6 +139,14 @@ def test_short_runs_have_a_page(make_run, page_of, count):
     assert "No step of this run has left a trace." in page.texts("p", "note")
 
 
+def test_one_stray_step_does_not_flatten_all_others(make_run, page_of):
+    steps = [{"step": at, "step_s": 9.0 if at == 77 else 0.4} for at in range(200)]
+    page = page_of(make_run(steps))
+    says = page.texts("figcaption")[0]
+    assert says.endswith("Cut off at the upper edge: 1 longer, up to 9,000.0 ms.")
+    assert page.texts("span", "y-label")[:5] == ["0", "500", "1,000", "1,500", "2,000"]
+
+
 def test_a_cut_off_line_is_told(morphed_run, page_of):
     with (morphed_run / "events.jsonl").open("a") as file:
         file.write('{"time_s": 3')
