@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from jaxmorph.reporting.page.run_files import EventLine, StepLine
+from jaxmorph.traced_steps import CHANGES
 
 MORPHS = frozenset({"plan_changed", "route_changed"})
 """The kinds of event that change what a run does, from their step on."""
 
-_DECISIVE = ("plan_", "route_", "straggler_", "link_", "compute_", "layers_", "intra_")
-_NO_CHANGE = frozenset({"plan_adopted", "layers_cut"})
+_DECISIVE = ("plan_", "planning_", "route_", "straggler_", "link_", "compute_", "layers_")
 _STEPS_APART = 4
 """Events that are no further apart belong together: detection, planning and the swap."""
 _ONSET = 2  # a link is told to be slow after this many steps at most
@@ -50,11 +50,12 @@ def find_changes(steps: Sequence[StepLine], events: Iterable[EventLine]) -> tupl
 
     Args:
         steps: Its steps: where schedule, warm-ups or routes change, a change is at hand too.
-        events: Its events.
+        events: Its events. Those that steps leave traces for make changes; other decisions belong
+            to one if they fall into it.
     """
-    told = [event for event in events if is_decision(event) and event.kind not in _NO_CHANGE]
+    told = [event for event in events if is_decision(event)]
     swapped = list(_swaps(steps))
-    at = sorted([*(event.step for event in told), *swapped])
+    at = sorted([*(event.step for event in told if event.kind in CHANGES), *swapped])
     return tuple(
         _change(number, group, told, swapped) for number, group in enumerate(_close_ones(at), 1)
     )

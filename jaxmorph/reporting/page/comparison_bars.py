@@ -26,7 +26,9 @@ def bars_section(matrix: Matrix) -> Html:
         element("h2", "Step time"),
         element("p", "Median steps in milliseconds, all bars on one scale.", class_="note"),
         element("ul", *legend, class_="legend"),
-        *(_condition(matrix, condition, highest) for condition in matrix.conditions),
+        element(
+            "div", *_rows(matrix, highest), class_="rows"
+        ),  # one grid, so that tracks are alike
         id="steps",
     )
 
@@ -35,22 +37,19 @@ def _high(run: Run) -> float:
     return max(run.step_ms.p90 if run.step_ms else 0.0, run.reference_ms or 0.0)
 
 
-def _condition(matrix: Matrix, condition: str, highest: float) -> Html:
-    rows = [
-        cell
-        for index, system in enumerate(matrix.systems)
-        for cell in _row(system, index, matrix.runs.get((system, condition)), highest)
-    ]
-    return element(
-        "div", element("h3", condition), element("div", *rows, class_="rows"), class_="condition"
-    )
+def _rows(matrix: Matrix, highest: float) -> Iterator[Html]:
+    """The rows of all conditions, for one grid: then all bars have the same room."""
+    for condition in matrix.conditions:
+        yield element("h3", condition)
+        for index, system in enumerate(matrix.systems):
+            yield from _row(system, index, matrix.runs.get((system, condition)), highest)
 
 
 def _row(system: str, index: int, run: Run | None, highest: float) -> Iterator[Html]:
     yield element("div", system)
     parts = [] if run is None else list(_bar(run, highest))
     yield element("div", *parts, class_=f"track system-{index % _LOOKS}", aria_hidden="true")
-    yield element("div", _says(run), class_="wrong" if run and run.failed else None)
+    yield element("div", _says(run), class_="took wrong" if run and run.failed else "took")
 
 
 def _bar(run: Run, highest: float) -> Iterator[Html]:

@@ -75,8 +75,9 @@ def _took(run: Run) -> str:
 
 def _complaints(matrix: Matrix) -> Iterator[str]:
     for run in matrix.runs.values():
-        for reason in filter(None, (run.failed, run.noisy)):
-            yield f"{run.system}, {run.condition}: {' '.join(reason.split())}."
+        for what, reason in (("failed", run.failed), ("noisy", run.noisy)):
+            if reason:
+                yield f"{run.system}, {run.condition}, {what}: {' '.join(reason.split())}"
 
 
 def _table_section(matrix: Matrix) -> Html:

@@ -1,6 +1,7 @@
 """The section of decisions: what was found out and decided, with the evidence it rests on."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from textwrap import shorten
 from typing import Any
 
 from jaxmorph.reporting.page.changes import Change, is_decision
@@ -13,6 +14,7 @@ MOST_ROWS = 200
 
 _STRIP_WIDTH, _STRIP_HEIGHT, _STRIP_EDGE = 120.0, 34.0, 4.0
 _MOST_SAMPLES = 24
+_MOST_CHARACTERS = 500
 
 
 def decisions_section(events: Sequence[EventLine], changes: Sequence[Change]) -> Html:
@@ -89,7 +91,8 @@ def _evidence(more: Mapping[str, Any]) -> Iterator[Html]:
         if found:
             yield from (_samples(evidence) for evidence in found)
         elif value not in (None, "", [], {}):
-            yield element("div", f"{name.replace('_', ' ')}: {_in_words(value)}")
+            text = f"{name.replace('_', ' ')}: {_in_words(value)}"
+            yield element("div", shorten(text, _MOST_CHARACTERS, placeholder=" ..."))
 
 
 def _with_samples(value: Any) -> Iterator[Mapping[str, Any]]:

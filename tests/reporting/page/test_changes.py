@@ -44,6 +44,12 @@ def test_the_first_plan_and_the_transport_are_no_changes():
     assert find_changes(_steps("aaaaaa"), events) == ()
 
 
+def test_decisions_that_change_nothing_belong_to_a_change_but_make_none():
+    kept, probed = _event(11, "plan_kept"), _event(25, "link_probed")
+    (change,) = find_changes(_steps("a" * 40), [DETECTED, kept, CHANGED, probed])
+    assert change.events == (DETECTED, kept, CHANGED)
+
+
 def test_morphs_are_counted_by_their_steps_or_by_the_plans_that_ran():
     events = [DETECTED, CHANGED, _event(12, "route_changed"), _event(30, "plan_changed")]
     assert count_morphs(_steps("a" * 40), events) == 2
@@ -55,7 +61,8 @@ def test_morphs_are_counted_by_their_steps_or_by_the_plans_that_ran():
     ("event", "expected"),
     [
         (_event(1, "route_changed"), True),
-        (_event(1, "compute_slower"), True),
+        (_event(1, "compute_changed"), True),
+        (_event(1, "planning_failed"), True),
         (_event(1, "something", evidence={}), True),
         (_event(1, "lane_down"), False),
         (_event(1, "checkpoint_saved"), False),

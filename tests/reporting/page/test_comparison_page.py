@@ -41,10 +41,11 @@ def test_the_sentence_says_who_does_best_where_slowdowns_are_greatest(made_up):
 
 def test_bars_tables_timelines_and_notes_are_there(compared, parse):
     page = parse(comparison_page(read_comparison_files(compared)))
-    says = page.texts("div", "rows")
-    assert "402 ms, 1.00 x" in says[0]
-    assert "failed" in says[0]
-    assert "1,150 ms, 2.86 x, noisy" in says[1]
+    assert page.texts("div", "took") == [
+        "402 ms, 1.00 x", "failed", "1,150 ms, 2.86 x, noisy", "not run yet",
+    ]  # fmt: skip
+    widths = [tag.attributes["style"] for tag in page.named("span", "value")]
+    assert widths == ["width:28.7%", "width:82.1%"]  # of the longest, 1,400 ms
     rows = page.rows("Runs")
     assert [row[:2] for row in rows] == [["zb", "healthy"], ["zb", "slow"], ["adaptive", "healthy"]]
     assert rows[0][2:11] == [
