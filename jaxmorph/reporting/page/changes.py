@@ -1,6 +1,6 @@
 """When a run changed: its events put together, and the steps before, during and after."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ MORPHS = frozenset({"plan_changed", "route_changed"})
 
 _DECISIVE = ("plan_", "planning_", "route_", "straggler_", "link_", "compute_", "layers_")
 _STEPS_APART = 4
-"""Events that are no further apart belong together: detection, planning and the swap."""
+"""Events that are no further apart may belong together: detection, planning and the swap."""
 _ONSET = 2  # a link is told to be slow after this many steps at most
 _LONG_BEFORE = 25
 
@@ -24,7 +24,7 @@ class Change:
     Attributes:
         number: From 1.
         events: In their order.
-        first_step: The step of the first event.
+        first_step: The first step that any of it is about.
         new_step: The first step that ran a new plan; None where none did.
         last_step: The last step that any of it is about.
     """
@@ -51,14 +51,18 @@ def find_changes(steps: Sequence[StepLine], events: Iterable[EventLine]) -> tupl
     Args:
         steps: Its steps: where schedule, warm-ups or routes change, a change is at hand too.
         events: Its events. Those that steps leave traces for make changes; other decisions belong
-            to one if they fall into it.
+            to one if they fall into it, or shortly before.
     """
     told = [event for event in events if is_decision(event)]
-    swapped = list(_swaps(steps))
-    at = sorted([*(event.step for event in told if event.kind in CHANGES), *swapped])
-    return tuple(
-        _change(number, group, told, swapped) for number, group in enumerate(_close_ones(at), 1)
-    )
+    swapped = {*_swaps(steps), *(event.step for event in told if event.kind in MORPHS)}
+    at = sorted({*swapped, *(event.step for event in told if event.kind in CHANGES)})
+    changes: list[Change] = []
+    for group in _groups(at, swapped):
+        since = max(group[0] - _STEPS_APART, changes[-1].last_step + 1 if changes else 0)
+        belonging = tuple(event for event in told if since <= event.step <= group[-1])
+        new_step = group[-1] if group[-1] in swapped else None
+        changes.append(Change(len(changes) + 1, belonging, group[0], new_step, group[-1]))
+    return tuple(changes)
 
 
 def count_morphs(steps: Sequence[StepLine], events: Iterable[EventLine]) -> int:
@@ -110,19 +114,13 @@ def _plan_of(step: StepLine) -> tuple[object, ...]:
     return step.schedule, step.warmup_forwards, step.routes
 
 
-def _close_ones(at: Iterable[int]) -> Iterator[list[int]]:
+def _groups(at: Iterable[int], swapped: Container[int]) -> Iterator[list[int]]:
+    """Steps that are close to one another; each group ends with the new plan."""
     group: list[int] = []
     for step in at:
-        if group and step - group[-1] > _STEPS_APART:
+        if group and (step - group[-1] > _STEPS_APART or group[-1] in swapped):
             yield group
             group = []
         group.append(step)
     if group:
         yield group
-
-
-def _change(number: int, at: list[int], told: list[EventLine], swapped: list[int]) -> Change:
-    events = tuple(event for event in told if at[0] <= event.step <= at[-1])
-    new = [step for step in swapped if at[0] <= step <= at[-1]]
-    new = new or [event.step for event in events if event.kind in MORPHS]
-    return Change(number, events, at[0], new[-1] if new else None, at[-1])

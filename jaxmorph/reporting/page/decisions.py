@@ -8,6 +8,7 @@ from jaxmorph.reporting.page.changes import Change, is_decision
 from jaxmorph.reporting.page.elements import Html, element, joined, number
 from jaxmorph.reporting.page.run_files import EventLine
 from jaxmorph.reporting.page.tables import UNKNOWN, folded, milliseconds, table
+from jaxmorph.reporting.text import describe_routes
 
 MOST_ROWS = 200
 """Of more events, so many of the first and last are in a table."""
@@ -15,6 +16,7 @@ MOST_ROWS = 200
 _STRIP_WIDTH, _STRIP_HEIGHT, _STRIP_EDGE = 120.0, 34.0, 4.0
 _MOST_SAMPLES = 24
 _MOST_CHARACTERS = 500
+_MOST_CANDIDATES = 12
 
 
 def decisions_section(events: Sequence[EventLine], changes: Sequence[Change]) -> Html:
@@ -88,11 +90,39 @@ def _evidence(more: Mapping[str, Any]) -> Iterator[Html]:
     """What an event carries beside its usual fields: samples drawn, all else in words."""
     for name, value in more.items():
         found = list(_with_samples(value))
-        if found:
+        if isinstance(value, Mapping) and _plans(value.get("candidates")):
+            yield _candidates(value)
+        elif found:
             yield from (_samples(evidence) for evidence in found)
         elif value not in (None, "", [], {}):
             text = f"{name.replace('_', ' ')}: {_in_words(value)}"
             yield element("div", shorten(text, _MOST_CHARACTERS, placeholder=" ..."))
+
+
+def _plans(value: Any) -> list[Mapping[str, Any]]:
+    """The plans among candidates: mappings that say what step is predicted."""
+    listed = value if isinstance(value, list | tuple) else []
+    return [each for each in listed if isinstance(each, Mapping) and "predicted_ms" in each]
+
+
+def _candidates(evidence: Mapping[str, Any]) -> Html:
+    """The plans that were weighed, the one in force first and the chosen one in bold."""
+    rows = [("in force", each) for each in _plans([evidence.get("from")])]
+    rows += [("or", each) for each in _plans(evidence["candidates"])]
+    chosen = evidence.get("to")
+    entries = (
+        element("li", f"{what}: ", element("b" if each == chosen else "span", _plan(each)))
+        for what, each in rows[:_MOST_CANDIDATES]
+    )
+    return element("ul", *entries, class_="candidates")
+
+
+def _plan(option: Mapping[str, Any]) -> str:
+    name = f"{option.get('schedule', '')} {_in_words(option.get('warmup_forwards', ''))}".strip()
+    routes, predicted_ms = option.get("routes"), option["predicted_ms"]
+    told = f", {describe_routes(routes)}" if isinstance(routes, Mapping) and routes else ""
+    known = isinstance(predicted_ms, int | float)
+    return f"{name}{told}: {milliseconds(float(predicted_ms) if known else None)}"
 
 
 def _with_samples(value: Any) -> Iterator[Mapping[str, Any]]:

@@ -46,7 +46,7 @@ def timelines_section(files: RunFiles, changes: Sequence[Change]) -> Html:
     drawn = _to_draw(changes)
     parts = [_change(change, files, _is_open(at)) for at, change in enumerate(drawn)]
     if len(drawn) < len(changes):
-        text = f"{len(changes) - len(drawn)} changes between are in the table of decisions only."
+        text = f"{len(changes) - len(drawn)} other changes are in the table of decisions only."
         parts.insert(MOST_DRAWN // 2, element("p", text, class_="note"))
     if not changes:
         parts = [_unchanged(files)]
@@ -106,10 +106,13 @@ def _is_open(at: int) -> bool:
 
 
 def _to_draw(changes: Sequence[Change]) -> list[Change]:
+    """So many of the first and the last; of too many, those that led to a new plan."""
     if len(changes) <= MOST_DRAWN:
         return list(changes)
     half = MOST_DRAWN // 2
-    return [*changes[:half], *changes[-half:]]
+    morphs = [change for change in changes if change.new_step is not None]
+    wanted = morphs if len(morphs) >= MOST_DRAWN else changes
+    return [*wanted[:half], *wanted[-half:]]
 
 
 def _change(change: Change, files: RunFiles, open_: bool) -> Html:
@@ -117,16 +120,20 @@ def _change(change: Change, files: RunFiles, open_: bool) -> Html:
     chosen = steps_to_show(change, files.traces, step_ms)
     shown = list(_shown(chosen, files, step_ms))
     missing = element("p", "No step around it has left a trace.", class_="note")
-    at = f"step {change.first_step}"
-    if change.new_step is not None:
-        at += f", new plan from step {change.new_step}"
     content = folded(
-        f"Change {change.number}: {at}",
+        f"Change {change.number}: {_in_words(change)}",
         events_table(change.events, label=f"Events of change {change.number}"),
         show_steps(shown) if shown else missing,
         open_=open_,
     )
     return element("div", content, id=f"change-{change.number}", class_="change")
+
+
+def _in_words(change: Change) -> str:
+    if change.new_step is None:
+        return f"step {change.first_step}, the plan stays"
+    new = f"new plan from step {change.new_step}"
+    return new if change.new_step == change.first_step else f"step {change.first_step}, {new}"
 
 
 def _shown(

@@ -34,6 +34,14 @@ def test_what_is_far_apart_is_several_changes():
     assert second.events == (cleared,)
 
 
+def test_a_change_ends_with_its_plan_and_has_what_came_shortly_before():
+    slower, first = _event(7, "compute_changed"), _event(9, "plan_changed")
+    events = [_event(2, "plan_kept"), slower, first, DETECTED, CHANGED]
+    one, two = find_changes(_steps("a" * 9 + "b" * 3 + "c" * 9), events)
+    assert (one.events, one.first_step, one.new_step) == ((slower, first), 9, 9)
+    assert (two.events, two.first_step, two.new_step) == ((DETECTED, CHANGED), 10, 12)
+
+
 def test_a_plan_that_changed_without_an_event_is_a_change_too():
     (change,) = find_changes(_steps("aaabbb"), [])
     assert (change.first_step, change.new_step, change.events) == (3, 3, ())

@@ -7,6 +7,8 @@ from jaxmorph.reporting.page.run_page import run_page
 from jaxmorph.reporting.page.summary import result_sentence
 from jaxmorph.reporting.page.timelines import MOST_DRAWN
 
+EVIDENCE = {"samples_ms": [30.5, 31.0], "baseline_ms": 0.5, "spread_ms": 0.1, "threshold_ms": 1.5}
+
 
 @pytest.fixture
 def page_of(parse):
@@ -79,6 +81,29 @@ def test_decisions_stand_with_their_evidence(morphed_run, page_of):
     )
     others = page_of(morphed_run).rows("Other events")
     assert [row[2] for row in others] == ["checkpoint saved"]
+
+
+def test_the_plans_that_were_weighed_stand_as_evidence(make_run, parse):
+    kept = {"schedule": "zb-h2", "warmup_forwards": [3, 1], "predicted_ms": 300.04}
+    better = {
+        "schedule": "adaptive", "warmup_forwards": [6, 1], "predicted_ms": 120.0,
+        "routes": {"0-1": "delegated"},
+    }  # fmt: skip
+    evidence = {"from": kept, "to": better, "candidates": [better], "verdicts": [EVIDENCE]}
+    event = {"time_s": 1.0, "step": 22, "kind": "plan_changed", "evidence": evidence}
+    page = parse(run_page(read_run_files(make_run([{"step": 0, "step_s": 0.1}], [event]))))
+    assert page.texts("li")[-2:] == [
+        "in force: zb-h2 3 1: 300.0 ms", "or: adaptive 6 1, delegated: 120.0 ms",
+    ]  # fmt: skip
+    assert "adaptive 6 1, delegated: 120.0 ms" in page.texts("b")
+
+
+def test_evidence_of_another_form_is_told_in_words(make_run, parse):
+    evidence = {"took_ms": [0.5, 1.25], "is_late": False}
+    event = {"time_s": 1.0, "step": 22, "kind": "link_probed", "evidence": evidence}
+    page = parse(run_page(read_run_files(make_run([{"step": 0, "step_s": 0.1}], [event]))))
+    (row,) = page.rows("Decisions with their evidence")
+    assert row[5] == "evidence: took_ms 0.5 1.25, is_late False"
 
 
 def test_links_are_plotted_and_in_a_table(morphed_run, page_of):
