@@ -33,7 +33,7 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     path = directory / REPORT if out is None else out
     written = path.with_name(f"{path.name}.new")
     try:
-        written.write_text(text, encoding="utf-8")
+        written.write_text(text, encoding="utf-8", errors="replace")
         written.replace(path)
     except OSError as error:
         raise UserError(f"report: cannot write {path}: {error.strerror or error}") from error

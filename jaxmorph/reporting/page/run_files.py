@@ -141,9 +141,12 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def _step_line(told: Mapping[str, Any]) -> StepLine:
+    step_s = _finite(told["step_s"])
+    if step_s is None:
+        raise ValueError(f"got a step of {told['step_s']} s")
     return StepLine(
         step=int(told["step"]),
-        step_ms=1e3 * float(told["step_s"]),
+        step_ms=1e3 * step_s,
         predicted_ms=_in_ms(_finite(told.get("predicted_step_s"))),
         loss=_finite(told.get("loss")),
         held_out_loss=_finite(told.get("held_out_loss")),
@@ -151,7 +154,11 @@ def _step_line(told: Mapping[str, Any]) -> StepLine:
         schedule=str(told.get("schedule", "")),
         warmup_forwards=tuple(map(int, told.get("warmup_forwards") or ())),
         routes={str(link): str(route) for link, route in (told.get("routes") or {}).items()},
-        link_ms={str(way): float(ms) for way, ms in (told.get("link_ms") or {}).items()},
+        link_ms={
+            str(way): known
+            for way, ms in (told.get("link_ms") or {}).items()
+            if (known := _finite(ms)) is not None
+        },
     )
 
 

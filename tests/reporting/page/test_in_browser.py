@@ -15,7 +15,9 @@ from jaxmorph.schedule.builders import zb_h2
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.simulator import simulate
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 pytestmark = [
     pytest.mark.browser,

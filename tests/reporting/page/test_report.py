@@ -25,6 +25,12 @@ def test_the_page_may_be_written_elsewhere_again_and_again(morphed_run, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "page.html"]
 
 
+def test_text_that_is_no_unicode_is_no_error(make_run, capsys):
+    path = make_run([], [{"step": 1, "kind": "odd", "detail": "\ud800"}])
+    assert _main(capsys, str(path))[0] == 0
+    assert "?" in (path / "report.html").read_text()
+
+
 def test_a_comparison_has_a_page_too(tmp_path, made_up, capsys):
     (tmp_path / "results.json").write_text(json.dumps(plain_json(made_up.to_json())))
     assert _main(capsys, str(tmp_path))[0] == 0

@@ -31,6 +31,14 @@ def test_numbers_that_were_not_finite_are_unknown(make_run):
     assert (step.loss, step.predicted_ms, step.bubble_rate, step.link_ms) == (None, None, None, {})
 
 
+def test_lines_that_say_nothing_of_a_step_are_left_out(make_run):
+    whole = {"step": 1, "step_s": 0.5, "link_ms": {"0>1": None, "1>0": 2}}
+    files = read_run_files(make_run([{"step": 0, "step_s": None}, {"loss": 1.0}, [1], whole]))
+    (step,) = files.steps
+    assert (step.step, step.link_ms) == (1, {"1>0": 2.0})
+    assert files.num_unreadable == 3
+
+
 def test_a_run_that_has_just_begun_has_no_steps(make_run):
     path = make_run([])
     (path / "metrics.jsonl").unlink()
