@@ -4,7 +4,8 @@ Messages are dictionaries of JSON's types with a `kind`:
 
 - `started`: what runs; the fields of `RunHeader` that only a rank knows.
 - `step`: the fields of a `StepRecord`.
-- `timelines`: a sampled step, planned and measured, as `Timeline.to_json`.
+- `timelines`: a step that leaves a trace, planned and measured, as `Timeline.to_json`; and whether
+  it does so for a change (`around_change`).
 - `profile`: what ops and links cost by then, as `Profile.to_json`; with each sampled step.
 - `event`: the fields of an `Event`.
 """
@@ -16,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
 from jaxmorph.config import Config
+from jaxmorph.control.link_medians import link_medians_ms
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control_loop import ControlLoop
 from jaxmorph.evaluation import NOT_EVALUATED, HeldOutLoss
@@ -30,7 +32,7 @@ from jaxmorph.runtime.report import (
     total_compilations,
 )
 from jaxmorph.schedule.costs import Link
-from jaxmorph.schedule.timeline import Timeline
+from jaxmorph.traced_steps import TracedSteps
 
 Message = dict[str, Any]
 
@@ -63,7 +65,8 @@ class Bookkeeper:
         self._in_force = in_force
         self._plan = in_force.plan
         self._profiler = profiler
-        self._tell = tell
+        self._traced = TracedSteps(config, tell)
+        self._tell = self._traced.pass_on
         self._first_step = first_step
         self._loop = loop
         self._began_s = time.monotonic()
@@ -222,14 +225,15 @@ class Bookkeeper:
             "compilations": total_compilations(reports),
             "planned_bubble_rate": planned.bubble_rate,
             "link_states": {} if self._loop is None else self._loop.link_states(),
+            "link_ms": link_medians_ms(measured) or None,
         }
         self._tell({"kind": "step", "record": record})
         for happening in happened:
             self._tell_event(step, **happening)
         if not math.isfinite(totals.grad_norm):
             self._tell_event(step, "update_skipped", f"gradient norm {totals.grad_norm}")
-        if self._is_sampled(step):
-            self._tell_timelines(step, planned, measured)
+        self._traced.note(step, planned, measured)
+        if self._traced.is_sampled(step):
             self._tell({"kind": "profile", "profile": self._profiler.profile().to_json()})
 
     def _expected_profile(self) -> Profile:
@@ -254,15 +258,6 @@ class Bookkeeper:
                 "detail": f"rank {rank}: {_in_words(told)}",
             }
             self._tell({"kind": "event", "event": event})
-
-    def _is_sampled(self, step: int) -> bool:
-        every = self._config.trace.every_steps
-        is_last = step == self._config.run.steps - 1
-        return is_last or (every > 0 and step % every == 0)
-
-    def _tell_timelines(self, step: int, planned: Timeline, measured: Timeline) -> None:
-        timelines = {"planned": planned.to_json(), "measured": measured.to_json()}
-        self._tell({"kind": "timelines", "step": step, "timelines": timelines})
 
     def _tell_event(
         self,

@@ -181,6 +181,20 @@ def compare(
 
 
 @app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="What train or compare has written.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The file; if not given, report.html in RUN_DIR.")
+    ] = None,
+) -> int:
+    """Write one HTML page that says how a run or a comparison went."""
+    from jaxmorph.reporting.page import write_report
+
+    typer.echo(write_report(run_dir, out))
+    return 0
+
+
+@app.command()
 def model(
     factory: Annotated[str, typer.Option(help="The model's Python module.")] = "models.gpt2",
     preset: Annotated[

@@ -17,13 +17,15 @@ from jaxmorph.reporting import claim_run_directory
 from jaxmorph.reporting.matrix_figure import save_matrix_figure
 from jaxmorph.reporting.matrix_table import matrix_markdown
 from jaxmorph.reporting.matrix_view import MatrixView, open_matrix_view
+from jaxmorph.reporting.page import REPORT, write_report
+from jaxmorph.reporting.page.comparison_files import RESULTS, TIMELINES
 from jaxmorph.reporting.run_directory import plain_json
 from jaxmorph.reporting.run_matrix import Matrix
 from jaxmorph.runtime.launcher import run_ranks
 from jaxmorph.start import check_run
 from jaxmorph.systems import SYSTEMS, system_config
 
-RESULTS, TABLE, FIGURE, TIMELINES = "results.json", "table.md", "figure.png", "timelines.json"
+TABLE, FIGURE = "table.md", "figure.png"
 
 
 def start_comparison(path: Path, overrides: Sequence[str]) -> int:
@@ -51,7 +53,7 @@ def start_comparison(path: Path, overrides: Sequence[str]) -> int:
             view.say(f"left aside: {notes['left aside']}")
         for system in wanted.systems:
             _run_system(system, config, books, view)
-        view.say(f"wrote {directory / TABLE}, {RESULTS}, {FIGURE} and {TIMELINES}")
+        view.say(f"wrote {directory / TABLE}, {RESULTS}, {FIGURE}, {TIMELINES} and {REPORT}")
     return len(books.record.failures)
 
 
@@ -98,6 +100,7 @@ class _Books:
         _write(directory / TABLE, matrix_markdown(matrix))
         _write(directory / TIMELINES, json.dumps(_timelines(self.record, matrix)) + "\n")
         save_matrix_figure(directory / FIGURE, matrix)
+        write_report(directory)
 
 
 def _run_system(system: str, config: Config, books: _Books, view: MatrixView) -> None:
@@ -137,12 +140,12 @@ def _say_results(system: str, matrix: Matrix, view: MatrixView) -> None:
 
 
 def _timelines(record: MatrixRecord, matrix: Matrix) -> dict[str, dict[str, Any]]:
-    """By condition and system, the measured step that is nearest to the median."""
+    """By condition and system, the measured step that is nearest to the median, and its length."""
     return {
         condition: {
-            system: timeline.to_json()
+            system: typical[1].to_json() | {"step_ms": typical[0]}
             for system in matrix.systems
-            if (timeline := record.timeline(system, condition)) is not None
+            if (typical := record.typical_step(system, condition)) is not None
         }
         for condition in matrix.conditions
     }

@@ -72,19 +72,23 @@ class MatrixRecord:
         """Why systems could not be run to their end."""
         return self._failures
 
-    def timeline(self, system: str, condition: str) -> Timeline | None:
-        """The measured step nearest to the run's median; None where nothing was measured.
+    def typical_step(self, system: str, condition: str) -> tuple[float, Timeline] | None:
+        """The measured step nearest to the run's median.
 
         Args:
             system: The system's name.
             condition: The condition's.
+
+        Returns:
+            What it took from barrier to barrier, milliseconds, and its timeline; None where nothing
+            was measured.
         """
         seen = self._timelines.get((system, condition))
         if not seen:
             return None
         middle_ms = median(self._measured[system, condition]["step_ms"])
-        _, nearest = min(seen, key=lambda pair: abs(pair[0] - middle_ms))
-        return Timeline.from_json(nearest)
+        step_ms, nearest = min(seen, key=lambda pair: abs(pair[0] - middle_ms))
+        return step_ms, Timeline.from_json(nearest)
 
     def matrix(self, notes: Mapping[str, str]) -> Matrix:
         """All runs so far.

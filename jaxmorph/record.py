@@ -2,8 +2,7 @@
 
 import json
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ PICTURE = "planned_and_measured.png"
 
 class RunRecord:
     """The books of one run, in the process that the user started.
+
+    Of many traces the latest stay; half of them may be those around changes, whatever came later.
 
     Args:
         config: The run.
@@ -51,6 +52,7 @@ class RunRecord:
         self._history = RunHistory()
         self._traces = _traces_before(first_step, directory)
         self._last_timelines: dict[str, Timeline] = {}
+        self._last_traced_step = -1
         self._began_s = self._last_step_s = clock()
 
     @property
@@ -81,7 +83,7 @@ class RunRecord:
                 self._directory.write_event(event)
                 self._reporter.event(event)
             case {"kind": "timelines", "step": step, "timelines": timelines}:
-                self._take_timelines(step, timelines)
+                self._take_timelines(step, timelines, message.get("around_change", False))
             case {"kind": "profile", "profile": profile}:
                 self._directory.write_profile(profile)
             case _:
@@ -95,7 +97,7 @@ class RunRecord:
             elapsed_s=self._last_step_s - self._began_s,
             run_directory=self._directory.path,
             picture=picture,
-            traces=tuple(self._traces),
+            traces=tuple(map(self._directory.trace_path, sorted(self._traces))),
         )
         self._reporter.finish(summary)
 
@@ -122,21 +124,31 @@ class RunRecord:
         self._directory.write_step(record)
         self._reporter.step(record)
 
-    def _take_timelines(self, step: int, timelines: Message) -> None:
-        self._last_timelines = {
+    def _take_timelines(self, step: int, timelines: Message, around_change: bool) -> None:
+        drawn = {
             f"{name}, step {step}": Timeline.from_json(data) for name, data in timelines.items()
         }
+        if step >= self._last_traced_step:  # those around a change may come later
+            self._last_timelines, self._last_traced_step = drawn, step
         path = self._directory.trace_path(step)
-        path.write_text(json.dumps(chrome_trace(self._last_timelines)), encoding="utf-8")
-        self._traces.append(path)
+        path.write_text(json.dumps(chrome_trace(drawn)), encoding="utf-8")
+        self._traces[step] = around_change
         while len(self._traces) > self._config.trace.keep:
-            self._traces.popleft().unlink(missing_ok=True)
+            dropped = _to_drop(self._traces, self._config.trace.keep)
+            del self._traces[dropped]
+            self._directory.trace_path(dropped).unlink(missing_ok=True)
 
 
-def _traces_before(step: int, directory: RunDirectory) -> deque[Path]:
-    """The traces of earlier steps; those of others are removed."""
+def _to_drop(traces: Mapping[int, bool], keep: int) -> int:
+    """The earliest of the traces that are not around a change, or that are, if those are many."""
+    too_many = 2 * sum(traces.values()) > keep
+    return min(step for step, around_change in traces.items() if around_change == too_many)
+
+
+def _traces_before(step: int, directory: RunDirectory) -> dict[int, bool]:
+    """The traces of earlier steps, taken as around no change; the others are removed."""
     traces = directory.traces()
     for number, path in traces.items():
         if number >= step:
             path.unlink(missing_ok=True)
-    return deque(path for number, path in traces.items() if number < step)
+    return {number: False for number in traces if number < step}

@@ -50,6 +50,27 @@ def test_sampled_steps_and_the_last_one_tell_what_ops_cost_by_then(told):
     assert [profile.costs.forward_ms for profile in profiles] == [(10.0,), (11.0,), (11.5,)]
 
 
+def test_a_step_tells_what_its_transfers_took_if_there_were_any():
+    arrival = ["gradient[0] 1>0", 3.0, 35.0]
+    timings = json.loads(_report(1.0)[DETAIL]) | {"arrivals": [arrival]}
+    config, messages = Config.model_validate({"run": {"steps": 9}}), []
+    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
+        for step, report in enumerate([_report(1.0), _report(1.0) | {DETAIL: json.dumps(timings)}]):
+            bookkeeper.note(step, StepTotals(1.0, 1.0), [report], 0.03)
+    told = [m["record"]["link_ms"] for m in messages if m["kind"] == "step"]
+    assert told == [None, {"1>0": 32.0}]
+
+
+def test_steps_around_a_change_leave_their_timelines():
+    config, messages = Config.model_validate({"run": {"steps": 99}}), []
+    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
+        for step in range(10, 19):
+            bookkeeper.note(step, StepTotals(1.0, 1.0), [_report(1.0)], 0.03)
+            if step == 14:
+                bookkeeper.event(step, "plan_changed", "another plan")
+    assert [m["step"] for m in messages if m["kind"] == "timelines"] == [12, 13, 14, 15, 16]
+
+
 def test_a_step_that_was_evaluated_tells_its_held_out_loss_and_no_time_of_it():
     config, messages = Config.model_validate({"run": {"steps": 9}}), []
     event = {"time_s": 0.01, "kind": "lane_up", "peer": 1}

@@ -68,6 +68,41 @@ def test_of_many_traces_the_latest_stay(directory):
     assert names == ["step_3.json", "step_4.json"]
 
 
+def _timelines(step: int, around_change: bool) -> dict:
+    schedule = Schedule.from_rows("hand", ["F0 B0 W0"])
+    timeline = simulate(schedule, StageCosts.uniform(1, 1.0, 1.0, 1.0)).to_json()
+    return {
+        "kind": "timelines", "step": step, "timelines": {"planned": timeline},
+        "around_change": around_change,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("around", "left"), [({1, 2}, [1, 2, 8, 9]), ({0, 1, 2, 3, 4}, [3, 4, 8, 9])]
+)
+def test_of_many_traces_those_around_a_change_stay_longest_but_no_more_than_half(
+    directory, around, left
+):
+    config = Config.model_validate({"trace": {"keep": 4}})
+    books = record.RunRecord(config, directory, PlainReporter(io.StringIO()))
+    for step in range(10):
+        books.take(_timelines(step, step in around))
+    assert list(directory.traces()) == left
+
+
+def test_the_last_picture_is_of_the_last_step_though_earlier_ones_are_told_later(
+    directory, monkeypatch
+):
+    drawn = []
+    monkeypatch.setattr(record, "save_gantt", lambda _, timelines: drawn.append(list(timelines)))
+    books = record.RunRecord(Config(), directory, PlainReporter(io.StringIO()))
+    books.take({"kind": "step", "record": asdict(STEP)})
+    books.take(_timelines(9, False))
+    books.take(_timelines(7, True))
+    books.finish()
+    assert drawn == [["planned, step 9"]]
+
+
 def test_a_run_that_goes_on_keeps_as_many_traces_as_one_that_did_not_stop(directory):
     for step in (2, 9, 10, 30):
         directory.trace_path(step).write_text("{}")

@@ -349,7 +349,8 @@ class Emulation(Section):
 class Trace(Section):
     """Which steps leave a Chrome trace: every N-th and always the last; for 0 only the last.
 
-    Of many the latest `keep` stay.
+    So do the steps around a change of plan or route, or of what is known of a link. Of many the
+    latest `keep` stay; half of them may be those around changes.
     """
 
     every_steps: CountOrZero = 20

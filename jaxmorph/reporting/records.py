@@ -72,6 +72,8 @@ class StepRecord:
         link_states: of links that are not healthy, in a few words; for the terminal only.
         held_out_loss: mean loss of a token of held-out text, with the parameters that the step's
             update made; None, and no field of the line, after steps that were not evaluated.
+        link_ms: median milliseconds of the step's transfers, by directions such as `2>3`; None, and
+            no field of the line, where nothing was transferred.
     """
 
     step: int
@@ -89,6 +91,7 @@ class StepRecord:
     planned_bubble_rate: float | None = field(default=None, metadata={"shown_only": True})
     link_states: Mapping[str, str] = field(default_factory=dict, metadata={"shown_only": True})
     held_out_loss: float | None = field(default=None, metadata={"left_out_if_none": True})
+    link_ms: Mapping[str, float] | None = field(default=None, metadata={"left_out_if_none": True})
 
     def metrics(self) -> dict[str, Any]:
         """The fields of a line of `metrics.jsonl`."""

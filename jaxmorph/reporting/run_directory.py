@@ -85,8 +85,7 @@ class RunDirectory:
 
     def traces(self) -> dict[int, Path]:
         """The files of Chrome traces that are there, by their steps, in rising order."""
-        found = ((_TRACE.fullmatch(path.name), path) for path in (self.path / _TRACES).glob("*"))
-        return dict(sorted((int(match[1]), path) for match, path in found if match))
+        return find_traces(self.path)
 
     def close(self) -> None:
         """Closes the files; safe to call twice."""
@@ -100,6 +99,16 @@ class RunDirectory:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def find_traces(path: Path) -> dict[int, Path]:
+    """The files of Chrome traces in a run directory, by their steps, in rising order.
+
+    Args:
+        path: the directory.
+    """
+    found = ((_TRACE.fullmatch(trace.name), trace) for trace in (path / _TRACES).glob("*"))
+    return dict(sorted((int(match[1]), trace) for match, trace in found if match))
 
 
 def open_run_directory(config: Config) -> RunDirectory:

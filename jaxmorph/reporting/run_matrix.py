@@ -1,7 +1,7 @@
 """What a comparison measures: a run for each system under each condition of the links."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -97,9 +97,35 @@ class Run:
 
     def to_json(self) -> dict[str, Any]:
         """The run as a JSON object, what was planned among its own fields."""
-        fields = asdict(self)
-        planned = fields.pop("plan") or {"predicted_ms": None, "regime": None}
-        return fields | planned
+        own = asdict(self)
+        planned = own.pop("plan") or {"predicted_ms": None, "regime": None}
+        return own | planned
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Run":
+        """The run that `to_json` described.
+
+        Raises:
+            KeyError: A field is missing.
+            TypeError: A field is of another type.
+        """
+        own = {item.name: _fixed(data[item.name]) for item in fields(cls) if item.name in data}
+        planned = {name: _fixed(data.get(name)) for name in _PLANNED}
+        times = data["step_ms"]
+        return cls(
+            **own
+            | {
+                "step_ms": None if times is None else StepTimes(**times),
+                "plan": None if planned["regime"] is None else PlannedRun(**planned),
+            }
+        )
+
+
+_PLANNED = tuple(item.name for item in fields(PlannedRun))
+
+
+def _fixed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -164,3 +190,24 @@ class Matrix:
             "notes": dict(self.notes),
             "runs": [run.to_json() for _, row in self.rows() for run in row if run is not None],
         }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Matrix":
+        """The comparison that `to_json` described.
+
+        Systems and conditions stand in the order in which runs name them; those of which no run is
+        there are missing, and so are latencies.
+
+        Raises:
+            KeyError: A field is missing.
+            TypeError: A field is of another type.
+        """
+        runs = [Run.from_json(run) for run in data["runs"]]
+        return cls(
+            name=data["name"],
+            systems=tuple(dict.fromkeys(run.system for run in runs)),
+            conditions=tuple(dict.fromkeys(run.condition for run in runs)),
+            runs={(run.system, run.condition): run for run in runs},
+            reference_source=data["reference_source"],
+            notes=data["notes"],
+        )

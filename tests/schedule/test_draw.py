@@ -1,7 +1,9 @@
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxmorph.errors import UserError
@@ -10,6 +12,7 @@ from jaxmorph.schedule.costs import Link, LinkState, StageCosts, chain_links
 from jaxmorph.schedule.draw import (
     chrome_trace,
     gantt_text,
+    read_chrome_trace,
     save_gantt,
     save_timelines,
     styled_gantt,
@@ -191,6 +194,28 @@ def test_chrome_trace_keeps_overlapping_transfers_on_threads_of_their_own():
     events = chrome_trace({"measured": timeline})["traceEvents"]
     threads = {event["name"]: event["tid"] for event in events if event.get("cat") == "transfer"}
     assert threads == {"F0": 2, "F1": 3, "F2": 2, "B0": 1002}
+
+
+def test_timelines_can_be_read_back_from_a_chrome_trace():
+    costs = StageCosts.uniform(3, 1.5, 1.1, 0.7)
+    timeline = simulate(interleaved(3, 3, 2), costs)
+    delegated = TransferSpan(1, "activation[0] 0>1", 0.25, 2.125, holds_queue=False)
+    held = TransferSpan(1, "gradient[0] 2>1", 1.0, 3.0)
+    timeline = replace(timeline, transfers=(delegated, held))
+    trace = json.loads(json.dumps(chrome_trace({"planned, step 3": timeline, "b": timeline})))
+    read = read_chrome_trace(trace)
+    assert list(read) == ["planned, step 3", "b"]
+    for found in read.values():
+        assert found.orders == timeline.orders
+        assert found.transfers == timeline.transfers
+        for got, expected in zip(found.end_ms, timeline.end_ms, strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("trace", [{}, {"traceEvents": [{"pid": 1}]}, {"traceEvents": 3}])
+def test_what_is_no_trace_of_timelines_is_refused(trace):
+    with pytest.raises(ValueError, match="got a trace"):
+        read_chrome_trace(trace)
 
 
 def test_a_chrome_trace_keeps_to_what_perfetto_reads():

@@ -93,7 +93,7 @@ def test_systems_that_split_the_backward_train_the_same_bits(two_systems):
     assert runs["zb", "healthy"]["loss"] != runs["zb", "slow"]["loss"]  # it went on training
 
 
-def test_table_picture_and_timelines_are_written(two_systems):
+def test_table_picture_timelines_and_page_are_written(two_systems):
     done, out = two_systems
     table = (out / "table.md").read_text()
     assert "# few\n" in table
@@ -105,6 +105,8 @@ def test_table_picture_and_timelines_are_written(two_systems):
     timelines = json.loads((out / "timelines.json").read_text())
     slow = Timeline.from_json(timelines["slow"]["zb"])
     assert [len(order) for order in slow.orders] == [12, 12]
+    assert timelines["slow"]["zb"]["step_ms"] >= slow.makespan_ms - 1.0  # by two ranks' clocks
+    assert "<title>Comparison few</title>" in (out / "report.html").read_text()
     assert str(out) in done.stdout
 
 

@@ -33,7 +33,7 @@ checkpoint: {every_steps: 0}
 """
 METRICS = {
     "step", "loss", "grad_norm", "step_s", "tokens_per_s", "schedule", "warmup_forwards", "routes",
-    "predicted_step_s", "bubble_rate", "peak_live", "compilations",
+    "predicted_step_s", "bubble_rate", "peak_live", "compilations", "link_ms",
 }  # fmt: skip
 
 pytestmark = pytest.mark.multiprocess
@@ -78,6 +78,7 @@ def test_a_step_a_line_with_the_contracts_fields(four_stages):
     assert metrics[-1]["routes"] == {"0-1": "direct", "1-2": "direct", "2-3": "direct"}
     assert metrics[-1]["warmup_forwards"] == [7, 5, 3, 1]
     assert metrics[-1]["loss"] < metrics[0]["loss"]
+    assert set(metrics[-1]["link_ms"]) == {"0>1", "1>0", "1>2", "2>1", "2>3", "3>2"}
 
 
 def test_nothing_compiles_once_training_has_begun(four_stages):

@@ -1,8 +1,12 @@
 """Timelines as a Chrome trace, which Perfetto and chrome://tracing open."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import Timeline, TransferSpan
 
 _NANOSECONDS_PER_MS = 1e6
@@ -84,3 +88,62 @@ def _complete(process: int, thread: int, name: str, start_ms: float, end_ms: flo
         "ts": start_ns / _NANOSECONDS_PER_MICROSECOND,
         "dur": (end_ns - start_ns) / _NANOSECONDS_PER_MICROSECOND,
     }
+
+
+def read_chrome_trace(trace: Mapping[str, Any]) -> dict[str, Timeline]:
+    """The timelines that ``chrome_trace`` laid out.
+
+    Args:
+        trace: Its JSON object.
+
+    Returns:
+        The timelines by name, with times to a nanosecond.
+
+    Raises:
+        ValueError: The object is no such trace.
+    """
+    names: dict[int, str] = {}
+    rows: dict[int, dict[int, list[Event]]] = defaultdict(dict)
+    transfers: dict[int, list[TransferSpan]] = defaultdict(list)
+    try:
+        for event in trace["traceEvents"]:
+            process = event["pid"]
+            if event["name"] == "process_name":
+                names[process] = event["args"]["name"]
+            elif event["name"] == "thread_name" and event["tid"] == _thread_of(_stage_of(event)):
+                rows[process][_stage_of(event)] = []
+            elif event.get("cat") == "op":
+                rows[process][_stage_of(event)].append(event)
+            elif event.get("cat") == "transfer":
+                transfers[process].append(_transfer(event))
+        return {
+            name: _timeline(rows[process], transfers[process]) for process, name in names.items()
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"got a trace without {error}, expected one of ops by stage") from error
+
+
+def _stage_of(event: Event) -> int:
+    return (event["tid"] - _FIRST_ID) // _THREADS_PER_STAGE
+
+
+def _times_ms(event: Event) -> tuple[float, float]:
+    start_ns = round(event["ts"] * _NANOSECONDS_PER_MICROSECOND)
+    duration_ns = round(event["dur"] * _NANOSECONDS_PER_MICROSECOND)
+    return start_ns / _NANOSECONDS_PER_MS, (start_ns + duration_ns) / _NANOSECONDS_PER_MS
+
+
+def _transfer(event: Event) -> TransferSpan:
+    holds_queue = bool(event["args"]["holds_queue"])
+    return TransferSpan(_stage_of(event), event["name"], *_times_ms(event), holds_queue)
+
+
+def _timeline(rows: Mapping[int, list[Event]], transfers: Sequence[TransferSpan]) -> Timeline:
+    events = [rows[stage] for stage in sorted(rows)]
+    times = [np.array([_times_ms(event) for event in row]).reshape(-1, 2) for row in events]
+    return Timeline(
+        tuple(tuple(Op.parse(event["name"]) for event in row) for row in events),
+        tuple(row[:, 0] for row in times),
+        tuple(row[:, 1] for row in times),
+        tuple(transfers),
+    )

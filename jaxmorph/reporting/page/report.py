@@ -1,0 +1,40 @@
+"""Writes the page of a run's or a comparison's directory."""
+
+from pathlib import Path
+
+from jaxmorph.errors import UserError
+from jaxmorph.reporting.page.comparison_files import RESULTS, read_comparison_files
+from jaxmorph.reporting.page.comparison_page import comparison_page
+from jaxmorph.reporting.page.run_files import read_run_files
+from jaxmorph.reporting.page.run_page import run_page
+
+REPORT = "report.html"
+
+
+def write_report(directory: Path, out: Path | None = None) -> Path:
+    """Write one HTML file that says how a run or a comparison went.
+
+    Args:
+        directory: What `jaxmorph train` or `jaxmorph compare` has written, or is still writing.
+        out: The file; `report.html` in the directory when None.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: The directory is neither's, or the file can't be written.
+    """
+    is_comparison = (directory / RESULTS).is_file()
+    text = (
+        comparison_page(read_comparison_files(directory))
+        if is_comparison
+        else run_page(read_run_files(directory))
+    )
+    path = directory / REPORT if out is None else out
+    written = path.with_name(f"{path.name}.new")
+    try:
+        written.write_text(text, encoding="utf-8", errors="replace")
+        written.replace(path)
+    except OSError as error:
+        raise UserError(f"report: cannot write {path}: {error.strerror or error}") from error
+    return path

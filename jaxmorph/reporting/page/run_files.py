@@ -1,0 +1,182 @@
+"""What a run directory says, of a run that goes on, was cut off, or has ended."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxmorph.config import Config, load_config
+from jaxmorph.errors import UserError
+from jaxmorph.reporting.run_directory import CONFIG, EVENTS, METRICS, find_traces
+from jaxmorph.schedule.draw import read_chrome_trace
+from jaxmorph.schedule.timeline import Timeline
+
+_Line = TypeVar("_Line")
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """What a line of `metrics.jsonl` says; None where a number is missing or was not finite."""
+
+    step: int
+    step_ms: float
+    predicted_ms: float | None = None
+    loss: float | None = None
+    held_out_loss: float | None = None
+    bubble_rate: float | None = None
+    schedule: str = ""
+    warmup_forwards: tuple[int, ...] = ()
+    routes: Mapping[str, str] = field(default_factory=dict)
+    link_ms: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EventLine:
+    """What a line of `events.jsonl` says; `more` is what it has beside the usual fields."""
+
+    time_s: float | None
+    step: int
+    kind: str
+    link: str = ""
+    detail: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run directory as read.
+
+    Attributes:
+        path: The directory.
+        config_text: Its configuration, as it stands there.
+        config: The same; None where this version can't read it.
+        steps: By rising step.
+        events: In the order they were written.
+        traces: Steps and their files.
+        num_unreadable: Lines that could not be read, such as the last of a run that was cut off.
+    """
+
+    path: Path
+    config_text: str
+    config: Config | None
+    steps: tuple[StepLine, ...]
+    events: tuple[EventLine, ...]
+    traces: Mapping[int, Path]
+    num_unreadable: int = 0
+
+
+def read_run_files(path: Path) -> RunFiles:
+    """Read a run directory.
+
+    Args:
+        path: The directory.
+
+    Raises:
+        UserError: It is no run's, or can't be read.
+    """
+    if not (path / CONFIG).is_file():
+        raise UserError(f"report: got {path}, expected a run directory, with a {CONFIG}")
+    try:
+        steps, unreadable_steps = _read_lines(path / METRICS, _step_line)
+        events, unreadable_events = _read_lines(path / EVENTS, _event_line)
+        config_text = (path / CONFIG).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"report: {path}: cannot read: {error.strerror}") from error
+    return RunFiles(
+        path=path,
+        config_text=config_text,
+        config=_config(path / CONFIG),
+        steps=tuple({line.step: line for line in sorted(steps, key=_by_step)}.values()),
+        events=tuple(events),
+        traces=find_traces(path),
+        num_unreadable=unreadable_steps + unreadable_events,
+    )
+
+
+def read_trace(path: Path) -> dict[str, Timeline]:
+    """A step's timelines, `planned` and `measured`.
+
+    Args:
+        path: A file `trace/step_N.json`.
+
+    Returns:
+        What there is of them; nothing where the file can't be read.
+    """
+    try:
+        found = read_chrome_trace(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+    return {name.split(",")[0]: timeline for name, timeline in found.items()}
+
+
+def _by_step(line: StepLine) -> int:
+    return line.step
+
+
+def _config(path: Path) -> Config | None:
+    try:
+        return load_config(path)
+    except UserError:
+        return None
+
+
+def _read_lines(path: Path, read: Callable[[Mapping[str, Any]], _Line]) -> tuple[list[_Line], int]:
+    """The lines that can be read, and how many can't."""
+    lines: list[_Line] = []
+    unreadable = 0
+    for text in _texts(path):
+        try:
+            lines.append(read(json.loads(text)))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            unreadable += 1
+    return lines, unreadable
+
+
+def _texts(path: Path) -> Iterator[str]:
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            yield from (line for line in file if line.strip())
+
+
+def _step_line(told: Mapping[str, Any]) -> StepLine:
+    step_s = _finite(told["step_s"])
+    if step_s is None:
+        raise ValueError(f"got a step of {told['step_s']} s")
+    return StepLine(
+        step=int(told["step"]),
+        step_ms=1e3 * step_s,
+        predicted_ms=_in_ms(_finite(told.get("predicted_step_s"))),
+        loss=_finite(told.get("loss")),
+        held_out_loss=_finite(told.get("held_out_loss")),
+        bubble_rate=_finite(told.get("bubble_rate")),
+        schedule=str(told.get("schedule", "")),
+        warmup_forwards=tuple(map(int, told.get("warmup_forwards") or ())),
+        routes={str(link): str(route) for link, route in (told.get("routes") or {}).items()},
+        link_ms={
+            str(way): known
+            for way, ms in (told.get("link_ms") or {}).items()
+            if (known := _finite(ms)) is not None
+        },
+    )
+
+
+def _event_line(told: Mapping[str, Any]) -> EventLine:
+    usual = ("time_s", "step", "kind", "link", "detail")
+    return EventLine(
+        time_s=_finite(told.get("time_s")),
+        step=int(told["step"]),
+        kind=str(told["kind"]),
+        link=str(told.get("link") or ""),
+        detail=str(told.get("detail") or ""),
+        more={key: value for key, value in told.items() if key not in usual},
+    )
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _in_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds

@@ -1,0 +1,52 @@
+import json
+
+import pytest
+
+from jaxmorph.cli import main
+from jaxmorph.reporting.run_directory import plain_json
+
+
+def _main(capsys, *words: str) -> tuple[int | str | None, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *words])
+    return ended.value.code, *capsys.readouterr()
+
+
+def test_the_page_is_written_beside_the_run_and_its_path_printed(morphed_run, capsys):
+    assert _main(capsys, str(morphed_run)) == (0, f"{morphed_run / 'report.html'}\n", "")
+    assert (morphed_run / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_the_page_may_be_written_elsewhere_again_and_again(morphed_run, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    for _ in range(2):
+        assert _main(capsys, str(morphed_run), "--out", str(out))[:2] == (0, f"{out}\n")
+    assert not (morphed_run / "report.html").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "page.html"]
+
+
+def test_text_that_is_no_unicode_is_no_error(make_run, capsys):
+    path = make_run([], [{"step": 1, "kind": "odd", "detail": "\ud800"}])
+    assert _main(capsys, str(path))[0] == 0
+    assert "?" in (path / "report.html").read_text()
+
+
+def test_a_comparison_has_a_page_too(tmp_path, made_up, capsys):
+    (tmp_path / "results.json").write_text(json.dumps(plain_json(made_up.to_json())))
+    assert _main(capsys, str(tmp_path))[0] == 0
+    assert "<title>Comparison made up</title>" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["missing", "no_run"])
+def test_what_is_no_run_is_one_line_and_the_users_mistake(tmp_path, capsys, name):
+    (tmp_path / "no_run").mkdir()
+    code, _, error = _main(capsys, str(tmp_path / name))
+    assert code == 2
+    assert error.count("\n") == 1
+    assert "expected a run directory" in error
+
+
+def test_a_file_that_cannot_be_written_is_the_users_mistake(morphed_run, tmp_path, capsys):
+    code, _, error = _main(capsys, str(morphed_run), "--out", str(tmp_path / "none" / "a.html"))
+    assert code == 2
+    assert "cannot write" in error
