@@ -138,9 +138,12 @@ class DirectionWatch:
         return []
 
     def _read_level(self, step: int, sample: LinkSample, record: RouteRecord) -> list[Verdict]:
+        if not record.late:  # in time: that is no other delay
+            record.moved.clear()
+            return []
         margin_ms = level_margin_ms(record, self._level_ms, self._unrest)
         record.read_level(sample.duration_ms, self._level_ms, margin_ms)
-        if len(record.moved) < self._numbers.settled_run or record.calm:
+        if len(record.moved) < self._numbers.settled_run:
             return []
         self._unrest += 1.0
         return self._turn(step, Sign.MOVED, sample.is_held, record.moved)
