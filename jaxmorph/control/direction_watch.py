@@ -129,6 +129,8 @@ class DirectionWatch:
             record.healthy.learn([sample.duration_ms])
             return []
         record.read(sample, usual, learns=is_healthy)
+        if is_healthy and not record.late:
+            return []
         if self._may_accuse(sample.is_held) and (late_ms := record.late_beyond_chance()):
             return self._turn(step, Sign.ROSE, sample.is_held, late_ms)
         if self._may_clear(sample.is_held) and len(record.calm) >= self._numbers.settled_run:
