@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from jaxmorph.control.estimates import RunningEstimate
 from jaxmorph.control.sensitivity import Sensitivity, Usual, usual
 
-_TOGETHER = 0.25
+_TOGETHER = 1 / 3
 """How often one late message follows another on a busy machine, before that has been measured."""
-_PRIOR = 2.0  # how many late messages' worth of belief in that
+_PRIOR = 8.0  # how many late messages' worth of belief in that
 
 
 class HealthyMessages:
@@ -53,7 +53,7 @@ class HealthyMessages:
         Late messages come in bursts, for what delays one often delays the next. So the first counts
         with the share of messages that were over the duration, by Laplace's rule, and each of the
         others with the share of those that followed one such. Where few or none have been seen,
-        that is taken to be a quarter at the threshold, and in proportion less beyond.
+        that is taken to be a third at the threshold, and in proportion less beyond.
 
         Args:
             least_ms: The duration.
