@@ -9,9 +9,8 @@ step: a morph brings other instructions and more slots, and nothing else.
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from jaxmorph.bookkeeping import Bookkeeper
 from jaxmorph.config import Config
 from jaxmorph.control.compute_watch import ComputeWatch
 from jaxmorph.control.detector import Detector
@@ -67,6 +66,14 @@ def open_control_loop(
             loop.close()
 
 
+class TakesMorphs(Protocol):
+    """What is told of morphs on rank 0 (`bookkeeping`)."""
+
+    def adopt(self, morph: Morph, step: int) -> None:
+        """Takes note of a plan, and of the first step that runs it."""
+        ...
+
+
 class Adaptation:
     """A rank's part; without adaptation nothing is ever told, and nothing changes.
 
@@ -81,7 +88,7 @@ class Adaptation:
         self,
         rendezvous: Rendezvous,
         trainer: StageTrainer,
-        bookkeeper: Bookkeeper,
+        bookkeeper: TakesMorphs,
         loop: ControlLoop | None,
     ) -> None:
         self._rendezvous = rendezvous
