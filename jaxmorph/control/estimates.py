@@ -1,6 +1,6 @@
 """Median and robust spread of the last measurements: what a spike can't move."""
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -51,13 +51,9 @@ class RunningEstimate:
         """A robust standard deviation: 1.4826 times the median distance from the median."""
         return _spread_of_ordered(self._ordered)
 
-    def count_over(self, limit: float) -> int:
-        """How many values are over a limit.
-
-        Args:
-            limit: What is not over it, itself included.
-        """
-        return len(self._ordered) - bisect_right(self._ordered, limit)
+    def count_from(self, limit: float) -> int:
+        """How many values are a limit or more."""
+        return len(self._ordered) - bisect_left(self._ordered, limit)
 
 
 def median(values: Iterable[float]) -> float:

@@ -106,7 +106,7 @@ def test_a_few_messages_on_another_route_are_probes_of_it_and_dont_count():
         probe = [TransferSpan(end, "activation[9] 0>1", 0.0, 1.0) for end in (0, 1)]
         return timeline(["F0:1", "F0:1"], [*delegated, *(probe if probed else [])])
 
-    links = profile(steps(False), steps(True), steps(False)).links
+    links = profile(steps(False), steps(False), steps(True)).links
     assert links[Link(0, 1)].forward_latency_ms == 30.0
 
 
