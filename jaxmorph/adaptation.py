@@ -66,11 +66,11 @@ def open_control_loop(
             loop.close()
 
 
-class HearsOfMorphs(Protocol):
-    """Whoever keeps the books of a run."""
+class TakesMorphs(Protocol):
+    """What is told of morphs on rank 0 (`bookkeeping`)."""
 
     def adopt(self, morph: Morph, step: int) -> None:
-        """Takes note of a morph, and of the first step under it."""
+        """Takes note of a plan, and of the first step that runs it."""
         ...
 
 
@@ -82,15 +82,18 @@ class Adaptation:
         trainer: This rank's stage.
         bookkeeper: The run's; it is told on rank 0 of the plan that comes into force.
         loop: What decides; None on all ranks but rank 0, and where nothing adapts.
+        last_step: The run's last: nothing is changed after it.
     """
 
     def __init__(
         self,
         rendezvous: Rendezvous,
         trainer: StageTrainer,
-        bookkeeper: HearsOfMorphs,
+        bookkeeper: TakesMorphs,
         loop: ControlLoop | None,
+        last_step: int,
     ) -> None:
+        self._last_step = last_step
         self._rendezvous = rendezvous
         self._trainer = trainer
         self._bookkeeper = bookkeeper
@@ -98,9 +101,13 @@ class Adaptation:
         self._told: Morph | None = None
         self._probed: list[Stamp] = []
 
-    def told(self) -> Message:
-        """A morph or a probe that is due, for rank 0's message of the meeting that ends a step."""
-        if self._loop is None:
+    def told(self, step: int) -> Message:
+        """A morph or a probe that is due, for rank 0's message of the meeting that ends a step.
+
+        Args:
+            step: The step.
+        """
+        if self._loop is None or step == self._last_step:
             return {}
         self._told = self._loop.ready()
         if self._told is not None:

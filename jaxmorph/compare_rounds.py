@@ -76,8 +76,9 @@ class Rounds:
     ) -> tuple[MeasuredRound, Mapping[str, int]]:
         """A round whose plan follows what is detected, and how often which event happened."""
         begun = replace(self.first, in_force=in_force)
+        last_step = self.runner.next_step + self.wanted.warmup_steps + self.wanted.steps - 1
         with following(
-            self.config, begun, self.rendezvous, self.trainer, self.num_tied
+            self.config, begun, self.rendezvous, self.trainer, self.num_tied, last_step
         ) as follower:
             done = run(following=follower)
         return replace(done, in_force=follower.books.in_force), follower.books.events

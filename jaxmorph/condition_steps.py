@@ -160,7 +160,7 @@ class ConditionRunner:
         outcome = trainer.run(program, next(self._inputs), self._step)
         norm, events = trainer.squared_norm(), trainer.events()
         report, timings = rank_report(outcome, norm, self._barrier_s, 0, events)
-        added = ({}, {}) if following is None else following.told()
+        added = ({}, {}) if following is None else following.told(self._step)
         reports = self._rendezvous.exchange(report | added[0], timings | added[1])
         began_s, self._barrier_s = self._barrier_s, time.monotonic()
         totals = total(reports)

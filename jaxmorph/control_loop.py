@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from jaxmorph.config.adaptation_section import Adaptation
 from jaxmorph.control.compute_watch import ComputeNotice, ComputeWatch, followed
-from jaxmorph.control.conditions import UsualLinks, ailing_links, link_of, links_under
+from jaxmorph.control.conditions import UsualLinks, link_of, links_under
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.dwell import Dwell
 from jaxmorph.control.link_samples import link_samples
@@ -27,7 +27,18 @@ from jaxmorph.control.orchestrator import (
     decide,
 )
 from jaxmorph.control.profiler import Profile
-from jaxmorph.control.verdicts import LinkHealth, Verdict
+from jaxmorph.control.verdicts import Verdict
+from jaxmorph.control_events import (
+    RECOVERING,
+    Happening,
+    evidence_of,
+    of_morph,
+    of_notice,
+    of_probe,
+    of_verdict,
+    ops_in_words,
+    states_in_words,
+)
 from jaxmorph.morph import Morph
 from jaxmorph.planning_client import Chosen, Options, PlanningError
 from jaxmorph.program.instructions import Transfer
@@ -36,18 +47,8 @@ from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
 
-Happening = dict[str, Any]
-"""What an event says beside its time and step: `kind`, `link`, `detail`, `evidence`."""
-
 _STEPS_TO_SWAP = 2  # a step's timings are worked out during the next one, and obeyed after it
-_MOST_NEWS = 2
 _PROBE_HOLDS = 8  # steps for which a probe is believed
-_KINDS = {
-    LinkHealth.SLOW: "straggler_detected",
-    LinkHealth.DEAD: "straggler_detected",
-    LinkHealth.RECOVERING: "straggler_recovering",
-    LinkHealth.HEALTHY: "straggler_cleared",
-}
 
 
 class Plans(Protocol):
@@ -134,17 +135,17 @@ class ControlLoop:
         self._verdicts = tuple(self._detector.verdicts.values())
         self._judged_routes = self._plan.routes
         self._profile = replace(self._profile, costs=followed(self._profile.costs, notices))
-        of_links = [*filter(None, (_of_verdict(each, before) for each in changed))]
+        of_links = [*filter(None, (of_verdict(each, before) for each in changed))]
         # A link that begins to recover is no news: whether it lasts is not yet known.
-        if notices or any(each["kind"] != _KINDS[LinkHealth.RECOVERING] for each in of_links):
+        if notices or any(each["kind"] != RECOVERING for each in of_links):
             self._news = {**(self._news or {}), **{(n.stage, n.kind): n for n in notices}}
         of_probes = self._judge_probes(step, probes)
         with self._lock:
-            happened = [*of_links, *map(_of_notice, notices), *of_probes]
+            happened = [*of_links, *map(of_notice, notices), *of_probes]
             told, self._untold = [*happened, *self._untold], []
             if not self._is_busy and (self._news is not None or step >= self._weigh_again_at):
                 self._is_busy = True
-                asked = step, self._profile, self._verdicts, _in_words(self._news or {})
+                asked = step, self._profile, self._verdicts, ops_in_words(self._news or {})
                 self._news, self._weigh_again_at = None, math.inf
                 self._thread.submit(self._keep_error, self._decide, *asked)
         return told
@@ -173,12 +174,7 @@ class ControlLoop:
         self._plan = morph.plan
         with self._lock:
             self._is_busy = False
-        routes = [
-            {"kind": "route_changed", "link": str(link), "detail": f"{route}: {morph.reason}"}
-            for link, route in morph.routes.items()
-        ]
-        changed = {"kind": "plan_changed", "detail": morph.reason, "evidence": morph.evidence}
-        return [changed, *routes]
+        return of_morph(morph)
 
     def profile(self, profile: Profile) -> Profile:
         """What the plan in force is made of, with links as they have been judged last.
@@ -199,14 +195,7 @@ class ControlLoop:
 
     def link_states(self) -> dict[str, str]:
         """The links that are not healthy, each in a few words."""
-        states: dict[str, str] = {}
-        for verdict in self._verdicts:
-            if verdict.health is not LinkHealth.HEALTHY:
-                states[str(link_of(verdict))] = (
-                    f"{verdict.health}, {verdict.latency_ms:.1f} ms "
-                    f"(healthy: {verdict.evidence.baseline_ms:.1f})"
-                )
-        return states
+        return states_in_words(self._verdicts)
 
     def close(self) -> None:
         """Stop deciding; what is being weighed is dropped once it is known."""
@@ -291,10 +280,10 @@ class ControlLoop:
         elif self._awaits_probes is not None:
             self._thread.submit(self._keep_error, self._make_ready, *self._awaits_probes)
         self._awaits_probes = None
-        return [_of_probe(link, took_ms[link], link in late) for link in sorted(took_ms)]
+        return [of_probe(link, took_ms[link], link in late) for link in sorted(took_ms)]
 
     def _keep(self, decision: Decision, situation: Situation) -> None:
-        evidence = _evidence(situation, situation.in_force)
+        evidence = evidence_of(situation, situation.in_force)
         happening = {"kind": "plan_kept", "detail": decision.reason, "evidence": evidence}
         with self._lock:
             self._untold.append(happening)
@@ -313,68 +302,7 @@ class ControlLoop:
             slots=chosen.slots,
             reason=decision.reason,
             routes=changed_routes(now.routes, option.routes),
-            evidence=_evidence(situation, option),
+            evidence=evidence_of(situation, option),
         )
         with self._lock:
             self._morph = morph
-
-
-def _of_verdict(verdict: Verdict, before: Mapping[tuple[int, int], Verdict]) -> Happening | None:
-    """What a changed verdict says; nothing where a link was first seen, and healthy."""
-    last = before.get((verdict.source, verdict.destination))
-    was = LinkHealth.HEALTHY if last is None else last.health
-    if verdict.health is LinkHealth.HEALTHY and was is LinkHealth.HEALTHY:
-        return None
-    return {
-        "kind": _KINDS[verdict.health],
-        "link": str(link_of(verdict)),
-        "detail": verdict.reason,
-        "evidence": verdict.to_json(),
-    }
-
-
-def _in_words(changed: Mapping[tuple[int, OpKind], ComputeNotice]) -> tuple[str, ...]:
-    told = [
-        f"stage {each.stage}'s {each.kind} takes {each.measured_ms:.1f} ms, not "
-        f"{each.expected_ms:.1f}"
-        for each in changed.values()
-    ]
-    more = len(told) - _MOST_NEWS
-    return (*told[:_MOST_NEWS], *([f"and {more} ops more have changed"] if more > 0 else []))
-
-
-def _of_notice(notice: ComputeNotice) -> Happening:
-    return {"kind": "compute_changed", "detail": notice.reason, "evidence": notice.to_json()}
-
-
-def _of_probe(link: Link, took_ms: Sequence[float], is_late: bool) -> Happening:
-    found = "is still slow" if is_late else "is as fast as it was"
-    times = " and ".join(f"{each_ms:.1f}" for each_ms in took_ms)
-    return {
-        "kind": "link_probed",
-        "link": str(link),
-        "detail": f"the direct link {found}: {times} ms",
-        "evidence": {"took_ms": list(took_ms), "is_late": is_late},
-    }
-
-
-def _evidence(situation: Situation, option: Option) -> Happening:
-    """What was weighed: plans with their predicted steps, and the verdicts on ailing links."""
-    ailing = ailing_links(situation.verdicts)
-    return {
-        "from": _in_brief(situation.in_force),
-        "to": _in_brief(option),
-        "candidates": [_in_brief(candidate) for candidate in situation.candidates],
-        "undisturbed_ms": situation.undisturbed_ms,
-        "verdicts": [each.to_json() for each in situation.verdicts if link_of(each) in ailing],
-    }
-
-
-def _in_brief(option: Option) -> Happening:
-    schedule = option.plan.schedule
-    return {
-        "schedule": schedule.name,
-        "warmup_forwards": schedule.warmup_forwards,
-        "routes": {str(link): route for link, route in option.routes.items()},
-        "predicted_ms": option.step_ms,
-    }

@@ -88,9 +88,13 @@ class Following:
         self._adaptation = adaptation
         self.books = books
 
-    def told(self) -> tuple[Message, Message]:
-        """What this rank adds to its message and to its timings in the meeting that ends a step."""
-        return self._adaptation.told(), self._adaptation.probed()
+    def told(self, step: int) -> tuple[Message, Message]:
+        """What this rank adds to its message and to its timings in the meeting that ends a step.
+
+        Args:
+            step: The step.
+        """
+        return self._adaptation.told(step), self._adaptation.probed()
 
     def heed(self, step: int, reports: Sequence[Message]) -> RankProgram | None:
         """This rank's instructions from the next step on; None: those that it has.
@@ -110,6 +114,7 @@ def following(
     rendezvous: Rendezvous,
     trainer: StageTrainer,
     num_tied: int,
+    last_step: int,
 ) -> Iterator[Following]:
     """A round that begins with the plan for healthy links, and morphs by what it detects.
 
@@ -119,6 +124,7 @@ def following(
         rendezvous: The meeting place of all ranks; they all make the same calls.
         trainer: This rank's stage.
         num_tied: How many tied parameters the first and the last stage hold copies of.
+        last_step: The round's last.
 
     Yields:
         What is to be asked after every step. Its books are whole once this is over.
@@ -126,6 +132,6 @@ def following(
     with open_control_loop(config, first, num_tied, active=rendezvous.rank == 0) as loop:
         books = MorphBooks(first.in_force, loop)
         try:
-            yield Following(Adaptation(rendezvous, trainer, books, loop), books)
+            yield Following(Adaptation(rendezvous, trainer, books, loop, last_step), books)
         finally:
             books.finish()

@@ -2,13 +2,14 @@
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from jaxmorph.config import Config
+from jaxmorph.config.link_problems import possible_links
 from jaxmorph.config.sections import Routes
-from jaxmorph.control.conditions import UsualLinks
+from jaxmorph.control.conditions import UsualLinks, outlying_links
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.open_stage import adopt_plan
 from jaxmorph.planning import PlanInForce, agree_on_plan, agree_on_stash, unmeasured_profile
@@ -17,7 +18,7 @@ from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline, rank_report
 from jaxmorph.runtime.stage_trainer import StageTrainer
-from jaxmorph.schedule.costs import Links
+from jaxmorph.schedule.costs import Link, Links, LinkState
 from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.schedule.timeline import Timeline
 
@@ -79,7 +80,8 @@ def plan_by_timings(
     )
     usual: dict[Route, Links] = {}
     if config.adapts:  # what delegation costs is known before it is needed
-        on_hosts = steps(_all_delegated(config), first_step=-2 * _WARM_UP_STEPS)
+        every = possible_links(config.parallelism.stages)
+        on_hosts = steps(_delegated(config, every), first_step=-2 * _WARM_UP_STEPS)
         usual["delegated"] = on_hosts.profile().links
     profiler = steps(config)
     measured = profiler.profile()
@@ -87,14 +89,31 @@ def plan_by_timings(
     # Of links that the configuration names planning is told that, in place of what was measured.
     told = replace(measured, links=config.schedule.links_told(measured.links))
     in_force = agree_on_plan(config, rendezvous, told, num_tied)
-    if config.adapts and config.adaptation.delegates == "any":
-        on_hosts = replace(told, links={**told.links, **usual["delegated"]})
-        other = agree_on_plan(_all_delegated(config), rendezvous, on_hosts, num_tied)
-        if _is_worth_it(config, rendezvous, in_force.simulate(told), other.simulate(on_hosts)):
-            in_force, told = other, on_hosts
+    delegable = _agree_on_delegable(config, rendezvous, usual)
+    if delegable:
+        delegated = {link: usual["delegated"].get(link, LinkState()) for link in delegable}
+        other_told = replace(told, links={**told.links, **delegated})
+        other = agree_on_plan(_delegated(config, delegable), rendezvous, other_told, num_tied)
+        if _is_worth_it(config, rendezvous, in_force.simulate(told), other.simulate(other_told)):
+            in_force, told = other, other_told
     in_force = make_room(in_force)
     equipped = adopt_plan(rendezvous, trainer, in_force)
     return FirstPlan(in_force, profiler, equipped, told, usual, tuple(timelines))
+
+
+def _agree_on_delegable(
+    config: Config, rendezvous: Rendezvous, usual: Mapping[Route, Links]
+) -> list[Link]:
+    """The links to delegate from the first step on if that is worth it, as rank 0 sees them.
+
+    Of a run that adapts: those that are slow already, or all where healthy ones may be delegated.
+    """
+    if not config.adapts:
+        return []
+    links = usual["direct"]
+    found = links if config.adaptation.delegates == "any" else outlying_links(links)
+    names = rendezvous.exchange({"links": [str(link) for link in sorted(found)]})[0]["links"]
+    return [Link.parse(name) for name in names]
 
 
 def _is_worth_it(config: Config, rendezvous: Rendezvous, plain: Timeline, other: Timeline) -> bool:
@@ -147,9 +166,11 @@ def warm_up(
     return profiler
 
 
-def _all_delegated(config: Config) -> Config:
-    routes = Routes.model_validate({"default": "delegated"})
-    return config.model_copy(update={"routes": routes})
+def _delegated(config: Config, links: Iterable[Link]) -> Config:
+    """The run with some links delegated, and the others as they are."""
+    named = {str(link): "delegated" for link in links}
+    routes = {"default": config.routes.default, **config.routes.by_link, **named}
+    return config.model_copy(update={"routes": Routes.model_validate(routes)})
 
 
 def settle_garbage() -> None:

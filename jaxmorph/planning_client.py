@@ -70,11 +70,6 @@ class PlanningProcess:
             bufsize=1,
         )
 
-    @property
-    def pid(self) -> int:
-        """The process's number."""
-        return self._process.pid
-
     def begin(
         self, config: Config, num_tied: int, first: Plan, profile: Profile, usual: UsualLinks
     ) -> None:
@@ -125,6 +120,12 @@ class PlanningProcess:
         """
         answer = self._ask(kind="adopt", chosen=chosen)
         return Chosen(tuple(answer["programs"]), slots_from_json(answer["slots"]))
+
+    def end(self) -> int:
+        """Let it end by itself, as it does when nobody is left to ask it; its exit code."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        return self._process.wait(_ANSWER_S)
 
     def close(self) -> None:
         """End it; what it does now is no longer wanted."""

@@ -102,13 +102,14 @@ def train(
             bookkeeper.start(parts.source, num_parameters, cut.layers, cut.reason, first.equipped)
             if first_step > 0:
                 bookkeeper.event(first_step, RESUMED, checkpoints.origin)
-            adaptation = Adaptation(rendezvous, trainer, bookkeeper, loop)
+            last_step = config.run.steps - 1
+            adaptation = Adaptation(rendezvous, trainer, bookkeeper, loop, last_step)
             barrier_s = time.monotonic()
             for step in range(first_step, config.run.steps):
                 outcome = trainer.run(program, next(inputs), step)
                 norm, compiled = trainer.squared_norm(), compilations.count
                 report, timings = rank_report(outcome, norm, barrier_s, compiled, trainer.events())
-                told = report | saver.told() | adaptation.told()
+                told = report | saver.told() | adaptation.told(step)
                 reports = rendezvous.exchange(told, timings | adaptation.probed())
                 began_s, barrier_s = barrier_s, time.monotonic()
                 totals = total(reports)

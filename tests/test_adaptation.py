@@ -73,7 +73,7 @@ def on_rank(rank, loop: Any = None):
     meeting = Meeting(rank)
     stage: Any = Stage()
     books: Any = Books()
-    return Adaptation(meeting, stage, books, loop), meeting, stage, books
+    return Adaptation(meeting, stage, books, loop, last_step=9), meeting, stage, books
 
 
 def over_the_network(message):
@@ -82,7 +82,7 @@ def over_the_network(message):
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_every_rank_swaps_to_its_own_program_once_all_have_made_room(rank):
-    told = over_the_network(on_rank(0, Loop(MORPH))[0].told())
+    told = over_the_network(on_rank(0, Loop(MORPH))[0].told(7))
     adaptation, meeting, stage, _ = on_rank(rank)
     assert adaptation.heed(7, [told, {}, {}]) == PROGRAMS[rank]
     assert (stage.room, meeting.met) == ([SLOTS], 1)
@@ -90,16 +90,21 @@ def test_every_rank_swaps_to_its_own_program_once_all_have_made_room(rank):
 
 def test_rank_0_has_it_booked_for_the_next_step_and_tells_of_it_once():
     adaptation, _, _, books = on_rank(0, Loop(MORPH))
-    told = over_the_network(adaptation.told())
+    told = over_the_network(adaptation.told(7))
     adaptation.heed(7, [told, {}, {}])
     assert books.adopted == [(MORPH, 8)]
-    assert adaptation.told() == {}
+    assert adaptation.told(8) == {}
     assert adaptation.heed(8, [{}, {}, {}]) is None
     assert books.adopted == [(MORPH, 8)]
 
 
 def test_where_nothing_is_told_nothing_changes():
     adaptation, meeting, stage, books = on_rank(1)
-    assert adaptation.told() == {}
+    assert adaptation.told(7) == {}
     assert adaptation.heed(7, [{"loss": 1.0}] * 3) is None
     assert (meeting.met, stage.room, books.adopted) == (0, [], [])
+
+
+def test_after_the_last_step_there_is_nothing_to_change():
+    assert on_rank(0, Loop(MORPH))[0].told(9) == {}
+    assert on_rank(0, Loop(MORPH))[0].told(8) != {}

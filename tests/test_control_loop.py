@@ -41,12 +41,13 @@ class PlansHere:
 
     def __init__(self):
         self._planner = CandidatePlanner(CONFIG, 0, FIRST, PLANNED_FOR, USUAL)
-        self.may_answer = threading.Event()
+        self.may_answer, self.is_asked = threading.Event(), threading.Event()
         self.may_answer.set()
         self.asked = 0
 
     def weigh(self, profile, verdicts):
         self.asked += 1
+        self.is_asked.set()
         assert self.may_answer.wait(30)
         weighed = self._planner.weigh(profile, verdicts)
         self._candidates = weighed.candidates
@@ -158,6 +159,7 @@ def test_while_one_thing_is_weighed_nothing_else_is_and_then_the_latest_counts(r
     run.plans.may_answer.clear()
     run.steps(1, slow_ms=40.0)
     run.steps(5)
+    assert run.plans.is_asked.wait(30)
     assert run.plans.asked == 1
     assert run.of_kind("plan_changed") == []
     run.plans.may_answer.set()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple
+from statistics import median
 from typing import Any
 
 from jaxmorph.control.verdicts import LinkHealth, Verdict
@@ -13,6 +14,7 @@ UsualLinks = Mapping[Route, Links]
 """What healthy links do to messages on either route, as measured before the first step."""
 
 _LONGEST_MS = 10_000.0  # what a link that delivers nothing is planned for
+_OUTLYING_MS, _OUTLYING_TIMES = 5.0, 2.0  # beyond which a link differs from most
 _OTHER_COST = 0.1  # a share of a stage's op by which it must differ to call for another plan
 
 
@@ -45,6 +47,24 @@ def link_of(verdict: Verdict) -> Link:
     """The link that a verdict is about a direction of."""
     ends = sorted((verdict.source, verdict.destination))
     return Link(*ends)
+
+
+def outlying_links(links: Links) -> frozenset[Link]:
+    """The links that take much longer than most, in either direction.
+
+    A link that was slow before anything was measured can't be told from what it used to take.
+
+    Args:
+        links: What all of them do on the same route.
+    """
+    slower_ms = {
+        link: max(state.forward_latency_ms, state.backward_latency_ms)
+        for link, state in links.items()
+    }
+    if not slower_ms:
+        return frozenset()
+    late_ms = _OUTLYING_MS + _OUTLYING_TIMES * median(slower_ms.values())
+    return frozenset(link for link, each_ms in slower_ms.items() if each_ms > late_ms)
 
 
 def links_under(

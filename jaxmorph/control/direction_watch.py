@@ -129,6 +129,8 @@ class DirectionWatch:
             record.healthy.learn([sample.duration_ms])
             return []
         record.read(sample, usual, learns=is_healthy)
+        if is_healthy and not record.late:
+            return []
         if self._may_accuse(sample.is_held) and (late_ms := record.late_beyond_chance()):
             return self._turn(step, Sign.ROSE, sample.is_held, late_ms)
         if self._may_clear(sample.is_held) and len(record.calm) >= self._numbers.settled_run:
@@ -138,9 +140,12 @@ class DirectionWatch:
         return []
 
     def _read_level(self, step: int, sample: LinkSample, record: RouteRecord) -> list[Verdict]:
+        if not record.late:  # in time: that is no other delay
+            record.moved.clear()
+            return []
         margin_ms = level_margin_ms(record, self._level_ms, self._unrest)
         record.read_level(sample.duration_ms, self._level_ms, margin_ms)
-        if len(record.moved) < self._numbers.settled_run or record.calm:
+        if len(record.moved) < self._numbers.settled_run:
             return []
         self._unrest += 1.0
         return self._turn(step, Sign.MOVED, sample.is_held, record.moved)

@@ -1,6 +1,6 @@
 """Median and robust spread of the last measurements: what a spike can't move."""
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -19,11 +19,8 @@ class RunningEstimate:
     """
 
     def __init__(self, window: int, values: Iterable[float] = ()) -> None:
-        self._window = window
-        self._last: deque[float] = deque()
-        self._ordered: list[float] = []
-        for value in values:
-            self.add(value)
+        self._last: deque[float] = deque(values, maxlen=window)
+        self._sorted: list[float] | None = None
 
     def __len__(self) -> int:
         return len(self._last)
@@ -31,14 +28,18 @@ class RunningEstimate:
     def add(self, value: float) -> None:
         """Take in a value; the oldest is forgotten when there are more than the window holds."""
         self._last.append(value)
-        insort(self._ordered, value)
-        if len(self._last) > self._window:
-            del self._ordered[bisect_left(self._ordered, self._last.popleft())]
+        self._sorted = None
 
     def clear(self) -> None:
         """Forget all values."""
         self._last.clear()
-        self._ordered.clear()
+        self._sorted = None
+
+    @property
+    def _ordered(self) -> list[float]:
+        if self._sorted is None:
+            self._sorted = sorted(self._last)
+        return self._sorted
 
     @property
     def median(self) -> float:
@@ -50,13 +51,9 @@ class RunningEstimate:
         """A robust standard deviation: 1.4826 times the median distance from the median."""
         return _spread_of_ordered(self._ordered)
 
-    def count_over(self, limit: float) -> int:
-        """How many values are over a limit.
-
-        Args:
-            limit: What is not over it, itself included.
-        """
-        return len(self._ordered) - bisect_right(self._ordered, limit)
+    def count_from(self, limit: float) -> int:
+        """How many values are a limit or more."""
+        return len(self._ordered) - bisect_left(self._ordered, limit)
 
 
 def median(values: Iterable[float]) -> float:
@@ -71,7 +68,7 @@ def robust_spread(values: Iterable[float]) -> float:
 
 def _spread_of_ordered(ordered: Sequence[float]) -> float:
     middle = _middle(ordered)
-    return TO_STANDARD_DEVIATION * _middle(sorted(abs(value - middle) for value in ordered))
+    return TO_STANDARD_DEVIATION * _middle(sorted([abs(value - middle) for value in ordered]))
 
 
 def _middle(ordered: Sequence[float]) -> float:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from jaxmorph.control.estimates import RunningEstimate
 from jaxmorph.control.sensitivity import Sensitivity, Usual, usual
 
-_TOGETHER = 0.25
+_TOGETHER = 1 / 3
 """How often one late message follows another on a busy machine, before that has been measured."""
-_PRIOR = 2.0  # how many late messages' worth of belief in that
+_PRIOR = 8.0  # how many late messages' worth of belief in that
 
 
 class HealthyMessages:
@@ -48,22 +48,22 @@ class HealthyMessages:
         return expected
 
     def run_chance(self, least_ms: float, count: int, threshold_ms: float) -> float:
-        """How likely a healthy link has so many messages in a row over some duration.
+        """How likely a healthy link has so many messages in a row of some duration or more.
 
         Late messages come in bursts, for what delays one often delays the next. So the first counts
-        with the share of messages that were over the duration, by Laplace's rule, and each of the
+        with the share of messages that took so long, by Laplace's rule, and each of the
         others with the share of those that followed one such. Where few or none have been seen,
-        that is taken to be a quarter at the threshold, and in proportion less beyond.
+        that is taken to be a third at the threshold, and in proportion less beyond.
 
         Args:
             least_ms: The duration.
             count: How many.
             threshold_ms: From where on messages are late.
         """
-        over, both = (seen.count_over(least_ms) for seen in (self._durations, self._pairs))
-        share = (over + 1) / (len(self._durations) + 2)
+        late, both = (seen.count_from(least_ms) for seen in (self._durations, self._pairs))
+        share = (late + 1) / (len(self._durations) + 2)
         expected = max(share, _TOGETHER * threshold_ms / least_ms)
-        again = (both + _PRIOR * expected) / (over + _PRIOR)
+        again = (both + _PRIOR * expected) / (late + _PRIOR)
         return share * min(again, 1.0) ** (count - 1)
 
     def unlikely_end(self, run_ms: Sequence[float], threshold_ms: float) -> tuple[float, ...]:

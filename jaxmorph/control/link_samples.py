@@ -1,6 +1,5 @@
 """What each message of a measured step took on its link, apart from what its ends waited for."""
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -47,26 +46,29 @@ def link_samples(timeline: Timeline) -> tuple[LinkSample, ...]:
     Args:
         timeline: A measured step, or one simulated with its transfers.
     """
-    ends: dict[tuple[str, bool], list[TransferSpan]] = {}
+    received: list[LinkSample] = []
+    other_end: dict[str, TransferSpan] = {}
     for span in timeline.transfers:
-        ends.setdefault((span.label, span.holds_queue), []).append(span)
-    samples = (_sample(label, is_held, spans) for (label, is_held), spans in ends.items())
-    return tuple(sorted((each for each in samples if each is not None), key=_when))
-
-
-def _sample(label: str, is_held: bool, spans: Sequence[TransferSpan]) -> LinkSample | None:
-    transfer = _parse(label)
-    expected = {transfer.source, transfer.destination} if is_held else {transfer.destination}
-    if transfer.payload is Payload.TIED or {span.stage for span in spans} != expected:
-        return None
-    arrived = next(span for span in spans if span.stage == transfer.destination)
-    duration_ms = min(span.end_ms - span.start_ms for span in spans)
-    ends = transfer.source, transfer.destination
-    return LinkSample(*ends, transfer.microbatch, duration_ms, arrived.end_ms, is_held)
+        transfer = _parse(span.label)
+        if transfer.payload is Payload.TIED:
+            continue
+        duration_ms, receiver = span.end_ms - span.start_ms, span
+        if span.holds_queue:
+            met = other_end.pop(span.label, None)
+            if met is None:
+                other_end[span.label] = span
+                continue
+            duration_ms = min(duration_ms, met.end_ms - met.start_ms)
+            receiver = span if span.stage == transfer.destination else met
+        if receiver.stage == transfer.destination:
+            ends = transfer.source, transfer.destination, transfer.microbatch
+            received.append(LinkSample(*ends, duration_ms, receiver.end_ms, span.holds_queue))
+    received.sort(key=_when)
+    return tuple(received)
 
 
 def _when(sample: LinkSample) -> tuple[float, float]:
-    return sample.sent_ms, sample.at_ms
+    return sample.at_ms - sample.duration_ms, sample.at_ms
 
 
 _parse = lru_cache(maxsize=1 << 14)(Transfer.parse)  # the same labels come step by step

@@ -1,7 +1,7 @@
 """From measured timelines to what ops and links cost now: running medians, robust to spikes."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -112,15 +112,17 @@ class Profiler:
         self._links: defaultdict[tuple[int, int], _Quantity] = defaultdict(new_quantity)
         self._held: dict[tuple[int, int], bool] = {}
 
-    def observe(self, timeline: Timeline) -> None:
+    def observe(self, timeline: Timeline, samples: Sequence[LinkSample] | None = None) -> None:
         """Take in one measured step.
 
         Args:
             timeline: The ops and transfers of all stages.
+            samples: What `link_samples` makes of it, where that is known already.
         """
+        samples = link_samples(timeline) if samples is None else samples
         for key, time in op_times(timeline).items():
             self._ops[key].add(time.median_ms, time.spread_ms)
-        for source, destination, is_held, took_ms in _main_messages(link_samples(timeline)):
+        for source, destination, is_held, took_ms in _main_messages(samples):
             self._forget_other_route(source, destination, is_held)
             self._links[source, destination].add(median(took_ms), robust_spread(took_ms))
 
@@ -171,7 +173,7 @@ def _spread_ms(quantity: _Quantity) -> float:
     return quantity.spread_ms
 
 
-def _main_messages(samples: tuple[LinkSample, ...]) -> Iterator[tuple[int, int, bool, list[float]]]:
+def _main_messages(samples: Sequence[LinkSample]) -> Iterator[tuple[int, int, bool, list[float]]]:
     """What each direction's messages took on the route that most of them went.
 
     The few on another route are probes of it.

@@ -12,7 +12,7 @@ class Sensitivity:
     heavy tails, and on a busy machine one in ten may be late. So a link is slow only when so many
     in a row are late, and by so much, that a healthy one would have that less than once in
     1 / `chance` messages (`HealthyMessages.run_chance`). Where none of the last 256 messages took
-    longer than 6 ms, that is seven in a row of 10 ms, five of 30 and four of 80. A run of eight
+    longer than 6 ms, that is eight in a row of 10 ms, five of 30 and four of 80. A run of eight
     stages and 24 microbatches sends 168,000 messages in 500 steps: at 1e-7 each, one such run in
     60 has one false alarm.
 
@@ -35,7 +35,7 @@ class Sensitivity:
         other_route_ms: What another route may take more, as long as nothing is known of it.
     """
 
-    spreads: float = 6.0
+    spreads: float = 4.0
     floor_ms: float = 5.0
     share: float = 0.5
     chance: float = 1e-7

@@ -210,12 +210,14 @@ class PacedQueue:
     pass: waiting for a peer or a link is charged in full and holds up everything behind. Moving the
     bytes, which an accelerator's copy engines do beside the next op, is not charged as such: it
     runs into that op's hold. What the hold can't take up is charged, as no op ends before it has
-    really run. Both ends' clocks are this machine's monotonic one.
+    really run, but not to the op: its stamp begins so much later that what it took itself is left.
+    Both ends' clocks are this machine's monotonic one.
     """
 
     def __init__(self) -> None:
         self._stamps: list[Stamp] = []
         self._previous_end_s = 0.0
+        self._follows_transfer = False
         self._worker = _WorkerThread("jaxmorph-paced-queue", self._run)
 
     def enqueue(self, label: Any, work: Work, duration_s: float | None = None) -> None:
@@ -232,9 +234,14 @@ class PacedQueue:
             item.work()
             return
         start_s = max(self._previous_end_s, item.enqueued_s)
-        end_s = self._move(item, start_s) if item.is_transfer else self._hold(item, start_s)
+        if item.is_transfer:
+            end_s = self._move(item, start_s)
+        else:
+            end_s, took_s = self._hold(item, start_s)
+            if self._follows_transfer:
+                start_s = max(start_s, end_s - took_s)
         stamps.append(Stamp(item.label, start_s, end_s))
-        self._previous_end_s = end_s
+        self._previous_end_s, self._follows_transfer = end_s, item.is_transfer
 
     @staticmethod
     def _move(item: _Item, start_s: float) -> float:
@@ -246,13 +253,17 @@ class PacedQueue:
         return max(start_s, moved.over_s)
 
     @staticmethod
-    def _hold(item: _Item, start_s: float) -> float:
+    def _hold(item: _Item, start_s: float) -> tuple[float, float]:
+        """When the op is over, and what it takes of that itself."""
+        began_s = time.monotonic()
         jax.block_until_ready(item.work())
         end_s = time.monotonic()
+        took_s = end_s - began_s
         if item.duration_s is not None:
+            took_s = max(took_s, item.duration_s)
             end_s = max(end_s, start_s + item.duration_s)
             sleep_until(end_s)
-        return end_s
+        return end_s, took_s
 
     def raise_error(self) -> None:
         """Raise what has gone wrong in the worker."""

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ def measured_timeline(reports: Sequence[Message]) -> Timeline:
     timings = [json.loads(report[DETAIL]) for report in reports]
     ops = [row["ops"] for row in timings]
     return Timeline(
-        orders=tuple(tuple(Op.parse(name) for name, _, _ in row) for row in ops),
+        orders=tuple(tuple(_parse_op(name) for name, _, _ in row) for row in ops),
         start_ms=tuple(np.array([start for _, start, _ in row], np.float64) for row in ops),
         end_ms=tuple(np.array([end for _, _, end in row], np.float64) for row in ops),
         transfers=tuple(
@@ -99,6 +100,9 @@ def measured_timeline(reports: Sequence[Message]) -> Timeline:
             for label, start, end in row[kind]
         ),
     )
+
+
+_parse_op = lru_cache(maxsize=1 << 14)(Op.parse)  # the same names come step by step
 
 
 def reported_events(reports: Sequence[Message]) -> list[tuple[int, Message]]:

@@ -10,11 +10,12 @@ from jaxmorph.control.conditions import (
     ailing_links,
     costs_differ,
     links_under,
+    outlying_links,
     usual_from_json,
     usual_to_json,
 )
 from jaxmorph.control.verdicts import LinkHealth, Verdict
-from jaxmorph.schedule.costs import Link, LinkState, StageCosts
+from jaxmorph.schedule.costs import Link, LinkState, StageCosts, chain_links
 
 LINK = Link(1, 2)
 USUAL: UsualLinks = {
@@ -57,6 +58,19 @@ def test_whatever_is_not_healthy_ails():
     recovering = both_ways(2, 3, 1.0, LinkHealth.RECOVERING)
     verdicts = (*healthy(4, [(2, 3)]), verdict(0, 1, 30.0), *recovering)
     assert ailing_links(verdicts) == {Link(0, 1), Link(2, 3)}
+
+
+def test_links_that_differ_from_most_are_found_before_anything_has_changed():
+    def found(*latencies_ms):
+        return {str(link) for link in outlying_links(chain_links(latencies_ms))}
+
+    assert found() == set()
+    assert found(0.5, 0.6, 30.0, 0.4) == {"2-3"}
+    assert found(0.5, 0.5, 5.9) == set()
+    assert found(30.0, 31.0, 30.0, 66.0) == set()  # that is how links are here
+    assert found(30.0, 31.0, 30.0, 67.0) == {"3-4"}
+    one_way = {Link(0, 1): LinkState(0.5, 30.0), Link(1, 2): LinkState(0.5, 0.5)}
+    assert outlying_links({**one_way, Link(2, 3): LinkState(0.5, 0.5)}) == {Link(0, 1)}
 
 
 def test_usual_latencies_and_verdicts_keep_their_form_in_json():

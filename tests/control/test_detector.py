@@ -60,7 +60,7 @@ def test_a_jump_is_found_in_its_step_and_its_end_too():
     assert (slow.latency_ms, slow.jitter_ms) == (31.0, 0.0)
     assert recovering.latency_ms == healthy.latency_ms == 1.0
     assert slow.reason == (
-        "link 2>3 is slow: 31.0 ms (31.0 to 31.0) for 5 messages in a row, 6.0 is late"
+        "link 2>3 is slow: 31.0 ms (31.0 to 31.0) for 6 messages in a row, 6.0 is late"
     )
     assert recovering.reason == (
         "link 2>3 is recovering: 1.0 ms (1.0 to 1.0) for 5 messages in a row, was 31.0"
@@ -72,8 +72,8 @@ def test_a_jump_is_found_in_its_step_and_its_end_too():
 
 
 def test_a_verdict_keeps_its_evidence():
-    (slow,) = Steps().run([31.0, 32.0, 33.0, 34.0, 35.0, 31.0]).said
-    assert slow.evidence.samples_ms == (31.0, 32.0, 33.0, 34.0, 35.0)
+    (slow,) = Steps().run([31.0, 32.0, 33.0, 34.0, 35.0, 36.0, 31.0, 31.0]).said
+    assert slow.evidence.samples_ms == (31.0, 32.0, 33.0, 34.0, 35.0, 36.0)
     told = slow.evidence.baseline_ms, slow.evidence.spread_ms, slow.evidence.threshold_ms
     assert told == (1.0, 0.0, 6.0)
     assert slow.latency_ms == 32.5  # of all messages since, not of those alone
@@ -138,6 +138,19 @@ def test_an_unsteady_link_needs_more_to_be_slow():
     assert steps.now.jitter_ms > 1.0
 
 
+def test_a_link_that_often_has_late_messages_in_a_row_needs_more_of_them():
+    jump = [1.0] * 4 + [14.0] * 8
+    assert Steps(20).run(jump).path() == [(SLOW, 20)]
+    bursts = Steps().run(*[[1.0] * 9 + [14.0] * 3] * 22)
+    assert bursts.run(jump).said == []
+    assert bursts.run([14.0] * 12).path() == [(SLOW, 29)]
+
+
+def test_a_run_of_late_messages_goes_on_in_the_next_step():
+    assert Steps().run([31.0] * 3).said == []
+    assert Steps().run([31.0] * 3, [31.0] * 3).path() == [(SLOW, 7)]
+
+
 def test_a_slow_links_jitter_is_not_another_delay():
     drawn = random.Random(2)
     steps = Steps().run(*([drawn.gauss(30, 6) for _ in range(12)] for _ in range(100)))
@@ -171,6 +184,11 @@ def test_a_link_that_recovers_and_jumps_again_is_slow_again():
     assert steps.path() == [(SLOW, 6), (RECOVERING, 7), (SLOW, 9)]
 
 
+def test_good_steps_before_another_jump_dont_count():
+    steps = Steps().run([31.0] * 12, *[[1.0] * 12] * 3, [31.0] * 12, *[[1.0] * 12] * 4)
+    assert steps.path()[2:] == [(SLOW, 10), (RECOVERING, 11), (HEALTHY, 14)]
+
+
 def test_a_link_that_is_nearly_in_time_is_neither_slow_nor_healthy():
     steps = Steps().run([31.0] * 12, *[[5.0] * 12] * 9)  # 4 would be in time, over 6 is late
     assert steps.now.health is SLOW
@@ -182,6 +200,11 @@ class TestRoutes:
         assert steps.said == []
         assert steps.detector.usual(2, 3, is_held=True).baseline_ms == 0.0
         assert steps.detector.usual(2, 3, is_held=False).baseline_ms == 12.0
+
+    def test_late_messages_before_another_route_was_taken_are_in_no_run_after_it(self):
+        steps = Steps(route=DIRECT).run([1.0] * 8 + [31.0] * 4, route=DIRECT)
+        steps.run(*[[1.0] * 12] * 3).run([31.0] * 4 + [1.0] * 8, route=DIRECT)
+        assert steps.said == []
 
     def test_a_link_that_was_delegated_since_it_is_slow_is_judged_by_other_delegated_links(self):
         steps = Steps(route=DIRECT, usual_ms=0.0).run(*[[9.0] * 12] * 6, way=(5, 6))
@@ -221,7 +244,7 @@ class TestFailures:
         (dead,) = steps.detector.observe_failure(6, 2, 3, "activation[3] 2>3 did not come in 3 s")
         assert (dead.health, dead.step) == (DEAD, 6)
         assert dead.reason == "link 2>3 is dead: activation[3] 2>3 did not come in 3 s"
-        steps.run(*[[1.0] * 12] * 9)
+        steps.run(*[[1.0] * 12] * 9, [31.0] * 12, *[[1.0] * 12] * 9)
         assert steps.now.health is DEAD
         assert steps.now.latency_ms == 1.0
         steps.run(*[[0.0] * 12] * 5, route=DIRECT)
@@ -284,7 +307,7 @@ def test_the_longer_and_the_later_a_run_the_less_likely(least_ms, more):
     assert chance(more * least_ms, 4) <= chance(least_ms, 4)
 
 
-@pytest.mark.parametrize(("delay_ms", "in_a_row"), [(10.1, 7), (30.0, 5), (80.0, 4)])
+@pytest.mark.parametrize(("delay_ms", "in_a_row"), [(10.1, 8), (30.0, 5), (80.0, 4)])
 def test_how_many_messages_in_a_row_make_a_quiet_link_slow(delay_ms, in_a_row):
     healthy = HealthyMessages(Sensitivity())
     healthy.learn([1.0] * 256)

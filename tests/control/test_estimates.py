@@ -18,7 +18,7 @@ def test_a_running_estimate_is_that_of_the_last_values(seen, window):
     assert estimate.median == pytest.approx(statistics.median(last) if last else 0.0)
     assert estimate.spread == pytest.approx(robust_spread(last))
     limit = last[0] if last else 0.0
-    assert estimate.count_over(limit) == sum(value > limit for value in last)
+    assert estimate.count_from(limit) == sum(value >= limit for value in last)
 
 
 @given(values)

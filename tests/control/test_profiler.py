@@ -72,6 +72,49 @@ def test_a_profile_is_read_back_from_json():
     assert made.links[Link(0, 1)].forward_latency_ms == pytest.approx(2.0)
 
 
+def test_a_profile_that_tells_no_spreads_is_read_too():
+    told = profile(timeline(["F0:1 BW0:2"])).to_json()
+    del told["spreads"]
+    assert Profile.from_json(told).spreads is None
+    assert Profile.from_json(told).costs.forward_ms == (1.0,)
+
+
+def test_spreads_are_those_from_op_to_op_and_from_message_to_message():
+    transfers = [
+        TransferSpan(1, f"activation[{m}] 0>1", 0.0, took, holds_queue=False)
+        for m, took in enumerate((3.0, 4.0, 5.0, 90.0, 4.0))
+    ]
+    rows = ["F0:10 F1:11 F2:12 F3:90 F4:11 B0:4", "F0:1"]
+    steps = [timeline(rows, transfers)] * 3
+    spreads = profile(*steps).spreads
+    assert spreads.costs.forward_ms == (pytest.approx(1.4826), 0.0)
+    assert spreads.costs.backward_input_ms == (0.0, 0.0)
+    assert spreads.links[Link(0, 1)].forward_latency_ms == pytest.approx(1.4826)
+    assert spreads.links[Link(0, 1)].backward_latency_ms == 0.0
+
+
+def test_the_spread_over_chunks_is_that_of_their_sum():
+    rows = ["F0:10 F1:13 F2:16 1.F0:20 1.F1:24 1.F2:28"]
+    assert profile(timeline(rows)).spreads.costs.forward_ms == (pytest.approx(1.4826 * 5.0),)
+
+
+def test_a_few_messages_on_another_route_are_probes_of_it_and_dont_count():
+    def steps(probed):
+        delegated = [
+            TransferSpan(1, f"activation[{m}] 0>1", 0.0, 30.0, holds_queue=False) for m in range(3)
+        ]
+        probe = [TransferSpan(end, "activation[9] 0>1", 0.0, 1.0) for end in (0, 1)]
+        return timeline(["F0:1", "F0:1"], [*delegated, *(probe if probed else [])])
+
+    links = profile(steps(False), steps(False), steps(True)).links
+    assert links[Link(0, 1)].forward_latency_ms == 30.0
+
+
+def test_tied_gradients_are_no_latency_of_their_link():
+    spans = [TransferSpan(end, "tied[0] 0>1", 0.0, 50.0) for end in (0, 1)]
+    assert profile(timeline(["F0:1", "F0:1"], spans)).links == {}
+
+
 def test_a_delegated_message_takes_from_its_sending_to_its_landing():
     transfers = [
         TransferSpan(1, f"activation[{m}] 0>1", 10 * m, 10 * m + took, holds_queue=False)

@@ -115,6 +115,38 @@ def test_messages_occupy_their_link(route, first, last):
     assert picture(simulate_blocking(ranks, UNIFORM, {Link(0, 1): link})) == [first, last]
 
 
+class LateFirst:
+    """Microbatch 0's messages take 7 ms more from the 15th on, ops of rank 1 twice as long."""
+
+    def op_ms(self, rank, op, planned_ms):
+        return planned_ms * (1 + rank)
+
+    def message_ms(self, transfer, begins_ms, planned_ms):
+        late = transfer.microbatch == 0 and begins_ms >= 15
+        return planned_ms + (7 if late else 0)
+
+
+@pytest.mark.parametrize(
+    ("route", "first", "last"),
+    [
+        (
+            "direct",
+            "F0:0-10 activation[0]:10-13 F1:13-23 activation[1]:23-36 gradient[0]:36-66 B0:66-76",
+            "activation[0]:0-13 F0:13-33 activation[1]:33-36 B0:36-56 gradient[0]:56-66",
+        ),
+        (
+            "delegated",
+            "F0:0-10 F1:10-20 gradient[0]~53-63 B0:63-73",
+            "activation[0]~10-13 F0:13-33 activation[1]~20-23 B0:33-53",
+        ),
+    ],
+)
+def test_single_ops_and_messages_can_take_other_times(route, first, last):
+    ranks = programs("F0 >F0 F1 >F1 <B0 B0", "<F0 F0 <F1 B0 >B0", route=route)
+    timeline = simulate_blocking(ranks, UNIFORM, chain_links([3]), LateFirst())
+    assert picture(timeline) == [first, last]
+
+
 def test_an_op_of_one_of_two_chunks_takes_half_the_time():
     steps = tuple(Run(Op.parse(name)) for name in ("F0", "1.F0", "1.BW0", "BW0"))
     timeline = simulate_blocking([RankProgram(0, 1, 1, steps)], StageCosts.uniform(1, 4, 2, 8))

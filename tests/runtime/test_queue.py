@@ -119,6 +119,26 @@ def test_a_paced_op_that_computes_longer_than_its_duration_is_charged_in_full(pa
     assert stamp.duration_s >= 0.03
 
 
+def test_what_an_op_waited_for_bytes_to_move_is_not_its_own(paced):
+    with all_enqueued_first(paced):
+        paced.enqueue_transfer("slow bytes", lambda arrived_s: moved(arrived_s, takes_s=0.1))
+        paced.enqueue("op", lambda: None, duration_s=0.01)
+        paced.enqueue("next", lambda: None, duration_s=0.01)
+    transfer, op, later = paced.drain()
+    assert transfer.duration_s == 0.0
+    assert op.end_s >= transfer.end_s + 0.1  # the queue stood still for the bytes
+    assert 0.01 <= op.duration_s + 1e-9 < 0.1
+    assert later.start_s == op.end_s
+
+
+def test_what_an_op_computes_after_a_transfer_is_its_own(paced):
+    with all_enqueued_first(paced):
+        paced.enqueue_transfer("quick", lambda arrived_s: moved(arrived_s))
+        paced.enqueue("op", lambda: time.sleep(0.05), duration_s=0.01)
+    _, op = paced.drain()
+    assert op.duration_s >= 0.05
+
+
 def test_a_transfer_ends_when_the_later_end_came_and_holds_up_what_is_behind_it(paced):
     """Head-of-line blocking: an op that is ready waits for the peer of the transfer before it."""
     peer_arrived_s = time.monotonic() + 60.0
@@ -164,14 +184,6 @@ def test_moving_the_bytes_runs_into_the_next_ops_hold(paced):
     assert transfers == [0.0] * 5
     assert ops[2] == pytest.approx(0.1, abs=1e-9)  # not the 0.12 s that both take
     assert now_s >= stamps[-1].end_s
-
-
-def test_bytes_that_take_longer_than_the_hold_are_charged_to_the_op(paced):
-    with all_enqueued_first(paced):
-        paced.enqueue_transfer("transfer", lambda arrived_s: moved(arrived_s, takes_s=0.05))
-        paced.enqueue("op", lambda: None, duration_s=0.01)
-    _, op = paced.drain()
-    assert op.duration_s >= 0.05
 
 
 def moved(peer_arrived_s, takes_s=0.0):

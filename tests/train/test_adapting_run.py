@@ -9,7 +9,7 @@ from in_this_process import jaxmorph
 from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
 from jaxmorph.checkpoints.tree_files import TreeFiles
 
-STAGES, STEPS, SLOW_FROM, SLOW_TO, LATENCY_MS = 3, 28, 6, 14, 40
+STAGES, STEPS, SLOW_FROM, SLOW_TO, LATENCY_MS = 3, 23, 5, 11, 40
 CONFIG = f"""
 run: {{steps: {STEPS}, seed: 5}}
 model: {{preset: tiny, width: 32, num_layers: 3, num_heads: 2}}
