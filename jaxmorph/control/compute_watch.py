@@ -30,7 +30,7 @@ class ComputeSensitivity:
     share: float = 0.15
     floor_ms: float = 1.0
     spreads: float = 6.0
-    steps: int = 3
+    steps: int = 5
     window_steps: int = 20
 
 

@@ -35,22 +35,21 @@ def notices(*steps, costs=COSTS):
 
 
 def test_a_stage_that_has_become_slower_is_told_once_with_what_it_takes():
-    found = notices(step(), *[step(1, 1.5)] * 8)
+    found = notices(step(), *[step(1, 1.5)] * 12)
     assert [(each.stage, each.kind, each.step) for each in found] == [
-        (1, OpKind.B, 3),
-        (1, OpKind.F, 3),
-        (1, OpKind.W, 3),
+        (1, OpKind.B, 5),
+        (1, OpKind.F, 5),
+        (1, OpKind.W, 5),
     ]
     first = found[0]
     assert (first.expected_ms, first.measured_ms) == (12.0, pytest.approx(18.0))
-    assert first.evidence.samples_ms == pytest.approx((18.0, 18.0, 18.0))
-    assert (
-        first.reason == "stage 1 is slower: B takes 18.0 ms in 3 steps in a row, 12.0 was expected"
-    )
+    assert first.evidence.samples_ms == pytest.approx((18.0,) * 5)
+    says = "stage 1 is slower: B takes 18.0 ms in 5 steps in a row, 12.0 was expected"
+    assert first.reason == says
 
 
 def test_a_stage_that_gets_faster_again_is_told_too():
-    found = notices(*[step(0, 1.5, "F")] * 4, *[step()] * 4)
+    found = notices(*[step(0, 1.5, "F")] * 6, *[step()] * 6)
     assert [(each.measured_ms, each.reason.split(":")[0]) for each in found] == [
         (pytest.approx(15.0), "stage 0 is slower"),
         (pytest.approx(10.0), "stage 0 is faster"),
@@ -61,23 +60,23 @@ def test_steps_in_which_half_of_the_ops_were_held_up_say_nothing():
     assert notices(*[step(busy=range(6))] * 20) == []
 
 
-def test_two_bad_steps_say_nothing():
-    assert notices(*[step(), step(0, 3.0), step(0, 3.0)] * 10) == []
+def test_four_bad_steps_in_a_row_say_nothing():
+    assert notices(*[step(), *[step(0, 3.0)] * 4] * 8) == []
 
 
 def test_steps_slower_and_faster_in_turn_say_nothing():
-    assert notices(*[step(0, 1.5, "F"), step(0, 1.5, "F"), step(0, 0.5, "F")] * 5) == []
+    assert notices(*[*[step(0, 1.5, "F")] * 4, step(0, 0.5, "F")] * 5) == []
 
 
 def test_noise_says_nothing():
     rng = np.random.default_rng(0)
-    assert notices(*(step(rng=rng) for _ in range(300))) == []
+    assert notices(*(step(rng=rng) for _ in range(100))) == []
 
 
 def test_a_new_plan_is_compared_with_its_own_costs():
     watch = ComputeWatch(COSTS)
     watch.expect(StageCosts.uniform(2, 15.0, 18.0, 12.0))
-    found = [notice for number in range(4) for notice in watch.observe(number, step(0, 1.5))]
+    found = [notice for number in range(6) for notice in watch.observe(number, step(0, 1.5))]
     assert {(each.stage, each.reason.split()[3]) for each in found} == {(1, "faster:")}
 
 
@@ -86,12 +85,12 @@ def test_full_backwards_are_compared_with_both_parts():
     ends = np.arange(1, 5) * 26.0
     whole = Timeline((order,), (ends - 26.0,), (ends,))
     costs = StageCosts.uniform(1, 10.0, 12.0, 8.0)
-    (notice,) = notices(*[whole] * 3, costs=costs)
+    (notice,) = notices(*[whole] * 5, costs=costs)
     assert (notice.expected_ms, notice.measured_ms) == (20.0, 26.0)
     assert followed(costs, [notice]).backward_input_ms == (18.0,)
-    assert notices(*[whole] * 3, costs=StageCosts.uniform(1, 10.0, 26.0, 0.0)) == []
+    assert notices(*[whole] * 5, costs=StageCosts.uniform(1, 10.0, 26.0, 0.0)) == []
 
 
 def test_costs_follow_what_was_noticed():
-    found = notices(*[step(1, 2.0)] * 3)
+    found = notices(*[step(1, 2.0)] * 5)
     assert followed(COSTS, found) == StageCosts((10, 20), (12, 24), (8, 16))
