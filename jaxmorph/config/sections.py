@@ -301,7 +301,8 @@ class Emulation(Section):
     """What is emulated; with no accelerator, ops run as fast as this machine computes them.
 
     `trace` is a table of how links behaved, by seconds since the first step (`link_trace`); it and
-    `links` add up.
+    `links` add up. On an emulated accelerator a copy between it and host memory takes its bytes
+    divided by `host_copy_gbps`, gigabytes per second in each direction.
     """
 
     accelerator: Annotated[
@@ -316,6 +317,7 @@ class Emulation(Section):
     trace: Annotated[
         str | None, Field(min_length=1), Expected("null, or the path of a CSV file")
     ] = None
+    host_copy_gbps: Positive = 25.0
 
 
 class Trace(Section):

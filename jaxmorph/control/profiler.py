@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxmorph.control.copy_profile import CopyProfile
 from jaxmorph.program.instructions import Transfer
+from jaxmorph.schedule.copy_costs import CopyCosts
 from jaxmorph.schedule.costs import Link, Links, LinkState, StageCosts
 from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.schedule.ops import OpKind
@@ -22,11 +24,13 @@ class Profile:
         costs: Milliseconds per stage and kind of op, those of all its chunks together.
         links: Latency of each link and direction.
         stash_bytes: What one microbatch keeps on each stage; None where it isn't known.
+        copies: What moving a stash to host memory and back takes; None where none has been moved.
     """
 
     costs: StageCosts
     links: Links
     stash_bytes: StashBytes | None = None
+    copies: CopyCosts | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The profile as a JSON object, with links as `"2-3"`."""
@@ -34,6 +38,7 @@ class Profile:
             "costs": asdict(self.costs),
             "links": {str(link): asdict(state) for link, state in self.links.items()},
             "stash_bytes": None if self.stash_bytes is None else asdict(self.stash_bytes),
+            "copies": None if self.copies is None else asdict(self.copies),
         }
 
     @classmethod
@@ -43,7 +48,9 @@ class Profile:
         links = {Link.parse(name): LinkState(**state) for name, state in data["links"].items()}
         sizes = data.get("stash_bytes")
         stash = StashBytes(*(tuple(row) for row in sizes.values())) if sizes else None
-        return cls(StageCosts(**costs), links, stash)
+        told = data.get("copies")
+        copies = CopyCosts(*(tuple(row) for row in told.values())) if told else None
+        return cls(StageCosts(**costs), links, stash, copies)
 
 
 class Profiler:
@@ -67,13 +74,15 @@ class Profiler:
             lambda: deque(maxlen=num_steps)
         )
         self._held: dict[tuple[int, int], bool] = {}
+        self._copies = CopyProfile(num_stages, num_steps)
 
     def observe(self, timeline: Timeline) -> None:
         """Take in one measured step.
 
         Args:
-            timeline: The ops and transfers of all stages.
+            timeline: The ops, transfers and copies of all stages.
         """
+        self._copies.observe(timeline)
         for key, duration_ms in _median_op_ms(timeline):
             self._op_ms[key].append(duration_ms)
         for (source, destination, is_held), duration_ms in _median_transfer_ms(timeline):
@@ -93,7 +102,7 @@ class Profiler:
         if not any(backward_input):
             backward_input = self._per_stage(OpKind.BW)
         costs = StageCosts(forward, backward_input, backward_weight)
-        return Profile(costs, self._links(), self._stash_bytes)
+        return Profile(costs, self._links(), self._stash_bytes, self._copies.costs())
 
     def _per_stage(self, kind: OpKind) -> tuple[float, ...]:
         return tuple(

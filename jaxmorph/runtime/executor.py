@@ -2,12 +2,14 @@
 
 The executor decides nothing: order, buffers and routes are the program's. Where a route holds no
 queue, the host waits instead, before it enqueues what comes after: for a slot to send from, or for
-a message. Items run one after another on the queue, and the host keeps a message before anything
-that reads it is enqueued, so the buffers need no lock.
+a message; so it does for copies of stashes (`host_copies`), which run beside the queue. Items run
+one after another on the queue, and the host keeps a message before anything that reads it is
+enqueued, so the buffers need no lock.
 """
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -18,10 +20,13 @@ from jax.sharding import Sharding
 
 from jaxmorph.program.dataflow import received_buffer, result_buffer, sent_buffer
 from jaxmorph.program.instructions import (
+    AwaitRoom,
     Buffer,
     BufferKind,
+    Fetch,
     Free,
     Instruction,
+    Offload,
     Payload,
     RankProgram,
     Receive,
@@ -32,6 +37,7 @@ from jaxmorph.program.instructions import (
     Update,
 )
 from jaxmorph.program.pipeline import Place
+from jaxmorph.runtime.host_copies import AwayStash, HostCopies, wait_for
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.queue import DeviceQueue, Stamp
@@ -103,12 +109,14 @@ class StepOutcome:
         accumulators: Gradients, float32, of each chunk's parameters.
         stamps: When each op and transfer ran on the queue; labels are `Op` and `Transfer`.
         arrivals: When each message that was received beside the queue was sent, and had come.
+        copies: When stashes went to host memory and came back; labels are `CopyLabel`.
     """
 
     loss: float
     accumulators: Chunks
     stamps: list[Stamp]
     arrivals: list[Stamp] = field(default_factory=list)
+    copies: list[Stamp] = field(default_factory=list)
 
 
 @dataclass
@@ -125,6 +133,8 @@ class _Step:
     buffers: dict[Buffer, Any] = field(default_factory=dict)
     losses: list[jax.Array] = field(default_factory=list)
     arrivals: list[Stamp] = field(default_factory=list)
+    away: dict[Buffer, AwayStash] = field(default_factory=dict)
+    made: Any = ()  # ready when the last op so far has run
 
     def is_first(self, op: Op) -> bool:
         return self.program.pipeline.before(Place(self.program.rank, op.chunk)) is None
@@ -160,6 +170,7 @@ class Executor:
         pace: How long ops last on a paced queue.
         transfer_timeout_s: How long a transfer may be waited for.
         tied: Sums the gradients of tied parameters; None where the stage holds none.
+        copies: Moves stashes to host memory and back; None where no program does.
     """
 
     chunks: Sequence[StageMathematics]
@@ -169,6 +180,7 @@ class Executor:
     pace: Pace
     transfer_timeout_s: float
     tied: TiedReduction | None = None
+    copies: HostCopies | None = None
 
     def execute(
         self,
@@ -212,15 +224,19 @@ class Executor:
         except BaseException:
             for route in self.routes.values():
                 route.abandon(epoch)
+            for away in state.away.values():
+                away.cancel()
             self.queue.restart()
             raise
         loss_sum = sum(float(loss) for loss in state.losses)  # in microbatch order
         loss = loss_sum * inputs.loss_weight
-        return StepOutcome(loss, tuple(state.accumulators), stamps, state.arrivals)
+        copies = [stamp for away in state.away.values() for stamp in away.stamps()]
+        return StepOutcome(loss, tuple(state.accumulators), stamps, state.arrivals, copies)
 
     def _enqueue(self, instruction: Instruction, state: _Step) -> None:
         match instruction:
             case Run(op):
+                self._await_stash(op, state)
                 work = partial(self._run, op, state)
                 self.queue.enqueue(op, work, self.pace.of(op.kind))
             case Send():
@@ -232,6 +248,8 @@ class Executor:
                 state.arrivals.append(_arrival(transfer, moved))
             case Free(buffer):
                 self.queue.enqueue(None, partial(state.buffers.pop, buffer))
+            case Offload() | Fetch() | AwaitRoom():
+                self._enqueue_copy(instruction, state)
             case Reduce(index, buffer):
                 self.queue.enqueue(None, partial(self._reduce, index, buffer, state))
             case Update():  # the trainer's, once the scalars of all ranks are known
@@ -258,6 +276,41 @@ class Executor:
         state.buffers[received_buffer(receive.transfer)] = moved.value
         return moved
 
+    def _enqueue_copy(self, copy: Offload | Fetch | AwaitRoom, state: _Step) -> None:
+        """Have the queue begin a copy when it comes to it, or wait on the host for one's end."""
+        match copy:
+            case Offload(stash):
+                state.away[stash] = AwayStash(stash)
+                self.queue.enqueue(None, partial(self._offload, stash, state))
+            case Fetch(stash, after):
+                self.queue.enqueue(None, partial(self._fetch, stash, after, state))
+            case AwaitRoom(stash):
+                self._wait_for(state.away[stash].gone)
+
+    def _offload(self, stash: Buffer, state: _Step) -> None:
+        self._copies.offload(state.away[stash], state.buffers.pop(stash))
+
+    def _fetch(self, stash: Buffer, after: Buffer | None, state: _Step) -> None:
+        place = None if after is None else state.away[after]
+        self._copies.fetch(state.away[stash], place, state.made)
+
+    def _await_stash(self, op: Op, state: _Step) -> None:
+        """Keep the stash that an op reads, if it has been away, as soon as it is back."""
+        stash = Buffer(BufferKind.STASH, op.microbatch, op.chunk)
+        if op.kind in (OpKind.B, OpKind.BW) and stash in state.away:
+            self._wait_for(state.away[stash].back)
+            state.buffers[stash] = state.away[stash].take()
+
+    def _wait_for(self, copied: Future[Stamp]) -> None:
+        deadline_s = time.monotonic() + self.transfer_timeout_s
+        wait_for(copied, deadline_s, self.queue.raise_error)
+
+    @property
+    def _copies(self) -> HostCopies:
+        if self.copies is None:
+            raise ValueError("the program offloads stashes, but nothing here copies them")
+        return self.copies
+
     def _reduce(self, index: int, buffer: Buffer | None, state: _Step) -> None:
         peer = None if buffer is None else state.buffers[buffer]
         combined = self._tied.combine(tuple(state.accumulators), index, peer)
@@ -275,6 +328,12 @@ class Executor:
         return self.tied
 
     def _run(self, op: Op, state: _Step) -> Any:
+        result = self._dispatch(op, state)
+        if state.away:
+            state.made = min(jax.tree.leaves(result), key=lambda leaf: leaf.nbytes, default=())
+        return result
+
+    def _dispatch(self, op: Op, state: _Step) -> Any:
         match op.kind:
             case OpKind.F:
                 return self._run_forward(op, state)

@@ -1,0 +1,169 @@
+"""Whether a plan is worth holding more than fits on the devices, with the rest in host memory."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from jaxmorph.control.profiler import Profile
+from jaxmorph.errors import UserError
+from jaxmorph.program.blocking import simulate_blocking
+from jaxmorph.program.instructions import RankProgram
+from jaxmorph.program.offload import count_offloads
+from jaxmorph.schedule.costs import Limits
+from jaxmorph.schedule.fit import fits
+from jaxmorph.schedule.memory import StageMemory
+from jaxmorph.schedule.offloading import Offloading
+from jaxmorph.schedule.planner import Plan
+from jaxmorph.step_programs import lower_step, offload_step
+
+PlanWithin = Callable[[Limits], Plan]
+
+_WORTH = 0.005  # a step that is shorter by less is not worth more copies
+_SPARES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A plan as it would run.
+
+    Attributes:
+        plan: The plan.
+        step_ms: How long its step takes, with the copies.
+        offloads: How many stashes it offloads in a step.
+    """
+
+    plan: Plan
+    step_ms: float
+    offloads: int
+
+
+def plan_with_offload(
+    plan_within: PlanWithin, device: Limits, profile: Profile, num_tied: int = 0
+) -> Plan:
+    """The plan with the shortest step, copies included, and of those as short the fewest copies.
+
+    Considered are the plan that fits, the one without caps, and some between, each with more or
+    fewer places on the devices kept free for stashes on their way.
+
+    Args:
+        plan_within: Plans within caps.
+        device: What the devices may hold.
+        profile: What ops, links and copies of stashes cost.
+        num_tied: How many tied parameters the first and the last stage hold copies of.
+
+    Returns:
+        The plan; one that fits offloads nothing.
+
+    Raises:
+        UserError: If no plan can be made to fit.
+    """
+    free = plan_within(Limits(live_until=device.live_until))
+    if _is_free(device) or fits(free.schedule, device):
+        return free
+    candidates = list(_within_devices(plan_within, device, profile, num_tied))
+    programs = lower_step(free.schedule, profile, free.routes, num_tied)
+    shortest_ms = _simulated_ms(programs, profile)  # no candidate can be expected to be shorter
+    if not candidates or shortest_ms < candidates[0].step_ms * (1 - _WORTH):
+        for limits in _wider(device, free):
+            wider = free if limits is None else plan_within(limits)
+            candidates += _offloaded(wider, device, profile, num_tied)
+    return _best(candidates).plan if candidates else _unfit(plan_within, free, device, programs)
+
+
+def _is_free(device: Limits) -> bool:
+    return device.max_live is None and device.max_stash_bytes is None
+
+
+def _within_devices(
+    plan_within: PlanWithin, device: Limits, profile: Profile, num_tied: int
+) -> Iterator[_Candidate]:
+    """The plan that fits as it is, if there is one: schedules of a fixed order may not."""
+    try:
+        made = plan_within(device)
+    except UserError:
+        return
+    programs = lower_step(made.schedule, profile, made.routes, num_tied)
+    yield _Candidate(made, _simulated_ms(programs, profile), 0)
+
+
+def _wider(device: Limits, free: Plan) -> Iterator[Limits | None]:
+    """Caps between what fits and what the plan without caps holds, and None for that one."""
+    schedule = free.schedule
+    memory = device.stage_memory(schedule.num_stages, schedule.num_microbatches)
+    excess = max(
+        math.ceil((of_stage.peak(order) / schedule.num_chunks - of_stage.room) / held)
+        for of_stage, order in zip(memory, schedule.orders, strict=True)
+        if (held := of_stage.forward_holds)
+    )
+    extra = 1
+    while extra < excess:
+        yield _widened(device, memory, extra)
+        extra *= 2
+    yield None
+
+
+def _widened(device: Limits, memory: tuple[StageMemory, ...], extra: int) -> Limits:
+    """Caps with room for some more microbatches on every stage."""
+    rooms = tuple(stage.room + extra * stage.forward_holds for stage in memory)
+    if device.max_stash_bytes is not None:
+        return replace(device, max_stash_bytes=rooms)
+    return replace(device, max_live=rooms)
+
+
+def _offloaded(made: Plan, device: Limits, profile: Profile, num_tied: int) -> Iterator[_Candidate]:
+    """A plan with its offloads, placed in several ways; nothing if it can't be made to fit."""
+    schedule = made.schedule
+    memory = device.stage_memory(schedule.num_stages, schedule.num_microbatches)
+    programs = lower_step(schedule, profile, made.routes, num_tied)
+    ahead = _ops_beside_a_copy(profile, schedule.num_chunks)
+    for spare in _SPARES:
+        for offloading in (Offloading(memory, spare, ahead), Offloading(memory, spare, 2 * ahead)):
+            try:
+                placed = offload_step(programs, offloading)
+            except UserError:
+                return
+            step_ms, offloads = _simulated_ms(placed, profile), count_offloads(placed)
+            plan = replace(
+                made,
+                predicted_step_s=step_ms / 1e3,
+                offloading=offloading if offloads else None,
+                reason=f"{made.reason}; {offloads} stashes of a step are kept in host memory",
+            )
+            yield _Candidate(plan if offloads else made, step_ms, offloads)
+
+
+def _ops_beside_a_copy(profile: Profile, num_chunks: int) -> int:
+    """How many ops pass while a stash comes back, rounded up, and one for luck."""
+    if profile.copies is None:
+        return 1
+    costs = profile.costs
+    per_stage = zip(
+        profile.copies.fetch_ms,
+        costs.forward_ms,
+        costs.backward_input_ms,
+        costs.backward_weight_ms,
+        strict=True,
+    )
+    ops = (3 * num_chunks * fetch_ms / max(sum(op_ms), 1e-3) for fetch_ms, *op_ms in per_stage)
+    return 1 + math.ceil(max(ops))
+
+
+def _simulated_ms(programs: tuple[RankProgram, ...], profile: Profile) -> float:
+    return simulate_blocking(programs, profile.costs, profile.links, profile.copies).makespan_ms
+
+
+def _best(candidates: list[_Candidate]) -> _Candidate:
+    """Of those about as short as the shortest, the one with the fewest copies."""
+    shortest_ms = min(candidate.step_ms for candidate in candidates)
+    near = [c for c in candidates if c.step_ms <= shortest_ms * (1 + _WORTH)]
+    return min(near, key=lambda candidate: (candidate.offloads, candidate.step_ms))
+
+
+def _unfit(
+    plan_within: PlanWithin, free: Plan, device: Limits, programs: tuple[RankProgram, ...]
+) -> Plan:
+    """Raises what keeps every plan from fitting."""
+    schedule = free.schedule
+    memory = device.stage_memory(schedule.num_stages, schedule.num_microbatches)
+    offload_step(programs, Offloading(memory))
+    return plan_within(device)
