@@ -26,6 +26,7 @@ from jaxmorph.runtime.report import (
     total_compilations,
 )
 from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.device_live import peak_on_device
 from jaxmorph.schedule.timeline import Timeline
 
 Message = dict[str, Any]
@@ -199,6 +200,7 @@ class Bookkeeper:
             "predicted_step_s": planned.makespan_ms / 1e3,
             "bubble_rate": measured.bubble_rate,
             "peak_live": measured.peak_live(self._config.schedule.live_until),
+            "peak_on_device": self._peak_on_device(measured),
             "compilations": total_compilations(reports),
             "planned_bubble_rate": planned.bubble_rate,
         }
@@ -208,6 +210,11 @@ class Bookkeeper:
         if self._is_sampled(step):
             self._tell_timelines(step, planned, measured)
             self._tell({"kind": "profile", "profile": self._profiler.profile().to_json()})
+
+    def _peak_on_device(self, measured: Timeline) -> tuple[int, ...] | None:
+        if not self._config.offload.enabled:
+            return None
+        return peak_on_device(measured, self._config.schedule.live_until)
 
     def _tell_link_events(self, step: int, reports: Sequence[Message], step_began_s: float) -> None:
         for rank, told in reported_events(reports):

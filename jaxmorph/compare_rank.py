@@ -19,6 +19,7 @@ from jaxmorph.config import Config, load_config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.data import ReadAhead
 from jaxmorph.declared_links import link_conditions
+from jaxmorph.device_budget import with_device_budget
 from jaxmorph.first_plan import settle_garbage, warm_up
 from jaxmorph.layer_choice import choose_layers, measured_on_rank_0
 from jaxmorph.open_stage import open_stage
@@ -65,6 +66,7 @@ def serve(
         open_stage(healthy, rendezvous, parts.model, settings, links) as trainer,
         ReadAhead(read) as inputs,
     ):
+        healthy = with_device_budget(healthy, rendezvous, trainer)
         links.emulate(())
         stash_bytes = agree_on_stash(rendezvous, trainer.stash_memory)
         profiler = warm_up(healthy, rendezvous, trainer, read(0), num_tied, stash_bytes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profiler
+from jaxmorph.offload_planning import with_sampled_copies
 from jaxmorph.open_stage import adopt_plan
 from jaxmorph.planning import PlanInForce, agree_on_plan, agree_on_stash, unmeasured_profile
 from jaxmorph.runtime.executor import StepInputs
@@ -87,6 +88,8 @@ def warm_up(
     profiler = Profiler(config.parallelism.stages, stash_bytes)
     unmeasured = unmeasured_profile(config, stash_bytes)
     in_force = agree_on_plan(config, rendezvous, unmeasured, num_tied)
+    if config.offload.enabled:
+        in_force = replace(in_force, programs=with_sampled_copies(in_force.programs))
     adopt_plan(rendezvous, trainer, in_force)
     for step in range(_WARM_UP_STEPS):
         began_s = time.monotonic()

@@ -1,14 +1,15 @@
 """Whether a plan is worth holding more than fits on the devices, with the rest in host memory."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import RankProgram
-from jaxmorph.program.offload import count_offloads
+from jaxmorph.program.offload import count_offloads, offload_these, waiting_longest
 from jaxmorph.schedule.costs import Limits
 from jaxmorph.schedule.fit import fits
 from jaxmorph.schedule.memory import StageMemory
@@ -19,7 +20,8 @@ from jaxmorph.step_programs import lower_step, offload_step
 PlanWithin = Callable[[Limits], Plan]
 
 _WORTH = 0.005  # a step that is shorter by less is not worth more copies
-_SPARES = (0, 1, 2, 3)
+_SPARES = (0, 1, 2, 4)
+_SAMPLES = 2  # stashes of a stage whose copies are timed
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,24 @@ def plan_with_offload(
     programs = lower_step(free.schedule, profile, free.routes, num_tied)
     shortest_ms = _simulated_ms(programs, profile)  # no candidate can be expected to be shorter
     if not candidates or shortest_ms < candidates[0].step_ms * (1 - _WORTH):
-        for limits in _wider(device, free):
-            wider = free if limits is None else plan_within(limits)
+        for wider in _wider(plan_within, device, free):
             candidates += _offloaded(wider, device, profile, num_tied)
     return _best(candidates).plan if candidates else _unfit(plan_within, free, device, programs)
+
+
+def with_sampled_copies(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
+    """The same programs, in which every rank moves some stashes, so that copies are timed.
+
+    Args:
+        programs: One per rank; those with offloads stay as they are.
+    """
+    return tuple(
+        program if count_offloads([program]) else _with_samples(program) for program in programs
+    )
+
+
+def _with_samples(program: RankProgram) -> RankProgram:
+    return offload_these(program, waiting_longest(program, _SAMPLES))
 
 
 def _is_free(device: Limits) -> bool:
@@ -86,8 +102,8 @@ def _within_devices(
     yield _Candidate(made, _simulated_ms(programs, profile), 0)
 
 
-def _wider(device: Limits, free: Plan) -> Iterator[Limits | None]:
-    """Caps between what fits and what the plan without caps holds, and None for that one."""
+def _wider(plan_within: PlanWithin, device: Limits, free: Plan) -> Iterator[Plan]:
+    """Plans that hold more and more than fits, up to the one without caps."""
     schedule = free.schedule
     memory = device.stage_memory(schedule.num_stages, schedule.num_microbatches)
     excess = max(
@@ -97,9 +113,12 @@ def _wider(device: Limits, free: Plan) -> Iterator[Limits | None]:
     )
     extra = 1
     while extra < excess:
-        yield _widened(device, memory, extra)
+        try:
+            yield plan_within(_widened(device, memory, extra))
+        except UserError:  # a schedule of a fixed order holds what it holds
+            break
         extra *= 2
-    yield None
+    yield free
 
 
 def _widened(device: Limits, memory: tuple[StageMemory, ...], extra: int) -> Limits:
@@ -115,21 +134,21 @@ def _offloaded(made: Plan, device: Limits, profile: Profile, num_tied: int) -> I
     schedule = made.schedule
     memory = device.stage_memory(schedule.num_stages, schedule.num_microbatches)
     programs = lower_step(schedule, profile, made.routes, num_tied)
-    ahead = _ops_beside_a_copy(profile, schedule.num_chunks)
-    for spare in _SPARES:
-        for offloading in (Offloading(memory, spare, ahead), Offloading(memory, spare, 2 * ahead)):
-            try:
-                placed = offload_step(programs, offloading)
-            except UserError:
-                return
-            step_ms, offloads = _simulated_ms(placed, profile), count_offloads(placed)
-            plan = replace(
-                made,
-                predicted_step_s=step_ms / 1e3,
-                offloading=offloading if offloads else None,
-                reason=f"{made.reason}; {offloads} stashes of a step are kept in host memory",
-            )
-            yield _Candidate(plan if offloads else made, step_ms, offloads)
+    beside = _ops_beside_a_copy(profile, schedule.num_chunks)
+    for choice in product(_SPARES, (beside, 2 * beside), (False, True)):
+        offloading = Offloading(memory, *choice)
+        try:
+            placed = offload_step(programs, offloading)
+        except UserError:
+            return
+        step_ms, offloads = _simulated_ms(placed, profile), count_offloads(placed)
+        plan = replace(
+            made,
+            predicted_step_s=step_ms / 1e3,
+            offloading=offloading,
+            reason=f"{made.reason}; {offloads} stashes of a step go to host memory and back",
+        )
+        yield _Candidate(plan, step_ms, offloads)
 
 
 def _ops_beside_a_copy(profile: Profile, num_chunks: int) -> int:

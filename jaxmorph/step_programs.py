@@ -58,8 +58,13 @@ def offload_step(
     Raises:
         UserError: If they can't be made to fit.
     """
+    how = {
+        "spare": offloading.spare,
+        "ahead": offloading.ahead,
+        "early": offloading.early,
+    }
     return tuple(
-        offload(program, memory, spare=offloading.spare, ahead=offloading.ahead)
+        offload(program, memory, **how)
         for program, memory in zip(programs, offloading.memory, strict=True)
     )
 

@@ -26,7 +26,12 @@ from jaxmorph.schedule.ops import Op, OpKind
 
 
 def offload(
-    program: RankProgram, memory: StageMemory, *, spare: int = 0, ahead: int = 1
+    program: RankProgram,
+    memory: StageMemory,
+    *,
+    spare: int = 0,
+    ahead: int = 1,
+    early: bool = False,
 ) -> RankProgram:
     """The same program, never with more on the device than fits, by the fewest offloads.
 
@@ -41,6 +46,8 @@ def offload(
         spare: Places that are kept free for stashes on their way, so that others wait less, for
             more offloads.
         ahead: How many ops before its B a stash begins to come back, at most.
+        early: Whether, of as many stashes that do as well, those go that were made first: then
+            places are free earlier, and stashes needed back earlier.
 
     Returns:
         The program; the same one if all fits as it is.
@@ -53,6 +60,8 @@ def offload(
     if memory.peak(ops) <= memory.room:
         return program
     chosen = _farthest(program, ops, memory, spare)
+    if early:
+        chosen = _made_first(ops, chosen, memory, spare)
     return _with_copies(program, ops, chosen, memory, ahead)
 
 
@@ -73,6 +82,17 @@ def offload_these(
 def count_offloads(programs: Collection[RankProgram]) -> int:
     """How many stashes some programs offload, all together."""
     return sum(isinstance(step, Offload) for program in programs for step in program.instructions)
+
+
+def waiting_longest(program: RankProgram, count: int) -> tuple[Buffer, ...]:
+    """The stashes of a rank that wait for their B for most ops.
+
+    Args:
+        program: The rank's.
+        count: How many.
+    """
+    lives = _lives(tuple(program.ops()))
+    return tuple(sorted(lives, key=lambda stash: lives[stash].made - lives[stash].used)[:count])
 
 
 class _Life(NamedTuple):
@@ -118,6 +138,33 @@ def _farthest(
         if op.kind is OpKind.F:
             present[stash] = lives[stash].used
     return chosen
+
+
+def _made_first(
+    ops: Sequence[Op], chosen: Collection[Buffer], memory: StageMemory, spare: int
+) -> set[Buffer]:
+    """As many stashes, each replaced by the first made that leaves room at every op."""
+    lives, held = _lives(ops), _held_at(ops, chosen, memory)
+    room = memory.room - (1 + spare) * memory.forward_holds
+    replaced = set(chosen)
+    for stash in sorted(chosen, key=lambda one: lives[one].made):
+        life = lives[stash]
+        full = (at for at in range(life.used - 1, life.made, -1) if held[at] > room)
+        since = next(full, life.made) + 1  # it can stay from then on
+        first = next(
+            other
+            for other, of_other in lives.items()
+            if other == stash or (other not in replaced and since <= of_other.used < life.used)
+        )
+        replaced ^= {stash, first} if first != stash else set()
+        held.subtract(_between(lives[first], memory))
+        held.update(_between(life, memory))
+    return replaced
+
+
+def _between(life: _Life, memory: StageMemory) -> Counter[int]:
+    """What a stash holds at each op between its own two."""
+    return Counter(dict.fromkeys(range(life.made + 1, life.used), memory.forward_holds))
 
 
 def _held_besides(ops: Sequence[Op], memory: StageMemory) -> Iterator[int]:
@@ -195,5 +242,5 @@ def _held_at(ops: Sequence[Op], chosen: Collection[Buffer], memory: StageMemory)
     held = Counter(dict(enumerate(_held_besides(ops, memory))))
     for stash, life in _lives(ops).items():
         if stash not in chosen:
-            held.update(dict.fromkeys(range(life.made + 1, life.used), memory.forward_holds))
+            held.update(_between(life, memory))
     return held

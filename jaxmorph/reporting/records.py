@@ -63,11 +63,13 @@ class StepRecord:
         routes: each link's route, such as `{"0-1": "direct"}`.
         predicted_step_s: the plan's step time; None while there is no measured plan.
         bubble_rate: measured idle share of the devices' time; None where it was not measured.
-        peak_live: most microbatches held at once, for each stage.
+        peak_live: most microbatches held at once, for each stage, on its device or in host memory.
         compilations: programs compiled by all ranks together so far.
         planned_bubble_rate: the plan's idle share; for the terminal only.
         held_out_loss: mean loss of a token of held-out text, with the parameters that the step's
             update made; None, and no field of the line, after steps that were not evaluated.
+        peak_on_device: most of them on the device at once, for each stage; None, and no field of
+            the line, where stashes may not be offloaded.
     """
 
     step: int
@@ -84,6 +86,9 @@ class StepRecord:
     compilations: int
     planned_bubble_rate: float | None = field(default=None, metadata={"shown_only": True})
     held_out_loss: float | None = field(default=None, metadata={"left_out_if_none": True})
+    peak_on_device: tuple[int, ...] | None = field(
+        default=None, metadata={"left_out_if_none": True}
+    )
 
     def metrics(self) -> dict[str, Any]:
         """The fields of a line of `metrics.jsonl`."""

@@ -134,7 +134,6 @@ class _Step:
     losses: list[jax.Array] = field(default_factory=list)
     arrivals: list[Stamp] = field(default_factory=list)
     away: dict[Buffer, AwayStash] = field(default_factory=dict)
-    made: Any = ()  # ready when the last op so far has run
 
     def is_first(self, op: Op) -> bool:
         return self.program.pipeline.before(Place(self.program.rank, op.chunk)) is None
@@ -281,18 +280,18 @@ class Executor:
         match copy:
             case Offload(stash):
                 state.away[stash] = AwayStash(stash)
-                self.queue.enqueue(None, partial(self._offload, stash, state))
+                self.queue.enqueue_after(partial(self._offload, stash, state))
             case Fetch(stash, after):
-                self.queue.enqueue(None, partial(self._fetch, stash, after, state))
+                self.queue.enqueue_after(partial(self._fetch, stash, after, state))
             case AwaitRoom(stash):
                 self._wait_for(state.away[stash].gone)
 
-    def _offload(self, stash: Buffer, state: _Step) -> None:
-        self._copies.offload(state.away[stash], state.buffers.pop(stash))
+    def _offload(self, stash: Buffer, state: _Step, made_s: float) -> None:
+        self._copies.offload(state.away[stash], state.buffers.pop(stash), made_s)
 
-    def _fetch(self, stash: Buffer, after: Buffer | None, state: _Step) -> None:
+    def _fetch(self, stash: Buffer, after: Buffer | None, state: _Step, free_s: float) -> None:
         place = None if after is None else state.away[after]
-        self._copies.fetch(state.away[stash], place, state.made)
+        self._copies.fetch(state.away[stash], place, free_s)
 
     def _await_stash(self, op: Op, state: _Step) -> None:
         """Keep the stash that an op reads, if it has been away, as soon as it is back."""
@@ -328,12 +327,6 @@ class Executor:
         return self.tied
 
     def _run(self, op: Op, state: _Step) -> Any:
-        result = self._dispatch(op, state)
-        if state.away:
-            state.made = min(jax.tree.leaves(result), key=lambda leaf: leaf.nbytes, default=())
-        return result
-
-    def _dispatch(self, op: Op, state: _Step) -> Any:
         match op.kind:
             case OpKind.F:
                 return self._run_forward(op, state)

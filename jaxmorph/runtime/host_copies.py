@@ -49,6 +49,11 @@ class AwayStash:
     arrays: Tree = None
     shardings: Tree = None
 
+    @property
+    def host_shardings(self) -> Tree:
+        """How it lies in host memory: as on the device."""
+        return jax.tree.map(lambda sharding: sharding.with_memory_kind(_HOST), self.shardings)
+
     def take(self) -> Tree:
         """The stash, once it is back, for whoever asks first."""
         arrays, self.arrays = self.arrays, None
@@ -76,44 +81,37 @@ class HostCopies:
         self._out = _Engine("offload", bytes_per_s)
         self._in = _Engine("fetch", bytes_per_s)
 
-    def offload(self, away: AwayStash, arrays: Tree) -> None:
-        """Begin to copy a stash to host memory, once it is made.
+    def offload(self, away: AwayStash, arrays: Tree, made_s: float) -> None:
+        """Begin to copy a stash to host memory.
 
         Args:
             away: Its way.
             arrays: The stash, on the device; deleted once the host has it.
+            made_s: Since when it is there, on the monotonic clock.
         """
-        away.shardings = jax.tree.map(lambda leaf: leaf.sharding, arrays)
         away.arrays = arrays
-        self._out.submit(away.gone, lambda came_s: self._to_host(away, came_s))
+        away.shardings = jax.tree.map(lambda leaf: leaf.sharding, arrays)
+        self._out.submit(away.gone, lambda: self._out.copy(away, away.host_shardings, made_s))
 
-    def fetch(self, away: AwayStash, after: AwayStash | None, made: Any) -> None:
+    def fetch(self, away: AwayStash, after: AwayStash | None, free_s: float) -> None:
         """Begin to copy a stash back, once there is room.
 
         Args:
             away: Its way.
             after: The stash whose place it takes; None: there is room already.
-            made: Arrays that are ready when all that the queue ran before is over.
+            free_s: Since when all is over that the queue ran before, on the monotonic clock.
         """
         before = (away,) if after is None else (away, after)
-        self._in.submit(away.back, lambda came_s: self._to_device(away, before, made, came_s))
+        self._in.submit(away.back, lambda: self._to_device(away, before, free_s))
 
     def close(self) -> None:
         """Stop the engines, after what they have begun."""
         self._out.close()
         self._in.close()
 
-    def _to_host(self, away: AwayStash, came_s: float) -> Stamp:
-        jax.block_until_ready(away.arrays)
-        host = jax.tree.map(lambda sharding: sharding.with_memory_kind(_HOST), away.shardings)
-        return self._out.copy(away, host, came_s)
-
-    def _to_device(
-        self, away: AwayStash, before: tuple[AwayStash, ...], made: Any, came_s: float
-    ) -> Stamp:
+    def _to_device(self, away: AwayStash, before: tuple[AwayStash, ...], free_s: float) -> Stamp:
         gone_s = [stash.gone.result().end_s for stash in before]
-        jax.block_until_ready(made)
-        return self._in.copy(away, away.shardings, max(came_s, *gone_s))
+        return self._in.copy(away, away.shardings, max(free_s, *gone_s))
 
 
 class _Engine:
@@ -125,13 +123,12 @@ class _Engine:
         self._free_s = 0.0
         self._thread = ThreadPoolExecutor(1, f"jaxmorph-{kind}")
 
-    def submit(self, over: Future[Stamp], work: Callable[[float], Stamp]) -> None:
-        self._thread.submit(_fulfil, over, work, time.monotonic())
+    def submit(self, over: Future[Stamp], work: Callable[[], Stamp]) -> None:
+        self._thread.submit(_fulfil, over, work)
 
     def copy(self, away: AwayStash, shardings: Tree, ready_s: float) -> Stamp:
         """Copy a stash; on a paced accelerator no faster than that would."""
-        paced = self._bytes_per_s is not None
-        start_s = max(self._free_s, ready_s if paced else time.monotonic())
+        start_s = max(self._free_s, ready_s)
         leaves = jax.tree.leaves(away.arrays)
         moved = jax.block_until_ready(jax.device_put(away.take(), shardings))
         end_s = time.monotonic()
@@ -148,11 +145,11 @@ class _Engine:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _fulfil(over: Future[Stamp], work: Callable[[float], Stamp], came_s: float) -> None:
+def _fulfil(over: Future[Stamp], work: Callable[[], Stamp]) -> None:
     if not over.set_running_or_notify_cancel():
         return
     try:
-        over.set_result(work(came_s))
+        over.set_result(work())
     except BaseException as error:  # raised again where the copy is waited for
         over.set_exception(error)
 

@@ -15,11 +15,13 @@ class Offloading:
         memory: What a microbatch holds on each stage, and what its device has room for.
         spare: Places on the device that are kept free for stashes on their way.
         ahead: How many ops before the one that reads it a stash begins to come back, at most.
+        early: Whether, of as many stashes that do as well, those go that were made first.
     """
 
     memory: tuple[StageMemory, ...]
     spare: int = 0
     ahead: int = 1
+    early: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The same as a JSON object."""
@@ -29,4 +31,4 @@ class Offloading:
     def from_json(cls, data: Mapping[str, Any]) -> "Offloading":
         """The one that ``to_json`` described."""
         memory = tuple(StageMemory(*stage) for stage in data["memory"])
-        return cls(memory, data["spare"], data["ahead"])
+        return cls(memory, data["spare"], data["ahead"], data["early"])
