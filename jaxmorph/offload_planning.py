@@ -67,7 +67,8 @@ def plan_with_offload(
     shortest_ms = _simulated_ms(programs, profile)  # no candidate can be expected to be shorter
     if not candidates or shortest_ms < candidates[0].step_ms * (1 - _WORTH):
         for wider in _wider(plan_within, device, free):
-            candidates += _offloaded(wider, device, profile, num_tied)
+            most_ms = min((one.step_ms for one in candidates), default=math.inf)
+            candidates += _offloaded(wider, device, profile, num_tied, most_ms)
     return _best(candidates).plan if candidates else _unfit(plan_within, free, device, programs)
 
 
@@ -129,26 +130,47 @@ def _widened(device: Limits, memory: tuple[StageMemory, ...], extra: int) -> Lim
     return replace(device, max_live=rooms)
 
 
-def _offloaded(made: Plan, device: Limits, profile: Profile, num_tied: int) -> Iterator[_Candidate]:
-    """A plan with its offloads, placed in several ways; nothing if it can't be made to fit."""
+def _offloaded(
+    made: Plan, device: Limits, profile: Profile, num_tied: int, most_ms: float
+) -> Iterator[_Candidate]:
+    """A plan with its offloads, placed in several ways; nothing if it can't be made to fit.
+
+    Nor if it would hardly be shorter than others that hold less, however little its copies took.
+    More places are kept free for those only while they make the step longer.
+    """
     schedule = made.schedule
     memory = device.stage_memory(schedule.num_stages, schedule.num_microbatches)
     programs = lower_step(schedule, profile, made.routes, num_tied)
+    shortest_ms = _simulated_ms(programs, profile)
     beside = _ops_beside_a_copy(profile, schedule.num_chunks)
-    for choice in product(_SPARES, (beside, 2 * beside), (False, True)):
-        offloading = Offloading(memory, *choice)
+    near_ms = shortest_ms * (1 + _WORTH)
+    if near_ms >= most_ms:
+        return
+    for spare in _SPARES:
+        choices = product((beside, 2 * beside), (False, True))
+        ways = (Offloading(memory, spare, *choice) for choice in choices)
         try:
-            placed = offload_step(programs, offloading)
+            placed = [_placed(made, way, programs, profile) for way in ways]
         except UserError:
             return
-        step_ms, offloads = _simulated_ms(placed, profile), count_offloads(placed)
-        plan = replace(
-            made,
-            predicted_step_s=step_ms / 1e3,
-            offloading=offloading,
-            reason=f"{made.reason}; {offloads} stashes of a step go to host memory and back",
-        )
-        yield _Candidate(plan, step_ms, offloads)
+        yield from placed
+        if min(candidate.step_ms for candidate in placed) <= near_ms:
+            return
+
+
+def _placed(
+    made: Plan, way: Offloading, programs: tuple[RankProgram, ...], profile: Profile
+) -> _Candidate:
+    """A plan whose programs offload in one way.
+
+    Raises:
+        UserError: If they can't be made to fit.
+    """
+    moving = offload_step(programs, way)
+    step_ms, offloads = _simulated_ms(moving, profile), count_offloads(moving)
+    reason = f"{made.reason}; {offloads} stashes of a step go to host memory and back"
+    plan = replace(made, predicted_step_s=step_ms / 1e3, offloading=way, reason=reason)
+    return _Candidate(plan, step_ms, offloads)
 
 
 def _ops_beside_a_copy(profile: Profile, num_chunks: int) -> int:
