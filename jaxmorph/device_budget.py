@@ -1,6 +1,6 @@
 """What stashes may take of the devices' memory, where the configuration names no cap."""
 
-import jax
+from typing import Any
 
 from jaxmorph.config import Config
 from jaxmorph.runtime.rendezvous import Rendezvous
@@ -36,7 +36,7 @@ def with_device_budget(config: Config, rendezvous: Rendezvous, trainer: StageTra
     )
 
 
-def free_bytes(device: jax.Device) -> int | None:
+def free_bytes(device: Any) -> int | None:
     """What is free of a device's memory, or None where it doesn't tell."""
     statistics = device.memory_stats()
     if not statistics or "bytes_limit" not in statistics:

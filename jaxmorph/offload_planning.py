@@ -108,9 +108,11 @@ def _wider(plan_within: PlanWithin, device: Limits, free: Plan) -> Iterator[Plan
     schedule = free.schedule
     memory = device.stage_memory(schedule.num_stages, schedule.num_microbatches)
     excess = max(
-        math.ceil((of_stage.peak(order) / schedule.num_chunks - of_stage.room) / held)
+        math.ceil(
+            (of_stage.peak(order) / schedule.num_chunks - of_stage.room)
+            / max(1, of_stage.forward_holds)
+        )
         for of_stage, order in zip(memory, schedule.orders, strict=True)
-        if (held := of_stage.forward_holds)
     )
     extra = 1
     while extra < excess:

@@ -295,6 +295,8 @@ class Executor:
 
     def _await_stash(self, op: Op, state: _Step) -> None:
         """Keep the stash that an op reads, if it has been away, as soon as it is back."""
+        if not state.away:
+            return
         stash = Buffer(BufferKind.STASH, op.microbatch, op.chunk)
         if op.kind in (OpKind.B, OpKind.BW) and stash in state.away:
             self._wait_for(state.away[stash].back)

@@ -151,6 +151,11 @@ def finished(training):
     return training
 
 
+def in_ms(time_us):
+    """To the nanosecond, as it was written: what ended when another began does so again."""
+    return round(time_us / 1e3, 6)
+
+
 def timeline_of(training, step):
     """The measured step of a Chrome trace."""
     text = (training.out / "trace" / f"step_{step}.json").read_text()
@@ -163,21 +168,21 @@ def timeline_of(training, step):
     transfers = tuple(
         TransferSpan(
             next(n for n, s in reversed(list(enumerate(stages))) if s < e["tid"]),
-            e["name"], e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3,
+            e["name"], in_ms(e["ts"]), in_ms(e["ts"] + e["dur"]),
             e["args"]["holds_queue"],
         )
         for e in measured if e["cat"] == "transfer"
     )  # fmt: skip
     return Timeline(
         tuple(tuple(Op.parse(name) for _, _, name in row) for row in rows),
-        tuple(np.array([at for at, _, _ in row]) / 1e3 for row in rows),
-        tuple(np.array([at + took for at, took, _ in row]) / 1e3 for row in rows),
+        tuple(np.array([in_ms(at) for at, _, _ in row]) for row in rows),
+        tuple(np.array([in_ms(at + took) for at, took, _ in row]) for row in rows),
         transfers,
         tuple(
             CopySpan(
                 next(n for n, s in reversed(list(enumerate(stages))) if s < e["tid"]),
                 e["name"].split()[0], e["args"]["microbatch"], e["args"]["chunk"],
-                e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3,
+                in_ms(e["ts"]), in_ms(e["ts"] + e["dur"]),
             )
             for e in measured if e["cat"] == "copy"
         ),
