@@ -1,6 +1,7 @@
 """Holding more than fits, at the paper's scale, on paper: when it is worth it and what it costs."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -73,6 +74,19 @@ def test_adapted_to_60_ms_a_budget_of_2s_minus_1_costs_at_most_3_percent(costs, 
     assert f"{moved} stashes of a step go to host memory and back" in made.reason
     assert made.predicted_step_s == pytest.approx(step.makespan_ms / 1e3)
     assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+def test_of_plans_as_short_the_one_that_moves_least_is_taken():
+    known = profile(SEVEN_B, Link(0, 1))
+    made = plan_step(config(SEVEN_B, offload=True, max_live=7), known)
+    step, moved = simulated(made, known)
+    assert moved == sum(max(0, live - 7) for live in step.peak_live())
+    rooms = made.offloading
+    assert rooms is not None
+    others = [replace(made, offloading=replace(rooms, spare=spare)) for spare in (1, 2)]
+    quicker = [simulated(other, known) for other in others]
+    assert all(more > moved for _, more in quicker)
+    assert min(other.makespan_ms for other, _ in quicker) > 0.995 * step.makespan_ms
 
 
 def test_a_plan_that_fits_moves_nothing():

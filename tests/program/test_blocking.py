@@ -10,7 +10,7 @@ from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import ProgramError
 from jaxmorph.program.instructions import Payload, RankProgram, Receive, Route, Run, Send, Transfer
 from jaxmorph.program.lowering import lower
-from jaxmorph.program.offload import offload
+from jaxmorph.program.offload import offload, offload_these, waiting_longest
 from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.copy_costs import CopyCosts
 from jaxmorph.schedule.costs import NO_LATENCY, Limits, Link, LinkState, StageCosts, chain_links
@@ -234,3 +234,15 @@ def test_copies_of_one_direction_share_its_bandwidth_and_a_fetch_waits_for_a_pla
     assert spans["offload 2"] == (60.0, 90.0)  # F2 waited for the place until 50
     assert spans["fetch 1"] == (spans["offload 4"][1], spans["offload 4"][1] + 1.0)
     assert ends["B1"] == spans["fetch 1"][1] + 10.0
+
+
+def test_copies_of_one_direction_follow_one_another():
+    schedule = Schedule.from_rows("hand", ["F0 F1 F2 BW0 BW1 BW2"])
+    costs = StageCosts.uniform(1, 10, 5, 5)
+    (program,) = lower(schedule, simulate(schedule, costs))
+    placed = offload_these(program, waiting_longest(program, 3), ahead=1)
+    timeline = simulate_blocking([placed], costs, copies=CopyCosts((15.0,), (20.0,)))
+    spans = [(span.start_ms, span.end_ms) for span in sorted(timeline.copies)]
+    assert spans[:3] == [(25.0, 45.0), (45.0, 65.0), (65.0, 85.0)]  # back
+    assert spans[3:] == [(10.0, 25.0), (25.0, 40.0), (40.0, 55.0)]  # out
+    assert picture(timeline) == ["F0:0-10 F1:10-20 F2:20-30 BW0:45-55 BW1:65-75 BW2:85-95"]
