@@ -2,9 +2,9 @@
 
 The executor decides nothing: order, buffers and routes are the program's. Where a route holds no
 queue, the host waits instead, before it enqueues what comes after: for a slot to send from, or for
-a message; so it does for copies of stashes (`host_copies`), which run beside the queue. Items run
-one after another on the queue, and the host keeps a message before anything that reads it is
-enqueued, so the buffers need no lock.
+a message. Copies of stashes run beside the queue (`host_copies`), and only what needs one waits.
+Items run one after another on the queue, and the host keeps a message before anything that reads it
+is enqueued, so the buffers need no lock.
 """
 
 import time
@@ -276,7 +276,7 @@ class Executor:
         return moved
 
     def _enqueue_copy(self, copy: Offload | Fetch | AwaitRoom, state: _Step) -> None:
-        """Have the queue begin a copy when it comes to it, or wait on the host for one's end."""
+        """Have the queue begin a copy when it comes to it, or wait for the end of one."""
         match copy:
             case Offload(stash):
                 state.away[stash] = AwayStash(stash)
@@ -284,7 +284,7 @@ class Executor:
             case Fetch(stash, after):
                 self.queue.enqueue_after(partial(self._fetch, stash, after, state))
             case AwaitRoom(stash):
-                self._wait_for(state.away[stash].gone)
+                self.queue.enqueue_wait(partial(self._over_s, state.away[stash].gone))
 
     def _offload(self, stash: Buffer, state: _Step, made_s: float) -> None:
         self._copies.offload(state.away[stash], state.buffers.pop(stash), made_s)
@@ -294,17 +294,22 @@ class Executor:
         self._copies.fetch(state.away[stash], place, free_s)
 
     def _await_stash(self, op: Op, state: _Step) -> None:
-        """Keep the stash that an op reads, if it has been away, as soon as it is back."""
-        if not state.away:
+        """Let an op wait for the stash that it reads, if that has been away."""
+        if not state.away or op.kind not in (OpKind.B, OpKind.BW):
             return
-        stash = Buffer(BufferKind.STASH, op.microbatch, op.chunk)
-        if op.kind in (OpKind.B, OpKind.BW) and stash in state.away:
-            self._wait_for(state.away[stash].back)
-            state.buffers[stash] = state.away[stash].take()
+        away = state.away.get(Buffer(BufferKind.STASH, op.microbatch, op.chunk))
+        if away is not None:
+            self.queue.enqueue_wait(partial(self._keep_stash, away, state))
 
-    def _wait_for(self, copied: Future[Stamp]) -> None:
+    def _keep_stash(self, away: AwayStash, state: _Step) -> float:
+        back_s = self._over_s(away.back)
+        state.buffers[away.stash] = away.take()
+        return back_s
+
+    def _over_s(self, copied: Future[Stamp]) -> float:
+        """When a copy was over, once it is."""
         deadline_s = time.monotonic() + self.transfer_timeout_s
-        wait_for(copied, deadline_s, self.queue.raise_error)
+        return wait_for(copied, deadline_s, self.queue.raise_error).end_s
 
     @property
     def _copies(self) -> HostCopies:

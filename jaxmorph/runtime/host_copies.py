@@ -154,21 +154,23 @@ def _fulfil(over: Future[Stamp], work: Callable[[], Stamp]) -> None:
         over.set_exception(error)
 
 
-def wait_for(over: Future[Stamp], deadline_s: float, check: Callable[[], None]) -> None:
-    """Wait on the host until a copy is over.
+def wait_for(over: Future[Stamp], deadline_s: float, check: Callable[[], None]) -> Stamp:
+    """Wait until a copy is over.
 
     Args:
         over: Done when it is.
         deadline_s: Until when, on the monotonic clock.
         check: Raises what has gone wrong on the queue, that the copy may depend on.
 
+    Returns:
+        When it ran.
+
     Raises:
         TimeoutError: If it is not over by then.
     """
     while True:
         try:
-            over.result(timeout=_LOOK_S)
-            return
+            return over.result(timeout=_LOOK_S)
         except TimeoutError:
             check()
             if time.monotonic() > deadline_s:

@@ -64,6 +64,14 @@ class DeviceQueue(Protocol):
         """
         ...
 
+    def enqueue_wait(self, wait: Callable[[], float]) -> None:
+        """Have nothing that is added later start before something ends that runs beside the queue.
+
+        Args:
+            wait: Waits until it is over, and says when that was.
+        """
+        ...
+
     def raise_error(self) -> None:
         """Raise what has gone wrong on the queue, if anything has; waits for nothing."""
         ...
@@ -185,6 +193,10 @@ class AsynchronousQueue:
         """Have the watcher do it, once it has seen all before."""
         self._watcher.put(_Item(None, work, 0.0))
 
+    def enqueue_wait(self, wait: Callable[[], float]) -> None:
+        """Wait now, before anything else is dispatched."""
+        wait()
+
     def _watch(self, item: _Item) -> None:
         stamps = self._stamps  # those of this life of the queue
         if item.label is None:
@@ -244,6 +256,13 @@ class PacedQueue:
     def enqueue_after(self, work: Callable[[float], None]) -> None:
         """Have the worker do it, between two items."""
         self.enqueue(None, lambda: work(self._previous_end_s))
+
+    def enqueue_wait(self, wait: Callable[[], float]) -> None:
+        """Have the worker wait, and what follows start at the end it is told, if that is later."""
+        self.enqueue(None, lambda: self._not_before(wait()))
+
+    def _not_before(self, time_s: float) -> None:
+        self._previous_end_s = max(self._previous_end_s, time_s)
 
     def _run(self, item: _Item) -> None:
         stamps = self._stamps  # those of this life of the queue
