@@ -8,6 +8,7 @@ import pytest
 
 from jaxmorph.config import Config
 from jaxmorph.device_budget import with_device_budget
+from jaxmorph.errors import UserError
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_trainer import StageTrainer
 
@@ -17,6 +18,7 @@ class Meeting:
     """Rank 0 of two; the other has told its part before."""
 
     other: dict[str, Any]
+    rank: int = 0
     told: list[dict[str, Any]] = field(default_factory=list)
 
     def exchange(self, message):
@@ -29,13 +31,17 @@ class Device:
     """One that tells, or doesn't."""
 
     statistics: tuple[tuple[str, int], ...] | None
+    memories: tuple[str, ...] = ("device", "pinned_host")
+
+    def addressable_memories(self):
+        return [SimpleNamespace(kind=kind) for kind in self.memories]
 
     def memory_stats(self):
         return self.statistics and dict(self.statistics)
 
 
-def trainer_on(statistics) -> StageTrainer:
-    device = Device(statistics and tuple(statistics.items()))
+def trainer_on(statistics, *memories) -> StageTrainer:
+    device = Device(statistics and tuple(statistics.items()), memories or Device.memories)
     executor = SimpleNamespace(placement=SimpleNamespace(device_set={device}))
     return cast(StageTrainer, SimpleNamespace(executor=executor))
 
@@ -70,3 +76,11 @@ def test_where_a_device_does_not_tell_there_is_no_cap(silent):
 def test_nobody_asks_where_there_is_a_cap_or_nothing_may_be_offloaded(sections):
     asked = config(**sections)
     assert budget(asked, TELLS) == (asked.schedule.max_stash_bytes, [])
+
+
+def test_a_device_without_host_memory_is_refused():
+    meeting = cast(Rendezvous, Meeting({}))
+    says = r"^offload.enabled: got true, .* device of rank 0 has the memories device, and no pinned"
+    with pytest.raises(UserError, match=says):
+        with_device_budget(config(**ENABLED), meeting, trainer_on(TELLS, "device"))
+    with_device_budget(config(), meeting, trainer_on(TELLS, "device"))

@@ -19,7 +19,7 @@ from jaxmorph.runtime.queue import Stamp, sleep_until
 Tree = Any
 Kind = Literal["offload", "fetch"]
 
-_HOST = "pinned_host"
+HOST_MEMORY = "pinned_host"  # as JAX calls it
 _LOOK_S = 0.1  # how often a wait looks whether the queue, which it waits for, has failed
 
 
@@ -52,7 +52,7 @@ class AwayStash:
     @property
     def host_shardings(self) -> Tree:
         """How it lies in host memory: as on the device."""
-        return jax.tree.map(lambda sharding: sharding.with_memory_kind(_HOST), self.shardings)
+        return jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST_MEMORY), self.shardings)
 
     def take(self) -> Tree:
         """The stash, once it is back, for whoever asks first."""
