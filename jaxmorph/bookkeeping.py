@@ -32,6 +32,8 @@ from jaxmorph.runtime.report import (
     total_compilations,
 )
 from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.device_live import peak_on_device
+from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.traced_steps import TracedSteps
 
 Message = dict[str, Any]
@@ -222,6 +224,7 @@ class Bookkeeper:
             "predicted_step_s": planned.makespan_ms / 1e3,
             "bubble_rate": measured.bubble_rate,
             "peak_live": measured.peak_live(self._config.schedule.live_until),
+            "peak_on_device": self._peak_on_device(measured),
             "compilations": total_compilations(reports),
             "planned_bubble_rate": planned.bubble_rate,
             "link_states": {} if self._loop is None else self._loop.link_states(),
@@ -235,6 +238,11 @@ class Bookkeeper:
         self._traced.note(step, planned, measured)
         if self._traced.is_sampled(step):
             self._tell({"kind": "profile", "profile": self._profiler.profile().to_json()})
+
+    def _peak_on_device(self, measured: Timeline) -> tuple[int, ...] | None:
+        if not self._config.offload.enabled:
+            return None
+        return peak_on_device(measured, self._config.schedule.live_until)
 
     def _expected_profile(self) -> Profile:
         """What a step should be made of, by all that has been measured before it."""

@@ -24,6 +24,7 @@ from jaxmorph.config import Config, load_config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.data import ReadAhead
 from jaxmorph.declared_links import link_conditions
+from jaxmorph.device_budget import with_device_budget
 from jaxmorph.first_plan import FirstPlan, plan_by_timings, settle_garbage
 from jaxmorph.layer_choice import choose_layers, measured_on_rank_0
 from jaxmorph.open_stage import open_stage
@@ -69,6 +70,7 @@ def serve(
         open_stage(healthy, rendezvous, parts.model, settings, links) as trainer,
         ReadAhead(read) as inputs,
     ):
+        healthy = with_device_budget(healthy, rendezvous, trainer)
         links.emulate(())
         first = plan_by_timings(healthy, rendezvous, trainer, read(0), num_tied, lambda plan: plan)
         settle_garbage()

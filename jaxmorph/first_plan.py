@@ -11,6 +11,7 @@ from jaxmorph.config.link_problems import possible_links
 from jaxmorph.config.sections import Routes
 from jaxmorph.control.conditions import UsualLinks, outlying_links
 from jaxmorph.control.profiler import Profile, Profiler
+from jaxmorph.offload_planning import with_sampled_copies
 from jaxmorph.open_stage import adopt_plan
 from jaxmorph.planning import PlanInForce, agree_on_plan, agree_on_stash, unmeasured_profile
 from jaxmorph.program.instructions import Route
@@ -152,6 +153,8 @@ def warm_up(
     profiler = Profiler(config.parallelism.stages, stash_bytes)
     unmeasured = unmeasured_profile(config, stash_bytes)
     in_force = agree_on_plan(config, rendezvous, unmeasured, num_tied)
+    if config.offload.enabled:
+        in_force = replace(in_force, programs=with_sampled_copies(in_force.programs))
     adopt_plan(rendezvous, trainer, in_force)
     for step in range(first_step, first_step + _WARM_UP_STEPS):
         began_s = time.monotonic()

@@ -74,7 +74,7 @@ class CandidatePlanner:
         self._num_tied = num_tied
         self._usual = usual
         self._first, self._planned_for = first, profile
-        programs = lower_step(first.schedule, profile, first.routes, num_tied)
+        programs = lower_step(first.schedule, profile, first.routes, num_tied, first.offloading)
         self._in_force = Candidate(first, programs, 1e3 * first.predicted_step_s)
 
     def weigh(self, profile: Profile, verdicts: Sequence[Verdict]) -> Weighed:
@@ -158,14 +158,18 @@ class CandidatePlanner:
             programs = now.programs
         else:
             believed = self._profile(plan.routes, profile, verdicts)
-            programs = lower_step(plan.schedule, believed, plan.routes, self._num_tied)
+            programs = lower_step(
+                plan.schedule, believed, plan.routes, self._num_tied, plan.offloading
+            )
         return Candidate(plan, programs, self._step_ms(programs, plan, profile, verdicts))
 
     def _step_ms(
         self, programs: Programs, plan: Plan, profile: Profile, verdicts: Sequence[Verdict]
     ) -> float:
         actual = self._profile(plan.routes, profile, verdicts, margin_of_jitter=0.0)
-        return simulate_blocking(programs, actual.costs, actual.links).makespan_ms
+        return simulate_blocking(
+            programs, actual.costs, actual.links, copies=actual.copies
+        ).makespan_ms
 
     def _profile(
         self,

@@ -2,17 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
+from jaxmorph.offload_planning import plan_with_offload
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.channels import Channel
 from jaxmorph.program.instructions import RankProgram, Route
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.queue_aware import shorter_on_queues
+from jaxmorph.schedule.copy_costs import CopyCosts
 from jaxmorph.schedule.costs import Limits, Link, StageCosts
 from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.schedule.ops import OpKind
@@ -49,12 +52,12 @@ class PlanInForce:
         return self.programs[self.rank]
 
     def simulate(self, profile: Profile) -> Timeline:
-        """The step as it would run: direct transfers hold queues, delegated ones none.
+        """The step as it would run: direct transfers hold queues, delegated ones and copies none.
 
         Args:
-            profile: What ops and links cost.
+            profile: What ops, links and copies cost.
         """
-        return simulate_blocking(self.programs, profile.costs, profile.links)
+        return simulate_blocking(self.programs, profile.costs, profile.links, copies=profile.copies)
 
 
 def op_kinds(config: Config) -> frozenset[OpKind]:
@@ -65,8 +68,13 @@ def op_kinds(config: Config) -> frozenset[OpKind]:
 
 
 def unmeasured_profile(config: Config, stash_bytes: StashBytes | None = None) -> Profile:
-    """What is assumed before anything has run: all ops alike, links without latency."""
-    return Profile(StageCosts.uniform(config.parallelism.stages, 1.0, 1.0, 1.0), {}, stash_bytes)
+    """What is assumed before anything has run: all ops alike, links without latency.
+
+    A copy of a stash is taken to last as long as an op.
+    """
+    stages = config.parallelism.stages
+    copies = CopyCosts.uniform(stages, 1.0) if config.offload.enabled else None
+    return Profile(StageCosts.uniform(stages, 1.0, 1.0, 1.0), {}, stash_bytes, copies=copies)
 
 
 def agree_on_stash(rendezvous: "Rendezvous", memory: "StashMemory") -> StashBytes:
@@ -107,12 +115,14 @@ def agree_on_plan(
     answer = rendezvous.exchange(answer)[0]
     made = Plan.from_json(answer["plan"])
     agreed = Profile.from_json(answer["profile"])
-    programs = lower_step(made.schedule, agreed, made.routes, num_tied)
+    programs = lower_step(made.schedule, agreed, made.routes, num_tied, made.offloading)
     return PlanInForce(made, programs, rendezvous.rank, slots_needed(programs))
 
 
 def plan_step(config: Config, profile: Profile, num_tied: int = 0) -> Plan:
     """The configured schedule for what ops and links cost, on the configured routes.
+
+    With `offload.enabled` it may hold more than the caps say: the rest goes to host memory.
 
     Args:
         config: The run.
@@ -127,6 +137,14 @@ def plan_step(config: Config, profile: Profile, num_tied: int = 0) -> Plan:
         UserError: If the schedule can't keep the configured caps.
     """
     limits = _limits(config, profile)
+    plan_within = partial(_plan_within, config, profile, num_tied)
+    if not config.offload.enabled:
+        return plan_within(limits)
+    return plan_with_offload(plan_within, limits, profile, num_tied)
+
+
+def _plan_within(config: Config, profile: Profile, num_tied: int, limits: Limits) -> Plan:
+    """The configured schedule within some caps."""
     schedule = config.schedule
     microbatches, chunks = config.batch.microbatches, config.parallelism.chunks
     try:

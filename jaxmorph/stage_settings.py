@@ -1,5 +1,7 @@
 """What a configuration says of one rank's stage."""
 
+from dataclasses import replace
+
 from jaxmorph.config import Config, per_stage
 from jaxmorph.planning import op_kinds, possible_routes
 from jaxmorph.runtime.optimizer import OptimizerSettings
@@ -60,4 +62,5 @@ def stage_pace(config: Config, rank: int) -> Pace | None:
         accelerator.backward_weight_ms,
     )
     own_ms = (per_stage(value, stages)[rank] for value in durations)
-    return Pace.of_stage(*own_ms, num_chunks=config.parallelism.chunks)
+    pace = Pace.of_stage(*own_ms, num_chunks=config.parallelism.chunks)
+    return replace(pace, host_copy_bytes_per_s=1e9 * config.emulation.host_copy_gbps)

@@ -1,5 +1,6 @@
 """From a schedule to every rank's instructions, as training runs them."""
 
+from collections.abc import Sequence
 from dataclasses import astuple
 from statistics import median
 
@@ -7,14 +8,20 @@ from jaxmorph.control.profiler import Profile
 from jaxmorph.program.check import check
 from jaxmorph.program.in_step import lower_in_step
 from jaxmorph.program.instructions import RankProgram, Routes
+from jaxmorph.program.offload import offload
 from jaxmorph.schedule.costs import Links, StageCosts
+from jaxmorph.schedule.offloading import Offloading
 from jaxmorph.schedule.schedule import Schedule
 
 _NOISE = 0.05  # a difference between stages that is not worth an order of transfers
 
 
 def lower_step(
-    schedule: Schedule, profile: Profile, routes: Routes | None = None, num_tied: int = 0
+    schedule: Schedule,
+    profile: Profile,
+    routes: Routes | None = None,
+    num_tied: int = 0,
+    offloading: Offloading | None = None,
 ) -> tuple[RankProgram, ...]:
     """Every rank's instructions for a step, checked by a replay of all ranks.
 
@@ -23,12 +30,43 @@ def lower_step(
         profile: What ops and links cost; it decides the order of direct transfers.
         routes: The route of each link; a link that is not named is direct.
         num_tied: How many tied parameters the first and the last stage hold copies of.
+        offloading: How the schedule is made to fit the devices; None: it fits.
+
+    Raises:
+        UserError: If it can't be made to fit.
     """
     routes = routes or {}
     costs, links = _for_ordering(routes, profile)
     programs = lower_in_step(schedule, costs, links, routes, num_tied=num_tied)
-    check(programs)
+    if offloading is None:
+        check(programs)
+        return programs
+    programs = offload_step(programs, offloading)
+    check(programs, offloading.memory)
     return programs
+
+
+def offload_step(
+    programs: Sequence[RankProgram], offloading: Offloading
+) -> tuple[RankProgram, ...]:
+    """The same programs, each with the offloads that its device needs.
+
+    Args:
+        programs: One per rank, in rank order, without offloads.
+        offloading: How they are made to fit.
+
+    Raises:
+        UserError: If they can't be made to fit.
+    """
+    how = {
+        "spare": offloading.spare,
+        "ahead": offloading.ahead,
+        "early": offloading.early,
+    }
+    return tuple(
+        offload(program, memory, **how)
+        for program, memory in zip(programs, offloading.memory, strict=True)
+    )
 
 
 def _for_ordering(routes: Routes, profile: Profile) -> tuple[StageCosts, Links]:

@@ -11,6 +11,7 @@ from jaxmorph.bookkeeping import Bookkeeper
 from jaxmorph.checkpoints.saver import CheckpointError
 from jaxmorph.config import Config
 from jaxmorph.data import ReadAhead
+from jaxmorph.device_budget import with_device_budget
 from jaxmorph.evaluation import Evaluation, with_room_to_evaluate
 from jaxmorph.first_plan import plan_by_timings, settle_garbage
 from jaxmorph.gradients import apply_gradients
@@ -67,6 +68,7 @@ def train(
         ReadAhead(read, first_step) as inputs,
     ):
         checkpoints.restore(trainer, settings.own_stages(rank))
+        config = with_device_budget(config, rendezvous, trainer)
         links.emulate(untimed(conditions))
         make_room = partial(with_room_to_evaluate, config)
         first = plan_by_timings(config, rendezvous, trainer, read(0), num_tied, make_room)

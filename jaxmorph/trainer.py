@@ -14,6 +14,7 @@ import optax
 
 from jaxmorph.cluster import require_one_host
 from jaxmorph.config import Config
+from jaxmorph.device_budget import with_device_budget
 from jaxmorph.errors import UserError
 from jaxmorph.evaluation import with_room_for_forwards
 from jaxmorph.first_plan import plan_by_timings
@@ -247,7 +248,8 @@ class Trainer:
 
     def _planned(self, inputs: StepInputs) -> PlanInForce:
         """The plan for what a few steps over a batch have cost."""
-        config, rendezvous = self.config, self._rendezvous
+        rendezvous = self._rendezvous
+        self.config = config = with_device_budget(self.config, rendezvous, self._stage)
         first = plan_by_timings(
             config, rendezvous, self._stage, inputs, self._num_tied, with_room_for_forwards
         )

@@ -15,6 +15,7 @@ from jaxmorph.config.link_problems import (
     link_trace_problems,
     route_problems,
 )
+from jaxmorph.config.offload_section import Offload
 from jaxmorph.config.problems import CROSS_FIELD, Problem, mismatch
 from jaxmorph.config.sections import (
     Batch,
@@ -54,6 +55,7 @@ class Config(BaseModel):
     optimizer: Optimizer = Field(default_factory=Optimizer)
     precision: Precision = Field(default_factory=Precision)
     stash: Literal["full", "recompute"] = "full"
+    offload: Offload = Field(default_factory=Offload)
     routes: Routes = Field(default_factory=Routes)
     adaptation: Adaptation = Field(default_factory=Adaptation)
     transport: Transport = Field(default_factory=Transport)

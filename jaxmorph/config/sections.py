@@ -331,7 +331,9 @@ TRACE_EXPECTED = Expected("null, the path of a CSV file, or keys such as {regime
 class Emulation(Section):
     """What is emulated; with no accelerator, ops run as fast as this machine computes them.
 
-    What `trace` says of links and what `links` says add up.
+    What `trace` says of links and what `links` says add up. On an emulated accelerator a copy
+    between it and host memory takes its bytes divided by `host_copy_gbps`, gigabytes per second in
+    each direction.
     """
 
     accelerator: Annotated[
@@ -344,6 +346,7 @@ class Emulation(Section):
         Expected("a list of links, such as [{between: [2, 3], latency_ms: 30}]"),
     ] = ()
     trace: Annotated[LinkTrace | None, TRACE_EXPECTED] = None
+    host_copy_gbps: Positive = 25.0
 
 
 class Trace(Section):

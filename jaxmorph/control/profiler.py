@@ -6,9 +6,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from jaxmorph.control.copy_profile import CopyProfile
 from jaxmorph.control.estimates import RunningEstimate, median, robust_spread
 from jaxmorph.control.link_samples import LinkSample, link_samples
 from jaxmorph.control.op_times import op_times
+from jaxmorph.schedule.copy_costs import CopyCosts
 from jaxmorph.schedule.costs import Link, Links, LinkState, StageCosts
 from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.schedule.ops import OpKind
@@ -46,12 +48,14 @@ class Profile:
         links: Latency of each link and direction.
         stash_bytes: What one microbatch keeps on each stage; None where it isn't known.
         spreads: How much costs and latencies vary; None where it isn't known.
+        copies: What moving a stash to host memory and back takes; None where none has been moved.
     """
 
     costs: StageCosts
     links: Links
     stash_bytes: StashBytes | None = None
     spreads: Spreads | None = None
+    copies: CopyCosts | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The profile as a JSON object, with links as `"2-3"`."""
@@ -60,17 +64,20 @@ class Profile:
             "links": _links_to_json(self.links),
             "stash_bytes": None if self.stash_bytes is None else asdict(self.stash_bytes),
             "spreads": None if self.spreads is None else self.spreads.to_json(),
+            "copies": None if self.copies is None else asdict(self.copies),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Profile":
-        """The profile that `to_json` described, by this version or by one without spreads."""
+        """The profile that `to_json` described, by this version or by one that told less."""
         sizes, spreads = data.get("stash_bytes"), data.get("spreads")
+        copies = data.get("copies")
         return cls(
             _costs_from_json(data["costs"]),
             _links_from_json(data["links"]),
             StashBytes(*(tuple(row) for row in sizes.values())) if sizes else None,
             Spreads.from_json(spreads) if spreads else None,
+            CopyCosts(*(tuple(row) for row in copies.values())) if copies else None,
         )
 
 
@@ -111,14 +118,16 @@ class Profiler:
         self._ops: defaultdict[tuple[int, OpKind], _Quantity] = defaultdict(new_quantity)
         self._links: defaultdict[tuple[int, int], _Quantity] = defaultdict(new_quantity)
         self._held: dict[tuple[int, int], bool] = {}
+        self._copies = CopyProfile(num_stages, num_steps)
 
     def observe(self, timeline: Timeline, samples: Sequence[LinkSample] | None = None) -> None:
         """Take in one measured step.
 
         Args:
-            timeline: The ops and transfers of all stages.
+            timeline: The ops, transfers and copies of all stages.
             samples: What `link_samples` makes of it, where that is known already.
         """
+        self._copies.observe(timeline)
         samples = link_samples(timeline) if samples is None else samples
         for key, time in op_times(timeline).items():
             self._ops[key].add(time.median_ms, time.spread_ms)
@@ -135,7 +144,7 @@ class Profiler:
         """
         spreads = Spreads(self._costs(_spread_ms), self._link_states(_spread_ms))
         costs, links = self._costs(_median_ms), self._link_states(_median_ms)
-        return Profile(costs, links, self._stash_bytes, spreads)
+        return Profile(costs, links, self._stash_bytes, spreads, self._copies.costs())
 
     def _costs(self, read: Callable[[_Quantity], float]) -> StageCosts:
         split = any(kind in (OpKind.B, OpKind.W) for _, kind in self._ops)

@@ -8,7 +8,19 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from jaxmorph.program.check import ProgramError
-from jaxmorph.program.instructions import Instruction, RankProgram, Receive, Run, Send, Transfer
+from jaxmorph.program.copy_engines import CopyEngines
+from jaxmorph.program.instructions import (
+    AwaitRoom,
+    Fetch,
+    Instruction,
+    Offload,
+    RankProgram,
+    Receive,
+    Run,
+    Send,
+    Transfer,
+)
+from jaxmorph.schedule.copy_costs import CopyCosts
 from jaxmorph.schedule.costs import NO_LATENCY, Links, LinkState, StageCosts
 from jaxmorph.schedule.link_models import Direction, LinkQueue
 from jaxmorph.schedule.ops import Op, OpKind
@@ -47,23 +59,27 @@ def simulate_blocking(
     costs: StageCosts,
     links: Links = NO_LATENCY,
     disturbance: Disturbance | None = None,
+    copies: CopyCosts | None = None,
 ) -> Timeline:
     """Runs lowered programs on paper, each rank's instructions one after another on its queue.
 
     A direct transfer is a rendezvous: each end holds its rank's queue from when it gets there until
     both ends have and the link's occupancy and latency have passed. A delegated send holds nothing:
     its message waits until those before it have occupied the link direction, and arrives after its
-    own occupancy and the latency; the queue of the receiver stands still until then. Exact, without
-    a time step; time and memory are linear in the instructions.
+    own occupancy and the latency; the queue of the receiver stands still until then. Copies of
+    stashes run beside the queue, one after another in each direction; what needs a stash that is
+    not back yet, or a place that is not free yet, holds the queue. Exact, without a time step; time
+    and memory are linear in the instructions.
 
     Args:
         programs: One program per rank, in rank order.
         costs: Durations of the ops, milliseconds; an op of one of V chunks takes 1/V of them.
         links: State of the links, milliseconds.
         disturbance: How single ops and messages differ from that; None: not at all.
+        copies: What copies of stashes take; None: no time.
 
     Returns:
-        Start and end of every op and of every transfer, as in a measured timeline: a direct one for
+        Start and end of every op, transfer and copy, as in a measured timeline: a direct one for
         as long as it holds each end's queue, a delegated one at its receiver from when it was sent
         until it is there. The makespan is the end of the last op; tied gradients exchanged after it
         are not in it.
@@ -78,13 +94,19 @@ def simulate_blocking(
     times = stage_times(costs, links, num_chunks=1 + max(chunks, default=0))
     board = _Board()
     common = (links, board, disturbance or _Undisturbed())
-    ranks = [_Rank(program.rank, times[program.rank], *common) for program in programs]
+    copies = copies or CopyCosts.uniform(costs.num_stages, 0.0)
+    engines = map(CopyEngines, range(len(programs)), copies.offload_ms, copies.fetch_ms)
+    ranks = [
+        _Rank(program.rank, times[program.rank], *common, own)
+        for program, own in zip(programs, engines, strict=True)
+    ]
     _run_to_rest(ranks, programs, board)
     return Timeline(
         orders=tuple(tuple(rank.ops) for rank in ranks),
         start_ms=tuple(np.array(rank.starts_ms, np.float64) for rank in ranks),
         end_ms=tuple(np.array(rank.ends_ms, np.float64) for rank in ranks),
         transfers=tuple(span for rank in ranks for span in rank.transfers),
+        copies=tuple(span for rank in ranks for span in rank.copies.spans),
     )
 
 
@@ -122,6 +144,7 @@ class _Rank:
     links: Links
     board: _Board
     disturbance: Disturbance
+    copies: CopyEngines
     clock_ms: float = 0.0
     ops: list[Op] = field(default_factory=list)
     starts_ms: list[float] = field(default_factory=list)
@@ -145,10 +168,15 @@ class _Rank:
                     arrival = _End("send", transfer)
                     yield from self._until_posted(arrival)
                     self.clock_ms = max(self.clock_ms, self.board.posted_ms[arrival])
+                case Offload() | Fetch():
+                    self.copies.begin(step, self.clock_ms)
+                case AwaitRoom(stash):
+                    self.clock_ms = max(self.clock_ms, self.copies.gone_ms(stash))
                 case _:  # takes no time on the queue
                     pass
 
     def _run(self, op: Op) -> None:
+        self.clock_ms = max(self.clock_ms, self.copies.back_ms(op))
         self.ops.append(op)
         self.starts_ms.append(self.clock_ms)
         planned_ms = _duration_ms(self.times, op.kind)

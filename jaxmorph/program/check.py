@@ -11,10 +11,14 @@ from dataclasses import dataclass, field
 
 from jaxmorph.program.channels import Channel, channel_of
 from jaxmorph.program.dataflow import reads, writes
+from jaxmorph.program.device_room import most_held
 from jaxmorph.program.instructions import (
+    AwaitRoom,
     Buffer,
+    Fetch,
     Free,
     Instruction,
+    Offload,
     Payload,
     RankProgram,
     Receive,
@@ -24,6 +28,7 @@ from jaxmorph.program.instructions import (
     Transfer,
     Update,
 )
+from jaxmorph.schedule.memory import StageMemory
 from jaxmorph.schedule.ops import Op, OpKind
 
 InFlight = dict[Channel, deque[Transfer]]
@@ -44,6 +49,8 @@ class _Replay:
     position: int = 0
     held: set[Buffer] = field(default_factory=set)
     freed: set[Buffer] = field(default_factory=set)
+    away: set[Buffer] = field(default_factory=set)
+    offloaded: set[Buffer] = field(default_factory=set)
     done: set[Op] = field(default_factory=set)
 
     @property
@@ -52,16 +59,19 @@ class _Replay:
         return steps[self.position] if self.position < len(steps) else None
 
 
-def check(programs: Sequence[RankProgram]) -> None:
+def check(programs: Sequence[RankProgram], memory: Sequence[StageMemory] = ()) -> None:
     """Replay all ranks to completion.
 
     Args:
         programs: One program per rank, in rank order.
+        memory: What a microbatch holds on each rank's device, and what there is room for; empty:
+            as much as there is.
 
     Raises:
         ProgramError: If the ranks deadlock or meet in different transfers, an op runs before its
-            data is there, a buffer is read after it was freed or never freed, a weight gradient is
-            unfinished at the update, or a message is sent that nobody receives.
+            data is there, or while that is in host memory, a buffer is read after it was freed or
+            never freed, a weight gradient is unfinished at the update, a message is sent that
+            nobody receives, or a device may have to hold more than fits.
     """
     ranks = [_Replay(program) for program in programs]
     in_flight: InFlight = {}
@@ -75,6 +85,20 @@ def check(programs: Sequence[RankProgram]) -> None:
     left = sorted(transfer for waiting in in_flight.values() for transfer in waiting)
     if left:
         raise _error(f"nobody receives {', '.join(map(str, left))}", ranks)
+    if memory:
+        for program, of_rank in zip(programs, memory, strict=True):
+            _check_room(program, of_rank)
+
+
+def _check_room(program: RankProgram, memory: StageMemory) -> None:
+    """Whether a rank's device has room for all that it may hold, however long copies take."""
+    room = memory.room * program.num_chunks
+    for step, held in zip(program.instructions, most_held(program, memory), strict=True):
+        if held > room:
+            raise ProgramError(
+                f"rank {program.rank}: {step} may make its device hold {held:,}, expected at most "
+                f"{room:,}"
+            )
 
 
 def _advance(rank: _Replay, ranks: list[_Replay], in_flight: InFlight) -> bool:
@@ -138,6 +162,7 @@ def _complete(rank: _Replay, ranks: list[_Replay]) -> None:
             raise _error(f"rank {number}: {head} uses {buffer} after it was freed", ranks)
         if buffer not in rank.held:
             raise _error(f"rank {number}: {head} runs before its {buffer} is there", ranks)
+    _account_for_copies(head, rank, ranks)
     if isinstance(head, Free):
         rank.held.discard(head.buffer)
         rank.freed.add(head.buffer)
@@ -147,6 +172,34 @@ def _complete(rank: _Replay, ranks: list[_Replay]) -> None:
         _check_weight_gradients(rank, ranks)
     rank.held.update(writes(head, number, pipeline))
     rank.position += 1
+
+
+def _account_for_copies(head: Instruction, rank: _Replay, ranks: list[_Replay]) -> None:
+    """Whether a stash is where an instruction needs it; afterwards, where it has put it."""
+    number = rank.program.rank
+    for buffer in reads(head, number, rank.program.pipeline):
+        if (buffer in rank.away) != isinstance(head, Fetch):
+            where = "in host memory" if buffer in rank.away else "on the device"
+            raise _error(f"rank {number}: {head} while {buffer} is {where}", ranks)
+    awaited = _awaited(head)
+    if awaited is not None and awaited not in rank.offloaded:
+        raise _error(f"rank {number}: {head} before {awaited} is offloaded", ranks)
+    if isinstance(head, Offload):
+        rank.away.add(head.buffer)
+        rank.offloaded.add(head.buffer)
+    if isinstance(head, Fetch):
+        rank.away.discard(head.buffer)
+
+
+def _awaited(step: Instruction) -> Buffer | None:
+    """The stash whose offload an instruction waits for, besides that of its own."""
+    match step:
+        case AwaitRoom(buffer):
+            return buffer
+        case Fetch(_, after):
+            return after
+        case _:
+            return None
 
 
 def _sends_tied_gradient(step: Instruction) -> bool:

@@ -7,8 +7,10 @@ that frees buffers agree by construction.
 from jaxmorph.program.instructions import (
     Buffer,
     BufferKind,
+    Fetch,
     Free,
     Instruction,
+    Offload,
     Payload,
     Receive,
     Reduce,
@@ -31,7 +33,7 @@ def reads(instruction: Instruction, rank: int, pipeline: Pipeline) -> tuple[Buff
             return _op_reads(op, Place(rank, op.chunk), pipeline)
         case Send(transfer) if transfer.payload is not Payload.TIED:
             return (sent_buffer(transfer),)
-        case Free(buffer):
+        case Free(buffer) | Offload(buffer) | Fetch(buffer):
             return (buffer,)
         case Reduce(_, buffer):
             return () if buffer is None else (buffer,)

@@ -1,4 +1,4 @@
-"""What one rank does in one step, as data: run an op, send, receive, free, reduce, update.
+"""What one rank does in one step, as data: run an op, send, receive, offload, free, reduce, update.
 
 An instruction names buffers, never arrays; `dataflow` says which ones each instruction touches.
 """
@@ -153,6 +153,46 @@ class Free:
 
 
 @dataclass(frozen=True)
+class Offload:
+    """Begin to copy a stash to host memory; its place on the device is free when that is over.
+
+    A rank's offloads are over in the order in which they stand in its program.
+    """
+
+    buffer: Buffer
+
+    def __str__(self) -> str:
+        return f"offload {self.buffer}"
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Begin to copy a stash back, beside the ops that follow; the op that reads it waits for that.
+
+    Attributes:
+        buffer: The stash.
+        after: The stash whose offload must be over first, as there is no room before; None: there
+            is room already.
+    """
+
+    buffer: Buffer
+    after: Buffer | None = None
+
+    def __str__(self) -> str:
+        return f"fetch {self.buffer}" + (f" after {self.after}" if self.after else "")
+
+
+@dataclass(frozen=True)
+class AwaitRoom:
+    """Run nothing that follows before a stash's offload is over: it needs the place."""
+
+    buffer: Buffer
+
+    def __str__(self) -> str:
+        return f"await room of {self.buffer}"
+
+
+@dataclass(frozen=True)
 class Reduce:
     """Make both copies' gradients of a tied parameter their sum, in stage order on both ends.
 
@@ -176,7 +216,7 @@ class Update:
         return "update"
 
 
-Instruction: TypeAlias = Run | Send | Receive | Free | Reduce | Update
+Instruction: TypeAlias = Run | Send | Receive | Free | Offload | Fetch | AwaitRoom | Reduce | Update
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class StepRecord:
         routes: each link's route, such as `{"0-1": "direct"}`.
         predicted_step_s: the plan's step time; None while there is no measured plan.
         bubble_rate: measured idle share of the devices' time; None where it was not measured.
-        peak_live: most microbatches held at once, for each stage.
+        peak_live: most microbatches held at once, for each stage, on its device or in host memory.
         compilations: programs compiled by all ranks together so far.
         planned_bubble_rate: the plan's idle share; for the terminal only.
         link_states: of links that are not healthy, in a few words; for the terminal only.
@@ -74,6 +74,8 @@ class StepRecord:
             update made; None, and no field of the line, after steps that were not evaluated.
         link_ms: median milliseconds of the step's transfers, by directions such as `2>3`; None, and
             no field of the line, where nothing was transferred.
+        peak_on_device: most of them on the device at once, for each stage; None, and no field of
+            the line, where stashes may not be offloaded.
     """
 
     step: int
@@ -92,6 +94,9 @@ class StepRecord:
     link_states: Mapping[str, str] = field(default_factory=dict, metadata={"shown_only": True})
     held_out_loss: float | None = field(default=None, metadata={"left_out_if_none": True})
     link_ms: Mapping[str, float] | None = field(default=None, metadata={"left_out_if_none": True})
+    peak_on_device: tuple[int, ...] | None = field(
+        default=None, metadata={"left_out_if_none": True}
+    )
 
     def metrics(self) -> dict[str, Any]:
         """The fields of a line of `metrics.jsonl`."""

@@ -2,12 +2,14 @@
 
 The executor decides nothing: order, buffers and routes are the program's. Where a route holds no
 queue, the host waits instead, before it enqueues what comes after: for a slot to send from, or for
-a message. Items run one after another on the queue, and the host keeps a message before anything
-that reads it is enqueued, so the buffers need no lock.
+a message. Copies of stashes run beside the queue (`host_copies`), and only what needs one waits.
+Items run one after another on the queue, and the host keeps a message before anything that reads it
+is enqueued, so the buffers need no lock.
 """
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -18,10 +20,13 @@ from jax.sharding import Sharding
 
 from jaxmorph.program.dataflow import received_buffer, result_buffer, sent_buffer
 from jaxmorph.program.instructions import (
+    AwaitRoom,
     Buffer,
     BufferKind,
+    Fetch,
     Free,
     Instruction,
+    Offload,
     Payload,
     RankProgram,
     Receive,
@@ -32,6 +37,7 @@ from jaxmorph.program.instructions import (
     Update,
 )
 from jaxmorph.program.pipeline import Place
+from jaxmorph.runtime.host_copies import AwayStash, HostCopies, wait_for
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.queue import DeviceQueue, Stamp
@@ -103,12 +109,14 @@ class StepOutcome:
         accumulators: Gradients, float32, of each chunk's parameters.
         stamps: When each op and transfer ran on the queue; labels are `Op` and `Transfer`.
         arrivals: When each message that was received beside the queue was sent, and had come.
+        copies: When stashes went to host memory and came back; labels are `CopyLabel`.
     """
 
     loss: float
     accumulators: Chunks
     stamps: list[Stamp]
     arrivals: list[Stamp] = field(default_factory=list)
+    copies: list[Stamp] = field(default_factory=list)
 
 
 @dataclass
@@ -125,6 +133,7 @@ class _Step:
     buffers: dict[Buffer, Any] = field(default_factory=dict)
     losses: list[jax.Array] = field(default_factory=list)
     arrivals: list[Stamp] = field(default_factory=list)
+    away: dict[Buffer, AwayStash] = field(default_factory=dict)
 
     def is_first(self, op: Op) -> bool:
         return self.program.pipeline.before(Place(self.program.rank, op.chunk)) is None
@@ -160,6 +169,7 @@ class Executor:
         pace: How long ops last on a paced queue.
         transfer_timeout_s: How long a transfer may be waited for.
         tied: Sums the gradients of tied parameters; None where the stage holds none.
+        copies: Moves stashes to host memory and back; None where no program does.
     """
 
     chunks: Sequence[StageMathematics]
@@ -169,6 +179,7 @@ class Executor:
     pace: Pace
     transfer_timeout_s: float
     tied: TiedReduction | None = None
+    copies: HostCopies | None = None
 
     def execute(
         self,
@@ -212,15 +223,19 @@ class Executor:
         except BaseException:
             for route in self.routes.values():
                 route.abandon(epoch)
+            for away in state.away.values():
+                away.cancel()
             self.queue.restart()
             raise
         loss_sum = sum(float(loss) for loss in state.losses)  # in microbatch order
         loss = loss_sum * inputs.loss_weight
-        return StepOutcome(loss, tuple(state.accumulators), stamps, state.arrivals)
+        copies = [stamp for away in state.away.values() for stamp in away.stamps()]
+        return StepOutcome(loss, tuple(state.accumulators), stamps, state.arrivals, copies)
 
     def _enqueue(self, instruction: Instruction, state: _Step) -> None:
         match instruction:
             case Run(op):
+                self._await_stash(op, state)
                 work = partial(self._run, op, state)
                 self.queue.enqueue(op, work, self.pace.of(op.kind))
             case Send():
@@ -232,6 +247,8 @@ class Executor:
                 state.arrivals.append(_arrival(transfer, moved))
             case Free(buffer):
                 self.queue.enqueue(None, partial(state.buffers.pop, buffer))
+            case Offload() | Fetch() | AwaitRoom():
+                self._enqueue_copy(instruction, state)
             case Reduce(index, buffer):
                 self.queue.enqueue(None, partial(self._reduce, index, buffer, state))
             case Update():  # the trainer's, once the scalars of all ranks are known
@@ -257,6 +274,48 @@ class Executor:
         moved = self.routes[receive.route].take(identity, arrived_s, deadline_s)
         state.buffers[received_buffer(receive.transfer)] = moved.value
         return moved
+
+    def _enqueue_copy(self, copy: Offload | Fetch | AwaitRoom, state: _Step) -> None:
+        """Have the queue begin a copy when it comes to it, or wait for the end of one."""
+        match copy:
+            case Offload(stash):
+                state.away[stash] = AwayStash(stash)
+                self.queue.enqueue_after(partial(self._offload, stash, state))
+            case Fetch(stash, after):
+                self.queue.enqueue_after(partial(self._fetch, stash, after, state))
+            case AwaitRoom(stash):
+                self.queue.enqueue_wait(partial(self._over_s, state.away[stash].gone))
+
+    def _offload(self, stash: Buffer, state: _Step, made_s: float) -> None:
+        self._copies.offload(state.away[stash], state.buffers.pop(stash), made_s)
+
+    def _fetch(self, stash: Buffer, after: Buffer | None, state: _Step, free_s: float) -> None:
+        place = None if after is None else state.away[after]
+        self._copies.fetch(state.away[stash], place, free_s)
+
+    def _await_stash(self, op: Op, state: _Step) -> None:
+        """Let an op wait for the stash that it reads, if that has been away."""
+        if not state.away or op.kind not in (OpKind.B, OpKind.BW):
+            return
+        away = state.away.get(Buffer(BufferKind.STASH, op.microbatch, op.chunk))
+        if away is not None:
+            self.queue.enqueue_wait(partial(self._keep_stash, away, state))
+
+    def _keep_stash(self, away: AwayStash, state: _Step) -> float:
+        back_s = self._over_s(away.back)
+        state.buffers[away.stash] = away.take()
+        return back_s
+
+    def _over_s(self, copied: Future[Stamp]) -> float:
+        """When a copy was over, once it is."""
+        deadline_s = time.monotonic() + self.transfer_timeout_s
+        return wait_for(copied, deadline_s, self.queue.raise_error).end_s
+
+    @property
+    def _copies(self) -> HostCopies:
+        if self.copies is None:
+            raise ValueError("the program offloads stashes, but nothing here copies them")
+        return self.copies
 
     def _reduce(self, index: int, buffer: Buffer | None, state: _Step) -> None:
         peer = None if buffer is None else state.buffers[buffer]

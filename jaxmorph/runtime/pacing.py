@@ -12,9 +12,12 @@ class Pace:
 
     Attributes:
         duration_s: Seconds per kind of op.
+        host_copy_bytes_per_s: How fast the accelerator copies to host memory, and back; None: as
+            fast as it does here.
     """
 
     duration_s: Mapping[OpKind, float] = field(default_factory=dict)
+    host_copy_bytes_per_s: float | None = None
 
     @classmethod
     def of_stage(

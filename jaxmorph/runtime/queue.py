@@ -56,6 +56,22 @@ class DeviceQueue(Protocol):
         """
         ...
 
+    def enqueue_after(self, work: Callable[[float], None]) -> None:
+        """Have something done once all that was added before is over, beside the queue.
+
+        Args:
+            work: Is given when that was, by the queue's clock; it must not take long.
+        """
+        ...
+
+    def enqueue_wait(self, wait: Callable[[], float]) -> None:
+        """Have nothing that is added later start before something ends that runs beside the queue.
+
+        Args:
+            wait: Waits until it is over, and says when that was.
+        """
+        ...
+
     def raise_error(self) -> None:
         """Raise what has gone wrong on the queue, if anything has; waits for nothing."""
         ...
@@ -173,8 +189,19 @@ class AsynchronousQueue:
             sleep_until(moved.over_s)
         self._watcher.put(_Item(label, lambda: moved.value, dispatched_s))
 
+    def enqueue_after(self, work: Callable[[float], None]) -> None:
+        """Have the watcher do it, once it has seen all before."""
+        self._watcher.put(_Item(None, work, 0.0))
+
+    def enqueue_wait(self, wait: Callable[[], float]) -> None:
+        """Wait now, before anything else is dispatched."""
+        wait()
+
     def _watch(self, item: _Item) -> None:
         stamps = self._stamps  # those of this life of the queue
+        if item.label is None:
+            item.work(self._previous_end_s)
+            return
         jax.block_until_ready(item.work())
         end_s = time.monotonic()
         stamps.append(Stamp(item.label, max(self._previous_end_s, item.enqueued_s), end_s))
@@ -227,6 +254,17 @@ class PacedQueue:
     def enqueue_transfer(self, label: Any, work: TransferWork) -> None:
         """Add a transfer; the caller doesn't wait."""
         self._worker.put(_Item(label, work, time.monotonic(), is_transfer=True))
+
+    def enqueue_after(self, work: Callable[[float], None]) -> None:
+        """Have the worker do it, between two items."""
+        self.enqueue(None, lambda: work(self._previous_end_s))
+
+    def enqueue_wait(self, wait: Callable[[], float]) -> None:
+        """Have the worker wait, and what follows start at the end it is told, if that is later."""
+        self.enqueue(None, lambda: self._not_before(wait()))
+
+    def _not_before(self, time_s: float) -> None:
+        self._previous_end_s = max(self._previous_end_s, time_s)
 
     def _run(self, item: _Item) -> None:
         stamps = self._stamps  # those of this life of the queue

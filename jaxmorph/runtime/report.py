@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from jaxmorph.runtime.executor import StepOutcome
+from jaxmorph.runtime.host_copies import CopyLabel
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.schedule.ops import Op
-from jaxmorph.schedule.timeline import Timeline, TransferSpan
+from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
 Message = dict[str, Any]
 
@@ -60,11 +61,19 @@ def rank_report(
     }
     told = [{**event, "time_s": event["time_s"] - began_s} for event in events]
     timings = {"ops": ops, "transfers": held, "arrivals": arrivals, "events": told}
+    if outcome.copies:
+        timings["copies"] = [_copy_span(stamp, began_s) for stamp in outcome.copies]
     return message, timings
 
 
 def _span(stamp: Stamp, began_s: float) -> tuple[str, float, float]:
     return str(stamp.label), 1e3 * (stamp.start_s - began_s), 1e3 * (stamp.end_s - began_s)
+
+
+def _copy_span(stamp: Stamp, began_s: float) -> tuple[str, int, int, float, float]:
+    label: CopyLabel = stamp.label
+    _, start_ms, end_ms = _span(stamp, began_s)
+    return label.kind, label.stash.microbatch, label.stash.chunk, start_ms, end_ms
 
 
 def total(reports: Sequence[Message]) -> StepTotals:
@@ -79,7 +88,7 @@ def total(reports: Sequence[Message]) -> StepTotals:
 
 
 def measured_timeline(reports: Sequence[Message]) -> Timeline:
-    """When every op and transfer of the step ran.
+    """When every op, transfer and copy of the step ran.
 
     Args:
         reports: All ranks' reports, in rank order, as rank 0 has them.
@@ -98,6 +107,11 @@ def measured_timeline(reports: Sequence[Message]) -> Timeline:
             for rank, row in enumerate(timings)
             for kind in ("transfers", "arrivals")
             for label, start, end in row[kind]
+        ),
+        copies=tuple(
+            CopySpan(rank, *copy)
+            for rank, row in enumerate(timings)
+            for copy in row.get("copies", ())
         ),
     )
 

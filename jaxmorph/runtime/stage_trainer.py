@@ -19,6 +19,7 @@ from jaxmorph.runtime.direct_probe import probe_direct
 from jaxmorph.runtime.direct_programs import direct_programs
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import Chunks, Executor, StepInputs, StepOutcome
+from jaxmorph.runtime.host_copies import HostCopies
 from jaxmorph.runtime.links import PayloadShape
 from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer
 from jaxmorph.runtime.pacing import Pace
@@ -153,14 +154,17 @@ class StageTrainer:
             tier, check = choose_tier(placement), self._queue.raise_error
             self.delegated = DelegatedRoute(plane, uses, rank, placement, tier, check)
             routes["delegated"] = self.delegated
+        pace = settings.pace or Pace()
+        self._copies = HostCopies(pace.host_copy_bytes_per_s)
         self.executor = Executor(
             chunks=self.programs,
             placement=placement,
             queue=self._queue,
             routes=routes,
-            pace=settings.pace or Pace(),
+            pace=pace,
             transfer_timeout_s=settings.transfer_timeout_s,
             tied=TiedGradients(model.tied, self._accumulators) if model.tied else None,
+            copies=self._copies,
         )
 
     @property
@@ -277,8 +281,9 @@ class StageTrainer:
         self._accumulators = self._zero_accumulators()
 
     def close(self) -> None:
-        """Stop the queue's thread."""
+        """Stop the threads of the queue and of copies."""
         self._queue.close()
+        self._copies.close()
 
     def _prepare(self) -> Chunks:
         pairs = zip(self.programs, self.params, strict=True)

@@ -12,6 +12,7 @@ from jaxmorph.schedule.costs import Limits, Link, Links, StageCosts
 from jaxmorph.schedule.fit import fits, require_feasible, require_room
 from jaxmorph.schedule.initial import initial_schedule
 from jaxmorph.schedule.numbering import to_schedule
+from jaxmorph.schedule.offloading import Offloading
 from jaxmorph.schedule.problem_links import pipeline_links
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.selection import select_ops
@@ -40,6 +41,7 @@ class Plan:
         predicted_step_s: The simulated step time, seconds.
         lower_bound_s: A step time that no schedule could beat, seconds.
         reason: Why this plan, in one line.
+        offloading: How the schedule is made to fit the devices; None: it fits.
     """
 
     schedule: Schedule
@@ -47,6 +49,7 @@ class Plan:
     predicted_step_s: float
     lower_bound_s: float
     reason: str
+    offloading: Offloading | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The plan as a JSON object, with links as ``"2-3"``."""
@@ -56,6 +59,7 @@ class Plan:
             "predicted_step_s": self.predicted_step_s,
             "lower_bound_s": self.lower_bound_s,
             "reason": self.reason,
+            "offloading": None if self.offloading is None else self.offloading.to_json(),
         }
 
     @classmethod
@@ -65,12 +69,14 @@ class Plan:
         Raises:
             ValueError: An op or a link cannot be read.
         """
+        offloading = data.get("offloading")
         return cls(
             Schedule.from_json(data["schedule"]),
             {Link.parse(link): route for link, route in data["routes"].items()},
             data["predicted_step_s"],
             data["lower_bound_s"],
             data["reason"],
+            None if offloading is None else Offloading.from_json(offloading),
         )
 
 

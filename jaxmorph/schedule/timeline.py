@@ -32,6 +32,32 @@ class TransferSpan(NamedTuple):
     holds_queue: bool = True
 
 
+class CopySpan(NamedTuple):
+    """One copy of a stash between a stage's device and host memory; times as those of ops.
+
+    Args:
+        stage: The stage.
+        kind: ``offload``, to host memory, or ``fetch``, back.
+        microbatch: Whose stash.
+        chunk: Of which of the stage's virtual stages.
+        start_ms: When it began.
+        end_ms: When the other memory had it.
+    """
+
+    stage: int
+    kind: str
+    microbatch: int
+    chunk: int
+    start_ms: float
+    end_ms: float
+
+    @property
+    def label(self) -> str:
+        """Its name in pictures, such as ``offload 3``, or ``fetch 1.3`` of another chunk."""
+        chunk = f"{self.chunk}." if self.chunk else ""
+        return f"{self.kind} {chunk}{self.microbatch}"
+
+
 @dataclass(frozen=True, eq=False)
 class Timeline:
     """When each op of one step started and ended; the step starts at 0.
@@ -41,6 +67,7 @@ class Timeline:
         start_ms: For each stage, float64 ``[num_ops]``, aligned with its order.
         end_ms: For each stage, float64 ``[num_ops]``, aligned with its order.
         transfers: When transfers ran, where they were measured or hold queues in the simulation.
+        copies: When stashes went to host memory and came back.
 
     Raises:
         ValueError: Times and orders differ in length.
@@ -50,6 +77,7 @@ class Timeline:
     start_ms: tuple[np.ndarray, ...]
     end_ms: tuple[np.ndarray, ...]
     transfers: tuple[TransferSpan, ...] = ()
+    copies: tuple[CopySpan, ...] = ()
 
     def __post_init__(self) -> None:
         rows = zip(self.orders, self.start_ms, self.end_ms, strict=True)
@@ -107,6 +135,7 @@ class Timeline:
                 for order, start, end in zip(self.orders, self.start_ms, self.end_ms, strict=True)
             ],
             "transfers": [list(transfer) for transfer in self.transfers],
+            "copies": [list(copy) for copy in self.copies],
         }
 
     @classmethod
@@ -122,4 +151,5 @@ class Timeline:
             start_ms=tuple(np.asarray(stage["start_ms"], np.float64) for stage in stages),
             end_ms=tuple(np.asarray(stage["end_ms"], np.float64) for stage in stages),
             transfers=tuple(TransferSpan(*transfer) for transfer in data["transfers"]),
+            copies=tuple(CopySpan(*copy) for copy in data.get("copies", ())),
         )

@@ -10,12 +10,16 @@ from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import ProgramError
 from jaxmorph.program.instructions import Payload, RankProgram, Receive, Route, Run, Send, Transfer
 from jaxmorph.program.lowering import lower
+from jaxmorph.program.offload import offload, offload_these, waiting_longest
 from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
+from jaxmorph.schedule.copy_costs import CopyCosts
 from jaxmorph.schedule.costs import NO_LATENCY, Limits, Link, LinkState, StageCosts, chain_links
+from jaxmorph.schedule.memory import StageMemory
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.timeline import CopySpan
 
 UNIFORM = StageCosts.uniform(2, 10, 10, 10)
 
@@ -235,3 +239,42 @@ def test_ranks_that_come_to_their_transfers_in_another_order_wait_for_ever():
 def test_costs_of_another_number_of_stages_are_refused():
     with pytest.raises(ValueError, match="got costs of 3 stages, expected 2"):
         simulate_blocking(programs("F0", "F0"), StageCosts.uniform(3, 1, 1, 1))
+
+
+def test_copies_run_beside_ops_in_order_and_what_needs_one_waits_for_it():
+    schedule = Schedule.from_rows("hand", ["F0 F1 F2 BW0 BW1 BW2"])
+    costs = StageCosts.uniform(1, 10, 5, 5)
+    (program,) = lower(schedule, simulate(schedule, costs))
+    placed = offload(program, StageMemory(1, 0, 2))  # F0 F1 >1 ~1 F2 BW0 <1 BW1 BW2
+    timeline = simulate_blocking([placed], costs, copies=CopyCosts((4.0,), (25.0,)))
+    assert picture(timeline) == ["F0:0-10 F1:10-20 F2:24-34 BW0:34-44 BW1:69-79 BW2:79-89"]
+    assert timeline.copies == (
+        CopySpan(0, "offload", 1, 0, 20.0, 24.0),
+        CopySpan(0, "fetch", 1, 0, 44.0, 69.0),
+    )
+
+
+def test_copies_of_one_direction_share_its_bandwidth_and_a_fetch_waits_for_a_place():
+    row = "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4 W0 W1 W2 W3 W4"
+    schedule, costs = Schedule.from_rows("hand", [row]), StageCosts.uniform(1, 10, 10, 10)
+    (program,) = lower(schedule, simulate(schedule, costs))
+    placed = offload(program, StageMemory(1, 0, 2))  # F3 B0 F4 >4 <1:4 B1 <2 B2 <4 B3 B4
+    timeline = simulate_blocking([placed], costs, copies=CopyCosts((30.0,), (1.0,)))
+    spans = {span.label: (span.start_ms, span.end_ms) for span in timeline.copies}
+    ends = {str(span.op): span.end_ms for span in timeline.spans()}
+    assert spans["offload 1"] == (20.0, 50.0)
+    assert spans["offload 2"] == (60.0, 90.0)  # F2 waited for the place until 50
+    assert spans["fetch 1"] == (spans["offload 4"][1], spans["offload 4"][1] + 1.0)
+    assert ends["B1"] == spans["fetch 1"][1] + 10.0
+
+
+def test_copies_of_one_direction_follow_one_another():
+    schedule = Schedule.from_rows("hand", ["F0 F1 F2 BW0 BW1 BW2"])
+    costs = StageCosts.uniform(1, 10, 5, 5)
+    (program,) = lower(schedule, simulate(schedule, costs))
+    placed = offload_these(program, waiting_longest(program, 3), ahead=1)
+    timeline = simulate_blocking([placed], costs, copies=CopyCosts((15.0,), (20.0,)))
+    spans = [(span.start_ms, span.end_ms) for span in sorted(timeline.copies)]
+    assert spans[:3] == [(25.0, 45.0), (45.0, 65.0), (65.0, 85.0)]  # back
+    assert spans[3:] == [(10.0, 25.0), (25.0, 40.0), (40.0, 55.0)]  # out
+    assert picture(timeline) == ["F0:0-10 F1:10-20 F2:20-30 BW0:45-55 BW1:65-75 BW2:85-95"]

@@ -189,3 +189,35 @@ def test_moving_the_bytes_runs_into_the_next_ops_hold(paced):
 def moved(peer_arrived_s, takes_s=0.0):
     time.sleep(takes_s)
     return Moved(jnp.zeros(1), peer_arrived_s)
+
+
+def test_what_comes_after_something_is_told_when_all_before_was_over(queue):
+    told = []
+    queue.enqueue("op", lambda: time.sleep(0.01) or jnp.zeros(3), 0.02)
+    queue.enqueue_after(told.append)
+    (stamp,) = queue.drain()
+    assert told == [stamp.end_s]
+
+
+def test_an_op_starts_no_earlier_than_what_it_was_made_to_wait_for(queue):
+    over, ends_s = threading.Event(), []
+
+    def wait() -> float:
+        assert over.wait(30)
+        ends_s.append(time.monotonic())
+        return ends_s[0]
+
+    threading.Timer(0.02, over.set).start()
+    queue.enqueue_wait(wait)
+    queue.enqueue("op", lambda: jnp.zeros(3), 0.001)
+    (stamp,) = queue.drain()
+    assert stamp.start_s >= ends_s[0]
+
+
+def test_on_a_paced_queue_waking_up_late_is_charged_to_nobody(paced):
+    with all_enqueued_first(paced):
+        paced.enqueue("before", lambda: None, 0.01)
+        paced.enqueue_wait(lambda: time.sleep(0.05) or 0.0)  # it was over long before
+        paced.enqueue("after", lambda: None, 0.2)
+    before, after = paced.drain()
+    assert after.start_s == before.end_s

@@ -20,7 +20,7 @@ from jaxmorph.schedule.draw import (
 from jaxmorph.schedule.draw.palette import COLOURS, shade
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.simulator import simulate
-from jaxmorph.schedule.timeline import Timeline, TransferSpan
+from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
 
 def _timeline(stages: int = 3, microbatches: int = 4, link_ms: float = 0.0) -> Timeline:
@@ -216,6 +216,22 @@ def test_timelines_can_be_read_back_from_a_chrome_trace():
 def test_what_is_no_trace_of_timelines_is_refused(trace):
     with pytest.raises(ValueError, match="got a trace"):
         read_chrome_trace(trace)
+
+
+def test_chrome_trace_has_a_row_for_each_direction_of_a_stages_copies():
+    timeline = replace(_timeline(2), copies=(
+        CopySpan(1, "offload", 3, 0, 5.0, 15.0), CopySpan(1, "fetch", 3, 1, 20.0, 24.0),
+    ))  # fmt: skip
+    events = chrome_trace({"measured": timeline})["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    copies = [e for e in events if e.get("cat") == "copy"]
+    assert [(rows[e["tid"]], e["name"], e["ts"], e["dur"]) for e in copies] == [
+        ("stage 1 offload", "offload 3", 5e3, 10e3),
+        ("stage 1 fetch", "fetch 1.3", 20e3, 4e3),
+    ]
+    stages = {name: tid for tid, name in rows.items()}
+    assert stages["stage 1"] < stages["stage 1 offload"] < stages["stage 1 fetch"]
+    assert "stage 0 offload" not in stages
 
 
 def test_a_chrome_trace_keeps_to_what_perfetto_reads():

@@ -15,8 +15,9 @@ import pytest
 from in_this_process import ROOT, jaxmorph
 
 from jaxmorph.schedule.bubbles import idle_shares
+from jaxmorph.schedule.device_live import peak_on_device
 from jaxmorph.schedule.ops import Op
-from jaxmorph.schedule.timeline import Timeline, TransferSpan
+from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
 LIMIT_S = 150
 CONFIG = """
@@ -30,6 +31,8 @@ optimizer: {learning_rate: 1e-3}
 trace: {every_steps: 0}
 """
 PACED = "emulation.accelerator={forward_ms: 12, backward_input_ms: 12, backward_weight_ms: 12}"
+
+OFFLOADED = (PACED, "schedule.max_live=2", "offload.enabled=true")
 
 pytestmark = pytest.mark.multiprocess
 
@@ -132,10 +135,25 @@ def delegated(tmp_path_factory):
     return Written(folder / "out")
 
 
+@pytest.fixture(scope="module")
+def offloaded(tmp_path_factory):
+    """Paced, with room for two stashes on each device, of which stage 0 holds five."""
+    folder = tmp_path_factory.mktemp("offloaded")
+    paced = (*OFFLOADED, "emulation.host_copy_gbps=0.01")
+    done = jaxmorph(*arguments_of(folder, "routes.default=delegated", *paced))
+    assert done.returncode == 0, done.stderr
+    return Written(folder / "out")
+
+
 def finished(training):
     output, code = training.finish()
     assert code == 0, output
     return training
+
+
+def in_ms(time_us):
+    """To the nanosecond, as it was written: what ended when another began does so again."""
+    return round(time_us / 1e3, 6)
 
 
 def timeline_of(training, step):
@@ -150,17 +168,25 @@ def timeline_of(training, step):
     transfers = tuple(
         TransferSpan(
             next(n for n, s in reversed(list(enumerate(stages))) if s < e["tid"]),
-            e["name"], e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3,
+            e["name"], in_ms(e["ts"]), in_ms(e["ts"] + e["dur"]),
             e["args"]["holds_queue"],
         )
         for e in measured if e["cat"] == "transfer"
     )  # fmt: skip
     return Timeline(
         tuple(tuple(Op.parse(name) for _, _, name in row) for row in rows),
-        tuple(np.array([at for at, _, _ in row]) / 1e3 for row in rows),
-        tuple(np.array([at + took for at, took, _ in row]) / 1e3 for row in rows),
+        tuple(np.array([in_ms(at) for at, _, _ in row]) for row in rows),
+        tuple(np.array([in_ms(at + took) for at, took, _ in row]) for row in rows),
         transfers,
-    )
+        tuple(
+            CopySpan(
+                next(n for n, s in reversed(list(enumerate(stages))) if s < e["tid"]),
+                e["name"].split()[0], e["args"]["microbatch"], e["args"]["chunk"],
+                in_ms(e["ts"]), in_ms(e["ts"] + e["dur"]),
+            )
+            for e in measured if e["cat"] == "copy"
+        ),
+    )  # fmt: skip
 
 
 def waits_of_ready_ops_ms(timeline, stage):
@@ -192,6 +218,22 @@ def test_the_trace_shows_every_delegated_message_on_its_way_and_no_queue_held(de
     assert labels == activations | gradients | {"tied[0] 0>2", "tied[0] 2>0"}
     assert not any(span.holds_queue for span in timeline.transfers)
     assert all(span.end_ms >= span.start_ms for span in timeline.transfers)
+
+
+def test_stashes_in_host_memory_change_no_loss_and_no_device_holds_more_than_fits(
+    direct, offloaded
+):
+    assert offloaded.losses() == direct.losses()
+    lines = offloaded.lines("metrics.jsonl")
+    assert {tuple(line["peak_live"]) for line in lines} == {(5, 3, 1)}
+    assert max(max(line["peak_on_device"]) for line in lines) == 2
+    assert len({line["compilations"] for line in lines}) == 1
+    timeline = timeline_of(offloaded, 13)
+    assert {copy.stage for copy in timeline.copies} == {0, 1}  # stage 2 has no need to
+    assert max(peak_on_device(timeline)) == 2
+    profile = json.loads((offloaded.out / "profile.json").read_text())
+    at_10_mb_per_s = [size / 1e4 for size in profile["stash_bytes"]["after_forward"]]
+    assert profile["copies"]["offload_ms"] == pytest.approx(at_10_mb_per_s, rel=0.5)
 
 
 def test_a_slow_delegated_link_holds_up_no_op_that_is_ready(tmp_path):

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from jaxmorph.schedule.ops import Op
-from jaxmorph.schedule.timeline import Timeline, TransferSpan
+from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
 _NANOSECONDS_PER_MS = 1e6
 _NANOSECONDS_PER_MICROSECOND = 1e3
 _FIRST_ID = 1  # of processes and threads: Perfetto keeps 0 for the machine's own idle one
 _THREADS_PER_STAGE = 1000
+_COPIES_AFTER = {"offload": 998, "fetch": 999}  # below a stage's transfers
 
 Event = dict[str, Any]
 
@@ -25,7 +26,8 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
 
     Returns:
         A JSON object in Chrome's trace format: a process per timeline, a thread per stage, more
-        threads under a stage for its measured transfers, and every op a complete event.
+        threads under a stage for its measured transfers and one for each direction of its copies,
+        and every op a complete event.
     """
     events: list[Event] = []
     for process, (name, timeline) in enumerate(timelines.items(), _FIRST_ID):
@@ -35,6 +37,8 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
         for stage in range(timeline.num_stages):
             spans = [span for span in timeline.transfers if span.stage == stage]
             events.extend(_transfer_events(process, stage, spans))
+            copies = [copy for copy in timeline.copies if copy.stage == stage]
+            events.extend(_copy_events(process, stage, copies))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -60,6 +64,16 @@ def _transfer_events(process: int, stage: int, spans: Sequence[TransferSpan]) ->
         busy_until_ms[lane] = end_ms
         event = _complete(process, thread, label, start_ms, end_ms)
         yield event | {"cat": "transfer", "args": {"holds_queue": holds_queue}}
+
+
+def _copy_events(process: int, stage: int, copies: Sequence[CopySpan]) -> Iterator[Event]:
+    """Copies of a stage's stashes, those of each direction on a thread: they don't overlap."""
+    threads = {kind: _thread_of(stage) + after for kind, after in _COPIES_AFTER.items()}
+    for kind in sorted({copy.kind for copy in copies}, reverse=True):
+        yield from _thread(process, threads[kind], f"stage {stage} {kind}")
+    for copy in copies:
+        event = _complete(process, threads[copy.kind], copy.label, copy.start_ms, copy.end_ms)
+        yield event | {"cat": "copy", "args": {"microbatch": copy.microbatch, "chunk": copy.chunk}}
 
 
 def _thread_of(stage: int) -> int:

@@ -1,0 +1,177 @@
+"""Copies of stashes to pinned host memory and back, beside the rank's queue.
+
+Each direction is a thread of its own with its copies in order, as an accelerator has a copy engine
+for each beside the stream of its ops. `device_put` to another memory kind compiles nothing. It
+can't donate (JAX 0.10 to 0.12), so what has been copied is deleted once the other memory has it.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+
+from jaxmorph.program.instructions import Buffer
+from jaxmorph.runtime.queue import Stamp, sleep_until
+
+Tree = Any
+Kind = Literal["offload", "fetch"]
+
+HOST_MEMORY = "pinned_host"  # as JAX calls it
+_LOOK_S = 0.1  # how often a wait looks whether the queue, which it waits for, has failed
+
+
+@dataclass(frozen=True)
+class CopyLabel:
+    """What a copy's stamp names."""
+
+    kind: Kind
+    stash: Buffer
+
+
+@dataclass
+class AwayStash:
+    """A stash on its way to host memory and back.
+
+    Attributes:
+        stash: Its name.
+        gone: Done when the host has it; then the device has it no more.
+        back: Done when the device has it again.
+        arrays: It, wherever it is; None while another holds it.
+        shardings: How it lay on the device.
+    """
+
+    stash: Buffer
+    gone: Future[Stamp] = field(default_factory=Future)
+    back: Future[Stamp] = field(default_factory=Future)
+    arrays: Tree = None
+    shardings: Tree = None
+
+    @property
+    def host_shardings(self) -> Tree:
+        """How it lies in host memory: as on the device."""
+        return jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST_MEMORY), self.shardings)
+
+    def take(self) -> Tree:
+        """The stash, once it is back, for whoever asks first."""
+        arrays, self.arrays = self.arrays, None
+        return arrays
+
+    def stamps(self) -> Iterator[Stamp]:
+        """When its copies ran, once they have."""
+        yield self.gone.result()
+        yield self.back.result()
+
+    def cancel(self) -> None:
+        """Wake whoever waits for it: it will not come."""
+        self.gone.cancel()
+        self.back.cancel()
+
+
+class HostCopies:
+    """A rank's two copy engines.
+
+    Args:
+        bytes_per_s: How fast each copies on a paced accelerator; None: as fast as it does.
+    """
+
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        self._out = _Engine("offload", bytes_per_s)
+        self._in = _Engine("fetch", bytes_per_s)
+
+    def offload(self, away: AwayStash, arrays: Tree, made_s: float) -> None:
+        """Begin to copy a stash to host memory.
+
+        Args:
+            away: Its way.
+            arrays: The stash, on the device; deleted once the host has it.
+            made_s: Since when it is there, on the monotonic clock.
+        """
+        away.arrays = arrays
+        away.shardings = jax.tree.map(lambda leaf: leaf.sharding, arrays)
+        self._out.submit(away.gone, lambda: self._out.copy(away, away.host_shardings, made_s))
+
+    def fetch(self, away: AwayStash, after: AwayStash | None, free_s: float) -> None:
+        """Begin to copy a stash back, once there is room.
+
+        Args:
+            away: Its way.
+            after: The stash whose place it takes; None: there is room already.
+            free_s: Since when all is over that the queue ran before, on the monotonic clock.
+        """
+        before = (away,) if after is None else (away, after)
+        self._in.submit(away.back, lambda: self._to_device(away, before, free_s))
+
+    def close(self) -> None:
+        """Stop the engines, after what they have begun."""
+        self._out.close()
+        self._in.close()
+
+    def _to_device(self, away: AwayStash, before: tuple[AwayStash, ...], free_s: float) -> Stamp:
+        gone_s = [stash.gone.result().end_s for stash in before]
+        return self._in.copy(away, away.shardings, max(free_s, *gone_s))
+
+
+class _Engine:
+    """One direction: a thread that copies in order, with a clock that late wake-ups don't move."""
+
+    def __init__(self, kind: Kind, bytes_per_s: float | None) -> None:
+        self._kind: Kind = kind
+        self._bytes_per_s = bytes_per_s
+        self._free_s = 0.0
+        self._thread = ThreadPoolExecutor(1, f"jaxmorph-{kind}")
+
+    def submit(self, over: Future[Stamp], work: Callable[[], Stamp]) -> None:
+        self._thread.submit(_fulfil, over, work)
+
+    def copy(self, away: AwayStash, shardings: Tree, ready_s: float) -> Stamp:
+        """Copy a stash; on a paced accelerator no faster than that would."""
+        start_s = max(self._free_s, ready_s)
+        leaves = jax.tree.leaves(away.arrays)
+        moved = jax.block_until_ready(jax.device_put(away.take(), shardings))
+        end_s = time.monotonic()
+        if self._bytes_per_s is not None:
+            size = sum(leaf.nbytes for leaf in leaves)
+            end_s = max(end_s, start_s + size / self._bytes_per_s)
+            sleep_until(end_s)
+        for leaf in leaves:
+            leaf.delete()
+        away.arrays, self._free_s = moved, end_s
+        return Stamp(CopyLabel(self._kind, away.stash), start_s, end_s)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _fulfil(over: Future[Stamp], work: Callable[[], Stamp]) -> None:
+    if not over.set_running_or_notify_cancel():
+        return
+    try:
+        over.set_result(work())
+    except BaseException as error:  # raised again where the copy is waited for
+        over.set_exception(error)
+
+
+def wait_for(over: Future[Stamp], deadline_s: float, check: Callable[[], None]) -> Stamp:
+    """Wait until a copy is over.
+
+    Args:
+        over: Done when it is.
+        deadline_s: Until when, on the monotonic clock.
+        check: Raises what has gone wrong on the queue, that the copy may depend on.
+
+    Returns:
+        When it ran.
+
+    Raises:
+        TimeoutError: If it is not over by then.
+    """
+    while True:
+        try:
+            return over.result(timeout=_LOOK_S)
+        except TimeoutError:
+            check()
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("a copy of a stash took too long") from None

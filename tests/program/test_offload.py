@@ -1,0 +1,269 @@
+"""Pictures of what goes to host memory and when, and the pass against brute force.
+
+`>3` begins to offload stash 3, `<3` to fetch it, `<3:5` once the offload of stash 5 is over; `~3`
+waits for that of stash 3.
+"""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmorph.errors import UserError
+from jaxmorph.program.blocking import simulate_blocking
+from jaxmorph.program.check import ProgramError, check
+from jaxmorph.program.device_room import most_held
+from jaxmorph.program.instructions import (
+    AwaitRoom,
+    Buffer,
+    BufferKind,
+    Fetch,
+    Free,
+    Offload,
+    RankProgram,
+    Run,
+)
+from jaxmorph.program.lowering import lower
+from jaxmorph.program.offload import (
+    count_offloads,
+    offload,
+    offload_these,
+    waiting_longest,
+)
+from jaxmorph.schedule.builders import FIXED_SCHEDULES
+from jaxmorph.schedule.copy_costs import CopyCosts
+from jaxmorph.schedule.costs import Limits, StageCosts, chain_links
+from jaxmorph.schedule.device_live import peak_on_device
+from jaxmorph.schedule.memory import StageMemory
+from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.schedule.planner import plan
+from jaxmorph.schedule.schedule import Schedule
+from jaxmorph.schedule.simulator import simulate
+
+WARM_UP = "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4 W0 W1 W2 W3 W4"
+
+
+def program_of(row: str) -> RankProgram:
+    schedule = Schedule.from_rows("hand", [row])
+    return lower(schedule, simulate(schedule, StageCosts.uniform(1, 1, 1, 1)))[0]
+
+
+def picture(program: RankProgram) -> str:
+    return " ".join(word for step in program.instructions if (word := _word(step)))
+
+
+def _word(step) -> str:
+    match step:
+        case Run(op):
+            return str(op)
+        case Offload(stash):
+            return f">{_name(stash)}"
+        case Fetch(stash, after):
+            return f"<{_name(stash)}" + (f":{_name(after)}" if after else "")
+        case AwaitRoom(stash):
+            return f"~{_name(stash)}"
+        case _:
+            return ""
+
+
+def _name(stash: Buffer) -> str:
+    return f"{stash.chunk}.{stash.microbatch}" if stash.chunk else str(stash.microbatch)
+
+
+def offloaded(row: str, room: int, backward: int = 0, **how) -> str:
+    program = program_of(row)
+    memory = StageMemory(1, backward, room)
+    placed = offload(program, memory, **how)
+    check([placed], [memory])
+    return picture(placed)
+
+
+def test_what_fits_stays_as_it_is():
+    program = program_of(WARM_UP)
+    assert offload(program, StageMemory(1, 0, 4)) is program
+
+
+@pytest.mark.parametrize(
+    ("room", "how", "expected"),
+    [
+        (3, {}, "F0 F1 F2 >2 ~2 F3 B0 F4 B1 <2 B2 B3 B4"),
+        # F4 and B1 need both places: what B1 has none of takes the one that stash 4 leaves.
+        (2, {}, "F0 F1 >1 ~1 F2 >2 ~2 F3 B0 F4 >4 <1:4 B1 <2 B2 <4 B3 B4"),
+        (2, {"early": True}, "F0 F1 >1 ~1 F2 >2 ~2 F3 >3 B0 <1 ~3 F4 B1 <2 B2 <3 B3 B4"),
+        (1, {}, "F0 >0 ~0 F1 >1 ~1 F2 >2 ~2 F3 >3 <0:3 B0 F4 >4 <1:4 B1 <2 B2 <3 B3 <4 B4"),
+    ],
+)
+def test_what_is_needed_last_goes_and_whatever_needs_its_place_waits(room, how, expected):
+    assert offloaded(WARM_UP, room, **how) == f"{expected} W0 W1 W2 W3 W4"
+
+
+def test_a_spare_place_lets_a_copy_run_beside_an_op():
+    row = "F0 F1 F2 F3 BW0 BW1 BW2 BW3"
+    assert offloaded(row, room=2) == "F0 F1 >1 ~1 F2 >2 ~2 F3 BW0 <1 BW1 <2 BW2 BW3"
+    assert offloaded(row, room=2, spare=1) == (
+        "F0 >0 F1 >1 ~0 F2 >2 <0:1 ~2 F3 >3 <1:3 BW0 <2 BW1 <3 BW2 BW3"
+    )
+
+
+def test_a_stash_comes_back_as_many_ops_before_its_b_as_it_may_and_there_is_room():
+    row = "F0 F1 F2 B0 W0 B1 W1 B2 W2"
+    assert offloaded(row, room=2, ahead=0) == "F0 F1 >1 ~1 F2 B0 W0 <1 B1 W1 B2 W2"
+    assert offloaded(row, room=2, ahead=1) == "F0 F1 >1 ~1 F2 B0 <1 W0 B1 W1 B2 W2"
+    assert offloaded(row, room=2, ahead=9) == "F0 F1 >1 ~1 F2 B0 <1 W0 B1 W1 B2 W2"
+
+
+def test_what_b_leaves_for_w_stays_and_takes_its_room():
+    row = "F0 F1 F2 B0 B1 W0 B2 W1 W2"
+    assert offloaded(row, room=2, backward=1) == "F0 F1 >1 ~1 F2 >2 <1:2 B0 B1 W0 <2 B2 W1 W2"
+
+
+def test_of_two_chunks_each_stash_takes_half_a_place():
+    row = "F0 1.F0 F1 1.F1 1.BW0 BW0 1.BW1 BW1"
+    assert offloaded(row, room=1) == ("F0 >0 1.F0 ~0 F1 >1 ~1 1.F1 1.BW0 <0 BW0 <1 1.BW1 BW1")
+
+
+def test_without_room_for_what_cannot_go_the_stage_and_its_need_are_named():
+    program = program_of("F0 F1 B0 B1 W0 W1")
+    with pytest.raises(UserError, match=r"^offload: stage 0: got room for 1, expected at least 2,"):
+        offload(program, StageMemory(1, 1, 1))
+    with pytest.raises(UserError, match=r"got room for 49, expected at least 50,"):
+        offload(program, StageMemory(30, 20, 49))
+
+
+def test_given_stashes_go_whether_there_is_room_or_not():
+    program = program_of("F0 F1 B0 W0 B1 W1")
+    (longest,) = waiting_longest(program, 1)
+    assert picture(offload_these(program, {longest})) == "F0 F1 >1 B0 <1 W0 B1 W1"
+
+
+def test_a_fetch_stands_behind_what_frees_its_place_and_an_offload_right_behind_its_f():
+    program = offload(program_of("F0 F1 F2 BW0 BW1 BW2"), StageMemory(1, 0, 2))
+    steps = list(program.instructions)
+    at = steps.index(Fetch(Buffer(BufferKind.STASH, 1)))
+    assert steps[at - 1] == Free(Buffer(BufferKind.STASH, 0))
+    at = steps.index(Offload(Buffer(BufferKind.STASH, 1)))
+    assert steps[at - 1] == Run(Op(OpKind.F, 1))
+
+
+def without(program: RankProgram, *kinds) -> RankProgram:
+    kept = tuple(step for step in program.instructions if not isinstance(step, kinds))
+    return replace(program, instructions=kept)
+
+
+def test_a_b_whose_stash_is_in_host_memory_is_refused():
+    placed = offload(program_of("F0 F1 F2 BW0 BW1 BW2"), StageMemory(1, 0, 2))
+    with pytest.raises(ProgramError, match=r"run BW1 while stash\[1\] is in host memory"):
+        check([without(placed, Fetch)])
+    with pytest.raises(ProgramError, match=r"fetch stash\[1\] while stash\[1\] is on the device"):
+        check([without(placed, Offload, AwaitRoom)])
+    with pytest.raises(ProgramError, match=r"await room .* before stash\[1\] is offloaded"):
+        check([without(placed, Offload, Fetch)])
+
+
+def test_a_program_that_only_quick_copies_would_keep_within_its_room_is_refused():
+    memory = StageMemory(1, 0, 2)
+    placed = offload(program_of("F0 F1 F2 BW0 BW1 BW2"), memory)
+    assert max(most_held(placed, memory)) == 2
+    hasty = without(placed, AwaitRoom)
+    check([hasty])  # nobody waits for anything that isn't there
+    with pytest.raises(ProgramError, match=r"rank 0: run F2 may make its device hold 3, .* 2$"):
+        check([hasty], [memory])
+
+
+@st.composite
+def rows(draw, most=5, splits=True):
+    """Any order of one stage's ops, each kind in microbatch order."""
+    kinds = ("F", "B", "W") if splits and draw(st.booleans()) else ("F", "BW")
+    counts = dict.fromkeys(kinds, 0)
+    number, row = draw(st.integers(1, most)), []
+    while counts[kinds[-1]] < number:
+        free = [
+            kind
+            for before, kind in zip((None, *kinds), kinds, strict=False)
+            if counts[kind] < (number if before is None else counts[before])
+        ]
+        kind = draw(st.sampled_from(free))
+        row.append(f"{kind}{counts[kind]}")
+        counts[kind] += 1
+    return " ".join(row)
+
+
+def fits_with(ops: list[Op], memory: StageMemory, away: tuple[int, ...]) -> bool:
+    """Whether there is room at every op with some stashes away whenever they can be."""
+    at = {op: i for i, op in enumerate(ops)}
+    lives = {
+        op.microbatch: (at[Op(OpKind.F, op.microbatch)], i)
+        for op, i in at.items()
+        if op.kind in (OpKind.B, OpKind.BW)
+    }
+    ends = {op.microbatch: i for op, i in at.items() if op.kind is OpKind.W}
+    for i in range(len(ops)):
+        held = sum(
+            memory.forward_holds
+            for m, (made, used) in lives.items()
+            if i in (made, used) or (made < i < used and m not in away)
+        )
+        held += sum(memory.backward_holds for m, (_, b) in lives.items() if b < i <= ends.get(m, b))
+        if ops[i].kind is OpKind.B:
+            held += memory.needed - memory.forward_holds
+        if held > memory.room:
+            return False
+    return True
+
+
+def fewest_by_brute_force(ops: list[Op], memory: StageMemory) -> int | None:
+    microbatches = range(1 + max(op.microbatch for op in ops))
+    for count in range(len(microbatches) + 1):
+        if any(fits_with(ops, memory, a) for a in itertools.combinations(microbatches, count)):
+            return count
+    return None
+
+
+@settings(max_examples=150)
+@given(rows(), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3), st.booleans())
+def test_no_other_choice_of_stashes_is_smaller(row, room, forward, backward, early):
+    program = program_of(row)
+    memory = StageMemory(forward, backward, room * max(forward, backward))
+    fewest = fewest_by_brute_force(list(program.ops()), memory)
+    if fewest is None:
+        with pytest.raises(UserError, match="got room for"):
+            offload(program, memory)
+        return
+    placed = offload(program, memory, ahead=2, early=early)
+    check([placed], [memory])
+    assert count_offloads([placed]) == fewest
+    assert list(placed.ops()) == list(program.ops())
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([*FIXED_SCHEDULES, "adaptive"]),
+    st.integers(1, 4),
+    st.integers(1, 7),
+    st.integers(1, 5),
+    st.tuples(st.integers(0, 2), st.integers(0, 9), st.booleans()),
+    st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(0, 30)),
+)
+def test_whatever_copies_take_no_device_holds_more_than_fits(name, stages, n, room, how, times):
+    out_ms, in_ms, link_ms = map(float, times)
+    costs, links = StageCosts.uniform(stages, 10, 9, 6), chain_links([link_ms] * (stages - 1))
+    schedule = plan(costs, links, Limits(), n, name).schedule
+    programs = lower(schedule, simulate(schedule, costs, links))
+    memory = [StageMemory(1, 0, room)] * stages
+    spare, ahead, early = how
+    placed = [
+        offload(program, own, spare=spare, ahead=ahead, early=early)
+        for program, own in zip(programs, memory, strict=True)
+    ]
+    check(placed, memory)
+    copies = CopyCosts((out_ms,) * stages, (in_ms,) * stages)
+    timeline = simulate_blocking(placed, costs, links, copies=copies)
+    assert max(peak_on_device(timeline)) <= room
+    assert timeline.peak_live() == schedule.peak_live()
+    starts = {(s.stage, s.op.microbatch): s.start_ms for s in timeline.spans() if "B" in s.op.kind}
+    fetched = [copy for copy in timeline.copies if copy.kind == "fetch"]
+    assert len(fetched) == count_offloads(placed)
+    assert all(copy.end_ms <= starts[copy.stage, copy.microbatch] for copy in fetched)
+    assert timeline.makespan_ms >= simulate_blocking(programs, costs, links).makespan_ms
