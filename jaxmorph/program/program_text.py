@@ -3,10 +3,13 @@
 import re
 
 from jaxmorph.program.instructions import (
+    AwaitRoom,
     Buffer,
     BufferKind,
+    Fetch,
     Free,
     Instruction,
+    Offload,
     RankProgram,
     Receive,
     Reduce,
@@ -72,6 +75,14 @@ def _instruction(line: str) -> Instruction:
             return Receive(Transfer.parse(f"{payload} {way}"), route)
         case ["free", buffer]:
             return Free(_buffer(buffer))
+        case ["offload", buffer]:
+            return Offload(_buffer(buffer))
+        case ["fetch", buffer]:
+            return Fetch(_buffer(buffer))
+        case ["fetch", buffer, "after", other]:
+            return Fetch(_buffer(buffer), _buffer(other))
+        case ["await", "room", "of", buffer]:
+            return AwaitRoom(_buffer(buffer))
         case ["reduce", index]:
             return Reduce(int(index), None)
         case ["reduce", index, buffer]:

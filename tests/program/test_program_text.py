@@ -3,6 +3,14 @@
 import pytest
 
 from jaxmorph.control.profiler import Profile
+from jaxmorph.program.instructions import (
+    AwaitRoom,
+    Buffer,
+    BufferKind,
+    Fetch,
+    Offload,
+    RankProgram,
+)
 from jaxmorph.program.program_text import parse_program, program_text
 from jaxmorph.schedule.builders import interleaved, zb_h2
 from jaxmorph.schedule.costs import Link, StageCosts
@@ -40,6 +48,13 @@ def test_a_text_is_read_line_by_line():
         "free weight-stash[0]",
         "update",
     ]
+
+
+def test_copies_of_stashes_come_back():
+    stash, other = (Buffer(BufferKind.STASH, microbatch, 1) for microbatch in (3, 4))
+    steps = (Offload(stash), AwaitRoom(stash), Fetch(stash), Fetch(other, after=stash))
+    program = RankProgram(1, 2, 5, steps, num_chunks=2)
+    assert parse_program(program_text(program)) == program
 
 
 @pytest.mark.parametrize("line", ["walk F0", "send activation[0] 0>1 by-air", "free stash", ""])
