@@ -57,7 +57,7 @@ class ConditionPlanner:
             believed = self._profile_under(conditions, MARGIN_OF_JITTER)
         slow = [Link(*condition.between) for condition in conditions]
         plans = [
-            agree_on_plan(choice, self.rendezvous, believed, self.num_tied)
+            agree_on_plan(choice, self.rendezvous, believed, self.num_tied, actual)
             for choice in route_choices(self.config, self.system, slow)
         ]
         steps_ms = [plan.simulate(actual).makespan_ms for plan in plans]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profiler
+from jaxmorph.intra_step import kept_in_order
 from jaxmorph.open_stage import adopt_plan
 from jaxmorph.planning import PlanInForce, agree_on_plan, agree_on_stash, unmeasured_profile
 from jaxmorph.runtime.executor import StepInputs
@@ -86,7 +87,7 @@ def warm_up(
     """
     profiler = Profiler(config.parallelism.stages, stash_bytes)
     unmeasured = unmeasured_profile(config, stash_bytes)
-    in_force = agree_on_plan(config, rendezvous, unmeasured, num_tied)
+    in_force = agree_on_plan(kept_in_order(config), rendezvous, unmeasured, num_tied)
     adopt_plan(rendezvous, trainer, in_force)
     for step in range(_WARM_UP_STEPS):
         began_s = time.monotonic()

@@ -7,6 +7,7 @@ from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
+from jaxmorph.intra_step import easily_reordered, leeway_of
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.channels import Channel
 from jaxmorph.program.instructions import RankProgram, Route
@@ -81,7 +82,11 @@ def agree_on_stash(rendezvous: Rendezvous, memory: StashMemory) -> StashBytes:
 
 
 def agree_on_plan(
-    config: Config, rendezvous: Rendezvous, profile: Profile, num_tied: int
+    config: Config,
+    rendezvous: Rendezvous,
+    profile: Profile,
+    num_tied: int,
+    expected: Profile | None = None,
 ) -> PlanInForce:
     """Plan on rank 0 and adopt its answer on every rank.
 
@@ -90,6 +95,8 @@ def agree_on_plan(
         rendezvous: The meeting place of all ranks; they all call this at the same point.
         profile: What ops and links cost; only rank 0's is read.
         num_tied: How many tied parameters the first and the last stage hold copies of.
+        expected: What ops and links should cost when it runs, where that isn't what is planned
+            for; only rank 0's is read. It says what is late inside a step.
 
     Returns:
         The plan, its programs checked by a replay of all ranks.
@@ -100,12 +107,20 @@ def agree_on_plan(
     answer = {}
     if rendezvous.rank == 0:
         made = plan_step(config, profile, num_tied)
-        answer = {"profile": profile.to_json(), "plan": made.to_json()}
+        expected = expected or profile
+        answer = {
+            "profile": profile.to_json(),
+            "plan": made.to_json(),
+            "expected": expected.to_json(),
+        }
     answer = rendezvous.exchange(answer)[0]
     made = Plan.from_json(answer["plan"])
     agreed = Profile.from_json(answer["profile"])
     programs = lower_step(made.schedule, agreed, made.routes, num_tied)
-    return PlanInForce(made, programs, rendezvous.rank, slots_needed(programs))
+    slots = slots_needed(programs)
+    expected = Profile.from_json(answer["expected"])
+    programs = leeway_of(config, programs, expected, _limits(config, expected))
+    return PlanInForce(made, programs, rendezvous.rank, slots)
 
 
 def plan_step(config: Config, profile: Profile, num_tied: int = 0) -> Plan:
@@ -134,7 +149,9 @@ def plan_step(config: Config, profile: Profile, num_tied: int = 0) -> Plan:
         name, _, says = str(error).partition(": ")  # the planner's names have no section
         raise UserError(f"{_key(name)}: {says}") from error
     made = replace(made, routes=_routes(config, made, num_tied))
-    return shorter_on_queues(made, profile, limits) if schedule.name == "adaptive" else made
+    if schedule.name != "adaptive":
+        return made
+    return easily_reordered(config, shorter_on_queues(made, profile, limits), profile, limits)
 
 
 def _routes(config: Config, made: Plan, num_tied: int) -> dict[Link, Route]:

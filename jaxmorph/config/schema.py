@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from jaxmorph.config.adaptation_section import Adaptation
 from jaxmorph.config.checkpoint_section import Checkpoint
 from jaxmorph.config.compare_section import Compare, compare_problems
 from jaxmorph.config.link_problems import (
@@ -53,6 +54,7 @@ class Config(BaseModel):
     precision: Precision = Field(default_factory=Precision)
     stash: Literal["full", "recompute"] = "full"
     routes: Routes = Field(default_factory=Routes)
+    adaptation: Adaptation = Field(default_factory=Adaptation)
     transport: Transport = Field(default_factory=Transport)
     emulation: Emulation = Field(default_factory=Emulation)
     trace: Trace = Field(default_factory=Trace)

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from jaxmorph.program.pipeline import Pipeline
 from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.online import Leeway
 from jaxmorph.schedule.ops import Op
 
 Route: TypeAlias = Literal["direct", "delegated"]
@@ -181,13 +182,17 @@ Instruction: TypeAlias = Run | Send | Receive | Free | Reduce | Update
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One rank's instructions for one step, in the order its queue runs them."""
+    """One rank's instructions for one step, in the order its queue runs them.
+
+    With `leeway` the rank may change that order while the step runs.
+    """
 
     rank: int
     num_ranks: int
     num_microbatches: int
     instructions: tuple[Instruction, ...]
     num_chunks: int = 1
+    leeway: Leeway | None = None
 
     @property
     def pipeline(self) -> Pipeline:

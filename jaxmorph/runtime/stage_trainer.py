@@ -19,6 +19,7 @@ from jaxmorph.runtime.direct_programs import direct_programs
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import Chunks, Executor, StepInputs, StepOutcome
 from jaxmorph.runtime.links import PayloadShape
+from jaxmorph.runtime.online_dispatch import OnlineDispatcher
 from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.payloads import SlotUse, channel_payloads, slot_use
@@ -146,11 +147,14 @@ class StageTrainer:
         self._plane = plane
         routes: dict[str, Route] = {"direct": direct}
         self.delegated: DelegatedRoute | None = None
+        self._online: OnlineDispatcher | None = None
         if plane is not None:
             uses = _slot_uses(payloads, settings)
             tier, check = choose_tier(placement), self._queue.raise_error
             self.delegated = DelegatedRoute(plane, uses, rank, placement, tier, check)
             routes["delegated"] = self.delegated
+            timeout_s = settings.transfer_timeout_s
+            self._online = OnlineDispatcher(self._queue, self.delegated, timeout_s)
         self.executor = Executor(
             chunks=self.programs,
             placement=placement,
@@ -159,6 +163,7 @@ class StageTrainer:
             pace=settings.pace or Pace(),
             transfer_timeout_s=settings.transfer_timeout_s,
             tied=TiedGradients(model.tied, self._accumulators) if model.tied else None,
+            online=self._online,
         )
 
     @property
@@ -251,6 +256,8 @@ class StageTrainer:
     def close(self) -> None:
         """Stop the queue's thread."""
         self._queue.close()
+        if self._online is not None:
+            self._online.close()
 
     def _prepare(self) -> Chunks:
         pairs = zip(self.programs, self.params, strict=True)
