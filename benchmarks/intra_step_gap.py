@@ -1,7 +1,7 @@
 """How near steps come to the best order there was, with and without choices inside the step.
 
-`python -m benchmarks.intra_step_gap [--seeds N] [--slots] [--json FILE]` draws steps whose delays
-planning didn't know (`intra_step_cases`), fixes every message's delay as the planned order met it,
+`python -m benchmarks.intra_step_gap [--seeds N] [--capped] [--slots] [--json FILE]` draws steps
+whose delays planning didn't know (`intra_step_cases`), fixes every message's delay as the planned order met it,
 and runs each step on paper: in the planned order, with ranks that choose (`schedule.online`), and
 in the best order that a search finds which knows every delay (`schedule.clairvoyant`). Gaps are to
 that order; it is itself at most `certified` above a bound that no order beats. Exit code 1 when a
@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from benchmarks.intra_step_cases import KINDS, REDRAWN_MS, SIZES, Case, draw_case
+from jaxmorph.intra_step import MOST_LONGER, MOST_LOST
 from jaxmorph.program.gradients_first import gradients_first
 from jaxmorph.program.instructions import Payload, RankProgram, Route, Transfer
 from jaxmorph.program.leeway import with_leeway
@@ -32,7 +33,7 @@ from jaxmorph.schedule.simulator import simulate
 from jaxmorph.schedule.timeline import Timeline
 
 BAR = 0.02
-SYSTEMS = ("step boundary", "inside a step", "plan alone", "free from the start")
+SYSTEMS = ("step boundary", "inside a step", "free from the start")
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class Gaps:
     """One case's steps, as shares above the clairvoyant order's.
 
     Attributes:
-        of: The gap of each of `SYSTEMS`: the planned order replayed; ranks that choose once a
-            message is late, from a plan with gradients first; that plan's order replayed; and ranks
-            that choose from the first op on, late or not, which would not keep to any plan.
+        of: The gap of each of `SYSTEMS`: the planned order; ranks that choose once something is
+            late, as a run with `adaptation.intra_step` has them; and ranks that put gradients first
+            from the first op on, late or not, which would keep to no plan.
         certified: How far the clairvoyant order is above the lower bound, at most.
     """
 
@@ -50,37 +51,38 @@ class Gaps:
     certified: float
 
 
-def hold(case: Case, *, with_slots: bool = False) -> Gaps:
+def hold(case: Case, *, capped: bool = False, with_slots: bool = False) -> Gaps:
     """Runs one case in every way.
 
     Args:
         case: The step.
+        capped: Whether a stage holds at most 2 S - 1 microbatches.
         with_slots: Whether channels hold only as many messages as the planned order needs.
     """
     costs, links = case.costs, chain_links(case.planned_ms)
-    made = plan(costs, links, Limits(), case.num_microbatches, "adaptive").schedule
-    reordered = gradients_first(made, costs, links, Limits())
-    eager = made if reordered is None else reordered.schedule
-    planned, free = (_programs(schedule, case) for schedule in (made, eager))
+    size = costs.num_stages
+    limits = Limits((2 * size - 1,) * size) if capped else Limits()
+    made = plan(costs, links, limits, case.num_microbatches, "adaptive").schedule
+    reordered = gradients_first(made, costs, links, limits)
+    chosen = reordered.schedule if reordered.longer <= MOST_LONGER else made
+    planned, free = (_programs(schedule, case) for schedule in (made, chosen))
     met: dict[Transfer, float] = {}
 
     def as_met(sent: Transfer, at_ms: float) -> float:
         return met.setdefault(sent, case.delay_ms(sent, at_ms))
 
-    def step(programs: tuple[RankProgram, ...], *, leeway: bool, **how: bool) -> Timeline:
+    def step(programs: tuple[RankProgram, ...], **how: bool) -> Timeline:
         slots = slots_needed(programs) if with_slots else None
-        if leeway:
-            programs = _free(programs, case)
         return replay_online(programs, costs, as_met, slots, **how)
 
     steps = (
-        step(planned, leeway=False),  # the first: it meets the delays
-        step(free, leeway=True),
-        step(free, leeway=False),
-        step(free, leeway=True, left_plan=True),
+        step(planned),  # the first: it meets the delays
+        step(_free(free, case, limits, may_leave=reordered.longer <= MOST_LOST)),
+        step(_free(free, case, limits, may_leave=True), left_plan=True),
     )
-    starts = [made, eager, *(_schedule(made, timeline) for timeline in steps)]
-    best = clairvoyant_schedule(costs, _of_ops(as_met), [*starts, _knowing(case, as_met)])
+    starts = [made, chosen, *(_schedule(made, timeline) for timeline in steps)]
+    starts.append(_knowing(case, as_met, limits))
+    best = clairvoyant_schedule(costs, _of_ops(as_met), starts, limits)
     least_ms = min(best.makespan_ms, *(timeline.makespan_ms for timeline in steps))
     gaps = (timeline.makespan_ms / least_ms - 1 for timeline in steps)
     return Gaps(dict(zip(SYSTEMS, gaps, strict=True)), least_ms / best.lower_bound_ms - 1)
@@ -93,18 +95,20 @@ def _programs(schedule: Schedule, case: Case) -> tuple[RankProgram, ...]:
     return lower(schedule, timeline, routes)
 
 
-def _free(programs: tuple[RankProgram, ...], case: Case) -> tuple[RankProgram, ...]:
+def _free(
+    programs: tuple[RankProgram, ...], case: Case, limits: Limits, *, may_leave: bool
+) -> tuple[RankProgram, ...]:
     order = Schedule("", case.num_microbatches, tuple(tuple(each.ops()) for each in programs))
     expected = simulate(order, case.costs, chain_links(case.quickest_ms))
-    memory = Limits().stage_memory(len(programs), case.num_microbatches)
-    return with_leeway(programs, expected, memory)
+    memory = limits.stage_memory(len(programs), case.num_microbatches)
+    return with_leeway(programs, expected, memory, may_leave_plan=may_leave)
 
 
 def _schedule(like: Schedule, timeline: Timeline) -> Schedule:
     return Schedule(like.name, like.num_microbatches, timeline.orders)
 
 
-def _knowing(case: Case, delay_ms: Callable[[Transfer, float], float]) -> Schedule:
+def _knowing(case: Case, delay_ms: Callable[[Transfer, float], float], limits: Limits) -> Schedule:
     """The plan for the delays that the messages of each link really had, on average."""
     costs, count = case.costs, case.num_microbatches
     sent = _of_ops(delay_ms)
@@ -115,7 +119,7 @@ def _knowing(case: Case, delay_ms: Callable[[Transfer, float], float]) -> Schedu
         )
         for rank in range(costs.num_stages - 1)
     ]
-    return plan(costs, chain_links(middles_ms), Limits(), count, "adaptive").schedule
+    return plan(costs, chain_links(middles_ms), limits, count, "adaptive").schedule
 
 
 def _of_ops(delay_ms: Callable[[Transfer, float], float]) -> Callable[[int, Op], float]:
@@ -136,6 +140,7 @@ def main() -> int:
     """Draws, runs and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=30)
+    parser.add_argument("--capped", action="store_true", help="2 S - 1 microbatches on a stage")
     parser.add_argument("--slots", action="store_true", help="as many as the planned order needs")
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()
@@ -144,7 +149,7 @@ def main() -> int:
     for size in SIZES:
         for kind in KINDS:
             cases = (draw_case(size, kind, seed) for seed in range(wanted.seeds))
-            held = [hold(case, with_slots=wanted.slots) for case in cases]
+            held = [hold(case, capped=wanted.capped, with_slots=wanted.slots) for case in cases]
             told[f"{size} {kind}"] = [asdict(gaps) for gaps in held]
             print(f"{size}, {kind}")
             for name in SYSTEMS:

@@ -7,7 +7,7 @@ from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
-from jaxmorph.intra_step import easily_reordered, leeway_of
+from jaxmorph.intra_step import easily_reordered, leeway_of, may_leave_plan
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.channels import Channel
 from jaxmorph.program.instructions import RankProgram, Route
@@ -95,8 +95,8 @@ def agree_on_plan(
         rendezvous: The meeting place of all ranks; they all call this at the same point.
         profile: What ops and links cost; only rank 0's is read.
         num_tied: How many tied parameters the first and the last stage hold copies of.
-        expected: What ops and links should cost when it runs, where that isn't what is planned
-            for; only rank 0's is read. It says what is late inside a step.
+        expected: What ops cost, and the quickest messages of late: what takes longer is late inside
+            a step. Only rank 0's is read; None: the profile.
 
     Returns:
         The plan, its programs checked by a replay of all ranks.
@@ -112,6 +112,7 @@ def agree_on_plan(
             "profile": profile.to_json(),
             "plan": made.to_json(),
             "expected": expected.to_json(),
+            "may_leave": may_leave_plan(config, made, profile, _limits(config, profile)),
         }
     answer = rendezvous.exchange(answer)[0]
     made = Plan.from_json(answer["plan"])
@@ -119,7 +120,8 @@ def agree_on_plan(
     programs = lower_step(made.schedule, agreed, made.routes, num_tied)
     slots = slots_needed(programs)
     expected = Profile.from_json(answer["expected"])
-    programs = leeway_of(config, programs, expected, _limits(config, expected))
+    limits = _limits(config, agreed)
+    programs = leeway_of(config, programs, expected, limits, may_leave=answer["may_leave"])
     return PlanInForce(made, programs, rendezvous.rank, slots)
 
 
@@ -149,9 +151,9 @@ def plan_step(config: Config, profile: Profile, num_tied: int = 0) -> Plan:
         name, _, says = str(error).partition(": ")  # the planner's names have no section
         raise UserError(f"{_key(name)}: {says}") from error
     made = replace(made, routes=_routes(config, made, num_tied))
-    if schedule.name != "adaptive":
-        return made
-    return easily_reordered(config, shorter_on_queues(made, profile, limits), profile, limits)
+    if schedule.name == "adaptive":
+        made = shorter_on_queues(made, profile, limits)
+    return easily_reordered(config, made, profile, limits)
 
 
 def _routes(config: Config, made: Plan, num_tied: int) -> dict[Link, Route]:

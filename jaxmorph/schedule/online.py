@@ -30,12 +30,15 @@ class Leeway:
         end_ms: When it ends.
         memory: What microbatches hold, and how much fits.
         tolerance_ms: By how much an op may be behind its time before that counts as late.
+        may_leave_plan: Whether, once an op was late, gradients go first for the rest of the step.
+            Else what is late is only stood in for, by what the plan has next.
     """
 
     start_ms: tuple[float, ...]
     end_ms: tuple[float, ...]
     memory: StageMemory
     tolerance_ms: float = 0.0
+    may_leave_plan: bool = True
 
 
 class Decision(NamedTuple):
@@ -65,7 +68,7 @@ class OnlineOrder:
         self._items = items
         self._leeway = leeway
         self._movable = movable
-        self._all_move = OpKind.F in movable
+        self._may_leave = OpKind.F in movable and leeway.may_leave_plan
         self._taken = [False] * len(items)
         self._first = 0
         self._of_kind: dict[OpKind, list[int]] = {}
@@ -117,7 +120,7 @@ class OnlineOrder:
             late_ms = self._late_ms(planned, dry_ms)
             if now_ms < late_ms:
                 return Decision(None, late_ms)
-            self.has_left_plan = self._all_move
+            self.has_left_plan = self._may_leave
         found = (index for index in self.heads() if self._fits(index) and can_run(index))
         return Decision(next(found, None))
 
@@ -137,7 +140,8 @@ class OnlineOrder:
         """The items that may be next, the most urgent first, if their data is there."""
         kinds = sorted(self._movable & self._of_kind.keys(), key=_BEFORE.__getitem__)
         rows = ((self._of_kind[kind], self._next[kind]) for kind in kinds)
-        return [row[count] for row, count in rows if count < len(row)]
+        heads = [row[count] for row, count in rows if count < len(row)]
+        return heads if self._may_leave else sorted(heads)
 
     def _late_ms(self, planned: int, dry_ms: float) -> float:
         """From when on an item is late: not while the plan itself lets the rank wait."""

@@ -16,7 +16,7 @@ def row(text):
     return [None if name == "|" else Op.parse(name) for name in text.split()]
 
 
-def online(text, *, movable=ALL, memory=ROOMY, gaps=None, tolerance_ms=0.0):
+def online(text, *, movable=ALL, memory=ROOMY, gaps=None, tolerance_ms=0.0, leave=True):
     """The order of a rank whose ops follow one another, but for the waits before some of them."""
     items, starts, now_ms = row(text), [], 0.0
     for op in (op for op in items if op is not None):
@@ -24,7 +24,7 @@ def online(text, *, movable=ALL, memory=ROOMY, gaps=None, tolerance_ms=0.0):
         starts.append(now_ms)
         now_ms += OP_MS
     ends = tuple(start + OP_MS for start in starts)
-    return OnlineOrder(items, movable, Leeway(tuple(starts), ends, memory, tolerance_ms))
+    return OnlineOrder(items, movable, Leeway(tuple(starts), ends, memory, tolerance_ms, leave))
 
 
 def run(order, text, missing, now_ms=1e6):
@@ -66,6 +66,19 @@ def test_once_it_has_left_the_plan_a_gradient_goes_first_even_where_the_plan_has
         order.take(index)
         taken.append(str(items[index]))
     assert taken == ["B0", "B1", "B2", "W0", "W1", "W2"]
+
+
+def test_where_it_may_not_leave_the_plan_what_is_late_is_stood_in_for_in_the_plans_order():
+    text = "F0 F1 B0 W0 F2 B1 W1 B2 W2"
+    order = online(text, leave=False)
+    assert run(order, text, {"B1", "F2"}) == "F0 F1 B0 W0"
+    assert run(order, text, {"B1"}) == "F2"
+    assert not order.has_left_plan
+    text = "F0 F1 B0 W0 F2 F3 B1 W1 B2 W2 B3 W3"
+    assert run(online(text, leave=False), text, {"B0"}) == "F0 F1 F2 F3"
+    order = online(text, leave=False)
+    assert run(order, text, {"F2"}) == "F0 F1 B0 W0 B1 W1"
+    assert run(order, text, ()) == "F2 F3 B2 W2 B3 W3"
 
 
 def test_nothing_is_decided_while_the_rank_has_work_left():
