@@ -1,11 +1,12 @@
 """How near steps come to the best order there was, with and without choices inside the step.
 
 `python -m benchmarks.intra_step_gap [--seeds N] [--capped] [--slots] [--json FILE]` draws steps
-whose delays planning didn't know (`intra_step_cases`), fixes every message's delay as the planned order met it,
-and runs each step on paper: in the planned order, with ranks that choose (`schedule.online`), and
-in the best order that a search finds which knows every delay (`schedule.clairvoyant`). Gaps are to
-that order; it is itself at most `certified` above a bound that no order beats. Exit code 1 when a
-regime of Figure 18 misses the bar: a median gap of 2 % with choices inside the step.
+whose delays planning didn't know (`intra_step_cases`), fixes every message's delay as the planned
+order met it, and runs each step on paper: in the planned order, with ranks that choose
+(`schedule.online`), and in the best order that a search finds which knows every delay
+(`schedule.clairvoyant`). Gaps are to that order; it is itself at most `certified` above a bound
+that no order beats. Exit code 1 when a regime of Figure 18 misses the bar: a median gap of 2 % with
+choices inside the step.
 """
 
 import argparse
@@ -17,8 +18,8 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from benchmarks.intra_step_cases import KINDS, REDRAWN_MS, SIZES, Case, draw_case
-from jaxmorph.intra_step import MOST_LONGER, MOST_LOST
-from jaxmorph.program.gradients_first import gradients_first
+from jaxmorph.intra_step import MOST_LONGER
+from jaxmorph.program.chosen_order import order_chosen_by_ranks
 from jaxmorph.program.instructions import Payload, RankProgram, Route, Transfer
 from jaxmorph.program.leeway import with_leeway
 from jaxmorph.program.lowering import lower
@@ -42,8 +43,8 @@ class Gaps:
 
     Attributes:
         of: The gap of each of `SYSTEMS`: the planned order; ranks that choose once something is
-            late, as a run with `adaptation.intra_step` has them; and ranks that put gradients first
-            from the first op on, late or not, which would keep to no plan.
+            late, as a run with `adaptation.intra_step` has them; and ranks that choose
+            so from the first op on, late or not, which would keep to no plan.
         certified: How far the clairvoyant order is above the lower bound, at most.
     """
 
@@ -63,7 +64,7 @@ def hold(case: Case, *, capped: bool = False, with_slots: bool = False) -> Gaps:
     size = costs.num_stages
     limits = Limits((2 * size - 1,) * size) if capped else Limits()
     made = plan(costs, links, limits, case.num_microbatches, "adaptive").schedule
-    reordered = gradients_first(made, costs, links, limits)
+    reordered = order_chosen_by_ranks(made, costs, links, limits)
     chosen = reordered.schedule if reordered.longer <= MOST_LONGER else made
     planned, free = (_programs(schedule, case) for schedule in (made, chosen))
     met: dict[Transfer, float] = {}
@@ -77,8 +78,8 @@ def hold(case: Case, *, capped: bool = False, with_slots: bool = False) -> Gaps:
 
     steps = (
         step(planned),  # the first: it meets the delays
-        step(_free(free, case, limits, may_leave=reordered.longer <= MOST_LOST)),
-        step(_free(free, case, limits, may_leave=True), left_plan=True),
+        step(_free(free, case, limits)),
+        step(_free(free, case, limits), left_plan=True),
     )
     starts = [made, chosen, *(_schedule(made, timeline) for timeline in steps)]
     starts.append(_knowing(case, as_met, limits))
@@ -95,13 +96,11 @@ def _programs(schedule: Schedule, case: Case) -> tuple[RankProgram, ...]:
     return lower(schedule, timeline, routes)
 
 
-def _free(
-    programs: tuple[RankProgram, ...], case: Case, limits: Limits, *, may_leave: bool
-) -> tuple[RankProgram, ...]:
+def _free(programs: tuple[RankProgram, ...], case: Case, limits: Limits) -> tuple[RankProgram, ...]:
     order = Schedule("", case.num_microbatches, tuple(tuple(each.ops()) for each in programs))
     expected = simulate(order, case.costs, chain_links(case.quickest_ms))
     memory = limits.stage_memory(len(programs), case.num_microbatches)
-    return with_leeway(programs, expected, memory, may_leave_plan=may_leave)
+    return with_leeway(programs, expected, memory)
 
 
 def _schedule(like: Schedule, timeline: Timeline) -> Schedule:

@@ -6,14 +6,14 @@ from dataclasses import replace
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.gradients_first import Reordered, gradients_first
+from jaxmorph.program.chosen_order import order_chosen_by_ranks
 from jaxmorph.program.instructions import RankProgram
 from jaxmorph.program.leeway import with_leeway
-from jaxmorph.schedule.costs import Limits, Link
+from jaxmorph.schedule.costs import Limits
 from jaxmorph.schedule.planner import Plan
 
-MOST_LONGER = 0.005  # what gradients first may cost where everything comes as planned
-MOST_LOST = 0.02  # above, ranks that leave the plan lose more than the planned order does
+MOST_LONGER = 0.005
+"""How much longer than the shortest a step may be if everything comes as planned, as a share."""
 
 
 def reorders(config: Config) -> bool:
@@ -37,7 +37,7 @@ def kept_in_order(config: Config) -> Config:
 
 
 def easily_reordered(config: Config, made: Plan, profile: Profile, limits: Limits) -> Plan:
-    """The plan, with gradients first where that costs next to nothing.
+    """The plan, in the order that ranks would choose, where that costs next to nothing.
 
     Args:
         config: The run.
@@ -49,48 +49,17 @@ def easily_reordered(config: Config, made: Plan, profile: Profile, limits: Limit
         For an `adaptive` schedule on delegated routes alone, the order that ranks would choose
         themselves if everything came as planned: then a late message changes little. Else the same.
     """
-    if config.schedule.name != "adaptive":
+    all_delegated = set(made.routes.values()) == {"delegated"}
+    if not (reorders(config) and config.schedule.name == "adaptive" and all_delegated):
         return made
-    found = _chosen_by_ranks(config, made, profile, limits)
-    if found is None or found.longer > MOST_LONGER:
+    found = order_chosen_by_ranks(made.schedule, profile.costs, profile.links, limits)
+    if found.longer > MOST_LONGER:
         return made
     return replace(made, schedule=found.schedule, predicted_step_s=found.makespan_ms / 1e3)
 
 
-def may_leave_plan(config: Config, made: Plan, profile: Profile, limits: Limits) -> bool:
-    """Whether ranks do well without the plan, once something was late.
-
-    Args:
-        config: The run.
-        made: The plan.
-        profile: What it was planned for.
-        limits: Memory caps.
-    """
-    found = _chosen_by_ranks(config, made, profile, limits)
-    return found is not None and found.longer <= MOST_LOST
-
-
-def _chosen_by_ranks(
-    config: Config, made: Plan, profile: Profile, limits: Limits
-) -> Reordered | None:
-    """The order that ranks would choose themselves; None where not all of them may choose."""
-    all_delegated = all(made.routes.get(link) == "delegated" for link in _hops(made))
-    if not (reorders(config) and all_delegated and made.schedule.splits_backward):
-        return None
-    return gradients_first(made.schedule, profile.costs, profile.links, limits)
-
-
-def _hops(made: Plan) -> list[Link]:
-    return [Link(rank, rank + 1) for rank in range(made.schedule.num_stages - 1)]
-
-
 def leeway_of(
-    config: Config,
-    programs: Sequence[RankProgram],
-    expected: Profile,
-    limits: Limits,
-    *,
-    may_leave: bool,
+    config: Config, programs: Sequence[RankProgram], expected: Profile, limits: Limits
 ) -> tuple[RankProgram, ...]:
     """The programs, with leeway where ranks may change their order.
 
@@ -100,10 +69,9 @@ def leeway_of(
         expected: What ops cost, and the quickest messages of late: what takes longer is late, so
             that ranks keep to a plan for delays that come and go only while they don't.
         limits: Memory caps.
-        may_leave: Whether ranks do well without the plan: `may_leave_plan`.
     """
     if not reorders(config):
         return tuple(programs)
     memory = limits.stage_memory(len(programs), programs[0].num_microbatches)
     timeline = simulate_blocking(programs, expected.costs, expected.links)
-    return with_leeway(programs, timeline, memory, may_leave_plan=may_leave)
+    return with_leeway(programs, timeline, memory)

@@ -7,7 +7,7 @@ from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
-from jaxmorph.intra_step import easily_reordered, leeway_of, may_leave_plan
+from jaxmorph.intra_step import easily_reordered, leeway_of
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.channels import Channel
 from jaxmorph.program.instructions import RankProgram, Route
@@ -112,7 +112,6 @@ def agree_on_plan(
             "profile": profile.to_json(),
             "plan": made.to_json(),
             "expected": expected.to_json(),
-            "may_leave": may_leave_plan(config, made, profile, _limits(config, profile)),
         }
     answer = rendezvous.exchange(answer)[0]
     made = Plan.from_json(answer["plan"])
@@ -120,8 +119,7 @@ def agree_on_plan(
     programs = lower_step(made.schedule, agreed, made.routes, num_tied)
     slots = slots_needed(programs)
     expected = Profile.from_json(answer["expected"])
-    limits = _limits(config, agreed)
-    programs = leeway_of(config, programs, expected, limits, may_leave=answer["may_leave"])
+    programs = leeway_of(config, programs, expected, _limits(config, agreed))
     return PlanInForce(made, programs, rendezvous.rank, slots)
 
 

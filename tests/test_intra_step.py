@@ -11,16 +11,13 @@ from jaxmorph.program.units import units_of
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.schedule.costs import Link, StageCosts, chain_links
 from jaxmorph.schedule.memory import StashBytes
+from jaxmorph.schedule.online import Preference
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.systems import SYSTEMS, system_config
 from jaxmorph.transport.link_emulator import LinkCondition
 
 COSTS = StageCosts.uniform(4, 10.0, 10.0, 10.0)
 PROFILE = Profile(COSTS, chain_links([30.0] * 3))
-PAPER_7B = Profile(
-    StageCosts((8.4, 9.2, 9.05, 9.4), (9.5, 10.1, 10.0, 9.2), (5.3, 6.4, 6.35, 5.9)),
-    chain_links([31.0, 36.0, 29.0]),
-)
 DELEGATED = {"default": "delegated"}
 
 
@@ -35,8 +32,8 @@ def configured(intra_step="on", **sections):
     )
 
 
-def leeways(config, profile=PROFILE, **expected):
-    in_force = agree_on_plan(config, SoleRank(), profile, 0, **expected)
+def leeways(config, **expected):
+    in_force = agree_on_plan(config, SoleRank(), PROFILE, 0, **expected)
     return [program.leeway for program in in_force.programs]
 
 
@@ -110,15 +107,19 @@ def _weights_before_last_gradient(made):
     return sum(row[:last].count(OpKind.W) for row, last in zip(kinds, lasts, strict=True))
 
 
-def test_ranks_leave_a_plan_only_where_they_do_about_as_well_without_it():
+def test_what_ranks_prefer_once_something_was_late_follows_their_memory():
     free = leeways(configured(routes=DELEGATED))
-    assert all(leeway.may_leave_plan for leeway in free)
-    schedule = {"name": "adaptive", "max_live": 7, "live_until": "W"}
-    sizes = {"schedule": schedule, "batch": {"microbatches": 12}}
-    capped = leeways(configured(routes=DELEGATED, **sizes), PAPER_7B)
-    assert not any(leeway.may_leave_plan for leeway in capped)
-    mixed = leeways(configured(routes={"1-2": "delegated"}))
-    assert not any(leeway.may_leave_plan for leeway in mixed if leeway)
+    assert {leeway.preference for leeway in free} == {Preference.GRADIENTS}
+    capped = {"name": "adaptive", "max_live": [8, 7, 3, 1]}
+    preferences = [
+        leeway.preference for leeway in leeways(configured(routes=DELEGATED, schedule=capped))
+    ]
+    assert preferences == [Preference.GRADIENTS, *[Preference.WEIGHTS_LAST] * 3]
+    until_weight = capped | {"live_until": "W"}
+    preferences = [
+        leeway.preference for leeway in leeways(configured(routes=DELEGATED, schedule=until_weight))
+    ]
+    assert preferences == [Preference.GRADIENTS, *[Preference.PLAN] * 3]
 
 
 def test_only_a_system_that_adapts_changes_its_order_in_a_comparison():

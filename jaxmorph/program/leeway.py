@@ -6,7 +6,7 @@ from dataclasses import replace
 from jaxmorph.program.instructions import RankProgram
 from jaxmorph.program.units import units_of
 from jaxmorph.schedule.memory import StageMemory
-from jaxmorph.schedule.online import Leeway
+from jaxmorph.schedule.online import Leeway, Preference
 from jaxmorph.schedule.timeline import Timeline
 
 TOLERATED = 0.1
@@ -18,8 +18,6 @@ def with_leeway(
     expected: Timeline,
     memory: Sequence[StageMemory],
     tolerated: float = TOLERATED,
-    *,
-    may_leave_plan: bool = True,
 ) -> tuple[RankProgram, ...]:
     """The same programs, with the leeway that their ranks have.
 
@@ -28,27 +26,19 @@ def with_leeway(
         expected: When their ops run if no message is slower than it should be.
         memory: What each rank's microbatches hold, and how much fits.
         tolerated: The part of a rank's longest op that doesn't count as late.
-        may_leave_plan: Whether gradients go first once an op was late: see `Leeway`.
 
     Returns:
         A rank with a delegated link gets leeway, others none: what a direct transfer waits for its
         host can't know.
     """
     return tuple(
-        replace(
-            program,
-            leeway=_leeway(program, expected, memory[program.rank], tolerated, may_leave_plan),
-        )
+        replace(program, leeway=_leeway(program, expected, memory[program.rank], tolerated))
         for program in programs
     )
 
 
 def _leeway(
-    program: RankProgram,
-    expected: Timeline,
-    memory: StageMemory,
-    tolerated: float,
-    may_leave_plan: bool,
+    program: RankProgram, expected: Timeline, memory: StageMemory, tolerated: float
 ) -> Leeway | None:
     units = units_of(program)
     if not units.movable or not any(unit.receives for unit in units.planned):
@@ -57,5 +47,6 @@ def _leeway(
     room = max(memory.room, memory.peak(expected.orders[program.rank]))  # the plan itself must run
     memory = memory._replace(room=room)
     tolerance_ms = tolerated * float((end_ms - start_ms).max(initial=0.0))
+    preference = Preference.within(memory, program.num_microbatches)
     times_ms = tuple(start_ms.tolist()), tuple(end_ms.tolist())
-    return Leeway(*times_ms, memory, tolerance_ms, may_leave_plan)
+    return Leeway(*times_ms, memory, tolerance_ms, preference)

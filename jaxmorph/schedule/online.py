@@ -3,12 +3,13 @@
 Ops of one kind always run in microbatch order, so a rank chooses among three heads: its next F, its
 next B and its next W. As long as nothing is late it takes the planned op. When the planned op is
 not there by its time, the rank has left the plan, and for the rest of the step takes a B before an
-F before a W, whichever is there. A rank that may move W alone keeps to the plan, and fills a wait
-with a W.
+F before a W, whichever is there (`Preference` says where it does otherwise). A rank that may move W
+alone keeps to the plan, and fills a wait with a W.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 from jaxmorph.schedule.memory import StageMemory
@@ -17,7 +18,32 @@ from jaxmorph.schedule.ops import Op, OpKind
 NEVER_MS = float("inf")
 
 _BEFORE = {OpKind.B: 0, OpKind.BW: 0, OpKind.F: 1, OpKind.W: 2}
-"""Gradients first: all stages before this one wait for them. W last: nobody does."""
+
+
+class Preference(StrEnum):
+    """What a rank prefers once something was late, of what is there.
+
+    Source: the paper's order (Algorithm 3) is B before F before W. `benchmarks.intra_step_gap`
+    compares: that is best where memory is no limit. Where it is, a forward that waits for room is
+    lost slackness, and each F keeps the place that planning gave it among the Bs; where places are
+    held until W, a W that waits costs room as well.
+    """
+
+    GRADIENTS = "gradients first"  # all stages before this one wait for them; for a W nobody does
+    WEIGHTS_LAST = "weight gradients last"
+    PLAN = "what the plan has first"  # the rank is back in the plan as soon as that is there
+
+    @classmethod
+    def within(cls, memory: StageMemory, num_microbatches: int) -> "Preference":
+        """The preference of a rank with so much memory.
+
+        Args:
+            memory: What its microbatches hold, and how much fits.
+            num_microbatches: How many there are in a step.
+        """
+        if memory.room >= num_microbatches * memory.needed:
+            return cls.GRADIENTS
+        return cls.PLAN if memory.backward_holds else cls.WEIGHTS_LAST
 
 
 @dataclass(frozen=True)
@@ -30,15 +56,14 @@ class Leeway:
         end_ms: When it ends.
         memory: What microbatches hold, and how much fits.
         tolerance_ms: By how much an op may be behind its time before that counts as late.
-        may_leave_plan: Whether, once an op was late, gradients go first for the rest of the step.
-            Else what is late is only stood in for, by what the plan has next.
+        preference: What it prefers once something was late.
     """
 
     start_ms: tuple[float, ...]
     end_ms: tuple[float, ...]
     memory: StageMemory
     tolerance_ms: float = 0.0
-    may_leave_plan: bool = True
+    preference: Preference = Preference.GRADIENTS
 
 
 class Decision(NamedTuple):
@@ -67,8 +92,9 @@ class OnlineOrder:
     ) -> None:
         self._items = items
         self._leeway = leeway
+        self._prefers = leeway.preference
         self._movable = movable
-        self._may_leave = OpKind.F in movable and leeway.may_leave_plan
+        self._may_leave = OpKind.F in movable and leeway.preference is not Preference.PLAN
         self._taken = [False] * len(items)
         self._first = 0
         self._of_kind: dict[OpKind, list[int]] = {}
@@ -141,7 +167,12 @@ class OnlineOrder:
         kinds = sorted(self._movable & self._of_kind.keys(), key=_BEFORE.__getitem__)
         rows = ((self._of_kind[kind], self._next[kind]) for kind in kinds)
         heads = [row[count] for row, count in rows if count < len(row)]
-        return heads if self._may_leave else sorted(heads)
+        return heads if self._prefers is Preference.GRADIENTS else sorted(heads, key=self._place)
+
+    def _place(self, index: int) -> tuple[bool, int]:
+        op = self._items[index]
+        is_weight = op is not None and op.kind is OpKind.W
+        return is_weight and self._prefers is Preference.WEIGHTS_LAST, index
 
     def _late_ms(self, planned: int, dry_ms: float) -> float:
         """From when on an item is late: not while the plan itself lets the rank wait."""

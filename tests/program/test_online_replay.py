@@ -44,8 +44,7 @@ class Case(NamedTuple):
         return simulate_blocking(self.programs, self.costs, self.links)
 
     def free(self):
-        leave = self.seed % 2 == 0
-        return with_leeway(self.programs, self.expected, self.memory, may_leave_plan=leave)
+        return with_leeway(self.programs, self.expected, self.memory)
 
     def random_ms(self, most_ms):
         """Delays between none and a multiple of the planned ones, and now and then a long one."""

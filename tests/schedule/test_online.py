@@ -3,12 +3,13 @@
 import pytest
 
 from jaxmorph.schedule.memory import StageMemory
-from jaxmorph.schedule.online import Decision, Leeway, OnlineOrder
+from jaxmorph.schedule.online import Decision, Leeway, OnlineOrder, Preference
 from jaxmorph.schedule.ops import Op, OpKind
 
 ALL, W_ALONE, NONE = frozenset(OpKind), frozenset({OpKind.W}), frozenset()
 ROOMY = StageMemory(1, 0, 100)
 OP_MS = 10.0
+FIRST = Preference.GRADIENTS
 
 
 def row(text):
@@ -16,7 +17,9 @@ def row(text):
     return [None if name == "|" else Op.parse(name) for name in text.split()]
 
 
-def online(text, *, movable=ALL, memory=ROOMY, gaps=None, tolerance_ms=0.0, leave=True):
+def online(
+    text, *, movable=ALL, memory=ROOMY, gaps=None, tolerance_ms=0.0, prefers="gradients first"
+):
     """The order of a rank whose ops follow one another, but for the waits before some of them."""
     items, starts, now_ms = row(text), [], 0.0
     for op in (op for op in items if op is not None):
@@ -24,7 +27,9 @@ def online(text, *, movable=ALL, memory=ROOMY, gaps=None, tolerance_ms=0.0, leav
         starts.append(now_ms)
         now_ms += OP_MS
     ends = tuple(start + OP_MS for start in starts)
-    return OnlineOrder(items, movable, Leeway(tuple(starts), ends, memory, tolerance_ms, leave))
+    return OnlineOrder(
+        items, movable, Leeway(tuple(starts), ends, memory, tolerance_ms, Preference(prefers))
+    )
 
 
 def run(order, text, missing, now_ms=1e6):
@@ -70,15 +75,40 @@ def test_once_it_has_left_the_plan_a_gradient_goes_first_even_where_the_plan_has
 
 def test_where_it_may_not_leave_the_plan_what_is_late_is_stood_in_for_in_the_plans_order():
     text = "F0 F1 B0 W0 F2 B1 W1 B2 W2"
-    order = online(text, leave=False)
+    order = online(text, prefers=Preference.PLAN)
     assert run(order, text, {"B1", "F2"}) == "F0 F1 B0 W0"
     assert run(order, text, {"B1"}) == "F2"
     assert not order.has_left_plan
     text = "F0 F1 B0 W0 F2 F3 B1 W1 B2 W2 B3 W3"
-    assert run(online(text, leave=False), text, {"B0"}) == "F0 F1 F2 F3"
-    order = online(text, leave=False)
+    assert run(online(text, prefers=Preference.PLAN), text, {"B0"}) == "F0 F1 F2 F3"
+    order = online(text, prefers=Preference.PLAN)
     assert run(order, text, {"F2"}) == "F0 F1 B0 W0 B1 W1"
     assert run(order, text, ()) == "F2 F3 B2 W2 B3 W3"
+
+
+def test_with_weight_gradients_last_f_and_b_keep_the_order_of_the_plan():
+    text = "F0 F1 B0 W0 F2 B1 F3 W1 B2 W2 B3 W3"
+    order = online(text, prefers=Preference.WEIGHTS_LAST)
+    assert run(order, text, {"B1"}) == "F0 F1 B0 W0 F2 F3"
+    assert order.has_left_plan
+    assert run(order, text, ()) == "B1 B2 B3 W1 W2 W3"
+    order = online(text, prefers=Preference.WEIGHTS_LAST)
+    assert run(order, text, {"F2"}) == "F0 F1 B0 W0 B1 W1"
+    assert run(order, text, ()) == "F2 F3 B2 B3 W2 W3"
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [
+        (StageMemory(1, 0, 8), Preference.GRADIENTS),
+        (StageMemory(2, 3, 24), Preference.GRADIENTS),
+        (StageMemory(1, 0, 7), Preference.WEIGHTS_LAST),
+        (StageMemory(1, 1, 7), Preference.PLAN),
+        (StageMemory(2, 3, 23), Preference.PLAN),
+    ],
+)
+def test_memory_decides_what_is_preferred(memory, expected):
+    assert Preference.within(memory, 8) is expected
 
 
 def test_nothing_is_decided_while_the_rank_has_work_left():

@@ -25,10 +25,10 @@ class Reordered(NamedTuple):
     longer: float
 
 
-def gradients_first(
+def order_chosen_by_ranks(
     schedule: Schedule, costs: StageCosts, links: Links, limits: Limits
 ) -> Reordered:
-    """The schedule in which every rank takes a B before an F before a W, whichever is there.
+    """The schedule that free ranks make, which prefer one op to another without a plan.
 
     Args:
         schedule: A planned one, with one chunk.
