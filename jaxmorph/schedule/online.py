@@ -188,10 +188,12 @@ class OnlineOrder:
             if self._count(OpKind.F) <= self._count(op.kind):
                 return False
             return op.kind is OpKind.BW or self._has_room(self._change(op.kind))
-        return self._has_room(self._leeway.memory.needed)
+        # Ahead of the plan, F leaves room for its B, if that holds more: else none could go on.
+        is_planned = index == self.planned
+        more = self._change(op.kind) if is_planned else self._leeway.memory.needed
+        return self._has_room(more)
 
     def _has_room(self, more: int) -> bool:
-        """F leaves room for its own B, if that holds more: else none of them could go on."""
         return more <= 0 or self._held + more <= self._leeway.memory.room
 
     def _count(self, kind: OpKind) -> int:

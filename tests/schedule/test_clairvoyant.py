@@ -2,6 +2,7 @@
 
 import random
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.replay import replay
 from jaxmorph.schedule.simulator import simulate
 
-KINDS = (OpKind.F, OpKind.B, OpKind.W)
+KINDS: tuple[OpKind, ...] = (OpKind.F, OpKind.B, OpKind.W)
 
 
 def drawn(seed, stages, microbatches):
@@ -34,8 +35,8 @@ def optimum_ms(costs, delay_ms, count, cap):
     cp_model = pytest.importorskip("ortools.sat.python.cp_model")
     model, stages = cp_model.CpModel(), range(costs.num_stages)
     keys = list(product(stages, KINDS, range(count)))
-    starts = {key: model.new_int_var(0, 10_000, "") for key in keys}
-    lasts = {key: int(costs.duration_ms(key[0], key[1])) for key in keys}
+    starts: Any = {key: model.new_int_var(0, 10_000, "") for key in keys}
+    lasts: Any = {key: int(costs.duration_ms(key[0], key[1])) for key in keys}
     for stage in stages:
         model.add_no_overlap(
             model.new_fixed_size_interval_var(starts[key], lasts[key], "")

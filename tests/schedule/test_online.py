@@ -52,6 +52,13 @@ def test_with_everything_there_the_order_is_the_planned_one_however_late_it_is()
     assert run(online(text), text, missing=()) == text
 
 
+def test_a_plan_that_uses_its_memory_up_is_kept_as_it_is():
+    text = "F0 B0 F1 F2 W0 B1 W1 B2 W2"
+    memory = StageMemory(2, 3, 7)  # with F2 it is full: its own B finds room once W0 has run
+    assert memory.peak([op for op in row(text) if op]) == 7
+    assert run(online(text, memory=memory), text, missing=()) == text
+
+
 def test_in_place_of_what_is_late_comes_a_b_before_an_f_before_a_w():
     text = "F0 F1 B0 B1 F2 W0 F3 B2 W1 W2 B3 W3"
     assert run(online(text), text, {"B1"}) == "F0 F1 B0 F2 F3 W0"
@@ -62,8 +69,8 @@ def test_in_place_of_what_is_late_comes_a_b_before_an_f_before_a_w():
 def test_once_it_has_left_the_plan_a_gradient_goes_first_even_where_the_plan_has_it_later():
     text = "F0 F1 B0 F2 W0 B1 W1 B2 W2"
     order, items = online(text), row(text)
-    for _ in range(2):
-        order.take(order.planned)
+    for index in range(2):
+        order.take(index)
     assert order.decide(500.0, 400.0, lambda at: str(items[at]) != "B0").index == 3  # F2
     order.take(3)
     taken = []
