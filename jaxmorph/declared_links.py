@@ -25,7 +25,8 @@ def declared_states(
     Args:
         conditions: How links behave; spans of steps and times are not looked at.
         message_bytes: Length of an activation or a gradient.
-        margin_of_jitter: How many standard deviations of a link's jitter to add to its latency.
+        margin_of_jitter: How many standard deviations of a link's jitter to add to its latency;
+            below 0 for its quicker messages.
 
     Returns:
         The state of each link that a condition names.
@@ -63,7 +64,8 @@ def delayed(links: Links, added: Mapping[Link, LinkState]) -> dict[Link, LinkSta
 
 def _direction_ms(conditions: Sequence[LinkCondition], margin: float) -> float:
     jitter_ms = math.hypot(*(condition.jitter_ms for condition in conditions))
-    return math.fsum(condition.latency_ms for condition in conditions) + margin * jitter_ms
+    latency_ms = math.fsum(condition.latency_ms for condition in conditions)
+    return max(0.0, latency_ms + margin * jitter_ms)
 
 
 def _occupancy_ms(conditions: Sequence[LinkCondition], source: int, message_bytes: int) -> float:

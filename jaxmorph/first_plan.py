@@ -11,6 +11,7 @@ from jaxmorph.config.link_problems import possible_links
 from jaxmorph.config.sections import Routes
 from jaxmorph.control.conditions import UsualLinks, outlying_links
 from jaxmorph.control.profiler import Profile, Profiler
+from jaxmorph.intra_step import kept_in_order
 from jaxmorph.offload_planning import with_sampled_copies
 from jaxmorph.open_stage import adopt_plan
 from jaxmorph.planning import PlanInForce, agree_on_plan, agree_on_stash, unmeasured_profile
@@ -152,7 +153,7 @@ def warm_up(
     """
     profiler = Profiler(config.parallelism.stages, stash_bytes)
     unmeasured = unmeasured_profile(config, stash_bytes)
-    in_force = agree_on_plan(config, rendezvous, unmeasured, num_tied)
+    in_force = agree_on_plan(kept_in_order(config), rendezvous, unmeasured, num_tied)
     if config.offload.enabled:
         in_force = replace(in_force, programs=with_sampled_copies(in_force.programs))
     adopt_plan(rendezvous, trainer, in_force)

@@ -13,7 +13,8 @@ from jaxmorph.control.conditions import UsualLinks, ailing_links, costs_differ, 
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
 from jaxmorph.errors import UserError
-from jaxmorph.planning import plan_step
+from jaxmorph.intra_step import leeway_of
+from jaxmorph.planning import limits_of, plan_step
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.channels import Channel
 from jaxmorph.program.forward_only import forward_only
@@ -157,11 +158,14 @@ class CandidatePlanner:
         if plan.schedule == now.plan.schedule and plan.routes == now.plan.routes:
             programs = now.programs
         else:
-            believed = self._profile(plan.routes, profile, verdicts)
-            programs = lower_step(
-                plan.schedule, believed, plan.routes, self._num_tied, plan.offloading
-            )
+            programs = self._programs(plan, profile, verdicts)
         return Candidate(plan, programs, self._step_ms(programs, plan, profile, verdicts))
+
+    def _programs(self, plan: Plan, profile: Profile, verdicts: Sequence[Verdict]) -> Programs:
+        believed = self._profile(plan.routes, profile, verdicts)
+        programs = lower_step(plan.schedule, believed, plan.routes, self._num_tied, plan.offloading)
+        actual = self._profile(plan.routes, profile, verdicts, margin_of_jitter=0.0)
+        return leeway_of(self._config, programs, actual, limits_of(self._config, actual))
 
     def _step_ms(
         self, programs: Programs, plan: Plan, profile: Profile, verdicts: Sequence[Verdict]

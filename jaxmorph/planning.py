@@ -9,6 +9,7 @@ from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
+from jaxmorph.intra_step import easily_reordered, leeway_of
 from jaxmorph.offload_planning import plan_with_offload
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.channels import Channel
@@ -92,7 +93,11 @@ def agree_on_stash(rendezvous: "Rendezvous", memory: "StashMemory") -> StashByte
 
 
 def agree_on_plan(
-    config: Config, rendezvous: "Rendezvous", profile: Profile, num_tied: int
+    config: Config,
+    rendezvous: "Rendezvous",
+    profile: Profile,
+    num_tied: int,
+    expected: Profile | None = None,
 ) -> PlanInForce:
     """Plan on rank 0 and adopt its answer on every rank.
 
@@ -101,6 +106,8 @@ def agree_on_plan(
         rendezvous: The meeting place of all ranks; they all call this at the same point.
         profile: What ops and links cost; only rank 0's is read.
         num_tied: How many tied parameters the first and the last stage hold copies of.
+        expected: What ops cost, and the quickest messages of late: what takes longer is late inside
+            a step. Only rank 0's is read; None: the profile.
 
     Returns:
         The plan, its programs checked by a replay of all ranks.
@@ -111,12 +118,20 @@ def agree_on_plan(
     answer = {}
     if rendezvous.rank == 0:
         made = plan_step(config, profile, num_tied)
-        answer = {"profile": profile.to_json(), "plan": made.to_json()}
+        expected = expected or profile
+        answer = {
+            "profile": profile.to_json(),
+            "plan": made.to_json(),
+            "expected": expected.to_json(),
+        }
     answer = rendezvous.exchange(answer)[0]
     made = Plan.from_json(answer["plan"])
     agreed = Profile.from_json(answer["profile"])
     programs = lower_step(made.schedule, agreed, made.routes, num_tied, made.offloading)
-    return PlanInForce(made, programs, rendezvous.rank, slots_needed(programs))
+    slots = slots_needed(programs)
+    expected = Profile.from_json(answer["expected"])
+    programs = leeway_of(config, programs, expected, limits_of(config, agreed))
+    return PlanInForce(made, programs, rendezvous.rank, slots)
 
 
 def plan_step(config: Config, profile: Profile, num_tied: int = 0) -> Plan:
@@ -136,7 +151,7 @@ def plan_step(config: Config, profile: Profile, num_tied: int = 0) -> Plan:
     Raises:
         UserError: If the schedule can't keep the configured caps.
     """
-    limits = _limits(config, profile)
+    limits = limits_of(config, profile)
     plan_within = partial(_plan_within, config, profile, num_tied)
     if not config.offload.enabled:
         return plan_within(limits)
@@ -155,7 +170,9 @@ def _plan_within(config: Config, profile: Profile, num_tied: int, limits: Limits
         name, _, says = str(error).partition(": ")  # the planner's names have no section
         raise UserError(f"{_key(name)}: {says}") from error
     made = replace(made, routes=_routes(config, made, num_tied))
-    return shorter_on_queues(made, profile, limits) if schedule.name == "adaptive" else made
+    if schedule.name == "adaptive":
+        made = shorter_on_queues(made, profile, limits)
+    return easily_reordered(config, made, profile, limits)
 
 
 def _routes(config: Config, made: Plan, num_tied: int) -> dict[Link, Route]:
@@ -184,7 +201,13 @@ def possible_routes(
     return direct, frozenset(links) - direct
 
 
-def _limits(config: Config, profile: Profile) -> Limits:
+def limits_of(config: Config, profile: Profile) -> Limits:
+    """The caps of a run's stages.
+
+    Args:
+        config: The run.
+        profile: The stash's sizes; without them a cap in bytes isn't heeded.
+    """
     stages, schedule = config.parallelism.stages, config.schedule
     max_bytes = schedule.max_stash_bytes_per_stage(stages)
     if max_bytes is not None and profile.stash_bytes is not None:

@@ -70,10 +70,12 @@ def system_config(config: Config, system: System) -> Config:
 
     Returns:
         The same with the system's schedule and routes, and no link emulated or declared: conditions
-        of links come and go while it runs, and a system that adapts is told of them.
+        of links come and go while it runs, and a system that adapts is told of them. Only such a
+        one changes its order inside a step.
     """
     steps = config.compare.total_steps if config.compare else config.run.steps
     warmup_steps = min(config.optimizer.warmup_steps, steps)
+    inside = config.adaptation.intra_step if system.adapts else "off"
     chunks = max(2, config.parallelism.chunks) if system.schedule == "interleaved" else 1
     return config.model_copy(
         update={
@@ -84,7 +86,9 @@ def system_config(config: Config, system: System) -> Config:
             ),
             "parallelism": config.parallelism.model_copy(update={"chunks": chunks}),
             "routes": Routes.model_validate({"default": system.route}),
-            "adaptation": config.adaptation.model_copy(update={"enabled": system.detects}),
+            "adaptation": config.adaptation.model_copy(
+                update={"enabled": system.detects, "intra_step": inside}
+            ),
             "emulation": config.emulation.model_copy(update={"links": (), "trace": None}),
         }
     )

@@ -17,8 +17,10 @@ class Adaptation(Section):
     that have turned slow are ever taken off their routes, with `any` healthy ones too where a
     prediction finds that worth it, which doesn't count what delegation takes of host memory and
     processors. A delegated link that is healthy again stays so for at least `dwell_steps`, and for
-    longer, up to `longest_dwell_steps`, if it keeps coming and going. `intra_step` is about the
-    order inside a step.
+    longer, up to `longest_dwell_steps`, if it keeps coming and going.
+
+    `intra_step` lets a rank with a delegated link take another op than the planned one, inside a
+    step, when that is late. `auto` is `on` where the schedule is `adaptive`, and else `off`.
     """
 
     enabled: Annotated[bool, Expected("true or false")] = False

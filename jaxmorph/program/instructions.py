@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from jaxmorph.program.pipeline import Pipeline
 from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.online import Leeway
 from jaxmorph.schedule.ops import Op
 
 Route: TypeAlias = Literal["direct", "delegated"]
@@ -221,13 +222,17 @@ Instruction: TypeAlias = Run | Send | Receive | Free | Offload | Fetch | AwaitRo
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One rank's instructions for one step, in the order its queue runs them."""
+    """One rank's instructions for one step, in the order its queue runs them.
+
+    With `leeway` the rank may change that order while the step runs.
+    """
 
     rank: int
     num_ranks: int
     num_microbatches: int
     instructions: tuple[Instruction, ...]
     num_chunks: int = 1
+    leeway: Leeway | None = None
 
     @property
     def pipeline(self) -> Pipeline:
@@ -237,6 +242,11 @@ class RankProgram:
     def __str__(self) -> str:
         lines = (str(instruction) for instruction in self.instructions)
         return f"rank {self.rank} of {self.num_ranks}\n  " + "\n  ".join(lines)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether stashes go to host memory and come back."""
+        return any(isinstance(step, Offload) for step in self.instructions)
 
     def ops(self) -> Iterator[Op]:
         """The ops alone, in order."""

@@ -23,6 +23,7 @@ from jaxmorph.runtime.copy_tiers import CopyProgram, CopyTier
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.payloads import SlotUse, channel_name
 from jaxmorph.runtime.routes import AbandonedEpochError, Moved, Posting, TransferMismatchError
+from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.names import ChannelName, Tag
 from jaxmorph.transport.plane import DataPlane, IncomingSlot, OutgoingSlot
 
@@ -153,6 +154,26 @@ class DelegatedRoute:
         payload = whole.reshape(receiver.use.payload.shape)
         return Moved(jax.device_put(payload, self._placement), posted_s, landed_s)
 
+    def has_come(self, identity: TransferIdentity) -> bool:
+        """Whether a message is here, so that `take` would wait for nothing."""
+        receiver = self._receivers[self._channel(identity)]
+        while (slot := receiver.early or self._at_once(receiver)) is not None:
+            receiver.early = slot
+            if not receiver.is_late(slot.tag, identity):
+                return True  # if it is another one than expected, `take` says so
+            receiver.early = None
+            slot.release()
+            self.counts.skipped += 1
+        return False
+
+    def has_room(self, identity: TransferIdentity) -> bool:
+        """Whether a message has a slot now, so that `reserve` would wait for nothing."""
+        return self._plane.has_room(self._senders[self._channel(identity)].name)
+
+    def doorbell(self, identity: TransferIdentity) -> Doorbell:
+        """What rings when a message of this one's channel has come, or a slot has become free."""
+        return self._plane.doorbell(channel_name(self._channel(identity)))
+
     def abandon(self, epoch: int) -> None:
         """Refuse what is left of an epoch; what still comes of it is thrown away.
 
@@ -254,7 +275,9 @@ class DelegatedRoute:
     ) -> IncomingSlot:
         """The slot of the message that is due; those that come too late are skipped."""
         while True:
-            slot = self._waited_for(self._plane.take, receiver.name, identity, deadline_s)
+            slot = receiver.early_slot() or self._waited_for(
+                self._plane.take, receiver.name, identity, deadline_s
+            )
             if slot.tag == tag:
                 receiver.note(tag)
                 return slot
@@ -263,6 +286,12 @@ class DelegatedRoute:
             if not receiver.is_late(found, identity):
                 raise TransferMismatchError(f"expected {identity}, {tag}, but {found} came")
             self.counts.skipped += 1
+
+    def _at_once(self, receiver: "_Receiver") -> IncomingSlot | None:
+        try:
+            return self._plane.take(receiver.name, _AT_ONCE)
+        except TimeoutError:
+            return None
 
     def _waited_for(
         self,
@@ -319,12 +348,21 @@ class _Copy:
 
 @dataclass
 class _Receiver:
-    """What has been taken from a channel in the step that it is in."""
+    """What has been taken from a channel in the step that it is in.
+
+    `early` is a message that has come and been looked at, before anybody has taken it.
+    """
 
     name: ChannelName
     use: SlotUse
+    early: IncomingSlot | None = None
     taken: set[Tag] = field(default_factory=set)
     step: tuple[int, ...] = ()
+
+    def early_slot(self) -> IncomingSlot | None:
+        """The message that has been looked at, if any; it is no longer kept here."""
+        slot, self.early = self.early, None
+        return slot
 
     def note(self, tag: Tag) -> None:
         """A message has been taken."""

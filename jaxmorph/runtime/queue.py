@@ -72,6 +72,14 @@ class DeviceQueue(Protocol):
         """
         ...
 
+    def notify(self, callback: Callable[[], None]) -> None:
+        """Have a callback called when all that was enqueued so far has run, or been dropped.
+
+        Args:
+            callback: Short, and raises nothing; another thread calls it.
+        """
+        ...
+
     def raise_error(self) -> None:
         """Raise what has gone wrong on the queue, if anything has; waits for nothing."""
         ...
@@ -124,6 +132,10 @@ class _WorkerThread:
         self.raise_error()
         self._items.put((self._life, item))
 
+    def call(self, callback: Callable[[], None]) -> None:
+        """Call it when everything put so far has been handled."""
+        self._items.put(callback)
+
     def wait(self) -> None:
         """Return when everything put so far has been handled; raise its first error."""
         self._items.put(self._idle.release)
@@ -147,7 +159,8 @@ class _WorkerThread:
     def _run(self) -> None:
         while (found := self._items.get()) is not None:
             if not isinstance(found, tuple):
-                found()
+                if not self._closed:
+                    found()
                 continue
             life, item = found
             failed = self._error is not None and self._error[0] == life
@@ -206,6 +219,10 @@ class AsynchronousQueue:
         end_s = time.monotonic()
         stamps.append(Stamp(item.label, max(self._previous_end_s, item.enqueued_s), end_s))
         self._previous_end_s = end_s
+
+    def notify(self, callback: Callable[[], None]) -> None:
+        """Have a callback called when all dispatched items are done."""
+        self._watcher.call(callback)
 
     def raise_error(self) -> None:
         """Raise what the watcher has seen go wrong."""
@@ -302,6 +319,10 @@ class PacedQueue:
             end_s = max(end_s, start_s + item.duration_s)
             sleep_until(end_s)
         return end_s, took_s
+
+    def notify(self, callback: Callable[[], None]) -> None:
+        """Have a callback called when all enqueued items have run."""
+        self._worker.call(callback)
 
     def raise_error(self) -> None:
         """Raise what has gone wrong in the worker."""

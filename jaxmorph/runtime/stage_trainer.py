@@ -21,6 +21,7 @@ from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import Chunks, Executor, StepInputs, StepOutcome
 from jaxmorph.runtime.host_copies import HostCopies
 from jaxmorph.runtime.links import PayloadShape
+from jaxmorph.runtime.online_dispatch import OnlineDispatcher
 from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.payloads import SlotUse, channel_payloads, slot_use
@@ -149,11 +150,14 @@ class StageTrainer:
         self._plane = plane
         routes: dict[str, Route] = {"direct": direct}
         self.delegated: DelegatedRoute | None = None
+        self._online: OnlineDispatcher | None = None
         if plane is not None:
             uses = _slot_uses(payloads, settings)
             tier, check = choose_tier(placement), self._queue.raise_error
             self.delegated = DelegatedRoute(plane, uses, rank, placement, tier, check)
             routes["delegated"] = self.delegated
+            timeout_s = settings.transfer_timeout_s
+            self._online = OnlineDispatcher(self._queue, self.delegated, timeout_s)
         pace = settings.pace or Pace()
         self._copies = HostCopies(pace.host_copy_bytes_per_s)
         self.executor = Executor(
@@ -165,6 +169,7 @@ class StageTrainer:
             transfer_timeout_s=settings.transfer_timeout_s,
             tied=TiedGradients(model.tied, self._accumulators) if model.tied else None,
             copies=self._copies,
+            online=self._online,
         )
 
     @property
@@ -284,6 +289,8 @@ class StageTrainer:
         """Stop the threads of the queue and of copies."""
         self._queue.close()
         self._copies.close()
+        if self._online is not None:
+            self._online.close()
 
     def _prepare(self) -> Chunks:
         pairs = zip(self.programs, self.params, strict=True)

@@ -86,10 +86,14 @@ class OutgoingEnd(_End):
 
     def reserve(self, deadline_s: float) -> "ReservedSlot":
         """The next message's slot; see `DataPlane.reserve`."""
-        self._wait(self._has_room, deadline_s, "no slot became free")
+        self._wait(self.has_room, deadline_s, "no slot became free")
         with self._lock:
             sequence, self._reserved = self._reserved, add(self._reserved, 1)
         return ReservedSlot(self, sequence)
+
+    def has_room(self) -> bool:
+        """Whether a slot is free now."""
+        return distance(self._reserved, self.slots.left) < self.slots.num_slots
 
     def at_rest(self) -> bool:
         """Whether every message reserved has been delivered."""
@@ -110,9 +114,6 @@ class OutgoingEnd(_End):
     def ring(self) -> None:
         """There is something to move."""
         self._ring_mover()
-
-    def _has_room(self) -> bool:
-        return distance(self._reserved, self.slots.left) < self.slots.num_slots
 
 
 class ReservedSlot:

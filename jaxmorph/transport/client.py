@@ -133,6 +133,15 @@ class SidecarPlane:
         """Wait for the channel's next message."""
         return incoming_end(self._incoming, channel).take(deadline_s)
 
+    def has_room(self, channel: ChannelName) -> bool:
+        """Whether a slot of an outgoing channel is free now."""
+        return outgoing_end(self._outgoing, channel).has_room()
+
+    def doorbell(self, channel: ChannelName) -> Doorbell:
+        """What rings when a message has come, or when a slot has become free."""
+        end = self._outgoing.get(channel) or incoming_end(self._incoming, channel)
+        return end.doorbell
+
     def grow(self, channel: ChannelName, num_slots: int) -> None:
         """Make room for more messages, in a channel that is at rest."""
         end = self._outgoing.get(channel) or incoming_end(self._incoming, channel)

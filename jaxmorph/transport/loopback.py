@@ -154,6 +154,15 @@ class LoopbackPlane:
         """Wait for the channel's next message."""
         return incoming_end(self.incoming, channel).take(deadline_s)
 
+    def has_room(self, channel: ChannelName) -> bool:
+        """Whether a slot of an outgoing channel is free now."""
+        return outgoing_end(self.outgoing, channel).has_room()
+
+    def doorbell(self, channel: ChannelName) -> Doorbell:
+        """What rings when a message has come, or when a slot has become free."""
+        end = self.outgoing.get(channel) or incoming_end(self.incoming, channel)
+        return end.doorbell
+
     def grow(self, channel: ChannelName, num_slots: int) -> None:
         """Make room for more messages, in a channel that is at rest."""
         end = self.outgoing.get(channel) or incoming_end(self.incoming, channel)

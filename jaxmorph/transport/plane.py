@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.link_emulator import LinkCondition
 from jaxmorph.transport.names import ChannelName, Tag
 
@@ -141,6 +142,18 @@ class DataPlane(Protocol):
         Raises:
             TimeoutError: If it hasn't come by then.
             PeerGoneError: If the sender is gone.
+        """
+        ...
+
+    def has_room(self, channel: ChannelName) -> bool:
+        """Whether a slot of an outgoing channel is free now; waits for nothing."""
+        ...
+
+    def doorbell(self, channel: ChannelName) -> Doorbell:
+        """What rings when a message of a channel has come, or when one of its slots is free.
+
+        Who waits for several channels at once waits for their bells; errors ring them too, and are
+        raised by `take` and `reserve`.
         """
         ...
 

@@ -1,3 +1,5 @@
+"""What the section says of adapting, and what it refuses."""
+
 import pytest
 
 from jaxmorph.config import check_config
@@ -37,3 +39,13 @@ def test_schedules_with_whole_backwards_cannot_adapt(schedule):
 def test_what_makes_no_sense_is_refused(key, value):
     with pytest.raises(UserError, match=f"adaptation.{key}: got {value}|got '{value}'"):
         run(**{key: value})
+
+
+def test_an_order_inside_a_step_is_kept_unless_the_configuration_says_otherwise():
+    assert run().adaptation.intra_step == "off"
+    assert run(intra_step="auto").adaptation.intra_step == "auto"
+
+
+def test_another_word_for_it_is_refused():
+    with pytest.raises(UserError, match="adaptation.intra_step: got 'yes'"):
+        run(intra_step="yes")

@@ -17,6 +17,7 @@ from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.links import PayloadShape
 from jaxmorph.runtime.payloads import SlotUse, channel_name
 from jaxmorph.runtime.routes import AbandonedEpochError, TransferMismatchError
+from jaxmorph.transport.doorbell import wait_for_any
 from jaxmorph.transport.errors import PeerGoneError
 from jaxmorph.transport.loopback import LoopbackNetwork
 from jaxmorph.transport.plane import ChannelSpec
@@ -301,3 +302,45 @@ def test_what_goes_wrong_elsewhere_on_the_rank_ends_a_wait(make_pair):
     with pytest.raises(ZeroDivisionError, match="on the queue"):
         pair.take(activation(0), wait_s=LIMIT_S)
     assert len(asked) == 1
+
+
+def test_whether_a_message_has_come_is_told_without_waiting_and_takes_nothing(pair):
+    assert not pair.receiver.has_come(activation(0))
+    pair.send(activation(0), values(0))
+    bell = pair.receiver.doorbell(activation(0))
+    assert wait_for_any(
+        [bell], lambda: pair.receiver.has_come(activation(0)), time.monotonic() + LIMIT_S
+    )
+    assert pair.receiver.has_come(activation(0))
+    taken = pair.take(activation(0)).value
+    assert np.array_equal(np.asarray(taken), np.asarray(values(0)))
+    assert not pair.receiver.has_come(activation(1))
+
+
+def test_a_late_message_of_an_earlier_step_has_not_come_and_a_wrong_one_is_an_error(pair):
+    pair.send(activation(0, step=-1), values(0))
+    pair.send(activation(3), values(1))
+    bell = pair.receiver.doorbell(activation(2))
+    deadline_s = time.monotonic() + LIMIT_S
+    assert wait_for_any([bell], lambda: pair.receiver.has_come(activation(2)), deadline_s)
+    assert pair.receiver.counts.skipped == 1
+    with pytest.raises(TransferMismatchError, match=r"expected activation\[2\]"):
+        pair.take(activation(2))
+
+
+def test_whether_a_message_has_room_is_told_without_waiting(pair):
+    deadline_s = time.monotonic() + LIMIT_S
+    for index in range(2):
+        assert pair.sender.has_room(activation(index))
+        next(pair.sender.reserve(activation(index), deadline_s))(values(index), 0.0)
+    bell = pair.sender.doorbell(activation(2))
+    for index in range(2):
+        pair.take(activation(index))
+    assert wait_for_any([bell], lambda: pair.sender.has_room(activation(2)), deadline_s)
+
+
+def test_without_a_free_slot_there_is_no_room(pair):
+    for _ in range(2):
+        held = next(pair.sender.reserve(activation(0), time.monotonic() + LIMIT_S))
+        assert held
+    assert not pair.sender.has_room(activation(2))

@@ -156,12 +156,12 @@ def in_ms(time_us):
     return round(time_us / 1e3, 6)
 
 
-def timeline_of(training, step):
-    """The measured step of a Chrome trace."""
+def timeline_of(training, step, which="measured"):
+    """A step of a Chrome trace, as it was measured or planned."""
     text = (training.out / "trace" / f"step_{step}.json").read_text()
     events = json.loads(text)["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    measured = [e for e in events if e["ph"] == "X" and names[e["pid"]].startswith("measured")]
+    measured = [e for e in events if e["ph"] == "X" and names[e["pid"]].startswith(which)]
     ops = [e for e in measured if e["cat"] == "op"]
     stages = sorted({e["tid"] for e in ops})
     rows = [sorted((e["ts"], e["dur"], e["name"]) for e in ops if e["tid"] == s) for s in stages]
@@ -255,6 +255,27 @@ def test_a_slow_delegated_link_holds_up_no_op_that_is_ready(tmp_path):
     predicted_ms = 1e3 * training.lines("metrics.jsonl")[-1]["predicted_step_s"]
     ops_ms, messages_ms = 3 * 6 * 12, 2 * 6 * 40
     assert predicted_ms < ops_ms + messages_ms / 2  # not one message after another
+
+
+def test_ranks_choose_another_order_in_the_middle_of_a_step_and_change_no_loss_bit_by_bit(
+    tmp_path, delegated
+):
+    paced = "emulation.accelerator={forward_ms: 6, backward_input_ms: 6, backward_weight_ms: 6}"
+    slow = "emulation.links=[{between: [1, 2], latency_ms: 50, from_step: 12}]"
+    choosing = ("routes.default=delegated", "adaptation.intra_step=on", paced, slow)
+    done = jaxmorph(*arguments_of(tmp_path, *choosing))
+    assert done.returncode == 0, done.stderr
+    written = Written(tmp_path / "out")
+    assert written.losses() == delegated.losses()
+    ran, planned = (timeline_of(written, 13, which).orders for which in ("measured", "planned"))
+    assert ran[1] != planned[1]  # rank 1 waits for gradients that planning knew nothing of
+    assert list(map(sorted, ran)) == list(map(sorted, planned))
+    for kind in "FBW":
+        assert all(row == sorted(row) for row in (_of_kind(order, kind) for order in ran))
+
+
+def _of_kind(order, kind):
+    return [op.microbatch for op in order if op.kind == kind]
 
 
 def test_killed_sidecars_are_replaced_and_change_no_loss(tmp_path, delegated):

@@ -1,0 +1,203 @@
+"""Hands a rank's units to its queue in an order that is decided while the step runs.
+
+The host hands over planned units ahead of time while their messages are there. When the queue is
+about to run dry it asks `schedule.online` what to take in place of a unit that is late, and waits,
+without using the processor, for whatever could be taken next.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jaxmorph.program.instructions import Instruction, RankProgram, Transfer
+from jaxmorph.program.online_replay import online_order
+from jaxmorph.program.units import Unit, units_of
+from jaxmorph.runtime.identity import TransferIdentity
+from jaxmorph.runtime.queue import DeviceQueue
+from jaxmorph.schedule.online import OnlineOrder
+from jaxmorph.transport.doorbell import Doorbell, wait_for_any
+
+_LEAD_S = 0.5e-3
+"""How long before the queue runs dry its next unit is chosen: waking the host takes a moment."""
+
+_CHECK_EVERY_S = 0.5
+
+Enqueue = Callable[[Instruction], None]
+Identify = Callable[[Transfer], TransferIdentity]
+
+
+class LooksAhead(Protocol):
+    """A route that says what has come and what has room (`runtime.delegated`)."""
+
+    def has_come(self, identity: TransferIdentity) -> bool:
+        """Whether a message is here."""
+        ...
+
+    def has_room(self, identity: TransferIdentity) -> bool:
+        """Whether a message could be sent now."""
+        ...
+
+    def doorbell(self, identity: TransferIdentity) -> Doorbell:
+        """What rings when either may have changed."""
+        ...
+
+
+@dataclass
+class _Work:
+    """What has been handed to the queue, and how much of it has run.
+
+    The queue's thread counts what has run; the host adds.
+    """
+
+    durations_s: list[float | None] = field(default_factory=list)
+    finished: int = 0
+    since_s: float = 0.0
+
+    def add(self, duration_s: float | None, now_s: float) -> None:
+        """One more unit; None: nobody knows how long it takes."""
+        if self.finished == len(self.durations_s):
+            self.since_s = max(self.since_s, now_s)
+        self.durations_s.append(duration_s)
+
+    def finish(self, now_s: float) -> None:
+        """One unit has run."""
+        self.since_s = now_s
+        self.finished += 1
+
+    @property
+    def dry_s(self) -> float:
+        """When it has all run, as far as that is known; infinite while it isn't."""
+        finished, since_s = self.finished, self.since_s
+        left = self.durations_s[finished:]
+        known = [duration_s for duration_s in left if duration_s is not None]
+        return since_s + sum(known) if len(known) == len(left) else float("inf")
+
+
+@dataclass
+class OnlineDispatcher:
+    """Runs a rank's programs that have leeway.
+
+    Attributes:
+        queue: The rank's.
+        route: Its delegated route.
+        timeout_s: How long to wait for anything at all that could run.
+        clock: The monotonic clock.
+        wait: Waits for bells, given also a condition and a deadline.
+        bell: Rings when the queue has run a unit.
+    """
+
+    queue: DeviceQueue
+    route: LooksAhead
+    timeout_s: float
+    clock: Callable[[], float] = time.monotonic
+    wait: Callable[[Sequence[Doorbell], Callable[[], bool], float], bool] = wait_for_any
+    bell: Doorbell = field(default_factory=Doorbell.create)
+
+    def dispatch(self, program: RankProgram, enqueue: Enqueue, identify: Identify) -> None:
+        """Hand over a step.
+
+        Args:
+            program: One with leeway.
+            enqueue: Takes each instruction; what it waits for has been seen to be there.
+            identify: Names a message of the step.
+
+        Raises:
+            TimeoutError: If for too long nothing came that could run.
+            PeerGoneError: If a rank at the other end of a delegated link is gone.
+        """
+        units = units_of(program)
+        step = _Step(self, units.planned, online_order(program, units), identify)
+        for unit in step.chosen_units():
+            for instruction in unit.instructions:
+                enqueue(instruction)
+            step.count(unit)
+        for instruction in units.ending:
+            enqueue(instruction)
+
+    def close(self) -> None:
+        """Give the bell back, once the queue is closed."""
+        self.bell.close()
+
+
+class _Step:
+    """One step's choices."""
+
+    def __init__(
+        self,
+        own: OnlineDispatcher,
+        units: Sequence[Unit],
+        order: OnlineOrder,
+        identify: Identify,
+    ) -> None:
+        self._own, self._units, self._order, self._identify = own, units, order, identify
+        self._began_s = own.clock()
+        self._work = _Work(since_s=self._began_s)
+
+    def chosen_units(self) -> Iterator[Unit]:
+        """The units in the order to run them; waits where there is none to take."""
+        while self._order.planned is not None:
+            dry_ms = self._since_began_ms(self._work.dry_s - _LEAD_S)
+            now_ms = self._since_began_ms(self._own.clock())
+            index, until_ms = self._order.decide(now_ms, dry_ms, self._can_run)
+            if index is None:
+                self._wait_until(self._began_s + until_ms / 1e3)
+                continue
+            self._order.take(index)
+            yield self._units[index]
+
+    def count(self, unit: Unit) -> None:
+        """A unit stands on the queue."""
+        duration_ms = None if unit.op is None else self._order.duration_ms(unit.op)
+        now_s = self._own.clock()
+        self._work.add(None if duration_ms is None else duration_ms / 1e3, now_s)
+        self._own.queue.notify(self._finish)
+
+    def _finish(self) -> None:
+        self._work.finish(self._own.clock())
+        self._own.bell.ring()
+
+    def _since_began_ms(self, time_s: float) -> float:
+        return 1e3 * (time_s - self._began_s)
+
+    def _can_run(self, index: int) -> bool:
+        unit = self._units[index]
+        return all(map(self._own.route.has_come, self._received(unit))) and all(
+            map(self._own.route.has_room, self._sent(unit))
+        )
+
+    def _received(self, unit: Unit) -> Iterator[TransferIdentity]:
+        return (self._identify(receive.transfer) for receive in unit.receives)
+
+    def _sent(self, unit: Unit) -> Iterator[TransferIdentity]:
+        return (self._identify(send.transfer) for send in unit.sends)
+
+    def _wait_until(self, until_s: float) -> None:
+        """Wait for a time, the end of a unit, or whatever is missing of those that may be next."""
+        own, finished = self._own, self._work.finished
+        own.queue.raise_error()
+        units = [self._units[index] for index in self._candidates()]
+        missing = [m for unit in units for m in self._received(unit) if not own.route.has_come(m)]
+        full = [m for unit in units for m in self._sent(unit) if not own.route.has_room(m)]
+        self._give_up_in_time(missing or full)
+
+        def has_changed() -> bool:
+            return (
+                self._work.finished != finished
+                or any(map(own.route.has_come, missing))
+                or any(map(own.route.has_room, full))
+            )
+
+        bells = [own.bell, *map(own.route.doorbell, (*missing, *full))]
+        own.wait(bells, has_changed, min(until_s, own.clock() + _CHECK_EVERY_S))
+
+    def _candidates(self) -> list[int]:
+        """The planned unit, and those that may run in its place."""
+        planned = self._order.planned
+        return [] if planned is None else list(dict.fromkeys((planned, *self._order.heads())))
+
+    def _give_up_in_time(self, awaited: Sequence[TransferIdentity]) -> None:
+        idle_s = self._own.clock() - self._work.dry_s
+        if idle_s > self._own.timeout_s:
+            names = ", ".join(map(str, awaited))
+            raise TimeoutError(f"waited for {self._own.timeout_s:g} s for {names}")
