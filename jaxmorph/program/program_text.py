@@ -82,6 +82,17 @@ def _instruction(line: str) -> Instruction:
             return Receive(Transfer.parse(f"{payload} {way}"), route)
         case ["free", buffer]:
             return Free(_buffer(buffer))
+        case ["reduce", index]:
+            return Reduce(int(index), None)
+        case ["reduce", index, buffer]:
+            return Reduce(int(index), _buffer(buffer))
+        case ["update"]:
+            return Update()
+    return _copy_instruction(line)
+
+
+def _copy_instruction(line: str) -> Instruction:
+    match line.split(" "):
         case ["offload", buffer]:
             return Offload(_buffer(buffer))
         case ["fetch", buffer]:
@@ -90,12 +101,6 @@ def _instruction(line: str) -> Instruction:
             return Fetch(_buffer(buffer), _buffer(other))
         case ["await", "room", "of", buffer]:
             return AwaitRoom(_buffer(buffer))
-        case ["reduce", index]:
-            return Reduce(int(index), None)
-        case ["reduce", index, buffer]:
-            return Reduce(int(index), _buffer(buffer))
-        case ["update"]:
-            return Update()
     raise ValueError(f"got {line!r}, expected an instruction such as 'run F3'")
 
 

@@ -47,5 +47,5 @@ def test_an_order_inside_a_step_is_kept_unless_the_configuration_says_otherwise(
 
 
 def test_another_word_for_it_is_refused():
-    with pytest.raises(UserError, match="adaptation.intra_step: got 'yes'"):
+    with pytest.raises(UserError, match=r"adaptation\.intra_step: got 'yes'"):
         run(intra_step="yes")
