@@ -12,7 +12,7 @@ from jaxmorph.program.instructions import RankProgram
 from jaxmorph.program.offload import count_offloads, offload_these, waiting_longest
 from jaxmorph.schedule.costs import Limits
 from jaxmorph.schedule.fit import fits
-from jaxmorph.schedule.memory import StageMemory
+from jaxmorph.schedule.memory import StageMemory, StashBytes
 from jaxmorph.schedule.offloading import Offloading
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.step_programs import lower_step, offload_step
@@ -107,29 +107,44 @@ def _wider(plan_within: PlanWithin, device: Limits, free: Plan) -> Iterator[Plan
     """Plans that hold more and more than fits, up to the one without caps."""
     schedule = free.schedule
     memory = device.stage_memory(schedule.num_stages, schedule.num_microbatches)
-    excess = max(
-        math.ceil(
-            (of_stage.peak(order) / schedule.num_chunks - of_stage.room)
-            / max(1, of_stage.forward_holds)
-        )
-        for of_stage, order in zip(memory, schedule.orders, strict=True)
-    )
-    extra = 1
-    while extra < excess:
+    keeps_for_weights = any(stage.backward_holds for stage in memory)
+    caps = _caps_of_weights(memory) if keeps_for_weights else _raised_caps(memory, free)
+    for limits in caps:
         try:
-            yield plan_within(_widened(device, memory, extra))
+            yield plan_within(limits)
         except UserError:  # a schedule of a fixed order holds what it holds
             break
-        extra *= 2
     yield free
 
 
-def _widened(device: Limits, memory: tuple[StageMemory, ...], extra: int) -> Limits:
-    """Caps with room for some more microbatches on every stage."""
-    rooms = tuple(stage.room + extra * stage.forward_holds for stage in memory)
-    if device.max_stash_bytes is not None:
-        return replace(device, max_stash_bytes=rooms)
-    return replace(device, max_live=rooms)
+def _raised_caps(memory: Sequence[StageMemory], free: Plan) -> Iterator[Limits]:
+    """Caps with room for 1, 2, 4, ... microbatches more than fit, below what a plan holds."""
+    schedule = free.schedule
+    excess = max(
+        (stage.peak(order) / schedule.num_chunks - stage.room) / max(1, stage.forward_holds)
+        for stage, order in zip(memory, schedule.orders, strict=True)
+    )
+    forward = tuple(stage.forward_holds for stage in memory)
+    extra = 1
+    while extra < excess:
+        rooms = tuple(stage.room + extra * stage.forward_holds for stage in memory)
+        none = (0,) * len(rooms)
+        yield Limits(max_stash_bytes=rooms, stash_bytes=StashBytes(forward, none))
+        extra *= 2
+
+
+def _caps_of_weights(memory: Sequence[StageMemory]) -> Iterator[Limits]:
+    """Caps on what B leaves for W, which is never moved; of a stash half has to fit, then nothing.
+
+    There is room for it beside the stash of the op that runs, and in half of them for one more.
+    """
+    backward = tuple(2 * stage.backward_holds for stage in memory)
+    for halves, places in product((1, 0), (2, 1)):
+        forward = tuple(halves * stage.forward_holds for stage in memory)
+        rooms = tuple(2 * (stage.room - places * stage.forward_holds) for stage in memory)
+        least = map(max, forward, backward)
+        fitting = tuple(map(max, rooms, least))
+        yield Limits(max_stash_bytes=fitting, stash_bytes=StashBytes(forward, backward))
 
 
 def _offloaded(

@@ -142,6 +142,18 @@ def test_a_budget_in_bytes_is_kept_with_the_stages_own_sizes():
     assert step.peak_live()[0] == 4
 
 
+def test_what_b_leaves_for_w_has_room_and_stashes_make_it():
+    sizes = StashBytes((100,) * 4, (60,) * 4)
+    slow = {Link(2, 3): LinkState(60.0, 60.0)}
+    known = Profile(SEVEN_B, slow, sizes, CopyCosts.uniform(4, COPY_MS))
+    free, capped, made = (
+        simulated(plan_step(config(SEVEN_B, offload=offload, max_stash_bytes=cap), known), known)[0]
+        for offload, cap in ((False, None), (False, 700), (True, 700))
+    )
+    assert free.makespan_ms < made.makespan_ms < capped.makespan_ms
+    assert made.makespan_ms - free.makespan_ms < 0.2 * (capped.makespan_ms - free.makespan_ms)
+
+
 def test_before_measuring_a_copy_is_taken_for_an_op_and_every_stage_moves_some():
     asked = config(SEVEN_B, offload=True)
     assert unmeasured_profile(asked).copies == CopyCosts.uniform(4, 1.0)
