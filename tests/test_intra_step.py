@@ -75,7 +75,9 @@ def test_ranks_have_leeway_where_a_link_is_delegated_and_none_when_it_is_off():
 
 def test_the_caps_of_the_run_are_those_of_its_ranks():
     schedule = {"name": "adaptive", "max_live": [5, 4, 3, 2], "live_until": "W"}
-    memory = [leeway.memory for leeway in some_leeways(configured(routes=DELEGATED, schedule=schedule))]
+    memory = [
+        leeway.memory for leeway in some_leeways(configured(routes=DELEGATED, schedule=schedule))
+    ]
     assert memory == [(1, 1, cap) for cap in (5, 4, 3, 2)]
     schedule = {"name": "adaptive", "max_stash_bytes": 70}
     profile = Profile(COSTS, {}, StashBytes((10,) * 4, (7,) * 4))
@@ -124,7 +126,8 @@ def test_what_ranks_prefer_once_something_was_late_follows_their_memory():
     assert preferences == [Preference.GRADIENTS, *[Preference.WEIGHTS_LAST] * 3]
     until_weight = capped | {"live_until": "W"}
     preferences = [
-        leeway.preference for leeway in some_leeways(configured(routes=DELEGATED, schedule=until_weight))
+        leeway.preference
+        for leeway in some_leeways(configured(routes=DELEGATED, schedule=until_weight))
     ]
     assert preferences == [Preference.GRADIENTS, *[Preference.PLAN] * 3]
 
