@@ -85,11 +85,11 @@ class Decision(NamedTuple):
     """What to do now.
 
     Attributes:
-        index: The item to take; None: wait for whatever could be taken.
+        item: The one to take, by its place in the plan; None: wait for what could be taken.
         until_ms: When to ask again at the latest, where there is nothing to take.
     """
 
-    index: int | None
+    item: int | None
     until_ms: float = NEVER_MS
 
 

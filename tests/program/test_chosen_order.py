@@ -3,6 +3,7 @@
 import pytest
 
 from jaxmorph.program.chosen_order import order_chosen_by_ranks
+from jaxmorph.program.instructions import Routes
 from jaxmorph.program.leeway import with_leeway
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.online_replay import replay_online
@@ -37,7 +38,7 @@ def test_it_runs_each_op_once_and_says_how_much_longer_it_takes():
 def test_ranks_that_choose_from_the_first_op_on_choose_exactly_it_if_all_comes_as_planned():
     found = order_chosen_by_ranks(planned(), COSTS, LINKS, NO_LIMITS).schedule
     timeline = simulate(found, COSTS, LINKS)
-    routes = {Link(at, at + 1): "delegated" for at in range(3)}
+    routes: Routes = {Link(at, at + 1): "delegated" for at in range(3)}
     memory = NO_LIMITS.stage_memory(4, 12)
     programs = with_leeway(lower(found, timeline, routes), timeline, memory)
     chosen = replay_online(
@@ -63,7 +64,8 @@ def test_no_w_runs_where_a_gradient_waits():
 
 @pytest.mark.parametrize("live_until", ["B", "W"])
 def test_caps_are_kept(live_until):
-    limits = Limits((5, 4, 3, 2), live_until)
+    caps = (5, 4, 3, 2)
+    limits = Limits(caps, live_until)
     found = order_chosen_by_ranks(planned(limits), COSTS, LINKS, limits)
     peaks = found.schedule.peak_live(live_until)
-    assert all(peak <= cap for peak, cap in zip(peaks, limits.max_live, strict=True))
+    assert all(peak <= cap for peak, cap in zip(peaks, caps, strict=True))

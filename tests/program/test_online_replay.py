@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.channels import channel_of
 from jaxmorph.program.check import ProgramError
-from jaxmorph.program.instructions import Payload, Receive, Send, Transfer
+from jaxmorph.program.instructions import Payload, Receive, Routes, Send, Transfer
 from jaxmorph.program.leeway import with_leeway
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.online_replay import replay_online
@@ -167,7 +167,7 @@ def test_a_rank_with_a_direct_link_moves_w_alone(case):
 
 
 COSTS = StageCosts.uniform(3, 10.0, 10.0, 10.0)
-DELEGATED = {Link(0, 1): "delegated", Link(1, 2): "delegated"}
+DELEGATED: Routes = {Link(0, 1): "delegated", Link(1, 2): "delegated"}
 
 
 def slow_from(now_ms, late_ms=60.0):
@@ -194,7 +194,7 @@ def test_a_link_that_turns_slow_in_the_middle_of_a_step_costs_less_with_leeway()
 
 
 def test_ranks_with_a_direct_link_gain_by_moving_w():
-    routes = {Link(1, 2): "delegated"}
+    routes: Routes = {Link(1, 2): "delegated"}
     kept_ms, free_ms = steps_ms(zb_h2(3, 9), routes, slow_from(100.0))
     assert free_ms < kept_ms
 

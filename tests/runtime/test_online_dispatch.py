@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import Any
 
 import pytest
 
@@ -108,7 +109,8 @@ class World:
         return identity
 
     def dispatch(self, program):
-        dispatcher = OnlineDispatcher(self, self, TIMEOUT_S, self.clock, self.wait)
+        itself: Any = self
+        dispatcher = OnlineDispatcher(itself, itself, TIMEOUT_S, self.clock, itself.wait)
         try:
             dispatcher.dispatch(
                 program, self.enqueue, lambda transfer: TransferIdentity(0, 0, transfer)

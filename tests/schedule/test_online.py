@@ -71,10 +71,10 @@ def test_once_it_has_left_the_plan_a_gradient_goes_first_even_where_the_plan_has
     order, items = online(text), row(text)
     for index in range(2):
         order.take(index)
-    assert order.decide(500.0, 400.0, lambda at: str(items[at]) != "B0").index == 3  # F2
+    assert order.decide(500.0, 400.0, lambda at: str(items[at]) != "B0").item == 3  # F2
     order.take(3)
     taken = []
-    while (index := order.decide(600.0, 600.0, everything).index) is not None:
+    while (index := order.decide(600.0, 600.0, everything).item) is not None:
         order.take(index)
         taken.append(str(items[index]))
     assert taken == ["B0", "B1", "B2", "W0", "W1", "W2"]
@@ -133,7 +133,7 @@ def test_what_the_plan_lets_a_rank_wait_for_is_not_late():
     # It had run by 26 ms instead of 20: the wait of 15 ms begins then.
     assert order.decide(27.0, 26.0, lambda at: False) == Decision(None, 43.0)
     assert order.decide(42.9, 26.0, lambda at: False) == Decision(None, 43.0)
-    assert order.decide(43.0, 26.0, lambda at: False).index is None
+    assert order.decide(43.0, 26.0, lambda at: False).item is None
     assert order.has_left_plan
 
 
