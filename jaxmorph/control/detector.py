@@ -1,16 +1,19 @@
 """Finds links that have become slow, from what their messages take, and when they are well again.
 
-Nothing here knows what a link is supposed to do: a direction is compared with itself.
+Nothing here knows what a link is supposed to do: a direction is compared with itself, and, when it
+has just been measured for the first time, with the others.
 """
 
 from collections.abc import Iterable
 from functools import partial
 
 from jaxmorph.control.direction_watch import DirectionWatch
-from jaxmorph.control.estimates import median
+from jaxmorph.control.estimates import median, robust_spread
 from jaxmorph.control.link_samples import LinkSample
 from jaxmorph.control.sensitivity import Sensitivity, Usual, usual
 from jaxmorph.control.verdicts import Verdict
+
+_ENOUGH_OTHERS = 3  # directions: those of one other link could be the slow ones
 
 Way = tuple[int, int]
 """A direction of a link: the rank that sends and the rank that receives."""
@@ -45,11 +48,14 @@ class Detector:
         by_way: dict[Way, list[LinkSample]] = {}
         for sample in samples:
             by_way.setdefault((sample.source, sample.destination), []).append(sample)
-        return [
+        changes = [
             change
             for way, of_way in sorted(by_way.items())
             for change in self._watch(way).observe(step, of_way)
         ]
+        for way in sorted(by_way):  # once all have been measured
+            changes += self._watch(way).compare(step, partial(self._by_others, way))
+        return changes
 
     def observe_failure(
         self, step: int, source: int, destination: int, detail: str
@@ -89,12 +95,21 @@ class Detector:
 
     def _assume(self, way: Way, is_held: bool) -> Usual | None:
         """What the route takes on other links; failing that, what the other route takes here."""
-        others = (watch.usual(is_held) for watch in self._watches.values())
-        known_ms = [known.baseline_ms for known in others if known is not None]
-        if known_ms:
+        if known_ms := self._other_baselines_ms(way, is_held):
             return usual(median(known_ms), 0.0, self._numbers)
         other_route = self._watches[way].usual(not is_held)
         if other_route is None:
             return None
         baseline_ms = other_route.baseline_ms + self._numbers.other_route_ms
         return usual(baseline_ms, 0.0, self._numbers)
+
+    def _by_others(self, way: Way, is_held: bool) -> Usual | None:
+        """What the route takes on other links, where there are enough of them."""
+        known_ms = self._other_baselines_ms(way, is_held)
+        if len(known_ms) < _ENOUGH_OTHERS:
+            return None
+        return usual(median(known_ms), robust_spread(known_ms), self._numbers)
+
+    def _other_baselines_ms(self, way: Way, is_held: bool) -> list[float]:
+        known = (watch.usual(is_held) for at, watch in self._watches.items() if at != way)
+        return [each.baseline_ms for each in known if each is not None]

@@ -42,6 +42,7 @@ class DirectionWatch:
         self._level_ms = 0.0
         self._unrest = 0.0
         self._good_steps = 0
+        self._first_measured: bool | None = None
         no_evidence = Evidence((), 0.0, 0.0, 0.0)
         self._verdict = Verdict(
             source, destination, LinkHealth.HEALTHY, 0.0, 0.0, 0, no_evidence, "no delay seen"
@@ -78,14 +79,39 @@ class DirectionWatch:
             changes += self._read(step, sample, may_move=may_move)
         if began_as is self._verdict.health is LinkHealth.RECOVERING:
             changes += self._count_good_step(step, samples)
-        for record in self._routes.values():
-            if self._verdict.health is LinkHealth.HEALTHY or record.usual is None:
-                record.settle()
+        for is_held, record in self._routes.items():
+            settles = self._verdict.health is LinkHealth.HEALTHY or record.usual is None
+            if settles and record.settle():
+                self._first_measured = is_held
         self._verdict = self._with_latency(self._verdict)
         if not changes:
             return []
         self._level_ms = self._verdict.latency_ms
         return [*changes[:-1], self._verdict]
+
+    def compare(self, step: int, others: Callable[[bool], Usual | None]) -> list[Verdict]:
+        """Compare a route that has just got its first baseline with the other directions'.
+
+        A link that is slow from the first message on is not seen to become so.
+
+        Args:
+            step: The step after which it has.
+            others: What to go by on a route, by the other directions; None where they don't say.
+
+        Returns:
+            The verdict, if it is slow.
+        """
+        is_held, self._first_measured = self._first_measured, None
+        if is_held is None or self._verdict.health is not LinkHealth.HEALTHY:
+            return []
+        record, expected = self._record(is_held), others(is_held)
+        if expected is None or record.usual is None:
+            return []
+        if record.usual.baseline_ms <= expected.threshold_ms:
+            return []
+        took_ms = record.recent.last(self._numbers.learning_messages)
+        record.unlearn()
+        return self._turn(step, Sign.ROSE, is_held, took_ms, usual=expected)
 
     def fail(self, step: int, detail: str) -> list[Verdict]:
         """Take in that a message, or the link, was given up.
@@ -181,14 +207,21 @@ class DirectionWatch:
         return self._turn(step, Sign.HELD, heard[0].is_held, took_ms)
 
     def _turn(
-        self, step: int, sign: Sign, is_held: bool | None, run_ms: Iterable[float], detail: str = ""
+        self,
+        step: int,
+        sign: Sign,
+        is_held: bool | None,
+        run_ms: Iterable[float],
+        detail: str = "",
+        usual: Usual | None = None,
     ) -> list[Verdict]:
         """Go where the table says that a sign leads; without an entry nothing changes."""
         before, run_ms = self._verdict, tuple(run_ms)
         health = TURNS.get((before.health, sign))
         if health is None:
             return []
-        usual = None if is_held is None else self._go_by(is_held)
+        if usual is None and is_held is not None:
+            usual = self._go_by(is_held)
         self._verdict = replace(
             before,
             health=health,

@@ -30,6 +30,10 @@ class RunningEstimate:
         self._last.append(value)
         self._sorted = None
 
+    def last(self, count: int) -> tuple[float, ...]:
+        """The last values, oldest first: so many, or all there are."""
+        return tuple(self._last)[-count:]
+
     def clear(self) -> None:
         """Forget all values."""
         self._last.clear()

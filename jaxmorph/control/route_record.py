@@ -103,9 +103,14 @@ class RouteRecord:
             run.clear()
         self.recent = RunningEstimate(self.sensitivity.recent_messages, recent_ms)
 
-    def settle(self) -> None:
-        """Go by what has been learnt up to now."""
-        self.usual = self.healthy.usual()
+    def settle(self) -> bool:
+        """Go by what has been learnt up to now; whether that is for the first time."""
+        before, self.usual = self.usual, self.healthy.usual()
+        return before is None and self.usual is not None
+
+    def unlearn(self) -> None:
+        """Forget what has been learnt: it was a slow link's."""
+        self.usual, self.healthy = None, HealthyMessages(self.sensitivity)
 
 
 def _landed_together(before: LinkSample | None, sample: LinkSample) -> bool:

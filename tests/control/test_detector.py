@@ -131,6 +131,34 @@ def test_a_baseline_that_settles_a_little_higher_is_no_delay():
     assert Steps().run(*[[2.5] * 12] * 60).said == []
 
 
+def test_a_link_that_is_slow_from_the_first_step_is_told_by_the_others():
+    steps = Steps(healthy=0)
+    others = ((0, 1), (1, 0), (1, 2), (2, 1), (3, 2))
+    for _ in range(3):
+        healthy = [each for way in others for each in messages([1.0] * 12, way=way)]
+        steps.observe([*healthy, *messages([31.0] * 12)])
+    assert steps.path() == [(SLOW, 1)]
+    (slow,) = steps.said
+    assert (slow.latency_ms, slow.evidence.baseline_ms, slow.evidence.threshold_ms) == (31, 1, 6)
+    steps.run(*[[1.0] * 12] * 4)
+    assert steps.path()[1:] == [(RECOVERING, 3), (HEALTHY, 6)]
+
+
+def test_links_that_are_all_as_slow_are_as_they_should_be():
+    steps = Steps(healthy=0)
+    ways = ((0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2))
+    for _ in range(3):
+        steps.observe([each for way in ways for each in messages([31.0] * 12, way=way)])
+    assert steps.said == []
+
+
+def test_two_directions_that_differ_dont_say_which_of_them_is_slow():
+    steps = Steps(healthy=0)
+    for _ in range(3):
+        steps.observe([*messages([31.0] * 12), *messages([1.0] * 12, way=(3, 2))])
+    assert steps.said == []
+
+
 def test_an_unsteady_link_needs_more_to_be_slow():
     drawn = random.Random(1)
     noise = [[1.0 + drawn.expovariate(0.3) for _ in range(12)] for _ in range(60)]
