@@ -100,7 +100,7 @@ class ControlLoop:
         self._verdicts: tuple[Verdict, ...] = ()
         self._judged_routes = plan.routes
         self._knows_of_links = False  # more of links than was weighed
-        self._latest = -1, planned_for, self._verdicts
+        self._latest: tuple[int, Profile, tuple[Verdict, ...]] = (-1, planned_for, ())
         self._untold: list[Happening] = []
         self._morph: Morph | None = None
         self._due_probes: tuple[Link, ...] = ()
