@@ -99,6 +99,8 @@ class ControlLoop:
         self._news: dict[tuple[int, OpKind], ComputeNotice] | None = None
         self._verdicts: tuple[Verdict, ...] = ()
         self._judged_routes = plan.routes
+        self._knows_of_links = False  # more of links than was weighed
+        self._latest: tuple[int, Profile, tuple[Verdict, ...]] = (-1, planned_for, ())
         self._untold: list[Happening] = []
         self._morph: Morph | None = None
         self._due_probes: tuple[Link, ...] = ()
@@ -137,18 +139,26 @@ class ControlLoop:
         self._profile = replace(self._profile, costs=followed(self._profile.costs, notices))
         of_links = [*filter(None, (of_verdict(each, before) for each in changed))]
         # A link that begins to recover is no news: whether it lasts is not yet known.
-        if notices or any(each["kind"] != RECOVERING for each in of_links):
-            self._news = {**(self._news or {}), **{(n.stage, n.kind): n for n in notices}}
+        has_changed = any(each["kind"] != RECOVERING for each in of_links)
+        with self._lock:
+            self._latest = step, self._profile, self._verdicts
+            if notices or has_changed:
+                self._news = {**(self._news or {}), **{(n.stage, n.kind): n for n in notices}}
+            self._knows_of_links |= has_changed
         of_probes = self._judge_probes(step, probes)
         with self._lock:
             happened = [*of_links, *map(of_notice, notices), *of_probes]
             told, self._untold = [*happened, *self._untold], []
             if not self._is_busy and (self._news is not None or step >= self._weigh_again_at):
                 self._is_busy = True
-                asked = step, self._profile, self._verdicts, ops_in_words(self._news or {})
-                self._news, self._weigh_again_at = None, math.inf
-                self._thread.submit(self._keep_error, self._decide, *asked)
+                self._thread.submit(self._keep_error, self._decide, *self._what_to_weigh())
         return told
+
+    def _what_to_weigh(self) -> tuple[int, Profile, tuple[Verdict, ...], tuple[str, ...]]:
+        """The latest that is known; with the lock held. Afterwards none of it is news."""
+        news, self._news = self._news or {}, None
+        self._knows_of_links, self._weigh_again_at = False, math.inf
+        return *self._latest, ops_in_words(news)
 
     def ready(self) -> Morph | None:
         """The morph that has been decided and not been asked for yet; waits for nothing."""
@@ -214,18 +224,11 @@ class ControlLoop:
     def _decide(
         self, step: int, profile: Profile, verdicts: tuple[Verdict, ...], news: tuple[str, ...]
     ) -> None:
-        options = self._plans.weigh(profile, verdicts)
-        situation = Situation(
-            step=step + _STEPS_TO_SWAP,
-            verdicts=verdicts,
-            in_force=Option(self._plan, options.in_force_ms),
-            candidates=options.candidates,
-            undisturbed_ms=options.undisturbed_ms,
-            dwell=self._dwell,
-            worth=self._settings.worth,
-            may_delegate_healthy=self._settings.delegates == "any",
-            news=news,
-        )
+        situation = self._weigh(step, profile, verdicts, news)
+        with self._lock:  # meanwhile a link may have turned slow, or be well again
+            latest = self._what_to_weigh() if self._knows_of_links else None
+        if latest is not None:
+            step, situation = latest[0], self._weigh(*latest)
         decision = decide(situation)
         if decision.wait_steps:
             self._weigh_again_at = step + decision.wait_steps
@@ -238,6 +241,22 @@ class ControlLoop:
                 self._due_probes = unproven  # it remains busy until it is known what they found
         else:
             self._make_ready(situation, decision)
+
+    def _weigh(
+        self, step: int, profile: Profile, verdicts: tuple[Verdict, ...], news: tuple[str, ...]
+    ) -> Situation:
+        options = self._plans.weigh(profile, verdicts)
+        return Situation(
+            step=step + _STEPS_TO_SWAP,
+            verdicts=verdicts,
+            in_force=Option(self._plan, options.in_force_ms),
+            candidates=options.candidates,
+            undisturbed_ms=options.undisturbed_ms,
+            dwell=self._dwell,
+            worth=self._settings.worth,
+            may_delegate_healthy=self._settings.delegates == "any",
+            news=news,
+        )
 
     def _unproven(self, situation: Situation, decision: Decision) -> tuple[Link, ...]:
         """The links that a decision takes back to direct, and that no probe has found well yet.

@@ -17,6 +17,7 @@ data: {{sequence_length: 16}}
 parallelism: {{stages: {STAGES}}}
 batch: {{microbatches: 8, microbatch_size: 1}}
 schedule: {{name: zb-h2}}
+adaptation: {{worth: 0.25}}
 optimizer: {{learning_rate: 1e-3}}
 trace: {{every_steps: 0}}
 """
