@@ -134,7 +134,7 @@ def test_what_can_be_made_to_fit_in_no_way_is_told_with_stage_and_need():
 
 def test_a_budget_in_bytes_is_kept_with_the_stages_own_sizes():
     sizes = StashBytes((100, 100, 100, 60), (10, 10, 10, 10))
-    known = Profile(SEVEN_B, {}, sizes, CopyCosts.uniform(4, 1.0))
+    known = Profile(SEVEN_B, {}, sizes, copies=CopyCosts.uniform(4, 1.0))
     made = plan_step(config(SEVEN_B, offload=True, name="1f1b", max_stash_bytes=350), known)
     step, moved = simulated(made, known)
     assert moved > 0
@@ -145,7 +145,7 @@ def test_a_budget_in_bytes_is_kept_with_the_stages_own_sizes():
 def test_what_b_leaves_for_w_has_room_and_stashes_make_it():
     sizes = StashBytes((100,) * 4, (60,) * 4)
     slow = {Link(2, 3): LinkState(60.0, 60.0)}
-    known = Profile(SEVEN_B, slow, sizes, CopyCosts.uniform(4, COPY_MS))
+    known = Profile(SEVEN_B, slow, sizes, copies=CopyCosts.uniform(4, COPY_MS))
     free, capped, made = (
         simulated(plan_step(config(SEVEN_B, offload=offload, max_stash_bytes=cap), known), known)[0]
         for offload, cap in ((False, None), (False, 700), (True, 700))
