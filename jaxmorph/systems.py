@@ -75,7 +75,7 @@ def system_config(config: Config, system: System) -> Config:
     """
     steps = config.compare.total_steps if config.compare else config.run.steps
     warmup_steps = min(config.optimizer.warmup_steps, steps)
-    inside = config.adaptation.intra_step if system.adapts else "off"
+    inside = config.adaptation.intra_step if system.adapts or system.detects else "off"
     chunks = max(2, config.parallelism.chunks) if system.schedule == "interleaved" else 1
     return config.model_copy(
         update={

@@ -39,6 +39,14 @@ def test_a_system_is_its_schedule_and_its_routes_whatever_the_configuration_has(
     assert made.schedule.num_chunks == (2 if system.name == "interleaved" else 1)
 
 
+@pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
+def test_only_a_system_that_detects_runs_as_one_that_adapts_by_itself(system):
+    asked = CONFIG.adaptation.model_copy(update={"enabled": True, "intra_step": "on"})
+    own = system_config(CONFIG.model_copy(update={"adaptation": asked}), system)
+    assert own.adapts == system.detects
+    assert own.adaptation.intra_step == ("on" if system.name.startswith("adaptive") else "off")
+
+
 def delegated(system: str, *slow: Link) -> list[set[str]]:
     """The delegated links of each choice that a system has."""
     own = system_config(CONFIG, SYSTEMS[system])
@@ -53,5 +61,6 @@ def test_only_one_that_reroutes_has_a_choice_of_routes():
     assert delegated("zb", Link(2, 3)) == [set()]
     assert delegated("zb-delegated", Link(2, 3)) == [{"0-1", "1-2", "2-3"}]
     assert delegated("adaptive-direct", Link(2, 3)) == [set()]
+    assert delegated("adaptive-detecting", Link(2, 3)) == [set()]  # it is told of no slow link
     assert delegated("adaptive") == [set(), {"0-1", "1-2", "2-3"}]
     assert delegated("adaptive", Link(2, 3)) == [{"2-3"}, {"0-1", "1-2", "2-3"}]

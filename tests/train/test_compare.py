@@ -154,6 +154,26 @@ def test_a_system_that_dies_is_reported_and_the_others_run(tmp_path):
     assert "FAILED" in (tmp_path / "out" / "table.md").read_text()
 
 
+def test_a_system_that_is_told_nothing_finds_out_and_runs_what_it_morphs_to(tmp_path):
+    done, out = compare(
+        tmp_path,
+        "compare.systems=[adaptive-detecting]",
+        "compare.conditions=[{name: slow, links: [{between: [0, 1], latency_ms: 60}]}]",
+        "compare.reference={}",
+        "compare.repeats=1",
+        "compare.warmup_steps=6",
+        "batch.microbatches=8",
+    )
+    assert done.returncode == 0, done.stderr
+    run = read_runs(out)["adaptive-detecting", "slow"]
+    assert run["routes"] == {"0-1": "delegated"}
+    assert run["events"]["straggler_detected"] >= 2  # both directions
+    assert run["events"]["plan_changed"] >= 1
+    held_ms = 8 * 2 * 60  # what messages would hold the queues for
+    assert run["predicted_ms"] < held_ms / 2
+    assert run["step_ms"]["median"] < held_ms
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [
