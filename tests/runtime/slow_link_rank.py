@@ -78,7 +78,10 @@ class Bench:
         self.step += 1
 
     def heal(self):
-        """Both ranks wait on their cut link by now; then both are told that it is whole."""
+        """Once both ranks wait on their cut link, both are told that it is whole."""
+        deadline_s = time.monotonic() + LONG_S
+        while not self.arrivals_s and time.monotonic() < deadline_s:
+            time.sleep(0.001)  # the queue's thread goes on from there until the link makes it wait
         self.rendezvous.exchange({})
         told_s = time.monotonic()
         self.links.emulate([])
