@@ -136,7 +136,7 @@ def test_only_a_system_that_adapts_changes_its_order_in_a_comparison():
     config = configured(compare={"conditions": [{"name": "healthy"}]})
     changes = {name: reorders(system_config(config, system)) for name, system in SYSTEMS.items()}
     assert {name for name, does in changes.items() if does} == {
-        name for name, system in SYSTEMS.items() if system.adapts
+        name for name, system in SYSTEMS.items() if system.adapts or system.detects
     }
 
 
