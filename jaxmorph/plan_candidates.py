@@ -155,7 +155,8 @@ class CandidatePlanner:
 
     def _candidate(self, plan: Plan, profile: Profile, verdicts: Sequence[Verdict]) -> Candidate:
         now = self._in_force
-        if plan.schedule == now.plan.schedule and plan.routes == now.plan.routes:
+        same_order = plan.schedule == now.plan.schedule and plan.offloading == now.plan.offloading
+        if same_order and plan.routes == now.plan.routes:
             programs = now.programs
         else:
             programs = self._programs(plan, profile, verdicts)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,7 +134,8 @@ class PlanningProcess:
         self._process.wait(_END_S)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()
+                with suppress(OSError):  # it may have died with a request that it never read
+                    pipe.close()
 
     def _ask(self, **request: Any) -> Message:
         requests, answers = self._process.stdin, self._process.stdout

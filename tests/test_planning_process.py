@@ -52,6 +52,18 @@ def test_the_process_plans_what_is_lowered_elsewhere_alike_and_ends_when_nobody_
         process.close()
 
 
+@pytest.mark.timeout(60)
+def test_a_process_that_died_between_two_requests_is_told_of_and_closed():
+    process = PlanningProcess()
+    try:
+        process._process.kill()
+        process._process.wait(30)
+        with pytest.raises(PlanningError, match="the planning process is gone"):
+            process.begin(CONFIG, 1, FIRST, PROFILE, USUAL)
+    finally:
+        process.close()  # what it never read is of no interest to anyone
+
+
 def test_a_request_that_goes_wrong_is_answered_and_so_is_the_next_one():
     requests = [{"kind": "sing"}, {"kind": "weigh", "profile": {}, "verdicts": []}, {}]
     answers = io.StringIO()

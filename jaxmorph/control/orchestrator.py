@@ -100,7 +100,8 @@ def decide(situation: Situation) -> Decision:
     if _is_same(chosen, now):
         return Decision(None, f"{why}: {_standing(situation)}")
     gain = 1 - chosen.step_ms / now.step_ms if now.step_ms else 0.0
-    least_gain = situation.worth if ailing else -situation.worth  # back to the first plan is easy
+    back = not ailing and best == 0  # to the first plan, which is easy
+    least_gain = -situation.worth if back else situation.worth
     if _is_allowed(now, situation) and gain < least_gain:
         best_ms = f", with another plan {chosen.step_ms:.0f}"
         return Decision(None, f"{why}: {_standing(situation)}{best_ms}")

@@ -8,7 +8,7 @@ without using the processor, for whatever could be taken next.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jaxmorph.program.instructions import Instruction, RankProgram, Transfer
 from jaxmorph.program.online_replay import online_order
@@ -120,6 +120,14 @@ class OnlineDispatcher:
         self.bell.close()
 
 
+class _Awaited(NamedTuple):
+    """What a rank waits for: more units that have run, messages, and room for messages."""
+
+    finished: int
+    missing: list[TransferIdentity]
+    full: list[TransferIdentity]
+
+
 class _Step:
     """One step's choices."""
 
@@ -137,12 +145,13 @@ class _Step:
     def chosen_units(self) -> Iterator[Unit]:
         """The units in the order to run them; waits where there is none to take."""
         while self._order.planned is not None:
-            dry_ms = self._since_began_ms(self._work.dry_s - _LEAD_S)
-            now_ms = self._since_began_ms(self._own.clock())
-            index, until_ms = self._order.decide(now_ms, dry_ms, self._can_run)
+            index, _ = self._decide()
             if index is None:
-                self._wait_until(self._began_s + until_ms / 1e3)
-                continue
+                awaited = self._awaited()
+                index, until_s = self._decide()  # what has come since then is not awaited
+                if index is None:
+                    self._wait_until(until_s, awaited)
+                    continue
             self._order.take(index)
             yield self._units[index]
 
@@ -152,6 +161,13 @@ class _Step:
         now_s = self._own.clock()
         self._work.add(None if duration_ms is None else duration_ms / 1e3, now_s)
         self._own.queue.notify(self._finish)
+
+    def _decide(self) -> tuple[int | None, float]:
+        """The unit to take now; failing that None, and when to ask again at the latest."""
+        dry_ms = self._since_began_ms(self._work.dry_s - _LEAD_S)
+        now_ms = self._since_began_ms(self._own.clock())
+        index, until_ms = self._order.decide(now_ms, dry_ms, self._can_run)
+        return index, self._began_s + until_ms / 1e3
 
     def _finish(self) -> None:
         self._work.finish(self._own.clock())
@@ -172,13 +188,18 @@ class _Step:
     def _sent(self, unit: Unit) -> Iterator[TransferIdentity]:
         return (self._identify(send.transfer) for send in unit.sends)
 
-    def _wait_until(self, until_s: float) -> None:
-        """Wait for a time, the end of a unit, or whatever is missing of those that may be next."""
-        own, finished = self._own, self._work.finished
-        own.queue.raise_error()
+    def _awaited(self) -> _Awaited:
+        """What keeps the units that may be next from being taken."""
+        finished, route = self._work.finished, self._own.route
         units = [self._units[index] for index in self._candidates()]
-        missing = [m for unit in units for m in self._received(unit) if not own.route.has_come(m)]
-        full = [m for unit in units for m in self._sent(unit) if not own.route.has_room(m)]
+        missing = [m for unit in units for m in self._received(unit) if not route.has_come(m)]
+        full = [m for unit in units for m in self._sent(unit) if not route.has_room(m)]
+        return _Awaited(finished, missing, full)
+
+    def _wait_until(self, until_s: float, awaited: _Awaited) -> None:
+        """Wait for a time, the end of a unit, or whatever is awaited."""
+        own, (finished, missing, full) = self._own, awaited
+        own.queue.raise_error()
         self._give_up_in_time(missing or full)
 
         def has_changed() -> bool:

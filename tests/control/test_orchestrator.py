@@ -70,6 +70,12 @@ def test_a_morph_must_gain_what_it_is_worth(now_ms, chosen):
     assert decide(found).chosen == chosen
 
 
+def test_healthy_links_are_no_reason_for_another_plan_that_gains_nothing():
+    now, another = option(OTHER, 100.0), replace(OTHER, name="initial")
+    found = situation(healthy(4), now, option(FIRST, 104.0), option(another, 100.3))
+    assert decide(found).chosen is None
+
+
 def test_a_delay_that_the_plan_absorbs_is_reported_and_changes_nothing():
     decision = decide(with_slow_link(now_ms=395.0, delegated_ms=391.0, anew_ms=390.0))
     assert (decision.chosen, decision.wait_steps) == (None, 0)

@@ -154,6 +154,34 @@ def test_in_place_of_a_late_gradient_the_rank_takes_what_is_there():
     assert [name for name in order if name[0] == "B"] == ["B0", "B1", "B2", "B3"]
 
 
+class SlowWorld(World):
+    """One in which looking for a message takes a moment, and more may come meanwhile."""
+
+    looked_s: tuple = ()
+
+    def has_come(self, identity):
+        self.now_s += 1e-4
+        return super().has_come(identity)
+
+    def wait(self, bells, condition, deadline_s):
+        has_changed = super().wait(bells, condition, deadline_s)
+        self.looked_s += (self.now_s,)
+        return has_changed
+
+
+def test_what_comes_while_the_host_looks_around_is_not_slept_over():
+    program, come_s = planned_program()
+
+    def run(late_s):
+        late = {gradient(microbatch): late_s for microbatch in range(1, MICROBATCHES)}
+        return SlowWorld({**come_s, **late}).dispatch(program)
+
+    *_, looks_s = (at_s for at_s in run(3.0).looked_s if at_s < 2.9)
+    for ticks in range(1, 16):
+        late_s = looks_s + ticks * 0.5e-4
+        assert run(late_s).handed_s("B1") < late_s + 0.01
+
+
 def test_nothing_is_chosen_before_the_queue_runs_dry_and_the_planned_op_is_late():
     program, come_s = planned_program()
     early = {transfer: 0.0 for transfer in come_s if transfer.payload is Payload.ACTIVATION}

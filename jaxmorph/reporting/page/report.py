@@ -24,13 +24,15 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     Raises:
         UserError: The directory is neither's, or the file can't be written.
     """
+    path = directory / REPORT if out is None else out
+    if path.is_dir():
+        raise UserError(f"report: --out: got the directory {path}, expected a file")
     is_comparison = (directory / RESULTS).is_file()
     text = (
         comparison_page(read_comparison_files(directory))
         if is_comparison
         else run_page(read_run_files(directory))
     )
-    path = directory / REPORT if out is None else out
     written = path.with_name(f"{path.name}.new")
     try:
         written.write_text(text, encoding="utf-8", errors="replace")

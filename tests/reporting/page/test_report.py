@@ -50,3 +50,10 @@ def test_a_file_that_cannot_be_written_is_the_users_mistake(morphed_run, tmp_pat
     code, _, error = _main(capsys, str(morphed_run), "--out", str(tmp_path / "none" / "a.html"))
     assert code == 2
     assert "cannot write" in error
+
+
+@pytest.mark.parametrize("out", [".", "/"])
+def test_a_directory_is_no_file_to_write_to(morphed_run, capsys, out):
+    code, _, error = _main(capsys, str(morphed_run), "--out", out)
+    assert code == 2
+    assert error == f"error: report: --out: got the directory {out}, expected a file\n"
