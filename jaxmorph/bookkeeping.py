@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from jaxmorph.config import Config
 from jaxmorph.control.link_medians import link_medians_ms
+from jaxmorph.control.link_samples import link_samples
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control_loop import ControlLoop
 from jaxmorph.evaluation import NOT_EVALUATED, HeldOutLoss
@@ -205,11 +206,12 @@ class Bookkeeper:
     ) -> None:
         profile = self._expected_profile()
         measured = measured_timeline(reports)
-        self._profiler.observe(measured)
+        samples = link_samples(measured)
+        self._profiler.observe(measured, samples)
         # Before all else, as a decision may wait for it.
         happened = []
         if self._loop is not None:
-            happened = self._loop.observe(step, measured, probe_times(reports))
+            happened = self._loop.observe(step, measured, samples, probe_times(reports))
         planned = self._in_force.simulate(profile)
         record = {
             "step": step,
@@ -228,7 +230,7 @@ class Bookkeeper:
             "compilations": total_compilations(reports),
             "planned_bubble_rate": planned.bubble_rate,
             "link_states": {} if self._loop is None else self._loop.link_states(),
-            "link_ms": link_medians_ms(measured) or None,
+            "link_ms": link_medians_ms(samples) or None,
         }
         self._tell({"kind": "step", "record": record})
         for happening in happened:

@@ -17,7 +17,7 @@ from jaxmorph.control.compute_watch import ComputeNotice, ComputeWatch, followed
 from jaxmorph.control.conditions import UsualLinks, link_of, links_under
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.dwell import Dwell
-from jaxmorph.control.link_samples import link_samples
+from jaxmorph.control.link_samples import LinkSample
 from jaxmorph.control.orchestrator import (
     Decision,
     Option,
@@ -119,20 +119,25 @@ class ControlLoop:
         self._thread.submit(self._keep_error, begin)
 
     def observe(
-        self, step: int, timeline: Timeline, probes: Mapping[str, float] = MappingProxyType({})
+        self,
+        step: int,
+        timeline: Timeline,
+        samples: Sequence[LinkSample],
+        probes: Mapping[str, float] = MappingProxyType({}),
     ) -> list[Happening]:
         """Take in a step of the plan in force.
 
         Args:
             step: Its number.
             timeline: As measured.
+            samples: What its messages took: see `link_samples`.
             probes: What messages of probes took before it, milliseconds, by their names.
 
         Returns:
             What has happened since the last call.
         """
         before = {(each.source, each.destination): each for each in self._verdicts}
-        changed = self._detector.observe(step, link_samples(timeline))
+        changed = self._detector.observe(step, samples)
         notices = self._compute.observe(step, timeline)
         self._verdicts = tuple(self._detector.verdicts.values())
         self._judged_routes = self._plan.routes

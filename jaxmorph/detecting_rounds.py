@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxmorph.adaptation import Adaptation, open_control_loop
 from jaxmorph.config import Config
+from jaxmorph.control.link_samples import link_samples
 from jaxmorph.control_loop import ControlLoop
 from jaxmorph.first_plan import FirstPlan
 from jaxmorph.morph import Morph
@@ -67,7 +68,8 @@ class MorphBooks:
             done.result()
 
     def _observe(self, loop: ControlLoop, step: int, reports: Sequence[Message]) -> None:
-        happened = loop.observe(step, measured_timeline(reports), probe_times(reports))
+        measured = measured_timeline(reports)
+        happened = loop.observe(step, measured, link_samples(measured), probe_times(reports))
         self.events.update(each["kind"] for each in happened)
 
     def _adopt(self, loop: ControlLoop, morph: Morph) -> None:

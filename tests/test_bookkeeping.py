@@ -179,7 +179,7 @@ class OneMorph:
     def profile(self, profile):
         return profile
 
-    def observe(self, step, timeline, probes):
+    def observe(self, step, timeline, samples, probes):
         self.calls.append(("observe", step, len(timeline.orders[0])))
         return [
             {"kind": "straggler_detected", "link": "0-1", "detail": "late", "evidence": {"n": 1}}

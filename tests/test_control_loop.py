@@ -10,6 +10,7 @@ from jaxmorph.config import Config
 from jaxmorph.control.compute_watch import ComputeWatch
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.detector import Detector
+from jaxmorph.control.link_samples import link_samples
 from jaxmorph.control.orchestrator import Option
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control_loop import ControlLoop
@@ -84,7 +85,8 @@ class Run:
             late_ms = usual.forward_latency_ms + slow_ms
             links = {**USUAL["direct"], Link(1, 2): replace(usual, forward_latency_ms=late_ms)}
             timeline = simulate_blocking(self.programs, costs, links)
-            self._note(self.loop.observe(self.step, timeline, self.probed), self.step)
+            samples = link_samples(timeline)
+            self._note(self.loop.observe(self.step, timeline, samples, self.probed), self.step)
             self.settle()
             self._swap()
             self.step += 1
