@@ -17,14 +17,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from jaxmorph.commands.measured_run import read_run
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile
-from jaxmorph.measured_run import read_run
+from jaxmorph.planning.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.schedule.builders import FIXED_SCHEDULES
 from jaxmorph.schedule.costs import Link, LinkState
 from jaxmorph.schedule.simulator import simulate
-from jaxmorph.step_programs import lower_step
 
 ROOT = Path(__file__).parent.parent
 UNEVEN, EVEN = "configs/uneven4.yaml", "configs/pace4.yaml"

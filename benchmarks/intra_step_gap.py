@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from benchmarks.intra_step_cases import KINDS, REDRAWN_MS, SIZES, Case, draw_case
-from jaxmorph.intra_step import MOST_LONGER
+from jaxmorph.planning.intra_step import MOST_LONGER
 from jaxmorph.program.chosen_order import order_chosen_by_ranks
 from jaxmorph.program.instructions import Payload, RankProgram, Route, Transfer
 from jaxmorph.program.leeway import with_leeway

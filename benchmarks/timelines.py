@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxmorph.compare import TIMELINES
 from jaxmorph.config import load_config
-from jaxmorph.declared_links import declared_states, link_conditions
+from jaxmorph.planning.declared_links import declared_states, link_conditions
 from jaxmorph.schedule.bubbles import bubble_ms, idle_shares
 from jaxmorph.schedule.costs import Link, LinkState
 from jaxmorph.schedule.draw import save_timelines

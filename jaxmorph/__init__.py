@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxmorph.config import Config, load_config
     from jaxmorph.errors import UserError
-    from jaxmorph.meeting import join
     from jaxmorph.runtime.optimizer import is_matrix
     from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
     from jaxmorph.schedule.planner import Plan, plan
     from jaxmorph.schedule.schedule import Schedule
     from jaxmorph.schedule.simulator import simulate
     from jaxmorph.schedule.timeline import Timeline
+    from jaxmorph.scripts.meeting import join
     from jaxmorph.trainer import StepMetrics, Trainer
 
 __all__ = [
@@ -53,7 +53,7 @@ _HOMES = {
     "UserError": "errors",
     "chain_links": "schedule.costs",
     "is_matrix": "runtime.optimizer",
-    "join": "meeting",
+    "join": "scripts.meeting",
     "load_config": "config",
     "plan": "schedule.planner",
     "simulate": "schedule.simulator",

@@ -9,10 +9,10 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from jaxmorph.commands.plan import plan
+from jaxmorph.commands.trace import trace
+from jaxmorph.commands.validate import validate
 from jaxmorph.errors import RunFailedError, UserError
-from jaxmorph.plan_command import plan
-from jaxmorph.trace_command import trace
-from jaxmorph.validate_command import validate
 
 # Typer brings its own copy of click or click itself, by version: this is that one's UsageError.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -113,7 +113,7 @@ def export(
     ] = None,
 ) -> int:
     """Write a run's model in its own format: for GPT-2, Hugging Face's."""
-    from jaxmorph.export import export_model
+    from jaxmorph.commands.export import export_model
 
     typer.echo(export_model(run_dir, step, to))
     return 0
@@ -130,7 +130,7 @@ def launch(
     ] = None,
 ) -> int:
     """Run a script of your own on this machine, once for each stage."""
-    from jaxmorph.script_launch import launch_script
+    from jaxmorph.scripts.launch import launch_script
 
     launch_script(script, arguments or [], stages, logs)
     return 0
@@ -156,9 +156,9 @@ def sample(
     ] = None,
 ) -> int:
     """Print a prompt and how a run's model goes on."""
+    from jaxmorph.commands.sample import sample as sample_text
     from jaxmorph.reporting.console import open_console
-    from jaxmorph.sample import sample as sample_text
-    from jaxmorph.sampling import SamplingSettings
+    from jaxmorph.training.sampling import SamplingSettings
 
     settings = SamplingSettings(tokens, temperature, top_k, seed)
     text = sample_text(run_dir, prompt, settings, step=step, tokenizer=tokenizer)
@@ -205,7 +205,7 @@ def model(
     stages: Annotated[int, typer.Option(min=1, help="Pipeline stages to cut it into.")] = 1,
 ) -> int:
     """Print how many parameters presets have."""
-    from jaxmorph.model_table import print_model_table
+    from jaxmorph.commands.model_table import print_model_table
 
     names = [preset] if preset is not None else None
     print_model_table(Console(highlight=False), factory, names, vocab_size, sequence_length, stages)

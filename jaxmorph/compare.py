@@ -7,12 +7,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from jaxmorph.comparison_notes import comparison_notes, load_averages
-from jaxmorph.condition_links import round_links
+from jaxmorph.comparison.condition_links import round_links
+from jaxmorph.comparison.matrix_record import MatrixRecord
+from jaxmorph.comparison.notes import comparison_notes, load_averages
+from jaxmorph.comparison.systems import SYSTEMS, system_config
 from jaxmorph.config import Config, load_config, placed_error
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.errors import RunFailedError, UserError
-from jaxmorph.matrix_record import MatrixRecord
 from jaxmorph.reporting import claim_run_directory
 from jaxmorph.reporting.matrix_figure import save_matrix_figure
 from jaxmorph.reporting.matrix_table import matrix_markdown
@@ -23,7 +24,6 @@ from jaxmorph.reporting.run_directory import plain_json
 from jaxmorph.reporting.run_matrix import Matrix
 from jaxmorph.runtime.launcher import run_ranks
 from jaxmorph.start import check_run
-from jaxmorph.systems import SYSTEMS, system_config
 
 TABLE, FIGURE = "table.md", "figure.png"
 
@@ -113,7 +113,7 @@ def _run_system(system: str, config: Config, books: _Books, view: MatrixView) ->
     logs = books.directory / "logs" / system
     failure: str | None = "interrupted"
     try:
-        run_ranks("jaxmorph.compare_rank", arguments, config.parallelism.stages, logs, take)
+        run_ranks("jaxmorph.comparison.rank", arguments, config.parallelism.stages, logs, take)
         failure = None
     except (RunFailedError, UserError) as error:
         view.say(f"{system} failed: {error}")

@@ -10,13 +10,14 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmorph.cluster import join_cluster, require_one_host, started_by_cluster
 from jaxmorph.config import Config, load_config, placed_error
 from jaxmorph.errors import UserError
-from jaxmorph.record import RunRecord
 from jaxmorph.reporting import RunDirectory, open_reporter, open_run_directory
 from jaxmorph.reporting.run_directory import CONFIG, reopen_run_directory
-from jaxmorph.resume import (
+from jaxmorph.runtime.launcher import run_ranks
+from jaxmorph.training.cluster import join_cluster, require_one_host, started_by_cluster
+from jaxmorph.training.record import RunRecord
+from jaxmorph.training.resume import (
     check_data,
     check_vocabulary,
     checkpoint_folder,
@@ -28,12 +29,11 @@ from jaxmorph.resume import (
     with_absolute_folder,
     without_weights,
 )
-from jaxmorph.run_lock import hold
-from jaxmorph.runtime.launcher import run_ranks
+from jaxmorph.training.run_lock import hold
 
 if TYPE_CHECKING:
-    from jaxmorph.run_parts import RunParts
     from jaxmorph.runtime.rendezvous import Rendezvous
+    from jaxmorph.training.run_parts import RunParts
 
 _LAUNCHES = ("auto", "local", "cluster")
 
@@ -136,9 +136,9 @@ def check_run(config: Config) -> "RunParts":
         UserError: If data, model, sizes or memory caps don't fit one another.
     """
     # Grain and the model's factory import JAX, which `import jaxmorph` doesn't.
-    from jaxmorph.link_settings import emulated_conditions
-    from jaxmorph.planning import plan_step, unmeasured_profile
-    from jaxmorph.run_parts import load_parts
+    from jaxmorph.emulation.link_settings import emulated_conditions
+    from jaxmorph.planning.plan_in_force import plan_step, unmeasured_profile
+    from jaxmorph.training.run_parts import load_parts
 
     parts = load_parts(config)
     emulated_conditions(config)

@@ -6,27 +6,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxmorph.adaptation import Adaptation, open_control_loop
-from jaxmorph.bookkeeping import Bookkeeper
+from jaxmorph.adapting.adaptation import Adaptation, open_control_loop
 from jaxmorph.checkpoints.saver import CheckpointError
 from jaxmorph.config import Config
 from jaxmorph.data import ReadAhead
-from jaxmorph.device_budget import with_device_budget
-from jaxmorph.evaluation import Evaluation, with_room_to_evaluate
-from jaxmorph.first_plan import plan_by_timings, settle_garbage
-from jaxmorph.gradients import apply_gradients
-from jaxmorph.layer_choice import choose_layers, measured_on_rank_0
-from jaxmorph.link_settings import agree_on_origin_s, emulated_conditions, untimed
-from jaxmorph.open_stage import open_stage
+from jaxmorph.emulation.link_settings import agree_on_origin_s, emulated_conditions, untimed
+from jaxmorph.planning.device_budget import with_device_budget
+from jaxmorph.planning.first_plan import plan_by_timings, settle_garbage
+from jaxmorph.planning.layer_choice import choose_layers, measured_on_rank_0
 from jaxmorph.reporting.run_directory import RESUMED
-from jaxmorph.run_checkpoints import RunCheckpoints
-from jaxmorph.run_parts import load_parts, step_reader
 from jaxmorph.runtime.compilations import CompilationCounter
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import rank_report, total
 from jaxmorph.stage.parameter_count import parameter_count
-from jaxmorph.stage_settings import stage_settings
+from jaxmorph.training.bookkeeping import Bookkeeper
+from jaxmorph.training.evaluation import Evaluation, with_room_to_evaluate
+from jaxmorph.training.gradients import apply_gradients
+from jaxmorph.training.open_stage import open_stage
+from jaxmorph.training.run_checkpoints import RunCheckpoints
+from jaxmorph.training.run_parts import load_parts, step_reader
+from jaxmorph.training.stage_settings import stage_settings
 
 Message = dict[str, Any]
 

@@ -12,18 +12,13 @@ from typing import Any, Self
 import numpy as np
 import optax
 
-from jaxmorph.cluster import require_one_host
 from jaxmorph.config import Config
-from jaxmorph.device_budget import with_device_budget
+from jaxmorph.emulation.link_settings import agree_on_origin_s, emulated_conditions, untimed
 from jaxmorph.errors import UserError
-from jaxmorph.evaluation import with_room_for_forwards
-from jaxmorph.first_plan import plan_by_timings
-from jaxmorph.gradients import apply_gradients
-from jaxmorph.layer_choice import choose_layers
-from jaxmorph.link_settings import agree_on_origin_s, emulated_conditions, untimed
-from jaxmorph.meeting import leave
-from jaxmorph.open_stage import open_stage
-from jaxmorph.planning import PlanInForce, op_kinds, plan_step, unmeasured_profile
+from jaxmorph.planning.device_budget import with_device_budget
+from jaxmorph.planning.first_plan import plan_by_timings
+from jaxmorph.planning.layer_choice import choose_layers
+from jaxmorph.planning.plan_in_force import PlanInForce, op_kinds, plan_step, unmeasured_profile
 from jaxmorph.program.forward_only import forward_only
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import StepInputs
@@ -31,14 +26,19 @@ from jaxmorph.runtime.report import measured_timeline, rank_report, total
 from jaxmorph.runtime.stage_trainer import StageSettings
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
-from jaxmorph.script_config import configure
+from jaxmorph.scripts.config import configure
+from jaxmorph.scripts.meeting import leave
+from jaxmorph.scripts.step_batch import cut_batch
+from jaxmorph.scripts.uncaught import end_if_failed
 from jaxmorph.stage.layer_costs import LayerCosts, measure_layer_costs
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import Params, PipelineModel
 from jaxmorph.stage.stored_weights import check_weights
-from jaxmorph.stage_settings import stage_settings
-from jaxmorph.step_batch import cut_batch
-from jaxmorph.uncaught import end_if_failed
+from jaxmorph.training.cluster import require_one_host
+from jaxmorph.training.evaluation import with_room_for_forwards
+from jaxmorph.training.gradients import apply_gradients
+from jaxmorph.training.open_stage import open_stage
+from jaxmorph.training.stage_settings import stage_settings
 
 _log = logging.getLogger(__name__)
 

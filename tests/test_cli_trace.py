@@ -1,7 +1,7 @@
 import pytest
 
 from jaxmorph import cli
-from jaxmorph.delay_traces import draw_regime
+from jaxmorph.emulation.delay_traces import draw_regime
 from jaxmorph.schedule.costs import Link
 from jaxmorph.transport.link_trace import read_link_trace
 

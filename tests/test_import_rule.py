@@ -23,11 +23,10 @@ MAY_IMPORT = {
     "control": {"schedule", "program"},  # so not what a run's links are told to do
 }
 WITHOUT_JAX = {
-    "schedule", "program", "transport", "config", "control", "data", "errors", "cli",
-    "plan_command", "validate_command", "trace_command", "delay_traces",
+    "schedule", "program", "transport", "config", "control", "data", "emulation", "errors", "cli",
 }  # fmt: skip
 IN_FUNCTIONS_ALONE = {"data"}  # may import the packages that import JAX, but not on import
-COMMANDS = {"train", "compare", "cli", "plan_command", "validate_command", "trace_command"}
+COMMANDS = {"train", "compare", "cli", "commands"}
 NOT_FOR_CONTROL = {"runtime", "stage", "transport", "pallas_kernels"}
 
 

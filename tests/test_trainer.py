@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import pytest
 
-from jaxmorph import meeting, script_config
 from jaxmorph.config import check_config
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.executor import StepOutcome
@@ -14,7 +13,9 @@ from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.script_config import configure
+from jaxmorph.scripts import config as script_config
+from jaxmorph.scripts import meeting
+from jaxmorph.scripts.config import configure
 from jaxmorph.trainer import Trainer
 
 MODEL: Any = SimpleNamespace(num_layers=2, tied=())

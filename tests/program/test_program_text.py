@@ -3,6 +3,7 @@
 import pytest
 
 from jaxmorph.control.profiler import Profile
+from jaxmorph.planning.step_programs import lower_step
 from jaxmorph.program.instructions import (
     AwaitRoom,
     Buffer,
@@ -18,7 +19,6 @@ from jaxmorph.schedule.costs import Link, StageCosts
 from jaxmorph.schedule.memory import StageMemory
 from jaxmorph.schedule.online import Leeway, Preference
 from jaxmorph.schedule.ops import Op
-from jaxmorph.step_programs import lower_step
 
 
 @pytest.mark.parametrize(

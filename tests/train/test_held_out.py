@@ -9,9 +9,9 @@ import pytest
 from in_this_process import jaxmorph
 
 from jaxmorph.data import hold_out, load_tokens
-from jaxmorph.evaluation import held_out_batches
-from jaxmorph.saved_model import load_saved_model
 from jaxmorph.stage.logits import join_stages, model_logits, with_logits
+from jaxmorph.training.evaluation import held_out_batches
+from jaxmorph.training.saved_model import load_saved_model
 
 CONFIG = """
 run: {steps: 8, seed: 5}

@@ -11,9 +11,9 @@ import pytest
 from in_this_process import jaxmorph
 from stopped_run import SAVES, read_lines, require_same_bits, states, stop_after_seven
 
-from jaxmorph.run_lock import hold
-from jaxmorph.saved_model import load_saved_model
 from jaxmorph.stage.stored_weights import read_stage_params
+from jaxmorph.training.run_lock import hold
+from jaxmorph.training.saved_model import load_saved_model
 
 CONFIG = """
 run: {steps: 20, seed: 5}

@@ -1,0 +1,144 @@
+"""What every rank does so that a run adapts: to be told of a morph by rank 0, and to swap to it.
+
+After step k every rank's timings are with rank 0, which works them out during step k + 1
+(`control_loop`). What it decides goes to all ranks with the scalars that end step k + 1, and all of
+them run the new plan from step k + 2 on. What it is made of has been compiled before the first
+step: a morph brings other instructions and more slots, and nothing else.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from jaxmorph.adapting.control_loop import ControlLoop
+from jaxmorph.adapting.morph import Morph, OwnPart
+from jaxmorph.adapting.planning_client import PlanningProcess
+from jaxmorph.config import Config
+from jaxmorph.control.compute_watch import ComputeWatch
+from jaxmorph.control.detector import Detector
+from jaxmorph.control.link_samples import link_samples
+from jaxmorph.planning.first_plan import FirstPlan
+from jaxmorph.program.instructions import RankProgram
+from jaxmorph.runtime.queue import Stamp
+from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.schedule.costs import Link
+from jaxmorph.training.open_stage import make_room
+
+Message = dict[str, Any]
+
+_MORPH, _PROBE = "morph", "probe"
+
+
+@contextmanager
+def open_control_loop(
+    config: Config, first: FirstPlan, num_tied: int, *, active: bool
+) -> Iterator[ControlLoop | None]:
+    """What watches a run's links and decides, with the process that plans for it.
+
+    Args:
+        config: The run.
+        first: Its first plan.
+        num_tied: How many tied parameters the first and the last stage hold copies of.
+        active: Whether this is rank 0.
+
+    Yields:
+        The loop; None on other ranks, and where nothing adapts.
+    """
+    if not (active and config.adapts):
+        yield None
+        return
+    plan, planned_for = first.in_force.plan, first.planned_for
+    detector = Detector()
+    for step, timeline in enumerate(first.timelines, start=-len(first.timelines)):
+        detector.observe(step, link_samples(timeline))
+    with closing(PlanningProcess()) as process:
+        watch = ComputeWatch(planned_for.costs)
+        loop = ControlLoop(
+            config.adaptation, plan, planned_for, first.usual, detector, watch, process
+        )
+        loop.begin(partial(process.begin, config, num_tied, plan, planned_for, first.usual))
+        try:
+            yield loop
+        finally:
+            process.close()  # first: what it was asked for, nobody waits for any more
+            loop.close()
+
+
+class TakesMorphs(Protocol):
+    """What is told of morphs on rank 0 (`bookkeeping`)."""
+
+    def adopt(self, morph: Morph, step: int) -> None:
+        """Takes note of a plan, and of the first step that runs it."""
+        ...
+
+
+class Adaptation:
+    """A rank's part; without adaptation nothing is ever told, and nothing changes.
+
+    Args:
+        rendezvous: The meeting place of all ranks; they all make the same calls.
+        trainer: This rank's stage.
+        bookkeeper: The run's; it is told on rank 0 of the plan that comes into force.
+        loop: What decides; None on all ranks but rank 0, and where nothing adapts.
+        last_step: The run's last: nothing is changed after it.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        trainer: StageTrainer,
+        bookkeeper: TakesMorphs,
+        loop: ControlLoop | None,
+        last_step: int,
+    ) -> None:
+        self._last_step = last_step
+        self._rendezvous = rendezvous
+        self._trainer = trainer
+        self._bookkeeper = bookkeeper
+        self._loop = loop
+        self._told: Morph | None = None
+        self._probed: list[Stamp] = []
+
+    def told(self, step: int) -> Message:
+        """A morph or a probe that is due, for rank 0's message of the meeting that ends a step.
+
+        Args:
+            step: The step.
+        """
+        if self._loop is None or step == self._last_step:
+            return {}
+        self._told = self._loop.ready()
+        if self._told is not None:
+            return {_MORPH: self._told.to_json()}
+        links = self._loop.due_probes()
+        return {_PROBE: [str(link) for link in links]} if links else {}
+
+    def probed(self) -> Message:
+        """What this rank adds to its timings of the next step: those of a probe since the last."""
+        probed, self._probed = self._probed, []
+        if not probed:
+            return {}
+        return {"probes": [(str(stamp.label), 1e3 * stamp.duration_s) for stamp in probed]}
+
+    def heed(self, step: int, reports: Sequence[Message]) -> RankProgram | None:
+        """Swap to the plan, or probe the links, that rank 0 has told of, on all ranks alike.
+
+        Args:
+            step: The step that is over.
+            reports: All ranks' messages of the meeting that ended it.
+
+        Returns:
+            This rank's instructions from the next step on; None: those that it has.
+        """
+        for link in map(Link.parse, reports[0].get(_PROBE, ())):
+            self._probed += self._trainer.probe(link, step)
+        told = reports[0].get(_MORPH)
+        if told is None:
+            return None
+        own = OwnPart.from_json(told, self._rendezvous.rank)
+        make_room(self._rendezvous, self._trainer, own.slots)
+        if self._told is not None:
+            self._bookkeeper.adopt(self._told, step + 1)
+        return own.program

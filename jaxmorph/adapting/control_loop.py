@@ -1,0 +1,332 @@
+"""Rank 0's side of adapting: from a step's timings to verdicts, a decision, and a morph made ready.
+
+Detection is done where a step's books are kept; planning and deciding on a thread that mostly waits
+for the planning process. Neither holds up a step.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from jaxmorph.adapting.control_events import (
+    RECOVERING,
+    Happening,
+    evidence_of,
+    of_morph,
+    of_notice,
+    of_probe,
+    of_verdict,
+    ops_in_words,
+    states_in_words,
+)
+from jaxmorph.adapting.morph import Morph
+from jaxmorph.adapting.planning_client import Chosen, Options, PlanningError
+from jaxmorph.config.adaptation_section import Adaptation
+from jaxmorph.control.compute_watch import ComputeNotice, ComputeWatch, followed
+from jaxmorph.control.conditions import UsualLinks, link_of, links_under
+from jaxmorph.control.detector import Detector
+from jaxmorph.control.dwell import Dwell
+from jaxmorph.control.link_samples import LinkSample
+from jaxmorph.control.orchestrator import (
+    Decision,
+    Option,
+    Situation,
+    changed_routes,
+    changed_subjects,
+    decide,
+)
+from jaxmorph.control.profiler import Profile
+from jaxmorph.control.verdicts import Verdict
+from jaxmorph.program.instructions import Transfer
+from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.ops import OpKind
+from jaxmorph.schedule.planner import Plan
+from jaxmorph.schedule.timeline import Timeline
+
+_STEPS_TO_SWAP = 2  # a step's timings are worked out during the next one, and obeyed after it
+_PROBE_HOLDS = 8  # steps for which a probe is believed
+
+
+class Plans(Protocol):
+    """What is needed of the planning process (`planning_client`)."""
+
+    def weigh(self, profile: Profile, verdicts: Sequence[Verdict]) -> Options:
+        """The plans that there are."""
+        ...
+
+    def adopt(self, chosen: int) -> Chosen:
+        """Takes one of them for the plan in force."""
+        ...
+
+
+class ControlLoop:
+    """Watches links and decides on morphs, one at a time.
+
+    Args:
+        settings: How readily to adapt.
+        plan: The run's first plan, which is in force.
+        planned_for: What ops and links cost when it was made.
+        usual: What healthy links do on either route.
+        detector: Judges links.
+        compute: Watches what ops take.
+        plans: The planning process; it has begun with the same plan.
+    """
+
+    def __init__(
+        self,
+        settings: Adaptation,
+        plan: Plan,
+        planned_for: Profile,
+        usual: UsualLinks,
+        detector: Detector,
+        compute: ComputeWatch,
+        plans: Plans,
+    ) -> None:
+        self._settings = settings
+        self._plan = plan
+        self._usual = usual
+        self._detector = detector
+        self._compute = compute
+        self._profile = planned_for
+        self._plans = plans
+        self._dwell = Dwell(settings.dwell_steps, settings.longest_dwell_steps)
+        self._weigh_again_at = math.inf
+        # Which ops have changed since it was weighed last; None: there is nothing to weigh.
+        self._news: dict[tuple[int, OpKind], ComputeNotice] | None = None
+        self._verdicts: tuple[Verdict, ...] = ()
+        self._judged_routes = plan.routes
+        self._knows_of_links = False  # more of links than was weighed
+        self._latest: tuple[int, Profile, tuple[Verdict, ...]] = (-1, planned_for, ())
+        self._untold: list[Happening] = []
+        self._morph: Morph | None = None
+        self._due_probes: tuple[Link, ...] = ()
+        self._awaits_probes: tuple[Situation, Decision] | None = None
+        self._found_well: dict[Link, int] = {}  # direct links, after which step a probe said so
+        self._is_busy = False  # weighing, or with a morph that isn't in force yet
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "jaxmorph-orchestrator")
+
+    def begin(self, begin: Callable[[], None]) -> None:
+        """Have the planning process begin, before anything else is asked of it.
+
+        Args:
+            begin: What has it begin; it may take a while.
+        """
+        self._thread.submit(self._keep_error, begin)
+
+    def observe(
+        self,
+        step: int,
+        timeline: Timeline,
+        samples: Sequence[LinkSample],
+        probes: Mapping[str, float] = MappingProxyType({}),
+    ) -> list[Happening]:
+        """Take in a step of the plan in force.
+
+        Args:
+            step: Its number.
+            timeline: As measured.
+            samples: What its messages took: see `link_samples`.
+            probes: What messages of probes took before it, milliseconds, by their names.
+
+        Returns:
+            What has happened since the last call.
+        """
+        before = {(each.source, each.destination): each for each in self._verdicts}
+        changed = self._detector.observe(step, samples)
+        notices = self._compute.observe(step, timeline)
+        self._verdicts = tuple(self._detector.verdicts.values())
+        self._judged_routes = self._plan.routes
+        self._profile = replace(self._profile, costs=followed(self._profile.costs, notices))
+        of_links = [*filter(None, (of_verdict(each, before) for each in changed))]
+        # A link that begins to recover is no news: whether it lasts is not yet known.
+        has_changed = any(each["kind"] != RECOVERING for each in of_links)
+        with self._lock:
+            self._latest = step, self._profile, self._verdicts
+            if notices or has_changed:
+                self._news = {**(self._news or {}), **{(n.stage, n.kind): n for n in notices}}
+            self._knows_of_links |= has_changed
+        of_probes = self._judge_probes(step, probes)
+        with self._lock:
+            happened = [*of_links, *map(of_notice, notices), *of_probes]
+            told, self._untold = [*happened, *self._untold], []
+            if not self._is_busy and (self._news is not None or step >= self._weigh_again_at):
+                self._is_busy = True
+                self._thread.submit(self._keep_error, self._decide, *self._what_to_weigh())
+        return told
+
+    def _what_to_weigh(self) -> tuple[int, Profile, tuple[Verdict, ...], tuple[str, ...]]:
+        """The latest that is known; with the lock held. Afterwards none of it is news."""
+        news, self._news = self._news or {}, None
+        self._knows_of_links, self._weigh_again_at = False, math.inf
+        return *self._latest, ops_in_words(news)
+
+    def ready(self) -> Morph | None:
+        """The morph that has been decided and not been asked for yet; waits for nothing."""
+        with self._lock:
+            morph, self._morph = self._morph, None
+        return morph
+
+    def due_probes(self) -> tuple[Link, ...]:
+        """The direct links to be probed before they are used again; each is asked for once."""
+        with self._lock:
+            links, self._due_probes = self._due_probes, ()
+        return links
+
+    def adopted(self, morph: Morph) -> list[Happening]:
+        """Take note that a morph is in force, for every step that is observed from now on.
+
+        Args:
+            morph: The one that was ready.
+
+        Returns:
+            What happens with it.
+        """
+        self._plan = morph.plan
+        with self._lock:
+            self._is_busy = False
+        return of_morph(morph)
+
+    def profile(self, profile: Profile) -> Profile:
+        """What the plan in force is made of, with links as they have been judged last.
+
+        Args:
+            profile: What ops and links have cost lately.
+        """
+        judged = links_under(
+            self._verdicts,
+            self._usual,
+            self._judged_routes,
+            self._plan.routes,
+            margin_of_jitter=0.0,
+        )
+        has_verdict = {link_of(each) for each in self._verdicts}
+        links = {link: state for link, state in judged.items() if link in has_verdict}
+        return replace(profile, links={**profile.links, **links})
+
+    def link_states(self) -> dict[str, str]:
+        """The links that are not healthy, each in a few words."""
+        return states_in_words(self._verdicts)
+
+    def close(self) -> None:
+        """Stop deciding; what is being weighed is dropped once it is known."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _keep_error(self, work: Callable[..., None], *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except Exception as error:  # training goes on, under the plan in force
+            what = "" if isinstance(error, PlanningError) else f"{type(error).__name__}: "
+            detail = f"{what}{error}; the plan in force stays"
+            with self._lock:
+                self._untold.append({"kind": "planning_failed", "detail": detail})
+                self._is_busy = True  # for good
+
+    def _decide(
+        self, step: int, profile: Profile, verdicts: tuple[Verdict, ...], news: tuple[str, ...]
+    ) -> None:
+        situation = self._weigh(step, profile, verdicts, news)
+        with self._lock:  # meanwhile a link may have turned slow, or be well again
+            latest = self._what_to_weigh() if self._knows_of_links else None
+        if latest is not None:
+            step, situation = latest[0], self._weigh(*latest)
+        decision = decide(situation)
+        if decision.wait_steps:
+            self._weigh_again_at = step + decision.wait_steps
+        unproven = self._unproven(situation, decision)
+        if decision.chosen is None:
+            self._keep(decision, situation)
+        elif unproven:
+            self._awaits_probes = situation, decision
+            with self._lock:
+                self._due_probes = unproven  # it remains busy until it is known what they found
+        else:
+            self._make_ready(situation, decision)
+
+    def _weigh(
+        self, step: int, profile: Profile, verdicts: tuple[Verdict, ...], news: tuple[str, ...]
+    ) -> Situation:
+        options = self._plans.weigh(profile, verdicts)
+        return Situation(
+            step=step + _STEPS_TO_SWAP,
+            verdicts=verdicts,
+            in_force=Option(self._plan, options.in_force_ms),
+            candidates=options.candidates,
+            undisturbed_ms=options.undisturbed_ms,
+            dwell=self._dwell,
+            worth=self._settings.worth,
+            may_delegate_healthy=self._settings.delegates == "any",
+            news=news,
+        )
+
+    def _unproven(self, situation: Situation, decision: Decision) -> tuple[Link, ...]:
+        """The links that a decision takes back to direct, and that no probe has found well yet.
+
+        That messages are in time on the delegated route says little of the accelerators' own.
+        """
+        if decision.chosen is None:
+            return ()
+        then = situation.candidates[decision.chosen].routes
+        back = changed_routes(situation.in_force.routes, then).items()
+        return tuple(
+            link
+            for link, route in sorted(back)
+            if route == "direct"
+            and link.upper == link.lower + 1
+            and situation.step - self._found_well.get(link, -_PROBE_HOLDS) >= _PROBE_HOLDS
+        )
+
+    def _judge_probes(self, step: int, probes: Mapping[str, float]) -> list[Happening]:
+        """What probes have found.
+
+        If nothing speaks against what they were for, it is done; else it is weighed again.
+        """
+        if not probes:
+            return []
+        took_ms: dict[Link, list[float]] = {}
+        late: set[Link] = set()
+        for label, duration_ms in probes.items():
+            transfer = Transfer.parse(label)
+            took_ms.setdefault(transfer.link, []).append(duration_ms)
+            usual = self._detector.usual(transfer.source, transfer.destination, is_held=True)
+            if usual is not None and duration_ms > usual.threshold_ms:
+                late.add(transfer.link)
+        self._found_well.update(dict.fromkeys(took_ms.keys() - late, step))
+        self._dwell = self._dwell.after(late, step)
+        if late or self._news is not None:
+            self._news = self._news or {}
+            with self._lock:
+                self._is_busy = False
+        elif self._awaits_probes is not None:
+            self._thread.submit(self._keep_error, self._make_ready, *self._awaits_probes)
+        self._awaits_probes = None
+        return [of_probe(link, took_ms[link], link in late) for link in sorted(took_ms)]
+
+    def _keep(self, decision: Decision, situation: Situation) -> None:
+        evidence = evidence_of(situation, situation.in_force)
+        happening = {"kind": "plan_kept", "detail": decision.reason, "evidence": evidence}
+        with self._lock:
+            self._untold.append(happening)
+            self._is_busy = False
+
+    def _make_ready(self, situation: Situation, decision: Decision) -> None:
+        number = decision.chosen or 0
+        option, chosen = situation.candidates[number], self._plans.adopt(number)
+        now = situation.in_force
+        self._dwell = self._dwell.after(changed_subjects(now, option), situation.step)
+        morph = Morph(
+            plan=replace(
+                option.plan, predicted_step_s=option.step_ms / 1e3, reason=decision.reason
+            ),
+            programs=chosen.programs,
+            slots=chosen.slots,
+            reason=decision.reason,
+            routes=changed_routes(now.routes, option.routes),
+            evidence=evidence_of(situation, option),
+        )
+        with self._lock:
+            self._morph = morph

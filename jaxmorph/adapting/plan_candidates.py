@@ -1,0 +1,188 @@
+"""The plans that a run could go on with when links turn slow, and what the step of each would take.
+
+It needs no JAX, so that it can be done in a process beside training (`planning_process`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from jaxmorph.config import Config
+from jaxmorph.config.sections import Routes
+from jaxmorph.control.conditions import UsualLinks, ailing_links, costs_differ, links_under
+from jaxmorph.control.profiler import Profile
+from jaxmorph.control.verdicts import Verdict
+from jaxmorph.errors import UserError
+from jaxmorph.planning.intra_step import leeway_of
+from jaxmorph.planning.plan_in_force import limits_of, plan_step
+from jaxmorph.planning.step_programs import lower_step
+from jaxmorph.program.blocking import simulate_blocking
+from jaxmorph.program.channels import Channel
+from jaxmorph.program.forward_only import forward_only
+from jaxmorph.program.instructions import RankProgram, Route
+from jaxmorph.program.slots_needed import most_slots, slots_needed
+from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.planner import Plan
+
+Programs = tuple[RankProgram, ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan with its programs, checked by a replay of all ranks.
+
+    Attributes:
+        plan: Schedule and routes.
+        programs: Every rank's instructions.
+        step_ms: The predicted step under the conditions for which it is a candidate.
+    """
+
+    plan: Plan
+    programs: Programs
+    step_ms: float
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """What there is to choose from.
+
+    Attributes:
+        in_force_ms: The predicted step of the plan in force under the conditions now.
+        undisturbed_ms: The same if all links were healthy.
+        candidates: The run's first plan, then others, those that differ least from it first.
+    """
+
+    in_force_ms: float
+    undisturbed_ms: float
+    candidates: tuple[Candidate, ...]
+
+
+class CandidatePlanner:
+    """Makes a run's candidates, and remembers which plan is in force.
+
+    Args:
+        config: The run.
+        num_tied: How many tied parameters the first and the last stage hold copies of.
+        first: The run's first plan, which is in force.
+        profile: What it was planned for.
+        usual: What healthy links do on either route.
+    """
+
+    def __init__(
+        self, config: Config, num_tied: int, first: Plan, profile: Profile, usual: UsualLinks
+    ) -> None:
+        self._config = config
+        self._num_tied = num_tied
+        self._usual = usual
+        self._first, self._planned_for = first, profile
+        programs = lower_step(first.schedule, profile, first.routes, num_tied, first.offloading)
+        self._in_force = Candidate(first, programs, 1e3 * first.predicted_step_s)
+
+    def weigh(self, profile: Profile, verdicts: Sequence[Verdict]) -> Weighed:
+        """The candidates for what ops and links cost now.
+
+        Args:
+            profile: The ops' costs; its links are not looked at.
+            verdicts: On the directions of links, under the routes of the plan in force.
+
+        Returns:
+            Predicted steps, with direct transfers holding queues.
+        """
+        now = self._in_force
+        plans = self._plans(profile, verdicts)
+        return Weighed(
+            in_force_ms=self._step_ms(now.programs, now.plan, profile, verdicts),
+            undisturbed_ms=self._step_ms(now.programs, now.plan, profile, ()),
+            candidates=tuple(self._candidate(plan, profile, verdicts) for plan in plans),
+        )
+
+    def adopt(self, candidate: Candidate) -> dict[Channel, int]:
+        """Take a candidate for the plan in force from now on.
+
+        Args:
+            candidate: One of those that were weighed last.
+
+        Returns:
+            The slots that its delegated channels need.
+        """
+        self._in_force = candidate
+        needed = slots_needed(candidate.programs)
+        if self._config.evaluation.every_steps is None:
+            return needed
+        return most_slots(needed, slots_needed([*map(forward_only, candidate.programs)]))
+
+    def _plans(self, profile: Profile, verdicts: Sequence[Verdict]) -> Iterator[Plan]:
+        """The first plan, the same with ailing links delegated, and one made for what is now."""
+        first = self._first
+        yield first
+        routes: dict[Link, Route] = dict.fromkeys(self._to_delegate(verdicts), "delegated")
+        delegated = replace(first, routes={**first.routes, **routes})
+        if routes:
+            yield delegated
+        elif not costs_differ(profile.costs, self._planned_for.costs):
+            return  # a plan made anew would differ from the first by noise alone
+        yield from self._made_anew(delegated.routes, profile, verdicts)
+        every: dict[Link, Route] = dict.fromkeys(first.routes, "delegated")
+        if self._config.adaptation.delegates == "any" and every != delegated.routes:
+            yield from self._made_anew(every, profile, verdicts)
+
+    def _made_anew(
+        self, routes: Mapping[Link, Route], profile: Profile, verdicts: Sequence[Verdict]
+    ) -> Iterator[Plan]:
+        """The plan made for what is now on some routes, if the caps leave room for one."""
+        believed = self._profile(routes, profile, verdicts)
+        with suppress(UserError):
+            yield plan_step(self._replanning(routes), believed, self._num_tied)
+
+    def _to_delegate(self, verdicts: Sequence[Verdict]) -> list[Link]:
+        """The links that ail, if messages of every microbatch, or tied gradients, travel them."""
+        last = self._config.parallelism.stages - 1
+        tied = {Link(0, last)} if self._num_tied and last > 0 else set()
+        return sorted(ailing_links(verdicts) & (self._first.routes.keys() | tied))
+
+    def _replanning(self, routes: Mapping[Link, Route]) -> Config:
+        """The configuration under which to plan anew: the paper's planner stays the paper's."""
+        config = self._config
+        name = "paper" if config.schedule.name == "paper" else "adaptive"
+        named = {str(link): route for link, route in routes.items()}
+        merged = {"default": config.routes.default, **named}
+        return config.model_copy(
+            update={
+                "routes": Routes.model_validate(merged),
+                "schedule": config.schedule.model_copy(update={"name": name}),
+            }
+        )
+
+    def _candidate(self, plan: Plan, profile: Profile, verdicts: Sequence[Verdict]) -> Candidate:
+        now = self._in_force
+        same_order = plan.schedule == now.plan.schedule and plan.offloading == now.plan.offloading
+        if same_order and plan.routes == now.plan.routes:
+            programs = now.programs
+        else:
+            programs = self._programs(plan, profile, verdicts)
+        return Candidate(plan, programs, self._step_ms(programs, plan, profile, verdicts))
+
+    def _programs(self, plan: Plan, profile: Profile, verdicts: Sequence[Verdict]) -> Programs:
+        believed = self._profile(plan.routes, profile, verdicts)
+        programs = lower_step(plan.schedule, believed, plan.routes, self._num_tied, plan.offloading)
+        actual = self._profile(plan.routes, profile, verdicts, margin_of_jitter=0.0)
+        return leeway_of(self._config, programs, actual, limits_of(self._config, actual))
+
+    def _step_ms(
+        self, programs: Programs, plan: Plan, profile: Profile, verdicts: Sequence[Verdict]
+    ) -> float:
+        actual = self._profile(plan.routes, profile, verdicts, margin_of_jitter=0.0)
+        return simulate_blocking(
+            programs, actual.costs, actual.links, copies=actual.copies
+        ).makespan_ms
+
+    def _profile(
+        self,
+        routes: Mapping[Link, Route],
+        profile: Profile,
+        verdicts: Sequence[Verdict],
+        **margin: float,
+    ) -> Profile:
+        """What a step would be made of under a plan's routes."""
+        now = self._in_force.plan.routes
+        return replace(profile, links=links_under(verdicts, self._usual, now, routes, **margin))

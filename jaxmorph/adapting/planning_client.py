@@ -1,0 +1,159 @@
+"""The planning process as rank 0 sees it: started once, asked, and ended with the run."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from jaxmorph.adapting.morph import slots_from_json
+from jaxmorph.config import Config
+from jaxmorph.control.conditions import UsualLinks, usual_to_json
+from jaxmorph.control.orchestrator import Option
+from jaxmorph.control.profiler import Profile
+from jaxmorph.control.verdicts import Verdict
+from jaxmorph.program.channels import Channel
+from jaxmorph.schedule.planner import Plan
+
+Message = dict[str, Any]
+
+_ANSWER_S = 60.0
+_END_S = 2.0
+
+
+class PlanningError(RuntimeError):
+    """The planning process has died, doesn't answer, or could not do what it was asked."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What there is to choose from, without programs.
+
+    Attributes:
+        in_force_ms: The predicted step of the plan in force under the conditions now.
+        undisturbed_ms: The same if all links were healthy.
+        candidates: As `orchestrator.Situation` takes them.
+    """
+
+    in_force_ms: float
+    undisturbed_ms: float
+    candidates: tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a candidate becomes on the ranks.
+
+    Attributes:
+        programs: Every rank's instructions, as `program_text` writes them.
+        slots: How many slots each delegated channel needs.
+    """
+
+    programs: tuple[str, ...]
+    slots: dict[Channel, int]
+
+
+class PlanningProcess:
+    """Asks the process that plans beside training; nobody else's time is used meanwhile.
+
+    It may be started long before it is first asked. One thread asks at a time.
+    """
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "jaxmorph.adapting.planning_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+
+    def begin(
+        self, config: Config, num_tied: int, first: Plan, profile: Profile, usual: UsualLinks
+    ) -> None:
+        """Tell it what runs.
+
+        Args:
+            config: The run.
+            num_tied: How many tied parameters the first and the last stage hold copies of.
+            first: The run's first plan.
+            profile: What it was planned for.
+            usual: What healthy links do on either route.
+
+        Raises:
+            PlanningError: If it can't plan.
+        """
+        self._ask(
+            kind="begin",
+            config=config.model_dump(mode="json"),
+            num_tied=num_tied,
+            first=first.to_json(),
+            profile=profile.to_json(),
+            usual=usual_to_json(usual),
+        )
+
+    def weigh(self, profile: Profile, verdicts: Sequence[Verdict]) -> Options:
+        """The plans that there are for what ops and links cost now.
+
+        Args:
+            profile: The ops' costs.
+            verdicts: On the directions of links.
+
+        Raises:
+            PlanningError: If it can't plan.
+        """
+        told = [verdict.to_json() for verdict in verdicts]
+        answer = self._ask(kind="weigh", profile=profile.to_json(), verdicts=told)
+        options = (Option(Plan.from_json(o["plan"]), o["step_ms"]) for o in answer["candidates"])
+        return Options(answer["in_force_ms"], answer["undisturbed_ms"], tuple(options))
+
+    def adopt(self, chosen: int) -> Chosen:
+        """Have it take one of the last options for the plan in force.
+
+        Args:
+            chosen: Its number.
+
+        Raises:
+            PlanningError: If it can't.
+        """
+        answer = self._ask(kind="adopt", chosen=chosen)
+        return Chosen(tuple(answer["programs"]), slots_from_json(answer["slots"]))
+
+    def end(self) -> int:
+        """Let it end by itself, as it does when nobody is left to ask it; its exit code."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        return self._process.wait(_ANSWER_S)
+
+    def close(self) -> None:
+        """End it; what it does now is no longer wanted."""
+        self._process.kill()
+        self._process.wait(_END_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with suppress(OSError):  # it may have died with a request that it never read
+                    pipe.close()
+
+    def _ask(self, **request: Any) -> Message:
+        requests, answers = self._process.stdin, self._process.stdout
+        if requests is None or answers is None:
+            raise PlanningError("the planning process has no pipes")
+        overdue = threading.Timer(_ANSWER_S, self._process.kill)
+        overdue.start()
+        try:
+            requests.write(json.dumps(request) + "\n")
+            requests.flush()
+            line = answers.readline()
+        except (OSError, ValueError) as error:  # ValueError: its pipes have been closed
+            raise PlanningError(f"the planning process is gone: {error}") from error
+        finally:
+            overdue.cancel()
+        if not line:
+            raise PlanningError("the planning process has died, or took too long")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise PlanningError(answer["error"])
+        return answer

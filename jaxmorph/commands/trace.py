@@ -1,0 +1,88 @@
+"""``jaxmorph trace``: draws delays of links from a seed, as a table for ``emulation.trace``."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from jaxmorph.emulation.delay_traces import (
+    REGIMES,
+    DelayTrace,
+    draw_events,
+    draw_regime,
+    events_trace,
+)
+from jaxmorph.errors import UserError
+from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.problem_links import pipeline_links
+
+EVENTS = "events"
+KINDS = (*REGIMES, EVENTS)
+
+
+def trace(
+    kind: Annotated[str, typer.Argument(metavar="REGIME", help=f"One of {', '.join(KINDS)}.")],
+    seed: Annotated[int, typer.Option(min=0, help="The same seed draws the same delays.")] = 0,
+    stages: Annotated[
+        int, typer.Option(min=2, help="Pipeline stages; all links between neighbours are drawn.")
+    ] = 4,
+    links: Annotated[
+        str | None, typer.Option(help="Draw these links alone, such as '0-1 2-3'.")
+    ] = None,
+    duration_s: Annotated[
+        float, typer.Option(min=0.1, max=1e5, help="Seconds of a regime that goes by time.")
+    ] = 120.0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of events, which go by step.")] = 1200,
+    out: Annotated[
+        Path | None, typer.Option(help="The CSV file to write; if not given, it is printed.")
+    ] = None,
+) -> int:
+    """Draw delays of links that change while a run lasts."""
+    drawn = _draw(kind, _links(links, stages), duration_s, steps, seed)
+    if out is None:
+        typer.echo(drawn.to_csv(), nl=False)
+        return 0
+    try:
+        out.write_text(drawn.to_csv(), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out: {out}: {error.strerror or error}") from error
+    typer.echo(f"wrote {out}: {_summary(drawn)}")
+    return 0
+
+
+def _draw(
+    kind: str, links: tuple[Link, ...], duration_s: float, steps: int, seed: int
+) -> DelayTrace:
+    if kind == EVENTS:
+        return events_trace(draw_events(links, steps, seed))
+    for regime in REGIMES:
+        if kind == regime:
+            return draw_regime(regime, links, duration_s, seed)
+    raise UserError(f"REGIME: got {kind!r}, expected one of {', '.join(KINDS)}")
+
+
+def _links(text: str | None, stages: int) -> tuple[Link, ...]:
+    if text is None:
+        return pipeline_links(stages)
+    try:
+        links = tuple(map(Link.parse, text.split()))
+    except ValueError as error:
+        raise UserError(f"--links: {error}") from error
+    if not links or len(set(links)) < len(links):
+        raise UserError(f"--links: got {text!r}, expected each link once, such as '0-1 2-3'")
+    return links
+
+
+def _summary(drawn: DelayTrace) -> str:
+    """How many delays of how many links there are, and what they are like."""
+    of_links = Counter(link for change in drawn.changes for link in change.links)
+    delays_ms = [change.latency_ms for change in drawn.changes if change.latency_ms > 0]
+    if not delays_ms:
+        return "no delays"
+    p50, p99 = np.percentile(delays_ms, (50, 99))
+    return (
+        f"{of_links.total()} changes of {len(of_links)} links; delays above 0 have a median of "
+        f"{p50:.1f}, a mean of {np.mean(delays_ms):.1f} and a 99th percentile of {p99:.1f} ms"
+    )

@@ -1,0 +1,1 @@
+"""What `jaxmorph compare` is made of: systems, conditions of links, and rounds of steps."""

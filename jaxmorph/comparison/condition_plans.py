@@ -1,0 +1,115 @@
+"""What a system of a comparison runs under a condition: its plan, and what that should take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxmorph.comparison.systems import System, route_choices
+from jaxmorph.config import Config
+from jaxmorph.control.profiler import Profile
+from jaxmorph.planning.declared_links import declared_states, delayed
+from jaxmorph.planning.plan_in_force import PlanInForce, agree_on_plan
+from jaxmorph.reporting.run_matrix import PlannedRun
+from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
+from jaxmorph.schedule.costs import Limits, Link
+from jaxmorph.schedule.planner import Plan
+from jaxmorph.schedule.problem_links import MARGIN_OF_JITTER
+from jaxmorph.transport.link_emulator import LinkCondition
+
+HOLDS_QUEUES = "holds queues"
+OVERLAPS = "overlaps"
+
+_WORTH = 0.01  # what delegating more links must gain
+_QUICKEST_MESSAGES = 2.0  # standard deviations of jitter below what is declared
+
+
+@dataclass(frozen=True)
+class ConditionPlanner:
+    """Plans a system's step for one condition after another.
+
+    Attributes:
+        config: What the system runs under on healthy links.
+        system: The system.
+        rendezvous: The meeting place of its ranks; they all plan for the same conditions.
+        profile: What ops and healthy links cost; only rank 0's is read.
+        num_tied: How many tied parameters the first and the last stage hold copies of.
+        message_bytes: Length of an activation.
+    """
+
+    config: Config
+    system: System
+    rendezvous: Rendezvous
+    profile: Profile
+    num_tied: int
+    message_bytes: int
+
+    def make(self, conditions: Sequence[LinkCondition]) -> tuple[PlanInForce, PlannedRun]:
+        """The system's plan and, on rank 0, what to expect of it.
+
+        Args:
+            conditions: How links behave; a system that adapts is told of them.
+
+        Returns:
+            The plan, the same on all ranks, and its prediction.
+        """
+        actual = self._profile_under(conditions, margin_of_jitter=0.0)
+        believed = self.profile
+        if self.system.adapts:
+            believed = self._profile_under(conditions, MARGIN_OF_JITTER)
+        quickest = self._profile_under(conditions, -_QUICKEST_MESSAGES)
+        slow = [Link(*condition.between) for condition in conditions]
+        plans = [
+            agree_on_plan(choice, self.rendezvous, believed, self.num_tied, quickest)
+            for choice in route_choices(self.config, self.system, slow)
+        ]
+        steps_ms = [plan.simulate(actual).makespan_ms for plan in plans]
+        chosen = self.rendezvous.exchange({"chosen": _worthwhile(steps_ms)})[0]["chosen"]
+        return plans[chosen], self._planned(plans[chosen].plan, steps_ms[chosen], actual, slow)
+
+    def expect(self, in_force: PlanInForce, conditions: Sequence[LinkCondition]) -> PlannedRun:
+        """What to expect of a plan, whatever it was made for.
+
+        Args:
+            in_force: The plan.
+            conditions: How links behave.
+        """
+        actual = self._profile_under(conditions, margin_of_jitter=0.0)
+        predicted_ms = in_force.simulate(actual).makespan_ms
+        slow = [Link(*condition.between) for condition in conditions]
+        return self._planned(in_force.plan, predicted_ms, actual, slow)
+
+    def _profile_under(
+        self, conditions: Sequence[LinkCondition], margin_of_jitter: float
+    ) -> Profile:
+        added = declared_states(conditions, self.message_bytes, margin_of_jitter)
+        return replace(self.profile, links=delayed(self.profile.links, added))
+
+    def _planned(
+        self, plan: Plan, predicted_ms: float, actual: Profile, slow: Sequence[Link]
+    ) -> PlannedRun:
+        sizes = self.config.batch.microbatches, self.config.parallelism.chunks
+        bound_ms = lower_bound_ms(actual.costs, sizes[0], actual.links, Limits(), sizes[1])
+        return PlannedRun(
+            predicted_ms=predicted_ms,
+            lower_bound_ms=certified_ms(bound_ms, predicted_ms),
+            schedule=plan.schedule.name,
+            warmup_forwards=plan.schedule.warmup_forwards,
+            routes={str(link): route for link, route in plan.routes.items()},
+            regime=_regime(plan, slow),
+        )
+
+
+def _worthwhile(steps_ms: Sequence[float]) -> int:
+    """The first of several steps, unless a later one is clearly shorter."""
+    best = 0
+    for index, step_ms in enumerate(steps_ms):
+        if step_ms < steps_ms[best] * (1 - _WORTH):
+            best = index
+    return best
+
+
+def _regime(plan: Plan, slow: Sequence[Link]) -> str:
+    """How the delays of slow links are spent; with none, how those of any link would be."""
+    routes = {plan.routes.get(link, "direct") for link in slow or plan.routes}
+    words = {"direct": HOLDS_QUEUES, "delegated": OVERLAPS}
+    return " and ".join(words[route] for route in sorted(routes, reverse=True))

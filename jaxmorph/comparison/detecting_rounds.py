@@ -1,0 +1,139 @@
+"""Rounds of a comparison in which a system is told nothing of its links, and finds out."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from jaxmorph.adapting.adaptation import Adaptation, open_control_loop
+from jaxmorph.adapting.control_loop import ControlLoop
+from jaxmorph.adapting.morph import Morph
+from jaxmorph.config import Config
+from jaxmorph.control.link_samples import link_samples
+from jaxmorph.planning.first_plan import FirstPlan
+from jaxmorph.planning.plan_in_force import PlanInForce
+from jaxmorph.program.instructions import RankProgram
+from jaxmorph.program.program_text import parse_program
+from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.report import measured_timeline, probe_times
+from jaxmorph.runtime.stage_trainer import StageTrainer
+
+Message = dict[str, Any]
+
+
+class MorphBooks:
+    """What a round's morphs have made of its plan; worked out beside the steps.
+
+    Args:
+        in_force: The plan that the round begins with.
+        loop: What watches the steps; None on all ranks but rank 0: then nothing is kept.
+    """
+
+    def __init__(self, in_force: PlanInForce, loop: ControlLoop | None) -> None:
+        self.in_force = in_force
+        self.events: Counter[str] = Counter()
+        self._loop = loop
+        self._thread = ThreadPoolExecutor(1, "jaxmorph-morphs")
+        self._done: list[Any] = []
+
+    def note(self, step: int, reports: Sequence[Message]) -> None:
+        """Have the loop look at a step.
+
+        Args:
+            step: Its number.
+            reports: All ranks' reports.
+        """
+        if self._loop is not None:
+            self._done.append(self._thread.submit(self._observe, self._loop, step, reports))
+
+    def adopt(self, morph: Morph, step: int) -> None:
+        """Take note of another plan.
+
+        Args:
+            morph: The change to it.
+            step: The first step that runs it.
+        """
+        if self._loop is not None:
+            self._done.append(self._thread.submit(self._adopt, self._loop, morph))
+
+    def finish(self) -> None:
+        """Wait until all is noted.
+
+        Raises:
+            Exception: What has gone wrong with it.
+        """
+        self._thread.shutdown()
+        for done in self._done:
+            done.result()
+
+    def _observe(self, loop: ControlLoop, step: int, reports: Sequence[Message]) -> None:
+        measured = measured_timeline(reports)
+        happened = loop.observe(step, measured, link_samples(measured), probe_times(reports))
+        self.events.update(each["kind"] for each in happened)
+
+    def _adopt(self, loop: ControlLoop, morph: Morph) -> None:
+        programs = tuple(map(parse_program, morph.programs))
+        self.in_force = PlanInForce(morph.plan, programs, self.in_force.rank, morph.slots)
+        self.events.update(each["kind"] for each in loop.adopted(morph))
+
+
+class Following:
+    """One rank's adaptation in a round, as `ConditionRunner` calls it.
+
+    Args:
+        adaptation: The rank's part.
+        books: Where rank 0 keeps what becomes of the plan.
+    """
+
+    def __init__(self, adaptation: Adaptation, books: MorphBooks) -> None:
+        self._adaptation = adaptation
+        self.books = books
+
+    def told(self, step: int) -> tuple[Message, Message]:
+        """What this rank adds to its message and to its timings in the meeting that ends a step.
+
+        Args:
+            step: The step.
+        """
+        return self._adaptation.told(step), self._adaptation.probed()
+
+    def heed(self, step: int, reports: Sequence[Message]) -> RankProgram | None:
+        """This rank's instructions from the next step on; None: those that it has.
+
+        Args:
+            step: The step that is over.
+            reports: All ranks' reports of it.
+        """
+        self.books.note(step, reports)
+        return self._adaptation.heed(step, reports)
+
+
+@contextmanager
+def following(
+    config: Config,
+    first: FirstPlan,
+    rendezvous: Rendezvous,
+    trainer: StageTrainer,
+    num_tied: int,
+    last_step: int,
+) -> Iterator[Following]:
+    """A round that begins with the plan for healthy links, and morphs by what it detects.
+
+    Args:
+        config: What the system runs under; it adapts.
+        first: The plan, and what it was made for.
+        rendezvous: The meeting place of all ranks; they all make the same calls.
+        trainer: This rank's stage.
+        num_tied: How many tied parameters the first and the last stage hold copies of.
+        last_step: The round's last.
+
+    Yields:
+        What is to be asked after every step. Its books are whole once this is over.
+    """
+    with open_control_loop(config, first, num_tied, active=rendezvous.rank == 0) as loop:
+        books = MorphBooks(first.in_force, loop)
+        try:
+            yield Following(Adaptation(rendezvous, trainer, books, loop, last_step), books)
+        finally:
+            books.finish()

@@ -1,0 +1,192 @@
+"""The first plan of a run: a few steps for their timings, and what is planned with them."""
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from jaxmorph.config import Config
+from jaxmorph.config.link_problems import possible_links
+from jaxmorph.config.sections import Routes
+from jaxmorph.control.conditions import UsualLinks, outlying_links
+from jaxmorph.control.profiler import Profile, Profiler
+from jaxmorph.planning.intra_step import kept_in_order
+from jaxmorph.planning.offload_planning import with_sampled_copies
+from jaxmorph.planning.plan_in_force import (
+    PlanInForce,
+    agree_on_plan,
+    agree_on_stash,
+    unmeasured_profile,
+)
+from jaxmorph.program.instructions import Route
+from jaxmorph.runtime.executor import StepInputs
+from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.report import measured_timeline, rank_report
+from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.schedule.costs import Link, Links, LinkState
+from jaxmorph.schedule.memory import StashBytes
+from jaxmorph.schedule.timeline import Timeline
+from jaxmorph.training.open_stage import adopt_plan
+
+_WARM_UP_STEPS = 3  # the first of them also connects the links, and doesn't count
+
+
+@dataclass(frozen=True)
+class FirstPlan:
+    """A plan that is ready to run, and where it came from.
+
+    Attributes:
+        in_force: The plan.
+        profiler: What was measured for it, on rank 0.
+        equipped: What delegated links have got for it, in a few words.
+        planned_for: What ops and links cost when it was made, on rank 0.
+        usual: What links do on either route, on rank 0; of a run that doesn't adapt on its own.
+        timelines: The steps that were measured for it, on rank 0.
+    """
+
+    in_force: PlanInForce
+    profiler: Profiler
+    equipped: str
+    planned_for: Profile
+    usual: UsualLinks
+    timelines: tuple[Timeline, ...]
+
+
+def plan_by_timings(
+    config: Config,
+    rendezvous: Rendezvous,
+    trainer: StageTrainer,
+    inputs: StepInputs,
+    num_tied: int,
+    make_room: Callable[[PlanInForce], PlanInForce],
+) -> FirstPlan:
+    """Measure what ops and links cost, plan with that, and make ready for the plan.
+
+    Args:
+        config: The run.
+        rendezvous: The meeting place of all ranks; they all call this at the same point.
+        trainer: This rank's stage.
+        inputs: The data of the steps that are measured.
+        num_tied: How many tied parameters the first and the last stage hold copies of.
+        make_room: Adds the slots that are needed for more than the plan's own steps.
+
+    Raises:
+        UserError: If the schedule can't keep the configured caps.
+    """
+    stash_bytes = agree_on_stash(rendezvous, trainer.stash_memory)
+    timelines: list[Timeline] = []
+    steps = partial(
+        warm_up,
+        rendezvous=rendezvous,
+        trainer=trainer,
+        inputs=inputs,
+        num_tied=num_tied,
+        stash_bytes=stash_bytes,
+        note=timelines.append,
+    )
+    usual: dict[Route, Links] = {}
+    if config.adapts:  # what delegation costs is known before it is needed
+        every = possible_links(config.parallelism.stages)
+        on_hosts = steps(_delegated(config, every), first_step=-2 * _WARM_UP_STEPS)
+        usual["delegated"] = on_hosts.profile().links
+    profiler = steps(config)
+    measured = profiler.profile()
+    usual["direct"] = measured.links
+    # Of links that the configuration names planning is told that, in place of what was measured.
+    told = replace(measured, links=config.schedule.links_told(measured.links))
+    in_force = agree_on_plan(config, rendezvous, told, num_tied)
+    delegable = _agree_on_delegable(config, rendezvous, usual)
+    if delegable:
+        delegated = {link: usual["delegated"].get(link, LinkState()) for link in delegable}
+        other_told = replace(told, links={**told.links, **delegated})
+        other = agree_on_plan(_delegated(config, delegable), rendezvous, other_told, num_tied)
+        if _is_worth_it(config, rendezvous, in_force.simulate(told), other.simulate(other_told)):
+            in_force, told = other, other_told
+    in_force = make_room(in_force)
+    equipped = adopt_plan(rendezvous, trainer, in_force)
+    return FirstPlan(in_force, profiler, equipped, told, usual, tuple(timelines))
+
+
+def _agree_on_delegable(
+    config: Config, rendezvous: Rendezvous, usual: Mapping[Route, Links]
+) -> list[Link]:
+    """The links to delegate from the first step on if that is worth it, as rank 0 sees them.
+
+    Of a run that adapts: those that are slow already, or all where healthy ones may be delegated.
+    """
+    if not config.adapts:
+        return []
+    links = usual["direct"]
+    found = links if config.adaptation.delegates == "any" else outlying_links(links)
+    names = rendezvous.exchange({"links": [str(link) for link in sorted(found)]})[0]["links"]
+    return [Link.parse(name) for name in names]
+
+
+def _is_worth_it(config: Config, rendezvous: Rendezvous, plain: Timeline, other: Timeline) -> bool:
+    """Whether another step is shorter by what a plan must be worth, as rank 0 predicts them."""
+    gain_ms = plain.makespan_ms - other.makespan_ms
+    is_worth_it = gain_ms > config.adaptation.worth * plain.makespan_ms
+    return rendezvous.exchange({"is_worth_it": is_worth_it})[0]["is_worth_it"]
+
+
+def warm_up(
+    config: Config,
+    rendezvous: Rendezvous,
+    trainer: StageTrainer,
+    inputs: StepInputs,
+    num_tied: int,
+    stash_bytes: StashBytes,
+    *,
+    first_step: int = -_WARM_UP_STEPS,
+    note: Callable[[Timeline], None] = lambda timeline: None,
+) -> Profiler:
+    """Run a few steps for their timings alone, in the order that equal costs would give.
+
+    Args:
+        config: The run.
+        rendezvous: The meeting place of all ranks.
+        trainer: This rank's stage.
+        inputs: The data of every one of these steps.
+        num_tied: How many tied parameters the first and the last stage hold copies of.
+        stash_bytes: What one microbatch keeps on each stage.
+        first_step: The number of the first of them, so that none ends after training's first.
+        note: Is told of each step that counts, on rank 0.
+
+    Returns:
+        What was measured, on rank 0.
+    """
+    profiler = Profiler(config.parallelism.stages, stash_bytes)
+    unmeasured = unmeasured_profile(config, stash_bytes)
+    in_force = agree_on_plan(kept_in_order(config), rendezvous, unmeasured, num_tied)
+    if config.offload.enabled:
+        in_force = replace(in_force, programs=with_sampled_copies(in_force.programs))
+    adopt_plan(rendezvous, trainer, in_force)
+    for step in range(first_step, first_step + _WARM_UP_STEPS):
+        began_s = time.monotonic()
+        # Numbered before training's first step: no message may pass for one of another step.
+        outcome = trainer.run(in_force.program, inputs, step)
+        trainer.discard()
+        reports = rendezvous.exchange(*rank_report(outcome, 0.0, began_s, 0))
+        if step > first_step and rendezvous.rank == 0:
+            timeline = measured_timeline(reports)
+            profiler.observe(timeline)
+            note(timeline)
+    return profiler
+
+
+def _delegated(config: Config, links: Iterable[Link]) -> Config:
+    """The run with some links delegated, and the others as they are."""
+    named = {str(link): "delegated" for link in links}
+    routes = {"default": config.routes.default, **config.routes.by_link, **named}
+    return config.model_copy(update={"routes": Routes.model_validate(routes)})
+
+
+def settle_garbage() -> None:
+    """Take what start-up made, which stays, out of the garbage collector's rounds.
+
+    A full collection over JAX's and Flax's many objects takes tens of milliseconds, in the middle
+    of a step, on every rank at another moment.
+    """
+    gc.collect()
+    gc.freeze()

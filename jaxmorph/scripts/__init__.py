@@ -1,0 +1,1 @@
+"""Training from a script of the user's own: how its processes start, meet and end."""

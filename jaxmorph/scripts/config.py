@@ -1,0 +1,65 @@
+"""The configuration of a user's script: given in Python, with as many stages as processes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxmorph.config import Config, check_config, read_config
+from jaxmorph.errors import UserError
+from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.scripts.meeting import meet
+
+Source = Config | Mapping[str, Any] | str | Path | None
+
+
+def configure(source: Source) -> tuple[Config, Rendezvous]:
+    """The configuration, and the processes that have found one another by it.
+
+    Args:
+        source: A mapping of sections, the path of a YAML file, a configuration, or all defaults.
+
+    Returns:
+        The configuration, with the number of processes for `parallelism.stages` where that isn't
+        given, and the rendezvous of the processes.
+
+    Raises:
+        UserError: If a key is wrong, or asks for another number of processes than there are.
+    """
+    tree, name = _tree(source), _name(source)
+    # First without the rest: what is given per stage can be checked when the processes are counted.
+    timeouts = check_config({"timeouts": tree.get("timeouts")}, name).timeouts
+    rendezvous = meet(timeouts)
+    config = check_config(_with_stages(tree, rendezvous.num_ranks), name)
+    stages, processes = config.parallelism.stages, rendezvous.num_ranks
+    if stages != processes:
+        raise UserError(
+            f"parallelism.stages: got {stages}, expected the number of the script's processes, "
+            f"{processes} (`jaxmorph launch --stages {stages} SCRIPT` starts {stages} here)"
+        )
+    return config, rendezvous
+
+
+def _tree(source: Source) -> Mapping[str, Any]:
+    """What is said of the configuration, without defaults."""
+    if source is None:
+        return {}
+    if isinstance(source, Mapping):
+        return source
+    if isinstance(source, Config):
+        return source.model_dump(exclude_unset=True)
+    if isinstance(source, str | Path):
+        return read_config(source)
+    got = type(source).__name__
+    raise UserError(f"config: got {got}, expected a mapping of sections, a path or a Config")
+
+
+def _name(source: Source) -> str:
+    """What errors call the configuration."""
+    return str(source) if isinstance(source, str | Path) else "config"
+
+
+def _with_stages(tree: Mapping[str, Any], num_stages: int) -> dict[str, Any]:
+    given = tree.get("parallelism") or {}
+    if not isinstance(given, Mapping):
+        return dict(tree)  # for the check to complain of
+    return {**tree, "parallelism": {"stages": num_stages, **given}}

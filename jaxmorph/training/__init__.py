@@ -1,0 +1,1 @@
+"""What a training run is made of, from its start to its record."""

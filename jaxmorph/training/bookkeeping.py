@@ -1,0 +1,294 @@
+"""What rank 0 tells of a run: worked out on a thread of its own, off the step's path.
+
+Messages are dictionaries of JSON's types with a `kind`:
+
+- `started`: what runs; the fields of `RunHeader` that only a rank knows.
+- `step`: the fields of a `StepRecord`.
+- `timelines`: a step that leaves a trace, planned and measured, as `Timeline.to_json`; and whether
+  it does so for a change (`around_change`).
+- `profile`: what ops and links cost by then, as `Profile.to_json`; with each sampled step.
+- `event`: the fields of an `Event`.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Self
+
+from jaxmorph.adapting.control_loop import ControlLoop
+from jaxmorph.adapting.morph import Morph
+from jaxmorph.config import Config
+from jaxmorph.control.link_medians import link_medians_ms
+from jaxmorph.control.link_samples import link_samples
+from jaxmorph.control.profiler import Profile, Profiler
+from jaxmorph.planning.plan_in_force import PlanInForce
+from jaxmorph.program.program_text import parse_program
+from jaxmorph.runtime.report import (
+    StepTotals,
+    measured_timeline,
+    probe_times,
+    reported_events,
+    total_compilations,
+)
+from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.device_live import peak_on_device
+from jaxmorph.schedule.timeline import Timeline
+from jaxmorph.training.evaluation import NOT_EVALUATED, HeldOutLoss
+from jaxmorph.training.traced_steps import TracedSteps
+
+Message = dict[str, Any]
+
+
+class Bookkeeper:
+    """Turns ranks' reports into records of steps.
+
+    Args:
+        config: The run.
+        in_force: The plan in force.
+        profiler: What has been measured before the first step; it learns from every step.
+        tell: Takes the messages.
+        active: False on ranks that keep no books: then every call does nothing.
+        first_step: The step that training begins with.
+        loop: What watches steps and decides on morphs; None: the plan stays.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        in_force: PlanInForce,
+        profiler: Profiler,
+        tell: Callable[[Message], None],
+        *,
+        active: bool,
+        first_step: int = 0,
+        loop: ControlLoop | None = None,
+    ) -> None:
+        self._config = config
+        self._in_force = in_force
+        self._plan = in_force.plan
+        self._profiler = profiler
+        self._traced = TracedSteps(config, tell)
+        self._tell = self._traced.pass_on
+        self._first_step = first_step
+        self._loop = loop
+        self._began_s = time.monotonic()
+        self._error: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1, "jaxmorph-bookkeeper") if active else None
+
+    def start(
+        self,
+        data: str,
+        num_parameters: int,
+        layers: Sequence[range],
+        cut_reason: str = "",
+        equipped: str = "",
+    ) -> None:
+        """Tell what runs.
+
+        Args:
+            data: Where the text comes from.
+            num_parameters: Of the whole model.
+            layers: Of each virtual stage, in the order of the pipeline.
+            cut_reason: Why these; empty where there was nothing to choose.
+            equipped: What delegated links have got for the plan; empty where there are none.
+        """
+        stages = self._config.parallelism.stages
+        per_stage = [sum(map(len, layers[stage::stages])) for stage in range(stages)]
+        self._submit(self._tell_start, data, num_parameters, per_stage, cut_reason, equipped)
+
+    def note(
+        self,
+        step: int,
+        totals: StepTotals,
+        reports: Sequence[Message],
+        step_s: float,
+        held_out: HeldOutLoss = NOT_EVALUATED,
+    ) -> None:
+        """Tell how a step went.
+
+        Args:
+            step: Its number.
+            totals: Its scalars.
+            reports: All ranks' reports.
+            step_s: From barrier to barrier.
+            held_out: What was evaluated after it.
+        """
+        step_began_s = time.monotonic() - self._began_s - step_s - held_out.took_s
+        self._submit(self._tell_step, step, totals, reports, step_s, held_out.loss)
+        self._submit(self._tell_link_events, step, reports, step_began_s)
+
+    def adopt(self, morph: Morph, step: int) -> None:
+        """Tell of another plan.
+
+        Args:
+            morph: The change to it.
+            step: The first step that runs it.
+        """
+        self._submit(self._adopt, morph, step)
+
+    def event(self, step: int, kind: str, detail: str) -> None:
+        """Tell of something that happened.
+
+        Args:
+            step: The step it happened in.
+            kind: Such as `checkpoint_saved`.
+            detail: One line.
+        """
+        self._submit(self._tell_event, step, kind, detail)
+
+    def told_so_far(self) -> Future[None]:
+        """What is done once all that this has been called with so far has been told.
+
+        Its exception is what kept that from being told.
+        """
+        if self._thread is not None:
+            return self._thread.submit(self._raise_error)  # after all that is queued
+        nothing: Future[None] = Future()
+        nothing.set_result(None)
+        return nothing
+
+    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+        if self._thread is not None:
+            self._raise_error()
+            self._thread.submit(self._keep_error, work, *arguments)
+
+    def _keep_error(self, work: Callable[..., None], *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except BaseException as error:  # raised again on the thread that trains
+            self._error = self._error or error
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()  # whatever has failed, steps that were done are told
+            if kind is None:
+                self._raise_error()
+
+    def _tell_start(
+        self,
+        data: str,
+        num_parameters: int,
+        layers: list[int],
+        cut_reason: str,
+        equipped: str,
+    ) -> None:
+        header = {
+            "data": data,
+            "num_parameters": num_parameters,
+            "layers_per_stage": layers,
+            "cut_reason": cut_reason,
+            "schedule": self._plan.schedule.name,
+            "warmup_forwards": self._plan.schedule.warmup_forwards,
+            "evaluates": self._config.evaluation.every_steps is not None,
+        }
+        self._tell({"kind": "started", "header": header})
+        if cut_reason:
+            chosen = f"{' '.join(map(str, layers))}: {cut_reason}"
+            self._tell_event(self._first_step, "layers_cut", chosen)
+        reasons = [self._plan.reason, equipped]
+        self._tell_event(self._first_step, "plan_adopted", "; ".join(filter(None, reasons)))
+
+    def _tell_step(
+        self,
+        step: int,
+        totals: StepTotals,
+        reports: Sequence[Message],
+        step_s: float,
+        held_out_loss: float | None,
+    ) -> None:
+        profile = self._expected_profile()
+        measured = measured_timeline(reports)
+        samples = link_samples(measured)
+        self._profiler.observe(measured, samples)
+        # Before all else, as a decision may wait for it.
+        happened = []
+        if self._loop is not None:
+            happened = self._loop.observe(step, measured, samples, probe_times(reports))
+        planned = self._in_force.simulate(profile)
+        record = {
+            "step": step,
+            "loss": totals.loss,
+            "held_out_loss": held_out_loss,
+            "grad_norm": totals.grad_norm,
+            "step_s": step_s,
+            "tokens_per_s": self._config.tokens_per_step / step_s,
+            "schedule": self._plan.schedule.name,
+            "warmup_forwards": self._plan.schedule.warmup_forwards,
+            "routes": {str(link): route for link, route in self._plan.routes.items()},
+            "predicted_step_s": planned.makespan_ms / 1e3,
+            "bubble_rate": measured.bubble_rate,
+            "peak_live": measured.peak_live(self._config.schedule.live_until),
+            "peak_on_device": self._peak_on_device(measured),
+            "compilations": total_compilations(reports),
+            "planned_bubble_rate": planned.bubble_rate,
+            "link_states": {} if self._loop is None else self._loop.link_states(),
+            "link_ms": link_medians_ms(samples) or None,
+        }
+        self._tell({"kind": "step", "record": record})
+        for happening in happened:
+            self._tell_event(step, **happening)
+        if not math.isfinite(totals.grad_norm):
+            self._tell_event(step, "update_skipped", f"gradient norm {totals.grad_norm}")
+        self._traced.note(step, planned, measured)
+        if self._traced.is_sampled(step):
+            self._tell({"kind": "profile", "profile": self._profiler.profile().to_json()})
+
+    def _peak_on_device(self, measured: Timeline) -> tuple[int, ...] | None:
+        if not self._config.offload.enabled:
+            return None
+        return peak_on_device(measured, self._config.schedule.live_until)
+
+    def _expected_profile(self) -> Profile:
+        """What a step should be made of, by all that has been measured before it."""
+        profile = self._profiler.profile()
+        return profile if self._loop is None else self._loop.profile(profile)
+
+    def _adopt(self, morph: Morph, step: int) -> None:
+        programs = tuple(map(parse_program, morph.programs))
+        self._in_force = PlanInForce(morph.plan, programs, self._in_force.rank, morph.slots)
+        self._plan = morph.plan
+        for happening in [] if self._loop is None else self._loop.adopted(morph):
+            self._tell_event(step, **happening)
+
+    def _tell_link_events(self, step: int, reports: Sequence[Message], step_began_s: float) -> None:
+        for rank, told in reported_events(reports):
+            event = {
+                "time_s": step_began_s + told["time_s"],
+                "step": step,
+                "kind": told["kind"],
+                "link": _link_name(rank, told.get("peer")),
+                "detail": f"rank {rank}: {_in_words(told)}",
+            }
+            self._tell({"kind": "event", "event": event})
+
+    def _tell_event(
+        self,
+        step: int,
+        kind: str,
+        detail: str,
+        link: str | None = None,
+        evidence: Message | None = None,
+    ) -> None:
+        time_s = time.monotonic() - self._began_s
+        event = {"time_s": time_s, "step": step, "kind": kind, "link": link, "detail": detail}
+        self._tell({"kind": "event", "event": event | ({"evidence": evidence} if evidence else {})})
+
+
+def _link_name(rank: int, peer: int | None) -> str | None:
+    return None if peer is None else str(Link(min(rank, peer), max(rank, peer)))
+
+
+def _in_words(told: Message) -> str:
+    """What an event says beside its time, kind and link."""
+    if "detail" in told:
+        return told["detail"]
+    rest = {name: value for name, value in told.items() if name not in ("time_s", "kind", "peer")}
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in rest.items())

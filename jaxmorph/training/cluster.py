@@ -1,0 +1,71 @@
+"""Jobs of a cluster: whether this process is a task of one, how it joins, what must hold there."""
+
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from jaxmorph.config import Config
+from jaxmorph.emulation.configured_trace import trace_conditions
+from jaxmorph.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxmorph.runtime.rendezvous import Rendezvous
+
+# Each is set in the processes that srun, mpirun or an indexed Kubernetes job has started.
+_CLUSTER_VARIABLES = ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX")
+
+
+def started_by_cluster() -> bool:
+    """Whether Slurm, Open MPI or Kubernetes has started this process as a task of a job."""
+    return any(name in os.environ for name in _CLUSTER_VARIABLES)
+
+
+def join_cluster(start_timeout_s: float, step_timeout_s: float, otherwise: str) -> "Rendezvous":
+    """Join a job whose tasks `jax.distributed` finds by itself.
+
+    Args:
+        start_timeout_s: As for `join_run`.
+        step_timeout_s: As for `join_run`.
+        otherwise: What an error says could be done instead.
+
+    Raises:
+        UserError: If `jax.distributed` finds no place for this process.
+    """
+    from jaxmorph.runtime.join import join_run
+
+    try:
+        return join_run(start_timeout_s=start_timeout_s, step_timeout_s=step_timeout_s)
+    except ValueError as error:  # what `jax.distributed` raises when it finds no cluster
+        raise UserError(
+            f"this process is no rank that jax.distributed can place ({error}); on Kubernetes it "
+            f"needs the package 'kubernetes', under Open MPI 5 'mpi4py'; {otherwise}"
+        ) from error
+
+
+def require_one_host(config: Config, rendezvous: "Rendezvous") -> None:
+    """Refuse what is timed by one machine's clock where ranks are on several.
+
+    Args:
+        config: The run.
+        rendezvous: The meeting place of all ranks; they all call this at the same point.
+
+    Raises:
+        UserError: If ops are paced, or links follow a trace by time, over several hosts.
+    """
+    hosts = {report["host"] for report in rendezvous.exchange({"host": socket.gethostname()})}
+    if config.emulation.accelerator is not None and len(hosts) > 1:
+        raise UserError(
+            f"emulation.accelerator: got ranks on {len(hosts)} hosts, expected one: paced ranks "
+            "compare times of one machine's clock"
+        )
+    if len(hosts) > 1 and _follows_the_clock(config):
+        raise UserError(
+            f"emulation.trace: got ranks on {len(hosts)} hosts, expected one: the ends of a link "
+            "follow a trace by one machine's clock (one by step may have several)"
+        )
+
+
+def _follows_the_clock(config: Config) -> bool:
+    trace, stages = config.emulation.trace, config.parallelism.stages
+    conditions = trace_conditions(trace, stages, "emulation.trace")
+    return any(each.from_s is not None for each in conditions)

@@ -1,0 +1,189 @@
+"""The loss on text held out of training, computed through the pipeline between two steps.
+
+Only forwards run, by the programs that training runs, in the order and on the routes of its plan.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from jaxmorph.config import Config
+from jaxmorph.data import Batches, Tokens
+from jaxmorph.errors import UserError
+from jaxmorph.planning.plan_in_force import PlanInForce
+from jaxmorph.program.check import check
+from jaxmorph.program.forward_only import forward_only
+from jaxmorph.program.instructions import RankProgram
+from jaxmorph.program.slots_needed import most_slots, slots_needed
+from jaxmorph.runtime.executor import StepInputs, StepOutcome
+from jaxmorph.runtime.rendezvous import Rendezvous
+
+
+class HeldOutLoss(NamedTuple):
+    """What an evaluation gave.
+
+    Attributes:
+        loss: Mean loss of a token of the held-out text; None where nothing was evaluated.
+        took_s: How long all ranks took for it, which is no part of any step.
+    """
+
+    loss: float | None
+    took_s: float
+
+
+NOT_EVALUATED = HeldOutLoss(None, 0.0)
+
+
+class RunsPrograms(Protocol):
+    """What is needed of a rank's stage (`runtime.stage_trainer`)."""
+
+    @property
+    def params(self) -> Any:
+        """Its parameters, which the last update may still be making."""
+        ...
+
+    def run(self, program: RankProgram, inputs: StepInputs, step: int) -> StepOutcome:
+        """Runs a program."""
+        ...
+
+
+def held_out_batches(config: Config, held_out: Tokens | None) -> Batches | None:
+    """The batches that are evaluated, each time the same ones; None where none are.
+
+    Args:
+        config: The run.
+        held_out: What training is kept from.
+
+    Raises:
+        UserError: If there is too little of it.
+    """
+    if held_out is None or config.evaluation.every_steps is None:
+        return None
+    batch, length = config.batch, config.data.sequence_length
+    count = config.evaluation.batches
+    needed = count * config.tokens_per_step + 1
+    if held_out.ids.size < needed:
+        raise UserError(
+            f"data.held_out_fraction: got {config.data.held_out_fraction:g}, "
+            f"{held_out.ids.size:,} tokens, expected at least {needed:,} for evaluation.batches, "
+            f"{count}, of {config.tokens_per_step:,} tokens each, and one"
+        )
+    return Batches(
+        held_out,
+        microbatches=batch.microbatches,
+        microbatch_size=batch.microbatch_size,
+        sequence_length=length,
+        seed=config.run.seed,
+    )
+
+
+def with_room_to_evaluate(config: Config, in_force: PlanInForce) -> PlanInForce:
+    """A plan with the slots that its forwards alone need too, where they will be run.
+
+    Args:
+        config: The run.
+        in_force: The plan.
+    """
+    return in_force if config.evaluation.every_steps is None else with_room_for_forwards(in_force)
+
+
+def with_room_for_forwards(in_force: PlanInForce) -> PlanInForce:
+    """A plan with the slots that its forwards alone need too.
+
+    Args:
+        in_force: The plan.
+    """
+    needed = slots_needed([forward_only(program) for program in in_force.programs])
+    return replace(in_force, slots=most_slots(in_force.slots, needed))
+
+
+class Evaluation:
+    """Computes the held-out loss after some of a run's steps.
+
+    Args:
+        config: The run.
+        rendezvous: The meeting place of all ranks; they all make the same calls.
+        trainer: This rank's stage.
+        programs: Every rank's instructions for a step, of the plan in force.
+        batches: What to evaluate; None: nothing, ever.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        rendezvous: Rendezvous,
+        trainer: RunsPrograms,
+        programs: Sequence[RankProgram],
+        batches: Batches | None,
+    ) -> None:
+        self._config = config
+        self._rendezvous = rendezvous
+        self._trainer = trainer
+        self._batches = batches
+        if batches is not None:
+            check([forward_only(program) for program in programs])
+            self.adopt(programs[rendezvous.rank])
+
+    def adopt(self, program: RankProgram) -> None:
+        """Run the forwards of another plan from now on.
+
+        Args:
+            program: This rank's instructions for a step of it.
+        """
+        if self._batches is None:
+            return
+        # Messages of a step are told apart by their microbatches: these come after its own.
+        size = self._config.batch.microbatches
+        self._programs = [
+            (first, forward_only(program, first))
+            for first in range(size, size * (1 + self._config.evaluation.batches), size)
+        ]
+
+    def after(self, step: int) -> HeldOutLoss:
+        """The held-out loss with the parameters that a step's update has made.
+
+        Args:
+            step: The step, which is over on this rank.
+
+        Returns:
+            The loss, the same on every rank, after the steps that are to be evaluated.
+        """
+        if self._batches is None or not self._is_due(step):
+            return NOT_EVALUATED
+        jax.block_until_ready(self._trainer.params)
+        self._rendezvous.exchange({})  # every rank's update is over: from now on it isn't its time
+        began_s = time.monotonic()
+        told = [
+            report
+            for index, (first, program) in enumerate(self._programs)
+            for report in self._run(self._batches, index, first, program, step)
+        ]
+        loss_sum = sum(report["loss_sum"] for report in told)
+        loss = loss_sum / sum(report["counted"] for report in told)
+        return HeldOutLoss(loss, time.monotonic() - began_s)
+
+    def _is_due(self, step: int) -> bool:
+        every = self._config.evaluation.every_steps
+        is_last = step == self._config.run.steps - 1
+        return every is not None and (is_last or (step + 1) % every == 0)
+
+    def _run(
+        self, batches: Batches, index: int, first: int, program: RankProgram, step: int
+    ) -> list[dict[str, float]]:
+        """One batch's forwards on all ranks: the sum of its losses, and of how many tokens."""
+        rank = self._rendezvous.rank
+        is_last = rank == self._rendezvous.num_ranks - 1
+        targets = batches.targets(index) if is_last else None
+        inputs = StepInputs(
+            tokens=batches.inputs(index) if rank == 0 else None,
+            targets=targets,
+            loss_weight=1.0,
+            first_microbatch=first,
+        )
+        loss_sum = self._trainer.run(program, inputs, step).loss
+        counted = 0 if targets is None else int(np.count_nonzero(targets >= 0))
+        return self._rendezvous.exchange({"loss_sum": loss_sum, "counted": counted})

@@ -1,0 +1,92 @@
+"""A rank's stage with all that it needs to run: programs, queue, routes and the data plane."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+
+from jaxmorph.config import Config
+from jaxmorph.emulation.link_settings import transport_settings
+from jaxmorph.planning.plan_in_force import PlanInForce
+from jaxmorph.program.channels import Channel
+from jaxmorph.runtime.coordination import coordinator_host
+from jaxmorph.runtime.data_plane import open_data_plane
+from jaxmorph.runtime.emulated_links import EmulatedLinks
+from jaxmorph.runtime.payloads import channel_specs
+from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
+from jaxmorph.stage.model import PipelineModel
+from jaxmorph.transport.network_cards import loopback_identity
+
+
+@contextmanager
+def open_stage(
+    config: Config,
+    rendezvous: Rendezvous,
+    model: PipelineModel,
+    settings: StageSettings,
+    links: EmulatedLinks,
+) -> Iterator[StageTrainer]:
+    """A rank's stage, ready to run; what it started is ended however this ends.
+
+    Args:
+        config: The run.
+        rendezvous: The meeting place of all ranks; they all call this at the same point.
+        model: The model.
+        settings: How the stage is built. Only where they let a link be delegated is a data plane
+            started, on that link's ranks.
+        links: What is emulated; the data plane is told from the next time on.
+
+    Yields:
+        The stage's trainer.
+    """
+    if not settings.delegated:
+        with closing(StageTrainer(model, settings, rendezvous.rank, links)) as trainer:
+            yield trainer
+        return
+    loopbacks = {told["is"] for told in rendezvous.exchange({"is": loopback_identity()})}
+    transport = transport_settings(
+        config, one_loopback=len(loopbacks) == 1, coordinator_host=coordinator_host()
+    )
+    ends = channel_specs(settings.payloads(model), settings.delegated, rendezvous.rank)
+    with open_data_plane(rendezvous, *ends, transport) as plane:
+        if plane is not None:
+            links.join(plane)
+        with closing(StageTrainer(model, settings, rendezvous.rank, links, plane)) as trainer:
+            yield trainer
+
+
+def adopt_plan(rendezvous: Rendezvous, trainer: StageTrainer, in_force: PlanInForce) -> str:
+    """Make ready for a plan: the slots that it needs. Nothing is compiled.
+
+    Args:
+        rendezvous: The meeting place of all ranks; they all call this at the same point, while no
+            step runs.
+        trainer: This rank's stage.
+        in_force: The plan.
+
+    Returns:
+        What delegated links have got, in a few words; nothing where no link is delegated.
+    """
+    return make_room(rendezvous, trainer, in_force.slots)
+
+
+def make_room(rendezvous: Rendezvous, trainer: StageTrainer, slots: Mapping[Channel, int]) -> str:
+    """Give delegated links the slots that a plan needs.
+
+    Args:
+        rendezvous: The meeting place of all ranks; they all call this at the same point, while no
+            step runs.
+        trainer: This rank's stage.
+        slots: How many each delegated channel needs, the same on all ranks.
+
+    Returns:
+        What delegated links have got, in a few words; nothing where no link is delegated.
+    """
+    if not slots:
+        return ""
+    trainer.make_room(slots)
+    own = trainer.delegated
+    mine = {"tier": own.tier, "slot_bytes": own.slot_bytes} if own else {}
+    told = [rank for rank in rendezvous.exchange(mine) if "tier" in rank]
+    tiers = " and ".join(sorted({rank["tier"] for rank in told}))
+    slot_bytes = sum(rank["slot_bytes"] for rank in told)
+    return f"delegated messages are copied by {tiers}; slots for them: {slot_bytes:,} bytes"

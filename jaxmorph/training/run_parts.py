@@ -1,0 +1,89 @@
+"""What a run is made of: its model and its data, loaded, and a step's data as a rank reads them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxmorph.config import Config
+from jaxmorph.data import Batches, hold_out, load_tokens
+from jaxmorph.data.digest import DataDigest, digest_of
+from jaxmorph.runtime.executor import StepInputs
+from jaxmorph.stage.model import PipelineModel, cut_layers
+from jaxmorph.stage.stored_weights import check_weights
+from jaxmorph.training.evaluation import held_out_batches
+from jaxmorph.training.model_factory import build_model
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What a configuration names, loaded and fitting together.
+
+    Attributes:
+        model: The model.
+        batches: The data of every step.
+        held_out: What is evaluated; None: nothing.
+        source: Where the data comes from, in a few words.
+        vocab_size: The data's, which the model is built for.
+        data: What tells whether they are still the same data.
+    """
+
+    model: PipelineModel
+    batches: Batches
+    held_out: Batches | None
+    source: str
+    vocab_size: int
+    data: DataDigest
+
+
+def load_parts(config: Config) -> RunParts:
+    """Load what a configuration names.
+
+    Args:
+        config: The run.
+
+    Raises:
+        UserError: If there is no such data or model, or sizes don't fit one another.
+    """
+    data, batch, cut = config.data, config.batch, config.parallelism
+    whole = load_tokens(data.path, data.tokenizer, data.token_dtype, data.vocab_size)
+    tokens, held_out = hold_out(whole, data.held_out_fraction)
+    model = build_model(config, tokens.vocab_size)
+    if config.model.weights is not None:
+        check_weights(model, config.model.weights)
+    batches = Batches(
+        tokens,
+        microbatches=batch.microbatches,
+        microbatch_size=batch.microbatch_size,
+        sequence_length=data.sequence_length,
+        seed=config.run.seed,
+    )
+    cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)  # whether they fit
+    held_out = held_out_batches(config, held_out)
+    data_digest = digest_of(whole.ids)
+    return RunParts(model, batches, held_out, tokens.source, tokens.vocab_size, data_digest)
+
+
+def step_reader(config: Config, batches: Batches, rank: int) -> Callable[[int], StepInputs]:
+    """How a rank reads a step's data: tokens on the first stage, targets on the last.
+
+    Args:
+        config: The run.
+        batches: The data of every step.
+        rank: The stage.
+
+    Returns:
+        A function from a step's number to its inputs.
+    """
+    is_last = rank == config.parallelism.stages - 1
+
+    def read(step: int) -> StepInputs:
+        targets = batches.targets(step) if is_last else None
+        counted = 1 if targets is None else int(np.count_nonzero(targets >= 0))
+        return StepInputs(
+            tokens=batches.inputs(step) if rank == 0 else None,
+            targets=targets,
+            loss_weight=1.0 / max(counted, 1),
+        )
+
+    return read

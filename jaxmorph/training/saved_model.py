@@ -1,0 +1,69 @@
+"""A run's model as a checkpoint has it, on this process alone."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
+from jaxmorph.checkpoints.tree_files import TreeFiles
+from jaxmorph.config import Config
+from jaxmorph.errors import UserError
+from jaxmorph.runtime.stage_state import PARAMS
+from jaxmorph.stage.model import Params, PipelineModel
+from jaxmorph.training.model_factory import build_model
+from jaxmorph.training.resume import checkpoint_folder, saved_config
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model with its parameters.
+
+    Attributes:
+        config: The run's, as it was when it saved.
+        model: The model.
+        step: How many steps it was trained for.
+        stages: Each virtual stage's layers and parameters, float32 numpy arrays, in the order of
+            the pipeline: {"embed": (first stage), "layers": leaves stacked over the layers, "head":
+            (last stage)}.
+    """
+
+    config: Config
+    model: PipelineModel
+    step: int
+    stages: tuple[tuple[range, Params], ...]
+
+
+def load_saved_model(run_dir: Path, step: int | None = None) -> SavedModel:
+    """A run's model from one of its checkpoints.
+
+    Args:
+        run_dir: The run's directory.
+        step: After how many steps; None: the last checkpoint.
+
+    Raises:
+        UserError: There is no such run or checkpoint; in one line.
+    """
+    folder = checkpoint_folder(saved_config(run_dir), run_dir)
+    manifest = folder.manifest(_chosen(folder, step))
+    files = TreeFiles()
+    checkpoint = folder.finished(manifest.step)
+    return SavedModel(
+        config=manifest.config,
+        model=build_model(manifest.config, manifest.vocab_size),
+        step=manifest.step,
+        stages=tuple(
+            (layers, files.read(stage_path(checkpoint, number), [PARAMS])[PARAMS])
+            for number, layers in enumerate(manifest.layers)
+        ),
+    )
+
+
+def _chosen(folder: CheckpointFolder, step: int | None) -> int:
+    steps = folder.steps()
+    if not steps:
+        raise UserError(f"{folder.path}: got no checkpoint, expected one, as a finished run has")
+    if step is None:
+        return steps[-1]
+    if step not in steps:
+        there = ", ".join(map(str, steps))
+        raise UserError(f"--step: got {step}, expected a checkpoint's in {folder.path}: {there}")
+    return step

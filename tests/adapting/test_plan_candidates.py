@@ -1,0 +1,121 @@
+"""The plans that there are to choose from, for pipelines of four stages."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxmorph.adapting.plan_candidates import CandidatePlanner
+from jaxmorph.config import Config
+from jaxmorph.control.conditions import UsualLinks
+from jaxmorph.control.profiler import Profile
+from jaxmorph.control.verdicts import Evidence, LinkHealth, Verdict
+from jaxmorph.planning.plan_in_force import plan_step
+from jaxmorph.program.check import check
+from jaxmorph.program.forward_only import forward_only
+from jaxmorph.program.slots_needed import slots_needed
+from jaxmorph.schedule.costs import Link, StageCosts, chain_links
+
+LINKS = (Link(0, 1), Link(1, 2), Link(2, 3))
+COSTS = StageCosts.uniform(4, 10.0, 10.0, 10.0)
+USUAL: UsualLinks = {"direct": chain_links((0.0,) * 3), "delegated": chain_links((1.0,) * 3)}
+
+
+def config(**sections):
+    sizes = {"parallelism": {"stages": 4}, "batch": {"microbatches": 12}}
+    return Config.model_validate({**sizes, "schedule": {"name": "zb-h2"}, **sections})
+
+
+def planner(num_tied=0, **sections):
+    run = config(**sections)
+    profile = Profile(COSTS, USUAL["direct"])
+    first = plan_step(run, profile, num_tied)
+    return CandidatePlanner(run, num_tied, first, profile, USUAL), profile
+
+
+def verdicts(lower, upper, latency_ms, health=LinkHealth.SLOW):
+    evidence = Evidence((latency_ms,), 0.0, 0.0, 5.0)
+    ways = ((lower, upper), (upper, lower))
+    return [Verdict(*way, health, latency_ms, 0.0, 6, evidence, "slow") for way in ways]
+
+
+def delegated(candidate):
+    return [str(link) for link, route in candidate.plan.routes.items() if route == "delegated"]
+
+
+def test_a_slow_link_has_three_plans_each_with_its_predicted_step_and_programs_that_run():
+    plans, profile = planner()
+    weighed = plans.weigh(profile, verdicts(2, 3, 30.0))
+    assert weighed.undisturbed_ms == pytest.approx(390.0)
+    assert weighed.in_force_ms == pytest.approx(1110.0)
+    first, same_order, anew = weighed.candidates
+    assert [delegated(each) for each in weighed.candidates] == [[], ["2-3"], ["2-3"]]
+    assert first.step_ms == weighed.in_force_ms
+    assert same_order.plan.schedule == first.plan.schedule
+    assert anew.plan.schedule.name == "adaptive"
+    assert anew.step_ms == pytest.approx(421.0)  # 30 ms, and what delegation costs, once
+    assert anew.step_ms < same_order.step_ms < first.step_ms
+    for candidate in weighed.candidates:
+        check(candidate.programs)
+
+
+def test_healthy_links_leave_the_first_plan_alone():
+    plans, profile = planner()
+    (only,) = plans.weigh(profile, verdicts(2, 3, 0.0, LinkHealth.HEALTHY)).candidates
+    assert only.plan.schedule.name == "zb-h2"
+
+
+def test_after_a_morph_it_predicts_for_the_new_plan_and_its_routes():
+    plans, profile = planner()
+    adapted = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates[2]
+    assert plans.adopt(adapted) == slots_needed(adapted.programs)
+    # Judged on the delegated route: what is usual there is in the latency.
+    assert plans.weigh(profile, verdicts(2, 3, 31.0)).in_force_ms == adapted.step_ms
+    healed = plans.weigh(profile, verdicts(2, 3, 1.0, LinkHealth.HEALTHY))
+    assert healed.in_force_ms == pytest.approx(391.0)
+    assert [delegated(each) for each in healed.candidates] == [[]]
+    assert healed.candidates[0].step_ms == pytest.approx(390.0)
+
+
+def test_slower_ops_alone_call_for_another_order_and_noise_does_not():
+    plans, profile = planner()
+    noisy = replace(profile, costs=replace(COSTS, forward_ms=(10.5, 9.6, 10.0, 10.0)))
+    assert len(plans.weigh(noisy, []).candidates) == 1
+    slower = replace(profile, costs=replace(COSTS, forward_ms=(10.0, 14.0, 10.0, 10.0)))
+    _, anew = plans.weigh(slower, []).candidates
+    assert (delegated(anew), anew.plan.schedule.name) == ([], "adaptive")
+
+
+def test_with_healthy_links_delegable_all_of_them_are_one_candidate_more():
+    plans, profile = planner(adaptation={"enabled": True, "delegates": "any"})
+    *_, every = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates
+    assert delegated(every) == ["0-1", "1-2", "2-3"]
+
+
+def test_routes_that_the_configuration_names_stay():
+    plans, profile = planner(routes={"0-1": "delegated"})
+    weighed = plans.weigh(profile, verdicts(2, 3, 30.0))
+    found = [delegated(each) for each in weighed.candidates]
+    assert found == [["0-1"], ["0-1", "2-3"], ["0-1", "2-3"]]
+
+
+def test_a_tied_gradients_link_is_delegated_too_where_there_is_one():
+    slow = verdicts(0, 3, 30.0)
+    plans, profile = planner(num_tied=1)
+    assert delegated(plans.weigh(profile, slow).candidates[1]) == ["0-3"]
+    plans, profile = planner()
+    assert len(plans.weigh(profile, slow).candidates) == 1
+
+
+def test_evaluation_has_its_slots():
+    plans, profile = planner(evaluation={"every_steps": 5}, data={"held_out_fraction": 0.1})
+    adapted = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates[2]
+    forwards = slots_needed([*map(forward_only, adapted.programs)])
+    slots = plans.adopt(adapted)
+    assert all(slots[channel] >= number for channel, number in forwards.items())
+    assert any(slots[channel] >= number > 1 for channel, number in forwards.items())
+
+
+def test_caps_hold_for_plans_made_anew():
+    plans, profile = planner(schedule={"name": "adaptive", "max_live": 7})
+    anew = plans.weigh(profile, verdicts(2, 3, 60.0)).candidates[-1]
+    assert max(anew.plan.schedule.peak_live("B")) <= 7

@@ -1,0 +1,189 @@
+from math import nan
+
+import numpy as np
+import pytest
+
+from jaxmorph.comparison.matrix_record import MatrixRecord, one_slow_link
+from jaxmorph.config.compare_section import Compare
+from jaxmorph.reporting.matrix_table import matrix_markdown
+from jaxmorph.schedule.ops import Op
+from jaxmorph.schedule.timeline import Timeline
+
+CONDITIONS = [
+    {"name": "healthy"},
+    {"name": "slow", "links": [{"between": [0, 1], "latency_ms": 30.0}]},
+]
+COMPARE = Compare.model_validate(
+    {
+        "systems": ["1f1b", "zb"],
+        "conditions": CONDITIONS,
+        "steps": 3,
+        "repeats": 2,
+        "largest_spread": 1.2,
+        "reference": {"zb": [390.0, None]},
+    }
+)
+PLAN = {
+    "predicted_ms": 390.0, "lower_bound_ms": 380.0, "schedule": "zb-h2", "warmup_forwards": [3, 1],
+    "routes": {"0-1": "direct"}, "regime": "holds queues",
+}  # fmt: skip
+
+
+def steps(condition: int, *step_ms: float) -> dict:
+    """What rank 0 tells of a round, of two stages of which the second is blocked a tenth."""
+    count = len(step_ms)
+    end = np.array([max(step_ms)])
+    timeline = Timeline(((Op.parse("F0"),),), (np.array([0.0]),), (end,))
+    return {
+        "kind": "steps", "condition": condition, "step_ms": list(step_ms),
+        "loss": [5.0 - at for at in range(count)], "bubble_rate": [0.25] * count,
+        "blocking": [[0.0, 0.1]] * count, "dependency": [[0.2, 0.1]] * count,
+        "other": [[0.01, 0.02]] * count, "events": {"lane_down": 1},
+        "timeline": timeline.to_json(), "timeline_ms": sorted(step_ms)[count // 2],
+    }  # fmt: skip
+
+
+def record() -> MatrixRecord:
+    books = MatrixRecord(COMPARE, "made up")
+    books.take("zb", {"kind": "plans", "plans": [PLAN, PLAN | {"predicted_ms": 1110.0}]})
+    return books
+
+
+def test_rounds_of_a_condition_are_one_run_held_against_the_healthy_one():
+    books = record()
+    for told in (steps(0, 400, 402, 404), steps(1, 800, 804, 808), steps(0, 396, 398, 400)):
+        books.take("zb", told)
+    books.take("zb", steps(1, 802, 806, 810))
+    books.finish("zb")
+    matrix = books.matrix({"load": "none"})
+    run = matrix.runs["zb", "slow"]
+    assert run.step_ms is not None
+    assert (run.step_ms.median, run.step_ms.n) == (805.0, 6)
+    assert (run.step_ms.p10, run.step_ms.p90) == (801.0, 809.0)
+    assert run.slowdown == pytest.approx(805 / 400)
+    assert (run.bubble_rate, run.loss) == (0.25, 3.0)
+    assert run.blocking_stall_rate == (0.0, 0.1)
+    assert (run.failed, run.noisy) == (None, None)
+    assert run.plan is not None
+    assert run.plan.predicted_ms == 1110.0
+    assert matrix.runs["zb", "healthy"].reference_ms == 390.0
+    assert run.reference_ms is None
+    assert ("1f1b", "slow") not in matrix.runs
+
+
+def test_training_that_comes_to_nothing_is_a_failed_run():
+    books = record()
+    for told in (steps(0, 400, 402, 404), steps(0, 396, 398, 400) | {"loss": [5.0, nan, nan]}):
+        books.take("zb", told)
+    books.finish("zb")
+    matrix = books.matrix({})
+    assert matrix.runs["zb", "healthy"].failed == "the loss is not finite in 2 of 6 steps"
+    assert matrix.loss_difference is None
+
+
+def test_what_befell_links_is_counted_and_told():
+    books = record()
+    for told in (steps(0, 400, 402, 404), steps(0, 396, 398, 400)):
+        books.take("zb", told)
+    matrix = books.matrix({})
+    assert matrix.runs["zb", "healthy"].events == {"lane_down": 2}
+    assert "- zb, healthy: 2 x lane_down\n" in matrix_markdown(matrix)
+
+
+def test_results_are_the_contracts_fields_and_more():
+    books = record()
+    books.take("zb", steps(0, 400, 402, 404))
+    (run,) = books.matrix({}).to_json()["runs"]
+    assert run["step_ms"] == {"median": 402.0, "p10": 400.4, "p90": 403.6, "n": 3}
+    assert {"system", "condition", "predicted_ms", "bubble_rate", "slowdown", "loss"} <= set(run)
+    assert (run["regime"], run["failed"], run["noisy"]) == ("holds queues", None, None)
+
+
+def test_what_a_failed_system_did_before_stays_and_the_rest_is_there_as_failed():
+    books = record()
+    books.take("zb", steps(0, 400, 402, 404))
+    books.take("zb", steps(1, 800, 801, 802))
+    books.take("zb", steps(0, 400, 402, 404))
+    books.finish("zb", "rank 1 failed: ended by SIGKILL")
+    books.finish("1f1b", "rank 0 failed: no memory")
+    runs = books.matrix({}).runs
+    assert runs["zb", "healthy"].failed is None
+    assert runs["zb", "slow"].failed == ("3 of 6 steps measured: rank 1 failed: ended by SIGKILL")
+    assert runs["1f1b", "slow"].step_ms is None
+    assert runs["1f1b", "slow"].failed == "0 of 6 steps measured: rank 0 failed: no memory"
+    assert set(books.failures) == {"zb", "1f1b"}
+
+
+def test_times_that_spread_too_much_are_noisy():
+    books = record()
+    books.take("zb", steps(0, 400, 400, 480))
+    books.take("zb", steps(0, 400, 500, 500))
+    assert books.matrix({}).runs["zb", "healthy"].noisy == "p90 / p10 is 1.250, above 1.2"
+
+
+def test_the_kept_timeline_is_of_the_step_nearest_to_the_median_of_all_rounds():
+    books = record()
+    assert books.typical_step("zb", "healthy") is None
+    for told in (steps(0, 500, 510, 520), steps(0, 400, 401, 402), steps(0, 400, 403, 404)):
+        books.take("zb", told)
+    kept = books.typical_step("zb", "healthy")
+    assert kept is not None
+    step_ms, timeline = kept
+    assert (step_ms, timeline.makespan_ms) == (403.0, 404.0)
+
+
+TRACED = Compare.model_validate(
+    {
+        "systems": ["zb"],
+        "conditions": [{"name": "healthy"}, {"name": "A", "trace": {"regime": "A"}}],
+        "steps": 3,
+        "repeats": 1,
+    }
+)
+
+
+def test_under_a_trace_what_was_expected_in_the_end_stands_and_steps_may_differ():
+    books = MatrixRecord(TRACED, "made up")
+    books.take("zb", {"kind": "plans", "plans": [PLAN, PLAN]})
+    books.take("zb", {"kind": "plan", "condition": 1, "plan": PLAN | {"predicted_ms": 900.0}})
+    for condition in (0, 1):
+        books.take("zb", steps(condition, 400, 800, 1200))
+    runs = books.matrix({}).runs
+    assert [getattr(runs["zb", name].plan, "predicted_ms", 0) for name in ("healthy", "A")] == [
+        390.0,
+        900.0,
+    ]
+    assert runs["zb", "healthy"].noisy is not None
+    assert runs["zb", "A"].noisy is None
+    assert runs["zb", "A"].total_s == pytest.approx(2.4)
+
+
+def test_a_message_of_no_known_kind_is_refused():
+    with pytest.raises(ValueError, match="no known kind"):
+        record().take("zb", {"kind": "step"})
+
+
+def latency(*between_ms: tuple[int, int, float]) -> dict:
+    links = [{"between": [low, high], "latency_ms": ms} for low, high, ms in between_ms]
+    return {"name": str(between_ms), "links": links}
+
+
+@pytest.mark.parametrize(
+    ("conditions", "expected"),
+    [
+        ([latency(), latency((1, 2, 10.0)), latency((1, 2, 60.0))], ("1-2", (0.0, 10.0, 60.0))),
+        ([latency(), latency((1, 2, 10.0))], ("", ())),
+        ([latency(), latency((1, 2, 60.0)), latency((1, 2, 10.0))], ("", ())),
+        ([latency(), latency((1, 2, 10.0)), latency((2, 3, 20.0))], ("", ())),
+        ([latency(), latency((1, 2, 1.0)), latency((1, 2, 2.0), (1, 2, 3.0))], ("", ())),
+    ],
+)
+def test_conditions_that_differ_in_one_links_latency_are_found(conditions, expected):
+    compare = Compare.model_validate({"conditions": conditions})
+    assert one_slow_link(compare.conditions) == expected
+
+
+def test_conditions_of_which_one_has_a_trace_differ_in_more_than_a_latency():
+    conditions = [latency(), latency((1, 2, 10.0)), latency((1, 2, 60.0)) | {"trace": "x.csv"}]
+    compare = Compare.model_validate({"conditions": conditions})
+    assert one_slow_link(compare.conditions) == ("", ())

@@ -1,0 +1,66 @@
+from typing import get_args
+
+import pytest
+
+from jaxmorph.comparison.systems import SYSTEMS, route_choices, system_config
+from jaxmorph.config import Config
+from jaxmorph.config.compare_section import SystemName
+from jaxmorph.planning.plan_in_force import plan_step, unmeasured_profile
+from jaxmorph.schedule.costs import Link
+
+CONFIG = Config.model_validate(
+    {
+        "run": {"steps": 7},
+        "parallelism": {"stages": 4},
+        "batch": {"microbatches": 8},
+        "optimizer": {"warmup_steps": 5},
+        "routes": {"0-1": "delegated"},
+        "schedule": {"link_ms": {"1-2": 9}},
+        "emulation": {"links": [{"between": [1, 2], "latency_ms": 9.0}]},
+        "compare": {"conditions": [{"name": "healthy"}], "steps": 3, "warmup_steps": 0},
+    }
+)
+
+
+def test_the_configuration_and_the_table_name_the_same_systems():
+    assert set(SYSTEMS) == set(get_args(SystemName))
+    assert all(name == system.name for name, system in SYSTEMS.items())
+
+
+@pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
+def test_a_system_is_its_schedule_and_its_routes_whatever_the_configuration_has(system):
+    own = system_config(CONFIG, system)
+    assert own.schedule.name == system.schedule
+    assert (own.routes.default, own.routes.by_link) == (system.route, {})
+    assert (own.emulation.links, own.schedule.link_ms) == ((), None)
+    assert own.run.steps == 14  # of the comparison, and the warm-up of the rate fits into it
+    assert own.optimizer.warmup_steps == 5
+    made = plan_step(own, unmeasured_profile(own))
+    assert made.schedule.num_chunks == (2 if system.name == "interleaved" else 1)
+
+
+@pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
+def test_only_a_system_that_detects_runs_as_one_that_adapts_by_itself(system):
+    asked = CONFIG.adaptation.model_copy(update={"enabled": True, "intra_step": "on"})
+    own = system_config(CONFIG.model_copy(update={"adaptation": asked}), system)
+    assert own.adapts == system.detects
+    assert own.adaptation.intra_step == ("on" if system.name.startswith("adaptive") else "off")
+
+
+def delegated(system: str, *slow: Link) -> list[set[str]]:
+    """The delegated links of each choice that a system has."""
+    own = system_config(CONFIG, SYSTEMS[system])
+    links = [Link(stage, stage + 1) for stage in range(3)]
+    return [
+        {str(link) for link, route in choice.routes.of_links(links).items() if route != "direct"}
+        for choice in route_choices(own, SYSTEMS[system], slow)
+    ]
+
+
+def test_only_one_that_reroutes_has_a_choice_of_routes():
+    assert delegated("zb", Link(2, 3)) == [set()]
+    assert delegated("zb-delegated", Link(2, 3)) == [{"0-1", "1-2", "2-3"}]
+    assert delegated("adaptive-direct", Link(2, 3)) == [set()]
+    assert delegated("adaptive-detecting", Link(2, 3)) == [set()]  # it is told of no slow link
+    assert delegated("adaptive") == [set(), {"0-1", "1-2", "2-3"}]
+    assert delegated("adaptive", Link(2, 3)) == [{"2-3"}, {"0-1", "1-2", "2-3"}]

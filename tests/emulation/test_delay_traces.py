@@ -1,0 +1,152 @@
+import math
+from itertools import pairwise
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+
+from jaxmorph.emulation.delay_traces import (
+    CALM,
+    CONGESTED,
+    CONGESTED_SHARE,
+    REDRAWN_S,
+    REGIMES,
+    DelayChange,
+    DelayEvent,
+    DelayTrace,
+    EventRanges,
+    draw_events,
+    draw_regime,
+    events_trace,
+)
+from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.problem_links import pipeline_links
+from jaxmorph.transport.link_emulator import LinkCondition
+from jaxmorph.transport.link_trace import read_link_trace
+
+LINKS = pipeline_links(4)
+TABLE_3 = Path(__file__).parents[2] / "configs/traces/adaptra-table3.csv"
+
+
+def of_link(trace: DelayTrace, link: Link) -> list[DelayChange]:
+    return [change for change in trace.changes if change.links == (link,)]
+
+
+@pytest.mark.parametrize("regime", REDRAWN_S)
+def test_delays_of_figure_18_are_normal_never_negative_and_drawn_anew_in_time(regime):
+    trace = draw_regime(regime, LINKS, duration_s=400.0, seed=5)
+    least_s, most_s = REDRAWN_S[regime]
+    for link in LINKS:
+        changes = of_link(trace, link)
+        gaps_s = [after.at - before.at for before, after in pairwise(changes)]
+        assert min(gaps_s) == pytest.approx(least_s, abs=0.02 * most_s)
+        assert max(gaps_s) == pytest.approx(most_s, abs=0.02 * most_s)
+        assert (changes[0].at, 399 < changes[-1].at < 400) == (0.0, True)
+        delays_ms = np.array([change.latency_ms for change in changes])
+        error_ms = 4 * 10 / math.sqrt(len(delays_ms))
+        assert delays_ms.min() >= 0
+        assert delays_ms.mean() == pytest.approx(30.0, abs=error_ms)
+        assert delays_ms.std() == pytest.approx(10.0, abs=error_ms)
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_seed_draws_the_same_delays_and_another_one_others(regime):
+    trace = draw_regime(regime, LINKS, 30.0, seed=1)
+    assert trace == draw_regime(regime, LINKS, 30.0, seed=1)
+    assert trace.changes != draw_regime(regime, LINKS, 30.0, seed=2).changes
+    alone = draw_regime(regime, LINKS[1:2], 30.0, seed=1)
+    assert of_link(alone, LINKS[1]) == of_link(trace, LINKS[1])
+    first, second = ([c.latency_ms for c in of_link(trace, link)][:20] for link in LINKS[:2])
+    assert first != second
+
+
+def test_the_parameters_of_bursty_delays_make_the_published_statistics():
+    normal = NormalDist()
+
+    def share_below(delay_ms: float) -> float:
+        calm, congested = (
+            normal.cdf(math.log(delay_ms / part.median) / part.sigma) for part in (CALM, CONGESTED)
+        )
+        return (1 - CONGESTED_SHARE) * calm + CONGESTED_SHARE * congested
+
+    means = [part.median * math.exp(part.sigma**2 / 2) for part in (CALM, CONGESTED)]
+    mean_ms = (1 - CONGESTED_SHARE) * means[0] + CONGESTED_SHARE * means[1]
+    assert mean_ms == pytest.approx(22.3, abs=0.05)
+    assert share_below(13.0) == pytest.approx(0.5, abs=0.001)
+    assert share_below(79.3) == pytest.approx(0.99, abs=0.0002)
+
+
+def test_bursty_delays_have_the_published_statistics_and_come_in_bursts():
+    trace = draw_regime("bursty", LINKS, duration_s=15_000.0, seed=3)
+    delays_ms = np.array([change.latency_ms for change in trace.changes])
+    assert np.median(delays_ms) == pytest.approx(13.0, rel=0.03)
+    assert delays_ms.mean() == pytest.approx(22.3, rel=0.02)
+    assert np.percentile(delays_ms, 99) == pytest.approx(79.3, rel=0.03)
+    one = np.array([change.latency_ms for change in of_link(trace, LINKS[0])])
+    assert np.corrcoef(one[:-1], one[1:])[0, 1] > 0.5  # drawn one by one it would be 0
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_trace_is_the_same_through_its_table(regime, tmp_path):
+    trace = draw_regime(regime, LINKS, 20.0, seed=4)
+    (tmp_path / "trace.csv").write_text(trace.to_csv())
+    assert read_link_trace(tmp_path / "trace.csv") == trace.conditions()
+
+
+def test_events_are_within_their_ranges_and_one_after_another():
+    ranges = EventRanges((3, 9), (4, 6), (1, 2), (25, 50))
+    events = [
+        event for seed in range(40) for event in _spaced(draw_events(LINKS, 200, seed, ranges), 3)
+    ]
+    assert {event.to_step - event.from_step for event in events} == {4, 5, 6}
+    assert {len(event.links) for event in events} == {1, 2}
+    assert {link for event in events for link in event.links} == set(LINKS)
+    assert all(list(event.links) == sorted(set(event.links)) for event in events)
+    delays_ms = [event.latency_ms for event in events]
+    assert (min(delays_ms), max(delays_ms)) == (25.0, 50.0)
+
+
+def _spaced(events: tuple[DelayEvent, ...], least_gap: int) -> tuple[DelayEvent, ...]:
+    """The events, known to be over by step 200 and apart."""
+    assert events
+    assert events[-1].to_step <= 200
+    for before, after in pairwise(events):
+        assert after.from_step - before.to_step >= least_gap
+    return events
+
+
+def test_events_follow_from_their_seed():
+    assert draw_events(LINKS, 1200, seed=1) == draw_events(LINKS, 1200, seed=1)
+    assert draw_events(LINKS, 1200, seed=1) != draw_events(LINKS, 1200, seed=2)
+    assert draw_events(LINKS, 30, seed=1) == ()
+    (only,) = {event.links for event in draw_events(LINKS[:1], 1200, seed=1)}
+    assert only == LINKS[:1]
+
+
+def test_events_are_emulated_in_their_steps(tmp_path):
+    events = (
+        DelayEvent(3, 5, (Link(0, 1), Link(2, 3)), 40.0),
+        DelayEvent(9, 11, (Link(0, 1),), 5.0),
+    )
+    trace = events_trace(events)
+    assert trace.to_csv() == (
+        "step,links,latency_ms\n3,0-1 2-3,40\n5,0-1 2-3,0\n9,0-1,5\n11,0-1,0\n"
+    )
+    assert trace.conditions()[:3] == [
+        LinkCondition((0, 1), 40.0, from_step=3, to_step=5),
+        LinkCondition((2, 3), 40.0, from_step=3, to_step=5),
+        LinkCondition((0, 1), 0.0, from_step=5, to_step=9),
+    ]
+    (tmp_path / "events.csv").write_text(trace.to_csv())
+    assert read_link_trace(tmp_path / "events.csv") == trace.conditions()
+
+
+def test_table_3_has_nine_events_of_70_steps_on_17_links():
+    slow = [each for each in read_link_trace(TABLE_3) if each.latency_ms]
+    spans = {(each.from_step, each.to_step) for each in slow}
+    assert len(spans) == 9
+    assert all(end - begin == 70 for begin, end in spans if begin is not None and end is not None)
+    assert len(slow) == 17
+    assert sum(each.latency_ms for each in slow) == 30 + 80 + 20 + 150 + 60 + 120 + 40 + 120 + 100
+    assert max(each.between for each in slow) == (6, 7)

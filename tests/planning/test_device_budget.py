@@ -1,0 +1,86 @@
+"""A device that tells its memory bounds the stash where the configuration doesn't."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from jaxmorph.config import Config
+from jaxmorph.errors import UserError
+from jaxmorph.planning.device_budget import with_device_budget
+from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.stage_trainer import StageTrainer
+
+
+@dataclass
+class Meeting:
+    """Rank 0 of two; the other has told its part before."""
+
+    other: dict[str, Any]
+    rank: int = 0
+    told: list[dict[str, Any]] = field(default_factory=list)
+
+    def exchange(self, message):
+        self.told.append(message)
+        return [message, self.other]
+
+
+@dataclass(frozen=True)
+class Device:
+    """One that tells, or doesn't."""
+
+    statistics: tuple[tuple[str, int], ...] | None
+    memories: tuple[str, ...] = ("device", "pinned_host")
+
+    def addressable_memories(self):
+        return [SimpleNamespace(kind=kind) for kind in self.memories]
+
+    def memory_stats(self):
+        return self.statistics and dict(self.statistics)
+
+
+def trainer_on(statistics, *memories) -> StageTrainer:
+    device = Device(statistics and tuple(statistics.items()), memories or Device.memories)
+    executor = SimpleNamespace(placement=SimpleNamespace(device_set={device}))
+    return cast(StageTrainer, SimpleNamespace(executor=executor))
+
+
+def config(**sections) -> Config:
+    return Config.model_validate({"parallelism": {"stages": 2}, **sections})
+
+
+def budget(asked: Config, statistics, other: int | None = 500):
+    meeting = Meeting({"free_bytes": other})
+    made = with_device_budget(asked, cast(Rendezvous, meeting), trainer_on(statistics))
+    return made.schedule.max_stash_bytes, meeting.told
+
+
+ENABLED = {"offload": {"enabled": True, "device_memory_fraction": 0.5}}
+TELLS = {"bytes_limit": 1000, "bytes_in_use": 200}
+
+
+def test_each_stage_gets_a_fraction_of_what_its_device_has_free():
+    assert budget(config(**ENABLED), TELLS) == ((400, 250), [{"free_bytes": 800}])
+
+
+@pytest.mark.parametrize("silent", [(None, 500), (TELLS, None)])
+def test_where_a_device_does_not_tell_there_is_no_cap(silent):
+    assert budget(config(**ENABLED), *silent)[0] is None
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{}, {**ENABLED, "schedule": {"max_live": 3}}, {**ENABLED, "schedule": {"max_stash_bytes": 7}}],
+)
+def test_nobody_asks_where_there_is_a_cap_or_nothing_may_be_offloaded(sections):
+    asked = config(**sections)
+    assert budget(asked, TELLS) == (asked.schedule.max_stash_bytes, [])
+
+
+def test_a_device_without_host_memory_is_refused():
+    meeting = cast(Rendezvous, Meeting({}))
+    says = r"^offload.enabled: got true, .* device of rank 0 has the memories device, and no pinned"
+    with pytest.raises(UserError, match=says):
+        with_device_budget(config(**ENABLED), meeting, trainer_on(TELLS, "device"))
+    with_device_budget(config(), meeting, trainer_on(TELLS, "device"))

@@ -1,0 +1,218 @@
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from jaxmorph.adapting.morph import Morph
+from jaxmorph.config import Config
+from jaxmorph.control.profiler import Profile, Profiler
+from jaxmorph.planning.plan_in_force import PlanInForce
+from jaxmorph.planning.step_programs import lower_step
+from jaxmorph.program.program_text import program_text
+from jaxmorph.runtime.rendezvous import DETAIL
+from jaxmorph.runtime.report import StepTotals
+from jaxmorph.schedule.costs import Limits, StageCosts
+from jaxmorph.schedule.planner import plan
+from jaxmorph.training.bookkeeping import Bookkeeper
+from jaxmorph.training.evaluation import HeldOutLoss
+
+COSTS = StageCosts.uniform(1, 1.0, 1.0, 1.0)
+PLAN = plan(COSTS, {}, Limits(), 1, "zb-h2")
+IN_FORCE = PlanInForce(PLAN, lower_step(PLAN.schedule, Profile(COSTS, {})), rank=0)
+
+
+def _report(forward_ms: float, events=()) -> dict:
+    ops = [["F0", 0.0, forward_ms], ["B0", forward_ms, 20.0], ["W0", 20.0, 30.0]]
+    timings = {"ops": ops, "transfers": [], "arrivals": [], "events": list(events)}
+    return {"compilations": 0, DETAIL: json.dumps(timings)}
+
+
+@pytest.fixture
+def told():
+    """What rank 0 tells of four steps, every second of which is sampled; F grows by 1 ms each."""
+    config = Config.model_validate({"run": {"steps": 4}, "trace": {"every_steps": 2}})
+    messages = []
+    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
+        for step in range(4):
+            report = _report(10.0 + step)
+            bookkeeper.note(step, StepTotals(1.0, 1.0), [report], 0.03)
+    return messages
+
+
+def test_sampled_steps_and_the_last_one_tell_what_ops_cost_by_then(told):
+    kinds = [message["kind"] for message in told]
+    step = ["step", "timelines", "profile"]
+    assert kinds == [*step, "step", *step, *step]
+    profiles = [
+        Profile.from_json(message["profile"]) for message in told if message["kind"] == "profile"
+    ]
+    assert [profile.costs.forward_ms for profile in profiles] == [(10.0,), (11.0,), (11.5,)]
+
+
+def test_a_step_tells_what_its_transfers_took_if_there_were_any():
+    arrival = ["gradient[0] 1>0", 3.0, 35.0]
+    timings = json.loads(_report(1.0)[DETAIL]) | {"arrivals": [arrival]}
+    config, messages = Config.model_validate({"run": {"steps": 9}}), []
+    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
+        for step, report in enumerate([_report(1.0), _report(1.0) | {DETAIL: json.dumps(timings)}]):
+            bookkeeper.note(step, StepTotals(1.0, 1.0), [report], 0.03)
+    told = [m["record"]["link_ms"] for m in messages if m["kind"] == "step"]
+    assert told == [None, {"1>0": 32.0}]
+
+
+def test_steps_around_a_change_leave_their_timelines():
+    config, messages = Config.model_validate({"run": {"steps": 99}}), []
+    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
+        for step in range(10, 19):
+            bookkeeper.note(step, StepTotals(1.0, 1.0), [_report(1.0)], 0.03)
+            if step == 14:
+                bookkeeper.event(step, "plan_changed", "another plan")
+    assert [m["step"] for m in messages if m["kind"] == "timelines"] == [12, 13, 14, 15, 16]
+
+
+def test_a_step_that_was_evaluated_tells_its_held_out_loss_and_no_time_of_it():
+    config, messages = Config.model_validate({"run": {"steps": 9}}), []
+    event = {"time_s": 0.01, "kind": "lane_up", "peer": 1}
+    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
+        told = (StepTotals(1.0, 1.0), [_report(1.0, [event])], 0.03)
+        bookkeeper.note(3, *told, HeldOutLoss(2.5, took_s=100.0))
+        bookkeeper.note(4, *told)
+    first, second = [m["record"] for m in messages if m["kind"] == "step"]
+    assert (first["held_out_loss"], second["held_out_loss"]) == (2.5, None)
+    assert first["step_s"] == 0.03
+    at_s = [m["event"]["time_s"] for m in messages if m["kind"] == "event"]
+    assert at_s[1] - at_s[0] > 99  # the first step was over before it was evaluated
+
+
+class SlowPipe:
+    """Takes messages once it is let."""
+
+    def __init__(self):
+        self.free, self.messages = threading.Event(), []
+
+    def tell(self, message):
+        assert self.free.wait(30)
+        self.messages.append(message)
+
+    def steps(self):
+        return [m["record"]["step"] for m in self.messages if m["kind"] == "step"]
+
+
+def test_all_so_far_is_told_only_when_every_step_before_is():
+    config, pipe = Config.model_validate({"run": {"steps": 9}}), SlowPipe()
+    with Bookkeeper(config, IN_FORCE, Profiler(1), pipe.tell, active=True) as bookkeeper:
+        for step in range(3):
+            bookkeeper.note(step, StepTotals(1.0, 1.0), [_report(1.0)], 0.03)
+        told = bookkeeper.told_so_far()
+        seen = []
+        told.add_done_callback(lambda _: seen.extend(pipe.steps()))
+        assert not told.done()
+        pipe.free.set()
+        told.result(30)
+    assert seen == [0, 1, 2]
+
+
+def test_what_could_not_be_told_is_not_told_so_far():
+    def refuse(message):
+        raise OSError("Broken pipe")
+
+    config = Config.model_validate({"run": {"steps": 9}})
+    bookkeeper = Bookkeeper(config, IN_FORCE, Profiler(1), refuse, active=True)
+    bookkeeper.event(0, "kind", "detail")
+    assert isinstance(bookkeeper.told_so_far().exception(30), OSError)
+    with pytest.raises(OSError, match="Broken pipe"):
+        bookkeeper.__exit__(None)
+
+
+def test_a_rank_without_books_has_told_all():
+    config = Config.model_validate({})
+    with Bookkeeper(config, IN_FORCE, Profiler(1), print, active=False) as bookkeeper:
+        assert bookkeeper.told_so_far().done()
+
+
+def test_steps_that_were_done_are_told_though_the_run_fails():
+    config, pipe = Config.model_validate({"run": {"steps": 9}}), SlowPipe()
+
+    def run():
+        with Bookkeeper(config, IN_FORCE, Profiler(1), pipe.tell, active=True) as bookkeeper:
+            for step in range(3):
+                bookkeeper.note(step, StepTotals(1.0, 1.0), [_report(1.0)], 0.03)
+            threading.Timer(0.05, pipe.free.set).start()
+            raise RuntimeError("a peer is gone")
+
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        run()
+    assert pipe.steps() == [0, 1, 2]
+
+
+def test_what_links_tell_becomes_events_of_the_run_with_link_and_time():
+    restarted = {"time_s": 0.25, "kind": "sidecar_restarted", "generation": 2}
+    lost = {"time_s": 0.5, "kind": "lane_down", "peer": 1, "reason": "reset"}
+    config, messages = Config.model_validate({"run": {"steps": 9}}), []
+    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
+        report = _report(1.0, [restarted, lost])
+        bookkeeper.note(3, StepTotals(1.0, 1.0), [report], 0.03)
+    first, second = [m["event"] for m in messages if m["kind"] == "event"]
+    assert second["time_s"] - first["time_s"] == pytest.approx(0.25)
+    assert [e["step"] for e in (first, second)] == [3, 3]
+    assert (first["kind"], first["link"]) == ("sidecar_restarted", None)
+    assert first["detail"] == "rank 0: generation 2"
+    assert (second["kind"], second["link"]) == ("lane_down", "0-1")
+    assert second["detail"] == "rank 0: reason reset"
+
+
+def test_a_plan_is_adopted_with_what_its_delegated_links_have_got():
+    config, messages = Config.model_validate({}), []
+    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
+        bookkeeper.start("text", 7, [range(1)], equipped="slots: 9 bytes")
+    (adopted,) = [m["event"] for m in messages if m["kind"] == "event"]
+    assert adopted["detail"] == f"{PLAN.reason}; slots: 9 bytes"
+
+
+class OneMorph:
+    """A control loop that has seen all, and says what it was called with."""
+
+    def __init__(self):
+        self.calls = []
+
+    def profile(self, profile):
+        return profile
+
+    def observe(self, step, timeline, samples, probes):
+        self.calls.append(("observe", step, len(timeline.orders[0])))
+        return [
+            {"kind": "straggler_detected", "link": "0-1", "detail": "late", "evidence": {"n": 1}}
+        ]
+
+    def link_states(self):
+        return {"0-1": "slow"}
+
+    def adopted(self, morph):
+        self.calls.append(("adopted", morph.plan.schedule.name))
+        return [{"kind": "plan_changed", "detail": morph.reason}]
+
+
+def test_another_plan_counts_from_the_step_that_runs_it_and_its_events_have_that_step():
+    config, messages = Config.model_validate({"run": {"steps": 9}}), []
+    loop: Any = OneMorph()
+    other = plan(COSTS, {}, Limits(), 1, "adaptive")
+    programs = tuple(map(program_text, IN_FORCE.programs))
+    morph = Morph(other, programs, {}, "it is shorter", {}, {})
+    with Bookkeeper(
+        config, IN_FORCE, Profiler(1), messages.append, active=True, loop=loop
+    ) as bookkeeper:
+        for step in (3, 4):
+            bookkeeper.note(step, StepTotals(1.0, 1.0), [_report(1.0)], 0.03)
+            if step == 3:
+                bookkeeper.adopt(morph, 4)
+    assert loop.calls == [("observe", 3, 3), ("adopted", "adaptive"), ("observe", 4, 3)]
+    records = [m["record"] for m in messages if m["kind"] == "step"]
+    assert [record["schedule"] for record in records] == ["zb-h2", "adaptive"]
+    assert records[0]["link_states"] == {"0-1": "slow"}
+    events = [m["event"] for m in messages if m["kind"] == "event"]
+    told = [
+        (event["step"], event["kind"], event["link"], event.get("evidence")) for event in events
+    ]
+    detected = ("straggler_detected", "0-1", {"n": 1})
+    assert told == [(3, *detected), (4, "plan_changed", None, None), (4, *detected)]

@@ -1,0 +1,36 @@
+import pytest
+
+from jaxmorph.config import Config
+from jaxmorph.errors import UserError
+from jaxmorph.training.cluster import require_one_host
+
+PACED = {"accelerator": {"forward_ms": 5.0, "backward_input_ms": 5.0, "backward_weight_ms": 5.0}}
+
+
+class RanksOn:
+    """A meeting place of ranks on some hosts."""
+
+    def __init__(self, *hosts: str) -> None:
+        self._hosts = hosts
+
+    def exchange(self, _: dict) -> list[dict]:
+        return [{"host": host} for host in self._hosts]
+
+
+def require(emulation: dict, *hosts: str) -> None:
+    config = Config.model_validate({"parallelism": {"stages": 2}, "emulation": emulation})
+    require_one_host(config, RanksOn(*hosts))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("emulation", [PACED, {"trace": {"regime": "A", "duration_s": 1}}])
+def test_what_one_clock_times_is_refused_on_several_hosts(emulation):
+    require(emulation, "one", "one")
+    with pytest.raises(UserError, match="got ranks on 2 hosts, expected one"):
+        require(emulation, "one", "two")
+
+
+def test_a_trace_by_step_may_have_several_hosts(tmp_path):
+    path = tmp_path / "events.csv"
+    path.write_text("step,links,latency_ms\n0,0-1,30\n")
+    require({"trace": str(path)}, "one", "two")
+    require({}, "one", "two")

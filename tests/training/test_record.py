@@ -1,0 +1,116 @@
+import io
+import json
+from dataclasses import asdict
+
+import pytest
+
+from jaxmorph.config import Config
+from jaxmorph.reporting import StepRecord, open_run_directory
+from jaxmorph.reporting.terminal import PlainReporter
+from jaxmorph.schedule.costs import StageCosts
+from jaxmorph.schedule.schedule import Schedule
+from jaxmorph.schedule.simulator import simulate
+from jaxmorph.training import record
+
+STEP = StepRecord(
+    step=0, loss=5.0, grad_norm=1.5, step_s=0.4, tokens_per_s=10_240.0, schedule="zb-h2",
+    warmup_forwards=(1,), routes={}, predicted_step_s=0.39, bubble_rate=0.125, peak_live=(1,),
+    compilations=0,
+)  # fmt: skip
+HEADER = {
+    "data": "some text", "num_parameters": 1, "layers_per_stage": (1,), "schedule": "zb-h2",
+    "warmup_forwards": (1,),
+}  # fmt: skip
+
+
+@pytest.fixture
+def directory(tmp_path):
+    config = Config.model_validate({"run": {"dir": str(tmp_path / "run")}})
+    with open_run_directory(config) as opened:
+        yield opened
+
+
+def test_a_run_lasts_from_its_start_to_its_last_step_and_no_picture_is_timed(
+    directory, monkeypatch
+):
+    now = [100.0]
+
+    def draw_slowly(*_):
+        now[0] += 50.0
+
+    monkeypatch.setattr(record, "save_gantt", draw_slowly)
+    shown = io.StringIO()
+    books = record.RunRecord(Config(), directory, PlainReporter(shown), lambda: now[0])
+    now[0] = 110.0
+    books.take({"kind": "started", "header": HEADER})
+    for now[0] in (111.0, 113.0):
+        books.take({"kind": "step", "record": asdict(STEP)})
+    now[0] = 120.0
+    books.finish()
+    assert "2 in 3.0 s" in shown.getvalue()
+
+
+def test_a_profile_is_written_to_the_run_directory(directory):
+    books = record.RunRecord(Config(), directory, PlainReporter(io.StringIO()))
+    books.take({"kind": "profile", "profile": {"costs": {}, "links": {}}})
+    assert json.loads((directory.path / "profile.json").read_text()) == {"costs": {}, "links": {}}
+
+
+def test_of_many_traces_the_latest_stay(directory):
+    schedule = Schedule.from_rows("hand", ["F0 B0 W0"])
+    timeline = simulate(schedule, StageCosts.uniform(1, 1.0, 1.0, 1.0)).to_json()
+    config = Config.model_validate({"trace": {"keep": 2}})
+    books = record.RunRecord(config, directory, PlainReporter(io.StringIO()))
+    for step in range(5):
+        timelines = {"planned": timeline, "measured": timeline}
+        books.take({"kind": "timelines", "step": step, "timelines": timelines})
+    names = sorted(path.name for path in (directory.path / "trace").iterdir())
+    assert names == ["step_3.json", "step_4.json"]
+
+
+def _timelines(step: int, around_change: bool) -> dict:
+    schedule = Schedule.from_rows("hand", ["F0 B0 W0"])
+    timeline = simulate(schedule, StageCosts.uniform(1, 1.0, 1.0, 1.0)).to_json()
+    return {
+        "kind": "timelines", "step": step, "timelines": {"planned": timeline},
+        "around_change": around_change,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("around", "left"), [({1, 2}, [1, 2, 8, 9]), ({0, 1, 2, 3, 4}, [3, 4, 8, 9])]
+)
+def test_of_many_traces_those_around_a_change_stay_longest_but_no_more_than_half(
+    directory, around, left
+):
+    config = Config.model_validate({"trace": {"keep": 4}})
+    books = record.RunRecord(config, directory, PlainReporter(io.StringIO()))
+    for step in range(10):
+        books.take(_timelines(step, step in around))
+    assert list(directory.traces()) == left
+
+
+def test_the_last_picture_is_of_the_last_step_though_earlier_ones_are_told_later(
+    directory, monkeypatch
+):
+    drawn = []
+    monkeypatch.setattr(record, "save_gantt", lambda _, timelines: drawn.append(list(timelines)))
+    books = record.RunRecord(Config(), directory, PlainReporter(io.StringIO()))
+    books.take({"kind": "step", "record": asdict(STEP)})
+    books.take(_timelines(9, False))
+    books.take(_timelines(7, True))
+    books.finish()
+    assert drawn == [["planned, step 9"]]
+
+
+def test_a_run_that_goes_on_keeps_as_many_traces_as_one_that_did_not_stop(directory):
+    for step in (2, 9, 10, 30):
+        directory.trace_path(step).write_text("{}")
+    timeline = simulate(
+        Schedule.from_rows("hand", ["F0 B0 W0"]), StageCosts.uniform(1, 1.0, 1.0, 1.0)
+    ).to_json()
+    config = Config.model_validate({"trace": {"keep": 2}})
+    books = record.RunRecord(config, directory, PlainReporter(io.StringIO()), first_step=20)
+    assert list(directory.traces()) == [2, 9, 10]
+    books.take({"kind": "timelines", "step": 20, "timelines": {"planned": timeline}})
+    assert list(directory.traces()) == [10, 20]

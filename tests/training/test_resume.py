@@ -1,0 +1,190 @@
+"""Whether a run can go on, told before anything is started."""
+
+import pytest
+
+from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
+from jaxmorph.checkpoints.manifest import Manifest
+from jaxmorph.config import Config, dump_config
+from jaxmorph.data.digest import DataDigest
+from jaxmorph.errors import UserError
+from jaxmorph.training import resume
+from jaxmorph.training.resume import (
+    check_data,
+    check_vocabulary,
+    checkpoint_folder,
+    find_resumption,
+    prepare_checkpoints,
+    require_no_checkpoints,
+    try_named_folder,
+    with_absolute_folder,
+    without_weights,
+)
+
+CONFIG = {
+    "run": {"dir": "runs/was", "steps": 20},
+    "model": {"width": 32, "num_layers": 4, "weights": "somewhere"},
+    "parallelism": {"stages": 2, "layers": [1, 3]},
+}
+
+
+def write_run(directory, steps, config=CONFIG):
+    config = config if isinstance(config, Config) else Config.model_validate(config)
+    directory.mkdir(exist_ok=True)
+    (directory / "config.yaml").write_text(dump_config(config))
+    folder = checkpoint_folder(config, directory)
+    for step in steps:
+        for number in (0, 1):
+            stage_path(folder.unfinished(step), number).mkdir(parents=True)
+        layers = (range(1), range(1, 4))
+        folder.commit(
+            Manifest(step, layers, vocab_size=256, tied=(), config=config, data=DataDigest(9, "ab"))
+        )
+    return directory
+
+
+def test_a_run_goes_on_from_its_last_checkpoint_with_its_overrides(tmp_path):
+    run = write_run(tmp_path, [7, 14])
+    (checkpoint_folder(Config(), run).path / "step_16.unfinished").mkdir()
+    found = find_resumption(run, ["run.steps=30", "optimizer.learning_rate=1e-4"])
+    assert found.manifest.step == 14
+    assert found.config.run.steps == 30
+    assert found.config.optimizer.learning_rate == 1e-4
+    assert found.config.model.options == {"width": 32, "num_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("run.steps=14", "got 14, expected more than the 14 steps that the last checkpoint has"),
+        ("run.dir=runs/other", "got runs/other, expected none: a resumed run goes on in its own"),
+        ("model.width=64", "got 64, expected 32, that of the checkpoint's model"),
+        ("model.num_heads=2", "got 2, expected None, that of the checkpoint's model"),
+        ("model.preset=small", "got small, expected tiny, that of the checkpoint's model"),
+        ("data.held_out_fraction=0.1", "got 0.1, expected 0: what was held out, and what was"),
+        ("checkpoint.dir=/other", "got /other, expected none: a run's checkpoints stay in one"),
+        ("data.sequence_length=64", "got 64, expected 128, that of the checkpoint's model"),
+        ("parallelism.layers=[2,2]", "got [2, 2], expected [1, 3], as the checkpoint is cut (ano"),
+        ("parallelism.layers=even", "got even, expected [1, 3], as the checkpoint is cut"),
+        (
+            "parallelism={stages: 4}",
+            "parallelism.stages: got 4, expected 2, as the checkpoint is cut",
+        ),
+    ],
+)
+def test_what_cannot_go_on_is_one_line_that_names_the_override(tmp_path, override, says):
+    run = write_run(tmp_path, [7, 14])
+    with pytest.raises(UserError) as error:
+        find_resumption(run, [override])
+    assert str(error.value).startswith(f"{override} (command line): {says}")
+
+
+def test_what_does_not_change_the_model_may_change(tmp_path):
+    run = write_run(tmp_path, [7])
+    overrides = ["model.weights=null", "parallelism.layers=auto", "checkpoint.every_steps=3"]
+    assert find_resumption(run, overrides).manifest.step == 7
+
+
+def test_a_directory_that_is_no_runs_is_told_of(tmp_path):
+    with pytest.raises(UserError, match=r"^--resume: got \S+/none, expected a run's directory, w"):
+        find_resumption(tmp_path / "none", [])
+
+
+def test_a_run_without_a_whole_checkpoint_is_told_of(tmp_path):
+    run = write_run(tmp_path, [])
+    (tmp_path / "checkpoints" / "step_7.unfinished").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"^--resume: got no checkpoint in \S+/checkpoints, expect"):
+        find_resumption(run, [])
+
+
+def test_another_vocabulary_is_another_model(tmp_path):
+    manifest = find_resumption(write_run(tmp_path, [7]), []).manifest
+    check_vocabulary(manifest, 256)
+    with pytest.raises(UserError, match=r"^data.vocab_size: got 300, expected 256"):
+        check_vocabulary(manifest, 300)
+
+
+def test_checkpoints_may_be_elsewhere_but_not_among_another_runs(tmp_path):
+    elsewhere = CONFIG | {"checkpoint": {"dir": str(tmp_path / "elsewhere")}}
+    config = Config.model_validate(elsewhere)
+    require_no_checkpoints(config)
+    run = write_run(tmp_path / "run", [7], elsewhere)
+    assert CheckpointFolder(tmp_path / "elsewhere").steps() == (7,)
+    assert find_resumption(run, []).manifest.step == 7
+    with pytest.raises(UserError, match=r"^checkpoint.dir: got \S+, which has another run's"):
+        require_no_checkpoints(config)
+
+
+def test_what_was_left_half_done_goes_before_a_run_begins(tmp_path):
+    run = write_run(tmp_path / "run", [7])
+    folder = checkpoint_folder(Config(), run)
+    folder.unfinished(9).mkdir()
+    prepare_checkpoints(Config(), run)
+    assert [path.name for path in folder.path.iterdir()] == ["step_7"]
+
+
+def test_a_run_that_saves_nothing_has_no_folder_for_it(tmp_path):
+    prepare_checkpoints(Config.model_validate({"checkpoint": {"every_steps": 0}}), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_training(tmp_path):
+    (tmp_path / "file").write_text("precious")
+    config = Config.model_validate({"checkpoint": {"dir": str(tmp_path / "file" / "in")}})
+    with pytest.raises(UserError, match=r"^checkpoint.dir: \S+/file/in: cannot be made: Not a dir"):
+        prepare_checkpoints(config, tmp_path)
+
+
+def test_a_run_that_goes_on_reads_no_initial_weights():
+    config = without_weights(Config.model_validate(CONFIG))
+    assert config.model.weights is None
+    assert config.model.options == {"width": 32, "num_layers": 4}
+
+
+def test_data_that_changed_under_the_same_name_are_not_gone_on_with(tmp_path):
+    found = find_resumption(write_run(tmp_path, [7]), [])
+    check_data(found.manifest, found.config, DataDigest(9, "ab"))
+    for changed in (DataDigest(10, "ab"), DataDigest(9, "cd")):
+        with pytest.raises(UserError, match=r"^data.path: got \d+ tokens, expected the 9 that the"):
+            check_data(found.manifest, found.config, changed)
+    other = find_resumption(tmp_path, ["data.path=other.txt"])
+    check_data(other.manifest, other.config, DataDigest(10, "cd"))
+
+
+def test_a_named_folder_is_the_same_from_another_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = with_absolute_folder(Config.model_validate(CONFIG | {"checkpoint": {"dir": "saved"}}))
+    run = write_run(tmp_path / "run", [7], config)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert find_resumption(run, []).manifest.step == 7
+    assert find_resumption(run, ["checkpoint.dir=../saved"]).manifest.step == 7
+    with pytest.raises(UserError, match=r"got \S+/elsewhere/saved, expected \S+/saved: a run's"):
+        find_resumption(run, ["checkpoint.dir=saved"])
+
+
+def test_a_named_folder_is_tried_before_anything_is_begun(tmp_path):
+    (tmp_path / "file").write_text("precious")
+    named = Config.model_validate({"checkpoint": {"dir": str(tmp_path / "file" / "in")}})
+    with pytest.raises(UserError, match=r"^checkpoint.dir: \S+/file/in: cannot be made: Not a dir"):
+        try_named_folder(named)
+    good = {"run": {"dir": str(tmp_path / "run")}, "checkpoint": {"dir": str(tmp_path / "saved")}}
+    try_named_folder(Config.model_validate(good))
+    assert not list((tmp_path / "saved").iterdir())
+
+
+def test_nothing_is_made_in_a_directory_that_the_run_has_yet_to_claim(tmp_path):
+    inside = {"run": {"dir": str(tmp_path / "run")}, "checkpoint": {"dir": f"{tmp_path}/run/saved"}}
+    try_named_folder(Config.model_validate(inside))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_to_is_told(tmp_path, monkeypatch):
+    def full(**_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(resume, "TemporaryFile", full)
+    named = Config.model_validate({"checkpoint": {"dir": str(tmp_path / "saved")}})
+    with pytest.raises(
+        UserError, match=r"^checkpoint.dir: \S+/saved: cannot be written to: No spa"
+    ):
+        try_named_folder(named)
