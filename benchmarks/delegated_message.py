@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmorph.program.channels import Channel
 from jaxmorph.program.instructions import Payload, Transfer
-from jaxmorph.runtime.copy_tiers import choose_tier
+from jaxmorph.runtime.copy_tiers import AtOnceTier, choose_tier
 from jaxmorph.runtime.data_plane import open_data_plane
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute
@@ -159,7 +159,7 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
     uses = {channel: SlotUse(each, each.shape[0]) for channel, each in payloads.items()}
     specs = [ChannelSpec(channel_name(channel), uses[channel].slot_bytes, 2) for channel in uses]
     programs = direct_programs(payloads, mesh, answered=False)
-    tier = choose_tier(placement)
+    tier = AtOnceTier(choose_tier(placement))
     outgoing, incoming = (specs, []) if rank == 0 else ([], specs)
     with open_data_plane(rendezvous, outgoing, incoming, start=StampedPlane.start) as plane:
         assert isinstance(plane, StampedPlane)

@@ -128,6 +128,17 @@ class _HostCallbackProgram:
         _fill(*self._open.pop(number), high << 32 | low, payload)
 
 
+def _is_on_host(placement: Sharding) -> bool:
+    """Whether arrays kept so lie in memory that this process reads, each of them whole."""
+    first, *others = placement.device_set
+    return not others and first.platform == "cpu"
+
+
+def is_ready(value: jax.Array) -> bool:
+    """Whether an array has been computed, or has failed to be."""
+    return value.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def _fill(slot: OutgoingSlot, tag: tuple[int, ...], address: int, payload: np.ndarray) -> None:
     """Copy a payload to where its slot is, and say so."""
     payload = np.ascontiguousarray(payload)
@@ -136,6 +147,12 @@ def _fill(slot: OutgoingSlot, tag: tuple[int, ...], address: int, payload: np.nd
     ctypes.memmove(address, payload.ctypes.data, payload.nbytes)
     slot.post(payload.nbytes, tag)
     slot.complete()
+
+
+def _fill_in_place(value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]) -> None:
+    """Fill a slot with part of an array that is in host memory and has been computed."""
+    payload = np.asarray(value).reshape(-1)  # the same memory
+    _fill(slot, tuple(tag), slot.address, payload[part.start : part.stop])
 
 
 def _of_part(call: Any, length: int) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
@@ -158,7 +175,7 @@ class IoCallbackTier:
 
     def compile(self, use: SlotUse, placement: Sharding) -> CopyProgram:
         """The program for payloads of a shape, compiled for where they are kept."""
-        if {device.platform for device in placement.device_set} == {"cpu"}:
+        if _is_on_host(placement):
             return _InPlaceProgram(use, placement)
         return _HostCallbackProgram(_embed_io_callback, use, placement)
 
@@ -186,8 +203,7 @@ class _InPlaceProgram:
     def _copy(self, first: np.ndarray, control: np.ndarray) -> None:
         del first  # it came with the rest of the payload
         slot, tag, value, part = self._open.pop(int(control[-2]))
-        payload = np.asarray(value).reshape(-1)  # the same memory
-        _fill(slot, tag, slot.address, payload[part.start : part.stop])
+        _fill_in_place(value, part, slot, tag)
 
 
 def _embed_buffer_callback(copy: Callable[..., None]) -> Any:
@@ -211,6 +227,39 @@ def _embed_io_callback(copy: Callable[..., None]) -> Any:
         return words[-2:-1].copy()
 
     return lambda payload, control: io_callback(called, _TICKET, payload, control, ordered=False)
+
+
+class AtOnceTier:
+    """Copies what lies computed in host memory without any program, which would cost far more.
+
+    Args:
+        otherwise: The tier for what is still being computed, and for other memory.
+    """
+
+    def __init__(self, otherwise: CopyTier) -> None:
+        self.name = otherwise.name
+        self._otherwise = otherwise
+
+    def compile(self, use: SlotUse, placement: Sharding) -> CopyProgram:
+        """The program for payloads of a shape, compiled for where they are kept."""
+        program = self._otherwise.compile(use, placement)
+        return _AtOnce(program) if _is_on_host(placement) else program
+
+
+class _AtOnce:
+    """Copies at once where it can."""
+
+    def __init__(self, otherwise: CopyProgram) -> None:
+        self._otherwise = otherwise
+
+    def start(
+        self, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
+    ) -> jax.Array:
+        """Copy now, or dispatch a copy; see `CopyProgram`."""
+        if not is_ready(value):
+            return self._otherwise.start(value, part, slot, tag)
+        _fill_in_place(value, part, slot, tag)
+        return value
 
 
 def host_callback_tiers() -> list[CopyTier]:

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxmorph.program.channels import Channel, channel_of
-from jaxmorph.runtime.copy_tiers import CopyProgram, CopyTier
+from jaxmorph.runtime.copy_tiers import CopyProgram, CopyTier, is_ready
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.payloads import SlotUse, channel_name
 from jaxmorph.runtime.routes import AbandonedEpochError, Moved, Posting, TransferMismatchError
@@ -338,7 +338,7 @@ class _Copy:
     @property
     def is_over(self) -> bool:
         """Whether waiting for it would return, or raise, at once."""
-        return self.ticket.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+        return is_ready(self.ticket)
 
     def finish(self) -> None:
         """Wait until it is over; after an error its slot is no longer waited for by the peer."""

@@ -1,7 +1,9 @@
 """What the channels of a pipeline carry, and in how many parts it travels through slots."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +36,12 @@ class SlotUse:
     payload: PayloadShape
     part_elements: int
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         """Elements of a whole payload."""
-        return int(np.prod(self.payload.shape, dtype=np.int64))
+        return math.prod(self.payload.shape)
 
-    @property
+    @cached_property
     def parts(self) -> list[range]:
         """The elements of each part, in the order in which they travel."""
         starts = range(0, self.num_elements, self.part_elements)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmorph.program.channels import Channel
 from jaxmorph.program.instructions import RankProgram
-from jaxmorph.runtime.copy_tiers import choose_tier
+from jaxmorph.runtime.copy_tiers import AtOnceTier, choose_tier
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.direct_probe import probe_direct
@@ -153,7 +153,7 @@ class StageTrainer:
         self._online: OnlineDispatcher | None = None
         if plane is not None:
             uses = _slot_uses(payloads, settings)
-            tier, check = choose_tier(placement), self._queue.raise_error
+            tier, check = AtOnceTier(choose_tier(placement)), self._queue.raise_error
             self.delegated = DelegatedRoute(plane, uses, rank, placement, tier, check)
             routes["delegated"] = self.delegated
             timeout_s = settings.transfer_timeout_s

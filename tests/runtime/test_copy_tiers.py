@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jaxmorph.runtime.copy_tiers import choose_tier, control_words, host_callback_tiers
+from jaxmorph.runtime.copy_tiers import (
+    AtOnceTier,
+    choose_tier,
+    control_words,
+    host_callback_tiers,
+)
 from jaxmorph.runtime.links import PayloadShape
 from jaxmorph.runtime.payloads import SlotUse
 
@@ -41,6 +46,22 @@ class Broken:
 
     def compile(self, use, placement):
         raise NotImplementedError("no such device")
+
+
+class Counting:
+    """Counts what it is asked to copy."""
+
+    name = "counting"
+
+    def __init__(self):
+        self.started = 0
+
+    def compile(self, use, placement):
+        return self
+
+    def start(self, value, part, slot, tag):
+        self.started += 1
+        return "a ticket"
 
 
 class Forgetful:
@@ -105,3 +126,34 @@ def test_the_first_tier_that_really_copies_is_chosen_and_the_others_are_named(ca
 def test_without_any_that_works_the_error_says_why_of_each():
     with pytest.raises(RuntimeError, match=r"broken: .*no such device.*; forgetful: .*bytes that"):
         choose_tier(PLACEMENT, [Broken(), Forgetful()])
+
+
+class NotReady:
+    """An array that is still being computed."""
+
+    def is_ready(self):
+        return False
+
+
+def test_what_lies_computed_in_host_memory_is_copied_by_no_program():
+    use = SlotUse(PayloadShape((2, 3), jnp.dtype("float32")), 4)
+    program = AtOnceTier(Counting()).compile(use, PLACEMENT)
+    values = jax.block_until_ready(jnp.arange(6, dtype=jnp.float32).reshape(2, 3))
+    slots = [Slot(sequence, 16) for sequence in (0, 1)]
+    for slot, part in zip(slots, use.parts, strict=True):
+        assert program.start(values, part, slot, (7,)).is_ready()
+    assert [slot.said for slot in slots] == [
+        [("post", 16, (7,), np.True_), "complete"],
+        [("post", 8, (7,), np.True_), "complete"],
+    ]
+    arrived = np.concatenate([slot.payload.view(np.float32) for slot in slots])[:6]
+    assert arrived.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_what_is_being_computed_is_left_to_the_program_behind_it():
+    use = SlotUse(PayloadShape((2,), jnp.dtype("float32")), 2)
+    behind = Counting()
+    program = AtOnceTier(behind).compile(use, PLACEMENT)
+    slot = Slot(0, 8)
+    assert program.start(NotReady(), range(2), slot, (7,)) == "a ticket"
+    assert (behind.started, slot.said) == (1, [])

@@ -45,7 +45,7 @@ class Pair:
 
     def __init__(self, tier=None, check=lambda: None, **kind):
         placement = SingleDeviceSharding(jax.devices()[0])
-        tier = tier or choose_tier(placement)
+        tier = tier or AtOnceTier(choose_tier(placement))
         specs = [
             ChannelSpec(channel_name(channel), use.slot_bytes, 2)
             for channel, use in uses(**kind).items()
