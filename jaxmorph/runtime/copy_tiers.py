@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from jaxmorph.runtime.host_memory import is_on_host
 from jaxmorph.runtime.links import PayloadShape
 from jaxmorph.runtime.payloads import SlotUse
 from jaxmorph.transport.plane import OutgoingSlot
@@ -128,12 +129,6 @@ class _HostCallbackProgram:
         _fill(*self._open.pop(number), high << 32 | low, payload)
 
 
-def _is_on_host(placement: Sharding) -> bool:
-    """Whether arrays kept so lie in memory that this process reads, each of them whole."""
-    first, *others = placement.device_set
-    return not others and first.platform == "cpu"
-
-
 def is_ready(value: jax.Array) -> bool:
     """Whether an array has been computed, or has failed to be."""
     return value.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
@@ -175,7 +170,7 @@ class IoCallbackTier:
 
     def compile(self, use: SlotUse, placement: Sharding) -> CopyProgram:
         """The program for payloads of a shape, compiled for where they are kept."""
-        if _is_on_host(placement):
+        if is_on_host(placement):
             return _InPlaceProgram(use, placement)
         return _HostCallbackProgram(_embed_io_callback, use, placement)
 
@@ -243,7 +238,7 @@ class AtOnceTier:
     def compile(self, use: SlotUse, placement: Sharding) -> CopyProgram:
         """The program for payloads of a shape, compiled for where they are kept."""
         program = self._otherwise.compile(use, placement)
-        return _AtOnce(program) if _is_on_host(placement) else program
+        return _AtOnce(program) if is_on_host(placement) else program
 
 
 class _AtOnce:

@@ -20,6 +20,7 @@ from jax.sharding import Sharding
 
 from jaxmorph.program.channels import Channel, channel_of
 from jaxmorph.runtime.copy_tiers import CopyProgram, CopyTier, is_ready
+from jaxmorph.runtime.host_memory import for_program
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.payloads import SlotUse, channel_name
 from jaxmorph.runtime.routes import AbandonedEpochError, Moved, Posting, TransferMismatchError
@@ -152,7 +153,7 @@ class DelegatedRoute:
             posted_s, landed_s = min(posted_s, slot.posted_s), max(landed_s, slot.landed_s)
             _copy_out(slot, whole, part, identity)
         payload = whole.reshape(receiver.use.payload.shape)
-        return Moved(jax.device_put(payload, self._placement), posted_s, landed_s)
+        return Moved(for_program(payload, self._placement), posted_s, landed_s)
 
     def has_come(self, identity: TransferIdentity) -> bool:
         """Whether a message is here, so that `take` would wait for nothing."""

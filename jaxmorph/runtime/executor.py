@@ -38,6 +38,7 @@ from jaxmorph.program.instructions import (
 )
 from jaxmorph.program.pipeline import Place
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies, wait_for
+from jaxmorph.runtime.host_memory import for_program
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.online_dispatch import OnlineDispatcher
 from jaxmorph.runtime.pacing import Pace
@@ -403,11 +404,11 @@ class Executor:
             return state.loss_weight
         return state.buffer(BufferKind.OUTPUT_GRADIENT, op)
 
-    def _from_host(self, values: np.ndarray | None, op: Op, state: _Step) -> jax.Array:
+    def _from_host(self, values: np.ndarray | None, op: Op, state: _Step) -> jax.Array | np.ndarray:
         if values is None:
             raise ValueError(f"{op} reads its microbatch from the host: none given")
         at = op.microbatch - state.inputs.first_microbatch
-        return jax.device_put(values[at], self.placement)
+        return for_program(values[at], self.placement)
 
 
 def _arrival(transfer: Transfer, moved: Moved) -> Stamp:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import jax
+import numpy as np
 
 from jaxmorph.runtime.identity import TransferIdentity
 
@@ -22,15 +23,15 @@ class Moved:
     """A transfer as one end of it saw it.
 
     Attributes:
-        value: The payload at the receiving end; at the sending end an array that is ready when
-            the transfer is over.
+        value: The payload at the receiving end, as a program is to be given it (`host_memory`);
+            at the sending end an array that is ready when the transfer is over.
         peer_arrived_s: When the other end came to the transfer, by the queue's clock; None where
             nobody asked.
         over_s: When the transfer was over, by the same clock, where that isn't when both ends had
             come: an emulated link holds the queues for longer, and a delegated message lands later.
     """
 
-    value: jax.Array
+    value: jax.Array | np.ndarray
     peer_arrived_s: float | None = None
     over_s: float | None = None
 

@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxmorph.program.channels import Channel, channel_of
 from jaxmorph.program.instructions import Payload, Transfer
-from jaxmorph.runtime.copy_tiers import choose_tier, host_callback_tiers
+from jaxmorph.runtime.copy_tiers import AtOnceTier, choose_tier, host_callback_tiers
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.links import PayloadShape
