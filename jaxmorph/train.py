@@ -1,34 +1,73 @@
-"""A training run as one rank sees it, from its stage's parameters to the last step."""
+"""A training run as one rank sees it, from its stage's parameters to the last step.
+
+`train` is the whole of it; what it does comes below in the order in which it happens.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxmorph.adapting.adaptation import Adaptation, open_control_loop
-from jaxmorph.checkpoints.saver import CheckpointError
+from jaxmorph.checkpoints.saver import CheckpointError, CheckpointSaver
 from jaxmorph.config import Config
 from jaxmorph.data import ReadAhead
 from jaxmorph.emulation.link_settings import agree_on_origin_s, emulated_conditions, untimed
 from jaxmorph.planning.device_budget import with_device_budget
-from jaxmorph.planning.first_plan import plan_by_timings, settle_garbage
-from jaxmorph.planning.layer_choice import choose_layers, measured_on_rank_0
+from jaxmorph.planning.first_plan import FirstPlan, plan_by_timings, settle_garbage
+from jaxmorph.planning.layer_choice import LayerChoice, choose_layers, measured_on_rank_0
 from jaxmorph.reporting.run_directory import RESUMED
 from jaxmorph.runtime.compilations import CompilationCounter
 from jaxmorph.runtime.emulated_links import EmulatedLinks
+from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import rank_report, total
+from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
 from jaxmorph.stage.parameter_count import parameter_count
 from jaxmorph.training.bookkeeping import Bookkeeper
 from jaxmorph.training.evaluation import Evaluation, with_room_to_evaluate
 from jaxmorph.training.gradients import apply_gradients
 from jaxmorph.training.open_stage import open_stage
 from jaxmorph.training.run_checkpoints import RunCheckpoints
-from jaxmorph.training.run_parts import load_parts, step_reader
+from jaxmorph.training.run_parts import RunParts, load_parts, step_reader
 from jaxmorph.training.stage_settings import stage_settings
+from jaxmorph.transport.link_emulator import LinkCondition
 
 Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a rank has loaded, or come to with the others, before its stage is compiled."""
+
+    config: Config
+    rendezvous: Rendezvous
+    checkpoints: RunCheckpoints
+    first_step: int
+    parts: RunParts
+    cut: LayerChoice
+    settings: StageSettings
+    conditions: tuple[LinkCondition, ...]
+    links: EmulatedLinks
+    read: Callable[[int], StepInputs]
+
+    @property
+    def num_tied(self) -> int:
+        return len(self.parts.model.tied)
+
+
+@dataclass(frozen=True)
+class _BesideSteps:
+    """What goes along with the steps: it evaluates, tells, saves and adapts."""
+
+    compilations: CompilationCounter
+    evaluation: Evaluation
+    bookkeeper: Bookkeeper
+    saver: CheckpointSaver
+    adaptation: Adaptation
 
 
 def train(
@@ -51,81 +90,161 @@ def train(
         UserError: If model, data and sizes don't fit one another.
         CheckpointError: If the last state could not be saved.
     """
-    rank = rendezvous.rank
     compilations = CompilationCounter()
+    run = _load(config, rendezvous, directory, first_step)
+    with (
+        open_stage(run.config, rendezvous, run.parts.model, run.settings, run.links) as trainer,
+        ReadAhead(run.read, first_step) as inputs,
+    ):
+        run = _take_up_state(run, trainer)
+        first = _plan(run, trainer)
+        _begin_time(run, trainer)
+        with _open_beside_steps(run, trainer, first, tell, compilations) as beside:
+            _tell_start(run, first, beside.bookkeeper)
+            _take_steps(run, trainer, inputs, first, beside)
+            failure = beside.saver.finish()
+        _require_saved(rendezvous, failure)
+
+
+def _load(config: Config, rendezvous: Rendezvous, directory: Path, first_step: int) -> _Run:
+    """Model, data and the checkpoint to go on from; and all ranks agree on the cut."""
     checkpoints = RunCheckpoints(config, directory, first_step)
     config = checkpoints.starting_config
     parts = load_parts(config)
     checkpoints.require_shared(rendezvous)
     measure = partial(measured_on_rank_0, config, parts.model, parts.batches)
     cut = checkpoints.cut or choose_layers(config, rendezvous, parts.model.num_layers, measure)
-    read = step_reader(config, parts.batches, rank)
-    conditions, links = emulated_conditions(config), EmulatedLinks()
-    settings = stage_settings(config, cut.layers, rank, adapts=config.adapts)
-    num_tied = len(parts.model.tied)
+    return _Run(
+        config,
+        rendezvous,
+        checkpoints,
+        first_step,
+        parts,
+        cut,
+        settings=stage_settings(config, cut.layers, rendezvous.rank, adapts=config.adapts),
+        conditions=emulated_conditions(config),
+        links=EmulatedLinks(),
+        read=step_reader(config, parts.batches, rendezvous.rank),
+    )
+
+
+def _take_up_state(run: _Run, trainer: StageTrainer) -> _Run:
+    """The checkpoint's state, if there is one; and the memory that compiled stages leave."""
+    run.checkpoints.restore(trainer, run.settings.own_stages(run.rendezvous.rank))
+    return replace(run, config=with_device_budget(run.config, run.rendezvous, trainer))
+
+
+def _plan(run: _Run, trainer: StageTrainer) -> FirstPlan:
+    """A few steps are measured, on links as they are before the first step, and one is planned."""
+    run.links.emulate(untimed(run.conditions))
+    make_room = partial(with_room_to_evaluate, run.config)
+    inputs = run.read(0)
+    return plan_by_timings(run.config, run.rendezvous, trainer, inputs, run.num_tied, make_room)
+
+
+def _begin_time(run: _Run, trainer: StageTrainer) -> None:
+    """From here on it is training's time: of its patience with ranks, and of links that change."""
+    settle_garbage()
+    trainer.events()  # those of the start
+    run.rendezvous.limit(run.config.timeouts.step_s)
+    run.links.emulate(run.conditions, agree_on_origin_s(run.rendezvous))
+
+
+@contextmanager
+def _open_beside_steps(
+    run: _Run,
+    trainer: StageTrainer,
+    first: FirstPlan,
+    tell: Callable[[Message], None],
+    compilations: CompilationCounter,
+) -> Iterator[_BesideSteps]:
+    """What goes along with the steps; rank 0 decides and tells, and every rank saves."""
+    config, rendezvous, in_force = run.config, run.rendezvous, first.in_force
+    leads = rendezvous.rank == 0
+    evaluation = Evaluation(config, rendezvous, trainer, in_force.programs, run.parts.held_out)
     with (
-        open_stage(config, rendezvous, parts.model, settings, links) as trainer,
-        ReadAhead(read, first_step) as inputs,
+        open_control_loop(config, first, run.num_tied, active=leads) as loop,
+        Bookkeeper(
+            config,
+            in_force,
+            first.profiler,
+            tell,
+            active=leads,
+            first_step=run.first_step,
+            loop=loop,
+        ) as bookkeeper,
+        _open_saver(run, bookkeeper) as saver,
     ):
-        checkpoints.restore(trainer, settings.own_stages(rank))
-        config = with_device_budget(config, rendezvous, trainer)
-        links.emulate(untimed(conditions))
-        make_room = partial(with_room_to_evaluate, config)
-        first = plan_by_timings(config, rendezvous, trainer, read(0), num_tied, make_room)
-        in_force = first.in_force
-        settle_garbage()
-        trainer.events()  # those of the start
-        rendezvous.limit(config.timeouts.step_s)
-        links.emulate(conditions, agree_on_origin_s(rendezvous))
-        program = in_force.program
-        evaluation = Evaluation(config, rendezvous, trainer, in_force.programs, parts.held_out)
-        with (
-            open_control_loop(config, first, num_tied, active=rank == 0) as loop,
-            Bookkeeper(
-                config,
-                in_force,
-                first.profiler,
-                tell,
-                active=rank == 0,
-                first_step=first_step,
-                loop=loop,
-            ) as bookkeeper,
-            checkpoints.saver(
-                rendezvous,
-                settings,
-                bookkeeper.event,
-                bookkeeper.told_so_far,
-                vocab_size=parts.vocab_size,
-                tied=parts.model.tied,
-                data=parts.data,
-            ) as saver,
-        ):
-            num_parameters = parameter_count(parts.model)
-            bookkeeper.start(parts.source, num_parameters, cut.layers, cut.reason, first.equipped)
-            if first_step > 0:
-                bookkeeper.event(first_step, RESUMED, checkpoints.origin)
-            last_step = config.run.steps - 1
-            adaptation = Adaptation(rendezvous, trainer, bookkeeper, loop, last_step)
-            barrier_s = time.monotonic()
-            for step in range(first_step, config.run.steps):
-                outcome = trainer.run(program, next(inputs), step)
-                norm, compiled = trainer.squared_norm(), compilations.count
-                report, timings = rank_report(outcome, norm, barrier_s, compiled, trainer.events())
-                told = report | saver.told() | adaptation.told(step)
-                reports = rendezvous.exchange(told, timings | adaptation.probed())
-                began_s, barrier_s = barrier_s, time.monotonic()
-                totals = total(reports)
-                apply_gradients(trainer, totals, config.optimizer.clip_norm)
-                step_s, held_out = barrier_s - began_s, evaluation.after(step)
-                barrier_s += held_out.took_s
-                bookkeeper.note(step, totals, reports, step_s, held_out)
-                saver.heed(reports)
-                if config.checkpoint.is_due(step + 1, config.run.steps):
-                    saver.save(step + 1, trainer.state)
-                if (morphed := adaptation.heed(step, reports)) is not None:
-                    program = morphed
-                    evaluation.adopt(program)
-            failure = saver.finish()
-        if failure:
-            rendezvous.exchange({})  # rank 0 has told of it, and no rank ends before
-            raise CheckpointError(f"the last state could not be saved: {failure}")
+        adaptation = Adaptation(rendezvous, trainer, bookkeeper, loop, config.run.steps - 1)
+        yield _BesideSteps(compilations, evaluation, bookkeeper, saver, adaptation)
+
+
+def _open_saver(run: _Run, bookkeeper: Bookkeeper) -> CheckpointSaver:
+    return run.checkpoints.saver(
+        run.rendezvous,
+        run.settings,
+        bookkeeper.event,
+        bookkeeper.told_so_far,
+        vocab_size=run.parts.vocab_size,
+        tied=run.parts.model.tied,
+        data=run.parts.data,
+    )
+
+
+def _tell_start(run: _Run, first: FirstPlan, bookkeeper: Bookkeeper) -> None:
+    cut, num_parameters = run.cut, parameter_count(run.parts.model)
+    bookkeeper.start(run.parts.source, num_parameters, cut.layers, cut.reason, first.equipped)
+    if run.first_step > 0:
+        bookkeeper.event(run.first_step, RESUMED, run.checkpoints.origin)
+
+
+def _take_steps(
+    run: _Run,
+    trainer: StageTrainer,
+    inputs: ReadAhead[StepInputs],
+    first: FirstPlan,
+    beside: _BesideSteps,
+) -> None:
+    """All steps. One lasts from the meeting that ends the one before to the meeting that ends it.
+
+    The update and what the step leaves to be done come after the meeting: they are in the next
+    step's time, but for an evaluation, which is in none.
+    """
+    config, program = run.config, first.in_force.program
+    barrier_s = time.monotonic()
+    for step in range(run.first_step, config.run.steps):
+        outcome = trainer.run(program, next(inputs), step)
+        reports = _meet(run, trainer, beside, step, outcome, barrier_s)
+        began_s, barrier_s = barrier_s, time.monotonic()
+        totals = total(reports)
+        apply_gradients(trainer, totals, config.optimizer.clip_norm)
+        step_s, held_out = barrier_s - began_s, beside.evaluation.after(step)
+        barrier_s += held_out.took_s
+        beside.bookkeeper.note(step, totals, reports, step_s, held_out)
+        beside.saver.heed(reports)
+        if config.checkpoint.is_due(step + 1, config.run.steps):
+            beside.saver.save(step + 1, trainer.state)
+        if (morphed := beside.adaptation.heed(step, reports)) is not None:
+            program = morphed
+            beside.evaluation.adopt(program)
+
+
+def _meet(
+    run: _Run,
+    trainer: StageTrainer,
+    beside: _BesideSteps,
+    step: int,
+    outcome: StepOutcome,
+    began_s: float,
+) -> list[Message]:
+    """The end of a step: every rank tells its part of it, and hears all ranks' reports."""
+    norm, compiled = trainer.squared_norm(), beside.compilations.count
+    report, timings = rank_report(outcome, norm, began_s, compiled, trainer.events())
+    told = report | beside.saver.told() | beside.adaptation.told(step)
+    return run.rendezvous.exchange(told, timings | beside.adaptation.probed())
+
+
+def _require_saved(rendezvous: Rendezvous, failure: str) -> None:
+    if failure:
+        rendezvous.exchange({})  # rank 0 has told of it, and no rank ends before
+        raise CheckpointError(f"the last state could not be saved: {failure}")

@@ -1,6 +1,9 @@
+import re
+
 import pytest
 
 from jaxmorph import cli
+from jaxmorph.emulation import trace_limits
 from jaxmorph.emulation.delay_traces import draw_regime
 from jaxmorph.schedule.costs import Link
 from jaxmorph.transport.link_trace import read_link_trace
@@ -39,6 +42,9 @@ def test_events_are_printed_by_step(capsys):
         (["D"], "REGIME: got 'D', expected one of A, B, C, bursty, events"),
         (["A", "--links", "0-1 0-1"], "--links: got '0-1 0-1', expected each link once, such as"),
         (["A", "--links", "1-0"], "--links: got '1-0', expected a link such as 2-3"),
+        (["A", "--stages", "4", "--links", "6-7"], "--links: got link 6-7, expected one of 0-1,"),
+        (["A", "--duration-s", "nan"], "--duration-s: got nan, expected a number from 0.1 to"),
+        (["A", "--duration-s", "1e6"], "--duration-s: got 1e+06, expected a number from 0.1 to"),
         (["A", "--out", "nowhere/x.csv"], "--out: nowhere/x.csv: No such file or directory"),
     ],
 )
@@ -50,3 +56,22 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {says}")
     assert err.count("\n") == 1
+
+
+def test_links_may_be_those_of_any_pipeline_where_no_stages_are_given(capsys):
+    code, out, _ = _run(capsys, "A", "--links", "6-7", "--duration-s", 1)
+    assert (code, {row.split(",")[1] for row in out.splitlines()[1:]}) == (0, {"6-7"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [(["A", "--duration-s", 8], "--duration-s"), (["events", "--steps", 9000], "--steps")],
+)
+def test_what_no_configuration_would_take_is_not_written(
+    capsys, tmp_path, monkeypatch, arguments, option
+):
+    monkeypatch.setattr(trace_limits, "MOST_CHANGES", 50)
+    path = tmp_path / "long.csv"
+    code, _, err = _run(capsys, *arguments, "--out", path)
+    assert (code, path.exists()) == (2, False)
+    assert re.match(rf"error: {option}: got \d+ changes of link \d-\d, expected at most 50: ", err)

@@ -14,25 +14,33 @@ from jaxmorph.emulation.delay_traces import (
     draw_regime,
     events_trace,
 )
+from jaxmorph.emulation.trace_limits import require_few_changes, require_links_of
 from jaxmorph.errors import UserError
 from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.problem_links import pipeline_links
 
 EVENTS = "events"
 KINDS = (*REGIMES, EVENTS)
+_STAGES = 4
+_SHORTEST_S, _LONGEST_S = 0.1, 1e5
 
 
 def trace(
     kind: Annotated[str, typer.Argument(metavar="REGIME", help=f"One of {', '.join(KINDS)}.")],
     seed: Annotated[int, typer.Option(min=0, help="The same seed draws the same delays.")] = 0,
     stages: Annotated[
-        int, typer.Option(min=2, help="Pipeline stages; all links between neighbours are drawn.")
-    ] = 4,
+        int | None,
+        typer.Option(
+            min=2,
+            show_default=str(_STAGES),
+            help="Pipeline stages; all links between neighbours are drawn.",
+        ),
+    ] = None,
     links: Annotated[
         str | None, typer.Option(help="Draw these links alone, such as '0-1 2-3'.")
     ] = None,
     duration_s: Annotated[
-        float, typer.Option(min=0.1, max=1e5, help="Seconds of a regime that goes by time.")
+        float, typer.Option(help="Seconds of a regime that goes by time.")
     ] = 120.0,
     steps: Annotated[int, typer.Option(min=1, help="Steps of events, which go by step.")] = 1200,
     out: Annotated[
@@ -40,7 +48,10 @@ def trace(
     ] = None,
 ) -> int:
     """Draw delays of links that change while a run lasts."""
+    _require_duration(duration_s)
     drawn = _draw(kind, _links(links, stages), duration_s, steps, seed)
+    option = "--steps" if kind == EVENTS else "--duration-s"
+    require_few_changes((link for change in drawn.changes for link in change.links), option)
     if out is None:
         typer.echo(drawn.to_csv(), nl=False)
         return 0
@@ -63,15 +74,23 @@ def _draw(
     raise UserError(f"REGIME: got {kind!r}, expected one of {', '.join(KINDS)}")
 
 
-def _links(text: str | None, stages: int) -> tuple[Link, ...]:
+def _require_duration(duration_s: float) -> None:
+    if not _SHORTEST_S <= duration_s <= _LONGEST_S:  # nor is NaN, which some parsers let pass
+        expected = f"a number from {_SHORTEST_S:g} to {_LONGEST_S:g}"
+        raise UserError(f"--duration-s: got {duration_s:g}, expected {expected}")
+
+
+def _links(text: str | None, stages: int | None) -> tuple[Link, ...]:
     if text is None:
-        return pipeline_links(stages)
+        return pipeline_links(stages or _STAGES)
     try:
         links = tuple(map(Link.parse, text.split()))
     except ValueError as error:
         raise UserError(f"--links: {error}") from error
     if not links or len(set(links)) < len(links):
         raise UserError(f"--links: got {text!r}, expected each link once, such as '0-1 2-3'")
+    if stages is not None:
+        require_links_of(stages, links, "--links")
     return links
 
 

@@ -1,20 +1,17 @@
 """A trace that a configuration names, as those who emulate links are told it."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from jaxmorph.config.link_problems import possible_links
 from jaxmorph.config.sections import LinkTrace
 from jaxmorph.emulation.delay_traces import Regime, draw_regime
+from jaxmorph.emulation.trace_limits import require_few_changes, require_links_of
 from jaxmorph.errors import UserError
 from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.problem_links import pipeline_links
 from jaxmorph.transport.link_emulator import LinkCondition
 from jaxmorph.transport.link_trace import read_link_trace
-
-_MOST_OF_A_LINK = 60_000  # what three links' conditions leave of a record to a sidecar is little
 
 
 def trace_conditions(
@@ -43,7 +40,7 @@ def trace_conditions(
         found = _drawn(trace.regime, num_stages, trace.duration_s, trace.seed + draw)
     else:
         raise ValueError(f"{key} has neither a file nor a regime")
-    _check_length(found, key)
+    require_few_changes((Link(*each.between) for each in found), key)
     scaled = partial(_scaled, time_scale=trace.time_scale, latency_scale=trace.latency_scale)
     return tuple(map(scaled, found))
 
@@ -70,23 +67,12 @@ def _read(path: str, num_stages: int, key: str) -> list[LinkCondition]:
         found = read_link_trace(path)
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
-    links = possible_links(num_stages)
-    unknown = {Link(*each.between) for each in found}.difference(links)
-    if unknown:
-        expected = f"one of {', '.join(map(str, links))}" if links else "no links, for one stage"
-        raise UserError(f"{key}: {path}: got link {min(unknown)}, expected {expected}")
+    require_links_of(num_stages, (Link(*each.between) for each in found), f"{key}: {path}")
     return found
 
 
 def _drawn(regime: Regime, num_stages: int, duration_s: float, seed: int) -> list[LinkCondition]:
     return draw_regime(regime, pipeline_links(num_stages), duration_s, seed).conditions()
-
-
-def _check_length(found: Sequence[LinkCondition], key: str) -> None:
-    for between, count in Counter(each.between for each in found).most_common(1):
-        if count > _MOST_OF_A_LINK:
-            got = f"got {count} changes of link {Link(*between)}"
-            raise UserError(f"{key}: {got}, expected at most {_MOST_OF_A_LINK}: a shorter trace")
 
 
 def _scaled(condition: LinkCondition, *, time_scale: float, latency_scale: float) -> LinkCondition:

@@ -4,6 +4,7 @@ Regimes A, B and C are those of the paper's Section 7.2, `bursty` has the statis
 Section 7.5 tells of a recorded trace, and events are of the kind in Table 3 of its preprint.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -116,15 +117,20 @@ def draw_regime(regime: Regime, links: Sequence[Link], duration_s: float, seed: 
     Args:
         regime: Which.
         links: Each has its own delays, the same whatever other links there are.
-        duration_s: Until when delays change, in seconds.
+        duration_s: Until when delays change, in seconds, at least 0 and finite.
         seed: Of the random numbers, at least 0.
 
     Returns:
         The trace, by time from 0.
 
+    Raises:
+        ValueError: If the duration is not such a number.
+
     Source: "Attack of the Bubbles", Sections 7.2 (Figure 18) and 7.5 (Figure 22). Neither the
     distribution behind the latter's three numbers nor how fast delays change is published.
     """
+    if not (math.isfinite(duration_s) and duration_s >= 0):
+        raise ValueError(f"duration_s: got {duration_s}, expected a finite number of at least 0")
     changes: list[DelayChange] = []
     for link in links:
         random = np.random.default_rng((seed, REGIMES.index(regime), *link))

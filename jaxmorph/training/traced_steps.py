@@ -71,8 +71,9 @@ class TracedSteps:
             measured: The step as it ran.
         """
         held = _Held(step, planned, measured)
-        if step <= self._until_step or self.is_sampled(step):
-            self._tell_timelines(held, around_change=step <= self._until_step)
+        is_around = step <= self._until_step
+        if is_around or self.is_sampled(step):
+            self._tell_timelines(held, around_change=is_around and not self._is_last(step))
         else:
             self._untold.append(held)
 
@@ -83,8 +84,11 @@ class TracedSteps:
             step: Its number.
         """
         every = self._config.trace.every_steps
-        is_last = step == self._config.run.steps - 1
-        return is_last or (every > 0 and step % every == 0)
+        return self._is_last(step) or (every > 0 and step % every == 0)
+
+    def _is_last(self, step: int) -> bool:
+        """Whether it is the run's last, whose trace stays whatever changes: it is the latest."""
+        return step == self._config.run.steps - 1
 
     def _tell_timelines(self, held: _Held, *, around_change: bool) -> None:
         timelines = {"planned": held.planned.to_json(), "measured": held.measured.to_json()}

@@ -13,7 +13,7 @@ from collections import deque
 from typing import Any
 
 _HEAD = struct.Struct("=II")
-_MAX_RECORD_BYTES = 1 << 24
+_MAX_RECORD_BYTES = 1 << 26  # three links' conditions by a long trace are 30 MB or so
 _MAX_DESCRIPTORS = 64
 _READ_BYTES = 1 << 16
 

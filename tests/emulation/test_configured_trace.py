@@ -1,7 +1,7 @@
 import pytest
 
 from jaxmorph.config.sections import LinkTrace
-from jaxmorph.emulation import configured_trace
+from jaxmorph.emulation import trace_limits
 from jaxmorph.emulation.configured_trace import begun_at, trace_conditions
 from jaxmorph.emulation.delay_traces import draw_regime
 from jaxmorph.errors import UserError
@@ -57,7 +57,7 @@ def test_steps_may_be_counted_from_another_one():
 
 
 def test_more_changes_than_can_be_told_are_refused(monkeypatch):
-    monkeypatch.setattr(configured_trace, "_MOST_OF_A_LINK", 50)
+    monkeypatch.setattr(trace_limits, "MOST_CHANGES", 50)
     assert trace_conditions(LinkTrace(regime="A", duration_s=2.0), 3, KEY)
     with pytest.raises(UserError, match=r"^emulation\.trace: got \d+ changes of link"):
         trace_conditions(LinkTrace(regime="A", duration_s=8.0), 3, KEY)

@@ -61,6 +61,12 @@ def test_a_seed_draws_the_same_delays_and_another_one_others(regime):
     assert first != second
 
 
+@pytest.mark.parametrize("duration_s", [math.nan, math.inf, -1.0])
+def test_a_duration_that_is_no_span_of_time_is_refused(duration_s):
+    with pytest.raises(ValueError, match=r"^duration_s: got \S+, expected a finite number"):
+        draw_regime("A", LINKS, duration_s, seed=1)
+
+
 def test_the_parameters_of_bursty_delays_make_the_published_statistics():
     normal = NormalDist()
 

@@ -334,39 +334,56 @@ def main(arguments, link, rest):
     rendezvous = join_as_told(arguments, start_timeout_s=60, step_timeout_s=60)
     compilations = CompilationCounter()
     compile_alike_once()  # the tied and the untied model's stages compute the same
-    for tied in (True, False):
-        parity = Parity(rendezvous, link, tied=tied, delegated=True)
-        check_all_schedules(parity, compilations)
-        check_ignored_microbatch(parity)
-        check_bitwise_equal(parity)
-        check_forwards_alone(parity, ("1f1b", "zb-h2"), compilations)
-        if rendezvous.num_ranks > 1:
-            check_routes(parity, ("zb-h1", "1f1b", "adaptive"), compilations)
-        expected = parity.reference.steps(OPTIMIZER, CLIP_NORM, TRAINED_ON)
-        check_parameters(parity, "zb-h2", expected)
-        parity.close()
-        chunks = Parity(
-            rendezvous,
-            link,
-            tied=tied,
-            num_chunks=CHUNKS,
-            optimizer=CHUNKED_OPTIMIZER,
-            kinds=(OpKind.F, OpKind.BW),
-            reference=parity.reference,
-            delegated=True,
-        )
-        expected = parity.reference.steps(CHUNKED_OPTIMIZER, CLIP_NORM, TRAINED_ON)
-        check_forwards_alone(chunks, ("interleaved",), compilations)
-        check_chunks(chunks, expected)
-        if rendezvous.num_ranks > 1:
-            check_routes(chunks, ("interleaved",), compilations)
-        chunks.close()
+    references = {
+        tied: check_whole_stages(rendezvous, link, tied, compilations) for tied in (True, False)
+    }
+    # The programs stay what they were; users' machine code has been seen of F, B, W and BW by now.
+    jax.config.update("jax_disable_most_optimizations", True)
+    for tied, reference in references.items():
+        check_chunked_stages(rendezvous, link, tied, reference, compilations)
     if rendezvous.num_ranks == 2:
         check_variants(Parity(rendezvous, link, tied=True, compute_dtype="bfloat16"))
-        check_variants(Parity(rendezvous, link, tied=True, stash="recompute"))
+        reference = references[True]  # what is computed again is the same
+        check_variants(Parity(rendezvous, link, tied=True, stash="recompute", reference=reference))
+
+
+def check_whole_stages(rendezvous, link, tied, compilations):
+    """A stage on each rank; what one device computes is returned."""
+    parity = Parity(rendezvous, link, tied=tied, delegated=True)
+    check_all_schedules(parity, compilations)
+    check_ignored_microbatch(parity)
+    check_bitwise_equal(parity)
+    check_forwards_alone(parity, ("1f1b", "zb-h2"), compilations)
+    if rendezvous.num_ranks > 1:
+        check_routes(parity, ("zb-h1", "1f1b", "adaptive"), compilations)
+    expected = parity.reference.steps(OPTIMIZER, CLIP_NORM, TRAINED_ON)
+    check_parameters(parity, "zb-h2", expected)
+    parity.close()
+    return parity.reference
+
+
+def check_chunked_stages(rendezvous, link, tied, reference, compilations):
+    """Several stages on each rank."""
+    chunks = Parity(
+        rendezvous,
+        link,
+        tied=tied,
+        num_chunks=CHUNKS,
+        optimizer=CHUNKED_OPTIMIZER,
+        kinds=(OpKind.F, OpKind.BW),
+        reference=reference,
+        delegated=True,
+    )
+    expected = reference.steps(CHUNKED_OPTIMIZER, CLIP_NORM, TRAINED_ON)
+    check_forwards_alone(chunks, ("interleaved",), compilations)
+    check_chunks(chunks, expected)
+    if rendezvous.num_ranks > 1:
+        check_routes(chunks, ("interleaved",), compilations)
+    chunks.close()
 
 
 def check_variants(parity):
+    """Other arithmetic or another stash, under a schedule of BW and one of B and W."""
     for schedule_name in ("1f1b", "zb-h2"):
         parity.check_gradients(schedule_name, *batch(4, 4))
     parity.close()

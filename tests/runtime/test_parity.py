@@ -18,7 +18,7 @@ def launch(told_by_ranks):
     @cache
     def launched(num_stages):
         with pytest.MonkeyPatch.context() as patch:
-            if num_stages == 2:  # these are compiled as users' stages are
+            if num_stages == 2:  # whole stages are compiled as users' are, chunks quickly
                 patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
                 patch.delenv("XLA_FLAGS", raising=False)
             return told_by_ranks("parity_rank", num_stages)

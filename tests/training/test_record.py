@@ -5,12 +5,13 @@ from dataclasses import asdict
 import pytest
 
 from jaxmorph.config import Config
-from jaxmorph.reporting import StepRecord, open_run_directory
+from jaxmorph.reporting import Event, StepRecord, open_run_directory
 from jaxmorph.reporting.terminal import PlainReporter
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate
 from jaxmorph.training import record
+from jaxmorph.training.traced_steps import TracedSteps
 
 STEP = StepRecord(
     step=0, loss=5.0, grad_norm=1.5, step_s=0.4, tokens_per_s=10_240.0, schedule="zb-h2",
@@ -88,6 +89,20 @@ def test_of_many_traces_those_around_a_change_stay_longest_but_no_more_than_half
     for step in range(10):
         books.take(_timelines(step, step in around))
     assert list(directory.traces()) == left
+
+
+@pytest.mark.parametrize("change", [7, 8, 9])
+def test_the_last_steps_trace_stays_whatever_changes_where_one_is_kept(directory, change):
+    config = Config.model_validate({"run": {"steps": 10}, "trace": {"keep": 1, "every_steps": 4}})
+    books = record.RunRecord(config, directory, PlainReporter(io.StringIO()))
+    traced = TracedSteps(config, books.take)
+    timeline = simulate(Schedule.from_rows("hand", ["F0 B0 W0"]), StageCosts.uniform(1, 1, 1, 1))
+    for step in range(10):
+        traced.note(step, timeline, timeline)
+        if step == change:
+            event = Event(time_s=0.0, step=step, kind="plan_changed")
+            traced.pass_on({"kind": "event", "event": asdict(event)})
+    assert list(directory.traces()) == [9]
 
 
 def test_the_last_picture_is_of_the_last_step_though_earlier_ones_are_told_later(

@@ -41,6 +41,11 @@ def test_a_change_that_is_told_ahead_keeps_the_steps_around_its_own_step():
     assert _traced({8: [_event(9, "plan_changed")]}) == [*around, (19, False)]
 
 
+def test_the_last_step_is_told_as_such_though_it_is_around_a_change():
+    told = _traced({18: [_event(18, "plan_changed")]})
+    assert told == [(16, True), (17, True), (18, True), (19, False)]
+
+
 def test_other_events_are_passed_on_and_leave_no_trace():
     config, told = Config.model_validate({"run": {"steps": 9}}), []
     traced = TracedSteps(config, told.append)
