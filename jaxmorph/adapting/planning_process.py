@@ -12,8 +12,12 @@ processors to training, and ends when its standard input does, and so with the p
 started it.
 """
 
-import json
 import os
+
+if __name__ == "__main__":
+    os.nice(5)  # before all imports; with more of it, on a busy machine plans come steps too late
+
+import json
 import sys
 from collections.abc import Iterator
 from typing import IO, Any
@@ -27,8 +31,6 @@ from jaxmorph.program.program_text import program_text
 from jaxmorph.schedule.planner import Plan
 
 Message = dict[str, Any]
-
-_NICENESS = 5  # more of it, and on a busy machine plans come steps too late
 
 
 class Answering:
@@ -110,5 +112,4 @@ def serve(requests: Iterator[str], answers: IO[str]) -> None:
 
 
 if __name__ == "__main__":
-    os.nice(_NICENESS)
     serve(iter(sys.stdin), sys.stdout)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from jaxmorph.control.profiler import Profile
-from jaxmorph.planning.step_programs import lower_step
+from jaxmorph.planning.step_programs import order_step
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.schedule.costs import Limits
 from jaxmorph.schedule.planner import Plan, alternatives
@@ -11,6 +11,7 @@ from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate
 
 _WORTH = 0.01  # a shorter step than this is as likely noise in what was measured
+_ROUNDING = 1e-9  # by which sums of the same durations in another order may differ
 _MOST_OPS = 20_000  # beyond, lowering every candidate would take seconds
 
 
@@ -31,24 +32,32 @@ def shorter_on_queues(made: Plan, profile: Profile, limits: Limits) -> Plan:
     own = made.schedule
     if "direct" not in made.routes.values() or sum(map(len, own.orders)) > _MOST_OPS:
         return made
-    costs, links = profile.costs, profile.links
-    others = alternatives(costs, links, limits, own.num_microbatches)
-    held_ms = {id(other): _held_ms(other, made, profile) for other in (own, *others)}
-    best = min(others, key=lambda other: held_ms[id(other)], default=own)
-    if held_ms[id(best)] >= held_ms[id(own)] * (1 - _WORTH):
+    own_ms = _held_ms(own, made, profile)
+    best, best_ms = own, own_ms * (1 - _WORTH)
+    for other in alternatives(profile.costs, profile.links, limits, own.num_microbatches):
+        if other.orders == own.orders or _unheld_ms(other, profile) >= best_ms * (1 + _ROUNDING):
+            continue  # queues that are held only make it longer
+        held_ms = _held_ms(other, made, profile)
+        if held_ms < best_ms:
+            best, best_ms = other, held_ms
+    if best is own:
         return made
     warmups = " ".join(map(str, best.warmup_forwards))
     return replace(
         made,
         schedule=best,
-        predicted_step_s=simulate(best, costs, links).makespan_ms / 1e3,
+        predicted_step_s=_unheld_ms(best, profile) / 1e3,
         reason=(
             f"warm-up forwards {warmups}: the shortest of several where direct transfers hold "
-            f"queues, {held_ms[id(best)]:.1f} ms instead of {held_ms[id(own)]:.1f}"
+            f"queues, {best_ms:.1f} ms instead of {own_ms:.1f}"
         ),
     )
 
 
+def _unheld_ms(schedule: Schedule, profile: Profile) -> float:
+    return simulate(schedule, profile.costs, profile.links).makespan_ms
+
+
 def _held_ms(schedule: Schedule, made: Plan, profile: Profile) -> float:
-    programs = lower_step(schedule, profile, made.routes)
+    programs = order_step(schedule, profile, made.routes)
     return simulate_blocking(programs, profile.costs, profile.links).makespan_ms

@@ -8,10 +8,12 @@ from jaxmorph.control.profiler import Profile
 from jaxmorph.program.check import check
 from jaxmorph.program.in_step import lower_in_step
 from jaxmorph.program.instructions import RankProgram, Routes
+from jaxmorph.program.lowering import lower_order
 from jaxmorph.program.offload import offload
 from jaxmorph.schedule.costs import Links, StageCosts
 from jaxmorph.schedule.offloading import Offloading
 from jaxmorph.schedule.schedule import Schedule
+from jaxmorph.schedule.simulator import simulate
 
 _NOISE = 0.05  # a difference between stages that is not worth an order of transfers
 
@@ -44,6 +46,20 @@ def lower_step(
     programs = offload_step(programs, offloading)
     check(programs, offloading.memory)
     return programs
+
+
+def order_step(schedule: Schedule, profile: Profile, routes: Routes) -> tuple[RankProgram, ...]:
+    """What `lower_step` makes of a schedule with one chunk, only to be simulated.
+
+    Nothing is freed, and nothing checked.
+
+    Args:
+        schedule: As for `lower_step`.
+        profile: Likewise.
+        routes: Likewise.
+    """
+    costs, links = _for_ordering(routes, profile)
+    return lower_order(schedule, simulate(schedule, costs, links), routes)
 
 
 def offload_step(

@@ -3,7 +3,8 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from jaxmorph.program.copy_engines import CopyEngines
 from jaxmorph.program.instructions import (
     AwaitRoom,
     Fetch,
+    Free,
     Instruction,
     Offload,
     RankProgram,
@@ -92,8 +94,8 @@ def simulate_blocking(
         raise ValueError(f"got costs of {costs.num_stages} stages, expected {len(programs)}")
     chunks = (op.chunk for program in programs for op in program.ops())
     times = stage_times(costs, links, num_chunks=1 + max(chunks, default=0))
-    board = _Board()
-    common = (links, board, disturbance or _Undisturbed())
+    board = _Board(links)
+    common = (board, disturbance or _Undisturbed())
     copies = copies or CopyCosts.uniform(costs.num_stages, 0.0)
     engines = map(CopyEngines, range(len(programs)), copies.offload_ms, copies.fetch_ms)
     ranks = [
@@ -110,29 +112,33 @@ def simulate_blocking(
     )
 
 
-class _End(NamedTuple):
-    """One end of a transfer."""
-
-    side: Literal["send", "receive"]
-    transfer: Transfer
-
-    def __str__(self) -> str:
-        return f"{self.side} {self.transfer}"
+_Posted = dict[Transfer, float]
+"""When ranks came to one end of direct transfers, or when delegated ones arrive."""
 
 
 @dataclass
 class _Board:
     """Where ranks post when they came to a direct transfer, or when a delegated one arrives."""
 
-    posted_ms: dict[_End, float] = field(default_factory=dict)
-    waiting: dict[_End, int] = field(default_factory=dict)
+    links: Links
+    sent_ms: _Posted = field(default_factory=dict)
+    received_ms: _Posted = field(default_factory=dict)
+    waiting: dict[Transfer, int] = field(default_factory=dict)
     awake: deque[int] = field(default_factory=deque)
+    _ways: dict[tuple[int, int], Direction] = field(default_factory=dict)
 
-    def post(self, end: _End, time_ms: float) -> None:
-        """Posts a time, and wakes the rank that waits for it."""
-        self.posted_ms[end] = time_ms
-        if end in self.waiting:
-            self.awake.append(self.waiting.pop(end))
+    def post(self, end: _Posted, transfer: Transfer, time_ms: float) -> None:
+        """Posts a time at one end of a transfer, and wakes the rank that waits for it."""
+        end[transfer] = time_ms
+        if transfer in self.waiting:
+            self.awake.append(self.waiting.pop(transfer))
+
+    def way(self, transfer: Transfer) -> Direction:
+        """The direction of the link that a transfer travels."""
+        ends = transfer.source, transfer.destination
+        if ends not in self._ways:
+            self._ways[ends] = _direction(self.links, transfer)
+        return self._ways[ends]
 
 
 @dataclass
@@ -141,7 +147,6 @@ class _Rank:
 
     rank: int
     times: StageTimes
-    links: Links
     board: _Board
     disturbance: Disturbance
     copies: CopyEngines
@@ -152,27 +157,28 @@ class _Rank:
     transfers: list[TransferSpan] = field(default_factory=list)
     outgoing: dict[int, LinkQueue] = field(default_factory=dict)
 
-    def advance(self, instructions: Sequence[Instruction]) -> Iterator[_End]:
-        """Runs instructions in order; yields the end of a transfer that must be posted first."""
+    def advance(self, instructions: Sequence[Instruction]) -> Iterator[Transfer]:
+        """Runs instructions in order; yields a transfer whose other end must be posted first."""
+        sent_ms, received_ms = self.board.sent_ms, self.board.received_ms
         for step in instructions:
             match step:
                 case Run(op):
                     self._run(op)
+                case Free():  # takes no time on the queue
+                    pass
                 case Send(transfer, "direct"):
-                    yield from self._meet(_End("send", transfer), _End("receive", transfer))
+                    yield from self._meet(transfer, sent_ms, received_ms)
                 case Receive(transfer, "direct"):
-                    yield from self._meet(_End("receive", transfer), _End("send", transfer))
+                    yield from self._meet(transfer, received_ms, sent_ms)
                 case Send(transfer):
                     self._delegate(transfer)
                 case Receive(transfer):
-                    arrival = _End("send", transfer)
-                    yield from self._until_posted(arrival)
-                    self.clock_ms = max(self.clock_ms, self.board.posted_ms[arrival])
+                    yield from self._await(transfer)
                 case Offload() | Fetch():
                     self.copies.begin(step, self.clock_ms)
                 case AwaitRoom(stash):
                     self.clock_ms = max(self.clock_ms, self.copies.gone_ms(stash))
-                case _:  # takes no time on the queue
+                case _:  # nor does what ends the step
                     pass
 
     def _run(self, op: Op) -> None:
@@ -183,35 +189,38 @@ class _Rank:
         self.clock_ms += self.disturbance.op_ms(self.rank, op, planned_ms)
         self.ends_ms.append(self.clock_ms)
 
-    def _meet(self, own: _End, other: _End) -> Iterator[_End]:
+    def _meet(self, transfer: Transfer, own: _Posted, other: _Posted) -> Iterator[Transfer]:
         start_ms = self.clock_ms
-        self.board.post(own, start_ms)
-        yield from self._until_posted(other)
-        met_ms = max(start_ms, self.board.posted_ms[other])
-        delay_ms = _direction(self.links, own.transfer).delay_ms
-        self.clock_ms = met_ms + self.disturbance.message_ms(own.transfer, met_ms, delay_ms)
-        span = TransferSpan(self.rank, str(own.transfer), start_ms, self.clock_ms)
+        self.board.post(own, transfer, start_ms)
+        while transfer not in other:
+            yield transfer
+        met_ms = max(start_ms, other[transfer])
+        delay_ms = self.board.way(transfer).delay_ms
+        self.clock_ms = met_ms + self.disturbance.message_ms(transfer, met_ms, delay_ms)
+        span = TransferSpan(self.rank, _label(transfer), start_ms, self.clock_ms)
         self.transfers.append(span)
 
+    def _await(self, transfer: Transfer) -> Iterator[Transfer]:
+        arrivals_ms = self.board.sent_ms
+        while transfer not in arrivals_ms:
+            yield transfer
+        self.clock_ms = max(self.clock_ms, arrivals_ms[transfer])
+
     def _delegate(self, transfer: Transfer) -> None:
-        way = _direction(self.links, transfer)
+        way = self.board.way(transfer)
         queue = self.outgoing.setdefault(transfer.destination, LinkQueue(way.occupancy_ms))
         begins_ms = queue.enter(self.clock_ms)
         took_ms = self.disturbance.message_ms(transfer, begins_ms, way.delay_ms)
         arrival_ms = begins_ms + took_ms
-        self.board.post(_End("send", transfer), arrival_ms)
+        self.board.post(self.board.sent_ms, transfer, arrival_ms)
         span = TransferSpan(
-            transfer.destination, str(transfer), self.clock_ms, arrival_ms, holds_queue=False
+            transfer.destination, _label(transfer), self.clock_ms, arrival_ms, holds_queue=False
         )
         self.transfers.append(span)
 
-    def _until_posted(self, end: _End) -> Iterator[_End]:
-        while end not in self.board.posted_ms:
-            yield end
-
 
 def _run_to_rest(ranks: Sequence[_Rank], programs: Sequence[RankProgram], board: _Board) -> None:
-    """Resumes ranks until each has ended or waits for an end that nobody comes to."""
+    """Resumes ranks until each has ended or waits for a peer that never comes."""
     running = [
         rank.advance(program.instructions) for rank, program in zip(ranks, programs, strict=True)
     ]
@@ -222,9 +231,13 @@ def _run_to_rest(ranks: Sequence[_Rank], programs: Sequence[RankProgram], board:
         if missing is not None:
             board.waiting[missing] = at
     if board.waiting:
-        stuck = sorted((at, end) for end, at in board.waiting.items())
-        waits = (f"rank {at} waits for the peer's {end}" for at, end in stuck)
+        stuck = sorted((at, transfer) for transfer, at in board.waiting.items())
+        waits = (f"rank {at} waits for the peer's {_other_end(at, to)}" for at, to in stuck)
         raise ProgramError(f"deadlock: {', '.join(waits)}")
+
+
+def _other_end(rank: int, transfer: Transfer) -> str:
+    return f"{'receive' if transfer.source == rank else 'send'} {transfer}"
 
 
 def _duration_ms(times: StageTimes, kind: OpKind) -> float:
@@ -237,6 +250,10 @@ def _duration_ms(times: StageTimes, kind: OpKind) -> float:
             return times.backward_weight
         case OpKind.BW:
             return times.backward_input + times.backward_weight
+
+
+_label = lru_cache(maxsize=1 << 14)(str)
+"""A transfer's text: steps that are simulated one after another have the same ones."""
 
 
 def _direction(links: Links, transfer: Transfer) -> Direction:

@@ -28,6 +28,7 @@ from jaxmorph.program.instructions import (
     Transfer,
     Update,
 )
+from jaxmorph.program.pipeline import Pipeline
 from jaxmorph.schedule.memory import StageMemory
 from jaxmorph.schedule.ops import Op, OpKind
 
@@ -52,6 +53,10 @@ class _Replay:
     away: set[Buffer] = field(default_factory=set)
     offloaded: set[Buffer] = field(default_factory=set)
     done: set[Op] = field(default_factory=set)
+    pipeline: Pipeline = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pipeline = self.program.pipeline
 
     @property
     def head(self) -> Instruction | None:
@@ -75,7 +80,7 @@ def check(programs: Sequence[RankProgram], memory: Sequence[StageMemory] = ()) -
     """
     ranks = [_Replay(program) for program in programs]
     in_flight: InFlight = {}
-    while any(rank.head is not None for rank in ranks):
+    while any(rank.position < len(rank.program.instructions) for rank in ranks):
         moved = [_advance(rank, ranks, in_flight) for rank in ranks]
         if not any(moved):
             raise _stuck(ranks)
@@ -105,24 +110,26 @@ def _advance(rank: _Replay, ranks: list[_Replay], in_flight: InFlight) -> bool:
     """Run what the rank can run now; say whether anything moved."""
     moved = False
     while (head := rank.head) is not None and _can_run(head, rank, ranks, in_flight):
-        if isinstance(head, Send | Receive) and head.route == "direct":
-            peer = ranks[_peer(head, rank)]
-            _complete(peer, ranks)
-        elif isinstance(head, Send):
-            in_flight.setdefault(channel_of(head.transfer), deque()).append(head.transfer)
-        elif isinstance(head, Receive):
-            in_flight[channel_of(head.transfer)].popleft()
+        match head:
+            case Send(_, "direct") | Receive(_, "direct"):
+                _complete(ranks[_peer(head, rank)], ranks)
+            case Send(transfer):
+                in_flight.setdefault(channel_of(transfer), deque()).append(transfer)
+            case Receive(transfer):
+                in_flight[channel_of(transfer)].popleft()
         _complete(rank, ranks)
         moved = True
     return moved
 
 
 def _can_run(head: Instruction, rank: _Replay, ranks: list[_Replay], in_flight: InFlight) -> bool:
-    if isinstance(head, Receive) and head.route == "delegated":
-        return _is_next(head.transfer, in_flight, ranks)
-    if isinstance(head, Send | Receive) and head.route == "direct":
-        return _peer_is_there(head, rank, ranks)
-    return True
+    match head:
+        case Send(_, "direct") | Receive(_, "direct"):
+            return _peer_is_there(head, rank, ranks)
+        case Receive(transfer):
+            return _is_next(transfer, in_flight, ranks)
+        case _:
+            return True
 
 
 def _is_next(transfer: Transfer, in_flight: InFlight, ranks: list[_Replay]) -> bool:
@@ -156,31 +163,36 @@ def _complete(rank: _Replay, ranks: list[_Replay]) -> None:
     """Account for the head instruction's effects and step over it."""
     head = rank.head
     assert head is not None  # callers look before
-    number, pipeline = rank.program.rank, rank.program.pipeline
-    for buffer in reads(head, number, pipeline):
+    number = rank.program.rank
+    for buffer in reads(head, number, rank.pipeline):
         if buffer in rank.freed:
             raise _error(f"rank {number}: {head} uses {buffer} after it was freed", ranks)
         if buffer not in rank.held:
             raise _error(f"rank {number}: {head} runs before its {buffer} is there", ranks)
-    _account_for_copies(head, rank, ranks)
-    if isinstance(head, Free):
-        rank.held.discard(head.buffer)
-        rank.freed.add(head.buffer)
-    if isinstance(head, Run):
-        rank.done.add(head.op)
-    if isinstance(head, Update | Reduce) or _sends_tied_gradient(head):
-        _check_weight_gradients(rank, ranks)
-    rank.held.update(writes(head, number, pipeline))
-    rank.position += 1
-
-
-def _account_for_copies(head: Instruction, rank: _Replay, ranks: list[_Replay]) -> None:
-    """Whether a stash is where an instruction needs it; afterwards, where it has put it."""
-    number = rank.program.rank
-    for buffer in reads(head, number, rank.program.pipeline):
         if (buffer in rank.away) != isinstance(head, Fetch):
             where = "in host memory" if buffer in rank.away else "on the device"
             raise _error(f"rank {number}: {head} while {buffer} is {where}", ranks)
+    match head:
+        case Free(buffer):
+            rank.held.discard(buffer)
+            rank.freed.add(buffer)
+        case Run(op):
+            rank.done.add(op)
+        case Offload() | Fetch() | AwaitRoom():
+            _account_for_copies(head, rank, ranks)
+        case Update() | Reduce():
+            _check_weight_gradients(rank, ranks)
+        case Send() if _sends_tied_gradient(head):
+            _check_weight_gradients(rank, ranks)
+    rank.held.update(writes(head, number, rank.pipeline))
+    rank.position += 1
+
+
+def _account_for_copies(
+    head: Offload | Fetch | AwaitRoom, rank: _Replay, ranks: list[_Replay]
+) -> None:
+    """Whether the offload that a copy waits for has begun; afterwards, where a stash is."""
+    number = rank.program.rank
     awaited = _awaited(head)
     if awaited is not None and awaited not in rank.offloaded:
         raise _error(f"rank {number}: {head} before {awaited} is offloaded", ranks)

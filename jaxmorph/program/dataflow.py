@@ -4,6 +4,8 @@ This follows from the instruction and its place alone, so the executor, the chec
 that frees buffers agree by construction.
 """
 
+from functools import lru_cache
+
 from jaxmorph.program.instructions import (
     Buffer,
     BufferKind,
@@ -21,6 +23,9 @@ from jaxmorph.program.instructions import (
 from jaxmorph.program.pipeline import Pipeline, Place
 from jaxmorph.schedule.ops import Op, OpKind
 
+# Plans of one run are made of the same ops, and lowering asks about each many times over.
+_remembered = lru_cache(maxsize=1 << 14)
+
 
 def reads(instruction: Instruction, rank: int, pipeline: Pipeline) -> tuple[Buffer, ...]:
     """The buffers an instruction needs.
@@ -30,7 +35,7 @@ def reads(instruction: Instruction, rank: int, pipeline: Pipeline) -> tuple[Buff
     """
     match instruction:
         case Run(op):
-            return _op_reads(op, Place(rank, op.chunk), pipeline)
+            return _op_reads(op, rank, pipeline)
         case Send(transfer) if transfer.payload is not Payload.TIED:
             return (sent_buffer(transfer),)
         case Free(buffer) | Offload(buffer) | Fetch(buffer):
@@ -52,8 +57,9 @@ def writes(instruction: Instruction, rank: int, pipeline: Pipeline) -> tuple[Buf
             return ()
 
 
-def _op_reads(op: Op, place: Place, pipeline: Pipeline) -> tuple[Buffer, ...]:
-    microbatch, chunk = op.microbatch, op.chunk
+@_remembered
+def _op_reads(op: Op, rank: int, pipeline: Pipeline) -> tuple[Buffer, ...]:
+    place, microbatch, chunk = Place(rank, op.chunk), op.microbatch, op.chunk
     if op.kind is OpKind.F:
         is_first = pipeline.before(place) is None
         return () if is_first else (Buffer(BufferKind.INPUT, microbatch, chunk),)
@@ -65,6 +71,7 @@ def _op_reads(op: Op, place: Place, pipeline: Pipeline) -> tuple[Buffer, ...]:
     return (stash, Buffer(BufferKind.OUTPUT_GRADIENT, microbatch, chunk))
 
 
+@_remembered
 def _op_writes(op: Op, rank: int, pipeline: Pipeline) -> tuple[Buffer, ...]:
     made: list[Buffer] = []
     if op.kind is OpKind.F:
@@ -84,6 +91,7 @@ def _taker(op: Op, rank: int, pipeline: Pipeline) -> Place | None:
     return pipeline.after(place) if op.kind is OpKind.F else pipeline.before(place)
 
 
+@_remembered
 def feeder(op: Op, rank: int, pipeline: Pipeline) -> tuple[int, Op] | None:
     """The rank and the op whose result an op waits for; None where it waits for none."""
     if op.kind is OpKind.W:
@@ -109,6 +117,7 @@ def result_buffer(op: Op, rank: int, pipeline: Pipeline) -> Buffer | None:
     return Buffer(kind, op.microbatch, op.chunk)
 
 
+@_remembered
 def output_transfer(op: Op, rank: int, pipeline: Pipeline) -> Transfer | None:
     """The message that an op's result becomes, or None where it stays on the rank.
 
@@ -130,11 +139,13 @@ _RECEIVED = {
 }
 
 
+@_remembered
 def sent_buffer(transfer: Transfer) -> Buffer:
     """The buffer whose value an activation or a gradient transfer carries."""
     return Buffer(_SENT[transfer.payload], transfer.microbatch, transfer.chunk)
 
 
+@_remembered
 def received_buffer(transfer: Transfer) -> Buffer:
     """The buffer that a transfer fills on its destination."""
     return Buffer(_RECEIVED[transfer.payload], transfer.microbatch, transfer.destination_chunk)

@@ -44,40 +44,48 @@ def lower(
         send follows its op at once and a delegated receive stands right before its op. A buffer is
         freed right after its last reader.
     """
+    return tuple(map(insert_frees, lower_order(schedule, planned, routes, num_tied=num_tied)))
+
+
+def lower_order(
+    schedule: Schedule, planned: Timeline, routes: Routes | None = None, *, num_tied: int = 0
+) -> tuple[RankProgram, ...]:
+    """The instructions of `lower` that take time, which a simulation needs: nothing is freed.
+
+    Args:
+        schedule: As for `lower`.
+        planned: Likewise.
+        routes: Likewise.
+        num_tied: Likewise.
+    """
     routes = routes or {}
-    order = global_order(schedule, planned, routes)
-    return tuple(
-        _rank_program(rank, schedule, order, routes, num_tied)
-        for rank in range(schedule.num_stages)
-    )
-
-
-def _rank_program(
-    rank: int, schedule: Schedule, order: list[Placed], routes: Routes, num_tied: int
-) -> RankProgram:
     num_ranks = schedule.num_stages
-    instructions = (
-        *_own_items(rank, order, routes),
-        *_step_end(rank, num_ranks, routes, num_tied),
+    rows = _rows(global_order(schedule, planned, routes), num_ranks, routes)
+    return tuple(
+        _place_delegated(
+            RankProgram(
+                rank,
+                num_ranks,
+                schedule.num_microbatches,
+                (*row, *_step_end(rank, num_ranks, routes, num_tied)),
+                schedule.num_chunks,
+            )
+        )
+        for rank, row in enumerate(rows)
     )
-    sizes = (schedule.num_microbatches, instructions, schedule.num_chunks)
-    return insert_frees(_place_delegated(RankProgram(rank, num_ranks, *sizes)))
 
 
-def _own_items(rank: int, order: list[Placed], routes: Routes) -> list[Instruction]:
-    instructions: list[Instruction] = []
-    for item in order:
-        transfer = item.transfer
+def _rows(order: list[Placed], num_ranks: int, routes: Routes) -> list[list[Instruction]]:
+    """Each rank's ops, and both ends' instructions of each transfer, in the global order."""
+    rows: list[list[Instruction]] = [[] for _ in range(num_ranks)]
+    for _, rank, op, transfer in order:
         if transfer is None:
-            if item.rank == rank:
-                instructions.append(Run(item.op))
+            rows[rank].append(Run(op))
             continue
         route = routes.get(transfer.link, "direct")
-        if transfer.source == rank:
-            instructions.append(Send(transfer, route))
-        elif transfer.destination == rank:
-            instructions.append(Receive(transfer, route))
-    return instructions
+        rows[transfer.source].append(Send(transfer, route))
+        rows[transfer.destination].append(Receive(transfer, route))
+    return rows
 
 
 def _place_delegated(program: RankProgram) -> RankProgram:
@@ -88,6 +96,8 @@ def _place_delegated(program: RankProgram) -> RankProgram:
     sent earlier are received with the first that is needed; they have been sent by then.
     """
     moved = [step for step in program.instructions if _is_delegated(step)]
+    if not moved:
+        return program
     sends = {step.transfer: step for step in moved if isinstance(step, Send)}
     receives = _Receives(step for step in moved if isinstance(step, Receive))
     placed: list[Instruction] = []
@@ -163,14 +173,11 @@ def insert_frees(program: RankProgram) -> RankProgram:
         The program in which every buffer that is made is freed exactly once, as soon as nothing
         reads it any more (a buffer that nothing reads is freed where it was made).
     """
-    steps = program.instructions
+    steps, rank, pipeline = program.instructions, program.rank, program.pipeline
     last_use: dict[Buffer, int] = {}
     for position, step in enumerate(steps):
-        touched = (
-            *writes(step, program.rank, program.pipeline),
-            *reads(step, program.rank, program.pipeline),
-        )
-        last_use.update(dict.fromkeys(touched, position))
+        for buffer in (*writes(step, rank, pipeline), *reads(step, rank, pipeline)):
+            last_use[buffer] = position
     freed_at: dict[int, list[Buffer]] = {}
     for buffer, position in last_use.items():
         freed_at.setdefault(position, []).append(buffer)

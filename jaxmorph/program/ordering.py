@@ -5,8 +5,9 @@ they deadlock. If every rank's instructions are a subsequence of one total order
 data dependencies, the earliest unfinished item of that order can always run, so nothing deadlocks.
 """
 
+from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -32,14 +33,26 @@ class Key(NamedTuple):
     tie: float
 
 
-@dataclass(frozen=True)
-class Placed:
+class Placed(NamedTuple):
     """An op on a rank, or the transfer that the op makes, with its place in the global order."""
 
     key: Key
     rank: int
     op: Op
     transfer: Transfer | None = None
+
+
+class _Planned(NamedTuple):
+    """When a rank's ops run: their starts in microseconds, starts and ends in whole ones."""
+
+    exact_start_us: list[float]
+    start_us: list[int]
+    end_us: list[int]
+
+    @classmethod
+    def of(cls, start_ms: np.ndarray, end_ms: np.ndarray) -> "_Planned":
+        """The times of a rank in a timeline."""
+        return cls((start_ms * 1e3).tolist(), _microseconds(start_ms), _microseconds(end_ms))
 
 
 def global_order(schedule: Schedule, planned: Timeline, routes: Routes) -> list[Placed]:
@@ -57,12 +70,10 @@ def global_order(schedule: Schedule, planned: Timeline, routes: Routes) -> list[
     """
     pipeline = Pipeline(schedule.num_stages, schedule.num_chunks)
     ties = _topological_index(schedule, pipeline)
+    times = [*map(_Planned.of, planned.start_ms, planned.end_ms)]
     placed: list[Placed] = []
     for rank, order in enumerate(schedule.orders):
-        start_us, end_us = (
-            _microseconds(planned.start_ms[rank]),
-            _microseconds(planned.end_ms[rank]),
-        )
+        _, start_us, end_us = times[rank]
         for op, start, end in zip(order, start_us, end_us, strict=True):
             made = Key(start, True, 0, ties[rank, op])
             placed.append(Placed(made, rank, op))
@@ -70,9 +81,9 @@ def global_order(schedule: Schedule, planned: Timeline, routes: Routes) -> list[
             if transfer is not None:
                 direct = routes.get(transfer.link, "direct") == "direct"
                 turn = _turn(transfer, pipeline.num_ranks)
-                key = _transfer_key(transfer, made, end, turn, planned if direct else None)
-                placed.append(Placed(key, rank, op, transfer))
-    return sorted(placed, key=lambda item: item.key)
+                there = times[transfer.destination] if direct else None
+                placed.append(Placed(_transfer_key(made, end, turn, there), rank, op, transfer))
+    return sorted(placed, key=attrgetter("key"))
 
 
 def _microseconds(times_ms: np.ndarray) -> list[int]:
@@ -80,13 +91,11 @@ def _microseconds(times_ms: np.ndarray) -> list[int]:
     return np.rint(times_ms * 1e3).astype(np.int64).tolist()
 
 
-def _transfer_key(
-    transfer: Transfer, made: Key, end_us: int, turn: int, planned: Timeline | None
-) -> Key:
+def _transfer_key(made: Key, end_us: int, turn: int, there: _Planned | None) -> Key:
     """Any time after the producer's start and up to the consumer's start keeps the order sound."""
     if end_us <= made.time_us:  # an op that takes no time: its transfer stays behind it by the tie
         return made._replace(tie=made.tie + 0.5)
-    boundary_us = _nearer_boundary(transfer.destination, end_us, planned) if planned else None
+    boundary_us = _nearer_boundary(end_us, there) if there else None
     if boundary_us is not None and boundary_us > made.time_us:
         return Key(boundary_us, False, turn, made.tie)
     return Key(end_us, False, turn, made.tie)
@@ -103,13 +112,12 @@ def _turn(transfer: Transfer, num_ranks: int) -> int:
     return 3 * (transfer.payload is Payload.GRADIENT) + (2 if alone else link % 2)
 
 
-def _nearer_boundary(rank: int, time_us: int, planned: Timeline) -> int | None:
-    """The start of the op that `rank` is running at a time, if that is nearer than its end."""
-    position = int(np.searchsorted(planned.start_ms[rank] * 1e3, time_us)) - 1
+def _nearer_boundary(time_us: int, there: _Planned) -> int | None:
+    """The start of the op that a rank is running at a time, if that is nearer than its end."""
+    position = bisect_left(there.exact_start_us, time_us) - 1
     if position < 0:
         return None
-    start_us = round(float(planned.start_ms[rank][position]) * 1e3)
-    end_us = round(float(planned.end_ms[rank][position]) * 1e3)
+    start_us, end_us = there.start_us[position], there.end_us[position]
     return start_us if time_us - start_us < end_us - time_us else None
 
 

@@ -40,7 +40,7 @@ def lower_bound_ms(
         The bound, milliseconds; exact but for floating-point rounding.
     """
     times = stage_times(costs, links, num_chunks)
-    ways = _Ways.of(times, num_chunks)
+    ways = Ways.of(times, num_chunks)
     work = max(_work_bounds(times, ways, costs, num_microbatches, num_chunks, limits))
     if num_chunks > 1:
         return work
@@ -70,7 +70,7 @@ def certified_ms(bound_ms: float, makespan_ms: float) -> float:
 
 
 @dataclass(frozen=True)
-class _Ways:
+class Ways:
     """How long a microbatch on its own takes, for each stage.
 
     Args:
@@ -84,7 +84,7 @@ class _Ways:
     tail: list[float]
 
     @classmethod
-    def of(cls, times: Sequence[StageTimes], num_chunks: int) -> "_Ways":
+    def of(cls, times: Sequence[StageTimes], num_chunks: int) -> "Ways":
         """The ways down the stages, through all chunks, and up again."""
         steps = [stage.forward + stage.forward_latency for stage in times]
         head = list(accumulate(steps[:-1], initial=0.0))
@@ -105,7 +105,7 @@ def _tails(times: Sequence[StageTimes]) -> list[float]:
 
 def _work_bounds(
     times: Sequence[StageTimes],
-    ways: _Ways,
+    ways: Ways,
     costs: StageCosts,
     num_microbatches: int,
     num_chunks: int,
@@ -126,7 +126,7 @@ def _work_bounds(
 
 def _turn_bounds(
     times: Sequence[StageTimes],
-    ways: _Ways,
+    ways: Ways,
     memory: Sequence[StageMemory],
     num_microbatches: int,
 ) -> Iterator[float]:
@@ -138,19 +138,42 @@ def _turn_bounds(
     yield 0.0
     for stage, room in enumerate(memory):
         for cap, until_weight in room.slots(num_microbatches):
-            turns = (num_microbatches - 1) // cap
-            if not turns:
-                continue
-            round_trip = ways.first_backward[stage] - ways.head[stage] + times[stage].backward_input
-            held = round_trip + (times[stage].backward_weight if until_weight else 0.0)
-            started = ways.head[stage] + turns * held
-            rest = num_microbatches - turns * cap
-            passed = _passing(times, ways, stage, rest)
-            yield started + passed + ways.tail[stage]
-            yield started + held + (rest - 1) * (held - round_trip)
+            yield turn_bound(times, ways, stage, cap, num_microbatches, until_weight=until_weight)
 
 
-def _passing(times: Sequence[StageTimes], ways: _Ways, stage: int, count: int) -> float:
+def turn_bound(
+    times: Sequence[StageTimes],
+    ways: Ways,
+    stage: int,
+    cap: int,
+    num_microbatches: int,
+    *,
+    until_weight: bool,
+) -> float:
+    """The bound by the turns that microbatches take in a stage's places; 0 without turns.
+
+    Args:
+        times: All stages' durations and latencies.
+        ways: How long a microbatch on its own takes.
+        stage: The stage.
+        cap: How many places it has.
+        num_microbatches: Number of microbatches, N.
+        until_weight: Whether a place is kept until W, or only until B.
+    """
+    turns = (num_microbatches - 1) // cap
+    if not turns:
+        return 0.0
+    round_trip = ways.first_backward[stage] - ways.head[stage] + times[stage].backward_input
+    held = round_trip + (times[stage].backward_weight if until_weight else 0.0)
+    started = ways.head[stage] + turns * held
+    rest = num_microbatches - turns * cap
+    return max(
+        started + _passing(times, ways, stage, rest) + ways.tail[stage],
+        started + held + (rest - 1) * (held - round_trip),
+    )
+
+
+def _passing(times: Sequence[StageTimes], ways: Ways, stage: int, count: int) -> float:
     """From a stage's F to its last B, for some microbatches that start there together."""
     round_trip = ways.first_backward[stage] - ways.head[stage] + times[stage].backward_input
     longest = 0.0

@@ -8,6 +8,7 @@ from jaxmorph.schedule.list_schedule import ListSchedule, Rule, list_schedule
 from jaxmorph.schedule.numbering import to_schedule
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.slackness import initial_warmup_forwards, tolerated_latency_ms
+from jaxmorph.schedule.warmup_bound import WarmupBound
 from jaxmorph.schedule.workload import Workload, make_workload
 
 # F before B keeps as many forwards waiting as there were after the warm-up, so that the slackness
@@ -15,7 +16,7 @@ from jaxmorph.schedule.workload import Workload, make_workload
 _RULES = tuple(Rule(backward_first=False, weight_patience=patience) for patience in (0.0, 0.5, 1.0))
 
 
-_EFFORT = 200_000  # ops that may be scheduled in search of better warm-ups: some 0.2 s
+_EFFORT = 200_000  # ops that may be scheduled in search of better warm-ups: at most some 0.2 s
 
 
 def initial_schedule(
@@ -59,20 +60,49 @@ def _largest_slackness(reachable: Sequence[int]) -> int:
 
 
 def _shortest(workload: Workload, reachable: Sequence[int], slackness: int) -> ListSchedule:
-    made = {warmup: _schedule(workload, warmup) for warmup in _starts(reachable, slackness)}
-    best = min(made, key=lambda warmup: made[warmup].makespan)
+    start, *starts = _starts(reachable, slackness)
+    trials = _Trials(workload, start)
+    for warmup in starts:
+        trials.improve(warmup)
     others = _all(reachable, slackness)
-    untried = chain(_neighbours(best, reachable, slackness), others)
+    untried = chain(_neighbours(trials.warmup, reachable, slackness), others)
     effort = _EFFORT
     while effort > 0 and (warmup := next(untried, None)) is not None:
-        if warmup in made:
+        if warmup in trials.tried:
             continue
-        made[warmup] = _schedule(workload, warmup)
-        effort -= len(_RULES) * len(made[warmup].numbers)
-        if made[warmup].makespan < made[best].makespan:
-            best = warmup
-            untried = chain(_neighbours(best, reachable, slackness), others)
-    return made[best]
+        effort -= len(_RULES) * len(trials.best.numbers)
+        if trials.improve(warmup):
+            untried = chain(_neighbours(warmup, reachable, slackness), others)
+    return trials.best
+
+
+class _Trials:
+    """The warm-ups that were tried, and the best of them.
+
+    Attributes:
+        tried: All of them.
+        warmup: The best.
+        best: Their schedule.
+    """
+
+    def __init__(self, workload: Workload, start: tuple[int, ...]) -> None:
+        self._workload = workload
+        self._bound = WarmupBound(workload)
+        self.tried = {start}
+        self.warmup = start
+        self.best = _schedule(workload, start, self._bound.of(start))
+
+    def improve(self, warmup: tuple[int, ...]) -> bool:
+        """Try others, if their bound doesn't say that they are no better; whether they are."""
+        self.tried.add(warmup)
+        bound = self._bound.of(warmup)
+        if bound >= self.best.makespan:
+            return False
+        made = _schedule(self._workload, warmup, bound)
+        if made.makespan >= self.best.makespan:
+            return False
+        self.warmup, self.best = warmup, made
+        return True
 
 
 def _starts(reachable: Sequence[int], slackness: int) -> list[tuple[int, ...]]:
@@ -110,10 +140,18 @@ def _all(reachable: Sequence[int], slackness: int) -> Iterator[tuple[int, ...]]:
             yield (*(other + forwards + slackness - 1 for other in others), forwards)
 
 
-def _schedule(workload: Workload, warmup: Sequence[int]) -> ListSchedule:
-    """The shortest of the rules' schedules with exactly these warm-ups."""
-    made = (list_schedule(workload, rule, warmup, keep_warmup=True) for rule in _RULES)
-    return min((each for each in made if each is not None), key=lambda each: each.makespan)
+def _schedule(workload: Workload, warmup: Sequence[int], bound: float) -> ListSchedule:
+    """The shortest of the rules' schedules with exactly these warm-ups, which have a bound."""
+    best = None
+    for rule in _RULES:
+        made = list_schedule(workload, rule, warmup, keep_warmup=True)
+        if made is not None and (best is None or made.makespan < best.makespan):
+            best = made
+        if best is not None and best.makespan <= bound:
+            break
+    if best is None:
+        raise ValueError(f"warmup: got {warmup}, with which stages wait for each other")
+    return best
 
 
 def _reason(costs: StageCosts, schedule: Schedule) -> str:
