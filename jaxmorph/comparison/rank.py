@@ -126,8 +126,10 @@ def measured_anew(usual: UsualLinks, measured: Links, routes: Mapping[Link, Rout
         The same with what was measured in the place of what links did on the routes that they had.
     """
     return {
-        route: links
-        | {link: state for link, state in measured.items() if routes.get(link, "direct") == route}
+        route: {
+            **links,
+            **{link: at for link, at in measured.items() if routes.get(link, "direct") == route},
+        }
         for route, links in usual.items()
     }
 
