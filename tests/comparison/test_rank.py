@@ -1,8 +1,9 @@
 from jaxmorph.comparison.rank import measured_anew
+from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.schedule.costs import Link, LinkState
 
 NEAR, FAR = Link(0, 1), Link(1, 2)
-USUAL = {
+USUAL: UsualLinks = {
     "direct": {NEAR: LinkState(1.0, 1.0), FAR: LinkState(2.0, 2.0)},
     "delegated": {NEAR: LinkState(3.0, 3.0), FAR: LinkState(4.0, 4.0)},
 }
