@@ -81,7 +81,7 @@ bench-faults: setup
 bench-netns: setup
 	$(BIN)/python -m benchmarks.netns
 
-# The paper's figures 14 to 18 and its trace, about 80 minutes on an idle machine.
+# The paper's figures 14 to 18 and its trace, about 95 minutes on an idle machine.
 bench-figures: setup
 	$(BIN)/python -m benchmarks.paper_figures
 

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,9 @@ def start_comparison(path: Path, overrides: Sequence[str]) -> int:
             view.say(f"left aside: {notes['left aside']}")
         for system in wanted.systems:
             _run_system(system, config, books, view)
-        view.say(f"wrote {directory / TABLE}, {RESULTS}, {FIGURE}, {TIMELINES} and {REPORT}")
+        names = RESULTS, TABLE, FIGURE, TIMELINES, REPORT
+        written = [str(directory / name) for name in names if (directory / name).is_file()]
+        view.say(f"wrote {', '.join(written)}")
     return len(books.record.failures)
 
 
@@ -93,14 +95,31 @@ class _Books:
         """The runs so far."""
         return self.record.matrix(self._notes | {"load at the end": load_averages()})
 
-    def write(self) -> None:
-        """Write all files anew, with what is known by now."""
+    def write(self) -> list[str]:
+        """Write all files anew, with what is known by now, the results first.
+
+        Returns:
+            What of the rest could not be made, and why, a line each.
+        """
         matrix, directory = self.matrix(), self.directory
         _write(directory / RESULTS, json.dumps(plain_json(matrix.to_json()), indent=1) + "\n")
-        _write(directory / TABLE, matrix_markdown(matrix))
-        _write(directory / TIMELINES, json.dumps(_timelines(self.record, matrix)) + "\n")
-        save_matrix_figure(directory / FIGURE, matrix)
-        write_report(directory)
+        made_of_them: dict[str, Callable[[], object]] = {
+            TABLE: lambda: _write(directory / TABLE, matrix_markdown(matrix)),
+            TIMELINES: lambda: _write(directory / TIMELINES, _timelines(self.record, matrix)),
+            FIGURE: lambda: save_matrix_figure(directory / FIGURE, matrix),
+            REPORT: lambda: write_report(directory),
+        }
+        return [*filter(None, map(_failure, made_of_them, made_of_them.values()))]
+
+
+def _failure(name: str, make: Callable[[], object]) -> str | None:
+    """Why a file that is made of the results could not be; None once it is."""
+    try:
+        make()
+    except Exception as error:  # the results are safe, and other systems still to be run
+        first_line = (str(error).splitlines() or [""])[0]
+        return f"could not write {name}: {type(error).__name__}: {first_line}"
+    return None
 
 
 def _run_system(system: str, config: Config, books: _Books, view: MatrixView) -> None:
@@ -122,7 +141,8 @@ def _run_system(system: str, config: Config, books: _Books, view: MatrixView) ->
             raise
     finally:
         books.record.finish(system, failure)
-        books.write()
+        for complaint in books.write():
+            view.say(complaint)
         view.update(books.matrix(), "")
         _say_results(system, books.matrix(), view)
 
@@ -133,15 +153,15 @@ def _say_results(system: str, matrix: Matrix, view: MatrixView) -> None:
         if run is not None and run.step_ms is not None and run.plan is not None:
             times = run.step_ms
             view.say(
-                f"{system:13} {condition:20} {times.median:8.1f} ms "
+                f"{system:19} {condition:20} {times.median:8.1f} ms "
                 f"({times.p10:.1f} to {times.p90:.1f}), predicted {run.plan.predicted_ms:.1f}"
                 f"{', noisy' if run.noisy else ''}"
             )
 
 
-def _timelines(record: MatrixRecord, matrix: Matrix) -> dict[str, dict[str, Any]]:
+def _timelines(record: MatrixRecord, matrix: Matrix) -> str:
     """By condition and system, the measured step that is nearest to the median, and its length."""
-    return {
+    typical_steps = {
         condition: {
             system: typical[1].to_json() | {"step_ms": typical[0]}
             for system in matrix.systems
@@ -149,6 +169,7 @@ def _timelines(record: MatrixRecord, matrix: Matrix) -> dict[str, dict[str, Any]
         }
         for condition in matrix.conditions
     }
+    return json.dumps(typical_steps) + "\n"
 
 
 def _write(path: Path, text: str) -> None:

@@ -66,6 +66,23 @@ class ConditionPlanner:
         chosen = self.rendezvous.exchange({"chosen": _worthwhile(steps_ms)})[0]["chosen"]
         return plans[chosen], self._planned(plans[chosen].plan, steps_ms[chosen], actual, slow)
 
+    def begin(
+        self, first: PlanInForce, conditions: Sequence[LinkCondition]
+    ) -> tuple[PlanInForce, PlannedRun]:
+        """What a round of a condition begins with and, on rank 0, what to expect of it.
+
+        Args:
+            first: The system's own first plan, with which one that detects begins: it is told
+                nothing of the condition.
+            conditions: How links behave.
+
+        Returns:
+            The plan, the same on all ranks, and its prediction.
+        """
+        if self.system.detects:
+            return first, self.expect(first, conditions)
+        return self.make(conditions)
+
     def expect(self, in_force: PlanInForce, conditions: Sequence[LinkCondition]) -> PlannedRun:
         """What to expect of a plan, whatever it was made for.
 

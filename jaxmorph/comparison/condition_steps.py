@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from types import MappingProxyType
 from typing import Any
@@ -24,11 +24,16 @@ from jaxmorph.runtime.report import (
 )
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.bubbles import IdleShares, idle_shares
+from jaxmorph.schedule.device_live import peak_on_device
+from jaxmorph.schedule.ops import LiveUntil, Op
 from jaxmorph.training.gradients import apply_gradients
 from jaxmorph.training.open_stage import adopt_plan
 from jaxmorph.transport.link_emulator import LinkCondition
 
 Message = dict[str, Any]
+
+ORDER_CHANGED, ORDER_KEPT = "order_changed", "order_kept"
+"""What a step is counted as where ranks may change their order inside a step."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +44,14 @@ class MeasuredStep:
         step_ms: From barrier to barrier.
         totals: Its scalars.
         reports: All ranks' reports; rank 0's have the timings.
+        planned: The order of each stage in the plan that it ran; of a system that detects, in the
+            one that the round began with.
     """
 
     step_ms: float
     totals: StepTotals
     reports: Sequence[Message]
+    planned: Sequence[Sequence[Op]] = ()
 
 
 @dataclass(frozen=True)
@@ -133,7 +141,8 @@ class ConditionRunner:
                 program = in_force.program
             if number == num_warmup_steps:
                 began_s = self._barrier_s
-            steps.append(self._run_step(program, following))
+            done = self._run_step(program, following)
+            steps.append(replace(done, planned=in_force.plan.schedule.orders))
             if following is not None:
                 program = following.heed(self._step - 1, steps[-1].reports) or program
         return MeasuredRound(
@@ -169,18 +178,36 @@ class ConditionRunner:
         return MeasuredStep(1e3 * (self._barrier_s - began_s), totals, reports)
 
 
+def order_counts(steps: Sequence[MeasuredStep]) -> dict[str, int]:
+    """In how many steps ranks changed their order, and in how many none of them did.
+
+    Args:
+        steps: Those of a round in which ranks may, with the reports that rank 0 has.
+    """
+    measured = ((measured_timeline(step.reports), step.planned) for step in steps)
+    kinds = (
+        ORDER_KEPT if [*map(tuple, timeline.orders)] == [*map(tuple, planned)] else ORDER_CHANGED
+        for timeline, planned in measured
+    )
+    return dict(Counter(kinds))
+
+
 def summarize_steps(
-    steps: Sequence[MeasuredStep], events: Mapping[str, int] = MappingProxyType({})
+    steps: Sequence[MeasuredStep],
+    events: Mapping[str, int] = MappingProxyType({}),
+    live_until: LiveUntil = "B",
 ) -> Message:
     """What rank 0 tells of some steps: a list of each quantity, and the timeline of one step.
 
     Args:
         steps: At least one, with the reports that rank 0 has.
         events: How often what else has happened.
+        live_until: The op that ends a microbatch's stash.
 
     Returns:
         JSON's types: `step_ms`, `loss`, `bubble_rate`, `blocking`, `dependency` and `other` (of
-        each step a share for each stage); how often which of `events` happened; of the step
+        each step a share for each stage); `peak_on_device` (of each step, how many stashes each
+        stage's device held at most); how often which of `events` happened; of the step
         nearest to the median its `timeline` and its `timeline_ms`.
     """
     timelines = [measured_timeline(step.reports) for step in steps]
@@ -192,6 +219,7 @@ def summarize_steps(
         "step_ms": step_ms,
         "loss": [step.totals.loss for step in steps],
         "bubble_rate": [timeline.bubble_rate for timeline in timelines],
+        "peak_on_device": [peak_on_device(timeline, live_until) for timeline in timelines],
         **{
             name: [[getattr(stage, name) for stage in of_step] for of_step in shares]
             for name in IdleShares._fields

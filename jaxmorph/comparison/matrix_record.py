@@ -12,7 +12,9 @@ from jaxmorph.schedule.timeline import Timeline
 
 Message = dict[str, Any]
 Key = tuple[str, str]
-_LISTED = ("step_ms", "loss", "bubble_rate", "blocking", "dependency", "other")
+_LISTED = (
+    "step_ms", "loss", "bubble_rate", "blocking", "dependency", "other", "peak_on_device",
+)  # fmt: skip
 
 
 class MatrixRecord:
@@ -133,6 +135,7 @@ class MatrixRecord:
             noisy=None if self._compare.conditions[index].trace else self._noise(step_ms),
             events=dict(self._events[system, condition]),
             total_s=sum(seen["step_ms"]) / 1e3 if seen else None,
+            peak_on_device=_most(seen["peak_on_device"]) if seen else (),
         )
 
     def _slowdown(self, system: str, step_ms: StepTimes | None) -> float | None:
@@ -195,3 +198,8 @@ def _planned(fields: Message) -> PlannedRun:
 def _medians(steps: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """The median of each stage."""
     return tuple(median(stage) for stage in zip(*steps, strict=True))
+
+
+def _most(steps: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The most of each stage."""
+    return tuple(max(stage) for stage in zip(*steps, strict=True))

@@ -9,7 +9,7 @@ What rank 0 tells are dictionaries of JSON's types with a `kind`:
 - `steps`: the number of a `condition`, and `summarize_steps` of the steps of one round of it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
@@ -23,18 +23,20 @@ from jaxmorph.comparison.rounds import Rounds
 from jaxmorph.comparison.systems import SYSTEMS, System, system_config
 from jaxmorph.config import Config, load_config
 from jaxmorph.config.compare_section import Compare
+from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.data import ReadAhead
 from jaxmorph.planning.declared_links import link_conditions
 from jaxmorph.planning.device_budget import with_device_budget
 from jaxmorph.planning.first_plan import FirstPlan, plan_by_timings, settle_garbage
 from jaxmorph.planning.layer_choice import choose_layers, measured_on_rank_0
-from jaxmorph.program.instructions import Payload
+from jaxmorph.program.instructions import Payload, Route
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline
 from jaxmorph.runtime.stage_trainer import StageSettings
+from jaxmorph.schedule.costs import Link, Links
 from jaxmorph.stage.model import PipelineModel
 from jaxmorph.training.open_stage import open_stage
 from jaxmorph.training.run_parts import load_parts, step_reader
@@ -81,7 +83,10 @@ def serve(
         planner = ConditionPlanner(
             healthy, system, rendezvous, first.planned_for, num_tied, message_bytes
         )
-        made = [planner.make(link_conditions(condition)) for condition in wanted.conditions]
+        made = [
+            planner.begin(first.in_force, link_conditions(condition))
+            for condition in wanted.conditions
+        ]
         if rank == 0:
             tell({"kind": "plans", "plans": [asdict(planned) for _, planned in made]})
         rounds = Rounds(
@@ -95,19 +100,38 @@ def serve(
 def _profiled(first: FirstPlan, runner: ConditionRunner, num_steps: int, rank: int) -> FirstPlan:
     """The same with what some steps on healthy links have added to what is known of them."""
     steps = runner.run(first.in_force, (), num_steps).steps
-    if rank != 0:
+    if rank != 0 or not steps:
         return first
     timelines = [measured_timeline(step.reports) for step in steps]
     for timeline in timelines:
         first.profiler.observe(timeline)
     profile = first.profiler.profile()
-    usual = {**first.usual, "direct": profile.links} if first.usual else {}
     return replace(
         first,
         planned_for=profile,
-        usual=usual,
+        usual=measured_anew(first.usual, profile.links, first.in_force.plan.routes),
         timelines=(*first.timelines, *timelines),
     )
+
+
+def measured_anew(usual: UsualLinks, measured: Links, routes: Mapping[Link, Route]) -> UsualLinks:
+    """What links do on either route, by newer measurements where there are any.
+
+    Args:
+        usual: As known before.
+        measured: What links have done since, each on its own route.
+        routes: Each link's route; one that is not named is direct.
+
+    Returns:
+        The same with what was measured in the place of what links did on the routes that they had.
+    """
+    return {
+        route: {
+            **links,
+            **{link: at for link, at in measured.items() if routes.get(link, "direct") == route},
+        }
+        for route, links in usual.items()
+    }
 
 
 def _message_bytes(settings: StageSettings, model: PipelineModel) -> int:

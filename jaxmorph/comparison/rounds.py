@@ -7,7 +7,12 @@ from typing import Any
 
 from jaxmorph.comparison.condition_links import RoundLinks, round_links
 from jaxmorph.comparison.condition_plans import ConditionPlanner
-from jaxmorph.comparison.condition_steps import ConditionRunner, MeasuredRound, summarize_steps
+from jaxmorph.comparison.condition_steps import (
+    ConditionRunner,
+    MeasuredRound,
+    order_counts,
+    summarize_steps,
+)
 from jaxmorph.comparison.delay_history import DelayHistory
 from jaxmorph.comparison.detecting_rounds import following
 from jaxmorph.comparison.recent_plans import Replanner
@@ -15,6 +20,7 @@ from jaxmorph.comparison.systems import System
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.planning.first_plan import FirstPlan
+from jaxmorph.planning.intra_step import reorders
 from jaxmorph.planning.plan_in_force import PlanInForce
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_trainer import StageTrainer
@@ -54,7 +60,7 @@ class Rounds:
         Args:
             number: Which round of the condition.
             index: The condition.
-            in_force: The plan to begin with.
+            in_force: The plan to begin with: of a system that detects, its first.
 
         Yields:
             On rank 0 what it has to tell: see `compare_rank`.
@@ -64,21 +70,22 @@ class Rounds:
         run = partial(self.runner.run, in_force, links.all, *counts)
         events: Mapping[str, int] = {}
         if self.system.detects:
-            done, events = self._run_detecting(run, in_force)
+            done, events = self._run_detecting(run)
         else:
             is_told = links.traced and self.system.adapts
             done = run(replan=Replanner(self.planner, links) if is_told else None)
+            is_counted = reorders(self.config) and self.rendezvous.rank == 0
+            events = order_counts(done.steps) if is_counted else {}
         if self.rendezvous.rank == 0:
             yield from self._told(index, links, done, events)
 
     def _run_detecting(
-        self, run: Callable[..., MeasuredRound], in_force: PlanInForce
+        self, run: Callable[..., MeasuredRound]
     ) -> tuple[MeasuredRound, Mapping[str, int]]:
         """A round whose plan follows what is detected, and how often which event happened."""
-        begun = replace(self.first, in_force=in_force)
         last_step = self.runner.next_step + self.wanted.warmup_steps + self.wanted.steps - 1
         with following(
-            self.config, begun, self.rendezvous, self.trainer, self.num_tied, last_step
+            self.config, self.first, self.rendezvous, self.trainer, self.num_tied, last_step
         ) as follower:
             done = run(following=follower)
         return replace(done, in_force=follower.books.in_force), follower.books.events
@@ -90,7 +97,9 @@ class Rounds:
             seen = DelayHistory(links.traced).over(done.numbers, *done.span_s)
             planned = self.planner.expect(done.in_force, (*links.steady, *seen))
             yield {"kind": "plan", "condition": index, "plan": asdict(planned)}
-        yield {"kind": "steps", "condition": index, **summarize_steps(done.steps, events)}
+        live_until = self.config.schedule.live_until
+        summary = summarize_steps(done.steps, events, live_until)
+        yield {"kind": "steps", "condition": index, **summary}
 
     def _links(self, number: int, index: int) -> RoundLinks:
         num_stages = self.config.parallelism.stages

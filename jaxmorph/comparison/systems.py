@@ -10,6 +10,7 @@ from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.problem_links import pipeline_links
 
 Route = Literal["direct", "delegated"]
+Memory = Literal["config", "capped", "offload"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,11 @@ class System:
             healthy links.
         reroutes: Whether routes may change too, for each link.
         detects: Whether it is told nothing, and morphs by what it detects while it runs.
+        reorders: Whether ranks change their order inside a step, even if the configuration doesn't
+            say so. It has all links delegated, as only there order is free.
         meaning: What it stands for.
+        memory: What devices may hold: what the configuration says; or as much as a cap, to which
+            plans keep (`capped`), or beyond which stashes go to host memory (`offload`).
     """
 
     name: str
@@ -33,19 +38,24 @@ class System:
     adapts: bool
     reroutes: bool
     detects: bool
+    reorders: bool
     meaning: str
+    memory: Memory = "config"
 
 
-_TABLE: Sequence[tuple[str, str, Route, bool, bool, bool]] = (
-    # name                 schedule       route        adapts  reroutes  detects
-    ("gpipe",              "gpipe",       "direct",    False,  False,    False),
-    ("1f1b",               "1f1b",        "direct",    False,  False,    False),
-    ("interleaved",        "interleaved", "direct",    False,  False,    False),
-    ("zb",                 "zb-h2",       "direct",    False,  False,    False),
-    ("zb-delegated",       "zb-h2",       "delegated", False,  False,    False),
-    ("adaptive-direct",    "adaptive",    "direct",    True,   False,    False),
-    ("adaptive",           "adaptive",    "direct",    True,   True,     False),
-    ("adaptive-detecting", "adaptive",    "direct",    False,  True,     True),
+_TABLE: Sequence[tuple[str, str, Route, bool, bool, bool, bool]] = (
+    # name                  schedule       route        adapts  reroutes  detects  reorders
+    ("gpipe",               "gpipe",       "direct",    False,  False,    False,   False),
+    ("1f1b",                "1f1b",        "direct",    False,  False,    False,   False),
+    ("interleaved",         "interleaved", "direct",    False,  False,    False,   False),
+    ("zb",                  "zb-h2",       "direct",    False,  False,    False,   False),
+    ("zb-delegated",        "zb-h2",       "delegated", False,  False,    False,   False),
+    ("adaptive-direct",     "adaptive",    "direct",    True,   False,    False,   False),
+    ("adaptive",            "adaptive",    "direct",    True,   True,     False,   False),
+    ("adaptive-intra-step", "adaptive",    "direct",    True,   True,     False,   True),
+    ("adaptive-detecting",  "adaptive",    "direct",    False,  True,     True,    False),
+    ("adaptive-capped",     "adaptive",    "direct",    True,   True,     False,   False),
+    ("adaptive-offload",    "adaptive",    "direct",    True,   True,     False,   False),
 )  # fmt: skip
 _MEANINGS = {
     "gpipe": "all forwards, then all backwards",
@@ -55,10 +65,18 @@ _MEANINGS = {
     "zb-delegated": "zb in the same order, no queue held",
     "adaptive-direct": "planned for the links as they are, none of them delegated",
     "adaptive": "planned for the links as they are",
+    "adaptive-intra-step": "adaptive with all links delegated, and ranks that change their order "
+    "inside a step where a message is late",
     "adaptive-detecting": "told nothing of links: what it detects, it morphs for",
+    "adaptive-capped": "adaptive within a cap on what devices hold",
+    "adaptive-offload": "the same cap, stashes beyond it in host memory",
 }
 
-SYSTEMS: Mapping[str, System] = {row[0]: System(*row, _MEANINGS[row[0]]) for row in _TABLE}
+_MEMORY: Mapping[str, Memory] = {"adaptive-capped": "capped", "adaptive-offload": "offload"}
+
+SYSTEMS: Mapping[str, System] = {
+    row[0]: System(*row, _MEANINGS[row[0]], _MEMORY.get(row[0], "config")) for row in _TABLE
+}
 
 
 def system_config(config: Config, system: System) -> Config:
@@ -71,27 +89,48 @@ def system_config(config: Config, system: System) -> Config:
     Returns:
         The same with the system's schedule and routes, and no link emulated or declared: conditions
         of links come and go while it runs, and a system that adapts is told of them. Only such a
-        one changes its order inside a step.
+        one changes its order inside a step. The cap of one that is capped, if the configuration
+        names none, is 2 S - 1 microbatches on each of S stages.
     """
     steps = config.compare.total_steps if config.compare else config.run.steps
     warmup_steps = min(config.optimizer.warmup_steps, steps)
-    inside = config.adaptation.intra_step if system.adapts or system.detects else "off"
     chunks = max(2, config.parallelism.chunks) if system.schedule == "interleaved" else 1
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"steps": steps}),
             "optimizer": config.optimizer.model_copy(update={"warmup_steps": warmup_steps}),
             "schedule": config.schedule.model_copy(
-                update={"name": system.schedule, "link_ms": None}
+                update={"name": system.schedule, "link_ms": None, **_cap(config, system)}
             ),
+            "offload": config.offload.model_copy(update=_offload(system)),
             "parallelism": config.parallelism.model_copy(update={"chunks": chunks}),
             "routes": Routes.model_validate({"default": system.route}),
             "adaptation": config.adaptation.model_copy(
-                update={"enabled": system.detects, "intra_step": inside}
+                update={"enabled": system.detects, "intra_step": _inside(config, system)}
             ),
             "emulation": config.emulation.model_copy(update={"links": (), "trace": None}),
         }
     )
+
+
+def _inside(config: Config, system: System) -> str:
+    """Whether ranks change their order inside a step."""
+    if system.reorders:
+        return "on"
+    return config.adaptation.intra_step if system.adapts or system.detects else "off"
+
+
+def _cap(config: Config, system: System) -> dict[str, int]:
+    """What devices may hold, of a system that is capped where the configuration names no cap."""
+    schedule = config.schedule
+    is_named = schedule.max_live is not None or schedule.max_stash_bytes is not None
+    if system.memory == "config" or is_named:
+        return {}
+    return {"max_live": 2 * config.parallelism.stages - 1}
+
+
+def _offload(system: System) -> dict[str, bool]:
+    return {} if system.memory == "config" else {"enabled": system.memory == "offload"}
 
 
 def route_choices(config: Config, system: System, slow: Sequence[Link]) -> Iterator[Config]:
@@ -103,15 +142,16 @@ def route_choices(config: Config, system: System, slow: Sequence[Link]) -> Itera
         slow: The links that are slow.
 
     Yields:
-        For one that is told of links and reroutes: only slow links delegated, and all of them;
-        else what it has.
+        For one that is told of links and reroutes: only slow links delegated, and all of them; if
+        it reorders, all of them alone; else what it has.
     """
     if not (system.adapts and system.reroutes):
         yield config
         return
     cut = config.parallelism
     links = list(pipeline_links(cut.stages, cut.chunks))
-    for delegated in (set(slow), set(links)):
+    choices = [set(links)] if system.reorders else [set(slow), set(links)]
+    for delegated in choices:
         routes = {str(link): "delegated" for link in links if link in delegated}
         if len(routes) == len(links):
             routes = {"default": "delegated"}

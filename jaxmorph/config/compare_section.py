@@ -28,7 +28,10 @@ SystemName = Literal[
     "zb-delegated",
     "adaptive-direct",
     "adaptive",
+    "adaptive-intra-step",
     "adaptive-detecting",
+    "adaptive-capped",
+    "adaptive-offload",
 ]
 _SYSTEMS = ", ".join(get_args(SystemName))
 _STILL_TO_COME = "(falcon and restart are not available yet)"

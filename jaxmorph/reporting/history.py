@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from jaxmorph.reporting.records import PLAN_CHANGED, Event, RunSummary, StepRecord
+from jaxmorph.reporting.text import longer_than_planned
 
 RECENT = 20
 """How many of the last records are kept whole."""
@@ -29,6 +30,7 @@ class RunHistory:
         self.recent: deque[StepRecord] = deque(maxlen=RECENT)
         self._morph_steps: list[int] = []
         self._numbers = {name: array("d") for name in _KEPT}
+        self._planned_s = array("d")  # of every step; 0 without a plan
 
     def add(self, record: StepRecord) -> None:
         """Adds a step.
@@ -40,6 +42,7 @@ class RunHistory:
         for name, numbers in self._numbers.items():
             if (number := getattr(record, name)) is not None:
                 numbers.append(number)
+        self._planned_s.append(record.predicted_step_s or 0.0)
 
     def note(self, event: Event) -> None:
         """Takes note of an event that sums a run up.
@@ -95,6 +98,9 @@ class RunHistory:
             picture=picture,
             traces=tuple(traces),
             morph_steps=tuple(self._morph_steps),
+            longer_than_planned=longer_than_planned(
+                zip(self._numbers["step_s"], self._planned_s, strict=True)
+            ),
         )
 
     def _median(self, name: str) -> float | None:

@@ -26,7 +26,8 @@ def matrix_markdown(matrix: Matrix) -> str:
         _table(["", *matrix.conditions], _times_rows(matrix)),
         "What ran, and why its stages idled, as shares of the step: *dependency*: data not made "
         "yet or on its way; *blocking*: a ready op behind a transfer; *other*: dispatch and "
-        "copies. Means of the stages, and the stage that is blocked most.\n",
+        "copies. Means of the stages, and the stage that is blocked most. *On device*: the most "
+        "microbatches whose stash each stage's device held at once.\n",
         _table(_RUN_COLUMNS, _run_rows(matrix)),
         *_complaints(matrix),
         "\n".join(f"- {label}: {text}" for label, text in matrix.notes.items()) + "\n",
@@ -50,7 +51,7 @@ def short_cell(run: Run | None) -> str:
 
 _RUN_COLUMNS = (
     "system", "condition", "schedule", "warm-up forwards", "routes", "delays", "lower bound ms",
-    "bubble", "dependency", "blocking", "other", "most blocked", "loss",
+    "on device", "bubble", "dependency", "blocking", "other", "most blocked", "loss",
 )  # fmt: skip
 
 
@@ -100,6 +101,7 @@ def _run_cells(run: Run, plan: PlannedRun) -> list[str]:
         describe_routes(plan.routes),
         plan.regime,
         f"{plan.lower_bound_ms:,.1f}",
+        " ".join(map(str, run.peak_on_device)) or "-",
         _share(run.bubble_rate),
         _share(_mean(run.dependency_bubble_rate)),
         _share(_mean(blocking)),

@@ -152,6 +152,8 @@ class RunSummary:
         traces: Chrome traces of sampled steps.
         held_out_losses: the held-out losses of the steps that were evaluated.
         morph_steps: the first step of each plan after the first one.
+        longer_than_planned: by which share the median step was longer than its own plan, if steps
+            had plans.
     """
 
     losses: tuple[float, ...]
@@ -166,3 +168,4 @@ class RunSummary:
     traces: tuple[Path, ...] = ()
     held_out_losses: tuple[float, ...] = ()
     morph_steps: tuple[int, ...] = ()
+    longer_than_planned: float | None = None

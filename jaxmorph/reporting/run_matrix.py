@@ -75,8 +75,11 @@ class Run:
         reference_ms: What somebody else measured, for comparison.
         failed: Why there is no complete run; None where there is.
         noisy: Why the times should not be trusted; None where they may.
-        events: How often each kind of thing befell delegated links in the measured steps.
+        events: How often each kind of thing happened: to delegated links in the measured steps, to
+            the plan of a system that detects, to the order where ranks may change it in a step.
         total_s: All measured steps together.
+        peak_on_device: For each stage, the most microbatches whose stash its device held at once in
+            any measured step.
     """
 
     system: str
@@ -94,6 +97,7 @@ class Run:
     noisy: str | None = None
     events: Mapping[str, int] = field(default_factory=dict)
     total_s: float | None = None
+    peak_on_device: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The run as a JSON object, what was planned among its own fields."""

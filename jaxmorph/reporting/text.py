@@ -1,11 +1,11 @@
 """Numbers, and whole blocks of a report, as the words both kinds of terminal output show."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 from jaxmorph.config.sections import Emulation, LinkTrace
 from jaxmorph.reporting.records import RunHeader, RunSummary, StepRecord
@@ -149,6 +149,21 @@ def sparkline(values: Sequence[float], width: int) -> str:
     )
 
 
+def longer_than_planned(steps: Iterable[tuple[float, float | None]]) -> float | None:
+    """By which share the median step was longer than its own plan.
+
+    Not the medians of steps and plans are compared: a run that morphs has several plans.
+
+    Args:
+        steps: what each took and was planned to take, in one unit; None or 0 without a plan.
+
+    Returns:
+        Such as 0.018; None where no step has a plan.
+    """
+    ratios = [took / planned for took, planned in steps if planned]
+    return median(ratios) - 1.0 if ratios else None
+
+
 def loss_text(value: float | None) -> str:
     """A loss to four places; a dash for None."""
     return _UNKNOWN if value is None else f"{value:.4f}"
@@ -206,8 +221,10 @@ def _step_against_plan(summary: RunSummary) -> str:
     measured = f"{milliseconds(summary.step_s)} ms measured (median)"
     if not summary.predicted_step_s:
         return measured
-    difference = f"{summary.step_s / summary.predicted_step_s - 1:+.1%}".replace("%", " %")
-    return f"{measured}, {milliseconds(summary.predicted_step_s)} ms planned ({difference})"
+    planned = f"{measured}, {milliseconds(summary.predicted_step_s)} ms planned"
+    if summary.longer_than_planned is None:
+        return planned
+    return f"{planned} ({summary.longer_than_planned:+.1%})".replace("%", " %")
 
 
 def _span_of(paths: Sequence[Path]) -> str:

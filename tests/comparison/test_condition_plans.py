@@ -5,7 +5,9 @@ import pytest
 from jaxmorph.comparison.condition_plans import HOLDS_QUEUES, OVERLAPS, ConditionPlanner
 from jaxmorph.comparison.systems import SYSTEMS, system_config
 from jaxmorph.config import Config
+from jaxmorph.config.sections import Routes
 from jaxmorph.control.profiler import Profile
+from jaxmorph.planning.plan_in_force import plan_step
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.schedule.costs import Link, LinkState, StageCosts
@@ -97,3 +99,24 @@ def test_the_regime_of_a_mixed_plan_is_that_of_its_slow_links():
     both = (*SLOW, LinkCondition((0, 1), latency_ms=30.0))
     assert planner("adaptive").make(both)[1].regime == OVERLAPS
     assert planner("zb").make(both)[1].regime == HOLDS_QUEUES
+
+
+def test_one_that_detects_begins_with_its_own_first_plan_whatever_the_condition():
+    first = planner("zb-delegated").make(())[0]  # any plan that its configuration doesn't say
+    begins = planner("adaptive-detecting")
+    for conditions in ((), SLOW):
+        in_force, planned = begins.begin(first, conditions)
+        assert in_force is first
+        assert set(planned.routes.values()) == {"delegated"}
+    assert planned.predicted_ms == pytest.approx(540.0)
+    assert planner("adaptive").begin(first, SLOW)[1].predicted_ms == pytest.approx(420.0)
+
+
+def test_one_that_detects_and_may_delegate_any_link_begins_like_one_that_is_told():
+    uneven = StageCosts((8.0, *[9.0] * 3), (10.0, 10.0, 10.0, 9.0), (5.0, *[6.0] * 3))
+    told = planner("adaptive", uneven).make(())[0].plan
+    system = SYSTEMS["adaptive-detecting"]
+    routes = Routes.model_validate({"default": "delegated"})
+    config = system_config(CONFIG, system).model_copy(update={"routes": routes})
+    own = plan_step(config, Profile(uneven, {}))
+    assert (own.schedule, own.routes) == (told.schedule, told.routes)

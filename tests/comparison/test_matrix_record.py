@@ -39,6 +39,7 @@ def steps(condition: int, *step_ms: float) -> dict:
         "loss": [5.0 - at for at in range(count)], "bubble_rate": [0.25] * count,
         "blocking": [[0.0, 0.1]] * count, "dependency": [[0.2, 0.1]] * count,
         "other": [[0.01, 0.02]] * count, "events": {"lane_down": 1},
+        "peak_on_device": [[3, 1]] * (count - 1) + [[2, 2]],
         "timeline": timeline.to_json(), "timeline_ms": sorted(step_ms)[count // 2],
     }  # fmt: skip
 
@@ -63,6 +64,7 @@ def test_rounds_of_a_condition_are_one_run_held_against_the_healthy_one():
     assert run.slowdown == pytest.approx(805 / 400)
     assert (run.bubble_rate, run.loss) == (0.25, 3.0)
     assert run.blocking_stall_rate == (0.0, 0.1)
+    assert run.peak_on_device == (3, 2)
     assert (run.failed, run.noisy) == (None, None)
     assert run.plan is not None
     assert run.plan.predicted_ms == 1110.0

@@ -47,6 +47,32 @@ def test_only_a_system_that_detects_runs_as_one_that_adapts_by_itself(system):
     assert own.adaptation.intra_step == ("on" if system.name.startswith("adaptive") else "off")
 
 
+@pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
+def test_order_inside_a_step_is_free_where_the_system_is_about_it(system):
+    own = system_config(CONFIG, system)  # which doesn't ask for it
+    assert own.adaptation.intra_step == ("on" if system.name == "adaptive-intra-step" else "off")
+
+
+def test_healthy_links_may_be_delegated_by_one_that_detects_if_the_configuration_says_so():
+    asked = CONFIG.adaptation.model_copy(update={"delegates": "any"})
+    config = CONFIG.model_copy(update={"adaptation": asked})
+    own = system_config(config, SYSTEMS["adaptive-detecting"])
+    assert (own.adaptation.enabled, own.adaptation.delegates) == (True, "any")
+
+
+def test_the_cap_of_one_that_is_capped_is_the_configured_one_or_that_of_1f1b_twice_over():
+    held = {name: system_config(CONFIG, system) for name, system in SYSTEMS.items()}
+    caps = {name: own.schedule.max_live for name, own in held.items()}
+    assert {name for name, cap in caps.items() if cap} == {"adaptive-capped", "adaptive-offload"}
+    assert caps["adaptive-capped"] == caps["adaptive-offload"] == 7
+    assert [name for name, own in held.items() if own.offload.enabled] == ["adaptive-offload"]
+    named = CONFIG.schedule.model_copy(update={"max_stash_bytes": 99})
+    own = system_config(
+        CONFIG.model_copy(update={"schedule": named}), SYSTEMS["adaptive-offload"]
+    ).schedule
+    assert (own.max_live, own.max_stash_bytes) == (None, 99)
+
+
 def delegated(system: str, *slow: Link) -> list[set[str]]:
     """The delegated links of each choice that a system has."""
     own = system_config(CONFIG, SYSTEMS[system])
@@ -64,3 +90,4 @@ def test_only_one_that_reroutes_has_a_choice_of_routes():
     assert delegated("adaptive-detecting", Link(2, 3)) == [set()]  # it is told of no slow link
     assert delegated("adaptive") == [set(), {"0-1", "1-2", "2-3"}]
     assert delegated("adaptive", Link(2, 3)) == [{"2-3"}, {"0-1", "1-2", "2-3"}]
+    assert delegated("adaptive-intra-step", Link(2, 3)) == [{"0-1", "1-2", "2-3"}]

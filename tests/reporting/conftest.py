@@ -20,6 +20,7 @@ _SOUND = Run(
     system="zb", condition="healthy", step_ms=StepTimes(402.25, 399.0, 405.0, 20),
     plan=_planned(390.0), slowdown=1.0, bubble_rate=0.08, blocking_stall_rate=(0.01, 0.03),
     dependency_bubble_rate=(0.05, 0.07), other_idle_rate=(0.0, 0.0), loss=4.25, reference_ms=368.0,
+    peak_on_device=(3, 1),
 )  # fmt: skip
 _NOISY = Run(
     system="zb", condition="slow", step_ms=StepTimes(1150.0, 900.0, 1400.0, 20),

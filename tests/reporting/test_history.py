@@ -1,8 +1,11 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from jaxmorph.reporting import RunHistory, StepRecord
 from jaxmorph.reporting.history import RECENT
+from jaxmorph.reporting.text import longer_than_planned
 
 STEP = StepRecord(
     step=0, loss=5.0, grad_norm=1.5, step_s=0.4, tokens_per_s=10_240.0, schedule="zb-h2",
@@ -34,6 +37,19 @@ def test_a_summary_has_medians_of_what_is_known():
     summary = history.summary(elapsed_s=2.0, run_directory=Path("runs/a"))
     assert (summary.losses, summary.held_out_losses) == ((5.0, 4.0, 3.0), (5.5, 3.5))
     assert (summary.step_s, summary.predicted_step_s) == (0.2, 0.4)
+
+
+def test_steps_are_held_against_their_own_plans():
+    """Medians of all steps and of all plans would say 10 %."""
+    history = history_of(
+        replace(STEP, step_s=0.1, predicted_step_s=0.1),
+        replace(STEP, step_s=0.4, predicted_step_s=None),
+        *[replace(STEP, step_s=0.4, predicted_step_s=0.4)] * 2,
+        *[replace(STEP, step_s=0.11, predicted_step_s=0.1)] * 3,
+    )
+    summary = history.summary(elapsed_s=2.0, run_directory=Path("runs/a"))
+    assert summary.longer_than_planned == pytest.approx(0.05)
+    assert longer_than_planned([]) is None
 
 
 def test_what_no_step_knows_the_summary_does_not_know():

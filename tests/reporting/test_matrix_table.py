@@ -22,8 +22,8 @@ def test_a_page_has_systems_in_rows_and_conditions_in_columns(made_up):
 
 def test_each_measured_run_says_what_ran_and_why_stages_idled(made_up):
     assert rows(matrix_markdown(made_up))[6] == (
-        "| zb | healthy | zb-h2 | 3 1 | direct | holds queues | 390.0 | 8.0% | 6.0% | 2.0% | 0.0% "
-        "| 3.0% (stage 1) | 4.250000 |"
+        "| zb | healthy | zb-h2 | 3 1 | direct | holds queues | 390.0 | 3 1 | 8.0% | 6.0% | 2.0% "
+        "| 0.0% | 3.0% (stage 1) | 4.250000 |"
     )
 
 

@@ -53,7 +53,10 @@ def test_the_regime_is_always_said():
 
 
 def test_a_summary_compares_the_measured_step_with_the_planned_one():
-    summary = RunSummary((5.5, 2.25), 61.0, 0.4, 0.39, 0.12, 0.11, 9000.0, Path("runs/a"))
+    summary = RunSummary(
+        (5.5, 2.25), 61.0, 0.4, 0.39, 0.12, 0.11, 9000.0, Path("runs/a"),
+        longer_than_planned=0.026,
+    )  # fmt: skip
     rows = dict(summary_rows(summary))
     assert rows["steps"] == "2 in 1:01"
     assert rows["loss"].startswith("5.5000 → 2.2500")

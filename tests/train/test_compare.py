@@ -174,6 +174,28 @@ def test_a_system_that_is_told_nothing_finds_out_and_runs_what_it_morphs_to(tmp_
     assert run["step_ms"]["median"] < held_ms
 
 
+def test_order_and_memory_inside_a_step_are_counted(tmp_path):
+    done, out = compare(
+        tmp_path,
+        "compare.systems=[adaptive-intra-step, adaptive-capped, adaptive-offload]",
+        "compare.conditions=[{name: slow, links: [{between: [0, 1], latency_ms: 60}]}]",
+        "compare.reference={}",
+        "compare.repeats=1",
+        "compare.steps=2",
+        "batch.microbatches=8",
+    )
+    assert done.returncode == 0, done.stderr
+    runs = read_runs(out)
+    counted = runs["adaptive-intra-step", "slow"]["events"]
+    assert counted.get("order_kept", 0) + counted.get("order_changed", 0) == 2
+    assert max(runs["adaptive-intra-step", "slow"]["peak_on_device"]) > 3  # as many as hide 60 ms
+    for system in ("adaptive-capped", "adaptive-offload"):
+        assert max(runs[system, "slow"]["peak_on_device"]) <= 3
+        assert "order_kept" not in runs[system, "slow"]["events"]
+    losses = {run["loss"] for run in runs.values()}
+    assert len(losses) == 1  # the same bits, wherever stashes were
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxmorph.config import load_config
 from jaxmorph.errors import UserError
 from jaxmorph.reporting.page.timelines import ShownStep
+from jaxmorph.reporting.run_directory import CONFIG, METRICS
 from jaxmorph.reporting.run_matrix import Matrix
 from jaxmorph.schedule.timeline import Timeline
 
@@ -26,15 +28,38 @@ class ComparisonFiles:
     steps: Mapping[str, Mapping[str, ShownStep]]
 
 
+def is_comparison(path: Path) -> bool:
+    """Whether a directory is a comparison's, though it may have no results yet.
+
+    Every run has a `metrics.jsonl` from its start, even one of a configuration that compares.
+
+    Args:
+        path: What `jaxmorph train` or `jaxmorph compare` has written.
+    """
+    if (path / RESULTS).is_file():
+        return True
+    if not (path / CONFIG).is_file() or (path / METRICS).exists():
+        return False
+    try:
+        return load_config(path / CONFIG).compare is not None
+    except UserError:
+        return False
+
+
 def read_comparison_files(path: Path) -> ComparisonFiles:
     """Read a comparison's directory.
 
     Args:
-        path: The directory, with a `results.json`.
+        path: The directory.
 
     Raises:
-        UserError: It can't be read.
+        UserError: It has no results yet, or can't be read.
     """
+    if not (path / RESULTS).is_file():
+        raise UserError(
+            f"report: {path}: no {RESULTS}, expected one: jaxmorph compare writes it after its "
+            "first system"
+        )
     at = path / RESULTS
     try:
         matrix = Matrix.from_json(json.loads(at.read_text(encoding="utf-8")))

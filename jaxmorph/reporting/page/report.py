@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from jaxmorph.errors import UserError
-from jaxmorph.reporting.page.comparison_files import RESULTS, read_comparison_files
+from jaxmorph.reporting.page.comparison_files import is_comparison, read_comparison_files
 from jaxmorph.reporting.page.comparison_page import comparison_page
 from jaxmorph.reporting.page.run_files import read_run_files
 from jaxmorph.reporting.page.run_page import run_page
@@ -27,10 +27,9 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     path = directory / REPORT if out is None else out
     if path.is_dir():
         raise UserError(f"report: --out: got the directory {path}, expected a file")
-    is_comparison = (directory / RESULTS).is_file()
     text = (
         comparison_page(read_comparison_files(directory))
-        if is_comparison
+        if is_comparison(directory)
         else run_page(read_run_files(directory))
     )
     written = path.with_name(f"{path.name}.new")

@@ -7,7 +7,7 @@ from jaxmorph.reporting.page.changes import count_morphs
 from jaxmorph.reporting.page.elements import Html, element
 from jaxmorph.reporting.page.run_files import RunFiles, StepLine
 from jaxmorph.reporting.page.tables import milliseconds, share
-from jaxmorph.reporting.text import describe_regime
+from jaxmorph.reporting.text import describe_regime, longer_than_planned
 
 
 def result_sentence(files: RunFiles) -> str:
@@ -35,16 +35,8 @@ def median_step_ms(steps: Sequence[StepLine]) -> float:
 
 
 def longer_than_predicted(steps: Sequence[StepLine]) -> float | None:
-    """By which share the median step was longer than its own prediction.
-
-    Args:
-        steps: Any.
-
-    Returns:
-        Such as 0.018; None where no step has a prediction.
-    """
-    ratios = [step.step_ms / step.predicted_ms for step in steps if step.predicted_ms]
-    return median(ratios) - 1.0 if ratios else None
+    """By which share the median step was longer than its own prediction: `longer_than_planned`."""
+    return longer_than_planned((step.step_ms, step.predicted_ms) for step in steps)
 
 
 def summary_section(files: RunFiles) -> Html:

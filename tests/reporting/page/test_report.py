@@ -3,6 +3,7 @@ import json
 import pytest
 
 from jaxmorph.cli import main
+from jaxmorph.config import Config, dump_config
 from jaxmorph.reporting.run_directory import plain_json
 
 
@@ -35,6 +36,24 @@ def test_a_comparison_has_a_page_too(tmp_path, made_up, capsys):
     (tmp_path / "results.json").write_text(json.dumps(plain_json(made_up.to_json())))
     assert _main(capsys, str(tmp_path))[0] == 0
     assert "<title>Comparison made up</title>" in (tmp_path / "report.html").read_text()
+
+
+COMPARES = Config.model_validate({"compare": {"conditions": [{"name": "healthy"}]}})
+
+
+def test_a_comparison_without_results_is_no_run(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(dump_config(COMPARES))
+    code, _, error = _main(capsys, str(tmp_path))
+    assert code == 2
+    assert error.startswith(f"error: report: {tmp_path}: no results.json, expected one")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_run_of_a_configuration_that_compares_is_a_run(morphed_run, capsys):
+    (morphed_run / "config.yaml").write_text(dump_config(COMPARES))
+    assert _main(capsys, str(morphed_run))[0] == 0
+    assert "<title>Comparison" not in (morphed_run / "report.html").read_text()
 
 
 @pytest.mark.parametrize("name", ["missing", "no_run"])
