@@ -5,6 +5,7 @@ direct transfers, slots, caps. Nothing real is slower to get wrong.
 """
 
 from collections import Counter
+from dataclasses import astuple
 from typing import NamedTuple
 
 import numpy as np
@@ -134,6 +135,29 @@ def test_with_nothing_late_the_order_is_exactly_the_planned_one(case):
     for delay_ms in (case.random_ms(1.0), lambda transfer, _: planned_ms(case.links, transfer)):
         timeline = replay_online(case.free(), case.costs, delay_ms, slots)
         assert timeline.orders == case.planned
+
+
+@settings(max_examples=60)
+@given(cases(), st.integers(0, 4), st.floats(0.5, 4.0))
+def test_a_stage_that_computes_slower_keeps_the_planned_order_where_no_link_is_late(
+    case, slow, times
+):
+    """The others, who can't know why its messages are late, keep it by having no leeway."""
+    rank = slow % len(case.programs)
+    programs = [
+        free if number == rank else program
+        for number, (free, program) in enumerate(zip(case.free(), case.programs, strict=True))
+    ]
+    random = np.random.default_rng(case.seed)
+    row = np.where(np.arange(len(case.programs)) == rank, times, 1.0)
+    costs = StageCosts(*(tuple(row * of_kind) for of_kind in astuple(case.costs)))
+    timeline = replay_online(
+        programs,
+        costs,
+        lambda transfer, _: planned_ms(case.links, transfer) * random.uniform(0.0, 1.0),
+        slots_needed(case.programs),
+    )
+    assert timeline.orders == case.planned
 
 
 @settings(max_examples=60)
