@@ -217,6 +217,22 @@ def test_a_link_that_turns_slow_in_the_middle_of_a_step_costs_less_with_leeway()
     assert free_ms < 0.75 * kept_ms
 
 
+@pytest.mark.parametrize(
+    ("max_live", "held", "step_ms"), [(None, (6, 6, 1), 341.0), ((5, 3, 1), (5, 3, 1), 441.0)]
+)
+def test_without_a_cap_a_rank_may_hold_more_than_its_plan_and_with_one_it_does_not(
+    max_live, held, step_ms
+):
+    schedule = zb_h2(3, 9)
+    programs = lower(schedule, simulate(schedule, COSTS), DELEGATED)
+    memory = Limits(max_live).stage_memory(3, 9)
+    free = with_leeway(programs, simulate_blocking(programs, COSTS), memory)
+    timeline = replay_online(free, COSTS, slow_from(100.0))
+    assert simulate(schedule, COSTS).peak_live() == (5, 3, 1)
+    assert timeline.peak_live() == held
+    assert timeline.makespan_ms == pytest.approx(step_ms)
+
+
 def test_ranks_with_a_direct_link_gain_by_moving_w():
     routes: Routes = {Link(1, 2): "delegated"}
     kept_ms, free_ms = steps_ms(zb_h2(3, 9), routes, slow_from(100.0))
