@@ -121,7 +121,12 @@ def of_morph(morph: Morph) -> list[Happening]:
 
     Args:
         morph: The change.
+
+    Returns:
+        Nothing where the plan stays.
     """
+    if morph.keeps_plan:
+        return []
     routes = [
         {"kind": "route_changed", "link": str(link), "detail": f"{route}: {morph.reason}"}
         for link, route in morph.routes.items()

@@ -103,6 +103,7 @@ class ControlLoop:
         self._latest: tuple[int, Profile, tuple[Verdict, ...]] = (-1, planned_for, ())
         self._untold: list[Happening] = []
         self._morph: Morph | None = None
+        self._refreshed: tuple[str, ...] | None = None  # programs that ranks haven't been told
         self._due_probes: tuple[Link, ...] = ()
         self._awaits_probes: tuple[Situation, Decision] | None = None
         self._found_well: dict[Link, int] = {}  # direct links, after which step a probe said so
@@ -251,6 +252,7 @@ class ControlLoop:
         self, step: int, profile: Profile, verdicts: tuple[Verdict, ...], news: tuple[str, ...]
     ) -> Situation:
         options = self._plans.weigh(profile, verdicts)
+        self._refreshed = options.refreshed or self._refreshed
         return Situation(
             step=step + _STEPS_TO_SWAP,
             verdicts=verdicts,
@@ -311,11 +313,20 @@ class ControlLoop:
         happening = {"kind": "plan_kept", "detail": decision.reason, "evidence": evidence}
         with self._lock:
             self._untold.append(happening)
-            self._is_busy = False
+            self._morph = self._refresh(decision)
+            self._is_busy = self._morph is not None
+
+    def _refresh(self, decision: Decision) -> Morph | None:
+        """What tells ranks of the plan that stays what is late now; None: they know."""
+        programs, self._refreshed = self._refreshed, None
+        if programs is None:
+            return None
+        return Morph(self._plan, programs, {}, decision.reason, {}, {}, keeps_plan=True)
 
     def _make_ready(self, situation: Situation, decision: Decision) -> None:
         number = decision.chosen or 0
         option, chosen = situation.candidates[number], self._plans.adopt(number)
+        self._refreshed = None
         now = situation.in_force
         self._dwell = self._dwell.after(changed_subjects(now, option), situation.step)
         morph = Morph(

@@ -36,11 +36,14 @@ class Options:
         in_force_ms: The predicted step of the plan in force under the conditions now.
         undisturbed_ms: The same if all links were healthy.
         candidates: As `orchestrator.Situation` takes them.
+        refreshed: The programs in force with what is late told anew, as `program_text` writes them;
+            None: it hasn't changed.
     """
 
     in_force_ms: float
     undisturbed_ms: float
     candidates: tuple[Option, ...]
+    refreshed: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ class PlanningProcess:
         told = [verdict.to_json() for verdict in verdicts]
         answer = self._ask(kind="weigh", profile=profile.to_json(), verdicts=told)
         options = (Option(Plan.from_json(o["plan"]), o["step_ms"]) for o in answer["candidates"])
-        return Options(answer["in_force_ms"], answer["undisturbed_ms"], tuple(options))
+        refreshed = answer["refreshed"] and tuple(answer["refreshed"])
+        return Options(answer["in_force_ms"], answer["undisturbed_ms"], tuple(options), refreshed)
 
     def adopt(self, chosen: int) -> Chosen:
         """Have it take one of the last options for the plan in force.

@@ -4,7 +4,8 @@
 A request is a line of JSON on standard input, its answer one on standard output:
 
 - `begin`: `config`, `num_tied`, `first`, `profile` and `usual`, as `CandidatePlanner` takes them.
-- `weigh`: `profile` and `verdicts`; the answer is `Weighed`, each candidate as `plan`, `step_ms`.
+- `weigh`: `profile` and `verdicts`; the answer is `Weighed`, each candidate as `plan`, `step_ms`,
+  and programs as texts.
 - `adopt`: `chosen`, the number of a candidate; the answer is `programs`, each a text, and `slots`.
 
 An answer that is `{"error": ...}` says what went wrong. The process imports no JAX, leaves the
@@ -82,6 +83,7 @@ class Answering:
                 {"plan": each.plan.to_json(), "step_ms": each.step_ms}
                 for each in weighed.candidates
             ],
+            "refreshed": weighed.refreshed and [*map(program_text, weighed.refreshed)],
         }
 
     def _adopt(self, candidate: Candidate) -> Message:

@@ -9,7 +9,7 @@ from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
-from jaxmorph.planning.intra_step import easily_reordered, leeway_of
+from jaxmorph.planning.intra_step import easily_reordered, expected_by_ranks, leeway_of
 from jaxmorph.planning.offload_planning import plan_with_offload
 from jaxmorph.planning.queue_aware import shorter_on_queues
 from jaxmorph.planning.step_programs import lower_step
@@ -106,8 +106,8 @@ def agree_on_plan(
         rendezvous: The meeting place of all ranks; they all call this at the same point.
         profile: What ops and links cost; only rank 0's is read.
         num_tied: How many tied parameters the first and the last stage hold copies of.
-        expected: What ops cost, and the quickest messages of late: what takes longer is late inside
-            a step. Only rank 0's is read; None: the profile.
+        expected: What is late inside a step is late by this (`intra_step.expected_by_ranks`). Only
+            rank 0's is read; None: by the profile and its spreads.
 
     Returns:
         The plan, its programs checked by a replay of all ranks.
@@ -118,7 +118,7 @@ def agree_on_plan(
     answer = {}
     if rendezvous.rank == 0:
         made = plan_step(config, profile, num_tied)
-        expected = expected or profile
+        expected = expected or expected_by_ranks(profile.with_margin)
         answer = {
             "profile": profile.to_json(),
             "plan": made.to_json(),
@@ -130,7 +130,7 @@ def agree_on_plan(
     programs = lower_step(made.schedule, agreed, made.routes, num_tied, made.offloading)
     slots = slots_needed(programs)
     expected = Profile.from_json(answer["expected"])
-    programs = leeway_of(config, programs, expected, limits_of(config, agreed))
+    programs = leeway_of(config, made, programs, expected, limits_of(config, agreed))
     return PlanInForce(made, programs, rendezvous.rank, slots)
 
 

@@ -200,6 +200,8 @@ class _Rank:
         self.ops.append(op)
         self.starts_ms.append(now_ms)
         self.ends_ms.append(self._busy_until_ms)
+        if self._is_free:
+            self._order.ran(op, now_ms, self._busy_until_ms)
         self._step.wake(self._busy_until_ms, self)
 
     def _meet(self, transfer: Transfer, now_ms: float) -> None:

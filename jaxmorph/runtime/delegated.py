@@ -168,8 +168,21 @@ class DelegatedRoute:
         return False
 
     def has_room(self, identity: TransferIdentity) -> bool:
-        """Whether a message has a slot now, so that `reserve` would wait for nothing."""
+        """Whether a message has a slot now, so that `reserve` would wait for nothing.
+
+        Raises:
+            PeerGoneError: If it has none, and the receiver is gone.
+        """
         return self._plane.has_room(self._senders[self._channel(identity)].name)
+
+    def look(self) -> None:
+        """Raise what a wait for a message would raise: of the rank's queue, of copies into slots.
+
+        For one that waits for several at once (`doorbell`); that a peer is gone is raised by
+        `has_come` and `has_room`.
+        """
+        self._check()
+        self._finish_what_is_over()
 
     def doorbell(self, identity: TransferIdentity) -> Doorbell:
         """What rings when a message of this one's channel has come, or a slot has become free."""

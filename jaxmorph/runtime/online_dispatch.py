@@ -16,6 +16,7 @@ from jaxmorph.program.units import Unit, units_of
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.queue import DeviceQueue
 from jaxmorph.schedule.online import OnlineOrder
+from jaxmorph.schedule.ops import Op
 from jaxmorph.transport.doorbell import Doorbell, wait_for_any
 
 _LEAD_S = 0.5e-3
@@ -42,6 +43,26 @@ class LooksAhead(Protocol):
         """What rings when either may have changed."""
         ...
 
+    def look(self) -> None:
+        """Raise what has gone wrong that a wait may depend on; waits for nothing."""
+        ...
+
+
+class _Ran(NamedTuple):
+    """When a unit ran; None for what isn't an op."""
+
+    op: Op | None
+    start_s: float
+    end_s: float
+
+
+class _Planned(NamedTuple):
+    """A unit on the queue, and how long it should take; None: nobody knows."""
+
+    op: Op | None
+    duration_s: float | None
+    added_s: float
+
 
 @dataclass
 class _Work:
@@ -50,26 +71,45 @@ class _Work:
     The queue's thread counts what has run; the host adds.
     """
 
-    durations_s: list[float | None] = field(default_factory=list)
-    finished: int = 0
+    planned: list[_Planned] = field(default_factory=list)
+    ends_s: list[float] = field(default_factory=list)
     since_s: float = 0.0
+    told: int = 0
 
-    def add(self, duration_s: float | None, now_s: float) -> None:
-        """One more unit; None: nobody knows how long it takes."""
-        if self.finished == len(self.durations_s):
+    @property
+    def finished(self) -> int:
+        """How many units have run."""
+        return len(self.ends_s)
+
+    def add(self, op: Op | None, duration_s: float | None, now_s: float) -> None:
+        """One more unit."""
+        if self.is_over:
             self.since_s = max(self.since_s, now_s)
-        self.durations_s.append(duration_s)
+        self.planned.append(_Planned(op, duration_s, now_s))
 
     def finish(self, now_s: float) -> None:
         """One unit has run."""
         self.since_s = now_s
-        self.finished += 1
+        self.ends_s.append(now_s)
+
+    def newly_ran(self) -> Iterator[_Ran]:
+        """The units that have run and haven't been told of."""
+        while self.told < self.finished:
+            at, self.told = self.told, self.told + 1
+            op, _, added_s = self.planned[at]
+            before_s = self.ends_s[at - 1] if at else 0.0
+            yield _Ran(op, max(before_s, added_s), self.ends_s[at])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all has run."""
+        return self.finished == len(self.planned)
 
     @property
     def dry_s(self) -> float:
-        """When it has all run, as far as that is known; infinite while it isn't."""
+        """When it has all run, if units take what they should; infinite where nobody knows."""
         finished, since_s = self.finished, self.since_s
-        left = self.durations_s[finished:]
+        left = [unit.duration_s for unit in self.planned[finished:]]
         known = [duration_s for duration_s in left if duration_s is not None]
         return since_s + sum(known) if len(known) == len(left) else float("inf")
 
@@ -105,6 +145,7 @@ class OnlineDispatcher:
         Raises:
             TimeoutError: If for too long nothing came that could run.
             PeerGoneError: If a rank at the other end of a delegated link is gone.
+            Exception: What has gone wrong on the queue, or with a copy into a slot.
         """
         units = units_of(program)
         step = _Step(self, units.planned, online_order(program, units), identify)
@@ -158,16 +199,30 @@ class _Step:
     def count(self, unit: Unit) -> None:
         """A unit stands on the queue."""
         duration_ms = None if unit.op is None else self._order.duration_ms(unit.op)
-        now_s = self._own.clock()
-        self._work.add(None if duration_ms is None else duration_ms / 1e3, now_s)
+        duration_s = None if duration_ms is None else duration_ms / 1e3
+        self._work.add(unit.op, duration_s, self._own.clock())
         self._own.queue.notify(self._finish)
 
     def _decide(self) -> tuple[int | None, float]:
         """The unit to take now; failing that None, and when to ask again at the latest."""
-        dry_ms = self._since_began_ms(self._work.dry_s - _LEAD_S)
+        for op, start_s, end_s in self._work.newly_ran():
+            if op is not None:
+                self._order.ran(op, self._since_began_ms(start_s), self._since_began_ms(end_s))
+        dry_ms = self._since_began_ms(self._dry_s)
         now_ms = self._since_began_ms(self._own.clock())
         index, until_ms = self._order.decide(now_ms, dry_ms, self._can_run)
         return index, self._began_s + until_ms / 1e3
+
+    @property
+    def _dry_s(self) -> float:
+        """When the queue has nothing left: what is chosen, is so ahead of that.
+
+        Nothing is found late while the queue still runs: an op may take longer than it should.
+        """
+        work = self._work
+        if self._order.is_choosing:
+            return work.dry_s - _LEAD_S
+        return work.since_s if work.is_over else float("inf")
 
     def _finish(self) -> None:
         self._work.finish(self._own.clock())
@@ -200,6 +255,7 @@ class _Step:
         """Wait for a time, the end of a unit, or whatever is awaited."""
         own, (finished, missing, full) = self._own, awaited
         own.queue.raise_error()
+        own.route.look()
         self._give_up_in_time(missing or full)
 
         def has_changed() -> bool:

@@ -5,6 +5,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
+from jaxmorph.schedule.copy_waits import CopyWaits, Interval
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.timeline import Timeline, TransferSpan
 from jaxmorph.schedule.transfers import TransferIndex
@@ -21,6 +22,7 @@ class BubbleCause(StrEnum):
     BACKWARD = "waits for B"
     LINK = "link delay"
     BLOCKING = "blocking"
+    COPIES = "copies"
     COOL_DOWN = "cool-down"
     OTHER = "other"
 
@@ -41,8 +43,9 @@ def find_bubbles(timeline: Timeline) -> list[Bubble]:
     waits for its data: until the upstream F or the downstream B has ended (``waits for F``,
     ``waits for B``), and then for the link (``link delay``), which is told apart before the first
     op too. Where the timeline has transfers, time is ``blocking`` in which the data is made and a
-    transfer of other data holds either end's queue. ``other`` is what none of these explains,
-    such as the dispatch of measured ops.
+    transfer of other data holds either end's queue, and ``copies`` in which a stash isn't back, or
+    hasn't made room, and no message is on its way. ``other`` is what none of these explains, such
+    as the dispatch of measured ops.
 
     Args:
         timeline: A simulated or measured step.
@@ -82,7 +85,7 @@ class IdleShares(NamedTuple):
         blocking: Its next op could have run, or its data been there, but for a transfer of other
             data that held a queue: head-of-line blocking.
         dependency: It waits for data that isn't made yet or is on its way; the step's ends count.
-        other: What neither explains.
+        other: What neither explains: dispatch, copies.
     """
 
     blocking: float
@@ -109,6 +112,7 @@ def idle_shares(timeline: Timeline) -> tuple[IdleShares, ...]:
 _DEPENDENCY = IdleShares._fields.index("dependency")
 _SHARE_OF = {
     BubbleCause.BLOCKING: IdleShares._fields.index("blocking"),
+    BubbleCause.COPIES: IdleShares._fields.index("other"),
     BubbleCause.OTHER: IdleShares._fields.index("other"),
 }
 
@@ -125,7 +129,7 @@ class _Needs:
     """What the ops of a timeline wait for."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self.transfers = TransferIndex(timeline)
+        self.transfers, self.copies = TransferIndex(timeline), CopyWaits(timeline)
         self._num_stages = timeline.num_stages
         self._made_ms = {
             (op.kind is OpKind.F, op.chunk * timeline.num_stages + stage, op.microbatch): end
@@ -157,15 +161,21 @@ def _stage_pieces(timeline: Timeline, stage: int, needs: _Needs) -> Iterator[_Pi
         if start > busy_until_ms:
             need = needs.of(op, stage)
             running = needs.transfers.during(stage, busy_until_ms, start)
-            cause_at = _cause_before(op, need, running, is_first=position == 0)
-            times = _cuts(need, running, busy_until_ms, start)
+            copies = needs.copies.before(op, stage, busy_until_ms, start)
+            cause_at = _cause_before(op, need, running, copies, is_first=position == 0)
+            times = _cuts(need, running, copies, busy_until_ms, start)
             yield from ((a, b, cause_at((a + b) / 2)) for a, b in pairwise(times))
         busy_until_ms = max(busy_until_ms, ends[position])
     yield busy_until_ms, timeline.makespan_ms, BubbleCause.COOL_DOWN
 
 
 def _cause_before(
-    op: Op, need: _Need | None, running: Sequence[TransferSpan], *, is_first: bool
+    op: Op,
+    need: _Need | None,
+    running: Sequence[TransferSpan],
+    copies: Sequence[Interval],
+    *,
+    is_first: bool,
 ) -> Callable[[float], BubbleCause]:
     """The cause as a function of time, in the gap before an op."""
     waiting = BubbleCause.FORWARD if op.kind is OpKind.F else BubbleCause.BACKWARD
@@ -177,10 +187,14 @@ def _cause_before(
             return BubbleCause.WARM_UP if is_first else waiting
         if any(span.start_ms <= at_ms < span.end_ms for span in holding):
             return BubbleCause.BLOCKING
+        is_copied = any(start_ms <= at_ms < end_ms for start_ms, end_ms in copies)
         if need is None:
-            return BubbleCause.WARM_UP if is_first else BubbleCause.OTHER
+            unexplained = BubbleCause.WARM_UP if is_first else BubbleCause.OTHER
+            return BubbleCause.COPIES if is_copied else unexplained
         if sending and at_ms < sending.start_ms:
             return BubbleCause.BLOCKING
+        if is_copied and receiving and not receiving.start_ms <= at_ms < receiving.end_ms:
+            return BubbleCause.COPIES
         is_there = receiving is not None and at_ms >= receiving.end_ms
         return BubbleCause.OTHER if is_there else BubbleCause.LINK
 
@@ -188,10 +202,15 @@ def _cause_before(
 
 
 def _cuts(
-    need: _Need | None, running: Sequence[TransferSpan], start_ms: float, end_ms: float
+    need: _Need | None,
+    running: Sequence[TransferSpan],
+    copies: Sequence[Interval],
+    start_ms: float,
+    end_ms: float,
 ) -> list[float]:
     """A gap's ends, and the times between them at which its cause may change."""
     cuts = {time for span in running for time in (span.start_ms, span.end_ms)}
+    cuts.update(time for interval in copies for time in interval)
     if need:
         cuts |= {need.made_ms, need.sending.start_ms if need.sending else need.made_ms}
     return [start_ms, *sorted(cut for cut in cuts if start_ms < cut < end_ms), end_ms]

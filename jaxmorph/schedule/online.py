@@ -114,10 +114,14 @@ class OnlineOrder:
         self._first = 0
         self._of_kind: dict[OpKind, list[int]] = {}
         self._waits_ms: dict[int, tuple[float, float]] = {}
+        self._starts_ms: dict[Op, float] = {}
         self._durations_ms: dict[Op, float] = {}
         self._index_ops()
         self._next = dict.fromkeys(self._of_kind, 0)
         self._held = 0
+        self._late: int | None = None  # the planned item that has been found late
+        self._ended_ms = NEVER_MS  # the last op that has run
+        self._behind_ms = 0.0  # the most that an op has ended late by for what ops took
         self.has_left_plan = False
 
     def _index_ops(self) -> None:
@@ -130,6 +134,7 @@ class OnlineOrder:
             start_ms = self._leeway.start_ms[ops]
             self._waits_ms[index] = start_ms, start_ms - ended_ms
             ended_ms, ops = self._leeway.end_ms[ops], ops + 1
+            self._starts_ms[op] = start_ms
             self._durations_ms[op] = ended_ms - start_ms
 
     @property
@@ -139,12 +144,19 @@ class OnlineOrder:
             self._first += 1
         return self._first if self._first < len(self._items) else None
 
+    @property
+    def is_choosing(self) -> bool:
+        """Whether something is late, so that what comes next is chosen."""
+        return self.has_left_plan or (self._late is not None and self._late == self.planned)
+
     def decide(self, now_ms: float, dry_ms: float, can_run: Callable[[int], bool]) -> Decision:
         """What to take now; `take` it before asking again.
 
         Args:
             now_ms: The time since the step's start.
-            dry_ms: When the rank has nothing left to run; later than now while it has.
+            dry_ms: When the rank has nothing left to run; later than now while it has. While it
+                isn't choosing this must be known: that ops take longer than planned makes no
+                message late.
             can_run: Whether an item's data has come and its results have room to leave.
 
         Returns:
@@ -157,11 +169,11 @@ class OnlineOrder:
             return Decision(planned)
         if not self._movable or now_ms < dry_ms:
             return Decision(None, dry_ms if self._movable and dry_ms > now_ms else NEVER_MS)
-        if not self.has_left_plan:
+        if not self.is_choosing:
             late_ms = self._late_ms(planned, dry_ms)
             if now_ms < late_ms:
                 return Decision(None, late_ms)
-            self.has_left_plan = self._may_leave
+            self._late, self.has_left_plan = planned, self._may_leave
         found = (index for index in self.heads() if self._fits(index) and can_run(index))
         return Decision(next(found, None))
 
@@ -172,6 +184,22 @@ class OnlineOrder:
         if op is not None:
             self._next[op.kind] += 1
             self._held += self._change(op.kind)
+
+    def ran(self, op: Op, start_ms: float, end_ms: float) -> None:
+        """An op has run; those that were taken are told in the order in which they ran.
+
+        What others make of its result comes later by as much as it has ended late, and no link is
+        to blame for that.
+
+        Args:
+            op: Which one.
+            start_ms: When it began, since the step's start.
+            end_ms: When it ended.
+        """
+        behind_ms = min(max(0.0, start_ms - self._starts_ms[op]), self._behind_ms)
+        behind_ms += end_ms - start_ms - self._durations_ms[op]
+        self._behind_ms = max(self._behind_ms, behind_ms)
+        self._ended_ms = end_ms
 
     def duration_ms(self, op: Op) -> float:
         """How long an op should take."""
@@ -190,9 +218,14 @@ class OnlineOrder:
         return is_weight and self._prefers is Preference.WEIGHTS_LAST, index
 
     def _late_ms(self, planned: int, dry_ms: float) -> float:
-        """From when on an item is late: not while the plan itself lets the rank wait."""
+        """From when on an item is late: not while the plan itself lets the rank wait.
+
+        The plan's wait begins with the end of the op before it: it has room for direct transfers.
+        """
         start_ms, wait_ms = self._waits_ms.get(planned, (0.0, 0.0))
-        return max(start_ms, dry_ms + wait_ms) + self._leeway.tolerance_ms
+        since_ms = min(dry_ms, self._ended_ms)
+        late_ms = max(start_ms + self._behind_ms, since_ms + wait_ms)
+        return late_ms + self._leeway.tolerance_ms
 
     def _fits(self, index: int) -> bool:
         """Whether the rank has run what an item needs of its own, and has memory for it."""

@@ -16,6 +16,7 @@ class IdleCause(StrEnum):
         DEPENDENCY: Between its ops, the next one's data isn't made yet on another stage.
         TRANSFER: The data is made, and its own transfer is under way.
         BLOCKING: The data is made, but a transfer of other data holds its queue, or its sender's.
+        COPIES: The data is there, and a stash isn't back from host memory, or hasn't made room.
         DISPATCH: The op is ready and the queue free: what starting ops costs.
         COOL_DOWN: It has run its last op, and other stages have not.
         OPTIMIZER: No stage has begun its first op, or all have ended their last: tied gradients,
@@ -26,6 +27,7 @@ class IdleCause(StrEnum):
     DEPENDENCY = "dependency"
     TRANSFER = "transfer"
     BLOCKING = "blocking"
+    COPIES = "copies"
     DISPATCH = "dispatch"
     COOL_DOWN = "cool-down"
     OPTIMIZER = "optimizer"
@@ -37,6 +39,7 @@ _CAUSE_OF = {
     BubbleCause.BACKWARD: IdleCause.DEPENDENCY,
     BubbleCause.LINK: IdleCause.TRANSFER,
     BubbleCause.BLOCKING: IdleCause.BLOCKING,
+    BubbleCause.COPIES: IdleCause.COPIES,
     BubbleCause.COOL_DOWN: IdleCause.COOL_DOWN,
     BubbleCause.OTHER: IdleCause.DISPATCH,
 }
@@ -59,6 +62,7 @@ class StepShares(NamedTuple):
     dependency: float
     transfer: float
     blocking: float
+    copies: float
     dispatch: float
     cool_down: float
     optimizer: float

@@ -22,6 +22,7 @@ from jaxmorph.config import Config
 from jaxmorph.control.link_medians import link_medians_ms
 from jaxmorph.control.link_samples import link_samples
 from jaxmorph.control.profiler import Profile, Profiler
+from jaxmorph.planning.intra_step import without_effect
 from jaxmorph.planning.plan_in_force import PlanInForce
 from jaxmorph.program.program_text import parse_program
 from jaxmorph.runtime.report import (
@@ -195,6 +196,8 @@ class Bookkeeper:
             self._tell_event(self._first_step, "layers_cut", chosen)
         reasons = [self._plan.reason, equipped]
         self._tell_event(self._first_step, "plan_adopted", "; ".join(filter(None, reasons)))
+        for told in without_effect(self._config, self._in_force.programs):
+            self._tell_event(self._first_step, "without_effect", told)
 
     def _tell_step(
         self,

@@ -95,6 +95,14 @@ class OutgoingEnd(_End):
         """Whether a slot is free now."""
         return distance(self._reserved, self.slots.left) < self.slots.num_slots
 
+    def has_room_or_trouble(self) -> bool:
+        """Whether a slot is free now; where none is, an error that none ever will be is raised."""
+        if self.has_room():
+            return True
+        if self._trouble is not None:
+            raise self._trouble
+        return False
+
     def at_rest(self) -> bool:
         """Whether every message reserved has been delivered."""
         return self._reserved == self.slots.entered == self.slots.left

@@ -135,7 +135,7 @@ class SidecarPlane:
 
     def has_room(self, channel: ChannelName) -> bool:
         """Whether a slot of an outgoing channel is free now."""
-        return outgoing_end(self._outgoing, channel).has_room()
+        return outgoing_end(self._outgoing, channel).has_room_or_trouble()
 
     def doorbell(self, channel: ChannelName) -> Doorbell:
         """What rings when a message has come, or when a slot has become free."""

@@ -146,7 +146,11 @@ class DataPlane(Protocol):
         ...
 
     def has_room(self, channel: ChannelName) -> bool:
-        """Whether a slot of an outgoing channel is free now; waits for nothing."""
+        """Whether a slot of an outgoing channel is free now; waits for nothing.
+
+        Raises:
+            PeerGoneError: If none is, and the receiver is gone.
+        """
         ...
 
     def doorbell(self, channel: ChannelName) -> Doorbell:

@@ -210,3 +210,29 @@ def test_slower_ops_are_told_and_weighed(run):
     run.steps(6, costs=replace(COSTS, forward_ms=(10.0, 20.0, 10.0)))
     assert len(run.of_kind("compute_changed")) == 1
     assert run.plans.asked == 1
+
+
+class Refreshing(PlansHere):
+    """Plans of which the one in force stays, and is told anew whenever it is weighed."""
+
+    told = tuple(map(program_text, lower_step(FIRST.schedule, PLANNED_FOR, FIRST.routes)))
+
+    def weigh(self, profile, verdicts):
+        options = super().weigh(profile, verdicts)
+        return replace(options, candidates=options.candidates[:1], refreshed=self.told)
+
+
+def test_a_plan_that_stays_is_told_anew_without_a_word_and_the_loop_goes_on():
+    run = Run(Refreshing())
+    swaps = []
+    run._swap, swap = lambda: (swaps.append(run.loop._morph), swap()), run._swap
+    run.steps(6)
+    run.steps(6, slow_ms=40.0)
+    (told,) = [morph for morph in swaps if morph is not None]
+    assert told.keeps_plan
+    assert told.programs == Refreshing.told
+    assert [kind for _, kind, _ in run.events] == ["straggler_detected", "plan_kept"]
+    asked = run.plans.asked
+    run.steps(10)
+    assert run.plans.asked > asked  # it isn't still busy with what it has told
+    run.loop.close()

@@ -119,3 +119,44 @@ def test_caps_hold_for_plans_made_anew():
     plans, profile = planner(schedule={"name": "adaptive", "max_live": 7})
     anew = plans.weigh(profile, verdicts(2, 3, 60.0)).candidates[-1]
     assert max(anew.plan.schedule.peak_live("B")) <= 7
+
+
+AUTO = {"adaptation": {"enabled": True, "intra_step": "auto"}}
+ON = {"adaptation": {"enabled": True, "intra_step": "on"}}
+
+
+def first_starts(programs):
+    """When each rank that has leeway expects its first op, milliseconds."""
+    return [program.leeway and program.leeway.start_ms[0] for program in programs]
+
+
+def test_where_the_planners_own_order_has_come_auto_lets_ranks_change_it_and_the_named_one_not():
+    plans, profile = planner(**AUTO)
+    first, same_order, anew = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates
+    assert first_starts(first.programs) == first_starts(same_order.programs) == [None] * 4
+    assert anew.plan.schedule.name == "adaptive"
+    assert None not in first_starts(anew.programs)[2:]
+
+
+def test_ranks_expect_the_quickest_messages_of_a_link_that_jitters():
+    plans, profile = planner(**ON)
+    jittery = [replace(each, jitter_ms=10.0) for each in verdicts(2, 3, 30.0)]
+    _, same_order, _ = plans.weigh(profile, jittery).candidates
+    # Before F0 of stage 3 there are three of 10 ms, and 30 - 2 * 10 and what delegation costs.
+    assert first_starts(same_order.programs)[3] == pytest.approx(30.0 + 10.0 + 1.0)
+
+
+def test_when_the_order_stays_and_delays_change_what_is_late_is_told_anew():
+    plans, profile = planner(**ON)
+    slow = plans.weigh(profile, verdicts(2, 3, 30.0))
+    assert slow.refreshed is None  # with direct links alone there is nothing to tell
+    plans.adopt(slow.candidates[1])
+    assert plans.weigh(profile, verdicts(2, 3, 31.2)).refreshed is None
+    slower = plans.weigh(profile, verdicts(2, 3, 41.0))
+    assert slower.refreshed is not None
+    assert first_starts(slower.refreshed)[3] == pytest.approx(30.0 + 41.0)
+    assert [program.instructions for program in slower.refreshed] == [
+        program.instructions for program in slow.candidates[1].programs
+    ]
+    assert first_starts(slower.candidates[1].programs)[3] == pytest.approx(30.0 + 41.0)
+    assert plans.weigh(profile, verdicts(2, 3, 41.0)).refreshed is None

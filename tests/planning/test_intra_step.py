@@ -1,15 +1,18 @@
 """Who may change an order inside a step, and what a run's ranks are given for it."""
 
+from dataclasses import replace
+
 import pytest
 
 from jaxmorph.comparison.condition_plans import ConditionPlanner
 from jaxmorph.comparison.systems import SYSTEMS, system_config
 from jaxmorph.config import Config
-from jaxmorph.control.profiler import Profile
-from jaxmorph.planning.intra_step import kept_in_order, reorders
+from jaxmorph.control.profiler import Profile, Spreads
+from jaxmorph.planning.intra_step import kept_in_order, reorders, without_effect
 from jaxmorph.planning.plan_in_force import agree_on_plan, plan_step
 from jaxmorph.program.units import units_of
 from jaxmorph.runtime.rendezvous import SoleRank
+from jaxmorph.schedule.copy_costs import CopyCosts
 from jaxmorph.schedule.costs import Link, StageCosts, chain_links
 from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.schedule.online import Preference
@@ -58,6 +61,71 @@ def test_auto_keeps_an_order_that_the_configuration_names(intra_step, schedule, 
     config = configured(intra_step, schedule={"name": schedule})
     assert reorders(config) is expected
     assert not reorders(kept_in_order(config))
+
+
+def test_auto_goes_by_the_order_in_force():
+    assert reorders(configured("auto", schedule={"name": "zb-h2"}), "adaptive")
+    assert not reorders(configured("auto", schedule={"name": "adaptive"}), "zb-h2")
+    assert reorders(configured("on", schedule={"name": "zb-h2"}), "zb-h2")
+    assert not reorders(configured("off", schedule={"name": "adaptive"}), "adaptive")
+
+
+def test_a_run_expects_the_quickest_of_the_messages_that_it_has_measured():
+    spreads = Spreads(StageCosts.uniform(4, 0.0, 0.0, 0.0), chain_links([10.0, 0.0, 20.0]))
+    profile = replace(PROFILE, spreads=spreads)
+    programs = agree_on_plan(configured(routes=DELEGATED), SoleRank(), profile, 0).programs
+    first_ms = [program.leeway and program.leeway.start_ms[0] for program in programs]
+    assert first_ms == pytest.approx([0.0, 10.0 + 10.0, 20.0 + 40.0, 30.0 + 40.0])
+
+
+def in_vain(config, profile=PROFILE):
+    programs = agree_on_plan(config, SoleRank(), profile, 0).programs
+    return [*without_effect(config, programs)]
+
+
+@pytest.mark.parametrize(
+    ("sections", "reason"),
+    [
+        ({}, "all links are direct"),
+        (
+            {"parallelism": {"stages": 4, "chunks": 2}, "schedule": {"name": "interleaved"}},
+            "with parallelism.chunks 2 ranks keep their order",
+        ),
+        ({"parallelism": {"stages": 1}}, "a pipeline of one stage waits for no message"),
+    ],
+)
+def test_what_is_asked_in_vain_is_told_with_the_reason(sections, reason):
+    profile = Profile(
+        StageCosts.uniform(sections.get("parallelism", {}).get("stages", 4), *[10.0] * 3), {}
+    )
+    (told,) = in_vain(configured(**sections), profile)
+    assert told.startswith(f"adaptation.intra_step: on: {reason}")
+
+
+def test_what_has_or_may_come_to_have_an_effect_is_not_told():
+    assert in_vain(configured(routes=DELEGATED)) == []
+    assert in_vain(configured("off")) == in_vain(configured("auto")) == []
+    adapting = {"enabled": True, "intra_step": "on"}
+    config = configured().model_copy(
+        update={"adaptation": configured().adaptation.model_copy(update=adapting)}
+    )
+    assert in_vain(config) == []
+
+
+def test_order_is_kept_where_stashes_go_to_host_memory_and_that_is_told():
+    config = configured(
+        routes=DELEGATED, schedule={"name": "adaptive", "max_live": 3}, offload={"enabled": True}
+    )
+    profile = replace(PROFILE, copies=CopyCosts.uniform(4, 1.0))
+    (told,) = in_vain(config, profile)
+    assert "moves stashes to host memory" in told
+
+
+def test_one_stage_has_nothing_to_adapt_to_and_is_told_so():
+    config = Config.model_validate({"adaptation": {"enabled": True}, "parallelism": {"stages": 1}})
+    assert [*without_effect(config, ())] == [
+        "adaptation.enabled: true: a pipeline of one stage has no links to adapt to"
+    ]
 
 
 def test_with_several_chunks_no_order_is_changed():

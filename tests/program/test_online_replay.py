@@ -5,6 +5,7 @@ direct transfers, slots, caps. Nothing real is slower to get wrong.
 """
 
 from collections import Counter
+from dataclasses import astuple
 from typing import NamedTuple
 
 import numpy as np
@@ -137,6 +138,29 @@ def test_with_nothing_late_the_order_is_exactly_the_planned_one(case):
 
 
 @settings(max_examples=60)
+@given(cases(), st.integers(0, 4), st.floats(0.5, 4.0))
+def test_a_stage_that_computes_slower_keeps_the_planned_order_where_no_link_is_late(
+    case, slow, times
+):
+    """The others, who can't know why its messages are late, keep it by having no leeway."""
+    rank = slow % len(case.programs)
+    programs = [
+        free if number == rank else program
+        for number, (free, program) in enumerate(zip(case.free(), case.programs, strict=True))
+    ]
+    random = np.random.default_rng(case.seed)
+    row = np.where(np.arange(len(case.programs)) == rank, times, 1.0)
+    costs = StageCosts(*(tuple(row * of_kind) for of_kind in astuple(case.costs)))
+    timeline = replay_online(
+        programs,
+        costs,
+        lambda transfer, _: planned_ms(case.links, transfer) * random.uniform(0.0, 1.0),
+        slots_needed(case.programs),
+    )
+    assert timeline.orders == case.planned
+
+
+@settings(max_examples=60)
 @given(cases())
 def test_without_leeway_a_step_takes_as_long_as_its_programs_do_on_their_queues(case):
     timeline = replay_online(
@@ -191,6 +215,22 @@ def steps_ms(schedule, routes, delay_ms):
 def test_a_link_that_turns_slow_in_the_middle_of_a_step_costs_less_with_leeway():
     kept_ms, free_ms = steps_ms(zb_h2(3, 9), DELEGATED, slow_from(100.0))
     assert free_ms < 0.75 * kept_ms
+
+
+@pytest.mark.parametrize(
+    ("max_live", "held", "step_ms"), [(None, (6, 6, 1), 341.0), ((5, 3, 1), (5, 3, 1), 441.0)]
+)
+def test_without_a_cap_a_rank_may_hold_more_than_its_plan_and_with_one_it_does_not(
+    max_live, held, step_ms
+):
+    schedule = zb_h2(3, 9)
+    programs = lower(schedule, simulate(schedule, COSTS), DELEGATED)
+    memory = Limits(max_live).stage_memory(3, 9)
+    free = with_leeway(programs, simulate_blocking(programs, COSTS), memory)
+    timeline = replay_online(free, COSTS, slow_from(100.0))
+    assert simulate(schedule, COSTS).peak_live() == (5, 3, 1)
+    assert timeline.peak_live() == held
+    assert timeline.makespan_ms == pytest.approx(step_ms)
 
 
 def test_ranks_with_a_direct_link_gain_by_moving_w():

@@ -257,6 +257,26 @@ def test_a_copy_that_failed_ends_a_wait_and_holds_up_nothing(make_pair):
     del held
 
 
+def test_a_copy_that_failed_is_told_to_who_waits_for_several_messages_at_once(make_pair):
+    tier = FailingCopies()
+    pair = make_pair(tier=tier)
+    pair.send(activation(0), values(0))
+    pair.sender.look()
+    tier.over.set()
+    with pytest.raises(ZeroDivisionError, match="while copying"):
+        pair.sender.look()
+    with pytest.raises(TransferMismatchError, match="0 bytes came"):
+        pair.take(activation(0))
+
+
+def test_what_went_wrong_on_the_queue_is_told_to_who_waits_for_several_messages(make_pair):
+    def check():
+        raise ZeroDivisionError("on the queue")
+
+    with pytest.raises(ZeroDivisionError, match="on the queue"):
+        make_pair(check=check).receiver.look()
+
+
 @pytest.mark.parametrize("fails_first", [True, False])
 def test_a_copy_of_an_abandoned_epoch_fails_unheard_and_holds_up_nothing(make_pair, fails_first):
     tier = FailingCopies()
@@ -344,3 +364,14 @@ def test_without_a_free_slot_there_is_no_room(pair):
         held = next(pair.sender.reserve(activation(0), time.monotonic() + LIMIT_S))
         assert held
     assert not pair.sender.has_room(activation(2))
+
+
+def test_a_receiver_that_is_gone_is_told_where_there_is_no_room(pair):
+    for _ in range(2):
+        assert next(pair.sender.reserve(activation(0), time.monotonic() + LIMIT_S))
+    pair.planes[1].close()
+    bell = pair.sender.doorbell(activation(2))
+    with pytest.raises(PeerGoneError, match="rank 1 is gone"):
+        wait_for_any(
+            [bell], lambda: pair.sender.has_room(activation(2)), time.monotonic() + LIMIT_S
+        )

@@ -31,8 +31,12 @@ def gradient(microbatch):
     return Transfer(Payload.GRADIENT, 2, 1, microbatch)
 
 
-def planned_program():
-    """The middle rank's program, and when its messages come if all is as planned."""
+def planned_program(really_ms=10.0):
+    """The middle rank's program, and when its messages come if links are as planned.
+
+    Args:
+        really_ms: How long its own ops take, in place of the 10 ms that are planned.
+    """
     costs, links = StageCosts.uniform(STAGES, 10.0, 10.0, 10.0), chain_links([5.0, 5.0])
     schedule = zb_h2(STAGES, MICROBATCHES)
     timeline = simulate(schedule, costs, links)
@@ -41,7 +45,9 @@ def planned_program():
     )
     memory = Limits().stage_memory(STAGES, MICROBATCHES)
     program = with_leeway(programs, timeline, memory)[RANK]
-    ends = {(span.stage, span.op): span.end_ms for span in timeline.spans()}
+    own = (10.0, really_ms, 10.0)
+    really = simulate(schedule, StageCosts(own, own, own), links)
+    ends = {(span.stage, span.op): span.end_ms for span in really.spans()}
     come_s = {}
     for source, make in ((0, activation), (2, gradient)):
         for (stage, op), end_ms in ends.items():
@@ -63,6 +69,8 @@ class World:
     happens: list = field(default_factory=list)
     handed: list = field(default_factory=list)
     error: Exception | None = None
+    op_s: float = OP_S
+    copy_fails: tuple[float, Exception] | None = None
 
     def clock(self):
         return self.now_s
@@ -90,7 +98,7 @@ class World:
     def enqueue(self, instruction):
         self.handed.append((self.now_s, instruction))
         if isinstance(instruction, Run):
-            self.busy_until_s = max(self.now_s, self.busy_until_s) + OP_S
+            self.busy_until_s = max(self.now_s, self.busy_until_s) + self.op_s
 
     def notify(self, callback):
         heappush(self.happens, (self.busy_until_s, len(self.handed), callback))
@@ -107,6 +115,10 @@ class World:
 
     def doorbell(self, identity):
         return identity
+
+    def look(self):
+        if self.copy_fails is not None and self.copy_fails[0] <= self.now_s:
+            raise self.copy_fails[1]
 
     def dispatch(self, program):
         itself: Any = self
@@ -192,6 +204,22 @@ def test_nothing_is_chosen_before_the_queue_runs_dry_and_the_planned_op_is_late(
     assert world.handed_s("F3") == pytest.approx(0.056)
 
 
+@pytest.mark.parametrize("really_ms", [11.5, 13.0, 18.0, 40.0])
+def test_a_stage_that_computes_slower_than_planned_keeps_its_order(really_ms):
+    program, come_s = planned_program(really_ms)
+    world = World(come_s, op_s=really_ms / 1e3).dispatch(program)
+    assert world.ops == list(program.ops())
+
+
+def test_nothing_is_late_while_an_op_runs_that_takes_longer_than_planned():
+    program, come_s = planned_program()
+    late = {**come_s, gradient(0): 0.2}
+    world = World(late, op_s=0.1).dispatch(program)  # F0 to F2 run until 315 ms
+    assert [str(op) for op in program.ops()][:5] == ["F0", "F1", "F2", "B0", "F3"]
+    assert [str(op) for op in world.ops][:5] == ["F0", "F1", "F2", "B0", "F3"]
+    assert world.handed_s("B0") == 0.2
+
+
 def test_a_rank_that_has_left_the_plan_chooses_just_before_its_queue_runs_dry():
     program, come_s = planned_program()
     late = {gradient(microbatch): 0.3 for microbatch in range(MICROBATCHES)}
@@ -227,6 +255,15 @@ def test_what_goes_wrong_on_the_queue_ends_the_wait():
     world = World(dict.fromkeys(come_s, NEVER_S), error=ZeroDivisionError("on the queue"))
     with pytest.raises(ZeroDivisionError, match="on the queue"):
         world.dispatch(program)
+
+
+def test_a_copy_into_a_slot_that_fails_ends_the_wait():
+    program, come_s = planned_program()
+    failure = RuntimeError("the copy failed")
+    world = World(dict.fromkeys(come_s, NEVER_S), copy_fails=(0.1, failure))
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        world.dispatch(program)
+    assert world.now_s < 1.0
 
 
 def test_a_peer_that_is_gone_ends_the_wait():

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved, one_forward
 from jaxmorph.schedule.costs import Link, LinkState, StageCosts, chain_links
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.simulator import simulate
-from jaxmorph.schedule.timeline import Timeline, TransferSpan
+from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
 
 def _rows(timeline: Timeline) -> list[str]:
@@ -94,6 +96,30 @@ def test_a_sender_that_comes_late_to_the_transfer_blocks_its_receiver():
 def test_a_gap_before_an_op_that_needs_nothing_from_elsewhere_is_other():
     timeline = _measured([[("F0", 1, 2), ("B0", 3, 4), ("W0", 6, 7)]])
     assert _rows(timeline) == ["0-1 warm-up, 2-3 other, 4-6 other"]
+
+
+def test_a_message_on_its_way_is_a_link_delay_before_a_copy_counts():
+    timeline = replace(
+        _measured(
+            [[("F0", 0, 10), ("B0", 60, 70)], [("F0", 12, 22), ("B0", 22, 32)]],
+            TransferSpan(1, "activation[0] 0>1", 10, 12),
+            TransferSpan(0, "gradient[0] 1>0", 32, 40, holds_queue=False),
+        ),
+        copies=(CopySpan(0, "offload", 0, 0, 10, 30), CopySpan(0, "fetch", 0, 0, 36, 56)),
+    )
+    assert _rows(timeline)[0] == "10-32 waits for B, 32-40 link delay, 40-56 copies, 56-60 other"
+    assert idle_shares(timeline)[0].other == pytest.approx(20 / 70)
+
+
+def test_only_what_an_op_has_waited_for_counts_as_copies():
+    timeline = replace(
+        _measured([[("F0", 0, 10), ("F1", 14, 24), ("F2", 30, 40), ("W0", 45, 50)]]),
+        copies=(
+            CopySpan(0, "offload", 0, 0, 10, 28),  # F1 has not waited for it, F2 has
+            CopySpan(0, "fetch", 1, 0, 41, 44),
+        ),
+    )
+    assert _rows(timeline) == ["10-14 other, 24-28 copies, 28-30 other, 40-45 other"]
 
 
 @settings(max_examples=60, deadline=None)

@@ -218,6 +218,15 @@ def test_what_is_no_trace_of_timelines_is_refused(trace):
         read_chrome_trace(trace)
 
 
+def test_copies_come_back_from_a_trace():
+    copies = CopySpan(1, "offload", 3, 0, 5.0, 15.0), CopySpan(0, "fetch", 3, 1, 20.0, 24.5)
+    timeline = replace(_timeline(2), copies=copies)
+    trace = json.loads(json.dumps(chrome_trace({"planned": _timeline(2), "measured": timeline})))
+    read = read_chrome_trace(trace)
+    assert set(read["measured"].copies) == set(copies)
+    assert read["planned"].copies == ()
+
+
 def test_chrome_trace_has_a_row_for_each_direction_of_a_stages_copies():
     timeline = replace(_timeline(2), copies=(
         CopySpan(1, "offload", 3, 0, 5.0, 15.0), CopySpan(1, "fetch", 3, 1, 20.0, 24.0),

@@ -137,6 +137,50 @@ def test_what_the_plan_lets_a_rank_wait_for_is_not_late():
     assert order.has_left_plan
 
 
+def test_a_wait_that_the_plan_has_is_waited_once_and_not_again_after_a_weight_gradient():
+    order = online("F0 F1 B0 W0 B1 W1", movable=W_ALONE, gaps={"B1": 15.0}, tolerance_ms=2.0)
+    for index in range(3):
+        order.take(index)
+    order.take(3)
+    # By the plan B1 starts at 55 ms; it never comes, and W1 needs it. Nothing else can run.
+    assert order.decide(45.0, 40.0, lambda at: False) == Decision(None, 57.0)
+    order = online("F0 B0 F1 B1 F2 W0 W1 B2 W2", movable=W_ALONE, gaps={"F2": 15.0})
+    for index in range(4):
+        order.take(index)
+    late = {4}  # F2, which starts at 55 ms by the plan
+    assert order.decide(54.0, 40.0, lambda at: at not in late) == Decision(None, 55.0)
+    assert order.decide(55.0, 40.0, lambda at: at not in late).item == 5  # W0
+    order.take(5)
+    assert order.is_choosing
+    assert order.decide(60.0, 65.0, lambda at: at not in late) == Decision(None, 65.0)
+    assert order.decide(65.0, 65.0, lambda at: at not in late).item == 6  # W1, at once
+    order.take(6)
+    assert order.decide(70.0, 75.0, everything).item == 4  # F2, as soon as it is there
+    order.take(4)
+    assert not order.is_choosing
+
+
+def test_a_wait_that_the_plan_has_for_a_direct_transfer_is_not_waited_again_after_it():
+    order = online("F0 | B0 W0", movable=W_ALONE, gaps={"B0": 35.0}, tolerance_ms=2.0)
+    order.take(0)
+    order.ran(Op.parse("F0"), 0.0, 10.0)
+    order.take(1)  # over at 40 ms; B0's message, due at 45, comes late
+    assert order.decide(41.0, 40.0, lambda at: False) == Decision(None, 47.0)
+
+
+def test_what_ops_take_longer_makes_no_message_late():
+    order = online("F0 F1 B0 W0 B1 W1", gaps={"F1": 10.0, "B0": 15.0}, tolerance_ms=2.0)
+    order.take(0)
+    order.ran(Op.parse("F0"), 0.0, 18.0)  # 8 ms longer
+    order.take(1)
+    order.ran(Op.parse("F1"), 20.0, 30.0)  # in time: the plan has a wait before it
+    # B0, which starts at 45 ms by the plan, is made from what F0 made.
+    assert order.decide(47.0, 30.0, lambda at: False) == Decision(None, 55.0)
+    order.take(2)
+    order.ran(Op.parse("B0"), 90.0, 100.0)  # that it came late is no matter of ops
+    assert order.decide(101.0, 100.0, lambda at: at != 3) == Decision(None, 102.0)
+
+
 def test_a_rank_that_may_move_w_alone_keeps_all_else_in_order_and_stays_with_the_plan():
     text = "F0 F1 | B0 F2 W0 B1 | W1 B2 W2"
     assert run(online(text, movable=W_ALONE), text, {"B1"}) == "F0 F1 | B0 F2 W0"

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from jaxmorph.schedule.costs import StageCosts, chain_links
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.simulator import simulate
 from jaxmorph.schedule.step_shares import IdleCause, idle_spans, mean_shares, step_shares
-from jaxmorph.schedule.timeline import Timeline, TransferSpan
+from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
 
 def _measured(rows: list[list[tuple[str, float, float]]], *transfers: TransferSpan) -> Timeline:
@@ -46,12 +48,22 @@ def test_every_idle_time_has_its_cause_from_barrier_to_barrier():
     ]
 
 
+def test_waiting_for_copies_is_not_dispatch():
+    timeline = replace(
+        _measured([[("F0", 0, 10), ("F1", 25, 35), ("B0", 52, 60)]]),
+        copies=(CopySpan(0, "offload", 0, 0, 10, 24), CopySpan(0, "fetch", 0, 0, 40, 50)),
+    )
+    assert _rows(timeline, 60.0) == ["10-24 copies, 24-25 dispatch, 35-50 copies, 50-52 dispatch"]
+    (shares,) = step_shares(timeline, 60.0)
+    assert (shares.copies, shares.dispatch) == pytest.approx((29 / 60, 3 / 60))
+
+
 def test_shares_are_of_the_whole_step():
     first, second = step_shares(TIMELINE, 100.0)
     assert first._asdict() == pytest.approx(
         {
             "compute": 0.25, "warm_up": 0.0, "dependency": 0.14, "transfer": 0.05,
-            "blocking": 0.06, "dispatch": 0.05, "cool_down": 0.0, "optimizer": 0.45,
+            "blocking": 0.06, "copies": 0.0, "dispatch": 0.05, "cool_down": 0.0, "optimizer": 0.45,
         }
     )  # fmt: skip
     assert (second.compute, second.cool_down) == pytest.approx((0.2, 0.26))

@@ -170,6 +170,16 @@ def test_a_plan_is_adopted_with_what_its_delegated_links_have_got():
     assert adopted["detail"] == f"{PLAN.reason}; slots: 9 bytes"
 
 
+def test_what_is_asked_of_adapting_in_vain_is_an_event():
+    asked = {"adaptation": {"enabled": True}, "parallelism": {"stages": 1}}
+    config, messages = Config.model_validate(asked), []
+    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
+        bookkeeper.start("text", 7, [range(1)])
+    *_, told = [m["event"] for m in messages if m["kind"] == "event"]
+    assert told["kind"] == "without_effect"
+    assert told["detail"].startswith("adaptation.enabled: true: a pipeline of one stage")
+
+
 class OneMorph:
     """A control loop that has seen all, and says what it was called with."""
 

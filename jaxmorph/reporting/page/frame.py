@@ -11,6 +11,7 @@ _PATTERNS = (
     ("dependency", "M0 8L8 0M-2 2L2 -2M6 10L10 6"),
     ("transfer", "M2 2h.01M6 6h.01"),
     ("blocking", "M0 0L8 8M8 0L0 8"),
+    ("copies", "M0 4H8M4 0V8"),
     ("dispatch", "M2 0V8M6 0V8"),
     ("optimizer", "M0 2H8M0 6H8"),
 )

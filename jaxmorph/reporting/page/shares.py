@@ -66,6 +66,10 @@ _MEANINGS: Sequence[tuple[str, str]] = (
     (IdleCause.DEPENDENCY, "the next op's data isn't made yet on another stage"),
     (IdleCause.TRANSFER, "the data is made and on its way"),
     (IdleCause.BLOCKING, "the data is made, but a transfer of other data holds a queue"),
+    (
+        IdleCause.COPIES,
+        "the data is there, but the stash isn't back from host memory, or one hasn't made room yet",
+    ),
     (IdleCause.DISPATCH, "the op is ready and the queue free: what starting ops costs"),
     (IdleCause.COOL_DOWN, "the stage has run its last op, others have not"),
     (

@@ -34,6 +34,7 @@ SHADINGS = {
     BubbleCause.BACKWARD: Shading("#fdf0d8", "\\\\\\\\", "#c98a00"),
     BubbleCause.LINK: Shading("#F0E442", "....", "#7a7200"),
     BubbleCause.BLOCKING: Shading("#8c8c8c", "xxxx", "#333333"),
+    BubbleCause.COPIES: Shading("#f6dcec", "++++", "#b05c8a"),
     BubbleCause.COOL_DOWN: Shading("#f1f1f1"),
     BubbleCause.OTHER: Shading("#ffffff", "||", "#bbbbbb"),
 }

@@ -119,6 +119,7 @@ def read_chrome_trace(trace: Mapping[str, Any]) -> dict[str, Timeline]:
     names: dict[int, str] = {}
     rows: dict[int, dict[int, list[Event]]] = defaultdict(dict)
     transfers: dict[int, list[TransferSpan]] = defaultdict(list)
+    copies: dict[int, list[CopySpan]] = defaultdict(list)
     try:
         for event in trace["traceEvents"]:
             process = event["pid"]
@@ -130,8 +131,11 @@ def read_chrome_trace(trace: Mapping[str, Any]) -> dict[str, Timeline]:
                 rows[process][_stage_of(event)].append(event)
             elif event.get("cat") == "transfer":
                 transfers[process].append(_transfer(event))
+            elif event.get("cat") == "copy":
+                copies[process].append(_copy(event))
         return {
-            name: _timeline(rows[process], transfers[process]) for process, name in names.items()
+            name: _timeline(rows[process], transfers[process], copies[process])
+            for process, name in names.items()
         }
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"got a trace without {error}, expected one of ops by stage") from error
@@ -152,7 +156,17 @@ def _transfer(event: Event) -> TransferSpan:
     return TransferSpan(_stage_of(event), event["name"], *_times_ms(event), holds_queue)
 
 
-def _timeline(rows: Mapping[int, list[Event]], transfers: Sequence[TransferSpan]) -> Timeline:
+def _copy(event: Event) -> CopySpan:
+    kind = event["name"].partition(" ")[0]
+    args = event["args"]
+    return CopySpan(_stage_of(event), kind, args["microbatch"], args["chunk"], *_times_ms(event))
+
+
+def _timeline(
+    rows: Mapping[int, list[Event]],
+    transfers: Sequence[TransferSpan],
+    copies: Sequence[CopySpan],
+) -> Timeline:
     events = [rows[stage] for stage in sorted(rows)]
     times = [np.array([_times_ms(event) for event in row]).reshape(-1, 2) for row in events]
     return Timeline(
@@ -160,4 +174,5 @@ def _timeline(rows: Mapping[int, list[Event]], transfers: Sequence[TransferSpan]
         tuple(row[:, 0] for row in times),
         tuple(row[:, 1] for row in times),
         tuple(transfers),
+        tuple(copies),
     )

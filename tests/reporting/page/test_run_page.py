@@ -127,7 +127,7 @@ def test_the_page_needs_nothing_from_elsewhere(morphed_run):
     assert not re.findall(r"https?:|//[a-z]|@import|<script|<link|<img|src=", source)
     assert {*re.findall(r"url\(([^)]*)", source)} <= {
         f"#pattern-{name}"
-        for name in ("dependency", "transfer", "blocking", "dispatch", "optimizer")
+        for name in ("dependency", "transfer", "blocking", "copies", "dispatch", "optimizer")
     }
 
 
