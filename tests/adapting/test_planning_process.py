@@ -65,7 +65,7 @@ def test_a_process_that_died_between_two_requests_is_told_of_and_closed():
 
 
 def test_a_request_that_goes_wrong_is_answered_and_so_is_the_next_one():
-    requests = [{"kind": "sing"}, {"kind": "weigh", "profile": {}, "verdicts": []}, {}]
+    requests = [{"kind": "sing"}, {"kind": "weigh", "profile": {}, "verdicts": [], "held": []}, {}]
     answers = io.StringIO()
     serve(iter(map(json.dumps, requests)), answers)
     errors = [json.loads(line)["error"] for line in answers.getvalue().splitlines()]
