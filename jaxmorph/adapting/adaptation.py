@@ -14,10 +14,9 @@ from typing import Any, Protocol
 from jaxmorph.adapting.control_loop import ControlLoop
 from jaxmorph.adapting.morph import Morph, OwnPart
 from jaxmorph.adapting.planning_client import PlanningProcess
+from jaxmorph.adapting.starting_point import starting_point
 from jaxmorph.config import Config
 from jaxmorph.control.compute_watch import ComputeWatch
-from jaxmorph.control.detector import Detector
-from jaxmorph.control.link_samples import link_samples
 from jaxmorph.planning.first_plan import FirstPlan
 from jaxmorph.program.instructions import RankProgram
 from jaxmorph.runtime.queue import Stamp
@@ -50,15 +49,14 @@ def open_control_loop(
         yield None
         return
     plan, planned_for = first.in_force.plan, first.planned_for
-    detector = Detector()
-    for step, timeline in enumerate(first.timelines, start=-len(first.timelines)):
-        detector.observe(step, link_samples(timeline))
     with closing(PlanningProcess()) as process:
+        start = starting_point(config, first, num_tied)
         watch = ComputeWatch(planned_for.costs)
         loop = ControlLoop(
-            config.adaptation, plan, planned_for, first.usual, detector, watch, process
+            config.adaptation, plan, planned_for, start.usual, start.detector, watch, process
         )
-        loop.begin(partial(process.begin, config, num_tied, plan, planned_for, first.usual))
+        known = config, num_tied, start.home, planned_for, start.usual, plan
+        loop.begin(partial(process.begin, *known))
         try:
             yield loop
         finally:

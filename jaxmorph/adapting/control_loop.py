@@ -6,7 +6,7 @@ for the planning process. Neither holds up a step.
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from jaxmorph.adapting.control_events import (
 )
 from jaxmorph.adapting.morph import Morph
 from jaxmorph.adapting.planning_client import Chosen, Options, PlanningError
+from jaxmorph.adapting.planning_retries import Retries
 from jaxmorph.config.adaptation_section import Adaptation
 from jaxmorph.control.compute_watch import ComputeNotice, ComputeWatch, followed
 from jaxmorph.control.conditions import UsualLinks, link_of, links_under
@@ -36,12 +37,13 @@ from jaxmorph.control.orchestrator import (
     Option,
     Situation,
     changed_routes,
-    changed_subjects,
     decide,
+    dwell_after,
+    dwelling_links,
 )
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
-from jaxmorph.program.instructions import Transfer
+from jaxmorph.program.instructions import Routes, Transfer
 from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan
@@ -54,12 +56,16 @@ _PROBE_HOLDS = 8  # steps for which a probe is believed
 class Plans(Protocol):
     """What is needed of the planning process (`planning_client`)."""
 
-    def weigh(self, profile: Profile, verdicts: Sequence[Verdict]) -> Options:
+    def weigh(self, profile: Profile, verdicts: Sequence[Verdict], held: Iterable[Link]) -> Options:
         """The plans that there are."""
         ...
 
     def adopt(self, chosen: int) -> Chosen:
         """Takes one of them for the plan in force."""
+        ...
+
+    def restart(self, in_force: Plan) -> None:
+        """Begins anew with a plan in force, after a failure."""
         ...
 
 
@@ -71,7 +77,7 @@ class ControlLoop:
         plan: The run's first plan, which is in force.
         planned_for: What ops and links cost when it was made.
         usual: What healthy links do on either route.
-        detector: Judges links.
+        detector: Judges links; what it knows of them already is told with the first step.
         compute: Watches what ops take.
         plans: The planning process; it has begun with the same plan.
     """
@@ -97,8 +103,10 @@ class ControlLoop:
         self._weigh_again_at = math.inf
         # Which ops have changed since it was weighed last; None: there is nothing to weigh.
         self._news: dict[tuple[int, OpKind], ComputeNotice] | None = None
-        self._verdicts: tuple[Verdict, ...] = ()
-        self._judged_routes = plan.routes
+        self._verdicts = tuple(detector.verdicts.values())
+        # Those that ail from the start, until they have been told.
+        self._from_start = [*filter(None, (of_verdict(each, {}) for each in self._verdicts))]
+        self._judged_routes: Routes | None = None  # None: there was no step yet
         self._knows_of_links = False  # more of links than was weighed
         self._latest: tuple[int, Profile, tuple[Verdict, ...]] = (-1, planned_for, ())
         self._untold: list[Happening] = []
@@ -108,6 +116,8 @@ class ControlLoop:
         self._awaits_probes: tuple[Situation, Decision] | None = None
         self._found_well: dict[Link, int] = {}  # direct links, after which step a probe said so
         self._is_busy = False  # weighing, or with a morph that isn't in force yet
+        self._retries = Retries()
+        self._must_restart = False
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "jaxmorph-orchestrator")
 
@@ -143,7 +153,8 @@ class ControlLoop:
         self._verdicts = tuple(self._detector.verdicts.values())
         self._judged_routes = self._plan.routes
         self._profile = replace(self._profile, costs=followed(self._profile.costs, notices))
-        of_links = [*filter(None, (of_verdict(each, before) for each in changed))]
+        of_changed = filter(None, (of_verdict(each, before) for each in changed))
+        of_links, self._from_start = [*self._from_start, *of_changed], []
         # A link that begins to recover is no news: whether it lasts is not yet known.
         has_changed = any(each["kind"] != RECOVERING for each in of_links)
         with self._lock:
@@ -151,14 +162,22 @@ class ControlLoop:
             if notices or has_changed:
                 self._news = {**(self._news or {}), **{(n.stage, n.kind): n for n in notices}}
             self._knows_of_links |= has_changed
+            if self._knows_of_links and self._awaits_probes is not None:
+                self._forget_probes()  # a link that has turned slow doesn't wait for another one's
         of_probes = self._judge_probes(step, probes)
         with self._lock:
             happened = [*of_links, *map(of_notice, notices), *of_probes]
             told, self._untold = [*happened, *self._untold], []
-            if not self._is_busy and (self._news is not None or step >= self._weigh_again_at):
+            if self._is_due(step):
                 self._is_busy = True
                 self._thread.submit(self._keep_error, self._decide, *self._what_to_weigh())
         return told
+
+    def _is_due(self, step: int) -> bool:
+        """Whether to weigh plans now; with the lock held."""
+        if self._is_busy or step < self._retries.not_before:
+            return False
+        return self._news is not None or step >= self._weigh_again_at
 
     def _what_to_weigh(self) -> tuple[int, Profile, tuple[Verdict, ...], tuple[str, ...]]:
         """The latest that is known; with the lock held. Afterwards none of it is news."""
@@ -198,6 +217,8 @@ class ControlLoop:
         Args:
             profile: What ops and links have cost lately.
         """
+        if self._judged_routes is None:
+            return profile
         judged = links_under(
             self._verdicts,
             self._usual,
@@ -222,14 +243,31 @@ class ControlLoop:
             work(*arguments)
         except Exception as error:  # training goes on, under the plan in force
             what = "" if isinstance(error, PlanningError) else f"{type(error).__name__}: "
-            detail = f"{what}{error}; the plan in force stays"
             with self._lock:
-                self._untold.append({"kind": "planning_failed", "detail": detail})
-                self._is_busy = True  # for good
+                self._try_again_later(f"{what}{error}")
+
+    def _try_again_later(self, error: str) -> None:
+        """Plan again when some steps are over, if not too much has failed; with the lock held."""
+        step = self._latest[0]
+        self._retries = self._retries.after_failure(step)
+        detail = f"{error}; {self._retries.in_words(step)}"
+        self._untold.append({"kind": "planning_failed", "detail": detail})
+        self._must_restart = True
+        self._weigh_again_at = self._retries.not_before
+        self._forget_probes()
+        self._is_busy = self._retries.are_over
+
+    def _forget_probes(self) -> None:
+        """Wait for no probe any more: what is to be done is weighed anew; with the lock held."""
+        self._awaits_probes, self._due_probes = None, ()
+        self._is_busy = False
 
     def _decide(
         self, step: int, profile: Profile, verdicts: tuple[Verdict, ...], news: tuple[str, ...]
     ) -> None:
+        if self._must_restart:
+            self._plans.restart(self._plan)
+            self._must_restart = False
         situation = self._weigh(step, profile, verdicts, news)
         with self._lock:  # meanwhile a link may have turned slow, or be well again
             latest = self._what_to_weigh() if self._knows_of_links else None
@@ -242,19 +280,21 @@ class ControlLoop:
         if decision.chosen is None:
             self._keep(decision, situation)
         elif unproven:
-            self._awaits_probes = situation, decision
-            with self._lock:
-                self._due_probes = unproven  # it remains busy until it is known what they found
+            with self._lock:  # it remains busy until it is known what they found
+                self._awaits_probes = situation, decision
+                self._due_probes = unproven
         else:
             self._make_ready(situation, decision)
 
     def _weigh(
         self, step: int, profile: Profile, verdicts: tuple[Verdict, ...], news: tuple[str, ...]
     ) -> Situation:
-        options = self._plans.weigh(profile, verdicts)
+        from_step = step + _STEPS_TO_SWAP
+        held = dwelling_links(self._dwell, self._plan.routes, from_step)
+        options = self._plans.weigh(profile, verdicts, sorted(held))
         self._refreshed = options.refreshed or self._refreshed
         return Situation(
-            step=step + _STEPS_TO_SWAP,
+            step=from_step,
             verdicts=verdicts,
             in_force=Option(self._plan, options.in_force_ms),
             candidates=options.candidates,
@@ -299,14 +339,21 @@ class ControlLoop:
                 late.add(transfer.link)
         self._found_well.update(dict.fromkeys(took_ms.keys() - late, step))
         self._dwell = self._dwell.after(late, step)
-        if late or self._news is not None:
-            self._news = self._news or {}
-            with self._lock:
-                self._is_busy = False
-        elif self._awaits_probes is not None:
-            self._thread.submit(self._keep_error, self._make_ready, *self._awaits_probes)
-        self._awaits_probes = None
+        with self._lock:
+            self._heed_probes(bool(late))
         return [of_probe(link, took_ms[link], link in late) for link in sorted(took_ms)]
+
+    def _heed_probes(self, any_is_late: bool) -> None:
+        """Do what awaits probes, or weigh it again; with the lock held."""
+        awaited = self._awaits_probes
+        if awaited is None:
+            return
+        if any_is_late or self._news is not None:
+            self._news = self._news or {}
+            self._forget_probes()
+        elif not self._unproven(*awaited):  # else these were probes for something earlier
+            self._awaits_probes = None
+            self._thread.submit(self._keep_error, self._make_ready, *awaited)
 
     def _keep(self, decision: Decision, situation: Situation) -> None:
         evidence = evidence_of(situation, situation.in_force)
@@ -314,7 +361,7 @@ class ControlLoop:
         with self._lock:
             self._untold.append(happening)
             self._morph = self._refresh(decision)
-            self._is_busy = self._morph is not None
+            self._is_busy, self._retries = self._morph is not None, Retries()
 
     def _refresh(self, decision: Decision) -> Morph | None:
         """What tells ranks of the plan that stays what is late now; None: they know."""
@@ -328,7 +375,7 @@ class ControlLoop:
         option, chosen = situation.candidates[number], self._plans.adopt(number)
         self._refreshed = None
         now = situation.in_force
-        self._dwell = self._dwell.after(changed_subjects(now, option), situation.step)
+        self._dwell = dwell_after(self._dwell, now, option, situation.step)
         morph = Morph(
             plan=replace(
                 option.plan, predicted_step_s=option.step_ms / 1e3, reason=decision.reason
@@ -340,4 +387,4 @@ class ControlLoop:
             evidence=evidence_of(situation, option),
         )
         with self._lock:
-            self._morph = morph
+            self._morph, self._retries = morph, Retries()

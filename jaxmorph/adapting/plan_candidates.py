@@ -3,7 +3,7 @@
 It needs no JAX, so that it can be done in a process beside training (`planning_process`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -49,7 +49,7 @@ class Weighed:
     Attributes:
         in_force_ms: The predicted step of the plan in force under the conditions now.
         undisturbed_ms: The same if all links were healthy.
-        candidates: The run's first plan, then others, those that differ least from it first.
+        candidates: The plan for healthy links, then others, those that differ least from it first.
         refreshed: The programs in force with what is late told anew; None: it hasn't changed.
     """
 
@@ -65,35 +65,46 @@ class CandidatePlanner:
     Args:
         config: The run.
         num_tied: How many tied parameters the first and the last stage hold copies of.
-        first: The run's first plan, which is in force.
+        first: The run's plan for healthy links.
         profile: What it was planned for.
         usual: What healthy links do on either route.
+        in_force: The plan in force; None: the first one.
     """
 
     def __init__(
-        self, config: Config, num_tied: int, first: Plan, profile: Profile, usual: UsualLinks
+        self,
+        config: Config,
+        num_tied: int,
+        first: Plan,
+        profile: Profile,
+        usual: UsualLinks,
+        in_force: Plan | None = None,
     ) -> None:
         self._config = config
         self._num_tied = num_tied
         self._usual = usual
         self._first, self._planned_for = first, profile
-        programs = lower_step(first.schedule, profile, first.routes, num_tied, first.offloading)
+        now = in_force or first
+        programs = lower_step(now.schedule, profile, now.routes, num_tied, now.offloading)
         expected = expected_by_ranks(profile.with_margin)
-        programs = leeway_of(config, first, programs, expected, limits_of(config, profile))
-        self._in_force = Candidate(first, programs, 1e3 * first.predicted_step_s)
+        programs = leeway_of(config, now, programs, expected, limits_of(config, profile))
+        self._in_force = Candidate(now, programs, 1e3 * now.predicted_step_s)
 
-    def weigh(self, profile: Profile, verdicts: Sequence[Verdict]) -> Weighed:
+    def weigh(
+        self, profile: Profile, verdicts: Sequence[Verdict], held: Iterable[Link] = ()
+    ) -> Weighed:
         """The candidates for what ops and links cost now.
 
         Args:
             profile: The ops' costs; its links are not looked at.
             verdicts: On the directions of links, under the routes of the plan in force.
+            held: Delegated links that can't go back yet, be they healthy or not.
 
         Returns:
             Predicted steps, with direct transfers holding queues.
         """
         now = self._in_force
-        plans = self._plans(profile, verdicts)
+        plans = self._plans(profile, verdicts, held)
         refreshed = self._with_leeway(now.plan, now.programs, profile, verdicts)
         if not others_are_late(now.programs, refreshed):
             refreshed = None
@@ -121,20 +132,40 @@ class CandidatePlanner:
             return needed
         return most_slots(needed, slots_needed([*map(forward_only, candidate.programs)]))
 
-    def _plans(self, profile: Profile, verdicts: Sequence[Verdict]) -> Iterator[Plan]:
-        """The first plan, the same with ailing links delegated, and one made for what is now."""
+    def _plans(
+        self, profile: Profile, verdicts: Sequence[Verdict], held: Iterable[Link]
+    ) -> Iterator[Plan]:
+        """The first plan, and others on each of the routes that may be wanted."""
         first = self._first
         yield first
-        routes: dict[Link, Route] = dict.fromkeys(self._to_delegate(verdicts), "delegated")
-        delegated = replace(first, routes={**first.routes, **routes})
-        if routes:
-            yield delegated
-        elif not costs_differ(profile.costs, self._planned_for.costs):
-            return  # a plan made anew would differ from the first by noise alone
-        yield from self._made_anew(delegated.routes, profile, verdicts)
+        to_delegate = frozenset(self._to_delegate(verdicts))
+        is_other = bool(to_delegate) or costs_differ(profile.costs, self._planned_for.costs)
+        for links in self._delegations(to_delegate, frozenset(held)):
+            routes: dict[Link, Route] = {**first.routes, **dict.fromkeys(links, "delegated")}
+            if links:
+                yield replace(first, routes=routes)
+            if links != to_delegate and not self._is_first_order():
+                yield replace(self._in_force.plan, routes=routes)
+            if is_other:  # else a plan made anew would differ from the first by noise alone
+                yield from self._made_anew(routes, profile, verdicts)
         every: dict[Link, Route] = dict.fromkeys(first.routes, "delegated")
-        if self._config.adaptation.delegates == "any" and every != delegated.routes:
+        may_be_healthy = is_other and self._config.adaptation.delegates == "any"
+        if may_be_healthy and every != {**first.routes, **dict.fromkeys(to_delegate, "delegated")}:
             yield from self._made_anew(every, profile, verdicts)
+
+    def _is_first_order(self) -> bool:
+        now, first = self._in_force.plan, self._first
+        return now.schedule == first.schedule and now.offloading == first.offloading
+
+    def _delegations(self, ailing: frozenset[Link], held: frozenset[Link]) -> list[frozenset[Link]]:
+        """The sets of links to delegate: those that ail, with those that can't go back, with all.
+
+        With all that are delegated where one ails anew: it is not to wait until others are back.
+        """
+        delegated = _delegated(self._in_force.plan)
+        now = delegated - _delegated(self._first)
+        sets = [ailing, ailing | (held & now), *([ailing | now] if ailing - delegated else [])]
+        return list(dict.fromkeys(sets))
 
     def _made_anew(
         self, routes: Mapping[Link, Route], profile: Profile, verdicts: Sequence[Verdict]
@@ -206,3 +237,7 @@ class CandidatePlanner:
         """What a step would be made of under a plan's routes."""
         now = self._in_force.plan.routes
         return replace(profile, links=links_under(verdicts, self._usual, now, routes, **margin))
+
+
+def _delegated(plan: Plan) -> frozenset[Link]:
+    return frozenset(link for link, route in plan.routes.items() if route == "delegated")

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from jaxmorph.control.orchestrator import Option
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
 from jaxmorph.program.channels import Channel
+from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.planner import Plan
 
 Message = dict[str, Any]
@@ -66,50 +67,77 @@ class PlanningProcess:
     """
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "jaxmorph.adapting.planning_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
+        self._process = _started()
+        self._begun_with: Message = {}
+        self._is_closed = False
+        self._lock = threading.Lock()
 
     def begin(
-        self, config: Config, num_tied: int, first: Plan, profile: Profile, usual: UsualLinks
+        self,
+        config: Config,
+        num_tied: int,
+        first: Plan,
+        profile: Profile,
+        usual: UsualLinks,
+        in_force: Plan | None = None,
     ) -> None:
         """Tell it what runs.
 
         Args:
             config: The run.
             num_tied: How many tied parameters the first and the last stage hold copies of.
-            first: The run's first plan.
+            first: The run's plan for healthy links.
             profile: What it was planned for.
             usual: What healthy links do on either route.
+            in_force: The plan in force; None: the first one.
 
         Raises:
             PlanningError: If it can't plan.
         """
-        self._ask(
-            kind="begin",
-            config=config.model_dump(mode="json"),
-            num_tied=num_tied,
-            first=first.to_json(),
-            profile=profile.to_json(),
-            usual=usual_to_json(usual),
-        )
+        self._begun_with = {
+            "config": config.model_dump(mode="json"),
+            "num_tied": num_tied,
+            "first": first.to_json(),
+            "profile": profile.to_json(),
+            "usual": usual_to_json(usual),
+        }
+        self._ask(kind="begin", **self._begun_with, in_force=(in_force or first).to_json())
 
-    def weigh(self, profile: Profile, verdicts: Sequence[Verdict]) -> Options:
+    def restart(self, in_force: Plan) -> None:
+        """Start another process in place of this one, and tell it what runs.
+
+        Args:
+            in_force: The plan in force.
+
+        Raises:
+            PlanningError: If it can't plan, or has been closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise PlanningError("the planning process has been closed")
+            self._end_process()
+            self._process = _started()
+        self._ask(kind="begin", **self._begun_with, in_force=in_force.to_json())
+
+    def weigh(
+        self, profile: Profile, verdicts: Sequence[Verdict], held: Iterable[Link] = ()
+    ) -> Options:
         """The plans that there are for what ops and links cost now.
 
         Args:
             profile: The ops' costs.
             verdicts: On the directions of links.
+            held: Delegated links that can't go back yet.
 
         Raises:
             PlanningError: If it can't plan.
         """
-        told = [verdict.to_json() for verdict in verdicts]
-        answer = self._ask(kind="weigh", profile=profile.to_json(), verdicts=told)
+        answer = self._ask(
+            kind="weigh",
+            profile=profile.to_json(),
+            verdicts=[verdict.to_json() for verdict in verdicts],
+            held=[str(link) for link in held],
+        )
         options = (Option(Plan.from_json(o["plan"]), o["step_ms"]) for o in answer["candidates"])
         refreshed = answer["refreshed"] and tuple(answer["refreshed"])
         return Options(answer["in_force_ms"], answer["undisturbed_ms"], tuple(options), refreshed)
@@ -133,7 +161,12 @@ class PlanningProcess:
         return self._process.wait(_ANSWER_S)
 
     def close(self) -> None:
-        """End it; what it does now is no longer wanted."""
+        """End it for good; what it does now is no longer wanted."""
+        with self._lock:
+            self._is_closed = True
+            self._end_process()
+
+    def _end_process(self) -> None:
         self._process.kill()
         self._process.wait(_END_S)
         for pipe in (self._process.stdin, self._process.stdout):
@@ -161,3 +194,13 @@ class PlanningProcess:
         if "error" in answer:
             raise PlanningError(answer["error"])
         return answer
+
+
+def _started() -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxmorph.adapting.planning_process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )

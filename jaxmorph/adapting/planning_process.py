@@ -3,9 +3,10 @@
 `python -m jaxmorph.adapting.planning_process`.
 A request is a line of JSON on standard input, its answer one on standard output:
 
-- `begin`: `config`, `num_tied`, `first`, `profile` and `usual`, as `CandidatePlanner` takes them.
-- `weigh`: `profile` and `verdicts`; the answer is `Weighed`, each candidate as `plan`, `step_ms`,
-  and programs as texts.
+- `begin`: `config`, `num_tied`, `first`, `profile`, `usual` and `in_force`, as `CandidatePlanner`
+  takes them.
+- `weigh`: `profile`, `verdicts` and `held`; the answer is `Weighed`, each candidate as `plan`,
+  `step_ms`, and programs as texts.
 - `adopt`: `chosen`, the number of a candidate; the answer is `programs`, each a text, and `slots`.
 
 An answer that is `{"error": ...}` says what went wrong. The process imports no JAX, leaves the
@@ -29,6 +30,7 @@ from jaxmorph.control.conditions import usual_from_json
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
 from jaxmorph.program.program_text import program_text
+from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.planner import Plan
 
 Message = dict[str, Any]
@@ -56,8 +58,8 @@ class Answering:
         match request:
             case {"kind": "begin"}:
                 return self._begin(request)
-            case {"kind": "weigh", "profile": profile, "verdicts": verdicts}:
-                return self._weigh(profile, verdicts)
+            case {"kind": "weigh", "profile": profile, "verdicts": verdicts, "held": held}:
+                return self._weigh(profile, verdicts, held)
             case {"kind": "adopt", "chosen": chosen}:
                 return self._adopt(self._candidates[chosen])
         raise ValueError(f"a request of no known kind: {request.get('kind')}")
@@ -69,12 +71,14 @@ class Answering:
             Plan.from_json(request["first"]),
             Profile.from_json(request["profile"]),
             usual_from_json(request["usual"]),
+            Plan.from_json(request["in_force"]),
         )
         return {}
 
-    def _weigh(self, profile: Message, verdicts: list[Message]) -> Message:
+    def _weigh(self, profile: Message, verdicts: list[Message], held: list[str]) -> Message:
         judged = [Verdict.from_json(verdict) for verdict in verdicts]
-        weighed = self._begun.weigh(Profile.from_json(profile), judged)
+        links = [Link.parse(name) for name in held]
+        weighed = self._begun.weigh(Profile.from_json(profile), judged, links)
         self._candidates = weighed.candidates
         return {
             "in_force_ms": weighed.in_force_ms,

@@ -1,8 +1,9 @@
 """What links would do under other routes than they have now, by verdicts and usual latencies."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, astuple
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from jaxmorph.control.verdicts import LinkHealth, Verdict
@@ -15,6 +16,7 @@ UsualLinks = Mapping[Route, Links]
 
 _LONGEST_MS = 10_000.0  # what a link that delivers nothing is planned for
 _OUTLYING_MS, _OUTLYING_TIMES = 5.0, 2.0  # beyond which a link differs from most
+_PAIR = 2  # of which the median is the mean, that nothing exceeds twice
 _OTHER_COST = 0.1  # a share of a stage's op by which it must differ to call for another plan
 
 
@@ -49,22 +51,58 @@ def link_of(verdict: Verdict) -> Link:
     return Link(*ends)
 
 
-def outlying_links(links: Links) -> frozenset[Link]:
+def outlying_links(links: Links, routes: Routes = MappingProxyType({})) -> frozenset[Link]:
     """The links that take much longer than most, in either direction.
 
-    A link that was slow before anything was measured can't be told from what it used to take.
+    Args:
+        links: What all of them do.
+        routes: See `outlying_ways`.
+    """
+    return frozenset(Link(min(way), max(way)) for way in outlying_ways(links, routes))
+
+
+def outlying_ways(
+    links: Links, routes: Routes = MappingProxyType({})
+) -> frozenset[tuple[int, int]]:
+    """The directions, by sender and receiver, that take much longer than most links do.
+
+    A link that was slow before anything was measured can't be told from what it used to take. Of
+    two links the quicker one says what is usual, as a link is slowed down and never sped up.
+
+    Args:
+        links: What all of them do.
+        routes: The routes on which they did; a link that is not named is direct. Those on one route
+            say nothing of those on the other.
+    """
+    found: set[tuple[int, int]] = set()
+    for route in ("direct", "delegated"):
+        there = {link: at for link, at in links.items() if routes.get(link, "direct") == route}
+        ways_ms = {(link.lower, link.upper): at.forward_latency_ms for link, at in there.items()}
+        ways_ms |= {(link.upper, link.lower): at.backward_latency_ms for link, at in there.items()}
+        slower_ms = [max(at.forward_latency_ms, at.backward_latency_ms) for at in there.values()]
+        late_ms = _OUTLYING_MS + _OUTLYING_TIMES * _typical_ms(slower_ms)
+        found |= {way for way, each_ms in ways_ms.items() if each_ms > late_ms}
+    return frozenset(found)
+
+
+def as_the_others(links: Links, ways: Collection[tuple[int, int]]) -> dict[Link, LinkState]:
+    """The links with some directions taking what the others do.
 
     Args:
         links: What all of them do on the same route.
+        ways: Directions, by sender and receiver.
     """
-    slower_ms = {
-        link: max(state.forward_latency_ms, state.backward_latency_ms)
-        for link, state in links.items()
-    }
-    if not slower_ms:
-        return frozenset()
-    late_ms = _OUTLYING_MS + _OUTLYING_TIMES * median(slower_ms.values())
-    return frozenset(link for link, each_ms in slower_ms.items() if each_ms > late_ms)
+    ups = {link: at.forward_latency_ms for link, at in links.items() if link not in ways}
+    downs = {link: at.backward_latency_ms for link, at in links.items() if link[::-1] not in ways}
+    up_ms, down_ms = _typical_ms(ups.values()), _typical_ms(downs.values())
+    return {link: LinkState(ups.get(link, up_ms), downs.get(link, down_ms)) for link in links}
+
+
+def _typical_ms(latencies_ms: Collection[float]) -> float:
+    """What most links take: of two the quicker one; 0 where there are none."""
+    if len(latencies_ms) == _PAIR:
+        return min(latencies_ms)
+    return median(latencies_ms) if latencies_ms else 0.0
 
 
 def links_under(

@@ -4,7 +4,7 @@ Nothing here knows what a link is supposed to do: a direction is compared with i
 has just been measured for the first time, with the others.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from jaxmorph.control.direction_watch import DirectionWatch
@@ -73,6 +73,23 @@ class Detector:
         """
         return self._watch((source, destination)).fail(step, detail)
 
+    def begin_slow(
+        self, step: int, samples: Sequence[LinkSample], usual_ms: Mapping[bool, float]
+    ) -> list[Verdict]:
+        """Take a direction for slow from the start, though it was not seen to become so.
+
+        Args:
+            step: After which step.
+            samples: What its last messages took, at least one, in the order of sending.
+            usual_ms: What its messages would take on a healthy link, by whether they are direct.
+
+        Returns:
+            The verdict.
+        """
+        expected = {way: usual(each_ms, 0.0, self._numbers) for way, each_ms in usual_ms.items()}
+        ends = samples[-1].source, samples[-1].destination
+        return self._watch(ends).begin_slow(step, samples, expected)
+
     def usual(self, source: int, destination: int, *, is_held: bool) -> Usual | None:
         """What a healthy message takes, by which a probe can be judged.
 
@@ -82,10 +99,12 @@ class Detector:
             is_held: Whether on the direct route.
 
         Returns:
-            None where that has not been measured.
+            What it takes on other links where it has not been measured on this one; None where
+            that isn't known either.
         """
-        watch = self._watches.get((source, destination))
-        return None if watch is None else watch.usual(is_held)
+        way = source, destination
+        watch = self._watches.get(way)
+        return None if watch is None else watch.usual(is_held) or self._assume(way, is_held)
 
     def _watch(self, way: Way) -> DirectionWatch:
         if way not in self._watches:
@@ -94,13 +113,15 @@ class Detector:
         return self._watches[way]
 
     def _assume(self, way: Way, is_held: bool) -> Usual | None:
-        """What the route takes on other links; failing that, what the other route takes here."""
+        """What the route takes on other links; else what the other route takes, here or there."""
         if known_ms := self._other_baselines_ms(way, is_held):
             return usual(median(known_ms), 0.0, self._numbers)
         other_route = self._watches[way].usual(not is_held)
-        if other_route is None:
+        if other_route is not None:
+            known_ms = [other_route.baseline_ms]
+        elif not (known_ms := self._other_baselines_ms(way, not is_held)):
             return None
-        baseline_ms = other_route.baseline_ms + self._numbers.other_route_ms
+        baseline_ms = median(known_ms) + self._numbers.other_route_ms
         return usual(baseline_ms, 0.0, self._numbers)
 
     def _by_others(self, way: Way, is_held: bool) -> Usual | None:

@@ -1,6 +1,6 @@
 """One direction of a link, watched: what its messages show, and what state that leaves it in."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from jaxmorph.control.estimates import median
@@ -89,6 +89,26 @@ class DirectionWatch:
         self._level_ms = self._verdict.latency_ms
         return [*changes[:-1], self._verdict]
 
+    def begin_slow(
+        self, step: int, samples: Sequence[LinkSample], expected: Mapping[bool, Usual]
+    ) -> list[Verdict]:
+        """Take the direction for slow from the start.
+
+        Args:
+            step: After which step.
+            samples: What its last messages took.
+            expected: What healthy ones would take on either route: what to go by until healthy
+                messages have been seen.
+
+        Returns:
+            The verdict.
+        """
+        for is_held, usual in expected.items():
+            self._record(is_held).usual = usual
+        self._notice_route(samples)
+        took_ms = [sample.duration_ms for sample in samples]
+        return self._turn(step, Sign.ROSE, self._current, took_ms)
+
     def compare(self, step: int, others: Callable[[bool], Usual | None]) -> list[Verdict]:
         """Compare a route that has just got its first baseline with the other directions'.
 
@@ -152,7 +172,8 @@ class DirectionWatch:
         if usual is None or not is_healthy:
             record.recent.add(sample.duration_ms)
         if usual is None:
-            record.healthy.learn([sample.duration_ms])
+            if self._verdict.health is not LinkHealth.SLOW:  # it says nothing of a healthy link
+                record.healthy.learn([sample.duration_ms])
             return []
         record.read(sample, usual, learns=is_healthy)
         if is_healthy and not record.late:

@@ -1,5 +1,6 @@
 """How long a morph is let stand before it is taken back: longer if it keeps being taken back."""
 
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -9,10 +10,11 @@ _SOON = 4
 
 
 class Stay(NamedTuple):
-    """Since when something is as it is, and for how many steps it stays so at least."""
+    """Since when something is as it is, its stay in steps, and the first step it may change in."""
 
-    since_step: int
+    since_step: float
     steps: int
+    until_step: int
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Dwell:
             subjects: What a morph would change.
             step: The step from which it would hold.
         """
-        ends = (sum(self.stays[subject]) for subject in subjects if subject in self.stays)
+        ends = (self.stays[each].until_step for each in subjects if each in self.stays)
         return max(0, max(ends, default=step) - step)
 
     def after(self, subjects: Iterable[Hashable], step: int) -> "Dwell":
@@ -49,8 +51,26 @@ class Dwell:
             subjects: What it changes.
             step: The first step that it holds in.
         """
-        changed = {subject: Stay(step, self._steps(subject, step)) for subject in subjects}
+        steps = {subject: self._steps(subject, step) for subject in subjects}
+        changed = {each: Stay(step, steps[each], step + steps[each]) for each in steps}
         return replace(self, stays={**self.stays, **changed})
+
+    def standing(self, subjects: Iterable[Hashable], step: int) -> "Dwell":
+        """The stays after a morph that had some subjects change for another one's sake.
+
+        They stand for the shortest stay with it, and flap neither more nor less.
+
+        Args:
+            subjects: What changed along with it.
+            step: The first step that it holds in.
+        """
+        never = Stay(-math.inf, self.least_steps, step)
+        stood: dict[Hashable, Stay] = {}
+        for subject in subjects:
+            last = self.stays.get(subject, never)
+            until_step = max(last.until_step, step + self.least_steps)
+            stood[subject] = last._replace(until_step=until_step)
+        return replace(self, stays={**self.stays, **stood})
 
     def _steps(self, subject: Hashable, step: int) -> int:
         last = self.stays.get(subject)

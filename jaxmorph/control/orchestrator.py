@@ -40,8 +40,8 @@ class Situation:
         step: The first step that a new plan could hold in.
         verdicts: What detection says of each direction of a link.
         in_force: The plan in force.
-        candidates: The run's first plan, and others made for the conditions now, those that differ
-            least from it first.
+        candidates: The run's plan for healthy links, and others made for the conditions now, those
+            that differ least from it first.
         undisturbed_ms: What the plan in force would take if all links were healthy.
         dwell: How long earlier morphs are to stand.
         worth: The least gain for which to morph, as a share of the step.
@@ -67,7 +67,8 @@ class Decision:
     Attributes:
         chosen: Which of the candidates; None: the plan in force stays.
         reason: Why, in one line.
-        wait_steps: How many steps to wait before asking again, where only that was against it.
+        wait_steps: How many steps to wait before asking again, where only that was against what
+            would be better still.
     """
 
     chosen: int | None
@@ -82,7 +83,7 @@ def decide(situation: Situation) -> Decision:
     itself, whatever the others do: delegation takes host memory and processors that no prediction
     counts. While links ail a morph must shorten the step by what it is worth; once all are healthy
     the first plan comes back unless it costs that much. What takes a slow link off the queues never
-    waits; what takes it back waits for its dwell.
+    waits; what takes it back waits for its dwell, and no other link's change waits with it.
 
     Source: PipeMorph, sections 4.3 and 6. There all links are delegated together.
 
@@ -93,23 +94,20 @@ def decide(situation: Situation) -> Decision:
         The decision, with its reason as a sentence.
     """
     now = situation.in_force
-    ailing = ailing_links(situation.verdicts)
-    best = _shortest(situation)
-    chosen = situation.candidates[best]
     why = "; ".join([_links_in_words(situation.verdicts), *situation.news])
-    if _is_same(chosen, now):
-        return Decision(None, f"{why}: {_standing(situation)}")
-    gain = 1 - chosen.step_ms / now.step_ms if now.step_ms else 0.0
-    back = not ailing and best == 0  # to the first plan, which is easy
-    least_gain = -situation.worth if back else situation.worth
-    if _is_allowed(now, situation) and gain < least_gain:
-        best_ms = f", with another plan {chosen.step_ms:.0f}"
-        return Decision(None, f"{why}: {_standing(situation)}{best_ms}")
-    predicted = f"predicted step {now.step_ms:.0f} -> {chosen.step_ms:.0f} ms"
-    wait = situation.dwell.waits(_held_subjects(now, chosen), situation.step)
-    if wait:
+    best = _shortest(situation)
+    if best is None or not _is_worth_it(best, situation):
+        return Decision(None, f"{why}: {_standing(situation)}{_other_in_words(best, situation)}")
+    chosen, later = best, 0
+    if held := _held(situation, situation.candidates[best]):
+        at_once = _shortest(situation, held)
+        if at_once is not None and _is_worth_it(at_once, situation, held):
+            chosen, later = at_once, max(1, _wait_steps(situation, best))
+    then = situation.candidates[chosen]
+    predicted = f"predicted step {now.step_ms:.0f} -> {then.step_ms:.0f} ms"
+    if wait := _wait_steps(situation, chosen):
         return Decision(None, f"{why}: waits for {wait} steps, then {predicted}", wait)
-    return Decision(best, f"{why}: {_change_in_words(now, chosen)}; {predicted}")
+    return Decision(chosen, f"{why}: {_change_in_words(now, then)}; {predicted}", later)
 
 
 def changed_routes(now: Mapping[Link, Route], then: Mapping[Link, Route]) -> dict[Link, Route]:
@@ -127,48 +125,103 @@ def changed_routes(now: Mapping[Link, Route], then: Mapping[Link, Route]) -> dic
     return changed
 
 
-def changed_subjects(now: Option, then: Option) -> set[Link | str]:
-    """What a morph changes that is to stand for a while: see `Dwell`.
+def dwell_after(dwell: Dwell, now: Option, then: Option, step: int) -> Dwell:
+    """How long things are to stand after a morph.
+
+    A link that is delegated anew stands as one that flaps, or not, for itself. So does the schedule
+    where a morph changes nothing else; that it changed with a link's route is no flapping of its.
 
     Args:
+        dwell: Before it.
         now: The plan in force.
         then: The one after it.
-
-    Returns:
-        Links that are delegated anew, and the schedule.
+        step: The first step that runs it.
     """
     routes = changed_routes(now.routes, then.routes)
-    return {SCHEDULE, *(link for link, new in routes.items() if new == "delegated")}
+    if not routes:
+        return dwell.after([SCHEDULE], step)
+    anew = [link for link, new in routes.items() if new == "delegated"]
+    return dwell.after(anew, step).standing([SCHEDULE], step)
 
 
-def _held_subjects(now: Option, then: Option) -> set[Link | str]:
-    """What has to have stood for its time: links that go back, or the schedule if it is alone."""
+def dwelling_links(dwell: Dwell, routes: Mapping[Link, Route], step: int) -> frozenset[Link]:
+    """The delegated links that are not to go back yet, be they healthy or not.
+
+    Args:
+        dwell: How long earlier morphs are to stand.
+        routes: Those in force.
+        step: The first step that a new plan could hold in.
+    """
+    delegated = (link for link, route in routes.items() if route == "delegated")
+    return frozenset(link for link in delegated if dwell.waits([link], step))
+
+
+def _wait_steps(situation: Situation, candidate: int) -> int:
+    """How long until something may change that keeps a candidate waiting; 0: it may come now.
+
+    Links that go back have to have stood for their time, or the schedule if it is alone.
+    """
+    now, then = situation.in_force, situation.candidates[candidate]
     routes = changed_routes(now.routes, then.routes)
-    return {link for link, new in routes.items() if new == "direct"} if routes else {SCHEDULE}
+    subjects = _delegated_anew(now, then) if routes else {SCHEDULE}
+    waits = (situation.dwell.waits([subject], situation.step) for subject in subjects)
+    return min(filter(None, waits), default=0)
 
 
-def _is_allowed(option: Option, situation: Situation) -> bool:
-    """Whether a plan takes no links off their routes but those that ail."""
+def _held(situation: Situation, then: Option) -> frozenset[Link]:
+    """The delegated links that a plan would take back, and that have to stay for now.
+
+    Those that dwell; and all of them where it takes a slow link off the queues: that would have to
+    wait until they are probed.
+    """
+    now = situation.in_force
+    back = _delegated_anew(now, then)
+    if back and _delegated_anew(then, now) & ailing_links(situation.verdicts):
+        return _delegated(now)
+    dwelling = dwelling_links(situation.dwell, now.routes, situation.step)
+    return dwelling if back & dwelling else frozenset()
+
+
+def _is_allowed(option: Option, situation: Situation, held: frozenset[Link] = frozenset()) -> bool:
+    """Whether a plan takes no links off their routes but those that ail, or that have to stay."""
+    if not held <= _delegated(option):
+        return False
     if situation.may_delegate_healthy:
         return True
     ailing = ailing_links(situation.verdicts)
-    return _delegated_anew(option, situation.candidates[0]) <= ailing
+    return _delegated_anew(option, situation.candidates[0]) <= ailing | held
+
+
+def _delegated(option: Option) -> frozenset[Link]:
+    return frozenset(link for link, route in option.routes.items() if route == "delegated")
 
 
 def _delegated_anew(option: Option, than: Option) -> frozenset[Link]:
-    routes = changed_routes(than.routes, option.routes)
-    return frozenset(link for link, new in routes.items() if new == "delegated")
+    return _delegated(option) - _delegated(than)
 
 
-def _shortest(situation: Situation) -> int:
+def _shortest(situation: Situation, held: frozenset[Link] = frozenset()) -> int | None:
     """The first allowed candidate than which none is shorter by half of what a morph must gain."""
     steps_ms = {
         index: option.step_ms
         for index, option in enumerate(situation.candidates)
-        if _is_allowed(option, situation)
+        if _is_allowed(option, situation, held)
     }
+    if not steps_ms:
+        return None
     good_enough_ms = min(steps_ms.values()) * (1 + situation.worth / 2)
     return next(index for index, step_ms in steps_ms.items() if step_ms <= good_enough_ms)
+
+
+def _is_worth_it(candidate: int, situation: Situation, held: frozenset[Link] = frozenset()) -> bool:
+    """Whether a candidate is another plan, and gains enough, or the one in force can't stay."""
+    now, then = situation.in_force, situation.candidates[candidate]
+    if _is_same(then, now):
+        return False
+    gain = 1 - then.step_ms / now.step_ms if now.step_ms else 0.0
+    back = not ailing_links(situation.verdicts) and candidate == 0  # to the first plan: easy
+    least_gain = -situation.worth if back else situation.worth
+    return gain >= least_gain or not _is_allowed(now, situation, held)
 
 
 def _is_same(one: Option, other: Option) -> bool:
@@ -184,6 +237,13 @@ def _standing(situation: Situation) -> str:
     if now_ms <= healthy_ms * (1 + situation.worth):
         return f"the plan in force absorbs it, predicted step {now_ms:.0f} ms"
     return f"the plan in force stays, predicted step {now_ms:.0f} ms ({healthy_ms:.0f} healthy)"
+
+
+def _other_in_words(best: int | None, situation: Situation) -> str:
+    """What another plan would have brought, if there is one."""
+    if best is None or _is_same(situation.candidates[best], situation.in_force):
+        return ""
+    return f", with another plan {situation.candidates[best].step_ms:.0f}"
 
 
 def _links_in_words(verdicts: tuple[Verdict, ...]) -> str:

@@ -105,7 +105,7 @@ class RouteRecord:
 
     def settle(self) -> bool:
         """Go by what has been learnt up to now; whether that is for the first time."""
-        before, self.usual = self.usual, self.healthy.usual()
+        before, self.usual = self.usual, self.healthy.usual() or self.usual
         return before is None and self.usual is not None
 
     def unlearn(self) -> None:

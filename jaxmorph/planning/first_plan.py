@@ -118,7 +118,8 @@ def _agree_on_delegable(
     if not config.adapts:
         return []
     links = usual["direct"]
-    found = links if config.adaptation.delegates == "any" else outlying_links(links)
+    slow = outlying_links(links, config.routes.of_links(links))
+    found = links if config.adaptation.delegates == "any" else slow
     names = rendezvous.exchange({"links": [str(link) for link in sorted(found)]})[0]["links"]
     return [Link.parse(name) for name in names]
 

@@ -1,119 +1,22 @@
 """From measured steps to morphs, with plans that are made without a process."""
 
-import threading
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-
-from jaxmorph.adapting.control_loop import ControlLoop
-from jaxmorph.adapting.plan_candidates import CandidatePlanner
-from jaxmorph.adapting.planning_client import Chosen, Options, PlanningError
-from jaxmorph.config import Config
-from jaxmorph.control.compute_watch import ComputeWatch
-from jaxmorph.control.conditions import UsualLinks
-from jaxmorph.control.detector import Detector
-from jaxmorph.control.link_samples import link_samples
-from jaxmorph.control.orchestrator import Option
-from jaxmorph.control.profiler import Profile
-from jaxmorph.planning.plan_in_force import plan_step
-from jaxmorph.planning.step_programs import lower_step
-from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.program_text import parse_program, program_text
-from jaxmorph.runtime.direct_probe import probe_transfers
-from jaxmorph.schedule.costs import Link, StageCosts, chain_links
-
-COSTS = StageCosts.uniform(3, 10.0, 10.0, 10.0)
-USUAL: UsualLinks = {"direct": chain_links((0.5, 0.5)), "delegated": chain_links((1.5, 1.5))}
-CONFIG = Config.model_validate(
-    {
-        "parallelism": {"stages": 3},
-        "batch": {"microbatches": 8},
-        "schedule": {"name": "zb-h2"},
-        "adaptation": {"enabled": True},
-    }
+from adapting_run import (
+    CONFIG,
+    COSTS,
+    FIRST,
+    PLANNED_FOR,
+    FailingPlans,
+    PlansHere,
+    Run,
 )
-PLANNED_FOR = Profile(COSTS, USUAL["direct"])
-FIRST = plan_step(CONFIG, PLANNED_FOR)
 
-
-class PlansHere:
-    """Plans as the planning process does, in this one, when it is let."""
-
-    def __init__(self):
-        self._planner = CandidatePlanner(CONFIG, 0, FIRST, PLANNED_FOR, USUAL)
-        self.may_answer, self.is_asked = threading.Event(), threading.Event()
-        self.may_answer.set()
-        self.asked = 0
-
-    def weigh(self, profile, verdicts):
-        self.asked += 1
-        self.is_asked.set()
-        assert self.may_answer.wait(30)
-        weighed = self._planner.weigh(profile, verdicts)
-        self._candidates = weighed.candidates
-        options = tuple(Option(each.plan, each.step_ms) for each in weighed.candidates)
-        return Options(weighed.in_force_ms, weighed.undisturbed_ms, options)
-
-    def adopt(self, chosen):
-        candidate = self._candidates[chosen]
-        slots = self._planner.adopt(candidate)
-        return Chosen(tuple(map(program_text, candidate.programs)), slots)
-
-
-class NoPlans(PlansHere):
-    def weigh(self, profile, verdicts):
-        self.asked += 1
-        raise PlanningError("the planning process has died")
-
-
-class Run:
-    """A run whose steps last what the simulator says, under a loop that may change its plan."""
-
-    def __init__(self, plans, settings=CONFIG.adaptation):
-        self.plans = plans
-        self.loop = ControlLoop(
-            settings, FIRST, PLANNED_FOR, USUAL, Detector(), ComputeWatch(COSTS), plans
-        )
-        self.programs = lower_step(FIRST.schedule, PLANNED_FOR, FIRST.routes)
-        self.routes, self.step, self.events = FIRST.routes, 0, []
-        self.probed, self.direct_late_ms = {}, 0.0
-
-    def steps(self, count, slow_ms=0.0, costs=COSTS):
-        for _ in range(count):
-            usual = USUAL[self.routes[Link(1, 2)]][Link(1, 2)]
-            late_ms = usual.forward_latency_ms + slow_ms
-            links = {**USUAL["direct"], Link(1, 2): replace(usual, forward_latency_ms=late_ms)}
-            timeline = simulate_blocking(self.programs, costs, links)
-            samples = link_samples(timeline)
-            self._note(self.loop.observe(self.step, timeline, samples, self.probed), self.step)
-            self.settle()
-            self._swap()
-            self.step += 1
-
-    def settle(self):
-        """Wait until what was asked for is decided."""
-        if self.plans.may_answer.is_set():
-            self.loop._thread.submit(lambda: None).result(30)
-
-    def expected_ms(self):
-        return self.loop.profile(PLANNED_FOR).links[Link(1, 2)].forward_latency_ms
-
-    def _swap(self):
-        took_ms = 0.5 + self.direct_late_ms
-        probes = [each for link in self.loop.due_probes() for each in probe_transfers(link)]
-        self.probed = {str(transfer): took_ms for transfer in probes}
-        morph = self.loop.ready()
-        if morph is not None:
-            self.programs = tuple(map(parse_program, morph.programs))
-            self.routes = morph.plan.routes
-            self._note(self.loop.adopted(morph), self.step + 1)
-
-    def _note(self, happened, step):
-        self.events += [(step, each["kind"], each.get("link")) for each in happened]
-
-    def of_kind(self, *kinds):
-        return [event for event in self.events if event[1] in kinds]
+from jaxmorph.planning.step_programs import lower_step
+from jaxmorph.program.program_text import program_text
+from jaxmorph.schedule.costs import Link
 
 
 @pytest.fixture
@@ -179,13 +82,47 @@ def test_a_delay_that_is_absorbed_is_told_with_its_reason_and_changes_nothing():
     run.loop.close()
 
 
-def test_without_plans_training_goes_on_and_says_so_once():
-    run = Run(NoPlans())
+def test_a_planning_error_is_told_and_planning_tried_again_with_a_process_of_its_own():
+    run = Run(FailingPlans(0, 1))
     run.steps(6)
-    run.steps(4, slow_ms=40.0)
+    run.steps(20, slow_ms=40.0)
+    assert run.of_kind("planning_failed", "plan_changed") == [
+        (7, "planning_failed", None),  # 4 steps after the one that it was for
+        (11, "planning_failed", None),  # 8 steps after that
+        (19, "plan_changed", None),
+    ]
+    assert run.details[1:3] == [
+        f"the planning process has died; the plan in force stays, and planning is tried again in "
+        f"{steps} steps"
+        for steps in (4, 8)
+    ]
+    assert run.plans.restarted == [FIRST.routes] * 2
+    run.loop.close()
+
+
+def test_after_a_success_a_failure_is_the_first_one_again():
+    run = Run(FailingPlans(0, 1, 3))
     run.steps(6)
-    assert run.of_kind("planning_failed") == [(7, "planning_failed", None)]
-    assert (run.plans.asked, run.routes) == (1, FIRST.routes)
+    run.steps(20, slow_ms=40.0)
+    run.steps(20)
+    assert run.of_kind("planning_failed")[-1][0] + 4 <= run.of_kind("link_probed")[0][0]
+    assert run.routes == FIRST.routes
+    assert run.plans.restarted[-1][Link(1, 2)] == "delegated"
+    run.loop.close()
+
+
+def test_after_five_failures_in_a_row_planning_is_given_up_and_training_goes_on():
+    run = Run(FailingPlans(*range(99)))
+    run.steps(6)
+    run.steps(90, slow_ms=40.0)
+    told = [step for step, _, _ in run.of_kind("planning_failed")]
+    assert [later - before for before, later in pairwise(told)] == [4, 8, 16, 32]
+    assert run.details[-1] == (
+        "the planning process has died; that was attempt 5 in a row: planning is given up, and the "
+        "plan in force stays for the rest of the run"
+    )
+    run.steps(9)
+    assert (run.plans.asked, run.routes) == (5, FIRST.routes)
     run.loop.close()
 
 
@@ -217,15 +154,15 @@ class Refreshing(PlansHere):
 
     told = tuple(map(program_text, lower_step(FIRST.schedule, PLANNED_FOR, FIRST.routes)))
 
-    def weigh(self, profile, verdicts):
-        options = super().weigh(profile, verdicts)
+    def weigh(self, profile, verdicts, held):
+        options = super().weigh(profile, verdicts, held)
         return replace(options, candidates=options.candidates[:1], refreshed=self.told)
 
 
 def test_a_plan_that_stays_is_told_anew_without_a_word_and_the_loop_goes_on():
     run = Run(Refreshing())
     swaps = []
-    run._swap, swap = lambda: (swaps.append(run.loop._morph), swap()), run._swap
+    run._swap, swap = (lambda: (swaps.append(run.loop._morph), swap())), run._swap
     run.steps(6)
     run.steps(6, slow_ms=40.0)
     (told,) = [morph for morph in swaps if morph is not None]
@@ -236,3 +173,33 @@ def test_a_plan_that_stays_is_told_anew_without_a_word_and_the_loop_goes_on():
     run.steps(10)
     assert run.plans.asked > asked  # it isn't still busy with what it has told
     run.loop.close()
+
+
+def test_a_newly_slow_link_is_delegated_while_another_one_dwells(run):
+    run.steps(6)
+    run.steps(6, slow_ms=40.0)
+    run.direct_late_ms = 40.0
+    run.steps(24)  # the first link's probes are late, so that it dwells for longer and longer
+    began = run.step
+    run.steps(3, other_ms=40.0)
+    assert run.of_kind("route_changed")[-1] == (began + 1, "route_changed", "0-1")
+    assert run.delegated() == {"0-1", "1-2"}
+    run.direct_late_ms = 0.0
+    run.steps(60)
+    assert run.routes == FIRST.routes
+
+
+def test_a_newly_slow_link_is_delegated_while_a_probe_of_another_one_is_awaited(run):
+    run.steps(6)
+    run.steps(6, slow_ms=40.0)
+    run.sends_probes = False
+    run.steps(9)
+    began = run.step
+    run.steps(3, other_ms=40.0)
+    assert run.of_kind("route_changed")[-1] == (began + 1, "route_changed", "0-1")
+    assert run.delegated() == {"0-1", "1-2"}
+    run.sends_probes = True
+    run.steps(3, other_ms=40.0)
+    assert run.delegated() == {"0-1"}
+    run.steps(20)
+    assert run.routes == FIRST.routes

@@ -160,3 +160,45 @@ def test_when_the_order_stays_and_delays_change_what_is_late_is_told_anew():
     ]
     assert first_starts(slower.candidates[1].programs)[3] == pytest.approx(30.0 + 41.0)
     assert plans.weigh(profile, verdicts(2, 3, 41.0)).refreshed is None
+
+
+def routes_and_orders(weighed):
+    return [(delegated(each), each.plan.schedule) for each in weighed.candidates]
+
+
+def test_a_link_that_turns_slow_has_plans_that_leave_others_delegated_and_their_order():
+    plans, profile = planner()
+    adapted = plans.weigh(profile, verdicts(0, 1, 30.0)).candidates[2]
+    plans.adopt(adapted)
+    slow = [*verdicts(0, 1, 1.0, LinkHealth.HEALTHY), *verdicts(2, 3, 30.0)]
+    for held in ((), [Link(0, 1)]):  # whether it could go back, but for a probe, or not
+        weighed = plans.weigh(profile, slow, held)
+        found = [delegated(each) for each in weighed.candidates]
+        alone, both = [["2-3"]] * 2, [["0-1", "2-3"]] * 3
+        assert found == [[], *alone, *both]
+        first, now = weighed.candidates[0].plan.schedule, adapted.plan.schedule
+        assert [each.plan.schedule for each in weighed.candidates[3:5]] == [first, now]
+        for candidate in weighed.candidates[3:]:
+            check(candidate.programs)
+            assert candidate.step_ms < 0.6 * weighed.in_force_ms
+
+
+def test_one_link_goes_back_in_the_order_in_force_while_another_has_to_stay():
+    plans, profile = planner()
+    slow = [*verdicts(0, 1, 30.0), *verdicts(2, 3, 30.0)]
+    adapted = plans.weigh(profile, slow).candidates[2]
+    plans.adopt(adapted)
+    healed = [each for at in (0, 2) for each in verdicts(at, at + 1, 1.0, LinkHealth.HEALTHY)]
+    _, first_order, same_order = plans.weigh(profile, healed, [Link(2, 3)]).candidates
+    assert delegated(first_order) == delegated(same_order) == ["2-3"]
+    assert same_order.plan.schedule == adapted.plan.schedule != first_order.plan.schedule
+
+
+def test_a_run_may_begin_with_another_plan_than_that_for_healthy_links():
+    plans, profile = planner()
+    begun = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates[2].plan
+    first = plans.weigh(profile, []).candidates[0].plan
+    again = CandidatePlanner(config(), 0, first, profile, USUAL, begun)
+    weighed = again.weigh(profile, verdicts(2, 3, 1.0, LinkHealth.HEALTHY))
+    assert weighed.in_force_ms == pytest.approx(391.0)
+    assert [delegated(each) for each in weighed.candidates] == [[]]

@@ -60,12 +60,16 @@ def test_a_process_that_died_between_two_requests_is_told_of_and_closed():
         process._process.wait(30)
         with pytest.raises(PlanningError, match="the planning process is gone"):
             process.begin(CONFIG, 1, FIRST, PROFILE, USUAL)
+        process.restart(FIRST)  # another one takes its place
+        assert process.weigh(PROFILE, SLOW).in_force_ms > 0
     finally:
         process.close()  # what it never read is of no interest to anyone
+    with pytest.raises(PlanningError, match="has been closed"):
+        process.restart(FIRST)
 
 
 def test_a_request_that_goes_wrong_is_answered_and_so_is_the_next_one():
-    requests = [{"kind": "sing"}, {"kind": "weigh", "profile": {}, "verdicts": []}, {}]
+    requests = [{"kind": "sing"}, {"kind": "weigh", "profile": {}, "verdicts": [], "held": []}, {}]
     answers = io.StringIO()
     serve(iter(map(json.dumps, requests)), answers)
     errors = [json.loads(line)["error"] for line in answers.getvalue().splitlines()]

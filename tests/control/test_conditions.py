@@ -8,9 +8,11 @@ from verdict_examples import both_ways, healthy, verdict
 from jaxmorph.control.conditions import (
     UsualLinks,
     ailing_links,
+    as_the_others,
     costs_differ,
     links_under,
     outlying_links,
+    outlying_ways,
     usual_from_json,
     usual_to_json,
 )
@@ -71,6 +73,26 @@ def test_links_that_differ_from_most_are_found_before_anything_has_changed():
     assert found(30.0, 31.0, 30.0, 67.0) == {"3-4"}
     one_way = {Link(0, 1): LinkState(0.5, 30.0), Link(1, 2): LinkState(0.5, 0.5)}
     assert outlying_links({**one_way, Link(2, 3): LinkState(0.5, 0.5)}) == {Link(0, 1)}
+
+
+def test_of_two_links_the_quicker_one_says_what_is_usual():
+    assert outlying_links(chain_links((0.5, 30.0))) == {Link(1, 2)}
+    assert outlying_links(chain_links((30.0, 31.0))) == set()  # both may be slow: nobody knows
+    assert outlying_links(chain_links((30.0,))) == set()
+
+
+def test_links_on_different_routes_are_not_compared():
+    links = chain_links((8.0, 0.5, 0.5))
+    assert outlying_links(links, {Link(0, 1): "delegated"}) == set()
+    assert outlying_links(links) == {Link(0, 1)}
+
+
+def test_a_slow_direction_is_taken_to_do_what_the_others_do_once_it_is_well():
+    links = {**chain_links((0.5, 30.0, 0.7)), Link(1, 2): LinkState(30.0, 0.9)}
+    ways = outlying_ways(links)
+    assert ways == {(1, 2)}
+    assert as_the_others(links, ways)[Link(1, 2)] == LinkState(0.5, 0.9)
+    assert as_the_others(links, set()) == links
 
 
 def test_usual_latencies_and_verdicts_keep_their_form_in_json():

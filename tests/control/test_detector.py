@@ -144,6 +144,31 @@ def test_a_link_that_is_slow_from_the_first_step_is_told_by_the_others():
     assert steps.path()[1:] == [(RECOVERING, 3), (HEALTHY, 6)]
 
 
+def test_one_that_begins_slow_is_judged_by_what_it_is_said_a_healthy_one_takes():
+    steps = Steps(healthy=0)
+    told = steps.detector.begin_slow(-1, messages([31.0] * 4, DIRECT), {DIRECT: 1.0, DELEGATED: 2})
+    assert told == [steps.now]
+    assert (steps.now.health, steps.now.latency_ms) == (SLOW, 31.0)
+    steps.run(*[[32.0] * 12] * 4)
+    assert steps.said == []
+    steps.run(*[[2.0] * 12] * 4)
+    assert [health for health, _ in steps.path()] == [RECOVERING, HEALTHY]
+    assert steps.baseline_ms(DIRECT) == 1.0  # by which a probe is judged
+    steps.run(*[[1.0] * 12] * 3, route=DIRECT)
+    assert len(steps.said) == 2
+
+
+def test_one_that_is_slow_from_the_first_step_is_so_on_another_route_too():
+    steps = Steps(healthy=0)
+    others = ((0, 1), (1, 0), (1, 2), (2, 1), (3, 2))
+    for route in (DELEGATED, DIRECT):
+        for _ in range(3):
+            healthy = [each for way in others for each in messages([1.0] * 12, route, way)]
+            steps.observe([*healthy, *messages([31.0] * 12, route)])
+    assert [health for health, _ in steps.path()] == [SLOW]
+    assert steps.baseline_ms(DIRECT) == 1.0  # the others'
+
+
 def test_links_that_are_all_as_slow_are_as_they_should_be():
     steps = Steps(healthy=0)
     ways = ((0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2))

@@ -40,3 +40,13 @@ def test_after_a_calm_it_stands_half_as_long_down_to_the_least():
 def test_things_flap_each_for_itself():
     dwell = DWELL.after(["2-3"], 0).after(["2-3", "0-1"], 5)
     assert (dwell.waits(["2-3"], 5), dwell.waits(["0-1"], 5)) == (8, 4)
+
+
+def test_what_changes_for_another_things_sake_stands_as_long_as_at_first_and_flaps_no_more():
+    dwell = DWELL.after(["order"], 0)
+    for step in (4, 8, 12):
+        dwell = dwell.standing(["order"], step)
+        assert dwell.waits(["order"], step) == 4
+    assert dwell.after(["order"], 17).waits(["order"], 17) == 4  # 17 after the last of its own
+    assert dwell.after(["order"], 16).standing(["order"], 17).waits(["order"], 17) == 7
+    assert DWELL.standing(["order"], 5).after(["order"], 9).waits(["order"], 9) == 4

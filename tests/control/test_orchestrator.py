@@ -10,8 +10,9 @@ from jaxmorph.control.orchestrator import (
     SCHEDULE,
     Option,
     Situation,
-    changed_subjects,
     decide,
+    dwell_after,
+    dwelling_links,
 )
 from jaxmorph.control.verdicts import LinkHealth
 from jaxmorph.program.instructions import Route
@@ -151,7 +152,7 @@ def test_going_back_waits_for_its_dwell_and_leaving_a_slow_link_does_not():
 
 def test_another_order_on_the_same_routes_waits_for_the_dwell_of_the_last_morph():
     in_force, anew = option(FIRST, 700.0, "2-3"), option(OTHER, 420.0, "2-3")
-    dwell = Dwell(4, 64).after(changed_subjects(option(FIRST, 912.0), in_force), 7)
+    dwell = dwell_after(Dwell(4, 64), option(FIRST, 912.0), in_force, 7)
     found = situation(SLOW, in_force, option(FIRST, 912.0), in_force, anew, dwell=dwell)
     assert decide(found).wait_steps == 3
     assert decide(replace(found, step=11)).chosen == 2
@@ -167,3 +168,75 @@ def test_what_else_has_changed_is_in_the_reason():
     assert decision.reason.startswith(
         "all links are healthy; stage 1's F takes 20.0 ms, not 10.0: "
     )
+
+
+class TestLinksThatDwell:
+    """Link 0-1 is healthy again and delegated until step 30; now link 2-3 is slow."""
+
+    DWELL = Dwell(22, 64).after([Link(0, 1)], 8)
+    HOME, SLOW_ALONE = option(FIRST, 912.0), option(FIRST, 420.0, "2-3")
+    NOW, BOTH = option(FIRST, 913.0, "0-1"), option(FIRST, 421.0, "0-1", "2-3")
+
+    def situation(self, *candidates, **more):
+        given = {"dwell": self.DWELL, **more}
+        return situation(SLOW, self.NOW, self.HOME, self.SLOW_ALONE, *candidates, **given)
+
+    def test_a_newly_slow_link_is_taken_off_at_once_and_the_other_stays_as_long_as_it_dwells(self):
+        decision = decide(self.situation(self.BOTH))
+        assert (decision.chosen, decision.wait_steps) == (2, 22)
+        assert "2-3 delegated, the same order; predicted step 913 -> 421 ms" in decision.reason
+
+    def test_nor_does_it_wait_for_the_probe_of_a_link_that_could_go_back(self):
+        decision = decide(self.situation(self.BOTH, dwell=Dwell(4, 64)))
+        assert (decision.chosen, decision.wait_steps) == (2, 1)
+
+    def test_where_no_plan_keeps_the_other_delegated_one_that_takes_it_back_is_better_than_none(
+        self,
+    ):
+        assert decide(self.situation(dwell=Dwell(4, 64))).chosen == 1
+        assert decide(self.situation()).wait_steps == 22
+
+    def test_a_healthy_link_is_not_kept_delegated_beyond_its_dwell_for_the_sake_of_a_step(self):
+        in_force = option(FIRST, 421.0, "0-1", "2-3")
+        tempting = replace(self.situation(option(OTHER, 300.0, "0-1", "2-3")), in_force=in_force)
+        assert decide(replace(tempting, step=30)).chosen == 1
+
+    def test_one_link_goes_back_while_another_dwells(self):
+        both = option(FIRST, 391.0, "0-1", "1-2")
+        kept = option(FIRST, 390.5, "0-1")
+        found = situation(healthy(4), both, option(FIRST, 390.0), kept, dwell=self.DWELL)
+        decision = decide(found)
+        assert (decision.chosen, decision.wait_steps) == (1, 22)
+        assert "1-2 direct again" in decision.reason
+        other_dwells = self.DWELL.after([Link(1, 2)], 0)
+        assert decide(replace(found, dwell=other_dwells)).wait_steps == 14  # the sooner of the two
+
+    def test_dwelling_links_are_the_delegated_ones_whose_time_is_not_over(self):
+        routes = self.BOTH.routes
+        assert dwelling_links(self.DWELL, routes, 29) == {Link(0, 1)}
+        assert dwelling_links(self.DWELL, routes, 30) == set()
+        assert dwelling_links(self.DWELL, self.SLOW_ALONE.routes, 8) == set()
+
+
+class TestTheSchedulesOwnDwell:
+    DIRECT, ANEW = option(FIRST, 390.0), option(OTHER, 390.0)
+
+    def after_links(self, dwell, *steps):
+        """Links of their own turn slow, each with another order, and go back."""
+        for number, step in enumerate(steps):
+            delegated = option(OTHER, 420.0, str(Link(number, number + 1)))
+            dwell = dwell_after(dwell, self.DIRECT, delegated, step)
+            dwell = dwell_after(dwell, delegated, self.DIRECT, step + 6)
+        return dwell
+
+    def test_four_links_one_after_another_dont_make_the_first_plans_return_wait_longer(self):
+        dwell = self.after_links(Dwell(4, 64), 0, 10, 20, 30)
+        found = situation(healthy(4), self.ANEW, self.DIRECT, dwell=dwell, step=36)
+        assert decide(found).wait_steps == 4
+        assert decide(replace(found, step=40)).chosen == 0
+
+    def test_other_orders_on_the_same_routes_flap_whatever_links_do_meanwhile(self):
+        dwell = dwell_after(Dwell(4, 64), self.DIRECT, self.ANEW, 0)
+        dwell = self.after_links(dwell, 4)
+        dwell = dwell_after(dwell, self.ANEW, self.DIRECT, 14)
+        assert dwell.waits([SCHEDULE], 14) == 8

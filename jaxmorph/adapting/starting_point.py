@@ -1,0 +1,107 @@
+"""What is known of a run's links before its first step, and the plan that healthy ones would have.
+
+A link may be slow from the start, when a run begins or goes on. It was never seen to become so, and
+what it has taken is not what is usual of it: the other links say what is.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jaxmorph.config import Config
+from jaxmorph.control.conditions import UsualLinks, as_the_others, outlying_ways
+from jaxmorph.control.detector import Detector
+from jaxmorph.control.link_samples import LinkSample, link_samples
+from jaxmorph.control.verdicts import LinkHealth
+from jaxmorph.planning.first_plan import FirstPlan
+from jaxmorph.planning.plan_in_force import plan_step
+from jaxmorph.program.instructions import Route
+from jaxmorph.schedule.costs import Link, Links
+from jaxmorph.schedule.planner import Plan
+from jaxmorph.schedule.timeline import Timeline
+
+Way = tuple[int, int]
+"""A direction of a link: the rank that sends and the rank that receives."""
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """Where adapting begins.
+
+    Attributes:
+        detector: Has seen the steps before the first one; links that are slow from the start are
+            slow to it.
+        usual: What healthy links do on either route.
+        home: The plan that comes back once all links are healthy; the first plan if they are.
+    """
+
+    detector: Detector
+    usual: UsualLinks
+    home: Plan
+
+
+def starting_point(config: Config, first: FirstPlan, num_tied: int) -> StartingPoint:
+    """What rank 0 knows when it begins to adapt.
+
+    Args:
+        config: The run.
+        first: Its first plan, which may have been made for slow links.
+        num_tied: How many tied parameters the first and the last stage hold copies of.
+    """
+    measured = first.usual["direct"]  # on the configured routes, whatever these are
+    outlying = outlying_ways(measured, config.routes.of_links(measured))
+    usual = _usual_of_healthy(first.usual, outlying)
+    detector = _watching(first.timelines, outlying, usual)
+    slow = outlying | {
+        way
+        for way, verdict in detector.verdicts.items()
+        if verdict.health is not LinkHealth.HEALTHY
+    }
+    if not slow:
+        return StartingPoint(detector, usual, first.in_force.plan)
+    usual = _usual_of_healthy(first.usual, slow)
+    links = config.schedule.links_told({**first.planned_for.links, **usual["direct"]})
+    home = plan_step(config, replace(first.planned_for, links=links), num_tied)
+    return StartingPoint(detector, usual, home)
+
+
+def _usual_of_healthy(usual: UsualLinks, slow: frozenset[Way]) -> UsualLinks:
+    """The same, with what the other links do in place of what slow ones do.
+
+    A link may be slow on one route alone: what it does well on the other one is its own.
+    """
+    told: dict[Route, Links] = {"direct": as_the_others(usual["direct"], slow)}
+    if "delegated" in usual:
+        too = slow & outlying_ways(usual["delegated"])
+        told["delegated"] = as_the_others(usual["delegated"], too)
+    return told
+
+
+def _watching(timelines: Sequence[Timeline], slow: frozenset[Way], usual: UsualLinks) -> Detector:
+    """A detector that has seen some steps, the last of them without those directions' messages."""
+    detector = Detector()
+    last: dict[Way, list[LinkSample]] = {}
+    for step, timeline in enumerate(timelines, start=-len(timelines)):
+        others: list[LinkSample] = []
+        last = {}
+        for sample in link_samples(timeline):
+            way = sample.source, sample.destination
+            (last.setdefault(way, []) if way in slow else others).append(sample)
+        detector.observe(step, others)
+    for way, samples in sorted(last.items()):
+        detector.begin_slow(-1, samples, _usual_ms(way, usual))
+    return detector
+
+
+def _usual_ms(way: Way, usual: UsualLinks) -> Mapping[bool, float]:
+    """What a direction's messages take on a healthy link, by whether they are direct."""
+    source, destination = way
+    link = Link(min(way), max(way))
+    found: dict[bool, float] = {}
+    for route, links in usual.items():
+        if link in links:
+            forward_ms, backward_ms = (
+                links[link].forward_latency_ms,
+                links[link].backward_latency_ms,
+            )
+            found[route == "direct"] = forward_ms if source < destination else backward_ms
+    return found
