@@ -76,7 +76,7 @@ def of_probe(link: Link, took_ms: Sequence[float], is_late: bool) -> Happening:
 
     Args:
         link: The direct link that was probed.
-        took_ms: What each of its messages took.
+        took_ms: What a message took each way, the median of a few.
         is_late: Whether that is more than a healthy link takes.
     """
     found = "is still slow" if is_late else "is as fast as it was"

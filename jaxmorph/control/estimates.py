@@ -71,8 +71,26 @@ def robust_spread(values: Iterable[float]) -> float:
 
 
 def _spread_of_ordered(ordered: Sequence[float]) -> float:
-    middle = _middle(ordered)
-    return TO_STANDARD_DEVIATION * _middle(sorted([abs(value - middle) for value in ordered]))
+    if not ordered:
+        return 0.0
+    middle, half = _middle(ordered), len(ordered) // 2
+    distance = _distance_of_nearest(ordered, middle, half + 1)
+    if len(ordered) % 2 == 0:
+        distance = (_distance_of_nearest(ordered, middle, half) + distance) / 2
+    return TO_STANDARD_DEVIATION * distance
+
+
+def _distance_of_nearest(ordered: Sequence[float], middle: float, count: int) -> float:
+    """How far from the middle the values are that are nearest to it, so many of them.
+
+    They lie side by side: what is looked for is where they begin, and no distance is sorted.
+    """
+    at = bisect_left(
+        range(len(ordered) - count),
+        True,
+        key=lambda first: middle - ordered[first] <= ordered[first + count] - middle,
+    )
+    return max(abs(ordered[at] - middle), abs(ordered[at + count - 1] - middle))
 
 
 def _middle(ordered: Sequence[float]) -> float:

@@ -7,7 +7,7 @@ from jaxmorph.control.estimates import RunningEstimate
 from jaxmorph.control.sensitivity import Sensitivity, Usual, usual
 
 _TOGETHER = 1 / 3
-"""How often one late message follows another on a busy machine, before that has been measured."""
+"""How often one late message follows another on a busy machine, at least."""
 _PRIOR = 8.0  # how many late messages' worth of belief in that
 
 
@@ -23,7 +23,7 @@ class HealthyMessages:
         self._durations = RunningEstimate(sensitivity.window_messages)
         self._pairs = RunningEstimate(sensitivity.window_messages)  # the shorter of two neighbours
         self._before_ms = math.inf
-        self._most_ms = math.inf
+        self._most_ms = self._most_spread_ms = math.inf
 
     def learn(self, durations_ms: Iterable[float]) -> None:
         """Take in some messages, in their order."""
@@ -36,15 +36,19 @@ class HealthyMessages:
         """What is to be expected of messages now; None as long as too few have been seen.
 
         It follows slowly, and not without end: a delay that grows a little with every step must
-        not drag its own measure along.
+        not drag its own measure along. Neither may the spread, which such a growth widens: it is
+        bounded by twice what the first threshold left room for.
         """
         seen, numbers = len(self._durations), self._numbers
         if seen < numbers.learning_messages:
             return None
         baseline_ms = min(self._durations.median, self._most_ms)
-        expected = usual(baseline_ms, self._durations.spread, numbers)
+        spread_ms = min(self._durations.spread, self._most_spread_ms)
+        expected = usual(baseline_ms, spread_ms, numbers)
         if math.isinf(self._most_ms) and seen >= numbers.window_messages // 4:
             self._most_ms = expected.threshold_ms
+            excess_ms = numbers.excess_ms(baseline_ms, spread_ms)
+            self._most_spread_ms = 2 * excess_ms / numbers.spreads
         return expected
 
     def run_chance(self, least_ms: float, count: int, threshold_ms: float) -> float:
@@ -52,8 +56,10 @@ class HealthyMessages:
 
         Late messages come in bursts, for what delays one often delays the next. So the first counts
         with the share of messages that took so long, by Laplace's rule, and each of the
-        others with the share of those that followed one such. Where few or none have been seen,
-        that is taken to be a third at the threshold, and in proportion less beyond.
+        others with the share of those that followed one such. That share is at least a third at
+        the threshold, and in proportion less beyond, however seldom it has been seen: it stands to
+        the power of the run's length, so that what a calm hour shows of it, by a handful of late
+        messages, would make of a busy moment's run what never happens by chance.
 
         Args:
             least_ms: The duration.
@@ -63,7 +69,7 @@ class HealthyMessages:
         late, both = (seen.count_from(least_ms) for seen in (self._durations, self._pairs))
         share = (late + 1) / (len(self._durations) + 2)
         expected = max(share, _TOGETHER * threshold_ms / least_ms)
-        again = (both + _PRIOR * expected) / (late + _PRIOR)
+        again = max(expected, (both + _PRIOR * expected) / (late + _PRIOR))
         return share * min(again, 1.0) ** (count - 1)
 
     def unlikely_end(self, run_ms: Sequence[float], threshold_ms: float) -> tuple[float, ...]:

@@ -1,8 +1,10 @@
-"""One message each way over a direct link that is not in use: whether it is as fast as it was."""
+"""A few messages each way over a direct link that is not in use: is it as fast as it was?"""
 
 import time
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,19 +18,22 @@ from jaxmorph.runtime.queue import DeviceQueue, Stamp
 from jaxmorph.runtime.routes import Route
 from jaxmorph.schedule.costs import Link
 
-_MICROBATCH = 2**30  # no step's, and none that is evaluated
+_MICROBATCH = 2**30  # from here on: no step's, and none that is evaluated
+_MEASURED = 3  # each way: one may be held up by the machine
 
 
-def probe_transfers(link: Link) -> tuple[Transfer, Transfer]:
-    """The two messages of a probe, in their order.
+def probe_transfers(link: Link, number: int = 0) -> tuple[Transfer, Transfer]:
+    """A message each way, in their order.
 
     Args:
         link: Of two neighbouring stages.
+        number: Which pair of the probe's it is; the first message of pair 0 is where both ends
+            meet, and is not measured.
     """
     lower, upper = link
     return (
-        Transfer(Payload.ACTIVATION, lower, upper, _MICROBATCH),
-        Transfer(Payload.GRADIENT, upper, lower, _MICROBATCH),
+        Transfer(Payload.ACTIVATION, lower, upper, _MICROBATCH + number),
+        Transfer(Payload.GRADIENT, upper, lower, _MICROBATCH + number),
     )
 
 
@@ -41,10 +46,13 @@ def probe_direct(
     payloads: Mapping[Channel, PayloadShape],
     placement: Sharding,
     timeout_s: float,
+    pending: Any,
 ) -> list[Stamp]:
-    """Send zeros each way by the programs that are there: nothing is compiled.
+    """Send zeros to and fro by the programs that are there: nothing is compiled.
 
-    Both ends call this at the same point, while nothing is on their queues.
+    Both ends call this at the same point, while nothing is on their queues. Neither begins before
+    its own work is done, and a first message that doesn't count brings them together: what is
+    measured afterwards is the link, and not an update that one of them was still busy with.
 
     Args:
         link: Which one; this rank is one of its ends.
@@ -55,18 +63,29 @@ def probe_direct(
         payloads: What a message of each channel carries.
         placement: Where the stage keeps its arrays.
         timeout_s: How long to wait for the peer.
+        pending: Arrays that are ready when the accelerator has nothing else to do.
 
     Returns:
-        How long this end took for either message.
+        How long this end took for each message that counts.
     """
-    for transfer in probe_transfers(link):
+    meeting, _ = probe_transfers(link)
+    pairs = (probe_transfers(link, number) for number in range(1, _MEASURED + 1))
+    transfers = (meeting, *chain.from_iterable(pairs))
+    zeros = _zeros(next(each for each in transfers if each.source == rank), payloads, placement)
+    jax.block_until_ready((pending, zeros))
+    for transfer in transfers:
         identity = TransferIdentity(0, step, transfer)
         if transfer.source == rank:
-            payload = payloads[channel_of(transfer)]
-            zeros = jax.device_put(np.zeros(payload.shape, payload.dtype), placement)
             queue.enqueue_transfer(transfer, partial(route.post, identity, zeros))
         else:
             deadline_s = time.monotonic() + timeout_s
             take = partial(route.take, identity, deadline_s=deadline_s)
             queue.enqueue_transfer(transfer, take)
-    return queue.drain()
+    return [stamp for stamp in queue.drain() if stamp.label != meeting]
+
+
+def _zeros(
+    transfer: Transfer, payloads: Mapping[Channel, PayloadShape], placement: Sharding
+) -> jax.Array:
+    payload = payloads[channel_of(transfer)]
+    return jax.device_put(np.zeros(payload.shape, payload.dtype), placement)

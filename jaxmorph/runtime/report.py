@@ -4,10 +4,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import median
 from typing import Any
 
 import numpy as np
 
+from jaxmorph.program.channels import Channel, channel_of
+from jaxmorph.program.instructions import Transfer
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.host_copies import CopyLabel
 from jaxmorph.runtime.queue import Stamp
@@ -132,18 +135,25 @@ def reported_events(reports: Sequence[Message]) -> list[tuple[int, Message]]:
 
 
 def probe_times(reports: Sequence[Message]) -> dict[str, float]:
-    """What the messages of probes took, in milliseconds, by their names (see `Transfer`).
+    """What a message of a probe took each way, in milliseconds, by its name (see `Transfer`).
 
-    The end that came later to one waited for nobody: the smaller time is the link's.
+    The end that came later to one waited for nobody: the smaller time is the link's. Of those of a
+    direction the median counts.
 
     Args:
         reports: All ranks' reports, in rank order, as rank 0 has them.
+
+    Returns:
+        One time for each direction, under the name of its first message.
     """
     took_ms: dict[str, float] = {}
     for report in reports:
         for label, duration_ms in json.loads(report[DETAIL]).get("probes", ()):
             took_ms[label] = min(duration_ms, took_ms.get(label, duration_ms))
-    return took_ms
+    names: dict[Channel, list[str]] = {}
+    for label in took_ms:
+        names.setdefault(channel_of(Transfer.parse(label)), []).append(label)
+    return {of[0]: median(took_ms[label] for label in of) for of in names.values()}
 
 
 def total_compilations(reports: Sequence[Message]) -> int:

@@ -215,7 +215,7 @@ class StageTrainer:
             self.delegated.make_room(slots)
 
     def probe(self, link: Link, step: int) -> list[Stamp]:
-        """Send a message each way over a direct link that no plan uses now.
+        """Send some messages each way over a direct link that no plan uses now.
 
         Both its ranks do so at the same point between two steps.
 
@@ -224,7 +224,7 @@ class StageTrainer:
             step: The step that is over.
 
         Returns:
-            What this rank's end took for either; nothing where it is no end of the link.
+            What this rank's end took for each; nothing where it is no end of the link.
         """
         if self._rank not in link:
             return []
@@ -238,6 +238,7 @@ class StageTrainer:
             self._payloads,
             executor.placement,
             executor.transfer_timeout_s,
+            (self._optimizer_state, self._accumulators, self._weights),
         )
 
     def events(self) -> list[dict[str, Any]]:

@@ -127,6 +127,17 @@ def test_a_delay_that_creeps_in_is_found():
     assert steps.said[0].latency_ms < 20.0
 
 
+def test_a_delay_that_grows_more_and_more_unsteady_doesnt_widen_its_own_threshold():
+    drawn = random.Random(4)
+    delays_ms = [0.25 * step for step in range(200)]
+    steps = Steps(40)
+    for delay_ms in delays_ms:
+        steps.run([1.0 + max(0.0, drawn.gauss(delay_ms, 0.3 * delay_ms)) for _ in range(12)])
+    assert steps.said[0].health is SLOW
+    assert steps.said[0].evidence.threshold_ms <= 6.0 + 2 * 5.0
+    assert delays_ms[steps.said[0].step - 40] < 25.0
+
+
 def test_a_baseline_that_settles_a_little_higher_is_no_delay():
     assert Steps().run(*[[2.5] * 12] * 60).said == []
 
@@ -362,6 +373,16 @@ def test_the_longer_and_the_later_a_run_the_less_likely(least_ms, more):
 
     assert chance(least_ms, 4) < chance(least_ms, 3)
     assert chance(more * least_ms, 4) <= chance(least_ms, 4)
+
+
+def test_a_calm_hour_says_little_of_a_busy_moments_run():
+    calm, unseen = HealthyMessages(Sensitivity()), HealthyMessages(Sensitivity())
+    calm.learn([1.0] * 12 + [12.0] + ([1.0] * 12 + [12.0]) * 18)  # one in thirteen, each alone
+    unseen.learn([1.0] * 256)
+    busy = [9.4, 9.3, 14.4, 10.4, 19.2, 12.1, 12.0]
+    assert calm.unlikely_end(busy, 6.4) == ()
+    for count in range(3, 17):
+        assert calm.run_chance(9.3, count, 6.4) > unseen.run_chance(9.3, count, 6.4)
 
 
 @pytest.mark.parametrize(("delay_ms", "in_a_row"), [(10.1, 8), (30.0, 5), (80.0, 4)])

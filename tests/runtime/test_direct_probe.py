@@ -1,0 +1,98 @@
+"""What a probe waits for and sends, and what becomes of both ends' times."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from jaxmorph.program.channels import channel_of
+from jaxmorph.runtime.direct_probe import probe_direct, probe_transfers
+from jaxmorph.runtime.links import PayloadShape
+from jaxmorph.runtime.queue import PacedQueue
+from jaxmorph.runtime.rendezvous import DETAIL
+from jaxmorph.runtime.report import probe_times
+from jaxmorph.runtime.routes import Moved
+from jaxmorph.schedule.costs import Link
+
+LINK = Link(1, 2)
+
+
+class Update:
+    """An array that isn't there yet, and notes when it was waited for."""
+
+    def __init__(self, done):
+        self.done = done
+
+    def block_until_ready(self):
+        self.done.append("update")
+
+
+class Peer:
+    """A route whose other end comes at once."""
+
+    def __init__(self, done):
+        self.done = done
+
+    def post(self, identity, value, arrived_s):
+        self.done.append(str(identity.transfer))
+        return Moved(value, arrived_s)
+
+    def take(self, identity, arrived_s, deadline_s):
+        self.done.append(str(identity.transfer))
+        return Moved(jnp.zeros(2), arrived_s)
+
+
+def probed(rank):
+    """What a rank does for a probe, in its order, and what it reports."""
+    done = []
+    payload = PayloadShape((2,), jnp.dtype("float32"))
+    payloads = {channel_of(transfer): payload for transfer in probe_transfers(LINK)}
+    placement = SingleDeviceSharding(jax.devices()[0])
+    queue = PacedQueue()
+    try:
+        route, pending = Peer(done), [Update(done)]
+        stamps = probe_direct(LINK, rank, 7, route, queue, payloads, placement, 9.0, pending)  # type: ignore[arg-type]
+    finally:
+        queue.close()
+    return done, [str(stamp.label) for stamp in stamps]
+
+
+@pytest.mark.parametrize("rank", LINK)
+def test_a_rank_ends_its_own_work_and_meets_its_peer_before_what_counts(rank):
+    (update, meeting, *counted), told = probed(rank)
+    assert update == "update"
+    assert meeting == str(probe_transfers(LINK)[0])
+    assert told == counted
+    ways = [label.split()[-1] for label in counted]
+    assert ways == ["1>2", "2>1"] * 3
+    assert len({meeting, *counted}) == 7
+
+
+def reports(*ends):
+    return [{DETAIL: json.dumps({"probes": end} if end else {})} for end in ends]
+
+
+def pairs(up_ms, down_ms):
+    """One end's times of three messages each way."""
+    labels = [map(str, probe_transfers(LINK, number)) for number in (1, 2, 3)]
+    times = zip(up_ms, down_ms, strict=True)
+    return [
+        told
+        for (up, down), (up_took_ms, down_took_ms) in zip(labels, times, strict=True)
+        for told in ((up, up_took_ms), (down, down_took_ms))
+    ]
+
+
+def test_of_both_ends_the_later_counts_and_of_three_messages_the_middle_one():
+    one = pairs((0.5, 45.0, 0.7), (20.0, 21.0, 1.0))
+    other = pairs((30.0, 44.0, 0.9), (22.0, 20.5, 19.5))
+    took_ms = probe_times(reports(None, one, other, None))
+    assert sorted(took_ms.values()) == [0.7, 20.0]
+    first_up, first_down = map(str, probe_transfers(LINK, 1))
+    assert took_ms == {first_up: 0.7, first_down: 20.0}
+
+
+def test_without_a_probe_there_are_no_times():
+    assert probe_times(reports(None, None)) == {}
