@@ -53,7 +53,7 @@ class StagePrograms:
         return tuple([pool[source] for source in self.weight_sources])
 
     def forward(
-        self, weights: Arrays, x: jax.Array, targets: jax.Array | None = None
+        self, weights: Arrays, x: jax.typing.ArrayLike, targets: jax.typing.ArrayLike | None = None
     ) -> tuple[jax.Array, Arrays]:
         """Runs F on one microbatch.
 

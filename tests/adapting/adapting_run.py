@@ -92,6 +92,7 @@ class Run:
         self.loop = ControlLoop(settings, in_force, PLANNED_FOR, usual, *watches, plans)
         self.programs = lower_step(in_force.schedule, PLANNED_FOR, in_force.routes)
         self.routes, self.step, self.events, self.details = in_force.routes, 0, [], []
+        self.morphs = []
         self.probed, self.direct_late_ms, self.sends_probes = {}, 0.0, True
 
     def steps(self, count, slow_ms=0.0, costs=COSTS, other_ms=0.0):
@@ -131,6 +132,7 @@ class Run:
         self.probed = {str(transfer): took_ms for transfer in probes}
         morph = self.loop.ready()
         if morph is not None:
+            self.morphs.append(morph)
             self.programs = tuple(map(parse_program, morph.programs))
             self.routes = morph.plan.routes
             self._note(self.loop.adopted(morph), self.step + 1)

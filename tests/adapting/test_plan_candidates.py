@@ -121,8 +121,8 @@ def test_caps_hold_for_plans_made_anew():
     assert max(anew.plan.schedule.peak_live("B")) <= 7
 
 
-AUTO = {"adaptation": {"enabled": True, "intra_step": "auto"}}
-ON = {"adaptation": {"enabled": True, "intra_step": "on"}}
+AUTO = {"enabled": True, "intra_step": "auto"}
+ON = {"enabled": True, "intra_step": "on"}
 
 
 def first_starts(programs):
@@ -131,7 +131,7 @@ def first_starts(programs):
 
 
 def test_where_the_planners_own_order_has_come_auto_lets_ranks_change_it_and_the_named_one_not():
-    plans, profile = planner(**AUTO)
+    plans, profile = planner(adaptation=AUTO)
     first, same_order, anew = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates
     assert first_starts(first.programs) == first_starts(same_order.programs) == [None] * 4
     assert anew.plan.schedule.name == "adaptive"
@@ -139,7 +139,7 @@ def test_where_the_planners_own_order_has_come_auto_lets_ranks_change_it_and_the
 
 
 def test_ranks_expect_the_quickest_messages_of_a_link_that_jitters():
-    plans, profile = planner(**ON)
+    plans, profile = planner(adaptation=ON)
     jittery = [replace(each, jitter_ms=10.0) for each in verdicts(2, 3, 30.0)]
     _, same_order, _ = plans.weigh(profile, jittery).candidates
     # Before F0 of stage 3 there are three of 10 ms, and 30 - 2 * 10 and what delegation costs.
@@ -147,7 +147,7 @@ def test_ranks_expect_the_quickest_messages_of_a_link_that_jitters():
 
 
 def test_when_the_order_stays_and_delays_change_what_is_late_is_told_anew():
-    plans, profile = planner(**ON)
+    plans, profile = planner(adaptation=ON)
     slow = plans.weigh(profile, verdicts(2, 3, 30.0))
     assert slow.refreshed is None  # with direct links alone there is nothing to tell
     plans.adopt(slow.candidates[1])

@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxmorph.runtime.copy_tiers import (
     choose_tier,
     control_words,
     host_callback_tiers,
+    is_ready,
 )
 from jaxmorph.runtime.links import PayloadShape
 from jaxmorph.runtime.payloads import SlotUse
@@ -48,6 +50,9 @@ class Broken:
         raise NotImplementedError("no such device")
 
 
+TICKET = jnp.zeros(1, jnp.uint32)
+
+
 class Counting:
     """Counts what it is asked to copy."""
 
@@ -61,7 +66,7 @@ class Counting:
 
     def start(self, value, part, slot, tag):
         self.started += 1
-        return "a ticket"
+        return TICKET
 
 
 class Forgetful:
@@ -141,7 +146,7 @@ def test_what_lies_computed_in_host_memory_is_copied_by_no_program():
     values = jax.block_until_ready(jnp.arange(6, dtype=jnp.float32).reshape(2, 3))
     slots = [Slot(sequence, 16) for sequence in (0, 1)]
     for slot, part in zip(slots, use.parts, strict=True):
-        assert program.start(values, part, slot, (7,)).is_ready()
+        assert is_ready(program.start(values, part, slot, (7,)))
     assert [slot.said for slot in slots] == [
         [("post", 16, (7,), np.True_), "complete"],
         [("post", 8, (7,), np.True_), "complete"],
@@ -155,5 +160,6 @@ def test_what_is_being_computed_is_left_to_the_program_behind_it():
     behind = Counting()
     program = AtOnceTier(behind).compile(use, PLACEMENT)
     slot = Slot(0, 8)
-    assert program.start(NotReady(), range(2), slot, (7,)) == "a ticket"
+    value: Any = NotReady()
+    assert program.start(value, range(2), slot, (7,)) is TICKET
     assert (behind.started, slot.said) == (1, [])
