@@ -11,10 +11,11 @@ from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks, as_the_others, outlying_ways
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.link_samples import LinkSample, link_samples
+from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import LinkHealth
-from jaxmorph.planning.first_plan import FirstPlan
-from jaxmorph.planning.plan_in_force import plan_step
+from jaxmorph.planning.first_plan import FirstPlan, agree_on_routes
 from jaxmorph.program.instructions import Route
+from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.schedule.costs import Link, Links
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
@@ -60,8 +61,16 @@ def starting_point(config: Config, first: FirstPlan, num_tied: int) -> StartingP
         return StartingPoint(detector, usual, first.in_force.plan)
     usual = _usual_of_healthy(first.usual, slow)
     links = config.schedule.links_told({**first.planned_for.links, **usual["direct"]})
-    home = plan_step(config, replace(first.planned_for, links=links), num_tied)
-    return StartingPoint(detector, usual, home)
+    told = replace(first.planned_for, links=links)
+    return StartingPoint(detector, usual, _home(config, told, usual, num_tied))
+
+
+def _home(config: Config, told: Profile, usual: UsualLinks, num_tied: int) -> Plan:
+    """The plan that the run would have begun with, had its links been healthy."""
+    any_may_be = config.adaptation.delegates == "any"
+    delegable = sorted(usual["direct"]) if any_may_be else ()
+    home, _ = agree_on_routes(config, SoleRank(), told, usual, delegable, num_tied)
+    return home.plan
 
 
 def _usual_of_healthy(usual: UsualLinks, slow: frozenset[Way]) -> UsualLinks:

@@ -95,17 +95,46 @@ def plan_by_timings(
     usual["direct"] = measured.links
     # Of links that the configuration names planning is told that, in place of what was measured.
     told = replace(measured, links=config.schedule.links_told(measured.links))
-    in_force = agree_on_plan(config, rendezvous, told, num_tied)
     delegable = _agree_on_delegable(config, rendezvous, usual)
-    if delegable:
-        delegated = {link: usual["delegated"].get(link, LinkState()) for link in delegable}
-        other_told = replace(told, links={**told.links, **delegated})
-        other = agree_on_plan(_delegated(config, delegable), rendezvous, other_told, num_tied)
-        if _is_worth_it(config, rendezvous, in_force.simulate(told), other.simulate(other_told)):
-            in_force, told = other, other_told
+    in_force, told = agree_on_routes(config, rendezvous, told, usual, delegable, num_tied)
     in_force = make_room(in_force)
     equipped = adopt_plan(rendezvous, trainer, in_force)
     return FirstPlan(in_force, profiler, equipped, told, usual, tuple(timelines))
+
+
+def agree_on_routes(
+    config: Config,
+    rendezvous: Rendezvous,
+    told: Profile,
+    usual: UsualLinks,
+    delegable: Iterable[Link],
+    num_tied: int,
+) -> tuple[PlanInForce, Profile]:
+    """The plan on the configured routes, or on those with some links delegated if that is worth it.
+
+    Args:
+        config: The run.
+        rendezvous: The meeting place of all ranks; they all call this at the same point.
+        told: What ops cost, and links on the configured routes; only rank 0's is read.
+        usual: What links do on either route; only rank 0's is read.
+        delegable: The links to delegate; without any there is one plan to choose from.
+        num_tied: How many tied parameters the first and the last stage hold copies of.
+
+    Returns:
+        The plan, and what it was made for.
+
+    Raises:
+        UserError: If the schedule can't keep the configured caps.
+    """
+    plain = agree_on_plan(config, rendezvous, told, num_tied)
+    delegated = {link: usual.get("delegated", {}).get(link, LinkState()) for link in delegable}
+    if not delegated:
+        return plain, told
+    other_told = replace(told, links={**told.links, **delegated})
+    other = agree_on_plan(_delegated(config, delegated), rendezvous, other_told, num_tied)
+    if _is_worth_it(config, rendezvous, plain.simulate(told), other.simulate(other_told)):
+        return other, other_told
+    return plain, told
 
 
 def _agree_on_delegable(

@@ -37,8 +37,8 @@ FIRST = plan_step(CONFIG, PLANNED_FOR)
 class PlansHere:
     """Plans as the planning process does, in this one, when it is let."""
 
-    def __init__(self, usual=USUAL, first=FIRST, in_force=None):
-        self._known = CONFIG, 0, first, PLANNED_FOR, usual
+    def __init__(self, usual=USUAL, first=FIRST, in_force=None, config=CONFIG):
+        self._known = config, 0, first, PLANNED_FOR, usual
         self._planner = CandidatePlanner(*self._known, in_force)
         self.may_answer, self.is_asked = threading.Event(), threading.Event()
         self.may_answer.set()

@@ -6,14 +6,16 @@ import pytest
 from adapting_run import CONFIG, COSTS, FIRST, PLANNED_FOR, USUAL, PlansHere, Run
 
 from jaxmorph.adapting.starting_point import starting_point
+from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.link_samples import link_samples
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.verdicts import LinkHealth
-from jaxmorph.planning.first_plan import FirstPlan
-from jaxmorph.planning.plan_in_force import PlanInForce
+from jaxmorph.planning.first_plan import FirstPlan, agree_on_routes
+from jaxmorph.planning.plan_in_force import PlanInForce, plan_step
 from jaxmorph.planning.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.schedule.costs import Link, LinkState
+from jaxmorph.runtime.rendezvous import SoleRank
+from jaxmorph.schedule.costs import Link, LinkState, chain_links
 
 SLOW = Link(1, 2)
 MEASURED = {
@@ -51,6 +53,19 @@ def run_from(measured, routes=DELEGATED_ROUTES):
         detector=start.detector,
     )
     return start, run
+
+
+ANY = CONFIG.model_copy(
+    update={"adaptation": CONFIG.adaptation.model_copy(update={"delegates": "any"})}
+)
+BETTER_DELEGATED: UsualLinks = {
+    "direct": chain_links((9.0, 9.0)),
+    "delegated": chain_links((1.5, 1.5)),
+}
+BETTER_BUT_SLOW = {
+    route: {**links, SLOW: replace(links[SLOW], forward_latency_ms=50.0)}
+    for route, links in BETTER_DELEGATED.items()
+}
 
 
 def ailing(start):
@@ -123,3 +138,47 @@ def test_few_microbatches_and_two_links_are_enough_to_tell():
     samples = link_samples(first.timelines[-1])
     assert len([each for each in samples if each.source == 1]) < 24  # no baseline of its own
     assert ailing(starting_point(CONFIG, first, 0)) == {(1, 2)}
+
+
+def test_where_healthy_links_may_be_delegated_the_plan_to_come_back_is_the_best_of_either():
+    all_delegated = dict.fromkeys(FIRST.routes, "delegated")
+    start = starting_point(ANY, first_plan(BETTER_BUT_SLOW, all_delegated), 0)
+    assert start.usual == BETTER_DELEGATED
+    told = Profile(COSTS, BETTER_DELEGATED["direct"])
+    had_it_been_healthy, _ = agree_on_routes(
+        ANY, SoleRank(), told, BETTER_DELEGATED, FIRST.routes, 0
+    )
+    assert start.home == had_it_been_healthy.plan
+    assert start.home.routes == all_delegated
+
+
+def test_where_healthy_links_are_not_worth_delegating_they_come_back_direct_though_they_may_be():
+    little = ANY.adaptation.model_copy(update={"worth": 0.5})
+    config = ANY.model_copy(update={"adaptation": little})
+    assert starting_point(config, first_plan(MEASURED, DELEGATED_ROUTES), 0).home == FIRST
+    not_allowed = starting_point(CONFIG, first_plan(BETTER_BUT_SLOW, DELEGATED_ROUTES), 0)
+    assert not_allowed.home.routes == FIRST.routes
+
+
+def test_all_links_stay_delegated_and_the_order_for_healthy_ones_comes_once_they_are():
+    anew = {"name": "adaptive"}
+    slow = Profile(COSTS, BETTER_BUT_SLOW["delegated"])
+    config = ANY.model_copy(update={"schedule": ANY.schedule.model_copy(update=anew)})
+    all_delegated = dict.fromkeys(FIRST.routes, "delegated")
+    first = first_plan(BETTER_BUT_SLOW, all_delegated)
+    plan = replace(plan_step(config, slow), routes=all_delegated)
+    first = replace(first, in_force=replace(first.in_force, plan=plan))
+    start = starting_point(ANY, first, 0)
+    run = Run(
+        PlansHere(start.usual, start.home, plan, ANY),
+        settings=ANY.adaptation,
+        in_force=plan,
+        usual=start.usual,
+        detector=start.detector,
+    )
+    assert start.home.schedule != plan.schedule
+    run.steps(6, slow_ms=48.5)
+    assert run.of_kind("plan_changed") == []
+    run.steps(20)
+    assert (run.morphs[-1].plan.schedule, run.routes) == (start.home.schedule, all_delegated)
+    run.loop.close()
