@@ -64,8 +64,8 @@ class Plans(Protocol):
         """Takes one of them for the plan in force."""
         ...
 
-    def restart(self, in_force: Plan) -> None:
-        """Begins anew with a plan in force, after a failure."""
+    def restart(self, in_force: Plan, programs: tuple[str, ...] | None) -> None:
+        """Begins anew with what ranks run, after a failure; None: what they began with."""
         ...
 
 
@@ -94,6 +94,7 @@ class ControlLoop:
     ) -> None:
         self._settings = settings
         self._plan = plan
+        self._programs: tuple[str, ...] | None = None  # as ranks were told; None: nothing yet
         self._usual = usual
         self._detector = detector
         self._compute = compute
@@ -206,8 +207,8 @@ class ControlLoop:
         Returns:
             What happens with it.
         """
-        self._plan = morph.plan
         with self._lock:
+            self._plan, self._programs = morph.plan, morph.programs
             self._is_busy = False
         return of_morph(morph)
 
@@ -253,6 +254,7 @@ class ControlLoop:
         detail = f"{error}; {self._retries.in_words(step)}"
         self._untold.append({"kind": "planning_failed", "detail": detail})
         self._must_restart = True
+        self._refreshed = None  # the process that begins anew says again what ranks don't know
         self._weigh_again_at = self._retries.not_before
         self._forget_probes()
         self._is_busy = self._retries.are_over
@@ -266,7 +268,7 @@ class ControlLoop:
         self, step: int, profile: Profile, verdicts: tuple[Verdict, ...], news: tuple[str, ...]
     ) -> None:
         if self._must_restart:
-            self._plans.restart(self._plan)
+            self._plans.restart(self._plan, self._programs)
             self._must_restart = False
         situation = self._weigh(step, profile, verdicts, news)
         with self._lock:  # meanwhile a link may have turned slow, or be well again

@@ -69,6 +69,8 @@ class CandidatePlanner:
         profile: What it was planned for.
         usual: What healthy links do on either route.
         in_force: The plan in force; None: the first one.
+        programs: What ranks run of it, as they were told last; None: as it is lowered for
+            `profile`. What it was lowered for since can't be known from the plan.
     """
 
     def __init__(
@@ -79,15 +81,14 @@ class CandidatePlanner:
         profile: Profile,
         usual: UsualLinks,
         in_force: Plan | None = None,
+        programs: Programs | None = None,
     ) -> None:
         self._config = config
         self._num_tied = num_tied
         self._usual = usual
         self._first, self._planned_for = first, profile
         now = in_force or first
-        programs = lower_step(now.schedule, profile, now.routes, num_tied, now.offloading)
-        expected = expected_by_ranks(profile.with_margin)
-        programs = leeway_of(config, now, programs, expected, limits_of(config, profile))
+        programs = programs or self._planned_programs(now)
         self._in_force = Candidate(now, programs, 1e3 * now.predicted_step_s)
 
     def weigh(
@@ -202,6 +203,13 @@ class CandidatePlanner:
         else:
             programs = self._programs(plan, profile, verdicts)
         return Candidate(plan, programs, self._step_ms(programs, plan, profile, verdicts))
+
+    def _planned_programs(self, plan: Plan) -> Programs:
+        """What ranks run of a plan that was made for what the first one was."""
+        config, profile = self._config, self._planned_for
+        programs = lower_step(plan.schedule, profile, plan.routes, self._num_tied, plan.offloading)
+        expected = expected_by_ranks(profile.with_margin)
+        return leeway_of(config, plan, programs, expected, limits_of(config, profile))
 
     def _programs(self, plan: Plan, profile: Profile, verdicts: Sequence[Verdict]) -> Programs:
         believed = self._profile(plan.routes, profile, verdicts)

@@ -101,13 +101,15 @@ class PlanningProcess:
             "profile": profile.to_json(),
             "usual": usual_to_json(usual),
         }
-        self._ask(kind="begin", **self._begun_with, in_force=(in_force or first).to_json())
+        self._tell_what_runs(in_force or first, None)
 
-    def restart(self, in_force: Plan) -> None:
+    def restart(self, in_force: Plan, programs: tuple[str, ...] | None = None) -> None:
         """Start another process in place of this one, and tell it what runs.
 
         Args:
             in_force: The plan in force.
+            programs: What ranks run of it, as they were told last, each as `program_text` writes
+                it; None: what they began with.
 
         Raises:
             PlanningError: If it can't plan, or has been closed.
@@ -117,7 +119,7 @@ class PlanningProcess:
                 raise PlanningError("the planning process has been closed")
             self._end_process()
             self._process = _started()
-        self._ask(kind="begin", **self._begun_with, in_force=in_force.to_json())
+        self._tell_what_runs(in_force, programs)
 
     def weigh(
         self, profile: Profile, verdicts: Sequence[Verdict], held: Iterable[Link] = ()
@@ -165,6 +167,10 @@ class PlanningProcess:
         with self._lock:
             self._is_closed = True
             self._end_process()
+
+    def _tell_what_runs(self, in_force: Plan, programs: tuple[str, ...] | None) -> None:
+        now = {"in_force": in_force.to_json(), "programs": programs}
+        self._ask(kind="begin", **self._begun_with, **now)
 
     def _end_process(self) -> None:
         self._process.kill()

@@ -3,8 +3,8 @@
 `python -m jaxmorph.adapting.planning_process`.
 A request is a line of JSON on standard input, its answer one on standard output:
 
-- `begin`: `config`, `num_tied`, `first`, `profile`, `usual` and `in_force`, as `CandidatePlanner`
-  takes them.
+- `begin`: `config`, `num_tied`, `first`, `profile`, `usual`, `in_force` and `programs`, as
+  `CandidatePlanner` takes them, programs as texts.
 - `weigh`: `profile`, `verdicts` and `held`; the answer is `Weighed`, each candidate as `plan`,
   `step_ms`, and programs as texts.
 - `adopt`: `chosen`, the number of a candidate; the answer is `programs`, each a text, and `slots`.
@@ -29,7 +29,7 @@ from jaxmorph.config import check_config
 from jaxmorph.control.conditions import usual_from_json
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
-from jaxmorph.program.program_text import program_text
+from jaxmorph.program.program_text import parse_program, program_text
 from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.planner import Plan
 
@@ -65,6 +65,7 @@ class Answering:
         raise ValueError(f"a request of no known kind: {request.get('kind')}")
 
     def _begin(self, request: Message) -> Message:
+        told = request["programs"]
         self._planner = CandidatePlanner(
             check_config(request["config"]),
             request["num_tied"],
@@ -72,6 +73,7 @@ class Answering:
             Profile.from_json(request["profile"]),
             usual_from_json(request["usual"]),
             Plan.from_json(request["in_force"]),
+            None if told is None else tuple(map(parse_program, told)),
         )
         return {}
 

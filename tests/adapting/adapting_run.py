@@ -22,14 +22,12 @@ from jaxmorph.schedule.costs import Link, LinkState, StageCosts, chain_links
 
 COSTS = StageCosts.uniform(3, 10.0, 10.0, 10.0)
 USUAL: UsualLinks = {"direct": chain_links((0.5, 0.5)), "delegated": chain_links((1.5, 1.5))}
-CONFIG = Config.model_validate(
-    {
-        "parallelism": {"stages": 3},
-        "batch": {"microbatches": 8},
-        "schedule": {"name": "zb-h2"},
-        "adaptation": {"enabled": True},
-    }
-)
+SIZES = {
+    "parallelism": {"stages": 3},
+    "batch": {"microbatches": 8},
+    "schedule": {"name": "zb-h2"},
+}
+CONFIG = Config.model_validate({**SIZES, "adaptation": {"enabled": True}})
 PLANNED_FOR = Profile(COSTS, USUAL["direct"])
 FIRST = plan_step(CONFIG, PLANNED_FOR)
 
@@ -42,7 +40,7 @@ class PlansHere:
         self._planner = CandidatePlanner(*self._known, in_force)
         self.may_answer, self.is_asked = threading.Event(), threading.Event()
         self.may_answer.set()
-        self.asked, self.restarted = 0, []
+        self.asked, self.restarted, self.weighed = 0, [], []
 
     def weigh(self, profile, verdicts, held):
         self.asked += 1
@@ -51,23 +49,26 @@ class PlansHere:
         weighed = self._planner.weigh(profile, verdicts, held)
         self._candidates = weighed.candidates
         options = tuple(Option(each.plan, each.step_ms) for each in weighed.candidates)
-        return Options(weighed.in_force_ms, weighed.undisturbed_ms, options)
+        refreshed = weighed.refreshed and tuple(map(program_text, weighed.refreshed))
+        self.weighed.append(weighed)
+        return Options(weighed.in_force_ms, weighed.undisturbed_ms, options, refreshed)
 
     def adopt(self, chosen):
         candidate = self._candidates[chosen]
         slots = self._planner.adopt(candidate)
         return Chosen(tuple(map(program_text, candidate.programs)), slots)
 
-    def restart(self, in_force):
+    def restart(self, in_force, programs):
         self.restarted.append(in_force.routes)
-        self._planner = CandidatePlanner(*self._known, in_force)
+        told = None if programs is None else tuple(map(parse_program, programs))
+        self._planner = CandidatePlanner(*self._known, in_force, told)
 
 
 class FailingPlans(PlansHere):
     """Plans that can't be had some times: which, by how often they have been asked for before."""
 
-    def __init__(self, *failing):
-        super().__init__()
+    def __init__(self, *failing, config=CONFIG):
+        super().__init__(config=config)
         self.failing = failing
 
     def weigh(self, profile, verdicts, held):

@@ -9,11 +9,13 @@ from adapting_run import (
     COSTS,
     FIRST,
     PLANNED_FOR,
+    SIZES,
     FailingPlans,
     PlansHere,
     Run,
 )
 
+from jaxmorph.config import check_config
 from jaxmorph.planning.step_programs import lower_step
 from jaxmorph.program.program_text import program_text
 from jaxmorph.schedule.costs import Link
@@ -97,6 +99,40 @@ def test_a_planning_error_is_told_and_planning_tried_again_with_a_process_of_its
         for steps in (4, 8)
     ]
     assert run.plans.restarted == [FIRST.routes] * 2
+    run.loop.close()
+
+
+def test_after_a_restart_plans_are_weighed_against_what_ranks_run():
+    adaptation = {"enabled": True, "intra_step": "on"}
+    run = Run(FailingPlans(1, config=check_config({**SIZES, "adaptation": adaptation})))
+    run.steps(6)
+    run.steps(4, slow_ms=40.0)
+    (adopted,) = run.morphs
+    assert set(adopted.plan.routes.values()) == {"direct", "delegated"}
+    latest = run.loop._latest
+    before = run.plans._planner.weigh(*latest[1:])
+    assert before.refreshed is None
+    run.loop._thread.submit(run.loop._keep_error, run.loop._decide, *latest, ())
+    run.settle()  # planning fails
+    run.steps(6, slow_ms=40.0)
+    assert len(run.plans.restarted) == 1
+    assert run.plans.weighed[-1].in_force_ms == before.in_force_ms
+    assert [weighed.refreshed for weighed in run.plans.weighed[1:]] == [None]
+    assert run.morphs == [adopted]
+    run.loop.close()
+
+
+def test_what_ranks_were_not_told_before_a_failure_is_not_told_after_it():
+    plans = Refreshing()
+    run = Run(plans)
+    run.steps(6)
+    run.loop._refreshed = Refreshing.told  # as weighed just before
+    with run.loop._lock:
+        run.loop._try_again_later("the planning process has died")
+    plans.told = None
+    run.steps(6, slow_ms=40.0)
+    assert run.of_kind("plan_kept") != []
+    assert run.morphs == []
     run.loop.close()
 
 

@@ -62,6 +62,12 @@ def test_a_process_that_died_between_two_requests_is_told_of_and_closed():
             process.begin(CONFIG, 1, FIRST, PROFILE, USUAL)
         process.restart(FIRST)  # another one takes its place
         assert process.weigh(PROFILE, SLOW).in_force_ms > 0
+        slow = process.weigh(PROFILE, SLOW).candidates[1]
+        adopted = process.adopt(1)
+        morphed = process.weigh(PROFILE, SLOW)
+        process.restart(slow.plan, adopted.programs)
+        again = process.weigh(PROFILE, SLOW)
+        assert (again.in_force_ms, again.refreshed) == (morphed.in_force_ms, None)
     finally:
         process.close()  # what it never read is of no interest to anyone
     with pytest.raises(PlanningError, match="has been closed"):
