@@ -18,7 +18,6 @@ from jaxmorph.adapting.control_events import (
     evidence_of,
     of_morph,
     of_notice,
-    of_probe,
     of_verdict,
     ops_in_words,
     states_in_words,
@@ -26,6 +25,7 @@ from jaxmorph.adapting.control_events import (
 from jaxmorph.adapting.morph import Morph
 from jaxmorph.adapting.planning_client import Chosen, Options, PlanningError
 from jaxmorph.adapting.planning_retries import Retries
+from jaxmorph.adapting.probes import Probes, found_by
 from jaxmorph.config.adaptation_section import Adaptation
 from jaxmorph.control.compute_watch import ComputeNotice, ComputeWatch, followed
 from jaxmorph.control.conditions import UsualLinks, link_of, links_under
@@ -43,14 +43,13 @@ from jaxmorph.control.orchestrator import (
 )
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
-from jaxmorph.program.instructions import Routes, Transfer
+from jaxmorph.program.instructions import Routes
 from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
 
 _STEPS_TO_SWAP = 2  # a step's timings are worked out during the next one, and obeyed after it
-_PROBE_HOLDS = 8  # steps for which a probe is believed
 
 
 class Plans(Protocol):
@@ -113,13 +112,12 @@ class ControlLoop:
         self._untold: list[Happening] = []
         self._morph: Morph | None = None
         self._refreshed: tuple[str, ...] | None = None  # programs that ranks haven't been told
-        self._due_probes: tuple[Link, ...] = ()
-        self._awaits_probes: tuple[Situation, Decision] | None = None
-        self._found_well: dict[Link, int] = {}  # direct links, after which step a probe said so
-        self._is_busy = False  # weighing, or with a morph that isn't in force yet
+        self._probes = Probes()
+        # With beginning, weighing, or a morph that isn't in force yet.
+        self._is_busy = False
         self._retries = Retries()
         self._must_restart = False
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # for all that two threads change
         self._thread = ThreadPoolExecutor(1, "jaxmorph-orchestrator")
 
     def begin(self, begin: Callable[[], None]) -> None:
@@ -128,7 +126,9 @@ class ControlLoop:
         Args:
             begin: What has it begin; it may take a while.
         """
-        self._thread.submit(self._keep_error, begin)
+        with self._lock:
+            self._is_busy = True  # news are weighed once it has begun, or begun anew
+            self._thread.submit(self._keep_error, self._begin, begin)
 
     def observe(
         self,
@@ -163,16 +163,26 @@ class ControlLoop:
             if notices or has_changed:
                 self._news = {**(self._news or {}), **{(n.stage, n.kind): n for n in notices}}
             self._knows_of_links |= has_changed
-            if self._knows_of_links and self._awaits_probes is not None:
-                self._forget_probes()  # a link that has turned slow doesn't wait for another one's
+            if self._knows_of_links and self._probes.are_awaited:
+                self._drop_awaited()  # a link that has turned slow doesn't wait for another one's
         of_probes = self._judge_probes(step, probes)
         with self._lock:
             happened = [*of_links, *map(of_notice, notices), *of_probes]
             told, self._untold = [*happened, *self._untold], []
-            if self._is_due(step):
-                self._is_busy = True
-                self._thread.submit(self._keep_error, self._decide, *self._what_to_weigh())
+            self._weigh_if_due(step)
         return told
+
+    def _begin(self, begin: Callable[[], None]) -> None:
+        begin()
+        with self._lock:
+            self._is_busy = False
+            self._weigh_if_due(self._latest[0])
+
+    def _weigh_if_due(self, step: int) -> None:
+        """Have plans weighed if there is reason to; with the lock held."""
+        if self._is_due(step):
+            self._is_busy = True
+            self._thread.submit(self._keep_error, self._decide, *self._what_to_weigh())
 
     def _is_due(self, step: int) -> bool:
         """Whether to weigh plans now; with the lock held."""
@@ -195,8 +205,7 @@ class ControlLoop:
     def due_probes(self) -> tuple[Link, ...]:
         """The direct links to be probed before they are used again; each is asked for once."""
         with self._lock:
-            links, self._due_probes = self._due_probes, ()
-        return links
+            return self._probes.take_due()
 
     def adopted(self, morph: Morph) -> list[Happening]:
         """Take note that a morph is in force, for every step that is observed from now on.
@@ -256,12 +265,12 @@ class ControlLoop:
         self._must_restart = True
         self._refreshed = None  # the process that begins anew says again what ranks don't know
         self._weigh_again_at = self._retries.not_before
-        self._forget_probes()
+        self._probes.forget()
         self._is_busy = self._retries.are_over
 
-    def _forget_probes(self) -> None:
+    def _drop_awaited(self) -> None:
         """Wait for no probe any more: what is to be done is weighed anew; with the lock held."""
-        self._awaits_probes, self._due_probes = None, ()
+        self._probes.forget()
         self._is_busy = False
 
     def _decide(
@@ -276,23 +285,23 @@ class ControlLoop:
         if latest is not None:
             step, situation = latest[0], self._weigh(*latest)
         decision = decide(situation)
-        if decision.wait_steps:
-            self._weigh_again_at = step + decision.wait_steps
-        unproven = self._unproven(situation, decision)
+        with self._lock:
+            if decision.wait_steps:
+                self._weigh_again_at = step + decision.wait_steps
+            unproven = self._probes.unproven(situation, decision)
+            if unproven:  # it remains busy until it is known what they found
+                self._probes.ask_for(unproven, situation, decision)
         if decision.chosen is None:
             self._keep(decision, situation)
-        elif unproven:
-            with self._lock:  # it remains busy until it is known what they found
-                self._awaits_probes = situation, decision
-                self._due_probes = unproven
-        else:
+        elif not unproven:
             self._make_ready(situation, decision)
 
     def _weigh(
         self, step: int, profile: Profile, verdicts: tuple[Verdict, ...], news: tuple[str, ...]
     ) -> Situation:
         from_step = step + _STEPS_TO_SWAP
-        held = dwelling_links(self._dwell, self._plan.routes, from_step)
+        dwell = self._dwell  # a probe that is late puts another one in its place
+        held = dwelling_links(dwell, self._plan.routes, from_step)
         options = self._plans.weigh(profile, verdicts, sorted(held))
         self._refreshed = options.refreshed or self._refreshed
         return Situation(
@@ -301,27 +310,10 @@ class ControlLoop:
             in_force=Option(self._plan, options.in_force_ms),
             candidates=options.candidates,
             undisturbed_ms=options.undisturbed_ms,
-            dwell=self._dwell,
+            dwell=dwell,
             worth=self._settings.worth,
             may_delegate_healthy=self._settings.delegates == "any",
             news=news,
-        )
-
-    def _unproven(self, situation: Situation, decision: Decision) -> tuple[Link, ...]:
-        """The links that a decision takes back to direct, and that no probe has found well yet.
-
-        That messages are in time on the delegated route says little of the accelerators' own.
-        """
-        if decision.chosen is None:
-            return ()
-        then = situation.candidates[decision.chosen].routes
-        back = changed_routes(situation.in_force.routes, then).items()
-        return tuple(
-            link
-            for link, route in sorted(back)
-            if route == "direct"
-            and link.upper == link.lower + 1
-            and situation.step - self._found_well.get(link, -_PROBE_HOLDS) >= _PROBE_HOLDS
         )
 
     def _judge_probes(self, step: int, probes: Mapping[str, float]) -> list[Happening]:
@@ -331,38 +323,30 @@ class ControlLoop:
         """
         if not probes:
             return []
-        took_ms: dict[Link, list[float]] = {}
-        late: set[Link] = set()
-        for label, duration_ms in probes.items():
-            transfer = Transfer.parse(label)
-            took_ms.setdefault(transfer.link, []).append(duration_ms)
-            usual = self._detector.usual(transfer.source, transfer.destination, is_held=True)
-            if usual is not None and duration_ms > usual.threshold_ms:
-                late.add(transfer.link)
-        self._found_well.update(dict.fromkeys(took_ms.keys() - late, step))
-        self._dwell = self._dwell.after(late, step)
+        found = found_by(probes, self._detector)
         with self._lock:
-            self._heed_probes(bool(late))
-        return [of_probe(link, took_ms[link], link in late) for link in sorted(took_ms)]
+            self._dwell = self._dwell.after(found.late, step)
+            self._probes.note(found, step)
+            self._heed_probes(bool(found.late))
+        return found.told()
 
     def _heed_probes(self, any_is_late: bool) -> None:
         """Do what awaits probes, or weigh it again; with the lock held."""
-        awaited = self._awaits_probes
-        if awaited is None:
+        if not self._probes.are_awaited:
             return
         if any_is_late or self._news is not None:
             self._news = self._news or {}
-            self._forget_probes()
-        elif not self._unproven(*awaited):  # else these were probes for something earlier
-            self._awaits_probes = None
-            self._thread.submit(self._keep_error, self._make_ready, *awaited)
+            self._drop_awaited()
+        elif (proven := self._probes.take_proven()) is not None:
+            self._thread.submit(self._keep_error, self._make_ready, *proven)
 
     def _keep(self, decision: Decision, situation: Situation) -> None:
         evidence = evidence_of(situation, situation.in_force)
         happening = {"kind": "plan_kept", "detail": decision.reason, "evidence": evidence}
         with self._lock:
             self._untold.append(happening)
-            self._morph = self._refresh(decision)
+            if self._morph is None:  # one that ranks have yet to be told stays
+                self._morph = self._refresh(decision)
             self._is_busy, self._retries = self._morph is not None, Retries()
 
     def _refresh(self, decision: Decision) -> Morph | None:
@@ -377,7 +361,6 @@ class ControlLoop:
         option, chosen = situation.candidates[number], self._plans.adopt(number)
         self._refreshed = None
         now = situation.in_force
-        self._dwell = dwell_after(self._dwell, now, option, situation.step)
         morph = Morph(
             plan=replace(
                 option.plan, predicted_step_s=option.step_ms / 1e3, reason=decision.reason
@@ -389,4 +372,6 @@ class ControlLoop:
             evidence=evidence_of(situation, option),
         )
         with self._lock:
+            self._dwell = dwell_after(self._dwell, now, option, situation.step)
+            self._probes.forget()  # a link that is direct from now on needs none
             self._morph, self._retries = morph, Retries()
