@@ -15,10 +15,11 @@ from jaxmorph.schedule.ops import OpKind
 Happening = dict[str, Any]
 """An event's `kind`, `link`, `detail` and `evidence`."""
 
+DETECTED = "straggler_detected"
 RECOVERING = "straggler_recovering"
 _KINDS = {
-    LinkHealth.SLOW: "straggler_detected",
-    LinkHealth.DEAD: "straggler_detected",
+    LinkHealth.SLOW: DETECTED,
+    LinkHealth.DEAD: DETECTED,
     LinkHealth.RECOVERING: RECOVERING,
     LinkHealth.HEALTHY: "straggler_cleared",
 }

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from jaxmorph.adapting.control_events import (
+    DETECTED,
     RECOVERING,
     Happening,
     evidence_of,
@@ -103,6 +104,8 @@ class ControlLoop:
         self._weigh_again_at = math.inf
         # Which ops have changed since it was weighed last; None: there is nothing to weigh.
         self._news: dict[tuple[int, OpKind], ComputeNotice] | None = None
+        self._being_weighed: dict[tuple[int, OpKind], ComputeNotice] = {}  # was news; undecided yet
+        self._has_turned_slow = False  # a link, since plans were asked for last
         self._verdicts = tuple(detector.verdicts.values())
         # Those that ail from the start, until they have been told.
         self._from_start = [*filter(None, (of_verdict(each, {}) for each in self._verdicts))]
@@ -163,6 +166,7 @@ class ControlLoop:
             if notices or has_changed:
                 self._news = {**(self._news or {}), **{(n.stage, n.kind): n for n in notices}}
             self._knows_of_links |= has_changed
+            self._has_turned_slow |= any(each["kind"] == DETECTED for each in of_links)
             if self._knows_of_links and self._probes.are_awaited:
                 self._drop_awaited()  # a link that has turned slow doesn't wait for another one's
         of_probes = self._judge_probes(step, probes)
@@ -186,15 +190,21 @@ class ControlLoop:
 
     def _is_due(self, step: int) -> bool:
         """Whether to weigh plans now; with the lock held."""
-        if self._is_busy or step < self._retries.not_before:
+        may_begin = self._retries.may_begin(step, has_turned_slow=self._has_turned_slow)
+        if self._is_busy or not may_begin:
             return False
         return self._news is not None or step >= self._weigh_again_at
 
     def _what_to_weigh(self) -> tuple[int, Profile, tuple[Verdict, ...], tuple[str, ...]]:
         """The latest that is known; with the lock held. Afterwards none of it is news."""
-        news, self._news = self._news or {}, None
-        self._knows_of_links, self._weigh_again_at = False, math.inf
-        return *self._latest, ops_in_words(news)
+        self._being_weighed, self._news = self._undecided(), None
+        self._knows_of_links = self._has_turned_slow = False
+        self._weigh_again_at = math.inf
+        return *self._latest, ops_in_words(self._being_weighed)
+
+    def _undecided(self) -> dict[tuple[int, OpKind], ComputeNotice]:
+        """News, and what was when plans were asked for and is not decided; with the lock held."""
+        return {**self._being_weighed, **(self._news or {})}
 
     def ready(self) -> Morph | None:
         """The morph that has been decided and not been asked for yet; waits for nothing."""
@@ -264,7 +274,7 @@ class ControlLoop:
         self._untold.append({"kind": "planning_failed", "detail": detail})
         self._must_restart = True
         self._refreshed = None  # the process that begins anew says again what ranks don't know
-        self._weigh_again_at = self._retries.not_before
+        self._news = self._undecided()
         self._probes.forget()
         self._is_busy = self._retries.are_over
 
@@ -347,7 +357,8 @@ class ControlLoop:
             self._untold.append(happening)
             if self._morph is None:  # one that ranks have yet to be told stays
                 self._morph = self._refresh(decision)
-            self._is_busy, self._retries = self._morph is not None, Retries()
+            self._is_busy = self._morph is not None
+            self._succeed()
 
     def _refresh(self, decision: Decision) -> Morph | None:
         """What tells ranks of the plan that stays what is late now; None: they know."""
@@ -374,4 +385,9 @@ class ControlLoop:
         with self._lock:
             self._dwell = dwell_after(self._dwell, now, option, situation.step)
             self._probes.forget()  # a link that is direct from now on needs none
-            self._morph, self._retries = morph, Retries()
+            self._morph = morph
+            self._succeed()
+
+    def _succeed(self) -> None:
+        """Take note that what was weighed is decided, and done; with the lock held."""
+        self._retries, self._being_weighed = Retries(), {}

@@ -94,9 +94,9 @@ def test_a_planning_error_is_told_and_planning_tried_again_with_a_process_of_its
         (19, "plan_changed", None),
     ]
     assert run.details[1:3] == [
-        f"the planning process has died; the plan in force stays, and planning is tried again in "
-        f"{steps} steps"
-        for steps in (4, 8)
+        "the planning process has died; the plan in force stays, and planning is tried again in "
+        + steps
+        for steps in ("4 steps", "8 steps, sooner if a link turns slow")
     ]
     assert run.plans.restarted == [FIRST.routes] * 2
     run.loop.close()
@@ -144,6 +144,39 @@ def test_after_a_success_a_failure_is_the_first_one_again():
     assert run.of_kind("planning_failed")[-1][0] + 4 <= run.of_kind("link_probed")[0][0]
     assert run.routes == FIRST.routes
     assert run.plans.restarted[-1][Link(1, 2)] == "delegated"
+    run.loop.close()
+
+
+@pytest.mark.parametrize(("steps_later", "told_after"), [(2, 23), (6, 26)])
+def test_a_link_that_turns_slow_waits_four_steps_after_a_failure_at_most(steps_later, told_after):
+    run = Run(FailingPlans(0, 1, 2))
+    run.steps(6)
+    run.steps(14, slow_ms=40.0)
+    assert [step for step, _, _ in run.of_kind("planning_failed")] == [7, 11, 19]
+    run.steps(steps_later - 1, slow_ms=40.0)  # the failure was after step 18, the next try after 34
+    run.steps(4, slow_ms=40.0, other_ms=40.0)
+    assert run.of_kind("plan_changed") == [(told_after, "plan_changed", None)]
+    assert run.delegated() == {"0-1", "1-2"}
+    run.loop.close()
+
+
+def test_that_a_link_turns_slow_makes_one_more_attempt_and_no_more_than_one():
+    run = Run(FailingPlans(*range(99)))
+    run.steps(6)
+    run.steps(14, slow_ms=40.0)
+    run.steps(70, slow_ms=40.0, other_ms=40.0)
+    told = [step for step, _, _ in run.of_kind("planning_failed")]
+    assert [later - before for before, later in pairwise(told)] == [4, 8, 4, 32]
+    assert run.plans.asked == 5
+    run.loop.close()
+
+
+def test_what_a_failed_attempt_was_to_weigh_is_weighed_by_the_next():
+    run = Run(FailingPlans(0))
+    run.steps(6)
+    run.steps(12, costs=replace(COSTS, forward_ms=(10.0, 20.0, 10.0)))
+    (happened,) = [at for at, event in enumerate(run.events) if event[1].startswith("plan_")]
+    assert "stage 1's F takes 20.0 ms, not 10.0" in run.details[happened]
     run.loop.close()
 
 
