@@ -49,7 +49,8 @@ class PlansHere:
         weighed = self._planner.weigh(profile, verdicts, held)
         self._candidates = weighed.candidates
         options = tuple(Option(each.plan, each.step_ms) for each in weighed.candidates)
-        refreshed = weighed.refreshed and tuple(map(program_text, weighed.refreshed))
+        now = weighed.refreshed
+        refreshed = None if now is None else tuple(map(program_text, now))
         self.weighed.append(weighed)
         return Options(weighed.in_force_ms, weighed.undisturbed_ms, options, refreshed)
 

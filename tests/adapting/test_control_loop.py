@@ -221,7 +221,9 @@ def test_slower_ops_are_told_and_weighed(run):
 class Refreshing(PlansHere):
     """Plans of which the one in force stays, and is told anew whenever it is weighed."""
 
-    told = tuple(map(program_text, lower_step(FIRST.schedule, PLANNED_FOR, FIRST.routes)))
+    told: tuple[str, ...] | None = tuple(
+        map(program_text, lower_step(FIRST.schedule, PLANNED_FOR, FIRST.routes))
+    )
 
     def weigh(self, profile, verdicts, held):
         options = super().weigh(profile, verdicts, held)
