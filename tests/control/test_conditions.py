@@ -66,9 +66,9 @@ def test_quicker_messages_of_healthy_links_are_told_as_they_were_when_they_were_
     costs = StageCosts.uniform(3, 10.0, 10.0, 10.0)
     measured = Profile(costs, links, spreads=Spreads(costs, spreads))
     verdicts = [
-        verdict(*way, links[link].forward_latency_ms, LinkHealth.HEALTHY, jitter=jitter_ms)
-        for link, jitter_ms in ((Link(0, 1), 1.0), (Link(1, 2), 2.0))
-        for way in (link, link[::-1])
+        verdict(source, destination, latency_ms, LinkHealth.HEALTHY, jitter=jitter_ms)
+        for link, latency_ms, jitter_ms in ((Link(0, 1), 5.0, 1.0), (Link(1, 2), 6.0, 2.0))
+        for source, destination in ((link.lower, link.upper), (link.upper, link.lower))
     ]
     told = links_under(verdicts, {"direct": links}, {}, {}, margin_of_jitter=-2.0)
     assert told == measured.with_margin(-2.0).links
