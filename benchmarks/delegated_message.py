@@ -1,8 +1,8 @@
 """What a delegated message costs, and where: `python -m benchmarks.delegated_message [--out FILE]`.
 
-Two ranks, each with its sidecar, send lone messages of several sizes as a run does: a copy program
-on the sender's device, the two sidecars, and a copy into a JAX array at the receiver. The direct
-route moves the same payloads in the same rounds. docs/links.md says what the columns are.
+Two ranks, each with its sidecar, send lone messages of several sizes as a run does: a copy into a
+slot (on CPUs at once, else by a program), the two sidecars, and a copy out at the receiver. The
+direct route moves the same payloads in the same rounds. docs/links.md says what the columns are.
 
 Each rank is a process of its own, as in a run: in one process the receiver's waiting thread and the
 sender's callback would take the interpreter from one another. They share a clock all the same, for

@@ -47,6 +47,11 @@ def test_every_configuration_has_the_runs_that_are_asked_for(figure):
     ("figure", "system", "condition", "worse", "claims"),
     [
         ("figure14", "adaptive-detecting", "2-3 30 ms", {"median": 440.0}, 2),
+        ("figure14", "adaptive-detecting", "healthy", {"median": 440.0}, 2),  # told, prediction
+        ("figure14", "adaptive-detecting", "2-3 30 ms", {"median": 701.0}, 3),
+        ("figure14", "adaptive-detecting", "healthy", {"median": 722.0}, 3),
+        ("figure16", "adaptive", "healthy", {"median": 722.0}, 2),
+        ("figure18", "adaptive", "healthy", {"median": 722.0}, 1),
         ("figure15", "adaptive", "60 ms", {"median": 460.0}, 2),  # its prediction, its healthy step
         ("figure17", "adaptive", "0-1 1-2", {"median": 701.0}, 2),
         ("figure18", "adaptive-intra-step", "B", {"median": 411.0}, 1),

@@ -20,7 +20,8 @@ class Adaptation(Section):
     longer, up to `longest_dwell_steps`, if it keeps coming and going.
 
     `intra_step` lets a rank with a delegated link take another op than the planned one, inside a
-    step, when that is late. `auto` is `on` where the schedule is `adaptive`, and else `off`.
+    step, when that is late. `auto` goes by the order in force: `on` while that is the adaptive
+    planner's own, also where adapting has put it in place of a configured one, and else `off`.
     """
 
     enabled: Annotated[bool, Expected("true or false")] = False

@@ -122,7 +122,8 @@ def links_under(
         usual: What healthy links do on either route.
         now: The routes now; a link that is not named is direct.
         planned: The routes to tell the latencies under.
-        margin_of_jitter: How many standard deviations of an ailing link's jitter to add.
+        margin_of_jitter: How many standard deviations of an ailing link's jitter to add. Below 0
+            for the quicker messages, those of healthy links too, which may take less than usual.
 
     Returns:
         The state of each link that there is a verdict or a usual latency of.
@@ -134,10 +135,11 @@ def links_under(
         before = _usual(usual, now.get(link, "direct"), link)
         after = _usual(usual, planned.get(link, "direct"), link)
         up, down = judged.get((link.lower, link.upper)), judged.get((link.upper, link.lower))
+        up_ms = _added_ms(up, before.forward_latency_ms, margin_of_jitter)
+        down_ms = _added_ms(down, before.backward_latency_ms, margin_of_jitter)
         states[link] = LinkState(
-            after.forward_latency_ms + _added_ms(up, before.forward_latency_ms, margin_of_jitter),
-            after.backward_latency_ms
-            + _added_ms(down, before.backward_latency_ms, margin_of_jitter),
+            max(0.0, after.forward_latency_ms + up_ms),
+            max(0.0, after.backward_latency_ms + down_ms),
         )
     return states
 
@@ -147,12 +149,16 @@ def _usual(usual: UsualLinks, route: Route, link: Link) -> LinkState:
 
 
 def _added_ms(verdict: Verdict | None, usual_ms: float, margin_of_jitter: float) -> float:
-    """What a direction adds to its messages now beyond what is usual on their route."""
+    """What a direction adds to its messages now beyond what is usual on their route.
+
+    A link is never taken to be faster than usual, but its quicker messages are.
+    """
     if verdict is None:
         return 0.0
-    is_healthy = verdict.health is LinkHealth.HEALTHY
-    margin_ms = 0.0 if is_healthy else margin_of_jitter * verdict.jitter_ms
-    return max(0.0, min(verdict.latency_ms + margin_ms, _LONGEST_MS) - usual_ms)
+    is_counted = margin_of_jitter < 0 or verdict.health is not LinkHealth.HEALTHY
+    margin_ms = margin_of_jitter * verdict.jitter_ms if is_counted else 0.0
+    added_ms = min(verdict.latency_ms + margin_ms, _LONGEST_MS) - usual_ms
+    return added_ms if margin_of_jitter < 0 else max(0.0, added_ms)
 
 
 def costs_differ(now: StageCosts, then: StageCosts) -> bool:

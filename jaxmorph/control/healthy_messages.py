@@ -32,6 +32,11 @@ class HealthyMessages:
             self._pairs.add(min(duration_ms, self._before_ms))
             self._before_ms = duration_ms
 
+    @property
+    def are_enough(self) -> bool:
+        """Whether enough have been seen to say what healthy messages take."""
+        return len(self._durations) >= self._numbers.learning_messages
+
     def usual(self) -> Usual | None:
         """What is to be expected of messages now; None as long as too few have been seen.
 
@@ -40,7 +45,7 @@ class HealthyMessages:
         bounded by twice what the first threshold left room for.
         """
         seen, numbers = len(self._durations), self._numbers
-        if seen < numbers.learning_messages:
+        if not self.are_enough:
             return None
         baseline_ms = min(self._durations.median, self._most_ms)
         spread_ms = min(self._durations.spread, self._most_spread_ms)

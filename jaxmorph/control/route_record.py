@@ -22,7 +22,8 @@ class RouteRecord:
 
     Attributes:
         sensitivity: The numbers to go by.
-        usual: What a healthy message takes; None as long as too few have been seen.
+        usual: What a healthy message takes; None as long as too few have been seen and nobody has
+            said.
         late: What the late messages in a row have taken, up to the last message.
         calm: The same of messages in time.
         moved: The same of late messages that are clearly away from a slow link's level.
@@ -89,11 +90,15 @@ class RouteRecord:
             self.moved.append(duration_ms)
 
     def late_beyond_chance(self) -> tuple[float, ...]:
-        """The late messages in a row that no healthy link would have; nothing where it might."""
+        """The late messages in a row that no healthy link would have; nothing where it might.
+
+        A baseline can be known before healthy messages have been seen: then nothing says how often
+        those are late, and a run that ends a delay also begins one.
+        """
         numbers = self.sensitivity
         if len(self.late) < numbers.least_run:
             return ()
-        if self.usual is not None:
+        if self.usual is not None and self.healthy.are_enough:
             return self.healthy.unlikely_end(self.late, self.usual.threshold_ms)
         return tuple(self.late) if len(self.late) >= numbers.settled_run else ()
 

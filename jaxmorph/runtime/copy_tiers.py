@@ -3,7 +3,7 @@
 A tier is chosen once, when a rank starts, by trying it. Every tier gets the same eight words of
 control: where the payload goes, where the signal and the acknowledgement are, the number that the
 signal takes, and for how long a kernel may spin. Callbacks never wait: what they would wait for
-may be dispatched behind them.
+may be dispatched behind them. On CPUs a payload that is computed already is copied by no program.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ class CopyProgram(Protocol):
     def start(
         self, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
     ) -> jax.Array:
-        """Dispatch one copy; waits for nothing.
+        """Dispatch one copy, or make it on the caller's thread; waits for no other work.
 
         Args:
             value: The payload.
@@ -45,6 +45,9 @@ class CopyProgram(Protocol):
         Returns:
             A ticket: ready when the copy is over, an error where it failed. Value and ticket must
             be kept until then, and the value must not be donated.
+
+        Raises:
+            Exception: Where a copy that is made here fails.
         """
         ...
 
@@ -226,6 +229,8 @@ def _embed_io_callback(copy: Callable[..., None]) -> Any:
 
 class AtOnceTier:
     """Copies what lies computed in host memory without any program, which would cost far more.
+
+    The copy is over, or has failed, when `start` returns.
 
     Args:
         otherwise: The tier for what is still being computed, and for other memory.

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 from jax.sharding import Sharding
+from jax.typing import ArrayLike
 
 from jaxmorph.program.dataflow import received_buffer, result_buffer, sent_buffer
 from jaxmorph.program.instructions import (
@@ -52,13 +53,16 @@ Chunks = tuple[Tree, ...]
 
 
 class StageMathematics(Protocol):
-    """What the executor needs of a virtual stage: its compiled programs (`stage.build`)."""
+    """What the executor needs of a virtual stage: its compiled programs (`stage.build`).
 
-    def forward(self, weights: Tree, x: jax.Array, targets: jax.Array | None = None) -> Any:
+    What comes from the host, or from another stage, may be an array of numpy (`host_memory`).
+    """
+
+    def forward(self, weights: Tree, x: ArrayLike, targets: ArrayLike | None = None) -> Any:
         """(output, stash)."""
         ...
 
-    def backward_input(self, weights: Tree, stash: Tree, output_gradient: jax.Array) -> Any:
+    def backward_input(self, weights: Tree, stash: Tree, output_gradient: ArrayLike) -> Any:
         """(input gradient or None, weight stash)."""
         ...
 
@@ -67,7 +71,7 @@ class StageMathematics(Protocol):
         ...
 
     def backward_marked(
-        self, weights: Tree, stash: Tree, output_gradient: jax.Array, accumulators: Tree
+        self, weights: Tree, stash: Tree, output_gradient: ArrayLike, accumulators: Tree
     ) -> Any:
         """(input gradient or None, accumulators, an array that is ready when it has run)."""
         ...
@@ -80,8 +84,8 @@ class TiedReduction(Protocol):
         """The gradient of this rank's copy."""
         ...
 
-    def combine(self, accumulators: Chunks, index: int, peer: jax.Array | None) -> Chunks:
-        """The accumulators with the sum over both copies."""
+    def combine(self, accumulators: Chunks, index: int, peer: ArrayLike | None) -> Chunks:
+        """The accumulators with the sum over both copies; the peer's as it came."""
         ...
 
 
@@ -399,7 +403,7 @@ class Executor:
         state.keep_result(op, gradient)
         return done
 
-    def _output_gradient(self, op: Op, state: _Step) -> jax.Array:
+    def _output_gradient(self, op: Op, state: _Step) -> ArrayLike:
         if state.is_last(op):
             return state.loss_weight
         return state.buffer(BufferKind.OUTPUT_GRADIENT, op)

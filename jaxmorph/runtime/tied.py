@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.typing import ArrayLike
 
 from jaxmorph.stage.model import Path
 from jaxmorph.stage.parameters import LeafPath, leaf_at, with_leaf
@@ -41,13 +42,14 @@ class TiedGradients:
         """The gradient that this rank's copy has gathered."""
         return leaf_at(accumulators, self._own_path(index))
 
-    def combine(self, accumulators: Tree, index: int, peer: jax.Array | None) -> Tree:
+    def combine(self, accumulators: Tree, index: int, peer: ArrayLike | None) -> Tree:
         """The accumulators with the sum of both copies' gradients in place of each.
 
         Args:
             accumulators: Those of each of the stage's chunks.
             index: Which tied parameter.
-            peer: The gradient of the peer's copy; None where this rank holds both.
+            peer: The gradient of the peer's copy, as its route gave it: on CPUs it may be an array
+                of numpy. None where this rank holds both.
 
         Returns:
             New accumulators; the sum is the embedding's gradient plus the head's, in this order.

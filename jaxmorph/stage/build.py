@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
+from jax.typing import ArrayLike
 
 from jaxmorph.stage.mesh import DATA
 from jaxmorph.stage.model import Params, PipelineModel
@@ -27,7 +28,9 @@ OP_KINDS = ("F", "B", "W", "BW")
 class StagePrograms:
     """One stage's programs, compiled ahead of time; every call dispatches one of them.
 
-    Arrays lie on the stage's submesh. With one device, any array on that device will do.
+    Arrays lie on the stage's submesh. With one device, any array on that device will do. Tokens,
+    targets, activations and output gradients may be arrays of numpy too, which a CPU takes over as
+    they are: nobody may write to them any more.
 
     Attributes:
       memory: what one microbatch holds on this stage.
@@ -53,7 +56,7 @@ class StagePrograms:
         return tuple([pool[source] for source in self.weight_sources])
 
     def forward(
-        self, weights: Arrays, x: jax.typing.ArrayLike, targets: jax.typing.ArrayLike | None = None
+        self, weights: Arrays, x: ArrayLike, targets: ArrayLike | None = None
     ) -> tuple[jax.Array, Arrays]:
         """Runs F on one microbatch.
 
@@ -71,7 +74,7 @@ class StagePrograms:
         return self.compiled["F"](weights, x, targets)
 
     def backward_input(
-        self, weights: Arrays, stash: Arrays, output_gradient: jax.Array
+        self, weights: Arrays, stash: Arrays, output_gradient: ArrayLike
     ) -> tuple[jax.Array | None, Arrays]:
         """Runs B on one microbatch.
 
@@ -115,7 +118,7 @@ class StagePrograms:
         return self.compiled["W"](weights, weight_stash, accumulators)
 
     def backward(
-        self, weights: Arrays, stash: Arrays, output_gradient: jax.Array, accumulators: Params
+        self, weights: Arrays, stash: Arrays, output_gradient: ArrayLike, accumulators: Params
     ) -> tuple[jax.Array | None, Params]:
         """Runs BW on one microbatch: B and W in one program, without a weight stash.
 
@@ -124,7 +127,7 @@ class StagePrograms:
         return self.backward_marked(weights, stash, output_gradient, accumulators)[:2]
 
     def backward_marked(
-        self, weights: Arrays, stash: Arrays, output_gradient: jax.Array, accumulators: Params
+        self, weights: Arrays, stash: Arrays, output_gradient: ArrayLike, accumulators: Params
     ) -> tuple[jax.Array | None, Params, jax.Array]:
         """Runs BW as `backward` does, and tells when, as `backward_weight_marked` does."""
         (gradient, sums), done = self.compiled["BW"](weights, stash, output_gradient, accumulators)

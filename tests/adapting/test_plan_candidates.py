@@ -7,7 +7,7 @@ import pytest
 from jaxmorph.adapting.plan_candidates import CandidatePlanner
 from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks
-from jaxmorph.control.profiler import Profile
+from jaxmorph.control.profiler import Profile, Spreads
 from jaxmorph.control.verdicts import Evidence, LinkHealth, Verdict
 from jaxmorph.planning.plan_in_force import plan_step
 from jaxmorph.program.check import check
@@ -160,6 +160,23 @@ def test_when_the_order_stays_and_delays_change_what_is_late_is_told_anew():
     ]
     assert first_starts(slower.candidates[1].programs)[3] == pytest.approx(30.0 + 41.0)
     assert plans.weigh(profile, verdicts(2, 3, 41.0)).refreshed is None
+
+
+def test_when_links_are_as_they_were_measured_nothing_is_told_anew():
+    run = config(adaptation=ON, routes={"default": "delegated"})
+    spreads = Spreads(StageCosts.uniform(4, 0.0, 0.0, 0.0), chain_links((4.0,) * 3))
+    usual: UsualLinks = {"direct": chain_links((9.0,) * 3), "delegated": chain_links((9.0,) * 3)}
+    profile = Profile(COSTS, usual["direct"], spreads=spreads)  # on the configured routes
+    first = plan_step(run, profile, 0)
+    plans = CandidatePlanner(run, 0, first, profile, usual)
+    healthy = [
+        replace(each, jitter_ms=4.0)
+        for lower in range(3)
+        for each in verdicts(lower, lower + 1, 9.0, LinkHealth.HEALTHY)
+    ]
+    assert plans.weigh(profile, healthy).refreshed is None
+    steadier = [replace(each, jitter_ms=0.0) for each in healthy]
+    assert plans.weigh(profile, steadier).refreshed is not None
 
 
 def routes_and_orders(weighed):

@@ -15,7 +15,6 @@ from itertools import pairwise
 
 import pytest
 
-from jaxmorph.config import Config
 from jaxmorph.control.compute_watch import ComputeWatch
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.link_samples import link_samples
@@ -26,7 +25,6 @@ from jaxmorph.program.lowering import lower
 from jaxmorph.schedule.builders import FIXED_SCHEDULES
 from jaxmorph.schedule.costs import Link, StageCosts, chain_links
 from jaxmorph.schedule.simulator import simulate
-from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator
 
 OP_MS = 10.0
 HEALTHY, SLOW = LinkHealth.HEALTHY, LinkHealth.SLOW
@@ -248,37 +246,6 @@ def test_a_slow_direct_link_is_not_blamed_on_its_neighbours(stages, microbatches
         took_ms[Link(*sorted(each[:2]))].add(round(each.duration_ms, 6))
     assert took_ms.pop(slow) == {30.0}
     assert set().union(*took_ms.values()) == {0.0}
-
-
-class Emulated:
-    """Messages take what an emulator of links makes of them."""
-
-    def __init__(self, conditions):
-        self._emulator = LinkEmulator(conditions)
-
-    def op_ms(self, rank, op, planned_ms):
-        return planned_ms
-
-    def message_ms(self, transfer, begins_ms, planned_ms):
-        begins_s = begins_ms / 1e3
-        ends = transfer.source, transfer.destination
-        over_s = self._emulator.departure_s(*ends, (0, 0), 0, begins_s)
-        return planned_ms + 1e3 * (over_s - begins_s)
-
-
-def test_what_a_configuration_claims_of_its_links_is_not_what_is_detected():
-    claims = {"emulation": {"links": [{"between": [0, 1], "latency_ms": 60}]}}
-    config = Config.model_validate({"parallelism": {"stages": 4}, **claims})
-    done = Emulated([LinkCondition((2, 3), latency_ms=30.0)])
-    detector = Detector()
-    for step in range(8):
-        disturbance = done if step >= 6 else Emulated([])
-        measured = simulate_blocking(programs(4, 12), costs(4), disturbance=disturbance)
-        detector.observe(step, link_samples(measured))
-    found = {way: each for way, each in detector.verdicts.items() if each.health is not HEALTHY}
-    assert set(found) == {(2, 3), (3, 2)}
-    assert all(each.latency_ms == pytest.approx(30.0) for each in found.values())
-    assert config.emulation.links[0].between == (0, 1)
 
 
 @pytest.mark.parametrize("delegated", [False, True])

@@ -169,6 +169,25 @@ def test_one_that_begins_slow_is_judged_by_what_it_is_said_a_healthy_one_takes()
     assert len(steps.said) == 2
 
 
+def test_one_that_began_slow_is_slow_again_in_the_step_in_which_it_goes_back():
+    steps = Steps(healthy=0)
+    steps.detector.begin_slow(-1, messages([31.0] * 4, DIRECT), {DIRECT: 1.0, DELEGATED: 2})
+    steps.run(*[[2.0] * 12] * 4)
+    assert [health for health, _ in steps.path()] == [RECOVERING, HEALTHY]
+    steps.run([1.0] * 4 + [31.0] * 8, route=DIRECT)
+    assert steps.path()[2:] == [(SLOW, 4)]
+    assert len(steps.now.evidence.samples_ms) == Sensitivity().settled_run
+
+
+def test_one_that_began_slow_has_chance_late_messages_as_any_other_once_it_is_well():
+    steps = Steps(healthy=0)
+    steps.detector.begin_slow(-1, messages([31.0] * 4, DIRECT), {DIRECT: 1.0, DELEGATED: 2})
+    steps.run(*[[2.0] * 12] * 4)
+    steps.run(*[[1.0, 31.0, 1.0, 31.0, 31.0, 31.0, 31.0, 1.0, 1.0, 1.0, 1.0, 1.0]], route=DIRECT)
+    steps.run(*[[1.0] * 12] * 4, [1.0] * 6 + [9.0] * 6, route=DIRECT)
+    assert [health for health, _ in steps.path()] == [RECOVERING, HEALTHY]
+
+
 def test_one_that_is_slow_from_the_first_step_is_so_on_another_route_too():
     steps = Steps(healthy=0)
     others = ((0, 1), (1, 0), (1, 2), (2, 1), (3, 2))

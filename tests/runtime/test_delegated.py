@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +44,8 @@ def uses(dtype="float32", part_elements=None):
 class Pair:
     """Ranks 0 and 1 in one process, joined in memory."""
 
-    def __init__(self, tier=None, check=lambda: None, **kind):
+    def __init__(self, tier, check=lambda: None, **kind):
         placement = SingleDeviceSharding(jax.devices()[0])
-        tier = tier or AtOnceTier(choose_tier(placement))
         specs = [
             ChannelSpec(channel_name(channel), use.slot_bytes, 2)
             for channel, use in uses(**kind).items()
@@ -71,12 +71,23 @@ class Pair:
             plane.close()
 
 
+@cache
+def chosen_tier():
+    return choose_tier(SingleDeviceSharding(jax.devices()[0]))
+
+
+@pytest.fixture(params=["at once", "by callback"])
+def tier(request):
+    """As on CPUs, what is computed is copied at once; elsewhere a program's callback does it."""
+    return AtOnceTier(chosen_tier()) if request.param == "at once" else chosen_tier()
+
+
 @pytest.fixture
-def make_pair():
+def make_pair(tier):
     made = []
 
     def make(**kind):
-        made.append(Pair(**kind))
+        made.append(Pair(**{"tier": tier, **kind}))
         return made[-1]
 
     yield make
@@ -93,10 +104,14 @@ def values(seed, dtype="float32"):
     return jnp.asarray(np.random.default_rng(seed).normal(size=SHAPE), dtype)
 
 
-@pytest.mark.parametrize("tier", host_callback_tiers(), ids=lambda tier: tier.name)
+@pytest.mark.parametrize(
+    "tier",
+    [*host_callback_tiers(), AtOnceTier(host_callback_tiers()[0])],
+    ids=["buffer_callback", "io_callback", "at once"],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_sent_arrives_bit_by_bit(make_pair, tier, dtype):
-    pair = make_pair(tier=tier, dtype=dtype)
+    pair = make_pair(dtype=dtype)
     for microbatch in range(5):
         sent = values(microbatch, dtype)
         pair.send(activation(microbatch), sent)

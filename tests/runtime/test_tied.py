@@ -33,13 +33,14 @@ def test_a_leaf_of_one_chunk_is_found_and_replaced():
     assert with_leaf(chunks, (1, "a", "b"), 9) == ({"a": {"b": 1}}, {"a": {"b": 9}})
 
 
+@pytest.mark.parametrize("come_as", [jnp.float32, np.float32])
 @pytest.mark.parametrize("num_chunks", [1, 3])
-def test_both_ends_get_bitwise_the_same_sum(num_chunks):
+def test_both_ends_get_bitwise_the_same_sum(num_chunks, come_as):
     embed, head = np.float32(1e8), np.float32(-1e8 + 7.3)
     first = accumulators(embed=embed, head=None, num_chunks=num_chunks)
     last = accumulators(embed=None, head=head, num_chunks=num_chunks)
-    on_first = TiedGradients(TIED, first).combine(first, 0, jnp.float32(head))
-    on_last = TiedGradients(TIED, last).combine(last, 0, jnp.float32(embed))
+    on_first = TiedGradients(TIED, first).combine(first, 0, come_as(head))
+    on_last = TiedGradients(TIED, last).combine(last, 0, come_as(embed))
     assert on_first[0]["embed"]["token"] == on_last[-1]["head"]["norm"]["token"] == embed + head
 
 

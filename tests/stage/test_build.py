@@ -273,6 +273,23 @@ def test_arrays_of_numpy_are_accepted(pipeline_of):
     assert got == expected
 
 
+def test_what_came_from_another_stage_may_be_arrays_of_numpy_that_nobody_may_write_to(pipeline_of):
+    pipeline = pipeline_of(3)
+    stage, weights = pipeline.stages[1], pipeline.weights[1]
+    given = np.random.default_rng(1).normal(size=(2, BATCH, LENGTH, 16)).astype(np.float32)
+    given.setflags(write=False)
+
+    def results(x, gradient):
+        output, stash = stage.forward(weights, x)
+        split = split_backward(stage, weights, stash, gradient, stage.zero_accumulators())
+        whole = stage.backward(weights, stash, gradient, stage.zero_accumulators())
+        return jax.tree.map(lambda leaf: np.asarray(leaf).tobytes(), (output, split, whole))
+
+    before = given.tobytes()
+    assert results(*given) == results(*jax.device_put((given[0], given[1])))
+    assert given.tobytes() == before
+
+
 def test_only_the_kinds_asked_for_are_compiled(bfloat16_pipeline):
     (stage,) = bfloat16_pipeline.stages
     assert set(stage.compiled) == {"prepare", "zero", "F", "B", "W"}

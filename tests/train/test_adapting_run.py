@@ -26,6 +26,8 @@ SLOW = (
     "emulation.links=[{between: [1, 2], "
     f"latency_ms: {LATENCY_MS}, from_step: {SLOW_FROM}, to_step: {SLOW_TO}}}]"
 )
+CLAIMED_MS = 40
+CLAIM = f"schedule.link_ms={{0-1: {CLAIMED_MS}, 1-2: 0}}"  # of the wrong link: it changes nothing
 DIRECT = {"0-1": "direct", "1-2": "direct"}
 DELEGATED = {"0-1": "direct", "1-2": "delegated"}
 
@@ -65,7 +67,7 @@ class Finished:
 @pytest.fixture(scope="module")
 def adapting(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapting")
-    return Finished(folder, "adaptation.enabled=true", PACED, SLOW)
+    return Finished(folder, "adaptation.enabled=true", PACED, SLOW, CLAIM)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +91,19 @@ def test_a_link_that_turns_slow_is_found_and_the_plan_changed_within_two_steps(a
     assert lines[first["step"]]["schedule"] == "adaptive"
     before, after = (lines[step]["warmup_forwards"] for step in (SLOW_FROM, first["step"]))
     assert after[1] - after[2] > before[1] - before[2]  # the slack is where the delay is
+
+
+def test_what_is_detected_is_what_links_do_and_not_what_the_configuration_claims(adapting):
+    stages = ("detected", "recovering", "cleared")
+    judged = adapting.events(*(f"straggler_{stage}" for stage in stages))
+    done = adapting.events("route_changed", "link_probed")
+    assert {event["link"] for event in judged} == {event["link"] for event in done} == {"1-2"}
+    assert max(event["evidence"]["evidence"]["baseline_ms"] for event in judged) < CLAIMED_MS / 2
+    weighed = adapting.events("plan_changed", "plan_kept")
+    blamed = [verdict for event in weighed for verdict in event["evidence"]["verdicts"]]
+    assert {(each["source"], each["destination"]) for each in blamed} == {(1, 2), (2, 1)}
+    claimed_ms = adapting.steps[0]["link_ms"]["0>1"], adapting.steps[0]["link_ms"]["1>0"]
+    assert max(claimed_ms) < CLAIMED_MS / 2  # that link did nothing of the kind
 
 
 def test_the_evidence_is_kept(adapting):
