@@ -1,12 +1,13 @@
 """The compiled program that moves one payload over one direction of a link by `ppermute`."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxmorph.stage.mesh import DATA, STAGE
 
@@ -49,37 +50,45 @@ class LinkProgram:
         self._device = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
         destination = 1 - source
         hops = [(source, destination), (destination, source)]
+        self._pack = self._compile_pack()
         self._program = self._compile(mesh, hops if answered else hops[:1])
-        self._blank = self._as_shard(
-            jax.device_put(np.zeros(payload.shape, payload.dtype), self._device)
-        )
+        self._blank = jax.device_put(np.zeros(payload.shape, payload.dtype), self._device)
+
+    def _compile_pack(self) -> jax.stages.Compiled:
+        """Identity and payload as one message: given to a program, an identity costs least."""
+        place = SingleDeviceSharding(self._device)
+        payload = self._payload
+
+        def pack(identity: jax.Array, value: jax.Array) -> jax.Array:
+            words = jax.lax.bitcast_convert_type(value, self._word).reshape(-1)
+            return jnp.concatenate([identity, words])
+
+        identity = jax.ShapeDtypeStruct((self._identity_length,), self._word, sharding=place)
+        value = jax.ShapeDtypeStruct(payload.shape, payload.dtype, sharding=place)
+        return jax.jit(pack).lower(identity, value).compile()
 
     def _compile(self, mesh: Mesh, hops: list[tuple[int, int]]) -> jax.stages.Compiled:
         length, payload = self._identity_length, self._payload
 
-        def move(identity: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-            words = jax.lax.bitcast_convert_type(value, self._word).reshape(-1)
-            message = jax.lax.ppermute(jnp.concatenate([identity, words]), STAGE, hops)
+        def move(message: jax.Array) -> tuple[jax.Array, jax.Array]:
+            message = jax.lax.ppermute(message, STAGE, hops)
             moved = jax.lax.bitcast_convert_type(message[length:], payload.dtype)
             return message[:length], moved.reshape(payload.shape)
 
         spec = PartitionSpec((STAGE, DATA))
         sharded = jax.shard_map(
-            move, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec), check_vma=False
+            move, mesh=mesh, in_specs=spec, out_specs=(spec, spec), check_vma=False
         )
-        arguments = [
-            jax.ShapeDtypeStruct(self._global_shape(shape), dtype, sharding=self._sharding)
-            for shape, dtype in (((length,), self._word), (payload.shape, payload.dtype))
-        ]
-        return jax.jit(sharded).lower(*arguments).compile()
+        num_words = length + math.prod(payload.shape)
+        message = jax.ShapeDtypeStruct(
+            (self._num_shards * num_words,), self._word, sharding=self._sharding
+        )
+        return jax.jit(sharded).lower(message).compile()
 
-    def _global_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return (self._num_shards * shape[0], *shape[1:])
-
-    def _as_shard(self, value: jax.Array) -> jax.Array:
+    def _as_shard(self, message: jax.Array) -> jax.Array:
         """This process's shard of the array over both ends; the peer brings its own."""
         return jax.make_array_from_single_device_arrays(
-            self._global_shape(value.shape), self._sharding, [value], dtype=value.dtype
+            (self._num_shards * message.size,), self._sharding, [message], dtype=message.dtype
         )
 
     def run(
@@ -97,9 +106,8 @@ class LinkProgram:
             at the sending end of a program that isn't answered.
         """
         words = np.asarray(identity, np.uint32).view(self._word)
-        placed = self._as_shard(jax.device_put(words, self._device))
-        shard = self._blank if value is None else self._as_shard(value)
-        peer, moved = self._program(placed, shard)
+        message = self._pack(words, self._blank if value is None else value)
+        peer, moved = self._program(self._as_shard(message))
         return peer.addressable_data(0), moved.addressable_data(0)
 
 
