@@ -52,7 +52,7 @@ _TABLE: Sequence[tuple[str, str, Route, bool, bool, bool, bool]] = (
     ("zb-delegated",        "zb-h2",       "delegated", False,  False,    False,   False),
     ("adaptive-direct",     "adaptive",    "direct",    True,   False,    False,   False),
     ("adaptive",            "adaptive",    "direct",    True,   True,     False,   False),
-    ("adaptive-intra-step", "adaptive",    "direct",    True,   True,     False,   True),
+    ("adaptive-intra-step", "adaptive",    "delegated", True,   False,    False,   True),
     ("adaptive-detecting",  "adaptive",    "direct",    False,  True,     True,    False),
     ("adaptive-capped",     "adaptive",    "direct",    True,   True,     False,   False),
     ("adaptive-offload",    "adaptive",    "direct",    True,   True,     False,   False),
@@ -142,16 +142,15 @@ def route_choices(config: Config, system: System, slow: Sequence[Link]) -> Itera
         slow: The links that are slow.
 
     Yields:
-        For one that is told of links and reroutes: only slow links delegated, and all of them; if
-        it reorders, all of them alone; else what it has.
+        For one that is told of links and reroutes: only slow links delegated, and all of them;
+        else what it has.
     """
     if not (system.adapts and system.reroutes):
         yield config
         return
     cut = config.parallelism
     links = list(pipeline_links(cut.stages, cut.chunks))
-    choices = [set(links)] if system.reorders else [set(slow), set(links)]
-    for delegated in choices:
+    for delegated in (set(slow), set(links)):
         routes = {str(link): "delegated" for link in links if link in delegated}
         if len(routes) == len(links):
             routes = {"default": "delegated"}
