@@ -20,7 +20,7 @@ from jaxmorph.stage.mesh import link_mesh, make_mesh
 from jaxmorph.transport.link_emulator import LinkCondition
 
 NUM_BYTES = 4000
-OP_S = 0.005
+OP_S = 0.03  # far longer than a busy machine takes to wake a queue
 SHORT_S = 0.3  # for a cut that doesn't heal
 LONG_S = 60.0
 UP = [Transfer(Payload.ACTIVATION, 0, 1, microbatch) for microbatch in range(3)]
