@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks, as_the_others, outlying_ways
-from jaxmorph.control.detector import Detector
+from jaxmorph.control.detector import Detector, Way
 from jaxmorph.control.link_samples import LinkSample, link_samples
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import LinkHealth
@@ -19,9 +19,6 @@ from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.schedule.costs import Link, Links
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
-
-Way = tuple[int, int]
-"""A direction of a link: the rank that sends and the rank that receives."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +105,7 @@ def _usual_ms(way: Way, usual: UsualLinks) -> Mapping[bool, float]:
     found: dict[bool, float] = {}
     for route, links in usual.items():
         if link in links:
-            forward_ms, backward_ms = (
-                links[link].forward_latency_ms,
-                links[link].backward_latency_ms,
-            )
-            found[route == "direct"] = forward_ms if source < destination else backward_ms
+            state, is_forward = links[link], source < destination
+            latency_ms = state.forward_latency_ms if is_forward else state.backward_latency_ms
+            found[route == "direct"] = latency_ms
     return found

@@ -21,14 +21,6 @@ from jaxmorph.program.program_text import program_text
 from jaxmorph.schedule.costs import Link
 
 
-@pytest.fixture
-def run():
-    made = Run(PlansHere())
-    yield made
-    made.plans.may_answer.set()
-    made.loop.close()
-
-
 def test_a_slow_link_is_delegated_and_comes_back_with_the_first_plan(run):
     run.steps(6)
     assert (run.events, run.plans.asked) == ([], 0)

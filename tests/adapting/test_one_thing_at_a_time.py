@@ -2,8 +2,7 @@
 
 import threading
 
-import pytest
-from adapting_run import CONFIG, FIRST, PlansHere, Run
+from adapting_run import CONFIG, FIRST
 
 from jaxmorph.adapting.morph import Morph
 from jaxmorph.adapting.planning_client import PlanningError
@@ -11,14 +10,6 @@ from jaxmorph.control.dwell import Dwell
 from jaxmorph.control.orchestrator import Decision
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.schedule.costs import Link
-
-
-@pytest.fixture
-def run():
-    made = Run(PlansHere())
-    yield made
-    made.plans.may_answer.set()
-    made.loop.close()
 
 
 class Beginning:
