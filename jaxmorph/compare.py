@@ -22,7 +22,7 @@ from jaxmorph.reporting.page import REPORT, write_report
 from jaxmorph.reporting.page.comparison_files import RESULTS, TIMELINES
 from jaxmorph.reporting.run_directory import plain_json
 from jaxmorph.reporting.run_matrix import Matrix
-from jaxmorph.runtime.launcher import run_ranks
+from jaxmorph.runtime.launcher import OFFLOADING_THREADS, run_ranks
 from jaxmorph.start import check_run
 
 TABLE, FIGURE = "table.md", "figure.png"
@@ -132,7 +132,15 @@ def _run_system(system: str, config: Config, books: _Books, view: MatrixView) ->
     logs = books.directory / "logs" / system
     failure: str | None = "interrupted"
     try:
-        run_ranks("jaxmorph.comparison.rank", arguments, config.parallelism.stages, logs, take)
+        moves_stashes = system_config(config, SYSTEMS[system]).offload.enabled
+        run_ranks(
+            "jaxmorph.comparison.rank",
+            arguments,
+            config.parallelism.stages,
+            logs,
+            take,
+            least_threads=OFFLOADING_THREADS if moves_stashes else 1,
+        )
         failure = None
     except (RunFailedError, UserError) as error:
         view.say(f"{system} failed: {error}")

@@ -14,7 +14,7 @@ from jaxmorph.config import Config, load_config, placed_error
 from jaxmorph.errors import UserError
 from jaxmorph.reporting import RunDirectory, open_reporter, open_run_directory
 from jaxmorph.reporting.run_directory import CONFIG, reopen_run_directory
-from jaxmorph.runtime.launcher import run_ranks
+from jaxmorph.runtime.launcher import OFFLOADING_THREADS, run_ranks
 from jaxmorph.training.cluster import join_cluster, require_one_host, started_by_cluster
 from jaxmorph.training.record import RunRecord
 from jaxmorph.training.resume import (
@@ -167,7 +167,15 @@ def _run_here(start: _Start) -> None:
     with start.open_record() as record:
         arguments = [str(record.directory / CONFIG), str(start.first_step)]
         logs = _log_folder(record.directory, start.first_step)
-        run_ranks("jaxmorph.rank", arguments, start.config.parallelism.stages, logs, record.take)
+        config = start.config
+        run_ranks(
+            "jaxmorph.rank",
+            arguments,
+            config.parallelism.stages,
+            logs,
+            record.take,
+            least_threads=OFFLOADING_THREADS if config.offload.enabled else 1,
+        )
         record.finish()
 
 

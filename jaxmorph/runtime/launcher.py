@@ -25,6 +25,13 @@ _EVIDENCE_S = 1.0
 _TERMINATION_S = 3.0
 _LOG_TAIL_LINES = 5
 
+OFFLOADING_THREADS = 4
+"""Threads of a rank whose stashes may go to host memory: for an op, a copy out and a copy back.
+
+And one for a direct transfer, which on CPUs keeps a thread for as long as it waits for its peer;
+with no other one, copies that should run beside it would wait too.
+"""
+
 
 class RankFailedError(RunFailedError):
     """A rank died or raised; the message names the rank, the reason and the log."""
@@ -70,6 +77,7 @@ def run_ranks(
     on_message: Callable[[Message], None],
     *,
     shows_rank_0: bool = False,
+    least_threads: int = 1,
 ) -> None:
     """Run one process per rank until all are done.
 
@@ -81,6 +89,8 @@ def run_ranks(
         log_dir: Where each rank's output goes, `rank_N.log`.
         on_message: Called with every message a rank sends (`RankProcess.send`).
         shows_rank_0: Whether rank 0's standard output is this process's, in place of its log.
+        least_threads: How many threads XLA's pools have at least, however few processors there are
+            for each rank: see `OFFLOADING_THREADS`.
 
     Raises:
         RankFailedError: If a rank died or raised; all others have been ended.
@@ -92,11 +102,14 @@ def run_ranks(
     log_dir.mkdir(parents=True, exist_ok=True)
     with _sigterm_interrupts(), reserved_port() as port, contextlib.ExitStack() as stack:
         coordinator = f"127.0.0.1:{port}"
+        environment = _environment(num_ranks, least_threads)
         watch = _Watch([], on_message)
         stack.callback(_end, watch)  # also when starting the next one fails
         for number in range(num_ranks):
             shown = shows_rank_0 and number == 0
-            rank = _start(number, num_ranks, coordinator, module, arguments, log_dir, shown=shown)
+            rank = _start(
+                number, num_ranks, coordinator, module, arguments, log_dir, environment, shown=shown
+            )
             watch.ranks.append(rank)
         _watch(watch)
 
@@ -121,6 +134,7 @@ def _start(
     module: str,
     arguments: Sequence[str],
     log_dir: Path,
+    environment: dict[str, str],
     *,
     shown: bool,
 ) -> _Rank:
@@ -135,7 +149,7 @@ def _start(
             stdout=None if shown else log,
             stderr=log,
             pass_fds=(messages_write, lifeline_read),
-            env=_environment(num_ranks),
+            env=environment,
             start_new_session=True,  # Ctrl-C is for the launcher, which ends the ranks in order
         )
     os.close(messages_write)
@@ -144,9 +158,9 @@ def _start(
     return _Rank(number, process, log_path, messages_read, lifeline_write, exit_fd)
 
 
-def _environment(num_ranks: int) -> dict[str, str]:
+def _environment(num_ranks: int, least_threads: int = 1) -> dict[str, str]:
     """The ranks share this machine's processors: XLA sizes its thread pools by NPROC."""
-    return {"NPROC": str(max(1, _num_processors() // num_ranks)), **os.environ}
+    return {"NPROC": str(max(least_threads, _num_processors() // num_ranks)), **os.environ}
 
 
 def _num_processors() -> int:

@@ -23,9 +23,10 @@ def ranks_find_modules():
 def told_by_ranks(ranks_find_modules, tmp_path_factory):
     """Runs a module as so many ranks and returns all that they told."""
 
-    def told_by_ranks(module, num_ranks):
+    def told_by_ranks(module, num_ranks, **options):
         told = []
-        run_ranks(module, [], num_ranks, tmp_path_factory.mktemp("logs"), told.append)
+        logs = tmp_path_factory.mktemp("logs")
+        run_ranks(module, [], num_ranks, logs, told.append, **options)
         assert {message["rank"] for message in told} == set(range(num_ranks))
         return told
 

@@ -98,6 +98,7 @@ def test_ranks_share_the_processors_that_this_process_may_use(
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(allowed)), raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     assert launcher._environment(num_ranks)["NPROC"] == share
+    assert launcher._environment(num_ranks, 4)["NPROC"] == "4"
 
 
 def test_what_ranks_said_before_an_interruption_is_still_heard(tmp_path):
