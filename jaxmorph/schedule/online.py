@@ -160,13 +160,17 @@ class OnlineOrder:
             can_run: Whether an item's data has come and its results have room to leave.
 
         Returns:
-            The item, or how long to wait; nothing is decided while there is still work.
+            The item, or how long to wait; while there is still work nothing is decided that could
+            come out another way once there is none.
         """
         planned = self.planned
         if planned is None:
             return Decision(None)
         if not self.has_left_plan and self._fits(planned) and can_run(planned):
             return Decision(planned)
+        most_urgent = next(iter(self.heads()), None) if self.has_left_plan else None
+        if most_urgent is not None and self._can_take(most_urgent, can_run):
+            return Decision(most_urgent)  # nothing that may still come would be taken before it
         if not self._movable or now_ms < dry_ms:
             return Decision(None, dry_ms if self._movable and dry_ms > now_ms else NEVER_MS)
         if not self.is_choosing:
@@ -174,7 +178,7 @@ class OnlineOrder:
             if now_ms < late_ms:
                 return Decision(None, late_ms)
             self._late, self.has_left_plan = planned, self._may_leave
-        found = (index for index in self.heads() if self._fits(index) and can_run(index))
+        found = (index for index in self.heads() if self._can_take(index, can_run))
         return Decision(next(found, None))
 
     def take(self, index: int) -> None:
@@ -226,6 +230,9 @@ class OnlineOrder:
         since_ms = min(dry_ms, self._ended_ms)
         late_ms = max(start_ms + self._behind_ms, since_ms + wait_ms)
         return late_ms + self._leeway.tolerance_ms
+
+    def _can_take(self, index: int, can_run: Callable[[int], bool]) -> bool:
+        return self._fits(index) and can_run(index)
 
     def _fits(self, index: int) -> bool:
         """Whether the rank has run what an item needs of its own, and has memory for it."""

@@ -220,12 +220,24 @@ def test_nothing_is_late_while_an_op_runs_that_takes_longer_than_planned():
     assert world.handed_s("B0") == 0.2
 
 
-def test_a_rank_that_has_left_the_plan_chooses_just_before_its_queue_runs_dry():
+def left_plan(*late_s):
+    """A step whose gradients come late, each at its time."""
     program, come_s = planned_program()
-    late = {gradient(microbatch): 0.3 for microbatch in range(MICROBATCHES)}
-    world = World({**come_s, **late}).dispatch(program)
-    handed_s = [world.handed_s(name) for name in ("B0", "B1", "B2", "B3", "W0", "W1")]
-    assert handed_s == pytest.approx([0.3, 0.3095, 0.3195, 0.3295, 0.3395, 0.3495])
+    late = {gradient(microbatch): late_s[microbatch] for microbatch in range(MICROBATCHES)}
+    return World({**come_s, **late}).dispatch(program)
+
+
+def test_a_rank_that_has_left_the_plan_chooses_just_before_its_queue_runs_dry():
+    world = left_plan(0.3, 0.308, 0.35, 0.35)
+    # Until B0 is nearly over another gradient may come, and would be taken before W0: B1 does.
+    handed_s = [world.handed_s(name) for name in ("B0", "B1", "W0", "W1", "B2")]
+    assert handed_s == pytest.approx([0.3, 0.308, 0.3195, 0.3295, 0.35])
+
+
+def test_what_nothing_would_be_taken_before_is_handed_over_at_once():
+    world = left_plan(0.3, 0.3, 0.3, 0.3)
+    assert list(map(str, world.ops))[-8:] == ["B0", "B1", "B2", "B3", "W0", "W1", "W2", "W3"]
+    assert {world.handed_s(name) for name in ("B0", "B1", "B2", "B3", "W0", "W3")} == {0.3}
 
 
 def test_an_op_whose_result_has_no_slot_is_not_taken_until_it_has_one():
