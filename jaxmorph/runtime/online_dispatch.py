@@ -124,7 +124,7 @@ class OnlineDispatcher:
         timeout_s: How long to wait for anything at all that could run.
         clock: The monotonic clock.
         wait: Waits for bells, given also a condition and a deadline.
-        bell: Rings when the queue has run a unit.
+        bell: Rings when the queue has run a unit that may change what is taken next.
     """
 
     queue: DeviceQueue
@@ -225,8 +225,14 @@ class _Step:
         return work.since_s if work.is_over else float("inf")
 
     def _finish(self) -> None:
+        """Count a unit, on the queue's thread; the host is woken only where it makes a difference.
+
+        As long as nothing is late it waits for messages, and for the end of all that it has handed
+        over: being woken for each unit would cost it, and the queue's thread, a moment each time.
+        """
         self._work.finish(self._own.clock())
-        self._own.bell.ring()
+        if self._work.is_over or self._order.is_choosing:
+            self._own.bell.ring()
 
     def _since_began_ms(self, time_s: float) -> float:
         return 1e3 * (time_s - self._began_s)
