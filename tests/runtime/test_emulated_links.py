@@ -34,7 +34,7 @@ def test_the_data_plane_is_told_the_same_conditions_with_the_same_origin():
     before_s = time.monotonic()
     links.emulate(())
     (first, second) = plane.told
-    assert first == ([CUT], 5.0)
+    assert first == ((CUT,), 5.0)
     assert second[0] == ()
     assert before_s <= second[1] <= time.monotonic()
 
