@@ -13,7 +13,6 @@ and of the counts.
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -175,8 +174,9 @@ def _copy(replay: _Replay) -> _Replay:
     """The same, to go on by itself."""
     copied = _Replay(replay.programs, replay.link, replay.slots)
     copied.positions = list(replay.positions)
-    state = replay.in_slots, replay.sent, replay.taken
-    copied.in_slots, copied.sent, copied.taken = deepcopy(state)
+    copied.in_slots = {channel: deque(waiting) for channel, waiting in replay.in_slots.items()}
+    copied.sent = {channel: list(sent) for channel, sent in replay.sent.items()}
+    copied.taken = {channel: list(taken) for channel, taken in replay.taken.items()}
     return copied
 
 

@@ -1,20 +1,43 @@
 """A connection between the two ranks of each link: what they say of it takes no third rank."""
 
 import contextlib
-import secrets
 import socket
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 from jaxmorph.runtime.connection import Connection, ConnectionLostError, identify, introduce
+from jaxmorph.runtime.path_echo import Address, PathEchoes, agree_on_addresses, open_path_echoes
 from jaxmorph.runtime.rendezvous import Rendezvous, RendezvousError
 from jaxmorph.schedule.costs import Link
 
-Address = tuple[str, int]
-
-_SECRET_BYTES = 32
 _IDENTIFY_S = 2.0  # a stranger that says nothing must not use up the others' time
+
+
+@dataclass(frozen=True)
+class LinkLines:
+    """What a rank has to the other ends of its links, beside what carries their messages.
+
+    Attributes:
+        wires: A connection to each, by which they agree.
+        echoes: Says whether they are reached over the network that direct transfers take.
+    """
+
+    wires: Mapping[Link, Connection]
+    echoes: PathEchoes
+
+
+@contextmanager
+def open_link_lines(
+    rendezvous: Rendezvous, links: Collection[Link], host: str, timeout_s: float
+) -> Iterator[LinkLines]:
+    """Connections and echoes of a rank's links; for the arguments see `open_link_connections`."""
+    with (
+        open_link_connections(rendezvous, links, host, timeout_s) as wires,
+        open_path_echoes(rendezvous, host) as echoes,
+    ):
+        yield LinkLines(wires, echoes)
 
 
 @contextmanager
@@ -42,7 +65,7 @@ def open_link_connections(
     peers = {sum(link) - rank: link for link in links if rank in link}
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
     with ExitStack() as opened, socket.create_server((host, 0), family=family) as listener:
-        addresses, secret = _meet(rendezvous, listener.getsockname()[:2])
+        addresses, secret = agree_on_addresses(rendezvous, listener.getsockname()[:2])
         until_s = time.monotonic() + timeout_s
         found: dict[int, Connection] = {}
         for peer in sorted(peers):
@@ -58,13 +81,6 @@ def open_link_connections(
             connection.limit(None)
         listener.close()
         yield {peers[peer]: connection for peer, connection in found.items()}
-
-
-def _meet(rendezvous: Rendezvous, address: Address) -> tuple[list[Address], bytes]:
-    """Where every rank listens, and the links' secret, which rank 0 makes up."""
-    secret = secrets.token_hex(_SECRET_BYTES) if rendezvous.rank == 0 else ""
-    told = rendezvous.exchange({"at": address, "secret": secret})
-    return [(rank["at"][0], rank["at"][1]) for rank in told], bytes.fromhex(told[0]["secret"])
 
 
 def _call(rank: int, peer: int, address: Address, secret: bytes, until_s: float) -> Connection:

@@ -21,7 +21,7 @@ from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import Chunks, Executor, StepInputs, StepOutcome
 from jaxmorph.runtime.failover_route import FailoverRoute
 from jaxmorph.runtime.host_copies import HostCopies
-from jaxmorph.runtime.link_messages import Wire
+from jaxmorph.runtime.link_connections import LinkLines
 from jaxmorph.runtime.links import LinkProgram, PayloadShape
 from jaxmorph.runtime.online_dispatch import OnlineDispatcher
 from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer
@@ -127,7 +127,7 @@ class StageTrainer:
         links: What is emulated on its links; None: nothing.
         plane: What carries delegated transfers; None: no link of this rank is ever delegated. It is
             not closed with the trainer.
-        wires: To the other end of each of its links that fail over.
+        lines: To the other end of each of its links that fail over; None: none does.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class StageTrainer:
         rank: int,
         links: EmulatedLinks | None = None,
         plane: DataPlane | None = None,
-        wires: Mapping[Link, Wire] | None = None,
+        lines: LinkLines | None = None,
     ) -> None:
         mesh = make_mesh(settings.num_ranks)
         submesh = stage_submesh(mesh, rank)
@@ -176,10 +176,11 @@ class StageTrainer:
             routes["delegated"] = self.delegated
             self._online = OnlineDispatcher(self._queue, self.delegated, timeout_s)
         self._failover: FailoverRoute | None = None
-        if wires and self.delegated is not None:
+        self._links, self._lines, self._step = direct.links, lines, 0
+        if lines is not None and lines.wires and self.delegated is not None:
             programs_of = partial(_programs_of_link, payloads, mesh, paced)
             self._failover = FailoverRoute(
-                direct, self.delegated, wires, rank, timeout_s, programs_of
+                direct, self.delegated, lines.wires, rank, timeout_s, programs_of
             )
             routes["direct"] = self._failover
         pace = settings.pace or Pace()
@@ -221,6 +222,7 @@ class StageTrainer:
         Returns:
             Loss and timings of this rank.
         """
+        self._step = step
         outcome = self.executor.execute(
             program, self._weights, self._accumulators, inputs, step=step
         )
@@ -275,6 +277,22 @@ class StageTrainer:
         """
         return [] if self._failover is None else self._failover.failures()
 
+    def path_is_up(self, link: Link) -> bool | None:
+        """Whether the direct path of a link that has failed seems to be whole again.
+
+        The other end's host is asked beside training; nothing is waited for.
+
+        Args:
+            link: Which one.
+
+        Returns:
+            None where this rank is no end of a link that has failed.
+        """
+        if self._lines is None or self._failover is None or not self._failover.has_switched(link):
+            return None
+        self._lines.echoes.watch(link)
+        return self._lines.echoes.is_up(link) and not self._links.is_cut(link, self._step)
+
     def can_restore(self, link: Link) -> bool:
         """Whether a link of this rank, which has failed, can go back to its direct path."""
         return self._failover is not None and self._failover.can_restore(link)
@@ -292,6 +310,8 @@ class StageTrainer:
         """
         if self._failover is not None and self._failover.has_switched(link):
             self._failover.restore(link)
+            if self._lines is not None:
+                self._lines.echoes.forget(link)
 
     def events(self) -> list[dict[str, Any]]:
         """What has happened to delegated links since the last call: see `DataPlane.events`."""

@@ -11,14 +11,14 @@ from jaxmorph.program.instructions import RankProgram, Receive, Send, Transfer
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.switch_check import check_every_switch, check_switch
 from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
-from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
+from jaxmorph.schedule.costs import Limits, Link, StageCosts, chain_links
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.simulator import simulate
 
 
 def lowered(name, stages, microbatches, routes=None, num_tied=0, slow_ms=0.0):
     costs = StageCosts.uniform(stages, 10, 10, 10)
-    links = {link: LinkState(slow_ms, slow_ms) for link in chain_links(stages)[:1]}
+    links = chain_links([slow_ms, *[0.0] * (stages - 2)])
     schedule = (
         interleaved(stages, microbatches, 2)
         if name == "interleaved"
@@ -35,7 +35,7 @@ def direct_transfers(programs, link):
 
 
 @given(
-    name=st.sampled_from([*FIXED_SCHEDULES, *PLANNED_SCHEDULES]),
+    name=st.sampled_from([*FIXED_SCHEDULES, *PLANNED_SCHEDULES, "interleaved"]),
     stages=st.integers(2, 4),
     rounds=st.integers(1, 3),
     num_tied=st.integers(0, 2),

@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,11 @@ CHANNELS = [channel_of(transfer) for transfer in (up(0), down(0), TIED)]
 def payload_of(transfer, step=0):
     seed = [transfer.source, transfer.microbatch, step, transfer.payload is Payload.TIED]
     return np.random.default_rng(seed).normal(size=SHAPE).astype(np.float32)
+
+
+@cache
+def tier():
+    return AtOnceTier(choose_tier(SingleDeviceSharding(jax.devices()[0])))
 
 
 class QueueWire:
@@ -136,6 +142,7 @@ class TwoEnds:
     """
 
     def __init__(self, *collectives, direct_s=(0.05, 0.05), timeout_s=LIMIT_S, part_elements=15):
+        collectives = collectives or (Collectives(),)
         placement = SingleDeviceSharding(jax.devices()[0])
         use = SlotUse(PayloadShape(SHAPE, jnp.dtype("float32")), 15)
         uses = dict.fromkeys(CHANNELS, use)
@@ -152,12 +159,10 @@ class TwoEnds:
                 for side in (1, 2)
             ]
             plane = network.plane(rank, *ends)
-            delegated = DelegatedRoute(
-                plane, uses, rank, placement, AtOnceTier(choose_tier(placement))
-            )
+            delegated = DelegatedRoute(plane, uses, rank, placement, tier())
             lives = [
                 {channel: Program(life, channel, rank) for channel in CHANNELS}
-                for life in (collectives or (Collectives(),))
+                for life in collectives
             ]
             emulated = EmulatedLinks()
             direct = DirectRoute(lives[0], answered=True, links=emulated, timeout_s=direct_s[rank])
