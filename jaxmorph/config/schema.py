@@ -37,6 +37,9 @@ from jaxmorph.config.sections import (
 )
 from jaxmorph.config.transport_section import Transport
 
+_PATIENCE = 4
+"""Failing over must be done well before the other ranks have waited for `timeouts.step_s`."""
+
 
 class Config(BaseModel):
     """One run, complete and checked as far as that goes without the model and the data.
@@ -88,8 +91,10 @@ class Config(BaseModel):
     @property
     def direct_timeout_s(self) -> float:
         """After how many seconds a direct transfer is given up."""
-        given_up_s = self.timeouts.direct_s if self.fails_over else None
-        return self.timeouts.step_s if given_up_s is None else given_up_s
+        step_s, direct_s = self.timeouts.step_s, self.timeouts.direct_s
+        if not self.fails_over:
+            return step_s
+        return step_s / _PATIENCE if direct_s is None else direct_s
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Config":
