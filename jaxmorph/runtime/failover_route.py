@@ -5,6 +5,7 @@ switched, a receive waits on the queue for what the data plane brings, and a sen
 than a slot. So the order of the rank's program stays as it was checked.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -190,7 +191,10 @@ class FailoverRoute:
         return self._ends[identity.transfer.link]
 
     def _give_up(self, end: LinkEnd, error: Exception) -> None:
-        end.leave(_in_short(error), is_closed=isinstance(error, jax.errors.JaxRuntimeError))
+        is_closed = _is_of_backend(error)
+        if not is_closed and not isinstance(error, TimeoutError):
+            raise error
+        end.leave(_in_short(error), is_closed=is_closed)
 
     def _post_delegated(
         self, end: LinkEnd, identity: TransferIdentity, value: jax.Array, arrived_s: float
@@ -222,13 +226,21 @@ class FailoverRoute:
         return sum(map(len, rest))
 
 
-_FAILURES = (TimeoutError, jax.errors.JaxRuntimeError)
+_FAILURES = (TimeoutError, jax.errors.JaxRuntimeError, ValueError)
+_STATUS = re.compile("[A-Z_]+: ")
 _LONGEST_REASON = 200
 
 
 def _in_epoch(identity: TransferIdentity, epoch: int) -> TransferIdentity:
     """A transfer of the run's epoch as one of a later life of its link."""
     return identity._replace(epoch=identity.epoch + epoch)
+
+
+def _is_of_backend(error: Exception) -> bool:
+    """Whether a collective has failed: while it is dispatched JAX raises that as a ValueError."""
+    if isinstance(error, ValueError):
+        return _STATUS.match(str(error)) is not None
+    return isinstance(error, jax.errors.JaxRuntimeError)
 
 
 def _in_short(error: Exception) -> str:

@@ -146,6 +146,15 @@ def test_a_message_that_is_not_the_expected_one_ends_the_run(make_ends):
     assert failures(ends) == []
 
 
+def test_an_error_that_is_not_the_backends_ends_the_run(make_ends):
+    ends = make_ends(Collectives(fails_at=0, error=ValueError("got a shape, expected another")))
+    ranks = [RankThread(ends, rank, [up(0)]) for rank in range(2)]
+    for rank in ranks:
+        with pytest.raises(ValueError, match="got a shape"):
+            rank.finish()
+    assert failures(ends) == []
+
+
 def test_a_peer_that_does_not_come_is_no_failure_of_the_path(make_ends):
     ends = make_ends(timeout_s=0.1)
     alone = RankThread(ends, 0, [up(0)])

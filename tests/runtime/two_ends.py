@@ -28,6 +28,7 @@ from jaxmorph.transport.plane import ChannelSpec
 SHAPE = (3, 5)
 LIMIT_S = 20.0
 LINK = Link(0, 1)
+FAILED = ValueError("UNKNOWN: Gloo collective permute failed: reset by peer")
 
 
 def up(microbatch):
@@ -88,11 +89,19 @@ class Collectives:
         fails_at: Which one, counted over both directions; None: none.
         raises_at: The ends at which that one raises: "source", "destination" or both. The other
             one has done its part, and goes on.
+        error: What it raises: by default what JAX does while it dispatches.
         timeout_s: When an end gives up that is alone in a collective.
     """
 
-    def __init__(self, fails_at=None, raises_at=("source", "destination"), timeout_s=LIMIT_S):
-        self.fails_at, self.raises_at, self.timeout_s = fails_at, raises_at, timeout_s
+    def __init__(
+        self,
+        fails_at=None,
+        raises_at=("source", "destination"),
+        error=FAILED,
+        timeout_s=LIMIT_S,
+    ):
+        self.fails_at, self.raises_at = fails_at, raises_at
+        self.error, self.timeout_s = error, timeout_s
         self.is_closed = False
         self.brought = {}
         self.counts = [0, 0]
@@ -114,7 +123,7 @@ class Collectives:
             if number == self.fails_at:
                 self.is_closed = role in self.raises_at or self.is_closed
                 if role in self.raises_at:
-                    raise jax.errors.JaxRuntimeError("Gloo: connection reset by peer")
+                    raise self.error
             return self.brought[number, 1 - rank]
 
 
