@@ -14,7 +14,7 @@ def _train(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> Non
     rendezvous = join_as_told(
         arguments,
         start_timeout_s=config.timeouts.start_s,
-        step_timeout_s=config.timeouts.step_s,
+        step_timeout_s=config.direct_timeout_s,
     )
     train(config, rendezvous, link.send, Path(config_path).parent, int(first_step))
 

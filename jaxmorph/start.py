@@ -192,7 +192,7 @@ def _run_as_rank(start: _Start) -> None:
     timeouts = start.config.timeouts
     otherwise = "--launch local starts the stages on this machine instead"
     try:
-        rendezvous = join_cluster(timeouts.start_s, timeouts.step_s, otherwise)
+        rendezvous = join_cluster(timeouts.start_s, start.config.direct_timeout_s, otherwise)
     except UserError as error:
         raise UserError(f"--launch: {error}") from error
     with _leaving_at_once(rendezvous.rank):

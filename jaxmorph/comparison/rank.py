@@ -152,7 +152,7 @@ def _serve_as_told(arguments: RankArguments, link: LauncherLink, rest: list[str]
     rendezvous = join_as_told(
         arguments,
         start_timeout_s=config.timeouts.start_s,
-        step_timeout_s=config.timeouts.step_s,
+        step_timeout_s=system_config(config, SYSTEMS[system]).direct_timeout_s,
     )
     if config.compare is None:
         raise ValueError(f"{config_path} compares nothing")

@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 from jaxmorph.config.adaptation_section import SPLIT_SCHEDULES, Adaptation
 from jaxmorph.config.checkpoint_section import Checkpoint
 from jaxmorph.config.compare_section import Compare, compare_problems
+from jaxmorph.config.failover_section import Failover
 from jaxmorph.config.link_problems import (
     emulated_link_problems,
     link_ms_problems,
@@ -36,6 +37,9 @@ from jaxmorph.config.sections import (
 )
 from jaxmorph.config.transport_section import Transport
 
+_PATIENCE = 4
+"""Failing over must be done well before the other ranks have waited for `timeouts.step_s`."""
+
 
 class Config(BaseModel):
     """One run, complete and checked as far as that goes without the model and the data.
@@ -58,6 +62,7 @@ class Config(BaseModel):
     offload: Offload = Field(default_factory=Offload)
     routes: Routes = Field(default_factory=Routes)
     adaptation: Adaptation = Field(default_factory=Adaptation)
+    failover: Failover = Field(default_factory=Failover)
     transport: Transport = Field(default_factory=Transport)
     emulation: Emulation = Field(default_factory=Emulation)
     trace: Trace = Field(default_factory=Trace)
@@ -76,6 +81,20 @@ class Config(BaseModel):
     def adapts(self) -> bool:
         """Whether the plan may change while the run lasts."""
         return self.adaptation.enabled and self.parallelism.stages > 1
+
+    @property
+    def fails_over(self) -> bool:
+        """Whether what a direct link can't carry any more goes on delegated."""
+        wanted = self.failover.enabled
+        return self.parallelism.stages > 1 and (self.adapts if wanted == "auto" else wanted)
+
+    @property
+    def direct_timeout_s(self) -> float:
+        """After how many seconds a direct transfer is given up."""
+        step_s, direct_s = self.timeouts.step_s, self.timeouts.direct_s
+        if not self.fails_over:
+            return step_s
+        return step_s / _PATIENCE if direct_s is None else direct_s
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Config":
@@ -106,6 +125,9 @@ def _disagreements(config: Config) -> Iterator[Problem]:
         others = ", ".join(SPLIT_SCHEDULES)
         expected = f"false, or a schedule.name that can be replaced while a run lasts: {others}"
         yield mismatch("adaptation.enabled", True, expected)
+    if (config.timeouts.direct_s or 0.0) > config.timeouts.step_s:
+        expected = f"null, or at most timeouts.step_s, which is {config.timeouts.step_s:g}"
+        yield mismatch("timeouts.direct_s", config.timeouts.direct_s, expected)
     yield from _link_problems(config)
     if config.compare is not None:
         yield from compare_problems(config.compare, config.parallelism.stages)

@@ -273,8 +273,10 @@ class Accelerator(BaseModel):
 class EmulatedLink(Section):
     """How one link behaves, always or from one step until before another.
 
-    It holds for both directions, or for that of one sending stage. Of several entries for a link
-    latencies and jitters add up, and the smallest bandwidth holds.
+    It holds for both directions, or for that of one sending stage, and for messages of both routes,
+    or of one: with `cut: true, route: direct` a network card of the accelerators is dead, and what
+    is delegated goes on. Of several entries for a link latencies and jitters add up, and the
+    smallest bandwidth holds.
     """
 
     between: Annotated[
@@ -295,6 +297,7 @@ class EmulatedLink(Section):
     source: Annotated[
         CountOrZero | None, Expected("null, or the sending one of the link's two stages")
     ] = None
+    route: Literal["both", "direct", "delegated"] = "both"
 
 
 class LinkTrace(Section):
@@ -367,10 +370,15 @@ class Metrics(Section):
 
 
 class Timeouts(Section):
-    """How long, in seconds, ranks wait for one another: to start, and within a step."""
+    """How long, in seconds, ranks wait for one another: to start, and within a step.
+
+    Where links fail over, a direct transfer is given up `direct_s` after both its ends have come to
+    it; null: after a quarter of `step_s`. Elsewhere it ends the run after `step_s`.
+    """
 
     start_s: Positive = 120.0
     step_s: Positive = 60.0
+    direct_s: Annotated[Positive | None, Expected("null, or a number above 0")] = None
 
 
 def _cap_per_stage(cap: int | tuple[int, ...] | None, num_stages: int) -> tuple[int, ...] | None:

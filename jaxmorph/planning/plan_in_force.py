@@ -191,14 +191,15 @@ def possible_routes(
 
     Args:
         config: The run.
-        adapts: Whether routes may change from plan to plan: then every link may be either.
+        adapts: Whether routes may change from plan to plan: then every link may be either. Where
+            links fail over every one may have to be delegated.
     """
     links = possible_links(config.parallelism.stages)
     if adapts:
         return frozenset(links), frozenset(links)
     routes = config.routes.of_links(links)
     direct = frozenset(link for link, route in routes.items() if route == "direct")
-    return direct, frozenset(links) - direct
+    return direct, frozenset(links) if config.fails_over else frozenset(links) - direct
 
 
 def limits_of(config: Config, profile: Profile) -> Limits:

@@ -1,5 +1,6 @@
 """Messages between two processes of a run over TCP: framed, and refused from strangers."""
 
+import contextlib
 import hmac
 import secrets
 import socket
@@ -28,8 +29,8 @@ class Connection:
         self._socket = peer
         self.limit(deadline_s)
 
-    def limit(self, deadline_s: float) -> None:
-        """Change how long the peer may keep silent within a message, or before one."""
+    def limit(self, deadline_s: float | None) -> None:
+        """Change how long the peer may keep silent within a message, or before one; None: ever."""
         self._socket.settimeout(deadline_s)
 
     def send(self, message: bytes) -> None:
@@ -62,7 +63,9 @@ class Connection:
         return self._receive_exactly(length)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection; a thread that waits for a message hears of it."""
+        with contextlib.suppress(OSError):  # the peer may have closed it first
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _receive_exactly(self, length: int) -> bytes:

@@ -7,7 +7,7 @@ the next epoch, on this route or another.
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -24,6 +24,7 @@ from jaxmorph.runtime.routes import (
     Posting,
     TransferMismatchError,
 )
+from jaxmorph.schedule.costs import Link
 
 _WORD = 0xFFFFFFFF
 
@@ -41,8 +42,9 @@ class DirectRoute:
         answered: Whether the programs bring the sender its peer's word too. A paced queue needs to
             know when the peer came; elsewhere the sender has no reason to wait for it.
         links: What is emulated on the links; both ends hold their queues for as long as that takes.
-        timeout_s: How long a sender waits for a cut link to heal.
+        timeout_s: How long either end waits for a cut link to heal.
         kept: What has been sent and may not have come; None: nothing is kept.
+        given_up: Whether a link's cut need not be waited for any longer (`EmulatedLinks`).
         received: How many messages of each channel have come, in all lives of the route together.
     """
 
@@ -51,8 +53,10 @@ class DirectRoute:
     links: EmulatedLinks = field(default_factory=EmulatedLinks)
     timeout_s: float = 60.0
     kept: KeptOutputs | None = None
+    given_up: Callable[[Link], bool] = lambda link: False
     received: Counter[Channel] = field(default_factory=Counter, init=False)
     _abandoned: int = field(default=-1, init=False)
+    _began: Counter[Link] = field(default_factory=Counter, init=False)
 
     @property
     def holds_queue(self) -> bool:
@@ -70,7 +74,7 @@ class DirectRoute:
         if self.kept is not None:
             self.kept.keep(identity, value)
         deadline_s = time.monotonic() + self.timeout_s
-        begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s)
+        begun_s = self._wait_until_whole(identity, arrived_s, deadline_s)
         peer, _ = program.run((*identity.words(), *_time_words(begun_s)), value)
         moved = Moved(peer, _check(peer, identity) if self.answered else None)
         if begun_s == arrived_s and not self.links.concern(identity.transfer):
@@ -80,7 +84,8 @@ class DirectRoute:
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
         """Run the receiver's end and check what came."""
         program = self._program(identity)
-        begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s)
+        deadline_s = min(deadline_s, time.monotonic() + self.timeout_s)
+        begun_s = self._wait_until_whole(identity, arrived_s, deadline_s)
         peer, value = program.run((*identity.words(), *_time_words(begun_s)))
         moved = Moved(value, _check(peer, identity))
         if begun_s != arrived_s or self.links.concern(identity.transfer):
@@ -92,16 +97,17 @@ class DirectRoute:
         """Refuse what is left of an epoch: its ends may be out of step."""
         self._abandoned = max(self._abandoned, epoch)
 
-    def begin_epoch(self, epoch: int, programs: Mapping[Channel, LinkProgram]) -> None:
-        """Begin a new life, while the queue is empty.
+    def begin_epoch(self, link: Link, epoch: int, programs: Mapping[Channel, LinkProgram]) -> None:
+        """Begin a new life of a link, while the queue is empty.
 
         Args:
-            epoch: Its number; what is left of those before is refused.
-            programs: What moves the payloads from now on. A link whose transfers failed needs
-                programs over another tuple of devices: with the old one its ends stay closed.
+            link: Which one.
+            epoch: The life's number; what is left of those before is refused.
+            programs: What moves the link's payloads from now on. If its transfers have failed they
+                are programs over another tuple of devices: with the old one its ends stay closed.
         """
-        self.abandon(epoch - 1)
-        self.programs = programs
+        self._began[link] = epoch
+        self.programs = {**self.programs, **programs}
 
     def settle(self) -> None:
         """Nothing to wait for: what was posted is on the queue, and over when that is drained."""
@@ -116,8 +122,15 @@ class DirectRoute:
     ) -> Moved:
         """The transfer with the time until which an emulated link keeps both its ends."""
         met_s = self._met_s(moved, begun_s)
-        over_s = self.links.over_s(identity, num_bytes, met_s, deadline_s)
+        given_up = partial(self.given_up, identity.transfer.link)
+        over_s = self.links.over_s(identity, num_bytes, met_s, deadline_s, given_up)
         return replace(moved, over_s=over_s)
+
+    def _wait_until_whole(
+        self, identity: TransferIdentity, arrived_s: float, deadline_s: float
+    ) -> float:
+        given_up = partial(self.given_up, identity.transfer.link)
+        return self.links.wait_until_whole(identity, arrived_s, deadline_s, given_up)
 
     def _met_s(self, moved: Moved, begun_s: float) -> float:
         """When both ends had come: where each knows the other's time, the same number at both."""
@@ -127,10 +140,10 @@ class DirectRoute:
         return time.monotonic()
 
     def _program(self, identity: TransferIdentity) -> LinkProgram:
-        if identity.epoch <= self._abandoned:
+        ended = max(self._abandoned, self._began[identity.transfer.link] - 1)
+        if identity.epoch <= ended:
             raise AbandonedEpochError(
-                f"{identity}: this life of the route has ended, expected an epoch after "
-                f"{self._abandoned}"
+                f"{identity}: this life of the route has ended, expected an epoch after {ended}"
             )
         return self.programs[channel_of(identity.transfer)]
 

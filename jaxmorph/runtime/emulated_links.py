@@ -2,12 +2,20 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxmorph.program.instructions import Transfer
 from jaxmorph.runtime.identity import TransferIdentity
-from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator
+from jaxmorph.schedule.costs import Link
+from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator, of_route
 from jaxmorph.transport.plane import DataPlane
+
+Asked = Callable[[], bool]
+
+
+def never() -> bool:
+    """Whether to give up a transfer before its deadline, where nobody ever asks for that."""
+    return False
 
 
 class EmulatedLinks:
@@ -41,13 +49,32 @@ class EmulatedLinks:
         """
         origin_s = time.monotonic() if origin_s is None else origin_s
         with self._changed:
-            self._emulator = LinkEmulator(conditions, origin_s=origin_s)
+            self._emulator = LinkEmulator(of_route(conditions, "direct"), origin_s=origin_s)
             self._changed.notify_all()
         for plane in self._planes:
-            plane.emulate(conditions, origin_s)
+            plane.emulate(of_route(conditions, "delegated"), origin_s)
+
+    def is_cut(self, link: Link, step: int) -> bool:
+        """Whether a link delivers nothing on the direct route now, in either direction.
+
+        Args:
+            link: Which one.
+            step: The step that its messages would belong to.
+        """
+        now_s, (low, high) = time.monotonic(), link
+        return any(self._emulator.is_cut(*way, step, now_s) for way in ((low, high), (high, low)))
+
+    def look_again(self) -> None:
+        """Have all that wait for a cut link ask again whether they are to give up."""
+        with self._changed:
+            self._changed.notify_all()
 
     def wait_until_whole(
-        self, identity: TransferIdentity, arrived_s: float, deadline_s: float
+        self,
+        identity: TransferIdentity,
+        arrived_s: float,
+        deadline_s: float,
+        given_up: Asked = never,
     ) -> float:
         """Wait for as long as a transfer's link is cut.
 
@@ -55,12 +82,13 @@ class EmulatedLinks:
             identity: The transfer.
             arrived_s: When this end came to it, by the monotonic clock.
             deadline_s: When to give up, by the same clock.
+            given_up: Whether to give up now; asked anew after `look_again`.
 
         Returns:
             When it can begin: the time at which this end came, or at which the link healed.
 
         Raises:
-            TimeoutError: If the link is still cut at the deadline.
+            TimeoutError: If the link is still cut at the deadline, or when it is given up.
         """
         if not self.concern(identity.transfer):
             return arrived_s
@@ -71,15 +99,20 @@ class EmulatedLinks:
             ):
                 asked = self._emulator
                 remaining_s = min(healed_s, deadline_s) - time.monotonic()
-                if healed_s > deadline_s and remaining_s <= 0:
-                    raise _cut_error(identity, deadline_s - began_s)
+                if given_up() or (healed_s > deadline_s and remaining_s <= 0):
+                    raise _cut_error(identity, time.monotonic() - began_s)
                 self._changed.wait(min(remaining_s, threading.TIMEOUT_MAX))
                 if asked is not self._emulator:  # healed by word, not by time: as late as that
                     arrived_s = max(arrived_s, time.monotonic())
         return healed_s
 
     def over_s(
-        self, identity: TransferIdentity, num_bytes: int, met_s: float, deadline_s: float
+        self,
+        identity: TransferIdentity,
+        num_bytes: int,
+        met_s: float,
+        deadline_s: float,
+        given_up: Asked = never,
     ) -> float:
         """When a transfer whose ends have met is over; waits only where the link is cut.
 
@@ -88,6 +121,7 @@ class EmulatedLinks:
             num_bytes: Its length.
             met_s: When the later of its ends came to it, as both of them know it.
             deadline_s: When to give up on a cut link.
+            given_up: Whether to give up now; asked anew after `look_again`.
 
         Returns:
             A time not before the ends met: after the bytes have passed the emulated link.
@@ -102,7 +136,7 @@ class EmulatedLinks:
                 over_s = self._emulator.departure_s(*way, words, num_bytes, met_s)
             if over_s is not None:
                 return over_s
-            met_s = self.wait_until_whole(identity, met_s, deadline_s)
+            met_s = self.wait_until_whole(identity, met_s, deadline_s, given_up)
 
     def _healed_s(self, identity: TransferIdentity, at_s: float) -> float:
         transfer = identity.transfer

@@ -7,6 +7,7 @@ import jax
 
 from jaxmorph.program.channels import Channel, channel_of
 from jaxmorph.runtime.identity import TransferIdentity
+from jaxmorph.schedule.costs import Link
 
 Output = tuple[TransferIdentity, jax.Array]
 
@@ -39,6 +40,18 @@ class KeptOutputs:
         with self._lock:
             outputs = self._kept.setdefault(channel_of(identity.transfer), deque())
             outputs.append((identity, value))
+
+    def let_go(self, link: Link) -> None:
+        """Let go of all that was sent over a link: its receiver has taken every message of it.
+
+        Args:
+            link: Which one.
+        """
+        with self._lock:
+            channels = [channel for channel in self._kept if channel.link == link]
+            for channel in channels:
+                self._covered[channel] += len(self._kept[channel])
+                self._kept[channel].clear()
 
     def cover(self, channel: Channel, received: int) -> None:
         """Let go of what has come.

@@ -19,8 +19,10 @@ from jaxmorph.runtime.direct_probe import probe_direct
 from jaxmorph.runtime.direct_programs import direct_programs
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import Chunks, Executor, StepInputs, StepOutcome
+from jaxmorph.runtime.failover_route import FailoverRoute
 from jaxmorph.runtime.host_copies import HostCopies
-from jaxmorph.runtime.links import PayloadShape
+from jaxmorph.runtime.link_connections import LinkLines
+from jaxmorph.runtime.links import LinkProgram, PayloadShape
 from jaxmorph.runtime.online_dispatch import OnlineDispatcher
 from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer
 from jaxmorph.runtime.pacing import Pace
@@ -59,6 +61,10 @@ class StageSettings:
             c * ranks + r.
         direct: The links that may be on the direct route; None: all of them.
         delegated: The links that may be delegated; programs for both routes are compiled ahead.
+        fails_over: Whether what a direct link can't carry any more goes on delegated: then all
+            links may be delegated.
+        direct_timeout_s: How long a direct transfer may take once both its ends have come to it,
+            where that is emulated; None: as long as any.
     """
 
     layers: tuple[range, ...]
@@ -74,6 +80,15 @@ class StageSettings:
     weights: str | None = None
     direct: frozenset[Link] | None = None
     delegated: frozenset[Link] = frozenset()
+    fails_over: bool = False
+    direct_timeout_s: float | None = None
+
+    @property
+    def failing_over(self) -> frozenset[Link]:
+        """The links that go on delegated when their direct path fails."""
+        if not self.fails_over:
+            return frozenset()
+        return self.delegated if self.direct is None else self.direct & self.delegated
 
     @property
     def num_ranks(self) -> int:
@@ -112,6 +127,7 @@ class StageTrainer:
         links: What is emulated on its links; None: nothing.
         plane: What carries delegated transfers; None: no link of this rank is ever delegated. It is
             not closed with the trainer.
+        lines: To the other end of each of its links that fail over; None: none does.
     """
 
     def __init__(
@@ -121,6 +137,7 @@ class StageTrainer:
         rank: int,
         links: EmulatedLinks | None = None,
         plane: DataPlane | None = None,
+        lines: LinkLines | None = None,
     ) -> None:
         mesh = make_mesh(settings.num_ranks)
         submesh = stage_submesh(mesh, rank)
@@ -140,11 +157,12 @@ class StageTrainer:
             for channel, payload in settings.payloads(model).items()
             if rank in channel.link
         }
+        timeout_s = settings.transfer_timeout_s
         direct = DirectRoute(
             direct_programs(_direct_payloads(payloads, settings), mesh, answered=paced),
             answered=paced,
             links=links or EmulatedLinks(),
-            timeout_s=settings.transfer_timeout_s,
+            timeout_s=settings.direct_timeout_s or timeout_s,
         )
         self._rank, self._payloads = rank, payloads
         self._plane = plane
@@ -156,8 +174,15 @@ class StageTrainer:
             tier, check = AtOnceTier(choose_tier(placement)), self._queue.raise_error
             self.delegated = DelegatedRoute(plane, uses, rank, placement, tier, check)
             routes["delegated"] = self.delegated
-            timeout_s = settings.transfer_timeout_s
             self._online = OnlineDispatcher(self._queue, self.delegated, timeout_s)
+        self._failover: FailoverRoute | None = None
+        self._links, self._lines, self._step = direct.links, lines, 0
+        if lines is not None and lines.wires and self.delegated is not None:
+            programs_of = partial(_programs_of_link, payloads, mesh, paced)
+            self._failover = FailoverRoute(
+                direct, self.delegated, lines.wires, rank, timeout_s, programs_of
+            )
+            routes["direct"] = self._failover
         pace = settings.pace or Pace()
         self._copies = HostCopies(pace.host_copy_bytes_per_s)
         self.executor = Executor(
@@ -197,6 +222,7 @@ class StageTrainer:
         Returns:
             Loss and timings of this rank.
         """
+        self._step = step
         outcome = self.executor.execute(
             program, self._weights, self._accumulators, inputs, step=step
         )
@@ -241,6 +267,52 @@ class StageTrainer:
             (self._optimizer_state, self._accumulators, self._weights),
         )
 
+    def link_failures(self) -> list[dict[str, Any]]:
+        """The links of this rank whose direct path has failed since the last call.
+
+        Returns:
+            For each the `link`; `detail`: what failed; `held_up_s`: for how long that held up this
+            rank's queue; `resent`: how many messages this end sent again; `began`: whether the
+            failed transfer had begun here; `lives_left`: how often the link can still be restored.
+        """
+        return [] if self._failover is None else self._failover.failures()
+
+    def path_is_up(self, link: Link) -> bool | None:
+        """Whether the direct path of a link that has failed seems to be whole again.
+
+        The other end's host is asked beside training; nothing is waited for.
+
+        Args:
+            link: Which one.
+
+        Returns:
+            None where this rank is no end of a link that has failed.
+        """
+        if self._lines is None or self._failover is None or not self._failover.has_switched(link):
+            return None
+        self._lines.echoes.watch(link)
+        return self._lines.echoes.is_up(link) and not self._links.is_cut(link, self._step)
+
+    def can_restore(self, link: Link) -> bool:
+        """Whether a link of this rank, which has failed, can go back to its direct path."""
+        return self._failover is not None and self._failover.can_restore(link)
+
+    def restore_direct(self, link: Link) -> None:
+        """Have a link that has failed begin again on its direct path.
+
+        Both its ranks do so at the same boundary; for others it does nothing.
+
+        Args:
+            link: Which one.
+
+        Raises:
+            LinkExhaustedError: If it can't begin again.
+        """
+        if self._failover is not None and self._failover.has_switched(link):
+            self._failover.restore(link)
+            if self._lines is not None:
+                self._lines.echoes.forget(link)
+
     def events(self) -> list[dict[str, Any]]:
         """What has happened to delegated links since the last call: see `DataPlane.events`."""
         if self._plane is None or self.delegated is None:
@@ -252,7 +324,11 @@ class StageTrainer:
         return float(self.optimizer.squared_norm(self._accumulators))
 
     def update(self, scale: float) -> None:
-        """Apply the gradients, each multiplied by `scale`, and begin with zeros again."""
+        """Apply the gradients, each multiplied by `scale`, and begin with zeros again.
+
+        By then the ranks have met: nothing of the step is on its way any more.
+        """
+        self._let_go()
         self.params, self._optimizer_state, self._accumulators = self.optimizer.update(
             self.params, self._optimizer_state, self._accumulators, scale
         )
@@ -283,15 +359,22 @@ class StageTrainer:
         self._weights = self._prepare()
 
     def discard(self) -> None:
-        """Forget the gradients."""
+        """Forget the gradients, once the ranks have met."""
+        self._let_go()
         self._accumulators = self._zero_accumulators()
 
     def close(self) -> None:
-        """Stop the threads of the queue and of copies."""
+        """Stop the threads of the queue, of copies and of links."""
         self._queue.close()
+        if self._failover is not None:
+            self._failover.close()
         self._copies.close()
         if self._online is not None:
             self._online.close()
+
+    def _let_go(self) -> None:
+        if self._failover is not None:
+            self._failover.let_go()
 
     def _prepare(self) -> Chunks:
         pairs = zip(self.programs, self.params, strict=True)
@@ -383,6 +466,18 @@ def _direct_payloads(
         for channel, payload in payloads.items()
         if settings.direct is None or channel.link in settings.direct
     }
+
+
+def _programs_of_link(
+    payloads: Mapping[Channel, PayloadShape],
+    mesh: Mesh,
+    answered: bool,
+    link: Link,
+    times_closed: int,
+) -> Mapping[Channel, LinkProgram]:
+    """The direct programs of a link that has been closed so many times."""
+    own = {channel: payload for channel, payload in payloads.items() if channel.link == link}
+    return direct_programs(own, mesh, answered=answered, failures={link: times_closed})
 
 
 def _slot_uses(

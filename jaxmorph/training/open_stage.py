@@ -10,6 +10,7 @@ from jaxmorph.program.channels import Channel
 from jaxmorph.runtime.coordination import coordinator_host
 from jaxmorph.runtime.data_plane import open_data_plane
 from jaxmorph.runtime.emulated_links import EmulatedLinks
+from jaxmorph.runtime.link_connections import LinkLines, open_link_lines
 from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
@@ -50,8 +51,23 @@ def open_stage(
     with open_data_plane(rendezvous, *ends, transport) as plane:
         if plane is not None:
             links.join(plane)
-        with closing(StageTrainer(model, settings, rendezvous.rank, links, plane)) as trainer:
-            yield trainer
+        with _open_lines(config, rendezvous, settings, transport.addresses[0]) as lines:
+            trainer = StageTrainer(model, settings, rendezvous.rank, links, plane, lines)
+            with closing(trainer):
+                yield trainer
+
+
+@contextmanager
+def _open_lines(
+    config: Config, rendezvous: Rendezvous, settings: StageSettings, host: str
+) -> Iterator[LinkLines | None]:
+    """By which the ends of links that fail over agree; None where none do."""
+    if not settings.failing_over:
+        yield None
+        return
+    links, timeout_s = settings.failing_over, config.timeouts.start_s
+    with open_link_lines(rendezvous, links, host, timeout_s) as lines:
+        yield lines
 
 
 def adopt_plan(rendezvous: Rendezvous, trainer: StageTrainer, in_force: PlanInForce) -> str:

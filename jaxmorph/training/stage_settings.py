@@ -43,6 +43,8 @@ def stage_settings(
         num_chunks=config.parallelism.chunks,
         direct=direct,
         delegated=delegated,
+        fails_over=config.fails_over,
+        direct_timeout_s=config.direct_timeout_s,
         weights=config.model.weights,
     )
 

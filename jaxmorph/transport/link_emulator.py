@@ -6,9 +6,12 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Literal, TypeAlias
 
 from jaxmorph.transport.names import TAG_WORDS
 from jaxmorph.transport.spans import Spans
+
+AffectedRoute: TypeAlias = Literal["both", "direct", "delegated"]
 
 _STEP_WORD = 1
 _STANDARD_NORMAL = NormalDist()
@@ -33,6 +36,8 @@ class LinkCondition:
         from_s: When it begins, in seconds since the origin; None: at the beginning.
         to_s: When it has ended, in seconds since the origin; None: never.
         source: The sending rank of the only direction it holds for; None: both directions.
+        route: The route whose messages it holds for, or both. A cut of the direct route alone is a
+            network card that has died on an accelerator whose host still has another one.
     """
 
     between: tuple[int, int]
@@ -45,6 +50,7 @@ class LinkCondition:
     from_s: float | None = None
     to_s: float | None = None
     source: int | None = None
+    route: AffectedRoute = "both"
 
     def directions(self) -> tuple[tuple[int, int], ...]:
         """The (source, destination) pairs it holds for."""
@@ -62,6 +68,18 @@ class LinkCondition:
         return _within(step, self.from_step, self.to_step) and _within(
             elapsed_s, self.from_s, self.to_s
         )
+
+
+def of_route(
+    conditions: Iterable[LinkCondition], route: Literal["direct", "delegated"]
+) -> tuple[LinkCondition, ...]:
+    """Those that messages of a route are subject to.
+
+    Args:
+        conditions: Of any links and routes.
+        route: Which one.
+    """
+    return tuple(each for each in conditions if each.route in ("both", route))
 
 
 class DirectionConditions:

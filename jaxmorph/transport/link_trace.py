@@ -6,14 +6,18 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 from jaxmorph.errors import UserError
-from jaxmorph.transport.link_emulator import LinkCondition
+from jaxmorph.transport.link_emulator import AffectedRoute, LinkCondition
 
 TIME, STEP = "time_s", "step"
 LINKS, OLDER_LINKS = "links", "between"
 BEHAVIOUR = ("latency_ms", "bandwidth_mbps", "jitter_ms", "cut")
-_HEADER = f"{TIME} or {STEP}, {LINKS}, then some of {','.join(BEHAVIOUR)}"
+ROUTE = "route"
+_COLUMNS = (*BEHAVIOUR, ROUTE)
+_HEADER = f"{TIME} or {STEP}, {LINKS}, then some of {','.join(_COLUMNS)}"
+_ROUTES: dict[str, AffectedRoute] = {"": "both"} | {each: each for each in get_args(AffectedRoute)}
 _CUT = {"": False, "0": False, "false": False, "1": True, "true": True}
 _COMMENT = "#"
 _AROUND_SIGN = re.compile(r"\s*([->])\s*")
@@ -22,6 +26,8 @@ _LONGEST_VALUE = 60  # characters of a value quoted in an error
 Row = Mapping[str, str]
 Directions = tuple[tuple[int, int], int | None]
 """The ranks that a link joins, and the sending one where it is of one direction alone."""
+Subject = tuple[Directions, AffectedRoute]
+"""What a row is about."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +50,11 @@ def read_link_trace(path: str | Path) -> list[LinkCondition]:
     The first column says from when on a row holds: in seconds since the origin, or from which step.
     The second (`between` is another name for it) has one link or several, with spaces between
     them: `2-3` is both directions of a link, `2>3` that from rank 2 to rank 3. Then come, in any
-    order, `latency_ms`, `bandwidth_mbps`, `jitter_ms` and `cut`, those that are needed. For each of
-    its links a row holds until the next row that has this link, the last one to the end; a message
-    is subject to rows of its link and to rows of its direction. Times of one link increase. Empty
-    cells, but in the first two columns, mean no latency, no limit, no jitter and no cut. Empty
-    lines and lines that begin with `#` are passed over.
+    order, `latency_ms`, `bandwidth_mbps`, `jitter_ms`, `cut` and `route`, those that are needed.
+    For each of its links a row holds until the next row that has this link and route, the last one
+    to the end; a message is subject to rows of its link and to rows of its direction. Times of one
+    link increase. Empty cells, but in the first two columns, mean no latency, no limit, no jitter,
+    no cut and both routes. Empty lines and lines that begin with `#` are passed over.
 
     Args:
         path: The file, UTF-8.
@@ -60,11 +66,11 @@ def read_link_trace(path: str | Path) -> list[LinkCondition]:
         UserError: If the file can't be read, or a line is wrong; it names file, line, what was
             got and what was expected.
     """
-    last: dict[Directions, LinkCondition] = {}
+    last: dict[Subject, LinkCondition] = {}
     conditions: list[LinkCondition] = []
     for place, row in _rows(Path(path)):
         for link, condition in _conditions(place, row):
-            key = (condition.between, condition.source)
+            key = _subject(condition)
             if key in last:
                 _check_later(place, row, link, condition, last[key])
             last[key] = condition
@@ -73,7 +79,7 @@ def read_link_trace(path: str | Path) -> list[LinkCondition]:
 
 
 def until_next(conditions: Iterable[LinkCondition]) -> list[LinkCondition]:
-    """Conditions that each hold until the next one of the same link and direction begins.
+    """Conditions that each hold until the next one of the same link, direction and route begins.
 
     Args:
         conditions: In the order of time for each link; all begin at a time, or all at a step.
@@ -82,14 +88,18 @@ def until_next(conditions: Iterable[LinkCondition]) -> list[LinkCondition]:
         The same, each with an end; of each link the last one has none.
     """
     ended = list(conditions)
-    last: dict[Directions, int] = {}
+    last: dict[Subject, int] = {}
     for index, condition in enumerate(ended):
-        key = (condition.between, condition.source)
+        key = _subject(condition)
         if key in last:
             before = ended[last[key]]
             ended[last[key]] = replace(before, to_s=condition.from_s, to_step=condition.from_step)
         last[key] = index
     return ended
+
+
+def _subject(condition: LinkCondition) -> Subject:
+    return (condition.between, condition.source), condition.route
 
 
 def _rows(path: Path) -> Iterator[tuple[_Place, Row]]:
@@ -127,7 +137,7 @@ def _columns(place: _Place, header: Sequence[str]) -> tuple[str, ...]:
         len(header) > 2
         and header[0] in (TIME, STEP)
         and header[1] in (LINKS, OLDER_LINKS)
-        and set(header[2:]) <= set(BEHAVIOUR)
+        and set(header[2:]) <= set(_COLUMNS)
         and len(set(header)) == len(header)
     )
     if not is_known:
@@ -144,6 +154,9 @@ def _conditions(place: _Place, row: Row) -> Iterator[tuple[str, LinkCondition]]:
     cut = row.get("cut", "")
     if cut.lower() not in _CUT:
         raise place.error("cut", cut, "0, 1, false, true, or nothing")
+    route = row.get(ROUTE, "")
+    if route not in _ROUTES:
+        raise place.error(ROUTE, route, f"{', '.join(get_args(AffectedRoute))}, or nothing")
     for link in _AROUND_SIGN.sub(r"\1", row[of_links]).split() or [""]:
         between, source = _directions(place, of_links, link)
         yield (
@@ -157,6 +170,7 @@ def _conditions(place: _Place, row: Row) -> Iterator[tuple[str, LinkCondition]]:
                 from_step=_step(place, row) if when == STEP else None,
                 from_s=_time_s(place, row) if when == TIME else None,
                 source=source,
+                route=_ROUTES[route],
             ),
         )
 

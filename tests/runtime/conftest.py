@@ -1,6 +1,7 @@
 """How these tests start ranks that run the modules beside them."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ import pytest
 from jaxmorph.runtime.launcher import run_ranks
 
 HERE = Path(__file__).parent
+
+if str(HERE) not in sys.path:  # `two_ends` lies beside these tests
+    sys.path.append(str(HERE))
 
 
 @pytest.fixture(scope="module")

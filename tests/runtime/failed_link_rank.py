@@ -65,7 +65,7 @@ class End:
         """What the sender has to send again; the receiver's count says it."""
         counts = self.rendezvous.exchange({"has": self.route.received[channel_of(UP[0])]})
         rest = self.kept.take_uncovered(channel_of(UP[0]), counts[1]["has"] if not self.rank else 0)
-        self.route.begin_epoch(1, self.programs(1))
+        self.route.begin_epoch(Link(0, 1), 1, self.programs(1))
         self.rendezvous.exchange({})
         return rest
 

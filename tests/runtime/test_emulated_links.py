@@ -8,6 +8,7 @@ import pytest
 from jaxmorph.program.instructions import Transfer
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.identity import TransferIdentity
+from jaxmorph.schedule.costs import Link
 from jaxmorph.transport.link_emulator import LinkCondition
 
 CUT = LinkCondition((0, 1), cut=True)
@@ -34,9 +35,44 @@ def test_the_data_plane_is_told_the_same_conditions_with_the_same_origin():
     before_s = time.monotonic()
     links.emulate(())
     (first, second) = plane.told
-    assert first == ([CUT], 5.0)
+    assert first == ((CUT,), 5.0)
     assert second[0] == ()
     assert before_s <= second[1] <= time.monotonic()
+
+
+def test_each_route_meets_the_conditions_of_its_own():
+    links, plane = EmulatedLinks(), RecordingPlane()
+    links.join(plane)  # pyright: ignore[reportArgumentType] (only what is told matters here)
+    dead = LinkCondition((0, 1), cut=True, route="direct")
+    slow = LinkCondition((0, 1), latency_ms=30.0, route="delegated")
+    links.emulate([dead, slow])
+    ((told, _),) = plane.told
+    assert told == (slow,)
+    assert links.is_cut(Link(0, 1), 7)
+    links.emulate([slow])
+    assert not links.concern(identity().transfer)
+    assert not links.is_cut(Link(0, 1), 7)
+
+
+def test_who_waits_for_a_cut_link_may_give_it_up_before_the_deadline():
+    links, given_up, errors = EmulatedLinks(), threading.Event(), []
+    links.emulate([CUT])
+
+    def wait():
+        now_s = time.monotonic()
+        try:
+            links.wait_until_whole(identity(), now_s, now_s + LIMIT_S, given_up.is_set)
+        except TimeoutError as error:
+            errors.append(str(error))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    links.look_again()  # nobody has given it up
+    given_up.set()
+    links.look_again()
+    waiting.join(LIMIT_S / 2)
+    assert not waiting.is_alive()
+    assert "link 0-1 is cut" in errors[0]
 
 
 def test_without_conditions_a_transfer_begins_when_it_comes_and_is_over_when_its_ends_met():

@@ -57,3 +57,13 @@ def test_channels_are_counted_apart():
     outputs.keep(down, jnp.zeros(4))
     outputs.cover(CHANNEL, 2)
     assert outputs.take_uncovered(channel_of(down.transfer), 0)[0][0] == down
+
+
+def test_all_of_a_link_is_let_go_and_counts_as_taken():
+    outputs = kept(2)
+    other = TransferIdentity(0, 0, Transfer(Payload.ACTIVATION, 1, 2, 0))
+    outputs.keep(other, jnp.zeros(4))
+    outputs.let_go(CHANNEL.link)
+    assert outputs.num_bytes == 16  # the other link's
+    outputs.keep(activation(2), jnp.full(4, 2, jnp.float32))
+    assert microbatches(outputs.take_uncovered(CHANNEL, 2)) == [(2, 2)]

@@ -54,6 +54,22 @@ def test_columns_after_the_first_two_stand_in_any_order(tmp_path):
     assert found == LinkCondition((0, 1), 40.0, cut=True, from_s=2.5)
 
 
+def test_a_route_has_rows_of_its_own_beside_those_of_both(tmp_path):
+    rows = "0,2-3,1,direct\n1,2-3,,delegated\n4,2-3,,direct\n5,2-3,1,\n"
+    assert read(tmp_path, rows, header="time_s,links,cut,route\n") == [
+        LinkCondition((2, 3), cut=True, from_s=0.0, to_s=4.0, route="direct"),
+        LinkCondition((2, 3), from_s=1.0, route="delegated"),
+        LinkCondition((2, 3), from_s=4.0, route="direct"),
+        LinkCondition((2, 3), cut=True, from_s=5.0),
+    ]
+
+
+def test_a_route_that_there_is_not_is_an_error(tmp_path):
+    expected = "line 2: route: got 'wire', expected both, direct, delegated, or nothing"
+    with pytest.raises(UserError, match=expected):
+        read(tmp_path, "0,2-3,wire\n", header="time_s,links,route\n")
+
+
 ERRORS = {
     "x,2-3,,,,": "line 2: time_s: got 'x', expected a number of at least 0",
     ",2-3,,,,": "line 2: time_s: got '', expected a number of at least 0",

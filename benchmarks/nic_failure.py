@@ -1,0 +1,116 @@
+"""A network card dies in mid-step: `python -m benchmarks.nic_failure [--json FILE]`.
+
+Trains configs/pace4.yaml twice, undisturbed and with the direct path of link 1-2 cut for good after
+some seconds. The second must take every step, with the first's losses and gradient norms bit by
+bit, and lose no more time in the step of the failure than the deadline of a direct transfer and a
+tenth. Wants an otherwise idle machine.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+CONFIG = "configs/pace4.yaml"
+LINK = "1-2"
+BAR = 1.1
+Steps = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the failure cost.
+
+    Attributes:
+        steps: How many were taken, of how many.
+        differing: Those whose loss or gradient norm isn't that of the undisturbed run.
+        failed_step: The one in which the path failed, which is the longest one.
+        before_ms: The median step before it.
+        extra_s: How much longer it took.
+        over_deadline: That, as a share of the deadline of a direct transfer.
+        after_ms: The median step after it, with the link delegated at the same places.
+    """
+
+    steps: tuple[int, int]
+    differing: int
+    failed_step: int
+    before_ms: float
+    extra_s: float
+    over_deadline: float
+    after_ms: float
+
+    @property
+    def passes(self) -> bool:
+        """Whether the step of the failure is in bounds, and nothing was lost; and one failed."""
+        all_there = self.steps[0] == self.steps[1] and not self.differing
+        return all_there and 0.5 <= self.over_deadline <= BAR
+
+
+def train(folder: Path, *overrides: str) -> Steps:
+    """The lines of a run's metrics."""
+    command = [sys.executable, "-m", "jaxmorph", "train", CONFIG, f"run.dir={folder}", *overrides]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def measure(folder: Path, steps: int, at_s: float, direct_s: float) -> Result:
+    """Both runs, one after the other."""
+    trace = folder / "trace.csv"
+    trace.write_text(f"time_s,links,cut,route\n{at_s},{LINK},1,direct\n")
+    common = [f"run.steps={steps}", "failover.enabled=true", f"timeouts.direct_s={direct_s}"]
+    healthy = train(folder / "healthy", *common)
+    failing = train(folder / "failing", *common, f"emulation.trace={trace}")
+    return compare(healthy, failing, direct_s)
+
+
+def compare(healthy: Steps, failing: Steps, direct_s: float) -> Result:
+    """What the second run lost against the first."""
+    pairs = zip(healthy, failing, strict=False)
+    differing = sum(any(a[key] != b[key] for key in ("loss", "grad_norm")) for a, b in pairs)
+    took_s = [step["step_s"] for step in failing]
+    at = max(range(1, len(took_s) - 1), key=took_s.__getitem__)
+    before_s, after_s = median(took_s[1:at] or took_s[:1]), median(took_s[at + 1 :])
+    extra_s = took_s[at] - before_s
+    return Result(
+        (len(failing), len(healthy)),
+        differing,
+        at,
+        1e3 * before_s,
+        extra_s,
+        extra_s / direct_s,
+        1e3 * after_s,
+    )
+
+
+def main() -> int:
+    """Print the result; 1 if a bar is missed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--at-s", type=float, default=15.15)
+    parser.add_argument("--direct-s", type=float, default=2.0)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(Path(folder), arguments.steps, arguments.at_s, arguments.direct_s)
+    verdict = "" if result.passes else "  MISSED"
+    print(
+        f"steps {result.steps[0]} of {result.steps[1]}, {result.differing} of them differ\n"
+        f"step {result.failed_step}: {result.extra_s:.3f} s longer than {result.before_ms:.1f} ms, "
+        f"{result.over_deadline:.3f} of the deadline (<= {BAR}){verdict}\n"
+        f"afterwards {result.after_ms:.1f} ms; load before {load:.2f}"
+    )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(asdict(result) | {"load_before": load}, indent=1))
+    return 0 if result.passes else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

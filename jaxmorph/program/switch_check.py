@@ -1,0 +1,203 @@
+"""Proof by replay that a step is completed wherever the direct path of one of its links fails.
+
+Up to a transfer of the link all is as `check` has it. That one fails, leaving each end with what it
+may have; what the destination's count doesn't cover is sent again, and it and all that follows on
+the link goes through slots, while both ends keep their places in the queues' order.
+
+An order that completes while the link's transfers are rendezvous completes with one slot as well:
+of the instructions that are not done, take the first in the common order in which the rendezvous
+were. If it is a send, all that its channel carried before has been received, so a slot is free; if
+it is a receive, its send comes before it. Either way it can run. The replay is the test of that,
+and of the counts.
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from jaxmorph.program.channels import Channel, channel_of
+from jaxmorph.program.check import ProgramError
+from jaxmorph.program.instructions import Instruction, RankProgram, Receive, Send, Transfer
+from jaxmorph.schedule.costs import Link
+
+
+@dataclass
+class _Replay:
+    """Where all ranks stand, and what is under way."""
+
+    programs: Sequence[RankProgram]
+    link: Link
+    slots: int
+    positions: list[int] = field(init=False)
+    in_slots: dict[Channel, deque[Transfer]] = field(default_factory=dict)
+    sent: dict[Channel, list[Transfer]] = field(default_factory=dict)
+    taken: dict[Channel, list[Transfer]] = field(default_factory=dict)
+    has_switched: bool = False
+
+    def __post_init__(self) -> None:
+        self.positions = [0] * len(self.programs)
+
+    def head(self, rank: int) -> Instruction | None:
+        """What a rank is at."""
+        steps = self.programs[rank].instructions
+        return steps[self.positions[rank]] if self.positions[rank] < len(steps) else None
+
+    def run(self) -> None:
+        """Go on as far as that is possible without the link's next transfer, until it has switched.
+
+        However the ranks take turns they come to the same places.
+        """
+        moved = True
+        while moved:
+            moved = sum(map(self._advance, range(len(self.programs)))) > 0
+
+    def due(self) -> Transfer | None:
+        """The link's next transfer, if both its ends are at it."""
+        heads = [self.head(rank) for rank in self.link]
+        found = {each.transfer for each in heads if _is_direct(each, self.link)}
+        return found.pop() if len(found) == 1 and all(map(self._waits, self.link)) else None
+
+    def meet(self, transfer: Transfer) -> None:
+        """Do the link's next transfer, as long as its path is whole."""
+        for rank in self.link:
+            self.positions[rank] += 1
+        channel = channel_of(transfer)
+        self.sent.setdefault(channel, []).append(transfer)
+        self.taken.setdefault(channel, []).append(transfer)
+
+    def fail(self, transfer: Transfer, *, has_come: bool) -> None:
+        """Have the link's next transfer fail, and the link switch.
+
+        The source has kept the output. Whether it had done its part or not, begun or not, it goes
+        on from there when the counts are known; what matters is what the destination has.
+        """
+        channel = channel_of(transfer)
+        self.has_switched = True
+        self.sent.setdefault(channel, []).append(transfer)
+        self.positions[transfer.source] += 1
+        taken = self.taken.setdefault(channel, [])
+        if has_come:
+            taken.append(transfer)
+            self.positions[transfer.destination] += 1
+        uncovered = self.sent[channel][len(taken) :]
+        self.in_slots.setdefault(channel, deque()).extend(uncovered)
+
+    def _advance(self, rank: int) -> bool:
+        moved = False
+        while (head := self.head(rank)) is not None and self._can_run(head, rank):
+            self._do(head, rank)
+            moved = True
+        return moved
+
+    def _can_run(self, head: Instruction, rank: int) -> bool:
+        if not isinstance(head, Send | Receive):
+            return True
+        if self._meets(head):
+            return head.transfer.link != self.link and self._peer_is_there(head, rank)
+        waiting = self.in_slots.get(channel_of(head.transfer), ())
+        if isinstance(head, Receive):
+            return bool(waiting) and waiting[0] == head.transfer
+        return head.route == "delegated" or len(waiting) < self.slots
+
+    def _do(self, head: Instruction, rank: int) -> None:
+        self.positions[rank] += 1
+        if not isinstance(head, Send | Receive):
+            return
+        transfer, channel = head.transfer, channel_of(head.transfer)
+        if self._meets(head):
+            self.positions[_peer(transfer, rank)] += 1
+        elif isinstance(head, Send):
+            self.in_slots.setdefault(channel, deque()).append(transfer)
+            self.sent.setdefault(channel, []).append(transfer)
+        else:
+            self.taken.setdefault(channel, []).append(self.in_slots[channel].popleft())
+
+    def _meets(self, step: Send | Receive) -> bool:
+        """Whether a transfer is a rendezvous now."""
+        is_switched = self.has_switched and step.transfer.link == self.link
+        return step.route == "direct" and not is_switched
+
+    def _peer_is_there(self, head: Send | Receive, rank: int) -> bool:
+        other = self.head(_peer(head.transfer, rank))
+        return isinstance(other, Send | Receive) and other.transfer == head.transfer
+
+    def _waits(self, rank: int) -> bool:
+        return _is_direct(self.head(rank), self.link)
+
+
+def check_switch(programs: Sequence[RankProgram], link: Link, slots: int = 1) -> int:
+    """Replay a step for every transfer of a link that may fail, which has come or hasn't.
+
+    Args:
+        programs: One program per rank, in rank order, which `check` has passed.
+        link: The one whose direct path fails.
+        slots: How many messages of a channel may be under way once it has.
+
+    Returns:
+        How many failures were replayed; 0 where the link isn't direct.
+
+    Raises:
+        ProgramError: If after one of them the ranks wait for each other for ever, or a message is
+            lost, taken twice or out of order.
+    """
+    whole, replayed = _Replay(programs, link, slots), 0
+    while True:
+        whole.run()
+        transfer = whole.due()
+        if transfer is None:
+            _require_complete(whole, "no transfer")
+            return replayed
+        for has_come in (False, True):
+            broken = _copy(whole)
+            broken.fail(transfer, has_come=has_come)
+            broken.run()
+            which = "which had come" if has_come else "which had not come"
+            _require_complete(broken, f"{transfer}, {which},")
+            replayed += 1
+        whole.meet(transfer)
+
+
+def check_every_switch(programs: Sequence[RankProgram], slots: int = 1) -> int:
+    """The same for every link, each failing alone.
+
+    Args:
+        programs: As for `check_switch`.
+        slots: As for `check_switch`.
+    """
+    ranks = range(len(programs))
+    links = [Link(low, high) for low, high in product(ranks, ranks) if low < high]
+    return sum(check_switch(programs, link, slots) for link in links)
+
+
+def _copy(replay: _Replay) -> _Replay:
+    """The same, to go on by itself."""
+    copied = _Replay(replay.programs, replay.link, replay.slots)
+    copied.positions = list(replay.positions)
+    copied.in_slots = {channel: deque(waiting) for channel, waiting in replay.in_slots.items()}
+    copied.sent = {channel: list(sent) for channel, sent in replay.sent.items()}
+    copied.taken = {channel: list(taken) for channel, taken in replay.taken.items()}
+    return copied
+
+
+def _is_direct(step: Instruction | None, link: Link) -> bool:
+    is_transfer = isinstance(step, Send | Receive)
+    return is_transfer and step.route == "direct" and step.transfer.link == link
+
+
+def _peer(transfer: Transfer, rank: int) -> int:
+    return transfer.destination if transfer.source == rank else transfer.source
+
+
+def _require_complete(replay: _Replay, after: str) -> None:
+    """Whether all ranks are done, and every message was taken once and in order."""
+    stuck = [rank for rank in range(len(replay.programs)) if replay.head(rank) is not None]
+    if stuck:
+        waiting = ", ".join(f"rank {rank} waits at {replay.head(rank)}" for rank in stuck)
+        raise ProgramError(f"link {replay.link} failed at {after} and nothing goes on: {waiting}")
+    for channel, sent in replay.sent.items():
+        taken = replay.taken.get(channel, [])
+        if taken != sent:
+            lost = Counter(sent) - Counter(taken)
+            what = f"lost {', '.join(map(str, lost))}" if lost else "took messages out of order"
+            raise ProgramError(f"link {replay.link} failed at {after} and {channel} {what}")

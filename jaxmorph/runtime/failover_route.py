@@ -1,0 +1,247 @@
+"""The direct route of links whose path may fail: what it can't carry goes on delegated at once.
+
+It stands on the queue like the direct route, whatever carries its messages: where a link has
+switched, a receive waits on the queue for what the data plane brings, and a send waits for no more
+than a slot. So the order of the rank's program stays as it was checked.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import jax
+
+from jaxmorph.program.channels import Channel
+from jaxmorph.runtime.delegated import DelegatedRoute
+from jaxmorph.runtime.direct import DirectRoute
+from jaxmorph.runtime.direct_programs import LIVES
+from jaxmorph.runtime.identity import TransferIdentity
+from jaxmorph.runtime.kept_outputs import KeptOutputs
+from jaxmorph.runtime.link_messages import Counts, Wire
+from jaxmorph.runtime.link_switch import LinkEnd
+from jaxmorph.runtime.links import LinkProgram
+from jaxmorph.runtime.next_life import NextLife
+from jaxmorph.runtime.routes import AbandonedEpochError, Moved, Posting
+from jaxmorph.schedule.costs import Link
+
+Programs = Mapping[Channel, LinkProgram]
+
+
+class FailoverRoute:
+    """Direct, link by link, until a link's path fails; see `link_switch` for how its ends agree.
+
+    An error of a collective and an emulated cut that outlasts its deadline are failures of a path.
+    A message that isn't the expected one, a peer that doesn't come and one that is gone are not:
+    they are raised.
+
+    Args:
+        direct: What carries messages while a link's path is whole; it keeps what it sends.
+        delegated: What carries them afterwards.
+        wires: To the other end of each link that may be direct.
+        rank: This rank.
+        timeout_s: How long to wait for the peer.
+        programs_of: Compiles the programs of a link that has been closed so many times.
+
+    Attributes:
+        kept: What was sent directly and may not have come.
+    """
+
+    def __init__(
+        self,
+        direct: DirectRoute,
+        delegated: DelegatedRoute,
+        wires: Mapping[Link, Wire],
+        rank: int,
+        timeout_s: float,
+        programs_of: Callable[[Link, int], Programs],
+    ) -> None:
+        self._direct, self._delegated = direct, delegated
+        self.kept = direct.kept = KeptOutputs()
+        self._timeout_s = timeout_s
+        self._abandoned = -1
+        self._channels = {
+            link: [channel for channel in direct.programs if channel.link == link] for link in wires
+        }
+        self._rank = rank
+        self._ends = {link: self._make_end(link, wire) for link, wire in wires.items()}
+        self._next = {link: NextLife(partial(programs_of, link)) for link in wires}
+        direct.given_up = lambda link: self._ends[link].is_given_up
+
+    @property
+    def holds_queue(self) -> bool:
+        """True: receives wait on the queue, whatever carries their messages."""
+        return True
+
+    def reserve(self, identity: TransferIdentity, deadline_s: float) -> Iterator[Posting]:
+        """The whole message: where it needs room it waits for that on the queue."""
+        del deadline_s
+        yield partial(self.post, identity)
+
+    def post(self, identity: TransferIdentity, value: jax.Array, arrived_s: float) -> Moved:
+        """Send, and wait until the message has left; on whichever route it does.
+
+        Raises:
+            TimeoutError: If the peer doesn't come.
+            PeerGoneError: If it is gone.
+            LinkSwitchError: If the ends of a link that failed disagree.
+        """
+        end = self._end(identity)
+        jax.block_until_ready(value)  # an error of the op that made it is none of the link's
+        if not end.meet(str(identity)):
+            return self._post_delegated(end, identity, value, arrived_s)
+        self.kept.let_go(end.link)  # the peer is here: it has all that was before
+        try:
+            moved = self._direct.post(_in_epoch(identity, end.epoch), value, arrived_s)
+            jax.block_until_ready(moved.value)
+        except _FAILURES as error:
+            self._give_up(end, error)
+            end.await_switch(str(identity))  # by then it has been sent again, if it needs to be
+            return Moved(value, over_s=time.monotonic())
+        end.leave()
+        return moved
+
+    def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
+        """Receive the expected message, on whichever route it comes; errors are as of `post`."""
+        end = self._end(identity)
+        if end.meet(str(identity)):
+            try:
+                wire_identity = _in_epoch(identity, end.epoch)
+                moved = self._direct.take(wire_identity, arrived_s, deadline_s)
+            except _FAILURES as error:
+                self._give_up(end, error)
+            else:
+                end.leave()
+                return moved
+        epoch = end.await_switch(str(identity))
+        deadline_s = max(deadline_s, time.monotonic() + self._timeout_s)
+        return self._delegated.take(_in_epoch(identity, epoch), arrived_s, deadline_s)
+
+    def abandon(self, epoch: int) -> None:
+        """Refuse what is left of an epoch of the run's: its ends may be out of step."""
+        self._abandoned = max(self._abandoned, epoch)
+        self._direct.abandon(epoch)
+
+    def settle(self) -> None:
+        """Raise what went wrong in a switch of which nobody waits for the end."""
+        for end in self._ends.values():
+            end.raise_error()
+
+    def let_go(self) -> None:
+        """Keep nothing that was sent: all ranks have met, so everything has been taken."""
+        for link in self._ends:
+            self.kept.let_go(link)
+
+    def failures(self) -> list[dict[str, Any]]:
+        """What has failed since the last call: see `LinkFailure.to_message`."""
+        found = []
+        for link, end in self._ends.items():
+            for failure in end.take_failures():
+                self._next[link].prepare(end.times_closed)  # no step waits for it
+                found.append(failure.to_message(LIVES - end.times_closed))
+        return found
+
+    def has_switched(self, link: Link) -> bool:
+        """Whether this rank is an end of a link that has left its direct path."""
+        return link in self._ends and self._ends[link].has_switched
+
+    def can_restore(self, link: Link) -> bool:
+        """Whether a link that has switched can begin again on the direct route."""
+        return self.has_switched(link) and self._ends[link].times_closed < LIVES
+
+    def restore(self, link: Link) -> None:
+        """Begin a link's next direct life, at the same boundary at both its ends.
+
+        Args:
+            link: One that `can_restore`.
+
+        Raises:
+            LinkExhaustedError: If it can't.
+        """
+        end = self._ends[link]
+        programs = self._next[link].programs(end.times_closed)
+        self._direct.begin_epoch(link, end.epoch + 2, programs)
+        end.begin_again()
+
+    def close(self) -> None:
+        """Have the other ends hear that this rank is gone."""
+        for end in self._ends.values():
+            end.close()
+
+    def _make_end(self, link: Link, wire: Wire) -> LinkEnd:
+        return LinkEnd(
+            link,
+            self._rank,
+            wire,
+            received=partial(self._received, link),
+            resend=partial(self._resend, link),
+            on_told=self._direct.links.look_again,
+            timeout_s=self._timeout_s,
+        )
+
+    def _end(self, identity: TransferIdentity) -> LinkEnd:
+        if identity.epoch <= self._abandoned:
+            raise AbandonedEpochError(
+                f"{identity}: this life of the route has ended, expected an epoch after "
+                f"{self._abandoned}"
+            )
+        return self._ends[identity.transfer.link]
+
+    def _give_up(self, end: LinkEnd, error: Exception) -> None:
+        is_closed = _is_of_backend(error)
+        if not is_closed and not isinstance(error, TimeoutError):
+            raise error
+        end.leave(_in_short(error), is_closed=is_closed)
+
+    def _post_delegated(
+        self, end: LinkEnd, identity: TransferIdentity, value: jax.Array, arrived_s: float
+    ) -> Moved:
+        identity = _in_epoch(identity, end.await_switch(str(identity)))
+        has_room = self._delegated.has_room(identity)
+        moved = self._send(identity, value, arrived_s)
+        return moved if has_room else replace(moved, over_s=time.monotonic())
+
+    def _send(self, identity: TransferIdentity, value: jax.Array, arrived_s: float) -> Moved:
+        """Copy a message into a slot, or several parts of it one after another."""
+        postings = self._delegated.reserve(identity, time.monotonic() + self._timeout_s)
+        *_, last = [posting(value, arrived_s) for posting in postings]
+        return last
+
+    def _received(self, link: Link) -> Counts:
+        return {
+            channel: self._direct.received[channel]
+            for channel in self._channels[link]
+            if channel.destination == self._rank
+        }
+
+    def _resend(self, link: Link, counts: Counts) -> int:
+        """Send what the peer hasn't taken once more, in order, as of the epoch that follows."""
+        outgoing = [each for each in self._channels[link] if each.source == self._rank]
+        rest = [self.kept.take_uncovered(channel, counts[channel]) for channel in outgoing]
+        for identity, value in chain.from_iterable(rest):
+            self._send(_in_epoch(identity, 1), value, time.monotonic())
+        return sum(map(len, rest))
+
+
+_FAILURES = (TimeoutError, jax.errors.JaxRuntimeError, ValueError)
+_STATUS = re.compile("[A-Z_]+: ")
+_LONGEST_REASON = 200
+
+
+def _in_epoch(identity: TransferIdentity, epoch: int) -> TransferIdentity:
+    """A transfer of the run's epoch as one of a later life of its link."""
+    return identity._replace(epoch=identity.epoch + epoch)
+
+
+def _is_of_backend(error: Exception) -> bool:
+    """Whether a collective has failed: while it is dispatched JAX raises that as a ValueError."""
+    if isinstance(error, ValueError):
+        return _STATUS.match(str(error)) is not None
+    return isinstance(error, jax.errors.JaxRuntimeError)
+
+
+def _in_short(error: Exception) -> str:
+    return " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__

@@ -1,0 +1,269 @@
+"""How the two ends of a link leave a direct path that has failed, and agree on what has come.
+
+Before each direct transfer both ends say that they are there, over a connection of their own. So a
+transfer's deadline begins when both have come, and a peer that is late isn't taken for a path that
+is dead; and who hears that its peer has come knows that all before has been taken.
+
+An end whose transfer fails gives the path up, and so does one that hears so, as soon as it is in
+none of the link's transfers: it completes no more of this life, and tells its *state*, how many
+messages of each channel it has taken. Who has given the path up itself and has its peer's state has
+switched: it sends again what the peer's counts don't cover, and all that follows, delegated. No
+third message is needed. An end never goes back from what it has told, so its counts are final and
+each end knows with the second message all that the other will ever know of the old life. That the
+other has got it, too, could only say when that begins to send, and a slot keeps what is early.
+
+The queue's thread comes to transfers and leaves them; a thread for each link hears its peer, and
+switches when the queue is elsewhere, maybe waiting for a rank that waits for what is to be resent.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+from jaxmorph.runtime.connection import ConnectionLostError
+from jaxmorph.runtime.link_failure import LinkFailure
+from jaxmorph.runtime.link_messages import Counts, EndState, IsHere, Wire, read_message
+from jaxmorph.schedule.costs import Link
+from jaxmorph.transport.errors import PeerGoneError
+
+_CLOSING_S = 1.0
+
+
+class LinkSwitchError(RuntimeError):
+    """The ends of a link that failed could not agree: what they say of its messages can't be."""
+
+
+class LinkEnd:
+    """One end of a link that may leave its direct path; see the module.
+
+    Epochs are the lives of the link: even ones are direct, and each is followed by a delegated one.
+
+    Args:
+        link: Which one.
+        rank: Which of its ranks this is.
+        wire: To the other.
+        received: Says how many messages of each of the link's channels have been taken here.
+        resend: Sends what the peer's counts don't cover, under the epoch that follows; says how
+            many messages that was.
+        on_told: Called when the peer has given the path up.
+        timeout_s: How long to wait for the peer, in a transfer or in a switch.
+
+    Attributes:
+        epoch: That of the direct life that it is in, or was in last.
+        times_closed: How often the link's devices have been made useless as they were.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        rank: int,
+        wire: Wire,
+        received: Callable[[], Counts],
+        resend: Callable[[Counts], int],
+        on_told: Callable[[], None],
+        timeout_s: float,
+    ) -> None:
+        self.link, self.peer = link, sum(link) - rank
+        self.epoch, self.times_closed = 0, 0
+        self._wire, self._received, self._resend = wire, received, resend
+        self._on_told, self._timeout_s = on_told, timeout_s
+        self._changed = threading.Condition()
+        self._here, self._peer_here = 0, IsHere(0, 0)
+        self._came_s: float | None = None
+        self._is_inside = False
+        self._state: EndState | None = None
+        self._peer_states: dict[int, EndState] = {}
+        self._switching = self._has_switched = False
+        self._failures: list[LinkFailure] = []
+        self._lost: str | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._listen, name=f"link {link}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the peer has given this life's path up: nothing will come of its transfers."""
+        return self.epoch + 1 in self._peer_states
+
+    @property
+    def has_switched(self) -> bool:
+        """Whether the link's transfers are delegated now."""
+        return self._has_switched
+
+    def meet(self, what: str) -> bool:
+        """Come to the link's next transfer, and wait until the peer has.
+
+        Args:
+            what: Its name, for errors.
+
+        Returns:
+            Whether it can begin on the direct path; then `leave` is to follow.
+
+        Raises:
+            TimeoutError: If the peer doesn't come.
+            PeerGoneError: If it is gone.
+            LinkSwitchError: If an earlier switch went wrong.
+        """
+        with self._changed:
+            if self._state is None:
+                self._came_s = time.monotonic()
+                self._here += 1
+                self._tell(IsHere(self.epoch, self._here).to_bytes())
+                self._changed.wait_for(self._may_go_on, self._timeout_s)
+            self.raise_error()
+            if self._state is not None:
+                return False
+            if not self._has_met:
+                self._raise_lost()
+                raise TimeoutError(
+                    f"{what}: rank {self.peer} did not come to it within {self._timeout_s:g} s"
+                )
+            self._is_inside = True
+            return True
+
+    def leave(self, failure: str = "", *, is_closed: bool = False) -> None:
+        """Leave the transfer that both have come to.
+
+        Args:
+            failure: What went wrong: then the path is given up.
+            is_closed: Whether the link's devices can't begin again as they are.
+        """
+        with self._changed:
+            self._is_inside = False
+            if not failure:
+                self._came_s = None
+            if failure or self.is_given_up:
+                self._give_up(failure, is_closed)
+        self._switch_if_due()
+
+    def await_switch(self, what: str) -> int:
+        """Wait until the link's transfers go on delegated.
+
+        Args:
+            what: The transfer that waits, for errors.
+
+        Returns:
+            The epoch that they belong to.
+
+        Raises:
+            TimeoutError: If the peer says nothing of the failure.
+            PeerGoneError: If it is gone.
+            LinkSwitchError: If the ends disagree.
+        """
+        with self._changed:
+            self._changed.wait_for(self._is_over, self._timeout_s)
+            self.raise_error()
+            if not self._has_switched:
+                self._raise_lost()
+                raise TimeoutError(
+                    f"{what}: the direct path failed, and rank {self.peer} did not say within "
+                    f"{self._timeout_s:g} s what it has"
+                )
+            self._came_s = None
+            return self.epoch + 1
+
+    def begin_again(self) -> None:
+        """Begin a new direct life, at the same boundary as the peer, after a switch."""
+        with self._changed:
+            self.epoch += 2
+            self._here, self._state = 0, None
+            self._switching = self._has_switched = False
+
+    def take_failures(self) -> list[LinkFailure]:
+        """The switches since the last call."""
+        with self._changed:
+            failures, self._failures = self._failures, []
+            return failures
+
+    def raise_error(self) -> None:
+        """Raise what went wrong with a switch, if anything did."""
+        if self._error is not None:
+            raise LinkSwitchError(f"link {self.link}: {self._error}") from self._error
+
+    def close(self) -> None:
+        """End; the peer hears that this end is gone."""
+        self._wire.close()
+        self._thread.join(_CLOSING_S)
+
+    @property
+    def _has_met(self) -> bool:
+        return self._peer_here >= (self.epoch, self._here)
+
+    def _may_go_on(self) -> bool:
+        return self._has_met or self._state is not None or self._lost is not None or self._failed
+
+    def _is_over(self) -> bool:
+        return self._has_switched or self._lost is not None or self._failed
+
+    @property
+    def _failed(self) -> bool:
+        return self._error is not None
+
+    def _raise_lost(self) -> None:
+        if self._lost is not None:
+            raise PeerGoneError(f"rank {self.peer} is gone: {self._lost}")
+
+    def _tell(self, message: bytes) -> None:
+        try:
+            self._wire.send(message)
+        except (ConnectionLostError, OSError) as error:
+            self._lost = str(error)
+
+    def _give_up(self, reason: str, is_closed: bool) -> None:
+        """Complete no more of this life, and say so; the lock is held."""
+        self._state = EndState(self.epoch + 1, self._received(), is_closed, reason)
+        self._tell(self._state.to_bytes())
+        self._changed.notify_all()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._hear(self._wire.receive())
+        except (ConnectionLostError, OSError) as error:
+            with self._changed:
+                self._lost = str(error)
+                self._changed.notify_all()
+        except Exception as error:  # what the peer says makes no sense
+            self._fail(error)
+
+    def _hear(self, message: bytes) -> None:
+        told = read_message(message)
+        if isinstance(told, IsHere):
+            with self._changed:
+                self._peer_here = told
+                self._changed.notify_all()
+            return
+        with self._changed:
+            self._peer_states[told.epoch] = told
+            if self.is_given_up and self._state is None and not self._is_inside:
+                self._give_up("", is_closed=False)
+        self._on_told()  # the queue may be waiting for an emulated link, in vain
+        self._switch_if_due()
+
+    def _switch_if_due(self) -> None:
+        """Switch once both ends have given the path up; on the thread that finds it so."""
+        with self._changed:
+            own, other = self._state, self._peer_states.get(self.epoch + 1)
+            if own is None or other is None or self._switching:
+                return
+            self._switching = True
+        try:
+            resent = self._resend(other.received)
+        except Exception as error:  # raised where the switch is waited for
+            self._fail(error)
+            return
+        with self._changed:
+            self._failures.append(self._failure(own, other, resent))
+            self.times_closed += own.is_closed or other.is_closed
+            self._has_switched = True
+            self._changed.notify_all()
+
+    def _failure(self, own: EndState, other: EndState, resent: int) -> LinkFailure:
+        told = f"rank {self.peer} tells: {other.reason}"
+        held_up_s = 0.0 if self._came_s is None else time.monotonic() - self._came_s
+        return LinkFailure(self.link, own.reason or told, held_up_s, resent, own.is_closed)
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()

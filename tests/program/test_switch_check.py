@@ -1,0 +1,91 @@
+"""A step must be completed wherever the direct path of one of its links fails."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmorph.program.check import ProgramError
+from jaxmorph.program.instructions import RankProgram, Receive, Send, Transfer
+from jaxmorph.program.lowering import lower
+from jaxmorph.program.switch_check import check_every_switch, check_switch
+from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
+from jaxmorph.schedule.costs import Limits, Link, StageCosts, chain_links
+from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
+from jaxmorph.schedule.simulator import simulate
+
+
+def lowered(name, stages, microbatches, routes=None, num_tied=0, slow_ms=0.0):
+    costs = StageCosts.uniform(stages, 10, 10, 10)
+    links = chain_links([slow_ms, *[0.0] * (stages - 2)])
+    schedule = (
+        interleaved(stages, microbatches, 2)
+        if name == "interleaved"
+        else plan(costs, links, Limits(), microbatches, name).schedule
+    )
+    return lower(schedule, simulate(schedule, costs, links), routes, num_tied=num_tied)
+
+
+def direct_transfers(programs, link):
+    sends = (
+        step for program in programs for step in program.instructions if isinstance(step, Send)
+    )
+    return [step for step in sends if step.route == "direct" and step.transfer.link == link]
+
+
+@given(
+    name=st.sampled_from([*FIXED_SCHEDULES, *PLANNED_SCHEDULES, "interleaved"]),
+    stages=st.integers(2, 4),
+    rounds=st.integers(1, 3),
+    num_tied=st.integers(0, 2),
+    slow_ms=st.sampled_from([0.0, 25.0]),
+    delegated=st.sets(st.integers(0, 2)),
+)
+def test_every_schedule_is_completed_wherever_a_link_fails(
+    name, stages, rounds, num_tied, slow_ms, delegated
+):
+    routes = {Link(low, low + 1): "delegated" for low in delegated if low + 1 < stages}
+    programs = lowered(name, stages, rounds * stages, routes, num_tied, slow_ms)
+    replayed = check_every_switch(programs)
+    links = {step.transfer.link for p in programs for step in p.instructions if is_direct(step)}
+    assert replayed == 2 * sum(len(direct_transfers(programs, link)) for link in links)
+
+
+def is_direct(step):
+    return isinstance(step, Send | Receive) and step.route == "direct"
+
+
+def test_a_delegated_link_has_no_direct_path_to_fail():
+    programs = lowered("zb-h1", 2, 4, {Link(0, 1): "delegated"})
+    assert check_switch(programs, Link(0, 1)) == 0
+
+
+def test_without_a_slot_nothing_goes_on():
+    programs = lowered("1f1b", 2, 2)
+    with pytest.raises(ProgramError, match=r"link 0-1 failed at .* waits at send"):
+        check_switch(programs, Link(0, 1), slots=0)
+
+
+def test_a_message_that_nobody_takes_is_found():
+    programs = lowered("1f1b", 2, 2)
+    lost = Transfer.parse("gradient[1] 1>0")
+    first = replace(
+        programs[0],
+        instructions=tuple(
+            step
+            for step in programs[0].instructions
+            if not (isinstance(step, Receive) and step.transfer == lost)
+        ),
+    )
+    with pytest.raises(ProgramError, match=r"lost gradient\[1\] 1>0|rank 1 waits at send"):
+        check_switch((first, programs[1]), Link(0, 1))
+
+
+def test_messages_that_are_taken_in_another_order_are_found():
+    """As direct transfers they are refused at once; in slots they stand in each other's way."""
+    one, two, three = (Transfer.parse(f"activation[{number}] 0>1") for number in range(3))
+    first = RankProgram(0, 2, 3, (Send(one), Send(two), Send(three)))
+    second = RankProgram(1, 2, 3, (Receive(one), Receive(three), Receive(two)))
+    with pytest.raises(ProgramError, match="nothing goes on: rank 1 waits at receive"):
+        check_switch((first, second), Link(0, 1), slots=2)

@@ -1,0 +1,181 @@
+"""One of three ranks whose link 0-1 fails in the middle of steps: tells what each step gave."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from contextlib import closing, contextmanager
+
+import jax
+import numpy as np
+from compiled_once import compile_alike_once
+
+from jaxmorph.program.check import check
+from jaxmorph.program.lowering import lower
+from jaxmorph.program.switch_check import check_every_switch
+from jaxmorph.runtime.data_plane import open_data_plane
+from jaxmorph.runtime.emulated_links import EmulatedLinks, never
+from jaxmorph.runtime.executor import StepInputs
+from jaxmorph.runtime.join import join_as_told
+from jaxmorph.runtime.link_connections import open_link_lines
+from jaxmorph.runtime.optimizer import OptimizerSettings
+from jaxmorph.runtime.pacing import Pace
+from jaxmorph.runtime.payloads import channel_specs
+from jaxmorph.runtime.rank_process import run_rank
+from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
+from jaxmorph.schedule.costs import Limits, Link, StageCosts
+from jaxmorph.schedule.ops import OpKind
+from jaxmorph.schedule.planner import plan
+from jaxmorph.schedule.simulator import simulate
+from jaxmorph.stage.model import cut_layers
+from jaxmorph.transport.link_emulator import LinkCondition
+from models.gpt2 import build
+
+COLLECTIVE_S, CUT_S, STOPPED_S = 2, 0.5, 5
+MICROBATCHES, MICROBATCH_SIZE, SEQUENCE, VOCABULARY = 4, 2, 12, 61
+LIMIT_S = 30.0
+LINK = Link(0, 1)
+CUT = LinkCondition((0, 1), cut=True, route="direct")
+
+
+class TroubledLinks(EmulatedLinks):
+    """Links with which something happens right before a transfer begins at this end.
+
+    Both ends have come to it by then.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.before = {}
+
+    def wait_until_whole(self, identity, arrived_s, deadline_s, given_up=never):
+        self.before.pop((identity.step, str(identity.transfer)), lambda: None)()
+        return super().wait_until_whole(identity, arrived_s, deadline_s, given_up)
+
+
+class Rank:
+    """This rank's stage, and what becomes of it."""
+
+    def __init__(self, rendezvous, link, trainer, links, program, queue):
+        self.rendezvous, self.link, self.queue = rendezvous, link, queue
+        self.trainer, self.links, self.program = trainer, links, program
+        self.rank, self.step = rendezvous.rank, 0
+        rng = np.random.default_rng(7)
+        shape = (MICROBATCHES, MICROBATCH_SIZE, SEQUENCE)
+        tokens, targets = (rng.integers(0, VOCABULARY, shape, np.int32) for _ in range(2))
+        self.inputs = StepInputs(tokens, targets, 1 / tokens.size)
+
+    def run(self, name):
+        """Run a step on the same parameters and data as all others."""
+        outcome = self.trainer.run(self.program, self.inputs, self.step)
+        self.rendezvous.exchange({})
+        digest = hashlib.sha256(np.float64(outcome.loss).tobytes())
+        for leaf in jax.tree.leaves(self.trainer.gradients):
+            digest.update(np.asarray(leaf).tobytes())
+        self.trainer.discard()
+        self.link.send(
+            {
+                "kind": "ran",
+                "rank": self.rank,
+                "queue": self.queue,
+                "step": name,
+                "digest": digest.hexdigest(),
+                "failures": self.trainer.link_failures(),
+                "on_direct": self.trainer.path_is_up(LINK) is None,
+            }
+        )
+        self.step += 1
+
+    def before(self, transfer, action, ranks):
+        if self.rank in ranks:
+            self.links.before[self.step, transfer] = action
+
+    def restore(self):
+        """As a run does: when both ends say that the path is whole, at a boundary."""
+        until_s = time.monotonic() + LIMIT_S
+        while False in [told["up"] for told in self.rendezvous.exchange(self.is_up())]:
+            assert time.monotonic() < until_s, "the path never came up again"
+        self.trainer.restore_direct(LINK)
+
+    def is_up(self):
+        return {"up": self.trainer.path_is_up(LINK)}
+
+
+def stop_for_a_while():
+    """Be stopped, as by SIGSTOP from outside, until long after the collective's deadline."""
+    subprocess.Popen(["sh", "-c", f"sleep {STOPPED_S}; kill -CONT {os.getpid()}"])
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # here, before the next line
+
+
+@contextmanager
+def opened(rendezvous, link, queue):
+    model = build(
+        preset="tiny",
+        sequence_length=SEQUENCE,
+        vocab_size=VOCABULARY,
+        width=16,
+        num_layers=3,
+        num_heads=2,
+        tied=True,
+    )
+    links = frozenset({Link(0, 1), Link(1, 2), Link(0, 2)})
+    settings = StageSettings(
+        layers=cut_layers(model.num_layers, rendezvous.num_ranks),
+        microbatch_size=MICROBATCH_SIZE,
+        sequence_length=SEQUENCE,
+        seed=3,
+        kinds=frozenset({OpKind.F, OpKind.B, OpKind.W}),
+        optimizer=OptimizerSettings(learning_rate=1e-2, warmup_steps=0, total_steps=10),
+        pace=Pace.of_stage(4, 4, 4) if queue == "paced" else None,
+        transfer_timeout_s=LIMIT_S,
+        delegated=links,
+        fails_over=True,
+        direct_timeout_s=CUT_S,
+    )
+    ends = channel_specs(settings.payloads(model), links, rendezvous.rank)
+    costs = StageCosts.uniform(3, 4, 4, 4)
+    schedule = plan(costs, {}, Limits(), MICROBATCHES, "zb-h1").schedule
+    programs = lower(schedule, simulate(schedule, costs, {}), num_tied=len(model.tied))
+    check(programs)
+    check_every_switch(programs)
+    own, troubled = programs[rendezvous.rank], TroubledLinks()
+    with (
+        open_data_plane(rendezvous, *ends) as plane,
+        open_link_lines(rendezvous, links, "127.0.0.1", LIMIT_S) as lines,
+        closing(StageTrainer(model, settings, rendezvous.rank, troubled, plane, lines)) as trainer,
+    ):
+        yield Rank(rendezvous, link, trainer, troubled, own, queue)
+
+
+def cut_in_mid_step(rank):
+    rank.run("undisturbed")
+    rank.before("activation[2] 0>1", lambda: rank.links.emulate([CUT]), ranks=LINK)
+    rank.run("cut")
+    rank.run("delegated")
+    rank.links.emulate(())
+    rank.restore()
+    rank.run("restored")
+
+
+def stopped_in_mid_transfer(rank):
+    rank.before("gradient[1] 1>0", stop_for_a_while, ranks=[1])
+    rank.run("stopped")
+    rank.run("delegated after")
+    rank.restore()
+    rank.run("restored after")
+
+
+def main(arguments, link, rest):
+    rendezvous = join_as_told(arguments, start_timeout_s=60, step_timeout_s=COLLECTIVE_S)
+    compile_alike_once()
+    with opened(rendezvous, link, "unpaced") as rank:
+        cut_in_mid_step(rank)
+    with opened(rendezvous, link, "paced") as rank:
+        cut_in_mid_step(rank)
+        stopped_in_mid_transfer(rank)
+
+
+if __name__ == "__main__":
+    run_rank(main)

@@ -1,0 +1,64 @@
+"""Three ranks, and the direct path between two of them fails in mid-step: the step doesn't know.
+
+Once it is cut by emulation, on either queue; once a rank is stopped in a transfer until
+long after the collective's deadline, so that Gloo itself fails.
+"""
+
+import pytest
+
+CUT = [("unpaced", "cut"), ("paced", "cut")]
+STOPPED = [("paced", "stopped")]
+UNDISTURBED = "undisturbed"
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module")
+def told(told_by_ranks):
+    return told_by_ranks("failover_rank", 3)
+
+
+def of_step(told, queue, step):
+    found = [each for each in told if (each["queue"], each["step"]) == (queue, step)]
+    assert len(found) == 3
+    return sorted(found, key=lambda each: each["rank"])
+
+
+def test_loss_and_every_gradient_are_those_of_the_undisturbed_step_bit_by_bit(told):
+    for each in told:
+        undisturbed = of_step(told, each["queue"], UNDISTURBED)[each["rank"]]
+        assert each["digest"] == undisturbed["digest"], (each["queue"], each["step"])
+
+
+@pytest.mark.parametrize(("queue", "step"), [*CUT, *STOPPED])
+def test_both_ends_tell_the_failure_once_and_no_other_link_fails(told, queue, step):
+    one, other, bystander = of_step(told, queue, step)
+    for end in (one, other):
+        assert [failure["link"] for failure in end["failures"]] == ["0-1"]
+        assert not end["on_direct"]
+    assert bystander["failures"] == []
+    for each in told:
+        if (each["queue"], each["step"]) not in [*CUT, *STOPPED]:
+            assert each["failures"] == []
+
+
+@pytest.mark.parametrize(("queue", "step"), CUT)
+def test_a_cut_leaves_the_devices_as_they_were(told, queue, step):
+    for end in of_step(told, queue, step)[:2]:
+        (failure,) = end["failures"]
+        assert not failure["began"]
+        assert failure["lives_left"] == 2
+
+
+def test_a_collective_that_failed_takes_one_of_the_links_lives(told):
+    running, stopped, _ = of_step(told, "paced", "stopped")
+    assert running["failures"][0]["began"]
+    assert running["failures"][0]["lives_left"] == stopped["failures"][0]["lives_left"] == 1
+
+
+@pytest.mark.parametrize(
+    ("queue", "step"),
+    [("unpaced", "restored"), ("paced", "restored"), ("paced", "restored after")],
+)
+def test_a_link_that_is_restored_stays_on_its_direct_path(told, queue, step):
+    assert all(each["on_direct"] for each in of_step(told, queue, step))

@@ -1,0 +1,227 @@
+"""A link whose direct path fails, wherever that happens: what goes on delegated, and what doesn't.
+
+Both ends are threads here; collectives fail as they are told, the data plane is the one in memory.
+"""
+
+import threading
+
+import numpy as np
+import pytest
+from two_ends import (
+    LIMIT_S,
+    LINK,
+    TIED,
+    Collectives,
+    RankThread,
+    TwoEnds,
+    down,
+    payload_of,
+    up,
+)
+
+from jaxmorph.runtime.direct_programs import LIVES
+from jaxmorph.runtime.identity import TransferIdentity
+from jaxmorph.runtime.routes import AbandonedEpochError, TransferMismatchError
+from jaxmorph.transport.errors import PeerGoneError
+from jaxmorph.transport.link_emulator import LinkCondition
+
+ORDER = [up(0), up(1), down(0), up(2), down(1), TIED, down(2)]
+CUT = LinkCondition((0, 1), cut=True, route="direct")
+LONG_S = 10 * LIMIT_S
+
+
+@pytest.fixture
+def make_ends():
+    made = []
+
+    def make(*collectives, **settings):
+        made.append(TwoEnds(*collectives, **settings))
+        return made[-1]
+
+    yield make
+    for ends in made:
+        ends.close()
+
+
+def move(ends, transfers=ORDER, step=0):
+    """Move them all; each rank must take what is for it once, in order and bit by bit."""
+    ranks = [RankThread(ends, rank, transfers, step) for rank in range(2)]
+    for rank, taken in zip(ranks, finish(ranks), strict=True):
+        expected = [each for each in transfers if each.destination == rank.rank]
+        assert [transfer for transfer, _ in taken] == expected
+        for transfer, value in taken:
+            assert np.array_equal(value, payload_of(transfer, step))
+
+
+def finish(ranks):
+    """What each has taken; an error of one is told rather than that the other waits for it."""
+    for rank in ranks:
+        rank.join(LIMIT_S / 2)
+    for rank in sorted(ranks, key=lambda rank: rank.error is None):
+        rank.finish()
+    return [rank.taken for rank in ranks]
+
+
+def failures(ends):
+    """What each rank has told, which must be one failure of the link at most."""
+    told = [route.failures() for route in ends.routes]
+    assert all(len(of_rank) <= 1 for of_rank in told)
+    return [failure for of_rank in told for failure in of_rank]
+
+
+def test_a_whole_path_carries_everything_directly(make_ends):
+    ends = make_ends()
+    move(ends)
+    assert failures(ends) == []
+    assert not any(route.has_switched(LINK) for route in ends.routes)
+
+
+@pytest.mark.parametrize("raises_at", [("source", "destination"), ("source",), ("destination",)])
+@pytest.mark.parametrize(
+    ("fails_at", "part_elements"), [*((at, 15) for at in range(len(ORDER))), (ORDER.index(TIED), 4)]
+)
+def test_wherever_a_collective_fails_everything_is_taken_once(
+    make_ends, fails_at, raises_at, part_elements
+):
+    ends = make_ends(Collectives(fails_at, raises_at), part_elements=part_elements)
+    move(ends)
+    told = failures(ends)
+    assert all(failure["link"] == "0-1" for failure in told)
+    last_at_source = fails_at == len(ORDER) - 1 and raises_at == ("source",)
+    assert len(told) == 2 or last_at_source  # there the other end may hear of it a little later
+    assert sum(failure["resent"] for failure in told) == ("destination" in raises_at)
+    move(ends, step=1)  # and the next step's go the same way
+
+
+def test_what_was_lost_is_sent_again_while_its_senders_queue_is_held_up_elsewhere(make_ends):
+    ends = make_ends(Collectives(fails_at=0, raises_at=("destination",)))
+    has_come = threading.Event()
+
+    def wait_for_the_other():
+        assert has_come.wait(LIMIT_S)
+
+    sender = RankThread(ends, 0, [up(0), wait_for_the_other])
+    receiver = RankThread(ends, 1, [up(0), has_come.set])
+    ((_, value),) = receiver.finish()
+    sender.finish()
+    assert np.array_equal(value, payload_of(up(0)))
+
+
+def test_a_cut_that_outlasts_the_deadline_is_a_failure_of_the_path(make_ends):
+    ends = make_ends(Collectives(), direct_s=(0.05, 0.05))
+    move(ends, ORDER[:3])
+    for links in ends.links:
+        links.emulate([CUT])
+    move(ends, step=1)
+    told = failures(ends)
+    assert len(told) == 2
+    assert any("link 0-1 is cut, still after 0.05" in failure["detail"] for failure in told)
+    assert max(failure["held_up_s"] for failure in told) >= 0.05
+    assert [failure["lives_left"] for failure in told] == [LIVES, LIVES]  # no collective failed
+    assert not any(failure["began"] for failure in told)
+
+
+def test_an_end_that_had_begun_and_one_that_had_not_come_together_again(make_ends):
+    ends = make_ends(Collectives(timeout_s=0.2))
+    ends.links[1].emulate([CUT])  # the other end sees no cut, and waits in the collective
+    move(ends)
+    told = failures(ends)
+    assert sorted(failure["began"] for failure in told) == [False, True]
+    assert [failure["lives_left"] for failure in told] == [LIVES - 1] * 2
+
+
+def test_who_waits_for_a_cut_link_stops_when_the_other_end_has_given_it_up(make_ends):
+    ends = make_ends(direct_s=(LONG_S, 0.05))
+    for links in ends.links:
+        links.emulate([CUT])
+    move(ends)
+
+
+def test_a_message_that_is_not_the_expected_one_ends_the_run(make_ends):
+    ends = make_ends()
+    ranks = [RankThread(ends, 0, [up(0)]), RankThread(ends, 1, [up(1)])]
+    for rank in ranks:
+        with pytest.raises(TransferMismatchError):
+            rank.finish()
+    assert failures(ends) == []
+
+
+def test_an_error_that_is_not_the_backends_ends_the_run(make_ends):
+    ends = make_ends(Collectives(fails_at=0, error=ValueError("got a shape, expected another")))
+    ranks = [RankThread(ends, rank, [up(0)]) for rank in range(2)]
+    for rank in ranks:
+        with pytest.raises(ValueError, match="got a shape"):
+            rank.finish()
+    assert failures(ends) == []
+
+
+def test_a_peer_that_does_not_come_is_no_failure_of_the_path(make_ends):
+    ends = make_ends(timeout_s=0.1)
+    alone = RankThread(ends, 0, [up(0)])
+    with pytest.raises(TimeoutError, match=r"up|activation\[0\] 0>1 of step 0.*rank 1 did not"):
+        alone.finish()
+    assert failures(ends) == []
+
+
+def test_a_peer_that_is_gone_ends_the_run(make_ends):
+    ends = make_ends()
+    alone = RankThread(ends, 0, [up(0)])
+    ends.wires[1].close()
+    with pytest.raises(PeerGoneError, match="rank 1 is gone"):
+        alone.finish()
+
+
+def test_a_link_is_restored_over_other_devices_under_a_new_epoch(make_ends):
+    ends = make_ends(Collectives(fails_at=2), Collectives(fails_at=5))
+    move(ends)
+    assert [failure["lives_left"] for failure in failures(ends)] == [1, 1]
+    for route in ends.routes:
+        assert route.can_restore(LINK)
+        route.restore(LINK)
+        assert not route.has_switched(LINK)
+    move(ends, step=1)
+    assert [failure["lives_left"] for failure in failures(ends)] == [0, 0]
+    assert not any(route.can_restore(LINK) for route in ends.routes)
+    move(ends, step=2)
+
+
+def test_a_link_that_was_only_cut_is_restored_over_the_same_devices(make_ends):
+    ends = make_ends(Collectives())
+    for links in ends.links:
+        links.emulate([CUT])
+    move(ends)
+    for links, route in zip(ends.links, ends.routes, strict=True):
+        links.emulate(())
+        route.restore(LINK)
+    move(ends, step=1)
+    assert not any(route.has_switched(LINK) for route in ends.routes)
+
+
+def test_an_end_that_is_restored_first_waits_for_the_other(make_ends):
+    ends = make_ends(Collectives(fails_at=0), Collectives())
+    move(ends)
+    first, second = ends.routes
+    first.restore(LINK)
+    early = RankThread(ends, 0, [up(0)], step=1)
+    second.restore(LINK)
+    late = RankThread(ends, 1, [up(0)], step=1)
+    early.finish()
+    ((_, value),) = late.finish()
+    assert np.array_equal(value, payload_of(up(0), 1))
+    assert not first.has_switched(LINK)
+
+
+def test_an_abandoned_epoch_is_refused(make_ends):
+    ends = make_ends()
+    ends.routes[0].abandon(0)
+    with pytest.raises(AbandonedEpochError, match="expected an epoch after 0"):
+        ends.routes[0].take(TransferIdentity(0, 0, down(0)), 0.0, 0.0)
+
+
+def test_nothing_is_kept_of_what_the_peer_is_known_to_have(make_ends):
+    ends = make_ends()
+    kept = ends.routes[0].kept
+    move(ends, [up(0), up(1), up(2)])
+    assert kept.num_bytes == payload_of(up(2)).nbytes  # the last one may be lost
+    ends.routes[0].let_go()
+    assert kept.num_bytes == 0

@@ -1,0 +1,137 @@
+"""What one end of a link does with what the other tells it; `test_failover_route` has both."""
+
+import threading
+
+import pytest
+from two_ends import CHANNELS, LIMIT_S, LINK, wires
+
+from jaxmorph.runtime.link_messages import EndState, IsHere, read_message
+from jaxmorph.runtime.link_switch import LinkEnd, LinkSwitchError
+from jaxmorph.transport.errors import PeerGoneError
+
+ACTIVATIONS, GRADIENTS, _ = CHANNELS
+
+
+class OneEnd:
+    """Rank 0's end, whose peer is the test."""
+
+    def __init__(self, resend=lambda counts: 0, timeout_s=LIMIT_S):
+        own, self.peer = wires()
+        self.asked, self.told = [], threading.Event()
+        self.end = LinkEnd(
+            LINK,
+            0,
+            own,
+            received=lambda: {GRADIENTS: 3},
+            resend=lambda counts: self.asked.append(counts) or resend(counts),
+            on_told=self.told.set,
+            timeout_s=timeout_s,
+        )
+
+    def meet(self, number=1):
+        self.peer.send(IsHere(0, number).to_bytes())
+        assert self.end.meet("a transfer")
+        assert self.heard() == IsHere(0, number)
+
+    def give_up(self, counts=None, *, is_closed=False, epoch=1):
+        state = EndState(epoch, counts or {ACTIVATIONS: 7}, is_closed, "its cable")
+        self.peer.send(state.to_bytes())
+        assert self.told.wait(LIMIT_S)
+
+    def heard(self):
+        return read_message(self.peer.receive())
+
+
+@pytest.fixture
+def make_end():
+    made = []
+
+    def make(**settings):
+        made.append(OneEnd(**settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [IsHere(4, 12345678901), EndState(3, {ACTIVATIONS: 2, GRADIENTS: 0}, True, 'a "cable"')],
+)
+def test_what_is_told_is_what_is_read(message):
+    assert read_message(message.to_bytes()) == message
+
+
+def test_an_end_in_no_transfer_answers_at_once_and_switches(make_end):
+    one = make_end(resend=lambda counts: 2)
+    one.give_up()
+    state = one.heard()
+    assert (state.epoch, state.received, state.is_closed) == (1, {GRADIENTS: 3}, False)
+    assert one.end.await_switch("a transfer") == 1
+    assert one.asked == [{ACTIVATIONS: 7}]
+    (failure,) = one.end.take_failures()
+    assert (failure.detail, failure.resent, failure.began) == ("rank 1 tells: its cable", 2, False)
+    assert not one.end.meet("the next one")
+
+
+def test_an_end_in_a_transfer_answers_when_it_has_left_it(make_end):
+    one = make_end()
+    one.meet()
+    one.give_up()
+    assert one.end.is_given_up
+    assert one.asked == []
+    one.end.leave()
+    assert one.heard().received == {GRADIENTS: 3}
+    assert one.end.has_switched
+
+
+def test_ends_that_give_up_at_the_same_time_switch_with_one_message_each(make_end):
+    one = make_end()
+    one.meet()
+    one.end.leave("no answer", is_closed=True)
+    assert one.heard().reason == "no answer"
+    assert not one.end.has_switched
+    one.give_up(is_closed=True)
+    assert one.end.await_switch("a transfer") == 1
+    assert one.end.times_closed == 1
+    assert len(one.asked) == 1
+    assert one.peer.incoming.empty()  # there is no third message
+
+
+def test_counts_that_can_not_be_are_an_error_of_whoever_waits(make_end):
+    def disagree(counts):
+        raise ValueError("got a count of 7, expected 1 up to 3")
+
+    one = make_end(resend=disagree)
+    one.meet()
+    one.end.leave("no answer")
+    one.give_up()
+    with pytest.raises(LinkSwitchError, match="link 0-1: got a count of 7, expected 1 up to 3"):
+        one.end.await_switch("a transfer")
+    with pytest.raises(LinkSwitchError):
+        one.end.raise_error()
+
+
+def test_a_peer_that_never_tells_its_state_is_waited_for_until_the_deadline(make_end):
+    one = make_end(timeout_s=0.05)
+    one.meet()
+    one.end.leave("no answer")
+    with pytest.raises(TimeoutError, match=r"a transfer: .* rank 1 did not say within 0.05 s"):
+        one.end.await_switch("a transfer")
+
+
+def test_a_peer_that_dies_before_it_tells_its_state_is_gone(make_end):
+    one = make_end()
+    one.meet()
+    one.end.leave("connection reset")
+    one.peer.close()
+    with pytest.raises(PeerGoneError, match="rank 1 is gone"):
+        one.end.await_switch("a transfer")
+
+
+def test_what_makes_no_sense_is_an_error(make_end):
+    one = make_end()
+    one.peer.send(b"?")
+    with pytest.raises(LinkSwitchError):
+        one.end.meet("a transfer")

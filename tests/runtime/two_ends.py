@@ -1,0 +1,239 @@
+"""Both ends of a link in one process: collectives that fail as they are told, and all else real."""
+
+import queue
+import threading
+import time
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxmorph.program.channels import channel_of
+from jaxmorph.program.instructions import Payload, Transfer
+from jaxmorph.runtime.connection import ConnectionLostError
+from jaxmorph.runtime.copy_tiers import AtOnceTier, choose_tier
+from jaxmorph.runtime.delegated import DelegatedRoute
+from jaxmorph.runtime.direct import DirectRoute
+from jaxmorph.runtime.emulated_links import EmulatedLinks
+from jaxmorph.runtime.failover_route import FailoverRoute
+from jaxmorph.runtime.identity import TransferIdentity
+from jaxmorph.runtime.links import PayloadShape
+from jaxmorph.runtime.payloads import SlotUse, channel_name
+from jaxmorph.schedule.costs import Link
+from jaxmorph.transport.loopback import LoopbackNetwork
+from jaxmorph.transport.plane import ChannelSpec
+
+SHAPE = (3, 5)
+LIMIT_S = 20.0
+LINK = Link(0, 1)
+FAILED = ValueError("UNKNOWN: Gloo collective permute failed: reset by peer")
+
+
+def up(microbatch):
+    return Transfer(Payload.ACTIVATION, 0, 1, microbatch)
+
+
+def down(microbatch):
+    return Transfer(Payload.GRADIENT, 1, 0, microbatch)
+
+
+TIED = Transfer(Payload.TIED, 0, 1, 0)
+CHANNELS = [channel_of(transfer) for transfer in (up(0), down(0), TIED)]
+
+
+def payload_of(transfer, step=0):
+    seed = [transfer.source, transfer.microbatch, step, transfer.payload is Payload.TIED]
+    return np.random.default_rng(seed).normal(size=SHAPE).astype(np.float32)
+
+
+@cache
+def tier():
+    return AtOnceTier(choose_tier(SingleDeviceSharding(jax.devices()[0])))
+
+
+class QueueWire:
+    """One end of a connection in memory."""
+
+    def __init__(self, incoming, outgoing):
+        self.incoming, self.outgoing = incoming, outgoing
+        self.is_cut = False
+
+    def send(self, message):
+        if self.is_cut:
+            raise ConnectionLostError("the connection was closed")
+        self.outgoing.put(message)
+
+    def receive(self):
+        message = self.incoming.get()
+        if message is None:
+            raise ConnectionLostError("the connection was closed")
+        return message
+
+    def close(self):
+        self.is_cut = True
+        self.incoming.put(None)
+        self.outgoing.put(None)
+
+
+def wires():
+    one, other = queue.SimpleQueue(), queue.SimpleQueue()
+    return QueueWire(one, other), QueueWire(other, one)
+
+
+class Collectives:
+    """Where both ends of a link's collectives meet; one of them fails, and all after it.
+
+    Args:
+        fails_at: Which one, counted over both directions; None: none.
+        raises_at: The ends at which that one raises: "source", "destination" or both. The other
+            one has done its part, and goes on.
+        error: What it raises: by default what JAX does while it dispatches.
+        timeout_s: When an end gives up that is alone in a collective.
+    """
+
+    def __init__(
+        self,
+        fails_at=None,
+        raises_at=("source", "destination"),
+        error=FAILED,
+        timeout_s=LIMIT_S,
+    ):
+        self.fails_at, self.raises_at = fails_at, raises_at
+        self.error, self.timeout_s = error, timeout_s
+        self.is_closed = False
+        self.brought = {}
+        self.counts = [0, 0]
+        self.changed = threading.Condition()
+
+    def run(self, rank, role, words, value):
+        with self.changed:
+            number = self.counts[rank]
+            self.counts[rank] += 1
+            if self.is_closed:
+                raise jax.errors.JaxRuntimeError("the communicator is closed")
+            self.brought[number, rank] = (words, value)
+            self.changed.notify_all()
+            if not self.changed.wait_for(
+                lambda: (number, 1 - rank) in self.brought, self.timeout_s
+            ):
+                self.is_closed = True
+                raise jax.errors.JaxRuntimeError("Gloo: timed out")
+            if number == self.fails_at:
+                self.is_closed = role in self.raises_at or self.is_closed
+                if role in self.raises_at:
+                    raise self.error
+            return self.brought[number, 1 - rank]
+
+
+class Program:
+    """A rank's end of one direction: as `links.LinkProgram`, answered."""
+
+    def __init__(self, collectives, channel, rank):
+        self.collectives, self.rank = collectives, rank
+        self.role = "source" if channel.source == rank else "destination"
+
+    def run(self, identity, value=None):
+        words, brought = self.collectives.run(self.rank, self.role, identity, value)
+        moved = jnp.zeros(SHAPE) if brought is None else jnp.asarray(brought)
+        return jnp.asarray(np.array(words, np.uint32)), moved
+
+
+class TwoEnds:
+    """Ranks 0 and 1, each with a route that fails over.
+
+    Args:
+        collectives: Of each life of the devices.
+        direct_s: When each rank gives up an emulated cut.
+        timeout_s: How long to wait for a peer.
+        part_elements: How much of a tied gradient fits into a slot.
+    """
+
+    def __init__(self, *collectives, direct_s=(0.05, 0.05), timeout_s=LIMIT_S, part_elements=15):
+        collectives = collectives or (Collectives(),)
+        placement = SingleDeviceSharding(jax.devices()[0])
+        use = SlotUse(PayloadShape(SHAPE, jnp.dtype("float32")), 15)
+        uses = dict.fromkeys(CHANNELS, use)
+        uses[channel_of(TIED)] = SlotUse(use.payload, part_elements)
+        network, self.wires = LoopbackNetwork(), wires()
+        self.planes, self.routes, self.links = [], [], []
+        for rank in range(2):
+            ends = [
+                [
+                    ChannelSpec(channel_name(channel), uses[channel].slot_bytes, 2)
+                    for channel in CHANNELS
+                    if channel[side] == rank
+                ]
+                for side in (1, 2)
+            ]
+            plane = network.plane(rank, *ends)
+            delegated = DelegatedRoute(plane, uses, rank, placement, tier())
+            lives = [
+                {channel: Program(life, channel, rank) for channel in CHANNELS}
+                for life in collectives
+            ]
+            emulated = EmulatedLinks()
+            direct = DirectRoute(lives[0], answered=True, links=emulated, timeout_s=direct_s[rank])
+            self.planes.append(plane)
+            self.links.append(emulated)
+            self.routes.append(
+                FailoverRoute(
+                    direct,
+                    delegated,
+                    {LINK: self.wires[rank]},
+                    rank,
+                    timeout_s,
+                    lambda link, times_closed, lives=lives: lives[times_closed],
+                )
+            )
+        for rank, plane in enumerate(self.planes):
+            plane.connect({1 - rank: self.planes[1 - rank].addresses()}, b"secret")
+
+    def close(self):
+        for closed in (*self.routes, *self.planes):
+            closed.close()
+
+
+class RankThread(threading.Thread):
+    """Runs a rank's part of some transfers in order; what it takes is kept by transfer.
+
+    Args:
+        ends: Both ranks'.
+        rank: Which one.
+        transfers: Each may be a transfer, or something to be called between two of them.
+        step: Their step.
+    """
+
+    def __init__(self, ends, rank, transfers, step=0):
+        super().__init__(daemon=True)
+        self.route, self.rank, self.transfers, self.step = ends.routes[rank], rank, transfers, step
+        self.taken, self.error = [], None
+        self.start()
+
+    def run(self):
+        try:
+            for transfer in self.transfers:
+                self.move(transfer)
+        except BaseException as error:
+            self.error = error
+
+    def move(self, transfer):
+        if callable(transfer):
+            transfer()
+            return
+        identity = TransferIdentity(0, self.step, transfer)
+        if transfer.source == self.rank:
+            value = jnp.asarray(payload_of(transfer, self.step))
+            self.route.post(identity, value, time.monotonic())
+        else:
+            now_s = time.monotonic()
+            moved = self.route.take(identity, now_s, now_s + LIMIT_S)
+            self.taken.append((transfer, np.asarray(moved.value)))
+
+    def finish(self):
+        self.join(LIMIT_S)
+        assert not self.is_alive(), f"rank {self.rank} hangs"
+        if self.error is not None:
+            raise self.error
+        return self.taken
