@@ -175,7 +175,14 @@ def _open_beside_steps(
         ) as bookkeeper,
         _open_saver(run, bookkeeper) as saver,
     ):
-        adaptation = Adaptation(rendezvous, trainer, bookkeeper, loop, config.run.steps - 1)
+        adaptation = Adaptation(
+            rendezvous,
+            trainer,
+            bookkeeper,
+            loop,
+            last_step=config.run.steps - 1,
+            adapts=config.adapts,
+        )
         yield _BesideSteps(compilations, evaluation, bookkeeper, saver, adaptation)
 
 

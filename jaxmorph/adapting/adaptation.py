@@ -6,13 +6,14 @@ them run the new plan from step k + 2 on. What it is made of has been compiled b
 step: a morph brings other instructions and more slots, and nothing else.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
 from jaxmorph.adapting.control_loop import ControlLoop
 from jaxmorph.adapting.morph import Morph, OwnPart
+from jaxmorph.adapting.path_reports import RESTORE, DirectPaths, OwnEnds
 from jaxmorph.adapting.planning_client import PlanningProcess
 from jaxmorph.adapting.starting_point import starting_point
 from jaxmorph.config import Config
@@ -71,9 +72,13 @@ class TakesMorphs(Protocol):
         """Takes note of a plan, and of the first step that runs it."""
         ...
 
+    def begin_again(self, links: Sequence[Link]) -> None:
+        """Takes note that direct paths have begun again after the step that it was told last."""
+        ...
+
 
 class Adaptation:
-    """A rank's part; without adaptation nothing is ever told, and nothing changes.
+    """A rank's part; without adaptation it tells of direct paths that fail, and nothing changes.
 
     Args:
         rendezvous: The meeting place of all ranks; they all make the same calls.
@@ -81,6 +86,7 @@ class Adaptation:
         bookkeeper: The run's; it is told on rank 0 of the plan that comes into force.
         loop: What decides; None on all ranks but rank 0, and where nothing adapts.
         last_step: The run's last: nothing is changed after it.
+        adapts: Whether there is such a loop, on rank 0.
     """
 
     def __init__(
@@ -90,8 +96,12 @@ class Adaptation:
         bookkeeper: TakesMorphs,
         loop: ControlLoop | None,
         last_step: int,
+        *,
+        adapts: bool = True,
     ) -> None:
         self._last_step = last_step
+        paths = trainer if isinstance(trainer, DirectPaths) else None
+        self._own_ends = OwnEnds(rendezvous.rank, paths, is_watched=adapts)
         self._rendezvous = rendezvous
         self._trainer = trainer
         self._bookkeeper = bookkeeper
@@ -100,18 +110,30 @@ class Adaptation:
         self._probed: list[Stamp] = []
 
     def told(self, step: int) -> Message:
-        """A morph or a probe that is due, for rank 0's message of the meeting that ends a step.
+        """What this rank adds to its message of the meeting that ends a step.
+
+        That is what became of its direct paths, and on rank 0 a morph or a probe that is due.
 
         Args:
             step: The step.
         """
+        told = self._own_ends.told()
         if self._loop is None or step == self._last_step:
-            return {}
-        self._told = self._loop.ready()
+            return told
+        return told | self._due(self._loop)
+
+    def _due(self, loop: ControlLoop) -> Message:
+        """What is due; a path that has failed since the loop knew of it does not begin again."""
+        self._told = loop.ready()
         if self._told is not None:
-            return {_MORPH: self._told.to_json()}
-        links = self._loop.due_probes()
-        return {_PROBE: [str(link) for link in links]} if links else {}
+            direct = (link for link, route in self._told.routes.items() if route == "direct")
+            failed = self._own_ends.failed & loop.without_path(direct)
+            return {_MORPH: self._told.to_json()} | _named(RESTORE, failed)
+        links = loop.due_probes()
+        failed = self._own_ends.failed.intersection(links)
+        if failed - loop.without_path(links):  # it will not wait for a probe, once it knows
+            return {}
+        return _named(_PROBE, links) | _named(RESTORE, failed)
 
     def probed(self) -> Message:
         """What this rank adds to its timings of the next step: those of a probe since the last."""
@@ -123,6 +145,8 @@ class Adaptation:
     def heed(self, step: int, reports: Sequence[Message]) -> RankProgram | None:
         """Swap to the plan, or probe the links, that rank 0 has told of, on all ranks alike.
 
+        Direct paths that have failed and are to be used again begin again before that.
+
         Args:
             step: The step that is over.
             reports: All ranks' messages of the meeting that ended it.
@@ -130,8 +154,11 @@ class Adaptation:
         Returns:
             This rank's instructions from the next step on; None: those that it has.
         """
+        if begun := self._own_ends.heed(reports):
+            self._bookkeeper.begin_again(begun)
         for link in map(Link.parse, reports[0].get(_PROBE, ())):
-            self._probed += self._trainer.probe(link, step)
+            if link not in self._own_ends.failed:  # in this very step, as all ranks have heard
+                self._probed += self._trainer.probe(link, step)
         told = reports[0].get(_MORPH)
         if told is None:
             return None
@@ -140,3 +167,8 @@ class Adaptation:
         if self._told is not None:
             self._bookkeeper.adopt(self._told, step + 1)
         return own.program
+
+
+def _named(kind: str, links: Iterable[Link]) -> Message:
+    names = [str(link) for link in sorted(links)]
+    return {kind: names} if names else {}

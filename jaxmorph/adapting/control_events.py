@@ -148,5 +148,5 @@ def states_in_words(verdicts: Iterable[Verdict]) -> dict[str, str]:
         str(link_of(each)): f"{each.health}, {each.latency_ms:.1f} ms "
         f"(healthy: {each.evidence.baseline_ms:.1f})"
         for each in verdicts
-        if each.health is not LinkHealth.HEALTHY
+        if each.health not in (LinkHealth.HEALTHY, LinkHealth.DEAD)
     }

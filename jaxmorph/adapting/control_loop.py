@@ -23,7 +23,9 @@ from jaxmorph.adapting.control_events import (
     ops_in_words,
     states_in_words,
 )
+from jaxmorph.adapting.failing_paths import FailingPaths
 from jaxmorph.adapting.morph import Morph
+from jaxmorph.adapting.path_reports import NO_NEWS, PathNews
 from jaxmorph.adapting.planning_client import Chosen, Options, PlanningError
 from jaxmorph.adapting.planning_retries import Retries
 from jaxmorph.adapting.probes import Probes, found_by
@@ -32,6 +34,7 @@ from jaxmorph.control.compute_watch import ComputeNotice, ComputeWatch, followed
 from jaxmorph.control.conditions import UsualLinks, link_of, links_under
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.dwell import Dwell
+from jaxmorph.control.fail_back import FailBack
 from jaxmorph.control.link_samples import LinkSample
 from jaxmorph.control.orchestrator import (
     Decision,
@@ -97,6 +100,9 @@ class ControlLoop:
         self._programs: tuple[str, ...] | None = None  # as ranks were told; None: nothing yet
         self._usual = usual
         self._detector = detector
+        fail_back = FailBack(settings.failback_steps, settings.longest_dwell_steps)
+        self._paths = FailingPaths(fail_back, detector)
+        self._without_path: frozenset[Link] = frozenset()  # replaced as a whole: others read it
         self._compute = compute
         self._profile = planned_for
         self._plans = plans
@@ -139,42 +145,84 @@ class ControlLoop:
         timeline: Timeline,
         samples: Sequence[LinkSample],
         probes: Mapping[str, float] = MappingProxyType({}),
+        paths: PathNews = NO_NEWS,
     ) -> list[Happening]:
         """Take in a step of the plan in force.
+
+        A step in which a direct path failed is not measured by: whatever waited for the link, ops
+        behind it included, may have waited in its times.
 
         Args:
             step: Its number.
             timeline: As measured.
-            samples: What its messages took: see `link_samples`.
+            samples: What its messages took, apart from those that went by hosts for want of a
+                direct path: see `link_samples`.
             probes: What messages of probes took before it, milliseconds, by their names.
+            paths: What ranks have told of direct paths; each failure once.
 
         Returns:
-            What has happened since the last call.
+            What has happened since the last call, but for failures of direct paths.
         """
-        before = {(each.source, each.destination): each for each in self._verdicts}
-        changed = self._detector.observe(step, samples)
-        notices = self._compute.observe(step, timeline)
+        of_links = [*self._from_start, *self._heed_paths(step, paths)]
+        self._from_start, notices = [], []
+        if not paths.is_disturbed:
+            of_changed, notices = self._measure(step, timeline, samples)
+            of_links += of_changed
         self._verdicts = tuple(self._detector.verdicts.values())
         self._judged_routes = self._plan.routes
         self._profile = replace(self._profile, costs=followed(self._profile.costs, notices))
-        of_changed = filter(None, (of_verdict(each, before) for each in changed))
-        of_links, self._from_start = [*self._from_start, *of_changed], []
-        # A link that begins to recover is no news: whether it lasts is not yet known.
-        has_changed = any(each["kind"] != RECOVERING for each in of_links)
-        with self._lock:
-            self._latest = step, self._profile, self._verdicts
-            if notices or has_changed:
-                self._news = {**(self._news or {}), **{(n.stage, n.kind): n for n in notices}}
-            self._knows_of_links |= has_changed
-            self._has_turned_slow |= any(each["kind"] == DETECTED for each in of_links)
-            if self._knows_of_links and self._probes.are_awaited:
-                self._drop_awaited()  # a link that has turned slow doesn't wait for another one's
+        self._note_news(step, of_links, notices, has_failed=bool(paths.failures))
         of_probes = self._judge_probes(step, probes)
         with self._lock:
             happened = [*of_links, *map(of_notice, notices), *of_probes]
             told, self._untold = [*happened, *self._untold], []
             self._weigh_if_due(step)
         return told
+
+    def _heed_paths(self, step: int, news: PathNews) -> list[Happening]:
+        """Judge links by what ranks tell of their direct paths."""
+        routes = self._plan.routes
+        happened = self._paths.observe(step, news, routes)
+        self._without_path = self._paths.failed
+        failed = [failure.link for failure in news.failures]
+        if not failed:
+            return happened
+        with self._lock:
+            self._probes.disbelieve(failed)
+            # What no morph has to take off the queues has failed a probe.
+            probed = [link for link in failed if routes.get(link) == "delegated"]
+            self._dwell = self._dwell.after(probed, step)
+        return happened
+
+    def _measure(
+        self, step: int, timeline: Timeline, samples: Sequence[LinkSample]
+    ) -> tuple[list[Happening], list[ComputeNotice]]:
+        """Judge links and ops by what they took."""
+        before = self._detector.verdicts
+        changed = self._detector.observe(step, samples)
+        told = (of_verdict(each, before) for each in changed)
+        return [*filter(None, told)], self._compute.observe(step, timeline)
+
+    def _note_news(
+        self,
+        step: int,
+        of_links: Sequence[Happening],
+        notices: Sequence[ComputeNotice],
+        *,
+        has_failed: bool,
+    ) -> None:
+        """Take note of what is to be weighed."""
+        # A link that begins to recover is no news: whether it lasts is not yet known.
+        has_changed = has_failed or any(each["kind"] != RECOVERING for each in of_links)
+        is_slow = any(each["kind"] == DETECTED for each in of_links)
+        with self._lock:
+            self._latest = step, self._profile, self._verdicts
+            if notices or has_changed:
+                self._news = {**(self._news or {}), **{(n.stage, n.kind): n for n in notices}}
+            self._knows_of_links |= has_changed
+            self._has_turned_slow |= has_failed or is_slow
+            if self._knows_of_links and self._probes.are_awaited:
+                self._drop_awaited()  # a link that has turned slow doesn't wait for another one's
 
     def _begin(self, begin: Callable[[], None]) -> None:
         begin()
@@ -216,6 +264,24 @@ class ControlLoop:
         """The direct links to be probed before they are used again; each is asked for once."""
         with self._lock:
             return self._probes.take_due()
+
+    def without_path(self, links: Iterable[Link]) -> frozenset[Link]:
+        """Those of some links whose direct paths have failed, as far as is known here by now.
+
+        Args:
+            links: Any.
+        """
+        return self._without_path.intersection(links)
+
+    def begin_again(self, links: Iterable[Link]) -> None:
+        """Take note that direct paths have begun again.
+
+        Args:
+            links: Whose.
+        """
+        for link in links:
+            self._paths.begin_again(link)
+        self._without_path = self._paths.failed
 
     def adopted(self, morph: Morph) -> list[Happening]:
         """Take note that a morph is in force, for every step that is observed from now on.
@@ -333,7 +399,7 @@ class ControlLoop:
         """
         if not probes:
             return []
-        found = found_by(probes, self._detector)
+        found = found_by(probes, self._detector, self._without_path)
         with self._lock:
             self._dwell = self._dwell.after(found.late, step)
             self._probes.note(found, step)

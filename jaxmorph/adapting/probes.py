@@ -4,7 +4,7 @@ That messages are in time on the delegated route says little of the accelerators
 a link back to direct waits until messages over the direct link itself have been in time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from jaxmorph.adapting.control_events import Happening, of_probe
@@ -34,17 +34,22 @@ class Found:
         return [of_probe(link, took_ms, link in self.late) for link, took_ms in probed]
 
 
-def found_by(probes: Mapping[str, float], detector: Detector) -> Found:
+def found_by(
+    probes: Mapping[str, float], detector: Detector, failed: Collection[Link] = ()
+) -> Found:
     """What probes have found.
 
     Args:
         probes: What their messages took, milliseconds, by their names.
         detector: Knows what is usual.
+        failed: The links whose direct paths have failed: what came of a probe says nothing of them.
     """
     took_ms: dict[Link, list[float]] = {}
     late: set[Link] = set()
     for label, duration_ms in probes.items():
         transfer = Transfer.parse(label)
+        if transfer.link in failed:
+            continue
         took_ms.setdefault(transfer.link, []).append(duration_ms)
         usual = detector.usual(transfer.source, transfer.destination, is_held=True)
         if usual is not None and duration_ms > usual.threshold_ms:
@@ -111,6 +116,15 @@ class Probes:
             step: The one after which they were told.
         """
         self._found_well.update(dict.fromkeys(found.took_ms.keys() - found.late, step))
+
+    def disbelieve(self, links: Iterable[Link]) -> None:
+        """Forget what was found of links: their direct paths have failed since.
+
+        Args:
+            links: Which.
+        """
+        for link in links:
+            self._found_well.pop(link, None)
 
     def take_proven(self) -> tuple[Situation, Decision] | None:
         """What waited, once all of its links were found well; then none of its probes is due.

@@ -9,6 +9,7 @@ from typing import Any
 from jaxmorph.adapting.adaptation import Adaptation, open_control_loop
 from jaxmorph.adapting.control_loop import ControlLoop
 from jaxmorph.adapting.morph import Morph
+from jaxmorph.adapting.path_books import PathBooks
 from jaxmorph.config import Config
 from jaxmorph.control.link_samples import link_samples
 from jaxmorph.planning.first_plan import FirstPlan
@@ -18,6 +19,7 @@ from jaxmorph.program.program_text import parse_program
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline, probe_times
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.schedule.costs import Link
 
 Message = dict[str, Any]
 
@@ -34,6 +36,7 @@ class MorphBooks:
         self.in_force = in_force
         self.events: Counter[str] = Counter()
         self._loop = loop
+        self._paths = PathBooks(loop)
         self._thread = ThreadPoolExecutor(1, "jaxmorph-morphs")
         self._done: list[Any] = []
 
@@ -57,6 +60,15 @@ class MorphBooks:
         if self._loop is not None:
             self._done.append(self._thread.submit(self._adopt, self._loop, morph))
 
+    def begin_again(self, links: Sequence[Link]) -> None:
+        """Take note that direct paths have begun again.
+
+        Args:
+            links: Whose.
+        """
+        if self._loop is not None:
+            self._done.append(self._thread.submit(self._paths.begin_again, links))
+
     def finish(self) -> None:
         """Wait until all is noted.
 
@@ -69,8 +81,9 @@ class MorphBooks:
 
     def _observe(self, loop: ControlLoop, step: int, reports: Sequence[Message]) -> None:
         measured = measured_timeline(reports)
-        happened = loop.observe(step, measured, link_samples(measured), probe_times(reports))
-        self.events.update(each["kind"] for each in happened)
+        of_step = self._paths.read(reports, link_samples(measured), self.in_force.plan.routes)
+        happened = loop.observe(step, measured, of_step.samples, probe_times(reports), of_step.news)
+        self.events.update(each["kind"] for each in [*of_step.happened, *happened])
 
     def _adopt(self, loop: ControlLoop, morph: Morph) -> None:
         programs = tuple(map(parse_program, morph.programs))

@@ -17,7 +17,9 @@ class Adaptation(Section):
     that have turned slow are ever taken off their routes, with `any` healthy ones too where a
     prediction finds that worth it, which doesn't count what delegation takes of host memory and
     processors. A delegated link that is healthy again stays so for at least `dwell_steps`, and for
-    longer, up to `longest_dwell_steps`, if it keeps coming and going.
+    longer, up to `longest_dwell_steps`, if it keeps coming and going. One whose direct path failed
+    goes back once both ends have found that path up for `failback_steps` in a row, and for twice as
+    many after each further failure, up to `longest_dwell_steps`.
 
     `intra_step` lets a rank with a delegated link take another op than the planned one, inside a
     step, when that is late. `auto` goes by the order in force: `on` while that is the adaptive
@@ -30,3 +32,4 @@ class Adaptation(Section):
     worth: Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")] = 0.02
     dwell_steps: Count = 4
     longest_dwell_steps: Count = 256
+    failback_steps: Count = 20

@@ -45,6 +45,15 @@ def ailing_links(verdicts: Iterable[Verdict]) -> frozenset[Link]:
     return frozenset(link_of(each) for each in verdicts if each.health is not LinkHealth.HEALTHY)
 
 
+def dead_links(verdicts: Iterable[Verdict]) -> frozenset[Link]:
+    """The links that have no direct path.
+
+    Args:
+        verdicts: Of all directions that there are verdicts on.
+    """
+    return frozenset(link_of(each) for each in verdicts if each.health is LinkHealth.DEAD)
+
+
 def link_of(verdict: Verdict) -> Link:
     """The link that a verdict is about a direction of."""
     ends = sorted((verdict.source, verdict.destination))

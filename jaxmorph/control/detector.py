@@ -60,7 +60,7 @@ class Detector:
     def observe_failure(
         self, step: int, source: int, destination: int, detail: str
     ) -> list[Verdict]:
-        """Take in that messages of a direction were given up.
+        """Take in that the direct path of a link was given up, or is found down.
 
         Args:
             step: In which step.
@@ -72,6 +72,23 @@ class Detector:
             The verdict, unless the direction was dead already.
         """
         return self._watch((source, destination)).fail(step, detail)
+
+    def observe_return(
+        self, step: int, source: int, destination: int, up_steps: int
+    ) -> list[Verdict]:
+        """Take in that both ends of a dead link have found its direct path up for long enough.
+
+        Args:
+            step: In which step that was clear.
+            source: The rank that sends.
+            destination: The rank that receives.
+            up_steps: For how many steps in a row.
+
+        Returns:
+            The verdicts that have changed, in order; none unless the direction was dead.
+        """
+        detail = f"both ends have found its direct path up for {up_steps} steps in a row"
+        return self._watch((source, destination)).come_back(step, detail)
 
     def begin_slow(
         self, step: int, samples: Sequence[LinkSample], usual_ms: Mapping[bool, float]

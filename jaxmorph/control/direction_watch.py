@@ -12,6 +12,9 @@ from jaxmorph.control.verdicts import Evidence, LinkHealth, Verdict
 
 _CALMING = 0.8  # what is left of a slow link's unrest after another step
 
+_OTHER_LEVEL = {LinkHealth.SLOW: Sign.MOVED, LinkHealth.DEAD: Sign.SHIFTED}
+"""What it is a sign of that messages take clearly more, or less, than those before."""
+
 Assume = Callable[[bool], Usual | None]
 """What to go by on a route (held or not) that has not been measured here; None: nothing."""
 
@@ -22,7 +25,8 @@ class DirectionWatch:
     The two routes are measured each for itself. The one that most messages of a step take is
     current: its messages say whether the link is slow and when it isn't any more. The few on the
     other one are probes: they may show that it is slow, or, where the current one has never been
-    seen healthy, that it no longer is. A dead link is alive when the route that failed delivers.
+    seen healthy, that it no longer is. A dead link has no direct path, so no message of its says
+    that it is back: somebody has to have tried the path itself.
 
     Args:
         source: The rank that sends.
@@ -134,7 +138,7 @@ class DirectionWatch:
         return self._turn(step, Sign.ROSE, is_held, took_ms, usual=expected)
 
     def fail(self, step: int, detail: str) -> list[Verdict]:
-        """Take in that a message, or the link, was given up.
+        """Take in that the direct path was given up.
 
         Args:
             step: In which step.
@@ -145,14 +149,31 @@ class DirectionWatch:
         """
         return self._turn(step, Sign.FAILED, self._current, (), detail)
 
+    def come_back(self, step: int, detail: str) -> list[Verdict]:
+        """Take in that the direct path of a dead link has been up for long enough.
+
+        Args:
+            step: In which step that was clear.
+            detail: How that is known.
+
+        Returns:
+            The verdict, unless the link isn't dead; where none of its messages are watched, also
+            the next one, for which there is nothing to wait for.
+        """
+        if self._verdict.health is not LinkHealth.DEAD:
+            return []
+        turned = self._turn(step, Sign.RETURNED, None, (), detail)
+        if not self._routes:
+            turned += self._turn(step, Sign.RETURNED, None, (), detail)
+        return turned
+
     def _notice_route(self, samples: Sequence[LinkSample]) -> None:
         is_held = 2 * sum(sample.is_held for sample in samples) > len(samples)
         if is_held is self._current:
             return
         self._current = is_held
         self._record(is_held).begin_again()
-        if self._verdict.health is not LinkHealth.DEAD:
-            self._judged_by = is_held
+        self._judged_by = is_held
 
     def _record(self, is_held: bool) -> RouteRecord:
         if is_held not in self._routes:
@@ -178,16 +199,19 @@ class DirectionWatch:
         record.read(sample, usual, learns=is_healthy)
         if is_healthy and not record.late:
             return []
-        if self._may_accuse(sample.is_held) and (late_ms := record.late_beyond_chance()):
+        if self._may_accuse() and (late_ms := record.late_beyond_chance()):
             return self._turn(step, Sign.ROSE, sample.is_held, late_ms)
         if self._may_clear(sample.is_held) and len(record.calm) >= self._numbers.settled_run:
             return self._turn(step, Sign.FELL, sample.is_held, record.calm)
-        if self._verdict.health is LinkHealth.SLOW and sample.is_held is self._current:
-            return self._read_level(step, sample, record) if may_move else []
+        sign = _OTHER_LEVEL.get(self._verdict.health)
+        if sign is not None and may_move and sample.is_held is self._current:
+            return self._read_level(step, sample, record, sign)
         return []
 
-    def _read_level(self, step: int, sample: LinkSample, record: RouteRecord) -> list[Verdict]:
-        if not record.late:  # in time: that is no other delay
+    def _read_level(
+        self, step: int, sample: LinkSample, record: RouteRecord, sign: Sign
+    ) -> list[Verdict]:
+        if sign is Sign.MOVED and not record.late:  # in time: that is no other delay
             record.moved.clear()
             return []
         margin_ms = level_margin_ms(record, self._level_ms, self._unrest)
@@ -195,20 +219,16 @@ class DirectionWatch:
         if len(record.moved) < self._numbers.settled_run:
             return []
         self._unrest += 1.0
-        return self._turn(step, Sign.MOVED, sample.is_held, record.moved)
+        return self._turn(step, sign, sample.is_held, record.moved)
 
-    def _may_accuse(self, is_held: bool) -> bool:
-        health = self._verdict.health
-        if health is LinkHealth.SLOW:
-            return False
-        return health is not LinkHealth.DEAD or self._is_heard(is_held)
+    def _may_accuse(self) -> bool:
+        return self._verdict.health not in (LinkHealth.SLOW, LinkHealth.DEAD)
 
     def _may_clear(self, is_held: bool) -> bool:
-        health = self._verdict.health
-        if health not in (LinkHealth.SLOW, LinkHealth.DEAD) or self._is_heard(is_held):
-            return health in (LinkHealth.SLOW, LinkHealth.DEAD)
+        if self._verdict.health is not LinkHealth.SLOW:
+            return False
         unmeasured = self.usual(not is_held) is None and self.usual(is_held) is not None
-        return health is LinkHealth.SLOW and unmeasured
+        return unmeasured or self._is_heard(is_held)
 
     def _is_heard(self, is_held: bool) -> bool:
         return self._judged_by is None or self._judged_by is is_held

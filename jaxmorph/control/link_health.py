@@ -13,7 +13,9 @@ class Sign(StrEnum):
         MOVED: As many in a row took clearly more, or less, than those before, and were late still.
         FELL: As many in a row were in time.
         HELD: They have been in time for several steps.
-        FAILED: A message, or the link, was given up.
+        FAILED: The direct path was given up, or is found down.
+        SHIFTED: Delegated messages of a link without a direct path take clearly more, or less.
+        RETURNED: Both ends have found the direct path up for many steps in a row.
     """
 
     ROSE = "rose"
@@ -21,6 +23,8 @@ class Sign(StrEnum):
     FELL = "fell"
     HELD = "held"
     FAILED = "failed"
+    SHIFTED = "shifted"
+    RETURNED = "returned"
 
 
 TURNS: dict[tuple[LinkHealth, Sign], LinkHealth] = {
@@ -29,13 +33,18 @@ TURNS: dict[tuple[LinkHealth, Sign], LinkHealth] = {
     (LinkHealth.SLOW, Sign.MOVED): LinkHealth.SLOW,
     (LinkHealth.SLOW, Sign.FELL): LinkHealth.RECOVERING,
     (LinkHealth.SLOW, Sign.FAILED): LinkHealth.DEAD,
-    (LinkHealth.DEAD, Sign.ROSE): LinkHealth.SLOW,
-    (LinkHealth.DEAD, Sign.FELL): LinkHealth.RECOVERING,
+    (LinkHealth.DEAD, Sign.SHIFTED): LinkHealth.DEAD,
+    (LinkHealth.DEAD, Sign.RETURNED): LinkHealth.RECOVERING,
     (LinkHealth.RECOVERING, Sign.ROSE): LinkHealth.SLOW,
     (LinkHealth.RECOVERING, Sign.HELD): LinkHealth.HEALTHY,
+    (LinkHealth.RECOVERING, Sign.RETURNED): LinkHealth.HEALTHY,
     (LinkHealth.RECOVERING, Sign.FAILED): LinkHealth.DEAD,
 }
-"""What follows from a sign in a state; a pair that is not here changes nothing."""
+"""What follows from a sign in a state; a pair that is not here changes nothing.
+
+No message brings a dead link back, as all of them are delegated: only its path itself does. After
+that messages say whether it has recovered, or, where none of them are watched, the path once more.
+"""
 
 SENTENCES: dict[Sign, str] = {
     Sign.ROSE: "is slow: {took} for {count} messages in a row, {threshold:.1f} is late",
@@ -43,5 +52,8 @@ SENTENCES: dict[Sign, str] = {
     Sign.FELL: "is recovering: {took} for {count} messages in a row, was {before:.1f}",
     Sign.HELD: "is healthy again: {took} in the last of {steps} good steps",
     Sign.FAILED: "is dead: {detail}",
+    Sign.SHIFTED: "is dead, and delegated messages take another time: {took} for {count} in a row, "
+    "was {before:.1f}",
+    Sign.RETURNED: "is back: {detail}",
 }
 """What is said of a direction that a sign has turned; `took` names the messages' times."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from jaxmorph.control.conditions import ailing_links, link_of
+from jaxmorph.control.conditions import ailing_links, dead_links, link_of
 from jaxmorph.control.dwell import Dwell
 from jaxmorph.control.verdicts import LinkHealth, Verdict
 from jaxmorph.program.instructions import Route
@@ -83,7 +83,8 @@ def decide(situation: Situation) -> Decision:
     itself, whatever the others do: delegation takes host memory and processors that no prediction
     counts. While links ail a morph must shorten the step by what it is worth; once all are healthy
     the first plan comes back unless it costs that much. What takes a slow link off the queues never
-    waits; what takes it back waits for its dwell, and no other link's change waits with it.
+    waits; what takes it back waits for its dwell, and no other link's change waits with it. A link
+    without a direct path is delegated whatever that gains, and nothing holds it back.
 
     Source: PipeMorph, sections 4.3 and 6. There all links are delegated together.
 
@@ -105,8 +106,11 @@ def decide(situation: Situation) -> Decision:
             chosen, later = at_once, max(1, _wait_steps(situation, best))
     then = situation.candidates[chosen]
     predicted = f"predicted step {now.step_ms:.0f} -> {then.step_ms:.0f} ms"
-    if wait := _wait_steps(situation, chosen):
+    is_forced = _is_forced(situation)
+    if not is_forced and (wait := _wait_steps(situation, chosen)):
         return Decision(None, f"{why}: waits for {wait} steps, then {predicted}", wait)
+    if is_forced:
+        predicted = f"{predicted}; without a direct path there is no choice"
     return Decision(chosen, f"{why}: {_change_in_words(now, then)}; {predicted}", later)
 
 
@@ -156,6 +160,11 @@ def dwelling_links(dwell: Dwell, routes: Mapping[Link, Route], step: int) -> fro
     return frozenset(link for link in delegated if dwell.waits([link], step))
 
 
+def _is_forced(situation: Situation) -> bool:
+    """Whether the plan in force has a link on a direct path that it doesn't have."""
+    return not dead_links(situation.verdicts) <= _delegated(situation.in_force)
+
+
 def _wait_steps(situation: Situation, candidate: int) -> int:
     """How long until something may change that keeps a candidate waiting; 0: it may come now.
 
@@ -183,8 +192,11 @@ def _held(situation: Situation, then: Option) -> frozenset[Link]:
 
 
 def _is_allowed(option: Option, situation: Situation, held: frozenset[Link] = frozenset()) -> bool:
-    """Whether a plan takes no links off their routes but those that ail, or that have to stay."""
-    if not held <= _delegated(option):
+    """Whether a plan takes no links off their routes but those that ail, or that have to stay.
+
+    And leaves none direct that has to be delegated.
+    """
+    if not held | dead_links(situation.verdicts) <= _delegated(option):
         return False
     if situation.may_delegate_healthy:
         return True
@@ -258,7 +270,7 @@ def _link_in_words(link: Link, verdicts: tuple[Verdict, ...]) -> str:
     ways = [each for each in verdicts if link_of(each) == link]
     ill = [each for each in ways if each.health is not LinkHealth.HEALTHY]
     if any(each.health is LinkHealth.DEAD for each in ill):
-        return f"link {link} delivers nothing"
+        return f"link {link} has no direct path"
     times = {f"{each.source}>{each.destination}": each for each in ill}
     if len(ill) == len(ways) > 1 and _are_near(*(each.latency_ms for each in ill)):
         times = {"each way": ill[0]}

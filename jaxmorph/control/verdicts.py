@@ -12,9 +12,9 @@ class LinkHealth(StrEnum):
     Attributes:
         HEALTHY: Messages take about as long as when the link was first measured.
         SLOW: They take longer, for more than a message or two.
-        DEAD: What was sent did not arrive in time.
-        RECOVERING: It was slow or dead, and messages take no longer than when it was healthy; not
-            for long enough yet.
+        DEAD: It has no direct path: what was sent on that did not arrive in time.
+        RECOVERING: It was slow, and messages take no longer than when it was healthy; or dead, and
+            its direct path is up; not for long enough yet.
     """
 
     HEALTHY = "healthy"

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from jaxmorph.adapting.control_loop import ControlLoop
 from jaxmorph.adapting.morph import Morph
+from jaxmorph.adapting.path_books import PathBooks
 from jaxmorph.config import Config
 from jaxmorph.control.link_medians import link_medians_ms
 from jaxmorph.control.link_samples import link_samples
@@ -73,6 +74,7 @@ class Bookkeeper:
         self._tell = self._traced.pass_on
         self._first_step = first_step
         self._loop = loop
+        self._paths = PathBooks(loop)
         self._began_s = time.monotonic()
         self._error: BaseException | None = None
         self._thread = ThreadPoolExecutor(1, "jaxmorph-bookkeeper") if active else None
@@ -127,6 +129,14 @@ class Bookkeeper:
             step: The first step that runs it.
         """
         self._submit(self._adopt, morph, step)
+
+    def begin_again(self, links: Sequence[Link]) -> None:
+        """Take note that direct paths have begun again after the last step that was told.
+
+        Args:
+            links: Whose.
+        """
+        self._submit(self._paths.begin_again, links)
 
     def event(self, step: int, kind: str, detail: str) -> None:
         """Tell of something that happened.
@@ -209,12 +219,14 @@ class Bookkeeper:
     ) -> None:
         profile = self._expected_profile()
         measured = measured_timeline(reports)
-        samples = link_samples(measured)
-        self._profiler.observe(measured, samples)
+        paths = self._paths.read(reports, link_samples(measured), self._plan.routes)
+        if not paths.news.is_disturbed:
+            self._profiler.observe(measured, paths.samples)
         # Before all else, as a decision may wait for it.
-        happened = []
+        happened = [*paths.happened]
         if self._loop is not None:
-            happened = self._loop.observe(step, measured, samples, probe_times(reports))
+            probed = probe_times(reports)
+            happened += self._loop.observe(step, measured, paths.samples, probed, paths.news)
         planned = self._in_force.simulate(profile)
         record = {
             "step": step,
@@ -225,15 +237,15 @@ class Bookkeeper:
             "tokens_per_s": self._config.tokens_per_step / step_s,
             "schedule": self._plan.schedule.name,
             "warmup_forwards": self._plan.schedule.warmup_forwards,
-            "routes": {str(link): route for link, route in self._plan.routes.items()},
+            "routes": {str(link): route for link, route in paths.routes.items()},
             "predicted_step_s": planned.makespan_ms / 1e3,
             "bubble_rate": measured.bubble_rate,
             "peak_live": measured.peak_live(self._config.schedule.live_until),
             "peak_on_device": self._peak_on_device(measured),
             "compilations": total_compilations(reports),
             "planned_bubble_rate": planned.bubble_rate,
-            "link_states": {} if self._loop is None else self._loop.link_states(),
-            "link_ms": link_medians_ms(samples) or None,
+            "link_states": self._link_states(),
+            "link_ms": link_medians_ms(paths.samples) or None,
         }
         self._tell({"kind": "step", "record": record})
         for happening in happened:
@@ -248,6 +260,10 @@ class Bookkeeper:
         if not self._config.offload.enabled:
             return None
         return peak_on_device(measured, self._config.schedule.live_until)
+
+    def _link_states(self) -> dict[str, str]:
+        judged = {} if self._loop is None else self._loop.link_states()
+        return {**self._paths.in_words(), **judged}
 
     def _expected_profile(self) -> Profile:
         """What a step should be made of, by all that has been measured before it."""

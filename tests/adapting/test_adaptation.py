@@ -57,21 +57,50 @@ class Books:
     def adopt(self, morph, step):
         self.adopted.append((morph, step))
 
+    def begin_again(self, links):
+        self.begun = links
+
 
 class Loop:
-    def __init__(self, *morphs):
-        self.morphs = [*morphs]
+    def __init__(self, *morphs, probes=(), known=()):
+        self.morphs, self.probes, self.known = [*morphs], probes, frozenset(known)
 
     def ready(self):
         return self.morphs.pop(0) if self.morphs else None
 
     def due_probes(self):
-        return ()
+        links, self.probes = self.probes, ()
+        return links
+
+    def without_path(self, links):
+        return self.known.intersection(links)
 
 
-def on_rank(rank, loop: Any = None):
+class StageWithPaths(Stage):
+    """One whose link 1-2 may fail; it keeps what it was told to do, in order."""
+
+    def __init__(self, *failures):
+        super().__init__()
+        self.failures, self.done = [*failures], []
+
+    def link_failures(self):
+        failures, self.failures = self.failures, []
+        return failures
+
+    def path_is_up(self, link):
+        return True
+
+    def restore_direct(self, link):
+        self.done.append(("restore", str(link)))
+
+    def probe(self, link, step):
+        self.done.append(("probe", str(link)))
+        return []
+
+
+def on_rank(rank, loop: Any = None, stage: Any = None):
     meeting = Meeting(rank)
-    stage: Any = Stage()
+    stage = stage or Stage()
     books: Any = Books()
     return Adaptation(meeting, stage, books, loop, last_step=9), meeting, stage, books
 
@@ -108,3 +137,71 @@ def test_where_nothing_is_told_nothing_changes():
 def test_after_the_last_step_there_is_nothing_to_change():
     assert on_rank(0, Loop(MORPH))[0].told(9) == {}
     assert on_rank(0, Loop(MORPH))[0].told(8) != {}
+
+
+LINK = Link(1, 2)
+UP = {"paths_up": {"1-2": True}}
+FAILED = {"link_failures": [{"link": "1-2", "detail": "no answer in 3 s"}]}
+
+
+def after_failure(rank, loop=None):
+    """A rank that has heard of the failure of link 1-2 in the step before."""
+    adaptation, _, stage, books = on_rank(rank, loop, StageWithPaths())
+    adaptation.heed(6, [{}, FAILED, FAILED])
+    return adaptation, stage, books
+
+
+@pytest.mark.parametrize(("rank", "is_end"), [(0, False), (1, True), (2, True)])
+def test_a_path_that_is_to_be_probed_begins_again_before_it_at_its_ends_alone(rank, is_end):
+    told = over_the_network(after_failure(0, Loop(probes=(LINK,), known=(LINK,)))[0].told(7))
+    assert told == {"probe": ["1-2"], "restore": ["1-2"]}
+    adaptation, stage, books = after_failure(rank)
+    assert adaptation.heed(7, [told, UP, UP]) is None
+    probed = ("probe", "1-2")  # what no end is asked to, answers with nothing
+    assert stage.done == ([("restore", "1-2"), probed] if is_end else [probed])
+    assert books.begun == (LINK,)
+
+
+def test_a_path_that_no_probe_can_try_begins_again_with_the_morph_that_uses_it():
+    back = Morph(PLAN, MORPH.programs, SLOTS, "well", {LINK: "direct"}, {})
+    told = after_failure(0, Loop(back, known=(LINK,)))[0].told(7)
+    assert told["restore"] == ["1-2"]
+    adaptation, stage, _ = after_failure(1)
+    assert adaptation.heed(7, [over_the_network(told), UP, UP]) == PROGRAMS[1]
+    assert stage.done == [("restore", "1-2")]
+
+
+def test_a_path_that_failed_since_the_loop_knew_of_it_is_neither_probed_nor_begun_again():
+    assert after_failure(0, Loop(probes=(LINK,)))[0].told(7) == {}
+    back = Morph(PLAN, MORPH.programs, SLOTS, "well", {LINK: "direct"}, {})
+    assert "restore" not in after_failure(0, Loop(back))[0].told(7)
+
+
+def test_a_path_that_an_end_finds_down_by_then_is_neither_probed_nor_begun_again():
+    adaptation, stage, _ = after_failure(1)
+    down = {"paths_up": {"1-2": False}}
+    adaptation.heed(7, [{"probe": ["1-2"], "restore": ["1-2"]}, UP, down])
+    assert stage.done == []
+
+
+def test_a_link_that_failed_in_the_step_at_whose_end_it_was_to_be_probed_is_not():
+    adaptation, _, stage, _ = on_rank(1, None, StageWithPaths())
+    adaptation.heed(7, [{"probe": ["1-2"]}, FAILED, FAILED])
+    assert stage.done == []
+
+
+def test_a_path_begins_again_once_however_long_the_loop_takes_to_know():
+    adaptation, _, _ = after_failure(0, Loop(probes=(LINK,), known=(LINK,)))
+    adaptation.heed(7, [adaptation.told(7), UP, UP])
+    adaptation._loop.probes = (LINK,)
+    assert adaptation.told(8) == {"probe": ["1-2"]}
+
+
+def test_failures_are_told_with_the_last_step_too_and_where_nothing_adapts():
+    for loop in (Loop(MORPH), None):
+        stage = StageWithPaths(*FAILED["link_failures"])
+        assert on_rank(1, loop, stage)[0].told(9) == FAILED | UP
+    stage: Any = StageWithPaths(*FAILED["link_failures"])
+    books: Any = Books()
+    fixed = Adaptation(Meeting(1), stage, books, None, last_step=9, adapts=False)
+    assert (fixed.told(8), fixed.told(9)) == (FAILED, {})

@@ -219,3 +219,16 @@ def test_a_run_may_begin_with_another_plan_than_that_for_healthy_links():
     weighed = again.weigh(profile, verdicts(2, 3, 1.0, LinkHealth.HEALTHY))
     assert weighed.in_force_ms == pytest.approx(391.0)
     assert [delegated(each) for each in weighed.candidates] == [[]]
+
+
+@pytest.mark.parametrize("delegates", ["slow", "any"])
+def test_a_link_without_a_direct_path_has_plans_that_change_no_other_link(delegates):
+    plans, profile = planner(adaptation={"enabled": True, "delegates": delegates})
+    adapted = plans.weigh(profile, verdicts(0, 1, 30.0)).candidates[2]
+    plans.adopt(adapted)
+    dead = [*verdicts(0, 1, 1.0, LinkHealth.HEALTHY), *verdicts(2, 3, 0.0, LinkHealth.DEAD)]
+    candidates = plans.weigh(profile, dead, [Link(0, 1)]).candidates
+    assert any(delegated(each) == ["0-1", "2-3"] for each in candidates)
+    assert any("2-3" in delegated(each) for each in candidates)
+    for candidate in candidates:
+        check(candidate.programs)

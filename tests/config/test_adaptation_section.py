@@ -34,7 +34,14 @@ def test_schedules_with_whole_backwards_cannot_adapt(schedule):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("worth", 1.0), ("worth", -0.1), ("dwell_steps", 0), ("delegates", "all")]
+    ("key", "value"),
+    [
+        ("worth", 1.0),
+        ("worth", -0.1),
+        ("dwell_steps", 0),
+        ("delegates", "all"),
+        ("failback_steps", 0),
+    ],
 )
 def test_what_makes_no_sense_is_refused(key, value):
     with pytest.raises(UserError, match=f"adaptation.{key}: got {value}|got '{value}'"):

@@ -326,7 +326,7 @@ class TestRoutes:
 
 
 class TestFailures:
-    def test_a_link_that_was_given_up_is_dead_until_the_route_that_failed_delivers(self):
+    def test_no_message_brings_a_link_back_that_was_given_up_and_its_path_does(self):
         steps = Steps(route=DIRECT, usual_ms=0.0)
         (dead,) = steps.detector.observe_failure(6, 2, 3, "activation[3] 2>3 did not come in 3 s")
         assert (dead.health, dead.step) == (DEAD, 6)
@@ -335,12 +335,53 @@ class TestFailures:
         assert steps.now.health is DEAD
         assert steps.now.latency_ms == 1.0
         steps.run(*[[0.0] * 12] * 5, route=DIRECT)
-        assert [health for health, _ in steps.path()] == [RECOVERING, HEALTHY]
+        assert steps.now.health is DEAD
+        (back,) = steps.detector.observe_return(steps.step, 2, 3, 20)
+        assert (back.health, back.step) == (RECOVERING, steps.step)
+        assert back.reason == (
+            "link 2>3 is back: both ends have found its direct path up for 20 steps in a row"
+        )
+        steps.run([1.0] * 12, [1.0] * 12)
+        assert steps.now.health is RECOVERING
+        assert steps.run([1.0] * 12).now.health is HEALTHY
+        assert steps.now.reason.startswith("link 2>3 is healthy again: 1.0 ms")
+
+    def test_what_its_delegated_messages_take_is_told_anew_where_that_changes(self):
+        steps = Steps(route=DIRECT, usual_ms=0.0)
+        steps.detector.observe_failure(6, 2, 3, "")
+        steps.run([1.0] * 12, [31.0] * 12, [31.0] * 12, [1.0] * 12, [2.0] * 12)
+        assert steps.path() == [(DEAD, 7), (DEAD, 9)]
+        slower, quicker = steps.said
+        assert (slower.latency_ms, quicker.latency_ms) == (31.0, 1.0)
+        assert slower.reason == (
+            "link 2>3 is dead, and delegated messages take another time: 31.0 ms (31.0 to 31.0) "
+            "for 5 in a row, was 1.0"
+        )
 
     def test_it_may_come_back_slow(self):
         steps = Steps()
         steps.detector.observe_failure(6, 2, 3, "")
+        steps.detector.observe_return(6, 2, 3, 20)
         assert steps.run([31.0] * 12).path() == [(SLOW, 6)]
+
+    def test_a_path_that_was_up_for_a_while_may_be_found_down_again(self):
+        steps = Steps()
+        steps.detector.observe_failure(6, 2, 3, "")
+        steps.detector.observe_return(7, 2, 3, 20)
+        (dead,) = steps.detector.observe_failure(8, 2, 3, "its direct path is down again")
+        assert (dead.health, dead.step) == (DEAD, 8)
+
+    def test_only_a_dead_link_comes_back(self):
+        steps = Steps()
+        assert steps.detector.observe_return(6, 2, 3, 20) == []
+        assert steps.now.health is HEALTHY
+
+    def test_where_no_message_is_watched_the_path_alone_says_that_a_link_is_healthy(self):
+        detector = Detector()
+        detector.observe_failure(0, 0, 3, "")
+        back, healthy = detector.observe_return(20, 0, 3, 20)
+        assert (back.health, healthy.health) == (RECOVERING, HEALTHY)
+        assert detector.verdicts[0, 3] is healthy
 
     def test_a_second_failure_says_nothing_new(self):
         detector = Steps().detector
@@ -351,7 +392,10 @@ class TestFailures:
         steps = Steps(healthy=0)
         steps.detector.observe_failure(0, 2, 3, "")
         steps.run(*[[1.0] * 12] * 6)
-        assert [health for health, _ in steps.path()] == [RECOVERING, HEALTHY]
+        assert steps.now.health is DEAD
+        steps.detector.observe_return(6, 2, 3, 20)
+        steps.run(*[[1.0] * 12] * 6)
+        assert steps.now.health is HEALTHY
 
 
 steps_of_a_link = st.lists(
@@ -370,12 +414,14 @@ def test_verdicts_follow_the_table_and_name_what_they_rest_on(told, drawn):
         steps.run([ms * drawn.uniform(0.9, 1.1) for _ in range(count)], route=route)
         if drawn.random() < 0.1:
             steps.said += steps.detector.observe_failure(number, 2, 3, "gave up")
+        if drawn.random() < 0.1:
+            steps.said += steps.detector.observe_return(number, 2, 3, 20)
     before = HEALTHY
     for verdict in steps.said:
         assert verdict.health in {to for (since, _), to in TURNS.items() if since is before}
         if verdict.health is SLOW and before is not SLOW:
             assert min(verdict.evidence.samples_ms) > verdict.evidence.threshold_ms
-        if verdict.health is RECOVERING:
+        if verdict.health is RECOVERING and before is not DEAD:
             assert max(verdict.evidence.samples_ms) < verdict.evidence.threshold_ms
         assert verdict.reason.startswith("link 2>3 is ")
         before = verdict.health

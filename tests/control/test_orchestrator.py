@@ -170,6 +170,54 @@ def test_what_else_has_changed_is_in_the_reason():
     )
 
 
+class TestDeadLinks:
+    """Link 2-3 has no direct path."""
+
+    DEAD = (*healthy(4, [(2, 3)]), *both_ways(2, 3, 1.1, LinkHealth.DEAD))
+
+    def situation(self, in_force, *candidates, **more):
+        return situation(self.DEAD, in_force, *candidates, **more)
+
+    @pytest.mark.parametrize("may_delegate_healthy", [False, True])
+    @pytest.mark.parametrize("delegated_ms", [300.0, 391.0, 5000.0])
+    def test_they_are_delegated_whatever_that_gains_and_a_sentence_says_so(
+        self, delegated_ms, may_delegate_healthy
+    ):
+        now, then = option(FIRST, 390.0), option(FIRST, delegated_ms, "2-3")
+        decision = decide(
+            self.situation(now, now, then, may_delegate_healthy=may_delegate_healthy, worth=0.9)
+        )
+        assert (decision.chosen, decision.wait_steps) == (1, 0)
+        assert decision.reason == (
+            "link 2-3 has no direct path: 2-3 delegated, the same order; predicted step 390 -> "
+            f"{delegated_ms:.0f} ms; without a direct path there is no choice"
+        )
+
+    @pytest.mark.parametrize("may_delegate_healthy", [False, True])
+    def test_no_plan_that_leaves_them_direct_is_ever_chosen(self, may_delegate_healthy):
+        more = {"may_delegate_healthy": may_delegate_healthy}
+        now, found = option(OTHER, 900.0, "2-3"), option(FIRST, 800.0, "2-3")
+        direct = option(FIRST, 100.0), option(OTHER, 90.0, "0-1")
+        assert decide(self.situation(now, *direct, found, **more)).chosen == 2
+        assert decide(self.situation(now, *direct, **more)).chosen is None
+
+    def test_nothing_that_dwells_holds_them_back(self):
+        dwell = Dwell(22, 64).after([Link(0, 1), Link(2, 3), SCHEDULE], 7)
+        now, home = option(FIRST, 391.0, "0-1"), option(FIRST, 390.0)
+        alone, both = option(FIRST, 392.0, "2-3"), option(FIRST, 470.0, "0-1", "2-3")
+        decision = decide(self.situation(now, home, alone, both, dwell=dwell))
+        assert decision.chosen == 2
+        assert "2-3 delegated, the same order" in decision.reason
+        # Not even where no plan leaves the other one delegated.
+        assert decide(self.situation(now, home, alone, dwell=dwell)).chosen == 1
+
+    def test_once_delegated_they_are_as_any_that_ail(self):
+        now = option(FIRST, 391.0, "2-3")
+        decision = decide(self.situation(now, option(FIRST, 390.0), now))
+        assert (decision.chosen, decision.wait_steps) == (None, 0)
+        assert "no choice" not in decision.reason
+
+
 class TestLinksThatDwell:
     """Link 0-1 is healthy again and delegated until step 30; now link 2-3 is slow."""
 

@@ -17,6 +17,8 @@ from jaxmorph.schedule.planner import plan
 from jaxmorph.training.bookkeeping import Bookkeeper
 from jaxmorph.training.evaluation import HeldOutLoss
 
+TWO = StageCosts.uniform(2, 1.0, 1.0, 1.0)
+TWO_STAGES = plan(TWO, {}, Limits(), 1, "zb-h2")
 COSTS = StageCosts.uniform(1, 1.0, 1.0, 1.0)
 PLAN = plan(COSTS, {}, Limits(), 1, "zb-h2")
 IN_FORCE = PlanInForce(PLAN, lower_step(PLAN.schedule, Profile(COSTS, {})), rank=0)
@@ -189,7 +191,7 @@ class OneMorph:
     def profile(self, profile):
         return profile
 
-    def observe(self, step, timeline, samples, probes):
+    def observe(self, step, timeline, samples, probes, paths):
         self.calls.append(("observe", step, len(timeline.orders[0])))
         return [
             {"kind": "straggler_detected", "link": "0-1", "detail": "late", "evidence": {"n": 1}}
@@ -226,3 +228,76 @@ def test_another_plan_counts_from_the_step_that_runs_it_and_its_events_have_that
     ]
     detected = ("straggler_detected", "0-1", {"n": 1})
     assert told == [(3, *detected), (4, "plan_changed", None, None), (4, *detected)]
+
+
+def _two_reports(took_ms=1.0, waited_ms=0.0, **told):
+    """Both ranks' reports of a step of two stages; messages hold both queues as long.
+
+    What was waited for a link may be in what an op took.
+    """
+    reports = []
+    for rank in range(2):
+        start_ms = 10.0 if rank == 0 else 0.0
+        ops = [["F0", 0.0, 10.0 + waited_ms], ["B0", 40.0, 50.0], ["W0", 50.0, 60.0]]
+        held = [
+            ["activation[0] 0>1", 10.0, 10.0 + took_ms],
+            ["gradient[0] 1>0", 30.0 + start_ms, 30.0 + start_ms + took_ms],
+        ]
+        timings = {"ops": ops, "transfers": held, "arrivals": [], "events": []}
+        reports.append({"compilations": 0, DETAIL: json.dumps(timings)} | told)
+    return reports
+
+
+def _two_stages(*steps):
+    """What rank 0 tells of a run of two stages on a direct link that doesn't adapt."""
+    config, messages = Config.model_validate({"run": {"steps": 9}}), []
+    programs = lower_step(TWO_STAGES.schedule, Profile(TWO, {}), TWO_STAGES.routes)
+    profiler = Profiler(2)
+    in_force = PlanInForce(TWO_STAGES, programs, rank=0)
+    with Bookkeeper(config, in_force, profiler, messages.append, active=True) as bookkeeper:
+        for step, reports in enumerate(steps):
+            bookkeeper.note(step, StepTotals(1.0, 1.0), reports, 0.03)
+    return messages, profiler.profile()
+
+
+FAILED = {"link": "0-1", "detail": "activation[0] 0>1 got no answer in 3 s", "resent": 1}
+
+
+def test_a_link_that_failed_is_an_event_and_delegated_from_its_step_on_without_adaptation_too():
+    usual = _two_reports()
+    failing = _two_reports(3000.0, link_failures=[FAILED | {"held_up_s": 3.0}])
+    messages, _ = _two_stages(usual, failing, _two_reports(0.0), _two_reports(0.0))
+    records = [m["record"] for m in messages if m["kind"] == "step"]
+    assert [record["routes"] for record in records] == [
+        {"0-1": "direct"}, *[{"0-1": "delegated"}] * 3,
+    ]  # fmt: skip
+    assert [record["link_states"] for record in records[:2]] == [
+        {}, {"0-1": "direct path failed, delegated"},
+    ]  # fmt: skip
+    (event,) = [m["event"] for m in messages if m["kind"] == "event"]
+    assert (event["step"], event["kind"], event["link"]) == (1, "link_failed", "0-1")
+    assert event["detail"] == (
+        "activation[0] 0>1 got no answer in 3 s; delegated from there on, 2 messages sent again"
+    )
+    assert event["evidence"]["held_up_s"] == 3.0
+    assert event["evidence"]["told_by"] == (0, 1)
+
+
+def test_what_waited_for_a_failing_link_and_went_by_hosts_on_its_queue_is_no_measure_of_it():
+    usual = [_two_reports()]
+    failing = _two_reports(3000.0, waited_ms=3000.0, link_failures=[FAILED])
+    messages, profile = _two_stages(*usual, failing, *[_two_reports(0.0)] * 5)
+    _, undisturbed = _two_stages(*usual)
+    assert (profile.costs, profile.links) == (undisturbed.costs, undisturbed.links)
+    link_ms = [m["record"]["link_ms"] for m in messages if m["kind"] == "step"]
+    assert link_ms == [{"0>1": 1.0, "1>0": 1.0}] + [None] * 6
+
+
+def test_a_step_in_which_the_other_end_tells_of_a_failure_is_no_measure_either():
+    failing = _two_reports(waited_ms=3000.0)
+    failing[1]["link_failures"] = [FAILED]
+    later = _two_reports(waited_ms=3000.0)
+    later[0]["link_failures"] = [FAILED]
+    messages, profile = _two_stages(_two_reports(), failing, later)
+    assert profile.costs.forward_ms == (10.0, 10.0)
+    assert len([m for m in messages if m["kind"] == "event"]) == 1

@@ -1,0 +1,103 @@
+"""When a failed path has been up for long enough, by what its ends tell step by step."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmorph.control.fail_back import FailBack
+from jaxmorph.schedule.costs import Link
+
+LINK, OTHER = Link(2, 3), Link(0, 1)
+UP, DOWN, SILENT = {LINK: True}, {LINK: False}, {}
+
+
+def failed(*links, steps=4, most_steps=64, lives_left=None):
+    made = FailBack(steps, most_steps)
+    for link in links or (LINK,):
+        made.fail(link)
+        if lives_left is not None:
+            made.limit(link, lives_left)
+    return made
+
+
+def returns_after(watch, reports, delegated=(LINK,)):
+    """After which of the reports the path returns; None: after none of them."""
+    for number, up in enumerate(reports, start=1):
+        if LINK in watch.observe(up, delegated).returned:
+            return number
+    return None
+
+
+def test_a_path_returns_once_it_has_been_up_for_so_many_steps_in_a_row():
+    watch = failed()
+    assert returns_after(watch, [UP] * 9) == 4
+    assert watch.failed == {LINK}  # until it has begun again
+
+
+@pytest.mark.parametrize("gap", [DOWN, SILENT])
+def test_a_step_in_which_an_end_finds_it_down_or_says_nothing_begins_the_count_anew(gap):
+    assert returns_after(failed(), [UP, UP, UP, gap, UP, UP, UP, UP]) == 8
+    assert returns_after(failed(), [UP, UP, UP, gap] * 20) is None
+
+
+def test_it_returns_only_once_a_plan_has_taken_the_link_off_it():
+    watch = failed()
+    assert returns_after(watch, [UP] * 9, delegated=()) is None
+    assert returns_after(watch, [UP]) == 1
+
+
+def test_that_it_has_returned_is_said_once_and_that_it_is_lost_again_too():
+    watch = failed()
+    assert returns_after(watch, [UP] * 4) == 4
+    assert returns_after(watch, [UP] * 40) is None
+    assert watch.observe(DOWN, (LINK,)).lost == (LINK,)
+    assert watch.observe(DOWN, (LINK,)).lost == ()
+    assert returns_after(watch, [UP] * 9) == 4
+
+
+def test_after_each_further_failure_it_takes_twice_as_many_up_to_a_limit():
+    watch, took = failed(most_steps=10), []
+    for _ in range(4):
+        took.append(returns_after(watch, [UP] * 99))
+        watch.begin_again(LINK)
+        assert watch.failed == frozenset()
+        watch.fail(LINK)
+    assert took == [4, 8, 10, 10]
+    assert FailBack(20, 8).steps_after(3) == 20
+
+
+def test_one_without_a_life_left_never_returns():
+    assert returns_after(failed(lives_left=1), [UP] * 9) == 4
+    assert returns_after(failed(lives_left=0), [UP] * 99) is None
+
+
+def test_the_least_that_an_end_says_of_lives_counts_and_the_last_one_goes_once():
+    watch = failed()
+    assert [watch.limit(LINK, lives) for lives in (2, 3, 0, 0, 1)] == [
+        False, False, True, False, False,
+    ]  # fmt: skip
+    assert returns_after(watch, [UP] * 99) is None
+    assert not watch.limit(OTHER, 0)  # it hasn't failed
+
+
+def test_what_never_failed_is_not_counted_and_links_count_each_for_itself():
+    watch = failed(LINK, OTHER)
+    for _ in range(3):
+        watch.observe({LINK: True, Link(1, 2): True}, (LINK, OTHER, Link(1, 2)))
+    turns = watch.observe({LINK: True, OTHER: True}, (LINK, OTHER))
+    assert turns.returned == {LINK: 4}
+
+
+reports = st.lists(st.sampled_from([UP, UP, UP, UP, DOWN, SILENT]), max_size=60)
+
+
+@given(reports, st.integers(1, 6), st.integers(0, 60))
+def test_a_path_returns_with_exactly_as_many_reports_in_a_row_as_are_enough(told, steps, since):
+    watch, in_a_row, has_returned = failed(steps=steps), 0, False
+    for number, up in enumerate(told):
+        in_a_row = in_a_row + 1 if up == UP else 0
+        turns = watch.observe(up, (LINK,) if number >= since else ())
+        is_enough = number >= since and in_a_row >= steps
+        assert (LINK in turns.returned) == (is_enough and not has_returned)
+        assert (LINK in turns.lost) == (has_returned and up != UP)
+        has_returned = is_enough
