@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jaxmorph.config import Config, load_config, placed_error
 from jaxmorph.errors import UserError
 from jaxmorph.recovery.supervisor import Supervisor
-from jaxmorph.reporting import RunDirectory, open_reporter, open_run_directory
+from jaxmorph.reporting import Reporter, RunDirectory, open_reporter, open_run_directory
 from jaxmorph.reporting.run_directory import CONFIG, reopen_run_directory
 from jaxmorph.runtime.launcher import run_ranks, sigterm_interrupts
 from jaxmorph.training.cluster import join_cluster, require_one_host, started_by_cluster
@@ -63,7 +63,7 @@ class _Start:
     directory: Path | None = None
 
     @contextmanager
-    def open_record(self) -> Iterator[RunRecord]:
+    def open_record(self, reporter: Reporter | None = None) -> Iterator[RunRecord]:
         """Open the run's directory and its books, for this process alone."""
         with ExitStack() as opened:
             known = (folder_apart(self.config), self.directory)  # nothing is changed there yet
@@ -74,7 +74,8 @@ class _Start:
             if self.directory is None:
                 opened.enter_context(hold([directory.path]))
             prepare_checkpoints(self.config, directory.path)
-            record = RunRecord(self.config, directory, open_reporter(), first_step=self.first_step)
+            shown = reporter or open_reporter()
+            record = RunRecord(self.config, directory, shown, first_step=self.first_step)
             yield opened.enter_context(closing(record))
 
     def _open_directory(self) -> RunDirectory:
@@ -133,6 +134,20 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
     _run(_Start(found.config, found.manifest.step, directory), launch)
 
 
+def run_here(config: Config, reporter: Reporter) -> None:
+    """Run a configuration that has been checked to its end, a process for each stage here.
+
+    Args:
+        config: The run.
+        reporter: Shows it.
+
+    Raises:
+        UserError: If the configuration, its data or its model are at fault.
+        RankFailedError: If a rank died or raised, and no restart has helped.
+    """
+    _run_here(_Start(config), reporter)
+
+
 def check_run(config: Config) -> "RunParts":
     """Find out whether a configuration can be run, without running any of it.
 
@@ -173,8 +188,8 @@ def _run(start: _Start, launch: str) -> None:
         _run_here(start)
 
 
-def _run_here(start: _Start) -> None:
-    with start.open_record() as record, sigterm_interrupts():
+def _run_here(start: _Start, reporter: Reporter | None = None) -> None:
+    with start.open_record(reporter) as record, sigterm_interrupts():
         config, directory = start.config, record.directory
         last_checkpoint = partial(last_resumable, config, directory)
         supervisor = Supervisor(config.restart_policy, last_checkpoint, record)
