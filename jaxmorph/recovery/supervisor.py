@@ -78,6 +78,7 @@ class Supervisor:
         self._clock = clock
         self._wait = wait
         self._attempts = Attempts()
+        self._ledger = Ledger(clock())
 
     def run(self, launch: Launch, first_step: int) -> None:
         """Run the ranks, again and again if need be, until they have come to their end.
