@@ -18,7 +18,7 @@ def _train(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> Non
         start_timeout_s=config.timeouts.start_s,
         step_timeout_s=config.timeouts.step_s,
     )
-    train(config, rendezvous, link.send, directory, int(first_step), int(restarts))
+    train(config, rendezvous, link.send, directory, int(first_step), restarts=int(restarts))
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ def train(
     tell: Callable[[Message], None],
     directory: Path,
     first_step: int = 0,
+    *,
     restarts: int = 0,
 ) -> None:
     """Train as one rank of a run.

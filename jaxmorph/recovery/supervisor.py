@@ -34,7 +34,9 @@ class Books(Protocol):
         """Handle what rank 0 tells."""
         ...
 
-    def note(self, step: int, kind: str, detail: str, evidence: Message | None = None) -> None:
+    def write_event(
+        self, step: int, kind: str, detail: str, evidence: Message | None = None
+    ) -> None:
         """Write down what the ranks can't tell."""
         ...
 
@@ -144,7 +146,7 @@ class Supervisor:
     def _note_failure(self, failure: RankFailedError, then: str) -> None:
         told = str(failure).splitlines()[1:2]
         detail = "; ".join([failure.reason, *told]) + then
-        self._books.note(self._ledger.next_step, RANK_FAILED, detail)
+        self._books.write_event(self._ledger.next_step, RANK_FAILED, detail)
 
     def _take(self, message: Message) -> None:
         match message:
@@ -161,7 +163,7 @@ class Supervisor:
         """Write a recovery down once it is over."""
         if recovery is None:
             return
-        self._books.note(
+        self._books.write_event(
             recovery.from_step, RESTARTED, describe(recovery), evidence=recovery.to_json()
         )
         self._books.keep_goodput(self._ledger.goodput(self._books.productive_s))

@@ -96,7 +96,9 @@ class RunRecord:
             case _:
                 raise ValueError(f"a message of no known kind: {message}")
 
-    def note(self, step: int, kind: str, detail: str, evidence: Message | None = None) -> None:
+    def write_event(
+        self, step: int, kind: str, detail: str, evidence: Message | None = None
+    ) -> None:
         """Write down what happened to the ranks, which they can't tell.
 
         Args:

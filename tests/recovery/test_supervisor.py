@@ -19,7 +19,7 @@ class Books:
     def take(self, message):
         self.told.append(("take", message["kind"]))
 
-    def note(self, step, kind, detail, evidence=None):
+    def write_event(self, step, kind, detail, evidence=None):
         self.told.append((kind, step, detail, evidence))
 
     def go_back(self, step):

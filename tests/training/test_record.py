@@ -142,7 +142,7 @@ def test_a_run_that_goes_back_takes_its_steps_again_and_lasts_from_its_first_sta
         told = {"kind": "step", "record": asdict(STEP) | {"step": step}}
         books.take({"kind": "started", "header": HEADER} if step is None else told)
     now[0] = 114.0
-    books.note(3, "rank_failed", "rank 1 failed")
+    books.write_event(3, "rank_failed", "rank 1 failed")
     books.go_back(1)
     assert books.num_steps == 1
     now[0] = 130.0
@@ -150,7 +150,7 @@ def test_a_run_that_goes_back_takes_its_steps_again_and_lasts_from_its_first_sta
     books.take({"kind": "started", "header": HEADER})
     for now[0], step in ((131.0, 1), (132.5, 2)):
         books.take({"kind": "step", "record": asdict(STEP) | {"step": step}})
-    books.note(1, "restarted", "19.5 s lost", evidence={"total_s": 19.5})
+    books.write_event(1, "restarted", "19.5 s lost", evidence={"total_s": 19.5})
     assert books.productive_s == pytest.approx(3 * 0.4)
     books.keep_goodput(Goodput(1.5, 30.0))
     books.finish()
