@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from jaxmorph.config.restart_section import RestartPolicy
 from jaxmorph.recovery.attempts import Attempts
 from jaxmorph.recovery.ledger import Goodput, Ledger
-from jaxmorph.recovery.phases import Recovery
+from jaxmorph.recovery.phases import BACK_OFF, Recovery
 from jaxmorph.reporting.records import RANK_FAILED, RESTARTED
 from jaxmorph.runtime.launcher import RankFailedError
 
@@ -100,8 +100,8 @@ class Supervisor:
             while (next_step := self._live(launch, first_step, restarts)) is not None:
                 first_step, restarts = next_step, restarts + 1
         finally:
-            self._tell(self._ledger.cut_off())
             with suppress(OSError):  # whatever has ended the run is what its user should hear
+                self._tell(self._ledger.cut_off())
                 self._books.keep_goodput(self._ledger.goodput(self._books.productive_s))
 
     def _live(self, launch: Launch, first_step: int, restarts: int) -> int | None:
@@ -163,9 +163,9 @@ class Supervisor:
         """Write a recovery down once it is over."""
         if recovery is None:
             return
-        self._books.write_event(
-            recovery.from_step, RESTARTED, describe(recovery), evidence=recovery.to_json()
-        )
+        if BACK_OFF in recovery.phases_s:  # else it was ended before the ranks were started again
+            told = recovery.to_json()
+            self._books.write_event(recovery.from_step, RESTARTED, describe(recovery), told)
         self._books.keep_goodput(self._ledger.goodput(self._books.productive_s))
 
 
