@@ -12,7 +12,7 @@ from jaxmorph.train import train
 def _train(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
     config_path, first_step, restarts = rest
     config, directory = load_config(Path(config_path)), Path(config_path).parent
-    keep_compiled(config, directory)
+    keep_compiled(config, directory, arguments.rank)
     rendezvous = join_as_told(
         arguments,
         start_timeout_s=config.timeouts.start_s,

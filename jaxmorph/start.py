@@ -282,13 +282,14 @@ def _train_as_rank(
         told = rendezvous.exchange({})[0]  # rank 0 knows which directory is free
         path, first_step = Path(told["directory"]), told["first_step"]
         note_directory(path)
+        keep_compiled(config, path, rendezvous.rank)
         train(config, rendezvous, _hear_nothing, path, first_step)
         return
     with start.open_record() as record:
         path, first_step = record.directory.resolve(), start.first_step
         rendezvous.exchange({"directory": str(path), "first_step": first_step})
         note_directory(path)
-        keep_compiled(config, path)
+        keep_compiled(config, path, rendezvous.rank)
         train(config, rendezvous, record.take, path, first_step)
         record.finish()
 

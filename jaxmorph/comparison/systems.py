@@ -32,7 +32,7 @@ class System:
         memory: What devices may hold: what the configuration says; or as much as a cap, to which
             plans keep (`capped`), or beyond which stashes go to host memory (`offload`).
         restarts: Whether it starts again from its last checkpoint when a rank fails, and whether
-            JAX keeps what it has compiled for that.
+            what has been compiled is kept for that.
     """
 
     name: str
@@ -76,8 +76,8 @@ _MEANINGS = {
     "adaptive-detecting": "told nothing of links: what it detects, it morphs for",
     "adaptive-capped": "adaptive within a cap on what devices hold",
     "adaptive-offload": "the same cap, stashes beyond it in host memory",
-    "restart": "1f1b that starts again from its last checkpoint, with JAX's compilation cache",
-    "restart-cold": "the same without a cache: everything is compiled again",
+    "restart": "1f1b that starts again from its last checkpoint, with what was compiled kept",
+    "restart-cold": "the same, with everything compiled again",
 }
 
 _MEMORY: Mapping[str, Memory] = {"adaptive-capped": "capped", "adaptive-offload": "offload"}

@@ -15,8 +15,8 @@ class RestartPolicy(Section):
     `max_restarts` counts restarts in a row from one checkpoint: one that comes to a newer
     checkpoint begins the count anew; 0: never. Each of them waits twice as long as the one before,
     from `backoff_s` up to `longest_backoff_s`. Without a checkpoint a run is started again only if
-    `from_start` says so. `compilation_cache` is where JAX keeps what it has compiled, for runs that
-    may be started again: true is `compilation_cache` in the run's directory.
+    `from_start` says so. `compilation_cache` is where the ranks of a run that may be started again
+    keep what they have compiled: true is `compilation_cache` in the run's directory.
     """
 
     max_restarts: CountOrZero = 3
