@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from jaxmorph.recovery.phases import PHASES
+from jaxmorph.reporting.recovery_table import WHOLE_COLUMNS, whole_rows, whole_runs_legend
 from jaxmorph.reporting.run_matrix import Matrix, PlannedRun, Run
 from jaxmorph.reporting.text import describe_routes
 
@@ -43,37 +43,7 @@ def whole_runs_markdown(matrix: Matrix) -> str:
     Args:
         matrix: The runs so far.
     """
-    said = (
-        "Whole runs, from the first step to the end of the last one, failures included. *More*: "
-        f"than the same system under '{matrix.conditions[0]}'. What failures after which the ranks "
-        "were started again have cost, in seconds, by what it was spent on.\n"
-    )
-    heads = ("system", "condition", "total s", "more s", "goodput", "restarts", "lost s", *PHASES)
-    return f"{said}\n{_table(heads, _whole_rows(matrix))}"
-
-
-def _whole_rows(matrix: Matrix) -> Iterator[list[str]]:
-    for _, row in matrix.rows():
-        for run in row:
-            if run is not None and run.goodput is not None:
-                yield _whole_cells(run, row[0])
-
-
-def _whole_cells(run: Run, first: Run | None) -> list[str]:
-    costs = [recovery["phases_s"] for recovery in run.recoveries]
-    sums = [sum(cost.get(phase, 0.0) for cost in costs) for phase in PHASES]
-    known = run.total_s is not None and first is not None and first.total_s is not None
-    more = f"{run.total_s - first.total_s:+,.1f}" if known and run is not first else "-"
-    return [
-        run.system,
-        run.condition,
-        _FAILED if run.total_s is None else f"{run.total_s:,.1f}",
-        more,
-        _share(run.goodput),
-        str(len(run.recoveries)),
-        f"{sum(sums):,.1f}",
-        *(f"{length_s:,.2f}" if costs else "-" for length_s in sums),
-    ]
+    return f"{whole_runs_legend(matrix)}\n\n{_table(WHOLE_COLUMNS, whole_rows(matrix))}"
 
 
 def short_cell(run: Run | None) -> str:

@@ -11,7 +11,10 @@ from jaxmorph.comparison.whole_runs import Progress, read_whole, whole_config
 from jaxmorph.config import check_config, dump_config, load_config
 from jaxmorph.reporting import Event
 from jaxmorph.reporting.matrix_table import matrix_markdown
+from jaxmorph.reporting.page.comparison_files import ComparisonFiles
+from jaxmorph.reporting.page.comparison_page import comparison_page
 from jaxmorph.reporting.recovery_figure import save_recovery_figure
+from jaxmorph.reporting.recovery_table import WHOLE_COLUMNS
 from jaxmorph.reporting.run_matrix import Matrix
 
 CONFIG = check_config(
@@ -31,6 +34,7 @@ CONFIG = check_config(
     }
 )
 COMPARE = CONFIG.compare
+assert COMPARE is not None
 RECOVERY = {
     "restart": 1, "reason": "rank 2 failed", "step": 12, "from_step": 10, "steps_again": 2,
     "cut_off": False, "total_s": 22.5, "phases_s": {"detect": 15.0, "start": 5.5, "replay": 2.0},
@@ -114,6 +118,13 @@ def test_the_table_says_what_a_failure_cost_and_where(matrix):
     assert (cut["detect"], cut["compile"], cut["replay"]) == ("15.00", "0.00", "2.00")
     assert told["restart", "healthy"]["more s"] == "-"
     assert told["restart-cold", "cut"]["total s"] == "FAILED"
+
+
+def test_the_page_has_the_same_table(matrix):
+    page = comparison_page(ComparisonFiles(matrix, {}))
+    assert page.count("<th") > len(WHOLE_COLUMNS)
+    for cell in ("+22.5", "FAILED", "40.0%", "Whole runs, from the first step"):
+        assert cell in page
 
 
 def test_the_picture_is_drawn_with_and_without_failures(matrix, tmp_path):
