@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 from jaxmorph.comparison.condition_links import round_links
 from jaxmorph.comparison.matrix_record import MatrixRecord
 from jaxmorph.comparison.notes import comparison_notes, load_averages
-from jaxmorph.comparison.systems import SYSTEMS, system_config
+from jaxmorph.comparison.systems import SYSTEMS, System, system_config
+from jaxmorph.comparison.whole_runs import RUNS, run_whole, whole_config
 from jaxmorph.config import Config, load_config, placed_error
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.errors import RunFailedError, UserError
@@ -20,12 +21,13 @@ from jaxmorph.reporting.matrix_table import matrix_markdown
 from jaxmorph.reporting.matrix_view import MatrixView, open_matrix_view
 from jaxmorph.reporting.page import REPORT, write_report
 from jaxmorph.reporting.page.comparison_files import RESULTS, TIMELINES
+from jaxmorph.reporting.recovery_figure import save_recovery_figure
 from jaxmorph.reporting.run_directory import plain_json
 from jaxmorph.reporting.run_matrix import Matrix
 from jaxmorph.runtime.launcher import OFFLOADING_THREADS, run_ranks
 from jaxmorph.start import check_run
 
-TABLE, FIGURE = "table.md", "figure.png"
+TABLE, FIGURE, RECOVERY_FIGURE = "table.md", "figure.png", "recovery.png"
 
 
 def start_comparison(path: Path, overrides: Sequence[str]) -> int:
@@ -52,8 +54,11 @@ def start_comparison(path: Path, overrides: Sequence[str]) -> int:
         if "left aside" in notes:
             view.say(f"left aside: {notes['left aside']}")
         for system in wanted.systems:
-            _run_system(system, config, books, view)
-        names = RESULTS, TABLE, FIGURE, TIMELINES, REPORT
+            if wanted.has_whole_runs:
+                _run_whole_system(system, config, wanted, books, view)
+            else:
+                _run_system(system, config, books, view)
+        names = RESULTS, TABLE, FIGURE, RECOVERY_FIGURE, TIMELINES, REPORT
         written = [str(directory / name) for name in names if (directory / name).is_file()]
         view.say(f"wrote {', '.join(written)}")
     return len(books.record.failures)
@@ -65,12 +70,22 @@ def _checked(path: Path, overrides: Sequence[str], config: Config) -> Compare:
         raise UserError(f"{path}: compare: missing, expected a section with conditions")
     for system in config.compare.systems:
         try:
-            check_run(system_config(config, SYSTEMS[system]))
+            for planned in _configs(config, config.compare, SYSTEMS[system]):
+                check_run(planned)
         except UserError as error:
             placed = placed_error(path, overrides, error)
             raise UserError(f"{placed} (as system {system!r} needs it)") from error
     _check_traces(path, overrides, config.compare, config.parallelism.stages)
     return config.compare
+
+
+def _configs(config: Config, wanted: Compare, system: System) -> Iterator[Config]:
+    """What a system runs under."""
+    if wanted.has_whole_runs:
+        for condition in wanted.conditions:
+            yield whole_config(config, system, condition, Path(config.run.dir))
+    else:
+        yield system_config(config, system)
 
 
 def _check_traces(path: Path, overrides: Sequence[str], wanted: Compare, num_stages: int) -> None:
@@ -109,6 +124,10 @@ class _Books:
             FIGURE: lambda: save_matrix_figure(directory / FIGURE, matrix),
             REPORT: lambda: write_report(directory),
         }
+        if matrix.has_whole_runs:
+            made_of_them[RECOVERY_FIGURE] = lambda: save_recovery_figure(
+                directory / RECOVERY_FIGURE, matrix
+            )
         return [*filter(None, map(_failure, made_of_them, made_of_them.values()))]
 
 
@@ -153,6 +172,28 @@ def _run_system(system: str, config: Config, books: _Books, view: MatrixView) ->
             view.say(complaint)
         view.update(books.matrix(), "")
         _say_results(system, books.matrix(), view)
+
+
+def _run_whole_system(
+    name: str, config: Config, wanted: Compare, books: _Books, view: MatrixView
+) -> None:
+    """Each condition is a run of its own; the others are run if one fails."""
+    system, failures = SYSTEMS[name], []
+    for number, condition in enumerate(wanted.conditions):
+        view.update(books.matrix(), f"{name} is running under '{condition.name}'")
+        directory = books.directory / RUNS / f"{name}-{number}"
+        run = run_whole(config, system, condition, directory, view.say)
+        books.record.put(run)
+        failures += [] if run.failed is None else [f"{condition.name}: {run.failed}"]
+        for complaint in books.write():
+            view.say(complaint)
+        if run.total_s is not None:
+            told = f"{name:19} {condition.name:20} {run.total_s:8.1f} s in all"
+            view.say(f"{told}, {len(run.recoveries)} restarts, goodput {run.goodput or 0.0:.1%}")
+    books.record.finish(name, "; ".join(failures) or None)
+    for complaint in books.write():
+        view.say(complaint)
+    view.update(books.matrix(), "")
 
 
 def _say_results(system: str, matrix: Matrix, view: MatrixView) -> None:

@@ -3,20 +3,22 @@
 from pathlib import Path
 
 from jaxmorph.config import load_config
+from jaxmorph.runtime.compilation_cache import keep_compiled
 from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.train import train
 
 
 def _train(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
-    config_path, first_step = rest
-    config = load_config(Path(config_path))
+    config_path, first_step, restarts = rest
+    config, directory = load_config(Path(config_path)), Path(config_path).parent
+    keep_compiled(config, directory, arguments.rank)
     rendezvous = join_as_told(
         arguments,
         start_timeout_s=config.timeouts.start_s,
         step_timeout_s=config.direct_timeout_s,
     )
-    train(config, rendezvous, link.send, Path(config_path).parent, int(first_step))
+    train(config, rendezvous, link.send, directory, int(first_step), restarts=int(restarts))
 
 
 if __name__ == "__main__":

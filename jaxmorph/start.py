@@ -3,18 +3,20 @@
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxmorph.config import Config, load_config, placed_error
 from jaxmorph.errors import UserError
-from jaxmorph.reporting import RunDirectory, open_reporter, open_run_directory
+from jaxmorph.recovery.supervisor import Supervisor
+from jaxmorph.reporting import Reporter, RunDirectory, open_reporter, open_run_directory
 from jaxmorph.reporting.run_directory import CONFIG, reopen_run_directory
-from jaxmorph.runtime.launcher import OFFLOADING_THREADS, run_ranks
+from jaxmorph.runtime.launcher import OFFLOADING_THREADS, run_ranks, sigterm_interrupts
 from jaxmorph.training.cluster import join_cluster, require_one_host, started_by_cluster
 from jaxmorph.training.record import RunRecord
 from jaxmorph.training.resume import (
@@ -23,6 +25,7 @@ from jaxmorph.training.resume import (
     checkpoint_folder,
     find_resumption,
     folder_apart,
+    last_resumable,
     prepare_checkpoints,
     require_no_checkpoints,
     try_named_folder,
@@ -35,6 +38,13 @@ if TYPE_CHECKING:
     from jaxmorph.runtime.rendezvous import Rendezvous
     from jaxmorph.training.run_parts import RunParts
 
+Message = dict[str, Any]
+
+TRY_AGAIN = 75
+"""The exit code of a cluster's rank that failed while there is a checkpoint to go on from.
+
+It is EX_TEMPFAIL of sysexits.h: a temporary failure.
+"""
 _LAUNCHES = ("auto", "local", "cluster")
 
 
@@ -53,7 +63,7 @@ class _Start:
     directory: Path | None = None
 
     @contextmanager
-    def open_record(self) -> Iterator[RunRecord]:
+    def open_record(self, reporter: Reporter | None = None) -> Iterator[RunRecord]:
         """Open the run's directory and its books, for this process alone."""
         with ExitStack() as opened:
             known = (folder_apart(self.config), self.directory)  # nothing is changed there yet
@@ -64,7 +74,8 @@ class _Start:
             if self.directory is None:
                 opened.enter_context(hold([directory.path]))
             prepare_checkpoints(self.config, directory.path)
-            record = RunRecord(self.config, directory, open_reporter(), first_step=self.first_step)
+            shown = reporter or open_reporter()
+            record = RunRecord(self.config, directory, shown, first_step=self.first_step)
             yield opened.enter_context(closing(record))
 
     def _open_directory(self) -> RunDirectory:
@@ -123,6 +134,20 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
     _run(_Start(found.config, found.manifest.step, directory), launch)
 
 
+def run_here(config: Config, reporter: Reporter) -> None:
+    """Run a configuration that has been checked to its end, a process for each stage here.
+
+    Args:
+        config: The run.
+        reporter: Shows it.
+
+    Raises:
+        UserError: If the configuration, its data or its model are at fault.
+        RankFailedError: If a rank died or raised, and no restart has helped.
+    """
+    _run_here(_Start(config), reporter)
+
+
 def check_run(config: Config) -> "RunParts":
     """Find out whether a configuration can be run, without running any of it.
 
@@ -163,26 +188,32 @@ def _run(start: _Start, launch: str) -> None:
         _run_here(start)
 
 
-def _run_here(start: _Start) -> None:
-    with start.open_record() as record:
-        arguments = [str(record.directory / CONFIG), str(start.first_step)]
-        logs = _log_folder(record.directory, start.first_step)
-        config = start.config
-        run_ranks(
-            "jaxmorph.rank",
-            arguments,
-            config.parallelism.stages,
-            logs,
-            record.take,
-            least_threads=OFFLOADING_THREADS if config.offload.enabled else 1,
-        )
+def _run_here(start: _Start, reporter: Reporter | None = None) -> None:
+    with start.open_record(reporter) as record, sigterm_interrupts():
+        config, directory = start.config, record.directory
+        last_checkpoint = partial(last_resumable, config, directory)
+        supervisor = Supervisor(config.restart_policy, last_checkpoint, record)
+        supervisor.run(partial(_launch, config, directory), start.first_step)
         record.finish()
+
+
+def _launch(
+    config: Config, directory: Path, first_step: int, restarts: int, take: Callable[[Message], None]
+) -> None:
+    """One life of the run's ranks on this machine."""
+    if restarts:
+        prepare_checkpoints(config, directory)  # without what the life before left half-done
+    arguments = [str(directory / CONFIG), str(first_step), str(restarts)]
+    logs = _log_folder(directory, first_step)
+    least_threads = OFFLOADING_THREADS if config.offload.enabled else 1
+    stages = config.parallelism.stages
+    run_ranks("jaxmorph.rank", arguments, stages, logs, take, least_threads=least_threads)
 
 
 def _log_folder(directory: Path, first_step: int) -> Path:
     """Where the ranks' logs go: beside those from before, where a run goes on."""
     logs = directory / "logs"
-    if first_step == 0:
+    if first_step == 0 and not logs.exists():
         return logs
     names = (f"from_step_{first_step}{f'-{number}' if number > 1 else ''}" for number in count(1))
     return next(logs / name for name in names if not (logs / name).exists())
@@ -195,14 +226,15 @@ def _run_as_rank(start: _Start) -> None:
         rendezvous = join_cluster(timeouts.start_s, start.config.direct_timeout_s, otherwise)
     except UserError as error:
         raise UserError(f"--launch: {error}") from error
-    with _leaving_at_once(rendezvous.rank):
+    known = [start.directory] if start.directory else []  # the run's, once it is known
+    with _leaving_at_once(rendezvous.rank, partial(_exit_code, start.config, known)):
         _check_job(start.config, rendezvous)
-        _train_as_rank(start, rendezvous)
+        _train_as_rank(start, rendezvous, known.append)
         rendezvous.close()
 
 
 @contextmanager
-def _leaving_at_once(rank: int) -> Iterator[None]:
+def _leaving_at_once(rank: int, exit_code: Callable[[BaseException], int]) -> Iterator[None]:
     """End the process on any error, without the clean-up that would wait for the other ranks.
 
     The cluster's launcher, and the other ranks by their connections, see at once that it is gone.
@@ -216,7 +248,19 @@ def _leaving_at_once(rank: int) -> Iterator[None]:
         said = f"error: {error}" if is_users else f"error: rank {rank} failed: {error}"
         print(said, file=sys.stderr, flush=True)  # noqa: T201
         sys.stdout.flush()
-        os._exit(2 if is_users else 1)
+        os._exit(exit_code(error))
+
+
+def _exit_code(config: Config, known: Sequence[Path], error: BaseException) -> int:
+    """What tells a scheduler whether to start the job again: `TRY_AGAIN` where that would help."""
+    if isinstance(error, UserError):
+        return 2
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if config.restart_policy.max_restarts > 0 and known:
+        with suppress(OSError):  # where the folder can't be read, starting again is no help
+            return 1 if last_resumable(config, known[-1]) is None else TRY_AGAIN
+    return 1
 
 
 def _check_job(config: Config, rendezvous: "Rendezvous") -> None:
@@ -229,17 +273,25 @@ def _check_job(config: Config, rendezvous: "Rendezvous") -> None:
     require_one_host(config, rendezvous)
 
 
-def _train_as_rank(start: _Start, rendezvous: "Rendezvous") -> None:
+def _train_as_rank(
+    start: _Start, rendezvous: "Rendezvous", note_directory: Callable[[Path], None]
+) -> None:
+    from jaxmorph.runtime.compilation_cache import keep_compiled
     from jaxmorph.train import train
 
     config = start.config
     if rendezvous.rank != 0:
         told = rendezvous.exchange({})[0]  # rank 0 knows which directory is free
-        train(config, rendezvous, _hear_nothing, Path(told["directory"]), told["first_step"])
+        path, first_step = Path(told["directory"]), told["first_step"]
+        note_directory(path)
+        keep_compiled(config, path, rendezvous.rank)
+        train(config, rendezvous, _hear_nothing, path, first_step)
         return
     with start.open_record() as record:
         path, first_step = record.directory.resolve(), start.first_step
         rendezvous.exchange({"directory": str(path), "first_step": first_step})
+        note_directory(path)
+        keep_compiled(config, path, rendezvous.rank)
         train(config, rendezvous, record.take, path, first_step)
         record.finish()
 

@@ -19,7 +19,8 @@ from jaxmorph.emulation.link_settings import agree_on_origin_s, emulated_conditi
 from jaxmorph.planning.device_budget import with_device_budget
 from jaxmorph.planning.first_plan import FirstPlan, plan_by_timings, settle_garbage
 from jaxmorph.planning.layer_choice import LayerChoice, choose_layers, measured_on_rank_0
-from jaxmorph.reporting.run_directory import RESUMED
+from jaxmorph.recovery.phases import COMPILE, PLAN, RESTORE, START
+from jaxmorph.reporting.records import RESUMED
 from jaxmorph.runtime.compilations import CompilationCounter
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
@@ -76,29 +77,37 @@ def train(
     tell: Callable[[Message], None],
     directory: Path,
     first_step: int = 0,
+    *,
+    restarts: int = 0,
 ) -> None:
     """Train as one rank of a run.
 
     Args:
         config: The run.
         rendezvous: The meeting place of all ranks; this process's rank is the one it names.
-        tell: Takes what rank 0 has to say of the run: see `bookkeeping`.
+        tell: Takes what rank 0 has to say of the run (see `bookkeeping`), and of each rank when it
+            has come to the end of a phase of its start (see `recovery.phases`).
         directory: The run's.
         first_step: The step to begin with: 0, or how many the checkpoint to go on from has done.
+        restarts: How often the ranks have been started again.
 
     Raises:
         UserError: If model, data and sizes don't fit one another.
         CheckpointError: If the last state could not be saved.
     """
     compilations = CompilationCounter()
-    run = _load(config, rendezvous, directory, first_step)
+    run = _load(config, rendezvous, directory, first_step, restarts)
+    _tell_end_of(START, tell)
     with (
         open_stage(run.config, rendezvous, run.parts.model, run.settings, run.links) as trainer,
         ReadAhead(run.read, first_step) as inputs,
     ):
+        _tell_end_of(COMPILE, tell)
         run = _take_up_state(run, trainer)
+        _tell_end_of(RESTORE, tell)
         first = _plan(run, trainer)
         _begin_time(run, trainer)
+        _tell_end_of(PLAN, tell)
         with _open_beside_steps(run, trainer, first, tell, compilations) as beside:
             _tell_start(run, first, beside.bookkeeper)
             _take_steps(run, trainer, inputs, first, beside)
@@ -106,7 +115,14 @@ def train(
         _require_saved(rendezvous, failure)
 
 
-def _load(config: Config, rendezvous: Rendezvous, directory: Path, first_step: int) -> _Run:
+def _tell_end_of(phase: str, tell: Callable[[Message], None]) -> None:
+    """How far this rank has come: what a failure costs is split by it, whichever rank is last."""
+    tell({"kind": "phase_ended", "phase": phase, "time_s": time.monotonic()})
+
+
+def _load(
+    config: Config, rendezvous: Rendezvous, directory: Path, first_step: int, restarts: int
+) -> _Run:
     """Model, data and the checkpoint to go on from; and all ranks agree on the cut."""
     checkpoints = RunCheckpoints(config, directory, first_step)
     config = checkpoints.starting_config
@@ -122,7 +138,7 @@ def _load(config: Config, rendezvous: Rendezvous, directory: Path, first_step: i
         parts,
         cut,
         settings=stage_settings(config, cut.layers, rendezvous.rank, adapts=config.adapts),
-        conditions=emulated_conditions(config),
+        conditions=emulated_conditions(config, restarts),
         links=EmulatedLinks(),
         read=step_reader(config, parts.batches, rendezvous.rank),
     )

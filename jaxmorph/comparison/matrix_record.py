@@ -3,6 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -35,6 +36,7 @@ class MatrixRecord:
         self._measured: dict[Key, dict[str, list]] = defaultdict(lambda: defaultdict(list))
         self._events: dict[Key, Counter[str]] = defaultdict(Counter)
         self._timelines: dict[Key, list[tuple[float, Message]]] = defaultdict(list)
+        self._whole: dict[Key, Run] = {}
 
     def take(self, system: str, message: Message) -> None:
         """Handle one message (see `compare_rank`).
@@ -57,6 +59,14 @@ class MatrixRecord:
                 self._timelines[key].append((at_ms, timeline))
             case _:
                 raise ValueError(f"a message of no known kind: {message}")
+
+    def put(self, run: Run) -> None:
+        """Add a whole run.
+
+        Args:
+            run: All that is known of it, but what it is held against.
+        """
+        self._whole[run.system, run.condition] = run
 
     def finish(self, system: str, failure: str | None = None) -> None:
         """Note that a system has ended.
@@ -114,6 +124,9 @@ class MatrixRecord:
         )
 
     def _run(self, system: str, condition: str) -> Run | None:
+        if (whole := self._whole.get((system, condition))) is not None:
+            reference = self._whole.get((system, self._names[self._compare.healthy]))
+            return replace(whole, slowdown=_times_as_long(whole, reference))
         seen = self._measured.get((system, condition), {})
         if not seen and system not in self._finished:
             return None
@@ -160,6 +173,13 @@ class MatrixRecord:
         if step_ms is None or step_ms.spread <= largest:
             return None
         return f"p90 / p10 is {step_ms.spread:.3f}, above {largest:g}"
+
+
+def _times_as_long(run: Run, reference: Run | None) -> float | None:
+    """How many times as long a whole run took as another."""
+    if run.total_s is None or reference is None or not reference.total_s:
+        return None
+    return run.total_s / reference.total_s
 
 
 def _divergence(losses: Sequence[float]) -> str | None:

@@ -11,6 +11,12 @@ from jaxmorph.config.sections import Routes
 from jaxmorph.reporting import describe_regime
 from jaxmorph.reporting.text import describe_trace
 
+_WHOLE = (
+    "each system under each condition is a run of {} steps, as `jaxmorph train` makes it, with its "
+    "checkpoints; what is emulated of links by steps comes in the same steps for all, but ranks "
+    "that were started again meet no cut link: they would use another card"
+)
+
 
 def comparison_notes(config: Config, wanted: Compare, command: str) -> dict[str, str]:
     """What a reader must know to judge and repeat a comparison, by its label.
@@ -36,7 +42,9 @@ def comparison_notes(config: Config, wanted: Compare, command: str) -> dict[str,
     return {
         "systems": "; ".join(f"{system.name}: {system.meaning}" for system in systems),
         "regime": f"{describe_regime(config.emulation)}; {emulated}",
-        "steps": f"{profiled}; {rounds}; {left_out}; {noisy}; {predicted}",
+        "steps": _WHOLE.format(wanted.steps)
+        if wanted.has_whole_runs
+        else f"{profiled}; {rounds}; {left_out}; {noisy}; {predicted}",
         **_traces(wanted),
         **_left_aside(config),
         "command": f"`{command}`",

@@ -11,6 +11,7 @@ from jaxmorph.schedule.problem_links import pipeline_links
 
 Route = Literal["direct", "delegated"]
 Memory = Literal["config", "capped", "offload"]
+Restarts = Literal["never", "cold", "warm"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class System:
         meaning: What it stands for.
         memory: What devices may hold: what the configuration says; or as much as a cap, to which
             plans keep (`capped`), or beyond which stashes go to host memory (`offload`).
+        restarts: Whether it starts again from its last checkpoint when a rank fails, and whether
+            what has been compiled is kept for that.
     """
 
     name: str
@@ -41,6 +44,7 @@ class System:
     reorders: bool
     meaning: str
     memory: Memory = "config"
+    restarts: Restarts = "never"
 
 
 _TABLE: Sequence[tuple[str, str, Route, bool, bool, bool, bool]] = (
@@ -56,6 +60,8 @@ _TABLE: Sequence[tuple[str, str, Route, bool, bool, bool, bool]] = (
     ("adaptive-detecting",  "adaptive",    "direct",    False,  True,     True,    False),
     ("adaptive-capped",     "adaptive",    "direct",    True,   True,     False,   False),
     ("adaptive-offload",    "adaptive",    "direct",    True,   True,     False,   False),
+    ("restart",             "1f1b",        "direct",    False,  False,    False,   False),
+    ("restart-cold",        "1f1b",        "direct",    False,  False,    False,   False),
 )  # fmt: skip
 _MEANINGS = {
     "gpipe": "all forwards, then all backwards",
@@ -70,12 +76,22 @@ _MEANINGS = {
     "adaptive-detecting": "told nothing of links: what it detects, it morphs for",
     "adaptive-capped": "adaptive within a cap on what devices hold",
     "adaptive-offload": "the same cap, stashes beyond it in host memory",
+    "restart": "1f1b that starts again from its last checkpoint, with what was compiled kept",
+    "restart-cold": "the same, with everything compiled again",
 }
 
 _MEMORY: Mapping[str, Memory] = {"adaptive-capped": "capped", "adaptive-offload": "offload"}
+_RESTARTS: Mapping[str, Restarts] = {"restart": "warm", "restart-cold": "cold"}
 
 SYSTEMS: Mapping[str, System] = {
-    row[0]: System(*row, _MEANINGS[row[0]], _MEMORY.get(row[0], "config")) for row in _TABLE
+    name: System(
+        name,
+        *rest,
+        _MEANINGS[name],
+        memory=_MEMORY.get(name, "config"),
+        restarts=_RESTARTS.get(name, "never"),
+    )
+    for name, *rest in _TABLE
 }
 
 

@@ -32,9 +32,13 @@ SystemName = Literal[
     "adaptive-detecting",
     "adaptive-capped",
     "adaptive-offload",
+    "restart",
+    "restart-cold",
 ]
 _SYSTEMS = ", ".join(get_args(SystemName))
-_STILL_TO_COME = "(falcon and restart are not available yet)"
+_STILL_TO_COME = "(falcon is not available yet)"
+_RESTARTING = ("restart", "restart-cold")
+_TOLD_NOTHING = ("gpipe", "1f1b", "zb", "zb-delegated", "adaptive-detecting", *_RESTARTING)
 HEALTHY = "healthy"
 
 
@@ -63,6 +67,9 @@ class Compare(Section):
     whose p90 / p10 is above `largest_spread` is called noisy, but for one under a trace, whose
     steps differ because delays do. `reference` is somebody else's step in ms under each condition,
     for a system.
+
+    With a system that restarts it is a comparison of whole runs: each system under each condition
+    is a run of its own, of `steps` steps, and its conditions may cut links, from step to step.
     """
 
     systems: Annotated[
@@ -93,6 +100,11 @@ class Compare(Section):
         return names.index(HEALTHY) if HEALTHY in names else 0
 
     @property
+    def has_whole_runs(self) -> bool:
+        """Whether each system under each condition is a run of its own, restarts included."""
+        return any(system in _RESTARTING for system in self.systems)
+
+    @property
     def total_steps(self) -> int:
         """Optimizer steps that one system trains for, the measured ones and the others."""
         rounds = self.repeats * len(self.conditions) * (self.warmup_steps + self.steps)
@@ -111,11 +123,15 @@ def compare_problems(compare: Compare, num_stages: int) -> Iterator[Problem]:
         yield Problem("compare.conditions", f"got {name!r} twice, expected different names")
     if len(set(compare.systems)) < len(compare.systems):
         yield mismatch("compare.systems", list(compare.systems), "each system once")
+    told = [system for system in compare.systems if system not in _TOLD_NOTHING]
+    if compare.has_whole_runs and told:
+        expected = f"beside one that restarts only some of {', '.join(_TOLD_NOTHING)}"
+        yield mismatch("compare.systems", list(compare.systems), expected)
     for index, condition in enumerate(compare.conditions):
         key = f"compare.conditions.{index}.links"
         yield from emulated_link_problems(key, condition.links, num_stages)
         yield from link_trace_problems(f"compare.conditions.{index}.trace", condition.trace)
-        for at, link in enumerate(condition.links):
+        for at, link in enumerate(() if compare.has_whole_runs else condition.links):
             yield from _span_problems(f"{key}.{at}", link)
     count = len(compare.conditions)
     for system, steps_ms in compare.reference.items():

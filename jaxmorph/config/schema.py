@@ -18,6 +18,7 @@ from jaxmorph.config.link_problems import (
 )
 from jaxmorph.config.offload_section import Offload
 from jaxmorph.config.problems import CROSS_FIELD, Problem, mismatch
+from jaxmorph.config.restart_section import RestartPolicy
 from jaxmorph.config.sections import (
     Batch,
     Data,
@@ -69,6 +70,7 @@ class Config(BaseModel):
     evaluation: Evaluation = Field(default_factory=Evaluation)
     metrics: Metrics = Field(default_factory=Metrics)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    restart_policy: RestartPolicy = Field(default_factory=RestartPolicy)
     timeouts: Timeouts = Field(default_factory=Timeouts)
     compare: Annotated[Compare | None, Expected("null, or a section with conditions")] = None
 
@@ -95,6 +97,12 @@ class Config(BaseModel):
         if not self.fails_over:
             return step_s
         return step_s / _PATIENCE if direct_s is None else direct_s
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether the run may be started again after a failure, as far as is known beforehand."""
+        policy = self.restart_policy
+        return policy.max_restarts > 0 and (policy.from_start or bool(self.checkpoint.every_steps))
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Config":
@@ -128,6 +136,10 @@ def _disagreements(config: Config) -> Iterator[Problem]:
     if (config.timeouts.direct_s or 0.0) > config.timeouts.step_s:
         expected = f"null, or at most timeouts.step_s, which is {config.timeouts.step_s:g}"
         yield mismatch("timeouts.direct_s", config.timeouts.direct_s, expected)
+    policy = config.restart_policy
+    if policy.longest_backoff_s < policy.backoff_s:
+        expected = f"at least restart_policy.backoff_s, which is {policy.backoff_s:g}"
+        yield mismatch("restart_policy.longest_backoff_s", policy.longest_backoff_s, expected)
     yield from _link_problems(config)
     if config.compare is not None:
         yield from compare_problems(config.compare, config.parallelism.stages)

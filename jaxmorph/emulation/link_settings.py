@@ -11,18 +11,22 @@ from jaxmorph.transport.network_cards import listening_addresses
 from jaxmorph.transport.plane import TransportSettings
 
 
-def emulated_conditions(config: Config) -> tuple[LinkCondition, ...]:
+def emulated_conditions(config: Config, restarts: int = 0) -> tuple[LinkCondition, ...]:
     """How a run's links are to behave: those that the configuration lists, and its trace's.
+
+    Ranks that were started again after a failure meet no cut: they would use what is left.
 
     Args:
         config: The run.
+        restarts: How often its ranks have been started again.
 
     Raises:
         UserError: If the trace can't be read, or names a link that the pipeline doesn't have.
     """
     listed = [LinkCondition(**dict(link)) for link in config.emulation.links]
     trace, stages = config.emulation.trace, config.parallelism.stages
-    return (*listed, *trace_conditions(trace, stages, "emulation.trace"))
+    found = (*listed, *trace_conditions(trace, stages, "emulation.trace"))
+    return tuple(each for each in found if not (restarts and each.cut))
 
 
 def untimed(conditions: Sequence[LinkCondition]) -> tuple[LinkCondition, ...]:

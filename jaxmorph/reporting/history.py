@@ -1,6 +1,7 @@
 """What is kept in memory of a run's steps: a few numbers of each, and the last records whole."""
 
 from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ class RunHistory:
         self.recent: deque[StepRecord] = deque(maxlen=RECENT)
         self._morph_steps: list[int] = []
         self._numbers = {name: array("d") for name in _KEPT}
+        self._steps = {name: array("q") for name in _KEPT}  # those of the numbers
         self._planned_s = array("d")  # of every step; 0 without a plan
 
     def add(self, record: StepRecord) -> None:
@@ -42,7 +44,22 @@ class RunHistory:
         for name, numbers in self._numbers.items():
             if (number := getattr(record, name)) is not None:
                 numbers.append(number)
+                self._steps[name].append(record.step)
         self._planned_s.append(record.predicted_step_s or 0.0)
+
+    def go_back(self, step: int) -> None:
+        """Forgets the steps from one on, which will be done again.
+
+        Args:
+            step: the first of them.
+        """
+        while self.recent and self.recent[-1].step >= step:
+            self.recent.pop()
+        for name, steps in self._steps.items():
+            kept = bisect_left(steps, step)
+            del steps[kept:], self._numbers[name][kept:]
+        del self._planned_s[len(self) :]
+        self._morph_steps = [morph for morph in self._morph_steps if morph < step]
 
     def note(self, event: Event) -> None:
         """Takes note of an event that sums a run up.
@@ -60,6 +77,11 @@ class RunHistory:
     def losses(self) -> Sequence[float]:
         """Every step's mean loss of a token."""
         return self._numbers["loss"]
+
+    @property
+    def productive_s(self) -> float:
+        """What all of its steps took."""
+        return sum(self._numbers["step_s"])
 
     @property
     def held_out_losses(self) -> Sequence[float]:

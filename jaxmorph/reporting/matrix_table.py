@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from jaxmorph.reporting.recovery_table import WHOLE_COLUMNS, whole_rows, whole_runs_legend
 from jaxmorph.reporting.run_matrix import Matrix, PlannedRun, Run
 from jaxmorph.reporting.text import describe_routes
 
@@ -29,10 +30,20 @@ def matrix_markdown(matrix: Matrix) -> str:
         "copies. Means of the stages, and the stage that is blocked most. *On device*: the most "
         "microbatches whose stash each stage's device held at once.\n",
         _table(_RUN_COLUMNS, _run_rows(matrix)),
+        *([whole_runs_markdown(matrix)] if matrix.has_whole_runs else []),
         *_complaints(matrix),
         "\n".join(f"- {label}: {text}" for label, text in matrix.notes.items()) + "\n",
     ]
     return "\n".join(parts)
+
+
+def whole_runs_markdown(matrix: Matrix) -> str:
+    """What whole runs took, and what failures have cost of that, by phases of a recovery.
+
+    Args:
+        matrix: The runs so far.
+    """
+    return f"{whole_runs_legend(matrix)}\n\n{_table(WHOLE_COLUMNS, whole_rows(matrix))}"
 
 
 def short_cell(run: Run | None) -> str:

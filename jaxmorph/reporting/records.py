@@ -7,6 +7,12 @@ from typing import Any
 
 PLAN_CHANGED = "plan_changed"
 """The kind of event that says which plan is in force from its step on."""
+RESUMED = "resumed"
+"""The kind of event that says from which step a run goes on."""
+RANK_FAILED = "rank_failed"
+"""The kind of event that says which rank failed, why, and whether the run goes on."""
+RESTARTED = "restarted"
+"""The kind of event that says what a failure has cost, once the run is again where it was."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,12 @@ class RunSummary:
         morph_steps: the first step of each plan after the first one.
         longer_than_planned: by which share the median step was longer than its own plan, if steps
             had plans.
+        goodput: which share of all the time since the launch was spent in steps that stayed, if
+            known.
+        productive_s: that time, seconds.
+        wall_s: all of it.
+        num_restarts: how often the ranks were started again.
+        lost_s: what their failures have cost, seconds.
     """
 
     losses: tuple[float, ...]
@@ -169,3 +181,8 @@ class RunSummary:
     held_out_losses: tuple[float, ...] = ()
     morph_steps: tuple[int, ...] = ()
     longer_than_planned: float | None = None
+    goodput: float | None = None
+    productive_s: float = 0.0
+    wall_s: float = 0.0
+    num_restarts: int = 0
+    lost_s: float = 0.0

@@ -10,18 +10,19 @@ from typing import Any, Self
 
 from jaxmorph.config import Config, dump_config
 from jaxmorph.errors import UserError
-from jaxmorph.reporting.records import Event, StepRecord
+from jaxmorph.reporting.records import RANK_FAILED, RESTARTED, RESUMED, Event, StepRecord
 from jaxmorph.reporting.tensorboard import TensorBoardEvents, load_writer
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 PROFILE = "profile.json"
+RECOVERY = "recovery.json"
 _TRACES = "trace"
 _TRACE = re.compile(r"step_(\d+)\.json")
-RESUMED = "resumed"
-"""The kind of event that says from which step a run goes on."""
 _SAVED = "checkpoint_saved"
+_STAY = (RESUMED, RANK_FAILED, RESTARTED, "link_failed", "checkpoint_failed")
+"""The kinds of events that tell of a run's lives and of what ended them."""
 
 
 class RunDirectory:
@@ -37,10 +38,12 @@ class RunDirectory:
         self, path: Path, *, resumed: bool = False, tensorboard: TensorBoardEvents | None = None
     ):
         self.path = path
-        mode = "a" if resumed else "x"
-        self._metrics = (path / METRICS).open(mode, encoding="utf-8", buffering=1)
-        self._events = (path / EVENTS).open(mode, encoding="utf-8", buffering=1)
+        self._open_files("a" if resumed else "x")
         self._tensorboard = tensorboard
+
+    def _open_files(self, mode: str) -> None:
+        self._metrics = (self.path / METRICS).open(mode, encoding="utf-8", buffering=1)
+        self._events = (self.path / EVENTS).open(mode, encoding="utf-8", buffering=1)
 
     def write_step(self, record: StepRecord) -> None:
         """Appends a step to `metrics.jsonl`.
@@ -69,6 +72,32 @@ class RunDirectory:
             profile: a `Profile` as JSON.
         """
         _replace(self.path / PROFILE, _json_line(profile))
+
+    def write_recovery(self, told: Mapping[str, Any]) -> None:
+        """Writes what failures have cost to `recovery.json`, in place of what was there.
+
+        Args:
+            told: a `Goodput` as JSON.
+        """
+        _replace(self.path / RECOVERY, json.dumps(plain_json(told), indent=1) + "\n")
+
+    def go_back(self, step: int) -> None:
+        """Takes out what is said of steps from one on, since these steps will be done again.
+
+        Args:
+            step: the first of them; see `reopen_run_directory`.
+
+        Raises:
+            UserError: it can't be written to.
+        """
+        self.close()
+        try:
+            _cut_lines(self.path, step)
+            self._open_files("a")
+            if self._tensorboard is not None:
+                self._tensorboard = TensorBoardEvents(self.path, step)
+        except OSError as error:
+            raise UserError(f"run.dir: {self.path}: cannot write: {error.strerror}") from error
 
     def trace_path(self, step: int) -> Path:
         """The file for a step's Chrome trace, in a directory that exists.
@@ -136,7 +165,8 @@ def reopen_run_directory(path: Path, config: Config, step: int) -> RunDirectory:
     """Opens the directory of a run that goes on, as if it had ended after so many steps.
 
     What metrics and events say of later steps is taken out, since these steps will be done again,
-    and so is a last line that is there but in part. Events of kind `resumed` stay.
+    and so is a last line that is there but in part. Events that tell of the run's lives and of what
+    ended them stay.
 
     Args:
         path: the run's directory.
@@ -152,8 +182,7 @@ def reopen_run_directory(path: Path, config: Config, step: int) -> RunDirectory:
     if config.metrics.tensorboard:
         load_writer()  # before anything is written
     try:
-        _keep_lines(path / METRICS, lambda line: line["step"] < step)
-        _keep_lines(path / EVENTS, lambda line: line["step"] < step or line["kind"] == RESUMED)
+        _cut_lines(path, step)
         _replace(path / CONFIG, dump_config(config))
         return RunDirectory(path, resumed=True, tensorboard=_tensorboard(config, path, step))
     except OSError as error:
@@ -162,6 +191,11 @@ def reopen_run_directory(path: Path, config: Config, step: int) -> RunDirectory:
 
 def _tensorboard(config: Config, path: Path, first_step: int = 0) -> TensorBoardEvents | None:
     return TensorBoardEvents(path, first_step) if config.metrics.tensorboard else None
+
+
+def _cut_lines(path: Path, step: int) -> None:
+    _keep_lines(path / METRICS, lambda line: line["step"] < step)
+    _keep_lines(path / EVENTS, lambda line: line["step"] < step or line["kind"] in _STAY)
 
 
 def _keep_lines(path: Path, wanted: Callable[[Mapping[str, Any]], bool]) -> None:

@@ -80,6 +80,10 @@ class Run:
         total_s: All measured steps together.
         peak_on_device: For each stage, the most microbatches whose stash its device held at once in
             any measured step.
+        goodput: Of a whole run, which share of its time since the launch was spent in steps that
+            stayed. Its `total_s` is from its first step to the end of its last one, failures
+            included, and its `slowdown` that of `total_s`.
+        recoveries: What each failure has cost it, as `recovery.json` has it.
     """
 
     system: str
@@ -98,6 +102,8 @@ class Run:
     events: Mapping[str, int] = field(default_factory=dict)
     total_s: float | None = None
     peak_on_device: tuple[int, ...] = ()
+    goodput: float | None = None
+    recoveries: tuple[Mapping[str, Any], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The run as a JSON object, what was planned among its own fields."""
@@ -161,6 +167,11 @@ class Matrix:
     def has_reference(self) -> bool:
         """Whether any run has somebody else's measurement beside it."""
         return any(run.reference_ms is not None for run in self.runs.values())
+
+    @property
+    def has_whole_runs(self) -> bool:
+        """Whether any run is one of its own, failures included."""
+        return any(run.goodput is not None for run in self.runs.values())
 
     def rows(self) -> list[tuple[str, list[Run | None]]]:
         """Each system with its runs in the order of the conditions; None: not run yet."""

@@ -42,6 +42,10 @@ class Reporter(Protocol):
         """Shows something that happened beside the steps."""
         ...
 
+    def go_back(self, step: int) -> None:
+        """Takes note that the steps from this one on will be done again."""
+        ...
+
     def finish(self, summary: RunSummary) -> None:
         """Shows what the run achieved."""
         ...
@@ -96,6 +100,11 @@ class LiveReporter:
     def event(self, event: Event) -> None:
         """Prints an event above the table."""
         self._console.print(event_line(event))
+
+    def go_back(self, step: int) -> None:
+        """Takes the steps from this one on out of the table."""
+        self._history.go_back(step)
+        self._draw()
 
     def finish(self, summary: RunSummary) -> None:
         """Leaves the last table standing, and what the run achieved below it."""
@@ -153,6 +162,9 @@ class PlainReporter:
     def event(self, event: Event) -> None:
         """Writes an event."""
         self._write(event_line(event).plain)
+
+    def go_back(self, step: int) -> None:
+        """Leaves the lines as they are: those of steps that are done again come below."""
 
     def finish(self, summary: RunSummary) -> None:
         """Writes what the run achieved."""

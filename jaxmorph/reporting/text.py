@@ -65,6 +65,8 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
         rows.append(
             ("bubble", f"{percent(summary.bubble_rate)} measured{planned if known else ''}")
         )
+    if summary.goodput is not None:
+        rows.append(("goodput", _goodput(summary)))
     if summary.morph_steps:
         rows.append(("morphs", _morphs(summary.morph_steps)))
     rows.append(("metrics", str(summary.run_directory / "metrics.jsonl")))
@@ -215,6 +217,15 @@ def describe_plan(record: StepRecord) -> str:
 def _morphs(steps: Sequence[int]) -> str:
     shown = [*map(str, steps[:_MOST_MORPHS]), *(["..."] if len(steps) > _MOST_MORPHS else [])]
     return f"{len(steps)}, in force from step {', '.join(shown)}"
+
+
+def _goodput(summary: RunSummary) -> str:
+    share = f"{percent(summary.goodput)}: {duration(summary.productive_s)} in steps that stayed"
+    all_of_it = f"{share}, of {duration(summary.wall_s)} since the launch"
+    if not summary.num_restarts:
+        return all_of_it
+    restarts = "1 restart" if summary.num_restarts == 1 else f"{summary.num_restarts} restarts"
+    return f"{all_of_it}; {restarts} cost {duration(summary.lost_s)}"
 
 
 def _step_against_plan(summary: RunSummary) -> str:

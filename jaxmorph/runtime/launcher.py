@@ -34,7 +34,21 @@ with no other one, copies that should run beside it would wait too.
 
 
 class RankFailedError(RunFailedError):
-    """A rank died or raised; the message names the rank, the reason and the log."""
+    """A rank died or raised; the message names the rank, the reason and the log.
+
+    Args:
+        message: Several lines.
+        noticed_s: When any rank's failure was first seen, on the monotonic clock; None: unknown.
+    """
+
+    def __init__(self, message: str, noticed_s: float | None = None) -> None:
+        super().__init__(message)
+        self.noticed_s = noticed_s
+
+    @property
+    def reason(self) -> str:
+        """The message's first line: which rank, and why."""
+        return str(self).partition("\n")[0]
 
 
 @dataclass
@@ -100,7 +114,7 @@ def run_ranks(
     However it ends, `on_message` has been called with all that the ranks sent before they ended.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    with _sigterm_interrupts(), reserved_port() as port, contextlib.ExitStack() as stack:
+    with sigterm_interrupts(), reserved_port() as port, contextlib.ExitStack() as stack:
         coordinator = f"127.0.0.1:{port}"
         environment = _environment(num_ranks, least_threads)
         watch = _Watch([], on_message)
@@ -234,7 +248,8 @@ def _raise_cause(watch: _Watch) -> None:
     log_path = watch.ranks[cause.rank].log_path
     lines = [f"rank {cause.rank} failed: {cause.reason}", f"its log: {log_path}"]
     tail = _last_lines(log_path)
-    raise RankFailedError("\n".join([*lines, *(f"  | {line}" for line in tail)]))
+    noticed_s = min(failure.time_s for failure in watch.failures)
+    raise RankFailedError("\n".join([*lines, *(f"  | {line}" for line in tail)]), noticed_s)
 
 
 def _last_lines(path: Path) -> list[str]:
@@ -243,12 +258,24 @@ def _last_lines(path: Path) -> list[str]:
 
 
 def _end(watch: _Watch) -> None:
-    """End every rank that still runs: ask, wait, kill; and close what was opened for it."""
-    _signal_all(watch.ranks, signal.SIGTERM)
-    deadline_s = time.monotonic() + _TERMINATION_S
-    for rank in watch.ranks:
+    """End every rank that still runs: ask, wait, kill; and close what was opened for it.
+
+    Another Ctrl-C meanwhile ends the waiting.
+    """
+    try:
+        _signal_all(watch.ranks, signal.SIGTERM)
+        _await_all(watch.ranks, time.monotonic() + _TERMINATION_S)
+    finally:
+        _kill_all(watch)
+
+
+def _await_all(ranks: list[_Rank], deadline_s: float) -> None:
+    for rank in ranks:
         with contextlib.suppress(subprocess.TimeoutExpired):
             rank.process.wait(max(0.0, deadline_s - time.monotonic()))
+
+
+def _kill_all(watch: _Watch) -> None:
     _signal_all(watch.ranks, signal.SIGKILL)
     for rank in watch.ranks:
         rank.process.wait()
@@ -273,7 +300,7 @@ def _signal_all(ranks: list[_Rank], number: signal.Signals) -> None:
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
+def sigterm_interrupts() -> Iterator[None]:
     """While this lasts SIGTERM does what Ctrl-C does, so that a scheduler's stop cleans up too."""
 
     def interrupt(number: int, frame: object) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmorph.runtime.elementwise import require_elementwise
+from jaxmorph.stage.compiling import compiled
 from jaxmorph.stage.parameters import LeafPath, with_leaf
 
 Tree = Any
@@ -111,10 +112,9 @@ class StageOptimizer:
         state = jax.eval_shape(transformation.init, params)
         scale = jnp.ones((), jnp.float32)
         self._init = jax.jit(transformation.init)
-        self._squared_norm = jax.jit(squared_norm).lower(params).compile()
-        self._update = (
-            jax.jit(update, donate_argnums=(0, 1, 2)).lower(params, state, params, scale).compile()
-        )
+        self._squared_norm = compiled(jax.jit(squared_norm).lower(params))
+        updating = jax.jit(update, donate_argnums=(0, 1, 2))
+        self._update = compiled(updating.lower(params, state, params, scale))
         self._device = next(iter(jax.tree.leaves(params)[0].devices()))
 
     def initial_state(self, params: Tree) -> Tree:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
 from jax.typing import ArrayLike
 
+from jaxmorph.stage.compiling import compiled
 from jaxmorph.stage.mesh import DATA
 from jaxmorph.stage.model import Params, PipelineModel
 from jaxmorph.stage.parameters import init_stage_params
@@ -267,7 +268,7 @@ def _compile(program: _Program, submesh: Mesh) -> Compiled:
         _on_mesh(argument, NamedSharding(submesh, spec))
         for argument, spec in zip(program.arguments, program.argument_specs, strict=True)
     ]
-    return jax.jit(sharded, donate_argnums=program.donated).lower(*arguments).compile()
+    return compiled(jax.jit(sharded, donate_argnums=program.donated).lower(*arguments))
 
 
 def _on_mesh(shapes: Any, sharding: NamedSharding) -> Any:

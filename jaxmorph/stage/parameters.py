@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.stages import Compiled
 
+from jaxmorph.stage.compiling import compiled
 from jaxmorph.stage.model import Params, PipelineModel
 
 LeafPath = tuple[str | int, ...]
@@ -46,7 +47,7 @@ def compile_init(
       is_last: whether the stage has the head.
     """
     build = partial(_init, model, is_first=is_first, is_last=is_last)
-    return jax.jit(build).lower(key, jax.ShapeDtypeStruct((num_layers,), jnp.int32)).compile()
+    return compiled(jax.jit(build).lower(key, jax.ShapeDtypeStruct((num_layers,), jnp.int32)))
 
 
 def _init(

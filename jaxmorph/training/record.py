@@ -3,10 +3,12 @@
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxmorph.config import Config
+from jaxmorph.recovery.ledger import Goodput
 from jaxmorph.reporting import (
     Event,
     Reporter,
@@ -53,7 +55,9 @@ class RunRecord:
         self._traces = _traces_before(first_step, directory)
         self._last_timelines: dict[str, Timeline] = {}
         self._last_traced_step = -1
-        self._began_s = self._last_step_s = clock()
+        self._began_s = self._life_began_s = self._last_step_s = clock()
+        self._has_started = False
+        self._goodput: Goodput | None = None
 
     @property
     def directory(self) -> Path:
@@ -65,6 +69,11 @@ class RunRecord:
         """How many steps have been recorded."""
         return len(self._history)
 
+    @property
+    def productive_s(self) -> float:
+        """What the recorded steps took."""
+        return self._history.productive_s
+
     def take(self, message: Message) -> None:
         """Handle one message (see `bookkeeping`).
 
@@ -73,21 +82,54 @@ class RunRecord:
         """
         match message:
             case {"kind": "started", "header": header}:
-                self._began_s = self._clock()
-                self._reporter.start(self._header(header))
+                self._start(header)
             case {"kind": "step", "record": fields}:
                 self._take_step(StepRecord(**fields))
             case {"kind": "event", "event": fields}:
-                event = Event(**fields)
-                self._history.note(event)
-                self._directory.write_event(event)
-                self._reporter.event(event)
+                self._take_event(Event(**fields))
             case {"kind": "timelines", "step": step, "timelines": timelines}:
                 self._take_timelines(step, timelines, message.get("around_change", False))
             case {"kind": "profile", "profile": profile}:
                 self._directory.write_profile(profile)
+            case {"kind": "phase_ended"}:
+                pass  # for whoever starts ranks again
             case _:
                 raise ValueError(f"a message of no known kind: {message}")
+
+    def write_event(
+        self, step: int, kind: str, detail: str, evidence: Message | None = None
+    ) -> None:
+        """Write down what happened to the ranks, which they can't tell.
+
+        Args:
+            step: The step it happened in.
+            kind: Such as `rank_failed`.
+            detail: One line.
+            evidence: The numbers behind it.
+        """
+        time_s = self._clock() - self._life_began_s
+        self._take_event(Event(time_s, step, kind, detail=detail, evidence=evidence))
+
+    def go_back(self, step: int) -> None:
+        """Take out what is told of the steps from one on: they will be done again.
+
+        Args:
+            step: The first of them.
+        """
+        self._directory.go_back(step)
+        self._history.go_back(step)
+        self._reporter.go_back(step)
+        self._traces = _traces_before(step, self._directory)
+        self._last_traced_step = step - 1
+
+    def keep_goodput(self, goodput: Goodput) -> None:
+        """Write down how much of the run's time was of use, and what failures have cost.
+
+        Args:
+            goodput: Those books, so far.
+        """
+        self._goodput = goodput
+        self._directory.write_recovery(goodput.to_json())
 
     def finish(self) -> None:
         """Draw the picture of the last step and show what the run achieved."""
@@ -99,11 +141,23 @@ class RunRecord:
             picture=picture,
             traces=tuple(map(self._directory.trace_path, sorted(self._traces))),
         )
-        self._reporter.finish(summary)
+        self._reporter.finish(replace(summary, **_told_of(self._goodput)))
 
     def close(self) -> None:
         """Give the terminal back."""
         self._reporter.close()
+
+    def _start(self, header: Message) -> None:
+        """A life of the ranks begins to train; its user knows what runs from the first one."""
+        self._life_began_s = self._clock()
+        if not self._has_started:
+            self._has_started, self._began_s = True, self._life_began_s
+            self._reporter.start(self._header(header))
+
+    def _take_event(self, event: Event) -> None:
+        self._history.note(event)
+        self._directory.write_event(event)
+        self._reporter.event(event)
 
     def _header(self, told: Message) -> RunHeader:
         config = self._config
@@ -137,6 +191,19 @@ class RunRecord:
             dropped = _to_drop(self._traces, self._config.trace.keep)
             del self._traces[dropped]
             self._directory.trace_path(dropped).unlink(missing_ok=True)
+
+
+def _told_of(goodput: Goodput | None) -> Message:
+    """What a summary says of it."""
+    if goodput is None:
+        return {}
+    return {
+        "goodput": goodput.share,
+        "productive_s": goodput.productive_s,
+        "wall_s": goodput.wall_s,
+        "num_restarts": len(goodput.recoveries),
+        "lost_s": goodput.lost_s,
+    }
 
 
 def _to_drop(traces: Mapping[int, bool], keep: int) -> int:

@@ -37,6 +37,17 @@ def checkpoint_folder(config: Config, directory: Path) -> CheckpointFolder:
     return CheckpointFolder(directory / "checkpoints" if named is None else Path(named))
 
 
+def last_resumable(config: Config, directory: Path) -> int | None:
+    """How many steps the last checkpoint has done that a run can go on from; None: there is none.
+
+    Args:
+        config: The run.
+        directory: The run's directory.
+    """
+    last = checkpoint_folder(config, directory).steps()[-1:]
+    return last[0] if last and last[0] < config.run.steps else None
+
+
 def folder_apart(config: Config) -> Path | None:
     """The folder that `checkpoint.dir` names; None where there is none outside `run.dir`.
 

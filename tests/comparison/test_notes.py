@@ -59,3 +59,12 @@ def test_traces_are_named_with_what_they_mean_for_the_table():
     assert notes["traces"].startswith(
         "A: regime A, seed 3; mine: x.csv, times or steps times 0.2, delays times 0.5; begun anew"
     )
+
+
+def test_whole_runs_are_told_as_such():
+    tree = {"compare": {"systems": ["restart"], "conditions": [{"name": "cut"}], "steps": 40}}
+    config = Config.model_validate(tree)
+    assert config.compare is not None
+    notes = comparison_notes(config, config.compare, "jaxmorph compare x.yaml")
+    assert notes["steps"].startswith("each system under each condition is a run of 40 steps")
+    assert "restart: 1f1b that starts again" in notes["systems"]

@@ -61,6 +61,17 @@ def test_it_may_be_left_out_and_is_written_back():
     assert load_config("again.yaml") == load("run.dir=runs/x")
 
 
+def test_a_comparison_with_a_system_that_restarts_is_of_whole_runs_and_may_cut_links():
+    cut = "compare.conditions.0.links=[{between: [2, 3], cut: true, from_step: 9, to_step: 12}]"
+    compare = load(cut, "compare.systems=[restart, adaptive-detecting]", "compare.reference={}")
+    assert compare.compare is not None
+    assert compare.compare.has_whole_runs
+    assert compare.compare.conditions[0].links[0].cut
+    usual = load().compare
+    assert usual is not None
+    assert not usual.has_whole_runs
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_loads_and_says_claim_command_and_expectation(path):
     load_config(path)
@@ -74,7 +85,11 @@ def test_every_configuration_loads_and_says_claim_command_and_expectation(path):
     ("override", "says"),
     [
         ("compare.systems=[zbb]", "got [zbb], expected a list of systems among gpipe, 1f1b, inter"),
-        ("compare.systems=[falcon]", "(falcon and restart are not available yet)"),
+        ("compare.systems=[falcon]", "(falcon is not available yet)"),
+        (
+            "compare.systems=[restart, adaptive]",
+            "beside one that restarts only some of gpipe",
+        ),
         ("compare.systems=[]", "got [], expected a list of systems among"),
         ("compare.systems=[zb, zb]", "got [zb, zb], expected each system once"),
         ("compare.conditions=[]", "got [], expected a list of conditions"),

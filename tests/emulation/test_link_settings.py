@@ -63,3 +63,11 @@ def test_the_data_plane_is_told_what_the_file_says_and_finds_out_the_rest():
     assert transport_settings(load(chosen), **where) == TransportSettings(
         addresses=("10.0.0.1",), lanes=3, chunk_bytes=8192, checksum=False
     )
+
+
+def test_ranks_that_are_started_again_meet_no_cut():
+    links = "[{between: [1, 2], latency_ms: 9}, {between: [2, 3], cut: true, from_step: 5}]"
+    config = load(f"emulation.links={links}")
+    slow, cut = emulated_conditions(config)
+    assert (slow.cut, cut.cut) == (False, True)
+    assert emulated_conditions(config, restarts=1) == (slow,)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmorph.reporting import RunHistory, StepRecord
+from jaxmorph.reporting import Event, RunHistory, StepRecord
 from jaxmorph.reporting.history import RECENT
 from jaxmorph.reporting.text import longer_than_planned
 
@@ -57,3 +57,33 @@ def test_what_no_step_knows_the_summary_does_not_know():
     summary = history_of(bare).summary(elapsed_s=2.0, run_directory=Path("runs/a"))
     assert summary.predicted_step_s is summary.bubble_rate is summary.planned_bubble_rate is None
     assert summary.held_out_losses == ()
+
+
+def test_steps_that_will_be_done_again_are_forgotten():
+    steps = [
+        replace(
+            STEP,
+            step=n,
+            loss=float(n),
+            step_s=0.1 * (n + 1),
+            predicted_step_s=0.2 if n % 2 else None,
+            held_out_loss=9.0 - n if n % 3 == 0 else None,
+        )
+        for n in range(8)
+    ]
+    history = history_of(*steps)
+    for step in (2, 4, 6):
+        history.note(Event(1.0, step, "plan_changed"))
+    history.go_back(4)
+    expected = history_of(*steps[:4])
+    expected.note(Event(1.0, 2, "plan_changed"))
+    summaries = [
+        each.summary(elapsed_s=1.0, run_directory=Path("a")) for each in (history, expected)
+    ]
+    assert summaries[0] == summaries[1]
+    assert [record.step for record in history.recent] == [0, 1, 2, 3]
+    assert history.productive_s == pytest.approx(0.1 + 0.2 + 0.3 + 0.4)
+    history.add(steps[4])
+    assert list(history.losses) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    history.go_back(0)
+    assert len(history) == 0

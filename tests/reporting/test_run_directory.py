@@ -184,3 +184,29 @@ def test_a_run_that_cannot_write_for_tensorboard_goes_on_with_nothing_changed(
     with pytest.raises(UserError, match=r"tensorboardX is not installed"):
         reopen_run_directory(tmp_path / "run", Config.model_validate(wanted), 2)
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_a_run_that_goes_back_forgets_what_it_will_do_again_but_not_why(tmp_path):
+    with open_run_directory(config_for(tmp_path / "run")) as directory:
+        for step in range(6):
+            directory.write_step(record(step=step, loss=float(step)))
+        for step, kind in (
+            (1, "plan_adopted"), (4, "plan_changed"), (5, "link_failed"), (5, "rank_failed"),
+        ):  # fmt: skip
+            directory.write_event(Event(1.0, step, kind))
+        directory.go_back(4)
+        directory.write_event(Event(2.0, 4, "resumed"))
+        directory.write_step(record(step=4, loss=44.0))
+        told = lines(directory.path / "metrics.jsonl")
+        events = lines(directory.path / "events.jsonl")
+    assert [line["loss"] for line in told] == [0.0, 1.0, 2.0, 3.0, 44.0]
+    kinds = [event["kind"] for event in events]
+    assert kinds == ["plan_adopted", "link_failed", "rank_failed", "resumed"]
+
+
+def test_what_failures_cost_takes_the_place_of_what_was_there(tmp_path):
+    with open_run_directory(config_for(tmp_path / "run")) as directory:
+        for goodput in (0.5, 0.75):
+            directory.write_recovery({"goodput": goodput, "recoveries": []})
+    told = json.loads((tmp_path / "run" / "recovery.json").read_text())
+    assert told == {"goodput": 0.75, "recoveries": []}

@@ -19,6 +19,8 @@ def talk(link, all_said):
 
 def main(arguments, link, rest):
     behaviour, guilty = rest[0], int(rest[1])
+    if behaviour == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link.send({"kind": "hello", "rank": arguments.rank, "pid": os.getpid()})
     if arguments.rank != guilty:
         if behaviour != "finish":

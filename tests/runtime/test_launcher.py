@@ -79,6 +79,15 @@ def test_a_failing_rank_ends_the_run_in_seconds_with_its_reason_and_log(
     assert open_descriptors() == before
 
 
+def test_a_failure_says_when_it_was_first_seen(tmp_path):
+    began_s = time.monotonic()
+    took_s, _, raised = launch("die", tmp_path)
+    assert isinstance(raised, RankFailedError)
+    assert raised.reason == "rank 1 failed: ended by SIGKILL"
+    assert raised.noticed_s is not None
+    assert began_s < raised.noticed_s < began_s + took_s
+
+
 def test_the_end_of_the_guilty_ranks_log_is_shown(tmp_path):
     _, _, raised = launch("exit", tmp_path)
     assert "| last words" in str(raised)
@@ -116,6 +125,25 @@ def test_what_ranks_said_before_an_interruption_is_still_heard(tmp_path):
             "ailing_rank", ["talk", "0", str(all_said)], 1, tmp_path, interrupt_at_the_second_word
         )
     assert heard == [None, *range(300)]
+
+
+def test_a_second_ctrl_c_does_not_wait_for_ranks_that_will_not_end(tmp_path, monkeypatch):
+    before, pids = open_descriptors(), []
+
+    def interrupt_once_all_are_deaf(message):
+        pids.append(message["pid"])
+        if len(pids) == 2:
+            raise KeyboardInterrupt
+
+    def interrupt_again(ranks, deadline_s):
+        assert [rank.process.poll() for rank in ranks] == [None, None]
+        raise KeyboardInterrupt  # as the second Ctrl-C would, in the middle of the wait
+
+    monkeypatch.setattr(launcher, "_await_all", interrupt_again)
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks("ailing_rank", ["deaf", "0"], 2, tmp_path, interrupt_once_all_are_deaf)
+    assert not any(map(is_running, pids))
+    assert open_descriptors() == before
 
 
 LAUNCHER = textwrap.dedent(

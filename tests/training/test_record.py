@@ -5,6 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from jaxmorph.config import Config
+from jaxmorph.recovery.ledger import Goodput
 from jaxmorph.reporting import Event, StepRecord, open_run_directory
 from jaxmorph.reporting.terminal import PlainReporter
 from jaxmorph.schedule.costs import StageCosts
@@ -129,3 +130,55 @@ def test_a_run_that_goes_on_keeps_as_many_traces_as_one_that_did_not_stop(direct
     assert list(directory.traces()) == [2, 9, 10]
     books.take({"kind": "timelines", "step": 20, "timelines": {"planned": timeline}})
     assert list(directory.traces()) == [10, 20]
+
+
+def test_a_run_that_goes_back_takes_its_steps_again_and_lasts_from_its_first_start(
+    directory, monkeypatch
+):
+    monkeypatch.setattr(record, "save_gantt", lambda path, timelines: None)
+    now, shown = [100.0], io.StringIO()
+    books = record.RunRecord(Config(), directory, PlainReporter(shown), lambda: now[0])
+    for now[0], step in ((110.0, None), (111.0, 0), (112.0, 1), (113.0, 2)):
+        told = {"kind": "step", "record": asdict(STEP) | {"step": step}}
+        books.take({"kind": "started", "header": HEADER} if step is None else told)
+    now[0] = 114.0
+    books.write_event(3, "rank_failed", "rank 1 failed")
+    books.go_back(1)
+    assert books.num_steps == 1
+    now[0] = 130.0
+    books.take({"kind": "phase_ended", "phase": "plan", "time_s": 130.0})
+    books.take({"kind": "started", "header": HEADER})
+    for now[0], step in ((131.0, 1), (132.5, 2)):
+        books.take({"kind": "step", "record": asdict(STEP) | {"step": step}})
+    books.write_event(1, "restarted", "19.5 s lost", evidence={"total_s": 19.5})
+    assert books.productive_s == pytest.approx(3 * 0.4)
+    books.keep_goodput(Goodput(1.5, 30.0))
+    books.finish()
+    assert "3 in 22.5 s" in shown.getvalue()
+    assert "goodput   5.0 %: 1.5 s in steps that stayed, of 30.0 s since the launch" in (
+        shown.getvalue()
+    )
+    assert shown.getvalue().count("some text") == 1
+    metrics = (directory.path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in metrics] == [0, 1, 2]
+    events = [json.loads(line) for line in (directory.path / "events.jsonl").open()]
+    assert [(event["kind"], event["time_s"]) for event in events] == [
+        ("rank_failed", 4.0), ("restarted", 2.5),
+    ]  # fmt: skip
+    assert events[1]["evidence"] == {"total_s": 19.5}
+    assert json.loads((directory.path / "recovery.json").read_text())["goodput"] == 0.05
+
+
+def test_traces_of_steps_that_are_done_again_are_drawn_again(directory, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(record, "save_gantt", lambda path, timelines: drawn.update(timelines))
+    books = record.RunRecord(Config(), directory, PlainReporter(io.StringIO()))
+    books.take({"kind": "step", "record": asdict(STEP)})
+    for step in (2, 4):
+        books.take(_timelines(step, around_change=False))
+    books.go_back(3)
+    assert [*directory.traces()] == [2]
+    books.take(_timelines(3, around_change=False))
+    books.take({"kind": "step", "record": asdict(STEP)})
+    books.finish()
+    assert list(drawn) == ["planned, step 3"]

@@ -10,6 +10,7 @@ from jaxmorph.reporting.page.gantt import gantt_legend
 from jaxmorph.reporting.page.shares import causes_explained
 from jaxmorph.reporting.page.tables import UNKNOWN, folded, milliseconds, share, table
 from jaxmorph.reporting.page.timelines import show_steps
+from jaxmorph.reporting.recovery_table import WHOLE_COLUMNS, whole_rows, whole_runs_legend
 from jaxmorph.reporting.run_matrix import Matrix, Run
 from jaxmorph.reporting.text import describe_routes
 
@@ -36,6 +37,7 @@ def comparison_page(files: ComparisonFiles) -> str:
         ),
         bars_section(matrix),
         _table_section(matrix),
+        _failures_section(matrix) if matrix.has_whole_runs else None,
         _timelines_section(files),
         _notes_section(matrix),
     ]
@@ -101,6 +103,17 @@ def _table_section(matrix: Matrix) -> Html:
         element("p", note, class_="note"),
         element("div", table(heads, rows, text_columns=5, label="Runs"), class_="wide"),
         id="runs",
+    )
+
+
+def _failures_section(matrix: Matrix) -> Html:
+    rows = table(WHOLE_COLUMNS, whole_rows(matrix), text_columns=2, label="Whole runs")
+    return element(
+        "section",
+        element("h2", "Failures"),
+        element("p", whole_runs_legend(matrix), class_="note"),
+        element("div", rows, class_="wide"),
+        id="failures",
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from jaxmorph.config import Config, load_config
 from jaxmorph.errors import UserError
-from jaxmorph.reporting.run_directory import CONFIG, EVENTS, METRICS, find_traces
+from jaxmorph.reporting.run_directory import CONFIG, EVENTS, METRICS, RECOVERY, find_traces
 from jaxmorph.schedule.draw import read_chrome_trace
 from jaxmorph.schedule.timeline import Timeline
 
@@ -56,6 +56,8 @@ class RunFiles:
         events: In the order they were written.
         traces: Steps and their files.
         num_unreadable: Lines that could not be read, such as the last of a run that was cut off.
+        goodput: Which share of the time since its last launch was spent in steps that stayed; None
+            where it isn't known.
     """
 
     path: Path
@@ -65,6 +67,7 @@ class RunFiles:
     events: tuple[EventLine, ...]
     traces: Mapping[int, Path]
     num_unreadable: int = 0
+    goodput: float | None = None
 
 
 def read_run_files(path: Path) -> RunFiles:
@@ -92,6 +95,7 @@ def read_run_files(path: Path) -> RunFiles:
         events=tuple(events),
         traces=find_traces(path),
         num_unreadable=unreadable_steps + unreadable_events,
+        goodput=_goodput(path / RECOVERY),
     )
 
 
@@ -119,6 +123,13 @@ def _config(path: Path) -> Config | None:
     try:
         return load_config(path)
     except UserError:
+        return None
+
+
+def _goodput(path: Path) -> float | None:
+    try:
+        return _finite(json.loads(path.read_text(encoding="utf-8"))["goodput"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -5,6 +5,7 @@ from jaxmorph.reporting.page.decisions import decisions_section
 from jaxmorph.reporting.page.elements import element
 from jaxmorph.reporting.page.frame import page
 from jaxmorph.reporting.page.links import links_section
+from jaxmorph.reporting.page.recoveries import recoveries, recoveries_section
 from jaxmorph.reporting.page.run_files import RunFiles
 from jaxmorph.reporting.page.steps import steps_section
 from jaxmorph.reporting.page.summary import summary_section
@@ -22,6 +23,7 @@ def run_page(files: RunFiles) -> str:
         A whole HTML document.
     """
     changes = find_changes(files.steps, files.events)
+    failures = recoveries(files.events)
     settings = element(
         "section",
         element("h2", "Configuration"),
@@ -32,12 +34,14 @@ def run_page(files: RunFiles) -> str:
         summary_section(files),
         steps_section(files.steps, changes) if files.steps else None,
         links_section(files.steps, changes) if files.steps else None,
+        recoveries_section(failures) if failures else None,
         timelines_section(files, changes),
         decisions_section(files.events, changes),
         settings,
     ]
     contents = [
         *((("Step time", "steps"), ("Links", "links")) if files.steps else ()),
+        *([("Failures", "failures")] if failures else []),
         ("Timelines", "timelines"),
         ("Decisions", "decisions"),
         ("Configuration", "configuration"),

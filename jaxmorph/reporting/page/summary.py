@@ -100,6 +100,8 @@ def _figures(files: RunFiles) -> Iterator[tuple[str, str]]:
     bubbles = [step.bubble_rate for step in steps if step.bubble_rate is not None]
     if bubbles:
         yield "median bubble", share(median(bubbles))
+    if files.goodput is not None:
+        yield "goodput", share(files.goodput)
     losses = [step.loss for step in steps if step.loss is not None]
     if losses:
         yield "loss", f"{losses[0]:.3f} → {losses[-1]:.3f}"

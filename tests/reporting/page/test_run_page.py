@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -194,3 +195,34 @@ def test_a_long_run_with_many_changes_has_a_page_of_bounded_size(make_run):
     source = run_page(read_run_files(make_run(steps, events, traced, num_stages=4)))
     assert len(source) < 1_500_000
     assert source.count('class="change"') <= MOST_DRAWN
+
+
+def restarted(step, lengths_s, **told):
+    evidence = {"step": step, "from_step": step - 1, "phases_s": lengths_s, "cut_off": False} | told
+    return {"time_s": 1.0, "step": step - 1, "kind": "restarted", "evidence": evidence}
+
+
+def test_what_failures_cost_is_a_table(make_run, page_of):
+    first = {"detect": 0.25, "tear_down": 1.0, "back_off": 1.0, "start": 4.0}
+    second = first | {"compile": 2.0, "restore": 0.5, "plan": 3.0, "replay": 0.75}
+    events = [
+        restarted(7, first, reason="rank 1 failed: <b>", cut_off=True),
+        restarted(9, second, reason="rank 2 failed"),
+    ]
+    run = make_run([{"step": 0, "step_s": 0.1}], events)
+    (run / "recovery.json").write_text(json.dumps({"goodput": 0.625}))
+    page = page_of(run)
+    rows = page.rows("What failures have cost, seconds")
+    assert rows[0] == [
+        "7", "rank 1 failed: <b> (not over)", "6", "0.25", "1.00", "1.00", "4.00", "-", "-", "-",
+        "-", "6.25",
+    ]  # fmt: skip
+    assert rows[1][-1] == "12.50"
+    assert rows[2][1:] == [
+        "all 2", "", "0.50", "2.00", "2.00", "8.00", "2.00", "0.50", "3.00", "0.75", "18.75",
+    ]  # fmt: skip
+    assert "62.5 %" in page.texts("dd")
+
+
+def test_a_run_without_failures_has_no_table_of_them(morphed_run):
+    assert "Failures" not in run_page(read_run_files(morphed_run))

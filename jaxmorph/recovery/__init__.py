@@ -1,0 +1,1 @@
+"""Going on after ranks have failed: whether to start them again, and what that has cost."""

@@ -1,0 +1,165 @@
+"""The books of a run's failures: what each has cost, and how much of the run's time was of use."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxmorph.recovery.phases import BACK_OFF, DETECT, REPLAY, TEAR_DOWN, PhaseEnds, Recovery
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """How much of a run's time was spent in steps that stayed.
+
+    Attributes:
+        productive_s: In steps that stayed: one that was done again counts once.
+        wall_s: From when the ranks were first started to the end of the last step.
+        recoveries: What failures have cost of it.
+    """
+
+    productive_s: float
+    wall_s: float
+    recoveries: tuple[Recovery, ...] = ()
+
+    @property
+    def share(self) -> float:
+        """Productive time over all of it."""
+        return self.productive_s / self.wall_s if self.wall_s else 0.0
+
+    @property
+    def lost_s(self) -> float:
+        """What all failures have cost."""
+        return sum(recovery.total_s for recovery in self.recoveries)
+
+    def to_json(self) -> dict[str, Any]:
+        """The books as a JSON object."""
+        return {
+            "goodput": self.share,
+            "productive_s": self.productive_s,
+            "wall_s": self.wall_s,
+            "lost_s": self.lost_s,
+            "recoveries": [recovery.to_json() for recovery in self.recoveries],
+        }
+
+
+@dataclass
+class _Open:
+    """A recovery that isn't over."""
+
+    restart: int
+    reason: str
+    step: int
+    from_step: int
+    until_step: int
+    ends: PhaseEnds
+
+    def closed(self, *, cut_off: bool = False) -> Recovery:
+        again = self.until_step - self.from_step + 1
+        lengths_s = self.ends.lengths_s()
+        return Recovery(
+            self.restart, self.reason, self.step, self.from_step, again, lengths_s, cut_off
+        )
+
+
+class Ledger:
+    """Keeps the books while a run goes on, in the process that starts its ranks.
+
+    Args:
+        now_s: When the ranks are started, on the monotonic clock.
+        first_step: The step that they begin with.
+    """
+
+    def __init__(self, now_s: float, first_step: int = 0) -> None:
+        self._launched_s = self._well_s = self._last_step_s = now_s
+        self._next_step = first_step
+        self._furthest_step = first_step - 1
+        self._open: _Open | None = None
+        self._closed: list[Recovery] = []
+
+    @property
+    def next_step(self) -> int:
+        """The step that is to be done next."""
+        return self._next_step
+
+    @property
+    def recoveries(self) -> Sequence[Recovery]:
+        """Those that are over."""
+        return self._closed
+
+    def phase_ended(self, phase: str, at_s: float) -> None:
+        """Note that a rank has come to the end of a phase of its start.
+
+        Args:
+            phase: Which.
+            at_s: When.
+        """
+        self._well_s = max(self._well_s, at_s)
+        if self._open is not None:
+            self._open.ends.end(phase, at_s)
+
+    def step_done(self, step: int, at_s: float) -> Recovery | None:
+        """Note a step.
+
+        Args:
+            step: Which.
+            at_s: When it was told.
+
+        Returns:
+            The recovery that is over with it, if one is.
+        """
+        self._well_s = self._last_step_s = at_s
+        self._next_step, self._furthest_step = step + 1, max(step, self._furthest_step)
+        if self._open is None or step < self._open.until_step:
+            return None
+        if step == self._open.until_step:
+            self._open.ends.end(REPLAY, at_s)
+        return self._close(self._open)
+
+    def failed(self, reason: str, noticed_s: float, ended_s: float, from_step: int) -> None:
+        """Note a failure after which the ranks will be started again.
+
+        Args:
+            reason: What failed.
+            noticed_s: When that was first seen.
+            ended_s: When no rank was left.
+            from_step: The step that they will go on from.
+        """
+        restart = len(self._closed) + 1  # a recovery that it cuts off has been closed
+        ends = PhaseEnds(self._well_s)
+        ends.end(DETECT, noticed_s)
+        ends.end(TEAR_DOWN, ended_s)
+        step, until_step = self._next_step, self._furthest_step
+        self._open = _Open(restart, reason, step, from_step, until_step, ends)
+        self._next_step = from_step
+
+    def launched(self, at_s: float) -> None:
+        """Note that the ranks are started again.
+
+        Args:
+            at_s: When.
+        """
+        if self._open is not None:
+            self._open.ends.end(BACK_OFF, at_s)
+            self._well_s = max(self._well_s, at_s)
+
+    def cut_off(self) -> Recovery | None:
+        """End the recovery that isn't over, if there is one, where it has come to."""
+        if self._open is None:
+            return None
+        if self._next_step > self._open.from_step:
+            self._open.ends.end(REPLAY, self._well_s)
+        return self._close(self._open, cut_off=True)
+
+    def goodput(self, productive_s: float) -> Goodput:
+        """The books so far.
+
+        Args:
+            productive_s: What the steps took that stayed.
+        """
+        return Goodput(productive_s, self._last_step_s - self._launched_s, tuple(self._closed))
+
+    def _close(self, opened: _Open, *, cut_off: bool = False) -> Recovery:
+        closed = opened.closed(cut_off=cut_off)
+        self._closed.append(closed)
+        self._open = None
+        return closed

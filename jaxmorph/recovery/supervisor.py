@@ -1,0 +1,190 @@
+"""Starts a run's ranks, and starts them again after a failure where that can help.
+
+Only the failure of a rank is answered so. A mistake of the user's stays one, and Ctrl-C and SIGTERM
+end the run at once, while it waits for a restart too.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Event as ThreadEvent
+from typing import Any, Protocol
+
+from jaxmorph.config.restart_section import RestartPolicy
+from jaxmorph.recovery.attempts import Attempts
+from jaxmorph.recovery.ledger import Goodput, Ledger
+from jaxmorph.recovery.phases import BACK_OFF, Recovery
+from jaxmorph.reporting.records import RANK_FAILED, RESTARTED
+from jaxmorph.runtime.launcher import RankFailedError
+
+Message = dict[str, Any]
+Launch = Callable[[int, int, Callable[[Message], None]], None]
+"""Runs all ranks to their end, by the first step, the number of the restart and who is told."""
+
+
+class Books(Protocol):
+    """What is written of a run (`RunRecord`)."""
+
+    @property
+    def productive_s(self) -> float:
+        """What the recorded steps took."""
+        ...
+
+    def take(self, message: Message) -> None:
+        """Handle what rank 0 tells."""
+        ...
+
+    def write_event(
+        self, step: int, kind: str, detail: str, evidence: Message | None = None
+    ) -> None:
+        """Write down what the ranks can't tell."""
+        ...
+
+    def go_back(self, step: int) -> None:
+        """Take out the steps from this one on: they will be done again."""
+        ...
+
+    def keep_goodput(self, goodput: Goodput) -> None:
+        """Write down what failures have cost."""
+        ...
+
+
+def wait(seconds: float) -> None:
+    """Wait; Ctrl-C ends it."""
+    ThreadEvent().wait(seconds)
+
+
+class Supervisor:
+    """One run, through all of its lives.
+
+    Args:
+        policy: When to start again.
+        last_checkpoint: How many steps the last checkpoint that can be gone on from has done; None:
+            there is none.
+        books: What is written of the run.
+        clock: Seconds, monotonic; the one by which ranks tell times.
+        wait: Waits so many seconds.
+    """
+
+    def __init__(
+        self,
+        policy: RestartPolicy,
+        last_checkpoint: Callable[[], int | None],
+        books: Books,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] = wait,
+    ) -> None:
+        self._policy = policy
+        self._last_checkpoint = last_checkpoint
+        self._books = books
+        self._clock = clock
+        self._wait = wait
+        self._attempts = Attempts()
+        self._ledger = Ledger(clock())
+
+    def run(self, launch: Launch, first_step: int) -> None:
+        """Run the ranks, again and again if need be, until they have come to their end.
+
+        Args:
+            launch: Runs them.
+            first_step: The step to begin with.
+
+        Raises:
+            RankFailedError: One has failed, and another restart is not possible or not allowed.
+            UserError: They found a mistake of the user's.
+            KeyboardInterrupt: Somebody wants it to end.
+        """
+        self._ledger = Ledger(self._clock(), first_step)
+        restarts = 0
+        try:
+            while (next_step := self._live(launch, first_step, restarts)) is not None:
+                first_step, restarts = next_step, restarts + 1
+        finally:
+            with suppress(OSError):  # whatever has ended the run is what its user should hear
+                self._tell(self._ledger.cut_off())
+                self._books.keep_goodput(self._ledger.goodput(self._books.productive_s))
+
+    def _live(self, launch: Launch, first_step: int, restarts: int) -> int | None:
+        """One life of the ranks, and the wait after it; None if it was the last."""
+        try:
+            launch(first_step, restarts, self._take)
+        except RankFailedError as failure:
+            from_step = self._restart(failure)
+        else:
+            return None
+        self._wait(self._policy.wait_s(self._attempts.count))
+        self._books.go_back(from_step)
+        self._ledger.launched(self._clock())
+        return from_step
+
+    def _restart(self, failure: RankFailedError) -> int:
+        """Note a failure, and decide from which step the run goes on."""
+        ended_s = self._clock()
+        self._tell(self._ledger.cut_off())
+        from_step, last = self._from_step(), self._attempts
+        self._attempts = last if from_step is None else last.again(from_step)
+        if from_step is None or self._attempts.count > self._policy.max_restarts:
+            self._note_failure(failure, "")
+            raise failure if from_step is None else _in_vain(failure, last)
+        self._note_failure(failure, f"; {self._plan(from_step)}")
+        reason, noticed_s = failure.reason, failure.noticed_s
+        self._ledger.failed(reason, noticed_s or ended_s, ended_s, from_step)
+        return from_step
+
+    def _from_step(self) -> int | None:
+        if self._policy.max_restarts == 0:
+            return None
+        done = self._last_checkpoint()
+        return 0 if done is None and self._policy.from_start else done
+
+    def _plan(self, from_step: int) -> str:
+        origin = f"the checkpoint after {from_step} steps" if from_step else "the start"
+        attempt, most = self._attempts.count, self._policy.max_restarts
+        after_s = self._policy.wait_s(attempt)
+        return f"starts again from {origin} in {after_s:g} s (restart {attempt} of {most})"
+
+    def _note_failure(self, failure: RankFailedError, then: str) -> None:
+        told = str(failure).splitlines()[1:2]
+        detail = "; ".join([failure.reason, *told]) + then
+        self._books.write_event(self._ledger.next_step, RANK_FAILED, detail)
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case {"kind": "phase_ended", "phase": phase, "time_s": time_s}:
+                self._ledger.phase_ended(phase, time_s)
+            case {"kind": "step", "record": {"step": step}}:
+                over = self._ledger.step_done(step, self._clock())
+                self._books.take(message)
+                self._tell(over)
+            case _:
+                self._books.take(message)
+
+    def _tell(self, recovery: Recovery | None) -> None:
+        """Write a recovery down once it is over."""
+        if recovery is None:
+            return
+        if BACK_OFF in recovery.phases_s:  # else it was ended before the ranks were started again
+            told = recovery.to_json()
+            self._books.write_event(recovery.from_step, RESTARTED, describe(recovery), told)
+        self._books.keep_goodput(self._ledger.goodput(self._books.productive_s))
+
+
+def _in_vain(failure: RankFailedError, last: Attempts) -> RankFailedError:
+    """The failure that ends the run, with what was tried before."""
+    times = "once" if last.count == 1 else f"{last.count} times in a row"
+    said = f"started again {times} from step {last.from_step}, and came to no newer checkpoint"
+    return RankFailedError(f"{failure}\n{said}", noticed_s=failure.noticed_s)
+
+
+def describe(recovery: Recovery) -> str:
+    """A recovery in one line.
+
+    Args:
+        recovery: One that is over.
+    """
+    again = f"{recovery.steps_again} step{'' if recovery.steps_again == 1 else 's'} done again"
+    phases = ", ".join(
+        f"{name.replace('_', ' ')} {length_s:.2f}" for name, length_s in recovery.phases_s.items()
+    )
+    end = "; it failed or ended again before that was over" if recovery.cut_off else ""
+    return f"{recovery.total_s:.2f} s lost: {phases}; {again}{end}"

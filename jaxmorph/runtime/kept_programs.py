@@ -1,0 +1,99 @@
+"""A rank's compiled programs on disk, for the process that takes its place.
+
+JAX's persistent compilation cache is written by process 0 of a run alone, and no public setting
+changes that; a stage's programs are its rank's own, so the other ranks would find nothing. Hence
+each rank keeps its own, as `jax.experimental.serialize_executable` writes them.
+"""
+
+import hashlib
+import logging
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jaxlib
+from jax.experimental import serialize_executable
+from jax.stages import Compiled, Lowered
+
+_log = logging.getLogger(__name__)
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+class KeptPrograms:
+    """The programs of one rank for its first device.
+
+    Args:
+        folder: Where they are; made when the first of them is kept. Whoever can write there can
+            have this process run anything.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._platform: tuple[str, ...] | None = None
+
+    def compile(self, lowered: Lowered) -> Compiled:
+        """The program as an earlier process has kept it, or compiled, and kept for later ones.
+
+        Args:
+            lowered: What to compile, for the first device.
+        """
+        path = self._folder / f"{self._key(lowered)}.program"
+        return self._kept(path, lowered) or self._compiled(path, lowered)
+
+    def _kept(self, path: Path, lowered: Lowered) -> Compiled | None:
+        """What is there; None if nothing is, or nothing that can be used."""
+        if not path.exists():
+            return None
+        try:
+            return serialize_executable.deserialize_and_load(
+                path.read_bytes(),
+                jax.tree.structure(lowered.args_info),
+                lowered.out_tree,
+                execution_devices=jax.local_devices()[:1],
+            )
+        except Exception as error:  # whatever is wrong with it, it can be compiled
+            _log.warning("%s: %s: %s; it is compiled again", path, type(error).__name__, error)
+            path.unlink(missing_ok=True)
+            return None
+
+    def _compiled(self, path: Path, lowered: Lowered) -> Compiled:
+        program = lowered.compile()
+        try:
+            written, _, _ = serialize_executable.serialize(program)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            new = path.with_name(f"{path.name}.new")
+            new.write_bytes(written)
+            new.replace(path)
+        except (OSError, ValueError, NotImplementedError, pickle.PicklingError) as error:
+            _log.warning("%s: cannot be kept: %s", path, error)
+        except jax.errors.JaxRuntimeError as error:  # a platform that can't write programs
+            _log.warning("%s: cannot be kept: %s", path, error)
+        return program
+
+    def _key(self, lowered: Lowered) -> str:
+        """A name that another program, or the same for another platform, doesn't have."""
+        if self._platform is None:
+            self._platform = tuple(_platform())
+        parts = (lowered.as_text(), str(lowered.in_tree), str(lowered.out_tree), *self._platform)
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _platform() -> Iterator[str]:
+    """Whatever decides, beside the program, what XLA makes of it."""
+    device = jax.local_devices()[0]
+    yield from (jax.__version__, jaxlib.__version__, device.client.platform_version)
+    yield from (device.platform, device.device_kind, str(device.id))
+    yield from (os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
+    yield str(jax.config.read("jax_disable_most_optimizations"))
+    if device.platform == "cpu":
+        yield _processor()
+
+
+def _processor() -> str:
+    """What the machine's processor can do: machine code is made for it."""
+    if not _CPU_INFO.exists():
+        return ""
+    lines = _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))

@@ -1,0 +1,144 @@
+"""Comparisons of whole runs: what each system runs under, and what is made of what it wrote."""
+
+import io
+import json
+
+import pytest
+
+from jaxmorph.comparison.matrix_record import MatrixRecord
+from jaxmorph.comparison.systems import SYSTEMS
+from jaxmorph.comparison.whole_runs import Progress, read_whole, whole_config
+from jaxmorph.config import check_config, dump_config, load_config
+from jaxmorph.reporting import Event
+from jaxmorph.reporting.matrix_table import matrix_markdown
+from jaxmorph.reporting.page.comparison_files import ComparisonFiles
+from jaxmorph.reporting.page.comparison_page import comparison_page
+from jaxmorph.reporting.recovery_figure import save_recovery_figure
+from jaxmorph.reporting.recovery_table import WHOLE_COLUMNS
+from jaxmorph.reporting.run_matrix import Matrix
+
+CONFIG = check_config(
+    {
+        "parallelism": {"stages": 4},
+        "optimizer": {"warmup_steps": 50},
+        "checkpoint": {"every_steps": 5, "dir": "elsewhere"},
+        "restart_policy": {"max_restarts": 7},
+        "compare": {
+            "systems": ["restart", "restart-cold", "adaptive-detecting"],
+            "conditions": [
+                {"name": "healthy"},
+                {"name": "cut", "links": [{"between": [2, 3], "cut": True, "from_step": 12}]},
+            ],
+            "steps": 20,
+        },
+    }
+)
+COMPARE = CONFIG.compare
+assert COMPARE is not None
+RECOVERY = {
+    "restart": 1, "reason": "rank 2 failed", "step": 12, "from_step": 10, "steps_again": 2,
+    "cut_off": False, "total_s": 22.5, "phases_s": {"detect": 15.0, "start": 5.5, "replay": 2.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPARE.systems)
+def test_a_run_is_the_systems_under_the_condition_with_its_own_policy(tmp_path, name):
+    own = whole_config(CONFIG, SYSTEMS[name], COMPARE.conditions[1], tmp_path / "a")
+    (tmp_path / "run.yaml").write_text(dump_config(own))  # as ranks will read it
+    assert load_config(tmp_path / "run.yaml") == own
+    assert (own.run.steps, own.run.dir, own.compare) == (20, str(tmp_path / "a"), None)
+    assert own.optimizer.warmup_steps <= 20
+    assert own.emulation.links[0].cut
+    assert (own.checkpoint.every_steps, own.checkpoint.dir) == (5, None)
+    policy = own.restart_policy
+    assert (policy.max_restarts, policy.compilation_cache) == {
+        "restart": (7, True), "restart-cold": (7, False), "adaptive-detecting": (0, True),
+    }[name]  # fmt: skip
+    assert own.adapts == (name == "adaptive-detecting")
+
+
+def written(path, num_steps, recoveries=()):
+    path.mkdir()
+    steps = [
+        {"step": n, "step_s": 0.5, "loss": 5.0 - n, "bubble_rate": 0.25} for n in range(num_steps)
+    ]
+    events = [{"kind": "rank_failed"}, {"kind": "plan_adopted"}, {"kind": "restarted"}]
+    for name, lines in (("metrics.jsonl", steps), ("events.jsonl", events)):
+        (path / name).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step"')
+    (path / "recovery.json").write_text(json.dumps({"goodput": 0.4, "recoveries": [*recoveries]}))
+    return path
+
+
+@pytest.fixture
+def matrix(tmp_path):
+    """One system that was restarted, one that failed, and one that has still to be run."""
+    record = MatrixRecord(COMPARE, "few")
+    for system, totals_s in (("restart", (10.0, 32.5)), ("restart-cold", (11.0, None))):
+        for name, total_s in zip(("healthy", "cut"), totals_s, strict=True):
+            path = written(tmp_path / f"{system}-{name}", 20, [RECOVERY] if name == "cut" else [])
+            failure = None if total_s else "rank 2 failed: in vain"
+            record.put(read_whole(system, name, path, total_s, failure))
+    return record.matrix({"load": "2.0"})
+
+
+def test_a_run_is_held_against_the_same_systems_without_the_failure(matrix):
+    run = matrix.runs["restart", "cut"]
+    assert (run.total_s, run.slowdown, run.goodput) == (32.5, 3.25, 0.4)
+    assert run.step_ms is not None
+    assert (run.step_ms.median, run.step_ms.n, run.loss) == (500.0, 20, -14.0)
+    assert run.events == {"rank_failed": 1, "restarted": 1}
+    failed = matrix.runs["restart-cold", "cut"]
+    assert failed.failed == "20 steps done: rank 2 failed: in vain"
+    assert failed.slowdown is None
+    assert ("adaptive-detecting", "cut") not in matrix.runs
+
+
+def test_results_keep_what_failures_cost(matrix):
+    again = Matrix.from_json(json.loads(json.dumps(matrix.to_json())))
+    assert again.runs["restart", "cut"].recoveries == (RECOVERY,)
+    assert again.has_whole_runs
+
+
+def test_the_table_says_what_a_failure_cost_and_where(matrix):
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in matrix_markdown(matrix).splitlines()
+        if line.startswith("|")
+    ]
+    heads = next(row for row in rows if "goodput" in row)
+    told = {
+        (row[0], row[1]): dict(zip(heads, row, strict=True))
+        for row in rows
+        if len(row) == len(heads)
+    }
+    cut = told["restart", "cut"]
+    assert (cut["total s"], cut["more s"], cut["goodput"], cut["restarts"], cut["lost s"]) == (
+        "32.5", "+22.5", "40.0%", "1", "22.5",
+    )  # fmt: skip
+    assert (cut["detect"], cut["compile"], cut["replay"]) == ("15.00", "0.00", "2.00")
+    assert told["restart", "healthy"]["more s"] == "-"
+    assert told["restart-cold", "cut"]["total s"] == "FAILED"
+
+
+def test_the_page_has_the_same_table(matrix):
+    page = comparison_page(ComparisonFiles(matrix, {}))
+    assert page.count("<th") > len(WHOLE_COLUMNS)
+    for cell in ("+22.5", "FAILED", "40.0%", "Whole runs, from the first step"):
+        assert cell in page
+
+
+def test_the_picture_is_drawn_with_and_without_failures(matrix, tmp_path):
+    save_recovery_figure(tmp_path / "a.png", matrix)
+    healthy = {key: run for key, run in matrix.runs.items() if key[1] == "healthy"}
+    calm = Matrix("calm", matrix.systems, ("healthy",), healthy)
+    save_recovery_figure(tmp_path / "b.png", calm)
+    for name in ("a.png", "b.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_says_what_befell_it():
+    said = io.StringIO()
+    progress = Progress(lambda line: said.write(line + "\n"), "restart, cut")
+    progress.event(Event(1.0, 12, "checkpoint_saved", detail="step_10"))
+    progress.event(Event(1.0, 12, "rank_failed", detail="rank 2 failed: link 2-3 is cut"))
+    assert said.getvalue() == "restart, cut: rank failed: rank 2 failed: link 2-3 is cut\n"

@@ -1,0 +1,50 @@
+import pytest
+
+from jaxmorph.config import check_config
+from jaxmorph.config.restart_section import RestartPolicy
+from jaxmorph.errors import UserError
+
+SAVES = {"checkpoint": {"every_steps": 5}}
+
+
+@pytest.mark.parametrize(
+    ("attempt", "wait_s"), [(1, 1.5), (2, 3.0), (3, 6.0), (4, 10.0), (10**9, 10.0)]
+)
+def test_each_wait_is_twice_the_one_before_up_to_the_longest(attempt, wait_s):
+    assert RestartPolicy(backoff_s=1.5, longest_backoff_s=10.0).wait_s(attempt) == wait_s
+
+
+@pytest.mark.parametrize(
+    ("sections", "may"),
+    [
+        ({}, False),
+        (SAVES, True),
+        (SAVES | {"restart_policy": {"max_restarts": 0}}, False),
+        ({"checkpoint": {"every_steps": 0}}, False),
+        ({"restart_policy": {"from_start": True}}, True),
+    ],
+)
+def test_a_run_may_restart_if_there_will_be_something_to_go_on_from(sections, may):
+    assert check_config(sections).may_restart is may
+
+
+@pytest.mark.parametrize(
+    ("policy", "line"),
+    [
+        ({"max_restarts": -1}, "restart_policy.max_restarts: got -1, expected a whole number"),
+        ({"from_start": "yes"}, "restart_policy.from_start: got 'yes', expected true or false"),
+        (
+            {"compilation_cache": 3},
+            "restart_policy.compilation_cache: got 3, expected true, false, or a folder",
+        ),
+        (
+            {"backoff_s": 5.0, "longest_backoff_s": 2},
+            "restart_policy.longest_backoff_s: got 2.0, expected at least "
+            "restart_policy.backoff_s, which is 5",
+        ),
+    ],
+)
+def test_a_mistake_is_named(policy, line):
+    with pytest.raises(UserError) as raised:
+        check_config({"restart_policy": policy})
+    assert line in str(raised.value)

@@ -1,0 +1,113 @@
+"""A program that was kept is the program that was compiled, and a wrong one is never run."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxmorph.runtime.compilations import CompilationCounter
+from jaxmorph.runtime.kept_programs import KeptPrograms
+from jaxmorph.stage.build import OP_KINDS, build_stage
+from jaxmorph.stage.compiling import compile_by
+from jaxmorph.stage.mesh import make_mesh, stage_submesh
+from jaxmorph.stage.parameters import init_stage_params
+from models.gpt2 import build
+
+X = jnp.linspace(0.0, 1.0, 1024).reshape(32, 32)
+
+
+def lowered(scale):
+    """Two results in a dictionary, the second argument given away."""
+
+    def step(weights, x):
+        moved = jnp.tanh(x @ weights) * scale
+        return {"moved": moved, "sum": moved.sum()}
+
+    return jax.jit(step, donate_argnums=(1,)).lower(X, X)
+
+
+def results(program):
+    return jax.tree.map(lambda leaf: leaf.tobytes(), jax.device_get(program(X, jnp.array(X))))
+
+
+@pytest.fixture
+def counter():
+    return CompilationCounter()
+
+
+def test_another_process_finds_what_was_kept_and_compiles_nothing(tmp_path, counter):
+    first = KeptPrograms(tmp_path / "rank_1").compile(lowered(2.0))
+    expected, was = results(first), counter.count
+    assert was > 0
+    again = KeptPrograms(tmp_path / "rank_1").compile(lowered(2.0))
+    assert counter.count == was
+    assert results(again) == expected
+    given = jnp.array(X)
+    again(X, given)
+    assert given.is_deleted()
+
+
+def test_another_program_is_another_entry(tmp_path):
+    kept = KeptPrograms(tmp_path)
+    assert results(kept.compile(lowered(2.0))) != results(kept.compile(lowered(3.0)))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_other_flags_are_another_entry(tmp_path, monkeypatch):
+    KeptPrograms(tmp_path).compile(lowered(2.0))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_timeout_seconds=7")
+    KeptPrograms(tmp_path).compile(lowered(2.0))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"nonsense"])
+def test_a_damaged_entry_is_told_and_compiled_again(tmp_path, caplog, damage):
+    expected = results(KeptPrograms(tmp_path).compile(lowered(2.0)))
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    with caplog.at_level(logging.WARNING):
+        assert results(KeptPrograms(tmp_path).compile(lowered(2.0))) == expected
+    assert "it is compiled again" in caplog.text
+    assert results(KeptPrograms(tmp_path).compile(lowered(2.0))) == expected
+
+
+def test_a_folder_that_cannot_be_written_to_costs_nothing_but_the_time(tmp_path, caplog):
+    (tmp_path / "file").write_text("precious")
+    with caplog.at_level(logging.WARNING):
+        program = KeptPrograms(tmp_path / "file").compile(lowered(2.0))
+    assert results(program) == results(lowered(2.0).compile())
+    assert "cannot be kept" in caplog.text
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def one_step(model):
+    """A stage built anew, and what its programs make of a microbatch."""
+    sizes = {"microbatch_size": 2, "sequence_length": 8}
+    stage = build_stage(
+        model, stage_submesh(make_mesh(1), 0), num_layers=2, is_first=True, is_last=True, **sizes
+    )
+    params = init_stage_params(model, jax.random.key(3), range(2), is_first=True, is_last=True)
+    tokens = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
+    weights = stage.prepare(params)
+    gradient, stash = stage.forward(weights, tokens, tokens)
+    _, weight_stash = stage.backward_input(weights, stash, gradient)
+    sums = stage.backward_weight(weights, weight_stash, stage.zero_accumulators())
+    return [leaf.tobytes() for leaf in jax.device_get(jax.tree.leaves((gradient, sums)))]
+
+
+def test_a_stage_that_is_built_again_compiles_no_program_and_computes_the_same(tmp_path, counter):
+    model = build(
+        preset="tiny", width=16, num_heads=2, num_layers=2, sequence_length=8, vocab_size=32
+    )
+    try:
+        compile_by(KeptPrograms(tmp_path).compile)
+        expected, first = one_step(model), counter.count
+        again = one_step(model)
+        second = counter.count - first
+    finally:
+        compile_by(None)
+    assert again == expected
+    assert len(list(tmp_path.iterdir())) == len(("prepare", "zero", *OP_KINDS))
+    assert second <= first - len(OP_KINDS)

@@ -1,0 +1,125 @@
+"""A run that loses a rank to kill -9 ends with the parameters of one that lost none."""
+
+import json
+import os
+import signal
+import time
+
+import jax
+import pytest
+from in_this_process import jaxmorph
+from stopped_run import read_lines
+
+from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
+from jaxmorph.checkpoints.tree_files import TreeFiles
+from jaxmorph.runtime import launcher
+from jaxmorph.training.record import RunRecord
+
+CONFIG = """
+run: {steps: 40, seed: 5}
+model: {preset: tiny, width: 16, num_layers: 2, num_heads: 2}
+data: {sequence_length: 8}
+parallelism: {stages: 2}
+batch: {microbatches: 4, microbatch_size: 1}
+schedule: {name: 1f1b}
+optimizer: {learning_rate: 1e-3}
+trace: {every_steps: 0}
+checkpoint: {every_steps: 5, keep: 2}
+restart_policy: {backoff_s: 0.1}
+"""
+STEPS, INTERVAL, KILLED_AT, KILLED = 40, 5, 12, 0
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Where a run was left in peace, where one lost rank 0, and when the latter's steps came."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "run.yaml").write_text(CONFIG)
+    whole, disturbed = folder / "whole", folder / "disturbed"
+    taken = []
+    for out in (whole, disturbed):
+        with pytest.MonkeyPatch.context() as patch:
+            if out is disturbed:
+                kill_once(patch, taken)
+            done = jaxmorph("train", folder / "run.yaml", f"run.dir={out}")
+        assert done.returncode == 0, done.stderr
+    return whole, disturbed, taken
+
+
+def kill_once(patch, taken):
+    """Have a rank killed as soon as a step is told, and note when which steps are."""
+    ranks, start, take = [], launcher._start, RunRecord.take
+
+    def start_and_note(*arguments, **options):
+        ranks.append(start(*arguments, **options))
+        return ranks[-1]
+
+    def take_and_kill(record, message):
+        take(record, message)
+        if message["kind"] == "step":
+            taken.append((message["record"]["step"], time.monotonic()))
+            if message["record"]["step"] == KILLED_AT and len(ranks) == 2:
+                os.kill(ranks[KILLED].process.pid, signal.SIGKILL)
+
+    patch.setattr(launcher, "_start", start_and_note)
+    patch.setattr(RunRecord, "take", take_and_kill)
+
+
+def states(directory):
+    """Parameters and optimizer state of both stages after the last step."""
+    checkpoint = CheckpointFolder(directory / "checkpoints").finished(STEPS)
+    return [TreeFiles().read(stage_path(checkpoint, stage)) for stage in range(2)]
+
+
+def test_it_ends_with_the_same_bits(runs):
+    whole, disturbed, _ = runs
+    once, again = (read_lines(path / "metrics.jsonl") for path in (whole, disturbed))
+    assert [line["step"] for line in again] == list(range(STEPS))
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in again] == [line[name] for line in once]
+    expected, got = states(whole), states(disturbed)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+def test_its_events_say_who_failed_and_what_that_cost(runs):
+    _, disturbed, taken = runs
+    events = read_lines(disturbed / "events.jsonl")
+    lives = [e for e in events if e["kind"] in ("rank_failed", "resumed", "restarted")]
+    assert [event["kind"] for event in lives] == ["rank_failed", "resumed", "restarted"]
+    failed, resumed, restarted = lives
+    assert failed["detail"].startswith(f"rank {KILLED} failed: ended by SIGKILL; its log: ")
+    assert "(restart 1 of 3)" in failed["detail"]
+    cost = restarted["evidence"]
+    assert cost["from_step"] == restarted["step"] == resumed["step"]
+    assert cost["steps_again"] == failed["step"] - resumed["step"]
+    assert 0 <= cost["steps_again"] <= 2 * INTERVAL  # a save may have been under way
+    assert sum(cost["phases_s"].values()) == pytest.approx(cost["total_s"])
+    assert min(cost["phases_s"].values()) >= 0
+    before_s = max(at_s for step, at_s in taken[: lost_from(taken)] if step == failed["step"] - 1)
+    (again_s,) = (at_s for step, at_s in taken[lost_from(taken) :] if step == failed["step"] - 1)
+    assert cost["total_s"] == pytest.approx(again_s - before_s, abs=0.5)
+
+
+def lost_from(taken):
+    """Where the second life's steps begin."""
+    steps = [step for step, _ in taken]
+    return next(at for at in range(1, len(steps)) if steps[at] <= steps[at - 1])
+
+
+def test_its_books_and_the_logs_of_both_lives_are_there(runs):
+    whole, disturbed, _ = runs
+    (resumed,) = [e for e in read_lines(disturbed / "events.jsonl") if e["kind"] == "resumed"]
+    for life in ("logs", f"logs/from_step_{resumed['step']}"):
+        assert (disturbed / life / "rank_1.log").exists()
+    for run, num_restarts in ((whole, 0), (disturbed, 1)):
+        books = json.loads((run / "recovery.json").read_text())
+        assert len(books["recoveries"]) == num_restarts
+        assert 0 < books["goodput"] < 1
+        assert books["goodput"] == pytest.approx(books["productive_s"] / books["wall_s"])
+        assert books["lost_s"] <= books["wall_s"]
+    for rank in range(2):
+        assert any((disturbed / "compilation_cache" / f"rank_{rank}").glob("*.program"))
