@@ -16,7 +16,8 @@ def _train(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> Non
         start_timeout_s=config.timeouts.start_s,
         step_timeout_s=config.timeouts.step_s,
     )
-    train(config, rendezvous, link.send, Path(config_path).parent, int(first_step))
+    directory, stop_asked = Path(config_path).parent, link.stop_asked.is_set
+    train(config, rendezvous, link.send, directory, int(first_step), stop_asked)
 
 
 if __name__ == "__main__":

@@ -3,19 +3,25 @@
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxmorph.checkpoints.folder import PassedOver
 from jaxmorph.config import Config, load_config, placed_error
-from jaxmorph.errors import UserError
+from jaxmorph.errors import RunStoppedError, UserError
 from jaxmorph.reporting import RunDirectory, open_reporter, open_run_directory
-from jaxmorph.reporting.run_directory import CONFIG, reopen_run_directory
+from jaxmorph.reporting.run_directory import CONFIG, DAMAGED, reopen_run_directory
 from jaxmorph.runtime.launcher import run_ranks
-from jaxmorph.training.cluster import join_cluster, require_one_host, started_by_cluster
+from jaxmorph.training.cluster import (
+    is_first_task,
+    join_cluster,
+    require_one_host,
+    started_by_cluster,
+)
 from jaxmorph.training.record import RunRecord
 from jaxmorph.training.resume import (
     check_data,
@@ -25,11 +31,13 @@ from jaxmorph.training.resume import (
     folder_apart,
     prepare_checkpoints,
     require_no_checkpoints,
+    set_aside,
     try_named_folder,
     with_absolute_folder,
     without_weights,
 )
 from jaxmorph.training.run_lock import hold
+from jaxmorph.training.stop_request import heeding_sigterm
 
 if TYPE_CHECKING:
     from jaxmorph.runtime.rendezvous import Rendezvous
@@ -46,11 +54,13 @@ class _Start:
         config: The run.
         first_step: The step it begins with: 0, or that after its last checkpoint.
         directory: Where it goes on; None: it gets a directory of its own.
+        passed_over: Later checkpoints that it doesn't go on from, as they aren't whole.
     """
 
     config: Config
     first_step: int = 0
     directory: Path | None = None
+    passed_over: tuple[PassedOver, ...] = ()
 
     @contextmanager
     def open_record(self) -> Iterator[RunRecord]:
@@ -65,7 +75,10 @@ class _Start:
                 opened.enter_context(hold([directory.path]))
             prepare_checkpoints(self.config, directory.path)
             record = RunRecord(self.config, directory, open_reporter(), first_step=self.first_step)
-            yield opened.enter_context(closing(record))
+            opened.enter_context(closing(record))
+            for line in set_aside(self.config, directory.path, self.passed_over):
+                record.note(DAMAGED, line)
+            yield record
 
     def _open_directory(self) -> RunDirectory:
         if self.directory is None:
@@ -73,8 +86,9 @@ class _Start:
         return reopen_run_directory(self.directory, self.config, self.first_step)
 
     def _require_last(self, directory: Path) -> None:
-        """Whether the checkpoint is still the last: until now another process may have been on."""
-        if checkpoint_folder(self.config, directory).steps()[-1:] != (self.first_step,):
+        """Whether no checkpoint came since: until now another process may have been on."""
+        known = {self.first_step, *(each.step for each in self.passed_over)}
+        if checkpoint_folder(self.config, directory).steps()[-1:] != (max(known),):
             raise UserError(
                 f"--resume: got {directory}, which has gone on meanwhile, expected one whose last "
                 f"checkpoint is step_{self.first_step}"
@@ -114,13 +128,14 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
         UserError: If there is no such run, or it can't go on from its last checkpoint.
         RankFailedError: If a rank died or raised.
     """
-    found = find_resumption(directory, overrides)
+    # In a job of many tasks the first alone decides on the checkpoint, and reads all of it.
+    found = find_resumption(directory, overrides, thorough=launch == "local" or is_first_task())
     with _placing_errors(directory / CONFIG, overrides):
         parts = check_run(without_weights(found.config))
         check_vocabulary(found.manifest, parts.vocab_size)
         check_data(found.manifest, found.config, parts.data)
         try_named_folder(found.config)
-    _run(_Start(found.config, found.manifest.step, directory), launch)
+    _run(_Start(found.config, found.manifest.step, directory, found.passed_over), launch)
 
 
 def check_run(config: Config) -> "RunParts":
@@ -167,8 +182,17 @@ def _run_here(start: _Start) -> None:
     with start.open_record() as record:
         arguments = [str(record.directory / CONFIG), str(start.first_step)]
         logs = _log_folder(record.directory, start.first_step)
-        run_ranks("jaxmorph.rank", arguments, start.config.parallelism.stages, logs, record.take)
+        run_ranks(
+            "jaxmorph.rank",
+            arguments,
+            start.config.parallelism.stages,
+            logs,
+            record.take,
+            stop_within_s=start.config.checkpoint.stop_within_s,
+        )
         record.finish()
+        if record.stopped:
+            raise _stopped(record.directory, record.stopped)
 
 
 def _log_folder(directory: Path, first_step: int) -> Path:
@@ -189,8 +213,11 @@ def _run_as_rank(start: _Start) -> None:
         raise UserError(f"--launch: {error}") from error
     with _leaving_at_once(rendezvous.rank):
         _check_job(start.config, rendezvous)
-        _train_as_rank(start, rendezvous)
+        with heeding_sigterm(start.config.checkpoint.stop_within_s) as stop_asked:
+            is_done, directory = _train_as_rank(start, rendezvous, stop_asked)
         rendezvous.close()
+    if not is_done:
+        raise _stopped(directory, "asked to end")
 
 
 @contextmanager
@@ -221,19 +248,27 @@ def _check_job(config: Config, rendezvous: "Rendezvous") -> None:
     require_one_host(config, rendezvous)
 
 
-def _train_as_rank(start: _Start, rendezvous: "Rendezvous") -> None:
+def _train_as_rank(
+    start: _Start, rendezvous: "Rendezvous", stop_asked: Callable[[], bool]
+) -> tuple[bool, Path]:
+    """Whether the run has come to its last step, and its directory."""
     from jaxmorph.train import train
 
     config = start.config
     if rendezvous.rank != 0:
         told = rendezvous.exchange({})[0]  # rank 0 knows which directory is free
-        train(config, rendezvous, _hear_nothing, Path(told["directory"]), told["first_step"])
-        return
+        path, first_step = Path(told["directory"]), told["first_step"]
+        return train(config, rendezvous, _hear_nothing, path, first_step, stop_asked), path
     with start.open_record() as record:
         path, first_step = record.directory.resolve(), start.first_step
         rendezvous.exchange({"directory": str(path), "first_step": first_step})
-        train(config, rendezvous, record.take, path, first_step)
+        is_done = train(config, rendezvous, record.take, path, first_step, stop_asked)
         record.finish()
+    return is_done, path
+
+
+def _stopped(directory: Path, why: str) -> RunStoppedError:
+    return RunStoppedError(f"{why}, saved: jaxmorph train --resume {directory} goes on")
 
 
 def _hear_nothing(message: object) -> None:

@@ -96,6 +96,9 @@ def _disagreements(config: Config) -> Iterator[Problem]:
     if config.schedule.max_live is not None and config.schedule.max_stash_bytes is not None:
         expected = "null, as schedule.max_live is given: one of the two"
         yield mismatch("schedule.max_stash_bytes", config.schedule.max_stash_bytes, expected)
+    if config.checkpoint.every_minutes is not None and not config.checkpoint.saves:
+        expected = "null, as checkpoint.every_steps is 0: nothing is saved"
+        yield mismatch("checkpoint.every_minutes", config.checkpoint.every_minutes, expected)
     if config.optimizer.warmup_steps > config.run.steps:
         expected = f"at most run.steps, which is {config.run.steps}"
         yield mismatch("optimizer.warmup_steps", config.optimizer.warmup_steps, expected)

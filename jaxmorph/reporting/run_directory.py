@@ -21,6 +21,8 @@ _TRACES = "trace"
 _TRACE = re.compile(r"step_(\d+)\.json")
 RESUMED = "resumed"
 """The kind of event that says from which step a run goes on."""
+DAMAGED = "checkpoint_damaged"
+"""The kind of event that says which checkpoint it doesn't go on from, and why."""
 _SAVED = "checkpoint_saved"
 
 
@@ -136,7 +138,8 @@ def reopen_run_directory(path: Path, config: Config, step: int) -> RunDirectory:
     """Opens the directory of a run that goes on, as if it had ended after so many steps.
 
     What metrics and events say of later steps is taken out, since these steps will be done again,
-    and so is a last line that is there but in part. Events of kind `resumed` stay.
+    and so is a last line that is there but in part. Events of kind `resumed` and
+    `checkpoint_damaged` stay.
 
     Args:
         path: the run's directory.
@@ -153,7 +156,8 @@ def reopen_run_directory(path: Path, config: Config, step: int) -> RunDirectory:
         load_writer()  # before anything is written
     try:
         _keep_lines(path / METRICS, lambda line: line["step"] < step)
-        _keep_lines(path / EVENTS, lambda line: line["step"] < step or line["kind"] == RESUMED)
+        lasting = (RESUMED, DAMAGED)
+        _keep_lines(path / EVENTS, lambda line: line["step"] < step or line["kind"] in lasting)
         _replace(path / CONFIG, dump_config(config))
         return RunDirectory(path, resumed=True, tensorboard=_tensorboard(config, path, step))
     except OSError as error:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,8 @@ class _Watch:
     ranks: list[_Rank]
     on_message: Callable[[Message], None]
     failures: list[_Failure] = field(default_factory=list)
+    stop_within_s: float | None = None
+    overdue: threading.Timer | None = None
 
 
 def run_ranks(
@@ -70,6 +73,7 @@ def run_ranks(
     on_message: Callable[[Message], None],
     *,
     shows_rank_0: bool = False,
+    stop_within_s: float | None = None,
 ) -> None:
     """Run one process per rank until all are done.
 
@@ -81,18 +85,21 @@ def run_ranks(
         log_dir: Where each rank's output goes, `rank_N.log`.
         on_message: Called with every message a rank sends (`RankProcess.send`).
         shows_rank_0: Whether rank 0's standard output is this process's, in place of its log.
+        stop_within_s: With a number, the first SIGTERM asks rank 0 to end, which has so many
+            seconds for it (`LauncherLink.stop_asked`); None: it interrupts at once.
 
     Raises:
         RankFailedError: If a rank died or raised; all others have been ended.
         UserError: If a rank found a mistake of the user's.
-        KeyboardInterrupt: On Ctrl-C and on SIGTERM; all ranks have been ended.
+        KeyboardInterrupt: On Ctrl-C and on SIGTERM, if the ranks weren't asked to end, or haven't
+            in time; all ranks have been ended.
 
     However it ends, `on_message` has been called with all that the ranks sent before they ended.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    with _sigterm_interrupts(), reserved_port() as port, contextlib.ExitStack() as stack:
+    watch = _Watch([], on_message, stop_within_s=stop_within_s)
+    with _sigterm_stops(watch), reserved_port() as port, contextlib.ExitStack() as stack:
         coordinator = f"127.0.0.1:{port}"
-        watch = _Watch([], on_message)
         stack.callback(_end, watch)  # also when starting the next one fails
         for number in range(num_ranks):
             shown = shows_rank_0 and number == 0
@@ -259,18 +266,37 @@ def _signal_all(ranks: list[_Rank], number: signal.Signals) -> None:
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """While this lasts SIGTERM does what Ctrl-C does, so that a scheduler's stop cleans up too."""
+def _sigterm_stops(watch: _Watch) -> Iterator[None]:
+    """While this lasts SIGTERM asks the ranks to end, or does what Ctrl-C does."""
 
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+    def stop(number: int, frame: object) -> None:
+        if not _ask_to_end(watch):
+            raise KeyboardInterrupt
 
     try:
-        previous = signal.signal(signal.SIGTERM, interrupt)
+        previous = signal.signal(signal.SIGTERM, stop)
     except ValueError:  # not the main thread: signals are somebody else's
         yield
         return
     try:
         yield
     finally:
+        if watch.overdue is not None:
+            watch.overdue.cancel()
         signal.signal(signal.SIGTERM, previous)
+
+
+def _ask_to_end(watch: _Watch) -> bool:
+    """Ask the ranks, by rank 0, to end of themselves; False if they have been asked, or can't be.
+
+    After the deadline this process is sent the signal again.
+    """
+    if watch.stop_within_s is None or watch.overdue is not None or not watch.ranks:
+        return False
+    with contextlib.suppress(OSError):  # it is about to be noticed that rank 0 is gone
+        os.write(watch.ranks[0].lifeline_fd, b"s")
+    again = (threading.get_ident(), signal.SIGTERM)
+    watch.overdue = threading.Timer(watch.stop_within_s, signal.pthread_kill, again)
+    watch.overdue.daemon = True
+    watch.overdue.start()
+    return True

@@ -18,6 +18,7 @@ from jaxmorph.reporting import (
 )
 from jaxmorph.schedule.draw import chrome_trace, save_gantt
 from jaxmorph.schedule.timeline import Timeline
+from jaxmorph.training.save_times import STOPPED
 
 Message = dict[str, Any]
 PICTURE = "planned_and_measured.png"
@@ -35,6 +36,9 @@ class RunRecord:
         clock: Seconds, monotonic.
         first_step: The step that it begins with. Traces of earlier steps count among those that are
             kept; those of later ones, which are done again, are removed.
+
+    Attributes:
+        stopped: Why it has ended before its last step; empty if it hasn't.
     """
 
     def __init__(
@@ -49,6 +53,8 @@ class RunRecord:
         self._directory = directory
         self._reporter = reporter
         self._clock = clock
+        self._first_step = first_step
+        self.stopped = ""
         self._history = RunHistory()
         self._traces = _traces_before(first_step, directory)
         self._last_timelines: dict[str, Timeline] = {}
@@ -79,6 +85,8 @@ class RunRecord:
                 self._take_step(StepRecord(**fields))
             case {"kind": "event", "event": fields}:
                 event = Event(**fields)
+                if event.kind == STOPPED:
+                    self.stopped = event.detail
                 self._history.note(event)
                 self._directory.write_event(event)
                 self._reporter.event(event)
@@ -88,6 +96,17 @@ class RunRecord:
                 self._directory.write_profile(profile)
             case _:
                 raise ValueError(f"a message of no known kind: {message}")
+
+    def note(self, kind: str, detail: str) -> None:
+        """Write down what the process that the user started has to say itself.
+
+        Args:
+            kind: The event's.
+            detail: One line.
+        """
+        time_s, step = self._clock() - self._began_s, self._first_step
+        event = {"time_s": time_s, "step": step, "kind": kind, "link": None, "detail": detail}
+        self.take({"kind": "event", "event": event})
 
     def finish(self) -> None:
         """Draw the picture of the last step and show what the run achieved."""

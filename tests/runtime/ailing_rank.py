@@ -37,6 +37,9 @@ def main(arguments, link, rest):
             os._exit(3)
         case "talk":
             talk(link, Path(rest[2]))
+        case "wait until asked":
+            link.stop_asked.wait()
+            link.send({"kind": "word", "asked": True})
         case "wait":
             threading.Event().wait()
 
