@@ -109,9 +109,11 @@ class RunRecord:
         self.take({"kind": "event", "event": event})
 
     def finish(self) -> None:
-        """Draw the picture of the last step and show what the run achieved."""
-        picture = self._directory.path / PICTURE
-        save_gantt(picture, self._last_timelines)
+        """Draw the picture of the last sampled step and show what the run achieved."""
+        picture = None  # a run that was asked to end may have come to no such step
+        if self._last_timelines:
+            picture = self._directory.path / PICTURE
+            save_gantt(picture, self._last_timelines)
         summary = self._history.summary(
             elapsed_s=self._last_step_s - self._began_s,
             run_directory=self._directory.path,

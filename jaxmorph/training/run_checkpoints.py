@@ -135,8 +135,8 @@ def _described(
     folder: CheckpointFolder, manifest: Manifest, layers: Sequence[range]
 ) -> Iterator[str]:
     """Which checkpoint it is, how it is cut another way, and what ran when it was made."""
-    unchecked = " (it has no checksums)" if manifest.parts is None else ""
-    yield f"from {folder.finished(manifest.step)}{unchecked}"
+    checked = "whole, but has no checksums" if manifest.parts is None else "whole by its checksums"
+    yield f"from {folder.finished(manifest.step)}, the last that is {checked}"
     if tuple(layers) != manifest.layers:
         before, now = (" ".join(str(len(own)) for own in cut) for cut in (manifest.layers, layers))
         yield f"layers {before} are cut {now}"

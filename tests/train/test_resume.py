@@ -74,8 +74,9 @@ def test_what_was_saved_and_resumed_is_told(both):
     assert [event["step"] for event in saved] == [6, 13, 19]
     (resumed,) = [e for e in read_lines(stopped / "events.jsonl") if e["kind"] == "resumed"]
     assert resumed["step"] == 7
-    assert (
-        "checkpoints/step_7; it was made under 1f1b, warm-up forwards 4 3 2 1" in resumed["detail"]
+    assert resumed["detail"].endswith(
+        "checkpoints/step_7, the last that is whole by its checksums; it was made under 1f1b, "
+        "warm-up forwards 4 3 2 1"
     )
     for directory in both:
         names = sorted(path.name for path in (directory / "checkpoints").iterdir())
@@ -116,8 +117,8 @@ def test_other_stages_go_on_from_the_last_whole_checkpoint_and_end_when_asked_to
     (found,) = [event["detail"] for event in events if event["kind"] == "checkpoint_damaged"]
     assert f"step_14.damaged: {damaged}: got " in found
     resumed = [event["detail"] for event in events if event["kind"] == "resumed"]
-    assert "step_7; layers 1 1 1 1 are cut 2 2" in resumed[0]
-    assert f"step_{last}; layers 2 2 are cut 4" in resumed[1]
+    assert "step_7, the last that is whole by its checksums; layers 1 1 1 1 are cut" in resumed[0]
+    assert f"step_{last}, the last that is whole by its checksums; layers 2 2 are" in resumed[1]
 
 
 def test_an_exported_model_is_what_a_run_starts_from(both, tmp_path):
