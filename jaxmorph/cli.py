@@ -12,7 +12,7 @@ from rich.console import Console
 from jaxmorph.commands.plan import plan
 from jaxmorph.commands.trace import trace
 from jaxmorph.commands.validate import validate
-from jaxmorph.errors import RunFailedError, UserError
+from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
 
 # Typer brings its own copy of click or click itself, by version: this is that one's UsageError.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: Always: 0 when done, 1 when the run failed, 2 for the user's mistake, which is
-            told in one line on standard error, 130 on Ctrl-C.
+            told in one line on standard error, 130 on Ctrl-C, 143 when the run was asked to end
+            and has saved its state.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(2, " ".join(message.split()))
     except RunFailedError as error:
         _fail(1, str(error))
+    except RunStoppedError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        sys.exit(143)
     except (KeyboardInterrupt, _Abort):
         _fail(130, "interrupted")
 

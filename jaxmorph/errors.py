@@ -8,6 +8,14 @@ class UserError(Exception):
     """
 
 
+class RunStoppedError(Exception):
+    """A run that was asked to end has saved its state and ended before its last step.
+
+    The message says after which step, and how to go on. The exit code, 143, is that of a process
+    that SIGTERM has ended, so that a scheduler doesn't take the run for done.
+    """
+
+
 class RunFailedError(Exception):
     """A run that was sound began and could not be finished: exit code 1.
 

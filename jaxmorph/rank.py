@@ -18,7 +18,15 @@ def _train(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> Non
         start_timeout_s=config.timeouts.start_s,
         step_timeout_s=config.direct_timeout_s,
     )
-    train(config, rendezvous, link.send, directory, int(first_step), restarts=int(restarts))
+    train(
+        config,
+        rendezvous,
+        link.send,
+        directory,
+        int(first_step),
+        restarts=int(restarts),
+        stop_asked=link.stop_asked.is_set,
+    )
 
 
 if __name__ == "__main__":

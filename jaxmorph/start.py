@@ -11,13 +11,20 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxmorph.checkpoints.folder import PassedOver
 from jaxmorph.config import Config, load_config, placed_error
-from jaxmorph.errors import UserError
+from jaxmorph.errors import RunStoppedError, UserError
 from jaxmorph.recovery.supervisor import Supervisor
 from jaxmorph.reporting import Reporter, RunDirectory, open_reporter, open_run_directory
+from jaxmorph.reporting.records import DAMAGED
 from jaxmorph.reporting.run_directory import CONFIG, reopen_run_directory
 from jaxmorph.runtime.launcher import OFFLOADING_THREADS, run_ranks, sigterm_interrupts
-from jaxmorph.training.cluster import join_cluster, require_one_host, started_by_cluster
+from jaxmorph.training.cluster import (
+    is_first_task,
+    join_cluster,
+    require_one_host,
+    started_by_cluster,
+)
 from jaxmorph.training.record import RunRecord
 from jaxmorph.training.resume import (
     check_data,
@@ -28,11 +35,13 @@ from jaxmorph.training.resume import (
     last_resumable,
     prepare_checkpoints,
     require_no_checkpoints,
+    set_aside,
     try_named_folder,
     with_absolute_folder,
     without_weights,
 )
 from jaxmorph.training.run_lock import hold
+from jaxmorph.training.stop_request import heeding_sigterm
 
 if TYPE_CHECKING:
     from jaxmorph.runtime.rendezvous import Rendezvous
@@ -56,11 +65,13 @@ class _Start:
         config: The run.
         first_step: The step it begins with: 0, or that after its last checkpoint.
         directory: Where it goes on; None: it gets a directory of its own.
+        passed_over: Later checkpoints that it doesn't go on from, as they aren't whole.
     """
 
     config: Config
     first_step: int = 0
     directory: Path | None = None
+    passed_over: tuple[PassedOver, ...] = ()
 
     @contextmanager
     def open_record(self, reporter: Reporter | None = None) -> Iterator[RunRecord]:
@@ -76,7 +87,9 @@ class _Start:
             prepare_checkpoints(self.config, directory.path)
             shown = reporter or open_reporter()
             record = RunRecord(self.config, directory, shown, first_step=self.first_step)
-            yield opened.enter_context(closing(record))
+            opened.enter_context(closing(record))
+            _set_aside(self.config, directory.path, self.passed_over, record, self.first_step)
+            yield record
 
     def _open_directory(self) -> RunDirectory:
         if self.directory is None:
@@ -84,8 +97,9 @@ class _Start:
         return reopen_run_directory(self.directory, self.config, self.first_step)
 
     def _require_last(self, directory: Path) -> None:
-        """Whether the checkpoint is still the last: until now another process may have been on."""
-        if checkpoint_folder(self.config, directory).steps()[-1:] != (self.first_step,):
+        """Whether no checkpoint came since: until now another process may have been on."""
+        known = {self.first_step, *(each.step for each in self.passed_over)}
+        if checkpoint_folder(self.config, directory).steps()[-1:] != (max(known),):
             raise UserError(
                 f"--resume: got {directory}, which has gone on meanwhile, expected one whose last "
                 f"checkpoint is step_{self.first_step}"
@@ -125,13 +139,14 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
         UserError: If there is no such run, or it can't go on from its last checkpoint.
         RankFailedError: If a rank died or raised.
     """
-    found = find_resumption(directory, overrides)
+    # In a job of many tasks the first alone decides on the checkpoint, and reads all of it.
+    found = find_resumption(directory, overrides, thorough=launch == "local" or is_first_task())
     with _placing_errors(directory / CONFIG, overrides):
         parts = check_run(without_weights(found.config))
         check_vocabulary(found.manifest, parts.vocab_size)
         check_data(found.manifest, found.config, parts.data)
         try_named_folder(found.config)
-    _run(_Start(found.config, found.manifest.step, directory), launch)
+    _run(_Start(found.config, found.manifest.step, directory, found.passed_over), launch)
 
 
 def run_here(config: Config, reporter: Reporter) -> None:
@@ -191,10 +206,12 @@ def _run(start: _Start, launch: str) -> None:
 def _run_here(start: _Start, reporter: Reporter | None = None) -> None:
     with start.open_record(reporter) as record, sigterm_interrupts():
         config, directory = start.config, record.directory
-        last_checkpoint = partial(last_resumable, config, directory)
+        last_checkpoint = partial(_last_resumable, config, directory, record)
         supervisor = Supervisor(config.restart_policy, last_checkpoint, record)
         supervisor.run(partial(_launch, config, directory), start.first_step)
         record.finish()
+        if record.stopped:
+            raise _stopped(record.directory, record.stopped)
 
 
 def _launch(
@@ -207,7 +224,36 @@ def _launch(
     logs = _log_folder(directory, first_step)
     least_threads = OFFLOADING_THREADS if config.offload.enabled else 1
     stages = config.parallelism.stages
-    run_ranks("jaxmorph.rank", arguments, stages, logs, take, least_threads=least_threads)
+    run_ranks(
+        "jaxmorph.rank",
+        arguments,
+        stages,
+        logs,
+        take,
+        least_threads=least_threads,
+        stop_within_s=config.checkpoint.stop_within_s,
+    )
+
+
+def _last_resumable(config: Config, directory: Path, record: RunRecord) -> int | None:
+    """How many steps the last whole checkpoint has done that the run can go on from.
+
+    None: there is none. Damaged ones are told of, and set aside.
+    """
+    step, passed_over = last_resumable(config, directory)
+    _set_aside(config, directory, passed_over, record, step or 0)
+    return step
+
+
+def _set_aside(
+    config: Config,
+    directory: Path,
+    passed_over: Sequence[PassedOver],
+    record: RunRecord,
+    step: int,
+) -> None:
+    for line in set_aside(config, directory, passed_over):
+        record.write_event(step, DAMAGED, line)
 
 
 def _log_folder(directory: Path, first_step: int) -> Path:
@@ -229,8 +275,11 @@ def _run_as_rank(start: _Start) -> None:
     known = [start.directory] if start.directory else []  # the run's, once it is known
     with _leaving_at_once(rendezvous.rank, partial(_exit_code, start.config, known)):
         _check_job(start.config, rendezvous)
-        _train_as_rank(start, rendezvous, known.append)
+        with heeding_sigterm(start.config.checkpoint.stop_within_s) as stop_asked:
+            is_done, directory = _train_as_rank(start, rendezvous, known.append, stop_asked)
         rendezvous.close()
+    if not is_done:
+        raise _stopped(directory, "asked to end")
 
 
 @contextmanager
@@ -259,7 +308,8 @@ def _exit_code(config: Config, known: Sequence[Path], error: BaseException) -> i
         return 130
     if config.restart_policy.max_restarts > 0 and known:
         with suppress(OSError):  # where the folder can't be read, starting again is no help
-            return 1 if last_resumable(config, known[-1]) is None else TRY_AGAIN
+            done, _ = last_resumable(config, known[-1], thorough=False)
+            return 1 if done is None else TRY_AGAIN
     return 1
 
 
@@ -274,8 +324,12 @@ def _check_job(config: Config, rendezvous: "Rendezvous") -> None:
 
 
 def _train_as_rank(
-    start: _Start, rendezvous: "Rendezvous", note_directory: Callable[[Path], None]
-) -> None:
+    start: _Start,
+    rendezvous: "Rendezvous",
+    note_directory: Callable[[Path], None],
+    stop_asked: Callable[[], bool],
+) -> tuple[bool, Path]:
+    """Whether the run has come to its last step, and its directory."""
     from jaxmorph.runtime.compilation_cache import keep_compiled
     from jaxmorph.train import train
 
@@ -285,15 +339,20 @@ def _train_as_rank(
         path, first_step = Path(told["directory"]), told["first_step"]
         note_directory(path)
         keep_compiled(config, path, rendezvous.rank)
-        train(config, rendezvous, _hear_nothing, path, first_step)
-        return
+        is_done = train(config, rendezvous, _hear_nothing, path, first_step, stop_asked=stop_asked)
+        return is_done, path
     with start.open_record() as record:
         path, first_step = record.directory.resolve(), start.first_step
         rendezvous.exchange({"directory": str(path), "first_step": first_step})
         note_directory(path)
         keep_compiled(config, path, rendezvous.rank)
-        train(config, rendezvous, record.take, path, first_step)
+        is_done = train(config, rendezvous, record.take, path, first_step, stop_asked=stop_asked)
         record.finish()
+    return is_done, path
+
+
+def _stopped(directory: Path, why: str) -> RunStoppedError:
+    return RunStoppedError(f"{why}, saved: jaxmorph train --resume {directory} goes on")
 
 
 def _hear_nothing(message: object) -> None:

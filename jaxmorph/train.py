@@ -34,6 +34,7 @@ from jaxmorph.training.gradients import apply_gradients
 from jaxmorph.training.open_stage import open_stage
 from jaxmorph.training.run_checkpoints import RunCheckpoints
 from jaxmorph.training.run_parts import RunParts, load_parts, step_reader
+from jaxmorph.training.save_times import STOPPED, SaveTimes
 from jaxmorph.training.stage_settings import stage_settings
 from jaxmorph.transport.link_emulator import LinkCondition
 
@@ -68,6 +69,7 @@ class _BesideSteps:
     evaluation: Evaluation
     bookkeeper: Bookkeeper
     saver: CheckpointSaver
+    times: SaveTimes
     adaptation: Adaptation
 
 
@@ -79,7 +81,8 @@ def train(
     first_step: int = 0,
     *,
     restarts: int = 0,
-) -> None:
+    stop_asked: Callable[[], bool] = lambda: False,
+) -> bool:
     """Train as one rank of a run.
 
     Args:
@@ -90,6 +93,10 @@ def train(
         directory: The run's.
         first_step: The step to begin with: 0, or how many the checkpoint to go on from has done.
         restarts: How often the ranks have been started again.
+        stop_asked: Whether this process has been asked to save and end; asked at each step's end.
+
+    Returns:
+        Whether the last step has been done; if not, some rank was asked to end.
 
     Raises:
         UserError: If model, data and sizes don't fit one another.
@@ -108,11 +115,12 @@ def train(
         first = _plan(run, trainer)
         _begin_time(run, trainer)
         _tell_end_of(PLAN, tell)
-        with _open_beside_steps(run, trainer, first, tell, compilations) as beside:
+        with _open_beside_steps(run, trainer, first, tell, compilations, stop_asked) as beside:
             _tell_start(run, first, beside.bookkeeper)
-            _take_steps(run, trainer, inputs, first, beside)
+            is_done = _take_steps(run, trainer, inputs, first, beside)
             failure = beside.saver.finish()
         _require_saved(rendezvous, failure)
+    return is_done
 
 
 def _tell_end_of(phase: str, tell: Callable[[Message], None]) -> None:
@@ -146,7 +154,8 @@ def _load(
 
 def _take_up_state(run: _Run, trainer: StageTrainer) -> _Run:
     """The checkpoint's state, if there is one; and the memory that compiled stages leave."""
-    run.checkpoints.restore(trainer, run.settings.own_stages(run.rendezvous.rank))
+    own_stages = run.settings.own_stages(run.rendezvous.rank)
+    run.checkpoints.restore(trainer, [run.settings.layers[stage] for stage in own_stages])
     return replace(run, config=with_device_budget(run.config, run.rendezvous, trainer))
 
 
@@ -173,6 +182,7 @@ def _open_beside_steps(
     first: FirstPlan,
     tell: Callable[[Message], None],
     compilations: CompilationCounter,
+    stop_asked: Callable[[], bool],
 ) -> Iterator[_BesideSteps]:
     """What goes along with the steps; rank 0 decides and tells, and every rank saves."""
     config, rendezvous, in_force = run.config, run.rendezvous, first.in_force
@@ -199,7 +209,8 @@ def _open_beside_steps(
             last_step=config.run.steps - 1,
             adapts=config.adapts,
         )
-        yield _BesideSteps(compilations, evaluation, bookkeeper, saver, adaptation)
+        times = SaveTimes(config.checkpoint, config.run.steps, leads=leads, stop_asked=stop_asked)
+        yield _BesideSteps(compilations, evaluation, bookkeeper, saver, times, adaptation)
 
 
 def _open_saver(run: _Run, bookkeeper: Bookkeeper) -> CheckpointSaver:
@@ -211,6 +222,7 @@ def _open_saver(run: _Run, bookkeeper: Bookkeeper) -> CheckpointSaver:
         vocab_size=run.parts.vocab_size,
         tied=run.parts.model.tied,
         data=run.parts.data,
+        knows=bookkeeper.in_force,
     )
 
 
@@ -218,7 +230,7 @@ def _tell_start(run: _Run, first: FirstPlan, bookkeeper: Bookkeeper) -> None:
     cut, num_parameters = run.cut, parameter_count(run.parts.model)
     bookkeeper.start(run.parts.source, num_parameters, cut.layers, cut.reason, first.equipped)
     if run.first_step > 0:
-        bookkeeper.event(run.first_step, RESUMED, run.checkpoints.origin)
+        bookkeeper.event(run.first_step, RESUMED, run.checkpoints.origin(cut.layers))
 
 
 def _take_steps(
@@ -227,9 +239,10 @@ def _take_steps(
     inputs: ReadAhead[StepInputs],
     first: FirstPlan,
     beside: _BesideSteps,
-) -> None:
-    """All steps. One lasts from the meeting that ends the one before to the meeting that ends it.
+) -> bool:
+    """All steps, or those until the run is asked to end; whether the last one has been done.
 
+    A step lasts from the meeting that ends the one before to the meeting that ends it.
     The update and what the step leaves to be done come after the meeting: they are in the next
     step's time, but for an evaluation, which is in none.
     """
@@ -245,11 +258,17 @@ def _take_steps(
         barrier_s += held_out.took_s
         beside.bookkeeper.note(step, totals, reports, step_s, held_out)
         beside.saver.heed(reports)
-        if config.checkpoint.is_due(step + 1, config.run.steps):
+        after = beside.times.heed(step + 1, reports)
+        if after.saves:
             beside.saver.save(step + 1, trainer.state)
+        if after.stops:
+            done = f"asked to end after {step + 1} of {config.run.steps} steps"
+            beside.bookkeeper.event(step, STOPPED, done)
+            return False
         if (morphed := beside.adaptation.heed(step, reports)) is not None:
             program = morphed
             beside.evaluation.adopt(program)
+    return True
 
 
 def _meet(
@@ -263,7 +282,7 @@ def _meet(
     """The end of a step: every rank tells its part of it, and hears all ranks' reports."""
     norm, compiled = trainer.squared_norm(), beside.compilations.count
     report, timings = rank_report(outcome, norm, began_s, compiled, trainer.events())
-    told = report | beside.saver.told() | beside.adaptation.told(step)
+    told = report | beside.saver.told() | beside.times.told() | beside.adaptation.told(step)
     return run.rendezvous.exchange(told, timings | beside.adaptation.probed())
 
 

@@ -1,23 +1,41 @@
 """The folder of a run's checkpoints: how one comes to exist, all of it at once, and how one goes.
 
 A folder `step_N` is a checkpoint, whole and with its manifest. One that is being written is
-`step_N.unfinished`, one on its way out `step_N.removed`; neither is ever read. Every change from
-one to the other is one renaming, so whatever is killed at whatever time, a checkpoint is whole or
-it is none.
+`step_N.unfinished`, one on its way out `step_N.removed`, and one that was found damaged
+`step_N.damaged`; none of these is ever read. Every change from one to the other is one renaming, so
+whatever is killed at whatever time, a checkpoint is whole or it is none. What happens to its files
+later, their checksums tell (`checksums`).
 """
 
 import contextlib
 import json
-import os
 import re
 import shutil
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
-from jaxmorph.checkpoints.manifest import MANIFEST, Manifest
+from jaxmorph.checkpoints.checksums import Damage, list_files, sum_of, sync_folder, write_settled
+from jaxmorph.checkpoints.layout import MANIFEST, SEAL, list_path, stage_path
+from jaxmorph.checkpoints.manifest import Manifest
+from jaxmorph.checkpoints.wholeness import damage_of, seal_of
 from jaxmorph.errors import UserError
 
 _FINISHED = re.compile(r"step_(\d+)")
 _LEFT_OVER = re.compile(r"step_\d+\.(unfinished|removed)")
+
+
+@dataclass(frozen=True)
+class PassedOver:
+    """A checkpoint that isn't whole.
+
+    Attributes:
+        step: After how many steps it was made.
+        damage: Why.
+    """
+
+    step: int
+    damage: Damage
 
 
 class CheckpointFolder:
@@ -62,28 +80,83 @@ class CheckpointFolder:
         except ValueError as error:
             raise UserError(f"{path}: {' '.join(str(error).split())}") from error
 
-    def commit(self, manifest: Manifest) -> None:
-        """Make a checkpoint of what has been written, once every rank has written its part.
+    def seal_part(self, step: int, virtual_stage: int) -> None:
+        """List the files of a part that has been written, before anybody says that it has been.
 
         Args:
-            manifest: What it says of itself.
+            step: After how many steps.
+            virtual_stage: The part's number.
+
+        Raises:
+            OSError: It can't be read, or the list can't be written.
+        """
+        unfinished = self.unfinished(step)
+        files = list_files(stage_path(unfinished, virtual_stage))
+        write_settled(list_path(unfinished, virtual_stage), files)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make a checkpoint of what has been written, once every rank has sealed its parts.
+
+        Args:
+            manifest: What it says of itself, but for its parts' checksums.
 
         Raises:
             OSError: It can't be done, or a part isn't here.
         """
         unfinished = self.unfinished(manifest.step)
-        for number in range(len(manifest.layers)):
-            if not stage_path(unfinished, number).is_dir():
-                raise FileNotFoundError(
-                    f"{stage_path(unfinished, number)} isn't here: do all ranks share this folder?"
-                )
-        with (unfinished / MANIFEST).open("w", encoding="utf-8") as file:
-            json.dump(manifest.to_json(), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        numbers = range(len(manifest.layers))
+        for part in (stage_path(unfinished, number) for number in numbers):
+            if not part.is_dir():
+                raise FileNotFoundError(f"{part} isn't here: do all ranks share this folder?")
+        parts = tuple(sum_of(list_path(unfinished, number).read_bytes()) for number in numbers)
+        told = json.dumps(replace(manifest, parts=parts).to_json(), indent=1).encode()
+        write_settled(unfinished / MANIFEST, told)
+        write_settled(unfinished / SEAL, seal_of(told))
+        with contextlib.suppress(OSError):  # not every file system can, and the files are there
+            sync_folder(unfinished)
         unfinished.rename(self.finished(manifest.step))
-        with contextlib.suppress(OSError):  # not every file system can, and the checkpoint is there
-            _sync(self.path)
+        with contextlib.suppress(OSError):
+            sync_folder(self.path)
+
+    def newest_whole(self, *, thorough: bool = True) -> tuple[int | None, tuple[PassedOver, ...]]:
+        """The last checkpoint to go on from.
+
+        Args:
+            thorough: Whether to read all files; else only the lengths of parts' are compared.
+
+        Returns:
+            After how many steps it was made, None if there is no whole one; and those that came
+            after it and aren't whole, the newest first.
+
+        Raises:
+            UserError: One is whole, but another version's.
+        """
+        passed_over: list[PassedOver] = []
+        for step in reversed(self.steps()):
+            damage = damage_of(self.finished(step), thorough=thorough)
+            if damage is None:
+                return step, tuple(passed_over)
+            passed_over.append(PassedOver(step, damage))
+        return None, tuple(passed_over)
+
+    def set_aside(self, step: int) -> Path:
+        """Keep a damaged checkpoint from being read, counted, and in the way of the next one.
+
+        Args:
+            step: After how many steps it was made.
+
+        Returns:
+            Where it is from now on. Nothing removes it there.
+
+        Raises:
+            UserError: It can't be renamed.
+        """
+        names = (f"step_{step}.damaged{f'-{n}' if n > 1 else ''}" for n in count(1))
+        aside = next(self.path / name for name in names if not (self.path / name).exists())
+        try:
+            return self.finished(step).rename(aside)
+        except OSError as error:
+            raise UserError(f"{aside}: cannot be made: {error.strerror}") from error
 
     def give_up(self, step: int) -> None:
         """Remove what has been written of a checkpoint that won't be one."""
@@ -92,6 +165,9 @@ class CheckpointFolder:
     def prune(self, keep: int) -> tuple[str, ...]:
         """Remove the oldest checkpoints.
 
+        Those with a file missing or cut short don't count, and stay; to read them all each time
+        would take too long.
+
         Args:
             keep: How many stay.
 
@@ -99,7 +175,8 @@ class CheckpointFolder:
             What could not be removed, and why: a line each. The others are gone all the same.
         """
         remaining = []
-        for step in self.steps()[:-keep]:
+        whole = [step for step in self.steps() if self._seems_whole(step)]
+        for step in whole[:-keep]:
             removed = self.path / f"step_{step}.removed"
             try:
                 self.finished(step).rename(removed)
@@ -108,6 +185,12 @@ class CheckpointFolder:
                 remaining.append(" ".join(f"{error}".split()))
         return tuple(remaining)
 
+    def _seems_whole(self, step: int) -> bool:
+        try:
+            return damage_of(self.finished(step), thorough=False) is None
+        except UserError:  # another version's, which had better stay
+            return False
+
     def clean(self) -> None:
         """Remove what an earlier run left half-written or half-removed."""
         if not self.path.is_dir():
@@ -115,22 +198,3 @@ class CheckpointFolder:
         for path in self.path.iterdir():
             if _LEFT_OVER.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def stage_path(checkpoint: Path, virtual_stage: int) -> Path:
-    """Where a checkpoint has a virtual stage.
-
-    Args:
-        checkpoint: The checkpoint's folder.
-        virtual_stage: Its number, in the order of the pipeline.
-    """
-    return checkpoint / f"virtual_stage_{virtual_stage}"
-
-
-def _sync(folder: Path) -> None:
-    """Have a renaming in a folder outlive a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

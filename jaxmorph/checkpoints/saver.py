@@ -3,7 +3,7 @@
 A save takes a copy of the state in host memory, and a thread writes it from there. The ranks tell
 one another how far they are in the meetings that they have at every step anyway:
 
-- first phase: a rank says `written` once its part is on disk;
+- first phase: a rank says `written` once its part, with the checksums of its files, is on disk;
 - second phase: when all have said so, rank 0 makes the checkpoint of the parts, and says
   `committed`; with that the others may forget it, and rank 0 the oldest checkpoints.
 
@@ -20,7 +20,8 @@ from typing import Any, Self
 
 import jax
 
-from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
+from jaxmorph.checkpoints.folder import CheckpointFolder
+from jaxmorph.checkpoints.layout import stage_path
 from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.runtime.rendezvous import Rendezvous
 
@@ -166,6 +167,7 @@ class CheckpointSaver:
         unfinished.mkdir(parents=True, exist_ok=True)
         for number, part in zip(self._own_stages, parts, strict=True):
             self._write(stage_path(unfinished, number), part)
+            self._folder.seal_part(step, number)
 
     def _word(self, save: _Save) -> str:
         phase = save.committed or save.written
@@ -178,7 +180,7 @@ class CheckpointSaver:
     def _reason(self, save: _Save) -> Message:
         phase = save.committed or save.written
         error = phase.exception() if phase.done() else None
-        return {} if error is None else {"why": " ".join(f"{error}".split())[:300]}
+        return {} if error is None else {"why": _shortened(" ".join(f"{error}".split()))}
 
     def _commit(self, save: _Save) -> None:
         if self._rendezvous.rank == 0 and save.committed is None:
@@ -214,6 +216,11 @@ class CheckpointSaver:
         if self._rendezvous.rank == 0:
             self._thread.submit(self._folder.give_up, save.step)
             self._tell(save.step - 1, "checkpoint_failed", reasons)
+
+
+def _shortened(reason: str) -> str:
+    """A reason without its middle, if it's long: at its end is what the operating system said."""
+    return reason if len(reason) <= 300 else f"{reason[:100]} ... {reason[-195:]}"
 
 
 def _copy_to_host(array: jax.Array) -> jax.Array:

@@ -6,7 +6,9 @@ only one that takes part, it meets nobody. It is imported where it is used: that
 which a run that saves nothing has no need of.
 """
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxmorph.checkpoints.names import Names, leaves_of, nested
+from jaxmorph.checkpoints.recut import Rows
 from jaxmorph.errors import UserError
 
 Tree = Any
+_AT_ONCE_BYTES = 1 << 30  # of leaves that are read whole, and of which but some rows stay
 
 
 class TreeFiles:
@@ -70,18 +75,51 @@ class TreeFiles:
         Raises:
             UserError: There is no such tree, or it is damaged; in one line.
         """
-        try:
-            return self._read(path, branches)
-        except (OSError, ValueError, KeyError) as error:
-            why = " ".join(str(error).split())[:300]
-            raise UserError(f"{path}: not a whole part of a checkpoint: {why}") from error
+        with _naming(path):
+            stored = self._stored(path)
+            return self._read(path, stored if branches is None else _only(stored, branches))
 
-    def _read(self, path: Path, branches: Collection[str] | None) -> Tree:
+    def names(self, path: Path) -> tuple[Names, ...]:
+        """The names of a tree's leaves, of which nothing else is read.
+
+        Args:
+            path: The folder that was written.
+
+        Raises:
+            UserError: As for `read`.
+        """
+        with _naming(path):
+            return tuple(leaves_of(self._stored(path)))
+
+    def read_rows(self, path: Path, rows: Mapping[Names, Rows]) -> dict[Names, np.ndarray]:
+        """Some leaves of a tree, or some rows of them.
+
+        Args:
+            path: The folder that was written.
+            rows: Which rows of which leaves.
+
+        Returns:
+            Them alone: no more than some leaves are ever held whole.
+
+        Raises:
+            UserError: As for `read`.
+        """
+        found: dict[Names, np.ndarray] = {}
+        with _naming(path):
+            stored = leaves_of(self._stored(path))
+            for wanted in _batches({names: stored[names] for names in rows}):
+                whole = leaves_of(self._read(path, nested(wanted)))
+                found |= {names: _taken(leaf, rows[names]) for names, leaf in whole.items()}
+        return found
+
+    def _stored(self, path: Path) -> Tree:
+        """What Orbax says of each leaf."""
         metadata = self._checkpointer.metadata(path.resolve()).item_metadata
         if metadata is None:
             raise ValueError("got no tree of arrays, expected one that Orbax has written")
-        stored = metadata.tree
-        wanted = {key: stored[key] for key in (stored if branches is None else branches)}
+        return metadata.tree
+
+    def _read(self, path: Path, wanted: Tree) -> Tree:
         as_numpy = self._orbax.RestoreArgs(restore_type=np.ndarray)
         restore = self._orbax.args.PyTreeRestore(
             item=wanted,
@@ -89,6 +127,39 @@ class TreeFiles:
             partial_restore=True,
         )
         return self._checkpointer.restore(path.resolve(), args=restore)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        why = " ".join(str(error).split())[:300]
+        raise UserError(f"{path}: not a whole part of a checkpoint: {why}") from error
+
+
+def _only(stored: Tree, branches: Collection[str]) -> Tree:
+    return {key: stored[key] for key in branches}
+
+
+def _batches(leaves: Mapping[Names, Any]) -> Iterator[dict[Names, Any]]:
+    """The leaves in groups that are read at once: each of some bytes, or of one large leaf."""
+    batch: dict[Names, Any] = {}
+    batch_bytes = 0
+    for names, leaf in leaves.items():
+        num_bytes = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+        if batch and batch_bytes + num_bytes > _AT_ONCE_BYTES:
+            yield batch
+            batch, batch_bytes = {}, 0
+        batch[names] = leaf
+        batch_bytes += num_bytes
+    yield batch
+
+
+def _taken(leaf: np.ndarray, rows: Rows) -> np.ndarray:
+    """The rows of a leaf, which keep nothing else of it in memory."""
+    is_all = rows is ... or rows == slice(0, len(leaf))
+    return leaf if is_all else leaf[rows].copy()
 
 
 def _as_orbax_takes_it(array: jax.Array) -> jax.Array:

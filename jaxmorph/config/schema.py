@@ -123,6 +123,9 @@ def _disagreements(config: Config) -> Iterator[Problem]:
     if config.schedule.max_live is not None and config.schedule.max_stash_bytes is not None:
         expected = "null, as schedule.max_live is given: one of the two"
         yield mismatch("schedule.max_stash_bytes", config.schedule.max_stash_bytes, expected)
+    if config.checkpoint.every_minutes is not None and not config.checkpoint.saves:
+        expected = "null, as checkpoint.every_steps is 0: nothing is saved"
+        yield mismatch("checkpoint.every_minutes", config.checkpoint.every_minutes, expected)
     if config.optimizer.warmup_steps > config.run.steps:
         expected = f"at most run.steps, which is {config.run.steps}"
         yield mismatch("optimizer.warmup_steps", config.optimizer.warmup_steps, expected)
@@ -133,6 +136,14 @@ def _disagreements(config: Config) -> Iterator[Problem]:
         others = ", ".join(SPLIT_SCHEDULES)
         expected = f"false, or a schedule.name that can be replaced while a run lasts: {others}"
         yield mismatch("adaptation.enabled", True, expected)
+    yield from _waiting_problems(config)
+    yield from _link_problems(config)
+    if config.compare is not None:
+        yield from compare_problems(config.compare, config.parallelism.stages)
+
+
+def _waiting_problems(config: Config) -> Iterator[Problem]:
+    """What limits on waiting contradict."""
     if (config.timeouts.direct_s or 0.0) > config.timeouts.step_s:
         expected = f"null, or at most timeouts.step_s, which is {config.timeouts.step_s:g}"
         yield mismatch("timeouts.direct_s", config.timeouts.direct_s, expected)
@@ -140,9 +151,6 @@ def _disagreements(config: Config) -> Iterator[Problem]:
     if policy.longest_backoff_s < policy.backoff_s:
         expected = f"at least restart_policy.backoff_s, which is {policy.backoff_s:g}"
         yield mismatch("restart_policy.longest_backoff_s", policy.longest_backoff_s, expected)
-    yield from _link_problems(config)
-    if config.compare is not None:
-        yield from compare_problems(config.compare, config.parallelism.stages)
 
 
 def _link_problems(config: Config) -> Iterator[Problem]:

@@ -121,7 +121,7 @@ class Supervisor:
         """Note a failure, and decide from which step the run goes on."""
         ended_s = self._clock()
         self._tell(self._ledger.cut_off())
-        from_step, last = self._from_step(), self._attempts
+        from_step, last = self._from_step(failure), self._attempts
         self._attempts = last if from_step is None else last.again(from_step)
         if from_step is None or self._attempts.count > self._policy.max_restarts:
             self._note_failure(failure, "")
@@ -131,8 +131,8 @@ class Supervisor:
         self._ledger.failed(reason, noticed_s or ended_s, ended_s, from_step)
         return from_step
 
-    def _from_step(self) -> int | None:
-        if self._policy.max_restarts == 0:
+    def _from_step(self, failure: RankFailedError) -> int | None:
+        if self._policy.max_restarts == 0 or failure.asked_to_end:
             return None
         done = self._last_checkpoint()
         return 0 if done is None and self._policy.from_start else done

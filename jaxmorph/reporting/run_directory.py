@@ -10,7 +10,14 @@ from typing import Any, Self
 
 from jaxmorph.config import Config, dump_config
 from jaxmorph.errors import UserError
-from jaxmorph.reporting.records import RANK_FAILED, RESTARTED, RESUMED, Event, StepRecord
+from jaxmorph.reporting.records import (
+    DAMAGED,
+    RANK_FAILED,
+    RESTARTED,
+    RESUMED,
+    Event,
+    StepRecord,
+)
 from jaxmorph.reporting.tensorboard import TensorBoardEvents, load_writer
 
 CONFIG = "config.yaml"
@@ -21,7 +28,7 @@ RECOVERY = "recovery.json"
 _TRACES = "trace"
 _TRACE = re.compile(r"step_(\d+)\.json")
 _SAVED = "checkpoint_saved"
-_STAY = (RESUMED, RANK_FAILED, RESTARTED, "link_failed", "checkpoint_failed")
+_STAY = (RESUMED, DAMAGED, RANK_FAILED, RESTARTED, "link_failed", "checkpoint_failed")
 """The kinds of events that tell of a run's lives and of what ended them."""
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,11 +40,15 @@ class RankFailedError(RunFailedError):
     Args:
         message: Several lines.
         noticed_s: When any rank's failure was first seen, on the monotonic clock; None: unknown.
+        asked_to_end: Whether the ranks had been asked to end by then.
     """
 
-    def __init__(self, message: str, noticed_s: float | None = None) -> None:
+    def __init__(
+        self, message: str, noticed_s: float | None = None, *, asked_to_end: bool = False
+    ) -> None:
         super().__init__(message)
         self.noticed_s = noticed_s
+        self.asked_to_end = asked_to_end
 
     @property
     def reason(self) -> str:
@@ -81,6 +86,8 @@ class _Watch:
     ranks: list[_Rank]
     on_message: Callable[[Message], None]
     failures: list[_Failure] = field(default_factory=list)
+    stop_within_s: float | None = None
+    overdue: threading.Timer | None = None
 
 
 def run_ranks(
@@ -92,6 +99,7 @@ def run_ranks(
     *,
     shows_rank_0: bool = False,
     least_threads: int = 1,
+    stop_within_s: float | None = None,
 ) -> None:
     """Run one process per rank until all are done.
 
@@ -105,19 +113,22 @@ def run_ranks(
         shows_rank_0: Whether rank 0's standard output is this process's, in place of its log.
         least_threads: How many threads XLA's pools have at least, however few processors there are
             for each rank: see `OFFLOADING_THREADS`.
+        stop_within_s: With a number, the first SIGTERM asks rank 0 to end, which has so many
+            seconds for it (`LauncherLink.stop_asked`); None: it interrupts at once.
 
     Raises:
         RankFailedError: If a rank died or raised; all others have been ended.
         UserError: If a rank found a mistake of the user's.
-        KeyboardInterrupt: On Ctrl-C and on SIGTERM; all ranks have been ended.
+        KeyboardInterrupt: On Ctrl-C and on SIGTERM, if the ranks weren't asked to end, or haven't
+            in time; all ranks have been ended.
 
     However it ends, `on_message` has been called with all that the ranks sent before they ended.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    with sigterm_interrupts(), reserved_port() as port, contextlib.ExitStack() as stack:
+    watch = _Watch([], on_message, stop_within_s=stop_within_s)
+    with _sigterm_stops(watch), reserved_port() as port, contextlib.ExitStack() as stack:
         coordinator = f"127.0.0.1:{port}"
         environment = _environment(num_ranks, least_threads)
-        watch = _Watch([], on_message)
         stack.callback(_end, watch)  # also when starting the next one fails
         for number in range(num_ranks):
             shown = shows_rank_0 and number == 0
@@ -249,7 +260,8 @@ def _raise_cause(watch: _Watch) -> None:
     lines = [f"rank {cause.rank} failed: {cause.reason}", f"its log: {log_path}"]
     tail = _last_lines(log_path)
     noticed_s = min(failure.time_s for failure in watch.failures)
-    raise RankFailedError("\n".join([*lines, *(f"  | {line}" for line in tail)]), noticed_s)
+    told = "\n".join([*lines, *(f"  | {line}" for line in tail)])
+    raise RankFailedError(told, noticed_s, asked_to_end=watch.overdue is not None)
 
 
 def _last_lines(path: Path) -> list[str]:
@@ -302,16 +314,42 @@ def _signal_all(ranks: list[_Rank], number: signal.Signals) -> None:
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
     """While this lasts SIGTERM does what Ctrl-C does, so that a scheduler's stop cleans up too."""
+    with _sigterm_stops(_Watch([], lambda message: None)):
+        yield
 
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+
+@contextlib.contextmanager
+def _sigterm_stops(watch: _Watch) -> Iterator[None]:
+    """While this lasts SIGTERM asks the ranks to end, or does what Ctrl-C does."""
+
+    def stop(number: int, frame: object) -> None:
+        if not _ask_to_end(watch):
+            raise KeyboardInterrupt
 
     try:
-        previous = signal.signal(signal.SIGTERM, interrupt)
+        previous = signal.signal(signal.SIGTERM, stop)
     except ValueError:  # not the main thread: signals are somebody else's
         yield
         return
     try:
         yield
     finally:
+        if watch.overdue is not None:
+            watch.overdue.cancel()
         signal.signal(signal.SIGTERM, previous)
+
+
+def _ask_to_end(watch: _Watch) -> bool:
+    """Ask the ranks, by rank 0, to end of themselves; False if they have been asked, or can't be.
+
+    After the deadline this process is sent the signal again.
+    """
+    if watch.stop_within_s is None or watch.overdue is not None or not watch.ranks:
+        return False
+    with contextlib.suppress(OSError):  # it is about to be noticed that rank 0 is gone
+        os.write(watch.ranks[0].lifeline_fd, b"s")
+    again = (threading.get_ident(), signal.SIGTERM)
+    watch.overdue = threading.Timer(watch.stop_within_s, signal.pthread_kill, again)
+    watch.overdue.daemon = True
+    watch.overdue.start()
+    return True

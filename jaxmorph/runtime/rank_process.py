@@ -25,7 +25,7 @@ class RankArguments:
         num_ranks: How many there are.
         coordinator: host:port of the coordination service, which rank 0 serves.
         messages_fd: Where messages to the launcher are written.
-        lifeline_fd: A pipe that ends when the launcher dies.
+        lifeline_fd: A pipe that ends when the launcher dies; a byte in it asks the rank to end.
     """
 
     rank: int
@@ -56,13 +56,18 @@ class RankArguments:
 
 
 class LauncherLink:
-    """The rank's end of the pipes to its launcher."""
+    """The rank's end of the pipes to its launcher.
+
+    Attributes:
+        stop_asked: Set once the launcher has asked the rank to save its state and end.
+    """
 
     def __init__(self, arguments: RankArguments) -> None:
         self._messages = os.fdopen(arguments.messages_fd, "w", encoding="utf-8")
         self._lock = threading.Lock()
+        self.stop_asked = threading.Event()
         lifeline = threading.Thread(
-            target=_end_with_launcher, args=(arguments.lifeline_fd,), daemon=True
+            target=_end_with_launcher, args=(arguments.lifeline_fd, self.stop_asked), daemon=True
         )
         lifeline.start()
 
@@ -73,9 +78,10 @@ class LauncherLink:
             self._messages.flush()
 
 
-def _end_with_launcher(lifeline_fd: int) -> None:
-    """End the process when the launcher is gone, however it went."""
-    os.read(lifeline_fd, 1)
+def _end_with_launcher(lifeline_fd: int, stop_asked: threading.Event) -> None:
+    """End the process when the launcher is gone, however it went; until then hear what it asks."""
+    while os.read(lifeline_fd, 1):
+        stop_asked.set()
     os._exit(1)
 
 

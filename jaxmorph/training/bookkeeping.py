@@ -148,6 +148,11 @@ class Bookkeeper:
         """
         self._submit(self._tell_event, step, kind, detail)
 
+    def in_force(self) -> dict[str, Any]:
+        """What a checkpoint remembers of this moment: see `Manifest.plan` and `link_states`."""
+        links = {} if self._loop is None else self._loop.link_states()
+        return {"plan": self._plan.to_json(), "link_states": links}
+
     def told_so_far(self) -> Future[None]:
         """What is done once all that this has been called with so far has been told.
 

@@ -13,11 +13,18 @@ if TYPE_CHECKING:
 
 # Each is set in the processes that srun, mpirun or an indexed Kubernetes job has started.
 _CLUSTER_VARIABLES = ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX")
+# By which of them `jax.distributed` numbers the processes.
+_TASK_VARIABLES = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
 
 def started_by_cluster() -> bool:
     """Whether Slurm, Open MPI or Kubernetes has started this process as a task of a job."""
     return any(name in os.environ for name in _CLUSTER_VARIABLES)
+
+
+def is_first_task() -> bool:
+    """Whether this process is to be rank 0; true also of one that no cluster has started."""
+    return all(os.environ.get(name, "0") == "0" for name in _TASK_VARIABLES)
 
 
 def join_cluster(start_timeout_s: float, step_timeout_s: float, otherwise: str) -> "Rendezvous":

@@ -20,6 +20,7 @@ from jaxmorph.reporting import (
 )
 from jaxmorph.schedule.draw import chrome_trace, save_gantt
 from jaxmorph.schedule.timeline import Timeline
+from jaxmorph.training.save_times import STOPPED
 
 Message = dict[str, Any]
 PICTURE = "planned_and_measured.png"
@@ -37,6 +38,9 @@ class RunRecord:
         clock: Seconds, monotonic.
         first_step: The step that it begins with. Traces of earlier steps count among those that are
             kept; those of later ones, which are done again, are removed.
+
+    Attributes:
+        stopped: Why it has ended before its last step; empty if it hasn't.
     """
 
     def __init__(
@@ -51,6 +55,8 @@ class RunRecord:
         self._directory = directory
         self._reporter = reporter
         self._clock = clock
+        self._first_step = first_step
+        self.stopped = ""
         self._history = RunHistory()
         self._traces = _traces_before(first_step, directory)
         self._last_timelines: dict[str, Timeline] = {}
@@ -86,7 +92,10 @@ class RunRecord:
             case {"kind": "step", "record": fields}:
                 self._take_step(StepRecord(**fields))
             case {"kind": "event", "event": fields}:
-                self._take_event(Event(**fields))
+                event = Event(**fields)
+                if event.kind == STOPPED:
+                    self.stopped = event.detail
+                self._take_event(event)
             case {"kind": "timelines", "step": step, "timelines": timelines}:
                 self._take_timelines(step, timelines, message.get("around_change", False))
             case {"kind": "profile", "profile": profile}:
@@ -132,9 +141,11 @@ class RunRecord:
         self._directory.write_recovery(goodput.to_json())
 
     def finish(self) -> None:
-        """Draw the picture of the last step and show what the run achieved."""
-        picture = self._directory.path / PICTURE
-        save_gantt(picture, self._last_timelines)
+        """Draw the picture of the last sampled step and show what the run achieved."""
+        picture = None  # a run that was asked to end may have come to no such step
+        if self._last_timelines:
+            picture = self._directory.path / PICTURE
+            save_gantt(picture, self._last_timelines)
         summary = self._history.summary(
             elapsed_s=self._last_step_s - self._began_s,
             run_directory=self._directory.path,

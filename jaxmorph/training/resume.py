@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from jaxmorph.checkpoints.folder import CheckpointFolder
+from jaxmorph.checkpoints.folder import CheckpointFolder, PassedOver
 from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.config import Config, load_config, placed_error
 from jaxmorph.data.digest import DataDigest
@@ -20,10 +20,12 @@ class Resumption:
     Attributes:
         config: The run's, with the overrides that it is resumed with.
         manifest: The checkpoint that it goes on from.
+        passed_over: Later ones that aren't whole, the newest first.
     """
 
     config: Config
     manifest: Manifest
+    passed_over: tuple[PassedOver, ...] = ()
 
 
 def checkpoint_folder(config: Config, directory: Path) -> CheckpointFolder:
@@ -37,15 +39,22 @@ def checkpoint_folder(config: Config, directory: Path) -> CheckpointFolder:
     return CheckpointFolder(directory / "checkpoints" if named is None else Path(named))
 
 
-def last_resumable(config: Config, directory: Path) -> int | None:
-    """How many steps the last checkpoint has done that a run can go on from; None: there is none.
+def last_resumable(
+    config: Config, directory: Path, *, thorough: bool = True
+) -> tuple[int | None, tuple[PassedOver, ...]]:
+    """How many steps the last whole checkpoint has done that a run can go on from.
 
     Args:
         config: The run.
         directory: The run's directory.
+        thorough: Whether to read all files of checkpoints, to find out whether they are whole.
+
+    Returns:
+        (the steps, None where there is no such checkpoint; the damaged ones that are newer).
     """
-    last = checkpoint_folder(config, directory).steps()[-1:]
-    return last[0] if last and last[0] < config.run.steps else None
+    step, passed_over = checkpoint_folder(config, directory).newest_whole(thorough=thorough)
+    is_over = step is not None and step >= config.run.steps
+    return None if is_over else step, tuple(passed_over)
 
 
 def folder_apart(config: Config) -> Path | None:
@@ -82,7 +91,7 @@ def prepare_checkpoints(config: Config, directory: Path) -> None:
         UserError: If it can't be made.
     """
     folder = checkpoint_folder(config, directory)
-    if config.checkpoint.every_steps != 0:
+    if config.checkpoint.saves:
         _make(folder.path)
     folder.clean()
 
@@ -97,7 +106,7 @@ def try_named_folder(config: Config) -> None:
         UserError: If it can't be made or written to.
     """
     named = folder_apart(config)
-    if named is None or config.checkpoint.every_steps == 0:
+    if named is None or not config.checkpoint.saves:
         return
     _make(named)
     try:
@@ -154,33 +163,79 @@ def saved_config(directory: Path, overrides: Sequence[str] = (), where: str = "r
     return load_config(directory / CONFIG, overrides)
 
 
-def find_resumption(directory: Path, overrides: Sequence[str]) -> Resumption:
-    """Finds the last checkpoint of a run, and whether it can go on from there.
+def find_resumption(
+    directory: Path, overrides: Sequence[str], *, thorough: bool = True
+) -> Resumption:
+    """Finds the last whole checkpoint of a run, and whether it can go on from there.
 
     Args:
         directory: The run's.
         overrides: `section.key=value` each; for some keys only the value that they have.
+        thorough: Whether to read all files of checkpoints, to find out whether they are whole.
 
     Raises:
-        UserError: There is no such run, no checkpoint, or it is another model's or cut's; in one
-            line.
+        UserError: There is no such run, no whole checkpoint, or it is another model's; in one line.
     """
     config = with_absolute_folder(saved_config(directory, overrides, "--resume"))
     was = with_absolute_folder(saved_config(directory))
     folder = checkpoint_folder(was, directory)
-    steps = folder.steps()
-    if not steps:
-        raise UserError(
-            f"--resume: got no checkpoint in {folder.path}, expected one: a run makes them as its "
-            "section 'checkpoint' says"
-        )
-    manifest = folder.manifest(steps[-1])
+    step, passed_over = folder.newest_whole(thorough=thorough)
+    if step is None:
+        raise _none_to_go_on_from(folder, passed_over)
+    manifest = folder.manifest(step)
     try:
         for key, got, expected in _disagreements(config, was, manifest):
             raise UserError(f"{key}: got {got}, expected {expected}")
     except UserError as error:
         raise placed_error(directory / CONFIG, overrides, error) from error
-    return Resumption(config, manifest)
+    return Resumption(config, manifest, passed_over)
+
+
+def _none_to_go_on_from(folder: CheckpointFolder, passed_over: Sequence[PassedOver]) -> UserError:
+    if not passed_over:
+        return UserError(
+            f"--resume: got no checkpoint in {folder.path}, expected one: a run makes them as its "
+            "section 'checkpoint' says"
+        )
+    damages = "; ".join(f"{each.damage}" for each in passed_over)
+    return UserError(f"--resume: got no whole checkpoint in {folder.path}, expected one: {damages}")
+
+
+def set_aside(config: Config, directory: Path, passed_over: Sequence[PassedOver]) -> Iterator[str]:
+    """Rename damaged checkpoints, so that nothing reads or counts them, and the next can be there.
+
+    Args:
+        config: The run.
+        directory: The run's directory.
+        passed_over: Those that it doesn't go on from as they aren't whole.
+
+    Yields:
+        A line for each: what is wrong with it, and where it is now.
+
+    Raises:
+        UserError: One can't be renamed.
+    """
+    folder = checkpoint_folder(config, directory)
+    for each in passed_over:
+        yield f"passed over, and now {folder.set_aside(each.step)}: {each.damage}"
+
+
+def kept_cut(config: Config, manifest: Manifest) -> tuple[range, ...] | None:
+    """The layers as the checkpoint has them, where they are not to be cut another way.
+
+    What is measured may come out another time; so with `parallelism.layers: auto` the cut stays,
+    for as long as there are as many stages.
+
+    Args:
+        config: The run as it goes on.
+        manifest: The checkpoint that it goes on from.
+
+    Returns:
+        Each virtual stage's; None: cut them as the configuration says.
+    """
+    now, then = config.parallelism, manifest.config.parallelism
+    as_many = (now.stages, now.chunks) == (then.stages, then.chunks)
+    return manifest.layers if as_many and now.layers == "auto" else None
 
 
 def check_vocabulary(manifest: Manifest, vocab_size: int) -> None:
@@ -239,7 +294,6 @@ def _disagreements(
         kept = f"{was_held_out:g}: what was held out, and what was learned, stay so"
         yield "data.held_out_fraction", f"{held_out:g}", kept
     yield from _other_model(config, manifest)
-    yield from _other_cut(config, manifest)
 
 
 def _other_model(config: Config, manifest: Manifest) -> Iterator[tuple[str, object, str]]:
@@ -257,16 +311,3 @@ def _model_options(config: Config) -> dict[str, object]:
         if key != "weights"
     }
     return {**model, "data.sequence_length": config.data.sequence_length}
-
-
-def _other_cut(config: Config, manifest: Manifest) -> Iterator[tuple[str, object, str]]:
-    now, then = config.parallelism, manifest.config.parallelism
-    cannot = "as the checkpoint is cut (another cut can't be resumed yet)"
-    for key in ("stages", "chunks"):
-        if getattr(now, key) != getattr(then, key):
-            yield f"parallelism.{key}", getattr(now, key), f"{getattr(then, key)}, {cannot}"
-    counts = tuple(len(layers) for layers in manifest.layers)
-    listed = isinstance(now.layers, tuple) and now.layers != counts
-    if listed or (now.layers == "even" and then.layers != "even"):
-        got = list(now.layers) if isinstance(now.layers, tuple) else now.layers
-        yield "parallelism.layers", got, f"{list(counts)}, {cannot}"

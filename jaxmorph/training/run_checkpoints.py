@@ -1,13 +1,14 @@
 """The checkpoints of one run, as one of its ranks uses them: where it begins and what it saves."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxmorph.checkpoints.folder import stage_path
+from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, TiedPaths
+from jaxmorph.checkpoints.saved_state import read_part
 from jaxmorph.checkpoints.saver import CheckpointSaver
 from jaxmorph.checkpoints.shared_folder import require_shared
 from jaxmorph.checkpoints.tree_files import TreeFiles
@@ -16,7 +17,8 @@ from jaxmorph.data.digest import DataDigest
 from jaxmorph.planning.layer_choice import LayerChoice
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
-from jaxmorph.training.resume import checkpoint_folder, without_weights
+from jaxmorph.schedule.planner import Plan
+from jaxmorph.training.resume import checkpoint_folder, kept_cut, without_weights
 
 
 class RunCheckpoints:
@@ -29,24 +31,29 @@ class RunCheckpoints:
 
     Attributes:
         starting_config: The run as this process takes it up.
-        cut: The layers of the checkpoint; None where there is none.
+        cut: The layers as the checkpoint has them; None where the configuration decides.
     """
 
     def __init__(self, config: Config, directory: Path, first_step: int) -> None:
         self._folder = checkpoint_folder(config, directory)
         self._config = config
-        self._first_step = first_step
         resumes = first_step > 0
+        self._manifest = self._folder.manifest(first_step) if resumes else None
         self.starting_config = without_weights(config) if resumes else config
-        # As it was, whatever the configuration: a cut that is measured may come out another.
-        self.cut = LayerChoice(self._folder.manifest(first_step).layers) if resumes else None
+        kept = kept_cut(config, self._manifest) if self._manifest else None
+        self.cut = LayerChoice(kept) if kept else None
         # Made, and Orbax imported, now: later it would be in the middle of a step.
-        self._files = TreeFiles() if resumes or config.checkpoint.every_steps != 0 else None
+        self._files = TreeFiles() if resumes or config.checkpoint.saves else None
 
-    @property
-    def origin(self) -> str:
-        """The checkpoint that the run goes on from, for people."""
-        return f"from {self._folder.finished(self._first_step)}"
+    def origin(self, layers: Sequence[range]) -> str:
+        """The checkpoint that the run goes on from, and what is known of it, for people.
+
+        Args:
+            layers: Of each virtual stage, as they are now.
+        """
+        if self._manifest is None:
+            return "from the beginning"
+        return "; ".join(_described(self._folder, self._manifest, layers))
 
     def require_shared(self, rendezvous: Rendezvous) -> None:
         """Find out, if anything will be saved, whether all ranks can do so in one folder.
@@ -57,22 +64,23 @@ class RunCheckpoints:
         Raises:
             UserError: If they can't; the same on all ranks.
         """
-        if self._config.checkpoint.every_steps != 0:
+        if self._config.checkpoint.saves:
             require_shared(self._folder.path, rendezvous)
 
-    def restore(self, trainer: StageTrainer, own_stages: Sequence[int]) -> None:
+    def restore(self, trainer: StageTrainer, own_layers: Sequence[range]) -> None:
         """Put the checkpoint's state, if there is one, in place of the initial one.
 
         Args:
             trainer: This rank's stage.
-            own_stages: The numbers of its virtual stages.
+            own_layers: The layers of each of its virtual stages.
 
         Raises:
             UserError: If it is another model's.
         """
-        if self._first_step > 0 and self._files is not None:
-            checkpoint = self._folder.finished(self._first_step)
-            trainer.restore([self._files.read(stage_path(checkpoint, n)) for n in own_stages])
+        if self._manifest is not None and self._files is not None:
+            checkpoint = self._folder.finished(self._manifest.step)
+            saved = self._manifest.layers
+            trainer.restore([read_part(self._files, checkpoint, saved, own) for own in own_layers])
 
     def saver(
         self,
@@ -84,6 +92,7 @@ class RunCheckpoints:
         vocab_size: int,
         tied: TiedPaths,
         data: DataDigest,
+        knows: Callable[[], Mapping[str, Any]],
     ) -> CheckpointSaver:
         """What saves the run.
 
@@ -95,18 +104,20 @@ class RunCheckpoints:
             vocab_size: The data's.
             tied: The model's tied parameters.
             data: What the run is trained on.
+            knows: Gives what is in force: `plan` and `link_states`, as a `Manifest` has them.
         """
+        describe = partial(
+            Manifest,
+            layers=settings.layers,
+            vocab_size=vocab_size,
+            tied=tied,
+            config=self._config,
+            data=data,
+        )
         return CheckpointSaver(
             self._folder,
             rendezvous,
-            describe=partial(
-                Manifest,
-                layers=settings.layers,
-                vocab_size=vocab_size,
-                tied=tied,
-                config=self._config,
-                data=data,
-            ),
+            describe=lambda step: describe(step, **knows()),
             own_stages=settings.own_stages(rendezvous.rank),
             write=self._write,
             keep=self._config.checkpoint.keep,
@@ -118,3 +129,20 @@ class RunCheckpoints:
         if self._files is None:
             raise ValueError(f"nothing should be saved, and yet {path} is")
         self._files.write(path, tree)
+
+
+def _described(
+    folder: CheckpointFolder, manifest: Manifest, layers: Sequence[range]
+) -> Iterator[str]:
+    """Which checkpoint it is, how it is cut another way, and what ran when it was made."""
+    checked = "whole, but has no checksums" if manifest.parts is None else "whole by its checksums"
+    yield f"from {folder.finished(manifest.step)}, the last that is {checked}"
+    if tuple(layers) != manifest.layers:
+        before, now = (" ".join(str(len(own)) for own in cut) for cut in (manifest.layers, layers))
+        yield f"layers {before} are cut {now}"
+    if manifest.plan is not None:
+        plan = Plan.from_json(manifest.plan)
+        warmups = " ".join(map(str, plan.schedule.warmup_forwards))
+        yield f"it was made under {plan.schedule.name}, warm-up forwards {warmups}"
+        yield from (f"{link} {route}" for link, route in plan.routes.items() if route != "direct")
+    yield from (f"{link} was {state}" for link, state in manifest.link_states.items())

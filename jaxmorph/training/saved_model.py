@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
+from jaxmorph.checkpoints.folder import CheckpointFolder
+from jaxmorph.checkpoints.layout import stage_path
 from jaxmorph.checkpoints.tree_files import TreeFiles
+from jaxmorph.checkpoints.wholeness import damage_of
 from jaxmorph.config import Config
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.stage_state import PARAMS
@@ -40,10 +42,13 @@ def load_saved_model(run_dir: Path, step: int | None = None) -> SavedModel:
         step: After how many steps; None: the last checkpoint.
 
     Raises:
-        UserError: There is no such run or checkpoint; in one line.
+        UserError: There is no such run or checkpoint, or it isn't whole; in one line.
     """
     folder = checkpoint_folder(saved_config(run_dir), run_dir)
     manifest = folder.manifest(_chosen(folder, step))
+    damage = damage_of(folder.finished(manifest.step), thorough=True)
+    if damage is not None:
+        raise UserError(f"{damage} (--step takes another checkpoint)")
     files = TreeFiles()
     checkpoint = folder.finished(manifest.step)
     return SavedModel(

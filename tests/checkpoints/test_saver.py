@@ -1,7 +1,10 @@
 """All ranks' parts or none, beside training: several ranks' savers in one process."""
 
+import errno
+import resource
 import threading
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 
 import jax
@@ -9,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
+from jaxmorph.checkpoints.checksums import write_settled
+from jaxmorph.checkpoints.folder import CheckpointFolder
+from jaxmorph.checkpoints.layout import stage_path
 from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.checkpoints.saver import CheckpointSaver
+from jaxmorph.checkpoints.tree_files import TreeFiles
 from jaxmorph.config import Config
 from jaxmorph.runtime.rendezvous import SoleRank
 
@@ -243,6 +249,51 @@ def test_the_next_save_waits_for_the_one_before(tmp_path):
         assert [(step, kind) for step, kind, _ in events] == [(0, "checkpoint_saved")]
         saver.finish()
     assert CheckpointFolder(tmp_path).steps() == (1, 2)
+
+
+@contextmanager
+def files_of_at_most(num_bytes):
+    """The kernel refuses to write more to a file, as it does where a disk is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_what_the_disk_refuses_is_told_its_space_comes_back_and_the_next_one_is_saved(tmp_path):
+    events, part = [], {"params": {"array": jax.random.normal(jax.random.key(0), (1 << 20,))}}
+    with alone(tmp_path, TreeFiles().write, events) as saver:
+        with files_of_at_most(1 << 20):
+            saver.save(1, [part])
+            while not events:  # a step's meetings
+                saver.heed([saver.told()])
+        ((step, kind, detail),) = events
+        assert (step, kind) == (0, "checkpoint_failed")
+        assert "File too large" in detail
+        saver.save(2, [part])
+        assert saver.finish() == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
+    assert CheckpointFolder(tmp_path).newest_whole() == (2, ())
+
+
+@pytest.mark.parametrize("written", ["virtual_stage_0.files", "manifest.json", "manifest.seal"])
+def test_a_disk_that_is_full_after_the_parts_is_told_as_well(tmp_path, monkeypatch, written):
+    def write(path, content):
+        if path.name == written:
+            path.write_bytes(content[:5])
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write_settled(path, content)
+
+    monkeypatch.setattr("jaxmorph.checkpoints.folder.write_settled", write)
+    disk, events = Disk(), []
+    disk.free.set()
+    with alone(tmp_path, disk.write, events) as saver:
+        saver.save(1, [{"array": jnp.zeros(1)}])
+        assert saver.finish().startswith("rank 0: [Errno 28] No space left on device: ")
+    assert [kind for _, kind, _ in events] == ["checkpoint_failed"]
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_run_whose_last_state_is_not_saved_has_failed(tmp_path):

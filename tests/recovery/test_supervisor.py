@@ -123,6 +123,14 @@ def test_a_newer_checkpoint_begins_the_count_and_the_waits_anew():
     assert world.launched == [(2 * number, number) for number in range(10)]
 
 
+def test_a_run_that_was_asked_to_end_is_not_started_again():
+    world = World([(5, RankFailedError(KILLED, asked_to_end=True)), (4, None)])
+    with pytest.raises(RankFailedError):
+        world.run()
+    assert (world.launched, world.waits) == ([(0, 0)], [])
+    assert len(world.books.of_kind("rank_failed")) == 1
+
+
 def test_a_run_without_a_checkpoint_ends_as_it_failed():
     world = World([(1, KILLED)])
     with pytest.raises(RankFailedError) as raised:

@@ -17,15 +17,7 @@ def talk(link, all_said):
     threading.Event().wait()
 
 
-def main(arguments, link, rest):
-    behaviour, guilty = rest[0], int(rest[1])
-    if behaviour == "deaf":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    link.send({"kind": "hello", "rank": arguments.rank, "pid": os.getpid()})
-    if arguments.rank != guilty:
-        if behaviour != "finish":
-            threading.Event().wait()  # as a rank whose peer will never come
-        return
+def behave(behaviour, link, rest):
     match behaviour:
         case "raise":
             raise ZeroDivisionError("the weights of stage 1 are upside down")
@@ -39,8 +31,26 @@ def main(arguments, link, rest):
             os._exit(3)
         case "talk":
             talk(link, Path(rest[2]))
+        case "wait until asked":
+            link.stop_asked.wait()
+            link.send({"kind": "word", "asked": True})
+        case "fail when asked":
+            link.stop_asked.wait()
+            raise ZeroDivisionError("asked at a bad moment")
         case "wait":
             threading.Event().wait()
+
+
+def main(arguments, link, rest):
+    behaviour, guilty = rest[0], int(rest[1])
+    if behaviour == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    link.send({"kind": "hello", "rank": arguments.rank, "pid": os.getpid()})
+    if arguments.rank != guilty:
+        if behaviour != "finish":
+            threading.Event().wait()  # as a rank whose peer will never come
+        return
+    behave(behaviour, link, rest)
 
 
 if __name__ == "__main__":

@@ -146,6 +146,44 @@ def test_a_second_ctrl_c_does_not_wait_for_ranks_that_will_not_end(tmp_path, mon
     assert open_descriptors() == before
 
 
+def stop_when_it_has_begun(behaviour, log_dir, within_s):
+    """All that a rank tells; this process is sent SIGTERM with the first word."""
+    heard = []
+
+    def hear(message):
+        heard.append(message)
+        if message["kind"] == "hello":
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        run_ranks("ailing_rank", [behaviour, "0"], 1, log_dir, hear, stop_within_s=within_s)
+    finally:
+        assert signal.getsignal(signal.SIGTERM) == before
+        assert not is_running(heard[0]["pid"])
+    return heard
+
+
+def test_rank_0_is_asked_to_end_and_what_it_says_then_is_heard(tmp_path):
+    assert stop_when_it_has_begun("wait until asked", tmp_path, 60.0)[1:] == [
+        {"kind": "word", "asked": True}
+    ]
+
+
+def test_a_failure_tells_whether_the_ranks_had_been_asked_to_end(tmp_path):
+    with pytest.raises(RankFailedError) as raised:
+        stop_when_it_has_begun("fail when asked", tmp_path, 60.0)
+    assert raised.value.asked_to_end
+    _, _, failure = launch("raise", tmp_path)
+    assert isinstance(failure, RankFailedError)
+    assert not failure.asked_to_end
+
+
+def test_ranks_that_do_not_end_when_asked_to_have_a_deadline(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        stop_when_it_has_begun("wait", tmp_path, 0.05)
+
+
 LAUNCHER = textwrap.dedent(
     """
     import sys

@@ -2,11 +2,15 @@
 
 import json
 import shutil
+import signal
 
 import jax
+import pytest
 
-from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
+from jaxmorph.checkpoints.folder import CheckpointFolder
+from jaxmorph.checkpoints.layout import stage_path
 from jaxmorph.checkpoints.tree_files import TreeFiles
+from jaxmorph.training.record import RunRecord
 
 SAVES = "checkpoint={every_steps: 7, keep: 3}"
 
@@ -44,3 +48,33 @@ def require_same_bits(whole, stopped):
     assert len(jax.tree.leaves(expected)) > 4 * 3 * 12
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert one.tobytes() == other.tobytes()
+
+
+def flip_a_byte(part):
+    """Change one byte in the middle of a part's largest file; which file."""
+    path = max((each for each in part.rglob("*") if each.is_file()), key=lambda f: f.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return path
+
+
+def ask_to_end_with_step(step, patch):
+    """Have this process sent SIGTERM as it hears of a step, which is while its run is on."""
+    take = RunRecord.take
+
+    def take_and_ask(record, message):
+        take(record, message)
+        if message["kind"] == "step" and message["record"]["step"] == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    patch.setattr(RunRecord, "take", take_and_ask)
+
+
+def require_close(whole, other):
+    """Every step's loss and norm, of which other stages make sums in another order."""
+    once, again = (read_lines(path / "metrics.jsonl") for path in (whole, other))
+    assert [line["step"] for line in again] == list(range(20))
+    for one, two in zip(once, again, strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)

@@ -4,13 +4,25 @@ That holds for zb-h2 as well: see `test_train`.
 """
 
 import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
 from in_this_process import jaxmorph
-from stopped_run import SAVES, read_lines, require_same_bits, states, stop_after_seven
+from stopped_run import (
+    SAVES,
+    ask_to_end_with_step,
+    flip_a_byte,
+    read_lines,
+    require_close,
+    require_same_bits,
+    states,
+    stop_after_seven,
+)
 
+from jaxmorph.checkpoints.folder import CheckpointFolder
+from jaxmorph.checkpoints.wholeness import seal_of
 from jaxmorph.stage.stored_weights import read_stage_params
 from jaxmorph.training.run_lock import hold
 from jaxmorph.training.saved_model import load_saved_model
@@ -62,7 +74,10 @@ def test_what_was_saved_and_resumed_is_told(both):
     assert [event["step"] for event in saved] == [6, 13, 19]
     (resumed,) = [e for e in read_lines(stopped / "events.jsonl") if e["kind"] == "resumed"]
     assert resumed["step"] == 7
-    assert resumed["detail"].endswith("checkpoints/step_7")
+    assert resumed["detail"].endswith(
+        "checkpoints/step_7, the last that is whole by its checksums; it was made under 1f1b, "
+        "warm-up forwards 4 3 2 1"
+    )
     for directory in both:
         names = sorted(path.name for path in (directory / "checkpoints").iterdir())
         assert names == ["step_14", "step_20", "step_7"]
@@ -74,6 +89,36 @@ def test_nothing_compiles_for_a_save(both):
     for directory in both:
         lines = read_lines(directory / "metrics.jsonl")
         assert len({line["compilations"] for line in lines[7:]}) == 1
+
+
+PACED = "emulation.accelerator={forward_ms: 5, backward_input_ms: 5, backward_weight_ms: 5}"
+
+
+def test_other_stages_go_on_from_the_last_whole_checkpoint_and_end_when_asked_to(
+    both, tmp_path, monkeypatch
+):
+    """Four stages' checkpoint goes on with two, which SIGTERM stops, and then with one."""
+    whole, run_dir = both[0], tmp_path / "run"
+    shutil.copytree(whole, run_dir)
+    shutil.rmtree(run_dir / "checkpoints/step_20")
+    damaged = flip_a_byte(run_dir / "checkpoints/step_14/virtual_stage_2")
+    with monkeypatch.context() as patch:
+        ask_to_end_with_step(7, patch)
+        asked = jaxmorph("train", "--resume", run_dir, "parallelism.stages=2", PACED)
+    assert asked.returncode == 143, asked.stderr
+    assert "of 20 steps, saved: jaxmorph train --resume" in asked.stderr
+    folder = CheckpointFolder(run_dir / "checkpoints")
+    first, last = folder.steps()
+    assert (first, folder.manifest(last).layers) == (7, (range(2), range(2, 4)))
+    assert 7 < last < 20
+    run("train", "--resume", run_dir, "parallelism.stages=1", "emulation.accelerator=null")
+    require_close(whole, run_dir)
+    events = read_lines(run_dir / "events.jsonl")
+    (found,) = [event["detail"] for event in events if event["kind"] == "checkpoint_damaged"]
+    assert f"step_14.damaged: {damaged}: got " in found
+    resumed = [event["detail"] for event in events if event["kind"] == "resumed"]
+    assert "step_7, the last that is whole by its checksums; layers 1 1 1 1 are cut" in resumed[0]
+    assert f"step_{last}, the last that is whole by its checksums; layers 2 2 are" in resumed[1]
 
 
 def test_an_exported_model_is_what_a_run_starts_from(both, tmp_path):
@@ -113,10 +158,13 @@ def test_a_run_that_is_in_use_is_left_as_it_is(both):
 
 def test_data_that_are_not_the_checkpoints_are_refused(both):
     manifest = both[1] / "checkpoints" / "step_20" / "manifest.json"
-    text = manifest.read_text()
-    manifest.write_text(json.dumps(json.loads(text) | {"data": {"num_tokens": 9, "digest": "a"}}))
+    seal, told = manifest.with_suffix(".seal"), manifest.read_bytes()
+    other = json.dumps(json.loads(told) | {"data": {"num_tokens": 9, "digest": "a"}}).encode()
+    manifest.write_bytes(other)
+    seal.write_bytes(seal_of(other))
     done = jaxmorph("train", "--resume", both[1], "run.steps=30")
-    manifest.write_text(text)
+    manifest.write_bytes(told)
+    seal.write_bytes(seal_of(told))
     assert done.returncode == 2
     assert "tokens, expected the 9 that the checkpoint was trained on" in done.stderr
 

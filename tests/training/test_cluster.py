@@ -2,7 +2,7 @@ import pytest
 
 from jaxmorph.config import Config
 from jaxmorph.errors import UserError
-from jaxmorph.training.cluster import require_one_host
+from jaxmorph.training.cluster import is_first_task, require_one_host
 
 PACED = {"accelerator": {"forward_ms": 5.0, "backward_input_ms": 5.0, "backward_weight_ms": 5.0}}
 
@@ -34,3 +34,14 @@ def test_a_trace_by_step_may_have_several_hosts(tmp_path):
     path.write_text("step,links,latency_ms\n0,0-1,30\n")
     require({"trace": str(path)}, "one", "two")
     require({}, "one", "two")
+
+
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX"])
+def test_a_jobs_first_task_and_a_process_of_no_job_come_first(monkeypatch, name):
+    for each in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX"):
+        monkeypatch.delenv(each, raising=False)
+    assert is_first_task()
+    monkeypatch.setenv(name, "0")
+    assert is_first_task()
+    monkeypatch.setenv(name, "1")
+    assert not is_first_task()

@@ -48,8 +48,22 @@ def test_a_run_lasts_from_its_start_to_its_last_step_and_no_picture_is_timed(
     for now[0] in (111.0, 113.0):
         books.take({"kind": "step", "record": asdict(STEP)})
     now[0] = 120.0
+    books.take(_timelines(0, False))
     books.finish()
+    assert now == [170.0]
     assert "2 in 3.0 s" in shown.getvalue()
+
+
+def test_a_run_that_ended_before_any_sampled_step_has_no_picture_and_says_why_it_ended(directory):
+    shown = io.StringIO()
+    books = record.RunRecord(Config(), directory, PlainReporter(shown))
+    books.take({"kind": "started", "header": HEADER})
+    books.take({"kind": "step", "record": asdict(STEP)})
+    event = Event(time_s=0.0, step=0, kind="stopped", detail="asked to end after 1 of 9 steps")
+    books.take({"kind": "event", "event": asdict(event)})
+    books.finish()
+    assert books.stopped == "asked to end after 1 of 9 steps"
+    assert "picture" not in shown.getvalue()
 
 
 def test_a_profile_is_written_to_the_run_directory(directory):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
+from jaxmorph.checkpoints.folder import CheckpointFolder
+from jaxmorph.checkpoints.layout import stage_path
 from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.config import Config, dump_config
 from jaxmorph.data.digest import DataDigest
@@ -13,8 +14,10 @@ from jaxmorph.training.resume import (
     check_vocabulary,
     checkpoint_folder,
     find_resumption,
+    kept_cut,
     prepare_checkpoints,
     require_no_checkpoints,
+    set_aside,
     try_named_folder,
     with_absolute_folder,
     without_weights,
@@ -35,6 +38,8 @@ def write_run(directory, steps, config=CONFIG):
     for step in steps:
         for number in (0, 1):
             stage_path(folder.unfinished(step), number).mkdir(parents=True)
+            (stage_path(folder.unfinished(step), number) / "array").write_text(f"{step} {number}")
+            folder.seal_part(step, number)
         layers = (range(1), range(1, 4))
         folder.commit(
             Manifest(step, layers, vocab_size=256, tied=(), config=config, data=DataDigest(9, "ab"))
@@ -63,12 +68,6 @@ def test_a_run_goes_on_from_its_last_checkpoint_with_its_overrides(tmp_path):
         ("data.held_out_fraction=0.1", "got 0.1, expected 0: what was held out, and what was"),
         ("checkpoint.dir=/other", "got /other, expected none: a run's checkpoints stay in one"),
         ("data.sequence_length=64", "got 64, expected 128, that of the checkpoint's model"),
-        ("parallelism.layers=[2,2]", "got [2, 2], expected [1, 3], as the checkpoint is cut (ano"),
-        ("parallelism.layers=even", "got even, expected [1, 3], as the checkpoint is cut"),
-        (
-            "parallelism={stages: 4}",
-            "parallelism.stages: got 4, expected 2, as the checkpoint is cut",
-        ),
     ],
 )
 def test_what_cannot_go_on_is_one_line_that_names_the_override(tmp_path, override, says):
@@ -82,6 +81,51 @@ def test_what_does_not_change_the_model_may_change(tmp_path):
     run = write_run(tmp_path, [7])
     overrides = ["model.weights=null", "parallelism.layers=auto", "checkpoint.every_steps=3"]
     assert find_resumption(run, overrides).manifest.step == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "kept"),
+    [
+        ("parallelism.layers=auto", (range(1), range(1, 4))),
+        ("parallelism={stages: 4, layers: auto}", None),
+        ("parallelism={stages: 1, chunks: 1}", None),
+        ("parallelism={stages: 2, layers: even}", None),
+        ("parallelism.layers=[2,2]", None),
+    ],
+)
+def test_another_cut_may_go_on_and_one_that_nobody_names_stays(tmp_path, override, kept):
+    found = find_resumption(write_run(tmp_path, [7]), [override])
+    assert kept_cut(found.config, found.manifest) == kept
+
+
+def corrupt(run, step):
+    part = stage_path(checkpoint_folder(Config(), run).finished(step), 1) / "array"
+    part.write_text(f"{step + 1} 1")
+    return part
+
+
+def test_a_damaged_checkpoint_is_passed_over_told_of_and_set_aside(tmp_path):
+    run = write_run(tmp_path, [7, 14, 18])
+    path = corrupt(run, 18)
+    assert find_resumption(run, [], thorough=False).manifest.step == 18
+    found = find_resumption(run, [])
+    assert found.manifest.step == 14
+    (line,) = set_aside(found.config, run, found.passed_over)
+    aside = tmp_path / "checkpoints" / "step_18.damaged"
+    assert line.startswith(f"passed over, and now {aside}: {path}: got 4 bytes of CRC-32 ")
+    assert aside.is_dir()
+    assert find_resumption(run, []).passed_over == ()
+
+
+def test_where_no_checkpoint_is_whole_each_ones_damage_is_told(tmp_path):
+    run = write_run(tmp_path, [7, 14])
+    paths = [corrupt(run, step) for step in (14, 7)]
+    with pytest.raises(UserError) as error:
+        find_resumption(run, [])
+    assert str(error.value).startswith(f"--resume: got no whole checkpoint in {tmp_path}")
+    for path in paths:
+        assert f"{path}: got " in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_directory_that_is_no_runs_is_told_of(tmp_path):

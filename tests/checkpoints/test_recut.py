@@ -1,0 +1,166 @@
+"""Whatever the cut that a state was saved by, every other cut gets the model's own layers of it."""
+
+from itertools import accumulate, pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmorph.checkpoints.names import leaves_of, nested
+from jaxmorph.checkpoints.recut import joined, rows_to_read, shares
+from jaxmorph.checkpoints.saved_state import read_part
+from jaxmorph.checkpoints.tree_files import TreeFiles
+from jaxmorph.errors import UserError
+from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer, adamw
+from jaxmorph.runtime.stage_state import from_parts, stage_parts
+from jaxmorph.stage.parameters import init_stage_params
+
+
+def cut(*counts):
+    return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
+
+
+def tree(layers, num_layers, name):
+    """One tree as a virtual stage has it; every number says of which tree and layer it is."""
+    stacked = np.array([[name * 100 + layer] * 3 for layer in layers], np.float32)
+    own = {"layers": {"mlp": {"kernel": stacked, "layers": stacked[:, :1] + 0.5}}}
+    if layers.start == 0:
+        own["embed"] = {"token": np.full((5, 2), name + 0.25, np.float32)}
+    if layers.stop == num_layers:
+        own["head"] = {"output": {"token": np.full((5, 2), name + 0.25, np.float32)}}
+    return own
+
+
+def part(layers, num_layers):
+    moments = {"count": np.int32(7), "mu": tree(layers, num_layers, 2)}
+    state = {"0": {**moments, "nu": tree(layers, num_layers, 3)}, "2": {"count": np.int32(7)}}
+    return {"params": tree(layers, num_layers, 1), "optimizer": state}
+
+
+def recut(saved, wanted):
+    """What `read_part` does, of parts in memory; and which leaves it reads of which of them."""
+    parts, stacked, read = [], set(), {}
+    num_layers = saved[-1].stop
+    for share in shares(saved, wanted):
+        stored = leaves_of(part(saved[share.stage], num_layers))
+        ends = {"embed": wanted.start == 0, "head": wanted.stop == num_layers}
+        rows = rows_to_read(stored, share.rows, **ends)
+        read[share.stage] = rows
+        parts.append({names: stored[names][which] for names, which in rows.items()})
+        stacked |= {names for names, which in rows.items() if which is not ...}
+    return nested(joined(parts, stacked)), read
+
+
+def same_bits(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for got, expected in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert (np.asarray(got).dtype, got.shape) == (np.asarray(expected).dtype, expected.shape)
+        assert np.asarray(got).tobytes() == np.asarray(expected).tobytes()
+
+
+@st.composite
+def two_cuts(draw):
+    num_layers = draw(st.integers(1, 9))
+
+    def counts():
+        ends = draw(st.sets(st.integers(1, num_layers), max_size=num_layers)) | {0, num_layers}
+        return [end - start for start, end in pairwise(sorted(ends))]
+
+    return counts(), counts()
+
+
+@given(two_cuts())
+def test_any_cut_becomes_any_other_and_no_other_rows_are_asked_for(cuts):
+    saved, wanted = (cut(*counts) for counts in cuts)
+    num_layers = saved[-1].stop
+    for layers in wanted:
+        got, read = recut(saved, layers)
+        same_bits(got, part(layers, num_layers))
+        from_stages = {stage for stage, own in enumerate(saved) if set(own) & set(layers)}
+        assert read.keys() == from_stages
+        for stage, rows in read.items():
+            kernel = rows["params", "layers", "mlp", "kernel"]
+            assert set(saved[stage][kernel]) == set(saved[stage]) & set(layers)
+
+
+def test_an_embedding_is_read_for_the_first_stage_alone_and_a_head_for_the_last():
+    _, read = recut(cut(4), range(1, 3))
+    assert {names for names in read[0] if {"embed", "head"} & set(names)} == set()
+    _, read = recut(cut(4), range(2))
+    assert ("optimizer", "0", "mu", "embed", "token") in read[0]
+    assert ("optimizer", "0", "mu", "head", "output", "token") not in read[0]
+
+
+def test_what_no_parameter_has_is_the_same_on_all_stages_or_cannot_be_joined():
+    count = ("optimizer", "0", "count")
+    parts = [{count: np.int32(7)}, {count: np.int32(8)}]
+    with pytest.raises(UserError, match=r"^the state's optimizer/0/count: got 7, 8 on different"):
+        joined(parts, set())
+
+
+class Model:
+    """Two matrices a layer, and a table that embedding and head share."""
+
+    num_layers = 4
+    tied = ((("token",), ("output", "token")),)
+
+    def init_embed(self, key):
+        return {"token": jax.random.normal(key, (5, 3))}
+
+    def init_layer(self, key):
+        return {"kernel": jax.random.normal(key, (3, 3)), "bias": jnp.zeros(3)}
+
+    def init_head(self, key):
+        return {"gain": jnp.ones(3), "output": {"token": jnp.zeros((5, 3))}}
+
+
+SETTINGS = OptimizerSettings(learning_rate=1e-2, warmup_steps=2, total_steps=10)
+
+
+def params_of(layers):
+    key = jax.random.key(3)
+    return init_stage_params(Model(), key, layers, layers.start == 0, layers.stop == 4)
+
+
+def forms_of(layers):
+    """What a virtual stage expects to be restored: structures, shapes and types."""
+    params = (jax.eval_shape(lambda: params_of(layers)),)
+    return params, jax.eval_shape(adamw(SETTINGS).init, params)
+
+
+def trained():
+    """The whole model on one stage after two updates."""
+    params = (params_of(range(4)),)
+    optimizer = StageOptimizer(SETTINGS, params)
+    state = optimizer.initial_state(params)
+    for step in range(2):
+        gradients = jax.tree.map(lambda leaf, step=step: jnp.sin(leaf + step), params)
+        params, state, _ = optimizer.update(params, state, gradients, 1.0)
+    return jax.device_get(stage_parts(params, state))
+
+
+def write(files, folder, parts):
+    for number, each in enumerate(parts):
+        files.write(folder / f"virtual_stage_{number}", jax.tree.map(jnp.asarray, each))
+
+
+def test_four_stages_become_two_one_and_four_again_to_the_bit(tmp_path):
+    """By Orbax's files, and by what the optimizer makes of each part."""
+    files, begun, was = TreeFiles(), trained(), {}
+    cuts = [(4,), (1, 1, 1, 1), (2, 2), (4,), (1, 1, 1, 1), (3, 1)]
+    write(files, tmp_path / "0", begun)
+    for number, (saved, wanted) in enumerate(pairwise([cut(*each) for each in cuts])):
+        parts = [read_part(files, tmp_path / str(number), saved, layers) for layers in wanted]
+        for layers, each in zip(wanted, parts, strict=True):
+            same_bits(stage_parts(*from_parts([each], *forms_of(layers)))[0], each)
+        write(files, tmp_path / str(number + 1), parts)
+        same_bits(parts, was.setdefault(wanted, parts))
+    (again,) = was[cut(4)]
+    same_bits(again, begun[0])
+    first, last = was[cut(1, 1, 1, 1)][0], was[cut(1, 1, 1, 1)][3]
+    same_bits(last["params"]["head"], again["params"]["head"])
+    same_bits(last["optimizer"]["0"]["nu"]["head"], again["optimizer"]["0"]["nu"]["head"])
+    same_bits(first["optimizer"]["0"]["mu"]["embed"], again["optimizer"]["0"]["mu"]["embed"])

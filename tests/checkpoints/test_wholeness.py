@@ -1,0 +1,191 @@
+"""No byte of a checkpoint changes, and no file goes, without being found out and named."""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from zlib import crc32
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmorph.checkpoints.folder import CheckpointFolder
+from jaxmorph.checkpoints.layout import stage_path
+from jaxmorph.checkpoints.manifest import Manifest
+from jaxmorph.checkpoints.tree_files import TreeFiles
+from jaxmorph.checkpoints.wholeness import damage_of, seal_of
+from jaxmorph.config import Config
+from jaxmorph.errors import UserError
+
+LAYERS = (range(1), range(1, 3))
+
+
+def save(folder, step):
+    """A checkpoint of two parts, each of some files in folders."""
+    unfinished = folder.unfinished(step)
+    for number in range(len(LAYERS)):
+        inner = stage_path(unfinished, number) / "inner"
+        inner.mkdir(parents=True)
+        (inner / "array").write_bytes(bytes(range(50)) * (step + number))
+        (inner.parent / "metadata").write_text(f"{step} {number}")
+        (inner.parent / "empty").touch()
+        folder.seal_part(step, number)
+    folder.commit(Manifest(step, LAYERS, vocab_size=256, tied=(), config=Config()))
+
+
+@cache
+def checkpoint() -> Path:
+    folder = CheckpointFolder(Path(mkdtemp(prefix="jaxmorph-test-")))
+    save(folder, 7)
+    return folder.finished(7)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _remove_it():
+    yield
+    shutil.rmtree(checkpoint().parent)
+
+
+def files(path):
+    return sorted(each for each in path.rglob("*") if each.is_file())
+
+
+def damaged(path, content):
+    """What is found while a file has another content; None: while it isn't there."""
+    was = path.read_bytes()
+    try:
+        path.unlink()
+        if content is not None:
+            path.write_bytes(content)
+        return damage_of(checkpoint(), thorough=True), damage_of(checkpoint(), thorough=False)
+    finally:
+        path.write_bytes(was)
+
+
+def test_a_checkpoint_as_it_was_made_is_whole():
+    assert damage_of(checkpoint(), thorough=True) is None
+    assert len(files(checkpoint())) == 2 * (3 + 1) + 2
+
+
+@given(st.data())
+def test_any_other_bit_in_any_file_is_found(data):
+    path = data.draw(st.sampled_from([each for each in files(checkpoint()) if each.stat().st_size]))
+    was = path.read_bytes()
+    at = data.draw(st.integers(0, len(was) - 1))
+    flipped = was[at] ^ (1 << data.draw(st.integers(0, 7)))
+    found, _ = damaged(path, was[:at] + bytes([flipped]) + was[at + 1 :])
+    assert found is not None
+    # A manifest that isn't what was sealed is told of by its seal.
+    assert found.file.name in (path.name, "manifest.seal")
+
+
+@given(st.data())
+def test_a_file_that_is_cut_short_or_gone_is_found_without_reading_the_others(data):
+    path = data.draw(st.sampled_from(files(checkpoint())))
+    was = path.read_bytes()
+    length = data.draw(st.one_of(st.none(), st.integers(0, max(0, len(was) - 1))))
+    if length == len(was):
+        return  # an empty file can't be shorter
+    for found in damaged(path, None if length is None else was[:length]):
+        assert found is not None
+        assert found.file.name in (path.name, "manifest.seal")
+
+
+def test_what_was_got_and_expected_is_told():
+    path = stage_path(checkpoint(), 1) / "metadata"
+    assert path.read_bytes() == b"7 1"
+    found, _ = damaged(path, b"7 2")
+    got, expected = f"{crc32(b'7 2'):08x}", f"{crc32(b'7 1'):08x}"
+    says = f"{path}: got 3 bytes of CRC-32 {got}, expected 3 bytes of CRC-32 {expected}"
+    assert str(found) == says
+    found, _ = damaged(path, b"7")
+    assert str(found) == f"{path}: got 1 bytes, expected 3 bytes"
+    found, _ = damaged(path, None)
+    assert str(found).startswith(f"{path}: got No such file or directory, expected 3 bytes of CRC")
+
+
+def test_every_file_that_orbax_writes_is_watched(tmp_path):
+    folder, layers = CheckpointFolder(tmp_path), (range(1),)
+    part = stage_path(folder.unfinished(1), 0)
+    folder.unfinished(1).mkdir()
+    TreeFiles().write(part, {"params": {"w": jnp.arange(300.0)}})
+    folder.seal_part(1, 0)
+    folder.commit(Manifest(1, layers, vocab_size=9, tied=(), config=Config()))
+    written = [each for each in files(folder.finished(1)) if each.stat().st_size]
+    assert len(written) > 3
+    for path in written:
+        was = path.read_bytes()
+        path.write_bytes(was[:-1] + bytes([was[-1] ^ 1]))
+        assert damage_of(folder.finished(1), thorough=True) is not None, path
+        path.write_bytes(was)
+    assert damage_of(folder.finished(1), thorough=True) is None
+
+
+def test_the_newest_whole_one_is_found_and_those_after_it_are_told(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    for step in (7, 14, 21):
+        save(folder, step)
+    assert folder.newest_whole() == (21, ())
+    (stage_path(folder.finished(21), 0) / "metadata").unlink()
+    (folder.finished(14) / "manifest.json").unlink()
+    step, passed_over = folder.newest_whole()
+    assert step == 7
+    assert [each.step for each in passed_over] == [21, 14]
+    assert [each.damage.file.name for each in passed_over] == ["metadata", "manifest.json"]
+
+
+def test_one_that_is_set_aside_is_neither_read_nor_counted_nor_in_the_way(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 7)
+    save(folder, 14)
+    assert folder.set_aside(14) == tmp_path / "step_14.damaged"
+    assert folder.steps() == (7,)
+    save(folder, 14)
+    assert folder.set_aside(14) == tmp_path / "step_14.damaged-2"
+    folder.clean()
+    save(folder, 14)
+    assert folder.newest_whole() == (14, ())
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_one_that_lacks_a_file_does_not_count_among_those_that_are_kept(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    for step in (1, 2, 3, 4):
+        save(folder, step)
+    (stage_path(folder.finished(3), 0) / "metadata").unlink()
+    assert folder.prune(2) == ()
+    assert folder.steps() == (2, 3, 4)
+    assert folder.newest_whole()[0] == 4
+
+
+def rewrite(folder, step, change):
+    """Another manifest, sealed as ever."""
+    path = folder.finished(step) / "manifest.json"
+    told = json.dumps(json.loads(path.read_bytes()) | change).encode()
+    path.write_bytes(told)
+    (path.parent / "manifest.seal").write_bytes(seal_of(told))
+
+
+def test_another_versions_checkpoint_is_not_taken_for_a_damaged_one(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 7)
+    rewrite(folder, 7, {"format": 99})
+    with pytest.raises(UserError, match=r"step_7/manifest.json: got format 99, expected at most 2"):
+        folder.newest_whole()
+
+
+def test_a_checkpoint_from_before_there_were_checksums_is_whole_if_its_parts_are_there(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 7)
+    path = folder.finished(7) / "manifest.json"
+    told = json.loads(path.read_bytes())
+    path.write_text(json.dumps({**told, "format": 1, "parts": None}))
+    (folder.finished(7) / "manifest.seal").unlink()
+    assert folder.newest_whole() == (7, ())
+    assert folder.manifest(7).parts is None
+    shutil.rmtree(stage_path(folder.finished(7), 1))
+    ((_, passed_over),) = [folder.newest_whole()]
+    assert f"{passed_over[0].damage}".endswith("got nothing, expected a part of the checkpoint")
