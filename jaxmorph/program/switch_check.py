@@ -54,9 +54,8 @@ class _Replay:
 
     def due(self) -> Transfer | None:
         """The link's next transfer, if both its ends are at it."""
-        heads = [self.head(rank) for rank in self.link]
-        found = {each.transfer for each in heads if _is_direct(each, self.link)}
-        return found.pop() if len(found) == 1 and all(map(self._waits, self.link)) else None
+        one, other = (_direct_transfer(self.head(rank), self.link) for rank in self.link)
+        return one if one == other else None
 
     def meet(self, transfer: Transfer) -> None:
         """Do the link's next transfer, as long as its path is whole."""
@@ -122,9 +121,6 @@ class _Replay:
         other = self.head(_peer(head.transfer, rank))
         return isinstance(other, Send | Receive) and other.transfer == head.transfer
 
-    def _waits(self, rank: int) -> bool:
-        return _is_direct(self.head(rank), self.link)
-
 
 def check_switch(programs: Sequence[RankProgram], link: Link, slots: int = 1) -> int:
     """Replay a step for every transfer of a link that may fail, which has come or hasn't.
@@ -180,9 +176,11 @@ def _copy(replay: _Replay) -> _Replay:
     return copied
 
 
-def _is_direct(step: Instruction | None, link: Link) -> bool:
-    is_transfer = isinstance(step, Send | Receive)
-    return is_transfer and step.route == "direct" and step.transfer.link == link
+def _direct_transfer(step: Instruction | None, link: Link) -> Transfer | None:
+    """The link's transfer that a rank is at, if it is at one."""
+    if not isinstance(step, Send | Receive) or step.route != "direct":
+        return None
+    return step.transfer if step.transfer.link == link else None
 
 
 def _peer(transfer: Transfer, rank: int) -> int:

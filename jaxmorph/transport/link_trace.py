@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
 
 from jaxmorph.errors import UserError
 from jaxmorph.transport.link_emulator import AffectedRoute, LinkCondition
@@ -17,7 +16,12 @@ BEHAVIOUR = ("latency_ms", "bandwidth_mbps", "jitter_ms", "cut")
 ROUTE = "route"
 _COLUMNS = (*BEHAVIOUR, ROUTE)
 _HEADER = f"{TIME} or {STEP}, {LINKS}, then some of {','.join(_COLUMNS)}"
-_ROUTES: dict[str, AffectedRoute] = {"": "both"} | {each: each for each in get_args(AffectedRoute)}
+_ROUTES: Mapping[str, AffectedRoute] = {
+    "": "both",
+    "both": "both",
+    "direct": "direct",
+    "delegated": "delegated",
+}
 _CUT = {"": False, "0": False, "false": False, "1": True, "true": True}
 _COMMENT = "#"
 _AROUND_SIGN = re.compile(r"\s*([->])\s*")
@@ -156,7 +160,7 @@ def _conditions(place: _Place, row: Row) -> Iterator[tuple[str, LinkCondition]]:
         raise place.error("cut", cut, "0, 1, false, true, or nothing")
     route = row.get(ROUTE, "")
     if route not in _ROUTES:
-        raise place.error(ROUTE, route, f"{', '.join(get_args(AffectedRoute))}, or nothing")
+        raise place.error(ROUTE, route, "both, direct, delegated, or nothing")
     for link in _AROUND_SIGN.sub(r"\1", row[of_links]).split() or [""]:
         between, source = _directions(place, of_links, link)
         yield (

@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -167,9 +168,10 @@ class TwoEnds:
                 ]
                 for side in (1, 2)
             ]
-            plane = network.plane(rank, *ends)
+            outgoing, incoming = ends
+            plane = network.plane(rank, outgoing, incoming)
             delegated = DelegatedRoute(plane, uses, rank, placement, tier())
-            lives = [
+            lives: Any = [
                 {channel: Program(life, channel, rank) for channel in CHANNELS}
                 for life in collectives
             ]
