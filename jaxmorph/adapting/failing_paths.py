@@ -64,13 +64,13 @@ class FailingPaths:
         return happened
 
     def _take_for_dead(self, step: int, link: Link, detail: str) -> None:
-        for way in (link, link[::-1]):
-            self._detector.observe_failure(step, *way, detail)
+        for source, destination in (link, link[::-1]):
+            self._detector.observe_failure(step, source, destination, detail)
 
     def _return(self, step: int, link: Link, up_steps: int) -> Iterator[Happening]:
-        for way in (link, link[::-1]):
+        for source, destination in (link, link[::-1]):
             before = self._detector.verdicts
-            for verdict in self._detector.observe_return(step, *way, up_steps):
+            for verdict in self._detector.observe_return(step, source, destination, up_steps):
                 told = of_verdict(verdict, before)
                 if told is not None:
                     yield told

@@ -191,9 +191,10 @@ def test_a_link_that_failed_in_the_step_at_whose_end_it_was_to_be_probed_is_not(
 
 
 def test_a_path_begins_again_once_however_long_the_loop_takes_to_know():
-    adaptation, _, _ = after_failure(0, Loop(probes=(LINK,), known=(LINK,)))
+    loop = Loop(probes=(LINK,), known=(LINK,))
+    adaptation, _, _ = after_failure(0, loop)
     adaptation.heed(7, [adaptation.told(7), UP, UP])
-    adaptation._loop.probes = (LINK,)
+    loop.probes = (LINK,)
     assert adaptation.told(8) == {"probe": ["1-2"]}
 
 
