@@ -39,7 +39,7 @@ def main(arguments, link, rest):
             os._exit(3)
         case "talk":
             talk(link, Path(rest[2]))
-        case "wait":
+        case "wait" | "deaf":
             threading.Event().wait()
 
 
