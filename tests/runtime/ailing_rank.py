@@ -37,7 +37,7 @@ def behave(behaviour, link, rest):
         case "fail when asked":
             link.stop_asked.wait()
             raise ZeroDivisionError("asked at a bad moment")
-        case "wait":
+        case "wait" | "deaf":
             threading.Event().wait()
 
 
