@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmorph.config import Config, load_config, placed_error
-from jaxmorph.errors import UserError
+from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.reporting import RunDirectory, open_reporter, open_run_directory
 from jaxmorph.reporting.run_directory import CONFIG, reopen_run_directory
 from jaxmorph.runtime.launcher import run_ranks
@@ -202,13 +202,13 @@ def _leaving_at_once(rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        is_users = isinstance(error, UserError)
-        if not is_users:
+        says_all = isinstance(error, UserError | RunFailedError)
+        if not says_all:
             traceback.print_exc()
-        said = f"error: {error}" if is_users else f"error: rank {rank} failed: {error}"
+        said = f"error: {error}" if says_all else f"error: rank {rank} failed: {error}"
         print(said, file=sys.stderr, flush=True)  # noqa: T201
         sys.stdout.flush()
-        os._exit(2 if is_users else 1)
+        os._exit(2 if isinstance(error, UserError) else 1)
 
 
 def _check_job(config: Config, rendezvous: "Rendezvous") -> None:

@@ -16,6 +16,7 @@ from jaxmorph.checkpoints.saver import CheckpointError, CheckpointSaver
 from jaxmorph.config import Config
 from jaxmorph.data import ReadAhead
 from jaxmorph.emulation.link_settings import agree_on_origin_s, emulated_conditions, untimed
+from jaxmorph.errors import RunFailedError
 from jaxmorph.planning.device_budget import with_device_budget
 from jaxmorph.planning.first_plan import FirstPlan, plan_by_timings, settle_garbage
 from jaxmorph.planning.layer_choice import LayerChoice, choose_layers, measured_on_rank_0
@@ -29,10 +30,11 @@ from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
 from jaxmorph.stage.parameter_count import parameter_count
 from jaxmorph.training.bookkeeping import Bookkeeper
 from jaxmorph.training.evaluation import Evaluation, with_room_to_evaluate
-from jaxmorph.training.gradients import apply_gradients
+from jaxmorph.training.gradients import apply_gradients, told_not_finite
 from jaxmorph.training.open_stage import open_stage
 from jaxmorph.training.run_checkpoints import RunCheckpoints
 from jaxmorph.training.run_parts import RunParts, load_parts, step_reader
+from jaxmorph.training.skipped_steps import SkippedSteps
 from jaxmorph.training.stage_settings import stage_settings
 from jaxmorph.transport.link_emulator import LinkCondition
 
@@ -68,6 +70,7 @@ class _BesideSteps:
     bookkeeper: Bookkeeper
     saver: CheckpointSaver
     adaptation: Adaptation
+    skipped: SkippedSteps
 
 
 def train(
@@ -89,6 +92,7 @@ def train(
     Raises:
         UserError: If model, data and sizes don't fit one another.
         CheckpointError: If the last state could not be saved.
+        RunFailedError: If too many steps in a row were not finite.
     """
     compilations = CompilationCounter()
     run = _load(config, rendezvous, directory, first_step)
@@ -103,6 +107,7 @@ def train(
             _tell_start(run, first, beside.bookkeeper)
             _take_steps(run, trainer, inputs, first, beside)
             failure = beside.saver.finish()
+        _require_finite(rendezvous, beside.skipped)
         _require_saved(rendezvous, failure)
 
 
@@ -176,7 +181,8 @@ def _open_beside_steps(
         _open_saver(run, bookkeeper) as saver,
     ):
         adaptation = Adaptation(rendezvous, trainer, bookkeeper, loop, config.run.steps - 1)
-        yield _BesideSteps(compilations, evaluation, bookkeeper, saver, adaptation)
+        skipped = SkippedSteps(config.optimizer.stop_after_skipped)
+        yield _BesideSteps(compilations, evaluation, bookkeeper, saver, adaptation, skipped)
 
 
 def _open_saver(run: _Run, bookkeeper: Bookkeeper) -> CheckpointSaver:
@@ -205,8 +211,9 @@ def _take_steps(
     first: FirstPlan,
     beside: _BesideSteps,
 ) -> None:
-    """All steps. One lasts from the meeting that ends the one before to the meeting that ends it.
+    """All steps, or those until too many in a row were skipped.
 
+    A step lasts from the meeting that ends the one before to the meeting that ends it.
     The update and what the step leaves to be done come after the meeting: they are in the next
     step's time, but for an evaluation, which is in none.
     """
@@ -222,7 +229,10 @@ def _take_steps(
         barrier_s += held_out.took_s
         beside.bookkeeper.note(step, totals, reports, step_s, held_out)
         beside.saver.heed(reports)
-        if config.checkpoint.is_due(step + 1, config.run.steps):
+        if beside.skipped.note(step, totals):
+            return
+        is_due = config.checkpoint.is_due(step + 1, config.run.steps)
+        if beside.skipped.lets_save(is_due, is_last=step + 1 == config.run.steps):
             beside.saver.save(step + 1, trainer.state)
         if (morphed := beside.adaptation.heed(step, reports)) is not None:
             program = morphed
@@ -240,8 +250,15 @@ def _meet(
     """The end of a step: every rank tells its part of it, and hears all ranks' reports."""
     norm, compiled = trainer.squared_norm(), beside.compilations.count
     report, timings = rank_report(outcome, norm, began_s, compiled, trainer.events())
+    report |= told_not_finite(trainer, outcome.loss, norm)
     told = report | beside.saver.told() | beside.adaptation.told(step)
     return run.rendezvous.exchange(told, timings | beside.adaptation.probed())
+
+
+def _require_finite(rendezvous: Rendezvous, skipped: SkippedSteps) -> None:
+    if skipped.why_stop:
+        rendezvous.exchange({})  # as below
+        raise RunFailedError(skipped.why_stop)
 
 
 def _require_saved(rendezvous: Rendezvous, failure: str) -> None:

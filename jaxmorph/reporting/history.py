@@ -29,6 +29,7 @@ class RunHistory:
     def __init__(self) -> None:
         self.recent: deque[StepRecord] = deque(maxlen=RECENT)
         self._morph_steps: list[int] = []
+        self._skipped_steps = 0
         self._numbers = {name: array("d") for name in _KEPT}
         self._planned_s = array("d")  # of every step; 0 without a plan
 
@@ -43,6 +44,7 @@ class RunHistory:
             if (number := getattr(record, name)) is not None:
                 numbers.append(number)
         self._planned_s.append(record.predicted_step_s or 0.0)
+        self._skipped_steps += record.skipped
 
     def note(self, event: Event) -> None:
         """Takes note of an event that sums a run up.
@@ -101,6 +103,7 @@ class RunHistory:
             longer_than_planned=longer_than_planned(
                 zip(self._numbers["step_s"], self._planned_s, strict=True)
             ),
+            skipped_steps=self._skipped_steps,
         )
 
     def _median(self, name: str) -> float | None:

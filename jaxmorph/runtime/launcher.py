@@ -50,6 +50,7 @@ class _Failure:
     rank: int
     reason: str
     is_user_error: bool = False
+    says_all: bool = False  # the same on all ranks, and nothing in a log would add to it
 
     def sort_key(self) -> tuple[bool, float, int]:
         return (self.follows_others, self.time_s, self.rank)
@@ -84,6 +85,7 @@ def run_ranks(
 
     Raises:
         RankFailedError: If a rank died or raised; all others have been ended.
+        RunFailedError: If the ranks have stopped together, and said why.
         UserError: If a rank found a mistake of the user's.
         KeyboardInterrupt: On Ctrl-C and on SIGTERM; all ranks have been ended.
 
@@ -192,6 +194,7 @@ def _read_messages(rank: _Rank, watch: _Watch) -> bool:
                     rank.number,
                     message["reason"],
                     message["user_error"],
+                    message["says_all"],
                 )
             )
         else:
@@ -217,6 +220,8 @@ def _raise_cause(watch: _Watch) -> None:
     cause = min(watch.failures, key=_Failure.sort_key)
     if cause.is_user_error:
         raise UserError(cause.reason)
+    if cause.says_all:
+        raise RunFailedError(cause.reason)
     log_path = watch.ranks[cause.rank].log_path
     lines = [f"rank {cause.rank} failed: {cause.reason}", f"its log: {log_path}"]
     tail = _last_lines(log_path)
@@ -229,12 +234,24 @@ def _last_lines(path: Path) -> list[str]:
 
 
 def _end(watch: _Watch) -> None:
-    """End every rank that still runs: ask, wait, kill; and close what was opened for it."""
-    _signal_all(watch.ranks, signal.SIGTERM)
-    deadline_s = time.monotonic() + _TERMINATION_S
-    for rank in watch.ranks:
+    """End every rank that still runs: ask, wait, kill; and close what was opened for it.
+
+    Another Ctrl-C meanwhile ends the waiting.
+    """
+    try:
+        _signal_all(watch.ranks, signal.SIGTERM)
+        _await_all(watch.ranks, time.monotonic() + _TERMINATION_S)
+    finally:
+        _kill_all(watch)
+
+
+def _await_all(ranks: list[_Rank], deadline_s: float) -> None:
+    for rank in ranks:
         with contextlib.suppress(subprocess.TimeoutExpired):
             rank.process.wait(max(0.0, deadline_s - time.monotonic()))
+
+
+def _kill_all(watch: _Watch) -> None:
     _signal_all(watch.ranks, signal.SIGKILL)
     for rank in watch.ranks:
         rank.process.wait()
