@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-processes test-others test-hf nixl lint types check bench bench-planner bench-transport bench-faults bench-netns bench-figures clean
+.PHONY: setup demo test test-processes test-others test-hf nixl lint types check bench bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
 
 setup: $(VENV)/installed
 
@@ -76,6 +76,10 @@ bench-transport: setup
 # Ten thousand messages over at least three hundred faults: each once, in order, intact.
 bench-faults: setup
 	$(BIN)/python -m benchmarks.transport_faults
+
+# Training through three hundred faults, and every way to end a run: the same bits, nothing left.
+bench-chaos: setup
+	$(BIN)/python -m benchmarks.chaos
 
 # The data plane and training over network cards that are slow, or lost; for root on Linux.
 bench-netns: setup

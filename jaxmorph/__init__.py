@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxmorph.config import Config, load_config
-    from jaxmorph.errors import UserError
+    from jaxmorph.errors import RunFailedError, UserError
     from jaxmorph.runtime.optimizer import is_matrix
     from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
     from jaxmorph.schedule.planner import Plan, plan
@@ -25,6 +25,7 @@ __all__ = [
     "Link",
     "LinkState",
     "Plan",
+    "RunFailedError",
     "Schedule",
     "StageCosts",
     "StepMetrics",
@@ -45,6 +46,7 @@ _HOMES = {
     "Link": "schedule.costs",
     "LinkState": "schedule.costs",
     "Plan": "schedule.planner",
+    "RunFailedError": "errors",
     "Schedule": "schedule.schedule",
     "StageCosts": "schedule.costs",
     "StepMetrics": "trainer",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmorph.checkpoints.folder import PassedOver
 from jaxmorph.config import Config, load_config, placed_error
-from jaxmorph.errors import RunStoppedError, UserError
+from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
 from jaxmorph.recovery.supervisor import Supervisor
 from jaxmorph.reporting import Reporter, RunDirectory, open_reporter, open_run_directory
 from jaxmorph.reporting.records import DAMAGED
@@ -291,10 +291,10 @@ def _leaving_at_once(rank: int, exit_code: Callable[[BaseException], int]) -> It
     try:
         yield
     except BaseException as error:
-        is_users = isinstance(error, UserError)
-        if not is_users:
+        says_all = isinstance(error, UserError | RunFailedError)
+        if not says_all:
             traceback.print_exc()
-        said = f"error: {error}" if is_users else f"error: rank {rank} failed: {error}"
+        said = f"error: {error}" if says_all else f"error: rank {rank} failed: {error}"
         print(said, file=sys.stderr, flush=True)  # noqa: T201
         sys.stdout.flush()
         os._exit(exit_code(error))
@@ -306,6 +306,8 @@ def _exit_code(config: Config, known: Sequence[Path], error: BaseException) -> i
         return 2
     if isinstance(error, KeyboardInterrupt):
         return 130
+    if isinstance(error, RunFailedError):  # that would come again
+        return 1
     if config.restart_policy.max_restarts > 0 and known:
         with suppress(OSError):  # where the folder can't be read, starting again is no help
             done, _ = last_resumable(config, known[-1], thorough=False)

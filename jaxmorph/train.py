@@ -16,6 +16,7 @@ from jaxmorph.checkpoints.saver import CheckpointError, CheckpointSaver
 from jaxmorph.config import Config
 from jaxmorph.data import ReadAhead
 from jaxmorph.emulation.link_settings import agree_on_origin_s, emulated_conditions, untimed
+from jaxmorph.errors import RunFailedError
 from jaxmorph.planning.device_budget import with_device_budget
 from jaxmorph.planning.first_plan import FirstPlan, plan_by_timings, settle_garbage
 from jaxmorph.planning.layer_choice import LayerChoice, choose_layers, measured_on_rank_0
@@ -30,11 +31,12 @@ from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
 from jaxmorph.stage.parameter_count import parameter_count
 from jaxmorph.training.bookkeeping import Bookkeeper
 from jaxmorph.training.evaluation import Evaluation, with_room_to_evaluate
-from jaxmorph.training.gradients import apply_gradients
+from jaxmorph.training.gradients import apply_gradients, told_not_finite
 from jaxmorph.training.open_stage import open_stage
 from jaxmorph.training.run_checkpoints import RunCheckpoints
 from jaxmorph.training.run_parts import RunParts, load_parts, step_reader
 from jaxmorph.training.save_times import STOPPED, SaveTimes
+from jaxmorph.training.skipped_steps import SkippedSteps
 from jaxmorph.training.stage_settings import stage_settings
 from jaxmorph.transport.link_emulator import LinkCondition
 
@@ -71,6 +73,7 @@ class _BesideSteps:
     saver: CheckpointSaver
     times: SaveTimes
     adaptation: Adaptation
+    skipped: SkippedSteps
 
 
 def train(
@@ -101,6 +104,7 @@ def train(
     Raises:
         UserError: If model, data and sizes don't fit one another.
         CheckpointError: If the last state could not be saved.
+        RunFailedError: If too many steps in a row were not finite.
     """
     compilations = CompilationCounter()
     run = _load(config, rendezvous, directory, first_step, restarts)
@@ -119,6 +123,7 @@ def train(
             _tell_start(run, first, beside.bookkeeper)
             is_done = _take_steps(run, trainer, inputs, first, beside)
             failure = beside.saver.finish()
+        _require_finite(rendezvous, beside.skipped)
         _require_saved(rendezvous, failure)
     return is_done
 
@@ -210,7 +215,8 @@ def _open_beside_steps(
             adapts=config.adapts,
         )
         times = SaveTimes(config.checkpoint, config.run.steps, leads=leads, stop_asked=stop_asked)
-        yield _BesideSteps(compilations, evaluation, bookkeeper, saver, times, adaptation)
+        skipped = SkippedSteps(config.optimizer.stop_after_skipped)
+        yield _BesideSteps(compilations, evaluation, bookkeeper, saver, times, adaptation, skipped)
 
 
 def _open_saver(run: _Run, bookkeeper: Bookkeeper) -> CheckpointSaver:
@@ -240,7 +246,7 @@ def _take_steps(
     first: FirstPlan,
     beside: _BesideSteps,
 ) -> bool:
-    """All steps, or those until the run is asked to end; whether the last one has been done.
+    """All steps, or those until the run is to end; whether the last one has been done.
 
     A step lasts from the meeting that ends the one before to the meeting that ends it.
     The update and what the step leaves to be done come after the meeting: they are in the next
@@ -258,8 +264,11 @@ def _take_steps(
         barrier_s += held_out.took_s
         beside.bookkeeper.note(step, totals, reports, step_s, held_out)
         beside.saver.heed(reports)
+        if beside.skipped.note(step, totals):
+            return False
         after = beside.times.heed(step + 1, reports)
-        if after.saves:
+        is_last = after.stops or step + 1 == config.run.steps
+        if beside.skipped.lets_save(after.saves, is_last=is_last):
             beside.saver.save(step + 1, trainer.state)
         if after.stops:
             done = f"asked to end after {step + 1} of {config.run.steps} steps"
@@ -282,8 +291,15 @@ def _meet(
     """The end of a step: every rank tells its part of it, and hears all ranks' reports."""
     norm, compiled = trainer.squared_norm(), beside.compilations.count
     report, timings = rank_report(outcome, norm, began_s, compiled, trainer.events())
+    report |= told_not_finite(trainer, outcome.loss, norm)
     told = report | beside.saver.told() | beside.times.told() | beside.adaptation.told(step)
     return run.rendezvous.exchange(told, timings | beside.adaptation.probed())
+
+
+def _require_finite(rendezvous: Rendezvous, skipped: SkippedSteps) -> None:
+    if skipped.why_stop:
+        rendezvous.exchange({})  # as below
+        raise RunFailedError(skipped.why_stop)
 
 
 def _require_saved(rendezvous: Rendezvous, failure: str) -> None:

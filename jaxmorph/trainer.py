@@ -14,7 +14,7 @@ import optax
 
 from jaxmorph.config import Config
 from jaxmorph.emulation.link_settings import agree_on_origin_s, emulated_conditions, untimed
-from jaxmorph.errors import UserError
+from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.planning.device_budget import with_device_budget
 from jaxmorph.planning.first_plan import plan_by_timings
 from jaxmorph.planning.layer_choice import choose_layers
@@ -36,8 +36,9 @@ from jaxmorph.stage.model import Params, PipelineModel
 from jaxmorph.stage.stored_weights import check_weights
 from jaxmorph.training.cluster import require_one_host
 from jaxmorph.training.evaluation import with_room_for_forwards
-from jaxmorph.training.gradients import apply_gradients
+from jaxmorph.training.gradients import apply_gradients, told_not_finite
 from jaxmorph.training.open_stage import open_stage
+from jaxmorph.training.skipped_steps import SkippedSteps
 from jaxmorph.training.stage_settings import stage_settings
 
 _log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class StepMetrics:
         step: Its number, from 0.
         loss: Mean loss of the targets that count, before the update.
         grad_norm: Global norm of the gradients, before clipping.
-        updated: Whether the parameters were updated: not where a gradient is not finite.
+        updated: Whether parameters were updated: not where the loss or a gradient is not finite.
         step_s: Seconds from the last rank's call to the last gradient.
         tokens_per_s: Tokens of the batch, divided by `step_s`.
     """
@@ -116,6 +117,7 @@ class Trainer:
         self._in_force: PlanInForce | None = None
         self._next_step, self._first_microbatch = 0, 0
         self._reports: Sequence[dict[str, Any]] = ()
+        self._skipped = SkippedSteps(self.config.optimizer.stop_after_skipped)
 
     @property
     def params(self) -> tuple[Params, ...]:
@@ -172,19 +174,25 @@ class Trainer:
 
         Raises:
             UserError: If the batch is no such pair; nothing has been changed then.
+            RunFailedError: If this is one too many of steps in a row that were not finite: see
+                `optimizer.stop_after_skipped`. Parameters are as the last finite step left them.
         """
         inputs = cut_batch(batch, self.config, self.rank)
         in_force = self._in_force = self._in_force or self._planned(inputs)
         self._rendezvous.exchange({})  # what ranks did since the last step is no part of this one
         step, began_s = self._next_step, time.monotonic()
         outcome = self._stage.run(in_force.program, inputs, step)
-        message, timings = rank_report(outcome, self._stage.squared_norm(), began_s, 0)
+        norm = self._stage.squared_norm()
+        message, timings = rank_report(outcome, norm, began_s, 0)
         took_s = time.monotonic() - began_s
-        self._reports = self._rendezvous.exchange({**message, "took_s": took_s}, timings)
+        message |= told_not_finite(self._stage, outcome.loss, norm) | {"took_s": took_s}
+        self._reports = self._rendezvous.exchange(message, timings)
         totals = total(self._reports)
         updated = apply_gradients(self._stage, totals, self.config.optimizer.clip_norm)
         self._next_step, self._first_microbatch = step + 1, 0
         self._log_events()
+        if self._skipped.note(step, totals):
+            raise RunFailedError(self._skipped.why_stop)
         step_s = max(report["took_s"] for report in self._reports)
         tokens_per_s = self.config.tokens_per_step / step_s
         return StepMetrics(step, totals.loss, totals.grad_norm, updated, step_s, tokens_per_s)

@@ -1,13 +1,15 @@
 """What a trainer refuses before it compiles anything."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from jaxmorph.config import check_config
-from jaxmorph.errors import UserError
+from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rank_process import RankArguments
@@ -17,6 +19,7 @@ from jaxmorph.scripts import config as script_config
 from jaxmorph.scripts import meeting
 from jaxmorph.scripts.config import configure
 from jaxmorph.trainer import Trainer
+from jaxmorph.training.skipped_steps import SkippedSteps
 
 MODEL: Any = SimpleNamespace(num_layers=2, tied=())
 
@@ -128,12 +131,32 @@ def test_a_step_begins_when_all_ranks_have_called(monkeypatch):
     monkeypatch.setattr("jaxmorph.trainer.apply_gradients", lambda stage, totals, norm: True)
     trainer: Any = Trainer.__new__(Trainer)
     trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, 7
-    trainer._in_force = SimpleNamespace(program=None)
+    trainer._in_force, trainer._skipped = SimpleNamespace(program=None), SkippedSteps(None)
     trainer._rendezvous = SimpleNamespace(exchange=exchange)
     trainer._stage = SimpleNamespace(run=run, squared_norm=lambda: 4.0, events=list)
     metrics = trainer.step(None)
     assert (metrics.step, metrics.grad_norm, metrics.step_s) == (7, 2.0, 1.0)
     assert details[-1]["ops"] == [("F0", 750.0, 1000.0)]
+
+
+def test_too_many_steps_that_are_not_finite_end_in_an_error_and_nothing_is_updated(monkeypatch):
+    discarded = []
+    monkeypatch.setattr("jaxmorph.trainer.cut_batch", lambda batch, config, rank: None)
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, 0
+    trainer._in_force, trainer._skipped = SimpleNamespace(program=None), SkippedSteps(2)
+    trainer._rendezvous = SoleRank()
+    trainer._stage = SimpleNamespace(
+        run=lambda program, inputs, step: StepOutcome(math.inf, (), []),
+        squared_norm=lambda: math.nan,
+        gradients=({"layers": {"kernel": np.full(3, math.nan)}},),
+        discard=lambda: discarded.append(True),
+        events=list,
+    )
+    assert trainer.step(None).updated is False
+    with pytest.raises(RunFailedError, match=r"^2 steps in a row .* stage 0: loss inf, gradients"):
+        trainer.step(None)
+    assert len(discarded) == 2
 
 
 def test_a_trainer_that_comes_after_jax_has_begun_is_told_to_come_first(monkeypatch):

@@ -218,7 +218,10 @@ class Schedule(Section):
 
 
 class Optimizer(Section):
-    """AdamW after a linear warm-up, on a cosine down to a fraction of the peak rate."""
+    """AdamW after a linear warm-up, on a cosine down to a fraction of the peak rate.
+
+    A step whose loss or gradient is not finite updates nothing; so many in a row end the run.
+    """
 
     learning_rate: Positive = 6e-4
     warmup_steps: CountOrZero = 0
@@ -227,6 +230,9 @@ class Optimizer(Section):
     beta1: Momentum = 0.9
     beta2: Momentum = 0.95
     final_learning_rate_fraction: Fraction = 0.1
+    stop_after_skipped: Annotated[
+        Count | None, Expected("null, or a whole number of at least 1")
+    ] = 10
 
 
 class Precision(Section):

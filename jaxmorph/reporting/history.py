@@ -30,6 +30,7 @@ class RunHistory:
     def __init__(self) -> None:
         self.recent: deque[StepRecord] = deque(maxlen=RECENT)
         self._morph_steps: list[int] = []
+        self._skipped_steps = 0
         self._numbers = {name: array("d") for name in _KEPT}
         self._steps = {name: array("q") for name in _KEPT}  # those of the numbers
         self._planned_s = array("d")  # of every step; 0 without a plan
@@ -46,6 +47,7 @@ class RunHistory:
                 numbers.append(number)
                 self._steps[name].append(record.step)
         self._planned_s.append(record.predicted_step_s or 0.0)
+        self._skipped_steps += record.skipped
 
     def go_back(self, step: int) -> None:
         """Forgets the steps from one on, which will be done again.
@@ -123,6 +125,7 @@ class RunHistory:
             longer_than_planned=longer_than_planned(
                 zip(self._numbers["step_s"], self._planned_s, strict=True)
             ),
+            skipped_steps=self._skipped_steps,
         )
 
     def _median(self, name: str) -> float | None:

@@ -84,6 +84,7 @@ class StepRecord:
             no field of the line, where nothing was transferred.
         peak_on_device: most of them on the device at once, for each stage; None, and no field of
             the line, where stashes may not be offloaded.
+        skipped: whether parameters stayed as they were, as loss or gradients were not finite.
     """
 
     step: int
@@ -105,6 +106,7 @@ class StepRecord:
     peak_on_device: tuple[int, ...] | None = field(
         default=None, metadata={"left_out_if_none": True}
     )
+    skipped: bool = False
 
     def metrics(self) -> dict[str, Any]:
         """The fields of a line of `metrics.jsonl`."""
@@ -159,6 +161,7 @@ class RunSummary:
         picture: the picture of planned against measured, if drawn.
         traces: Chrome traces of sampled steps.
         held_out_losses: the held-out losses of the steps that were evaluated.
+        skipped_steps: how many steps were skipped.
         morph_steps: the first step of each plan after the first one.
         longer_than_planned: by which share the median step was longer than its own plan, if steps
             had plans.
@@ -181,6 +184,7 @@ class RunSummary:
     picture: Path | None = None
     traces: tuple[Path, ...] = ()
     held_out_losses: tuple[float, ...] = ()
+    skipped_steps: int = 0
     morph_steps: tuple[int, ...] = ()
     longer_than_planned: float | None = None
     goodput: float | None = None

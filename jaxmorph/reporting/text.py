@@ -53,7 +53,7 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     """
     losses = summary.losses
     rows = [
-        ("steps", f"{len(losses)} in {duration(summary.elapsed_s)}"),
+        ("steps", f"{len(losses)} in {duration(summary.elapsed_s)}{_skipped(summary)}"),
         ("speed", f"{summary.tokens_per_s:,.0f} tokens/s"),
         ("loss", _course(losses)),
         *([("held out", _course(summary.held_out_losses))] if summary.held_out_losses else []),
@@ -212,6 +212,11 @@ def describe_plan(record: StepRecord) -> str:
     some = f", {' '.join(delegated)} delegated" if len(delegated) < len(record.routes) else ""
     route = (some if delegated else "") or f", {describe_routes(record.routes)}"
     return f"{record.schedule}, warm-up forwards {_numbers(record.warmup_forwards)}{route}"
+
+
+def _skipped(summary: RunSummary) -> str:
+    number = summary.skipped_steps
+    return f", {number} of them skipped: not finite" if number else ""
 
 
 def _morphs(steps: Sequence[int]) -> str:

@@ -76,6 +76,7 @@ class _Failure:
     rank: int
     reason: str
     is_user_error: bool = False
+    says_all: bool = False  # the same on all ranks, and nothing in a log would add to it
 
     def sort_key(self) -> tuple[bool, float, int]:
         return (self.follows_others, self.time_s, self.rank)
@@ -118,6 +119,7 @@ def run_ranks(
 
     Raises:
         RankFailedError: If a rank died or raised; all others have been ended.
+        RunFailedError: If the ranks have stopped together, and said why.
         UserError: If a rank found a mistake of the user's.
         KeyboardInterrupt: On Ctrl-C and on SIGTERM, if the ranks weren't asked to end, or haven't
             in time; all ranks have been ended.
@@ -231,6 +233,7 @@ def _read_messages(rank: _Rank, watch: _Watch) -> bool:
                     rank.number,
                     message["reason"],
                     message["user_error"],
+                    message["says_all"],
                 )
             )
         else:
@@ -256,6 +259,8 @@ def _raise_cause(watch: _Watch) -> None:
     cause = min(watch.failures, key=_Failure.sort_key)
     if cause.is_user_error:
         raise UserError(cause.reason)
+    if cause.says_all:
+        raise RunFailedError(cause.reason)
     log_path = watch.ranks[cause.rank].log_path
     lines = [f"rank {cause.rank} failed: {cause.reason}", f"its log: {log_path}"]
     tail = _last_lines(log_path)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmorph.errors import UserError
+from jaxmorph.errors import RunFailedError, UserError
 
 Message = dict[str, Any]
 
@@ -106,12 +106,14 @@ def run_rank(body: Callable[[RankArguments, LauncherLink, list[str]], None]) -> 
 
 
 def _failure(error: BaseException) -> Message:
-    reason = str(error) if isinstance(error, UserError) else _one_line(error)
+    says_all = isinstance(error, UserError | RunFailedError)
+    reason = str(error) if says_all else _one_line(error)
     return {
         "kind": "failed",
         "time_s": time.monotonic(),
         "reason": reason,
         "user_error": isinstance(error, UserError),
+        "says_all": says_all,
         "follows_others": _is_echo(error),
     }
 

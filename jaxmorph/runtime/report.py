@@ -1,8 +1,9 @@
 """What a rank tells the others of a step, and the step put together from all ranks' reports."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import median
 from typing import Any
@@ -20,6 +21,9 @@ from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
 Message = dict[str, Any]
 
+NOT_FINITE = "not_finite"
+"""The key under which a rank says what of its step is not finite; elsewhere it is left out."""
+
 
 @dataclass(frozen=True)
 class StepTotals:
@@ -28,10 +32,22 @@ class StepTotals:
     Attributes:
         loss: Mean loss of the counted tokens.
         grad_norm: Global norm of the gradients before clipping.
+        not_finite: What is not finite, in a few words, by stage; only of stages that found it.
     """
 
     loss: float
     grad_norm: float
+    not_finite: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether parameters may be updated by the step."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    def in_words(self) -> str:
+        """The scalars, and what is not finite on which stage, in a line."""
+        stages = (f"stage {stage}: {what}" for stage, what in self.not_finite.items())
+        return "; ".join([f"loss {self.loss:g}, gradient norm {self.grad_norm:g}", *stages])
 
 
 def rank_report(
@@ -80,14 +96,16 @@ def _copy_span(stamp: Stamp, began_s: float) -> tuple[str, int, int, float, floa
 
 
 def total(reports: Sequence[Message]) -> StepTotals:
-    """The step's loss and gradient norm.
+    """The step's loss and gradient norm, and what of them is not finite.
 
     Args:
         reports: All ranks' reports, in rank order.
     """
     loss = sum(report["loss"] for report in reports)
     squared_norm = sum(report["squared_norm"] for report in reports)
-    return StepTotals(loss, float(np.sqrt(squared_norm)))
+    told = ((rank, report.get(NOT_FINITE)) for rank, report in enumerate(reports))
+    not_finite = {rank: what for rank, what in told if what}
+    return StepTotals(loss, float(np.sqrt(squared_norm)), not_finite)
 
 
 def measured_timeline(reports: Sequence[Message]) -> Timeline:

@@ -10,7 +10,6 @@ Messages are dictionaries of JSON's types with a `kind`:
 - `event`: the fields of an `Event`.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -251,12 +250,13 @@ class Bookkeeper:
             "planned_bubble_rate": planned.bubble_rate,
             "link_states": self._link_states(),
             "link_ms": link_medians_ms(paths.samples) or None,
+            "skipped": not totals.is_finite,
         }
         self._tell({"kind": "step", "record": record})
         for happening in happened:
             self._tell_event(step, **happening)
-        if not math.isfinite(totals.grad_norm):
-            self._tell_event(step, "update_skipped", f"gradient norm {totals.grad_norm}")
+        if not totals.is_finite:
+            self._tell_event(step, "step_skipped", totals.in_words(), evidence=_evidence(totals))
         self._traced.note(step, planned, measured)
         if self._traced.is_sampled(step):
             self._tell({"kind": "profile", "profile": self._profiler.profile().to_json()})
@@ -304,6 +304,15 @@ class Bookkeeper:
         time_s = time.monotonic() - self._began_s
         event = {"time_s": time_s, "step": step, "kind": kind, "link": link, "detail": detail}
         self._tell({"kind": "event", "event": event | ({"evidence": evidence} if evidence else {})})
+
+
+def _evidence(totals: StepTotals) -> Message:
+    """A step's scalars as text: JSON has no word for a number that is not finite."""
+    return {
+        "loss": f"{totals.loss:g}",
+        "grad_norm": f"{totals.grad_norm:g}",
+        "stages": {str(stage): what for stage, what in totals.not_finite.items()},
+    }
 
 
 def _link_name(rank: int, peer: int | None) -> str | None:

@@ -5,7 +5,7 @@ import pytest
 
 from jaxmorph.reporting import Event, RunHistory, StepRecord
 from jaxmorph.reporting.history import RECENT
-from jaxmorph.reporting.text import longer_than_planned
+from jaxmorph.reporting.text import longer_than_planned, summary_rows
 
 STEP = StepRecord(
     step=0, loss=5.0, grad_norm=1.5, step_s=0.4, tokens_per_s=10_240.0, schedule="zb-h2",
@@ -37,6 +37,15 @@ def test_a_summary_has_medians_of_what_is_known():
     summary = history.summary(elapsed_s=2.0, run_directory=Path("runs/a"))
     assert (summary.losses, summary.held_out_losses) == ((5.0, 4.0, 3.0), (5.5, 3.5))
     assert (summary.step_s, summary.predicted_step_s) == (0.2, 0.4)
+
+
+def test_a_summary_counts_the_steps_that_were_skipped():
+    skipped = replace(STEP, loss=float("nan"), skipped=True)
+    summary = history_of(STEP, skipped, STEP, skipped).summary(
+        elapsed_s=2.0, run_directory=Path("runs/a")
+    )
+    assert summary.skipped_steps == 2
+    assert summary_rows(summary)[0] == ("steps", "4 in 2.0 s, 2 of them skipped: not finite")
 
 
 def test_steps_are_held_against_their_own_plans():

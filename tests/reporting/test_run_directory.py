@@ -83,6 +83,7 @@ def test_a_step_is_one_line_with_exactly_the_metrics(tmp_path):
         ("bubble_rate", 0.12),
         ("peak_live", [3, 2, 1]),
         ("compilations", 0),
+        ("skipped", False),
     ]
 
 
@@ -93,7 +94,7 @@ def test_a_step_that_was_evaluated_has_its_held_out_loss_too(tmp_path):
         found, diverged = lines(directory.path / "metrics.jsonl")
     assert found["held_out_loss"] == 5.75
     assert diverged["held_out_loss"] is None
-    assert len(found) == 13
+    assert len(found) == 14
 
 
 def test_numbers_that_are_not_finite_or_not_pythons_are_still_json(tmp_path):
@@ -144,7 +145,7 @@ def stopped_run(path: Path) -> Config:
             directory.write_step(record(step=step, loss=1.0))
         directory.write_event(Event(0.0, 0, "plan_adopted"))
         directory.write_event(Event(0.2, 1, "checkpoint_saved"))
-        directory.write_event(Event(0.3, 2, "update_skipped"))
+        directory.write_event(Event(0.3, 2, "step_skipped"))
         directory.write_event(Event(0.0, 2, "resumed"))
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')

@@ -6,7 +6,7 @@ import sys
 import threading
 from pathlib import Path
 
-from jaxmorph.errors import UserError
+from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.runtime.rank_process import run_rank
 
 
@@ -23,6 +23,8 @@ def behave(behaviour, link, rest):
             raise ZeroDivisionError("the weights of stage 1 are upside down")
         case "mistake":
             raise UserError("configs/x.yaml: data.path: nothing there")
+        case "stop":
+            raise RunFailedError("nothing was finite")
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
         case "exit":

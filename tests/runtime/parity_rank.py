@@ -19,7 +19,7 @@ from jaxmorph.program.forward_only import forward_only
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.runtime.compilations import CompilationCounter
-from jaxmorph.runtime.data_plane import open_data_plane
+from jaxmorph.runtime.data_plane import Start, open_data_plane
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.optimizer import OptimizerSettings, clip_scale
@@ -33,11 +33,16 @@ from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.simulator import simulate
 from jaxmorph.stage.model import cut_layers
 from jaxmorph.stage.stage_functions import StashPolicy
+from jaxmorph.training.gradients import apply_gradients, told_not_finite
+from jaxmorph.transport.client import SidecarPlane
+from jaxmorph.transport.plane import TransportSettings
 from models.gpt2 import build
+from tests.transport.proxy import Proxy
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "adaptive", "initial")
 MICROBATCHES = (1, 4, 8)
 CHUNKS = 2
+SPOILT_BYTES = 3_000  # two messages
 SEED, VOCABULARY, SEQUENCE, MICROBATCH_SIZE = 3, 61, 12, 2
 CLIP_NORM = 0.5  # below the gradients' norm, so that clipping is at work
 OPTIMIZER = OptimizerSettings(
@@ -65,6 +70,7 @@ class Parity:
         kinds: Sequence[OpKind] = tuple(OpKind),
         reference: ToldReference | None = None,
         delegated: bool = False,
+        start: Start | None = None,
     ):
         self.rendezvous, self.link = rendezvous, link
         self.rank, self.num_ranks = rendezvous.rank, rendezvous.num_ranks
@@ -101,7 +107,8 @@ class Parity:
         if delegated and self.num_ranks > 1:
             settings = replace(settings, delegated=frozenset(self.links))
             ends = channel_specs(settings.payloads(self.model), settings.delegated, self.rank)
-            plane = self._opened.enter_context(open_data_plane(rendezvous, *ends))
+            opened = open_data_plane(rendezvous, *ends, start=start)
+            plane = self._opened.enter_context(opened)
         self.trainer = StageTrainer(self.model, settings, self.rank, plane=plane)
         self.reference = reference or ToldReference(self.model, SEED, rendezvous)
 
@@ -153,8 +160,10 @@ class Parity:
         inputs = StepInputs(tokens, targets, 1.0 / np.count_nonzero(targets >= 0))
         program = self.program(schedule_name, len(tokens), routes)
         outcome = self.trainer.run(program, inputs, step)
-        report = rank_report(outcome, self.trainer.squared_norm(), time.monotonic(), 0)
-        return total(self.rendezvous.exchange(*report))
+        squared_norm = self.trainer.squared_norm()
+        report, timings = rank_report(outcome, squared_norm, time.monotonic(), 0)
+        report |= told_not_finite(self.trainer, outcome.loss, squared_norm)
+        return total(self.rendezvous.exchange(report, timings))
 
     def own_part(self, tree):
         """This stage's part of a whole model's tree, chunk by chunk, tied copies filled in."""
@@ -270,6 +279,40 @@ def check_routes(parity, schedules, compilations):
     parity.tell("route changes", compiled=compilations.count - before, counts=counts)
 
 
+def check_corruption(rendezvous, link, reference):
+    """A network that flips bits all the time, between sidecars that don't know of it."""
+    tokens, targets = batch(8, 23)
+    with ExitStack() as proxies:
+        planes = []
+
+        def start(rank, outgoing, incoming, settings):
+            plane: Any = SidecarPlane.start(rank, outgoing, incoming, TransportSettings())
+            proxy = proxies.enter_context(Proxy(*plane.addresses()))
+            proxy.spoil_every(SPOILT_BYTES)
+            plane.addresses = lambda: [proxy.address]
+            planes.append((plane, proxy))
+            return plane
+
+        parity = Parity(
+            rendezvous, link, tied=True, reference=reference, delegated=True, start=start
+        )
+        everywhere = dict.fromkeys(parity.links, "delegated")
+        sound, *others = (
+            gradients_of(parity, "zb-h2", tokens, targets, routes)
+            for routes in (None, everywhere, everywhere)
+        )
+        same = [jax.tree.leaves(jax.tree.map(np.array_equal, sound, other)) for other in others]
+        ((plane, proxy),) = planes
+        told = [peer["receiving"] for peer in plane.statistics()["peers"].values()]
+        parity.tell(
+            "corruption",
+            same=all(map(all, same)),
+            spoilt=proxy.spoilt,
+            found=sum(each["wrong_checksums"] for each in told),
+        )
+        parity.close()
+
+
 def check_forwards_alone(parity, schedules, compilations):
     """The loss of a step's forwards is the step's, bit by bit; no gradient comes of them."""
     tokens, targets = batch(8, 17)
@@ -314,6 +357,40 @@ def gradients_of(parity, schedule_name, tokens, targets, routes):
     return gradients
 
 
+def check_overflow(parity):
+    """Weights of the last stage make its activations overflow: no rank's state changes by a bit.
+
+    That stage goes back to its sound weights; the others go on as the step has left them.
+    """
+    sound, is_last = copied(parity.trainer.state), parity.rank == parity.num_ranks - 1
+    if is_last:
+        huge = [{**part, "params": jax.tree.map(_huge, part["params"])} for part in sound]
+        parity.trainer.restore(huge)
+    before = copied(parity.trainer.state)
+    totals = parity.run("zb-h2", *batch(4, 19))
+    updated = apply_gradients(parity.trainer, totals, CLIP_NORM)
+    after = copied(parity.trainer.state)
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    parity.tell(
+        "overflow",
+        updated=updated,
+        loss=str(totals.loss),
+        stages={str(stage): what for stage, what in totals.not_finite.items()},
+        same=all(one.tobytes() == other.tobytes() for one, other in pairs),
+        zero=not any(np.any(leaf) for leaf in jax.tree.leaves(parity.trainer.gradients)),
+    )
+    if is_last:
+        parity.trainer.restore(list(sound))
+
+
+def copied(tree):
+    return jax.tree.map(np.array, tree)
+
+
+def _huge(leaf):
+    return leaf * np.float32(1e30)
+
+
 def check_parameters(parity, schedule_name, expected):
     """Three optimizer steps, clipped, against Optax on one device."""
     for step, (tokens, targets) in enumerate(TRAINED_ON):
@@ -341,6 +418,7 @@ def main(arguments, link, rest):
         check_variants(Parity(rendezvous, link, tied=True, compute_dtype="bfloat16"))
         reference = references[True]  # what is computed again is the same
         check_variants(Parity(rendezvous, link, tied=True, stash="recompute", reference=reference))
+        check_corruption(rendezvous, link, reference)
     # Users' machine code has been seen of F, B, W and BW by now; chunks are more stages of those.
     jax.config.update("jax_disable_most_optimizations", True)
     for tied, reference in references.items():
@@ -357,6 +435,7 @@ def check_whole_stages(rendezvous, link, tied, compilations):
     if rendezvous.num_ranks > 1:
         check_routes(parity, ("zb-h1", "1f1b", "adaptive"), compilations)
     expected = parity.reference.steps(OPTIMIZER, CLIP_NORM, TRAINED_ON)
+    check_overflow(parity)
     check_parameters(parity, "zb-h2", expected)
     parity.close()
     return parity.reference

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmorph.errors import UserError
+from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.runtime import launcher
 from jaxmorph.runtime.launcher import RankFailedError, reserved_port, run_ranks
 
@@ -24,7 +24,7 @@ def launch(behaviour, tmp_path, guilty=1, num_ranks=3):
     try:
         run_ranks("ailing_rank", [behaviour, str(guilty)], num_ranks, tmp_path, told.append)
         raised = None
-    except (RankFailedError, UserError) as error:
+    except (RunFailedError, UserError) as error:
         raised = error
     return time.monotonic() - began_s, [message["pid"] for message in told], raised
 
@@ -97,6 +97,12 @@ def test_a_users_mistake_found_by_a_rank_stays_one_line(tmp_path):
     _, _, raised = launch("mistake", tmp_path)
     assert isinstance(raised, UserError)
     assert str(raised) == "configs/x.yaml: data.path: nothing there"
+
+
+def test_a_run_that_stops_with_a_reason_of_its_own_stays_one_line(tmp_path):
+    _, _, raised = launch("stop", tmp_path)
+    assert type(raised) is RunFailedError
+    assert str(raised) == "nothing was finite"
 
 
 @pytest.mark.parametrize(("allowed", "num_ranks", "share"), [(8, 2, "4"), (3, 2, "1"), (1, 4, "1")])

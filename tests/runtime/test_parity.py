@@ -127,6 +127,18 @@ def test_changing_routes_compiles_nothing_and_no_send_waits_for_a_slot(several, 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("tied", [True, False])
+def test_a_step_that_overflows_on_one_stage_changes_no_bit_of_any(results, tied):
+    told = only(results, "overflow", tied=tied)
+    last = str(max(result["rank"] for result in told))
+    for result in told:
+        assert (result["updated"], result["loss"]) == (False, "nan")
+        assert result["stages"][last].startswith("loss nan, gradients of ")
+        assert result["same"]
+        assert result["zero"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_parameters_after_three_clipped_adamw_steps_are_one_devices(results, chunks, tied):
     for result in only(results, "parameters", chunks=chunks, tied=tied):
@@ -147,3 +159,11 @@ def test_bfloat16_compute_stays_within_its_bound(two_stages, schedule):
 def test_recomputing_the_stash_changes_no_gradient(two_stages, schedule):
     for result in only(two_stages, "gradients", stash="recompute", schedule=schedule):
         assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
+
+
+@pytest.mark.multiprocess
+def test_bits_that_flip_on_the_wire_are_found_and_change_no_gradient(two_stages):
+    told = only(two_stages, "corruption")
+    assert all(result["same"] for result in told)
+    assert all(result["spoilt"] >= 5 for result in told)
+    assert all(result["found"] >= 2 for result in told)

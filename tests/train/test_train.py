@@ -34,6 +34,7 @@ checkpoint: {every_steps: 0}
 METRICS = {
     "step", "loss", "grad_norm", "step_s", "tokens_per_s", "schedule", "warmup_forwards", "routes",
     "predicted_step_s", "bubble_rate", "peak_live", "compilations", "link_ms",
+    "skipped",
 }  # fmt: skip
 
 pytestmark = pytest.mark.multiprocess

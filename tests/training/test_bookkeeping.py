@@ -1,4 +1,5 @@
 import json
+import math
 import threading
 from typing import Any
 
@@ -85,6 +86,21 @@ def test_a_step_that_was_evaluated_tells_its_held_out_loss_and_no_time_of_it():
     assert first["step_s"] == 0.03
     at_s = [m["event"]["time_s"] for m in messages if m["kind"] == "event"]
     assert at_s[1] - at_s[0] > 99  # the first step was over before it was evaluated
+
+
+def test_a_step_that_was_skipped_says_so_and_what_was_not_finite_where():
+    config, messages = Config.model_validate({"run": {"steps": 9}}), []
+    skipped = StepTotals(math.nan, math.inf, {1: "loss nan"})
+    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
+        for step, totals in ((3, StepTotals(1.0, 1.0)), (4, skipped), (5, StepTotals(math.inf, 1))):
+            bookkeeper.note(step, totals, [_report(1.0)], 0.03)
+    assert [m["record"]["skipped"] for m in messages if m["kind"] == "step"] == [False, True, True]
+    first, second = [m["event"] for m in messages if m["kind"] == "event"]
+    assert (first["step"], first["kind"]) == (4, "step_skipped")
+    assert first["detail"] == "loss nan, gradient norm inf; stage 1: loss nan"
+    stages = {"1": "loss nan"}
+    assert first["evidence"] == {"loss": "nan", "grad_norm": "inf", "stages": stages}
+    assert (second["step"], second["detail"]) == (5, "loss inf, gradient norm 1")
 
 
 class SlowPipe:

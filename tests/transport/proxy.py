@@ -19,6 +19,7 @@ class Proxy:
     def __init__(self, target, bytes_per_s=None):
         self._target, self._left, self._open = target, None, True
         self._bytes_per_s, self._ended = bytes_per_s, threading.Event()
+        self._spoils_every, self._until_spoilt, self.spoilt = None, 0, 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = self._listener.getsockname()
         self._connections = []
@@ -39,6 +40,11 @@ class Proxy:
         with self._lock:
             self._left = num_bytes
 
+    def spoil_every(self, num_bytes):
+        """Flip a bit of what goes to the address, each time that so many bytes have."""
+        with self._lock:
+            self._spoils_every = self._until_spoilt = num_bytes
+
     def _accept(self):
         with contextlib.suppress(OSError):
             while self._open:
@@ -48,11 +54,12 @@ class Proxy:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._lock:
                     self._connections += [ours, theirs]
-                there, back = (ours, theirs, self._bytes_per_s), (theirs, ours, None)
+                there = (ours, theirs, self._bytes_per_s, self._spoil)
+                back = (theirs, ours, None, lambda data: data)
                 for way in (there, back):
                     threading.Thread(target=self._pass, args=way, daemon=True).start()
 
-    def _pass(self, source, sink, bytes_per_s):
+    def _pass(self, source, sink, bytes_per_s, change):
         free_s = time.monotonic()
         with contextlib.suppress(OSError):
             while data := source.recv(4096):
@@ -61,10 +68,20 @@ class Proxy:
                     # What waking takes too long is caught up with.
                     free_s = max(free_s, now_s - _LATE_S) + len(data) / bytes_per_s
                     self._ended.wait(max(free_s - now_s, 0.0))
-                sink.sendall(self._allowed(data))
+                sink.sendall(self._allowed(change(data)))
         for connection in (source, sink):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+
+    def _spoil(self, data):
+        with self._lock:
+            if self._spoils_every is None:
+                return data
+            at, self._until_spoilt = self._until_spoilt, self._until_spoilt - len(data)
+            if self._until_spoilt > 0:
+                return data
+            self._until_spoilt, self.spoilt = self._spoils_every, self.spoilt + 1
+            return data[: at - 1] + bytes([data[at - 1] ^ 1 << self.spoilt % 8]) + data[at:]
 
     def _allowed(self, data):
         with self._lock:

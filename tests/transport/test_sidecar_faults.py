@@ -350,3 +350,14 @@ def test_lanes_through_a_network_that_breaks_in_the_middle_of_chunks(pair):
         pair[0].connect({1: [proxy.address]}, SECRET)
         pair[1].connect({0: pair[0].addresses()}, SECRET)
         traffic(pair, 30, lambda number: number % 3 or proxy.break_after(7001 * number))
+
+
+def test_bits_that_flip_on_the_way_are_found_and_sent_again(pair):
+    with Proxy(pair[1].addresses()[0]) as proxy:
+        pair[0].connect({1: [proxy.address]}, SECRET)
+        pair[1].connect({0: pair[0].addresses()}, SECRET)
+        proxy.spoil_every(300_000)
+        traffic(pair, 30)
+        assert proxy.spoilt >= 10
+    receiving = pair[1].statistics()["peers"]["0"]["receiving"]
+    assert receiving["wrong_checksums"] >= 5
