@@ -10,10 +10,10 @@ import logging
 import os
 import pickle
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
-import jaxlib
 from jax.experimental import serialize_executable
 from jax.stages import Compiled, Lowered
 
@@ -83,7 +83,7 @@ class KeptPrograms:
 def _platform() -> Iterator[str]:
     """Whatever decides, beside the program, what XLA makes of it."""
     device = jax.local_devices()[0]
-    yield from (jax.__version__, jaxlib.__version__, device.client.platform_version)
+    yield from (version("jax"), version("jaxlib"), device.client.platform_version)
     yield from (device.platform, device.device_kind, str(device.id))
     yield from (os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
     yield str(jax.config.read("jax_disable_most_optimizations"))
