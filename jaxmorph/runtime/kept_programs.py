@@ -27,10 +27,13 @@ class KeptPrograms:
     Args:
         folder: Where they are; made when the first of them is kept. Whoever can write there can
             have this process run anything.
+
+    Attributes:
+        folder: The same.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._platform: tuple[str, ...] | None = None
 
     def compile(self, lowered: Lowered) -> Compiled:
@@ -39,7 +42,7 @@ class KeptPrograms:
         Args:
             lowered: What to compile, for the first device.
         """
-        path = self._folder / f"{self._key(lowered)}.program"
+        path = self.folder / f"{self._key(lowered)}.program"
         return self._kept(path, lowered) or self._compiled(path, lowered)
 
     def _kept(self, path: Path, lowered: Lowered) -> Compiled | None:
@@ -62,7 +65,7 @@ class KeptPrograms:
         program = lowered.compile()
         try:
             written, _, _ = serialize_executable.serialize(program)
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             new = path.with_name(f"{path.name}.new")
             new.write_bytes(written)
             new.replace(path)
