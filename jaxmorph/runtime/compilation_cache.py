@@ -28,7 +28,7 @@ def keep_compiled(config: Config, directory: Path, rank: int) -> None:
         return
     folder = (directory / FOLDER if wanted is True else Path(wanted)).absolute()
     compile_by(KeptPrograms(folder / f"rank_{rank}").compile)
-    if not jax.config.jax_compilation_cache_dir:
+    if not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         # What is left takes less than JAX's second each, and together more than a second.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

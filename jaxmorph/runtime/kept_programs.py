@@ -10,10 +10,10 @@ import logging
 import os
 import pickle
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
-import jaxlib
 from jax.experimental import serialize_executable
 from jax.stages import Compiled, Lowered
 
@@ -27,10 +27,13 @@ class KeptPrograms:
     Args:
         folder: Where they are; made when the first of them is kept. Whoever can write there can
             have this process run anything.
+
+    Attributes:
+        folder: The same.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._platform: tuple[str, ...] | None = None
 
     def compile(self, lowered: Lowered) -> Compiled:
@@ -39,7 +42,7 @@ class KeptPrograms:
         Args:
             lowered: What to compile, for the first device.
         """
-        path = self._folder / f"{self._key(lowered)}.program"
+        path = self.folder / f"{self._key(lowered)}.program"
         return self._kept(path, lowered) or self._compiled(path, lowered)
 
     def _kept(self, path: Path, lowered: Lowered) -> Compiled | None:
@@ -62,7 +65,7 @@ class KeptPrograms:
         program = lowered.compile()
         try:
             written, _, _ = serialize_executable.serialize(program)
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             new = path.with_name(f"{path.name}.new")
             new.write_bytes(written)
             new.replace(path)
@@ -83,7 +86,7 @@ class KeptPrograms:
 def _platform() -> Iterator[str]:
     """Whatever decides, beside the program, what XLA makes of it."""
     device = jax.local_devices()[0]
-    yield from (jax.__version__, jaxlib.__version__, device.client.platform_version)
+    yield from (version("jax"), version("jaxlib"), device.client.platform_version)
     yield from (device.platform, device.device_kind, str(device.id))
     yield from (os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
     yield str(jax.config.read("jax_disable_most_optimizations"))

@@ -1,6 +1,5 @@
 """Comparisons of whole runs: what each system runs under, and what is made of what it wrote."""
 
-import io
 import json
 
 import pytest
@@ -9,6 +8,7 @@ from jaxmorph.comparison.matrix_record import MatrixRecord
 from jaxmorph.comparison.systems import SYSTEMS
 from jaxmorph.comparison.whole_runs import Progress, read_whole, whole_config
 from jaxmorph.config import check_config, dump_config, load_config
+from jaxmorph.config.compare_section import Compare
 from jaxmorph.reporting import Event
 from jaxmorph.reporting.matrix_table import matrix_markdown
 from jaxmorph.reporting.page.comparison_files import ComparisonFiles
@@ -33,8 +33,8 @@ CONFIG = check_config(
         },
     }
 )
-COMPARE = CONFIG.compare
-assert COMPARE is not None
+assert CONFIG.compare is not None
+COMPARE: Compare = CONFIG.compare
 RECOVERY = {
     "restart": 1, "reason": "rank 2 failed", "step": 12, "from_step": 10, "steps_again": 2,
     "cut_off": False, "total_s": 22.5, "phases_s": {"detect": 15.0, "start": 5.5, "replay": 2.0},
@@ -137,8 +137,8 @@ def test_the_picture_is_drawn_with_and_without_failures(matrix, tmp_path):
 
 
 def test_a_run_says_what_befell_it():
-    said = io.StringIO()
-    progress = Progress(lambda line: said.write(line + "\n"), "restart, cut")
+    said: list[str] = []
+    progress = Progress(said.append, "restart, cut")
     progress.event(Event(1.0, 12, "checkpoint_saved", detail="step_10"))
     progress.event(Event(1.0, 12, "rank_failed", detail="rank 2 failed: link 2-3 is cut"))
-    assert said.getvalue() == "restart, cut: rank failed: rank 2 failed: link 2-3 is cut\n"
+    assert said == ["restart, cut: rank failed: rank 2 failed: link 2-3 is cut"]

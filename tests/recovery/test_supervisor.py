@@ -4,6 +4,7 @@ import pytest
 
 from jaxmorph.config.restart_section import RestartPolicy
 from jaxmorph.errors import UserError
+from jaxmorph.recovery.ledger import Goodput
 from jaxmorph.recovery.supervisor import Supervisor
 from jaxmorph.runtime.launcher import RankFailedError
 
@@ -14,7 +15,8 @@ class Books:
     """What was written, in its order."""
 
     def __init__(self):
-        self.told, self.goodput, self.productive_s = [], None, 3.0
+        self.told, self.productive_s = [], 3.0
+        self.goodput = Goodput(0.0, 0.0)
 
     def take(self, message):
         self.told.append(("take", message["kind"]))
@@ -164,7 +166,7 @@ def test_a_users_mistake_and_ctrl_c_start_nothing_again(error):
         world.run()
     assert len(world.launched) == 1
     assert {each[0] for each in world.books.told} == {"take"}
-    assert world.books.goodput is not None
+    assert world.books.goodput.wall_s > 0
 
 
 def test_ctrl_c_during_a_wait_ends_the_run_and_takes_nothing_back():

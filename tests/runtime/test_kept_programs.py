@@ -84,9 +84,14 @@ def test_a_folder_that_cannot_be_written_to_costs_nothing_but_the_time(tmp_path,
 
 def one_step(model):
     """A stage built anew, and what its programs make of a microbatch."""
-    sizes = {"microbatch_size": 2, "sequence_length": 8}
     stage = build_stage(
-        model, stage_submesh(make_mesh(1), 0), num_layers=2, is_first=True, is_last=True, **sizes
+        model,
+        stage_submesh(make_mesh(1), 0),
+        num_layers=2,
+        is_first=True,
+        is_last=True,
+        microbatch_size=2,
+        sequence_length=8,
     )
     params = init_stage_params(model, jax.random.key(3), range(2), is_first=True, is_last=True)
     tokens = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
