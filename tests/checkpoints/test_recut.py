@@ -1,6 +1,7 @@
 """Whatever the cut that a state was saved by, every other cut gets the model's own layers of it."""
 
 from itertools import accumulate, pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmorph.checkpoints.names import leaves_of, nested
+from jaxmorph.checkpoints.names import Names, leaves_of, nested
 from jaxmorph.checkpoints.recut import joined, rows_to_read, shares
 from jaxmorph.checkpoints.saved_state import read_part
 from jaxmorph.checkpoints.tree_files import TreeFiles
@@ -26,7 +27,7 @@ def cut(*counts):
 def tree(layers, num_layers, name):
     """One tree as a virtual stage has it; every number says of which tree and layer it is."""
     stacked = np.array([[name * 100 + layer] * 3 for layer in layers], np.float32)
-    own = {"layers": {"mlp": {"kernel": stacked, "layers": stacked[:, :1] + 0.5}}}
+    own: dict[str, Any] = {"layers": {"mlp": {"kernel": stacked, "layers": stacked[:, :1] + 0.5}}}
     if layers.start == 0:
         own["embed"] = {"token": np.full((5, 2), name + 0.25, np.float32)}
     if layers.stop == num_layers:
@@ -96,7 +97,7 @@ def test_an_embedding_is_read_for_the_first_stage_alone_and_a_head_for_the_last(
 
 def test_what_no_parameter_has_is_the_same_on_all_stages_or_cannot_be_joined():
     count = ("optimizer", "0", "count")
-    parts = [{count: np.int32(7)}, {count: np.int32(8)}]
+    parts: list[dict[Names, np.ndarray]] = [{count: np.array(number)} for number in (7, 8)]
     with pytest.raises(UserError, match=r"^the state's optimizer/0/count: got 7, 8 on different"):
         joined(parts, set())
 
@@ -122,7 +123,8 @@ SETTINGS = OptimizerSettings(learning_rate=1e-2, warmup_steps=2, total_steps=10)
 
 def params_of(layers):
     key = jax.random.key(3)
-    return init_stage_params(Model(), key, layers, layers.start == 0, layers.stop == 4)
+    model: Any = Model()  # what computes isn't needed
+    return init_stage_params(model, key, layers, layers.start == 0, layers.stop == 4)
 
 
 def forms_of(layers):
