@@ -1,0 +1,1 @@
+"""Training while faults happen all the time, and how runs end: `python -m benchmarks.chaos`."""

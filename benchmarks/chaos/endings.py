@@ -1,0 +1,128 @@
+"""How a run ends, whatever ends it, and what it leaves behind: nothing."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.chaos.watched_run import HungError, WatchedRun
+
+# Two stages with a sidecar each. It would go on for longer than anybody waits.
+CONFIG = """
+run: {steps: 100000}
+model: {preset: tiny, width: 16, num_layers: 2, num_heads: 2}
+data: {sequence_length: 8}
+parallelism: {stages: 2}
+batch: {microbatches: 2, microbatch_size: 1}
+schedule: {name: zb-h2}
+routes: {default: delegated}
+trace: {every_steps: 0}
+checkpoint: {every_steps: null}
+"""
+PATIENCE_S = 60.0
+_AFTERWARDS_S = 5.0  # for processes that end by themselves once they see that they are alone
+_POLL_S = 0.005
+
+
+@dataclass(frozen=True)
+class Ending:
+    """One way for a run to end.
+
+    Attributes:
+        name: In a few words.
+        end: Ends a run.
+        codes: The command's exit codes then, of which any will do.
+        starting: Whether it is ended before its first step, while its ranks compile.
+        overrides: Changes to the configuration.
+    """
+
+    name: str
+    end: Callable[[WatchedRun], None]
+    codes: tuple[int, ...]
+    starting: bool = False
+    overrides: tuple[str, ...] = ()
+
+
+def left_by(ending: Ending, folder: Path) -> list[str]:
+    """What a run leaves that ends so, and what else is wrong about its end; a line each.
+
+    Args:
+        ending: How it ends.
+        folder: For all that it writes; nothing is in it.
+
+    Raises:
+        HungError: If it doesn't end.
+        EndedError: If it ends before.
+    """
+    config = folder / "ending.yaml"
+    config.write_text(CONFIG)
+    with WatchedRun(folder, config, ending.overrides) as run:
+        if ending.starting:
+            _wait(run, lambda: len(run.sidecars()) == 2, "two sidecars")
+        else:
+            run.wait_for_step(0, PATIENCE_S)
+        run.traces.note()
+        ending.end(run)
+        code = run.finish(PATIENCE_S)
+        wrong = [] if code in ending.codes else [f"expected {ending.codes}: {run.last_words()}"]
+        return [*wrong, *run.traces.left_after(_AFTERWARDS_S, run.out)]
+
+
+def _interrupt(run: WatchedRun) -> None:
+    run.process.send_signal(signal.SIGINT)
+
+
+def _interrupt_twice(run: WatchedRun) -> None:
+    """A rank is stuck, as in a driver: the first Ctrl-C waits for it, the second one doesn't."""
+    os.kill(run.ranks()[1], signal.SIGSTOP)
+    _interrupt(run)
+    _wait(run, lambda: 0 not in run.ranks(), "the end of rank 0")
+    _interrupt(run)
+
+
+def _terminate(run: WatchedRun) -> None:
+    run.process.send_signal(signal.SIGTERM)
+
+
+def _kill_rank(run: WatchedRun) -> None:
+    os.kill(run.ranks()[1], signal.SIGKILL)
+
+
+def _kill_rank_of_stopped_sidecar(run: WatchedRun) -> None:
+    os.kill(run.sidecars()[1], signal.SIGSTOP)
+    _kill_rank(run)
+
+
+def _kill_launcher(run: WatchedRun) -> None:
+    run.process.kill()
+
+
+def _leave(run: WatchedRun) -> None:
+    """It ends by itself."""
+
+
+_INTERRUPTED, _FAILED, _KILLED = (130,), (1,), (-signal.SIGKILL,)
+_TERMINATED = (130, 143)  # 143 where the run is let save its state first
+
+ENDINGS = (
+    Ending("normal end", _leave, (0,), overrides=("run.steps=3",)),
+    Ending("Ctrl-C", _interrupt, _INTERRUPTED),
+    Ending("Ctrl-C twice, a rank stuck", _interrupt_twice, _INTERRUPTED),
+    Ending("SIGTERM", _terminate, _TERMINATED),
+    Ending("rank killed", _kill_rank, _FAILED),
+    Ending("rank killed, its sidecar stuck", _kill_rank_of_stopped_sidecar, _FAILED),
+    Ending("launcher killed", _kill_launcher, _KILLED),
+    Ending("Ctrl-C while ranks compile", _interrupt, _INTERRUPTED, starting=True),
+    Ending("rank killed while ranks compile", _kill_rank, _FAILED, starting=True),
+    Ending("launcher killed while ranks compile", _kill_launcher, _KILLED, starting=True),
+)
+
+
+def _wait(run: WatchedRun, condition: Callable[[], bool], awaited: str) -> None:
+    until_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        if run.process.poll() is not None or time.monotonic() > until_s:
+            raise HungError(f"waited for {awaited}: {run.last_words()}\n{run.evidence()}")
+        time.sleep(_POLL_S)

@@ -1,0 +1,51 @@
+"""Which faults a run can be asked to outlive, by what its configuration knows."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxmorph.config import check_config
+from jaxmorph.errors import UserError
+
+_RESTARTS = {"max_restarts": 1000, "backoff_s": 0.1, "from_start": True}
+_DEAD_CARD = {"between": [0, 1], "cut": True, "route": "direct"}
+_DIRECT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Features:
+    """What runs of this version can do.
+
+    Attributes:
+        restarts: They start again when a rank has died.
+        direct_cuts: A link's direct route can be cut alone, and what it carried goes delegated.
+    """
+
+    restarts: bool
+    direct_cuts: bool
+
+    def overrides(self) -> tuple[str, ...]:
+        """What a configuration must say for it."""
+        told = []
+        if self.restarts:
+            told.append(f"restart_policy={_RESTARTS}".replace("True", "true"))
+        if self.direct_cuts:
+            told.append(f"timeouts.direct_s={_DIRECT_S}")
+        return tuple(told)
+
+
+def known_features() -> Features:
+    """Those of the version that is imported: what its configuration accepts."""
+    cut = {"parallelism": {"stages": 2}, "emulation": {"links": [_DEAD_CARD]}}
+    return Features(
+        restarts=_accepts({"restart_policy": _RESTARTS}),
+        direct_cuts=_accepts({**cut, "timeouts": {"direct_s": _DIRECT_S}}),
+    )
+
+
+def _accepts(tree: Mapping[str, Any]) -> bool:
+    try:
+        check_config(tree)
+    except UserError:
+        return False
+    return True

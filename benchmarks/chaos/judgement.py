@@ -1,0 +1,65 @@
+"""What a run has computed, to be held against what another one has, bit by bit."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxmorph.training.saved_model import load_saved_model
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What came of a run.
+
+    Attributes:
+        steps: Number, loss and gradient norm of each step, as they were written down.
+        parameters: A digest of the last checkpoint's parameters, by their names.
+    """
+
+    steps: tuple[tuple[int, float | None, float | None], ...]
+    parameters: str
+
+
+def computed_by(out: Path) -> Computed:
+    """What a finished run has computed.
+
+    Args:
+        out: The run's directory.
+
+    Raises:
+        UserError: If it has no checkpoint.
+    """
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    steps = tuple((line["step"], line["loss"], line["grad_norm"]) for line in lines)
+    saved, digest = load_saved_model(out), hashlib.sha256()
+    digest.update(f"{saved.step} steps".encode())
+    for layers, params in saved.stages:
+        for path, leaf in jax.tree.leaves_with_path(params):
+            array = np.asarray(leaf)
+            name = f"{layers} {jax.tree_util.keystr(path)} {array.dtype} {array.shape}"
+            digest.update(name.encode() + array.tobytes())
+    return Computed(steps, digest.hexdigest())
+
+
+def differences(found: Computed, expected: Computed) -> list[str]:
+    """What one run computed otherwise than another, a line each; steps that are missing too.
+
+    Args:
+        found: The one.
+        expected: The other.
+    """
+    by_step = {step: (step, *rest) for step, *rest in found.steps}
+    wrong = [
+        f"step {step[0]}: got {by_step.get(step[0])}, expected {step}"
+        for step in expected.steps
+        if by_step.get(step[0]) != step
+    ]
+    if len(found.steps) != len(expected.steps):
+        wrong.append(f"got {len(found.steps)} lines of steps, expected {len(expected.steps)}")
+    if found.parameters != expected.parameters:
+        wrong.append(f"parameters: got {found.parameters}, expected {expected.parameters}")
+    return wrong

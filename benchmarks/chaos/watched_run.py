@@ -1,0 +1,174 @@
+"""A run of `jaxmorph train` that is looked at, harmed, and never left to hang. Linux only."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.leftovers import Traces, children, command, state
+
+ROOT = Path(__file__).parent.parent.parent
+START_S = 240.0
+_POLL_S = 0.02
+_RANK, _SIDECAR = "jaxmorph.rank", "jaxmorph.transport.sidecar"
+
+
+class HungError(RuntimeError):
+    """A run that went on no more within the time it was given; the message has what was seen."""
+
+
+class EndedError(RuntimeError):
+    """A run that ended before it should; the message has its exit code and its last words."""
+
+
+class WatchedRun:
+    """One run, from its start; all that it has started ends with the `with` statement.
+
+    Args:
+        folder: Where all that it writes goes; it has nothing in it.
+        config: Its configuration.
+        overrides: Changes to that.
+
+    Attributes:
+        folder: As given.
+        out: The run's directory.
+        traces: What it holds on the machine.
+        process: The command.
+    """
+
+    def __init__(self, folder: Path, config: Path, overrides: Sequence[str] = ()) -> None:
+        self.folder, self.out = folder, folder / "out"
+        temporary = folder / "tmp"
+        temporary.mkdir(parents=True)
+        self.traces = Traces(temporary)
+        self._said = folder / "said.txt"
+        words = [sys.executable, "-m", "jaxmorph", "train", str(config), f"run.dir={self.out}"]
+        with self._said.open("wb") as said, _heeding_ctrl_c():
+            self.process = subprocess.Popen(
+                [*words, *overrides],
+                cwd=ROOT,
+                env=self.traces.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+            )
+
+    def __enter__(self) -> "WatchedRun":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.traces.kill()
+        self.process.wait()
+
+    def ranks(self) -> dict[int, int]:
+        """The process of each rank that lives, by its number."""
+        found = {}
+        for pid in children(self.process.pid):
+            words = command(pid)
+            if _RANK in words and state(pid) not in ("", "Z"):
+                found[int(next(word for word in words if word[:7] == "--rank=")[7:])] = pid
+        return found
+
+    def sidecars(self) -> dict[int, int]:
+        """The sidecar of each rank that has one now."""
+        return {
+            rank: child
+            for rank, pid in self.ranks().items()
+            for child in children(pid)
+            if _SIDECAR in command(child) and state(child) not in ("", "Z")
+        }
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """The whole lines of one of its files; none while it isn't there."""
+        text = self._text(name)
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def last_step(self) -> int:
+        """The number of the last step that it has written down; -1 before the first."""
+        text = self._text("metrics.jsonl")
+        *_, last, _ = ["", *text.split("\n")]
+        return json.loads(last)["step"] if last else -1
+
+    def wait_for_step(self, step: int, patience_s: float) -> None:
+        """Return once a step has been written down.
+
+        Args:
+            step: Its number.
+            patience_s: How long it may take from one step to the next.
+
+        Raises:
+            HungError: If it takes longer.
+            EndedError: If the run ends before.
+        """
+        seen, until_s = self.last_step(), time.monotonic() + self._given_s(patience_s)
+        while seen < step:
+            if self.process.poll() is not None:
+                raise EndedError(f"ended before step {step}: {self.last_words()}")
+            if (now := self.last_step()) != seen:
+                seen, until_s = now, time.monotonic() + patience_s
+            if time.monotonic() > until_s:
+                raise HungError(f"no step after {seen} for {patience_s:g} s\n{self.evidence()}")
+            time.sleep(_POLL_S)
+
+    def finish(self, patience_s: float) -> int:
+        """Its exit code, once it has ended.
+
+        Args:
+            patience_s: How long that may take.
+
+        Raises:
+            HungError: If it takes longer.
+        """
+        try:
+            return self.process.wait(patience_s)
+        except subprocess.TimeoutExpired as error:
+            raise HungError(f"not over after {patience_s:g} s\n{self.evidence()}") from error
+
+    def last_words(self) -> str:
+        """Its exit code, if it has ended, and the end of what it said."""
+        said = self._said.read_text(errors="replace").splitlines()[-12:]
+        return "\n".join([f"exit code {self.process.poll()}", *said])
+
+    def evidence(self) -> str:
+        """What its processes wait in, and the ends of what they have written."""
+        lines = [_waiting(pid) for pid in self.traces.processes()]
+        for path in [self._said, *sorted(self.out.rglob("*.log")), self.out / "events.jsonl"]:
+            if path.exists():
+                lines += [f"{path}:", *path.read_text(errors="replace").splitlines()[-8:]]
+        return "\n".join(lines)
+
+    def _given_s(self, patience_s: float) -> float:
+        """Before the first step it compiles."""
+        return patience_s if self.last_step() >= 0 else max(START_S, patience_s)
+
+    def _text(self, name: str) -> str:
+        path = self.out / name
+        return path.read_text() if path.exists() else ""
+
+
+@contextmanager
+def _heeding_ctrl_c() -> Iterator[None]:
+    """A shell's background job ignores Ctrl-C, which what it starts would inherit."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if before is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, before)
+
+
+def _waiting(pid: int) -> str:
+    threads = []
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        try:
+            threads.append((task / "wchan").read_text() or "running")
+        except OSError:
+            continue
+    return f"{pid} ({state(pid)}) {' '.join(command(pid)[:6])}: threads in {', '.join(threads)}"
