@@ -6,8 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmorph.checkpoints import tree_files
 from jaxmorph.checkpoints.tree_files import TreeFiles
 from jaxmorph.errors import UserError
+
+COUNT = ("optimizer", "0", "count")
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,20 @@ def test_a_branch_can_be_read_alone(written):
     read = TreeFiles().read(path, ["params"])
     assert read.keys() == {"params"}
     assert same_bits(read["params"]["embed"]["token"], tree["params"]["embed"]["token"])
+
+
+@pytest.mark.parametrize("at_once_bytes", [1, 30, 1 << 30])
+def test_rows_of_leaves_are_read_and_nothing_else(written, monkeypatch, at_once_bytes):
+    monkeypatch.setattr(tree_files, "_AT_ONCE_BYTES", at_once_bytes)
+    path, tree = written
+    table, moment = ("params", "embed", "token"), ("optimizer", "0", "mu", "token")
+    assert {table, moment} < set(TreeFiles().names(path))
+    read = TreeFiles().read_rows(path, {table: slice(1, 3), moment: ..., COUNT: ...})
+    assert read.keys() == {table, moment, COUNT}
+    assert same_bits(read[table], tree["params"]["embed"]["token"][1:3])
+    assert read[table].base is None  # the rest of it is gone
+    assert same_bits(read[moment], tree["optimizer"]["0"]["mu"]["token"])
+    assert same_bits(read[COUNT], tree["optimizer"]["0"]["count"])
 
 
 @pytest.mark.parametrize("damage", ["truncated", "lost", "all_lost", "no_branch"])
