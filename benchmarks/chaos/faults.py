@@ -162,7 +162,7 @@ def trace_text(troubles: tuple[Trouble, ...], features: Features) -> str:
         features: Whether a trace may name a route.
     """
     written = io.StringIO()
-    columns = (*_COLUMNS, _ROUTE) if features.direct_cuts else _COLUMNS
+    columns: list[str] = [*_COLUMNS, *([_ROUTE] if features.direct_cuts else [])]
     rows = csv.DictWriter(written, columns, restval="", lineterminator="\n")
     rows.writeheader()
     for each in troubles:

@@ -69,8 +69,12 @@ class PipelineLoop:
     def __init__(self, options: WorkerOptions) -> None:
         self._workload, self._rank = options.workload, options.rank
         self._is_last = options.rank == options.num_ranks - 1
-        store = dist.FileStore(str(options.meeting), options.num_ranks)
-        dist.init_process_group("gloo", store=store, rank=self._rank, world_size=options.num_ranks)
+        dist.init_process_group(
+            "gloo",
+            init_method=options.meeting.resolve().as_uri(),
+            rank=self._rank,
+            world_size=options.num_ranks,
+        )
         params = np.load(options.params)
         self._module = make_stage(options.workload, params, self._rank, options.num_ranks)
         self._optimizer = make_optimizer(self._module, options.workload)

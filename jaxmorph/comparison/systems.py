@@ -84,14 +84,13 @@ _MEMORY: Mapping[str, Memory] = {"adaptive-capped": "capped", "adaptive-offload"
 _RESTARTS: Mapping[str, Restarts] = {"restart": "warm", "restart-cold": "cold"}
 
 SYSTEMS: Mapping[str, System] = {
-    name: System(
-        name,
-        *rest,
-        _MEANINGS[name],
-        memory=_MEMORY.get(name, "config"),
-        restarts=_RESTARTS.get(name, "never"),
+    row[0]: System(
+        *row,
+        _MEANINGS[row[0]],
+        memory=_MEMORY.get(row[0], "config"),
+        restarts=_RESTARTS.get(row[0], "never"),
     )
-    for name, *rest in _TABLE
+    for row in _TABLE
 }
 
 
@@ -119,6 +118,7 @@ def system_config(config: Config, system: System) -> Config:
                 update={"name": system.schedule, "link_ms": None, **_cap(config, system)}
             ),
             "offload": config.offload.model_copy(update=_offload(system)),
+            "failover": config.failover.model_copy(update=_failover(system)),
             "parallelism": config.parallelism.model_copy(update={"chunks": chunks}),
             "routes": Routes.model_validate({"default": system.route}),
             "adaptation": config.adaptation.model_copy(
@@ -143,6 +143,11 @@ def _cap(config: Config, system: System) -> dict[str, int]:
     if system.memory == "config" or is_named:
         return {}
     return {"max_live": 2 * config.parallelism.stages - 1}
+
+
+def _failover(system: System) -> dict[str, bool]:
+    """A system that restarts has no other answer to a path that fails."""
+    return {} if system.restarts == "never" else {"enabled": False}
 
 
 def _offload(system: System) -> dict[str, bool]:
