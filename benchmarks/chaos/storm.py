@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.chaos.faults import Trouble, draw_faults, draw_troubles, trace_text
 from benchmarks.chaos.features import Features
@@ -45,6 +46,10 @@ class Storm:
     def passes(self) -> bool:
         """Whether nothing came of all the faults."""
         return not (self.wrong or self.hangs or self.leaks)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it in JSON's types."""
+        return {**vars(self), "faults": dict(self.faults), "events": dict(self.events)}
 
 
 def undisturbed(num_steps: int, patience_s: float) -> Computed:

@@ -29,9 +29,10 @@ def save_recovery_figure(path: Path, matrix: Matrix) -> None:
     runs = [run for _, row in matrix.rows() for run in row if run and run.goodput is not None]
     failed = [run for run in runs if run.recoveries]
     figure = Figure(figsize=(9.6, 1.6 + 0.42 * max(3, len(runs))), layout="constrained")
-    total, lost = figure.subplots(1, 2)
-    _draw_totals(total, runs)
-    _draw_phases(lost, failed)
+    panels = figure.subplots(1, 2 if failed else 1, squeeze=False)[0]
+    _draw_totals(panels[0], runs)
+    if failed:
+        _draw_phases(panels[1], failed)
     figure.savefig(path, dpi=150)
 
 
@@ -61,8 +62,7 @@ def _draw_phases(axes: Axes, runs: list[Run]) -> None:
             label=phase.replace("_", " "),
         )
         begin_s = [begin + length for begin, length in zip(begin_s, lengths_s, strict=True)]
-    if runs:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4, fontsize=7.5)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4, fontsize=7.5)
     _finish(axes, "cost of failures (s)")
 
 

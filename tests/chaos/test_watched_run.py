@@ -1,6 +1,8 @@
 """How a run is followed by what it has written, without running anything."""
 
 import json
+from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 
 from benchmarks.chaos import harm, watched_run
 from benchmarks.chaos.judgement import Computed, differences
+from benchmarks.chaos.storm import Storm
 from benchmarks.chaos.watched_run import EndedError, HungError, WatchedRun
 
 
@@ -102,3 +105,10 @@ def test_every_bit_that_differs_and_every_step_that_is_missing_is_told():
         "got 1 lines of steps, expected 2",
         "parameters: got b, expected a",
     ]
+
+
+def test_what_a_run_has_been_through_passes_only_if_nothing_came_of_it_and_is_json():
+    storm = Storm(3, faults=Counter({"link cut": 2}))
+    assert storm.passes
+    assert json.loads(json.dumps(storm.to_json()))["faults"] == {"link cut": 2}
+    assert not any(replace(storm, **{name: ["!"]}).passes for name in ("wrong", "hangs", "leaks"))
