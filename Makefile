@@ -3,9 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-processes test-others test-hf nixl lint types check bench bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
+.PHONY: setup demo test test-processes test-others test-hf nixl hf lint types check bench bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
 
 setup: $(VENV)/installed
+
+# Every process begins with the same imports, and tests start many.
+export PYTHONDONTWRITEBYTECODE :=
 
 # Installed again when the dependencies change.
 $(VENV)/installed: pyproject.toml
@@ -20,15 +23,17 @@ demo: setup
 # Tests that start ranks want the processors for themselves, and wait for them half of the time: they
 # run one after another, and meanwhile all other tests, which report at the end.
 SEVERAL_PROCESSES := multiprocess or netns
+# A mark of tests to leave out: `make test WITHOUT=one_jax`.
+MARKED = -m '$(1)$(if $(WITHOUT), and not ($(WITHOUT)))' --durations=15 --durations-min=5
 
 test: setup
 	@$(MAKE) --no-print-directory --jobs 2 test-processes test-others
 
 test-processes: setup
-	$(BIN)/python -m pytest -m '$(SEVERAL_PROCESSES)' --durations=15 --durations-min=5 $(TESTS)
+	$(BIN)/python -m pytest $(call MARKED,($(SEVERAL_PROCESSES))) $(TESTS)
 
 test-others: setup
-	@$(BIN)/python -m pytest -m 'not ($(SEVERAL_PROCESSES))' $(TESTS) >$(VENV)/others.log 2>&1; \
+	@$(BIN)/python -m pytest $(call MARKED,not ($(SEVERAL_PROCESSES))) $(TESTS) >$(VENV)/others.log 2>&1; \
 	status=$$?; echo "all other tests:"; cat $(VENV)/others.log; exit $$status
 
 # What some tests need and not every machine can have; without it they are skipped.
@@ -36,13 +41,14 @@ nixl: setup
 	@$(BIN)/pip install --quiet --no-deps --no-compile nixl-cu12==1.5.1 \
 	|| echo "== no NIXL to be had here: the tests of RDMA are skipped"
 
-# Models beside Hugging Face's. PyTorch's CPU build has a version of its own; the other brings CUDA.
-test-hf: setup
-	@if $(BIN)/pip install --quiet --no-compile 'torch==2.13.0+cpu' --editable '.[test-hf]'; then \
-	    $(BIN)/python -m pytest tests/models/test_hugging_face.py; \
-	else \
-	    echo "== no CPU build of PyTorch to be had here: tests/models/test_hugging_face.py was skipped"; \
-	fi
+# The same for models beside Hugging Face's. PyTorch's CPU build has a version of its own; the other
+# brings CUDA.
+hf: setup
+	@$(BIN)/pip install --quiet --no-compile 'torch==2.13.0+cpu' --editable '.[test-hf]' \
+	|| echo "== no CPU build of PyTorch to be had here: tests/models/test_hugging_face.py is skipped"
+
+test-hf: hf
+	$(BIN)/python -m pytest tests/models/test_hugging_face.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -13,34 +13,32 @@ settings.load_profile("repeatable")
 # XLA's newer way to machine code takes three times as long; later versions have no other.
 OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
 HAS_OLDER_EMITTERS = version("jaxlib").startswith("0.10.")
+USERS_FLAGS = os.environ.get("XLA_FLAGS", "")
+QUICK_FLAGS = f"{USERS_FLAGS} {OLDER_EMITTERS}".strip() if HAS_OLDER_EMITTERS else USERS_FLAGS
+
+os.environ["XLA_FLAGS"] = QUICK_FLAGS  # for this process, which reads them once
+
+
+def pytest_collection_finish():
+    """This process compiles quickly; those that tests start, as each module says."""
+    if "jax" in sys.modules:
+        jax = sys.modules["jax"]
+        jax.devices()  # it has read its flags by then
+        jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["XLA_FLAGS"] = USERS_FLAGS
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compile_quickly():
     """Machine code of tiny stages runs a few times: most of its optimisation is not worth it.
 
-    Optimisation of the programs themselves (fusion, loops, buffers) is left as it is. It holds for
-    processes that tests start. A module whose processes shall compile as users' do has a fixture
-    of this name that does nothing.
+    Optimisation of the programs themselves (fusion, loops, buffers) is left as it is. A module
+    whose processes shall compile as users' do has a fixture of this name that does nothing.
     """
-    if "jax" in sys.modules:
-        sys.modules["jax"].devices()  # this process has read its own flags by then
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        if HAS_OLDER_EMITTERS:
-            patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {OLDER_EMITTERS}".strip())
+        patch.setenv("XLA_FLAGS", QUICK_FLAGS)
         yield
-
-
-@pytest.fixture(scope="module")
-def compile_quickly_here():
-    """The same, for programs that the tests' own process compiles while this lasts."""
-    import jax
-
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def pytest_sessionfinish(session, exitstatus):

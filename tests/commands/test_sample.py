@@ -25,9 +25,6 @@ from models.gpt2 import build
 LENGTH, LAYERS = 8, 3
 
 
-pytestmark = pytest.mark.usefixtures("compile_quickly_here")
-
-
 def saved(num_stages=1, vocab_size=256, never=(), **data):
     """A saved model of random numbers, which draws any token but for some of them."""
     config = Config.model_validate({"data": {"sequence_length": LENGTH, **data}})

@@ -94,6 +94,8 @@ def test_only_one_that_reroutes_has_a_choice_of_routes():
 
 
 def test_systems_that_restart_do_not_fail_over_whatever_the_others_do():
-    config = Config.model_validate({"failover": {"enabled": True}})
-    fails_over = {name: system_config(config, system).fails_over for name, system in SYSTEMS.items()}
+    config = Config.model_validate({"parallelism": {"stages": 2}, "failover": {"enabled": True}})
+    fails_over = {
+        name: system_config(config, system).fails_over for name, system in SYSTEMS.items()
+    }
     assert {name for name, does in fails_over.items() if not does} == {"restart", "restart-cold"}

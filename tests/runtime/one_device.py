@@ -1,28 +1,40 @@
 """What the pipeline is compared with: the same model on one device, by `jax.grad` and Optax."""
 
 from copy import copy
+from functools import partial
+from importlib.metadata import version
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jaxmorph.runtime.optimizer import OptimizerSettings
 
+# A reference runs a few times: it is compiled quickly, also where stages are as in users' runs.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+if version("jaxlib").startswith("0.10."):  # later versions have no older emitters
+    QUICKLY["xla_cpu_use_fusion_emitters"] = False
+jit = partial(jax.jit, compiler_options=QUICKLY)
+
 
 def initial_params(model, seed):
     """All stages' parameters as one tree, made as the stages make theirs but without their code."""
-    key = jax.random.key(seed)
-    embed_key, layers_key, head_key = (jax.random.fold_in(key, part) for part in range(3))
-    layers = [
-        model.init_layer(jax.random.fold_in(layers_key, layer)) for layer in range(model.num_layers)
-    ]
+
+    @jit
+    def keys():
+        key = jax.random.key(seed)
+        embed_key, layers_key, head_key = (jax.random.fold_in(key, part) for part in range(3))
+        layers = [jax.random.fold_in(layers_key, layer) for layer in range(model.num_layers)]
+        return embed_key, layers, head_key
+
+    embed_key, layer_keys, head_key = keys()
+    layers = list(map(jit(model.init_layer), layer_keys))
     params = {
-        "embed": model.init_embed(embed_key),
-        "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers),
-        "head": model.init_head(head_key),
+        "embed": jit(model.init_embed)(embed_key),
+        "layers": jax.tree.map(lambda *leaves: np.stack(leaves), *layers),
+        "head": jit(model.init_head)(head_key),
     }
-    return untie(model, params)
+    return jax.device_put(untie(model, params))
 
 
 def untie(model, params):
@@ -46,7 +58,7 @@ class OneDevice:
     def __init__(self, model, seed):
         self.model = model
         self.params = initial_params(model, seed)
-        self._gradients = jax.jit(
+        self._gradients = jit(
             jax.value_and_grad(lambda p, tokens, targets: loss_sum(model, p, tokens, targets))
         )
 
@@ -85,14 +97,19 @@ def optax_steps(one_device, settings: OptimizerSettings, clip_norm, batches):
             ),
         ),
     )
+
+    @jit
+    def update(gradients, state, params):
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
     params = without_head_copies(one_device.model, one_device.params)
-    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    state = jit(optimizer.init)(params)
     for tokens, targets in batches:
         _, gradients = one_device.loss_and_gradients(tokens, targets)
         gradients = without_head_copies(one_device.model, gradients)
-        gradients = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), gradients)
-        updates, state = update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
+        gradients = jax.tree.map(np.float32, gradients)
+        params, state = update(gradients, state, params)
         one_device.params = untie(one_device.model, params)
     return one_device.params
 

@@ -42,7 +42,7 @@ def stash(microbatch: int) -> Buffer:
 
 
 @pytest.fixture(scope="module")
-def trainer(compile_quickly_here) -> Iterator[StageTrainer]:
+def trainer() -> Iterator[StageTrainer]:
     """Of one rank that has the whole model."""
     model = build(
         preset="tiny", sequence_length=4, vocab_size=8, width=8, num_heads=1, num_layers=2

@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 
 SINGLE, HALF = 1e-5, 3e-2  # relative, for float32 and bfloat16 compute
+ALONE, FOUR = (pytest.param(stages, marks=pytest.mark.one_jax) for stages in (1, 4))
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +27,12 @@ def launch(told_by_ranks):
     return launched
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[ALONE, 2, FOUR])
 def results(request, launch):
     return launch(request.param)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, FOUR])
 def several(request, launch):
     return launch(request.param)
 

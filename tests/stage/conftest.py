@@ -3,15 +3,11 @@
 from functools import cache
 
 import jax
+import numpy as np
 import pytest
 
 from jaxmorph.stage.parameters import init_stage_params
 from models.gpt2 import build
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly(compile_quickly_here):
-    """These tests run their stages in this process."""
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +32,16 @@ def initial_params(model_of):
         return init_stage_params(model_of(tied), key, range(5), is_first=True, is_last=True)
 
     return initial_params
+
+
+@pytest.fixture(scope="session")
+def initial_part(initial_params):
+    """A stage's part of those: what `test_parameters` finds the stage begins with."""
+
+    def initial_part(layers, is_first, is_last, tied=True):
+        whole = jax.tree.map(np.asarray, initial_params(tied))
+        own = jax.tree.map(lambda leaf: leaf[layers.start : layers.stop], whole["layers"])
+        ends = {"embed": is_first, "head": is_last}
+        return jax.device_put({"layers": own} | {name: whole[name] for name in ends if ends[name]})
+
+    return initial_part

@@ -45,20 +45,21 @@ def stage_of(model_of):
 
 
 @pytest.fixture(scope="module")
-def pipeline_of(stage_of, initial_params):
+def pipeline_of(stage_of, initial_part):
     """Pipelines of a number of stages, in float32 unless said otherwise.
 
     What is tied shows in the parameters alone: tied and untied run the same programs.
     """
 
     def pipeline_of(num_stages, stash: StashPolicy = "full", tied=True, **settings):
-        whole, cut = initial_params(tied), cut_layers(LAYERS, num_stages)
+        cut = cut_layers(LAYERS, num_stages)
         places = [(i == 0, i == num_stages - 1) for i in range(num_stages)]
         stages = [
             stage_of(len(layers), *place, stash=stash, **settings)
             for layers, place in zip(cut, places, strict=True)
         ]
-        return Pipeline(stages, [params_of(whole, *each) for each in zip(cut, places, strict=True)])
+        at = zip(cut, places, strict=True)
+        return Pipeline(stages, [initial_part(layers, *place, tied) for layers, place in at])
 
     return cache(pipeline_of)
 
@@ -66,19 +67,6 @@ def pipeline_of(stage_of, initial_params):
 @pytest.fixture(scope="module")
 def bfloat16_pipeline(pipeline_of):
     return pipeline_of(1, dtype="bfloat16", kinds=("F", "B", "W"))
-
-
-def params_of(whole, layers, place):
-    """A stage's part of the whole model's parameters."""
-    part = {
-        "layers": jax.tree.map(lambda leaf: np.asarray(leaf)[slice_of(layers)], whole["layers"])
-    }
-    part |= {name: whole[name] for name, here in zip(("embed", "head"), place, strict=True) if here}
-    return jax.device_put(part)
-
-
-def slice_of(layers):
-    return slice(layers.start, layers.stop)
 
 
 class Pipeline:

@@ -1,6 +1,7 @@
 """The split into F, B and W assumes nothing of GPT-2: other models, against one `jax.grad`."""
 
 import importlib.util
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -45,33 +46,41 @@ MODELS = {
 }
 
 
-def whole_params(model):
-    return init_stage_params(model, jax.random.key(7), range(LAYERS), True, True)
+@cache
+def whole_params(name):
+    params = init_stage_params(MODELS[name](), jax.random.key(7), range(LAYERS), True, True)
+    return jax.tree.map(np.asarray, params)
 
 
-def expected_of(model):
+def params_of(whole, layers, is_first, is_last):
+    own = jax.tree.map(lambda leaf: leaf[layers.start : layers.stop], whole["layers"])
+    ends = {"embed": is_first, "head": is_last}
+    return jax.device_put({"layers": own} | {name: whole[name] for name in ends if ends[name]})
+
+
+@cache
+def expected_of(name):
     """Loss and gradients of the composed model; a tied parameter's uses are kept apart."""
+    model = MODELS[name]()
 
-    def loss(params):
-        total = 0
-        for tokens, targets in zip(TOKENS, TARGETS, strict=True):
-            x = model.embed(params["embed"], tokens)
-            for layer in range(LAYERS):
-                x = model.layer(jax.tree.map(lambda leaf, at=layer: leaf[at], params["layers"]), x)
-            total += model.head(params["head"], x, targets)
-        return total * LOSS_WEIGHT
+    def loss(params, tokens, targets):
+        x = model.embed(params["embed"], tokens)
+        for layer in range(LAYERS):
+            x = model.layer(jax.tree.map(lambda leaf, at=layer: leaf[at], params["layers"]), x)
+        return model.head(params["head"], x, targets) * LOSS_WEIGHT
 
-    return jax.jit(jax.value_and_grad(loss))(whole_params(model))
+    gradient, params = jax.jit(jax.value_and_grad(loss)), whole_params(name)
+    each = [gradient(params, *batch) for batch in zip(TOKENS, TARGETS, strict=True)]
+    return jax.tree.map(lambda *leaves: sum(map(np.asarray, leaves)), *each)
 
 
 class Pipeline:
     """Two stages, one after the other, on one device."""
 
-    def __init__(self, model, stash: StashPolicy = "full", kinds=OP_KINDS):
+    def __init__(self, model, whole, stash: StashPolicy = "full", kinds=OP_KINDS):
         self.cut = cut_layers(LAYERS, STAGES)
         self.params = [
-            init_stage_params(model, jax.random.key(7), layers, i == 0, i == STAGES - 1)
-            for i, layers in enumerate(self.cut)
+            params_of(whole, layers, i == 0, i == STAGES - 1) for i, layers in enumerate(self.cut)
         ]
         self.stages = [
             build_stage(
@@ -132,9 +141,8 @@ def worst_error(got, expected):
     [("llama", "full"), ("llama, tied", "recompute"), ("causal mixer", "full")],
 )
 def test_gradients_are_those_of_one_jax_grad(name, stash):
-    model = MODELS[name]()
-    expected_loss, expected = expected_of(model)
-    pipeline = Pipeline(model, stash)
+    expected_loss, expected = expected_of(name)
+    pipeline = Pipeline(MODELS[name](), whole_params(name), stash)
     for split in (True, False):
         loss, sums = pipeline.loss_and_gradients(split)
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
@@ -142,8 +150,9 @@ def test_gradients_are_those_of_one_jax_grad(name, stash):
 
 
 def test_bfloat16_gradients_are_within_two_percent_of_float32():
-    _, expected = expected_of(grouped_llama())
-    pipeline = Pipeline(grouped_llama(compute_dtype="bfloat16"), kinds=("F", "B", "W"))
+    _, expected = expected_of("llama")
+    model = grouped_llama(compute_dtype="bfloat16")
+    pipeline = Pipeline(model, whole_params("llama"), kinds=("F", "B", "W"))
     _, sums = pipeline.loss_and_gradients(split=True)
     assert {leaf.dtype for leaf in jax.tree.leaves(sums)} == {jnp.dtype("float32")}
     assert worst_error(joined(sums), expected) < 0.02
@@ -152,7 +161,7 @@ def test_bfloat16_gradients_are_within_two_percent_of_float32():
 @pytest.mark.parametrize("name", ["llama, tied", "causal mixer"])
 def test_tied_parameters_start_with_one_value_at_paths_of_any_depth(name):
     model = MODELS[name]()
-    whole = whole_params(model)
+    whole = whole_params(name)
     ((embed_path, head_path),) = model.tied
     ours, copy = leaf_at(whole["embed"], embed_path), leaf_at(whole["head"], head_path)
     np.testing.assert_array_equal(ours, copy)

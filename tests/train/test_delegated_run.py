@@ -236,6 +236,7 @@ def test_stashes_in_host_memory_change_no_loss_and_no_device_holds_more_than_fit
     assert profile["copies"]["offload_ms"] == pytest.approx(at_10_mb_per_s, rel=0.5)
 
 
+@pytest.mark.one_jax
 def test_a_slow_delegated_link_holds_up_no_op_that_is_ready(tmp_path):
     slow = ("emulation.links=[{between: [1, 2], latency_ms: 40}]", PACED, "run.steps=4")
     training = Training(tmp_path, "routes={1-2: delegated}", *slow)
@@ -257,6 +258,7 @@ def test_a_slow_delegated_link_holds_up_no_op_that_is_ready(tmp_path):
     assert predicted_ms < ops_ms + messages_ms / 2  # not one message after another
 
 
+@pytest.mark.one_jax
 def test_ranks_choose_another_order_in_the_middle_of_a_step_and_change_no_loss_bit_by_bit(
     tmp_path, delegated
 ):
@@ -278,6 +280,7 @@ def _of_kind(order, kind):
     return [op.microbatch for op in order if op.kind == kind]
 
 
+@pytest.mark.one_jax
 def test_killed_sidecars_are_replaced_and_change_no_loss(tmp_path, delegated):
     training = Training(tmp_path, "routes.default=delegated", PACED)
     for step in (1, 5, 9):

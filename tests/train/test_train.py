@@ -104,59 +104,51 @@ def test_the_run_directory_holds_config_traces_and_picture(four_stages):
     assert Link(2, 3) in profile.links
 
 
-def test_the_losses_are_those_of_one_stage(four_stages, tmp_path):
-    _, out = four_stages
-    _, alone = train(tmp_path, "parallelism.stages=1", "schedule.name=1f1b")
-    for four, one in zip(
-        read_lines(out / "metrics.jsonl"), read_lines(alone / "metrics.jsonl"), strict=True
-    ):
-        assert four["loss"] == pytest.approx(one["loss"], rel=1e-5)
-        assert four["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
-
-
-FEW = ("run.steps=4", "optimizer.warmup_steps=0")
+ONE_STAGE = ("parallelism.stages=1", "schedule.name=1f1b")
 
 
 @pytest.fixture(scope="module")
-def few_steps_of_one_stage(tmp_path_factory):
-    few = ("parallelism.stages=1", "schedule.name=1f1b", *FEW)
-    return train(tmp_path_factory.mktemp("alone"), *few)
+def one_stage(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("alone"), *ONE_STAGE)
 
 
-@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (1, 4)])
-def test_the_losses_of_interleaved_chunks_are_those_of_one_stage(
-    few_steps_of_one_stage, tmp_path, stages, chunks
-):
-    _, alone = few_steps_of_one_stage
-    _, out = train(
-        tmp_path,
-        "schedule.name=interleaved",
-        f"parallelism={{stages: {stages}, chunks: {chunks}}}",
-        *FEW,
-    )
-    interleaved = read_lines(out / "metrics.jsonl")
-    for line, one in zip(interleaved, read_lines(alone / "metrics.jsonl"), strict=True):
+def require_same_losses(out, alone):
+    """Every step's loss and norm are those of another run, but for rounding."""
+    runs = (read_lines(path / "metrics.jsonl") for path in (out, alone))
+    for line, one in zip(*runs, strict=True):
         assert line["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert line["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
-    assert {line["schedule"] for line in interleaved} == {"interleaved"}
 
 
-def test_a_costly_head_gets_fewer_layers_beside_it_and_the_losses_stay(tmp_path):
-    even_in, auto_in = tmp_path / "even", tmp_path / "auto"
-    even_in.mkdir()
+def test_the_losses_are_those_of_one_stage(four_stages, one_stage):
+    require_same_losses(four_stages[1], one_stage[1])
+
+
+@pytest.mark.one_jax
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (1, 4)])
+def test_the_losses_of_interleaved_chunks_are_those_of_one_stage(
+    one_stage, tmp_path, stages, chunks
+):
+    parallelism = f"parallelism={{stages: {stages}, chunks: {chunks}}}"
+    _, out = train(tmp_path, "schedule.name=interleaved", parallelism)
+    require_same_losses(out, one_stage[1])
+    assert {line["schedule"] for line in read_lines(out / "metrics.jsonl")} == {"interleaved"}
+
+
+@pytest.mark.one_jax
+def test_a_costly_head_gets_fewer_layers_beside_it_and_the_losses_stay(tmp_path, four_stages):
+    alone_in, auto_in = tmp_path / "alone", tmp_path / "auto"
+    alone_in.mkdir()
     auto_in.mkdir()
-    few = (*FEW, "data.vocab_size=8192")
-    _, even = train(even_in, "parallelism.stages=2", *few)
+    few = ("run.steps=4", "optimizer.warmup_steps=0", "data.vocab_size=8192")
+    _, alone = train(alone_in, *ONE_STAGE, *few)
     done, auto = train(auto_in, "parallelism={stages: 2, layers: auto}", *few)
-    for line, other in zip(
-        read_lines(auto / "metrics.jsonl"), read_lines(even / "metrics.jsonl"), strict=True
-    ):
-        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    require_same_losses(auto, alone)
     (event,) = [e for e in read_lines(auto / "events.jsonl") if e["kind"] == "layers_cut"]
     assert event["detail"].startswith("3 1: slowest stage ")
     assert "under the even cut 2 2" in event["detail"]
     assert "2, layers 3 1 (slowest stage " in done.stdout
+    _, even = four_stages
     assert "layers_cut" not in (even / "events.jsonl").read_text()
 
 
@@ -172,6 +164,7 @@ def under_a_cap(four_stages, tmp_path_factory):
     return train(tmp_path_factory.mktemp("capped"), *capped)
 
 
+@pytest.mark.one_jax
 def test_a_config_run_twice_gives_the_same_bits_under_any_split_schedule(four_stages, under_a_cap):
     (_, out), (_, again) = four_stages, under_a_cap
     first, second = (read_lines(path / "metrics.jsonl") for path in (out, again))
@@ -190,12 +183,14 @@ def test_a_run_that_stopped_goes_on_to_the_same_bits(four_stages, tmp_path):
     require_same_bits(whole, stopped)
 
 
+@pytest.mark.one_jax
 def test_a_cap_in_bytes_holds_by_what_the_compiled_stages_keep(four_stages, under_a_cap):
     (_, out), (_, less) = four_stages, under_a_cap
     assert max(read_lines(out / "metrics.jsonl")[-1]["peak_live"]) == 7
     assert max(read_lines(less / "metrics.jsonl")[-1]["peak_live"]) <= 3
 
 
+@pytest.mark.one_jax
 def test_a_cap_in_bytes_that_is_too_low_is_a_users_mistake(tmp_path):
     too_low = ("schedule.max_stash_bytes=1000", "parallelism.stages=2")
     done, _ = train(tmp_path, "schedule.name=adaptive", *too_low, check=False)
@@ -344,6 +339,7 @@ def test_tasks_of_a_cluster_job_are_ranks_of_one_run(tmp_path):
     assert saved.manifest(3).layers == (range(2), range(2, 4))
 
 
+@pytest.mark.one_jax
 def test_a_job_of_another_size_is_refused(tmp_path):
     results = as_tasks_of_open_mpi(tmp_path, 1)
     ((_, stderr, code),) = results

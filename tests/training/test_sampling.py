@@ -20,9 +20,6 @@ LENGTH, VOCAB, LAYERS = 8, 32, 3
 SIZES: dict[str, Any] = {"width": 16, "num_heads": 2, "num_layers": LAYERS}
 
 
-pytestmark = pytest.mark.usefixtures("compile_quickly_here")
-
-
 @pytest.fixture(scope="module")
 def model():
     return build(preset="tiny", sequence_length=LENGTH, vocab_size=VOCAB, tied=False, **SIZES)
