@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from jaxmorph.adapting.control_loop import ControlLoop
 from jaxmorph.adapting.morph import Morph, OwnPart
-from jaxmorph.adapting.path_reports import RESTORE, DirectPaths, OwnEnds
+from jaxmorph.adapting.path_reports import RESTORE, OwnEnds
 from jaxmorph.adapting.planning_client import PlanningProcess
 from jaxmorph.adapting.starting_point import starting_point
 from jaxmorph.config import Config
@@ -100,8 +100,7 @@ class Adaptation:
         adapts: bool = True,
     ) -> None:
         self._last_step = last_step
-        paths = trainer if isinstance(trainer, DirectPaths) else None
-        self._own_ends = OwnEnds(rendezvous.rank, paths, is_watched=adapts)
+        self._own_ends = OwnEnds(rendezvous.rank, trainer, is_watched=adapts)
         self._rendezvous = rendezvous
         self._trainer = trainer
         self._bookkeeper = bookkeeper

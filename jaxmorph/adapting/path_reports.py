@@ -7,7 +7,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from jaxmorph.control.link_failure import LinkFailure
 from jaxmorph.schedule.costs import Link
@@ -78,7 +78,6 @@ def _is_up_at_both_ends(link: Link, reports: Sequence[Message]) -> bool:
     return all(reports[rank].get(UP, {}).get(str(link)) is True for rank in link)
 
 
-@runtime_checkable
 class DirectPaths(Protocol):
     """A rank's ends of links, as what runs its transfers knows them."""
 
@@ -100,11 +99,11 @@ class OwnEnds:
 
     Args:
         rank: Which rank.
-        paths: Its ends; None: they don't fail but with the run.
+        paths: Its ends.
         is_watched: Whether somebody wants to know when failed paths are up again.
     """
 
-    def __init__(self, rank: int, paths: DirectPaths | None, *, is_watched: bool) -> None:
+    def __init__(self, rank: int, paths: DirectPaths, *, is_watched: bool) -> None:
         self._rank = rank
         self._paths = paths
         self._is_watched = is_watched
@@ -117,11 +116,9 @@ class OwnEnds:
 
     def told(self) -> Message:
         """What this rank adds to its message of the meeting that ends a step."""
-        if self._paths is None:
-            return {}
         failures = self._paths.link_failures()
         self._note(failures)
-        up = self._up(self._paths) if self._is_watched else {}
+        up = self._up() if self._is_watched else {}
         return {name: said for name, said in ((FAILURES, failures), (UP, up)) if said}
 
     def heed(self, reports: Sequence[Message]) -> tuple[Link, ...]:
@@ -141,14 +138,14 @@ class OwnEnds:
         links = tuple(link for link in due if _is_up_at_both_ends(link, reports))
         for link in links:
             self._failed.discard(link)
-            if self._paths is not None and self._rank in link:
+            if self._rank in link:
                 self._paths.restore_direct(link)
         return links
 
     def _note(self, failures: Iterable[Message]) -> None:
         self._failed.update(Link.parse(each["link"]) for each in failures)
 
-    def _up(self, paths: DirectPaths) -> dict[str, bool]:
+    def _up(self) -> dict[str, bool]:
         own = (link for link in sorted(self._failed) if self._rank in link)
-        found = {str(link): paths.path_is_up(link) for link in own}
+        found = {str(link): self._paths.path_is_up(link) for link in own}
         return {name: is_up for name, is_up in found.items() if is_up is not None}

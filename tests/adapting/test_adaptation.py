@@ -41,13 +41,29 @@ class Meeting:
 
 
 class Stage:
+    """One whose link 1-2 may fail; it keeps what it was told to do, in order."""
+
     delegated = None
 
-    def __init__(self):
-        self.room = []
+    def __init__(self, *failures):
+        self.room, self.failures, self.done = [], [*failures], []
 
     def make_room(self, slots):
         self.room.append(dict(slots))
+
+    def link_failures(self):
+        failures, self.failures = self.failures, []
+        return failures
+
+    def path_is_up(self, link):
+        return True
+
+    def restore_direct(self, link):
+        self.done.append(("restore", str(link)))
+
+    def probe(self, link, step):
+        self.done.append(("probe", str(link)))
+        return []
 
 
 class Books:
@@ -74,28 +90,6 @@ class Loop:
 
     def without_path(self, links):
         return self.known.intersection(links)
-
-
-class StageWithPaths(Stage):
-    """One whose link 1-2 may fail; it keeps what it was told to do, in order."""
-
-    def __init__(self, *failures):
-        super().__init__()
-        self.failures, self.done = [*failures], []
-
-    def link_failures(self):
-        failures, self.failures = self.failures, []
-        return failures
-
-    def path_is_up(self, link):
-        return True
-
-    def restore_direct(self, link):
-        self.done.append(("restore", str(link)))
-
-    def probe(self, link, step):
-        self.done.append(("probe", str(link)))
-        return []
 
 
 def on_rank(rank, loop: Any = None, stage: Any = None):
@@ -146,7 +140,7 @@ FAILED = {"link_failures": [{"link": "1-2", "detail": "no answer in 3 s"}]}
 
 def after_failure(rank, loop=None):
     """A rank that has heard of the failure of link 1-2 in the step before."""
-    adaptation, _, stage, books = on_rank(rank, loop, StageWithPaths())
+    adaptation, _, stage, books = on_rank(rank, loop, Stage())
     adaptation.heed(6, [{}, FAILED, FAILED])
     return adaptation, stage, books
 
@@ -185,7 +179,7 @@ def test_a_path_that_an_end_finds_down_by_then_is_neither_probed_nor_begun_again
 
 
 def test_a_link_that_failed_in_the_step_at_whose_end_it_was_to_be_probed_is_not():
-    adaptation, _, stage, _ = on_rank(1, None, StageWithPaths())
+    adaptation, _, stage, _ = on_rank(1)
     adaptation.heed(7, [{"probe": ["1-2"]}, FAILED, FAILED])
     assert stage.done == []
 
@@ -200,9 +194,9 @@ def test_a_path_begins_again_once_however_long_the_loop_takes_to_know():
 
 def test_failures_are_told_with_the_last_step_too_and_where_nothing_adapts():
     for loop in (Loop(MORPH), None):
-        stage = StageWithPaths(*FAILED["link_failures"])
+        stage = Stage(*FAILED["link_failures"])
         assert on_rank(1, loop, stage)[0].told(9) == FAILED | UP
-    stage: Any = StageWithPaths(*FAILED["link_failures"])
+    stage: Any = Stage(*FAILED["link_failures"])
     books: Any = Books()
     fixed = Adaptation(Meeting(1), stage, books, None, last_step=9, adapts=False)
     assert (fixed.told(8), fixed.told(9)) == (FAILED, {})

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxmorph.adapting.path_reports import NO_NEWS, DirectPaths, OwnEnds, path_news
+from jaxmorph.adapting.path_reports import NO_NEWS, OwnEnds, path_news
 from jaxmorph.schedule.costs import Link
 
 LINK = Link(1, 2)
@@ -74,7 +74,6 @@ def test_where_nothing_failed_nothing_is_told():
     ends = OwnEnds(1, Ends(), is_watched=True)
     assert ends.told() == {}
     assert ends.heed([{}] * 3) == ()
-    assert OwnEnds(1, None, is_watched=True).told() == {}
 
 
 def test_an_end_tells_of_its_path_from_the_failure_until_it_begins_again():
@@ -115,8 +114,3 @@ def test_where_nobody_watches_paths_they_are_not_asked_about():
     own = OwnEnds(1, Ends(failure()), is_watched=False)
     assert own.told() == {"link_failures": [failure()]}
     assert own.told() == {}
-
-
-def test_what_runs_transfers_is_known_by_what_it_can_say():
-    assert isinstance(Ends(), DirectPaths)
-    assert not isinstance(object(), DirectPaths)

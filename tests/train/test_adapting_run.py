@@ -26,6 +26,12 @@ SLOW = (
     "emulation.links=[{between: [1, 2], "
     f"latency_ms: {LATENCY_MS}, from_step: {SLOW_FROM}, to_step: {SLOW_TO}}}]"
 )
+CUT_TO, DIRECT_S = 7, 1.0
+CUT = (
+    "emulation.links=[{between: [1, 2], cut: true, route: direct, "
+    f"from_step: {SLOW_FROM}, to_step: {CUT_TO}}}]"
+)
+FAILS_OVER = f"timeouts.direct_s={DIRECT_S}"
 CLAIMED_MS = 40
 CLAIM = f"schedule.link_ms={{0-1: {CLAIMED_MS}, 1-2: 0}}"  # of the wrong link: it changes nothing
 DIRECT = {"0-1": "direct", "1-2": "direct"}
@@ -74,6 +80,14 @@ def adapting(tmp_path_factory):
 def undisturbed(tmp_path_factory):
     """The same without adaptation and without delays, as fast as this machine computes it."""
     return Finished(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory):
+    """The same with a direct path that fails in mid-step and comes back some steps later."""
+    folder = tmp_path_factory.mktemp("failing")
+    back = "adaptation.failback_steps=2"
+    return Finished(folder, "adaptation.enabled=true", back, PACED, CUT, FAILS_OVER)
 
 
 def in_force_ms(adapting, step):
@@ -160,3 +174,32 @@ def test_losses_norms_parameters_and_optimizer_state_are_those_of_the_undisturbe
 def test_the_user_sees_every_turn(adapting):
     for part in ("straggler detected 1-2", "plan changed", "route changed 1-2", "morphs    2, in"):
         assert part in adapting.shown
+
+
+def test_a_direct_path_that_fails_in_mid_step_costs_no_step_and_changes_no_result(
+    failing, undisturbed
+):
+    (failed,) = failing.events("link_failed")
+    assert (failed["step"], failed["link"]) == (SLOW_FROM, "1-2")
+    assert failed["evidence"]["held_up_s"] >= DIRECT_S
+    assert failed["evidence"]["told_by"] == [1, 2]
+    assert failing.results() == undisturbed.results()
+    assert failing.state() == undisturbed.state()
+
+
+def test_the_link_that_failed_is_delegated_from_that_step_until_its_path_is_restored(failing):
+    # On a busy machine the plan that delegates it may come too late for the path to be tried.
+    back = min([event["step"] for event in failing.events("link_restored")], default=STEPS)
+    assert back > CUT_TO + 2
+    routes = [line["routes"] for line in failing.steps]
+    assert routes == [
+        *[DIRECT] * SLOW_FROM, *[DELEGATED] * (back - SLOW_FROM), *[DIRECT] * (STEPS - back),
+    ]  # fmt: skip
+    for changed in failing.events("route_changed")[:1]:
+        assert "without a direct path there is no choice" in changed["detail"]
+    assert failing.events("link_path_down", "link_given_up") == []
+
+
+def test_what_waited_for_the_failed_path_is_taken_for_no_delay(failing):
+    found = failing.events("straggler_detected")
+    assert [event for event in found if event["step"] <= SLOW_FROM + 2] == []
