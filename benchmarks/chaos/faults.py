@@ -162,8 +162,8 @@ def trace_text(troubles: tuple[Trouble, ...], features: Features) -> str:
         features: Whether a trace may name a route.
     """
     written = io.StringIO()
-    columns: list[str] = [*_COLUMNS, *([_ROUTE] if features.direct_cuts else [])]
-    rows = csv.DictWriter(written, columns, restval="", lineterminator="\n")
+    columns = (*_COLUMNS, _ROUTE) if features.direct_cuts else _COLUMNS
+    rows: csv.DictWriter[str] = csv.DictWriter(written, columns, restval="", lineterminator="\n")
     rows.writeheader()
     for each in troubles:
         at = {"links": each.link}

@@ -105,14 +105,15 @@ class WatchedRun:
             HungError: If it takes longer.
             EndedError: If the run ends before.
         """
-        seen, until_s = self.last_step(), time.monotonic() + self._given_s(patience_s)
+        seen, given_s = self.last_step(), self._given_s(patience_s)
+        until_s = time.monotonic() + given_s
         while seen < step:
             if self.process.poll() is not None:
                 raise EndedError(f"ended before step {step}: {self.last_words()}")
             if (now := self.last_step()) != seen:
-                seen, until_s = now, time.monotonic() + patience_s
+                seen, given_s, until_s = now, patience_s, time.monotonic() + patience_s
             if time.monotonic() > until_s:
-                raise HungError(f"no step after {seen} for {patience_s:g} s\n{self.evidence()}")
+                raise HungError(f"no step after {seen} for {given_s:g} s\n{self.evidence()}")
             time.sleep(_POLL_S)
 
     def finish(self, patience_s: float) -> int:

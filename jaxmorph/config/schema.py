@@ -102,7 +102,8 @@ class Config(BaseModel):
     def may_restart(self) -> bool:
         """Whether the run may be started again after a failure, as far as is known beforehand."""
         policy = self.restart_policy
-        return policy.max_restarts > 0 and (policy.from_start or bool(self.checkpoint.every_steps))
+        saves = bool(self.checkpoint.every_steps) or self.checkpoint.every_minutes is not None
+        return policy.max_restarts > 0 and (policy.from_start or saves)
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Config":
