@@ -32,7 +32,7 @@ from jaxmorph.training.resume import (
     checkpoint_folder,
     find_resumption,
     folder_apart,
-    last_resumable,
+    last_whole,
     prepare_checkpoints,
     require_no_checkpoints,
     set_aside,
@@ -206,8 +206,8 @@ def _run(start: _Start, launch: str) -> None:
 def _run_here(start: _Start, reporter: Reporter | None = None) -> None:
     with start.open_record(reporter) as record, sigterm_interrupts():
         config, directory = start.config, record.directory
-        last_checkpoint = partial(_last_resumable, config, directory, record)
-        supervisor = Supervisor(config.restart_policy, last_checkpoint, record)
+        last_checkpoint = partial(_last_whole, config, directory, record)
+        supervisor = Supervisor(config.restart_policy, last_checkpoint, config.run.steps, record)
         supervisor.run(partial(_launch, config, directory), start.first_step)
         record.finish()
         if record.stopped:
@@ -235,12 +235,12 @@ def _launch(
     )
 
 
-def _last_resumable(config: Config, directory: Path, record: RunRecord) -> int | None:
-    """How many steps the last whole checkpoint has done that the run can go on from.
+def _last_whole(config: Config, directory: Path, record: RunRecord) -> int | None:
+    """How many steps the last whole checkpoint has done, None where there is none.
 
-    None: there is none. Damaged ones are told of, and set aside.
+    Damaged ones are told of, and set aside.
     """
-    step, passed_over = last_resumable(config, directory)
+    step, passed_over = last_whole(config, directory)
     _set_aside(config, directory, passed_over, record, step or 0)
     return step
 
@@ -309,9 +309,9 @@ def _exit_code(config: Config, known: Sequence[Path], error: BaseException) -> i
     if isinstance(error, RunFailedError):  # that would come again
         return 1
     if config.restart_policy.max_restarts > 0 and known:
-        with suppress(OSError):  # where the folder can't be read, starting again is no help
-            done, _ = last_resumable(config, known[-1], thorough=False)
-            return 1 if done is None else TRY_AGAIN
+        with suppress(OSError, UserError):  # what can't be read is nothing to go on from
+            done, _ = last_whole(config, known[-1], thorough=False)
+            return TRY_AGAIN if done is not None and done < config.run.steps else 1
     return 1
 
 

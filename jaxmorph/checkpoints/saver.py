@@ -23,6 +23,7 @@ import jax
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.layout import stage_path
 from jaxmorph.checkpoints.manifest import Manifest
+from jaxmorph.errors import RunFailedError
 from jaxmorph.runtime.rendezvous import Rendezvous
 
 Message = dict[str, Any]
@@ -32,8 +33,8 @@ _KEY = "checkpoint"
 _POLL_S = 0.2  # between meetings whose only purpose is to hear whether everybody has written
 
 
-class CheckpointError(RuntimeError):
-    """The last state of a run could not be saved."""
+class CheckpointError(RunFailedError):
+    """The last state of a run could not be saved: it would not be after a restart either."""
 
 
 @dataclass

@@ -96,7 +96,9 @@ class Config(BaseModel):
         step_s, direct_s = self.timeouts.step_s, self.timeouts.direct_s
         if not self.fails_over:
             return step_s
-        return step_s / _PATIENCE if direct_s is None else direct_s
+        if direct_s is not None:
+            return direct_s
+        return step_s / max(_PATIENCE, self.parallelism.stages)  # links may fail one after another
 
     @property
     def may_restart(self) -> bool:

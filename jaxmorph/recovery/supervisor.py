@@ -11,6 +11,7 @@ from threading import Event as ThreadEvent
 from typing import Any, Protocol
 
 from jaxmorph.config.restart_section import RestartPolicy
+from jaxmorph.errors import UserError
 from jaxmorph.recovery.attempts import Attempts
 from jaxmorph.recovery.ledger import Goodput, Ledger
 from jaxmorph.recovery.phases import BACK_OFF, Recovery
@@ -59,8 +60,9 @@ class Supervisor:
 
     Args:
         policy: When to start again.
-        last_checkpoint: How many steps the last checkpoint that can be gone on from has done; None:
-            there is none.
+        last_checkpoint: How many steps the last checkpoint that is whole has done; None: there is
+            none.
+        num_steps: How many steps the run has in all.
         books: What is written of the run.
         clock: Seconds, monotonic; the one by which ranks tell times.
         wait: Waits so many seconds.
@@ -70,12 +72,14 @@ class Supervisor:
         self,
         policy: RestartPolicy,
         last_checkpoint: Callable[[], int | None],
+        num_steps: int,
         books: Books,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], None] = wait,
     ) -> None:
         self._policy = policy
         self._last_checkpoint = last_checkpoint
+        self._num_steps = num_steps
         self._books = books
         self._clock = clock
         self._wait = wait
@@ -121,7 +125,11 @@ class Supervisor:
         """Note a failure, and decide from which step the run goes on."""
         ended_s = self._clock()
         self._tell(self._ledger.cut_off())
-        from_step, last = self._from_step(failure), self._attempts
+        try:
+            from_step, last = self._from_step(failure), self._attempts
+        except (OSError, UserError) as error:  # of the two the failure is what matters
+            self._note_failure(failure, f"; no checkpoint can be looked for: {error}")
+            raise failure from error
         self._attempts = last if from_step is None else last.again(from_step)
         if from_step is None or self._attempts.count > self._policy.max_restarts:
             self._note_failure(failure, "")
@@ -135,7 +143,9 @@ class Supervisor:
         if self._policy.max_restarts == 0 or failure.asked_to_end:
             return None
         done = self._last_checkpoint()
-        return 0 if done is None and self._policy.from_start else done
+        if done is None:
+            return 0 if self._policy.from_start else None
+        return done if done < self._num_steps else None
 
     def _plan(self, from_step: int) -> str:
         origin = f"the checkpoint after {from_step} steps" if from_step else "the start"

@@ -30,7 +30,7 @@ class RunHistory:
     def __init__(self) -> None:
         self.recent: deque[StepRecord] = deque(maxlen=RECENT)
         self._morph_steps: list[int] = []
-        self._skipped_steps = 0
+        self._skipped_steps: list[int] = []
         self._numbers = {name: array("d") for name in _KEPT}
         self._steps = {name: array("q") for name in _KEPT}  # those of the numbers
         self._planned_s = array("d")  # of every step; 0 without a plan
@@ -47,7 +47,8 @@ class RunHistory:
                 numbers.append(number)
                 self._steps[name].append(record.step)
         self._planned_s.append(record.predicted_step_s or 0.0)
-        self._skipped_steps += record.skipped
+        if record.skipped:
+            self._skipped_steps.append(record.step)
 
     def go_back(self, step: int) -> None:
         """Forgets the steps from one on, which will be done again.
@@ -62,6 +63,7 @@ class RunHistory:
             del steps[kept:], self._numbers[name][kept:]
         del self._planned_s[len(self) :]
         self._morph_steps = [morph for morph in self._morph_steps if morph < step]
+        self._skipped_steps = [skipped for skipped in self._skipped_steps if skipped < step]
 
     def note(self, event: Event) -> None:
         """Takes note of an event that sums a run up.
@@ -125,7 +127,7 @@ class RunHistory:
             longer_than_planned=longer_than_planned(
                 zip(self._numbers["step_s"], self._planned_s, strict=True)
             ),
-            skipped_steps=self._skipped_steps,
+            skipped_steps=len(self._skipped_steps),
         )
 
     def _median(self, name: str) -> float | None:

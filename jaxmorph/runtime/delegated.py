@@ -202,8 +202,10 @@ class DelegatedRoute:
 
     def settle(self) -> None:
         """Wait until all copies that were started are over; an error of any is raised."""
-        while self._copying:
-            with self._lock:
+        while True:
+            with self._lock:  # a link that fails over sends, and lets go, on a thread of its own
+                if not self._copying:
+                    return
                 copy = self._copying.popleft()
             self._finish(copy)
 

@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from jax.stages import Compiled, Lowered
 
 _log = logging.getLogger(__name__)
 _CPU_INFO = Path("/proc/cpuinfo")
+_CPU_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
 
 
 class KeptPrograms:
@@ -58,7 +60,8 @@ class KeptPrograms:
             )
         except Exception as error:  # whatever is wrong with it, it can be compiled
             _log.warning("%s: %s: %s; it is compiled again", path, type(error).__name__, error)
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
             return None
 
     def _compiled(self, path: Path, lowered: Lowered) -> Compiled:
@@ -66,7 +69,9 @@ class KeptPrograms:
         try:
             written, _, _ = serialize_executable.serialize(program)
             self.folder.mkdir(parents=True, exist_ok=True)
-            new = path.with_name(f"{path.name}.new")
+            new = path.with_name(
+                f"{path.name}.{os.getpid()}.new"
+            )  # other runs may share the folder
             new.write_bytes(written)
             new.replace(path)
         except (OSError, ValueError, NotImplementedError, pickle.PicklingError) as error:
@@ -99,4 +104,4 @@ def _processor() -> str:
     if not _CPU_INFO.exists():
         return ""
     lines = _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
+    return "\n".join(sorted({line for line in lines if line.startswith(_CPU_LINES)}))

@@ -279,6 +279,7 @@ def _end(watch: _Watch) -> None:
 
     Another Ctrl-C meanwhile ends the waiting.
     """
+    watch.stop_within_s = None  # too late to ask: SIGTERM interrupts from here on
     try:
         _signal_all(watch.ranks, signal.SIGTERM)
         _await_all(watch.ranks, time.monotonic() + _TERMINATION_S)

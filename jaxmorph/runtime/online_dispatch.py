@@ -182,6 +182,7 @@ class _Step:
         self._own, self._units, self._order, self._identify = own, units, order, identify
         self._began_s = own.clock()
         self._work = _Work(since_s=self._began_s)
+        self._is_choosing = False  # as of the last decision, for the queue's thread
 
     def chosen_units(self) -> Iterator[Unit]:
         """The units in the order to run them; waits where there is none to take."""
@@ -211,6 +212,7 @@ class _Step:
         dry_ms = self._since_began_ms(self._dry_s)
         now_ms = self._since_began_ms(self._own.clock())
         index, until_ms = self._order.decide(now_ms, dry_ms, self._can_run)
+        self._is_choosing = self._order.is_choosing
         return index, self._began_s + until_ms / 1e3
 
     @property
@@ -231,7 +233,7 @@ class _Step:
         over: being woken for each unit would cost it, and the queue's thread, a moment each time.
         """
         self._work.finish(self._own.clock())
-        if self._work.is_over or self._order.is_choosing:
+        if self._work.is_over or self._is_choosing:
             self._own.bell.ring()
 
     def _since_began_ms(self, time_s: float) -> float:

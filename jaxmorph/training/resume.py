@@ -39,10 +39,10 @@ def checkpoint_folder(config: Config, directory: Path) -> CheckpointFolder:
     return CheckpointFolder(directory / "checkpoints" if named is None else Path(named))
 
 
-def last_resumable(
+def last_whole(
     config: Config, directory: Path, *, thorough: bool = True
 ) -> tuple[int | None, tuple[PassedOver, ...]]:
-    """How many steps the last whole checkpoint has done that a run can go on from.
+    """How many steps a run's last whole checkpoint has done.
 
     Args:
         config: The run.
@@ -52,9 +52,7 @@ def last_resumable(
     Returns:
         (the steps, None where there is no such checkpoint; the damaged ones that are newer).
     """
-    step, passed_over = checkpoint_folder(config, directory).newest_whole(thorough=thorough)
-    is_over = step is not None and step >= config.run.steps
-    return None if is_over else step, tuple(passed_over)
+    return checkpoint_folder(config, directory).newest_whole(thorough=thorough)
 
 
 def folder_apart(config: Config) -> Path | None:

@@ -34,6 +34,9 @@ class Books:
         return [each for each in self.told if each[0] == kind]
 
 
+NUM_STEPS = 40
+
+
 class World:
     """A run whose lives are given, on a clock that moves with its steps and its waits.
 
@@ -46,8 +49,18 @@ class World:
         self.now_s, self.waits, self.launched, self.saved = 100.0, [], [], None
         self.books = Books()
         self.supervisor = Supervisor(
-            RestartPolicy(**policy), lambda: self.saved, self.books, lambda: self.now_s, self.wait
+            RestartPolicy(**policy),
+            self.last_checkpoint,
+            NUM_STEPS,
+            self.books,
+            lambda: self.now_s,
+            self.wait,
         )
+
+    def last_checkpoint(self):
+        if isinstance(self.saved, Exception):
+            raise self.saved
+        return self.saved
 
     def run(self, first_step=0):
         self.supervisor.run(self.launch, first_step)
@@ -123,6 +136,27 @@ def test_a_newer_checkpoint_begins_the_count_and_the_waits_anew():
     world.run()
     assert world.waits == 9 * [1.0]
     assert world.launched == [(2 * number, number) for number in range(10)]
+
+
+@pytest.mark.parametrize("from_start", [False, True])
+def test_a_run_that_had_come_to_its_end_is_not_done_again(from_start):
+    world = World([(NUM_STEPS, KILLED), (1, None)], from_start=from_start)
+    with pytest.raises(RankFailedError) as raised:
+        world.run()
+    assert str(raised.value) == KILLED
+    assert world.launched == [(0, 0)]
+    assert not world.books.of_kind("go_back")
+
+
+@pytest.mark.parametrize("error", [OSError("stale file handle"), UserError("format 3")])
+def test_a_failure_is_told_where_no_checkpoint_can_be_looked_for(error):
+    world = World([(3, KILLED), (1, None)], every_steps=0)
+    world.saved = error
+    with pytest.raises(RankFailedError) as raised:
+        world.run()
+    assert str(raised.value) == KILLED
+    ((*_, detail, _),) = world.books.of_kind("rank_failed")
+    assert detail.endswith(f"no checkpoint can be looked for: {error}")
 
 
 def test_a_run_that_was_asked_to_end_is_not_started_again():

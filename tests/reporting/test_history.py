@@ -77,6 +77,7 @@ def test_steps_that_will_be_done_again_are_forgotten():
             step_s=0.1 * (n + 1),
             predicted_step_s=0.2 if n % 2 else None,
             held_out_loss=9.0 - n if n % 3 == 0 else None,
+            skipped=n in (1, 5),
         )
         for n in range(8)
     ]

@@ -185,6 +185,15 @@ def test_a_failure_tells_whether_the_ranks_had_been_asked_to_end(tmp_path):
     assert not failure.asked_to_end
 
 
+def test_once_a_rank_has_failed_it_is_too_late_to_ask_the_others_to_end(tmp_path, monkeypatch):
+    def asked(ranks, deadline_s):
+        signal.raise_signal(signal.SIGTERM)  # as a scheduler may while the others are ended
+
+    monkeypatch.setattr(launcher, "_await_all", asked)
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks("ailing_rank", ["raise", "0"], 2, tmp_path, lambda said: None, stop_within_s=60.0)
+
+
 def test_ranks_that_do_not_end_when_asked_to_have_a_deadline(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         stop_when_it_has_begun("wait", tmp_path, 0.05)

@@ -200,7 +200,7 @@ def test_order_and_memory_inside_a_step_are_counted(tmp_path):
     ("override", "line"),
     [
         ("compare=null", "few.yaml: compare: missing, expected a section with conditions"),
-        ("compare.systems=[falcon]", "(falcon and restart are not available yet)"),
+        ("compare.systems=[falcon]", "(falcon is not available yet)"),
         ("parallelism.stages=3", "parallelism.stages=3 (command line): got 3, expected"),
         ("compare.systems=[interleaved]", "(as system 'interleaved' needs it)"),
         ("compare.conditions.1.trace=no.csv", "=no.csv (command line): no.csv: No such file or"),
