@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-processes test-others test-hf nixl hf lint types check bench bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
+.PHONY: setup demo test test-processes test-others test-long test-hf nixl hf lint types check bench bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
 
 setup: $(VENV)/installed
 
@@ -23,7 +23,8 @@ demo: setup
 # Tests that start ranks want the processors for themselves, and wait for them half of the time: they
 # run one after another, and meanwhile all other tests, which report at the end.
 SEVERAL_PROCESSES := multiprocess or netns
-# A mark of tests to leave out: `make test WITHOUT=one_jax`.
+# Marks of tests to leave out, as in `make test WITHOUT='long or one_jax'`.
+WITHOUT ?= long
 MARKED = -m '$(1)$(if $(WITHOUT), and not ($(WITHOUT)))' --durations=15 --durations-min=5
 
 test: setup
@@ -35,6 +36,10 @@ test-processes: setup
 test-others: setup
 	@$(BIN)/python -m pytest $(call MARKED,not ($(SEVERAL_PROCESSES))) $(TESTS) >$(VENV)/others.log 2>&1; \
 	status=$$?; echo "all other tests:"; cat $(VENV)/others.log; exit $$status
+
+# Whole runs that take half a minute and more, and look once more at what other tests have seen.
+test-long: setup
+	$(BIN)/python -m pytest -m long $(TESTS)
 
 # What some tests need and not every machine can have; without it they are skipped.
 nixl: setup

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.config import check_config
 from jaxmorph.errors import UserError
 from jaxmorph.start import TRY_AGAIN, _exit_code, _log_folder
@@ -32,10 +33,13 @@ def test_each_life_of_a_run_has_a_folder_for_its_logs(tmp_path):
     ],
 )
 def test_a_clusters_rank_says_by_its_exit_code_whether_starting_again_helps(
-    tmp_path, saved, policy, error, code
+    tmp_path, monkeypatch, saved, policy, error, code
 ):
-    for step in saved:
-        (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    def newest_whole(folder, *, thorough):
+        assert folder.path == tmp_path / "checkpoints"
+        return max(saved, default=None), ()
+
+    monkeypatch.setattr(CheckpointFolder, "newest_whole", newest_whole)
     config = check_config({"run": {"steps": 10}, "restart_policy": policy})
     assert _exit_code(config, [tmp_path], error) == code
 

@@ -17,6 +17,7 @@ STEPS = 8
 OUTAGE_S = 2.0
 
 
+@pytest.mark.long  # `make bench-netns` has it, too
 def test_training_goes_on_by_itself_after_a_host_was_cut_off_and_nothing_has_changed(tmp_path):
     with lay_hosts(2) as hosts:
         expected = train_on(hosts, tmp_path / "healthy", STEPS, "direct")

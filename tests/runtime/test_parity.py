@@ -130,10 +130,15 @@ def test_changing_routes_compiles_nothing_and_no_send_waits_for_a_slot(several, 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_step_that_overflows_on_one_stage_changes_no_bit_of_any(results, tied):
     told = only(results, "overflow", tied=tied)
-    last = str(max(result["rank"] for result in told))
+    last, is_alone = str(max(result["rank"] for result in told)), len(told) == 1
     for result in told:
-        assert (result["updated"], result["loss"]) == (False, "nan")
-        assert result["stages"][last].startswith("loss nan, gradients of ")
+        assert not result["updated"]
+        if is_alone:  # the embedding overflows, too, and a norm takes that out of the loss
+            assert result["loss"] != "nan"
+            assert result["stages"][last].startswith("gradients of ")
+        else:
+            assert result["loss"] == "nan"
+            assert result["stages"][last].startswith("loss nan, gradients of ")
         assert result["same"]
         assert result["zero"]
 

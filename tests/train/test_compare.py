@@ -174,6 +174,7 @@ def test_a_system_that_is_told_nothing_finds_out_and_runs_what_it_morphs_to(tmp_
     assert run["step_ms"]["median"] < held_ms
 
 
+@pytest.mark.long
 def test_order_and_memory_inside_a_step_are_counted(tmp_path):
     done, out = compare(
         tmp_path,

@@ -20,7 +20,10 @@ def compile_quickly():
 
 @pytest.mark.parametrize(
     ("folder", "config"),
-    [("docs/examples", "causal_mixer.yaml"), (".", "configs/llama.yaml")],
+    [
+        ("docs/examples", "causal_mixer.yaml"),
+        pytest.param(".", "configs/llama.yaml", marks=pytest.mark.long),
+    ],
 )
 def test_the_loss_falls_through_two_stages(tmp_path, folder, config):
     done = subprocess.run(
