@@ -84,7 +84,10 @@ class KeptPrograms:
         """A name that another program, or the same for another platform, doesn't have."""
         if self._platform is None:
             self._platform = tuple(_platform())
-        parts = (lowered.as_text(), str(lowered.in_tree), str(lowered.out_tree), *self._platform)
+        takes = str(
+            lowered.args_info
+        )  # also what the program doesn't read, and its text leaves out
+        parts = (lowered.as_text(), takes, str(lowered.out_tree), *self._platform)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -54,6 +54,17 @@ def test_another_program_is_another_entry(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_what_a_program_does_not_read_is_part_of_its_name(tmp_path):
+    def casts_nothing(weights, x):
+        return {"half": x.astype(jnp.bfloat16)}
+
+    for length in (1, 2):
+        weights = jnp.zeros((length, 32))
+        program = KeptPrograms(tmp_path).compile(jax.jit(casts_nothing).lower(weights, X))
+        assert program(weights, X)["half"].dtype == jnp.bfloat16
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_other_flags_are_another_entry(tmp_path, monkeypatch):
     KeptPrograms(tmp_path).compile(lowered(2.0))
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_timeout_seconds=7")
