@@ -236,6 +236,7 @@ def test_stashes_in_host_memory_change_no_loss_and_no_device_holds_more_than_fit
     assert profile["copies"]["offload_ms"] == pytest.approx(at_10_mb_per_s, rel=0.5)
 
 
+@pytest.mark.long
 @pytest.mark.one_jax
 def test_a_slow_delegated_link_holds_up_no_op_that_is_ready(tmp_path):
     slow = ("emulation.links=[{between: [1, 2], latency_ms: 40}]", PACED, "run.steps=4")
@@ -280,6 +281,7 @@ def _of_kind(order, kind):
     return [op.microbatch for op in order if op.kind == kind]
 
 
+@pytest.mark.long
 @pytest.mark.one_jax
 def test_killed_sidecars_are_replaced_and_change_no_loss(tmp_path, delegated):
     training = Training(tmp_path, "routes.default=delegated", PACED)
