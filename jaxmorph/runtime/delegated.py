@@ -23,7 +23,13 @@ from jaxmorph.runtime.copy_tiers import CopyProgram, CopyTier, is_ready
 from jaxmorph.runtime.host_memory import for_program
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.payloads import SlotUse, channel_name
-from jaxmorph.runtime.routes import AbandonedEpochError, Moved, Posting, TransferMismatchError
+from jaxmorph.runtime.routes import (
+    AbandonedEpochError,
+    Moved,
+    Posting,
+    TransferMismatchError,
+    require_live,
+)
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.names import ChannelName, Tag
 from jaxmorph.transport.plane import DataPlane, IncomingSlot, OutgoingSlot
@@ -240,11 +246,7 @@ class DelegatedRoute:
                 raise
 
     def _channel(self, identity: TransferIdentity) -> Channel:
-        if identity.epoch <= self._abandoned:
-            raise AbandonedEpochError(
-                f"{identity}: this life of the route has ended, expected an epoch after "
-                f"{self._abandoned}"
-            )
+        require_live(identity, self._abandoned)
         return channel_of(identity.transfer)
 
     def _free_slot(

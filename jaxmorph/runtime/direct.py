@@ -18,12 +18,7 @@ from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.kept_outputs import KeptOutputs
 from jaxmorph.runtime.links import LinkProgram, read_identity
-from jaxmorph.runtime.routes import (
-    AbandonedEpochError,
-    Moved,
-    Posting,
-    TransferMismatchError,
-)
+from jaxmorph.runtime.routes import Moved, Posting, TransferMismatchError, require_live
 from jaxmorph.schedule.costs import Link
 
 _WORD = 0xFFFFFFFF
@@ -140,11 +135,7 @@ class DirectRoute:
         return time.monotonic()
 
     def _program(self, identity: TransferIdentity) -> LinkProgram:
-        ended = max(self._abandoned, self._began[identity.transfer.link] - 1)
-        if identity.epoch <= ended:
-            raise AbandonedEpochError(
-                f"{identity}: this life of the route has ended, expected an epoch after {ended}"
-            )
+        require_live(identity, max(self._abandoned, self._began[identity.transfer.link] - 1))
         return self.programs[channel_of(identity.transfer)]
 
 

@@ -25,7 +25,7 @@ from jaxmorph.runtime.link_messages import Counts, Wire
 from jaxmorph.runtime.link_switch import LinkEnd
 from jaxmorph.runtime.links import LinkProgram
 from jaxmorph.runtime.next_life import NextLife
-from jaxmorph.runtime.routes import AbandonedEpochError, Moved, Posting
+from jaxmorph.runtime.routes import Moved, Posting, require_live
 from jaxmorph.schedule.costs import Link
 
 Programs = Mapping[Channel, LinkProgram]
@@ -183,11 +183,7 @@ class FailoverRoute:
         )
 
     def _end(self, identity: TransferIdentity) -> LinkEnd:
-        if identity.epoch <= self._abandoned:
-            raise AbandonedEpochError(
-                f"{identity}: this life of the route has ended, expected an epoch after "
-                f"{self._abandoned}"
-            )
+        require_live(identity, self._abandoned)
         return self._ends[identity.transfer.link]
 
     def _give_up(self, end: LinkEnd, error: Exception) -> None:

@@ -18,6 +18,22 @@ class AbandonedEpochError(RuntimeError):
     """A transfer belongs to a life of its route that has ended."""
 
 
+def require_live(identity: TransferIdentity, ended: int) -> None:
+    """Refuse a transfer of a life that has ended.
+
+    Args:
+        identity: The transfer's.
+        ended: The last epoch that is over.
+
+    Raises:
+        AbandonedEpochError: If the transfer is of that one, or of an earlier one.
+    """
+    if identity.epoch <= ended:
+        raise AbandonedEpochError(
+            f"{identity}: this life of the route has ended, expected an epoch after {ended}"
+        )
+
+
 @dataclass(frozen=True)
 class Moved:
     """A transfer as one end of it saw it.

@@ -55,7 +55,6 @@ class RunRecord:
         self._directory = directory
         self._reporter = reporter
         self._clock = clock
-        self._first_step = first_step
         self.stopped = ""
         self._history = RunHistory()
         self._traces = _traces_before(first_step, directory)
