@@ -7,7 +7,10 @@ from typing import Any
 from jaxmorph.config import Config, check_config, read_config
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.scripts.launched import launch_told
 from jaxmorph.scripts.meeting import meet
+
+_SOME_STAGES = 4
 
 Source = Config | Mapping[str, Any] | str | Path | None
 
@@ -27,8 +30,8 @@ def configure(source: Source) -> tuple[Config, Rendezvous]:
     """
     tree, name = _tree(source), _name(source)
     # First without the rest: what is given per stage can be checked when the processes are counted.
-    timeouts = check_config({"timeouts": tree.get("timeouts")}, name).timeouts
-    rendezvous = meet(timeouts)
+    first = check_config(_about_waiting(tree), name)
+    rendezvous = meet(first.timeouts.start_s, first.direct_timeout_s)
     config = check_config(_with_stages(tree, rendezvous.num_ranks), name)
     stages, processes = config.parallelism.stages, rendezvous.num_ranks
     if stages != processes:
@@ -51,6 +54,23 @@ def _tree(source: Source) -> Mapping[str, Any]:
         return read_config(source)
     got = type(source).__name__
     raise UserError(f"config: got {got}, expected a mapping of sections, a path or a Config")
+
+
+def _about_waiting(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """What says how long processes wait for each other.
+
+    How many there are is known before they have met where that is given, or by their launcher.
+    """
+    told = launch_told()
+    about = {name: tree.get(name) for name in ("timeouts", "failover")}
+    about["parallelism"] = {"stages": told.num_ranks if told else _given_stages(tree)}
+    return about
+
+
+def _given_stages(tree: Mapping[str, Any]) -> int:
+    given = tree.get("parallelism")
+    stages = given.get("stages") if isinstance(given, Mapping) else None
+    return stages if isinstance(stages, int) and stages > 0 else _SOME_STAGES
 
 
 def _name(source: Source) -> str:

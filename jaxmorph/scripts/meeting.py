@@ -2,7 +2,6 @@
 
 import jax
 
-from jaxmorph.config.sections import Timeouts
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.join import join_as_told, limit_collectives, rendezvous_of_joined
 from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank
@@ -27,17 +26,18 @@ def join(*, start_timeout_s: float = 120.0, step_timeout_s: float = 60.0) -> Non
     Raises:
         UserError: If JAX has already computed something, or finds this process no place in its job.
     """
-    meet(Timeouts(start_s=start_timeout_s, step_s=step_timeout_s))
+    meet(start_timeout_s, step_timeout_s)
 
 
-def meet(timeouts: Timeouts) -> Rendezvous:
+def meet(start_timeout_s: float, direct_timeout_s: float) -> Rendezvous:
     """The rendezvous of this script's processes: one made before, or a new one.
 
     They are those that `jaxmorph launch` has started, those that `jax.distributed` has joined, or
     the tasks of a cluster's job. A process that was started by itself is alone.
 
     Args:
-        timeouts: How long to wait for the others.
+        start_timeout_s: How long to wait for the others.
+        direct_timeout_s: How long a transfer on CPU waits for its other end.
 
     Raises:
         UserError: If JAX has already computed something, or finds this process no place in its job,
@@ -49,8 +49,8 @@ def meet(timeouts: Timeouts) -> Rendezvous:
             "told that it goes no further: start the script anew"
         )
     if not _met:
-        _met.append(_join(timeouts))
-    _met[0].limit(timeouts.start_s)
+        _met.append(_join(start_timeout_s, direct_timeout_s))
+    _met[0].limit(start_timeout_s)
     return _met[0]
 
 
@@ -63,9 +63,8 @@ def leave() -> None:
             _left.append(met)
 
 
-def _join(timeouts: Timeouts) -> Rendezvous:
+def _join(start_s: float, step_s: float) -> Rendezvous:
     told = launch_told()
-    start_s, step_s = timeouts.start_s, timeouts.step_s
     try:
         if told is not None:
             return join_as_told(told, start_timeout_s=start_s, step_timeout_s=step_s)
