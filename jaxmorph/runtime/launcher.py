@@ -342,7 +342,18 @@ def _sigterm_stops(watch: _Watch) -> Iterator[None]:
     finally:
         if watch.overdue is not None:
             watch.overdue.cancel()
-        signal.signal(signal.SIGTERM, previous)
+        restore_signal(signal.SIGTERM, previous)
+
+
+def restore_signal(number: signal.Signals, previous: Any) -> None:
+    """Have a signal do again what it did.
+
+    Args:
+        number: Which.
+        previous: What `signal.signal` said that was; of a handler that Python hasn't set it knows
+            nothing and says None, which it doesn't take back. The default comes in its place.
+    """
+    signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
 
 def _ask_to_end(watch: _Watch) -> bool:
