@@ -89,6 +89,10 @@ class DirectPaths(Protocol):
         """Whether a link's direct path would work again, at once; None: this rank is no end."""
         ...
 
+    def take_for_failed(self, link: Link) -> None:
+        """Has a link's direct path watched that has failed, though not in this process."""
+        ...
+
     def restore_direct(self, link: Link) -> None:
         """Has a link's direct path begin again; both ends do so between the same two steps."""
         ...
@@ -101,13 +105,19 @@ class OwnEnds:
         rank: Which rank.
         paths: Its ends.
         is_watched: Whether somebody wants to know when failed paths are up again.
+        failed: All links that do without their direct paths from the start.
     """
 
-    def __init__(self, rank: int, paths: DirectPaths, *, is_watched: bool) -> None:
+    def __init__(
+        self, rank: int, paths: DirectPaths, *, is_watched: bool, failed: Iterable[Link] = ()
+    ) -> None:
         self._rank = rank
         self._paths = paths
         self._is_watched = is_watched
-        self._failed: set[Link] = set()  # of all ranks' links
+        self._failed = set(failed)  # of all ranks' links
+        for link in sorted(self._failed):
+            if rank in link:
+                paths.take_for_failed(link)
 
     @property
     def failed(self) -> frozenset[Link]:

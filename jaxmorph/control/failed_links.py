@@ -13,10 +13,13 @@ class FailedLinks:
 
     A link whose direct path fails in mid-step is delegated from there on, though programs still
     have its transfers on the queue; until its direct path is made to begin again.
+
+    Args:
+        failed: Those that did without when the run was last at work, and do so from the start.
     """
 
-    def __init__(self) -> None:
-        self._failed: set[Link] = set()
+    def __init__(self, failed: Iterable[Link] = ()) -> None:
+        self._failed: set[Link] = set(failed)
         self._begun_again: set[Link] = set()  # and not used since
 
     @property

@@ -99,6 +99,8 @@ class RunRecord:
                 self._take_timelines(step, timelines, message.get("around_change", False))
             case {"kind": "profile", "profile": profile}:
                 self._directory.write_profile(profile)
+            case {"kind": "links", "links": links}:
+                self._directory.write_links(links)
             case {"kind": "phase_ended"}:
                 pass  # for whoever starts ranks again
             case _:
