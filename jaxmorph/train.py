@@ -33,6 +33,7 @@ from jaxmorph.stage.parameter_count import parameter_count
 from jaxmorph.training.bookkeeping import Bookkeeper
 from jaxmorph.training.evaluation import Evaluation, with_room_to_evaluate
 from jaxmorph.training.gradients import apply_gradients, told_not_finite
+from jaxmorph.training.kept_layers import chosen_before, keep_choice
 from jaxmorph.training.known_links import KnownLinks, known_links
 from jaxmorph.training.open_stage import open_stage
 from jaxmorph.training.run_checkpoints import RunCheckpoints
@@ -144,8 +145,7 @@ def _load(
     config = checkpoints.starting_config
     parts = load_parts(config)
     checkpoints.require_shared(rendezvous)
-    measure = partial(measured_on_rank_0, config, parts.model, parts.batches)
-    cut = checkpoints.cut or choose_layers(config, rendezvous, parts.model.num_layers, measure)
+    cut = checkpoints.cut or _choose_layers(config, rendezvous, directory, parts)
     return _Run(
         config,
         directory,
@@ -159,6 +159,19 @@ def _load(
         links=EmulatedLinks(),
         read=step_reader(config, parts.batches, rendezvous.rank),
     )
+
+
+def _choose_layers(
+    config: Config, rendezvous: Rendezvous, directory: Path, parts: RunParts
+) -> LayerChoice:
+    """The cut of an earlier life of the run, whatever would be measured now; else a new one."""
+    num_layers, leads = parts.model.num_layers, rendezvous.rank == 0
+    measure = partial(measured_on_rank_0, config, parts.model, parts.batches)
+    chosen = chosen_before(directory, config, num_layers) if leads else None
+    cut = choose_layers(config, rendezvous, num_layers, measure, chosen)
+    if leads:
+        keep_choice(directory, config, cut.layers)
+    return cut
 
 
 def _take_up_state(run: _Run, trainer: StageTrainer) -> _Run:
