@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from jaxmorph.control.link_failure import LinkFailure
+from jaxmorph.control.path_failure import PathFailure
 from jaxmorph.schedule.costs import Link
 
 Message = dict[str, Any]
@@ -30,7 +30,7 @@ class PathNews:
             the step's times.
     """
 
-    failures: tuple[LinkFailure, ...] = ()
+    failures: tuple[PathFailure, ...] = ()
     up: Mapping[Link, bool] = field(default_factory=dict)
     lives_left: Mapping[Link, int] = field(default_factory=dict)
     is_disturbed: bool = False
@@ -59,11 +59,11 @@ def path_news(reports: Sequence[Message]) -> PathNews:
     )
 
 
-def _failure(link: Link, ends: Sequence[tuple[int, Message]]) -> LinkFailure:
+def _failure(link: Link, ends: Sequence[tuple[int, Message]]) -> PathFailure:
     """One failure of what its ends tell; the first of them says what it was."""
     told = [each for _, each in ends]
     lives = [each["lives_left"] for each in told if each.get("lives_left") is not None]
-    return LinkFailure(
+    return PathFailure(
         link,
         detail=told[0].get("detail", ""),
         held_up_s=max(each.get("held_up_s", 0.0) for each in told),

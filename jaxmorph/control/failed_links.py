@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from jaxmorph.control.link_failure import LinkFailure
 from jaxmorph.control.link_samples import LinkSample
+from jaxmorph.control.path_failure import PathFailure
 from jaxmorph.program.instructions import Route, Routes
 from jaxmorph.schedule.costs import Link
 
@@ -27,7 +27,7 @@ class FailedLinks:
         """The links that are delegated because their direct paths have failed."""
         return frozenset(self._failed)
 
-    def note(self, failures: Iterable[LinkFailure]) -> tuple[LinkFailure, ...]:
+    def note(self, failures: Iterable[PathFailure]) -> tuple[PathFailure, ...]:
         """Take note of what failed in a step.
 
         Args:
