@@ -167,7 +167,8 @@ def _start(
 ) -> _Rank:
     messages_read, messages_write = os.pipe()
     lifeline_read, lifeline_write = os.pipe()
-    rank = RankArguments(number, num_ranks, coordinator, messages_write, lifeline_read)
+    threads = None if "NPROC" in os.environ else int(environment["NPROC"])
+    rank = RankArguments(number, num_ranks, coordinator, messages_write, lifeline_read, threads)
     log_path = log_dir / f"rank_{number}.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(

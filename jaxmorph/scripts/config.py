@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxmorph.config import Config, check_config, read_config
 from jaxmorph.errors import UserError
+from jaxmorph.runtime.launcher import OFFLOADING_THREADS
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.scripts.meeting import meet
 
@@ -27,8 +28,8 @@ def configure(source: Source) -> tuple[Config, Rendezvous]:
     """
     tree, name = _tree(source), _name(source)
     # First without the rest: what is given per stage can be checked when the processes are counted.
-    timeouts = check_config({"timeouts": tree.get("timeouts")}, name).timeouts
-    rendezvous = meet(timeouts)
+    first = check_config({key: tree.get(key) for key in ("timeouts", "offload")}, name)
+    rendezvous = meet(first.timeouts, OFFLOADING_THREADS if first.offload.enabled else 1)
     config = check_config(_with_stages(tree, rendezvous.num_ranks), name)
     stages, processes = config.parallelism.stages, rendezvous.num_ranks
     if stages != processes:
