@@ -23,7 +23,7 @@ from jaxmorph.reporting.page import REPORT, write_report
 from jaxmorph.reporting.page.comparison_files import RESULTS, TIMELINES
 from jaxmorph.reporting.recovery_figure import save_recovery_figure
 from jaxmorph.reporting.run_directory import plain_json
-from jaxmorph.reporting.run_matrix import Matrix
+from jaxmorph.reporting.run_matrix import Matrix, Run
 from jaxmorph.runtime.launcher import OFFLOADING_THREADS, run_ranks
 from jaxmorph.start import check_run
 
@@ -42,6 +42,7 @@ def start_comparison(path: Path, overrides: Sequence[str]) -> int:
 
     Raises:
         UserError: If the configuration, its data or its model are at fault.
+        RunStoppedError: If it was asked to end while a whole run was saved.
     """
     config = load_config(path, overrides)
     wanted = _checked(path, overrides, config)
@@ -178,18 +179,21 @@ def _run_whole_system(
     name: str, config: Config, wanted: Compare, books: _Books, view: MatrixView
 ) -> None:
     """Each condition is a run of its own; the others are run if one fails."""
-    system, failures = SYSTEMS[name], []
-    for number, condition in enumerate(wanted.conditions):
-        view.update(books.matrix(), f"{name} is running under '{condition.name}'")
-        directory = books.directory / RUNS / f"{name}-{number}"
-        run = run_whole(config, system, condition, directory, view.say)
+    failures: list[str] = []
+
+    def put(run: Run) -> None:
         books.record.put(run)
-        failures += [] if run.failed is None else [f"{condition.name}: {run.failed}"]
+        failures.extend([] if run.failed is None else [f"{run.condition}: {run.failed}"])
         for complaint in books.write():
             view.say(complaint)
         if run.total_s is not None:
-            told = f"{name:19} {condition.name:20} {run.total_s:8.1f} s in all"
+            told = f"{name:19} {run.condition:20} {run.total_s:8.1f} s in all"
             view.say(f"{told}, {len(run.recoveries)} restarts, goodput {run.goodput or 0.0:.1%}")
+
+    for number, condition in enumerate(wanted.conditions):
+        view.update(books.matrix(), f"{name} is running under '{condition.name}'")
+        directory = books.directory / RUNS / f"{name}-{number}"
+        run_whole(config, SYSTEMS[name], condition, directory, view.say, put)
     books.record.finish(name, "; ".join(failures) or None)
     for complaint in books.write():
         view.say(complaint)

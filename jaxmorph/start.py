@@ -274,8 +274,8 @@ def _run_as_rank(start: _Start) -> None:
         raise UserError(f"--launch: {error}") from error
     known = [start.directory] if start.directory else []  # the run's, once it is known
     with _leaving_at_once(rendezvous.rank, partial(_exit_code, start.config, known)):
-        _check_job(start.config, rendezvous)
         with heeding_sigterm(start.config.checkpoint.stop_within_s) as stop_asked:
+            _check_job(start.config, rendezvous)
             is_done, directory = _train_as_rank(start, rendezvous, known.append, stop_asked)
         rendezvous.close()
     if not is_done:
@@ -291,13 +291,19 @@ def _leaving_at_once(rank: int, exit_code: Callable[[BaseException], int]) -> It
     try:
         yield
     except BaseException as error:
-        says_all = isinstance(error, UserError | RunFailedError)
-        if not says_all:
-            traceback.print_exc()
-        said = f"error: {error}" if says_all else f"error: rank {rank} failed: {error}"
-        print(said, file=sys.stderr, flush=True)  # noqa: T201
+        print(f"error: {_in_words(error, rank)}", file=sys.stderr, flush=True)  # noqa: T201
         sys.stdout.flush()
         os._exit(exit_code(error))
+
+
+def _in_words(error: BaseException, rank: int) -> str:
+    """What ended a rank; where that doesn't say it all, after where it was raised."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, UserError | RunFailedError):
+        return str(error)
+    traceback.print_exception(error)
+    return f"rank {rank} failed: {error}"
 
 
 def _exit_code(config: Config, known: Sequence[Path], error: BaseException) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from jaxmorph.adapting.adaptation import Adaptation, open_control_loop
 from jaxmorph.checkpoints.saver import CheckpointError, CheckpointSaver
 from jaxmorph.config import Config
+from jaxmorph.control.known_links import dead_of
 from jaxmorph.data import ReadAhead
 from jaxmorph.emulation.link_settings import agree_on_origin_s, emulated_conditions, untimed
 from jaxmorph.errors import RunFailedError
@@ -21,7 +22,7 @@ from jaxmorph.planning.device_budget import with_device_budget
 from jaxmorph.planning.first_plan import FirstPlan, plan_by_timings, settle_garbage
 from jaxmorph.planning.layer_choice import LayerChoice, choose_layers, measured_on_rank_0
 from jaxmorph.recovery.phases import COMPILE, PLAN, RESTORE, START
-from jaxmorph.reporting.records import RESUMED
+from jaxmorph.reporting.records import LINKS_KNOWN, RESUMED
 from jaxmorph.runtime.compilations import CompilationCounter
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
@@ -32,6 +33,8 @@ from jaxmorph.stage.parameter_count import parameter_count
 from jaxmorph.training.bookkeeping import Bookkeeper
 from jaxmorph.training.evaluation import Evaluation, with_room_to_evaluate
 from jaxmorph.training.gradients import apply_gradients, told_not_finite
+from jaxmorph.training.kept_layers import chosen_before, keep_choice
+from jaxmorph.training.known_links import KnownLinks, known_links
 from jaxmorph.training.open_stage import open_stage
 from jaxmorph.training.run_checkpoints import RunCheckpoints
 from jaxmorph.training.run_parts import RunParts, load_parts, step_reader
@@ -48,6 +51,7 @@ class _Run:
     """What a rank has loaded, or come to with the others, before its stage is compiled."""
 
     config: Config
+    directory: Path
     rendezvous: Rendezvous
     checkpoints: RunCheckpoints
     first_step: int
@@ -141,10 +145,10 @@ def _load(
     config = checkpoints.starting_config
     parts = load_parts(config)
     checkpoints.require_shared(rendezvous)
-    measure = partial(measured_on_rank_0, config, parts.model, parts.batches)
-    cut = checkpoints.cut or choose_layers(config, rendezvous, parts.model.num_layers, measure)
+    cut = checkpoints.cut or _choose_layers(config, rendezvous, directory, parts)
     return _Run(
         config,
+        directory,
         rendezvous,
         checkpoints,
         first_step,
@@ -157,6 +161,19 @@ def _load(
     )
 
 
+def _choose_layers(
+    config: Config, rendezvous: Rendezvous, directory: Path, parts: RunParts
+) -> LayerChoice:
+    """The cut of an earlier life of the run, whatever would be measured now; else a new one."""
+    num_layers, leads = parts.model.num_layers, rendezvous.rank == 0
+    measure = partial(measured_on_rank_0, config, parts.model, parts.batches)
+    chosen = chosen_before(directory, config, num_layers) if leads else None
+    cut = choose_layers(config, rendezvous, num_layers, measure, chosen)
+    if leads:
+        keep_choice(directory, config, cut.layers)
+    return cut
+
+
 def _take_up_state(run: _Run, trainer: StageTrainer) -> _Run:
     """The checkpoint's state, if there is one; and the memory that compiled stages leave."""
     own_stages = run.settings.own_stages(run.rendezvous.rank)
@@ -165,11 +182,16 @@ def _take_up_state(run: _Run, trainer: StageTrainer) -> _Run:
 
 
 def _plan(run: _Run, trainer: StageTrainer) -> FirstPlan:
-    """A few steps are measured, on links as they are before the first step, and one is planned."""
+    """A few steps are measured, on links as they are before the first step, and one is planned.
+
+    What an earlier life of the run knew of its links is planned for, too.
+    """
     run.links.emulate(untimed(run.conditions))
     make_room = partial(with_room_to_evaluate, run.config)
-    inputs = run.read(0)
-    return plan_by_timings(run.config, run.rendezvous, trainer, inputs, run.num_tied, make_room)
+    known = known_links(run.config, run.rendezvous, run.directory, run.cut.layers)
+    return plan_by_timings(
+        run.config, run.rendezvous, trainer, run.read(0), run.num_tied, make_room, known
+    )
 
 
 def _begin_time(run: _Run, trainer: StageTrainer) -> None:
@@ -191,7 +213,7 @@ def _open_beside_steps(
 ) -> Iterator[_BesideSteps]:
     """What goes along with the steps; rank 0 decides and tells, and every rank saves."""
     config, rendezvous, in_force = run.config, run.rendezvous, first.in_force
-    leads = rendezvous.rank == 0
+    leads, failed = rendezvous.rank == 0, dead_of(first.known)
     evaluation = Evaluation(config, rendezvous, trainer, in_force.programs, run.parts.held_out)
     with (
         open_control_loop(config, first, run.num_tied, active=leads) as loop,
@@ -203,6 +225,8 @@ def _open_beside_steps(
             active=leads,
             first_step=run.first_step,
             loop=loop,
+            failed=failed,
+            known_links=KnownLinks(config, run.directory, run.cut.layers),
         ) as bookkeeper,
         _open_saver(run, bookkeeper) as saver,
     ):
@@ -213,6 +237,7 @@ def _open_beside_steps(
             loop,
             last_step=config.run.steps - 1,
             adapts=config.adapts,
+            failed=failed,
         )
         times = SaveTimes(config.checkpoint, config.run.steps, leads=leads, stop_asked=stop_asked)
         skipped = SkippedSteps(config.optimizer.stop_after_skipped)
@@ -237,6 +262,9 @@ def _tell_start(run: _Run, first: FirstPlan, bookkeeper: Bookkeeper) -> None:
     bookkeeper.start(run.parts.source, num_parameters, cut.layers, cut.reason, first.equipped)
     if run.first_step > 0:
         bookkeeper.event(run.first_step, RESUMED, run.checkpoints.origin(cut.layers))
+    if first.known:
+        known = ", ".join(each.in_words() for each in first.known)
+        bookkeeper.event(run.first_step, LINKS_KNOWN, f"begins with links as they were: {known}")
 
 
 def _take_steps(

@@ -1,10 +1,14 @@
 """What `jaxmorph train` does around the ranks: where they log, how a cluster's rank ends."""
 
+import signal
+
 import pytest
 
+from jaxmorph import start
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.config import check_config
 from jaxmorph.errors import UserError
+from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.start import TRY_AGAIN, _exit_code, _log_folder
 
 
@@ -46,3 +50,30 @@ def test_a_clusters_rank_says_by_its_exit_code_whether_starting_again_helps(
 
 def test_before_a_rank_knows_its_run_starting_again_is_no_help():
     assert _exit_code(check_config({}), [], RuntimeError("nobody there")) == 1
+
+
+@pytest.fixture
+def handled_by_jax():
+    """SIGTERM as `jax.distributed` leaves it: heard, and nothing comes of it."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("handled_by_jax")
+def test_a_clusters_rank_that_is_not_to_save_ends_at_sigterm_as_at_ctrl_c(monkeypatch, capsys):
+    def end(code):
+        raise SystemExit(code)
+
+    def train(*_):
+        signal.raise_signal(signal.SIGTERM)
+        return True, None
+
+    monkeypatch.setattr(start, "join_cluster", lambda *_: SoleRank())
+    monkeypatch.setattr(start, "_train_as_rank", train)
+    monkeypatch.setattr(start.os, "_exit", end)
+    config = {"parallelism": {"stages": 1}, "checkpoint": {"on_sigterm": False}}
+    with pytest.raises(SystemExit) as ended:
+        start._run_as_rank(start._Start(check_config(config)))
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "error: interrupted\n"

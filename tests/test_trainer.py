@@ -1,6 +1,7 @@
 """What a trainer refuses before it compiles anything."""
 
 import math
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,9 +80,7 @@ def test_a_configuration_may_be_a_mapping_a_file_or_typed(tmp_path):
 
 
 def test_a_file_without_stages_may_say_what_is_per_stage_or_link(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        script_config, "meet", lambda start_s, direct_s: SimpleNamespace(num_ranks=3)
-    )
+    monkeypatch.setattr(script_config, "meet", lambda *_: SimpleNamespace(num_ranks=3))
     path = tmp_path / "mine.yaml"
     path.write_text("schedule: {max_live: [3, 2, 1]}\nroutes: {default: direct, 1-2: delegated}\n")
     config, _ = configure(path)
@@ -107,7 +106,7 @@ def test_a_file_without_stages_may_say_what_is_per_stage_or_link(tmp_path, monke
 def test_a_transfer_waits_as_long_as_the_configuration_says(monkeypatch, sections, waits_s):
     told = []
 
-    def meet(start_s, direct_s):
+    def meet(start_s, direct_s, least_threads):
         told.append(direct_s)
         return SimpleNamespace(num_ranks=6)
 
@@ -119,7 +118,7 @@ def test_a_transfer_waits_as_long_as_the_configuration_says(monkeypatch, section
 def test_a_transfer_waits_as_long_as_among_so_many_as_were_launched(monkeypatch):
     told = []
 
-    def meet(start_s, direct_s):
+    def meet(start_s, direct_s, least_threads):
         told.append(direct_s)
         return SimpleNamespace(num_ranks=10)
 
@@ -206,6 +205,23 @@ def test_too_many_steps_that_are_not_finite_end_in_an_error_and_nothing_is_updat
     with pytest.raises(RunFailedError, match=r"^2 steps in a row .* stage 0: loss inf, gradients"):
         trainer.step(None)
     assert len(discarded) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "offloads", "has"),
+    [(1, True, "4"), (1, False, "1"), (6, True, "6"), (None, True, "1")],
+)
+def test_stashes_that_move_have_threads_to_move_by_unless_the_user_has_said_how_many(
+    monkeypatch, given, offloads, has
+):
+    """Given by `jaxmorph launch`, which doesn't know what the script will ask for."""
+    told = RankArguments(0, 1, "127.0.0.1:1", 0, 0, num_threads=given)
+    monkeypatch.setattr(meeting, "_met", [])
+    monkeypatch.setattr(meeting, "launch_told", lambda: told)
+    monkeypatch.setattr(meeting, "join_as_told", lambda *_, **__: SoleRank())
+    monkeypatch.setenv("NPROC", str(given or 1))
+    configure({"offload": {"enabled": offloads}})
+    assert os.environ["NPROC"] == has
 
 
 def test_a_trainer_that_comes_after_jax_has_begun_is_told_to_come_first(monkeypatch):

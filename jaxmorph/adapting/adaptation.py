@@ -87,6 +87,7 @@ class Adaptation:
         loop: What decides; None on all ranks but rank 0, and where nothing adapts.
         last_step: The run's last: nothing is changed after it.
         adapts: Whether there is such a loop, on rank 0.
+        failed: The links that do without their direct paths from the start.
     """
 
     def __init__(
@@ -98,9 +99,10 @@ class Adaptation:
         last_step: int,
         *,
         adapts: bool = True,
+        failed: Iterable[Link] = (),
     ) -> None:
         self._last_step = last_step
-        self._own_ends = OwnEnds(rendezvous.rank, trainer, is_watched=adapts)
+        self._own_ends = OwnEnds(rendezvous.rank, trainer, is_watched=adapts, failed=failed)
         self._rendezvous = rendezvous
         self._trainer = trainer
         self._bookkeeper = bookkeeper

@@ -35,6 +35,7 @@ from jaxmorph.control.conditions import UsualLinks, link_of, links_under
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.dwell import Dwell
 from jaxmorph.control.fail_back import FailBack
+from jaxmorph.control.known_links import KnownWay
 from jaxmorph.control.link_samples import LinkSample
 from jaxmorph.control.orchestrator import (
     Decision,
@@ -102,7 +103,7 @@ class ControlLoop:
         self._detector = detector
         fail_back = FailBack(settings.failback_steps, settings.longest_dwell_steps)
         self._paths = FailingPaths(fail_back, detector)
-        self._without_path: frozenset[Link] = frozenset()  # replaced as a whole: others read it
+        self._without_path = self._paths.failed  # replaced as a whole: others read it
         self._compute = compute
         self._profile = planned_for
         self._plans = plans
@@ -319,6 +320,13 @@ class ControlLoop:
     def link_states(self) -> dict[str, str]:
         """The links that are not healthy, each in a few words."""
         return states_in_words(self._verdicts)
+
+    def known_ways(self) -> tuple[KnownWay, ...]:
+        """What is to be remembered of links that are slow or dead, by the step observed last.
+
+        It is asked for on the thread that observes.
+        """
+        return self._detector.known_ways()
 
     def close(self) -> None:
         """Stop deciding; what is being weighed is dropped once it is known."""

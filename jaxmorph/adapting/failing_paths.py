@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from jaxmorph.adapting.control_events import Happening, of_verdict
 from jaxmorph.adapting.path_events import of_no_life_left, of_path_down
 from jaxmorph.adapting.path_reports import PathNews
+from jaxmorph.control.conditions import dead_links
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.fail_back import FailBack
 from jaxmorph.program.instructions import Routes
@@ -16,12 +17,14 @@ class FailingPaths:
 
     Args:
         fail_back: Says when a path has returned.
-        detector: Keeps the verdicts.
+        detector: Keeps the verdicts. The paths of links that are dead to it already have failed.
     """
 
     def __init__(self, fail_back: FailBack, detector: Detector) -> None:
         self._fail_back = fail_back
         self._detector = detector
+        for link in dead_links(detector.verdicts.values()):
+            fail_back.fail(link)
 
     @property
     def failed(self) -> frozenset[Link]:

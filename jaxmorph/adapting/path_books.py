@@ -1,6 +1,6 @@
 """What rank 0 books of direct paths that fail and come back, whether or not the run adapts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -46,10 +46,11 @@ class PathBooks:
 
     Args:
         loop: Is told too when direct paths begin again; None: nobody is.
+        failed: As of `FailedLinks`.
     """
 
-    def __init__(self, loop: TakesRestored | None) -> None:
-        self._links = FailedLinks()
+    def __init__(self, loop: TakesRestored | None, failed: Iterable[Link] = ()) -> None:
+        self._links = FailedLinks(failed)
         self._loop = loop
 
     def read(

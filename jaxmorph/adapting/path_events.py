@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from jaxmorph.control.link_failure import LinkFailure
+from jaxmorph.control.path_failure import PathFailure
 from jaxmorph.schedule.costs import Link
 
 Happening = dict[str, Any]
@@ -12,7 +12,7 @@ Happening = dict[str, Any]
 PATH_DOWN = "link_path_down"
 
 
-def of_failure(failure: LinkFailure) -> Happening:
+def of_failure(failure: PathFailure) -> Happening:
     """That a link is delegated from the middle of a step on.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from jaxmorph.control.link_failure import LinkFailure
+from jaxmorph.control.path_failure import PathFailure
 from jaxmorph.schedule.costs import Link
 
 Message = dict[str, Any]
@@ -30,7 +30,7 @@ class PathNews:
             the step's times.
     """
 
-    failures: tuple[LinkFailure, ...] = ()
+    failures: tuple[PathFailure, ...] = ()
     up: Mapping[Link, bool] = field(default_factory=dict)
     lives_left: Mapping[Link, int] = field(default_factory=dict)
     is_disturbed: bool = False
@@ -59,11 +59,11 @@ def path_news(reports: Sequence[Message]) -> PathNews:
     )
 
 
-def _failure(link: Link, ends: Sequence[tuple[int, Message]]) -> LinkFailure:
+def _failure(link: Link, ends: Sequence[tuple[int, Message]]) -> PathFailure:
     """One failure of what its ends tell; the first of them says what it was."""
     told = [each for _, each in ends]
     lives = [each["lives_left"] for each in told if each.get("lives_left") is not None]
-    return LinkFailure(
+    return PathFailure(
         link,
         detail=told[0].get("detail", ""),
         held_up_s=max(each.get("held_up_s", 0.0) for each in told),
@@ -89,6 +89,10 @@ class DirectPaths(Protocol):
         """Whether a link's direct path would work again, at once; None: this rank is no end."""
         ...
 
+    def take_for_failed(self, link: Link) -> None:
+        """Has a link's direct path watched that has failed, though not in this process."""
+        ...
+
     def restore_direct(self, link: Link) -> None:
         """Has a link's direct path begin again; both ends do so between the same two steps."""
         ...
@@ -101,13 +105,19 @@ class OwnEnds:
         rank: Which rank.
         paths: Its ends.
         is_watched: Whether somebody wants to know when failed paths are up again.
+        failed: All links that do without their direct paths from the start.
     """
 
-    def __init__(self, rank: int, paths: DirectPaths, *, is_watched: bool) -> None:
+    def __init__(
+        self, rank: int, paths: DirectPaths, *, is_watched: bool, failed: Iterable[Link] = ()
+    ) -> None:
         self._rank = rank
         self._paths = paths
         self._is_watched = is_watched
-        self._failed: set[Link] = set()  # of all ranks' links
+        self._failed = set(failed)  # of all ranks' links
+        for link in sorted(self._failed):
+            if rank in link:
+                paths.take_for_failed(link)
 
     @property
     def failed(self) -> frozenset[Link]:

@@ -1,7 +1,8 @@
 """What is known of a run's links before its first step, and the plan that healthy ones would have.
 
 A link may be slow from the start, when a run begins or goes on. It was never seen to become so, and
-what it has taken is not what is usual of it: the other links say what is.
+what it has taken is not what is usual of it: the other links say what is, or, of a run that goes
+on, what was known of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,15 +11,19 @@ from dataclasses import dataclass, replace
 from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks, as_the_others, outlying_ways
 from jaxmorph.control.detector import Detector, Way
+from jaxmorph.control.known_links import KnownWay, as_when_healthy, dead_of, slow_of
 from jaxmorph.control.link_samples import LinkSample, link_samples
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import LinkHealth
 from jaxmorph.planning.first_plan import FirstPlan, agree_on_routes
-from jaxmorph.program.instructions import Route
+from jaxmorph.program.instructions import Route, Routes
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.schedule.costs import Link, Links
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
+
+_DELEGATED: Route = "delegated"
+_DEAD_BEFORE = "its direct path had failed when the run was last at work"
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,11 @@ def starting_point(config: Config, first: FirstPlan, num_tied: int) -> StartingP
         num_tied: How many tied parameters the first and the last stage hold copies of.
     """
     measured = first.usual["direct"]  # on the configured routes, whatever these are
-    outlying = outlying_ways(measured, config.routes.of_links(measured))
-    usual = _usual_of_healthy(first.usual, outlying)
-    detector = _watching(first.timelines, outlying, usual)
+    routes = config.routes.of_links(measured)
+    as_run = {**routes, **dict.fromkeys(dead_of(first.known), _DELEGATED)}
+    outlying = outlying_ways(measured, as_run) | slow_of(first.known).keys()
+    usual = _usual_of_healthy(first.usual, outlying, routes, first.known)
+    detector = _watching(first.timelines, outlying, usual, first.known)
     slow = outlying | {
         way
         for way, verdict in detector.verdicts.items()
@@ -56,7 +63,7 @@ def starting_point(config: Config, first: FirstPlan, num_tied: int) -> StartingP
     }
     if not slow:
         return StartingPoint(detector, usual, first.in_force.plan)
-    usual = _usual_of_healthy(first.usual, slow)
+    usual = _usual_of_healthy(first.usual, slow, routes, first.known)
     links = config.schedule.links_told({**first.planned_for.links, **usual["direct"]})
     told = replace(first.planned_for, links=links)
     return StartingPoint(detector, usual, _home(config, told, usual, num_tied))
@@ -70,19 +77,30 @@ def _home(config: Config, told: Profile, usual: UsualLinks, num_tied: int) -> Pl
     return home.plan
 
 
-def _usual_of_healthy(usual: UsualLinks, slow: frozenset[Way]) -> UsualLinks:
+def _usual_of_healthy(
+    usual: UsualLinks, slow: frozenset[Way], routes: Routes, known: Sequence[KnownWay]
+) -> UsualLinks:
     """The same, with what the other links do in place of what slow ones do.
 
-    A link may be slow on one route alone: what it does well on the other one is its own.
+    A link may be slow on one route alone: what it does well on the other one is its own. What was
+    known of a link is its own, too.
     """
-    told: dict[Route, Links] = {"direct": as_the_others(usual["direct"], slow)}
+    others = as_the_others(usual["direct"], slow)
+    told: dict[Route, Links] = {"direct": as_when_healthy(others, routes, known)}
     if "delegated" in usual:
-        too = slow & outlying_ways(usual["delegated"])
-        told["delegated"] = as_the_others(usual["delegated"], too)
+        too = slow & (outlying_ways(usual["delegated"]) | slow_of(known).keys())
+        others = as_the_others(usual["delegated"], too)
+        by_hosts = dict.fromkeys(others, _DELEGATED)
+        told["delegated"] = as_when_healthy(others, by_hosts, known)
     return told
 
 
-def _watching(timelines: Sequence[Timeline], slow: frozenset[Way], usual: UsualLinks) -> Detector:
+def _watching(
+    timelines: Sequence[Timeline],
+    slow: frozenset[Way],
+    usual: UsualLinks,
+    known: Sequence[KnownWay],
+) -> Detector:
     """A detector that has seen some steps, the last of them without those directions' messages."""
     detector = Detector()
     last: dict[Way, list[LinkSample]] = {}
@@ -93,8 +111,16 @@ def _watching(timelines: Sequence[Timeline], slow: frozenset[Way], usual: UsualL
             way = sample.source, sample.destination
             (last.setdefault(way, []) if way in slow else others).append(sample)
         detector.observe(step, others)
+    known_slow = slow_of(known)
     for way, samples in sorted(last.items()):
-        detector.begin_slow(-1, samples, _usual_ms(way, usual))
+        if way in known_slow:
+            verdict = known_slow[way].verdict
+            detector.begin_known(-1, samples, _usual_ms(way, usual), verdict)
+        else:
+            detector.begin_slow(-1, samples, _usual_ms(way, usual))
+    for each in known:
+        if each.is_dead:
+            detector.observe_failure(-1, *each.way, _DEAD_BEFORE)
     return detector
 
 

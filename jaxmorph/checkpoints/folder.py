@@ -16,7 +16,13 @@ from itertools import count
 from pathlib import Path
 
 from jaxmorph.checkpoints.checksums import Damage, list_files, sum_of, sync_folder, write_settled
-from jaxmorph.checkpoints.layout import MANIFEST, SEAL, list_path, stage_path
+from jaxmorph.checkpoints.layout import (
+    MANIFEST,
+    SEAL,
+    is_rank_file,
+    list_path,
+    stage_path,
+)
 from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.checkpoints.wholeness import damage_of, seal_of
 from jaxmorph.errors import UserError
@@ -192,9 +198,12 @@ class CheckpointFolder:
             return False
 
     def clean(self) -> None:
-        """Remove what an earlier run left half-written or half-removed."""
+        """Remove what an earlier run left half-written or half-removed, or to be seen by all."""
         if not self.path.is_dir():
             return
         for path in self.path.iterdir():
             if _LEFT_OVER.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
+            elif is_rank_file(path):
+                with contextlib.suppress(OSError):
+                    path.unlink()

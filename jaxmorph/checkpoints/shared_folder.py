@@ -1,9 +1,9 @@
 """Whether all ranks can write to one folder, found out before there is anything to lose."""
 
-import secrets
 from pathlib import Path
 from typing import Any
 
+from jaxmorph.checkpoints.layout import new_rank_file
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.rendezvous import Rendezvous
 
@@ -13,6 +13,8 @@ Message = dict[str, Any]
 def require_shared(folder: Path, rendezvous: Rendezvous) -> None:
     """Have every rank write a file there, and look for those of the others; none stays.
 
+    That of a rank which is killed meanwhile does, until `CheckpointFolder.clean`.
+
     Args:
         folder: Where all ranks will write.
         rendezvous: The meeting place of all ranks; they all call this at the same point.
@@ -21,7 +23,7 @@ def require_shared(folder: Path, rendezvous: Rendezvous) -> None:
         UserError: A rank can't write there, or what it writes isn't there for another; the same on
             all ranks.
     """
-    own = folder / f".rank_{rendezvous.rank}_{secrets.token_hex(8)}"
+    own = new_rank_file(folder, rendezvous.rank)
     try:
         said = rendezvous.exchange(_written(own))
         _require_none(folder, said, "cannot write there")

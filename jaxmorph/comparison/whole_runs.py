@@ -5,16 +5,18 @@ A step of a comparison begins and ends with all ranks alive. What a failure cost
 """
 
 import json
+import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jaxmorph.comparison.systems import System, system_config
+from jaxmorph.comparison.systems import Restarts, System, system_config
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Condition
-from jaxmorph.errors import RunFailedError
+from jaxmorph.errors import RunFailedError, RunStoppedError
 from jaxmorph.reporting import Event, RunHeader, RunSummary, StepRecord
 from jaxmorph.reporting.run_directory import EVENTS, METRICS, RECOVERY
 from jaxmorph.reporting.run_matrix import Run, StepTimes
@@ -26,6 +28,7 @@ _COUNTED = (
     "rank_failed", "restarted", "checkpoint_saved", "checkpoint_failed", "link_failed",
     "link_restored", "straggler_detected", "plan_changed", "route_changed",
 )  # fmt: skip
+_JAX_CACHE = "JAX_COMPILATION_CACHE_DIR"
 
 
 class Progress:
@@ -36,12 +39,13 @@ class Progress:
         name: What runs.
 
     Attributes:
+        name: What runs.
         elapsed_s: From the first step's start to the last one's end; None until it has ended.
     """
 
     def __init__(self, say: Callable[[str], None], name: str) -> None:
         self._say = say
-        self._name = name
+        self.name = name
         self._num_steps = 0
         self.elapsed_s: float | None = None
 
@@ -52,12 +56,12 @@ class Progress:
     def step(self, record: StepRecord) -> None:
         """Says so of every tenth part of the run."""
         if (record.step + 1) % max(1, self._num_steps // 10) == 0:
-            self._say(f"{self._name}: step {record.step + 1} of {self._num_steps}")
+            self._say(f"{self.name}: step {record.step + 1} of {self._num_steps}")
 
     def event(self, event: Event) -> None:
         """Says what befell the ranks and the links."""
         if event.kind in ("rank_failed", "restarted", "link_failed", "link_restored"):
-            self._say(f"{self._name}: {event.kind.replace('_', ' ')}: {event.detail}")
+            self._say(f"{self.name}: {event.kind.replace('_', ' ')}: {event.detail}")
 
     def go_back(self, step: int) -> None:
         """Has nothing to take back."""
@@ -104,7 +108,8 @@ def run_whole(
     condition: Condition,
     directory: Path,
     say: Callable[[str], None],
-) -> Run:
+    put: Callable[[Run], None],
+) -> None:
     """Run a system under a condition from its start to its end.
 
     Args:
@@ -113,19 +118,44 @@ def run_whole(
         condition: How links behave.
         directory: Where the run writes; it doesn't exist yet.
         say: Takes a line on how it goes.
-
-    Returns:
-        What was measured, until it failed if it did.
+        put: Takes what was measured, until it failed or somebody ended it if that was so.
 
     Raises:
         UserError: If the configuration, its data or its model are at fault.
+        RunStoppedError: If it was asked to end; the comparison is to end with it.
+        KeyboardInterrupt: On Ctrl-C, likewise.
     """
-    progress, failure = Progress(say, f"{system.name}, {condition.name}"), None
+    progress = Progress(say, f"{system.name}, {condition.name}")
+
+    def put_what_is_there(failure: str | None) -> None:
+        elapsed_s = None if failure else progress.elapsed_s
+        put(read_whole(system.name, condition.name, directory, elapsed_s, failure))
+
     try:
-        run_here(whole_config(config, system, condition, directory), progress)
+        with _caches_of(system.restarts):
+            run_here(whole_config(config, system, condition, directory), progress)
     except RunFailedError as error:
-        failure = "; ".join(str(error).splitlines()[:2])
-    return read_whole(system.name, condition.name, directory, progress.elapsed_s, failure)
+        put_what_is_there("; ".join(str(error).splitlines()[:2]))
+    except RunStoppedError as error:
+        put_what_is_there("asked to end")
+        ended = "the comparison has ended with it, and what it has measured is written"
+        raise RunStoppedError(f"{progress.name}: {error}; {ended}") from error
+    except KeyboardInterrupt:
+        put_what_is_there("interrupted")
+        raise
+    else:
+        put_what_is_there(None)
+
+
+@contextmanager
+def _caches_of(restarts: Restarts) -> Iterator[None]:
+    """While this lasts, a cold system's ranks hear of no cache that this process was told of."""
+    hidden = os.environ.pop(_JAX_CACHE, None) if restarts == "cold" else None
+    try:
+        yield
+    finally:
+        if hidden is not None:
+            os.environ[_JAX_CACHE] = hidden
 
 
 def read_whole(

@@ -102,7 +102,12 @@ class Compare(Section):
     @property
     def has_whole_runs(self) -> bool:
         """Whether each system under each condition is a run of its own, restarts included."""
-        return any(system in _RESTARTING for system in self.systems)
+        return bool(self.restarting)
+
+    @property
+    def restarting(self) -> tuple[SystemName, ...]:
+        """The systems that start again from their last checkpoint when a rank fails."""
+        return tuple(system for system in self.systems if system in _RESTARTING)
 
     @property
     def total_steps(self) -> int:

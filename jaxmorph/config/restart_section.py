@@ -1,9 +1,13 @@
 """The section of a configuration that says whether a run whose ranks fail is started again."""
 
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field
 
+from jaxmorph.config.checkpoint_section import Checkpoint
+from jaxmorph.config.compare_section import Compare
+from jaxmorph.config.problems import Problem, mismatch
 from jaxmorph.config.sections import CountOrZero, Expected, NotNegative, Section
 
 _MOST_DOUBLINGS = 60  # beyond that any wait has long been the longest
@@ -35,3 +39,34 @@ class RestartPolicy(Section):
         """
         doubled_s = self.backoff_s * 2.0 ** min(attempt - 1, _MOST_DOUBLINGS)
         return min(doubled_s, self.longest_backoff_s)
+
+
+def restarting_problems(
+    compare: Compare, checkpoint: Checkpoint, policy: RestartPolicy
+) -> Iterator[Problem]:
+    """What keeps systems of a comparison from restarting, or from what tells them apart.
+
+    Args:
+        compare: What is compared.
+        checkpoint: When each of its runs is saved.
+        policy: When each of its runs is started again.
+    """
+    if not compare.restarting:
+        return
+    why = f"as compare.systems has {compare.restarting[0]}"
+    if policy.max_restarts == 0:
+        yield mismatch("restart_policy.max_restarts", 0, f"at least 1, {why}")
+    if not (policy.from_start or _saves_before_the_end(compare, checkpoint)):
+        steps = f"less than compare.steps, which is {compare.steps}"
+        expected = f"a number of steps above 0 and {steps}, {why} (or checkpoint.every_minutes)"
+        yield mismatch("checkpoint.every_steps", checkpoint.every_steps, expected)
+    if policy.compilation_cache is False and "restart" in compare.restarting:
+        expected = "true, or a folder, as compare.systems has restart, which keeps what is compiled"
+        yield mismatch("restart_policy.compilation_cache", False, expected)
+
+
+def _saves_before_the_end(compare: Compare, checkpoint: Checkpoint) -> bool:
+    """Whether a run may have a checkpoint to go on from before it is over."""
+    if checkpoint.every_minutes is not None:
+        return checkpoint.saves
+    return bool(checkpoint.every_steps) and checkpoint.every_steps < compare.steps

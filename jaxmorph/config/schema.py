@@ -18,7 +18,7 @@ from jaxmorph.config.link_problems import (
 )
 from jaxmorph.config.offload_section import Offload
 from jaxmorph.config.problems import CROSS_FIELD, Problem, mismatch
-from jaxmorph.config.restart_section import RestartPolicy
+from jaxmorph.config.restart_section import RestartPolicy, restarting_problems
 from jaxmorph.config.sections import (
     Batch,
     Data,
@@ -143,6 +143,7 @@ def _disagreements(config: Config) -> Iterator[Problem]:
     yield from _link_problems(config)
     if config.compare is not None:
         yield from compare_problems(config.compare, config.parallelism.stages)
+        yield from restarting_problems(config.compare, config.checkpoint, config.restart_policy)
 
 
 def _waiting_problems(config: Config) -> Iterator[Problem]:

@@ -9,9 +9,11 @@ from functools import partial
 
 from jaxmorph.control.direction_watch import DirectionWatch
 from jaxmorph.control.estimates import median, robust_spread
+from jaxmorph.control.known_links import KnownWay
 from jaxmorph.control.link_samples import LinkSample
 from jaxmorph.control.sensitivity import Sensitivity, Usual, usual
-from jaxmorph.control.verdicts import Verdict
+from jaxmorph.control.verdicts import LinkHealth, Verdict
+from jaxmorph.program.instructions import Route
 
 _ENOUGH_OTHERS = 3  # directions: those of one other link could be the slow ones
 
@@ -107,6 +109,37 @@ class Detector:
         ends = samples[-1].source, samples[-1].destination
         return self._watch(ends).begin_slow(step, samples, expected)
 
+    def begin_known(
+        self,
+        step: int,
+        samples: Sequence[LinkSample],
+        usual_ms: Mapping[bool, float],
+        last: Verdict,
+    ) -> list[Verdict]:
+        """Take a direction for slow from the start, as it was when the run was last at work.
+
+        Args:
+            step: As of `begin_slow`.
+            samples: As of `begin_slow`.
+            usual_ms: As of `begin_slow`.
+            last: The last verdict on it.
+
+        Returns:
+            The verdict.
+        """
+        expected = {way: usual(each_ms, 0.0, self._numbers) for way, each_ms in usual_ms.items()}
+        way = last.source, last.destination
+        return self._watch(way).begin_known(step, samples, expected, last)
+
+    def known_ways(self) -> tuple[KnownWay, ...]:
+        """What is to be remembered of directions that are slow or dead now."""
+        ailing = (LinkHealth.SLOW, LinkHealth.DEAD)
+        return tuple(
+            KnownWay(watch.verdict, "direct" if watch.is_held else "delegated", self._usual_ms(way))
+            for way, watch in sorted(self._watches.items())
+            if watch.verdict.health in ailing
+        )
+
     def usual(self, source: int, destination: int, *, is_held: bool) -> Usual | None:
         """What a healthy message takes, by which a probe can be judged.
 
@@ -122,6 +155,12 @@ class Detector:
         way = source, destination
         watch = self._watches.get(way)
         return None if watch is None else watch.usual(is_held) or self._assume(way, is_held)
+
+    def _usual_ms(self, way: Way) -> dict[Route, float]:
+        """What a healthy message takes on the routes of which that is known, or can be told."""
+        names: dict[Route, bool] = {"direct": True, "delegated": False}
+        found = {name: self.usual(*way, is_held=is_held) for name, is_held in names.items()}
+        return {name: usual.baseline_ms for name, usual in found.items() if usual is not None}
 
     def _watch(self, way: Way) -> DirectionWatch:
         if way not in self._watches:

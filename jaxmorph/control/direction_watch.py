@@ -57,6 +57,11 @@ class DirectionWatch:
         """What is to be said of the direction now; its latency and jitter are the latest."""
         return self._verdict
 
+    @property
+    def is_held(self) -> bool | None:
+        """Whether most of its messages take the direct route now; None: none was seen."""
+        return self._current
+
     def usual(self, is_held: bool) -> Usual | None:
         """What a healthy message takes on a route; None where it has not been measured."""
         record = self._routes.get(is_held)
@@ -112,6 +117,36 @@ class DirectionWatch:
         self._notice_route(samples)
         took_ms = [sample.duration_ms for sample in samples]
         return self._turn(step, Sign.ROSE, self._current, took_ms)
+
+    def begin_known(
+        self,
+        step: int,
+        samples: Sequence[LinkSample],
+        expected: Mapping[bool, Usual],
+        known: Verdict,
+    ) -> list[Verdict]:
+        """Take the direction for slow, as it was last, whatever a few messages show.
+
+        Args:
+            step: After which step.
+            samples: Its last messages.
+            expected: As of `begin_slow`.
+            known: The last verdict on it.
+
+        Returns:
+            The verdict, by the same evidence.
+        """
+        for is_held, usual in expected.items():
+            self._record(is_held).usual = usual
+        self._notice_route(samples)
+        baseline_ms = known.evidence.baseline_ms
+        detail = f"{known.latency_ms:.1f} ms (healthy: {baseline_ms:.1f})"
+        if not self._turn(step, Sign.KNOWN, self._current, (), detail):
+            return []
+        told = {"latency_ms": known.latency_ms, "jitter_ms": known.jitter_ms}
+        self._verdict = replace(self._verdict, **told, evidence=known.evidence)
+        self._level_ms = known.latency_ms
+        return [self._verdict]
 
     def compare(self, step: int, others: Callable[[bool], Usual | None]) -> list[Verdict]:
         """Compare a route that has just got its first baseline with the other directions'.

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from jaxmorph.control.link_failure import LinkFailure
 from jaxmorph.control.link_samples import LinkSample
+from jaxmorph.control.path_failure import PathFailure
 from jaxmorph.program.instructions import Route, Routes
 from jaxmorph.schedule.costs import Link
 
@@ -13,10 +13,13 @@ class FailedLinks:
 
     A link whose direct path fails in mid-step is delegated from there on, though programs still
     have its transfers on the queue; until its direct path is made to begin again.
+
+    Args:
+        failed: Those that did without when the run was last at work, and do so from the start.
     """
 
-    def __init__(self) -> None:
-        self._failed: set[Link] = set()
+    def __init__(self, failed: Iterable[Link] = ()) -> None:
+        self._failed: set[Link] = set(failed)
         self._begun_again: set[Link] = set()  # and not used since
 
     @property
@@ -24,7 +27,7 @@ class FailedLinks:
         """The links that are delegated because their direct paths have failed."""
         return frozenset(self._failed)
 
-    def note(self, failures: Iterable[LinkFailure]) -> tuple[LinkFailure, ...]:
+    def note(self, failures: Iterable[PathFailure]) -> tuple[PathFailure, ...]:
         """Take note of what failed in a step.
 
         Args:

@@ -16,6 +16,7 @@ class Sign(StrEnum):
         FAILED: The direct path was given up, or is found down.
         SHIFTED: Delegated messages of a link without a direct path take clearly more, or less.
         RETURNED: Both ends have found the direct path up for many steps in a row.
+        KNOWN: It was slow when the run was last at work.
     """
 
     ROSE = "rose"
@@ -25,10 +26,12 @@ class Sign(StrEnum):
     FAILED = "failed"
     SHIFTED = "shifted"
     RETURNED = "returned"
+    KNOWN = "known"
 
 
 TURNS: dict[tuple[LinkHealth, Sign], LinkHealth] = {
     (LinkHealth.HEALTHY, Sign.ROSE): LinkHealth.SLOW,
+    (LinkHealth.HEALTHY, Sign.KNOWN): LinkHealth.SLOW,
     (LinkHealth.HEALTHY, Sign.FAILED): LinkHealth.DEAD,
     (LinkHealth.SLOW, Sign.MOVED): LinkHealth.SLOW,
     (LinkHealth.SLOW, Sign.FELL): LinkHealth.RECOVERING,
@@ -55,5 +58,6 @@ SENTENCES: dict[Sign, str] = {
     Sign.SHIFTED: "is dead, and delegated messages take another time: {took} for {count} in a row, "
     "was {before:.1f}",
     Sign.RETURNED: "is back: {detail}",
+    Sign.KNOWN: "is taken for slow, as when the run was last at work: {detail}",
 }
 """What is said of a direction that a sign has turned; `took` names the messages' times."""

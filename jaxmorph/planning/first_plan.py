@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,6 +10,7 @@ from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.config.sections import Routes
 from jaxmorph.control.conditions import UsualLinks, outlying_links
+from jaxmorph.control.known_links import KnownWay, dead_of, slow_links_of, still_slow
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.planning.intra_step import kept_in_order
 from jaxmorph.planning.offload_planning import with_sampled_copies
@@ -43,6 +44,7 @@ class FirstPlan:
         planned_for: What ops and links cost when it was made, on rank 0.
         usual: What links do on either route, on rank 0; of a run that doesn't adapt on its own.
         timelines: The steps that were measured for it, on rank 0.
+        known: The directions of links that weren't well when the run was last at work.
     """
 
     in_force: PlanInForce
@@ -51,6 +53,7 @@ class FirstPlan:
     planned_for: Profile
     usual: UsualLinks
     timelines: tuple[Timeline, ...]
+    known: tuple[KnownWay, ...] = ()
 
 
 def plan_by_timings(
@@ -60,8 +63,13 @@ def plan_by_timings(
     inputs: StepInputs,
     num_tied: int,
     make_room: Callable[[PlanInForce], PlanInForce],
+    known: Sequence[KnownWay] = (),
 ) -> FirstPlan:
     """Measure what ops and links cost, plan with that, and make ready for the plan.
+
+    Links that are known to be dead are delegated in every step, in those that measure too: one that
+    waited for them would end the run, or give their paths up once more. Links that are known to be
+    slow are planned for as if they were so still; they go back as any others do.
 
     Args:
         config: The run.
@@ -70,10 +78,13 @@ def plan_by_timings(
         inputs: The data of the steps that are measured.
         num_tied: How many tied parameters the first and the last stage hold copies of.
         make_room: Adds the slots that are needed for more than the plan's own steps.
+        known: The directions of links that weren't well when the run was last at work, the same on
+            all ranks; of a run that adapts.
 
     Raises:
         UserError: If the schedule can't keep the configured caps.
     """
+    config = _delegated(config, sorted(dead_of(known)))
     stash_bytes = agree_on_stash(rendezvous, trainer.stash_memory)
     timelines: list[Timeline] = []
     steps = partial(
@@ -89,17 +100,21 @@ def plan_by_timings(
     if config.adapts:  # what delegation costs is known before it is needed
         every = possible_links(config.parallelism.stages)
         on_hosts = steps(_delegated(config, every), first_step=-2 * _WARM_UP_STEPS)
-        usual["delegated"] = on_hosts.profile().links
+        by_hosts: dict[Link, Route] = dict.fromkeys(every, "delegated")
+        usual["delegated"] = still_slow(on_hosts.profile().links, by_hosts, known)
     profiler = steps(config)
     measured = profiler.profile()
-    usual["direct"] = measured.links
+    routes = config.routes.of_links(measured.links)
+    usual["direct"] = links = still_slow(measured.links, routes, known)
     # Of links that the configuration names planning is told that, in place of what was measured.
-    told = replace(measured, links=config.schedule.links_told(measured.links))
-    delegable = _agree_on_delegable(config, rendezvous, usual)
+    told = replace(measured, links=config.schedule.links_told(links))
+    delegable = _agree_on_delegable(config, rendezvous, usual, known)
     in_force, told = agree_on_routes(config, rendezvous, told, usual, delegable, num_tied)
     in_force = make_room(in_force)
     equipped = adopt_plan(rendezvous, trainer, in_force)
-    return FirstPlan(in_force, profiler, equipped, told, usual, tuple(timelines))
+    return FirstPlan(
+        in_force, profiler, equipped, told, usual, tuple(timelines), known=tuple(known)
+    )
 
 
 def agree_on_routes(
@@ -138,16 +153,20 @@ def agree_on_routes(
 
 
 def _agree_on_delegable(
-    config: Config, rendezvous: Rendezvous, usual: Mapping[Route, Links]
+    config: Config,
+    rendezvous: Rendezvous,
+    usual: Mapping[Route, Links],
+    known: Sequence[KnownWay],
 ) -> list[Link]:
     """The links to delegate from the first step on if that is worth it, as rank 0 sees them.
 
-    Of a run that adapts: those that are slow already, or all where healthy ones may be delegated.
+    Of a run that adapts: those that are slow already, or were when it was last at work; or all
+    where healthy ones may be delegated.
     """
     if not config.adapts:
         return []
     links = usual["direct"]
-    slow = outlying_links(links, config.routes.of_links(links))
+    slow = outlying_links(links, config.routes.of_links(links)) | slow_links_of(known)
     found = links if config.adaptation.delegates == "any" else slow
     names = rendezvous.exchange({"links": [str(link) for link in sorted(found)]})[0]["links"]
     return [Link.parse(name) for name in names]

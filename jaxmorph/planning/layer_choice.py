@@ -1,6 +1,6 @@
 """How the layers of a run are cut into stages, and how all ranks come to the same cut."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxmorph.config import Config
@@ -29,7 +29,11 @@ class LayerChoice:
 
 
 def choose_layers(
-    config: Config, rendezvous: Rendezvous, num_layers: int, measure: Callable[[], LayerCosts]
+    config: Config,
+    rendezvous: Rendezvous,
+    num_layers: int,
+    measure: Callable[[], LayerCosts],
+    chosen: Sequence[int] | None = None,
 ) -> LayerChoice:
     """Decides on the cut; every rank calls this at the same point, and all get the same answer.
 
@@ -41,6 +45,8 @@ def choose_layers(
         rendezvous: The meeting place of all ranks.
         num_layers: Of the model.
         measure: Measures what layers cost; called on rank 0 alone, and only where it matters.
+        chosen: The number of layers of each stage, as an earlier life of the run has chosen them,
+            which takes the place of measuring; None: there was none. Only rank 0's is read.
 
     Returns:
         The cut and the reason for it.
@@ -59,7 +65,10 @@ def choose_layers(
     rendezvous.exchange({})  # all ranks have started, and are idle from here on
     message = {}
     if rendezvous.rank == 0:
-        counts, reason = cut_by_costs(measure(), num_layers, cut.stages)
+        if chosen is None:
+            counts, reason = cut_by_costs(measure(), num_layers, cut.stages)
+        else:
+            counts, reason = chosen, "as the run was cut before"
         message = {"layers": counts, "reason": reason}
     agreed = rendezvous.exchange(message)[0]
     return LayerChoice(cut_layers(num_layers, cut.stages, agreed["layers"]), agreed["reason"])

@@ -25,6 +25,7 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 PROFILE = "profile.json"
 RECOVERY = "recovery.json"
+LINKS = "links.json"
 _TRACES = "trace"
 _TRACE = re.compile(r"step_(\d+)\.json")
 _SAVED = "checkpoint_saved"
@@ -79,6 +80,14 @@ class RunDirectory:
             profile: a `Profile` as JSON.
         """
         _replace(self.path / PROFILE, _json_line(profile))
+
+    def write_links(self, told: Mapping[str, Any]) -> None:
+        """Writes what is known of ailing links to `links.json`, in place of what was there.
+
+        Args:
+            told: see `training.known_links`.
+        """
+        _replace(self.path / LINKS, _json_line(told))
 
     def write_recovery(self, told: Mapping[str, Any]) -> None:
         """Writes what failures have cost to `recovery.json`, in place of what was there.

@@ -85,6 +85,17 @@ def join_as_told(
     )
 
 
+def have_threads(arguments: RankArguments, least: int) -> None:
+    """Have XLA's pools have at least so many threads, where the launcher has given them fewer.
+
+    Args:
+        arguments: The launcher's; what its user has said of threads stands.
+        least: How many. It holds if JAX has computed nothing yet.
+    """
+    if arguments.num_threads is not None and arguments.num_threads < least:
+        os.environ["NPROC"] = str(least)
+
+
 def limit_collectives(timeout_s: float) -> None:
     """Give CPU collectives a deadline; without one an unmatched transfer waits for ever.
 

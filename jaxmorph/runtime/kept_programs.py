@@ -100,6 +100,15 @@ def _platform() -> Iterator[str]:
     yield str(jax.config.read("jax_disable_most_optimizations"))
     if device.platform == "cpu":
         yield _processor()
+        yield from _threads()
+
+
+def _threads() -> Iterator[str]:
+    """What XLA's pool of threads is sized by: a CPU's programs are cut into as many parts."""
+    yield os.environ.get("NPROC", "")
+    yield str(jax.local_device_count())
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        yield str(len(os.sched_getaffinity(0)))
 
 
 def _processor() -> str:

@@ -167,7 +167,8 @@ def _start(
 ) -> _Rank:
     messages_read, messages_write = os.pipe()
     lifeline_read, lifeline_write = os.pipe()
-    rank = RankArguments(number, num_ranks, coordinator, messages_write, lifeline_read)
+    threads = None if "NPROC" in os.environ else int(environment["NPROC"])
+    rank = RankArguments(number, num_ranks, coordinator, messages_write, lifeline_read, threads)
     log_path = log_dir / f"rank_{number}.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
@@ -342,7 +343,18 @@ def _sigterm_stops(watch: _Watch) -> Iterator[None]:
     finally:
         if watch.overdue is not None:
             watch.overdue.cancel()
-        signal.signal(signal.SIGTERM, previous)
+        restore_signal(signal.SIGTERM, previous)
+
+
+def restore_signal(number: signal.Signals, previous: Any) -> None:
+    """Have a signal do again what it did.
+
+    Args:
+        number: Which.
+        previous: What `signal.signal` said that was; of a handler that Python hasn't set it knows
+            nothing and says None, which it doesn't take back. The default comes in its place.
+    """
+    signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
 
 def _ask_to_end(watch: _Watch) -> bool:

@@ -26,6 +26,8 @@ class RankArguments:
         coordinator: host:port of the coordination service, which rank 0 serves.
         messages_fd: Where messages to the launcher are written.
         lifeline_fd: A pipe that ends when the launcher dies; a byte in it asks the rank to end.
+        num_threads: How many threads the launcher has XLA's pools have, as its share of the
+            processors; None: somebody else has said how many, or nobody.
     """
 
     rank: int
@@ -33,15 +35,18 @@ class RankArguments:
     coordinator: str
     messages_fd: int
     lifeline_fd: int
+    num_threads: int | None = None
 
     def to_command_line(self) -> list[str]:
         """The arguments that `parse` reads back."""
+        threads = [] if self.num_threads is None else [f"--num-threads={self.num_threads}"]
         return [
             f"--rank={self.rank}",
             f"--num-ranks={self.num_ranks}",
             f"--coordinator={self.coordinator}",
             f"--messages-fd={self.messages_fd}",
             f"--lifeline-fd={self.lifeline_fd}",
+            *threads,
         ]
 
     @classmethod
@@ -51,6 +56,7 @@ class RankArguments:
         for name in ("rank", "num-ranks", "messages-fd", "lifeline-fd"):
             parser.add_argument(f"--{name}", type=int, required=True)
         parser.add_argument("--coordinator", required=True)
+        parser.add_argument("--num-threads", type=int)
         found, rest = parser.parse_known_args(command_line)
         return cls(**vars(found)), rest
 

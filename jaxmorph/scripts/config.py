@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxmorph.config import Config, check_config, read_config
 from jaxmorph.errors import UserError
+from jaxmorph.runtime.launcher import OFFLOADING_THREADS
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.scripts.launched import launch_told
 from jaxmorph.scripts.meeting import meet
@@ -30,8 +31,9 @@ def configure(source: Source) -> tuple[Config, Rendezvous]:
     """
     tree, name = _tree(source), _name(source)
     # First without the rest: what is given per stage can be checked when the processes are counted.
-    first = check_config(_about_waiting(tree), name)
-    rendezvous = meet(first.timeouts.start_s, first.direct_timeout_s)
+    first = check_config(_about_joining(tree), name)
+    threads = OFFLOADING_THREADS if first.offload.enabled else 1
+    rendezvous = meet(first.timeouts.start_s, first.direct_timeout_s, threads)
     config = check_config(_with_stages(tree, rendezvous.num_ranks), name)
     stages, processes = config.parallelism.stages, rendezvous.num_ranks
     if stages != processes:
@@ -56,13 +58,13 @@ def _tree(source: Source) -> Mapping[str, Any]:
     raise UserError(f"config: got {got}, expected a mapping of sections, a path or a Config")
 
 
-def _about_waiting(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """What says how long processes wait for each other.
+def _about_joining(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """What says how long processes wait for each other, and how many threads they need.
 
     How many there are is known before they have met where that is given, or by their launcher.
     """
     told = launch_told()
-    about = {name: tree.get(name) for name in ("timeouts", "failover")}
+    about = {name: tree.get(name) for name in ("timeouts", "failover", "offload")}
     about["parallelism"] = {"stages": told.num_ranks if told else _given_stages(tree)}
     return about
 

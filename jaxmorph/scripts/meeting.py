@@ -3,7 +3,12 @@
 import jax
 
 from jaxmorph.errors import UserError
-from jaxmorph.runtime.join import join_as_told, limit_collectives, rendezvous_of_joined
+from jaxmorph.runtime.join import (
+    have_threads,
+    join_as_told,
+    limit_collectives,
+    rendezvous_of_joined,
+)
 from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank
 from jaxmorph.scripts.launched import launch_told
 from jaxmorph.scripts.uncaught import end_on_uncaught_errors
@@ -29,7 +34,7 @@ def join(*, start_timeout_s: float = 120.0, step_timeout_s: float = 60.0) -> Non
     meet(start_timeout_s, step_timeout_s)
 
 
-def meet(start_timeout_s: float, direct_timeout_s: float) -> Rendezvous:
+def meet(start_timeout_s: float, direct_timeout_s: float, least_threads: int = 1) -> Rendezvous:
     """The rendezvous of this script's processes: one made before, or a new one.
 
     They are those that `jaxmorph launch` has started, those that `jax.distributed` has joined, or
@@ -38,6 +43,8 @@ def meet(start_timeout_s: float, direct_timeout_s: float) -> Rendezvous:
     Args:
         start_timeout_s: How long to wait for the others.
         direct_timeout_s: How long a transfer on CPU waits for its other end.
+        least_threads: How many threads XLA's pools need, of processes that `jaxmorph launch` has
+            started.
 
     Raises:
         UserError: If JAX has already computed something, or finds this process no place in its job,
@@ -49,7 +56,7 @@ def meet(start_timeout_s: float, direct_timeout_s: float) -> Rendezvous:
             "told that it goes no further: start the script anew"
         )
     if not _met:
-        _met.append(_join(start_timeout_s, direct_timeout_s))
+        _met.append(_join(start_timeout_s, direct_timeout_s, least_threads))
     _met[0].limit(start_timeout_s)
     return _met[0]
 
@@ -63,10 +70,11 @@ def leave() -> None:
             _left.append(met)
 
 
-def _join(start_s: float, step_s: float) -> Rendezvous:
+def _join(start_s: float, step_s: float, least_threads: int) -> Rendezvous:
     told = launch_told()
     try:
         if told is not None:
+            have_threads(told, least_threads)
             return join_as_told(told, start_timeout_s=start_s, step_timeout_s=step_s)
         if jax.distributed.is_initialized():
             limit_collectives(step_s)

@@ -8,10 +8,11 @@ Messages are dictionaries of JSON's types with a `kind`:
   it does so for a change (`around_change`).
 - `profile`: what ops and links cost by then, as `Profile.to_json`; with each sampled step.
 - `event`: the fields of an `Event`.
+- `links`: what the run's next life is to know of links that aren't well; whenever that changes.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
@@ -36,6 +37,7 @@ from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.device_live import peak_on_device
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.evaluation import NOT_EVALUATED, HeldOutLoss
+from jaxmorph.training.known_links import KnownLinks
 from jaxmorph.training.traced_steps import TracedSteps
 
 Message = dict[str, Any]
@@ -52,6 +54,8 @@ class Bookkeeper:
         active: False on ranks that keep no books: then every call does nothing.
         first_step: The step that training begins with.
         loop: What watches steps and decides on morphs; None: the plan stays.
+        failed: The links that do without their direct paths from the start.
+        known_links: Says what there is to tell of links that aren't well; None: nothing is.
     """
 
     def __init__(
@@ -64,6 +68,8 @@ class Bookkeeper:
         active: bool,
         first_step: int = 0,
         loop: ControlLoop | None = None,
+        failed: Iterable[Link] = (),
+        known_links: KnownLinks | None = None,
     ) -> None:
         self._config = config
         self._in_force = in_force
@@ -73,7 +79,8 @@ class Bookkeeper:
         self._tell = self._traced.pass_on
         self._first_step = first_step
         self._loop = loop
-        self._paths = PathBooks(loop)
+        self._paths = PathBooks(loop, failed)
+        self._known_links = known_links
         self._began_s = time.monotonic()
         self._error: BaseException | None = None
         self._thread = ThreadPoolExecutor(1, "jaxmorph-bookkeeper") if active else None
@@ -231,6 +238,7 @@ class Bookkeeper:
         if self._loop is not None:
             probed = probe_times(reports)
             happened += self._loop.observe(step, measured, paths.samples, probed, paths.news)
+            self._tell_known_links(step, self._loop)
         planned = self._in_force.simulate(profile)
         record = {
             "step": step,
@@ -260,6 +268,13 @@ class Bookkeeper:
         self._traced.note(step, planned, measured)
         if self._traced.is_sampled(step):
             self._tell({"kind": "profile", "profile": self._profiler.profile().to_json()})
+
+    def _tell_known_links(self, step: int, loop: ControlLoop) -> None:
+        if self._known_links is None:
+            return
+        news = self._known_links.news(step, loop.known_ways())
+        if news is not None:
+            self._tell({"kind": "links", "links": news})
 
     def _peak_on_device(self, measured: Timeline) -> tuple[int, ...] | None:
         if not self._config.offload.enabled:

@@ -99,6 +99,8 @@ class RunRecord:
                 self._take_timelines(step, timelines, message.get("around_change", False))
             case {"kind": "profile", "profile": profile}:
                 self._directory.write_profile(profile)
+            case {"kind": "links", "links": links}:
+                self._directory.write_links(links)
             case {"kind": "phase_ended"}:
                 pass  # for whoever starts ranks again
             case _:
@@ -128,6 +130,8 @@ class RunRecord:
         self._history.go_back(step)
         self._reporter.go_back(step)
         self._traces = _traces_before(step, self._directory)
+        if self._last_traced_step >= step:  # what will be measured again may come out otherwise
+            self._last_timelines, self._last_traced_step = {}, -1
         self._last_traced_step = step - 1
 
     def keep_goodput(self, goodput: Goodput) -> None:

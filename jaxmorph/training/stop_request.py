@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from jaxmorph.runtime.launcher import restore_signal, sigterm_interrupts
+
 EXIT_CODE = 128 + signal.SIGTERM
 """What a shell makes of a process that SIGTERM has ended: not done, and nobody's mistake."""
 
@@ -16,13 +18,19 @@ def heeding_sigterm(within_s: float | None) -> Iterator[Callable[[], bool]]:
     """While this lasts, SIGTERM asks this process to end, and a second one ends it at once.
 
     Args:
-        within_s: How long it may take to end, once asked; None: SIGTERM does what it did before.
+        within_s: How long it may take to end, once asked; None: it isn't asked, and SIGTERM does
+            what Ctrl-C does.
 
     Yields:
         Whether it has been asked.
     """
+    # In a process that has joined others either takes the place of JAX's own, which ends nothing.
+    if within_s is None:
+        with sigterm_interrupts():
+            yield lambda: False
+        return
     asked = threading.Event()
-    overdue = threading.Timer(within_s or 0.0, _end)
+    overdue = threading.Timer(within_s, _end)
     overdue.daemon = True
 
     def ask(number: int, frame: object) -> None:
@@ -32,16 +40,15 @@ def heeding_sigterm(within_s: float | None) -> Iterator[Callable[[], bool]]:
             asked.set()
             overdue.start()
 
-    if within_s is None or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield asked.is_set
         return
-    # In a process that has joined others this takes the place of JAX's own, which ends nothing.
     previous = signal.signal(signal.SIGTERM, ask)
     try:
         yield asked.is_set
     finally:
         overdue.cancel()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+        restore_signal(signal.SIGTERM, previous)
 
 
 def _end() -> None:

@@ -5,6 +5,7 @@ What carries messages is made up here; what tells, decides and books is the prog
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 from adapting_run import CONFIG, COSTS, FIRST, PLANNED_FOR, USUAL, PlansHere
 
@@ -62,7 +63,10 @@ class Stage:
 
     def __init__(self, rank, wires, stages):
         self._rank, self._wires, self._stages = rank, wires, stages
-        self.untold = []
+        self.untold, self.failed_before = [], []
+
+    def take_for_failed(self, link):
+        self.failed_before.append(link)
 
     def link_failures(self):
         told, self.untold = self.untold, []
@@ -114,26 +118,38 @@ class FailingRun:
             beginning and at its end.
     """
 
-    def __init__(self, lives=99, **settings):
+    def __init__(self, lives=99, dead=(), **settings):
+        """Links that are dead were found so in an earlier life of the run."""
         adaptation = CONFIG.adaptation.model_copy(update=settings)
         config = CONFIG.model_copy(update={"adaptation": adaptation})
         self.wires, self.told, self.log, self.step = Wires(lives), [], [], 0
-        self.plans, self.detector = PlansHere(config=config), Detector()
+        self.wires.by_hosts.update(dead)
+        self.detector = Detector()
+        for way in (way for link in dead for way in (link, link[::-1])):
+            self.detector.observe_failure(-1, *way, "it had failed before")
+        plan = replace(FIRST, routes={**FIRST.routes, **dict.fromkeys(dead, "delegated")})
+        self.plans = PlansHere(config=config, in_force=plan)
         watches = self.detector, ComputeWatch(COSTS)
-        self.loop = ControlLoop(adaptation, FIRST, PLANNED_FOR, USUAL, *watches, self.plans)
-        self.programs = list(lower_step(FIRST.schedule, PLANNED_FOR, FIRST.routes))
-        self.routes = dict(FIRST.routes)
-        in_force = PlanInForce(FIRST, tuple(self.programs), 0)
+        self.loop = ControlLoop(adaptation, plan, PLANNED_FOR, USUAL, *watches, self.plans)
+        self.programs = list(lower_step(plan.schedule, PLANNED_FOR, plan.routes))
+        self.routes = dict(plan.routes)
+        in_force = PlanInForce(plan, tuple(self.programs), 0)
         self.profiler = Profiler(3)
         self.books = Bookkeeper(
-            config, in_force, self.profiler, self.told.append, active=True, loop=self.loop
+            config,
+            in_force,
+            self.profiler,
+            self.told.append,
+            active=True,
+            loop=self.loop,
+            failed=dead,
         )
         stages = []
         stages += [Stage(rank, self.wires, stages) for rank in range(3)]
         self.stages = stages
         loops = (self.loop, None, None)
         self.ranks = [
-            Adaptation(Meeting(rank), stages[rank], self.books, loops[rank], last_step=10**6)
+            Adaptation(Meeting(rank), stages[rank], self.books, loops[rank], 10**6, failed=dead)
             for rank in range(3)
         ]
 

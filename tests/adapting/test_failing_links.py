@@ -207,6 +207,24 @@ def test_a_delegated_link_whose_probe_finds_no_path_is_told_as_failed(begin):
     assert run.routes[LINK] == "direct"
 
 
+def test_a_link_that_was_dead_before_goes_back_once_its_path_was_up_for_long_enough(begin):
+    run = begin(dead=[LINK], failback_steps=5)
+    run.cut(LINK)
+    run.steps(6)
+    assert [stage.failed_before for stage in run.stages] == [[], [LINK], [LINK]]
+    assert run.events("straggler_detected") == [(0, "straggler_detected", "1-2")] * 2
+    assert run.records()[5]["link_states"] == {"1-2": "direct path failed, delegated"}
+    run.heal(LINK)
+    run.steps(20)
+    # Up in steps 6 to 10, and from there as any link that was dead.
+    assert run.events("link_failed", "straggler_recovering", "link_probed", "link_restored") == [
+        *[(10, "straggler_recovering", "1-2")] * 2,
+        (14, "link_probed", "1-2"),
+        (16, "link_restored", "1-2"),
+    ]
+    assert routes_of(run) == ["delegated"] * 16 + ["direct"] * 10
+
+
 class Watched(FailingRun):
     """A run that says if a path begins again too early."""
 

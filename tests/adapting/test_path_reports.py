@@ -27,10 +27,14 @@ class Ends:
 
     def __init__(self, *failures, is_up=True):
         self.failures, self.is_up, self.restored = [*failures], is_up, []
+        self.failed_before: list[Link] = []
 
     def link_failures(self):
         failures, self.failures = self.failures, []
         return failures
+
+    def take_for_failed(self, link):
+        self.failed_before.append(link)
 
     def path_is_up(self, link):
         return self.is_up
@@ -108,6 +112,17 @@ def test_a_rank_that_is_no_end_knows_of_the_failure_and_has_nothing_to_begin_aga
     assert (own.failed, own.told()) == ({LINK}, {})
     assert own.heed([{"restore": ["1-2"]}, UP, UP]) == (LINK,)
     assert (own.failed, paths.restored) == (frozenset(), [])
+
+
+def test_a_path_that_failed_in_an_earlier_life_is_told_of_until_it_begins_again():
+    own_ends = [(OwnEnds(rank, paths := Ends(), is_watched=True, failed=[LINK]), paths)
+                for rank in range(3)]  # fmt: skip
+    assert [paths.failed_before for _, paths in own_ends] == [[], [LINK], [LINK]]
+    assert [own.told() for own, _ in own_ends] == [{}, UP, UP]
+    for own, paths in own_ends:
+        assert own.heed([{"restore": ["1-2"]}, UP, UP]) == (LINK,)
+        assert own.failed == frozenset()
+        assert paths.restored == paths.failed_before
 
 
 def test_where_nobody_watches_paths_they_are_not_asked_about():

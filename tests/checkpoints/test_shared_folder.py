@@ -5,6 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from jaxmorph.checkpoints import shared_folder
+from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.shared_folder import require_shared
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.rendezvous import SoleRank
@@ -62,6 +64,15 @@ def test_a_folder_that_one_rank_cannot_write_to_is_told_by_all(tmp_path):
     assert one.startswith(f"checkpoint.dir: {tmp_path}: rank 1 cannot write there: No such file")
     assert "rank 1 cannot write there: No such file" in other
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_rank_leaves_that_is_killed_goes_with_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_folder, "_remove", lambda path: None)  # as if it came to no more
+    assert outcomes(tmp_path, tmp_path) == ["", ""]
+    (tmp_path / ".rank_0_of_mine").touch()
+    assert len(list(tmp_path.iterdir())) == 3
+    CheckpointFolder(tmp_path).clean()
+    assert [path.name for path in tmp_path.iterdir()] == [".rank_0_of_mine"]
 
 
 def test_a_sole_rank_needs_a_folder_too(tmp_path):

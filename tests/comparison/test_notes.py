@@ -62,7 +62,8 @@ def test_traces_are_named_with_what_they_mean_for_the_table():
 
 
 def test_whole_runs_are_told_as_such():
-    tree = {"compare": {"systems": ["restart"], "conditions": [{"name": "cut"}], "steps": 40}}
+    compare = {"systems": ["restart"], "conditions": [{"name": "cut"}], "steps": 40}
+    tree = {"compare": compare, "checkpoint": {"every_steps": 10}}
     config = Config.model_validate(tree)
     assert config.compare is not None
     notes = comparison_notes(config, config.compare, "jaxmorph compare x.yaml")

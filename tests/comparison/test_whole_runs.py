@@ -1,21 +1,27 @@
 """Comparisons of whole runs: what each system runs under, and what is made of what it wrote."""
 
 import json
+import os
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from jaxmorph import compare
+from jaxmorph.comparison import whole_runs
 from jaxmorph.comparison.matrix_record import MatrixRecord
 from jaxmorph.comparison.systems import SYSTEMS
-from jaxmorph.comparison.whole_runs import Progress, read_whole, whole_config
+from jaxmorph.comparison.whole_runs import Progress, read_whole, run_whole, whole_config
 from jaxmorph.config import check_config, dump_config, load_config
 from jaxmorph.config.compare_section import Compare
-from jaxmorph.reporting import Event
+from jaxmorph.errors import RunFailedError, RunStoppedError
+from jaxmorph.reporting import Event, RunSummary
 from jaxmorph.reporting.matrix_table import matrix_markdown
 from jaxmorph.reporting.page.comparison_files import ComparisonFiles
 from jaxmorph.reporting.page.comparison_page import comparison_page
 from jaxmorph.reporting.recovery_figure import save_recovery_figure
 from jaxmorph.reporting.recovery_table import WHOLE_COLUMNS
-from jaxmorph.reporting.run_matrix import Matrix
+from jaxmorph.reporting.run_matrix import Matrix, Run
 
 CONFIG = check_config(
     {
@@ -58,7 +64,7 @@ def test_a_run_is_the_systems_under_the_condition_with_its_own_policy(tmp_path, 
 
 
 def written(path, num_steps, recoveries=()):
-    path.mkdir()
+    path.mkdir(parents=True)
     steps = [
         {"step": n, "step_s": 0.5, "loss": 5.0 - n, "bubble_rate": 0.25} for n in range(num_steps)
     ]
@@ -142,3 +148,86 @@ def test_a_run_says_what_befell_it():
     progress.event(Event(1.0, 12, "checkpoint_saved", detail="step_10"))
     progress.event(Event(1.0, 12, "rank_failed", detail="rank 2 failed: link 2-3 is cut"))
     assert said == ["restart, cut: rank failed: rank 2 failed: link 2-3 is cut"]
+
+
+SUMMARY = RunSummary((5.0,), 4.0, 0.5, None, None, None, 100.0, Path("run"))
+
+
+class Runs:
+    """Stands in for `run_here`: a run does eight steps, and may end in its own way.
+
+    Attributes:
+        ends: By what each run ends, one after another; the others come to their ends.
+        caches: What JAX would have taken for its cache in each of them.
+    """
+
+    def __init__(self, *ends):
+        self.ends, self.caches = [*ends], []
+
+    def __call__(self, config, reporter):
+        self.caches.append(os.environ.get("JAX_COMPILATION_CACHE_DIR"))
+        written(Path(config.run.dir), 8)
+        reporter.finish(SUMMARY)
+        end = self.ends.pop(0) if self.ends else None
+        if end is not None:
+            raise end
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    stand_in = Runs()
+    monkeypatch.setattr(whole_runs, "run_here", stand_in)
+    return stand_in
+
+
+def run_as(name, directory, put=lambda run: None):
+    run_whole(CONFIG, SYSTEMS[name], COMPARE.conditions[0], directory, lambda line: None, put)
+
+
+@pytest.mark.parametrize("end", [None, RunFailedError("rank 1 failed"), KeyboardInterrupt()])
+def test_only_a_cold_run_hears_of_no_cache_whatever_the_environment_says(
+    runs, tmp_path, monkeypatch, end
+):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/warm")
+    for name in COMPARE.systems:
+        runs.ends = [end]
+        with suppress(KeyboardInterrupt):
+            run_as(name, tmp_path / name)
+        assert os.environ["JAX_COMPILATION_CACHE_DIR"] == "/warm"
+    assert runs.caches == ["/warm", None, "/warm"]
+
+
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [(RunStoppedError("asked to end after 8 of 20 steps, saved"), "asked to end"),
+     (KeyboardInterrupt(), "interrupted")],
+)  # fmt: skip
+def test_a_run_that_somebody_ends_is_told_of_and_ends_the_comparison(runs, tmp_path, end, says):
+    told: list[Run] = []
+    runs.ends = [end]
+    with pytest.raises(type(end)):
+        run_as("restart", tmp_path / "a", told.append)
+    (run,) = told
+    assert (run.failed, run.total_s) == (f"8 steps done: {says}", None)
+    assert run.step_ms is not None
+    assert run.step_ms.n == 8
+
+
+def test_what_was_measured_before_a_comparison_is_asked_to_end_is_written(
+    runs, tmp_path, monkeypatch
+):
+    runs.ends = [None, None, RunStoppedError("asked to end after 8 of 20 steps, saved")]
+    monkeypatch.setattr(compare, "check_run", lambda config: None)
+    (tmp_path / "few.yaml").write_text(dump_config(CONFIG))
+    with pytest.raises(RunStoppedError) as raised:
+        compare.start_comparison(tmp_path / "few.yaml", [f"run.dir={tmp_path / 'out'}"])
+    assert str(raised.value) == (
+        "restart-cold, healthy: asked to end after 8 of 20 steps, saved; the comparison has ended "
+        "with it, and what it has measured is written"
+    )
+    results = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    assert [(each["system"], each["condition"], each["failed"]) for each in results] == [
+        ("restart", "healthy", None),
+        ("restart", "cut", None),
+        ("restart-cold", "healthy", "8 steps done: asked to end"),
+    ]

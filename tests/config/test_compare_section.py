@@ -63,7 +63,8 @@ def test_it_may_be_left_out_and_is_written_back():
 
 def test_a_comparison_with_a_system_that_restarts_is_of_whole_runs_and_may_cut_links():
     cut = "compare.conditions.0.links=[{between: [2, 3], cut: true, from_step: 9, to_step: 12}]"
-    compare = load(cut, "compare.systems=[restart, adaptive-detecting]", "compare.reference={}")
+    systems = "compare.systems=[restart, adaptive-detecting]"
+    compare = load(cut, systems, "compare.reference={}", "checkpoint.every_steps=2")
     assert compare.compare is not None
     assert compare.compare.has_whole_runs
     assert compare.compare.conditions[0].links[0].cut

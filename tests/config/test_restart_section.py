@@ -48,3 +48,61 @@ def test_a_mistake_is_named(policy, line):
     with pytest.raises(UserError) as raised:
         check_config({"restart_policy": policy})
     assert line in str(raised.value)
+
+
+def compared(*systems, steps=20, **sections):
+    compare = {"systems": systems, "conditions": [{"name": "healthy"}], "steps": steps}
+    return check_config({"compare": compare} | sections)
+
+
+POLICY = "restart_policy"
+
+
+@pytest.mark.parametrize(
+    ("systems", "sections", "line"),
+    [
+        (
+            ("restart-cold",),
+            SAVES | {POLICY: {"max_restarts": 0}},
+            "restart_policy.max_restarts: got 0, expected at least 1, as compare.systems has "
+            "restart-cold",
+        ),
+        (
+            ("1f1b", "restart"),
+            {},
+            "checkpoint.every_steps: got null, expected a number of steps above 0 and less than "
+            "compare.steps, which is 20, as compare.systems has restart (or "
+            "checkpoint.every_minutes)",
+        ),
+        (
+            ("restart",),
+            {"checkpoint": {"every_steps": 20}},
+            "checkpoint.every_steps: got 20, expected a number of steps above 0 and less than",
+        ),
+        (
+            ("restart", "restart-cold"),
+            SAVES | {POLICY: {"compilation_cache": False}},
+            "restart_policy.compilation_cache: got false, expected true, or a folder, as "
+            "compare.systems has restart, which keeps what is compiled",
+        ),
+    ],
+)
+def test_systems_that_could_not_restart_or_be_told_apart_are_refused(systems, sections, line):
+    with pytest.raises(UserError) as raised:
+        compared(*systems, **sections)
+    assert str(raised.value).startswith(f"config: {line}")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("systems", "sections"),
+    [
+        (("restart", "restart-cold"), SAVES),
+        (("restart",), {"checkpoint": {"every_minutes": 0.5}}),
+        (("restart",), {POLICY: {"from_start": True}}),
+        (("restart-cold",), SAVES | {POLICY: {"compilation_cache": False}}),
+        (("1f1b",), {POLICY: {"max_restarts": 0, "compilation_cache": False}}),
+    ],
+)
+def test_systems_that_can_are_not(systems, sections):
+    assert compared(*systems, **sections).compare is not None

@@ -1,15 +1,15 @@
 """Which links do without their direct paths, and what their messages tell."""
 
 from jaxmorph.control.failed_links import FailedLinks, in_words
-from jaxmorph.control.link_failure import LinkFailure
 from jaxmorph.control.link_samples import LinkSample
+from jaxmorph.control.path_failure import PathFailure
 from jaxmorph.program.instructions import Routes
 from jaxmorph.schedule.costs import Link
 
 LINK, OTHER, TIED = Link(1, 2), Link(0, 1), Link(0, 2)
 DIRECT: Routes = {OTHER: "direct", LINK: "direct"}
 DELEGATED: Routes = {OTHER: "direct", LINK: "delegated"}
-FAILURE = LinkFailure(LINK, "no answer in 3 s")
+FAILURE = PathFailure(LINK, "no answer in 3 s")
 
 
 def test_a_link_counts_as_delegated_from_its_failure_until_its_path_begins_again():
@@ -24,7 +24,7 @@ def test_a_link_counts_as_delegated_from_its_failure_until_its_path_begins_again
 
 def test_a_link_that_no_plan_names_is_named_once_it_has_failed():
     links = FailedLinks()
-    links.note([LinkFailure(TIED, "")])
+    links.note([PathFailure(TIED, "")])
     assert links.as_run(DIRECT) == {**DIRECT, TIED: "delegated"}
     assert in_words(links.now) == {"0-2": "direct path failed, delegated"}
 

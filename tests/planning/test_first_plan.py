@@ -21,10 +21,10 @@ USUAL: UsualLinks = {"direct": chain_links((0.5, 30.0, 0.4)), "delegated": {}}
 )
 def test_links_that_are_slow_already_or_any_where_that_is_allowed(adaptation, links):
     config = check_config({"parallelism": {"stages": 4}, "adaptation": adaptation})
-    assert _agree_on_delegable(config, SoleRank(), USUAL) == links
+    assert _agree_on_delegable(config, SoleRank(), USUAL, ()) == links
 
 
 def test_the_slow_one_of_two_links_too():
     config = check_config({"parallelism": {"stages": 3}, "adaptation": {"enabled": True}})
     usual: UsualLinks = {"direct": chain_links((0.5, 30.0)), "delegated": {}}
-    assert _agree_on_delegable(config, SoleRank(), usual) == [Link(1, 2)]
+    assert _agree_on_delegable(config, SoleRank(), usual, ()) == [Link(1, 2)]

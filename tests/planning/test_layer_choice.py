@@ -70,6 +70,15 @@ def test_rank_0_measures_once_all_are_idle_and_the_others_take_its_answer():
     assert rank_0.said[0] == {}
 
 
+def test_what_was_chosen_before_stays_and_nothing_is_measured():
+    rank_0 = Rank(0)
+    first = choose_layers(config_of(), rank_0, 8, not_measured, (6, 2))
+    second = choose_layers(config_of(), Rank(1, heard=rank_0.said), 8, not_measured)
+    assert counts(first) == [6, 2]
+    assert first == second
+    assert first.reason == "as the run was cut before"
+
+
 @pytest.mark.parametrize(
     ("config", "cut", "reason"),
     [

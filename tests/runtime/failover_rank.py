@@ -99,6 +99,14 @@ class Rank:
             assert time.monotonic() < until_s, "the path never came up again"
         self.trainer.restore_direct(LINK)
 
+    def begin_without_path(self):
+        """As a run does whose life before this one has found the path dead."""
+        if self.rank in LINK:
+            assert self.trainer.path_is_up(LINK) is None
+            self.trainer.take_for_failed(LINK)
+            assert self.trainer.path_is_up(LINK) is not None
+        self.restore()
+
     def is_up(self):
         return {"up": self.trainer.path_is_up(LINK)}
 
@@ -173,6 +181,7 @@ def main(arguments, link, rest):
     with opened(rendezvous, link, "unpaced") as rank:
         cut_in_mid_step(rank)
     with opened(rendezvous, link, "paced") as rank:
+        rank.begin_without_path()
         cut_in_mid_step(rank)
         stopped_in_mid_transfer(rank)
 

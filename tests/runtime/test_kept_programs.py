@@ -72,6 +72,17 @@ def test_other_flags_are_another_entry(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.parametrize("threads", [{"NPROC": "3"}, {"NPROC": "64"}])
+def test_another_number_of_threads_is_another_entry(tmp_path, monkeypatch, threads):
+    """XLA cuts the loops of a CPU's programs into as many parts."""
+    monkeypatch.delenv("NPROC", raising=False)
+    KeptPrograms(tmp_path).compile(lowered(2.0))
+    for name, value in threads.items():
+        monkeypatch.setenv(name, value)
+    KeptPrograms(tmp_path).compile(lowered(2.0))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 @pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"nonsense"])
 def test_a_damaged_entry_is_told_and_compiled_again(tmp_path, caplog, damage):
     expected = results(KeptPrograms(tmp_path).compile(lowered(2.0)))

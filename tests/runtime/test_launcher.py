@@ -1,5 +1,6 @@
 """Whatever happens to a rank, the run ends soon, says why, and leaves no process behind."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.runtime import launcher
 from jaxmorph.runtime.launcher import RankFailedError, reserved_port, run_ranks
+from jaxmorph.runtime.rank_process import RankArguments
 
 pytestmark = pytest.mark.usefixtures("ranks_find_modules")
 
@@ -114,6 +116,28 @@ def test_ranks_share_the_processors_that_this_process_may_use(
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     assert launcher._environment(num_ranks)["NPROC"] == share
     assert launcher._environment(num_ranks, 4)["NPROC"] == "4"
+
+
+@pytest.mark.parametrize(("of_user", "told"), [(None, 2), ("1", None)])
+def test_ranks_are_told_their_share_unless_the_user_has_said_how_many_threads(
+    monkeypatch, tmp_path, of_user, told
+):
+    class Process:
+        pid = os.getpid()
+
+        def __init__(self, command, **_):
+            self.command = command
+
+    monkeypatch.delenv("NPROC", raising=False)
+    if of_user:
+        monkeypatch.setenv("NPROC", of_user)
+    monkeypatch.setattr(launcher.subprocess, "Popen", Process)
+    arguments = ["module", [], tmp_path, launcher._environment(64, least_threads=2)]
+    rank = launcher._start(3, 64, "127.0.0.1:1", *arguments, shown=False)
+    for fd in (rank.messages_fd, rank.lifeline_fd, rank.exit_fd):
+        os.close(fd)
+    found, rest = RankArguments.parse(rank.process.command[3:])
+    assert (found.rank, found.num_threads, rest) == (3, told, [])
 
 
 def test_what_ranks_said_before_an_interruption_is_still_heard(tmp_path):

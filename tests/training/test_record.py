@@ -106,6 +106,26 @@ def test_of_many_traces_those_around_a_change_stay_longest_but_no_more_than_half
     assert list(directory.traces()) == left
 
 
+@pytest.mark.parametrize(
+    ("back_to", "again", "drawn"),
+    [(3, [3], ["planned, step 3"]), (3, [], None), (6, [], ["planned, step 5"])],
+)
+def test_the_picture_shows_no_step_that_was_taken_back(
+    directory, monkeypatch, back_to, again, drawn
+):
+    pictures = []
+    monkeypatch.setattr(record, "save_gantt", lambda path, drawn: pictures.append([*drawn]))
+    books = record.RunRecord(Config(), directory, PlainReporter(io.StringIO()))
+    books.take({"kind": "started", "header": HEADER})
+    books.take({"kind": "step", "record": asdict(STEP)})
+    books.take(_timelines(5, False))
+    books.go_back(back_to)
+    for step in again:
+        books.take(_timelines(step, False))
+    books.finish()
+    assert pictures == ([drawn] if drawn else [])
+
+
 @pytest.mark.parametrize("change", [7, 8, 9])
 def test_the_last_steps_trace_stays_whatever_changes_where_one_is_kept(directory, change):
     config = Config.model_validate({"run": {"steps": 10}, "trace": {"keep": 1, "every_steps": 4}})

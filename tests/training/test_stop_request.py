@@ -57,8 +57,30 @@ def test_who_ends_in_time_meets_no_deadline_and_signals_are_as_before(ended):
     assert ended[0] == []
 
 
-def test_without_a_deadline_signals_are_not_heeded(ended):
+def test_without_a_deadline_it_interrupts_as_ctrl_c_does(ended):
     before = signal.getsignal(signal.SIGTERM)
     with heeding_sigterm(within_s=None) as asked:
-        assert signal.getsignal(signal.SIGTERM) == before
-    assert not asked()
+        assert not asked()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert ended[0] == []
+
+
+@pytest.mark.parametrize("within_s", [None, 1e4])
+def test_a_handler_that_python_did_not_set_leaves_the_default(monkeypatch, within_s):
+    """One that was installed from C is None to Python, which takes no None back."""
+    install, before = signal.signal, signal.getsignal(signal.SIGTERM)
+
+    def of_c(number, handler):
+        assert handler is not None
+        previous = install(number, handler)
+        return None if previous == before else previous
+
+    monkeypatch.setattr(signal, "signal", of_c)
+    try:
+        with heeding_sigterm(within_s):
+            assert signal.getsignal(signal.SIGTERM) is not before
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        install(signal.SIGTERM, before)

@@ -7,8 +7,10 @@ from jaxmorph.schedule.costs import Link
 
 
 @dataclass(frozen=True)
-class LinkFailure:
-    """That a link went over from its direct path to hosts, as its ends tell it.
+class PathFailure:
+    """That a link went over from its direct path to hosts, by all that its ends have told.
+
+    What one of them saw is the runtime's `LinkFailure`.
 
     Attributes:
         link: Which link.

@@ -1,0 +1,96 @@
+"""What a run knows of links that aren't well, for its next life: written down, and taken up again.
+
+It goes by the links, not by the steps: what was found after the last checkpoint is known, too.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxmorph.config import Config
+from jaxmorph.control.known_links import KnownWay
+from jaxmorph.reporting.run_directory import LINKS
+from jaxmorph.runtime.rendezvous import Rendezvous
+
+Message = dict[str, Any]
+
+
+class KnownLinks:
+    """Says what is to be written down of links, whenever that has changed; on rank 0.
+
+    Args:
+        config: The run.
+        directory: The run's: where nothing is written, nothing is to be taken back.
+        layers: Of each virtual stage, in the order of the pipeline.
+    """
+
+    def __init__(self, config: Config, directory: Path, layers: Sequence[range]) -> None:
+        self._pipeline = _pipeline(config, layers)
+        self._told: tuple[Any, ...] | None = None if (directory / LINKS).exists() else ()
+
+    def news(self, step: int, ways: Sequence[KnownWay]) -> Message | None:
+        """What is to be written down.
+
+        Args:
+            step: The step that is over.
+            ways: The directions of links that are slow or dead.
+
+        Returns:
+            It; None where it is as it was. What a slow link takes may differ a little since.
+        """
+        known = tuple((each.way, each.verdict.health, each.verdict.step) for each in ways)
+        if known == self._told:
+            return None
+        self._told = known
+        return {
+            "pipeline": self._pipeline,
+            "step": step,
+            "ways": [each.to_json() for each in ways],
+        }
+
+
+def known_links(
+    config: Config, rendezvous: Rendezvous, directory: Path, layers: Sequence[range]
+) -> tuple[KnownWay, ...]:
+    """What an earlier life of the run knew of its links, the same on all ranks.
+
+    Args:
+        config: The run.
+        rendezvous: The meeting place of all ranks; they all call this at the same point.
+        directory: The run's; rank 0 reads there.
+        layers: Of each virtual stage, in the order of the pipeline.
+
+    Returns:
+        The directions of links that were slow or dead. None where the run doesn't adapt, for it
+        would never take them back; where it had another pipeline, whose links were other ones; and
+        no dead ones where none fails over, as nobody would find that their paths are up.
+    """
+    if not config.adapts:
+        return ()
+    own = _read(directory / LINKS, _pipeline(config, layers)) if rendezvous.rank == 0 else []
+    told = rendezvous.exchange({"links": own})[0]["links"]
+    ways = map(KnownWay.from_json, told)
+    return tuple(each for each in ways if config.fails_over or not each.is_dead)
+
+
+def _pipeline(config: Config, layers: Sequence[range]) -> Message:
+    """What decides which links there are, and what a message on them takes."""
+    return {
+        "stages": config.parallelism.stages,
+        "layers": [[own.start, own.stop] for own in layers],
+        "microbatch_size": config.batch.microbatch_size,
+        "sequence_length": config.data.sequence_length,
+        "compute": config.precision.compute,
+    }
+
+
+def _read(path: Path, pipeline: Message) -> list[Message]:
+    """What is written there of the same pipeline; nothing where that can't be read."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        if told["pipeline"] != pipeline:
+            return []
+        return [KnownWay.from_json(way).to_json() for way in told["ways"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []  # it is found again

@@ -1,0 +1,117 @@
+"""What a run remembers of links that aren't well, and what a detector makes of it later."""
+
+import json
+
+import pytest
+from test_detector import DELEGATED, DIRECT, Steps, messages
+from verdict_examples import verdict
+
+from jaxmorph.control.detector import Detector
+from jaxmorph.control.known_links import (
+    KnownWay,
+    as_when_healthy,
+    dead_of,
+    slow_links_of,
+    slow_of,
+    still_slow,
+)
+from jaxmorph.control.verdicts import LinkHealth
+from jaxmorph.schedule.costs import Link, LinkState
+
+LINK = Link(2, 3)
+SLOW = KnownWay(verdict(2, 3, 41.5), "delegated", {"direct": 0.5, "delegated": 1.5})
+DEAD = KnownWay(verdict(3, 2, 1.5, LinkHealth.DEAD), "delegated", SLOW.usual_ms)
+LINKS = {Link(1, 2): LinkState(0.4, 0.4), LINK: LinkState(0.6, 0.7)}
+BY_HOSTS = dict.fromkeys(LINKS, "delegated")
+
+
+def test_healthy_links_and_those_that_recover_are_nothing_to_remember():
+    steps = Steps().run([31.0] * 12, [1.0] * 12)
+    assert steps.now.health is LinkHealth.RECOVERING
+    assert steps.detector.known_ways() == ()
+
+
+@pytest.mark.parametrize("route", [DIRECT, DELEGATED])
+def test_a_slow_way_is_remembered_with_what_it_took_and_what_is_usual_on_either_route(route):
+    steps = Steps(route=route).run([31.0] * 12, route=route)
+    (known,) = steps.detector.known_ways()
+    measured, other = ("direct", "delegated") if route is DIRECT else ("delegated", "direct")
+    assert (known.way, known.route, known.added_ms) == ((2, 3), measured, pytest.approx(30.0))
+    assert known.usual_ms == {measured: 1.0, other: 3.0}  # as far as that can be told
+    assert known.in_words() == "2>3 slow, 31.0 ms (healthy: 1.0)"
+
+
+def test_a_dead_link_is_remembered_both_ways():
+    detector = Steps().detector
+    for way in (LINK, LINK[::-1]):
+        detector.observe_failure(6, *way, "no answer")
+    known = detector.known_ways()
+    assert [each.way for each in known] == [(2, 3), (3, 2)]
+    assert dead_of(known) == {LINK}
+    assert slow_of(known) == {}
+    assert known[0].in_words() == "2>3 without a direct path"
+
+
+def test_what_is_remembered_can_be_written_and_read():
+    for known in (SLOW, DEAD):
+        assert KnownWay.from_json(json.loads(json.dumps(known.to_json()))) == known
+
+
+def test_a_way_that_was_slow_is_planned_for_as_if_it_were_still_unless_it_is_slower():
+    assert still_slow(LINKS, {}, [SLOW])[LINK] == LinkState(40.5, 0.7)
+    assert still_slow(LINKS, BY_HOSTS, [SLOW])[LINK] == LinkState(41.5, 0.7)
+    slower = {LINK: LinkState(60.0, 0.7)}
+    assert still_slow(slower, {}, [SLOW]) == slower
+    assert still_slow(LINKS, {}, [SLOW])[Link(1, 2)] == LINKS[Link(1, 2)]
+    assert slow_links_of([SLOW, DEAD]) == {LINK}
+
+
+def test_a_dead_way_and_one_of_a_link_that_is_gone_are_as_they_were_measured():
+    assert still_slow(LINKS, {}, [DEAD]) == LINKS
+    assert still_slow({}, {}, [SLOW]) == as_when_healthy({}, {}, [SLOW]) == {}
+
+
+def test_in_health_ways_take_what_they_once_did():
+    assert as_when_healthy(LINKS, {}, [SLOW, DEAD])[LINK] == LinkState(0.5, 0.5)
+    assert as_when_healthy(LINKS, BY_HOSTS, [SLOW, DEAD])[LINK] == LinkState(1.5, 1.5)
+    unknown = KnownWay(SLOW.verdict, "direct", {})
+    assert as_when_healthy(LINKS, {}, [unknown]) == still_slow(LINKS, {}, [unknown]) == LINKS
+
+
+def begun(now_ms):
+    steps = Steps(healthy=0)
+    samples = messages([now_ms] * 8, DIRECT)
+    usual_ms = {DIRECT: 0.5, DELEGATED: 1.5}
+    (told,) = steps.detector.begin_known(-1, samples, usual_ms, SLOW.verdict)
+    assert (told.health, told.latency_ms, told.step) == (LinkHealth.SLOW, 41.5, -1)
+    assert told.evidence == SLOW.verdict.evidence
+    assert told.reason == (
+        "link 2>3 is taken for slow, as when the run was last at work: 41.5 ms (healthy: 1.1)"
+    )
+    return steps
+
+
+def test_one_that_is_known_to_be_slow_is_slow_whatever_a_few_messages_show():
+    begun(now_ms=0.5)
+
+
+def test_it_is_not_found_again_while_its_delay_lasts():
+    assert begun(40.5).run([41.5] * 12, [42.0] * 12).said == []
+
+
+def test_it_recovers_by_the_ordinary_rule():
+    steps = begun(now_ms=40.5).run(*[[1.5] * 12] * 4)
+    assert steps.path() == [(LinkHealth.RECOVERING, 0), (LinkHealth.HEALTHY, 3)]
+
+
+def test_another_delay_is_told():
+    steps = begun(now_ms=40.5).run([90.0] * 12)
+    assert steps.path() == [(LinkHealth.SLOW, 0)]
+    assert steps.now.latency_ms == 90.0
+
+
+def test_nothing_is_taken_back_by_what_was_known():
+    steps = Steps().run([31.0] * 12)
+    assert steps.detector.begin_known(7, messages([31.0]), {}, SLOW.verdict) == []
+    assert steps.now.latency_ms == 31.0
+    assert Detector().known_ways() == ()

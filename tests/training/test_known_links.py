@@ -1,0 +1,113 @@
+"""What a run's next life hears of its links, and what it doesn't."""
+
+import json
+
+import pytest
+
+from jaxmorph.config import check_config
+from jaxmorph.control.known_links import KnownWay
+from jaxmorph.control.verdicts import Evidence, LinkHealth, Verdict
+from jaxmorph.reporting import open_run_directory
+from jaxmorph.reporting.run_directory import LINKS
+from jaxmorph.runtime.rendezvous import SoleRank
+from jaxmorph.training.known_links import KnownLinks, known_links
+
+LAYERS = (range(2), range(2, 4), range(4, 6))
+
+
+def config_of(**sections):
+    adapts = {"parallelism": {"stages": 3}, "adaptation": {"enabled": True}}
+    return check_config(adapts | {"schedule": {"name": "zb-h2"}} | sections)
+
+
+def way(source, destination, health=LinkHealth.SLOW, step=7):
+    evidence = Evidence((41.0, 42.0), 1.0, 0.5, 6.0)
+    told = Verdict(source, destination, health, 41.5, 0.5, step, evidence, "is slow")
+    return KnownWay(told, "delegated", {"direct": 0.5, "delegated": 1.5})
+
+
+KNOWN = (way(1, 2), way(0, 1, LinkHealth.DEAD), way(1, 0, LinkHealth.DEAD))
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A run's directory, in which all that is known is written."""
+    config = config_of(run={"dir": str(tmp_path / "run")})
+    with open_run_directory(config) as directory:
+        told = KnownLinks(config, directory.path, LAYERS).news(7, KNOWN)
+        assert told is not None
+        directory.write_links(json.loads(json.dumps(told)))
+    return directory.path
+
+
+def heard(directory, layers=LAYERS, **sections):
+    return known_links(config_of(**sections), SoleRank(), directory, layers)
+
+
+def test_what_was_written_is_heard_by_the_same_pipeline(written):
+    assert heard(written) == KNOWN
+    assert heard(written, run={"steps": 900}, batch={"microbatches": 3}) == KNOWN
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"layers": (range(1), range(1, 4), range(4, 6))},
+        {"layers": (range(3), range(3, 6)), "parallelism": {"stages": 2}},
+        {"batch": {"microbatch_size": 7}},
+        {"data": {"sequence_length": 32}},
+        {"precision": {"compute": "bfloat16"}},
+    ],
+)
+def test_another_pipeline_has_other_links(written, sections):
+    assert heard(written, **sections) == ()
+
+
+def test_a_run_that_does_not_adapt_would_never_take_them_back(written):
+    assert heard(written, adaptation={"enabled": False}) == ()
+
+
+def test_without_failing_over_nobody_finds_that_a_dead_links_path_is_up(written):
+    assert heard(written, failover={"enabled": False}) == KNOWN[:1]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pipeline"', '{"pipeline": 1, "ways": 2}'])
+def test_what_cannot_be_read_is_found_again(written, text):
+    (written / LINKS).write_text(text)
+    assert heard(written) == ()
+    (written / LINKS).unlink()
+    assert heard(written) == ()
+
+
+class Follower(SoleRank):
+    """Rank 1, which hears rank 0."""
+
+    rank, num_ranks = 1, 2
+
+    def __init__(self, message):
+        self._message = message
+
+    def exchange(self, message, detail=None):
+        assert message == {"links": []}
+        return [self._message, message]
+
+
+def test_all_ranks_hear_what_rank_0_has_read(written, tmp_path):
+    told = {"links": json.loads((written / LINKS).read_text())["ways"]}
+    assert known_links(config_of(), Follower(told), tmp_path, LAYERS) == KNOWN
+
+
+def test_news_are_told_once_and_so_is_their_end(tmp_path):
+    known = KnownLinks(config_of(), tmp_path, LAYERS)
+    assert known.news(0, ()) is None
+    for ways in (KNOWN, (way(1, 2, step=9),), ()):
+        told = known.news(9, ways)
+        assert told is not None
+        assert told["ways"] == [each.to_json() for each in ways]
+        assert known.news(10, ways) is None
+
+
+def test_what_an_earlier_life_wrote_is_taken_back_by_the_first_step(written):
+    told = KnownLinks(config_of(), written, LAYERS).news(0, ())
+    assert told is not None
+    assert told["ways"] == []
