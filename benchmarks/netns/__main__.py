@@ -13,11 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.netns.namespaces import why_unavailable
+from benchmarks.netns.nic_cases import nic_outcomes
 from benchmarks.netns.outcomes import HEADING
 from benchmarks.netns.stream_cases import stream_outcomes
 from benchmarks.netns.training_cases import training_outcomes
 
-_PARTS = {"streams": stream_outcomes, "training": training_outcomes}
+_PARTS = {"streams": stream_outcomes, "training": training_outcomes, "nic": nic_outcomes}
 
 
 def main() -> int:

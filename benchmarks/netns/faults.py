@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from benchmarks.netns.hosts import Hosts
 
+_CARDS = ("first", "second")
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -26,12 +28,23 @@ class Fault:
     lasts_s: float | None = None
 
 
-def card_lost(host: int, whose: str) -> Fault:
-    """A host's first card goes down, and its routes with it."""
+def card_lost(host: int, whose: str, nic: int = 0, lasts_s: float | None = None) -> Fault:
+    """A host's card goes down, and its routes with it."""
+    how_long = "" if lasts_s is None else f" for {lasts_s:g} s"
     return Fault(
-        f"{whose}'s first card down",
-        lambda hosts: hosts.link_down(host, 0),
-        lambda hosts: hosts.link_up(host, 0),
+        f"{whose}'s {_CARDS[nic]} card down{how_long}",
+        lambda hosts: hosts.link_down(host, nic),
+        lambda hosts: hosts.link_up(host, nic),
+        lasts_s,
+    )
+
+
+def card_unplugged(host: int, whose: str) -> Fault:
+    """Nothing passes from or to a host's first card, which can't tell."""
+    return Fault(
+        f"switch: nothing passes to {whose}'s first card",
+        lambda hosts: hosts.unplug(host, 0),
+        lambda hosts: hosts.plug_in(host, 0),
     )
 
 

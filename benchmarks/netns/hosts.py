@@ -1,7 +1,7 @@
 """Hosts with several network cards each, joined by a switch; cards can be slow, or dead."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +15,7 @@ Side = Literal["host", "switch"]
 _BURST = "32kb"
 _PIECE_BYTES = 32000
 _QUEUE = "50ms"
+_ALIKE = "node"
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Hosts:
     """Hosts on a network of their own; card k of each is plugged into bridge k of the switch.
 
     Attributes:
-        names: What the hosts are called; each resolves to the address of its first card.
+        names: What the hosts call one another; each resolves to the address of its first card.
         num_nics: How many cards each has.
     """
 
@@ -72,6 +73,14 @@ class Hosts:
         for nic in range(self.num_nics):
             self.link_up(host, nic)
 
+    def unplug(self, host: int, nic: int) -> None:
+        """Let nothing through from or to a card, which keeps its carrier and its routes."""
+        self._switch.run(f"ip link set {_port(host, nic)} nomaster")
+
+    def plug_in(self, host: int, nic: int) -> None:
+        """Undo `unplug`."""
+        self._switch.run(f"ip link set {_port(host, nic)} master {_bridge(nic)}")
+
     def bridges_down(self, *nics: int) -> None:
         """Let nothing through between cards of these numbers, which all keep their carrier."""
         for nic in nics:
@@ -90,12 +99,14 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def lay_hosts(num_hosts: int, num_nics: int = 2) -> Iterator[Hosts]:
+def lay_hosts(num_hosts: int, num_nics: int = 2, *, alike: bool = False) -> Iterator[Hosts]:
     """Hosts and their switch, gone afterwards with all that was set on them.
 
     Args:
         num_hosts: How many, named node0, node1, ...
         num_nics: Cards of each.
+        alike: Whether each host calls itself by one and the same name, as ranks on one machine do,
+            though the name is each one's own first card's; others know them by theirs.
 
     Raises:
         RuntimeError: If the kernel or the rights for it are missing (see `why_unavailable`).
@@ -104,11 +115,15 @@ def lay_hosts(num_hosts: int, num_nics: int = 2) -> Iterator[Hosts]:
     known = [(name, _address(host, 0)) for host, name in enumerate(names)]
     with contextlib.ExitStack() as stack:
 
-        def lay(name: str) -> Namespace:
-            return stack.enter_context(contextlib.closing(Namespace(name, known)))
+        def lay(name: str, also: Sequence[tuple[str, str]] = ()) -> Namespace:
+            return stack.enter_context(contextlib.closing(Namespace(name, (*also, *known))))
 
         switch = lay("switch")
-        hosts = Hosts(names, num_nics, tuple(lay(name) for name in names), switch)
+        if alike:
+            laid = [lay(_ALIKE, [(_ALIKE, address)]) for _, address in known]
+        else:
+            laid = [lay(name) for name in names]
+        hosts = Hosts(names, num_nics, tuple(laid), switch)
         for nic in range(num_nics):
             switch.run(f"ip link add {_bridge(nic)} type bridge")
             switch.run(f"ip link set {_bridge(nic)} up")

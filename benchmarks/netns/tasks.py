@@ -33,24 +33,27 @@ class _Task:
 
 def run_tasks(
     hosts: Hosts,
-    command: Sequence[str],
+    command: Callable[[int], Sequence[str]],
     limit_s: float,
     watch: Callable[[], None] = lambda: None,
+    nic: int = 0,
 ) -> None:
     """Run a command on every host at once, as the tasks of one job, until all are done.
 
     Args:
         hosts: Where; rank 0 on the first of them.
-        command: The same for all.
+        command: What each rank runs.
         limit_s: How long they may take.
         watch: Called over and over while they run.
+        nic: The card by which the others find the first one.
 
     Raises:
         TaskFailedError: If one fails or is late; all have ended by then.
     """
     with contextlib.ExitStack() as stack:
         tasks = [
-            stack.enter_context(_started(hosts, rank, command)) for rank in range(len(hosts.names))
+            stack.enter_context(_started(hosts, rank, command(rank), nic))
+            for rank in range(len(hosts.names))
         ]
         until_s = time.monotonic() + limit_s
         while any(task.process.poll() is None for task in tasks):
@@ -61,12 +64,13 @@ def run_tasks(
         _check(tasks, limit_s)
 
 
-def job_variables(hosts: Hosts, rank: int) -> dict[str, str]:
-    """What Slurm tells a task of a job that has one on each host."""
+def job_variables(hosts: Hosts, rank: int, nic: int = 0) -> dict[str, str]:
+    """What Slurm tells a task of a job that has one on each host, known by one of its cards."""
     num_hosts = len(hosts.names)
+    nodes = [hosts.address(host, nic) for host in range(num_hosts)] if nic else hosts.names
     return {
         "SLURM_JOB_ID": str(_JOB),
-        "SLURM_STEP_NODELIST": ",".join(hosts.names),
+        "SLURM_STEP_NODELIST": ",".join(nodes),
         "SLURM_STEP_NUM_NODES": str(num_hosts),
         "SLURM_NTASKS": str(num_hosts),
         "SLURM_PROCID": str(rank),
@@ -75,7 +79,7 @@ def job_variables(hosts: Hosts, rank: int) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _started(hosts: Hosts, rank: int, command: Sequence[str]) -> Iterator[_Task]:
+def _started(hosts: Hosts, rank: int, command: Sequence[str], nic: int) -> Iterator[_Task]:
     """A task that is gone afterwards; its children end when it does."""
     with (
         tempfile.TemporaryFile() as output,
@@ -84,7 +88,7 @@ def _started(hosts: Hosts, rank: int, command: Sequence[str]) -> Iterator[_Task]
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={"NPROC": "1", **os.environ, **job_variables(hosts, rank)},
+            env={"NPROC": "1", **os.environ, **job_variables(hosts, rank, nic)},
         ) as process,
     ):
         try:

@@ -110,6 +110,10 @@ class ConditionRunner:
         """The number of the step to come."""
         return self._step
 
+    def lift_emulation(self) -> None:
+        """Have all links behave as they are until the next steps run."""
+        self._links.emulate(())
+
     def run(
         self,
         in_force: PlanInForce,

@@ -10,6 +10,7 @@ from jaxmorph.adapting.adaptation import Adaptation, open_control_loop
 from jaxmorph.adapting.control_loop import ControlLoop
 from jaxmorph.adapting.morph import Morph
 from jaxmorph.adapting.path_books import PathBooks
+from jaxmorph.adapting.path_reports import FAILURES
 from jaxmorph.config import Config
 from jaxmorph.control.link_samples import link_samples
 from jaxmorph.planning.first_plan import FirstPlan
@@ -97,11 +98,16 @@ class Following:
     Args:
         adaptation: The rank's part.
         books: Where rank 0 keeps what becomes of the plan.
+        failed: This rank's ends without a direct path from the round's first step on, each as it
+            would tell of a new failure.
     """
 
-    def __init__(self, adaptation: Adaptation, books: MorphBooks) -> None:
+    def __init__(
+        self, adaptation: Adaptation, books: MorphBooks, failed: Sequence[Message] = ()
+    ) -> None:
         self._adaptation = adaptation
         self.books = books
+        self._failed = list(failed)
 
     def told(self, step: int) -> tuple[Message, Message]:
         """What this rank adds to its message and to its timings in the meeting that ends a step.
@@ -109,7 +115,10 @@ class Following:
         Args:
             step: The step.
         """
-        return self._adaptation.told(step), self._adaptation.probed()
+        told = self._adaptation.told(step)
+        if self._failed:  # with the first step; who begins with the round hasn't heard of it
+            told, self._failed = told | {FAILURES: self._failed + told.get(FAILURES, [])}, []
+        return told, self._adaptation.probed()
 
     def heed(self, step: int, reports: Sequence[Message]) -> RankProgram | None:
         """This rank's instructions from the next step on; None: those that it has.
@@ -130,6 +139,7 @@ def following(
     trainer: StageTrainer,
     num_tied: int,
     last_step: int,
+    failed: Sequence[Message] = (),
 ) -> Iterator[Following]:
     """A round that begins with the plan for healthy links, and morphs by what it detects.
 
@@ -140,6 +150,7 @@ def following(
         trainer: This rank's stage.
         num_tied: How many tied parameters the first and the last stage hold copies of.
         last_step: The round's last.
+        failed: This rank's ends that are without a direct path from before: see `Following`.
 
     Yields:
         What is to be asked after every step. Its books are whole once this is over.
@@ -147,6 +158,6 @@ def following(
     with open_control_loop(config, first, num_tied, active=rendezvous.rank == 0) as loop:
         books = MorphBooks(first.in_force, loop)
         try:
-            yield Following(Adaptation(rendezvous, trainer, books, loop, last_step), books)
+            yield Following(Adaptation(rendezvous, trainer, books, loop, last_step), books, failed)
         finally:
             books.finish()

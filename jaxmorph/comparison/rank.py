@@ -19,10 +19,12 @@ from typing import Any
 
 from jaxmorph.comparison.condition_plans import ConditionPlanner
 from jaxmorph.comparison.condition_steps import ConditionRunner
+from jaxmorph.comparison.failed_paths import FailedPaths
 from jaxmorph.comparison.rounds import Rounds
 from jaxmorph.comparison.systems import SYSTEMS, System, system_config
 from jaxmorph.config import Config, load_config
 from jaxmorph.config.compare_section import Compare
+from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.data import ReadAhead
 from jaxmorph.planning.declared_links import link_conditions
@@ -89,8 +91,10 @@ def serve(
         ]
         if rank == 0:
             tell({"kind": "plans", "plans": [asdict(planned) for _, planned in made]})
+        every_link = possible_links(healthy.parallelism.stages)
+        paths = FailedPaths(rendezvous, trainer, every_link) if healthy.fails_over else None
         rounds = Rounds(
-            healthy, wanted, system, rendezvous, trainer, runner, planner, first, num_tied
+            healthy, wanted, system, rendezvous, trainer, runner, planner, paths, first, num_tied
         )
         for number, index in _turns(wanted):
             for message in rounds.run(number, index, made[index][0]):

@@ -1,6 +1,6 @@
 """Rounds of a comparison: one condition of links for some steps, and what one rank tells of it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from jaxmorph.comparison.condition_steps import (
 )
 from jaxmorph.comparison.delay_history import DelayHistory
 from jaxmorph.comparison.detecting_rounds import following
+from jaxmorph.comparison.failed_paths import FailedPaths
 from jaxmorph.comparison.recent_plans import Replanner
 from jaxmorph.comparison.systems import System
 from jaxmorph.config import Config
@@ -40,6 +41,7 @@ class Rounds:
         trainer: This rank's stage.
         runner: Runs its steps.
         planner: Plans for a condition.
+        paths: This rank's direct paths between rounds; None where none fails over.
         first: The plan for healthy links, and what it was made for.
         num_tied: How many tied parameters the first and the last stage hold copies of.
     """
@@ -51,6 +53,7 @@ class Rounds:
     trainer: StageTrainer
     runner: ConditionRunner
     planner: ConditionPlanner
+    paths: FailedPaths | None
     first: FirstPlan
     num_tied: int
 
@@ -65,27 +68,43 @@ class Rounds:
         Yields:
             On rank 0 what it has to tell: see `compare_rank`.
         """
+        failed = self._begin_paths_again()
         links = self._links(number, index)
         counts = self.wanted.steps, self.wanted.warmup_steps
         run = partial(self.runner.run, in_force, links.all, *counts)
         events: Mapping[str, int] = {}
         if self.system.detects:
-            done, events = self._run_detecting(run)
+            done, events = self._run_detecting(run, failed)
         else:
             is_told = links.traced and self.system.adapts
             done = run(replan=Replanner(self.planner, links) if is_told else None)
             is_counted = reorders(self.config) and self.rendezvous.rank == 0
             events = order_counts(done.steps) if is_counted else {}
+            if self.paths is not None:
+                events = {**events, **self.paths.failures(failed)}
         if self.rendezvous.rank == 0:
             yield from self._told(index, links, done, events)
 
+    def _begin_paths_again(self) -> list[Message]:
+        """Direct paths that failed in the round before; what can't begin again is told of."""
+        if self.paths is None:
+            return []
+        self.runner.lift_emulation()
+        return self.paths.begin_again()
+
     def _run_detecting(
-        self, run: Callable[..., MeasuredRound]
+        self, run: Callable[..., MeasuredRound], failed: Sequence[Message]
     ) -> tuple[MeasuredRound, Mapping[str, int]]:
         """A round whose plan follows what is detected, and how often which event happened."""
         last_step = self.runner.next_step + self.wanted.warmup_steps + self.wanted.steps - 1
         with following(
-            self.config, self.first, self.rendezvous, self.trainer, self.num_tied, last_step
+            self.config,
+            self.first,
+            self.rendezvous,
+            self.trainer,
+            self.num_tied,
+            last_step,
+            failed,
         ) as follower:
             done = run(following=follower)
         return replace(done, in_force=follower.books.in_force), follower.books.events

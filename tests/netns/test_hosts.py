@@ -94,9 +94,10 @@ def test_hosts_reach_each_other_over_each_card(hosts, nic):
             lambda hosts: hosts.link_down(1, 1, "switch"),
             lambda hosts: hosts.link_up(1, 1, "switch"),
         ),
+        (lambda hosts: hosts.unplug(1, 1), lambda hosts: hosts.plug_in(1, 1)),
         (lambda hosts: hosts.bridges_down(1), lambda hosts: hosts.bridges_up(1)),
     ],
-    ids=["sender", "receiver", "port", "bridge"],
+    ids=["sender", "receiver", "port", "unplugged", "bridge"],
 )
 def test_a_card_that_is_cut_off_is_alone_until_it_is_back(hosts, down, up):
     down(hosts)

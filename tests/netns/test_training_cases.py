@@ -1,15 +1,16 @@
 import pytest
 
-from benchmarks.netns.faults import host_cut_off
+from benchmarks.netns.faults import card_lost, host_cut_off
 from benchmarks.netns.hosts import lay_hosts
 from benchmarks.netns.namespaces import why_unavailable
-from benchmarks.netns.training_cases import train_on, unlike
+from benchmarks.netns.training_cases import JOB
+from benchmarks.netns.trainings import lost, train_on, unlike
 
 WHY = why_unavailable()
 pytestmark = [
     pytest.mark.netns,
     pytest.mark.multiprocess,
-    pytest.mark.timeout(600),  # two runs, each with a limit of its own
+    pytest.mark.timeout(900),  # three runs, each with a limit of its own
     pytest.mark.skipif(WHY is not None, reason=str(WHY)),
 ]
 
@@ -18,13 +19,18 @@ OUTAGE_S = 2.0
 
 
 @pytest.mark.long  # `make bench-netns` has it, too
-def test_training_goes_on_by_itself_after_a_host_was_cut_off_and_nothing_has_changed(tmp_path):
+def test_training_goes_on_by_itself_whatever_cards_are_lost_and_nothing_has_changed(tmp_path):
+    job = JOB.with_steps(STEPS)
+    delegated = job.with_overrides("routes.default=delegated")
     with lay_hosts(2) as hosts:
-        expected = train_on(hosts, tmp_path / "healthy", STEPS, "direct")
+        expected = train_on(hosts, tmp_path / "healthy", job)
+        one_card = train_on(hosts, tmp_path / "card", delegated, card_lost(1, "rank 1", nic=1))
         hosts.set_rate(1, 1, 20)
         outage = host_cut_off(1, "rank 1", OUTAGE_S)
-        found = train_on(hosts, tmp_path / "outage", STEPS, "delegated", outage)
-    assert (expected.routes, found.routes) == ({"0-1": "direct"}, {"0-1": "delegated"})
-    assert len(found.losses) == STEPS
-    assert unlike(found, expected) == 0
-    assert max(found.steps_s) > OUTAGE_S / 2
+        no_card = train_on(hosts, tmp_path / "outage", delegated, outage)
+    assert expected.steps[-1]["routes"] == {"0-1": "direct"}
+    for found in (one_card, no_card):
+        assert found.steps[-1]["routes"] == {"0-1": "delegated"}
+        assert len(found.steps) == STEPS
+        assert (lost(found, expected), unlike(found, expected)) == (0, 0)
+    assert no_card.longest_s > OUTAGE_S / 2
