@@ -13,8 +13,8 @@ export PYTHONDONTWRITEBYTECODE :=
 # Installed again when the dependencies change.
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet $(PIP_OPTIONS) --upgrade pip
+	$(BIN)/pip install --quiet $(PIP_OPTIONS) --editable '.[dev]'
 	touch $@
 
 demo: setup
