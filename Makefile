@@ -13,8 +13,8 @@ export PYTHONDONTWRITEBYTECODE :=
 # Installed again when the dependencies change.
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet $(PIP_OPTIONS) --upgrade pip
+	$(BIN)/pip install --quiet $(PIP_OPTIONS) --editable '.[dev]'
 	touch $@
 
 demo: setup
@@ -25,13 +25,16 @@ demo: setup
 SEVERAL_PROCESSES := multiprocess or netns
 # Marks of tests to leave out, as in `make test WITHOUT='long or one_jax'`.
 WITHOUT ?= long
+# The files with such tests: no other has to be read for them.
+SEVERAL_IN = $(shell grep -rlE 'mark\.(multiprocess|netns)' --include='test_*.py' $(or $(TESTS),tests) | sort)
+THEIR_FILES = $(if $(findstring ::,$(TESTS)),$(TESTS),$(or $(SEVERAL_IN),$(TESTS)))
 MARKED = -m '$(1)$(if $(WITHOUT), and not ($(WITHOUT)))' --durations=15 --durations-min=5
 
 test: setup
 	@$(MAKE) --no-print-directory --jobs 2 test-processes test-others
 
 test-processes: setup
-	$(BIN)/python -m pytest $(call MARKED,($(SEVERAL_PROCESSES))) $(TESTS)
+	$(BIN)/python -m pytest $(call MARKED,($(SEVERAL_PROCESSES))) $(THEIR_FILES)
 
 test-others: setup
 	@$(BIN)/python -m pytest $(call MARKED,not ($(SEVERAL_PROCESSES))) $(TESTS) >$(VENV)/others.log 2>&1; \

@@ -10,11 +10,14 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
 
-# XLA's newer way to machine code takes three times as long; later versions have no other.
+# XLA's newer way to machine code takes three times as long; later versions have no other. What it
+# cuts into parts, to compile them side by side, takes twice as long where it is small.
+WHOLE = "--xla_cpu_parallel_codegen_split_count=1"
 OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
 HAS_OLDER_EMITTERS = version("jaxlib").startswith("0.10.")
 USERS_FLAGS = os.environ.get("XLA_FLAGS", "")
-QUICK_FLAGS = f"{USERS_FLAGS} {OLDER_EMITTERS}".strip() if HAS_OLDER_EMITTERS else USERS_FLAGS
+ADDED_FLAGS = f"{WHOLE} {OLDER_EMITTERS}" if HAS_OLDER_EMITTERS else WHOLE
+QUICK_FLAGS = f"{USERS_FLAGS} {ADDED_FLAGS}".strip()
 
 os.environ["XLA_FLAGS"] = QUICK_FLAGS  # for this process, which reads them once
 
@@ -28,16 +31,22 @@ def pytest_collection_finish():
     os.environ["XLA_FLAGS"] = USERS_FLAGS
 
 
+@pytest.fixture(scope="session")
+def quick_environment():
+    """What has processes compile quickly, for those that modules share."""
+    return {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": QUICK_FLAGS}
+
+
 @pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
+def compile_quickly(quick_environment):
     """Machine code of tiny stages runs a few times: most of its optimisation is not worth it.
 
     Optimisation of the programs themselves (fusion, loops, buffers) is left as it is. A module
     whose processes shall compile as users' do has a fixture of this name that does nothing.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        patch.setenv("XLA_FLAGS", QUICK_FLAGS)
+        for name, value in quick_environment.items():
+            patch.setenv(name, value)
         yield
 
 

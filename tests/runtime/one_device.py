@@ -11,7 +11,11 @@ import optax
 from jaxmorph.runtime.optimizer import OptimizerSettings
 
 # A reference runs a few times: it is compiled quickly, also where stages are as in users' runs.
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+QUICKLY = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
 if version("jaxlib").startswith("0.10."):  # later versions have no older emitters
     QUICKLY["xla_cpu_use_fusion_emitters"] = False
 jit = partial(jax.jit, compiler_options=QUICKLY)

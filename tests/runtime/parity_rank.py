@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import numpy as np
 from compiled_once import compile_alike_once
-from one_device import untie
+from one_device import QUICKLY, untie
 from told_reference import ToldReference, norm
 
 from jaxmorph.program.check import check
@@ -31,6 +31,7 @@ from jaxmorph.schedule.costs import Limits, Link, StageCosts, chain_links
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.simulator import simulate
+from jaxmorph.stage.compiling import compile_by
 from jaxmorph.stage.model import cut_layers
 from jaxmorph.stage.stage_functions import StashPolicy
 from jaxmorph.training.gradients import apply_gradients, told_not_finite
@@ -130,30 +131,20 @@ class Parity:
         counts = [self.model.num_layers - others, *[1] * others]
         return cut_layers(self.model.num_layers, self.num_ranks, counts, num_chunks)
 
-    def program(self, schedule_name, num_microbatches, routes=None, narrowed=lambda whole: whole):
-        costs, links, limits = self._problem(schedule_name)
-        schedule = plan(
-            costs, links, limits, num_microbatches, schedule_name, num_chunks=self.num_chunks
-        ).schedule
-        planned = simulate(schedule, costs, links)
-        programs = lower(schedule, planned, routes, num_tied=len(self.model.tied))
-        programs = [narrowed(program) for program in programs]
-        check(programs)
+    def program(self, schedule_name, num_microbatches, routes=None, narrowed_to=None):
+        programs, slots = lowered(
+            self.num_ranks,
+            self.num_chunks,
+            len(self.model.tied),
+            schedule_name,
+            num_microbatches,
+            tuple(sorted((routes or {}).items())),
+            narrowed_to,
+        )
         if routes:
-            self.trainer.make_room(slots_needed(programs))
+            self.trainer.make_room(slots)
             self.rendezvous.exchange({})
         return programs[self.rank]
-
-    def _problem(self, schedule_name):
-        """What schedules are planned for: uneven stages, a slow link and caps where that counts."""
-        if schedule_name not in PLANNED_SCHEDULES:
-            return StageCosts.uniform(self.num_ranks, 1.0, 1.0, 1.0), {}, Limits()
-        durations = [
-            tuple(1.0 + (3 * rank + kind) % 4 / 2 for rank in range(self.num_ranks))
-            for kind in range(3)
-        ]
-        links = chain_links([2.5 if rank == 0 else 0.0 for rank in range(self.num_ranks - 1)])
-        return StageCosts(*durations), links, Limits((5,) * self.num_ranks, "W")
 
     def run(self, schedule_name, tokens, targets, step=0, routes=None):
         """One step's loss and norm over all ranks; the gradients stay on the trainer."""
@@ -197,6 +188,37 @@ class Parity:
             worst_leaf=worst_leaf(self.trainer.gradients, self.own_part(gradients)),
         )
         self.trainer.discard()
+
+
+@cache
+def lowered(num_ranks, num_chunks, num_tied, schedule_name, num_microbatches, routes, narrowed_to):
+    """Every rank's program of a step, checked, and the slots it needs; each is made once."""
+    schedule, planned = planned_schedule(num_ranks, num_chunks, schedule_name, num_microbatches)
+    programs = lower(schedule, planned, dict(routes) or None, num_tied=num_tied)
+    if narrowed_to is not None:
+        programs = [forward_only(program, first_microbatch=narrowed_to) for program in programs]
+    check(programs)
+    return programs, slots_needed(programs) if routes else {}
+
+
+@cache
+def planned_schedule(num_ranks, num_chunks, schedule_name, num_microbatches):
+    costs, links, limits = problem(num_ranks, schedule_name)
+    schedule = plan(
+        costs, links, limits, num_microbatches, schedule_name, num_chunks=num_chunks
+    ).schedule
+    return schedule, simulate(schedule, costs, links)
+
+
+def problem(num_ranks, schedule_name):
+    """What schedules are planned for: uneven stages, a slow link and caps where that counts."""
+    if schedule_name not in PLANNED_SCHEDULES:
+        return StageCosts.uniform(num_ranks, 1.0, 1.0, 1.0), {}, Limits()
+    durations = [
+        tuple(1.0 + (3 * rank + kind) % 4 / 2 for rank in range(num_ranks)) for kind in range(3)
+    ]
+    links = chain_links([2.5 if rank == 0 else 0.0 for rank in range(num_ranks - 1)])
+    return StageCosts(*durations), links, Limits((5,) * num_ranks, "W")
 
 
 def worst_leaf(got, expected):
@@ -322,8 +344,7 @@ def check_forwards_alone(parity, schedules, compilations):
         step = parity.run(schedule_name, tokens, targets, routes=routes)
         parity.trainer.discard()
         before = compilations.count
-        narrowed = partial(forward_only, first_microbatch=first)
-        program = parity.program(schedule_name, first, routes, narrowed)
+        program = parity.program(schedule_name, first, routes, narrowed_to=first)
         inputs = StepInputs(tokens, targets, weight, first_microbatch=first)
         outcome = parity.trainer.run(program, inputs, 0)
         compiled = compilations.count - before
@@ -420,6 +441,7 @@ def main(arguments, link, rest):
         check_variants(Parity(rendezvous, link, tied=True, stash="recompute", reference=reference))
         check_corruption(rendezvous, link, reference)
     # Users' machine code has been seen of F, B, W and BW by now; chunks are more stages of those.
+    compile_by(partial(jax.stages.Lowered.compile, compiler_options=QUICKLY))
     jax.config.update("jax_disable_most_optimizations", True)
     for tied, reference in references.items():
         check_chunked_stages(rendezvous, link, tied, reference, compilations)

@@ -1,6 +1,6 @@
 """A run that stops and goes on is the run that never stopped, and its model can be taken along.
 
-That holds for zb-h2 as well: see `test_train`.
+That holds for whole backwards, 1f1b's, as well: see `test_restart`.
 """
 
 import json
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from in_this_process import jaxmorph
 from stopped_run import (
-    SAVES,
     ask_to_end_with_step,
     flip_a_byte,
     read_lines,
@@ -27,17 +26,6 @@ from jaxmorph.stage.stored_weights import read_stage_params
 from jaxmorph.training.run_lock import hold
 from jaxmorph.training.saved_model import load_saved_model
 
-CONFIG = """
-run: {steps: 20, seed: 5}
-model: {preset: tiny, width: 32, num_layers: 4, num_heads: 2}
-data: {sequence_length: 16}
-parallelism: {stages: 4}
-batch: {microbatches: 8, microbatch_size: 2}
-schedule: {name: 1f1b}
-optimizer: {learning_rate: 1e-3}
-trace: {every_steps: 0}
-"""
-
 pytestmark = pytest.mark.multiprocess
 
 
@@ -48,12 +36,10 @@ def run(*words):
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
+def both(four_stages, tmp_path_factory):
     """The directories of a run of 20 steps, and of one that stopped after 7 and went on."""
-    folder = tmp_path_factory.mktemp("runs")
-    (folder / "run.yaml").write_text(CONFIG)
-    whole, stopped = folder / "whole", folder / "stopped"
-    run("train", folder / "run.yaml", f"run.dir={whole}", SAVES)
+    _, whole = four_stages
+    stopped = tmp_path_factory.mktemp("runs") / "stopped"
     stop_after_seven(whole, stopped)
     run("train", "--resume", stopped)
     return whole, stopped
@@ -75,8 +61,8 @@ def test_what_was_saved_and_resumed_is_told(both):
     (resumed,) = [e for e in read_lines(stopped / "events.jsonl") if e["kind"] == "resumed"]
     assert resumed["step"] == 7
     assert resumed["detail"].endswith(
-        "checkpoints/step_7, the last that is whole by its checksums; it was made under 1f1b, "
-        "warm-up forwards 4 3 2 1"
+        "checkpoints/step_7, the last that is whole by its checksums; it was made under zb-h2, "
+        "warm-up forwards 7 5 3 1"
     )
     for directory in both:
         names = sorted(path.name for path in (directory / "checkpoints").iterdir())
@@ -111,7 +97,8 @@ def test_other_stages_go_on_from_the_last_whole_checkpoint_and_end_when_asked_to
     first, last = folder.steps()
     assert (first, folder.manifest(last).layers) == (7, (range(2), range(2, 4)))
     assert 7 < last < 20
-    run("train", "--resume", run_dir, "parallelism.stages=1", "emulation.accelerator=null")
+    alone = ("parallelism.stages=1", "schedule.name=1f1b", "emulation.accelerator=null")
+    run("train", "--resume", run_dir, *alone)
     require_close(whole, run_dir)
     events = read_lines(run_dir / "events.jsonl")
     (found,) = [event["detail"] for event in events if event["kind"] == "checkpoint_damaged"]
