@@ -12,6 +12,7 @@ from typing import Any, Self
 import numpy as np
 import optax
 
+from jaxmorph.adapting.path_reports import OwnEnds, path_news
 from jaxmorph.config import Config
 from jaxmorph.emulation.link_settings import agree_on_origin_s, emulated_conditions, untimed
 from jaxmorph.errors import RunFailedError, UserError
@@ -55,6 +56,8 @@ class StepMetrics:
         updated: Whether parameters were updated: not where the loss or a gradient is not finite.
         step_s: Seconds from the last rank's call to the last gradient.
         tokens_per_s: Tokens of the batch, divided by `step_s`.
+        failed_links: The links, such as "1-2", whose direct path failed in this step: it went on by
+            hosts, with the same bits, and so do the steps after it. See `failover.enabled`.
     """
 
     step: int
@@ -63,6 +66,7 @@ class StepMetrics:
     updated: bool
     step_s: float
     tokens_per_s: float
+    failed_links: tuple[str, ...] = ()
 
 
 class Trainer:
@@ -114,6 +118,7 @@ class Trainer:
             self._stage = opening.enter_context(opened)
             self._opened = opening.pop_all()
         self._links.emulate(untimed(self._conditions))
+        self._own_ends = OwnEnds(self.rank, self._stage, is_watched=False)
         self._in_force: PlanInForce | None = None
         self._next_step, self._first_microbatch = 0, 0
         self._reports: Sequence[dict[str, Any]] = ()
@@ -186,16 +191,23 @@ class Trainer:
         message, timings = rank_report(outcome, norm, began_s, 0)
         took_s = time.monotonic() - began_s
         message |= told_not_finite(self._stage, outcome.loss, norm) | {"took_s": took_s}
+        message |= self._own_ends.told()
         self._reports = self._rendezvous.exchange(message, timings)
         totals = total(self._reports)
         updated = apply_gradients(self._stage, totals, self.config.optimizer.clip_norm)
         self._next_step, self._first_microbatch = step + 1, 0
         self._log_events()
+        failures = path_news(self._reports).failures
+        for failure in failures if self.rank == 0 else ():
+            _log.warning("step %d: link %s failed: %s", step, failure.link, failure.detail)
         if self._skipped.note(step, totals):
             raise RunFailedError(self._skipped.why_stop)
         step_s = max(report["took_s"] for report in self._reports)
         tokens_per_s = self.config.tokens_per_step / step_s
-        return StepMetrics(step, totals.loss, totals.grad_norm, updated, step_s, tokens_per_s)
+        failed = tuple(str(failure.link) for failure in failures)
+        return StepMetrics(
+            step, totals.loss, totals.grad_norm, updated, step_s, tokens_per_s, failed
+        )
 
     def evaluate(self, batch: Sequence[Any]) -> float:
         """The mean loss of a batch, by forwards alone, together with all other ranks.

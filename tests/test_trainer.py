@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmorph.adapting.path_reports import OwnEnds
 from jaxmorph.config import check_config
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.runtime.executor import StepOutcome
@@ -92,6 +93,42 @@ def test_a_file_without_stages_may_say_what_is_per_stage_or_link(tmp_path, monke
     assert str(caught.value).startswith(f"{path}: routes.2-3: ")
 
 
+@pytest.mark.parametrize(
+    ("sections", "waits_s"),
+    [
+        ({}, 60.0),
+        ({"failover": {"enabled": True}}, 15.0),
+        ({"failover": {"enabled": True}, "parallelism": {"stages": 6}}, 10.0),
+        ({"failover": {"enabled": True}, "timeouts": {"direct_s": 2}}, 2.0),
+        ({"timeouts": {"direct_s": 2}}, 60.0),  # a deadline of links that fail over
+    ],
+)
+def test_a_transfer_waits_as_long_as_the_configuration_says(monkeypatch, sections, waits_s):
+    told = []
+
+    def meet(start_s, direct_s):
+        told.append(direct_s)
+        return SimpleNamespace(num_ranks=6)
+
+    monkeypatch.setattr(script_config, "meet", meet)
+    configure(sections)
+    assert told == [waits_s]
+
+
+def test_a_transfer_waits_as_long_as_among_so_many_as_were_launched(monkeypatch):
+    told = []
+
+    def meet(start_s, direct_s):
+        told.append(direct_s)
+        return SimpleNamespace(num_ranks=10)
+
+    monkeypatch.setattr(script_config, "meet", meet)
+    launched = RankArguments(0, 10, "127.0.0.1:1", 0, 0)
+    monkeypatch.setattr(script_config, "launch_told", lambda: launched)
+    configure({"failover": {"enabled": True}})
+    assert told == [6.0]
+
+
 def test_after_an_error_in_a_trainer_of_several_the_next_one_says_so(monkeypatch):
     class OfTwo(SoleRank):
         num_ranks = 2
@@ -108,6 +145,10 @@ def test_after_an_error_in_a_trainer_of_one_another_can_be_made(monkeypatch):
     monkeypatch.setattr(meeting, "_met", [SoleRank()])
     meeting.leave()
     assert configure({})[0].parallelism.stages == 1
+
+
+def told_by(trainer):
+    return OwnEnds(trainer.rank, trainer._stage, is_watched=False)
 
 
 def test_a_step_begins_when_all_ranks_have_called(monkeypatch):
@@ -134,9 +175,13 @@ def test_a_step_begins_when_all_ranks_have_called(monkeypatch):
     trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, 7
     trainer._in_force, trainer._skipped = SimpleNamespace(program=None), SkippedSteps(None)
     trainer._rendezvous = SimpleNamespace(exchange=exchange)
-    trainer._stage = SimpleNamespace(run=run, squared_norm=lambda: 4.0, events=list)
+    trainer._stage = SimpleNamespace(
+        run=run, squared_norm=lambda: 4.0, events=list, link_failures=list
+    )
+    trainer._own_ends = told_by(trainer)
     metrics = trainer.step(None)
     assert (metrics.step, metrics.grad_norm, metrics.step_s) == (7, 2.0, 1.0)
+    assert metrics.failed_links == ()
     assert details[-1]["ops"] == [("F0", 750.0, 1000.0)]
 
 
@@ -153,7 +198,9 @@ def test_too_many_steps_that_are_not_finite_end_in_an_error_and_nothing_is_updat
         gradients=({"layers": {"kernel": np.full(3, math.nan)}},),
         discard=lambda: discarded.append(True),
         events=list,
+        link_failures=list,
     )
+    trainer._own_ends = told_by(trainer)
     assert trainer.step(None).updated is False
     with pytest.raises(RunFailedError, match=r"^2 steps in a row .* stage 0: loss inf, gradients"):
         trainer.step(None)

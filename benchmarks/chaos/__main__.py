@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -36,7 +37,7 @@ def main() -> int:
     if arguments.json:
         told = {"features": asdict(features), "storms": [storm.to_json() for storm in storms]}
         arguments.json.write_text(json.dumps(told, indent=1))
-    return _judge(storms, bad_endings, arguments.faults)
+    return _judge(storms, bad_endings, arguments.faults, features)
 
 
 def _parsed() -> argparse.Namespace:
@@ -80,7 +81,8 @@ def _storms(arguments: argparse.Namespace, features: Features) -> list[Storm]:
     expected = undisturbed(arguments.steps, arguments.patience_s)
     storms: list[Storm] = []
     for seed in count(arguments.seed):
-        storm = weather(seed, arguments.steps, expected, features, arguments.patience_s)
+        own = features.of_run(seed)
+        storm = weather(seed, arguments.steps, expected, own, arguments.patience_s)
         storms.append(storm)
         _print(storm)
         if _num_faults(storms) >= arguments.faults or not storm.passes:
@@ -110,9 +112,12 @@ def _num_faults(storms: list[Storm]) -> int:
     return sum(storm.faults.total() for storm in storms)
 
 
-def _judge(storms: list[Storm], bad_endings: int, wanted: int) -> int:
+def _judge(storms: list[Storm], bad_endings: int, wanted: int, features: Features) -> int:
+    events = sum((storm.events for storm in storms), Counter())
     figures = (
         ("faults", _num_faults(storms), wanted, _num_faults(storms) >= wanted),
+        *_least("links that fail in mid-step", events["link_failed"], features.direct_cuts),
+        *_least("restarts", events["restarted"], features.restarts),
         ("runs with wrong results", sum(bool(storm.wrong) for storm in storms), 0, None),
         ("hangs", sum(len(storm.hangs) for storm in storms), 0, None),
         ("leaks", sum(len(storm.leaks) for storm in storms), 0, None),
@@ -124,6 +129,12 @@ def _judge(storms: list[Storm], bad_endings: int, wanted: int) -> int:
         missed += not passed
         print(f"{name:30}{figure:6}  bar {bar}{'' if passed else '  MISSED'}")
     return 1 if missed else 0
+
+
+def _least(name: str, figure: int, can_be: bool) -> Iterator[tuple[str, int, int, bool]]:
+    """What has to happen at least once where it can."""
+    if can_be:
+        yield name, figure, 1, figure >= 1
 
 
 if __name__ == "__main__":

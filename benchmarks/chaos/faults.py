@@ -3,7 +3,7 @@
 import csv
 import io
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,7 +30,7 @@ _WEIGHTS: dict[Kind, int] = {
 _TROUBLES = ("slow", "slow", "narrow", "unsteady", "cut")
 _COLUMNS = ("time_s", "links", "latency_ms", "bandwidth_mbps", "jitter_ms", "cut")
 _ROUTE = "route"
-_DEAD_CARD_EVERY_S = 20.0
+_DEAD_CARD_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -113,31 +113,34 @@ class Trouble:
     cells: tuple[tuple[str, str], ...]
 
 
-def draw_troubles(seed: int, num_ranks: int, features: Features) -> tuple[Trouble, ...]:
+def draw_troubles(
+    seed: int, num_ranks: int, direct: Sequence[str], features: Features
+) -> tuple[Trouble, ...]:
     """What the links of a run go through, one after another, for longer than it lasts.
 
     Args:
         seed: The same seed, the same troubles.
         num_ranks: Of the run.
+        direct: Its links that begin on their direct routes, of which cards go down.
         features: What the run can outlive.
     """
+    kinds = [kind for kind in _TROUBLES if kind != "cut" or not features.restarts]
     rng, at_s, dead_card_s = random.Random(seed + 1_000_003), 0.3, _DEAD_CARD_EVERY_S / 4
     troubles = []
     while at_s < TRACE_S:
-        low = rng.randrange(num_ranks - 1)
         if features.direct_cuts and at_s >= dead_card_s:
-            trouble = _dead_card(rng, at_s, f"{low}-{low + 1}")
+            trouble = _dead_card(rng, at_s, rng.choice(direct))
             dead_card_s = at_s + _DEAD_CARD_EVERY_S
         else:
+            low = rng.randrange(num_ranks - 1)
             way = rng.choice((f"{low}-{low + 1}", f"{low}>{low + 1}", f"{low + 1}>{low}"))
-            trouble = _trouble(rng, at_s, way)
+            trouble = _trouble(rng, at_s, way, rng.choice(kinds))
         troubles.append(trouble)
         at_s = trouble.ends_s + rng.uniform(0.05, 0.5)
     return tuple(troubles)
 
 
-def _trouble(rng: random.Random, at_s: float, way: str) -> Trouble:
-    kind = rng.choice(_TROUBLES)
+def _trouble(rng: random.Random, at_s: float, way: str, kind: str) -> Trouble:
     lasts_s = rng.uniform(0.2, 0.8) if kind == "cut" else rng.uniform(0.3, 1.5)
     cells = {
         "slow": {"latency_ms": f"{rng.uniform(2, 25):.3f}"},

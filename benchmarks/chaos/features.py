@@ -8,6 +8,7 @@ from jaxmorph.config import check_config
 from jaxmorph.errors import UserError
 
 _RESTARTS = {"max_restarts": 1000, "backoff_s": 0.1, "from_start": True}
+_NO_RESTARTS = {"max_restarts": 0}  # a rank that dies without having been killed is a mistake
 _DEAD_CARD = {"between": [0, 1], "cut": True, "route": "direct"}
 _DIRECT_S = 1.0
 
@@ -17,18 +18,24 @@ class Features:
     """What runs of this version can do.
 
     Attributes:
-        restarts: They start again when a rank has died.
+        restarts: They start again when a rank has died; then no link is cut, as emulated cuts hold
+            for the first life of a run alone.
         direct_cuts: A link's direct route can be cut alone, and what it carried goes delegated.
     """
 
     restarts: bool
     direct_cuts: bool
 
+    def of_run(self, number: int) -> "Features":
+        """Those of one of several runs: ranks die in every other one, cards in the others."""
+        dies = number % 2 == 0 and self.restarts
+        return Features(restarts=dies, direct_cuts=self.direct_cuts and not dies)
+
     def overrides(self) -> tuple[str, ...]:
         """What a configuration must say for it."""
         told = []
-        if self.restarts:
-            told.append(f"restart_policy={_RESTARTS}".replace("True", "true"))
+        policy = _RESTARTS if self.restarts else _NO_RESTARTS
+        told.append(f"restart_policy={policy}".replace("True", "true"))
         if self.direct_cuts:
             told.append(f"timeouts.direct_s={_DIRECT_S}")
         return tuple(told)

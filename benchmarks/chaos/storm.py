@@ -86,7 +86,7 @@ def weather(
     """
     storm, began_s = Storm(seed), time.monotonic()
     with tempfile.TemporaryDirectory() as name:
-        folder, troubles = Path(name), draw_troubles(seed, _num_ranks(), features)
+        folder, troubles = Path(name), _troubles(seed, features)
         (storage := folder / "storage" / "checkpoints").mkdir(parents=True)
         trace = folder / "links.csv"
         trace.write_text(trace_text(troubles, features))
@@ -107,10 +107,18 @@ def weather(
                 storm.wrong.append(str(error))
             else:
                 storm.leaks = run.traces.left_after(_AFTERWARDS_S, run.out)
-            storm.faults += _met(troubles, run)
+            storm.faults += troubles_met(troubles, run)
             storm.events = Counter(line["kind"] for line in run.lines("events.jsonl"))
     storm.seconds = time.monotonic() - began_s
     return storm
+
+
+def _troubles(seed: int, features: Features) -> tuple[Trouble, ...]:
+    config = load_config(CONFIG)
+    routes, stages = config.routes, config.parallelism.stages
+    links = [f"{low}-{low + 1}" for low in range(stages - 1)]
+    direct = [link for link in links if routes.by_link.get(link, routes.default) == "direct"]
+    return draw_troubles(seed, stages, direct, features)
 
 
 def _num_ranks() -> int:
@@ -136,7 +144,16 @@ def _disturb(
         raise EndedError(run.last_words())
 
 
-def _met(troubles: Sequence[Trouble], run: WatchedRun) -> Counter[str]:
-    """The troubles that began while the run's steps were taken."""
-    elapsed_s = sum(line["step_s"] for line in run.lines("metrics.jsonl"))
-    return Counter(f"link {each.kind}" for each in troubles if each.begins_s < elapsed_s)
+def troubles_met(troubles: Sequence[Trouble], run: WatchedRun) -> Counter[str]:
+    """How many troubles of each kind began while steps were taken.
+
+    Args:
+        troubles: Of a run that meets them anew each time that it starts again.
+        run: It has been through them.
+    """
+    starts = [line["step"] for line in run.lines("events.jsonl") if line["kind"] == "resumed"]
+    life_s: Counter[int] = Counter()
+    for line in run.lines("metrics.jsonl"):
+        life_s[sum(start <= line["step"] for start in starts)] += line["step_s"]
+    longest_s = max(life_s.values(), default=0.0)
+    return Counter(f"link {each.kind}" for each in troubles if each.begins_s < longest_s)

@@ -21,7 +21,7 @@ from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.direct_programs import LIVES
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.kept_outputs import KeptOutputs
-from jaxmorph.runtime.link_messages import Counts, Wire
+from jaxmorph.runtime.link_messages import Counts, LinkWires
 from jaxmorph.runtime.link_switch import LinkEnd
 from jaxmorph.runtime.links import LinkProgram
 from jaxmorph.runtime.next_life import NextLife
@@ -54,7 +54,7 @@ class FailoverRoute:
         self,
         direct: DirectRoute,
         delegated: DelegatedRoute,
-        wires: Mapping[Link, Wire],
+        wires: Mapping[Link, LinkWires],
         rank: int,
         timeout_s: float,
         programs_of: Callable[[Link, int], Programs],
@@ -67,7 +67,7 @@ class FailoverRoute:
             link: [channel for channel in direct.programs if channel.link == link] for link in wires
         }
         self._rank = rank
-        self._ends = {link: self._make_end(link, wire) for link, wire in wires.items()}
+        self._ends = {link: self._make_end(link, to_peer) for link, to_peer in wires.items()}
         self._next = {link: NextLife(partial(programs_of, link)) for link in wires}
         direct.given_up = lambda link: self._ends[link].is_given_up
 
@@ -171,11 +171,11 @@ class FailoverRoute:
         for end in self._ends.values():
             end.close()
 
-    def _make_end(self, link: Link, wire: Wire) -> LinkEnd:
+    def _make_end(self, link: Link, wires: LinkWires) -> LinkEnd:
         return LinkEnd(
             link,
             self._rank,
-            wire,
+            wires,
             received=partial(self._received, link),
             resend=partial(self._resend, link),
             on_told=self._direct.links.look_again,

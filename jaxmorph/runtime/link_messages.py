@@ -12,24 +12,47 @@ from jaxmorph.program.instructions import Payload
 Counts = Mapping[Channel, int]
 """How many messages of each channel."""
 
-_HERE, _STATE = b"h", b"s"
 _NUMBERS = struct.Struct("!IQ")
+_GIVEN_UP = (1 << 64) - 1
 
 
 class Wire(Protocol):
     """Carries messages to the other end of a link (`connection.Connection`)."""
+
+    def limit(self, deadline_s: float | None) -> None:
+        """Change how long to wait for a message; None: ever."""
+        ...
 
     def send(self, message: bytes) -> None:
         """Send one; `ConnectionLostError` if the peer is gone."""
         ...
 
     def receive(self) -> bytes:
-        """Wait for one; `ConnectionLostError` if the peer is gone."""
+        """Wait for one; `TimeoutError`, or `ConnectionLostError` if the peer is gone."""
         ...
 
     def close(self) -> None:
         """Have both ends hear that this one is gone."""
         ...
+
+
+@dataclass(frozen=True)
+class LinkWires:
+    """What a rank has to the other end of a link.
+
+    Attributes:
+        words: Carries `Word`s, one for each direct transfer. The queue's thread reads it by itself,
+            as nothing is quicker than to wait for the socket where the word is waited for.
+        states: Carries `EndState`s, which a thread of its own waits for.
+    """
+
+    words: Wire
+    states: Wire
+
+    def close(self) -> None:
+        """Have both ends hear that this one is gone."""
+        self.words.close()
+        self.states.close()
 
 
 @dataclass(frozen=True)
@@ -49,15 +72,15 @@ class EndState:
     reason: str
 
     def to_bytes(self) -> bytes:
-        """What `read_message` reads."""
+        """What `from_bytes` reads."""
         counts = [[*channel, count] for channel, count in self.received.items()]
         told = [self.epoch, counts, self.is_closed, self.reason]
-        return _STATE + json.dumps(told).encode()
+        return json.dumps(told).encode()
 
     @classmethod
-    def from_json(cls, text: bytes) -> "EndState":
-        """The state that `to_bytes` wrote, without what it begins with."""
-        epoch, counts, is_closed, reason = json.loads(text)
+    def from_bytes(cls, message: bytes) -> "EndState":
+        """The state that `to_bytes` wrote; any exception if it is none."""
+        epoch, counts, is_closed, reason = json.loads(message)
         received = {
             Channel(Payload(payload), source, destination, index): count
             for payload, source, destination, index, count in counts
@@ -65,26 +88,27 @@ class EndState:
         return cls(epoch, received, is_closed, reason)
 
 
-class IsHere(NamedTuple):
+class Word(NamedTuple):
     """An end has come to the so-manieth transfer of a direct life; later ones are greater."""
 
     epoch: int
     number: int
 
+    @classmethod
+    def given_up(cls, epoch: int) -> "Word":
+        """The last word of a life: an end has given its path up, and tells its state."""
+        return cls(epoch, _GIVEN_UP)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the path has been given up."""
+        return self.number == _GIVEN_UP
+
     def to_bytes(self) -> bytes:
-        """What `read_message` reads."""
-        return _HERE + _NUMBERS.pack(*self)
+        """What `from_bytes` reads."""
+        return _NUMBERS.pack(*self)
 
-
-def read_message(message: bytes) -> IsHere | EndState:
-    """What an end has told.
-
-    Args:
-        message: As it came.
-
-    Raises:
-        Exception: If it is none of these.
-    """
-    if message[:1] == _HERE:
-        return IsHere(*_NUMBERS.unpack(message[1:]))
-    return EndState.from_json(message[1:])
+    @classmethod
+    def from_bytes(cls, message: bytes) -> "Word":
+        """The word that `to_bytes` wrote; `struct.error` if it is none."""
+        return cls(*_NUMBERS.unpack(message))

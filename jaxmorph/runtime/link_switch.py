@@ -1,8 +1,8 @@
 """How the two ends of a link leave a direct path that has failed, and agree on what has come.
 
-Before each direct transfer both ends say that they are there, over a connection of their own. So a
-transfer's deadline begins when both have come, and a peer that is late isn't taken for a path that
-is dead; and who hears that its peer has come knows that all before has been taken.
+Before each direct transfer both ends say a word, that they are there, over a connection of their
+own. So a transfer's deadline begins when both have come, and a peer that is late isn't taken for a
+path that is dead; and who hears that its peer has come knows that all before has been taken.
 
 An end whose transfer fails gives the path up, and so does one that hears so, as soon as it is in
 none of the link's transfers: it completes no more of this life, and tells its *state*, how many
@@ -12,8 +12,10 @@ third message is needed. An end never goes back from what it has told, so its co
 each end knows with the second message all that the other will ever know of the old life. That the
 other has got it, too, could only say when that begins to send, and a slot keeps what is early.
 
-The queue's thread comes to transfers and leaves them; a thread for each link hears its peer, and
-switches when the queue is elsewhere, maybe waiting for a rank that waits for what is to be resent.
+The queue's thread comes to transfers, waits for its peer's words and leaves them; a thread for each
+link waits for its peer's states, and switches when the queue is elsewhere, maybe waiting for a rank
+that waits for what is to be resent. As the two read different connections, whoever gives a path up
+says so in a last word too.
 """
 
 import threading
@@ -22,11 +24,12 @@ from collections.abc import Callable
 
 from jaxmorph.runtime.connection import ConnectionLostError
 from jaxmorph.runtime.link_failure import LinkFailure
-from jaxmorph.runtime.link_messages import Counts, EndState, IsHere, Wire, read_message
+from jaxmorph.runtime.link_messages import Counts, EndState, LinkWires, Wire, Word
 from jaxmorph.schedule.costs import Link
 from jaxmorph.transport.errors import PeerGoneError
 
 _CLOSING_S = 1.0
+_SHORTEST_S = 0.001
 
 
 class LinkSwitchError(RuntimeError):
@@ -41,7 +44,7 @@ class LinkEnd:
     Args:
         link: Which one.
         rank: Which of its ranks this is.
-        wire: To the other.
+        wires: To the other.
         received: Says how many messages of each of the link's channels have been taken here.
         resend: Sends what the peer's counts don't cover, under the epoch that follows; says how
             many messages that was.
@@ -57,7 +60,7 @@ class LinkEnd:
         self,
         link: Link,
         rank: int,
-        wire: Wire,
+        wires: LinkWires,
         received: Callable[[], Counts],
         resend: Callable[[Counts], int],
         on_told: Callable[[], None],
@@ -65,10 +68,10 @@ class LinkEnd:
     ) -> None:
         self.link, self.peer = link, sum(link) - rank
         self.epoch, self.times_closed = 0, 0
-        self._wire, self._received, self._resend = wire, received, resend
+        self._wires, self._received, self._resend = wires, received, resend
         self._on_told, self._timeout_s = on_told, timeout_s
         self._changed = threading.Condition()
-        self._here, self._peer_here = 0, IsHere(0, 0)
+        self._here, self._peer_word = 0, Word(0, 0)
         self._came_s: float | None = None
         self._is_inside = False
         self._state: EndState | None = None
@@ -104,12 +107,9 @@ class LinkEnd:
             PeerGoneError: If it is gone.
             LinkSwitchError: If an earlier switch went wrong.
         """
+        if self._say_here():
+            self._await_word(time.monotonic() + self._timeout_s)
         with self._changed:
-            if self._state is None:
-                self._came_s = time.monotonic()
-                self._here += 1
-                self._tell(IsHere(self.epoch, self._here).to_bytes())
-                self._changed.wait_for(self._may_go_on, self._timeout_s)
             self.raise_error()
             if self._state is not None:
                 return False
@@ -182,15 +182,43 @@ class LinkEnd:
 
     def close(self) -> None:
         """End; the peer hears that this end is gone."""
-        self._wire.close()
+        self._wires.close()
         self._thread.join(_CLOSING_S)
 
     @property
     def _has_met(self) -> bool:
-        return self._peer_here >= (self.epoch, self._here)
+        return not self._peer_word.is_last and self._peer_word >= (self.epoch, self._here)
 
-    def _may_go_on(self) -> bool:
-        return self._has_met or self._state is not None or self._lost is not None or self._failed
+    def _say_here(self) -> bool:
+        """Tell the peer that this end is at its next transfer; False if this life is over."""
+        with self._changed:
+            if self._state is not None:
+                return False
+            self._came_s = time.monotonic()
+            self._here += 1
+            self._send(self._wires.words, Word(self.epoch, self._here).to_bytes())
+            return True
+
+    def _await_word(self, until_s: float) -> None:
+        """Wait until the peer has come, has given the path up, or is gone."""
+        lost = None
+        try:
+            while self._peer_word < (self.epoch, self._here):
+                self._wires.words.limit(max(until_s - time.monotonic(), _SHORTEST_S))
+                self._peer_word = Word.from_bytes(self._wires.words.receive())
+        except TimeoutError:
+            return
+        except (ConnectionLostError, OSError) as error:
+            lost = str(error)
+        except Exception as error:  # what the peer says makes no sense
+            self._fail(error)
+        if not self._has_met:  # the other thread hears what has become of the path, or of the peer
+            with self._changed:
+                self._changed.wait_for(self._has_ended, max(until_s - time.monotonic(), 0.0))
+                self._lost = self._lost or lost
+
+    def _has_ended(self) -> bool:
+        return self._state is not None or self._lost is not None or self._failed
 
     def _is_over(self) -> bool:
         return self._has_switched or self._lost is not None or self._failed
@@ -203,36 +231,32 @@ class LinkEnd:
         if self._lost is not None:
             raise PeerGoneError(f"rank {self.peer} is gone: {self._lost}")
 
-    def _tell(self, message: bytes) -> None:
+    def _send(self, wire: Wire, message: bytes) -> None:
         try:
-            self._wire.send(message)
+            wire.send(message)
         except (ConnectionLostError, OSError) as error:
             self._lost = str(error)
 
     def _give_up(self, reason: str, is_closed: bool) -> None:
         """Complete no more of this life, and say so; the lock is held."""
         self._state = EndState(self.epoch + 1, self._received(), is_closed, reason)
-        self._tell(self._state.to_bytes())
+        self._send(self._wires.states, self._state.to_bytes())
+        self._send(self._wires.words, Word.given_up(self.epoch).to_bytes())
         self._changed.notify_all()
 
     def _listen(self) -> None:
         try:
             while True:
-                self._hear(self._wire.receive())
+                self._hear(EndState.from_bytes(self._wires.states.receive()))
         except (ConnectionLostError, OSError) as error:
             with self._changed:
                 self._lost = str(error)
                 self._changed.notify_all()
         except Exception as error:  # what the peer says makes no sense
             self._fail(error)
+        self._wires.words.close()  # has the queue's thread look up, if it waits for a word
 
-    def _hear(self, message: bytes) -> None:
-        told = read_message(message)
-        if isinstance(told, IsHere):
-            with self._changed:
-                self._peer_here = told
-                self._changed.notify_all()
-            return
+    def _hear(self, told: EndState) -> None:
         with self._changed:
             self._peer_states[told.epoch] = told
             if self.is_given_up and self._state is None and not self._is_inside:

@@ -8,7 +8,10 @@ from jaxmorph.config import Config, check_config, read_config
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.launcher import OFFLOADING_THREADS
 from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.scripts.launched import launch_told
 from jaxmorph.scripts.meeting import meet
+
+_SOME_STAGES = 4
 
 Source = Config | Mapping[str, Any] | str | Path | None
 
@@ -28,8 +31,9 @@ def configure(source: Source) -> tuple[Config, Rendezvous]:
     """
     tree, name = _tree(source), _name(source)
     # First without the rest: what is given per stage can be checked when the processes are counted.
-    first = check_config({key: tree.get(key) for key in ("timeouts", "offload")}, name)
-    rendezvous = meet(first.timeouts, OFFLOADING_THREADS if first.offload.enabled else 1)
+    first = check_config(_about_waiting(tree) | {"offload": tree.get("offload")}, name)
+    least_threads = OFFLOADING_THREADS if first.offload.enabled else 1
+    rendezvous = meet(first.timeouts.start_s, first.direct_timeout_s, least_threads)
     config = check_config(_with_stages(tree, rendezvous.num_ranks), name)
     stages, processes = config.parallelism.stages, rendezvous.num_ranks
     if stages != processes:
@@ -52,6 +56,23 @@ def _tree(source: Source) -> Mapping[str, Any]:
         return read_config(source)
     got = type(source).__name__
     raise UserError(f"config: got {got}, expected a mapping of sections, a path or a Config")
+
+
+def _about_waiting(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """What says how long processes wait for each other.
+
+    How many there are is known before they have met where that is given, or by their launcher.
+    """
+    told = launch_told()
+    about = {name: tree.get(name) for name in ("timeouts", "failover")}
+    about["parallelism"] = {"stages": told.num_ranks if told else _given_stages(tree)}
+    return about
+
+
+def _given_stages(tree: Mapping[str, Any]) -> int:
+    given = tree.get("parallelism")
+    stages = given.get("stages") if isinstance(given, Mapping) else None
+    return stages if isinstance(stages, int) and stages > 0 else _SOME_STAGES
 
 
 def _name(source: Source) -> str:

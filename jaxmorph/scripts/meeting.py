@@ -2,7 +2,6 @@
 
 import jax
 
-from jaxmorph.config.sections import Timeouts
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.join import (
     have_threads,
@@ -32,17 +31,18 @@ def join(*, start_timeout_s: float = 120.0, step_timeout_s: float = 60.0) -> Non
     Raises:
         UserError: If JAX has already computed something, or finds this process no place in its job.
     """
-    meet(Timeouts(start_s=start_timeout_s, step_s=step_timeout_s))
+    meet(start_timeout_s, step_timeout_s)
 
 
-def meet(timeouts: Timeouts, least_threads: int = 1) -> Rendezvous:
+def meet(start_timeout_s: float, direct_timeout_s: float, least_threads: int = 1) -> Rendezvous:
     """The rendezvous of this script's processes: one made before, or a new one.
 
     They are those that `jaxmorph launch` has started, those that `jax.distributed` has joined, or
     the tasks of a cluster's job. A process that was started by itself is alone.
 
     Args:
-        timeouts: How long to wait for the others.
+        start_timeout_s: How long to wait for the others.
+        direct_timeout_s: How long a transfer on CPU waits for its other end.
         least_threads: How many threads XLA's pools need, of processes that `jaxmorph launch` has
             started.
 
@@ -56,8 +56,8 @@ def meet(timeouts: Timeouts, least_threads: int = 1) -> Rendezvous:
             "told that it goes no further: start the script anew"
         )
     if not _met:
-        _met.append(_join(timeouts, least_threads))
-    _met[0].limit(timeouts.start_s)
+        _met.append(_join(start_timeout_s, direct_timeout_s, least_threads))
+    _met[0].limit(start_timeout_s)
     return _met[0]
 
 
@@ -70,9 +70,8 @@ def leave() -> None:
             _left.append(met)
 
 
-def _join(timeouts: Timeouts, least_threads: int) -> Rendezvous:
+def _join(start_s: float, step_s: float, least_threads: int) -> Rendezvous:
     told = launch_told()
-    start_s, step_s = timeouts.start_s, timeouts.step_s
     try:
         if told is not None:
             have_threads(told, least_threads)

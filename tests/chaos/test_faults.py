@@ -8,6 +8,8 @@ from jaxmorph.transport.link_emulator import by_direction
 from jaxmorph.transport.link_trace import read_link_trace
 
 PLAIN, ALL = Features(False, False), Features(True, True)
+CARDS, KILLS = Features(False, True), Features(True, False)
+DIRECT = ["1-2"]
 
 
 def drawn(seed, features=ALL, num_steps=240):
@@ -42,8 +44,8 @@ def test_all_kinds_come_and_ranks_are_killed_only_where_runs_start_again():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_troubles_of_links_can_be_read_as_a_trace_and_each_comes_to_its_end(seed, tmp_path):
-    troubles = draw_troubles(seed, 3, PLAIN)
-    assert troubles == draw_troubles(seed, 3, PLAIN)
+    troubles = draw_troubles(seed, 3, DIRECT, PLAIN)
+    assert troubles == draw_troubles(seed, 3, DIRECT, PLAIN)
     (tmp_path / "links.csv").write_text(trace_text(troubles, PLAIN))
     ways = by_direction(read_link_trace(tmp_path / "links.csv"))
     assert set(ways) == {(0, 1), (1, 0), (1, 2), (2, 1)}
@@ -62,17 +64,30 @@ def _is_bad(condition):
 
 
 def test_cards_go_down_only_where_a_trace_may_name_a_route():
-    text = trace_text(draw_troubles(1, 3, PLAIN), PLAIN)
+    text = trace_text(draw_troubles(1, 3, DIRECT, PLAIN), PLAIN)
     assert text.startswith("time_s,links,latency_ms,bandwidth_mbps,jitter_ms,cut\n")
-    troubles = draw_troubles(1, 3, ALL)
-    rows = trace_text(troubles, ALL).splitlines()
+    troubles = draw_troubles(1, 3, DIRECT, CARDS)
+    rows = trace_text(troubles, CARDS).splitlines()
     assert rows[0].endswith(",cut,route")
     downs = [trouble for trouble in troubles if trouble.kind == "card down"]
     assert len(downs) > 10
+    assert {trouble.link for trouble in downs} == set(DIRECT)
     assert sum(row.endswith(",1,direct") for row in rows) == len(downs)
     assert sum(row.endswith(",,direct") for row in rows) == len(downs)  # it comes back
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_runs_that_start_again_meet_no_cut_which_would_hold_for_their_first_life_alone(seed):
+    kinds = {trouble.kind for trouble in draw_troubles(seed, 3, DIRECT, KILLS)}
+    assert kinds == {"slow", "narrow", "unsteady"}
+
+
+def test_ranks_die_in_every_other_run_and_cards_in_the_others():
+    assert [ALL.of_run(number) for number in range(3)] == [KILLS, CARDS, KILLS]
+    assert [PLAIN.of_run(number) for number in range(2)] == [PLAIN, PLAIN]
+    assert Features(False, True).of_run(0) == CARDS
+
+
 def test_what_a_configuration_knows_is_found_out_by_asking_it():
     features = known_features()
-    assert len(features.overrides()) == features.restarts + features.direct_cuts
+    assert len(features.overrides()) == 1 + features.direct_cuts

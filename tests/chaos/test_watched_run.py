@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks.chaos import harm, watched_run
+from benchmarks.chaos.faults import Trouble
 from benchmarks.chaos.judgement import Computed, differences
-from benchmarks.chaos.storm import Storm
+from benchmarks.chaos.storm import Storm, troubles_met
 from benchmarks.chaos.watched_run import EndedError, HungError, WatchedRun
 
 
@@ -112,3 +113,13 @@ def test_what_a_run_has_been_through_passes_only_if_nothing_came_of_it_and_is_js
     assert storm.passes
     assert json.loads(json.dumps(storm.to_json()))["faults"] == {"link cut": 2}
     assert not any(replace(storm, **{name: ["!"]}).passes for name in ("wrong", "hangs", "leaks"))
+
+
+def test_troubles_count_once_though_every_life_of_a_run_meets_the_first_of_them_anew():
+    files = {
+        "metrics.jsonl": [{"step": step, "step_s": 1.0} for step in range(10)],
+        "events.jsonl": [{"kind": "resumed", "step": 3}, {"kind": "rank_failed", "step": 5}],
+    }
+    run: Any = SimpleNamespace(lines=files.__getitem__)
+    troubles = [Trouble(at_s, at_s + 1, "0-1", "slow", ()) for at_s in (0.5, 2.5, 6.5, 7.5)]
+    assert troubles_met(troubles, run) == {"link slow": 3}

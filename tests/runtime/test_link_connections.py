@@ -20,8 +20,10 @@ def test_each_end_of_a_link_hears_what_the_other_one_says():
     def talk(rendezvous):
         with open_link_connections(rendezvous, LINKS, HOST, LIMIT_S) as wires:
             for link, wire in wires.items():
-                wire.send(f"{link} from {rendezvous.rank}".encode())
-            heard = {str(link): wire.receive().decode() for link, wire in wires.items()}
+                wire.words.send(f"{link} from {rendezvous.rank}".encode())
+                wire.states.send(b"a state")
+            heard = {str(link): wire.words.receive().decode() for link, wire in wires.items()}
+            assert {wire.states.receive() for wire in wires.values()} == {b"a state"}
             rendezvous.exchange({})
             return heard
 
@@ -44,7 +46,7 @@ def test_a_stranger_is_turned_away():
     def talk(rendezvous):
         if rendezvous.rank == 0:
             with open_link_connections(rendezvous, LINKS[:1], HOST, LIMIT_S) as wires:
-                return wires[LINKS[0]].receive()
+                return wires[LINKS[0]].words.receive()
         # Rank 1 knows the secret; before it calls, somebody does who doesn't.
         exchange = rendezvous.exchange
 
@@ -56,7 +58,7 @@ def test_a_stranger_is_turned_away():
 
         rendezvous.exchange = exchange_and_let_in
         with open_link_connections(rendezvous, LINKS[:1], HOST, LIMIT_S) as wires:
-            wires[LINKS[0]].send(b"hello")
+            wires[LINKS[0]].words.send(b"hello")
         return None
 
     assert in_threads(2, talk)[0] == b"hello"

@@ -5,7 +5,7 @@ import threading
 import pytest
 from two_ends import CHANNELS, LIMIT_S, LINK, wires
 
-from jaxmorph.runtime.link_messages import EndState, IsHere, read_message
+from jaxmorph.runtime.link_messages import EndState, Word
 from jaxmorph.runtime.link_switch import LinkEnd, LinkSwitchError
 from jaxmorph.transport.errors import PeerGoneError
 
@@ -29,17 +29,21 @@ class OneEnd:
         )
 
     def meet(self, number=1):
-        self.peer.send(IsHere(0, number).to_bytes())
+        self.peer.words.send(Word(0, number).to_bytes())
         assert self.end.meet("a transfer")
-        assert self.heard() == IsHere(0, number)
+        assert self.heard_word() == Word(0, number)
 
     def give_up(self, counts=None, *, is_closed=False, epoch=1):
         state = EndState(epoch, counts or {ACTIVATIONS: 7}, is_closed, "its cable")
-        self.peer.send(state.to_bytes())
+        self.peer.states.send(state.to_bytes())
+        self.peer.words.send(Word.given_up(epoch - 1).to_bytes())
         assert self.told.wait(LIMIT_S)
 
     def heard(self):
-        return read_message(self.peer.receive())
+        return EndState.from_bytes(self.peer.states.receive())
+
+    def heard_word(self):
+        return Word.from_bytes(self.peer.words.receive())
 
 
 @pytest.fixture
@@ -57,10 +61,10 @@ def make_end():
 
 @pytest.mark.parametrize(
     "message",
-    [IsHere(4, 12345678901), EndState(3, {ACTIVATIONS: 2, GRADIENTS: 0}, True, 'a "cable"')],
+    [Word(4, 12345678901), EndState(3, {ACTIVATIONS: 2, GRADIENTS: 0}, True, 'a "cable"')],
 )
 def test_what_is_told_is_what_is_read(message):
-    assert read_message(message.to_bytes()) == message
+    assert type(message).from_bytes(message.to_bytes()) == message
 
 
 def test_an_end_in_no_transfer_answers_at_once_and_switches(make_end):
@@ -96,7 +100,9 @@ def test_ends_that_give_up_at_the_same_time_switch_with_one_message_each(make_en
     assert one.end.await_switch("a transfer") == 1
     assert one.end.times_closed == 1
     assert len(one.asked) == 1
-    assert one.peer.incoming.empty()  # there is no third message
+    assert one.heard_word().is_last
+    assert one.peer.states.incoming.empty()  # there is no third message
+    assert one.peer.words.incoming.empty()
 
 
 def test_counts_that_can_not_be_are_an_error_of_whoever_waits(make_end):
@@ -132,6 +138,46 @@ def test_a_peer_that_dies_before_it_tells_its_state_is_gone(make_end):
 
 def test_what_makes_no_sense_is_an_error(make_end):
     one = make_end()
-    one.peer.send(b"?")
+    one.peer.states.send(b"?")
     with pytest.raises(LinkSwitchError):
         one.end.meet("a transfer")
+
+
+def test_a_word_that_makes_no_sense_is_an_error(make_end):
+    one = make_end()
+    one.peer.words.send(b"?")
+    with pytest.raises(LinkSwitchError):
+        one.end.meet("a transfer")
+
+
+def test_a_word_is_awaited_until_the_deadline(make_end):
+    one = make_end(timeout_s=0.05)
+    with pytest.raises(TimeoutError, match=r"a transfer: rank 1 did not come to it within 0.05 s"):
+        one.end.meet("a transfer")
+
+
+@pytest.mark.parametrize("wire", ["words", "states"])
+def test_who_waits_for_a_word_hears_that_a_connection_is_gone(make_end, wire):
+    one = make_end(timeout_s=2.0)
+    threading.Timer(0.02, getattr(one.peer, wire).close).start()
+    with pytest.raises(PeerGoneError, match="rank 1 is gone"):
+        one.end.meet("a transfer")
+
+
+def test_who_waits_for_a_word_hears_that_the_path_is_given_up(make_end):
+    one = make_end()
+    threading.Timer(0.02, one.give_up).start()
+    assert not one.end.meet("a transfer")
+    assert one.heard_word() == Word(0, 1)
+    assert one.heard_word().is_last
+
+
+def test_words_of_an_earlier_life_are_passed_over(make_end):
+    one = make_end()
+    one.meet()
+    one.end.leave("no answer")
+    one.give_up()
+    one.end.await_switch("a transfer")
+    one.end.begin_again()
+    one.peer.words.send(Word(2, 1).to_bytes())
+    assert one.end.meet("a transfer")

@@ -20,6 +20,7 @@ from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.failover_route import FailoverRoute
 from jaxmorph.runtime.identity import TransferIdentity
+from jaxmorph.runtime.link_messages import LinkWires
 from jaxmorph.runtime.links import PayloadShape
 from jaxmorph.runtime.payloads import SlotUse, channel_name
 from jaxmorph.schedule.costs import Link
@@ -59,7 +60,10 @@ class QueueWire:
 
     def __init__(self, incoming, outgoing):
         self.incoming, self.outgoing = incoming, outgoing
-        self.is_cut = False
+        self.is_cut, self.deadline_s = False, None
+
+    def limit(self, deadline_s):
+        self.deadline_s = deadline_s
 
     def send(self, message):
         if self.is_cut:
@@ -67,7 +71,10 @@ class QueueWire:
         self.outgoing.put(message)
 
     def receive(self):
-        message = self.incoming.get()
+        try:
+            message = self.incoming.get(timeout=self.deadline_s)
+        except queue.Empty:
+            raise TimeoutError from None
         if message is None:
             raise ConnectionLostError("the connection was closed")
         return message
@@ -79,6 +86,12 @@ class QueueWire:
 
 
 def wires():
+    """Both ends' connections to each other."""
+    words, states = _wire(), _wire()
+    return tuple(LinkWires(*each) for each in zip(words, states, strict=True))
+
+
+def _wire():
     one, other = queue.SimpleQueue(), queue.SimpleQueue()
     return QueueWire(one, other), QueueWire(other, one)
 

@@ -25,6 +25,14 @@ CONFIG = {
     "schedule": {"name": "zb-h1"},
     "optimizer": {"clip_norm": CLIP_NORM},  # below the gradients' norm: clipping is at work
 }
+FAILS_IN = 2
+CARD_FAILS = {
+    "failover": {"enabled": True},
+    "timeouts": {"direct_s": 3},
+    "emulation": {
+        "links": [{"between": [0, 1], "cut": True, "route": "direct", "from_step": FAILS_IN}]
+    },
+}
 # Adam divides a gradient by its own size: an epsilon well above rounding keeps it from deciding.
 OPTIMIZER = optax.adamw(1e-2, eps=1e-3, weight_decay=0.1)
 
@@ -43,9 +51,9 @@ def batches():
         yield tokens[:, :-1], np.where(random.random((8, LENGTH)) < 0.2, -1, tokens[:, 1:])
 
 
-def piped():
+def piped(**sections):
     """What a trainer told and gave, and its rank's parameters in the end."""
-    with jaxmorph.Trainer(build_model(), CONFIG, optimizer=OPTIMIZER) as trainer:
+    with jaxmorph.Trainer(build_model(), CONFIG | sections, optimizer=OPTIMIZER) as trainer:
         assert trainer.plan is None
         evaluated = [trainer.evaluate(batch) for batch in batches()]
         refused = refusal(trainer, [tokens[1:] for tokens in next(batches())])
@@ -92,6 +100,6 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     sys.path.append(str(EXAMPLES))
     runpy.run_path(str(EXAMPLES / "own_loop.py"))
-    found, params = piped()
+    found, params = piped(**CARD_FAILS)
     (folder / f"rank_{found['rank']}.json").write_text(json.dumps(found))
     np.savez(folder / f"rank_{found['rank']}.npz", allow_pickle=False, **params)

@@ -98,6 +98,14 @@ def test_steps_from_an_earlier_state_have_the_same_bits(ranks):
         assert found["same_params"]
 
 
+@pytest.mark.multiprocess
+def test_a_step_whose_link_fails_tells_it_on_every_rank_and_goes_on(two_stages):
+    for found, _ in two_stages:
+        failed = {step["step"]: step["failed_links"] for step in found["metrics"]}
+        assert failed == {0: [], 1: [], library_steps.FAILS_IN: ["0-1"], 3: []}
+        assert [step["failed_links"] for step in found["again"]] == [[], []]
+
+
 def test_a_batch_of_another_shape_is_refused_by_every_rank_and_changes_nothing(ranks):
     for found, _ in ranks:
         assert found["refused"].startswith("batch: got tokens of shape [7, 12], expected [8, 12]")
