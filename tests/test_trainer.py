@@ -106,7 +106,7 @@ def test_a_file_without_stages_may_say_what_is_per_stage_or_link(tmp_path, monke
 def test_a_transfer_waits_as_long_as_the_configuration_says(monkeypatch, sections, waits_s):
     told = []
 
-    def meet(start_s, direct_s):
+    def meet(start_s, direct_s, least_threads):
         told.append(direct_s)
         return SimpleNamespace(num_ranks=6)
 
@@ -118,7 +118,7 @@ def test_a_transfer_waits_as_long_as_the_configuration_says(monkeypatch, section
 def test_a_transfer_waits_as_long_as_among_so_many_as_were_launched(monkeypatch):
     told = []
 
-    def meet(start_s, direct_s):
+    def meet(start_s, direct_s, least_threads):
         told.append(direct_s)
         return SimpleNamespace(num_ranks=10)
 
