@@ -42,7 +42,7 @@ def card_lost(host: int, whose: str, nic: int = 0, lasts_s: float | None = None)
 def card_unplugged(host: int, whose: str) -> Fault:
     """Nothing passes from or to a host's first card, which can't tell."""
     return Fault(
-        f"switch: nothing passes to {whose}'s first card",
+        f"switch: {whose}'s first card cut off",
         lambda hosts: hosts.unplug(host, 0),
         lambda hosts: hosts.plug_in(host, 0),
     )
