@@ -1,7 +1,7 @@
 """A network card dies in mid-step: `python -m benchmarks.nic_failure [--json FILE]`.
 
-Trains configs/pace4.yaml twice, undisturbed and with the direct path of link 1-2 cut for good after
-some seconds. The second must take every step, with the first's losses and gradient norms bit by
+Trains configs/pace4.yaml twice, undisturbed and with the direct paths of stage 2's links, 1-2 and
+2-3, cut for good after some seconds (`--links 1-2`: of one link alone). The second must take every step, with the first's losses and gradient norms bit by
 bit, and lose no more time in the step of the failure than the deadline of a direct transfer and a
 tenth. Wants an otherwise idle machine.
 """
@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -19,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 CONFIG = "configs/pace4.yaml"
-LINK = "1-2"
+LINKS = ("1-2", "2-3")
 BAR = 1.1
 Steps = list[dict[str, Any]]
 
@@ -60,10 +61,11 @@ def train(folder: Path, *overrides: str) -> Steps:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def measure(folder: Path, steps: int, at_s: float, direct_s: float) -> Result:
+def measure(folder: Path, steps: int, at_s: float, direct_s: float, links: Sequence[str]) -> Result:
     """Both runs, one after the other."""
     trace = folder / "trace.csv"
-    trace.write_text(f"time_s,links,cut,route\n{at_s},{LINK},1,direct\n")
+    rows = [f"{at_s},{link},1,direct" for link in links]
+    trace.write_text("\n".join(["time_s,links,cut,route", *rows, ""]))
     common = [f"run.steps={steps}", "failover.enabled=true", f"timeouts.direct_s={direct_s}"]
     healthy = train(folder / "healthy", *common)
     failing = train(folder / "failing", *common, f"emulation.trace={trace}")
@@ -95,11 +97,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--at-s", type=float, default=15.15)
     parser.add_argument("--direct-s", type=float, default=2.0)
+    parser.add_argument("--links", nargs="+", default=LINKS, help="whose direct paths are cut")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(Path(folder), arguments.steps, arguments.at_s, arguments.direct_s)
+        result = measure(
+            Path(folder), arguments.steps, arguments.at_s, arguments.direct_s, arguments.links
+        )
     verdict = "" if result.passes else "  MISSED"
     print(
         f"steps {result.steps[0]} of {result.steps[1]}, {result.differing} of them differ\n"
@@ -108,7 +113,8 @@ def main() -> int:
         f"afterwards {result.after_ms:.1f} ms; load before {load:.2f}"
     )
     if arguments.json:
-        arguments.json.write_text(json.dumps(asdict(result) | {"load_before": load}, indent=1))
+        told = asdict(result) | {"links": arguments.links, "load_before": load}
+        arguments.json.write_text(json.dumps(told, indent=1))
     return 0 if result.passes else 1
 
 

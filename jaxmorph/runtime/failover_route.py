@@ -8,6 +8,7 @@ than a slot. So the order of the rank's program stays as it was checked.
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -25,6 +26,7 @@ from jaxmorph.runtime.link_messages import Counts, LinkWires
 from jaxmorph.runtime.link_switch import LinkEnd
 from jaxmorph.runtime.links import LinkProgram
 from jaxmorph.runtime.next_life import NextLife
+from jaxmorph.runtime.other_paths import OtherPaths
 from jaxmorph.runtime.routes import Moved, Posting, require_live
 from jaxmorph.schedule.costs import Link
 
@@ -45,6 +47,7 @@ class FailoverRoute:
         rank: This rank.
         timeout_s: How long to wait for the peer.
         programs_of: Compiles the programs of a link that has been closed so many times.
+        others: Finds out which paths are dead while a transfer of another one hangs; None: nobody.
 
     Attributes:
         kept: What was sent directly and may not have come.
@@ -58,6 +61,7 @@ class FailoverRoute:
         rank: int,
         timeout_s: float,
         programs_of: Callable[[Link, int], Programs],
+        others: OtherPaths | None = None,
     ) -> None:
         self._direct, self._delegated = direct, delegated
         self.kept = direct.kept = KeptOutputs()
@@ -66,7 +70,7 @@ class FailoverRoute:
         self._channels = {
             link: [channel for channel in direct.programs if channel.link == link] for link in wires
         }
-        self._rank = rank
+        self._rank, self._others = rank, others
         self._ends = {link: self._make_end(link, to_peer) for link, to_peer in wires.items()}
         self._next = {link: NextLife(partial(programs_of, link)) for link in wires}
         direct.given_up = lambda link: self._ends[link].is_given_up
@@ -95,8 +99,9 @@ class FailoverRoute:
             return self._post_delegated(end, identity, value, arrived_s)
         self.kept.let_go(end.link)  # the peer is here: it has all that was before
         try:
-            moved = self._direct.post(_in_epoch(identity, end.epoch), value, arrived_s)
-            jax.block_until_ready(moved.value)
+            with self._looked_at(end.link):
+                moved = self._direct.post(_in_epoch(identity, end.epoch), value, arrived_s)
+                jax.block_until_ready(moved.value)
         except _FAILURES as error:
             self._give_up(end, error)
             end.await_switch(str(identity))  # by then it has been sent again, if it needs to be
@@ -109,8 +114,9 @@ class FailoverRoute:
         end = self._end(identity)
         if end.meet(str(identity)):
             try:
-                wire_identity = _in_epoch(identity, end.epoch)
-                moved = self._direct.take(wire_identity, arrived_s, deadline_s)
+                with self._looked_at(end.link):
+                    wire_identity = _in_epoch(identity, end.epoch)
+                    moved = self._direct.take(wire_identity, arrived_s, deadline_s)
             except _FAILURES as error:
                 self._give_up(end, error)
             else:
@@ -134,6 +140,8 @@ class FailoverRoute:
         """Keep nothing that was sent: all ranks have met, so everything has been taken."""
         for link in self._ends:
             self.kept.let_go(link)
+        if self._others is not None:
+            self._others.settle([link for link in self._ends if self.has_switched(link)])
 
     def failures(self) -> list[dict[str, Any]]:
         """What has failed since the last call: see `LinkFailure.to_message`."""
@@ -168,6 +176,8 @@ class FailoverRoute:
 
     def close(self) -> None:
         """Have the other ends hear that this rank is gone."""
+        if self._others is not None:
+            self._others.close()
         for end in self._ends.values():
             end.close()
 
@@ -184,7 +194,22 @@ class FailoverRoute:
 
     def _end(self, identity: TransferIdentity) -> LinkEnd:
         require_live(identity, self._abandoned)
-        return self._ends[identity.transfer.link]
+        end = self._ends[identity.transfer.link]
+        if self._others is not None and not end.has_switched and self._others.is_dead(end.link):
+            end.give_up("its path was found dead while a transfer of another link hung")
+        return end
+
+    @contextmanager
+    def _looked_at(self, link: Link) -> Iterator[None]:
+        """While this lasts, somebody sees whether it hangs."""
+        if self._others is None:
+            yield
+            return
+        self._others.enter(link)
+        try:
+            yield
+        finally:
+            self._others.leave()
 
     def _give_up(self, end: LinkEnd, error: Exception) -> None:
         is_closed = _is_of_backend(error)

@@ -136,6 +136,17 @@ class LinkEnd:
                 self._give_up(failure, is_closed)
         self._switch_if_due()
 
+    def give_up(self, reason: str) -> None:
+        """Give the path up between two transfers, if nobody has.
+
+        Args:
+            reason: What is wrong with it.
+        """
+        with self._changed:
+            if self._state is None:
+                self._give_up(reason, is_closed=False)
+        self._switch_if_due()
+
     def await_switch(self, what: str) -> int:
         """Wait until the link's transfers go on delegated.
 

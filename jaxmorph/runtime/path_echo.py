@@ -70,6 +70,15 @@ class PathEchoes:
             self._watches[link] = watch = _Watch(self._addresses[sum(link) - self._rank])
             self._start(partial(self._ask_all, watch))
 
+    def is_down(self, link: Link) -> bool:
+        """Whether the other end is watched, and didn't answer the last time that it was asked."""
+        watch = self._watches.get(link)
+        return watch is not None and watch.has_asked and not watch.is_up
+
+    def reaches(self, link: Link) -> bool:
+        """Whether the other end answers now; waits for that."""
+        return self._ask(self._addresses[sum(link) - self._rank])
+
     def forget(self, link: Link) -> None:
         """Ask no more; of the next `watch` nothing is known at first."""
         if link in self._watches:
@@ -96,6 +105,7 @@ class PathEchoes:
     def _ask_all(self, watch: "_Watch") -> None:
         while not watch.is_over.is_set():
             watch.is_up = self._ask(watch.address)
+            watch.has_asked = True
             watch.is_over.wait(_BETWEEN_S)
 
     def _ask(self, address: Address) -> bool:
@@ -122,6 +132,7 @@ class _Watch:
 
     address: Address
     is_up: bool = False
+    has_asked: bool = False
     is_over: threading.Event = field(default_factory=threading.Event)
 
 

@@ -25,6 +25,7 @@ from jaxmorph.runtime.link_connections import LinkLines
 from jaxmorph.runtime.links import LinkProgram, PayloadShape
 from jaxmorph.runtime.online_dispatch import OnlineDispatcher
 from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer
+from jaxmorph.runtime.other_paths import OtherPaths
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.payloads import SlotUse, channel_payloads, slot_use
 from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue, Stamp
@@ -40,6 +41,8 @@ from jaxmorph.stage.parameters import LeafPath, compile_init
 from jaxmorph.stage.stash import StashMemory
 from jaxmorph.stage.stored_weights import read_stage_params
 from jaxmorph.transport.plane import DataPlane
+
+_HANGS_AFTER = 0.5  # of the time after which a direct transfer is given up
 
 
 @dataclass(frozen=True)
@@ -180,8 +183,10 @@ class StageTrainer:
         self._failed_before: set[Link] = set()
         if lines is not None and lines.wires and self.delegated is not None:
             programs_of = partial(_programs_of_link, payloads, mesh, paced)
+            hangs_s = (settings.direct_timeout_s or timeout_s) * _HANGS_AFTER
+            others = OtherPaths(lines.wires, lines.echoes, hangs_s, self._is_cut)
             self._failover = FailoverRoute(
-                direct, self.delegated, lines.wires, rank, timeout_s, programs_of
+                direct, self.delegated, lines.wires, rank, timeout_s, programs_of, others
             )
             routes["direct"] = self._failover
         pace = settings.pace or Pace()
@@ -294,7 +299,10 @@ class StageTrainer:
         if not (self._failover.has_switched(link) or link in self._failed_before):
             return None
         self._lines.echoes.watch(link)
-        return self._lines.echoes.is_up(link) and not self._links.is_cut(link, self._step)
+        return self._lines.echoes.is_up(link) and not self._is_cut(link)
+
+    def _is_cut(self, link: Link) -> bool:
+        return self._links.is_cut(link, self._step)
 
     def take_for_failed(self, link: Link) -> None:
         """Take note that a direct path has failed, though not in this process.

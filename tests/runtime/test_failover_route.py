@@ -227,3 +227,42 @@ def test_nothing_is_kept_of_what_the_peer_is_known_to_have(make_ends):
     assert kept.num_bytes == payload_of(up(2)).nbytes  # the last one may be lost
     ends.routes[0].let_go()
     assert kept.num_bytes == 0
+
+
+class FoundDead:
+    """What finds a path dead that no transfer has tried."""
+
+    def __init__(self):
+        self.entered, self.settled = [], []
+
+    def enter(self, link):
+        self.entered.append(link)
+
+    def leave(self):
+        self.entered.append(None)
+
+    def is_dead(self, link):
+        return True
+
+    def settle(self, failed):
+        self.settled.append(failed)
+
+    def close(self):
+        self.entered.append("closed")
+
+
+@pytest.mark.parametrize("finds", [(0,), (1,), (0, 1)])
+def test_a_path_that_is_found_dead_is_given_up_without_a_transfer(make_ends, finds):
+    ends = make_ends(collectives := Collectives())
+    for rank in finds:
+        ends.routes[rank]._others = FoundDead()
+    move(ends, step=1)
+    assert collectives.counts == [0, 0]
+    told = failures(ends)
+    assert len(told) == 2
+    assert any("found dead while a transfer of another link" in each["detail"] for each in told)
+    assert [each["lives_left"] for each in told] == [LIVES, LIVES]
+    for rank in finds:
+        ends.routes[rank].let_go()
+        assert ends.routes[rank]._others.settled == [[LINK]]
+        assert ends.routes[rank]._others.entered == []

@@ -105,6 +105,21 @@ def test_ends_that_give_up_at_the_same_time_switch_with_one_message_each(make_en
     assert one.peer.words.incoming.empty()
 
 
+def test_a_path_that_is_given_up_between_two_transfers_carries_no_more_of_them(make_end):
+    one = make_end()
+    one.meet()
+    one.end.leave()
+    one.end.give_up("the host does not answer")
+    one.end.give_up("once is enough")
+    assert one.heard().reason == "the host does not answer"
+    assert not one.end.meet("the next one")
+    assert one.heard_word().is_last
+    one.give_up()
+    assert one.end.await_switch("the next one") == 1
+    (failure,) = one.end.take_failures()
+    assert (failure.began, failure.held_up_s) == (False, 0.0)
+
+
 def test_counts_that_can_not_be_are_an_error_of_whoever_waits(make_end):
     def disagree(counts):
         raise ValueError("got a count of 7, expected 1 up to 3")
