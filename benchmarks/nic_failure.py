@@ -1,9 +1,9 @@
 """A network card dies in mid-step: `python -m benchmarks.nic_failure [--json FILE]`.
 
 Trains configs/pace4.yaml twice, undisturbed and with the direct paths of stage 2's links, 1-2 and
-2-3, cut for good after some seconds (`--links 1-2`: of one link alone). The second must take every step, with the first's losses and gradient norms bit by
-bit, and lose no more time in the step of the failure than the deadline of a direct transfer and a
-tenth. Wants an otherwise idle machine.
+2-3, cut for good after some seconds (`--links 1-2`: of one link alone). The second must take every
+step, with the first's losses and gradient norms bit by bit, and lose no more time in the step of
+the failure than the deadline of a direct transfer and a tenth. Wants an otherwise idle machine.
 """
 
 import argparse
