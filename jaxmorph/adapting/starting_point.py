@@ -22,7 +22,6 @@ from jaxmorph.schedule.costs import Link, Links
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
 
-_DELEGATED: Route = "delegated"
 _DEAD_BEFORE = "its direct path had failed when the run was last at work"
 
 
@@ -52,8 +51,8 @@ def starting_point(config: Config, first: FirstPlan, num_tied: int) -> StartingP
     """
     measured = first.usual["direct"]  # on the configured routes, whatever these are
     routes = config.routes.of_links(measured)
-    as_run = {**routes, **dict.fromkeys(dead_of(first.known), _DELEGATED)}
-    outlying = outlying_ways(measured, as_run) | slow_of(first.known).keys()
+    dead: Routes = dict.fromkeys(dead_of(first.known), "delegated")
+    outlying = outlying_ways(measured, {**routes, **dead}) | slow_of(first.known).keys()
     usual = _usual_of_healthy(first.usual, outlying, routes, first.known)
     detector = _watching(first.timelines, outlying, usual, first.known)
     slow = outlying | {
@@ -90,7 +89,7 @@ def _usual_of_healthy(
     if "delegated" in usual:
         too = slow & (outlying_ways(usual["delegated"]) | slow_of(known).keys())
         others = as_the_others(usual["delegated"], too)
-        by_hosts = dict.fromkeys(others, _DELEGATED)
+        by_hosts: Routes = dict.fromkeys(others, "delegated")
         told["delegated"] = as_when_healthy(others, by_hosts, known)
     return told
 

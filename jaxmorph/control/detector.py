@@ -159,7 +159,9 @@ class Detector:
     def _usual_ms(self, way: Way) -> dict[Route, float]:
         """What a healthy message takes on the routes of which that is known, or can be told."""
         names: dict[Route, bool] = {"direct": True, "delegated": False}
-        found = {name: self.usual(*way, is_held=is_held) for name, is_held in names.items()}
+        found: dict[Route, Usual | None] = {
+            name: self.usual(*way, is_held=is_held) for name, is_held in names.items()
+        }
         return {name: usual.baseline_ms for name, usual in found.items() if usual is not None}
 
     def _watch(self, way: Way) -> DirectionWatch:

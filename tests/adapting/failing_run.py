@@ -125,8 +125,9 @@ class FailingRun:
         self.wires, self.told, self.log, self.step = Wires(lives), [], [], 0
         self.wires.by_hosts.update(dead)
         self.detector = Detector()
-        for way in (way for link in dead for way in (link, link[::-1])):
-            self.detector.observe_failure(-1, *way, "it had failed before")
+        for low, high in dead:
+            self.detector.observe_failure(-1, low, high, "it had failed before")
+            self.detector.observe_failure(-1, high, low, "it had failed before")
         plan = replace(FIRST, routes={**FIRST.routes, **dict.fromkeys(dead, "delegated")})
         self.plans = PlansHere(config=config, in_force=plan)
         watches = self.detector, ComputeWatch(COSTS)

@@ -1,6 +1,8 @@
 """A run of three stages that goes on with what it knew of its links."""
 
 from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from adapting_run import CONFIG, COSTS, FIRST, USUAL, PlansHere, Run
@@ -18,16 +20,17 @@ from jaxmorph.schedule.costs import Link, LinkState
 
 LINK, OTHER = Link(1, 2), Link(0, 1)
 ADDED_MS = 40.0
+EVIDENCE = Evidence((41.5,) * 5, 1.5, 0, 6.5)
 
 
 def known(*ways, health=LinkHealth.SLOW):
     return [
         KnownWay(
-            Verdict(*way, health, ADDED_MS + 1.5, 0.0, 20, Evidence((41.5,) * 5, 1.5, 0, 6.5), ""),
+            Verdict(source, destination, health, ADDED_MS + 1.5, 0.0, 20, EVIDENCE, ""),
             "delegated",
             {"direct": 0.5, "delegated": 1.5},
         )
-        for way in ways
+        for source, destination in ways
     ]
 
 
@@ -82,8 +85,9 @@ def begin(monkeypatch):
 
     def begun(ways, slow=()):
         now.update(links_now(slow))
-        trainer = type("Trainer", (), {"stash_memory": None})()
-        first = plan_by_timings(CONFIG, SoleRank(), trainer, None, 0, lambda plan: plan, ways)
+        trainer: Any = SimpleNamespace(stash_memory=None)
+        inputs: Any = None
+        first = plan_by_timings(CONFIG, SoleRank(), trainer, inputs, 0, lambda plan: plan, ways)
         start = starting_point(CONFIG, first, 0)
         plan = first.in_force.plan
         plans = PlansHere(start.usual, start.home, plan)

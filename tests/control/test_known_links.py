@@ -16,13 +16,14 @@ from jaxmorph.control.known_links import (
     still_slow,
 )
 from jaxmorph.control.verdicts import LinkHealth
+from jaxmorph.program.instructions import Routes
 from jaxmorph.schedule.costs import Link, LinkState
 
 LINK = Link(2, 3)
 SLOW = KnownWay(verdict(2, 3, 41.5), "delegated", {"direct": 0.5, "delegated": 1.5})
 DEAD = KnownWay(verdict(3, 2, 1.5, LinkHealth.DEAD), "delegated", SLOW.usual_ms)
 LINKS = {Link(1, 2): LinkState(0.4, 0.4), LINK: LinkState(0.6, 0.7)}
-BY_HOSTS = dict.fromkeys(LINKS, "delegated")
+BY_HOSTS: Routes = dict.fromkeys(LINKS, "delegated")
 
 
 def test_healthy_links_and_those_that_recover_are_nothing_to_remember():
@@ -43,8 +44,9 @@ def test_a_slow_way_is_remembered_with_what_it_took_and_what_is_usual_on_either_
 
 def test_a_dead_link_is_remembered_both_ways():
     detector = Steps().detector
-    for way in (LINK, LINK[::-1]):
-        detector.observe_failure(6, *way, "no answer")
+    low, high = LINK
+    detector.observe_failure(6, low, high, "no answer")
+    detector.observe_failure(6, high, low, "no answer")
     known = detector.known_ways()
     assert [each.way for each in known] == [(2, 3), (3, 2)]
     assert dead_of(known) == {LINK}

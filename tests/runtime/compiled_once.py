@@ -28,4 +28,4 @@ def compile_alike_once():
             known[like] = compile_anew(self, **options)
         return known[like]
 
-    jax.stages.Lowered.compile = compile_or_reuse
+    jax.stages.Lowered.compile = compile_or_reuse  # pyright: ignore[reportAttributeAccessIssue]

@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,7 +137,8 @@ def test_ranks_are_told_their_share_unless_the_user_has_said_how_many_threads(
     rank = launcher._start(3, 64, "127.0.0.1:1", *arguments, shown=False)
     for fd in (rank.messages_fd, rank.lifeline_fd, rank.exit_fd):
         os.close(fd)
-    found, rest = RankArguments.parse(rank.process.command[3:])
+    process: Any = rank.process
+    found, rest = RankArguments.parse(process.command[3:])
     assert (found.rank, found.num_threads, rest) == (3, told, [])
 
 

@@ -1,6 +1,7 @@
 """A run's next life is cut as the one before, whatever it would measure."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ HEAVY_HEAD, HEAVY_EMBEDDING = LayerCosts(0.0, 2.0, 5.0), LayerCosts(5.0, 2.0, 0.
 LAYERS = (range(5), range(5, 8))
 
 
-def config_of(layers="auto", stages=2, chunks=1, schedule="zb-h2"):
+def config_of(layers: Any = "auto", stages=2, chunks=1, schedule="zb-h2"):
     return check_config(
         {
             "model": {"preset": "tiny", "width": 16, "num_heads": 2, "num_layers": 8},
