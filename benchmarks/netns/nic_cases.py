@@ -47,8 +47,7 @@ class NicCase:
 
     Attributes:
         fault: How.
-        links: The direct links that go by it. Each is found dead by itself, and takes its own
-            deadline, as its ends come to it only when the one before is done with.
+        links: The direct links that go by it; all of them together may take one deadline.
         name: For the table.
         returns: Whether the card is there again after a while, in a run that adapts.
         sidecar_nics: The cards of the sidecars.
@@ -122,9 +121,7 @@ def failure(case: NicCase, training: Training) -> Outcome:
         "failed": [{key: event[key] for key in ("step", "link", "detail")} for event in events],
         "sent_bytes": training.sent_bytes,
     }
-    outcome = Outcome(
-        case.name, "extra time, of a deadline", None, _BAR * len(case.links), details=told
-    )
+    outcome = Outcome(case.name, "extra time, of a deadline", None, _BAR, details=told)
     if failed != list(case.links):
         return outcome
     steps = sorted({event["step"] for event in events})
