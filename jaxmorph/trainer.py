@@ -14,6 +14,7 @@ import optax
 
 from jaxmorph.adapting.path_reports import OwnEnds, path_news
 from jaxmorph.config import Config
+from jaxmorph.control.failed_links import FailedLinks
 from jaxmorph.emulation.link_settings import agree_on_origin_s, emulated_conditions, untimed
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.planning.device_budget import with_device_budget
@@ -119,6 +120,7 @@ class Trainer:
             self._opened = opening.pop_all()
         self._links.emulate(untimed(self._conditions))
         self._own_ends = OwnEnds(self.rank, self._stage, is_watched=False)
+        self._failed = FailedLinks()
         self._in_force: PlanInForce | None = None
         self._next_step, self._first_microbatch = 0, 0
         self._reports: Sequence[dict[str, Any]] = ()
@@ -197,7 +199,7 @@ class Trainer:
         updated = apply_gradients(self._stage, totals, self.config.optimizer.clip_norm)
         self._next_step, self._first_microbatch = step + 1, 0
         self._log_events()
-        failures = path_news(self._reports).failures
+        failures = self._failed.note(path_news(self._reports).failures)
         for failure in failures if self.rank == 0 else ():
             _log.warning("step %d: link %s failed: %s", step, failure.link, failure.detail)
         if self._skipped.note(step, totals):

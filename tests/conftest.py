@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import cache
 from importlib.metadata import version
 
 import pytest
@@ -20,6 +21,19 @@ ADDED_FLAGS = f"{WHOLE} {OLDER_EMITTERS}" if HAS_OLDER_EMITTERS else WHOLE
 QUICK_FLAGS = f"{USERS_FLAGS} {ADDED_FLAGS}".strip()
 
 os.environ["XLA_FLAGS"] = QUICK_FLAGS  # for this process, which reads them once
+
+
+def pytest_collection_modifyitems(items):
+    """The Makefile finds files whose tests start ranks by what is written in them."""
+    for item in items:
+        for name in ("multiprocess", "netns"):
+            if item.get_closest_marker(name) and f"mark.{name}" not in _text_of(item.path):
+                raise pytest.UsageError(f"{item.path}: expected the text 'mark.{name}' in it")
+
+
+@cache
+def _text_of(path):
+    return path.read_text()
 
 
 def pytest_collection_finish():

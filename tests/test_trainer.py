@@ -11,6 +11,7 @@ import pytest
 
 from jaxmorph.adapting.path_reports import OwnEnds
 from jaxmorph.config import check_config
+from jaxmorph.control.failed_links import FailedLinks
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.queue import Stamp
@@ -115,6 +116,19 @@ def test_a_transfer_waits_as_long_as_the_configuration_says(monkeypatch, section
     assert told == [waits_s]
 
 
+def test_a_transfer_waits_as_long_as_among_so_many_as_a_job_has_tasks(monkeypatch):
+    told = []
+
+    def meet(start_s, direct_s, least_threads):
+        told.append(direct_s)
+        return SimpleNamespace(num_ranks=8)
+
+    monkeypatch.setattr(script_config, "meet", meet)
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    configure({"failover": {"enabled": True}})
+    assert told == [7.5]
+
+
 def test_a_transfer_waits_as_long_as_among_so_many_as_were_launched(monkeypatch):
     told = []
 
@@ -178,11 +192,31 @@ def test_a_step_begins_when_all_ranks_have_called(monkeypatch):
     trainer._stage = SimpleNamespace(
         run=run, squared_norm=lambda: 4.0, events=list, link_failures=list
     )
-    trainer._own_ends = told_by(trainer)
+    trainer._own_ends, trainer._failed = told_by(trainer), FailedLinks()
     metrics = trainer.step(None)
     assert (metrics.step, metrics.grad_norm, metrics.step_s) == (7, 2.0, 1.0)
     assert metrics.failed_links == ()
     assert details[-1]["ops"] == [("F0", 750.0, 1000.0)]
+
+
+def test_a_link_that_failed_is_told_in_one_step_though_its_ends_tell_in_two(monkeypatch):
+    """A receiver may know of it at the end of a step, and its sender after that."""
+    failure = {"link": "0-1", "detail": "its cable"}
+    told = [[failure], [failure], []]
+    monkeypatch.setattr("jaxmorph.trainer.cut_batch", lambda batch, config, rank: None)
+    monkeypatch.setattr("jaxmorph.trainer.apply_gradients", lambda stage, totals, norm: True)
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, 0
+    trainer._in_force, trainer._skipped = SimpleNamespace(program=None), SkippedSteps(None)
+    trainer._rendezvous = SoleRank()
+    trainer._stage = SimpleNamespace(
+        run=lambda program, inputs, step: StepOutcome(0.5, (), []),
+        squared_norm=lambda: 4.0,
+        events=list,
+        link_failures=lambda: told.pop(0),
+    )
+    trainer._own_ends, trainer._failed = told_by(trainer), FailedLinks()
+    assert [trainer.step(None).failed_links for _ in range(3)] == [("0-1",), (), ()]
 
 
 def test_too_many_steps_that_are_not_finite_end_in_an_error_and_nothing_is_updated(monkeypatch):
@@ -200,7 +234,7 @@ def test_too_many_steps_that_are_not_finite_end_in_an_error_and_nothing_is_updat
         events=list,
         link_failures=list,
     )
-    trainer._own_ends = told_by(trainer)
+    trainer._own_ends, trainer._failed = told_by(trainer), FailedLinks()
     assert trainer.step(None).updated is False
     with pytest.raises(RunFailedError, match=r"^2 steps in a row .* stage 0: loss inf, gradients"):
         trainer.step(None)

@@ -114,10 +114,12 @@ def _num_faults(storms: list[Storm]) -> int:
 
 def _judge(storms: list[Storm], bad_endings: int, wanted: int, features: Features) -> int:
     events = sum((storm.events for storm in storms), Counter())
+    own = [features.of_run(storm.seed) for storm in storms]
+    had = Features(any(each.restarts for each in own), any(each.direct_cuts for each in own))
     figures = (
         ("faults", _num_faults(storms), wanted, _num_faults(storms) >= wanted),
-        *_least("links that fail in mid-step", events["link_failed"], features.direct_cuts),
-        *_least("restarts", events["restarted"], features.restarts),
+        *_least("links that fail in mid-step", events["link_failed"], had.direct_cuts),
+        *_least("restarts", events["restarted"], had.restarts),
         ("runs with wrong results", sum(bool(storm.wrong) for storm in storms), 0, None),
         ("hangs", sum(len(storm.hangs) for storm in storms), 0, None),
         ("leaks", sum(len(storm.leaks) for storm in storms), 0, None),

@@ -61,7 +61,7 @@ class NicCase:
 
 
 _DOWN, _SILENT = card_lost(_LAST, "last host"), card_unplugged(_LAST, "last host")
-_INNER_DOWN = card_lost(_INNER, "inner host")
+_INNER_DOWN, _INNER_SILENT = card_lost(_INNER, "inner host"), card_unplugged(_INNER, "inner host")
 _DOWN_FOR_A_WHILE = card_lost(_LAST, "last host", lasts_s=OUTAGE_S)
 _BOTH_CARDS = (CONTROL_NIC, 0)
 CASES = (
@@ -69,6 +69,7 @@ CASES = (
     NicCase(_SILENT, ("2-3",), _SILENT.name),
     NicCase(_SILENT, ("2-3",), "same, sidecars over both cards", sidecar_nics=_BOTH_CARDS),
     NicCase(_INNER_DOWN, ("0-1", "1-2"), _INNER_DOWN.name),
+    NicCase(_INNER_SILENT, ("0-1", "1-2"), _INNER_SILENT.name),
     NicCase(_DOWN_FOR_A_WHILE, ("2-3",), _DOWN_FOR_A_WHILE.name, returns=True),
 )
 

@@ -20,6 +20,7 @@ from jaxmorph.errors import RunFailedError, RunStoppedError
 from jaxmorph.reporting import Event, RunHeader, RunSummary, StepRecord
 from jaxmorph.reporting.run_directory import EVENTS, METRICS, RECOVERY
 from jaxmorph.reporting.run_matrix import Run, StepTimes
+from jaxmorph.runtime.launcher import RankFailedError
 from jaxmorph.start import run_here
 
 RUNS = "runs"
@@ -28,6 +29,7 @@ _COUNTED = (
     "rank_failed", "restarted", "checkpoint_saved", "checkpoint_failed", "link_failed",
     "link_restored", "straggler_detected", "plan_changed", "route_changed",
 )  # fmt: skip
+_ENDED = "the comparison has ended with it, and what it has measured is written"
 _JAX_CACHE = "JAX_COMPILATION_CACHE_DIR"
 
 
@@ -136,10 +138,11 @@ def run_whole(
             run_here(whole_config(config, system, condition, directory), progress)
     except RunFailedError as error:
         put_what_is_there("; ".join(str(error).splitlines()[:2]))
+        if isinstance(error, RankFailedError) and error.asked_to_end:
+            raise RunStoppedError(f"{progress.name}: {error}; {_ENDED}") from error
     except RunStoppedError as error:
         put_what_is_there("asked to end")
-        ended = "the comparison has ended with it, and what it has measured is written"
-        raise RunStoppedError(f"{progress.name}: {error}; {ended}") from error
+        raise RunStoppedError(f"{progress.name}: {error}; {_ENDED}") from error
     except KeyboardInterrupt:
         put_what_is_there("interrupted")
         raise

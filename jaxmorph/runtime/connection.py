@@ -26,6 +26,7 @@ class Connection:
 
     def __init__(self, peer: socket.socket, deadline_s: float) -> None:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # it may be silent for days
         self._socket = peer
         self.limit(deadline_s)
 

@@ -156,6 +156,10 @@ class FailoverRoute:
         """Whether this rank is an end of a link that has left its direct path."""
         return link in self._ends and self._ends[link].has_switched
 
+    def begin_switched(self, link: Link) -> None:
+        """Begin a link without its direct path, at both its ends, before anything has been sent."""
+        self._ends[link].begin_switched()
+
     def can_restore(self, link: Link) -> bool:
         """Whether a link that has switched can begin again on the direct route."""
         return self.has_switched(link) and self._ends[link].times_closed < LIVES
@@ -196,7 +200,10 @@ class FailoverRoute:
         require_live(identity, self._abandoned)
         end = self._ends[identity.transfer.link]
         if self._others is not None and not end.has_switched and self._others.is_dead(end.link):
-            end.give_up("its path was found dead while a transfer of another link hung")
+            found = "its path was found dead while a transfer of another link hung"
+            # What a card that is gone has held open may never be heard of again.
+            is_closed = not self._direct.links.is_cut(end.link, identity.step)
+            end.give_up(found, is_closed=is_closed)
         return end
 
     @contextmanager

@@ -89,10 +89,11 @@ def have_threads(arguments: RankArguments, least: int) -> None:
     """Have XLA's pools have at least so many threads, where the launcher has given them fewer.
 
     Args:
-        arguments: The launcher's; what its user has said of threads stands.
+        arguments: The launcher's; what its user, or the script, has said of threads stands.
         least: How many. It holds if JAX has computed nothing yet.
     """
-    if arguments.num_threads is not None and arguments.num_threads < least:
+    given = arguments.num_threads
+    if given is not None and given < least and os.environ.get("NPROC") == str(given):
         os.environ["NPROC"] = str(least)
 
 

@@ -136,16 +136,23 @@ class LinkEnd:
                 self._give_up(failure, is_closed)
         self._switch_if_due()
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: str, *, is_closed: bool) -> None:
         """Give the path up between two transfers, if nobody has.
 
         Args:
             reason: What is wrong with it.
+            is_closed: As for `leave`.
         """
         with self._changed:
             if self._state is None:
-                self._give_up(reason, is_closed=False)
+                self._give_up(reason, is_closed)
         self._switch_if_due()
+
+    def begin_switched(self) -> None:
+        """Begin without a direct path, as the peer does; nothing has been sent so far."""
+        with self._changed:
+            self._state = EndState(self.epoch + 1, {}, False, "")
+            self._switching = self._has_switched = True
 
     def await_switch(self, what: str) -> int:
         """Wait until the link's transfers go on delegated.
@@ -221,6 +228,7 @@ class LinkEnd:
             return
         except (ConnectionLostError, OSError) as error:
             lost = str(error)
+            self._wires.states.close()  # so that the other thread hears of it
         except Exception as error:  # what the peer says makes no sense
             self._fail(error)
         if not self._has_met:  # the other thread hears what has become of the path, or of the peer
@@ -246,7 +254,7 @@ class LinkEnd:
         try:
             wire.send(message)
         except (ConnectionLostError, OSError) as error:
-            self._lost = str(error)
+            self._lost = self._lost or str(error)
 
     def _give_up(self, reason: str, is_closed: bool) -> None:
         """Complete no more of this life, and say so; the lock is held."""
@@ -261,7 +269,7 @@ class LinkEnd:
                 self._hear(EndState.from_bytes(self._wires.states.receive()))
         except (ConnectionLostError, OSError) as error:
             with self._changed:
-                self._lost = str(error)
+                self._lost = self._lost or str(error)
                 self._changed.notify_all()
         except Exception as error:  # what the peer says makes no sense
             self._fail(error)

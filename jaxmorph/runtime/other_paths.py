@@ -13,6 +13,7 @@ from typing import Protocol
 from jaxmorph.schedule.costs import Link
 
 _LOOKS = 4  # how often a transfer is looked at before it hangs
+_TRIES, _BETWEEN_S = 10, 0.5
 
 
 class Echoes(Protocol):
@@ -22,8 +23,8 @@ class Echoes(Protocol):
         """Ask once, and wait for the answer."""
         ...
 
-    def watch(self, link: Link) -> None:
-        """Ask again and again."""
+    def watch(self, link: Link, answer_s: float) -> bool:
+        """Ask again and again, unless somebody does; then False."""
         ...
 
     def is_down(self, link: Link) -> bool:
@@ -39,10 +40,12 @@ class OtherPaths:
     """Watches a rank's links from when a transfer of one of them hangs to the end of the step.
 
     Args:
-        links: The rank's direct ones. Those whose hosts don't even answer at first, as where a host
-            knows itself by a name of its own, are never taken for dead.
+        links: The rank's direct ones. Those whose hosts don't even answer at the run's start, as
+            where a host knows itself by a name of its own, are never taken for dead; nor are those
+            that somebody else watches, as their paths have failed before.
         echoes: Asks their other ends.
-        after_s: How long a transfer takes that hangs: less than when it is given up.
+        after_s: How long a transfer takes that hangs: half of when it is given up. By then others
+            have been asked, and haven't answered.
         is_cut: Whether an emulated link is cut.
     """
 
@@ -85,9 +88,9 @@ class OtherPaths:
             failed: Those that somebody else goes on to watch.
         """
         with self._lock:
-            watched, self._watched = self._watched, set()
-        for link in watched.difference(failed):
-            self._echoes.forget(link)
+            for link in self._watched.difference(failed):
+                self._echoes.forget(link)
+            self._watched.clear()
 
     def close(self) -> None:
         """Look at no more transfers."""
@@ -95,17 +98,24 @@ class OtherPaths:
         self._thread.join(self._after_s)
 
     def _look(self) -> None:
-        self._reached = frozenset(link for link in self._links if self._echoes.reaches(link))
+        self._meet_hosts()
         while not self._closed.wait(self._after_s / _LOOKS):
             inside = self._inside
             if inside is not None and time.monotonic() - inside[1] >= self._after_s:
                 self._watch_others(inside)
+
+    def _meet_hosts(self) -> None:
+        """Have all hosts answer once; they may be busy, as they start too."""
+        for _ in range(_TRIES):
+            missing = [link for link in self._links if link not in self._reached]
+            self._reached |= {link for link in missing if self._echoes.reaches(link)}
+            if len(self._reached) == len(self._links) or self._closed.wait(_BETWEEN_S):
+                return
 
     def _watch_others(self, inside: tuple[Link, float]) -> None:
         with self._lock:
             if self._inside != inside:  # it was over meanwhile, and maybe the step
                 return
             for link in self._links:
-                if link != inside[0] and link not in self._watched:
+                if link != inside[0] and self._echoes.watch(link, self._after_s / 2):
                     self._watched.add(link)
-                    self._echoes.watch(link)

@@ -50,7 +50,7 @@ class PathEchoes:
         self._rank, self._listener = rank, listener
         self._addresses: list[Address] = []
         self._secret = b""
-        self._closed = threading.Event()
+        self._lock, self._closed = threading.Lock(), threading.Event()
         self._watches: dict[Link, _Watch] = {}
         self._threads: list[threading.Thread] = []
 
@@ -64,11 +64,23 @@ class PathEchoes:
         self._addresses, self._secret = addresses, secret
         self._start(self._answer_all)
 
-    def watch(self, link: Link) -> None:
-        """Ask the other end of a link again and again, beside all else."""
-        if link not in self._watches:
-            self._watches[link] = watch = _Watch(self._addresses[sum(link) - self._rank])
+    def watch(self, link: Link, answer_s: float = _ANSWER_S) -> bool:
+        """Ask the other end of a link again and again, beside all else.
+
+        Args:
+            link: Which one.
+            answer_s: How long to wait for each answer, unless somebody asks already.
+
+        Returns:
+            Whether nobody has asked so far.
+        """
+        with self._lock:
+            if link in self._watches:
+                return False
+            watch = _Watch(self._addresses[sum(link) - self._rank], answer_s)
+            self._watches[link] = watch
             self._start(partial(self._ask_all, watch))
+            return True
 
     def is_down(self, link: Link) -> bool:
         """Whether the other end is watched, and didn't answer the last time that it was asked."""
@@ -77,16 +89,19 @@ class PathEchoes:
 
     def reaches(self, link: Link) -> bool:
         """Whether the other end answers now; waits for that."""
-        return self._ask(self._addresses[sum(link) - self._rank])
+        return self._ask(self._addresses[sum(link) - self._rank], _ANSWER_S)
 
     def forget(self, link: Link) -> None:
         """Ask no more; of the next `watch` nothing is known at first."""
-        if link in self._watches:
-            self._watches.pop(link).is_over.set()
+        with self._lock:
+            watch = self._watches.pop(link, None)
+        if watch is not None:
+            watch.is_over.set()
 
     def is_up(self, link: Link) -> bool:
         """Whether the other end has answered the last time; False where it wasn't asked."""
-        return link in self._watches and self._watches[link].is_up
+        watch = self._watches.get(link)
+        return watch is not None and watch.is_up
 
     def close(self) -> None:
         """Neither ask nor answer any more."""
@@ -99,18 +114,18 @@ class PathEchoes:
 
     def _start(self, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, name="path echo", daemon=True)
-        self._threads.append(thread)
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
         thread.start()
 
     def _ask_all(self, watch: "_Watch") -> None:
         while not watch.is_over.is_set():
-            watch.is_up = self._ask(watch.address)
+            watch.is_up = self._ask(watch.address, watch.answer_s)
             watch.has_asked = True
             watch.is_over.wait(_BETWEEN_S)
 
-    def _ask(self, address: Address) -> bool:
+    def _ask(self, address: Address, answer_s: float) -> bool:
         with contextlib.suppress(OSError, ConnectionLostError):
-            connection = Connection(socket.create_connection(address, _ANSWER_S), _ANSWER_S)
+            connection = Connection(socket.create_connection(address, answer_s), answer_s)
             with contextlib.closing(connection):
                 introduce(connection, self._rank, self._secret)
                 return connection.receive(len(_IS_UP)) == _IS_UP
@@ -131,6 +146,7 @@ class _Watch:
     """A link's other end, which is asked until that is over."""
 
     address: Address
+    answer_s: float
     is_up: bool = False
     has_asked: bool = False
     is_over: threading.Event = field(default_factory=threading.Event)

@@ -180,7 +180,6 @@ class StageTrainer:
             self._online = OnlineDispatcher(self._queue, self.delegated, timeout_s)
         self._failover: FailoverRoute | None = None
         self._links, self._lines, self._step = direct.links, lines, 0
-        self._failed_before: set[Link] = set()
         if lines is not None and lines.wires and self.delegated is not None:
             programs_of = partial(_programs_of_link, payloads, mesh, paced)
             hangs_s = (settings.direct_timeout_s or timeout_s) * _HANGS_AFTER
@@ -296,7 +295,7 @@ class StageTrainer:
         """
         if self._lines is None or self._failover is None:
             return None
-        if not (self._failover.has_switched(link) or link in self._failed_before):
+        if not self._failover.has_switched(link):
             return None
         self._lines.echoes.watch(link)
         return self._lines.echoes.is_up(link) and not self._is_cut(link)
@@ -307,12 +306,14 @@ class StageTrainer:
     def take_for_failed(self, link: Link) -> None:
         """Take note that a direct path has failed, though not in this process.
 
-        No plan is to use it before `restore_direct`; both its ranks are told.
+        Both its ranks do so before the first step in which a plan could use it, and until
+        `restore_direct` its messages go by hosts, as after a failure.
 
         Args:
             link: One of this rank that fails over.
         """
-        self._failed_before.add(link)
+        if self._failover is not None:
+            self._failover.begin_switched(link)
 
     def can_restore(self, link: Link) -> bool:
         """Whether a link of this rank, which has failed, can go back to its direct path."""
@@ -321,8 +322,7 @@ class StageTrainer:
     def restore_direct(self, link: Link) -> None:
         """Have a link that has failed begin again on its direct path.
 
-        Both its ranks do so at the same boundary; for others it does nothing. A path that failed
-        before this process was begins as if it never had.
+        Both its ranks do so at the same boundary; for others it does nothing.
 
         Args:
             link: Which one.
@@ -330,12 +330,10 @@ class StageTrainer:
         Raises:
             LinkExhaustedError: If it can't begin again.
         """
-        has_switched = self._failover is not None and self._failover.has_switched(link)
-        if self._failover is not None and has_switched:
-            self._failover.restore(link)
-        if self._lines is not None and (has_switched or link in self._failed_before):
-            self._lines.echoes.forget(link)
-        self._failed_before.discard(link)
+        if self._failover is None or self._lines is None or not self._failover.has_switched(link):
+            return
+        self._failover.restore(link)
+        self._lines.echoes.forget(link)
 
     def events(self) -> list[dict[str, Any]]:
         """What has happened to delegated links since the last call: see `DataPlane.events`."""

@@ -10,6 +10,7 @@ from jaxmorph.runtime.launcher import OFFLOADING_THREADS
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.scripts.launched import launch_told
 from jaxmorph.scripts.meeting import meet
+from jaxmorph.training.cluster import num_tasks
 
 _SOME_STAGES = 4
 
@@ -72,7 +73,7 @@ def _about_joining(tree: Mapping[str, Any]) -> dict[str, Any]:
 def _given_stages(tree: Mapping[str, Any]) -> int:
     given = tree.get("parallelism")
     stages = given.get("stages") if isinstance(given, Mapping) else None
-    return stages if isinstance(stages, int) and stages > 0 else _SOME_STAGES
+    return stages if isinstance(stages, int) and stages > 0 else num_tasks() or _SOME_STAGES
 
 
 def _name(source: Source) -> str:

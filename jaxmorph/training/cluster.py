@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 # Each is set in the processes that srun, mpirun or an indexed Kubernetes job has started.
 _CLUSTER_VARIABLES = ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX")
+_SIZE_VARIABLES = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 # By which of them `jax.distributed` numbers the processes.
 _TASK_VARIABLES = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
@@ -20,6 +21,12 @@ _TASK_VARIABLES = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX
 def started_by_cluster() -> bool:
     """Whether Slurm, Open MPI or Kubernetes has started this process as a task of a job."""
     return any(name in os.environ for name in _CLUSTER_VARIABLES)
+
+
+def num_tasks() -> int | None:
+    """How many tasks the job has of which this process is one; None where nobody has said."""
+    told = (os.environ.get(name, "") for name in _SIZE_VARIABLES)
+    return next((int(size) for size in told if size.isdecimal()), None)
 
 
 def is_first_task() -> bool:

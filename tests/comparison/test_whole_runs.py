@@ -2,7 +2,7 @@
 
 import json
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from jaxmorph.reporting.page.comparison_page import comparison_page
 from jaxmorph.reporting.recovery_figure import save_recovery_figure
 from jaxmorph.reporting.recovery_table import WHOLE_COLUMNS
 from jaxmorph.reporting.run_matrix import Matrix, Run
+from jaxmorph.runtime.launcher import RankFailedError
 
 CONFIG = check_config(
     {
@@ -211,6 +212,17 @@ def test_a_run_that_somebody_ends_is_told_of_and_ends_the_comparison(runs, tmp_p
     assert (run.failed, run.total_s) == (f"8 steps done: {says}", None)
     assert run.step_ms is not None
     assert run.step_ms.n == 8
+
+
+@pytest.mark.parametrize("was_asked", [True, False])
+def test_a_rank_that_fails_once_it_was_asked_to_end_ends_the_comparison_too(
+    runs, tmp_path, was_asked
+):
+    told: list[Run] = []
+    runs.ends = [RankFailedError("rank 1 failed: disk full", asked_to_end=was_asked)]
+    with pytest.raises(RunStoppedError, match="disk full") if was_asked else nullcontext():
+        run_as("restart", tmp_path / "a", told.append)
+    assert [run.failed for run in told] == ["8 steps done: rank 1 failed: disk full"]
 
 
 def test_what_was_measured_before_a_comparison_is_asked_to_end_is_written(

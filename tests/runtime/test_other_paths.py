@@ -15,16 +15,20 @@ class FakeEchoes:
     """Other ends that answer unless they are down."""
 
     def __init__(self, down=()):
-        self.down, self.watched = set(down), []
+        self.down, self.watched, self.of_others = set(down), [], set()
         self.changed = threading.Condition()
 
     def reaches(self, link):
         return link not in self.down
 
-    def watch(self, link):
+    def watch(self, link, answer_s):
+        assert answer_s < 0.05
         with self.changed:
+            if link in {*self.watched, *self.of_others}:
+                return False
             self.watched.append(link)
             self.changed.notify_all()
+            return True
 
     def is_down(self, link):
         return link in self.watched and link in self.down
@@ -93,3 +97,15 @@ def test_after_the_step_nobody_is_watched_but_for_links_that_failed(look):
     others.settle([OTHER])
     assert echoes.watched == [OTHER]
     assert not others.is_dead(OTHER)  # what becomes of it is not for this to say
+
+
+def test_what_somebody_else_watches_stays_theirs(look):
+    echoes = FakeEchoes()
+    echoes.of_others.add(OTHER)
+    others = look(echoes)
+    others.enter(OWN)
+    echoes.wait_until_watched(THIRD)
+    assert not others.is_dead(OTHER)
+    others.leave()
+    others.settle([])
+    assert echoes.watched == []
