@@ -3,8 +3,8 @@
 Trains a tiny model for 200 steps, once left in peace, and once with a random rank killed 20 times,
 each at a random moment of its own stretch of steps. Then the parameters, the optimizer's state and
 every step's loss must be the same bits, and no kill may cost more steps than lie between two
-checkpoints, and the two in which the ranks agree that all have written one. Says what a recovery
-takes, by its phases. Linux only.
+checkpoints: a step takes longer here than a checkpoint to be written. Says what a recovery takes,
+by its phases. Linux only.
 """
 
 import argparse
@@ -25,7 +25,6 @@ from benchmarks.head_of_line import Bar
 
 ROOT = Path(__file__).parent.parent
 STEPS, INTERVAL = 200, 5
-_AGREED_IN = 2  # steps after which the ranks know that all of them have written a checkpoint
 _POLL_S = 0.01
 _PATIENCE_S = 300.0
 _CONFIG = {
@@ -35,8 +34,8 @@ _CONFIG = {
     "parallelism": {"stages": 2},
     "batch": {"microbatches": 4, "microbatch_size": 1},
     "schedule": {"name": "1f1b"},
-    "emulation": {  # so that a step lasts long enough to be killed in
-        "accelerator": {"forward_ms": 5, "backward_input_ms": 5, "backward_weight_ms": 5}
+    "emulation": {  # so that a step lasts long enough to be killed in, and to write meanwhile
+        "accelerator": {"forward_ms": 20, "backward_input_ms": 20, "backward_weight_ms": 20}
     },
     "trace": {"every_steps": 0},
     "checkpoint": {"every_steps": INTERVAL},
@@ -116,7 +115,7 @@ def bars(whole: Path, killed: Path, kills: int) -> Iterator[Bar]:
     yield Bar("restarts over kills", len(costs) / kills, least=1.0, most=1.0)
     yield Bar("the same bits in the end (1: yes)", float(same_bits(whole, killed)), least=1.0)
     lost = max(cost["steps_again"] for cost in costs)
-    yield Bar("most steps that one kill has cost", lost, most=INTERVAL + _AGREED_IN)
+    yield Bar("most steps that one kill has cost", lost, most=INTERVAL)
 
 
 def recoveries(run: Path) -> Lines:

@@ -238,8 +238,10 @@ def _launch(
 def _last_whole(config: Config, directory: Path, record: RunRecord) -> int | None:
     """How many steps the last whole checkpoint has done, None where there is none.
 
-    Damaged ones are told of, and set aside.
+    What the ranks had written, and only hadn't agreed on yet, becomes one. Damaged ones are told
+    of, and set aside.
     """
+    checkpoint_folder(config, directory).commit_written(record.num_recorded)
     step, passed_over = last_whole(config, directory)
     _set_aside(config, directory, passed_over, record, step or 0)
     return step

@@ -1,11 +1,15 @@
 """What `jaxmorph train` does around the ranks: where they log, how a cluster's rank ends."""
 
 import signal
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from jaxmorph import start
 from jaxmorph.checkpoints.folder import CheckpointFolder
+from jaxmorph.checkpoints.layout import stage_path
+from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.config import check_config
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.rendezvous import SoleRank
@@ -22,6 +26,21 @@ def test_each_life_of_a_run_has_a_folder_for_its_logs(tmp_path):
         "logs", "logs/from_step_0", "logs/from_step_6", "logs/from_step_6-2",
         "logs/from_step_0-2",
     ]  # fmt: skip
+
+
+def test_before_ranks_start_again_what_they_had_all_written_becomes_a_checkpoint(tmp_path):
+    config = check_config({"checkpoint": {"every_steps": 4}, "model": {"num_layers": 2}})
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    for step in (4, 8):
+        folder.begin(Manifest(step, (range(2),), 256, (), config))
+        part = stage_path(folder.unfinished(step), 0)
+        part.mkdir()
+        (part / "array").write_text(f"{step}")
+        folder.seal_part(step, 0)
+    record: Any = SimpleNamespace(num_recorded=7)
+    assert start._last_whole(config, tmp_path, record) == 4
+    record.num_recorded = 8
+    assert start._last_whole(config, tmp_path, record) == 8
 
 
 @pytest.mark.parametrize(

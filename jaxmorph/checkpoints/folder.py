@@ -1,10 +1,11 @@
 """The folder of a run's checkpoints: how one comes to exist, all of it at once, and how one goes.
 
 A folder `step_N` is a checkpoint, whole and with its manifest. One that is being written is
-`step_N.unfinished`, one on its way out `step_N.removed`, and one that was found damaged
-`step_N.damaged`; none of these is ever read. Every change from one to the other is one renaming, so
-whatever is killed at whatever time, a checkpoint is whole or it is none. What happens to its files
-later, their checksums tell (`checksums`).
+`step_N.unfinished`, which becomes one when its ranks have agreed that all is written, or, if they
+are ended before that, when it turns out that all was; one on its way out is `step_N.removed`, and
+one that was found damaged `step_N.damaged`; none of these is ever restored. Every change from one
+to the other is one renaming, so whatever is killed at whatever time, a checkpoint is whole or it is
+none. What happens to its files later, their checksums tell (`checksums`).
 """
 
 import contextlib
@@ -15,8 +16,17 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from jaxmorph.checkpoints.checksums import Damage, list_files, sum_of, sync_folder, write_settled
+from jaxmorph.checkpoints.checksums import (
+    Damage,
+    find_damage,
+    list_files,
+    read_list,
+    sum_of,
+    sync_folder,
+    write_settled,
+)
 from jaxmorph.checkpoints.layout import (
+    DRAFT,
     MANIFEST,
     SEAL,
     is_rank_file,
@@ -28,6 +38,7 @@ from jaxmorph.checkpoints.wholeness import damage_of, seal_of
 from jaxmorph.errors import UserError
 
 _FINISHED = re.compile(r"step_(\d+)")
+_UNFINISHED = re.compile(r"step_(\d+)\.unfinished")
 _LEFT_OVER = re.compile(r"step_\d+\.(unfinished|removed)")
 
 
@@ -86,6 +97,51 @@ class CheckpointFolder:
         except ValueError as error:
             raise UserError(f"{path}: {' '.join(str(error).split())}") from error
 
+    def begin(self, manifest: Manifest) -> None:
+        """Write down what a checkpoint will say of itself, before its parts are written.
+
+        Args:
+            manifest: That, but for its parts' checksums.
+
+        Raises:
+            OSError: It can't be written.
+        """
+        unfinished = self.unfinished(manifest.step)
+        unfinished.mkdir(parents=True, exist_ok=True)
+        write_settled(unfinished / DRAFT, json.dumps(manifest.to_json()).encode())
+
+    def commit_written(self, num_recorded: int) -> tuple[int, ...]:
+        """Make checkpoints of what all ranks had written when they were ended before they agreed.
+
+        Nobody may be writing there any more.
+
+        Args:
+            num_recorded: After how many steps the run's records end: one that came after that would
+                leave a gap in them.
+
+        Returns:
+            After how many steps the checkpoints are that came to be.
+        """
+        if not self.path.is_dir():
+            return ()
+        found = (_UNFINISHED.fullmatch(path.name) for path in self.path.iterdir())
+        steps = sorted(int(match[1]) for match in found if match)
+        return tuple(step for step in steps if step <= num_recorded and self._commits(step))
+
+    def _commits(self, step: int) -> bool:
+        """Whether a checkpoint is all there, and has become one."""
+        unfinished = self.unfinished(step)
+        try:
+            manifest = Manifest.from_json(json.loads((unfinished / DRAFT).read_bytes()))
+            for number in range(len(manifest.layers)):
+                files = read_list(list_path(unfinished, number).read_bytes())
+                if find_damage(stage_path(unfinished, number), files, thorough=True) is not None:
+                    return False
+            self.commit(manifest)
+        except (OSError, ValueError):  # some of it isn't there, or not all of it
+            return False
+        return True
+
     def seal_part(self, step: int, virtual_stage: int) -> None:
         """List the files of a part that has been written, before anybody says that it has been.
 
@@ -121,6 +177,8 @@ class CheckpointFolder:
         with contextlib.suppress(OSError):  # not every file system can, and the files are there
             sync_folder(unfinished)
         unfinished.rename(self.finished(manifest.step))
+        with contextlib.suppress(OSError):
+            (self.finished(manifest.step) / DRAFT).unlink()
         with contextlib.suppress(OSError):
             sync_folder(self.path)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"
 SEAL = "manifest.seal"
+DRAFT = "manifest.draft"
 _RANK_FILE = re.compile(r"\.rank_\d+_[0-9a-f]{16}")
 
 

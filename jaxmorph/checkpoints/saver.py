@@ -5,7 +5,8 @@ one another how far they are in the meetings that they have at every step anyway
 
 - first phase: a rank says `written` once its part, with the checksums of its files, is on disk;
 - second phase: when all have said so, rank 0 makes the checkpoint of the parts, and says
-  `committed`; with that the others may forget it, and rank 0 the oldest checkpoints.
+  `committed`; with that the others may forget it, and rank 0 the oldest checkpoints. Whoever starts
+  ranks again that were ended in between does so in its place (`CheckpointFolder.commit_written`).
 
 A rank whose part can't be written says `failed`. Then there is no such checkpoint, and the run goes
 on; only when its last one fails, the run has failed.
@@ -48,6 +49,7 @@ class _Save:
         held_up_s: How long training has waited for it on this rank.
         began_s: When it began.
         committed: The second phase, on rank 0 once it has begun.
+        manifest: What the checkpoint will say of itself, on rank 0.
     """
 
     step: int
@@ -56,6 +58,7 @@ class _Save:
     held_up_s: float
     began_s: float
     committed: Future[None] | None = None
+    manifest: Manifest | None = None
 
 
 class CheckpointSaver:
@@ -110,9 +113,10 @@ class CheckpointSaver:
         self._settle()
         copies = [jax.tree.map(_copy_to_host, part) for part in parts]
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(copies))
-        written = self._thread.submit(self._write_parts, step, copies)
+        manifest = self._describe(step) if self._rendezvous.rank == 0 else None
+        written = self._thread.submit(self._write_parts, step, copies, manifest)
         held_up_s = time.monotonic() - began_s
-        self._save = _Save(step, written, num_bytes, held_up_s, began_s)
+        self._save = _Save(step, written, num_bytes, held_up_s, began_s, manifest=manifest)
 
     def told(self) -> Message:
         """What this rank says of its save in the next meeting; nothing if there is none."""
@@ -163,9 +167,11 @@ class CheckpointSaver:
             wait([self._save.committed or self._save.written], _POLL_S)
             self.heed(self._rendezvous.exchange(self.told()))
 
-    def _write_parts(self, step: int, parts: Sequence[Tree]) -> None:
+    def _write_parts(self, step: int, parts: Sequence[Tree], manifest: Manifest | None) -> None:
         unfinished = self._folder.unfinished(step)
         unfinished.mkdir(parents=True, exist_ok=True)
+        if manifest is not None:
+            self._folder.begin(manifest)
         for number, part in zip(self._own_stages, parts, strict=True):
             self._write(stage_path(unfinished, number), part)
             self._folder.seal_part(step, number)
@@ -184,9 +190,9 @@ class CheckpointSaver:
         return {} if error is None else {"why": _shortened(" ".join(f"{error}".split()))}
 
     def _commit(self, save: _Save) -> None:
-        if self._rendezvous.rank == 0 and save.committed is None:
-            manifest, told = self._describe(save.step), self._told_so_far()
-            save.committed = self._thread.submit(self._commit_once_told, manifest, told)
+        if save.manifest is not None and save.committed is None:
+            told = self._told_so_far()
+            save.committed = self._thread.submit(self._commit_once_told, save.manifest, told)
 
     def _commit_once_told(self, manifest: Manifest, told: Future[None]) -> None:
         told.result()

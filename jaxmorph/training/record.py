@@ -63,6 +63,7 @@ class RunRecord:
         self._began_s = self._life_began_s = self._last_step_s = clock()
         self._has_started = False
         self._goodput: Goodput | None = None
+        self._last_step = first_step - 1
 
     @property
     def directory(self) -> Path:
@@ -73,6 +74,11 @@ class RunRecord:
     def num_steps(self) -> int:
         """How many steps have been recorded."""
         return len(self._history)
+
+    @property
+    def num_recorded(self) -> int:
+        """After how many of the run's steps its records end, those from before it went on too."""
+        return self._last_step + 1
 
     @property
     def productive_s(self) -> float:
@@ -129,6 +135,7 @@ class RunRecord:
         self._directory.go_back(step)
         self._history.go_back(step)
         self._reporter.go_back(step)
+        self._last_step = step - 1
         self._traces = _traces_before(step, self._directory)
         if self._last_traced_step >= step:  # what will be measured again may come out otherwise
             self._last_timelines, self._last_traced_step = {}, -1
@@ -187,7 +194,7 @@ class RunRecord:
         )
 
     def _take_step(self, record: StepRecord) -> None:
-        self._last_step_s = self._clock()
+        self._last_step_s, self._last_step = self._clock(), record.step
         self._history.add(record)
         self._directory.write_step(record)
         self._reporter.step(record)

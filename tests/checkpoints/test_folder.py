@@ -53,6 +53,68 @@ def test_what_is_being_written_is_no_checkpoint_until_it_is_committed(tmp_path):
     assert (stage_path(folder.finished(7), 1) / "array").read_text() == "7"
 
 
+def test_what_all_ranks_had_written_when_they_were_ended_becomes_a_checkpoint(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    for step in (7, 8):
+        folder.begin(manifest(step))
+        write_parts(folder, step)
+    assert folder.steps() == ()
+    assert folder.commit_written(7) == (7,)  # the eighth step's records were lost
+    assert folder.steps() == (7,)
+    assert folder.manifest(7).vocab_size == 256
+    assert folder.newest_whole() == (7, ())
+    assert sorted(path.name for path in folder.finished(7).iterdir()) == [
+        "manifest.json", "manifest.seal", "virtual_stage_0", "virtual_stage_0.files",
+        "virtual_stage_1", "virtual_stage_1.files",
+    ]  # fmt: skip
+    assert folder.commit_written(8) == (8,)
+
+
+def _without_draft(folder):
+    (folder.unfinished(7) / "manifest.draft").unlink()
+
+
+def _with_half_a_draft(folder):
+    draft = folder.unfinished(7) / "manifest.draft"
+    draft.write_bytes(draft.read_bytes()[:-5])
+
+
+def _with_half_a_list(folder):
+    files = folder.unfinished(7) / "virtual_stage_1.files"
+    files.write_bytes(files.read_bytes()[:-5])
+
+
+def _without_a_list(folder):
+    (folder.unfinished(7) / "virtual_stage_1.files").unlink()
+
+
+def _with_another_byte(folder):
+    (stage_path(folder.unfinished(7), 1) / "array").write_text("8")
+
+
+def _beside_a_finished_one(folder):
+    commit(CheckpointFolder(folder.path / "other"), 7)
+    CheckpointFolder(folder.path / "other").finished(7).rename(folder.finished(7))
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [_without_draft, _with_half_a_draft, _with_half_a_list, _without_a_list, _with_another_byte,
+     _beside_a_finished_one],
+)  # fmt: skip
+def test_what_was_not_all_written_stays_no_checkpoint(tmp_path, harm):
+    folder = CheckpointFolder(tmp_path)
+    folder.begin(manifest(7))
+    write_parts(folder, 7)
+    harm(folder)
+    assert folder.commit_written(7) == ()
+    assert folder.unfinished(7).is_dir()
+
+
+def test_where_nothing_was_written_nothing_is_to_be_finished(tmp_path):
+    assert CheckpointFolder(tmp_path / "none").commit_written(9) == ()
+
+
 def test_a_checkpoint_with_a_part_missing_is_refused(tmp_path):
     folder = CheckpointFolder(tmp_path)
     write_parts(folder, 7, numbers=(0,))

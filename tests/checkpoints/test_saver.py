@@ -132,6 +132,17 @@ def test_there_is_no_checkpoint_before_every_rank_has_written(ranks):
     assert ranks.events == []
 
 
+def test_what_all_had_written_before_they_agreed_can_be_made_a_checkpoint_later(ranks):
+    ranks.save(7)
+    ranks.free(0, 1)
+    for rank, saver in enumerate(ranks.savers):  # their threads end, and they never meet again
+        saver.__exit__(None)
+        assert saver.told()["checkpoint"]["is"] == "written", rank
+    assert ranks.folder.steps() == ()
+    assert ranks.folder.commit_written(7) == (7,)
+    assert ranks.folder.newest_whole() == (7, ())
+
+
 def test_once_all_have_written_rank_0_commits_and_all_forget_it(ranks):
     ranks.save(7)
     ranks.free(0, 1)
