@@ -4,6 +4,7 @@ import ctypes
 import threading
 import time
 import zlib
+from itertools import count
 
 import numpy as np
 import pytest
@@ -229,12 +230,17 @@ class Conformance:
 
     def test_messages_say_when_they_were_posted_and_landed(self, joined):
         first, second = joined(spec())
-        before_s = time.monotonic()
-        send(first, THERE, 0, 10)
-        slot = receive(second, THERE, 0, 10)
-        # One host, one clock: what remains is the error of the estimated offset.
-        assert before_s - 0.05 <= slot.posted_s <= slot.landed_s + 0.05
-        assert before_s <= slot.landed_s <= time.monotonic()
+        until_s = soon()
+        for number in count():
+            before_s = time.monotonic()
+            send(first, THERE, number, 10)
+            slot = receive(second, THERE, number, 10)
+            assert before_s <= slot.landed_s <= time.monotonic()
+            # One host, one clock: what remains is the error of the estimated offset, half of the
+            # quickest round trip so far. The first one may take long where processors are busy.
+            if before_s - 0.05 <= slot.posted_s <= slot.landed_s + 0.05:
+                return
+            assert time.monotonic() < until_s, slot.posted_s - before_s
 
     def test_too_long_a_message_and_a_bad_tag_are_refused(self, joined):
         first, _ = joined(spec())
