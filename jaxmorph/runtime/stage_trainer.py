@@ -10,9 +10,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxmorph.copies.at_once import AtOnceTier
+from jaxmorph.copies.choosing import choose_tier
+from jaxmorph.copies.payload import PayloadShape, SlotUse
 from jaxmorph.program.channels import Channel
 from jaxmorph.program.instructions import RankProgram
-from jaxmorph.runtime.copy_tiers import AtOnceTier, choose_tier
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.direct_probe import probe_direct
@@ -22,11 +24,11 @@ from jaxmorph.runtime.executor import Chunks, Executor, StepInputs, StepOutcome
 from jaxmorph.runtime.failover_route import FailoverRoute
 from jaxmorph.runtime.host_copies import HostCopies
 from jaxmorph.runtime.link_connections import LinkLines
-from jaxmorph.runtime.links import LinkProgram, PayloadShape
+from jaxmorph.runtime.links import LinkProgram
 from jaxmorph.runtime.online_dispatch import OnlineDispatcher
 from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer
 from jaxmorph.runtime.pacing import Pace
-from jaxmorph.runtime.payloads import SlotUse, channel_payloads, slot_use
+from jaxmorph.runtime.payloads import channel_payloads, slot_use
 from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue, Stamp
 from jaxmorph.runtime.routes import Route
 from jaxmorph.runtime.stage_state import from_parts, stage_parts
