@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Protocol, TypeVar
 
 from jax.sharding import Sharding
@@ -39,7 +41,7 @@ def choose_tier(placement: Sharding, tiers: Sequence[CopyTier] | None = None) ->
 def first_that_works(
     tiers: Sequence[Tier], attempt: Callable[[Tier], None], direction: str
 ) -> Tier:
-    """The first tier that passes its trial; of each before it, a warning says why it didn't.
+    """The first tier that passes its trial; of those before it, a warning says why they didn't.
 
     Args:
         tiers: What to try, in this order.
@@ -49,14 +51,22 @@ def first_that_works(
     Raises:
         RuntimeError: If none works; the message says why.
     """
-    failures = []
+    failures: list[tuple[str, str]] = []
     for tier in tiers:
         reason = why_not(tier, attempt)
         if reason is None:
+            _warn_of(failures, direction)
             return tier
-        failures.append(f"{tier.name}: {reason}")
-        _log.warning("copies by %s don't work here: %s", tier.name, reason)
-    raise RuntimeError(f"no way to copy {direction} a slot works here: {'; '.join(failures)}")
+        failures.append((tier.name, reason))
+    told = "; ".join(f"{name}: {reason}" for name, reason in failures)
+    raise RuntimeError(f"no way to copy {direction} a slot works here: {told}")
+
+
+def _warn_of(failures: Sequence[tuple[str, str]], direction: str) -> None:
+    """Warn once of each reason."""
+    for reason, same in groupby(failures, key=itemgetter(1)):
+        names = " and ".join(name for name, _ in same)
+        _log.warning("copies %s slots by %s don't work here: %s", direction, names, reason)
 
 
 def named_one(tiers: Sequence[Tier], attempt: Callable[[Tier], None], wanted: str) -> Tier:

@@ -35,13 +35,13 @@ class RegisteredMemory:
         self._is_closed = False
 
     def add(self, address: int, num_bytes: int) -> None:
-        """Register memory; it is said once if that can't be done."""
+        """Register memory; where that can't be done any more, a warning says so once."""
         if self._is_closed:
             return
         try:
             region = _Region(address, num_bytes, self._driver.register(address, num_bytes))
         except CudaError as error:
-            if self.trouble is None:
+            if self.trouble is None and self._regions:  # of the first, who asks for `trouble` tells
                 _log.warning("the device can't use slots of %s bytes: %s", num_bytes, error)
             self.trouble = self.trouble or error
             return

@@ -35,7 +35,7 @@ class StageCopies:
 
     def close(self) -> None:
         """End what copies have begun, once they are over; the driver forgets the slots."""
-        self.ways.ending.close()
+        self.ways.close()
 
 
 def open_copies(
@@ -68,7 +68,7 @@ def open_copies(
             outgoing = named_one(ways.outgoing, into, wanted)
         return StageCopies(AtOnceTier(outgoing), _incoming(ways, placement), ways)
     except BaseException:
-        ways.ending.close()
+        ways.close()
         raise
 
 

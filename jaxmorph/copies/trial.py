@@ -30,6 +30,8 @@ _PAUSE_S = 20e-6
 _SMALL, _LARGE = 1024, 1 << 20
 """Elements of what is sent. To a GPU more: a signal that comes before the end of its copy shows."""
 
+_WIDTH, _ROUNDS = 2048, 50  # of products that a GPU is busy with for some milliseconds
+
 
 def try_tier(tier: CopyTier, placement: Sharding, keeper: MemoryKeeper | None = None) -> None:
     """Copy a payload in two parts, and look at what came the moment that its signal did.
@@ -43,7 +45,7 @@ def try_tier(tier: CopyTier, placement: Sharding, keeper: MemoryKeeper | None = 
         Exception: Where it doesn't work; the message says why.
     """
     values, use = _payload(placement, in_parts=True)
-    program, value = tier.compile(use, placement), jax.device_put(values, placement)
+    program, value = tier.compile(use, placement), _being_computed(values, placement)
     end = OutgoingEnd(ChannelSpec(_CHANNEL, use.slot_bytes, 2), _WRAPS, lambda: None)
     arrived = []
     with _known_to(keeper, end):
@@ -99,6 +101,20 @@ def _payload(placement: Sharding, *, in_parts: bool) -> tuple[np.ndarray, SlotUs
     values = np.arange(1, num_elements + 1, dtype=np.float32).reshape(-1, 256)
     payload = PayloadShape(values.shape, jnp.dtype(jnp.float32))
     return values, SlotUse(payload, num_elements - 24 if in_parts else num_elements)
+
+
+def _being_computed(values: np.ndarray, placement: Sharding) -> jax.Array:
+    """The payload where the stage keeps its arrays; on a GPU its computation goes on for a while.
+
+    So a copy that doesn't wait for its payload shows too.
+    """
+    placed = jax.device_put(values, placement)
+    if is_on_host(placement):
+        return placed
+    turning = jax.device_put(np.eye(_WIDTH, dtype=np.float32), placement)
+    for _ in range(_ROUNDS):
+        turning = turning @ turning
+    return placed * turning[0, 0]
 
 
 def _deliver(end: IncomingEnd, values: np.ndarray) -> None:

@@ -4,6 +4,7 @@ On GPUs that is the order in which they should disturb the device's work least; 
 on one yet, so no measurement stands behind it.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from jaxmorph.copies.registered_landing import RegisteredLandingTier
 from jaxmorph.copies.registered_memory import RegisteredMemory
 from jaxmorph.copies.stream_callback import StreamCallbackTier
 from jaxmorph.transport.plane import MemoryKeeper
+
+_log = logging.getLogger(__name__)
 
 OpenDriver = Callable[[int], CudaDriver]
 TellOfMemory = Callable[[MemoryKeeper], None]
@@ -46,6 +49,13 @@ class WaysToCopy:
     incoming: Sequence[LandingTier]
     memory: RegisteredMemory | None = None
     ending: ExitStack = field(default_factory=ExitStack)
+
+    def close(self) -> None:
+        """End it all; a device that has failed keeps nothing else from ending."""
+        try:
+            self.ending.close()
+        except CudaError as error:
+            _log.warning("copies could not be ended as they should: %s", error)
 
 
 def ways_to_copy(

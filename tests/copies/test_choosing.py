@@ -33,8 +33,8 @@ class Forgetful:
 def test_the_first_tier_that_really_copies_is_chosen_and_the_others_are_named(caplog):
     working = host_callback_tiers()[1]
     assert choose_tier(PLACEMENT, [Broken(), Forgetful(), working]) is working
-    assert "copies by broken don't work here" in caplog.text
-    assert "copies by forgetful don't work here" in caplog.text
+    assert "copies into slots by broken don't work here: NotImpl" in caplog.text
+    assert "copies into slots by forgetful don't work here: RuntimeError" in caplog.text
 
 
 def test_without_any_that_works_the_error_says_why_of_each():

@@ -35,6 +35,7 @@ def test_memory_that_goes_is_unregistered_and_no_longer_known(memory, library):
 
 
 def test_memory_that_can_not_be_registered_is_warned_of_once(memory, library, caplog):
+    memory.add(8 * PAGE, PAGE)
     library.failing["cuMemHostRegister_v2"] = 304
     for start in (PAGE, 4 * PAGE):
         memory.add(start, PAGE)

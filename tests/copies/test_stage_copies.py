@@ -29,6 +29,7 @@ def elsewhere(monkeypatch):
     """Arrays are taken to be on a GPU, though they are on a CPU."""
     for module in (ways, trial, at_once):
         monkeypatch.setattr(module, "is_on_host", lambda placement: False)
+    monkeypatch.setattr(trial, "_WIDTH", 8)  # a CPU is busy with less
 
 
 @pytest.fixture
@@ -78,7 +79,10 @@ def test_without_a_driver_copies_go_by_pinned_memory_and_a_warning_says_why(
 ):
     copies = opened(plane, "auto", no_driver)
     assert (copies.outgoing.name, copies.incoming.name) == ("pinned_host", "host")
-    assert "copies by copy_engine don't work here: CudaError('loading libcuda.so.1" in caplog.text
+    into, out_of = [record.getMessage() for record in caplog.records]
+    reason = "CudaError('loading libcuda.so.1: no such file')"
+    assert into.endswith(f"into slots by copy_engine and buffer_callback don't work here: {reason}")
+    assert out_of.endswith(f"out of slots by copy_engine don't work here: {reason}")
 
 
 def test_a_way_that_needs_the_driver_is_refused_with_the_drivers_reason(plane, opened, elsewhere):
@@ -94,7 +98,7 @@ def test_slots_that_can_not_be_registered_are_a_reason_too(plane, opened, elsewh
     library = FakeLibrary(failing={"cuMemHostRegister_v2": 304})
     copies = opened(plane, "auto", lambda number: CudaDriver(library, number))
     assert copies.outgoing.name == "pinned_host"
-    assert "copies by copy_engine don't work here: CudaError('cuMemHostReg" in caplog.text
+    assert "by copy_engine and buffer_callback don't work here: CudaError('cuMemH" in caplog.text
 
 
 class Registrar(FakeLibrary):
@@ -119,6 +123,18 @@ def test_slots_are_registered_as_long_as_copies_are_open(plane, opened, elsewher
     plane.grow(ChannelName(0, 0, 1), 8)
     assert len(library.registered) == 2
     copies.close()
+    assert library.registered == {}
+    assert library.names()[-1] == "cuDevicePrimaryCtxRelease_v2"
+
+
+def test_a_device_that_has_failed_does_not_keep_the_rest_from_ending(
+    plane, opened, elsewhere, caplog
+):
+    library = Registrar()
+    copies = opened(plane, "auto", lambda number: CudaDriver(library, number))
+    library.failing["cuStreamSynchronize"] = 700
+    copies.close()
+    assert "copies could not be ended as they should: cuStreamSynchronize gave 700" in caplog.text
     assert library.registered == {}
     assert library.names()[-1] == "cuDevicePrimaryCtxRelease_v2"
 
