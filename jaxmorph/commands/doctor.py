@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from jaxmorph.machine.facts import Fact, Section, find_out
 
@@ -30,8 +28,6 @@ def doctor(
 
 def look_at_machine() -> list[Section]:
     """All that there is to know, by what it is about."""
-    # A GPU that a run computes on is to be looked at, not to be taken.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jaxmorph.machine.host import host_facts, privilege_facts
     from jaxmorph.machine.network import cluster_facts, network_facts
     from jaxmorph.machine.software import software_facts
@@ -56,23 +52,22 @@ def print_sections(sections: Sequence[Section], console: Console) -> None:
         sections: What has been found out.
         console: Where to.
     """
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("", "what", "found", "", "note"):
-        is_long = name in ("found", "note")
-        table.add_column(name, overflow="fold", no_wrap=not is_long)
+    width = max(len(fact.name) for section in sections for fact in section.facts)
     for section in sections:
-        for index, fact in enumerate(section.facts):
-            is_last = index == len(section.facts) - 1
-            about = "" if index else section.about
-            table.add_row(about, *_cells(fact), end_section=is_last)
-    console.print(table)
+        console.print(section.about, style="bold", soft_wrap=True)
+        for fact in section.facts:
+            console.print(_line(fact, width), soft_wrap=True)
 
 
-def _cells(fact: Fact) -> tuple[str, str, str, str]:
-    return fact.name, fact.found, _WORKS[fact.works], fact.note
+def _line(fact: Fact, width: int) -> str:
+    """A fact in columns; what is long comes last, where nothing is cut or broken."""
+    told = ": ".join(text for text in (fact.found, fact.note) if text)
+    return f"  {fact.name:{width}}  {_WORKS[fact.works]:2}  {told}".rstrip()
 
 
 def _device_facts() -> Sequence[Fact]:
+    # A GPU that a run computes on is to be looked at, not to be taken.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jaxmorph.machine.accelerators import device_facts
 
     return list(device_facts())

@@ -52,7 +52,7 @@ class _Managed(ctypes.Structure):
 
 
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
-_Managed._fields_ = [  # pyright: ignore[reportAttributeAccessIssue]
+_Managed._fields_ = [
     ("tensor", _Tensor),
     ("context", ctypes.c_void_p),
     ("deleter", _Deleter),
@@ -98,14 +98,14 @@ class HostTensor:
         code = _BFLOAT if dtype.name == "bfloat16" else _CODES[dtype.kind]
         sizes = (ctypes.c_int64 * len(shape))(*shape)
         managed = _Managed()
-        managed.tensor = _Tensor(  # pyright: ignore[reportAttributeAccessIssue]
+        managed.tensor = _Tensor(
             self._memory.ctypes.data,
             _Device(*self._device),
             len(shape),
             _DataType(code, 8 * dtype.itemsize, 1),
             sizes,
         )
-        managed.deleter = _forget  # pyright: ignore[reportAttributeAccessIssue]
+        managed.deleter = _forget
         address = ctypes.addressof(managed)
         _shown[address] = (managed, sizes, self._memory)
         return _capsule_new(address, _NAME, None)
@@ -136,7 +136,8 @@ def view_on_device(value: jax.Array, stream: int | None) -> DeviceView:
         BufferError: If it is on several devices.
         ValueError: If its elements don't lie in the order of their indices.
     """
-    capsule = value.__dlpack__(stream=stream)
+    array: Any = value  # whose types know no streams
+    capsule = array.__dlpack__(stream=stream)
     return DeviceView(_address(capsule), (capsule, value))
 
 

@@ -105,13 +105,13 @@ class _StreamCallbackProgram:
             _drop_failed(queue)
             queue.append(announced)
         try:
-            announced.ticket = self._program(value)
+            announced.ticket = ticket = self._program(value)
         except BaseException:
             with self._lock:
                 if announced in queue:
                     queue.remove(announced)
             raise
-        return announced.ticket
+        return ticket
 
     def _called(self, context: Any, ticket: Any, payload: Any) -> None:
         del ticket  # ready with the stream's work, whatever it holds

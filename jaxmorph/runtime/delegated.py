@@ -295,7 +295,7 @@ class DelegatedRoute:
         if self._reserved.pop((sender.name, slot.sequence), None) is None:
             raise AbandonedEpochError(f"{sender.name}: message {slot.sequence} was abandoned")
         with _posted_whatever_happens(slot, tag):
-            ticket = sender.program.start(value, part, slot, tag)
+            ticket: Any = sender.program.start(value, part, slot, tag)
         with self._lock:
             self._copying.append(_Copy(ticket, value, slot, tag))
         self._finish_what_is_over()
