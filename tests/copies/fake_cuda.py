@@ -58,56 +58,56 @@ class FakeLibrary:
         else:
             work()
 
-    def _cuDriverGetVersion(self, found):  # noqa: N802
+    def _cuDriverGetVersion(self, found, /):  # noqa: N802
         found._obj.value = 13000
 
-    def _cuGetErrorName(self, code, found):  # noqa: N802
+    def _cuGetErrorName(self, code, found, /):  # noqa: N802
         found._obj.value = {304: b"CUDA_ERROR_OPERATING_SYSTEM"}.get(code.value, b"CUDA_ERROR")
 
-    def _cuCtxSetCurrent(self, context):  # noqa: N802
+    def _cuCtxSetCurrent(self, context, /):  # noqa: N802
         self.current.add(threading.get_ident())
 
-    def _cuMemHostRegister_v2(self, address, num_bytes, flags):  # noqa: N802
+    def _cuMemHostRegister_v2(self, address, num_bytes, flags, /):  # noqa: N802
         assert threading.get_ident() in self.current
         assert flags.value == 3
         assert address.value not in self.registered
         self.registered[address.value] = num_bytes.value
 
-    def _cuMemHostUnregister(self, address):  # noqa: N802
+    def _cuMemHostUnregister(self, address, /):  # noqa: N802
         del self.registered[address.value]
 
-    def _cuMemHostGetDevicePointer_v2(self, found, address, flags):  # noqa: N802
+    def _cuMemHostGetDevicePointer_v2(self, found, address, flags, /):  # noqa: N802
         found._obj.value = address.value + AWAY
 
-    def _cuStreamCreate(self, made, flags):  # noqa: N802
+    def _cuStreamCreate(self, made, flags, /):  # noqa: N802
         self._make(made)
 
-    def _cuEventCreate(self, made, flags):  # noqa: N802
+    def _cuEventCreate(self, made, flags, /):  # noqa: N802
         self._make(made)
 
     def _make(self, made):
         made._obj.value, self._next_handle = self._next_handle, self._next_handle + 1
 
-    def _cuMemcpyDtoHAsync_v2(self, address, source, num_bytes, stream):  # noqa: N802
+    def _cuMemcpyDtoHAsync_v2(self, address, source, num_bytes, stream, /):  # noqa: N802
         self._require_registered(address.value, num_bytes.value)
         self._enqueue(lambda: ctypes.memmove(address.value, source.value, num_bytes.value))
 
-    def _cuStreamWriteValue32_v2(self, stream, address, value, flags):  # noqa: N802
+    def _cuStreamWriteValue32_v2(self, stream, address, value, flags, /):  # noqa: N802
         self._require_registered(address.value - AWAY, 4)
         word = ctypes.c_uint32.from_address(address.value - AWAY)
         self._enqueue(lambda: setattr(word, "value", value.value))
 
-    def _cuEventRecord(self, event, stream):  # noqa: N802
+    def _cuEventRecord(self, event, stream, /):  # noqa: N802
         happened = self.happened[event.value] = threading.Event()
         self._enqueue(happened.set)
 
-    def _cuEventQuery(self, event):  # noqa: N802
+    def _cuEventQuery(self, event, /):  # noqa: N802
         return 0 if self.happened[event.value].is_set() else NOT_READY
 
-    def _cuEventSynchronize(self, event):  # noqa: N802
+    def _cuEventSynchronize(self, event, /):  # noqa: N802
         assert self.happened[event.value].wait(LIMIT_S)
 
-    def _cuStreamSynchronize(self, stream):  # noqa: N802
+    def _cuStreamSynchronize(self, stream, /):  # noqa: N802
         self.run()
 
     def _require_registered(self, address, num_bytes):

@@ -20,3 +20,6 @@ class Slot:
 
     def complete(self):
         self.said.append("complete")
+
+    def withdraw(self):
+        self.said.append("withdraw")

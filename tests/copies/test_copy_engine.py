@@ -216,9 +216,6 @@ class Hasty(FakeLibrary):
     def _cuMemcpyDtoHAsync_v2(self, *arguments):  # noqa: N802
         self.copies = [lambda: FakeLibrary._cuMemcpyDtoHAsync_v2(self, *arguments)]
 
-    def _cuStreamWriteValue32_v2(self, *arguments):  # noqa: N802
-        super()._cuStreamWriteValue32_v2(*arguments)
-
     def _cuEventSynchronize(self, event):  # noqa: N802
         while self.copies:
             self.copies.pop()()
