@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from jaxmorph.pallas_kernels import CONTROL_WORDS, SlotControl, pack, unpack
 from jaxmorph.runtime.host_memory import is_on_host
 from jaxmorph.runtime.links import PayloadShape
 from jaxmorph.runtime.payloads import SlotUse
 from jaxmorph.transport.plane import OutgoingSlot
 
-CONTROL_WORDS = 8
 _WORD = 0xFFFFFFFF
 _TICKET = jax.ShapeDtypeStruct((1,), jnp.uint32)
 _CONTROL = jax.ShapeDtypeStruct((CONTROL_WORDS,), jnp.uint32)
@@ -71,12 +71,10 @@ def control_words(slot: OutgoingSlot, signal_address: int = 0, spin_us: int = 0)
         spin_us: For how long a kernel may wait for anything, microseconds.
 
     Returns:
-        uint32 [8]: the addresses of payload, signal and acknowledgement, each as its low and its
-        high word; the number that the signal takes; the spinning time.
+        uint32 [8], as `jaxmorph.pallas_kernels.control` lays them out.
     """
-    addresses = (slot.address, signal_address, 0)
-    halves = (half for address in addresses for half in (address & _WORD, address >> 32))
-    return np.array([*halves, _signal_of(slot), spin_us], np.uint32)
+    number = _signal_of(slot)
+    return pack(SlotControl(slot.address, number, signal_address, spin_us=spin_us))
 
 
 def _signal_of(slot: OutgoingSlot) -> int:
@@ -128,8 +126,8 @@ class _HostCallbackProgram:
         return program(value, np.int32(part.start), control)
 
     def _copy(self, payload: np.ndarray, control: np.ndarray) -> None:
-        low, high, *_, number, _ = control.tolist()
-        _fill(*self._open.pop(number), high << 32 | low, payload)
+        told = unpack(control)
+        _fill(*self._open.pop(told.number), told.payload_address, payload)
 
 
 def is_ready(value: jax.Array) -> bool:
