@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-processes test-others test-long test-hf nixl hf lint types check bench bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
+.PHONY: setup demo test test-processes test-others test-long test-hf nixl hf ptxas lint types check bench bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
 
 setup: $(VENV)/installed
 
@@ -54,6 +54,12 @@ nixl: setup
 hf: setup
 	@$(BIN)/pip install --quiet --no-compile 'torch==2.13.0+cpu' --editable '.[test-hf]' \
 	|| echo "== no CPU build of PyTorch to be had here: tests/models/test_hugging_face.py is skipped"
+
+# NVIDIA's assembler, for the tests of the GPU kernels, where none is on the path.
+ptxas: setup
+	@command -v ptxas >/dev/null \
+	|| $(BIN)/pip install --quiet --no-deps --no-compile nvidia-cuda-nvcc==13.0.88 \
+	|| echo "== no ptxas to be had here: the GPU kernels are not assembled"
 
 test-hf: hf
 	$(BIN)/python -m pytest tests/models/test_hugging_face.py

@@ -29,9 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxmorph.copies.at_once import AtOnceTier
+from jaxmorph.copies.choosing import choose_tier
+from jaxmorph.copies.payload import PayloadShape, SlotUse
 from jaxmorph.program.channels import Channel
 from jaxmorph.program.instructions import Payload, Transfer
-from jaxmorph.runtime.copy_tiers import AtOnceTier, choose_tier
 from jaxmorph.runtime.data_plane import open_data_plane
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute
@@ -39,8 +41,7 @@ from jaxmorph.runtime.direct_programs import direct_programs
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.launcher import run_ranks
-from jaxmorph.runtime.links import PayloadShape
-from jaxmorph.runtime.payloads import SlotUse, channel_name
+from jaxmorph.runtime.payloads import channel_name
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.routes import Route

@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from jaxmorph.commands.doctor import doctor
 from jaxmorph.commands.plan import plan
 from jaxmorph.commands.trace import trace
 from jaxmorph.commands.validate import validate
@@ -75,6 +76,7 @@ def _jaxmorph(
 app.command()(plan)
 app.command()(validate)
 app.command()(trace)
+app.command()(doctor)
 
 
 @app.command()

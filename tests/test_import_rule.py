@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "transport": set(),
     "stage": set(),
     "pallas_kernels": set(),
+    "copies": {"pallas_kernels", "transport"},
     "control": {"schedule", "program"},  # so not what a run's links are told to do
 }
 WITHOUT_JAX = {
@@ -27,7 +28,7 @@ WITHOUT_JAX = {
 }  # fmt: skip
 IN_FUNCTIONS_ALONE = {"data"}  # may import the packages that import JAX, but not on import
 COMMANDS = {"train", "compare", "cli", "commands"}
-NOT_FOR_CONTROL = {"runtime", "stage", "transport", "pallas_kernels"}
+NOT_FOR_CONTROL = {"runtime", "stage", "transport", "pallas_kernels", "copies"}
 
 
 def _module_name(path: Path) -> str:

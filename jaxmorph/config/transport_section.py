@@ -21,7 +21,8 @@ class Transport(Section):
     Addresses are this host's own, one for each network card; `auto` is 127.0.0.1 where all ranks
     share one loopback, and else those of the cards that are found. `lanes` is the number of
     connections to each peer; `auto` follows what messages turn out to need. Each chunk is
-    acknowledged, and sent again where need be, as a whole.
+    acknowledged, and sent again where need be, as a whole. `copies` is how payloads get from the
+    device into the slots that the transfers leave from; `auto` is the first way that works.
     """
 
     addresses: Annotated[
@@ -43,3 +44,4 @@ class Transport(Section):
     ] = 512 * 1024
     checksum: Annotated[bool, Expected("true or false")] = True
     backend: Literal["tcp", "nixl"] = "tcp"
+    copies: Literal["auto", "copy_engine", "buffer_callback", "pinned_host", "io_callback"] = "auto"

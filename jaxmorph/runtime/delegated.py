@@ -18,11 +18,19 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jaxmorph.copies.host_landing import HostLandingTier
+from jaxmorph.copies.payload import SlotUse
+from jaxmorph.copies.programs import (
+    CopyProgram,
+    CopyTier,
+    Landing,
+    LandingTier,
+    Ticket,
+    is_ready,
+)
 from jaxmorph.program.channels import Channel, channel_of
-from jaxmorph.runtime.copy_tiers import CopyProgram, CopyTier, is_ready
-from jaxmorph.runtime.host_memory import for_program
 from jaxmorph.runtime.identity import TransferIdentity
-from jaxmorph.runtime.payloads import SlotUse, channel_name
+from jaxmorph.runtime.payloads import channel_name
 from jaxmorph.runtime.routes import (
     AbandonedEpochError,
     Moved,
@@ -38,7 +46,6 @@ Slot = TypeVar("Slot")
 
 _WORDS = 1 << 32
 _AT_ONCE = 0.0  # a deadline long past
-_CACHE_LINE = 64  # what JAX wants of memory that it takes over without a copy
 
 
 @dataclass
@@ -69,6 +76,7 @@ class DelegatedRoute:
         tier: What copies payloads into slots.
         check: Raises what has gone wrong elsewhere on this rank; asked now and then while waiting,
             for what is waited for may depend on it.
+        landings: What takes payloads out of slots; None: copies in the host's memory.
     """
 
     def __init__(
@@ -79,11 +87,13 @@ class DelegatedRoute:
         placement: Sharding,
         tier: CopyTier,
         check: Callable[[], None] = lambda: None,
+        landings: LandingTier | None = None,
     ) -> None:
-        self.tier = tier.name
+        landings = landings or HostLandingTier()
+        self.tier, self.landing_tier = tier.name, landings.name
         self.counts, self._told = DelegatedCounts(), DelegatedCounts()
         self._plane = plane
-        self._placement = placement
+        self._landings = landings
         self._check = check
         self._abandoned = -1
         self._reserved: dict[tuple[ChannelName, int], tuple[OutgoingSlot, Tag]] = {}
@@ -96,7 +106,8 @@ class DelegatedRoute:
             if channel.source == rank:
                 self._senders[channel] = _Sender(name, use, tier.compile(use, placement))
             elif channel.destination == rank:
-                self._receivers[channel] = _Receiver(name, use)
+                landing = landings.compile(use, placement)
+                self._receivers[channel] = _Receiver(name, use, landing)
         self._num_slots = dict.fromkeys((*self._senders, *self._receivers), _FIRST_SLOTS)
 
     @property
@@ -117,6 +128,7 @@ class DelegatedRoute:
             needed: How many messages each channel may have under way; those that this rank is no
                 end of don't matter to it.
         """
+        self._landings.settle()
         for channel, end in [*self._senders.items(), *self._receivers.items()]:
             wanted = end.use.slots_for(needed.get(channel, 1))
             if wanted > self._num_slots[channel]:
@@ -144,22 +156,22 @@ class DelegatedRoute:
         return last
 
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
-        """Wait for a message on the host, and copy it out.
+        """Wait for a message on the host, and have it copied out.
 
         Returns:
             The payload, when its first part was posted and when its last one had landed.
         """
         del arrived_s
         receiver = self._receivers[self._channel(identity)]
-        whole = _aligned(receiver.use)
+        arrival = receiver.landing.begin()
         posted_s, landed_s = np.inf, -np.inf
         for index, part in enumerate(receiver.use.parts):
             tag = _tag(identity, index, len(receiver.use.parts))
             slot = self._expected(identity, receiver, tag, deadline_s)
             posted_s, landed_s = min(posted_s, slot.posted_s), max(landed_s, slot.landed_s)
-            _copy_out(slot, whole, part, identity)
-        payload = whole.reshape(receiver.use.payload.shape)
-        return Moved(for_program(payload, self._placement), posted_s, landed_s)
+            _require_length(slot, len(part) * receiver.use.payload.dtype.itemsize, identity)
+            arrival.add(part, slot)
+        return Moved(arrival.value(), posted_s, landed_s)
 
     def has_come(self, identity: TransferIdentity) -> bool:
         """Whether a message is here, so that `take` would wait for nothing."""
@@ -211,9 +223,10 @@ class DelegatedRoute:
         while True:
             with self._lock:  # a link that fails over sends, and lets go, on a thread of its own
                 if not self._copying:
-                    return
+                    break
                 copy = self._copying.popleft()
             self._finish(copy)
+        self._landings.settle()
 
     def events(self) -> list[dict[str, Any]]:
         """Sends that waited for a slot since the last call; a plan's slots let none of them."""
@@ -226,7 +239,7 @@ class DelegatedRoute:
 
     def statistics(self) -> dict[str, Any]:
         """What has been counted, and how copies are made."""
-        return {"tier": self.tier, **asdict(self.counts)}
+        return {"tier": self.tier, "landing_tier": self.landing_tier, **asdict(self.counts)}
 
     def _finish_what_is_over(self) -> None:
         """Let go of copies, in their order, up to the first that is under way."""
@@ -282,7 +295,7 @@ class DelegatedRoute:
         if self._reserved.pop((sender.name, slot.sequence), None) is None:
             raise AbandonedEpochError(f"{sender.name}: message {slot.sequence} was abandoned")
         with _posted_whatever_happens(slot, tag):
-            ticket = sender.program.start(value, part, slot, tag)
+            ticket: Any = sender.program.start(value, part, slot, tag)
         with self._lock:
             self._copying.append(_Copy(ticket, value, slot, tag))
         self._finish_what_is_over()
@@ -348,7 +361,7 @@ class _Sender:
 class _Copy:
     """A copy into a slot, which may be under way."""
 
-    ticket: jax.Array
+    ticket: Ticket | jax.Array
     value: jax.Array
     slot: OutgoingSlot
     tag: Tag
@@ -373,6 +386,7 @@ class _Receiver:
 
     name: ChannelName
     use: SlotUse
+    landing: Landing
     early: IncomingSlot | None = None
     taken: set[Tag] = field(default_factory=set)
     step: tuple[int, ...] = ()
@@ -419,22 +433,9 @@ def _tag(identity: TransferIdentity, index: int, parts: int) -> Tag:
     return (*identity.words(), index, parts - 1)
 
 
-def _aligned(use: SlotUse) -> np.ndarray:
-    """New memory for a payload, flat, that JAX can take over as it is."""
-    dtype, num_bytes = use.payload.dtype, use.num_elements * use.payload.dtype.itemsize
-    memory = np.empty(num_bytes + _CACHE_LINE, np.uint8)
-    start = -memory.ctypes.data % _CACHE_LINE
-    return memory[start : start + num_bytes].view(dtype)
-
-
-def _copy_out(
-    slot: IncomingSlot, whole: np.ndarray, part: range, identity: TransferIdentity
-) -> None:
-    """Copy a part to its place and release the slot; no array may see the slot's own memory."""
-    target = whole[part.start : part.stop]
+def _require_length(slot: IncomingSlot, num_bytes: int, identity: TransferIdentity) -> None:
+    """Refuse a message of another length, and let go of its slot."""
     arrived = len(slot.payload)
-    if arrived == target.nbytes:
-        target.view(np.uint8)[:] = slot.payload
-    slot.release()
-    if arrived != target.nbytes:
-        raise TransferMismatchError(f"{identity}: {arrived} bytes came, expected {target.nbytes}")
+    if arrived != num_bytes:
+        slot.release()
+        raise TransferMismatchError(f"{identity}: {arrived} bytes came, expected {num_bytes}")

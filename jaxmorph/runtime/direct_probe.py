@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jaxmorph.copies.payload import PayloadShape
 from jaxmorph.program.channels import Channel, channel_of
 from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.runtime.identity import TransferIdentity
-from jaxmorph.runtime.links import PayloadShape
 from jaxmorph.runtime.queue import DeviceQueue, Stamp
 from jaxmorph.runtime.routes import Route
 from jaxmorph.schedule.costs import Link

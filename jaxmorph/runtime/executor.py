@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Sharding
 from jax.typing import ArrayLike
 
+from jaxmorph.copies.host_memory import for_program
 from jaxmorph.program.dataflow import received_buffer, result_buffer, sent_buffer
 from jaxmorph.program.instructions import (
     AwaitRoom,
@@ -39,7 +40,6 @@ from jaxmorph.program.instructions import (
 )
 from jaxmorph.program.pipeline import Place
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies, wait_for
-from jaxmorph.runtime.host_memory import for_program
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.online_dispatch import OnlineDispatcher
 from jaxmorph.runtime.pacing import Pace

@@ -2,25 +2,17 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxmorph.copies.payload import PayloadShape
 from jaxmorph.stage.mesh import DATA, STAGE
 
 IDENTITY_WORDS = 8
 """32-bit words by which each end of a transfer tells the other which transfer it is at."""
-
-
-@dataclass(frozen=True)
-class PayloadShape:
-    """What one message of a link carries, on one shard."""
-
-    shape: tuple[int, ...]
-    dtype: jnp.dtype
 
 
 class LinkProgram:

@@ -1,17 +1,14 @@
 """What the channels of a pipeline carry, and in how many parts it travels through slots."""
 
-import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmorph.copies.payload import PayloadShape, SlotUse
 from jaxmorph.program.channels import Channel
 from jaxmorph.program.instructions import Payload
-from jaxmorph.runtime.links import PayloadShape
 from jaxmorph.schedule.costs import Link
 from jaxmorph.stage.model import PipelineModel
 from jaxmorph.stage.parameters import leaf_at
@@ -22,43 +19,6 @@ LARGEST_TIED_SLOT_BYTES = 8 * 2**20
 """Tied gradients can be larger than all else that is under way: they are streamed in parts."""
 
 _CODES = {payload: code for code, payload in enumerate(Payload)}
-
-
-@dataclass(frozen=True)
-class SlotUse:
-    """How a payload lies in slots.
-
-    Attributes:
-        payload: Its shape and type.
-        part_elements: How many of its elements fit into a slot.
-    """
-
-    payload: PayloadShape
-    part_elements: int
-
-    @cached_property
-    def num_elements(self) -> int:
-        """Elements of a whole payload."""
-        return math.prod(self.payload.shape)
-
-    @cached_property
-    def parts(self) -> list[range]:
-        """The elements of each part, in the order in which they travel."""
-        starts = range(0, self.num_elements, self.part_elements)
-        return [range(at, min(at + self.part_elements, self.num_elements)) for at in starts]
-
-    @property
-    def slot_bytes(self) -> int:
-        """The length of a slot."""
-        return self.part_elements * self.payload.dtype.itemsize
-
-    def slots_for(self, messages: int) -> int:
-        """How many slots whole messages are given; two are enough for one in many parts.
-
-        Args:
-            messages: How many are under way at once, a power of two.
-        """
-        return messages if len(self.parts) == 1 else 2
 
 
 def slot_use(channel: Channel, payload: PayloadShape) -> SlotUse:

@@ -10,9 +10,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxmorph.copies.choosing import AUTO
+from jaxmorph.copies.payload import PayloadShape, SlotUse
+from jaxmorph.copies.stage_copies import StageCopies, open_copies
 from jaxmorph.program.channels import Channel
 from jaxmorph.program.instructions import RankProgram
-from jaxmorph.runtime.copy_tiers import AtOnceTier, choose_tier
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.direct_probe import probe_direct
@@ -22,12 +24,12 @@ from jaxmorph.runtime.executor import Chunks, Executor, StepInputs, StepOutcome
 from jaxmorph.runtime.failover_route import FailoverRoute
 from jaxmorph.runtime.host_copies import HostCopies
 from jaxmorph.runtime.link_connections import LinkLines
-from jaxmorph.runtime.links import LinkProgram, PayloadShape
+from jaxmorph.runtime.links import LinkProgram
 from jaxmorph.runtime.online_dispatch import OnlineDispatcher
 from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer
 from jaxmorph.runtime.other_paths import OtherPaths
 from jaxmorph.runtime.pacing import Pace
-from jaxmorph.runtime.payloads import SlotUse, channel_payloads, slot_use
+from jaxmorph.runtime.payloads import channel_payloads, slot_use
 from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue, Stamp
 from jaxmorph.runtime.routes import Route
 from jaxmorph.runtime.stage_state import from_parts, stage_parts
@@ -68,6 +70,7 @@ class StageSettings:
             links may be delegated.
         direct_timeout_s: How long a direct transfer may take once both its ends have come to it,
             where that is emulated; None: as long as any.
+        copies: How payloads are copied into slots: a tier's name, or "auto".
     """
 
     layers: tuple[range, ...]
@@ -85,6 +88,7 @@ class StageSettings:
     delegated: frozenset[Link] = frozenset()
     fails_over: bool = False
     direct_timeout_s: float | None = None
+    copies: str = AUTO
 
     @property
     def failing_over(self) -> frozenset[Link]:
@@ -172,10 +176,14 @@ class StageTrainer:
         routes: dict[str, Route] = {"direct": direct}
         self.delegated: DelegatedRoute | None = None
         self._online: OnlineDispatcher | None = None
+        self._slot_copies: StageCopies | None = None
         if plane is not None:
             uses = _slot_uses(payloads, settings)
-            tier, check = AtOnceTier(choose_tier(placement)), self._queue.raise_error
-            self.delegated = DelegatedRoute(plane, uses, rank, placement, tier, check)
+            ways = open_copies(placement, plane.tell_of_memory, settings.copies)
+            self._slot_copies, check = ways, self._queue.raise_error
+            self.delegated = DelegatedRoute(
+                plane, uses, rank, placement, ways.outgoing, check, ways.incoming
+            )
             routes["delegated"] = self.delegated
             self._online = OnlineDispatcher(self._queue, self.delegated, timeout_s)
         self._failover: FailoverRoute | None = None
@@ -393,6 +401,8 @@ class StageTrainer:
         self._copies.close()
         if self._online is not None:
             self._online.close()
+        if self._slot_copies is not None:
+            self._slot_copies.close()
 
     def _let_go(self) -> None:
         if self._failover is not None:

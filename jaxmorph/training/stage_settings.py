@@ -46,6 +46,7 @@ def stage_settings(
         fails_over=config.fails_over,
         direct_timeout_s=config.direct_timeout_s,
         weights=config.model.weights,
+        copies=config.transport.copies,
     )
 
 

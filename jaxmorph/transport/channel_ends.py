@@ -13,7 +13,7 @@ import numpy as np
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.errors import PeerGoneError, TransportError
 from jaxmorph.transport.names import TAG_WORDS, ChannelName, Tag
-from jaxmorph.transport.plane import ChannelSpec
+from jaxmorph.transport.plane import ChannelSpec, MemoryKeeper
 from jaxmorph.transport.sequence import MASK, add, distance
 from jaxmorph.transport.slots import NO_TIME_NS, About, Slots
 
@@ -37,6 +37,12 @@ class _End:
         self._ring_mover = ring_mover
         self._lock = threading.Lock()
         self._trouble: TransportError | None = None
+        self._keeper: MemoryKeeper | None = None
+
+    def tell_of_memory(self, keeper: MemoryKeeper) -> None:
+        """Tell a keeper of the slots' memory, and of any that follows it."""
+        self._keeper = keeper
+        keeper.add(*self.slots.memory)
 
     def fail(self, error: TransportError) -> None:
         """Make who waits, and will wait, see this error once there is nothing else to see."""
@@ -49,13 +55,20 @@ class _End:
 
     def replace_slots(self, slots: Slots) -> None:
         """Use other memory from now on; the counts have been carried over."""
+        if self._keeper is not None:
+            self._keeper.add(*slots.memory)
         old, self.slots = self.slots, slots
-        old.close()
+        self._let_go(old)
+
+    def _let_go(self, slots: Slots) -> None:
+        if self._keeper is not None:
+            self._keeper.remove(slots.memory[0])
+        slots.close()
 
     def close(self) -> None:
         """Give memory and descriptors back."""
         self.fail(TransportError(f"{self.name} is closed"))
-        self.slots.close()
+        self._let_go(self.slots)
         self.doorbell.close()
 
     def _wait(self, condition: Callable[[], bool], deadline_s: float, what: str) -> None:
@@ -102,6 +115,13 @@ class OutgoingEnd(_End):
         if self._trouble is not None:
             raise self._trouble
         return False
+
+    def withdraw(self, sequence: int) -> None:
+        """Have an announced message arrive empty, unless its payload is there."""
+        slots = self.slots
+        if not slots.is_complete(sequence):
+            slots.write_about(sequence, slots.read_about(sequence)._replace(num_bytes=0))
+            slots.mark_complete(sequence)
 
     def at_rest(self) -> bool:
         """Whether every message reserved has been delivered."""
@@ -166,6 +186,11 @@ class ReservedSlot:
         self._slots.mark_complete(self.sequence)
         if self.is_posted:
             self._end.ring()
+
+    def withdraw(self) -> None:
+        """Have the message arrive empty, unless its payload is there."""
+        self._end.withdraw(self.sequence)
+        self._end.ring()
 
 
 class IncomingEnd(_End):

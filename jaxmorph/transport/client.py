@@ -27,7 +27,7 @@ from jaxmorph.transport.lane_backends import check
 from jaxmorph.transport.link_emulator import LinkCondition
 from jaxmorph.transport.listeners import listen_on
 from jaxmorph.transport.names import ChannelName
-from jaxmorph.transport.plane import Address, ChannelSpec, TransportSettings
+from jaxmorph.transport.plane import Address, ChannelSpec, MemoryKeeper, TransportSettings
 from jaxmorph.transport.sidecar_process import Instruction, SidecarProcess
 from jaxmorph.transport.slots import Slots
 
@@ -164,6 +164,11 @@ class SidecarPlane:
                 new.close()
                 raise TransportError(f"{channel} is not at rest: it can't grow now")
             end.replace_slots(new)
+
+    def tell_of_memory(self, keeper: MemoryKeeper) -> None:
+        """Tell a keeper of the memory of all slots, now and later."""
+        for end in self._ends():
+            end.tell_of_memory(keeper)
 
     def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:
         """Make links behave so from now on, instead of as they were told before."""

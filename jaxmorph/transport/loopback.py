@@ -18,7 +18,7 @@ from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.errors import TransportError
 from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator
 from jaxmorph.transport.names import ChannelName
-from jaxmorph.transport.plane import Address, ChannelSpec, TransportSettings
+from jaxmorph.transport.plane import Address, ChannelSpec, MemoryKeeper, TransportSettings
 from jaxmorph.transport.sequence import add, distance
 from jaxmorph.transport.slots import Slots
 
@@ -177,6 +177,11 @@ class LoopbackPlane:
             if num_slots > old.num_slots:
                 end.replace_slots(Slots.create(num_slots, old.slot_bytes, old.left))
 
+    def tell_of_memory(self, keeper: MemoryKeeper) -> None:
+        """Tell a keeper of the memory of all slots, now and later."""
+        for end in self._ends():
+            end.tell_of_memory(keeper)
+
     def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:
         """Make links behave so from now on, instead of as they were told before."""
         with self._network.paused():
@@ -220,6 +225,7 @@ class _Stream:
         self._plane, self._source, self._target = plane, source, target
         self._seen = source.slots.left
         self._unready: list[int] = []
+        self._late: set[int] = set()  # of those, which were announced before they were complete
         self._departures: dict[int, float] = {}
 
     def move(self, now_s: float) -> float:
@@ -242,7 +248,11 @@ class _Stream:
         """Whether it is known when the message may be delivered."""
         name, slots = self._source.name, self._source.slots
         if not slots.is_complete(sequence):
+            self._late.add(sequence)
             return False
+        if sequence in self._late:
+            self._late.discard(sequence)
+            slots.write_posted(sequence, time.monotonic_ns())
         about = slots.read_about(sequence)
         departure_s = self._plane.emulator.departure_s(
             name.source, name.destination, about.tag, about.num_bytes, now_s

@@ -49,6 +49,18 @@ class TransportSettings:
     backend: str = "tcp"
 
 
+class MemoryKeeper(Protocol):
+    """Knows the memory of a data plane's slots, for whom a device's driver must."""
+
+    def add(self, address: int, num_bytes: int) -> None:
+        """There is memory, which begins on a page; what goes wrong with it is the keeper's."""
+        ...
+
+    def remove(self, address: int) -> None:
+        """The memory that begins there is about to go; told of each that was added, once."""
+        ...
+
+
 class OutgoingSlot(Protocol):
     """Memory for one message, reserved by the sender.
 
@@ -78,6 +90,13 @@ class OutgoingSlot(Protocol):
 
     def complete(self) -> None:
         """Say that the payload is all there; from any thread."""
+        ...
+
+    def withdraw(self) -> None:
+        """Have a message arrive empty whose payload was announced and won't come.
+
+        Nothing is changed where it has come all the same.
+        """
         ...
 
 
@@ -168,6 +187,10 @@ class DataPlane(Protocol):
             channel: Of either direction; each end has slots of its own.
             num_slots: A power of two, at least as many as there are.
         """
+        ...
+
+    def tell_of_memory(self, keeper: MemoryKeeper) -> None:
+        """Tell a keeper of the memory of all slots: now, when they grow, and before they go."""
         ...
 
     def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:

@@ -39,13 +39,16 @@ class OutgoingChannel:
         entered = slots.entered
         if entered == self._seen and not waiting:
             return False
+        late = len(waiting)
         while self._seen != entered:
             waiting.append(self._seen)
             self._seen = add(self._seen, 1)
         before = len(waiting)
-        for _ in range(before):
+        for index in range(before):
             sequence = waiting.popleft()
             if slots.is_complete(sequence):
+                if index < late:  # a device's copy has ended: its link is not to be charged for it
+                    slots.write_posted(sequence, time.monotonic_ns())
                 about = slots.read_about(sequence)
                 engine.post(self.name, sequence, about.num_bytes, about.tag, about.posted_ns, now_s)
             else:

@@ -43,6 +43,7 @@ _MAGIC = 0x6A6D7368
 _VERSION = 1
 _HEADER = struct.Struct("=IIQQ")
 _ABOUT = struct.Struct(f"=Q{TAG_WORDS}IQQ")
+_POSTED, _POSTED_AT = struct.Struct("=Q"), struct.calcsize(f"=Q{TAG_WORDS}I")
 _ENTERED, _LEFT = _LINE_WORDS, 2 * _LINE_WORDS
 _FIRST_SLOT, _SLOT_LINES = 3, 3
 _MAX_BYTES = 1 << 46
@@ -56,7 +57,8 @@ class About(NamedTuple):
     Attributes:
         num_bytes: The payload's length.
         tag: What the sender posted with it.
-        posted_ns: When it was posted, by the monotonic clock of the host the memory is on.
+        posted_ns: When it was posted, by the monotonic clock of the host the memory is on; where
+            its payload came after that by itself, when that was seen.
         landed_ns: When it was complete at the receiver; 0 at the sender's end.
     """
 
@@ -107,6 +109,11 @@ class Slots:
             raise
 
     @property
+    def memory(self) -> tuple[int, int]:
+        """Where all of it begins in this process, on a page's first byte, and how long it is."""
+        return self._base, len(self._bytes)
+
+    @property
     def entered(self) -> int:
         """Messages announced (outgoing end) or landed (incoming end), as a 32-bit count."""
         return self._words[_ENTERED]
@@ -148,6 +155,10 @@ class Slots:
         """The message's description."""
         found = _ABOUT.unpack_from(self._memory, self._about_byte(sequence))
         return About(found[0], found[1:-2], found[-2], found[-1])
+
+    def write_posted(self, sequence: int, posted_ns: int) -> None:
+        """Say that the message may be said to have been posted at another time, and no more."""
+        _POSTED.pack_into(self._memory, self._about_byte(sequence) + _POSTED_AT, posted_ns)
 
     def payload(self, sequence: int) -> np.ndarray:
         """The whole slot of a message, uint8 [slot_bytes], as a view of the memory."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmorph.copies.payload import PayloadShape
 from jaxmorph.program.channels import channel_of
 from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.runtime.direct import DirectRoute
@@ -14,7 +15,6 @@ from jaxmorph.runtime.direct_programs import LinkExhaustedError, direct_programs
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.kept_outputs import KeptOutputs
-from jaxmorph.runtime.links import PayloadShape
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.runtime.routes import AbandonedEpochError
 from jaxmorph.schedule.costs import Link

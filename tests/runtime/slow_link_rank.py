@@ -7,13 +7,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxmorph.copies.payload import PayloadShape
 from jaxmorph.program.channels import channel_of
 from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.join import join_as_told
-from jaxmorph.runtime.links import LinkProgram, PayloadShape
+from jaxmorph.runtime.links import LinkProgram
 from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.stage.mesh import link_mesh, make_mesh

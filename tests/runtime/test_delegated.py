@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from jaxmorph.copies.at_once import AtOnceTier
+from jaxmorph.copies.choosing import choose_tier
+from jaxmorph.copies.host_callbacks import host_callback_tiers
+from jaxmorph.copies.payload import PayloadShape, SlotUse
 from jaxmorph.program.channels import Channel, channel_of
 from jaxmorph.program.instructions import Payload, Transfer
-from jaxmorph.runtime.copy_tiers import AtOnceTier, choose_tier, host_callback_tiers
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.identity import TransferIdentity
-from jaxmorph.runtime.links import PayloadShape
-from jaxmorph.runtime.payloads import SlotUse, channel_name
+from jaxmorph.runtime.payloads import channel_name
 from jaxmorph.runtime.routes import AbandonedEpochError, TransferMismatchError
 from jaxmorph.transport.doorbell import wait_for_any
 from jaxmorph.transport.errors import PeerGoneError

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from jaxmorph.copies.payload import PayloadShape
 from jaxmorph.program.channels import channel_of
 from jaxmorph.runtime.direct_probe import probe_direct, probe_transfers
-from jaxmorph.runtime.links import PayloadShape
 from jaxmorph.runtime.queue import PacedQueue
 from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.runtime.report import probe_times

@@ -1,6 +1,8 @@
 """A rank's chunks in one process; `test_parity` has several ranks."""
 
 import gc
+from contextlib import closing
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -17,6 +19,7 @@ from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate
 from jaxmorph.stage.model import cut_layers
+from jaxmorph.transport.loopback import LoopbackNetwork
 from models.gpt2 import build
 
 
@@ -32,11 +35,12 @@ def settings_of(num_layers, num_stages, num_chunks, kinds=()):
     )
 
 
-def trainer_of(num_layers, num_chunks, kinds=()):
+def trainer_of(num_layers, num_chunks, kinds=(), plane=None, **others):
     """Of one rank that has the whole model."""
     sizes = {"width": 8, "num_heads": 1, "num_layers": num_layers}
     model = build(preset="tiny", sequence_length=4, vocab_size=8, **sizes)
-    return StageTrainer(model, settings_of(num_layers, 1, num_chunks, kinds), rank=0)
+    settings = replace(settings_of(num_layers, 1, num_chunks, kinds), **others)
+    return StageTrainer(model, settings, rank=0, plane=plane)
 
 
 def test_chunks_that_are_built_alike_share_their_programs():
@@ -48,6 +52,14 @@ def test_chunks_that_are_built_alike_share_their_programs():
     assert [sorted(params) for params in trainer.params] == [
         ["embed", "layers"], ["layers"], ["layers"], ["head", "layers"],
     ]  # fmt: skip
+
+
+def test_messages_are_copied_as_the_user_says_or_it_is_an_error():
+    with closing(LoopbackNetwork().plane(0, [], [])) as plane:
+        with closing(trainer_of(1, 1, plane=plane, copies="pinned_host")) as trainer:
+            assert trainer.delegated.statistics()["tier"] == "pinned_host"
+        with pytest.raises(UserError, match=r"got copy_engine, .* expected auto"):
+            trainer_of(1, 1, plane=plane, copies="copy_engine")
 
 
 def test_a_ranks_virtual_stages_are_a_number_of_ranks_apart():

@@ -11,18 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from jaxmorph.copies.at_once import AtOnceTier
+from jaxmorph.copies.choosing import choose_tier
+from jaxmorph.copies.payload import PayloadShape, SlotUse
 from jaxmorph.program.channels import channel_of
 from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.runtime.connection import ConnectionLostError
-from jaxmorph.runtime.copy_tiers import AtOnceTier, choose_tier
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.failover_route import FailoverRoute
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.link_messages import LinkWires
-from jaxmorph.runtime.links import PayloadShape
-from jaxmorph.runtime.payloads import SlotUse, channel_name
+from jaxmorph.runtime.payloads import channel_name
 from jaxmorph.schedule.costs import Link
 from jaxmorph.transport.loopback import LoopbackNetwork
 from jaxmorph.transport.plane import ChannelSpec

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmorph.copies.payload import PayloadShape
 from jaxmorph.program.channels import channel_of
 from jaxmorph.program.instructions import Buffer, BufferKind, Payload, Transfer
 from jaxmorph.runtime.direct import DirectRoute
@@ -17,7 +18,6 @@ from jaxmorph.runtime.direct_programs import direct_programs
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.join import join_as_told
-from jaxmorph.runtime.links import PayloadShape
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.stage.mesh import make_mesh
 

@@ -72,6 +72,27 @@ def in_thread(work, *arguments):
     return _Thread(work, arguments)
 
 
+class Keeper:
+    """Keeps the memory that it is told of."""
+
+    def __init__(self):
+        self.known = {}
+
+    def add(self, address, num_bytes):
+        assert address not in self.known
+        self.known[address] = num_bytes
+
+    def remove(self, address):
+        del self.known[address]
+
+    def has(self, address, num_bytes):
+        """Whether it is told of all of a piece."""
+        return any(
+            start <= address and address + num_bytes <= start + length
+            for start, length in self.known.items()
+        )
+
+
 class _Thread:
     def __init__(self, work, arguments):
         self._error = None
@@ -217,6 +238,62 @@ class Conformance:
         slot.post(20, (0, 7, 20))
         _write_word(address, slot.sequence + 1)
         receive(second, THERE, 7, 20)
+
+    def test_a_payload_that_comes_by_itself_was_posted_when_it_came(self, joined):
+        """Its link is not to be charged for what the sender's device took to compute it."""
+        first, second = joined(spec())
+        for number in range(2):
+            send(first, THERE, number, 10)
+            receive(second, THERE, number, 10)
+        slot = first.reserve(THERE, soon())
+        slot.payload[:20] = content(7, 20)
+        address = slot.signal_address
+        slot.post(20, (0, 7, 20))
+        with pytest.raises(TimeoutError):
+            second.take(THERE, soon(0.3))
+        written_s = time.monotonic()
+        _write_word(address, slot.sequence + 1)
+        landed = receive(second, THERE, 7, 20)
+        assert written_s - 0.05 <= landed.posted_s <= landed.landed_s + 0.05
+
+    def test_an_announced_message_that_is_withdrawn_arrives_empty(self, joined):
+        first, second = joined(spec())
+        slot = first.reserve(THERE, soon())
+        slot.post(20, (0, 7, 20))
+        slot.withdraw()
+        taken = second.take(THERE, soon())
+        assert (len(taken.payload), taken.tag[:3]) == (0, (0, 7, 20))
+
+    def test_a_message_that_is_there_is_not_withdrawn(self, joined):
+        first, second = joined(spec())
+        slot = first.reserve(THERE, soon())
+        slot.payload[:20] = content(7, 20)
+        slot.post(20, (0, 7, 20))
+        _write_word(slot.signal_address, slot.sequence + 1)
+        slot.withdraw()
+        receive(second, THERE, 7, 20)
+
+    def test_a_keeper_knows_the_memory_of_slots_until_it_goes(self, joined):
+        first, second = joined(spec())
+        keepers = [Keeper(), Keeper()]
+        for plane, keeper in zip((first, second), keepers, strict=True):
+            plane.tell_of_memory(keeper)
+        slot = first.reserve(THERE, soon())
+        assert keepers[0].has(slot.address, 1000)
+        assert keepers[0].has(slot.signal_address, 4)
+        slot.post(0, ())
+        slot.complete()
+        taken = second.take(THERE, soon())
+        assert keepers[1].has(taken.payload.ctypes.data, 1000)
+        taken.release()
+        before = len(keepers[0].known)
+        first.grow(THERE, 8)
+        assert len(keepers[0].known) == before
+        held = [first.reserve(THERE, soon()) for _ in range(8)]
+        assert all(keepers[0].has(slot.address, 1000) for slot in held)
+        for plane, keeper in zip((first, second), keepers, strict=True):
+            plane.close(flush=False)
+            assert keeper.known == {}
 
     def test_the_payloads_address_is_its_memorys(self, joined):
         first, second = joined(spec())

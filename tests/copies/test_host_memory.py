@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jaxmorph.runtime import host_memory
-from jaxmorph.runtime.host_memory import for_program, is_on_host
+from jaxmorph.copies import host_memory
+from jaxmorph.copies.host_memory import for_program, is_on_host
 
 ON_CPU = SingleDeviceSharding(jax.devices()[0])
 

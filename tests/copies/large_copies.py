@@ -1,4 +1,6 @@
-"""Copies of large results that are still being computed, by every tier; `test_copy_tiers` runs it.
+"""Copies of large results that are still being computed; `test_host_callbacks` runs it.
+
+By every tier with host callbacks.
 
 A process of its own, for JAX sizes its pool of threads by the environment variable NPROC.
 """
@@ -11,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jaxmorph.runtime.copy_tiers import host_callback_tiers
-from jaxmorph.runtime.links import PayloadShape
-from jaxmorph.runtime.payloads import SlotUse
+from jaxmorph.copies.host_callbacks import host_callback_tiers
+from jaxmorph.copies.payload import PayloadShape, SlotUse
 
 LIMIT_S = 60
 WIDTH = 128

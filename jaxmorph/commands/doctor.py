@@ -1,0 +1,79 @@
+"""``jaxmorph doctor``: what this machine can do, in a table that says enough in a bug report."""
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from jaxmorph.machine.facts import Fact, Section, find_out
+
+_WORKS = {None: "", True: "ok", False: "no"}
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> int:
+    """Find out what this machine can do, and why not what it can't."""
+    sections = look_at_machine()
+    if as_json:
+        told = {section.about: section.to_json() for section in sections}
+        typer.echo(json.dumps(told, indent=1))
+        return 0
+    print_sections(sections, Console(highlight=False, markup=False))
+    return 0
+
+
+def look_at_machine() -> list[Section]:
+    """All that there is to know, by what it is about."""
+    from jaxmorph.machine.host import host_facts, privilege_facts
+    from jaxmorph.machine.network import cluster_facts, network_facts
+    from jaxmorph.machine.software import software_facts
+
+    return find_out(
+        {
+            "software": software_facts,
+            "host": host_facts,
+            "privileges": privilege_facts,
+            "network": network_facts,
+            "cluster and environment": cluster_facts,
+            "devices": _device_facts,
+            "copies": _copy_facts,
+        }
+    )
+
+
+def print_sections(sections: Sequence[Section], console: Console) -> None:
+    """Print a table.
+
+    Args:
+        sections: What has been found out.
+        console: Where to.
+    """
+    width = max(len(fact.name) for section in sections for fact in section.facts)
+    for section in sections:
+        console.print(section.about, style="bold", soft_wrap=True)
+        for fact in section.facts:
+            console.print(_line(fact, width), soft_wrap=True)
+
+
+def _line(fact: Fact, width: int) -> str:
+    """A fact in columns; what is long comes last, where nothing is cut or broken."""
+    told = ": ".join(text for text in (fact.found, fact.note) if text)
+    return f"  {fact.name:{width}}  {_WORKS[fact.works]:2}  {told}".rstrip()
+
+
+def _device_facts() -> Sequence[Fact]:
+    # A GPU that a run computes on is to be looked at, not to be taken.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from jaxmorph.machine.accelerators import device_facts
+
+    return list(device_facts())
+
+
+def _copy_facts() -> Sequence[Fact]:
+    from jaxmorph.machine.accelerators import copy_facts
+
+    return list(copy_facts())

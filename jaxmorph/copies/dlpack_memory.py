@@ -1,0 +1,163 @@
+"""Memory handed to JAX and taken from it by DLPack, without a copy.
+
+`HostTensor` shows JAX memory that isn't JAX's, `view_on_device` finds where an array of JAX lies.
+On GPUs neither has run yet; on CPUs, by the same protocol, both are tested.
+"""
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmorph.copies.payload import PayloadShape
+
+CPU, CUDA_HOST = 1, 3
+"""DLPack's kinds of memory: a host's own, and what is registered with CUDA."""
+
+_BFLOAT = 4
+_CODES = {"i": 0, "u": 1, "f": 2}
+_NAME = b"dltensor"
+
+
+class _Device(ctypes.Structure):
+    _fields_ = [("kind", ctypes.c_int32), ("number", ctypes.c_int32)]
+
+
+class _DataType(ctypes.Structure):
+    _fields_ = [
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+    ]
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device", _Device),
+        ("num_dimensions", ctypes.c_int32),
+        ("dtype", _DataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _Managed(ctypes.Structure):
+    pass
+
+
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
+_Managed._fields_ = [
+    ("tensor", _Tensor),
+    ("context", ctypes.c_void_p),
+    ("deleter", _Deleter),
+]
+
+_capsule_new = ctypes.pythonapi.PyCapsule_New
+_capsule_new.restype = ctypes.py_object
+_capsule_new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+
+_shown: dict[int, tuple[Any, ...]] = {}  # what somebody may still look at, by its address
+
+
+@_Deleter
+def _forget(managed: Any) -> None:
+    _shown.pop(ctypes.addressof(managed.contents), None)
+
+
+class HostTensor:
+    """Memory of this process as an array that `jax.dlpack.from_dlpack` takes.
+
+    Args:
+        memory: uint8; it is kept for as long as anybody looks at it.
+        payload: What lies there, from its first byte on.
+        kind: `CPU`, or `CUDA_HOST` for memory that is registered: JAX then takes it as memory of
+            the kind `pinned_host`.
+        number: The device's, for `CUDA_HOST`.
+    """
+
+    def __init__(
+        self, memory: np.ndarray, payload: PayloadShape, kind: int = CPU, number: int = 0
+    ) -> None:
+        self._memory, self._payload = memory, payload
+        self._device = (kind, number)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device
+
+    def __dlpack__(self, **_: Any) -> Any:
+        dtype, shape = np.dtype(self._payload.dtype), self._payload.shape
+        code = _BFLOAT if dtype.name == "bfloat16" else _CODES[dtype.kind]
+        sizes = (ctypes.c_int64 * len(shape))(*shape)
+        managed = _Managed()
+        managed.tensor = _Tensor(
+            self._memory.ctypes.data,
+            _Device(*self._device),
+            len(shape),
+            _DataType(code, 8 * dtype.itemsize, 1),
+            sizes,
+        )
+        managed.deleter = _forget
+        address = ctypes.addressof(managed)
+        _shown[address] = (managed, sizes, self._memory)
+        return _capsule_new(address, _NAME, None)
+
+
+@dataclass(frozen=True)
+class DeviceView:
+    """Where an array lies.
+
+    Attributes:
+        address: Of its first element, as the device knows it.
+        holder: As long as this is held, the array's memory is not used for anything else.
+    """
+
+    address: int
+    holder: Any
+
+
+def view_on_device(value: jax.Array, stream: int | None) -> DeviceView:
+    """Where an array lies on its device.
+
+    Args:
+        value: On one device; it may still be being computed.
+        stream: What is enqueued on it from now on comes after the array has been computed; None:
+            JAX may wait for that.
+
+    Raises:
+        BufferError: If it is on several devices.
+        ValueError: If its elements don't lie in the order of their indices.
+    """
+    array: Any = value  # whose types know no streams
+    capsule = array.__dlpack__(stream=stream)
+    return DeviceView(_address(capsule), (capsule, value))
+
+
+def address_on_device(value: Any) -> int:
+    """Where an array, or the buffer that a `buffer_callback` is shown, lies; waits for nothing."""
+    if hasattr(value, "unsafe_buffer_pointer"):
+        return value.unsafe_buffer_pointer()
+    return _address(value.__dlpack__())
+
+
+def _address(capsule: Any) -> int:
+    tensor = _Managed.from_address(_capsule_pointer(capsule, _NAME)).tensor
+    if tensor.strides and not _in_order(tensor):
+        raise ValueError("got an array whose elements lie in another order, expected row-major")
+    return (tensor.data or 0) + tensor.byte_offset
+
+
+def _in_order(tensor: _Tensor) -> bool:
+    shape: Sequence[int] = tensor.shape[: tensor.num_dimensions]
+    strides = tensor.strides[: tensor.num_dimensions]
+    behind = (math.prod(shape[at + 1 :]) for at in range(len(shape)))
+    dense = zip(shape, strides, behind, strict=True)
+    return all(size == 1 or stride == due for size, stride, due in dense)

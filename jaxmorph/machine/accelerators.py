@@ -1,0 +1,95 @@
+"""Devices, the CUDA driver, and the ways to copy between a device and slots: each is tried."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from jaxmorph.copies.choosing import why_not
+from jaxmorph.copies.copy_engine import CopyEngineTier
+from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
+from jaxmorph.copies.trial import try_landing, try_tier
+from jaxmorph.copies.ways import OpenDriver, WaysToCopy, ways_to_copy
+from jaxmorph.machine.facts import Fact
+
+_GIB = 1 << 30
+
+
+def device_facts() -> Iterator[Fact]:
+    """What JAX computes on."""
+    devices = jax.local_devices()
+    yield Fact("JAX computes on", jax.default_backend(), True)
+    for device in devices:
+        yield Fact(f"device {device.id}", f"{device.device_kind}{_memory(device)}")
+
+
+def driver_fact(open_driver: OpenDriver = CudaDriver.open, number: int = 0) -> Fact:
+    """Whether there is a CUDA driver that copies could use.
+
+    Args:
+        open_driver: Opens it, given a device's number.
+        number: Which device.
+    """
+    try:
+        driver = open_driver(number)
+    except CudaError as error:
+        return Fact("CUDA driver", "none", False, str(error))
+    try:
+        return Fact("CUDA driver", f"for CUDA {driver.version()}", True)
+    finally:
+        driver.close()
+
+
+def copy_facts(
+    ways_of: Callable[..., WaysToCopy] = ways_to_copy, open_driver: OpenDriver = CudaDriver.open
+) -> Iterator[Fact]:
+    """Which ways of copying work on the first device, the best first, and why others don't.
+
+    Args:
+        ways_of: Says which there are, given where arrays are kept.
+        open_driver: Opens the driver, given the device's number.
+    """
+    yield driver_fact(open_driver)
+    device = jax.local_devices()[0]
+    placement = SingleDeviceSharding(device)
+    ways = ways_of(placement, lambda keeper: None, open_driver=open_driver)
+    with closing(ways):
+        into = [
+            _fact(f"into slots by {tier.name}", why_not(tier, _into(placement, ways)))
+            for tier in ways.outgoing
+        ]
+        out_of = [
+            _fact(f"out of slots by {tier.name}", why_not(tier, _out_of(placement, ways)))
+            for tier in ways.incoming
+        ]
+    yield from _best_first(into)
+    yield from _best_first(out_of)
+    if not any(tier.name == CopyEngineTier.name for tier in ways.outgoing):
+        yield _fact(f"by {CopyEngineTier.name}", f"JAX computes on {device.platform}, not on a GPU")
+
+
+def _into(placement: Any, ways: WaysToCopy) -> Callable[[Any], None]:
+    return lambda tier: try_tier(tier, placement, ways.memory)
+
+
+def _out_of(placement: Any, ways: WaysToCopy) -> Callable[[Any], None]:
+    return lambda tier: try_landing(tier, placement, ways.memory)
+
+
+def _fact(name: str, reason: str | None) -> Fact:
+    return Fact(name, "yes" if reason is None else "no", reason is None, reason or "")
+
+
+def _best_first(facts: Sequence[Fact]) -> Iterator[Fact]:
+    """The same facts; that which a run takes is marked."""
+    taken = next((fact for fact in facts if fact.works), None)
+    for fact in facts:
+        yield replace(fact, note="what runs take here") if fact is taken else fact
+
+
+def _memory(device: Any) -> str:
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return "" if limit is None else f", {limit / _GIB:.1f} GiB for JAX"

@@ -1,0 +1,97 @@
+"""The one place that knows Pallas's Mosaic GPU backend, and how its versions differ.
+
+Nothing here is imported before a kernel is traced, so JAX without that backend runs all the rest.
+What is not public API of JAX, and why it is used all the same:
+
+- `jaxlib.mlir`: the bindings by which a kernel's body emits `llvm.inline_asm`. Pallas documents
+  `inline_mgpu` for code at that level, but no bindings of its own. It is the only way to an address
+  that is no JAX array, and to a release at system scope.
+- `jax.experimental.mosaic.gpu.utils.memref_ptr`: an array's address inside the kernel.
+
+Differences between JAX 0.10.2, 0.11.2 and 0.12: `LoweringSemantics` has no public name in the
+first, where `Lane` (a body is what each thread does) is the default; later the default is another.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+
+from jaxmorph.pallas_kernels.tuning import WARPGROUP_THREADS
+
+
+def assembled_kernel(
+    name: str,
+    assembly: str,
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    ctas: int,
+    threads: int,
+) -> Callable[..., Any]:
+    """A traceable function whose body is a block of PTX.
+
+    Args:
+        name: The kernel's, in profiles.
+        assembly: What every thread runs. `$0`, `$1` ... are the addresses of inputs, then outputs.
+        outputs: Shape and dtype of each.
+        ctas: Blocks of threads.
+        threads: In each block; a multiple of 128.
+
+    Returns:
+        A function of the inputs that returns the list of outputs.
+
+    Raises:
+        ImportError: If this JAX has no Mosaic GPU backend that can be imported.
+    """
+    mosaic = _mosaic()
+
+    def body(*references: Any) -> None:
+        @mosaic.plgpu.inline_mgpu(arg_types=(mosaic.plgpu.RefType(),) * len(references))
+        def emit(context: Any, *memories: Any) -> None:
+            del context
+            _emit(mosaic, assembly, memories)
+
+        emit(*references)
+
+    body.__name__ = name
+    return mosaic.plgpu.kernel(
+        body,
+        out_type=tuple(outputs),
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=threads // WARPGROUP_THREADS,
+        thread_name="warpgroup",
+        compiler_params=_parameters(mosaic.plgpu),
+    )
+
+
+def _emit(mosaic: SimpleNamespace, assembly: str, memories: Sequence[Any]) -> None:
+    ir, llvm = mosaic.ir, mosaic.llvm
+    i64 = ir.IntegerType.get_signless(64)
+    addresses = [llvm.ptrtoint(i64, mosaic.utils.memref_ptr(memory)) for memory in memories]
+    constraints = ",".join(["l"] * len(addresses) + ["~{memory}"])
+    nothing = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(nothing, addresses, assembly, constraints, has_side_effects=True)
+
+
+def _parameters(plgpu: Any) -> Any:
+    if not hasattr(plgpu, "LoweringSemantics"):
+        return plgpu.CompilerParams()
+    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+
+
+@functools.cache
+def _mosaic() -> SimpleNamespace:
+    try:
+        from jax.experimental.mosaic.gpu import utils
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import llvm
+    except Exception as error:  # whatever it is: the kernels can't be had
+        raise ImportError(
+            f"the copy kernels need Pallas's Mosaic GPU backend, and with JAX {jax.__version__} "
+            f"importing it fails here: {error!r}"
+        ) from error
+    return SimpleNamespace(plgpu=plgpu, utils=utils, ir=ir, llvm=llvm)

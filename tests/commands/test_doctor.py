@@ -1,0 +1,44 @@
+"""The command from its words to what it prints, with this machine's own facts."""
+
+import json
+
+import pytest
+
+from jaxmorph import cli
+
+ABOUT = [
+    "software",
+    "host",
+    "privileges",
+    "network",
+    "cluster and environment",
+    "devices",
+    "copies",
+]
+
+
+def told_by(*words, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["doctor", *words])
+    assert exit_info.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_as_json_every_fact_says_whether_it_works_and_why_not(capsys):
+    told = json.loads(told_by("--json", capsys=capsys))
+    assert list(told) == ABOUT
+    facts = {fact["name"]: fact for facts in told.values() for fact in facts}
+    assert "this could not be looked at" not in facts
+    assert facts["jax"]["found"].count(".") >= 2
+    assert facts["into slots by buffer_callback"]["works"] is True
+    assert all(fact["note"] for fact in facts.values() if fact["works"] is False)
+
+
+def test_the_table_has_a_line_for_every_fact_however_narrow_the_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = told_by(capsys=capsys).splitlines()
+    assert [line for line in lines if not line.startswith("  ")] == ABOUT
+    names = ("python", "cores", "CUDA driver", "into slots by buffer_callback", "NIXL")
+    for name in names:
+        (line,) = [line for line in lines if line.startswith(f"  {name}  ")]
+        assert line.split("  ")[-1].strip()

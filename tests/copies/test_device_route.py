@@ -1,0 +1,201 @@
+"""The delegated route with copies by a device's driver, from one end of a link to the other.
+
+The driver stands for a GPU's and runs what is enqueued in a thread of its own; the data plane is in
+memory. It looks for signals that nobody rings for, as sidecars do.
+"""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fake_cuda import LIMIT_S, FakeLibrary
+from jax.sharding import SingleDeviceSharding
+
+from jaxmorph.copies.copy_engine import CopyEngineTier
+from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
+from jaxmorph.copies.dlpack_memory import CPU, view_on_device
+from jaxmorph.copies.host_landing import HostLandingTier
+from jaxmorph.copies.payload import PayloadShape, SlotUse
+from jaxmorph.copies.pinned_host import PinnedHostTier
+from jaxmorph.copies.registered_landing import RegisteredLandingTier
+from jaxmorph.copies.registered_memory import RegisteredMemory
+from jaxmorph.program.channels import channel_of
+from jaxmorph.program.instructions import Payload, Transfer
+from jaxmorph.runtime.delegated import DelegatedRoute
+from jaxmorph.runtime.identity import TransferIdentity
+from jaxmorph.runtime.payloads import channel_name
+from jaxmorph.runtime.routes import TransferMismatchError
+from jaxmorph.transport.loopback import LoopbackNetwork
+from jaxmorph.transport.plane import ChannelSpec
+
+PLACEMENT = SingleDeviceSharding(jax.devices()[0])
+SHAPE = (3, 5)
+
+
+def activation(microbatch, epoch=0):
+    return TransferIdentity(epoch, 0, Transfer(Payload.ACTIVATION, 0, 1, microbatch))
+
+
+TIED = TransferIdentity(0, 0, Transfer(Payload.TIED, 0, 1, 0))
+
+
+class Device:
+    """Runs what streams hold, whenever `go` is set."""
+
+    def __init__(self):
+        self.library = FakeLibrary(held=True)
+        self.go = threading.Event()
+        self._over = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        while not self._over:
+            if self.go.wait(0.01):
+                self.library.run()
+                time.sleep(0.0002)
+
+    def close(self):
+        self._over = True
+        self.go.set()
+        self._thread.join()
+
+
+class Ends:
+    """Both ends of a link, in one process."""
+
+    def __init__(self, device):
+        payload = PayloadShape(SHAPE, jnp.dtype("float32"))
+        uses = {
+            channel_of(activation(0).transfer): SlotUse(payload, 15),
+            channel_of(TIED.transfer): SlotUse(payload, 7),
+        }
+        specs = [ChannelSpec(channel_name(each), use.slot_bytes, 2) for each, use in uses.items()]
+        network = LoopbackNetwork()
+        self.planes = [network.plane(0, specs, []), network.plane(1, [], specs)]
+        for rank, plane in enumerate(self.planes):
+            plane.connect({1 - rank: self.planes[1 - rank].addresses()}, b"secret")
+        driver = CudaDriver(device.library, 0)
+        self.memory = RegisteredMemory(driver)
+        for plane in self.planes:
+            plane.tell_of_memory(self.memory)
+        self.pinned = PinnedHostTier()
+        self.engine = CopyEngineTier(driver, self.memory, self.pinned, _view)
+        self.landings = RegisteredLandingTier(self.memory, 0, HostLandingTier(), CPU, _copied)
+        self.sender, self.receiver = (
+            DelegatedRoute(plane, uses, rank, PLACEMENT, self.engine, landings=self.landings)
+            for rank, plane in enumerate(self.planes)
+        )
+
+    def send(self, identity, value):
+        return self.sender.post(identity, value, time.monotonic())
+
+    def take(self, identity, wait_s=LIMIT_S):
+        now_s = time.monotonic()
+        return self.receiver.take(identity, now_s, now_s + wait_s)
+
+    def close(self):
+        self.engine.close()
+        self.landings.close()
+        self.pinned.close()
+        for plane in self.planes:
+            plane.close()
+
+
+def _view(value, stream):
+    del stream
+    return view_on_device(jax.block_until_ready(value), None)
+
+
+def _copied(value, placement):
+    del placement
+    return jnp.array(value, copy=True)
+
+
+@pytest.fixture
+def device():
+    device = Device()
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def ends(device):
+    ends = Ends(device)
+    yield ends
+    device.go.set()
+    ends.close()
+    assert device.library.registered == {}
+
+
+def values(seed):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=SHAPE), jnp.float32)
+
+
+def test_every_message_arrives_bit_by_bit_however_late_the_device_copies(ends, device):
+    device.go.set()
+    taken = []
+    for microbatch in range(40):
+        ends.send(activation(microbatch), values(microbatch))
+        taken.append(ends.take(activation(microbatch)).value)
+    ends.sender.settle()
+    ends.receiver.settle()
+    for microbatch, value in enumerate(taken):  # slots have been used again many times by now
+        assert np.asarray(value).tobytes() == np.asarray(values(microbatch)).tobytes()
+    assert ends.sender.tier == ends.receiver.landing_tier == "copy_engine"
+
+
+def test_nothing_arrives_before_its_copy_is_over_and_its_time_is_not_the_links(ends, device):
+    sent_s = time.monotonic()
+    ends.send(activation(0), values(0))
+    with pytest.raises(TimeoutError):
+        ends.take(activation(0), wait_s=0.2)
+    device.go.set()
+    moved = ends.take(activation(0))
+    assert np.array_equal(np.asarray(moved.value), np.asarray(values(0)))
+    assert sent_s + 0.2 <= moved.peer_arrived_s <= moved.over_s
+
+
+def test_a_message_in_parts_arrives_whole(ends, device):
+    device.go.set()
+    sending = threading.Thread(target=ends.send, args=(TIED, values(3)))
+    sending.start()  # it waits for slots while parts are being taken
+    taken = ends.take(TIED).value
+    sending.join(LIMIT_S)
+    assert np.array_equal(np.asarray(taken), np.asarray(values(3)))
+
+
+def test_a_copy_that_fails_is_an_error_at_both_ends_and_holds_up_nothing(ends, device):
+    ends.send(activation(0), values(0))
+    device.library.failing.update(cuEventQuery=700, cuEventSynchronize=700)
+    with pytest.raises(CudaError, match="cuEventSynchronize gave 700"):
+        ends.sender.settle()
+    with pytest.raises(TransferMismatchError, match="0 bytes came, expected 60"):
+        ends.take(activation(0))
+    device.library.failing.clear()
+    for route in (ends.sender, ends.receiver):
+        route.abandon(0)
+    device.go.set()
+    ends.send(activation(0, epoch=1), values(7))
+    taken = ends.take(activation(0, epoch=1)).value
+    assert np.array_equal(np.asarray(taken), np.asarray(values(7)))
+    ends.receiver.settle()
+
+
+def test_slots_that_grow_are_registered_too(ends, device):
+    device.go.set()
+    needed = {channel_of(activation(0).transfer): 8}
+    ends.sender.make_room(needed)
+    ends.receiver.make_room(needed)
+    for microbatch in range(8):
+        ends.send(activation(microbatch), values(microbatch))
+    for microbatch in range(8):
+        taken = ends.take(activation(microbatch)).value
+        assert np.array_equal(np.asarray(taken), np.asarray(values(microbatch)))
+    ends.sender.settle()
+    ends.receiver.settle()
+    assert device.library.names().count("cuMemcpyDtoHAsync_v2") == 8
+    assert ends.memory.trouble is None

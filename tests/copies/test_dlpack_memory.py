@@ -1,0 +1,81 @@
+"""Memory shown to JAX, and JAX's own found, on a CPU."""
+
+import gc
+import mmap
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmorph.copies import dlpack_memory
+from jaxmorph.copies.dlpack_memory import HostTensor, address_on_device, view_on_device
+from jaxmorph.copies.payload import PayloadShape
+from jaxmorph.transport.slots import Slots
+
+
+class Memory(np.ndarray):
+    """Memory that can be waited for to go."""
+
+
+@pytest.fixture
+def slots():
+    slots = Slots.create(1, 4096)
+    yield slots
+    slots.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
+def test_jax_sees_a_slots_own_memory(slots, dtype):
+    payload = PayloadShape((3, 5), jnp.dtype(dtype))
+    values = np.arange(15).astype(payload.dtype).reshape(3, 5)
+    memory = slots.payload(0)
+    memory[: values.nbytes] = values.reshape(-1).view(np.uint8)
+    array = jax.dlpack.from_dlpack(HostTensor(memory, payload))
+    assert (array.shape, array.dtype) == (payload.shape, payload.dtype)
+    assert array.unsafe_buffer_pointer() == slots.payload_address(0)
+    assert np.array_equal(np.asarray(array), values)
+
+
+def test_memory_is_kept_until_jax_has_let_go_of_it():
+    memory = np.frombuffer(mmap.mmap(-1, 4096), np.uint8).view(Memory)  # where pages begin
+    gone = weakref.ref(memory)
+    shown = len(dlpack_memory._shown)
+    array = jax.dlpack.from_dlpack(HostTensor(memory, PayloadShape((8,), jnp.dtype("float32"))))
+    del memory
+    gc.collect()
+    assert gone() is not None
+    assert len(dlpack_memory._shown) == shown + 1
+    del array
+    gc.collect()
+    assert len(dlpack_memory._shown) == shown
+    assert gone() is None
+
+
+def test_an_array_is_found_where_it_lies():
+    value = jax.block_until_ready(jnp.arange(12, dtype=jnp.bfloat16).reshape(3, 4))
+    view = view_on_device(value, None)
+    assert view.address == value.unsafe_buffer_pointer() == address_on_device(value)
+    assert view.holder[1] is value
+
+
+def test_a_buffer_that_has_a_capsule_alone_is_found_too():
+    value = jax.block_until_ready(jnp.arange(12.0))
+
+    class Buffer:
+        def __dlpack__(self):
+            return value.__dlpack__()
+
+    assert address_on_device(Buffer()) == value.unsafe_buffer_pointer()
+
+
+def test_elements_in_another_order_are_refused():
+    transposed = np.arange(12.0).reshape(3, 4).T
+
+    class Transposed:
+        def __dlpack__(self):
+            return transposed.__dlpack__()
+
+    with pytest.raises(ValueError, match="expected row-major"):
+        address_on_device(Transposed())

@@ -1,0 +1,154 @@
+"""Which ways of copying a stage takes: on a CPU, and where a driver does or doesn't do its part."""
+
+import jax
+import pytest
+from fake_cuda import FakeLibrary
+from jax.sharding import SingleDeviceSharding
+
+from jaxmorph.copies import at_once, trial, ways
+from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
+from jaxmorph.copies.stage_copies import open_copies
+from jaxmorph.errors import UserError
+from jaxmorph.transport.loopback import LoopbackNetwork
+from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.plane import ChannelSpec
+
+PLACEMENT = SingleDeviceSharding(jax.devices()[0])
+
+
+@pytest.fixture
+def plane():
+    specs = [ChannelSpec(ChannelName(code, 0, 1), 1000, 2) for code in range(2)]
+    plane = LoopbackNetwork().plane(0, specs, [])
+    yield plane
+    plane.close()
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Arrays are taken to be on a GPU, though they are on a CPU."""
+    for module in (ways, trial, at_once):
+        monkeypatch.setattr(module, "is_on_host", lambda placement: False)
+    monkeypatch.setattr(trial, "_WIDTH", 8)  # a CPU is busy with less
+
+
+@pytest.fixture
+def opened():
+    """Opens copies, and closes them at the end."""
+    made = []
+
+    def opened(plane, *arguments):
+        made.append(open_copies(PLACEMENT, plane.tell_of_memory, *arguments))
+        return made[-1]
+
+    yield opened
+    for copies in made:
+        copies.close()
+
+
+def no_driver(number):
+    raise CudaError("loading libcuda.so.1", None, "no such file")
+
+
+def never(number):
+    pytest.fail("a driver was opened")
+
+
+def test_on_a_cpu_callbacks_copy_and_no_driver_is_asked(plane, opened, caplog):
+    copies = opened(plane, "auto", never)
+    assert (copies.outgoing.name, copies.incoming.name) == ("buffer_callback", "host")
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("name", ["buffer_callback", "io_callback", "pinned_host"])
+def test_another_way_can_be_chosen(plane, opened, name):
+    assert opened(plane, name, never).outgoing.name == name
+
+
+def test_a_way_that_is_not_for_this_device_is_refused_with_those_that_are(plane, opened):
+    with pytest.raises(UserError) as raised:
+        opened(plane, "copy_engine", never)
+    assert str(raised.value) == (
+        "transport.copies: got copy_engine, which doesn't work here (it is not for this device), "
+        "expected auto, buffer_callback, io_callback, pinned_host"
+    )
+
+
+def test_without_a_driver_copies_go_by_pinned_memory_and_a_warning_says_why(
+    plane, opened, elsewhere, caplog
+):
+    copies = opened(plane, "auto", no_driver)
+    assert (copies.outgoing.name, copies.incoming.name) == ("pinned_host", "host")
+    into, out_of = [record.getMessage() for record in caplog.records]
+    reason = "CudaError('loading libcuda.so.1: no such file')"
+    assert into.endswith(f"into slots by copy_engine and buffer_callback don't work here: {reason}")
+    assert out_of.endswith(f"out of slots by copy_engine don't work here: {reason}")
+
+
+def test_a_way_that_needs_the_driver_is_refused_with_the_drivers_reason(plane, opened, elsewhere):
+    with pytest.raises(UserError, match=r"got copy_engine, .*no such file.*expected auto, pinned"):
+        opened(plane, "copy_engine", no_driver)
+
+
+def test_who_wants_no_driver_has_none(plane, opened, elsewhere):
+    assert opened(plane, "pinned_host", never).outgoing.name == "pinned_host"
+
+
+def test_slots_that_can_not_be_registered_are_a_reason_too(plane, opened, elsewhere, caplog):
+    library = FakeLibrary(failing={"cuMemHostRegister_v2": 304})
+    copies = opened(plane, "auto", lambda number: CudaDriver(library, number))
+    assert copies.outgoing.name == "pinned_host"
+    assert "by copy_engine and buffer_callback don't work here: CudaError('cuMemH" in caplog.text
+
+
+class Registrar(FakeLibrary):
+    """Says what was registered at any time."""
+
+    def __init__(self):
+        super().__init__()
+        self.ever = 0
+
+    def _cuMemHostRegister_v2(self, *arguments):  # noqa: N802
+        super()._cuMemHostRegister_v2(*arguments)
+        self.ever += 1
+
+
+def test_slots_are_registered_as_long_as_copies_are_open(plane, opened, elsewhere):
+    """A CPU's arrays can't wait on a stream, so both ways by the driver fail their trials."""
+    library = Registrar()
+    copies = opened(plane, "auto", lambda number: CudaDriver(library, number))
+    assert copies.outgoing.name == "pinned_host"
+    assert len(library.registered) == 2
+    assert library.ever > 2  # those of the trials
+    plane.grow(ChannelName(0, 0, 1), 8)
+    assert len(library.registered) == 2
+    copies.close()
+    assert library.registered == {}
+    assert library.names()[-1] == "cuDevicePrimaryCtxRelease_v2"
+
+
+def test_a_device_that_has_failed_does_not_keep_the_rest_from_ending(
+    plane, opened, elsewhere, caplog
+):
+    library = Registrar()
+    copies = opened(plane, "auto", lambda number: CudaDriver(library, number))
+    library.failing["cuStreamSynchronize"] = 700
+    copies.close()
+    assert "copies could not be ended as they should: cuStreamSynchronize gave 700" in caplog.text
+    assert library.registered == {}
+    assert library.names()[-1] == "cuDevicePrimaryCtxRelease_v2"
+
+
+def test_slots_are_unregistered_when_the_plane_goes_first(plane, opened, elsewhere):
+    library = Registrar()
+    opened(plane, "auto", lambda number: CudaDriver(library, number))
+    plane.close()
+    assert library.registered == {}
+
+
+def test_nothing_stays_registered_where_no_way_works(plane, opened, elsewhere, monkeypatch):
+    library = Registrar()
+    monkeypatch.setattr(trial, "_check_announced", lambda *_: 1 / 0)
+    with pytest.raises(RuntimeError, match="no way to copy into a slot works here: copy_engine"):
+        opened(plane, "auto", lambda number: CudaDriver(library, number))
+    assert library.registered == {}

@@ -1,0 +1,72 @@
+"""What is told of devices and of copies: on a CPU, and with a driver that stands for a GPU's."""
+
+from contextlib import ExitStack
+from typing import Any
+
+from jaxmorph.copies.cuda_driver import CudaError
+from jaxmorph.copies.host_landing import HostLandingTier
+from jaxmorph.copies.pinned_host import PinnedHostTier
+from jaxmorph.copies.ways import AbsentTier, WaysToCopy
+from jaxmorph.machine.accelerators import copy_facts, device_facts, driver_fact
+
+
+def no_driver(number):
+    raise CudaError("loading libcuda.so.1", None, "no such file")
+
+
+class Driver:
+    """Stands for a driver that works."""
+
+    is_closed = False
+
+    def version(self):
+        return "13.0"
+
+    def close(self):
+        self.is_closed = True
+
+
+def by_name(facts):
+    return {fact.name: fact for fact in facts}
+
+
+def test_on_a_cpu_that_is_what_jax_computes_on():
+    found = by_name(device_facts())
+    assert found["JAX computes on"].found == "cpu"
+    assert found["device 0"].found.startswith("cpu")
+
+
+def test_a_driver_is_told_with_its_version_and_let_go():
+    driver: Any = Driver()
+    fact = driver_fact(lambda number: driver)
+    assert (fact.found, fact.works) == ("for CUDA 13.0", True)
+    assert driver.is_closed
+
+
+def test_why_there_is_no_driver_is_told():
+    fact = driver_fact(no_driver)
+    assert (fact.works, fact.note) == (False, "loading libcuda.so.1: no such file")
+
+
+def test_on_a_cpu_every_way_that_works_is_named_and_that_which_runs_take():
+    found = by_name(copy_facts(open_driver=no_driver))
+    ways = ("buffer_callback", "io_callback", "pinned_host")
+    assert all(found[f"into slots by {name}"].works for name in ways)
+    assert found["into slots by buffer_callback"].note == "what runs take here"
+    assert found["out of slots by host"].note == "what runs take here"
+    assert (found["by copy_engine"].works, found["CUDA driver"].works) == (False, False)
+
+
+def test_of_ways_that_do_not_work_the_reason_is_told_and_the_next_is_taken():
+    ending, closed = ExitStack(), []
+    ending.callback(closed.append, True)
+    absent = AbsentTier("copy_engine", CudaError("cuInit", 100, "CUDA_ERROR_NO_DEVICE"))
+    ways = WaysToCopy([absent, PinnedHostTier()], [absent, HostLandingTier()], None, ending)
+    found = by_name(copy_facts(lambda *_, **__: ways, no_driver))
+    assert found["into slots by copy_engine"].works is False
+    assert "cuInit gave 100 (CUDA_ERROR_NO_DEVICE)" in found["into slots by copy_engine"].note
+    assert found["into slots by pinned_host"].note == "what runs take here"
+    assert found["out of slots by copy_engine"].works is False
+    assert found["out of slots by host"].works
+    assert "by copy_engine" not in found
+    assert closed == [True]
