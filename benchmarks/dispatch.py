@@ -35,7 +35,8 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
     from jaxmorph.runtime.optimizer import OptimizerSettings
     from jaxmorph.runtime.queue import AsynchronousQueue
     from jaxmorph.runtime.routes import TransferIdentity
-    from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
+    from jaxmorph.runtime.stage_settings import StageSettings
+    from jaxmorph.runtime.stage_trainer import StageTrainer
     from jaxmorph.schedule.builders import FIXED_SCHEDULES
     from jaxmorph.schedule.costs import StageCosts
     from jaxmorph.schedule.ops import OpKind

@@ -28,7 +28,8 @@ from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import rank_report, total
-from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
+from jaxmorph.runtime.stage_settings import StageSettings
+from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.stage.parameter_count import parameter_count
 from jaxmorph.training.bookkeeping import Bookkeeper
 from jaxmorph.training.evaluation import Evaluation, with_room_to_evaluate

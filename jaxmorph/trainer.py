@@ -25,7 +25,7 @@ from jaxmorph.program.forward_only import forward_only
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.report import measured_timeline, rank_report, total
-from jaxmorph.runtime.stage_trainer import StageSettings
+from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.scripts.config import configure

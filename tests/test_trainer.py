@@ -94,6 +94,24 @@ def test_a_file_without_stages_may_say_what_is_per_stage_or_link(tmp_path, monke
     assert str(caught.value).startswith(f"{path}: routes.2-3: ")
 
 
+@pytest.fixture
+def waits_of(monkeypatch):
+    """How long processes are told to wait for a transfer, where so many of them meet."""
+
+    def waits_of(num_ranks, sections):
+        told = []
+
+        def meet(start_s, direct_s, least_threads):
+            told.append(direct_s)
+            return SimpleNamespace(num_ranks=num_ranks)
+
+        monkeypatch.setattr(script_config, "meet", meet)
+        configure(sections)
+        return told
+
+    return waits_of
+
+
 @pytest.mark.parametrize(
     ("sections", "waits_s"),
     [
@@ -104,43 +122,19 @@ def test_a_file_without_stages_may_say_what_is_per_stage_or_link(tmp_path, monke
         ({"timeouts": {"direct_s": 2}}, 60.0),  # a deadline of links that fail over
     ],
 )
-def test_a_transfer_waits_as_long_as_the_configuration_says(monkeypatch, sections, waits_s):
-    told = []
-
-    def meet(start_s, direct_s, least_threads):
-        told.append(direct_s)
-        return SimpleNamespace(num_ranks=6)
-
-    monkeypatch.setattr(script_config, "meet", meet)
-    configure(sections)
-    assert told == [waits_s]
+def test_a_transfer_waits_as_long_as_the_configuration_says(waits_of, sections, waits_s):
+    assert waits_of(6, sections) == [waits_s]
 
 
-def test_a_transfer_waits_as_long_as_among_so_many_as_a_job_has_tasks(monkeypatch):
-    told = []
-
-    def meet(start_s, direct_s, least_threads):
-        told.append(direct_s)
-        return SimpleNamespace(num_ranks=8)
-
-    monkeypatch.setattr(script_config, "meet", meet)
+def test_a_transfer_waits_as_long_as_among_so_many_as_a_job_has_tasks(waits_of, monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "8")
-    configure({"failover": {"enabled": True}})
-    assert told == [7.5]
+    assert waits_of(8, {"failover": {"enabled": True}}) == [7.5]
 
 
-def test_a_transfer_waits_as_long_as_among_so_many_as_were_launched(monkeypatch):
-    told = []
-
-    def meet(start_s, direct_s, least_threads):
-        told.append(direct_s)
-        return SimpleNamespace(num_ranks=10)
-
-    monkeypatch.setattr(script_config, "meet", meet)
+def test_a_transfer_waits_as_long_as_among_so_many_as_were_launched(waits_of, monkeypatch):
     launched = RankArguments(0, 10, "127.0.0.1:1", 0, 0)
     monkeypatch.setattr(script_config, "launch_told", lambda: launched)
-    configure({"failover": {"enabled": True}})
-    assert told == [6.0]
+    assert waits_of(10, {"failover": {"enabled": True}}) == [6.0]
 
 
 def test_after_an_error_in_a_trainer_of_several_the_next_one_says_so(monkeypatch):

@@ -37,7 +37,7 @@ from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline
-from jaxmorph.runtime.stage_trainer import StageSettings
+from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.schedule.costs import Link, Links
 from jaxmorph.stage.model import PipelineModel
 from jaxmorph.training.open_stage import open_stage

@@ -69,9 +69,8 @@ class KeptPrograms:
         try:
             written, _, _ = serialize_executable.serialize(program)
             self.folder.mkdir(parents=True, exist_ok=True)
-            new = path.with_name(
-                f"{path.name}.{os.getpid()}.new"
-            )  # other runs may share the folder
+            # Other runs may share the folder.
+            new = path.with_name(f"{path.name}.{os.getpid()}.new")
             new.write_bytes(written)
             new.replace(path)
         except (OSError, ValueError, NotImplementedError, pickle.PicklingError) as error:
@@ -84,9 +83,7 @@ class KeptPrograms:
         """A name that another program, or the same for another platform, doesn't have."""
         if self._platform is None:
             self._platform = tuple(_platform())
-        takes = str(
-            lowered.args_info
-        )  # also what the program doesn't read, and its text leaves out
+        takes = str(lowered.args_info)  # also what isn't read, which the text leaves out
         parts = (lowered.as_text(), takes, str(lowered.out_tree), *self._platform)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

@@ -1,16 +1,13 @@
 """One rank's part of training: its stage's parameters, programs, queue and routes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmorph.copies.choosing import AUTO
 from jaxmorph.copies.payload import PayloadShape, SlotUse
 from jaxmorph.copies.stage_copies import StageCopies, open_copies
 from jaxmorph.program.channels import Channel
@@ -26,16 +23,16 @@ from jaxmorph.runtime.host_copies import HostCopies
 from jaxmorph.runtime.link_connections import LinkLines
 from jaxmorph.runtime.links import LinkProgram
 from jaxmorph.runtime.online_dispatch import OnlineDispatcher
-from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer
+from jaxmorph.runtime.optimizer import StageOptimizer
 from jaxmorph.runtime.other_paths import OtherPaths
 from jaxmorph.runtime.pacing import Pace
-from jaxmorph.runtime.payloads import channel_payloads, slot_use
+from jaxmorph.runtime.payloads import slot_use
 from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue, Stamp
 from jaxmorph.runtime.routes import Route
+from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_state import from_parts, stage_parts
 from jaxmorph.runtime.tied import HEAD, TiedGradients
 from jaxmorph.schedule.costs import Link
-from jaxmorph.schedule.ops import OpKind
 from jaxmorph.stage.build import StagePrograms, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import Params, PipelineModel
@@ -45,80 +42,6 @@ from jaxmorph.stage.stored_weights import read_stage_params
 from jaxmorph.transport.plane import DataPlane
 
 _HANGS_AFTER = 0.5  # of the time after which a direct transfer is given up
-
-
-@dataclass(frozen=True)
-class StageSettings:
-    """What a stage is built from, besides the model.
-
-    Attributes:
-        layers: The layers of every virtual stage, in the order of the pipeline: with one chunk, of
-            every stage.
-        microbatch_size: Sequences in a microbatch.
-        sequence_length: Tokens in a sequence.
-        seed: Where the initial parameters come from; they don't depend on the number of stages.
-        stash: Whether F keeps what B needs, or B computes it again.
-        kinds: The kinds of op to compile.
-        optimizer: AdamW's settings, or an Optax transformation: see `StageOptimizer`.
-        pace: How long this stage's ops last, each of one chunk; None: as long as they take.
-        transfer_timeout_s: How long a transfer may be waited for.
-        num_chunks: How many virtual stages each rank runs: chunk c of rank r is number
-            c * ranks + r.
-        direct: The links that may be on the direct route; None: all of them.
-        delegated: The links that may be delegated; programs for both routes are compiled ahead.
-        fails_over: Whether what a direct link can't carry any more goes on delegated: then all
-            links may be delegated.
-        direct_timeout_s: How long a direct transfer may take once both its ends have come to it,
-            where that is emulated; None: as long as any.
-        copies: How payloads are copied into slots: a tier's name, or "auto".
-    """
-
-    layers: tuple[range, ...]
-    microbatch_size: int
-    sequence_length: int
-    seed: int
-    kinds: frozenset[OpKind]
-    optimizer: OptimizerSettings | optax.GradientTransformation
-    stash: Literal["full", "recompute"] = "full"
-    pace: Pace | None = None
-    transfer_timeout_s: float = 60.0
-    num_chunks: int = 1
-    weights: str | None = None
-    direct: frozenset[Link] | None = None
-    delegated: frozenset[Link] = frozenset()
-    fails_over: bool = False
-    direct_timeout_s: float | None = None
-    copies: str = AUTO
-
-    @property
-    def failing_over(self) -> frozenset[Link]:
-        """The links that go on delegated when their direct path fails."""
-        if not self.fails_over:
-            return frozenset()
-        return self.delegated if self.direct is None else self.direct & self.delegated
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks of the pipeline."""
-        return len(self.layers) // self.num_chunks
-
-    def own_stages(self, rank: int) -> range:
-        """The virtual stages of a rank, in the order of its chunks."""
-        return range(rank, len(self.layers), self.num_ranks)
-
-    def is_last(self, virtual_stage: int) -> bool:
-        """Whether a virtual stage has the head; number 0 has the embedding."""
-        return virtual_stage == len(self.layers) - 1
-
-    def payloads(self, model: PipelineModel) -> dict[Channel, PayloadShape]:
-        """Every channel of the pipeline with what one of its messages carries."""
-        return channel_payloads(
-            model,
-            num_ranks=self.num_ranks,
-            num_chunks=self.num_chunks,
-            microbatch_size=self.microbatch_size,
-            sequence_length=self.sequence_length,
-        )
 
 
 class StageTrainer:

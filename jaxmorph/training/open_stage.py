@@ -13,7 +13,8 @@ from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.link_connections import LinkLines, open_link_lines
 from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
+from jaxmorph.runtime.stage_settings import StageSettings
+from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.stage.model import PipelineModel
 from jaxmorph.transport.network_cards import loopback_identity
 

@@ -16,7 +16,8 @@ from jaxmorph.config import Config
 from jaxmorph.data.digest import DataDigest
 from jaxmorph.planning.layer_choice import LayerChoice
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
+from jaxmorph.runtime.stage_settings import StageSettings
+from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.training.resume import checkpoint_folder, kept_cut, without_weights
 

@@ -6,7 +6,7 @@ from jaxmorph.config import Config, per_stage
 from jaxmorph.planning.plan_in_force import op_kinds, possible_routes
 from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.pacing import Pace
-from jaxmorph.runtime.stage_trainer import StageSettings
+from jaxmorph.runtime.stage_settings import StageSettings
 
 
 def stage_settings(

@@ -24,7 +24,8 @@ from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.rank_process import run_rank
-from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
+from jaxmorph.runtime.stage_settings import StageSettings
+from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import Limits, Link, StageCosts
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import plan

@@ -26,7 +26,8 @@ from jaxmorph.runtime.optimizer import OptimizerSettings, clip_scale
 from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.runtime.report import rank_report, total
-from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
+from jaxmorph.runtime.stage_settings import StageSettings
+from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import Limits, Link, StageCosts, chain_links
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan

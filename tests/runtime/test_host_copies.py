@@ -20,7 +20,8 @@ from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.queue import PacedQueue
 from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.runtime.report import measured_timeline, rank_report
-from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
+from jaxmorph.runtime.stage_settings import StageSettings
+from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.device_live import peak_on_device
 from jaxmorph.schedule.memory import StageMemory

@@ -12,8 +12,9 @@ from jaxmorph.errors import UserError
 from jaxmorph.program.lowering import lower
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.optimizer import OptimizerSettings
+from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_state import from_parts
-from jaxmorph.runtime.stage_trainer import StageSettings, StageTrainer
+from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.schedule import Schedule
