@@ -1,7 +1,8 @@
 """Receives payloads straight from registered slots, by a kernel on JAX's own stream.
 
-The host has seen that a message is there, so the kernel waits for nothing. Its slot is released
-once the kernel has said that it has read it. It has not run on a GPU yet.
+The host has seen that a message is there, so the kernel waits for nothing but what was dispatched
+before it. Its slot is released once the kernel has said that it has read it, which is before the op
+that needs the payload begins. It has not run on a GPU yet.
 """
 
 from functools import partial

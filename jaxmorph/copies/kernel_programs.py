@@ -90,7 +90,7 @@ def arrivals_on_device(placement: Sharding) -> jax.Array:
     return jax.device_put(new_arrivals(), placement)
 
 
-def only_device(placement: Sharding) -> jax.Device:
+def only_device(placement: Sharding) -> Any:
     """The device on which a stage keeps its arrays.
 
     Raises:

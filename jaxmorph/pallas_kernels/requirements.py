@@ -2,6 +2,7 @@
 
 import platform
 import re
+from typing import Any
 
 import jax
 
@@ -15,13 +16,13 @@ class NoKernelsError(RuntimeError):
     """The kernels are not for this device, or not for its host."""
 
 
-def require_kernels(device: jax.Device, host: str | None = None) -> None:
+def require_kernels(device: Any, host: str | None = None) -> None:
     """Raise unless the kernels can be traced for a device, and their order holds on its host.
 
     None is tried here.
 
     Args:
-        device: Where they would run.
+        device: Where they would run, one of JAX's.
         host: The kind of machine that sees what they write, as `platform.machine()`; None: this.
 
     Raises:
@@ -34,7 +35,7 @@ def require_kernels(device: jax.Device, host: str | None = None) -> None:
     require_mosaic()
 
 
-def _require_cuda(device: jax.Device) -> None:
+def _require_cuda(device: Any) -> None:
     try:
         is_cuda = device in jax.devices("cuda")
     except RuntimeError:  # JAX has no such platform
@@ -43,7 +44,7 @@ def _require_cuda(device: jax.Device) -> None:
         raise NoKernelsError(f"got {device.device_kind} ({device.platform}), expected a CUDA GPU")
 
 
-def _require_capability(device: jax.Device) -> None:
+def _require_capability(device: Any) -> None:
     told = str(getattr(device, "compute_capability", None))
     found = re.fullmatch(r"(\d+)\.(\d+)", told)
     if found is None:
