@@ -9,12 +9,14 @@ from pathlib import Path
 
 from jaxmorph.errors import UserError
 from jaxmorph.gpu_check.device import find_device, look_at_device
+from jaxmorph.gpu_check.head_of_line import measure_head_of_line
 from jaxmorph.gpu_check.instruction_cost import measure_instructions
 from jaxmorph.gpu_check.parity import measure_parity
 from jaxmorph.gpu_check.report import Outcome, Report, write_json
 from jaxmorph.gpu_check.settings import ON_CPU, ON_GPU, CheckSettings
 from jaxmorph.gpu_check.stage_speed import measure_speed
 from jaxmorph.gpu_check.stash_memory import measure_memory
+from jaxmorph.gpu_check.two_stages import measure_two_stages
 
 Part = Callable[[CheckSettings], Report]
 
@@ -24,6 +26,8 @@ PARTS: Mapping[str, Part] = {
     "instructions": measure_instructions,
     "memory": measure_memory,
     "parity": measure_parity,
+    "two-stages": measure_two_stages,
+    "head-of-line": measure_head_of_line,
 }
 """The parts by name, in the order in which they run. None needs another."""
 

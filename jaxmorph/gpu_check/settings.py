@@ -47,6 +47,10 @@ class CheckSettings:
         repeats: How often each program is timed.
         calls: How many calls of it one timing has.
         num_instruction_steps: How often the step of tiny programs is timed.
+        num_training_steps: How many steps two stages train.
+        num_delayed_steps: How many steps are timed on a slow link, and without the delay.
+        num_sends: How many messages are sent over it beside work.
+        delay_ms: How slow it is.
     """
 
     stage: Sizes
@@ -55,6 +59,10 @@ class CheckSettings:
     repeats: int
     calls: int
     num_instruction_steps: int
+    num_training_steps: int
+    num_delayed_steps: int
+    num_sends: int
+    delay_ms: float
 
 
 _TINY = Sizes(16, 2, num_layers=2, sequence_length=8, microbatch_size=2, vocab_size=32)
@@ -66,6 +74,10 @@ ON_GPU = CheckSettings(
     repeats=15,
     calls=5,
     num_instruction_steps=20,
+    num_training_steps=20,
+    num_delayed_steps=20,
+    num_sends=20,
+    delay_ms=30.0,
 )
 """A quarter of the layers of GPT-2 medium, twice as wide: enough to keep a large GPU busy."""
 
@@ -76,6 +88,10 @@ ON_CPU = CheckSettings(
     repeats=3,
     calls=2,
     num_instruction_steps=3,
+    num_training_steps=20,
+    num_delayed_steps=3,
+    num_sends=9,
+    delay_ms=50.0,
 )
 """Enough to see that every part runs; the times mean nothing."""
 
