@@ -134,6 +134,35 @@ def test_every_gradient_is_compared(small_run):
         assert max(step["gradients"].values()) < 1e-4
 
 
+@pytest.mark.timeout(240)
+def test_every_way_of_copying_is_looked_at_in_a_process_beside(small_run):
+    parts = small_run[1]["parts"]
+    into, out_of = parts["outgoing"]["figures"], parts["incoming"]["figures"]
+    assert [tier["name"] for tier in into["tiers"]] == [
+        "buffer_callback",
+        "io_callback",
+        "pinned_host",
+    ]
+    assert (into["taken"], out_of["taken"]) == ("buffer_callback", "host")
+    for tier in [*into["tiers"], *out_of["tiers"]]:
+        assert (tier["absent"], tier["trouble"], tier["wholeness"]["wrong"]) == ("", "", [])
+        assert tier["wholeness"]["num_small"] == 40
+        assert min(tier["latency"].values()) > 0
+        assert [speed["num_bytes"] for speed in tier["speeds"]] == [1 << 16]
+        assert min(tier["speeds"][0].values()) > 0
+        assert tier["disturbance"]["op_ms"] > 0
+    assert [*into][-1] == [*out_of][-1] == "recommended"
+
+
+@pytest.mark.timeout(240)
+def test_on_a_cpu_slots_are_made_and_none_is_registered(small_run):
+    registration, waits = (small_run[1]["parts"][name] for name in ("registration", "waits"))
+    assert registration["figures"]["create_s"] > 0
+    assert registration["figures"]["registered"] is None
+    assert registration["asked"] == {}
+    assert waits["asked"] == {"the host gave up after": True}
+
+
 def test_without_a_gpu_it_says_so_in_one_line(without_gpu, capsys):
     assert main([], {"told": told}) == 2
     captured = capsys.readouterr()
