@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ BareCopy = Callable[[np.ndarray, jax.Array], float]
 
 @contextmanager
 def bare_copies(
-    device: jax.Device, *, outgoing: bool, open_driver: OpenDriver = CudaDriver.open
+    device: Any, *, outgoing: bool, open_driver: OpenDriver = CudaDriver.open
 ) -> Iterator[BareCopy | None]:
     """What copies so; None where the driver can't be had.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jaxmorph.errors import UserError
+from jaxmorph.gpu_check.both_ways import measure_both_ways
 from jaxmorph.gpu_check.copy_parts import measure_incoming, measure_outgoing
 from jaxmorph.gpu_check.device import find_device, look_at_device
 from jaxmorph.gpu_check.instruction_cost import measure_instructions
@@ -30,6 +31,7 @@ PARTS: Mapping[str, Part] = {
     "registration": measure_registration,
     "outgoing": measure_outgoing,
     "incoming": measure_incoming,
+    "both-ways": measure_both_ways,
     "waits": measure_waits,
 }
 """The parts by name, in the order in which they run. None needs another."""

@@ -86,13 +86,26 @@ def _measure(direction: str, settings: CopySettings) -> CopiesReport:
     tiers = ways.outgoing if direction == OUTGOING else ways.incoming
     names = [tier.name for tier in tiers]
     ways.close()
-    asked = partial(_ask_child, direction, device.platform)
+    asked = partial(_ask_child, direction, device)
     return report_on(direction, device.platform, look_at_tiers(names, asked, settings))
 
 
-def _ask_child(direction: str, platform: str, names: Sequence[str], limit_s: float) -> Told:
-    options = [f"--platform={platform}", f"--limit-s={limit_s:.1f}"]
-    return ask([sys.executable, "-m", _CHILD, direction, *names, *options], limit_s)
+def _ask_child(direction: str, device: Any, names: Sequence[str], limit_s: float) -> Told:
+    return ask_on(device, _CHILD, [direction, *names], limit_s)
+
+
+def ask_on(device: Any, module: str, words: Sequence[str], limit_s: float) -> Told:
+    """Have a process find something out on the same kind of device.
+
+    Args:
+        device: Of this process.
+        module: What the process runs.
+        words: What it is told.
+        limit_s: For how long it may run.
+    """
+    options = ["--allow-cpu"] if device.platform == "cpu" else []
+    options.append(f"--limit-s={limit_s:.1f}")
+    return ask([sys.executable, "-m", module, *words, *options], limit_s)
 
 
 def look_at_tiers(

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxmorph.copies.payload import PayloadShape
-from jaxmorph.gpu_check.copy_settings import MatmulSettings
+from jaxmorph.gpu_check.copy_settings import MOST_SLOWDOWN, MatmulSettings
 from jaxmorph.gpu_check.traffic import Traffic
 
 NUM_SLOTS = 8
@@ -50,6 +50,11 @@ class Disturbance:
     num_training: int
     flat_out: float
     flat_out_gb_per_s: float
+
+    @property
+    def is_gentle(self) -> bool:
+        """Whether messages as in training hardly slow ops down."""
+        return self.training <= MOST_SLOWDOWN
 
 
 class Matmuls:
@@ -163,7 +168,7 @@ class _Counting:
     def __init__(self, traffic: Traffic) -> None:
         self._traffic, self._count = traffic, 0
 
-    def begin(self, payload: jax.Array) -> bool:
+    def begin(self, payload: jax.Array) -> int:
         begun = self._traffic.begin(payload)
         self._count += begun
         return begun

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _registered_slot(device: jax.Device) -> Iterator[tuple[Slots, RegisteredMemory]]:
+def _registered_slot(device: Any) -> Iterator[tuple[Slots, RegisteredMemory]]:
     slots = Slots.create(1, 4 * _SIZE)
     driver = CudaDriver.open(device.local_hardware_id or 0)
     memory = RegisteredMemory(driver)

@@ -117,10 +117,9 @@ class IncomingMessages:
         receiver: With room for a burst.
     """
 
-    num_early = None
-
     def __init__(self, receiver: LoneReceiver) -> None:
         self._receiver = receiver
+        self.num_early: int | None = None
 
     def compile(self, payload: PayloadShape) -> Any:
         """What copies payloads of a shape."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -86,9 +87,7 @@ def measure_registration(
     return registration_of(jax.devices()[0], settings.copies.registered_bytes, open_driver)
 
 
-def registration_of(
-    device: jax.Device, num_bytes: int, open_driver: OpenDriver
-) -> RegistrationReport:
+def registration_of(device: Any, num_bytes: int, open_driver: OpenDriver) -> RegistrationReport:
     """Make slots for a device, and have its driver know and forget them twice.
 
     Args:

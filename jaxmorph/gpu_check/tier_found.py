@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmorph.gpu_check.copy_settings import BARELY_BYTES, LEAST_SHARE, MOST_SLOWDOWN
+from jaxmorph.gpu_check.copy_settings import BARELY_BYTES, LEAST_SHARE
 from jaxmorph.gpu_check.copy_times import Latency, Speed
 from jaxmorph.gpu_check.disturbance import Disturbance
 from jaxmorph.gpu_check.report import Row, in_bytes
@@ -42,7 +42,7 @@ class TierFound:
     @property
     def is_gentle(self) -> bool:
         """Whether computation beside it is hardly slower."""
-        return self.disturbance is not None and self.disturbance.training <= MOST_SLOWDOWN
+        return self.disturbance is not None and self.disturbance.is_gentle
 
 
 def found_from(name: str, told: Iterable[tuple[str, Any]]) -> TierFound:
@@ -82,7 +82,7 @@ def rows_of(found: TierFound, *, is_asked: bool) -> Iterator[Row]:
     for speed in found.speeds:
         yield _speed_row(name, speed, is_asked=is_asked)
     if found.disturbance:
-        yield from _disturbance_rows(name, found, found.disturbance, is_asked=is_asked)
+        yield from disturbance_rows(name, found.disturbance, is_asked=is_asked)
 
 
 def _wholeness_rows(name: str, found: Wholeness) -> Iterator[Row]:
@@ -108,12 +108,17 @@ def _speed_row(name: str, speed: Speed, *, is_asked: bool) -> Row:
     return Row(f"{name}: {size}", value, note, holds)
 
 
-def _disturbance_rows(
-    name: str, found: TierFound, disturbance: Disturbance, *, is_asked: bool
-) -> Iterator[Row]:
+def disturbance_rows(name: str, disturbance: Disturbance, *, is_asked: bool) -> Iterator[Row]:
+    """What computation loses beside messages.
+
+    Args:
+        name: Of what copies them.
+        disturbance: What was measured.
+        is_asked: Whether it must be little.
+    """
     count, op_ms = disturbance.num_training, disturbance.op_ms
     note = f"of matmuls ({op_ms:.3f} ms an op) beside {count} messages as in training"
-    holds = found.is_gentle if is_asked else None
+    holds = disturbance.is_gentle if is_asked else None
     yield Row(f"{name}: slowdown", f"{disturbance.training:.1%}", note, holds)
     rate = f"beside {disturbance.flat_out_gb_per_s:.1f} GB/s"
     yield Row(f"{name}: flat out", f"{disturbance.flat_out:.1%}", rate)

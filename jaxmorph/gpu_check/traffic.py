@@ -19,8 +19,8 @@ from jaxmorph.gpu_check.lone_sender import LoneSender, Sent
 class Traffic(Protocol):
     """Messages in one direction."""
 
-    def begin(self, payload: jax.Array) -> bool:
-        """Begin a message, unless no slot is free; whether it was begun."""
+    def begin(self, payload: jax.Array) -> int:
+        """Begin a message, unless no slot is free; how many were begun."""
         ...
 
     def drain(self) -> None:
@@ -40,14 +40,14 @@ class OutgoingTraffic:
         self._sender, self._program = sender, sender.compile(payload)
         self._under_way: deque[Sent] = deque()
 
-    def begin(self, payload: jax.Array) -> bool:
-        """Begin a message, unless no slot is free; whether it was begun."""
+    def begin(self, payload: jax.Array) -> int:
+        """Begin a message, unless no slot is free; how many were begun."""
         self._free_what_has_come()
         if not self._sender.end.has_room():
-            return False
+            return 0
         slot = self._sender.reserve()
         self._under_way.append(self._sender.start(self._program, payload, slot))
-        return True
+        return 1
 
     def drain(self) -> None:
         """Wait until all that was begun is over."""
@@ -77,19 +77,40 @@ class IncomingTraffic:
         (self._size,), self._dtype = payload.shape, jnp.dtype(payload.dtype)
         self._under_way: deque[Any] = deque()
 
-    def begin(self, payload: jax.Array) -> bool:
-        """Begin a message, unless no slot is free; whether it was begun."""
+    def begin(self, payload: jax.Array) -> int:
+        """Begin a message, unless no slot is free; how many were begun."""
         del payload  # what comes is another rank's
         while self._under_way and self._receiver.is_there(self._under_way[0]):
             self._under_way.popleft()
         if not self._receiver.has_room():
-            return False
+            return 0
         slot = self._receiver.deliver(self._size * self._dtype.itemsize)
         self._under_way.append(self._receiver.land(self._landing, slot, self._size))
-        return True
+        return 1
 
     def drain(self) -> None:
         """Wait until all that was begun is over."""
         while self._under_way:
             self._receiver.wait(self._under_way.popleft())
         self._receiver.settle()
+
+
+class BothTraffic:
+    """Two kinds of messages, of which one of each is begun at a time.
+
+    Args:
+        first: The first kind.
+        second: The other.
+    """
+
+    def __init__(self, first: Traffic, second: Traffic) -> None:
+        self._both = first, second
+
+    def begin(self, payload: jax.Array) -> int:
+        """Begin a message of each kind for which a slot is free; how many were begun."""
+        return sum(traffic.begin(payload) for traffic in self._both)
+
+    def drain(self) -> None:
+        """Wait until all that was begun is over."""
+        for traffic in self._both:
+            traffic.drain()

@@ -125,7 +125,7 @@ def hunt(
     torn: list[str] = []
     number = 0
     while number < settings.num_small:
-        length = min(rng.integers(1, _SLOTS + 1), settings.num_small - number)
+        length = min(int(rng.integers(1, _SLOTS + 1)), settings.num_small - number)
         burst = [any_message() for _ in range(length)]
         for at, told in enumerate(messages.look_at(burst), start=number):
             if told:

@@ -2,11 +2,11 @@
 
 import mmap
 from types import SimpleNamespace
+from typing import cast
 
 import jax
 import numpy as np
 import pytest
-from fake_cuda import FakeLibrary
 
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
 from jaxmorph.gpu_check.bare_copies import bare_copies
@@ -21,15 +21,15 @@ def slot():
 
 
 @pytest.mark.parametrize("outgoing", [True, False])
-def test_the_copy_engine_copies_on_a_stream_that_has_nothing_else(outgoing, slot):
-    library = FakeLibrary(held=True)  # streams run when they are waited for
+def test_the_copy_engine_copies_on_a_stream_that_has_nothing_else(outgoing, slot, cuda_library):
+    library = cuda_library(held=True)  # streams run when they are waited for
     CudaDriver(library, 0).register(slot.ctypes.data, len(slot))
     array = np.arange(slot.nbytes // 4, dtype=np.uint32)
     library.calls.clear()
     opened = bare_copies(GPU, outgoing=outgoing, open_driver=lambda n: CudaDriver(library, n))
     with opened as copy:
         assert copy is not None
-        assert copy(slot, array) > 0
+        assert copy(slot, cast(jax.Array, array)) > 0
     copied = slot if outgoing else array.view(np.uint8)
     expected = np.arange(slot.nbytes // 4, dtype=np.uint32) if outgoing else np.zeros(1024, "u4")
     assert np.array_equal(copied.view(np.uint32), expected)

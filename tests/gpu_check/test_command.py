@@ -155,6 +155,16 @@ def test_every_way_of_copying_is_looked_at_in_a_process_beside(small_run):
 
 
 @pytest.mark.timeout(240)
+def test_messages_go_both_ways_beside_computation(small_run):
+    part = small_run[1]["parts"]["both-ways"]
+    found = part["figures"]
+    assert (found["outgoing"], found["incoming"]) == ("buffer_callback", "host")
+    assert found["disturbance"]["op_ms"] > 0
+    assert found["disturbance"]["num_training"] >= 2  # at least one in each direction
+    assert part["asked"] == {}
+
+
+@pytest.mark.timeout(240)
 def test_on_a_cpu_slots_are_made_and_none_is_registered(small_run):
     registration, waits = (small_run[1]["parts"][name] for name in ("registration", "waits"))
     assert registration["figures"]["create_s"] > 0

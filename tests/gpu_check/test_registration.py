@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from fake_cuda import FakeLibrary
 
 from jaxmorph.copies.cuda_driver import CudaDriver
 from jaxmorph.gpu_check.registration import registration_of
@@ -21,8 +20,8 @@ def rows(report):
     return {row.name: (row.value, row.holds) for row in report.rows()}
 
 
-def test_slots_are_registered_twice_and_not_left_so():
-    library = FakeLibrary()
+def test_slots_are_registered_twice_and_not_left_so(cuda_library):
+    library = cuda_library()
     found = found_with(library)
     assert ("cuDeviceGet", None, 3) in library.calls
     sizes = [call[2] for call in library.calls if call[0] == "cuMemHostRegister_v2"]
@@ -34,8 +33,8 @@ def test_slots_are_registered_twice_and_not_left_so():
     assert rows(found)["register them again"][1]
 
 
-def test_memory_that_cannot_be_registered_is_a_failure_with_the_drivers_reason():
-    found = found_with(FakeLibrary(failing={"cuMemHostRegister_v2": 304}))
+def test_memory_that_cannot_be_registered_is_a_failure_with_the_drivers_reason(cuda_library):
+    found = found_with(cuda_library(failing={"cuMemHostRegister_v2": 304}))
     assert rows(found)["register slots"] == ("not done", False)
     assert "CUDA_ERROR_OPERATING_SYSTEM" in found.trouble
 

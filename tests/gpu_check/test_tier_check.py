@@ -4,7 +4,6 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
-from fake_cuda import FakeLibrary
 from wrong_tiers import PLACEMENT, WrongTier, over_unsignalled, rightly, signalled_early
 
 from jaxmorph.copies import trial, ways
@@ -49,8 +48,8 @@ def test_a_tier_that_works_is_found_out_about_step_by_step():
     assert found_from("wrong", told).is_right
 
 
-def test_slots_are_registered_for_the_copy_engine_and_not_left_so():
-    library = FakeLibrary()
+def test_slots_are_registered_for_the_copy_engine_and_not_left_so(cuda_library):
+    library = cuda_library()
 
     def view(value, stream):
         return view_on_device(value, None)  # a CPU's arrays can't wait on a stream
@@ -67,8 +66,10 @@ def test_slots_are_registered_for_the_copy_engine_and_not_left_so():
     assert calls.count("cuMemcpyDtoHAsync_v2") > SETTINGS.num_small
 
 
-def test_slots_that_cannot_be_registered_are_an_error_and_no_other_way_is_measured(opened):
-    library = FakeLibrary()
+def test_slots_that_cannot_be_registered_are_an_error_and_no_other_way_is_measured(
+    opened, cuda_library
+):
+    library = cuda_library()
     with opened(library) as found:
         (engine, *_), site = found.outgoing, replace(SITE, memory=found.memory)
         steps = check_tier(OutgoingTier(engine, site), SETTINGS)
@@ -77,8 +78,10 @@ def test_slots_that_cannot_be_registered_are_an_error_and_no_other_way_is_measur
             list(steps)
 
 
-def test_a_tier_that_fails_its_trial_is_trouble_and_one_that_cannot_be_had_is_absent(opened):
-    with opened(FakeLibrary()) as found:
+def test_a_tier_that_fails_its_trial_is_trouble_and_one_that_cannot_be_had_is_absent(
+    opened, cuda_library
+):
+    with opened(cuda_library()) as found:
         landing = next(tier for tier in found.incoming if tier.name == "copy_engine")
         site = replace(SITE, memory=found.memory)
         ((which, reason),) = check_tier(IncomingTier(landing, site), SETTINGS)

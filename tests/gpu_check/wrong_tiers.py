@@ -7,7 +7,7 @@ import numpy as np
 class Over:
     """A ticket of a copy that is over."""
 
-    def is_ready(self):
+    def is_ready(self) -> bool:
         return True
 
     def block_until_ready(self):
@@ -17,7 +17,7 @@ class Over:
 class NeverOver(Over):
     """A ticket of a copy that hangs."""
 
-    def is_ready(self):
+    def is_ready(self) -> bool:
         return False
 
 
