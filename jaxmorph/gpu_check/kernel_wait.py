@@ -6,7 +6,7 @@
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,7 +23,9 @@ from jaxmorph.gpu_check.device import find_device
 from jaxmorph.pallas_kernels import SlotControl, copy_from_host, new_arrivals, not_ready, pack
 from jaxmorph.transport.slots import Slots
 
-_SIZE = 1 << 16  # elements of the payload
+SIZE = 1 << 16
+"""Elements of the payload."""
+
 _NUMBER = 1  # what the signal takes, of a first message
 
 
@@ -57,13 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_in_time(chosen.limit_s)
     device = find_device(allow_cpu=False)
     with _registered_slot(device) as (slots, memory):
-        tell(**asdict(_wait(slots, memory, chosen.spin_us)))
+        tell(**asdict(wait_for_signal(slots, memory.device_address, chosen.spin_us)))
     return 0
 
 
 @contextmanager
 def _registered_slot(device: Any) -> Iterator[tuple[Slots, RegisteredMemory]]:
-    slots = Slots.create(1, 4 * _SIZE)
+    slots = Slots.create(1, 4 * SIZE)
     driver = CudaDriver.open(device.local_hardware_id or 0)
     memory = RegisteredMemory(driver)
     memory.add(*slots.memory)
@@ -75,22 +77,35 @@ def _registered_slot(device: Any) -> Iterator[tuple[Slots, RegisteredMemory]]:
     driver.close()
 
 
-def _wait(slots: Slots, memory: RegisteredMemory, spin_us: int) -> KernelWait:
-    payload = memory.device_address(slots.payload_address(0))
-    signal = memory.device_address(slots.signal_address(0))
+def wait_for_signal(
+    slots: Slots,
+    address_of: Callable[[int], int | None],
+    spin_us: int,
+    kernel: Callable[..., Any] = copy_from_host,
+) -> KernelWait:
+    """Have a kernel wait for a message that isn't there, and then for one that is.
+
+    Args:
+        slots: One, of the payload's length, whose first message hasn't come.
+        address_of: Where the device finds what is at an address here.
+        spin_us: For how long the kernel may wait.
+        kernel: What waits and copies.
+    """
+    payload = address_of(slots.payload_address(0))
+    signal = address_of(slots.signal_address(0))
     if payload is None or signal is None:
         raise RuntimeError("the slot has no address on the device")
     control = jax.device_put(pack(SlotControl(payload, _NUMBER, signal, spin_us=spin_us)))
     arrivals = new_arrivals()
-    kernel = partial(copy_from_host, shape=(_SIZE,), dtype=jnp.uint32, slot_bytes=4 * _SIZE)
-    program = jax.jit(kernel).lower(control, arrivals).compile()
+    copy = partial(kernel, shape=(SIZE,), dtype=jnp.uint32, slot_bytes=4 * SIZE)
+    program = jax.jit(copy).lower(control, arrivals).compile()
     jax.block_until_ready((control, arrivals))
     jax.block_until_ready(program(control, arrivals))  # the first launch loads the program
     began_s = time.perf_counter()
     _, status = jax.block_until_ready(program(control, arrivals))
     waited_us = 1e6 * (time.perf_counter() - began_s)
     said_so = int(status[0]) == not_ready(_NUMBER)
-    contents = np.arange(_SIZE, dtype=np.uint32)
+    contents = np.arange(SIZE, dtype=np.uint32)
     slots.payload(0)[:] = contents.view(np.uint8)
     slots.mark_complete(0)
     got, status = program(control, arrivals)
