@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jaxmorph.errors import UserError
+from jaxmorph.gpu_check.attention import measure_attention
 from jaxmorph.gpu_check.device import find_device, look_at_device
 from jaxmorph.gpu_check.instruction_cost import measure_instructions
 from jaxmorph.gpu_check.parity import measure_parity
@@ -24,6 +25,7 @@ PARTS: Mapping[str, Part] = {
     "instructions": measure_instructions,
     "memory": measure_memory,
     "parity": measure_parity,
+    "attention": measure_attention,
 }
 """The parts by name, in the order in which they run. None needs another."""
 

@@ -80,12 +80,13 @@ ON_CPU = CheckSettings(
 """Enough to see that every part runs; the times mean nothing."""
 
 
-def build_gpt2(sizes: Sizes, compute_dtype: str) -> "GPT2":
+def build_gpt2(sizes: Sizes, compute_dtype: str, attention: str = "auto") -> "GPT2":
     """The model that a stage is cut from.
 
     Args:
         sizes: Its sizes.
         compute_dtype: "float32" or "bfloat16".
+        attention: What computes it, as the configuration's `model.attention`.
 
     Raises:
         UserError: If the models are not to be found.
@@ -107,4 +108,5 @@ def build_gpt2(sizes: Sizes, compute_dtype: str) -> "GPT2":
         width=sizes.width,
         num_heads=sizes.num_heads,
         num_layers=sizes.num_layers,
+        attention=attention,
     )
