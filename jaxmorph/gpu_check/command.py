@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jaxmorph.errors import UserError
+from jaxmorph.gpu_check.attention import measure_attention
 from jaxmorph.gpu_check.both_ways import measure_both_ways
 from jaxmorph.gpu_check.copy_parts import measure_incoming, measure_outgoing
 from jaxmorph.gpu_check.device import find_device, look_at_device
@@ -30,6 +31,7 @@ PARTS: Mapping[str, Part] = {
     "instructions": measure_instructions,
     "memory": measure_memory,
     "parity": measure_parity,
+    "attention": measure_attention,
     "registration": measure_registration,
     "outgoing": measure_outgoing,
     "incoming": measure_incoming,

@@ -106,12 +106,13 @@ def settings_for(device: Any) -> CheckSettings:
     return ON_CPU if device.platform == "cpu" else ON_GPU
 
 
-def build_gpt2(sizes: Sizes, compute_dtype: str) -> "GPT2":
+def build_gpt2(sizes: Sizes, compute_dtype: str, attention: str = "auto") -> "GPT2":
     """The model that a stage is cut from.
 
     Args:
         sizes: Its sizes.
         compute_dtype: "float32" or "bfloat16".
+        attention: What computes it, as the configuration's `model.attention`.
 
     Raises:
         UserError: If the models are not to be found.
@@ -133,4 +134,5 @@ def build_gpt2(sizes: Sizes, compute_dtype: str) -> "GPT2":
         width=sizes.width,
         num_heads=sizes.num_heads,
         num_layers=sizes.num_layers,
+        attention=attention,
     )
