@@ -6,7 +6,6 @@ stands for the driver's.
 """
 
 import ctypes
-import threading
 from collections.abc import Callable
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from typing import Any
@@ -46,7 +45,6 @@ class CudaDriver:
 
     def __init__(self, library: Any, ordinal: int) -> None:
         self._library = library
-        self._current = threading.local()
         self._context, self._device = c_void_p(), c_int()
         self._call("cuInit", c_uint(0))
         self._call("cuDeviceGet", byref(self._device), c_int(ordinal))
@@ -191,10 +189,11 @@ class CudaDriver:
         self._call("cuDevicePrimaryCtxRelease_v2", self._device)
 
     def _bind(self) -> None:
-        """Make the context this thread's: every thread has one of its own, or none."""
-        if not getattr(self._current, "is_bound", False):
-            self._call("cuCtxSetCurrent", self._context)
-            self._current.is_bound = True
+        """Make the context this thread's: every thread has one of its own, or none.
+
+        For every call: with several devices JAX leaves that of any of them behind.
+        """
+        self._call("cuCtxSetCurrent", self._context)
 
     def _created(self, call: str, flags: int) -> int:
         self._bind()

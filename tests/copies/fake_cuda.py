@@ -20,7 +20,7 @@ class FakeLibrary:
     def __init__(self, *, held=False, missing=(), failing=None):
         self.held, self.missing, self.failing = held, set(missing), dict(failing or {})
         self.calls = []
-        self.current = set()  # threads with a context
+        self.current = {}  # each thread's context
         self.registered = {}
         self.happened = {}
         self.lock = threading.RLock()
@@ -64,8 +64,14 @@ class FakeLibrary:
     def _cuGetErrorName(self, code, found, /):  # noqa: N802
         found._obj.value = {304: b"CUDA_ERROR_OPERATING_SYSTEM"}.get(code.value, b"CUDA_ERROR")
 
+    def _cuDeviceGet(self, device, number, /):  # noqa: N802
+        device._obj.value = number.value
+
+    def _cuDevicePrimaryCtxRetain(self, context, device, /):  # noqa: N802
+        context._obj.value = 1 + device.value
+
     def _cuCtxSetCurrent(self, context, /):  # noqa: N802
-        self.current.add(threading.get_ident())
+        self.current[threading.get_ident()] = context.value
 
     def _cuMemHostRegister_v2(self, address, num_bytes, flags, /):  # noqa: N802
         assert threading.get_ident() in self.current

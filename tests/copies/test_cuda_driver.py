@@ -40,19 +40,29 @@ def test_an_error_has_the_drivers_name_for_it():
         CudaDriver(nameless, 0).register(4096, 4096)
 
 
-def test_the_context_is_each_threads_once():
+def test_every_thread_gets_the_context_of_its_device():
     library = FakeLibrary()
-    driver = CudaDriver(library, 2)
+    driver, found = CudaDriver(library, 2), []
     assert ("cuDeviceGet", None, 2) in library.calls
 
     def work():
-        for _ in range(3):
-            driver.destroy_event(driver.create_event())
+        driver.create_event()
+        found.append(library.current[threading.get_ident()])
 
     for thread in [threading.Thread(target=work) for _ in range(2)]:
         thread.start()
         thread.join()
-    assert library.names().count("cuCtxSetCurrent") == 2
+    assert found == [3, 3]
+
+
+def test_a_context_that_was_changed_on_a_thread_is_set_again():
+    """As by a driver of another device, or by JAX, which has computed there."""
+    library = FakeLibrary()
+    drivers = [CudaDriver(library, number) for number in (0, 1)]
+    for _ in range(2):
+        for number, driver in enumerate(drivers):
+            driver.create_stream()
+            assert library.current[threading.get_ident()] == 1 + number
 
 
 def test_memory_is_registered_for_every_context_and_known_by_the_devices_address():
