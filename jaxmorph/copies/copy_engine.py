@@ -6,13 +6,14 @@ rings for, so neither the compute stream nor a thread of this process waits for 
 does the same with two copies in one stream (its Figure 11). It has not run on a GPU yet.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import jax
 from jax.sharding import Sharding
 
 from jaxmorph.copies.control import signal_of, signal_on_device
-from jaxmorph.copies.cuda_driver import CudaDriver
+from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
 from jaxmorph.copies.dlpack_memory import DeviceView, view_on_device
 from jaxmorph.copies.payload import SlotUse
 from jaxmorph.copies.programs import CopyProgram, CopyTier, Ticket
@@ -86,10 +87,22 @@ class _CopyEngineProgram:
         view = self._view(value, self._stream)
         source = view.address + part.start * self._item_bytes
         num_bytes = len(part) * self._item_bytes
-        enqueue_copy(self._driver, self._memory, slot, source, num_bytes, self._stream)
-        ticket = self._events.ticket(self._stream, slot, view)
+        with _over_after_an_error(self._driver, self._stream):
+            enqueue_copy(self._driver, self._memory, slot, source, num_bytes, self._stream)
+            ticket = self._events.ticket(self._stream, slot, view)
         slot.post(num_bytes, tag)
         return ticket
+
+
+@contextmanager
+def _over_after_an_error(driver: CudaDriver, stream: int) -> Iterator[None]:
+    """What was enqueued before an error uses neither slot nor payload when that is raised."""
+    try:
+        yield
+    except BaseException:
+        with suppress(CudaError):
+            driver.wait_for_stream(stream)
+        raise
 
 
 def enqueue_copy(

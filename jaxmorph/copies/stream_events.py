@@ -46,18 +46,22 @@ class StreamEvents:
         try:
             return self._free.popleft()
         except IndexError:
-            self._made.append(self.driver.create_event())
-            return self._made[-1]
+            event = self.driver.create_event()
+            self._made.append(event)
+            return event
 
 
 class StreamTicket:
-    """A copy on a stream; behaves like an array that is ready when the copy is over."""
+    """A copy on a stream; behaves like an array that is ready when the copy is over.
+
+    One thread may ask whether it is over while others wait for that: it is never kept waiting.
+    """
 
     def __init__(self, events: StreamEvents, event: int, slot: OutgoingSlot, holder: Any) -> None:
         self._events, self._event, self._slot, self._holder = events, event, slot, holder
         self._error: CudaError | None = None
-        self._is_over = False
-        self._lock = threading.Lock()
+        self._is_over, self._waiting = False, 0
+        self._lock = threading.Lock()  # of the lines above, and never held while waiting
 
     def is_ready(self) -> bool:
         """Whether the copy is over, or has failed."""
@@ -75,18 +79,34 @@ class StreamTicket:
         Raises:
             CudaError: If it failed.
         """
-        with self._lock:
-            if not self._is_over:
-                self._finish()
+        if self._begins_to_wait():
+            self._wait()
         if self._error is not None:
             raise self._error
         return self
 
-    def _finish(self) -> None:
+    def _begins_to_wait(self) -> bool:
+        with self._lock:
+            self._waiting += not self._is_over
+            return not self._is_over
+
+    def _wait(self) -> None:
+        error, is_over = None, False
         try:
             self._events.driver.wait_for(self._event)
-        except CudaError as error:
-            self._error = error
-            self._slot.withdraw()
-        self._is_over, self._holder = True, None
-        self._events.give_back(self._event)
+            is_over = True
+        except CudaError as failure:
+            error, is_over = failure, True
+        finally:
+            with self._lock:
+                self._end(error, is_over=is_over)
+
+    def _end(self, error: CudaError | None, *, is_over: bool) -> None:
+        """One that waits does no more; the last of them gives the event back."""
+        self._waiting -= 1
+        if is_over and not self._is_over:
+            self._is_over, self._error, self._holder = True, error, None
+            if error is not None:
+                self._slot.withdraw()
+        if self._is_over and not self._waiting:
+            self._events.give_back(self._event)

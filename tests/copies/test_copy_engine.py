@@ -24,6 +24,7 @@ from jaxmorph.transport.plane import ChannelSpec
 PLACEMENT = SingleDeviceSharding(jax.devices()[0])
 USE = SlotUse(PayloadShape((3, 5), jnp.dtype("float32")), 10)
 LAST = 2**32 - 1
+SOON_S = 5.0
 
 
 def view_here(value, stream):
@@ -166,6 +167,18 @@ def test_a_copy_that_can_not_be_enqueued_is_an_error_at_once_and_not_announced(e
     assert not slot.is_posted
 
 
+@pytest.mark.parametrize("call", ["cuStreamWriteValue32_v2", "cuEventRecord"])
+def test_nothing_goes_into_a_slot_any_more_once_its_copy_has_been_given_up(engine, call):
+    engine.library.failing[call] = 1
+    slot = engine.end.reserve(0.0)
+    with pytest.raises(CudaError, match=f"{call} gave 1"):
+        engine.program.start(values(), USE.parts[0], slot, (7,))
+    slot.payload[:] = 0
+    engine.library.run()
+    assert not slot.payload.any()
+    assert not slot.is_posted
+
+
 def test_a_payload_longer_than_its_slot_is_refused(engine):
     slot = engine.end.reserve(0.0)
     with pytest.raises(ValueError, match="60 bytes, expected at most 40"):
@@ -192,6 +205,68 @@ def test_events_are_used_again_and_all_let_go(make_engine):
     engine.tier.close()
     assert library.names().count("cuEventDestroy_v2") == 1
     assert library.names().count("cuStreamDestroy_v2") == 1
+
+
+class Gated(FakeLibrary):
+    """Who waits for an event goes on when its own gate is opened, in the order of the waits."""
+
+    def __init__(self):
+        super().__init__(held=True)
+        self.gates = [threading.Event() for _ in range(2)]
+        self.entered = [threading.Event() for _ in self.gates]
+        self._order = iter(range(len(self.gates)))
+
+    def _cuEventSynchronize(self, event, /):  # noqa: N802
+        at = next(self._order)
+        self.entered[at].set()
+        assert self.gates[at].wait(LIMIT_S)
+
+
+def waiting_for(ticket):
+    thread = threading.Thread(target=jax.block_until_ready, args=(ticket,))
+    thread.start()
+    return thread
+
+
+def test_asking_whether_a_copy_is_over_does_not_wait_for_who_waits_for_it(make_engine):
+    library = Gated()
+    _, ticket = make_engine(library).send(values(), USE.parts[0])
+    waiting = waiting_for(ticket)
+    assert library.entered[0].wait(LIMIT_S)
+    answers, answered = [], threading.Event()
+
+    def ask():
+        answers.append(is_ready(ticket))
+        answered.set()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        assert answered.wait(SOON_S)
+        assert answers == [False]
+    finally:
+        library.run()
+        library.gates[0].set()
+        waiting.join(LIMIT_S)
+        asking.join(LIMIT_S)
+    assert is_ready(ticket)
+
+
+def test_an_event_is_not_used_again_while_anybody_still_waits_for_it(make_engine):
+    library = Gated()
+    engine = make_engine(library)
+    _, ticket = engine.send(values(), USE.parts[0])
+    waiting = []
+    for entered in library.entered:
+        waiting.append(waiting_for(ticket))
+        assert entered.wait(LIMIT_S)
+    library.run()
+    for thread, gate in zip(waiting, library.gates, strict=True):
+        gate.set()
+        thread.join(LIMIT_S)
+        engine.send(values(), USE.parts[0])
+        # The second message can't have the first one's event; the third can.
+        assert library.names().count("cuEventCreate") == 2
 
 
 def trial_of(library):
