@@ -22,7 +22,8 @@ from jaxmorph.copies.kernel_programs import (
     program_to_host,
 )
 from jaxmorph.copies.payload import SlotUse
-from jaxmorph.copies.programs import CopyProgram, CopyTier, Ticket, is_ready
+from jaxmorph.copies.program_ticket import ProgramTicket
+from jaxmorph.copies.programs import CopyProgram, CopyTier, Ticket
 from jaxmorph.copies.registered_memory import RegisteredMemory
 from jaxmorph.pallas_kernels import SlotControl, copy_to_host, pack, require_kernels
 from jaxmorph.transport.plane import OutgoingSlot
@@ -103,35 +104,10 @@ class _KernelCopies:
         ticket = self._programs[len(part)](value, *first, control, self._arrivals)
         self._last = ticket
         slot.post(num_bytes, tag)
-        return KernelTicket(ticket, slot)
+        return ProgramTicket(ticket, slot)
 
     def close(self) -> None:
         """Wait until the last copy is over, and so are all before it."""
         if self._last is not None:
             with suppress(Exception):  # it is for who holds the ticket to hear
                 jax.block_until_ready(self._last)
-
-
-class KernelTicket:
-    """A copy by a kernel; behaves like an array that is ready when the copy is over.
-
-    Args:
-        ticket: What the kernel gives.
-        slot: Where the copy goes; if it fails, the message arrives empty.
-    """
-
-    def __init__(self, ticket: jax.Array, slot: OutgoingSlot) -> None:
-        self._ticket, self._slot = ticket, slot
-
-    def is_ready(self) -> bool:
-        """Whether the copy is over, or has failed."""
-        return is_ready(self._ticket)
-
-    def block_until_ready(self) -> "KernelTicket":
-        """Wait until the copy is over; where it failed, its error is raised."""
-        try:
-            jax.block_until_ready(self._ticket)
-        except Exception:  # not an interruption: then the slot may still be filled
-            self._slot.withdraw()
-            raise
-        return self

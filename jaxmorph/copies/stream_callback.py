@@ -19,6 +19,7 @@ from jaxmorph.copies.copy_engine import enqueue_copy
 from jaxmorph.copies.cuda_driver import CudaDriver
 from jaxmorph.copies.dlpack_memory import address_on_device
 from jaxmorph.copies.payload import SlotUse
+from jaxmorph.copies.program_ticket import ProgramTicket
 from jaxmorph.copies.programs import CopyProgram, CopyTier, Ticket, is_ready
 from jaxmorph.copies.registered_memory import RegisteredMemory
 from jaxmorph.transport.plane import OutgoingSlot
@@ -106,12 +107,14 @@ class _StreamCallbackProgram:
             queue.append(announced)
         try:
             announced.ticket = ticket = self._program(value)
-        except BaseException:
+        except BaseException as error:
             with self._lock:
                 if announced in queue:
                     queue.remove(announced)
+            if slot.is_posted and isinstance(error, Exception):
+                slot.withdraw()
             raise
-        return ticket
+        return ProgramTicket(ticket, slot)
 
     def _called(self, context: Any, ticket: Any, payload: Any) -> None:
         del ticket  # ready with the stream's work, whatever it holds

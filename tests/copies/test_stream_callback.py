@@ -37,7 +37,7 @@ def on_a_stream(called):
 
 
 class Callbacks:
-    def __init__(self, library, *, is_registered=True):
+    def __init__(self, library, *, is_registered=True, embed=on_a_stream):
         self.library = library
         driver = CudaDriver(library, 0)
         self.memory = RegisteredMemory(driver)
@@ -46,7 +46,7 @@ class Callbacks:
         if is_registered:
             self.end.tell_of_memory(self.memory)
         self.pinned = PinnedHostTier()
-        self.tier = StreamCallbackTier(driver, self.memory, self.pinned, on_a_stream)
+        self.tier = StreamCallbackTier(driver, self.memory, self.pinned, embed)
         self.program = self.tier.compile(USE, PLACEMENT)
 
     def send(self, value, part):
@@ -114,6 +114,23 @@ def test_a_callback_whose_copy_is_refused_fails_its_program_and_no_other(make):
     slot, ticket = callbacks.send(value, USE.parts[1])
     jax.block_until_ready(ticket)
     assert bytes(slot.payload[:20]) == np.asarray(value).tobytes()[40:]
+
+
+def test_a_message_whose_program_fails_once_it_has_been_announced_arrives_empty(make):
+    def then_fails(called):
+        def announced(*arguments):
+            called(*arguments)
+            raise ZeroDivisionError("on the device")
+
+        return on_a_stream(announced)
+
+    callbacks = make(embed=then_fails)
+    slot = callbacks.end.reserve(0.0)
+    with pytest.raises(Exception, match="on the device"):
+        jax.block_until_ready(callbacks.program.start(values(), USE.parts[0], slot, (0,)))
+    assert slot.is_posted
+    assert callbacks.end.slots.is_complete(slot.sequence)
+    assert callbacks.end.slots.read_about(slot.sequence).num_bytes == 0
 
 
 def test_slots_that_the_device_does_not_know_are_filled_another_way(make):
