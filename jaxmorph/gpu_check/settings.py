@@ -1,9 +1,10 @@
 """What is measured, and how often."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxmorph.errors import UserError
+from jaxmorph.gpu_check.copy_settings import COPIES_ON_CPU, COPIES_ON_GPU, CopySettings
 
 if TYPE_CHECKING:
     from models.gpt2.stages import GPT2
@@ -51,6 +52,7 @@ class CheckSettings:
         num_delayed_steps: How many steps are timed on a slow link, and without the delay.
         num_sends: How many messages are sent over it beside work.
         delay_ms: How slow it is.
+        copies: What is looked at of copies between device and slots.
     """
 
     stage: Sizes
@@ -63,6 +65,7 @@ class CheckSettings:
     num_delayed_steps: int
     num_sends: int
     delay_ms: float
+    copies: CopySettings
 
 
 _TINY = Sizes(16, 2, num_layers=2, sequence_length=8, microbatch_size=2, vocab_size=32)
@@ -78,6 +81,7 @@ ON_GPU = CheckSettings(
     num_delayed_steps=20,
     num_sends=20,
     delay_ms=30.0,
+    copies=COPIES_ON_GPU,
 )
 """A quarter of the layers of GPT-2 medium, twice as wide: enough to keep a large GPU busy."""
 
@@ -92,16 +96,23 @@ ON_CPU = CheckSettings(
     num_delayed_steps=3,
     num_sends=9,
     delay_ms=50.0,
+    copies=COPIES_ON_CPU,
 )
 """Enough to see that every part runs; the times mean nothing."""
 
 
-def build_gpt2(sizes: Sizes, compute_dtype: str) -> "GPT2":
+def settings_for(device: Any) -> CheckSettings:
+    """What is measured on a device of JAX."""
+    return ON_CPU if device.platform == "cpu" else ON_GPU
+
+
+def build_gpt2(sizes: Sizes, compute_dtype: str, attention: str = "auto") -> "GPT2":
     """The model that a stage is cut from.
 
     Args:
         sizes: Its sizes.
         compute_dtype: "float32" or "bfloat16".
+        attention: What computes it, as the configuration's `model.attention`.
 
     Raises:
         UserError: If the models are not to be found.
@@ -123,4 +134,5 @@ def build_gpt2(sizes: Sizes, compute_dtype: str) -> "GPT2":
         width=sizes.width,
         num_heads=sizes.num_heads,
         num_layers=sizes.num_layers,
+        attention=attention,
     )

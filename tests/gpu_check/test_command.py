@@ -205,6 +205,45 @@ def test_the_gpus_memory_is_left_to_others_unless_the_user_says_else(monkeypatch
     assert command.found == [found]
 
 
+@pytest.mark.timeout(280)
+def test_every_way_of_copying_is_looked_at_in_a_process_beside(small_run):
+    parts = small_run[1]["parts"]
+    into, out_of = parts["outgoing"]["figures"], parts["incoming"]["figures"]
+    assert [tier["name"] for tier in into["tiers"]] == [
+        "buffer_callback",
+        "io_callback",
+        "pinned_host",
+    ]
+    assert (into["taken"], out_of["taken"]) == ("buffer_callback", "host")
+    for tier in [*into["tiers"], *out_of["tiers"]]:
+        assert (tier["absent"], tier["trouble"], tier["wholeness"]["wrong"]) == ("", "", [])
+        assert tier["wholeness"]["num_small"] == 40
+        assert min(tier["latency"].values()) > 0
+        assert [speed["num_bytes"] for speed in tier["speeds"]] == [1 << 16]
+        assert min(tier["speeds"][0].values()) > 0
+        assert tier["disturbance"]["op_ms"] > 0
+    assert [*into][-1] == [*out_of][-1] == "recommended"
+
+
+@pytest.mark.timeout(280)
+def test_messages_go_both_ways_beside_computation(small_run):
+    part = small_run[1]["parts"]["both-ways"]
+    found = part["figures"]
+    assert (found["outgoing"], found["incoming"]) == ("buffer_callback", "host")
+    assert found["disturbance"]["op_ms"] > 0
+    assert found["disturbance"]["num_training"] >= 2  # at least one in each direction
+    assert part["asked"] == {}
+
+
+@pytest.mark.timeout(280)
+def test_on_a_cpu_slots_are_made_and_none_is_registered(small_run):
+    registration, waits = (small_run[1]["parts"][name] for name in ("registration", "waits"))
+    assert registration["figures"]["create_s"] > 0
+    assert registration["figures"]["registered"] is None
+    assert registration["asked"] == {}
+    assert waits["asked"] == {"the host gave up after": True}
+
+
 def test_without_a_gpu_it_says_so_in_one_line(without_gpu, capsys):
     assert main([], {"told": told}) == 2
     captured = capsys.readouterr()
