@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-processes test-others test-long test-hf nixl hf ptxas lint types check bench bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
+.PHONY: setup demo test test-processes test-others test-long test-hf test-jax nixl hf ptxas lint types check bench bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
 
 setup: $(VENV)/installed
 
@@ -64,6 +64,16 @@ ptxas: setup
 test-hf: hf
 	$(BIN)/python -m pytest tests/models/test_hugging_face.py
 
+# What matters most of JAX's version, with one of them: the lowering of the GPU kernels and of cuDNN's
+# attention, copies, flags. JAX 0.11 and later want Python 3.12: make test-jax PYTHON=python3.12
+JAX ?= 0.11.2
+JAX_VENV = .venv-jax-$(JAX)
+OF_JAX := tests/pallas_kernels tests/copies tests/stage/test_cudnn_attention.py tests/models/test_attention.py tests/test_gpu_page.py
+
+test-jax:
+	@$(MAKE) --no-print-directory setup VENV=$(JAX_VENV) PIP_OPTIONS='--no-compile jax==$(JAX)'
+	$(JAX_VENV)/bin/python -m pytest -m 'not (long or one_jax)' $(or $(TESTS),$(OF_JAX))
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -110,4 +120,4 @@ bench-figures: setup
 	$(BIN)/python -m benchmarks.paper_figures
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-jax-* build dist .pytest_cache .ruff_cache .hypothesis

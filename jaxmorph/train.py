@@ -30,6 +30,7 @@ from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import rank_report, total
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.stage.on_device import taken_on_device
 from jaxmorph.stage.parameter_count import parameter_count
 from jaxmorph.training.bookkeeping import Bookkeeper
 from jaxmorph.training.evaluation import Evaluation, with_room_to_evaluate
@@ -57,6 +58,7 @@ class _Run:
     checkpoints: RunCheckpoints
     first_step: int
     parts: RunParts
+    taken: str
     cut: LayerChoice
     settings: StageSettings
     conditions: tuple[LinkCondition, ...]
@@ -145,6 +147,8 @@ def _load(
     checkpoints = RunCheckpoints(config, directory, first_step)
     config = checkpoints.starting_config
     parts = load_parts(config)
+    sizes = config.batch.microbatch_size, config.data.sequence_length
+    taken = taken_on_device(parts.model, *sizes)
     checkpoints.require_shared(rendezvous)
     cut = checkpoints.cut or _choose_layers(config, rendezvous, directory, parts)
     return _Run(
@@ -154,6 +158,7 @@ def _load(
         checkpoints,
         first_step,
         parts,
+        taken,
         cut,
         settings=stage_settings(config, cut.layers, rendezvous.rank, adapts=config.adapts),
         conditions=emulated_conditions(config, restarts),
@@ -260,7 +265,8 @@ def _open_saver(run: _Run, bookkeeper: Bookkeeper) -> CheckpointSaver:
 
 def _tell_start(run: _Run, first: FirstPlan, bookkeeper: Bookkeeper) -> None:
     cut, num_parameters = run.cut, parameter_count(run.parts.model)
-    bookkeeper.start(run.parts.source, num_parameters, cut.layers, cut.reason, first.equipped)
+    equipped = "; ".join(filter(None, (first.equipped, run.taken)))
+    bookkeeper.start(run.parts.source, num_parameters, cut.layers, cut.reason, equipped)
     if run.first_step > 0:
         bookkeeper.event(run.first_step, RESUMED, run.checkpoints.origin(cut.layers))
     if first.known:

@@ -35,6 +35,7 @@ from jaxmorph.scripts.uncaught import end_if_failed
 from jaxmorph.stage.layer_costs import LayerCosts, measure_layer_costs
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import Params, PipelineModel
+from jaxmorph.stage.on_device import taken_on_device
 from jaxmorph.stage.stored_weights import check_weights
 from jaxmorph.training.cluster import require_one_host
 from jaxmorph.training.evaluation import with_room_for_forwards
@@ -262,6 +263,9 @@ class Trainer:
         plan_step(config, unmeasured_profile(config))
         if config.model.weights is not None:
             check_weights(model, config.model.weights)
+        sizes = config.batch.microbatch_size, config.data.sequence_length
+        if taken := taken_on_device(model, *sizes):
+            _log.info("rank %d: %s", self.rank, taken)
         choice = choose_layers(
             config, self._rendezvous, model.num_layers, lambda: _measured(config, model)
         )

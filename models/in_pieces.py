@@ -6,6 +6,8 @@ from typing import Any
 import jax
 from flax import nnx
 
+from models.attention import AttentionChoice, choose_attention, default_device
+
 Params = dict[str, Any]
 Build = Callable[[Any, nnx.Rngs], Any]
 """Makes a module from the model's sizes and random streams."""
@@ -15,7 +17,8 @@ class ModelInPieces:
     """A model of repeated blocks, cut where a pipeline cuts it.
 
     Args:
-      config: the sizes; what each module is built from.
+      config: the sizes; what each module is built from. It says what computes attention, and knows
+        its sizes.
       embedding: builds a module that turns tokens into activations.
       block: builds one layer, which keeps shape and dtype.
       head: builds a module that takes activations and targets to the summed loss, and has `logits`.
@@ -61,6 +64,28 @@ class ModelInPieces:
     def logits(self, params: Params, x: jax.Array) -> jax.Array:
         """Returns float32 [microbatch, sequence, vocabulary] of the last layer's activations."""
         return self._module("head", params).logits(x)
+
+    def attention(self, microbatch_size: int, sequence_length: int) -> AttentionChoice:
+        """Returns what computes attention on the default device.
+
+        Raises:
+          ValueError: the configuration names what can't be had there; in one line.
+        """
+        sizes = self.config.attention_sizes(microbatch_size, sequence_length)
+        return choose_attention(self.config.attention, sizes)
+
+    def on_device(self, microbatch_size: int, sequence_length: int) -> str:
+        """Returns what the model takes of the default device, in a few words; empty on a CPU.
+
+        Raises:
+          ValueError: it is to take what the device doesn't have; in one line.
+        """
+        choice = self.attention(microbatch_size, sequence_length)
+        if choice.by == "cudnn":
+            return "attention is cuDNN's"
+        if not choice.why or default_device().platform == "cpu":
+            return ""
+        return f"attention is XLA's, not cuDNN's: {choice.why}"
 
     def _graph(self, build: Build) -> Any:
         return nnx.graphdef(nnx.eval_shape(lambda: build(self.config, nnx.Rngs(0))))

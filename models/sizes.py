@@ -1,9 +1,32 @@
 """Checks that the models' sizes have in common, and presets with changes; imports no JAX."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
+ATTENTIONS = ("auto", "xla", "cudnn")
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """What decides how attention can be computed.
+
+    Attributes:
+      microbatch_size: sequences.
+      sequence_length: tokens in each.
+      num_heads: of queries.
+      num_key_value_heads: of keys and of values.
+      head_width: of one head.
+      dtype: of all of them.
+    """
+
+    microbatch_size: int
+    sequence_length: int
+    num_heads: int
+    num_key_value_heads: int
+    head_width: int
+    dtype: str
 
 
 def check_counts(sizes: object, names: Sequence[str]) -> None:
@@ -32,6 +55,18 @@ def check_compute_dtype(compute_dtype: Any) -> None:
     if compute_dtype not in COMPUTE_DTYPES:
         expected = " or ".join(COMPUTE_DTYPES)
         raise ValueError(f"compute_dtype: got {compute_dtype!r}, expected {expected}")
+
+
+def check_attention(attention: Any, compute_dtype: str) -> None:
+    """Raises ValueError unless it is one of `ATTENTIONS`, and cuDNN is asked for what it has."""
+    if attention not in ATTENTIONS:
+        *others, last = ATTENTIONS
+        raise ValueError(f"attention: got {attention!r}, expected {', '.join(others)} or {last}")
+    if attention == "cudnn" and compute_dtype == "float32":
+        raise ValueError(
+            "attention: got 'cudnn', expected auto or xla with compute_dtype=float32: cuDNN's "
+            "takes bfloat16"
+        )
 
 
 def preset_sizes(

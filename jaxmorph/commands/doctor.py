@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -11,6 +11,8 @@ from rich.console import Console
 from jaxmorph.machine.facts import Fact, Section, find_out
 
 _WORKS = {None: "", True: "ok", False: "no"}
+_SAYS_NO_MORE = ("yes", "no", "none")
+_NAME_WIDTH = 32
 
 
 def doctor(
@@ -26,7 +28,7 @@ def doctor(
     return 0
 
 
-def look_at_machine() -> list[Section]:
+def look_at_machine() -> Iterator[Section]:
     """All that there is to know, by what it is about."""
     from jaxmorph.machine.host import host_facts, privilege_facts
     from jaxmorph.machine.network import cluster_facts, network_facts
@@ -45,32 +47,33 @@ def look_at_machine() -> list[Section]:
     )
 
 
-def print_sections(sections: Sequence[Section], console: Console) -> None:
-    """Print a table.
+def print_sections(sections: Iterable[Section], console: Console) -> None:
+    """Print a table, each part of it as soon as it is found out.
 
     Args:
-        sections: What has been found out.
+        sections: What is found out.
         console: Where to.
     """
-    width = max(len(fact.name) for section in sections for fact in section.facts)
     for section in sections:
         console.print(section.about, style="bold", soft_wrap=True)
         for fact in section.facts:
-            console.print(_line(fact, width), soft_wrap=True)
+            console.print(_line(fact), soft_wrap=True)
 
 
-def _line(fact: Fact, width: int) -> str:
+def _line(fact: Fact) -> str:
     """A fact in columns; what is long comes last, where nothing is cut or broken."""
-    told = ": ".join(text for text in (fact.found, fact.note) if text)
-    return f"  {fact.name:{width}}  {_WORKS[fact.works]:2}  {told}".rstrip()
+    says_no_more = fact.works is not None and fact.note and fact.found in _SAYS_NO_MORE
+    told = ": ".join(text for text in ("" if says_no_more else fact.found, fact.note) if text)
+    return f"  {fact.name:{_NAME_WIDTH}}  {_WORKS[fact.works]:2}  {told}".rstrip()
 
 
 def _device_facts() -> Sequence[Fact]:
     # A GPU that a run computes on is to be looked at, not to be taken.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from jaxmorph.machine.accelerators import device_facts
+    from jaxmorph.machine.accelerators import attention_fact, device_facts
+    from jaxmorph.machine.nvidia import nvidia_facts
 
-    return list(device_facts())
+    return [*nvidia_facts(), *device_facts(), attention_fact()]
 
 
 def _copy_facts() -> Sequence[Fact]:

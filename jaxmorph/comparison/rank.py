@@ -40,6 +40,7 @@ from jaxmorph.runtime.report import measured_timeline
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.schedule.costs import Link, Links
 from jaxmorph.stage.model import PipelineModel
+from jaxmorph.stage.on_device import taken_on_device
 from jaxmorph.training.open_stage import open_stage
 from jaxmorph.training.run_parts import load_parts, step_reader
 from jaxmorph.training.stage_settings import stage_settings
@@ -65,6 +66,8 @@ def serve(
     """
     rank, healthy = rendezvous.rank, system_config(config, system)
     parts = load_parts(healthy)
+    sizes = healthy.batch.microbatch_size, healthy.data.sequence_length
+    taken_on_device(parts.model, *sizes)
     measure = partial(measured_on_rank_0, healthy, parts.model, parts.batches)
     cut = choose_layers(healthy, rendezvous, parts.model.num_layers, measure)
     read = step_reader(healthy, parts.batches, rank)

@@ -1,7 +1,8 @@
 """A middle stage's programs on one microbatch, and the same layers as one plain program."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import cache
 from statistics import median
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmorph.gpu_check.settings import Sizes, build_gpt2
-from jaxmorph.stage.build import StagePrograms, build_stage
+from jaxmorph.stage.build import OP_KINDS, StagePrograms, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import PipelineModel
 from jaxmorph.stage.parameters import init_stage_params
@@ -19,23 +20,52 @@ OP_NAMES = ("F", "B", "W", "BW", "plain")
 """The stage's programs, and the plain one."""
 
 
+@dataclass(frozen=True)
+class MiddleStage:
+    """A stage that has layers alone.
+
+    Attributes:
+        model: What it is cut from.
+        programs: Its programs.
+        attention: What computes attention in it, "cudnn" or "xla".
+        why: Why that isn't cuDNN; empty where it is.
+        failed: Whether cuDNN can be had, but not in these programs.
+    """
+
+    model: PipelineModel
+    programs: StagePrograms
+    attention: str
+    why: str = ""
+    failed: bool = False
+
+
 @cache
-def middle_stage(sizes: Sizes, compute_dtype: str) -> tuple[PipelineModel, StagePrograms]:
+def middle_stage(sizes: Sizes, compute_dtype: str) -> MiddleStage:
     """A stage that has layers alone, compiled once for all parts that look at it.
 
     Args:
         sizes: Of the stage.
         compute_dtype: Of activations and products.
-
-    Returns:
-        (the model that it is cut from, its programs).
     """
     model = build_gpt2(sizes, compute_dtype)
-    return model, build_lone_stage(model, sizes)
+    choice = model.attention(sizes.microbatch_size, sizes.sequence_length)
+    try:
+        return MiddleStage(model, build_lone_stage(model, sizes), choice.by, choice.why)
+    except Exception as error:
+        if choice.by != "cudnn":
+            raise
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    # The rest is to be known all the same.
+    model = build_gpt2(sizes, compute_dtype, attention="xla")
+    return MiddleStage(model, build_lone_stage(model, sizes), "xla", why, failed=True)
 
 
 def build_lone_stage(
-    model: PipelineModel, sizes: Sizes, *, is_whole: bool = False
+    model: PipelineModel,
+    sizes: Sizes,
+    *,
+    is_whole: bool = False,
+    kinds: Collection[str] = OP_KINDS,
 ) -> StagePrograms:
     """The compiled programs of a stage on this process's first device.
 
@@ -43,6 +73,7 @@ def build_lone_stage(
         model: What the stage is cut from.
         sizes: Of the stage.
         is_whole: Whether it has the embedding and the head too, or layers alone.
+        kinds: Which programs to compile.
     """
     return build_stage(
         model,
@@ -52,6 +83,7 @@ def build_lone_stage(
         is_last=is_whole,
         microbatch_size=sizes.microbatch_size,
         sequence_length=sizes.sequence_length,
+        kinds=kinds,
     )
 
 
@@ -92,7 +124,7 @@ class StageOps:
         layers = range(sizes.num_layers)
         self._params = init_stage_params(model, key, layers, is_first=False, is_last=False)
         self._programs, self._weights = programs, programs.prepare(self._params)
-        self._x = _activations(model, sizes)
+        self._x = random_activations(model, sizes)
         self._plain = plain_step(model)
         self._sums = programs.zero_accumulators()
         _, self._stash = jax.block_until_ready(programs.forward(self._weights, self._x))
@@ -159,8 +191,13 @@ def median_times_s(ops: StageOps, repeats: int, calls: int = 1) -> dict[str, flo
     return {name: median(each[name] for each in rounds) for name in OP_NAMES}
 
 
-def _activations(model: PipelineModel, sizes: Sizes) -> jax.Array:
-    """Random activations, of the shape and dtype that the model's layers take."""
+def random_activations(model: PipelineModel, sizes: Sizes) -> jax.Array:
+    """Random activations, of the shape and dtype that the model's layers take.
+
+    Args:
+        model: The model.
+        sizes: Its sizes.
+    """
     key = jax.random.key(0)
     tokens = jax.ShapeDtypeStruct((sizes.microbatch_size, sizes.sequence_length), jnp.int32)
     shape = jax.eval_shape(model.embed, jax.eval_shape(model.init_embed, key), tokens)

@@ -18,6 +18,9 @@ _MEANINGS = {
     "BW": "whole backward",
     "plain": "jitted value_and_grad",
 }
+_NAMES = {"cudnn": "cuDNN", "xla": "XLA"}
+_LEAST_SHARE = 0.95
+_JUDGED = "(F+BW)/plain"
 
 
 @dataclass(frozen=True)
@@ -27,25 +30,35 @@ class SpeedReport:
     Attributes:
         sizes: Of the stage, in words.
         dtype: Of activations and products.
+        attention: What computes it, "cudnn" or "xla".
+        why: Why that isn't cuDNN; empty where it is.
+        attention_failed: Whether cuDNN can be had, but not in a stage's programs.
         time_ms: Of each program on one microbatch, the median.
         prepare_ms: Of converting the weights, once for all microbatches of a step; plain JAX does
             so in every call.
         model_tflops: TFLOP/s by `model_flops`.
         mfu: The same as a share of the device's peak; None where that isn't known.
         ratios: What the split costs, and what a stage costs against plain JAX.
+        judged: Whether a stage must be as fast as plain JAX, but for a little: on a GPU.
     """
 
     sizes: str
     dtype: str
+    attention: str
+    why: str
+    attention_failed: bool
     time_ms: dict[str, float]
     prepare_ms: float
     model_tflops: dict[str, float]
     mfu: dict[str, float] | None
     ratios: dict[str, float]
+    judged: bool
 
     def rows(self) -> Iterator[Row]:
         """A row for each program, and one for each ratio."""
         yield Row("stage", self.dtype, self.sizes)
+        failed = False if self.attention_failed else None
+        yield Row("attention by", _NAMES[self.attention], self.why, failed)
         for name in OP_NAMES:
             speed = f"{self.model_tflops[name]:.3g} TFLOP/s"
             share = f", MFU {self.mfu[name]:.1%}" if self.mfu else ""
@@ -54,7 +67,12 @@ class SpeedReport:
             )
         yield Row("prepare: weights", f"{self.prepare_ms:.3f} ms", "once a step")
         for name, ratio in self.ratios.items():
-            yield Row(name, f"{ratio:.3f}")
+            yield self._judged(name, ratio) if name == _JUDGED else Row(name, f"{ratio:.3f}")
+
+    def _judged(self, name: str, ratio: float) -> Row:
+        most = 1 / _LEAST_SHARE
+        note = f"at most {most:.3f}: {_LEAST_SHARE:.0%} of plain JAX's MFU"
+        return Row(name, f"{ratio:.3f}", note, bool(ratio <= most) if self.judged else None)
 
 
 def measure_speed(settings: CheckSettings) -> SpeedReport:
@@ -64,21 +82,27 @@ def measure_speed(settings: CheckSettings) -> SpeedReport:
         settings: The stage's sizes, repeats and calls.
     """
     sizes, dtype = settings.stage, "bfloat16"
-    ops = StageOps(*middle_stage(sizes, dtype), sizes)
+    stage = middle_stage(sizes, dtype)
+    ops = StageOps(stage.model, stage.programs, sizes)
     times_s = median_times_s(ops, settings.repeats, settings.calls)
     prepare_s = [ops.time_s("prepare", settings.calls) for _ in range(settings.repeats + 2)][2:]
     time_ms = {name: 1e3 * time_s for name, time_s in times_s.items()}
     prepare_ms = 1e3 * median(prepare_s)
-    flops, peak = model_flops(sizes), peak_tflops(jax.devices()[0].device_kind)
+    device = jax.devices()[0]
+    flops, peak = model_flops(sizes, stage.attention), peak_tflops(device.device_kind)
     speed = {name: flops[name] / times_s[name] / 1e12 for name in OP_NAMES}
     return SpeedReport(
         sizes=str(sizes),
         dtype=dtype,
+        attention=stage.attention,
+        why=stage.why,
+        attention_failed=stage.failed,
         time_ms=time_ms,
         prepare_ms=prepare_ms,
         model_tflops=speed,
         mfu={name: value / peak for name, value in speed.items()} if peak else None,
         ratios=_ratios(time_ms, prepare_ms),
+        judged=device.platform != "cpu",
     )
 
 

@@ -80,13 +80,13 @@ def measure_memory(settings: CheckSettings) -> MemoryReport:
     Args:
         settings: The stage's sizes.
     """
-    model, programs = middle_stage(settings.stage, "bfloat16")
-    ops = StageOps(model, programs, settings.stage)
+    stage = middle_stage(settings.stage, "bfloat16")
+    programs, ops = stage.programs, StageOps(stage.model, stage.programs, settings.stage)
     held_forward, held_backward = _held_bytes(ops)
     compiled_forward, compiled_backward = _compiled_bytes(programs, ops)
     planned = programs.memory
     return MemoryReport(
-        sizes=str(settings.stage),
+        sizes=f"{settings.stage}; attention by {stage.attention}",
         after_forward=KeptBytes(planned.after_forward_bytes, compiled_forward, held_forward),
         after_backward_input=KeptBytes(
             planned.after_backward_input_bytes, compiled_backward, held_backward

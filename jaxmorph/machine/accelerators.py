@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from jaxmorph.copies.choosing import why_not
@@ -18,6 +19,7 @@ from jaxmorph.machine.facts import Fact
 
 _GIB = 1 << 30
 _KERNELS = KernelTier.name
+_HEADS = (1, 128, 1, 64)  # [batch, sequence, heads, head width]: a small one of what models have
 
 
 def device_facts() -> Iterator[Fact]:
@@ -25,7 +27,35 @@ def device_facts() -> Iterator[Fact]:
     devices = jax.local_devices()
     yield Fact("JAX computes on", jax.default_backend(), True)
     for device in devices:
-        yield Fact(f"device {device.id}", f"{device.device_kind}{_memory(device)}")
+        told = f"{device.device_kind}{_capability(device)}{_memory(device)}"
+        yield Fact(f"device {device.id}", told)
+
+
+def attention_fact(compile_: Callable[[Any], None] | None = None) -> Fact:
+    """Whether cuDNN's attention can be had on the first device: a small one is compiled.
+
+    Args:
+        compile_: Compiles it for a device; None: forward and backward, by JAX.
+    """
+    device, name = jax.local_devices()[0], "attention by cuDNN"
+    if device.platform == "cpu":
+        return Fact(name, "no", False, "JAX computes on cpu, not on a GPU")
+    try:
+        (compile_ or _compile_attention)(device)
+    except Exception as error:  # whatever it is, it is the answer
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return Fact(name, "no", False, reason)
+    return Fact(name, "yes", True, "what models take here in bfloat16")
+
+
+def _compile_attention(device: Any) -> None:
+    def total(*heads: jax.Array) -> jax.Array:
+        context = jax.nn.dot_product_attention(*heads, is_causal=True, implementation="cudnn")
+        return context.astype(jnp.float32).sum()
+
+    placed = SingleDeviceSharding(device)
+    heads = [jax.ShapeDtypeStruct(_HEADS, jnp.bfloat16, sharding=placed)] * 3
+    jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*heads).compile()
 
 
 def driver_fact(open_driver: OpenDriver = CudaDriver.open, number: int = 0) -> Fact:
@@ -93,6 +123,11 @@ def _best_first(facts: Sequence[Fact]) -> Iterator[Fact]:
     taken = next((fact for fact in facts if fact.works), None)
     for fact in facts:
         yield replace(fact, note="what runs take here") if fact is taken else fact
+
+
+def _capability(device: Any) -> str:
+    capability = getattr(device, "compute_capability", None)
+    return "" if capability is None else f", compute capability {capability}"
 
 
 def _memory(device: Any) -> str:

@@ -1,6 +1,6 @@
 """What is found out about a machine: facts, by what they are about."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,13 +39,17 @@ class Section:
         return [asdict(fact) for fact in self.facts]
 
 
-def find_out(looks: Mapping[str, Callable[[], Iterable[Fact]]]) -> list[Section]:
+def find_out(looks: Mapping[str, Callable[[], Iterable[Fact]]]) -> Iterator[Section]:
     """Look at everything; what can't be looked at is a fact too, and keeps nothing else back.
 
     Args:
         looks: For each thing what finds its facts.
+
+    Yields:
+        What has been found, as soon as it has: a device may keep who looks at it for ever.
     """
-    return [Section(about, tuple(_looked(look))) for about, look in looks.items()]
+    for about, look in looks.items():
+        yield Section(about, tuple(_looked(look)))
 
 
 def _looked(look: Callable[[], Iterable[Fact]]) -> Iterable[Fact]:

@@ -14,6 +14,7 @@ from jaxmorph.transport.slots import Slots
 _MEMORY = Path("/proc/meminfo")
 _SHARED = Path("/dev/shm")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _TRIAL_BYTES = 1 << 20
 _NAMESPACES = ("unshare", "--user", "--map-root-user", "--net", "--uts", "--mount", "true")
 _PATIENCE_S = 10.0
@@ -21,7 +22,11 @@ _GIB = 1 << 30
 
 
 def host_facts(
-    *, memory: Path = _MEMORY, shared: Path = _SHARED, quota: Path = _QUOTA
+    *,
+    memory: Path = _MEMORY,
+    shared: Path = _SHARED,
+    quota: Path = _QUOTA,
+    memory_limit: Path = _MEMORY_LIMIT,
 ) -> Iterator[Fact]:
     """The host's size, and the limits that slots and their registration meet.
 
@@ -29,13 +34,15 @@ def host_facts(
         memory: Where Linux tells its memory.
         shared: Where POSIX shared memory is; ranks' slots need none of it.
         quota: Where a container's share of the processors is told.
+        memory_limit: Where its share of the memory is.
     """
     yield _cores(quota)
-    yield Fact("memory", _total_memory(memory))
+    yield Fact("memory", f"{_total_memory(memory)}{_container_memory(memory_limit)}")
     yield _slots()
     yield Fact("/dev/shm", _free(shared), note="slots don't need it, NCCL does")
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    yield Fact("memory that may be locked", _limit(limit), note="slots for a GPU are locked")
+    note = "ulimit -l; slots for a GPU are locked"
+    yield Fact("memory that may be locked", _limit(limit), note=note)
     yield Fact("open files", _limit(resource.getrlimit(resource.RLIMIT_NOFILE)[0], "files"))
 
 
@@ -65,6 +72,14 @@ def _total_memory(memory: Path) -> str:
         return f"{int(lines['MemTotal'].split()[0]) * 1024 / _GIB:.1f} GiB"
     except (OSError, KeyError, ValueError):
         return "unknown"
+
+
+def _container_memory(limit: Path) -> str:
+    """What a container may use; nothing where it may use all, or there is none."""
+    try:
+        return f", by limit {int(limit.read_text()) / _GIB:.1f} GiB"
+    except (OSError, ValueError):  # "max"
+        return ""
 
 
 def _slots() -> Fact:

@@ -46,6 +46,34 @@ def build_model(config: Config, vocab_size: int) -> "PipelineModel":
         raise UserError(f"{key}{text}") from error
 
 
+def device_options(factory: str) -> tuple[str, ...]:
+    """The keys of the `model` section that say how to compute, and nothing of which model it is.
+
+    What was trained with one value of theirs may go on, or be sampled, with another.
+
+    Args:
+        factory: The model's module; in its `DEVICE_OPTIONS` they stand.
+
+    Raises:
+        UserError: If there is no such module.
+    """
+    return tuple(getattr(load_factory(factory), "DEVICE_OPTIONS", ()))
+
+
+def for_any_device(config: Config) -> Config:
+    """The configuration without what it says of its device.
+
+    Args:
+        config: The run.
+
+    Raises:
+        UserError: If there is no such model.
+    """
+    left_out = device_options(config.model.factory)
+    kept = {key: value for key, value in config.model.model_dump().items() if key not in left_out}
+    return config.model_copy(update={"model": type(config.model).model_validate(kept)})
+
+
 def load_factory(name: str, where: str = "model.factory") -> Any:
     """The module that makes a model.
 

@@ -1,6 +1,6 @@
 """What a run goes on from: its directory, its last checkpoint, and whether the two fit together."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -11,6 +11,7 @@ from jaxmorph.config import Config, load_config, placed_error
 from jaxmorph.data.digest import DataDigest
 from jaxmorph.errors import UserError
 from jaxmorph.reporting.run_directory import CONFIG
+from jaxmorph.training.model_factory import device_options
 
 
 @dataclass(frozen=True)
@@ -295,17 +296,18 @@ def _disagreements(
 
 
 def _other_model(config: Config, manifest: Manifest) -> Iterator[tuple[str, object, str]]:
-    now, then = _model_options(config), _model_options(manifest.config)
+    left_out = {"weights", *device_options(manifest.config.model.factory)}
+    now, then = _model_options(config, left_out), _model_options(manifest.config, left_out)
     for key in sorted(now.keys() | then.keys()):
         if now.get(key) != then.get(key):
             yield key, now.get(key), f"{then.get(key)}, that of the checkpoint's model"
 
 
-def _model_options(config: Config) -> dict[str, object]:
+def _model_options(config: Config, left_out: Container[str]) -> dict[str, object]:
     """Whatever decides which model it is, but for the data's vocabulary."""
     model = {
         f"model.{key}": value
         for key, value in config.model.model_dump().items()
-        if key != "weights"
+        if key not in left_out
     }
     return {**model, "data.sequence_length": config.data.sequence_length}

@@ -11,7 +11,7 @@ from jaxmorph.config import Config
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.stage_state import PARAMS
 from jaxmorph.stage.model import Params, PipelineModel
-from jaxmorph.training.model_factory import build_model
+from jaxmorph.training.model_factory import build_model, for_any_device
 from jaxmorph.training.resume import checkpoint_folder, saved_config
 
 
@@ -21,7 +21,7 @@ class SavedModel:
 
     Attributes:
         config: The run's, as it was when it saved.
-        model: The model.
+        model: The model, as it can be computed on any device.
         step: How many steps it was trained for.
         stages: Each virtual stage's layers and parameters, float32 numpy arrays, in the order of
             the pipeline: {"embed": (first stage), "layers": leaves stacked over the layers, "head":
@@ -53,7 +53,7 @@ def load_saved_model(run_dir: Path, step: int | None = None) -> SavedModel:
     checkpoint = folder.finished(manifest.step)
     return SavedModel(
         config=manifest.config,
-        model=build_model(manifest.config, manifest.vocab_size),
+        model=build_model(for_any_device(manifest.config), manifest.vocab_size),
         step=manifest.step,
         stages=tuple(
             (layers, files.read(stage_path(checkpoint, number), [PARAMS])[PARAMS])

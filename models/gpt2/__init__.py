@@ -7,7 +7,10 @@ from models.gpt2.config import PRESETS, preset_config
 if TYPE_CHECKING:
     from models.gpt2.stages import GPT2
 
-__all__ = ["PRESETS", "build"]
+__all__ = ["DEVICE_OPTIONS", "PRESETS", "build"]
+
+DEVICE_OPTIONS = ("attention",)
+"""Options that say how to compute on a device, and nothing of which model it is."""
 
 
 def build(
@@ -25,7 +28,8 @@ def build(
       sequence_length: learned positions; the longest sequence.
       vocab_size: of the tokenizer.
       compute_dtype: "float32" or "bfloat16".
-      **overrides: sizes that differ from the preset's: width, num_layers, num_heads, tied.
+      **overrides: sizes that differ from the preset's: width, num_layers, num_heads, tied;
+        and attention: "auto", "xla" or "cudnn".
 
     Raises:
       ValueError: an unknown preset or override, or sizes that do not fit each other; the message

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.sizes import (
+    AttentionSizes,
+    check_attention,
     check_compute_dtype,
     check_counts,
     check_multiple,
@@ -25,6 +27,7 @@ class GPT2Config:
       num_heads: attention heads in each block.
       tied: whether the token embedding is also the output projection.
       compute_dtype: of activations and matrix products; parameters are always float32.
+      attention: what computes it: "xla"; "cudnn"; or "auto", cuDNN where it can be had.
     """
 
     vocab_size: int
@@ -34,12 +37,25 @@ class GPT2Config:
     num_heads: int
     tied: bool = True
     compute_dtype: str = "float32"
+    attention: str = "auto"
 
     def __post_init__(self):
         check_counts(self, ("vocab_size", "sequence_length", "width", "num_layers", "num_heads"))
         check_multiple(self, "width", "num_heads")
         check_tied(self.tied)
         check_compute_dtype(self.compute_dtype)
+        check_attention(self.attention, self.compute_dtype)
+
+    def attention_sizes(self, microbatch_size: int, sequence_length: int) -> AttentionSizes:
+        """Returns what decides how attention can be computed."""
+        return AttentionSizes(
+            microbatch_size,
+            sequence_length,
+            self.num_heads,
+            self.num_heads,
+            self.width // self.num_heads,
+            self.compute_dtype,
+        )
 
 
 PRESETS: Mapping[str, Mapping[str, int]] = {
@@ -62,7 +78,7 @@ The vocabulary is not part of a preset: it is the tokenizer's, and it is not pad
 50,257, with which 124M has exactly 124,439,808 parameters at 1,024 positions.)
 """
 
-OVERRIDES = ("width", "num_layers", "num_heads", "tied")
+OVERRIDES = ("width", "num_layers", "num_heads", "tied", "attention")
 """What a run may set differently from its preset."""
 
 

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.attention import causal_attention
 from models.gpt2.config import GPT2Config
 from models.loss import summed_loss
-from models.softmax import causal_softmax
 
 _INIT_SCALE = 0.02
 _EPSILON = 1e-5
@@ -74,15 +74,14 @@ class Attention(nnx.Module):
         self.qkv = Linear(config.width, 3 * config.width, _INIT_SCALE, config, rngs)
         self.out = Linear(config.width, config.width, _residual_scale(config), config, rngs)
         self._num_heads = config.num_heads
+        self._by = config.attention
 
     def __call__(self, x_BTW: jax.Array) -> jax.Array:
         """Returns [B, T, W]."""
         B, T, W = x_BTW.shape
         qkv_BTSHK = self.qkv(x_BTW).reshape(B, T, 3, self._num_heads, W // self._num_heads)
         q_BHTK, k_BHTK, v_BHTK = (qkv_BTSHK[:, :, i].swapaxes(1, 2) for i in range(3))
-        scale = 1 / math.sqrt(W // self._num_heads)
-        scores_BHTT = q_BHTK @ k_BHTK.swapaxes(2, 3) * scale
-        context_BHTK = causal_softmax(scores_BHTT) @ v_BHTK
+        context_BHTK = causal_attention(q_BHTK, k_BHTK, v_BHTK, self._by)
         return self.out(context_BHTK.swapaxes(1, 2).reshape(B, T, W))
 
 

@@ -7,7 +7,10 @@ from models.llama.config import PRESETS, preset_config
 if TYPE_CHECKING:
     from models.llama.stages import Llama
 
-__all__ = ["PRESETS", "build"]
+__all__ = ["DEVICE_OPTIONS", "PRESETS", "build"]
+
+DEVICE_OPTIONS = ("attention",)
+"""Options that say how to compute on a device, and nothing of which model it is."""
 
 
 def build(
@@ -26,7 +29,8 @@ def build(
       vocab_size: of the tokenizer.
       compute_dtype: "float32" or "bfloat16".
       **overrides: sizes that differ from the preset's: width, num_layers, num_heads,
-        num_key_value_heads, hidden_width, rotary_base, tied.
+        num_key_value_heads, hidden_width, rotary_base, tied; and attention: "auto", "xla" or
+        "cudnn".
 
     Raises:
       ValueError: an unknown preset or override, or sizes that do not fit each other; the message

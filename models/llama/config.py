@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.sizes import (
+    AttentionSizes,
+    check_attention,
     check_compute_dtype,
     check_counts,
     check_multiple,
@@ -37,6 +39,7 @@ class LlamaConfig:
       rotary_base: position t turns the first pair of a head by t, the last by almost t / base.
       tied: whether the token embedding is also the output projection.
       compute_dtype: of activations and matrix products; parameters are always float32.
+      attention: what computes it: "xla"; "cudnn"; or "auto", cuDNN where it can be had.
     """
 
     vocab_size: int
@@ -48,6 +51,7 @@ class LlamaConfig:
     rotary_base: float = 10_000.0
     tied: bool = False
     compute_dtype: str = "float32"
+    attention: str = "auto"
 
     def __post_init__(self):
         check_counts(self, _COUNTS)
@@ -61,11 +65,23 @@ class LlamaConfig:
         _check_base(self.rotary_base)
         check_tied(self.tied)
         check_compute_dtype(self.compute_dtype)
+        check_attention(self.attention, self.compute_dtype)
 
     @property
     def head_width(self) -> int:
         """The width of one head."""
         return self.width // self.num_heads
+
+    def attention_sizes(self, microbatch_size: int, sequence_length: int) -> AttentionSizes:
+        """Returns what decides how attention can be computed."""
+        return AttentionSizes(
+            microbatch_size,
+            sequence_length,
+            self.num_heads,
+            self.num_key_value_heads,
+            self.head_width,
+            self.compute_dtype,
+        )
 
     @property
     def key_value_width(self) -> int:
@@ -109,6 +125,7 @@ OVERRIDES = (
     "hidden_width",
     "rotary_base",
     "tied",
+    "attention",
 )
 """What a run may set differently from its preset."""
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.attention import causal_attention
 from models.llama.config import LlamaConfig
 from models.llama.rotary import rotate
 from models.loss import summed_loss
-from models.softmax import causal_softmax
 
 _INIT_SCALE = 0.02
 _EPSILON = 1e-5
@@ -80,7 +80,10 @@ class Attention(nnx.Module):
         parts = jnp.split(self.qkv(x_BTW), (width, width + key_value_width), -1)
         q_BHTK, k_BGTK, v_BGTK = (_heads(part, config.head_width) for part in parts)
         q_BHTK, k_BGTK = (rotate(heads, config.rotary_base) for heads in (q_BHTK, k_BGTK))
-        context_BHTK = _grouped_attention(q_BHTK, k_BGTK, v_BGTK)
+        B, G, T, K = k_BGTK.shape
+        q_BGRTK = q_BHTK.reshape(B, G, -1, T, K)
+        context_BGRTK = causal_attention(q_BGRTK, k_BGTK, v_BGTK, config.attention)
+        context_BHTK = context_BGRTK.reshape(q_BHTK.shape)
         return self.out(context_BHTK.swapaxes(1, 2).reshape(x_BTW.shape))
 
 
@@ -124,17 +127,6 @@ class Head(nnx.Module):
 def _heads(x_BTU: jax.Array, head_width: int) -> jax.Array:
     B, T, _ = x_BTU.shape
     return x_BTU.reshape(B, T, -1, head_width).swapaxes(1, 2)
-
-
-def _grouped_attention(q_BHTK: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array) -> jax.Array:
-    """Returns [B, H, T, K]; a group's queries are rows of one product, so no key is repeated."""
-    B, H, T, K = q_BHTK.shape
-    G = k_BGTK.shape[1]
-    R = H // G
-    rows_BGQK = q_BHTK.reshape(B, G, R * T, K)
-    scores_BGQT = rows_BGQK @ k_BGTK.swapaxes(2, 3) * (1 / math.sqrt(K))
-    weights_BGRTT = causal_softmax(scores_BGQT.reshape(B, G, R, T, T))
-    return (weights_BGRTT.reshape(B, G, R * T, T) @ v_BGTK).reshape(B, H, T, K)
 
 
 def _residual_scale(config: LlamaConfig) -> float:

@@ -29,6 +29,7 @@ def test_as_json_every_fact_says_whether_it_works_and_why_not(capsys):
     assert list(told) == ABOUT
     facts = {fact["name"]: fact for facts in told.values() for fact in facts}
     assert "this could not be looked at" not in facts
+    assert facts["attention by cuDNN"]["works"] is False
     assert facts["jax"]["found"].count(".") >= 2
     assert facts["into slots by buffer_callback"]["works"] is True
     assert all(fact["note"] for fact in facts.values() if fact["works"] is False)
@@ -42,3 +43,10 @@ def test_the_table_has_a_line_for_every_fact_however_narrow_the_terminal(capsys,
     for name in names:
         (line,) = [line for line in lines if line.startswith(f"  {name}  ")]
         assert line.split("  ")[-1].strip()
+
+
+def test_a_verdict_is_not_told_twice(capsys):
+    lines = told_by(capsys=capsys).splitlines()
+    assert not [line for line in lines if "  no  no" in line or "  ok  yes:" in line]
+    (line,) = [line for line in lines if line.startswith("  attention by cuDNN ")]
+    assert line.endswith("  no  JAX computes on cpu, not on a GPU")

@@ -45,6 +45,16 @@ def test_the_formula_counts_the_matrix_products_of_each_program():
     assert flops["plain"] == flops["F"] + flops["BW"]
 
 
+def test_cudnns_attention_counts_pairs_of_a_token_and_what_it_sees():
+    whole, seen = model_flops(SIZES), model_flops(SIZES, "cudnn")
+    length = SIZES.sequence_length
+    hidden = sum(length - position for position in range(1, length + 1))
+    left_out = SIZES.microbatch_size * hidden * 2 * 2 * SIZES.width * SIZES.num_layers
+    assert {name: whole[name] - seen[name] for name in whole} == {
+        "F": left_out, "B": 2 * left_out, "W": 0, "BW": 2 * left_out, "plain": 3 * left_out
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("device_kind", "peak"),
     [

@@ -1,13 +1,17 @@
 """What is told of devices and of copies: on a CPU, and with a driver that stands for a GPU's."""
 
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
+
+import jax
+import pytest
 
 from jaxmorph.copies.cuda_driver import CudaError
 from jaxmorph.copies.host_landing import HostLandingTier
 from jaxmorph.copies.pinned_host import PinnedHostTier
 from jaxmorph.copies.ways import AbsentTier, WaysToCopy
-from jaxmorph.machine.accelerators import copy_facts, device_facts, driver_fact
+from jaxmorph.machine.accelerators import attention_fact, copy_facts, device_facts, driver_fact
 
 
 def no_driver(number):
@@ -34,6 +38,43 @@ def test_on_a_cpu_that_is_what_jax_computes_on():
     found = by_name(device_facts())
     assert found["JAX computes on"].found == "cpu"
     assert found["device 0"].found.startswith("cpu")
+
+
+def test_on_a_cpu_there_is_no_attention_by_cudnn():
+    fact = attention_fact()
+    assert (fact.works, fact.note) == (False, "JAX computes on cpu, not on a GPU")
+
+
+@pytest.mark.parametrize(
+    ("raised", "works", "note"),
+    [
+        (None, True, "what models take here in bfloat16"),
+        (RuntimeError("cuDNN is not\ndetected."), False, "RuntimeError: cuDNN is not detected."),
+    ],
+)
+def test_on_a_gpu_attention_by_cudnn_is_tried(monkeypatch, raised, works, note):
+    gpu = SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+
+    def compile_(device):
+        assert device is gpu
+        if raised:
+            raise raised
+
+    fact = attention_fact(compile_)
+    assert (fact.works, fact.note) == (works, note)
+
+
+def test_a_gpu_is_told_with_what_it_can_compute(monkeypatch):
+    gpu = SimpleNamespace(
+        id=0,
+        device_kind="NVIDIA H800",
+        compute_capability="9.0",
+        memory_stats=lambda: {"bytes_limit": 60 << 30},
+    )
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    found = by_name(device_facts())["device 0"].found
+    assert found == "NVIDIA H800, compute capability 9.0, 60.0 GiB for JAX"
 
 
 def test_a_driver_is_told_with_its_version_and_let_go():

@@ -8,9 +8,11 @@ from jaxmorph.machine.host import host_facts, privilege_facts
 def facts(tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal:       33554432 kB\nMemFree: 1 kB\n")
     (tmp_path / "cpu.max").write_text("250000 100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
 
     def facts(**places):
         found = {"memory": tmp_path / "meminfo", "quota": tmp_path / "cpu.max", "shared": tmp_path}
+        found |= {"memory_limit": tmp_path / "memory.max"}
         return {fact.name: fact for fact in host_facts(**{**found, **places})}
 
     return facts
@@ -22,6 +24,11 @@ def test_the_hosts_size_is_told_as_linux_tells_it(facts):
     assert found["cores"].found.endswith(", by quota 2.5")
     assert found["/dev/shm"].found.endswith("GiB free")
     assert found["shared memory for slots"].works
+
+
+def test_what_a_container_may_use_of_the_memory_is_told(facts, tmp_path):
+    (tmp_path / "memory.max").write_text(f"{3 << 29}\n")
+    assert facts()["memory"].found == "32.0 GiB, by limit 1.5 GiB"
 
 
 def test_what_the_system_does_not_tell_is_unknown(facts, tmp_path):

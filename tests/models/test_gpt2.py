@@ -9,8 +9,8 @@ import pytest
 from jaxmorph.stage.parameter_count import parameter_count
 from models.gpt2 import PRESETS, build
 from models.gpt2.config import preset_config
-from models.gpt2.model import causal_softmax
 from models.gpt2.stages import GPT2
+from models.softmax import causal_softmax
 
 KEY = jax.random.key(0)
 LENGTH, VOCAB, WIDTH, HEADS, LAYERS = 8, 32, 16, 2, 3
@@ -197,6 +197,11 @@ def test_every_preset_can_be_traced():
         (
             {"compute_dtype": "float16"},
             "compute_dtype: got 'float16', expected float32 or bfloat16",
+        ),
+        ({"attention": "flash"}, "attention: got 'flash', expected auto, xla or cudnn"),
+        (
+            {"attention": "cudnn"},
+            "attention: got 'cudnn', expected auto or xla with compute_dtype=",
         ),
     ],
 )

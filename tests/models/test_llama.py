@@ -190,6 +190,11 @@ def test_every_preset_can_be_traced(preset):
         ({"rotary_base": "big"}, "rotary_base: got 'big', expected a number above 1"),
         ({"tied": "no"}, "tied: got 'no', expected true or false"),
         ({"compute_dtype": "float16"}, "compute_dtype: got 'float16', expected float32 or"),
+        ({"attention": "flash"}, "attention: got 'flash', expected auto, xla or cudnn"),
+        (
+            {"attention": "cudnn"},
+            "attention: got 'cudnn', expected auto or xla with compute_dtype=",
+        ),
     ],
 )
 def test_wrong_sizes_are_named_with_what_was_expected(wrong, message):

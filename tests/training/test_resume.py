@@ -80,6 +80,7 @@ def test_what_cannot_go_on_is_one_line_that_names_the_override(tmp_path, overrid
 def test_what_does_not_change_the_model_may_change(tmp_path):
     run = write_run(tmp_path, [7])
     overrides = ["model.weights=null", "parallelism.layers=auto", "checkpoint.every_steps=3"]
+    overrides += ["model.attention=xla"]
     assert find_resumption(run, overrides).manifest.step == 7
 
 

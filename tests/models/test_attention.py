@@ -1,0 +1,188 @@
+"""What computes attention, and that it is the same attention whichever does."""
+
+import math
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import attention
+from models.attention import (
+    AttentionChoice,
+    causal_attention,
+    choose_attention,
+    default_device,
+    why_not_cudnn,
+)
+from models.sizes import AttentionSizes
+from models.softmax import causal_softmax
+
+BATCH, LENGTH, HEADS, WIDTH = 2, 16, 6, 8
+GPU: Any = SimpleNamespace(platform="gpu")
+SIZES = AttentionSizes(BATCH, LENGTH, HEADS, HEADS, WIDTH, "bfloat16")
+
+
+def heads_and_weights(num_key_value_heads, dtype="float32"):
+    """Queries, keys, values, and by how much each result counts."""
+    random = np.random.default_rng(num_key_value_heads)
+    counts = (HEADS, num_key_value_heads, num_key_value_heads, HEADS)
+    arrays = [random.standard_normal((BATCH, n, LENGTH, WIDTH), np.float32) for n in counts]
+    return [jnp.asarray(array, dtype) for array in arrays]
+
+
+def result_and_gradients(compute, q, k, v, weights):
+    """Attention, and the gradients of its weighed sum."""
+
+    def weighed(q, k, v):
+        context = compute(q, k, v)
+        return (context * weights).astype(jnp.float32).sum(), context
+
+    gradients, context = jax.jit(jax.grad(weighed, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+    return [context, *gradients]
+
+
+def one_head_per_query(q, k, v):
+    """Attention as GPT-2 has it, spelled out."""
+    scores = q @ k.swapaxes(2, 3) * (1 / math.sqrt(q.shape[-1]))
+    return causal_softmax(scores) @ v
+
+
+def heads_shared_by_groups(q, k, v):
+    """Attention as Llama has it, spelled out with an axis for each group's heads."""
+    B, H, T, K = q.shape
+    G = k.shape[1]
+    scores = q.reshape(B, G, H // G * T, K) @ k.swapaxes(2, 3) * (1 / math.sqrt(K))
+    weights = causal_softmax(scores.reshape(B, G, H // G, T, T))
+    return (weights.reshape(B, G, H // G * T, T) @ v).reshape(q.shape)
+
+
+def in_groups(q, k, v, by="auto"):
+    """Llama's way to ask for it."""
+    B, G, T, K = k.shape
+    return causal_attention(q.reshape(B, G, -1, T, K), k, v, by).reshape(q.shape)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("num_key_value_heads", "asked", "spelled_out"),
+    [
+        (HEADS, partial(causal_attention, by="auto"), one_head_per_query),
+        (HEADS, in_groups, heads_shared_by_groups),
+        (2, in_groups, heads_shared_by_groups),
+    ],
+)
+def test_on_a_cpu_it_is_bitwise_the_products_and_the_softmax(
+    num_key_value_heads, asked, spelled_out, dtype
+):
+    arrays = heads_and_weights(num_key_value_heads, dtype)
+    got = result_and_gradients(asked, *arrays)
+    expected = result_and_gradients(spelled_out, *arrays)
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.fixture
+def cudnn_by_xla(monkeypatch):
+    """cuDNN can be had, and what is asked of it is done by JAX's own other implementation."""
+    asked = []
+    library = jax.nn.dot_product_attention
+
+    def stand_in(*heads, implementation, **settings):
+        asked.append(implementation)
+        return library(*heads, implementation="xla", **settings)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    monkeypatch.setattr(attention, "why_not_cudnn", lambda *arguments: None)
+    return asked
+
+
+@pytest.mark.parametrize("num_key_value_heads", [HEADS, 2])
+@pytest.mark.parametrize("by", ["auto", "cudnn"])
+def test_the_library_is_asked_for_the_same_attention(num_key_value_heads, by, cudnn_by_xla):
+    arrays = heads_and_weights(num_key_value_heads)
+    got = result_and_gradients(partial(in_groups, by=by), *arrays)
+    expected = result_and_gradients(partial(in_groups, by="xla"), *arrays)
+    assert set(cudnn_by_xla) == {"cudnn"}
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def refuse(sizes, device):
+    raise NotImplementedError(f"The head dim must be\na multiple of 8, got {sizes.head_width}.")
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "attempt", "reason"),
+    [
+        ("gpu", "bfloat16", lambda *_: None, None),
+        ("gpu", "float16", lambda *_: None, None),
+        ("gpu", "bfloat16", refuse, "NotImplementedError: The head dim must be a multiple of 8, "),
+        ("gpu", "float32", lambda *_: None, "it takes bfloat16 or float16, not float32"),
+        ("cpu", "bfloat16", lambda *_: None, "JAX computes on cpu, not on a GPU"),
+    ],
+)
+def test_cudnn_is_had_where_it_compiles(platform, dtype, attempt, reason):
+    sizes = AttentionSizes(BATCH, LENGTH, HEADS, HEADS, WIDTH, dtype)
+    got = why_not_cudnn(sizes, SimpleNamespace(platform=platform), attempt)
+    assert got == reason if reason is None else str(got).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("by", "reason", "choice"),
+    [
+        ("auto", None, AttentionChoice("cudnn")),
+        ("cudnn", None, AttentionChoice("cudnn")),
+        ("xla", None, AttentionChoice("xla")),
+        ("auto", "no engine", AttentionChoice("xla", "no engine")),
+        ("xla", "no engine", AttentionChoice("xla")),
+    ],
+)
+def test_cudnn_is_taken_where_it_can_be_had_and_wanted(monkeypatch, by, reason, choice):
+    monkeypatch.setattr(attention, "why_not_cudnn", lambda *arguments: reason)
+    assert choose_attention(by, SIZES, GPU) == choice
+
+
+def test_cudnn_by_name_where_there_is_none_is_refused_in_one_line():
+    with pytest.raises(ValueError, match=r"^attention: got 'cudnn', expected auto or xla here: "):
+        choose_attention("cudnn", SIZES)
+
+
+def test_without_a_gpu_nothing_is_compiled_to_find_out():
+    def fail(*arguments):
+        raise AssertionError("tried")
+
+    assert "not on a GPU" in str(why_not_cudnn(SIZES, default_device(), fail))
+
+
+def test_a_gpu_without_cudnn_is_told_from_one_attempt(monkeypatch):
+    attempts = []
+
+    def attempt(sizes, device):
+        attempts.append(sizes)
+        raise RuntimeError("cuDNN is not detected.")
+
+    monkeypatch.setattr(attention, "_compile_cudnn", attempt)
+    device = _Device()
+    for _ in range(3):
+        assert why_not_cudnn(SIZES, device) == "RuntimeError: cuDNN is not detected."
+    assert attempts == [SIZES]
+
+
+class _Device:
+    platform = "gpu"
+
+
+def test_what_is_told_to_compute_by_default_is_what_counts():
+    device = jax.local_devices()[-1]
+    with jax.default_device(device):
+        assert default_device() == device
+    assert default_device() == jax.local_devices()[0]
+
+
+def test_the_attempt_is_the_librarys_own_answer():
+    with pytest.raises(RuntimeError, match="cuDNN is not detected"):
+        attention._compile_cudnn(SIZES, default_device())

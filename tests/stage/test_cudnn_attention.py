@@ -1,0 +1,110 @@
+"""Stages whose attention is cuDNN's: how their backward is split, and what they are for a GPU.
+
+Nothing here runs on one: JAX is kept from asking for cuDNN's version, and lowers for CUDA.
+"""
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmorph.stage.mesh import make_mesh, stage_submesh
+from jaxmorph.stage.stage_functions import split_stage
+from jaxmorph.stage.stash import total_bytes
+from models import attention, gpt2, llama
+
+BATCH, LENGTH, HEADS, WIDTH, LAYERS = 2, 64, 4, 64, 2
+FORWARD, BACKWARD = "__cudnn$fmhaSoftmax(", "__cudnn$fmhaSoftmaxBackward("
+SIZES: dict[str, Any] = {
+    "preset": "tiny",
+    "sequence_length": LENGTH,
+    "vocab_size": 32,
+    "width": WIDTH,
+    "num_heads": HEADS,
+    "num_layers": LAYERS,
+    "compute_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """JAX takes cuDNN for installed: all that it asks of a GPU before it lowers."""
+    # Whichever module the library's function is in, the check is in that which it calls.
+    library = sys.modules[jax.nn.dot_product_attention.__module__]
+    own = sys.modules[library.cudnn_dot_product_attention.__module__]
+    monkeypatch.setattr(own, "check_cudnn_version", lambda: 91_200)
+    monkeypatch.setattr(attention, "why_not_cudnn", lambda *arguments: None)
+
+
+def build(module, by):
+    groups = {"num_key_value_heads": 2} if module is llama else {}
+    return module.build(**SIZES, **groups, attention=by)
+
+
+def split(model, stash="full"):
+    """The functions of a stage in the middle, with the shapes that it takes."""
+    layer = jax.eval_shape(model.init_layer, jax.random.key(0))
+    stack = lambda leaf: jax.ShapeDtypeStruct((LAYERS, *leaf.shape), leaf.dtype)  # noqa: E731
+    params = {"layers": jax.tree.map(stack, layer)}
+    tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
+    x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.bfloat16)
+    return split_stage(model, params, tokens, x, stash), params, x
+
+
+def shapes_of(functions, params, x):
+    pool = (*jax.tree.leaves(params), *jax.eval_shape(functions.prepare, params))
+    weights = tuple(pool[source] for source in functions.weight_sources(params))
+    _, stash = jax.eval_shape(functions.forward, weights, x)
+    _, new = jax.eval_shape(functions.backward_input, weights, stash, x)
+    sums = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
+    return weights, stash, (*(stash[i] for i in functions.passed_on), *new), sums
+
+
+def lowered_for_cuda(function, *arguments):
+    """The program as a stage compiles it, for a GPU."""
+    whole = PartitionSpec()
+    submesh = stage_submesh(make_mesh(1), 0)
+    sharded = jax.shard_map(
+        function, mesh=submesh, in_specs=whole, out_specs=whole, check_vma=False
+    )
+    placed = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(submesh, whole)
+        ),
+        arguments,
+    )
+    return jax.jit(sharded).trace(*placed).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("module", [gpt2, llama])
+@pytest.mark.parametrize(
+    ("stash", "forwards_in_b"), [("full", 0), ("recompute", 1)], ids=["full", "recompute"]
+)
+def test_the_forward_is_in_f_and_the_backward_in_b(module, stash, forwards_in_b, cudnn):
+    functions, params, x = split(build(module, "cudnn"), stash)
+    weights, kept, weight_stash, sums = shapes_of(functions, params, x)
+    programs = {
+        "F": (functions.forward, weights, x),
+        "B": (functions.backward_input, weights, kept, x),
+        "W": (functions.backward_weight, weights, weight_stash, sums),
+        "BW": (functions.backward, weights, kept, x, sums),
+    }
+    text = {name: lowered_for_cuda(*program) for name, program in programs.items()}
+    calls = {name: (text[name].count(FORWARD), text[name].count(BACKWARD)) for name in text}
+    assert calls == {"F": (1, 0), "B": (forwards_in_b, 1), "W": (0, 0), "BW": (forwards_in_b, 1)}
+
+
+def test_a_microbatch_keeps_no_square_of_positions(cudnn):
+    kept = {by: total_bytes(shapes_of(*split(build(gpt2, by)))[1]) for by in ("cudnn", "xla")}
+    squares = LAYERS * BATCH * HEADS * LENGTH * LENGTH * 2  # probabilities, in bfloat16
+    sums = LAYERS * BATCH * HEADS * LENGTH * 4  # the logarithm of each row's sum, in float32
+    assert kept["xla"] - kept["cudnn"] == squares - sums
+
+
+def test_where_cudnn_is_absent_a_stage_has_none_of_it():
+    functions, params, x = split(build(gpt2, "auto"))
+    weights, *_ = shapes_of(functions, params, x)
+    assert "__cudnn" not in lowered_for_cuda(functions.forward, weights, x)

@@ -1,0 +1,110 @@
+"""`docs/gpu.md` and its two jobs: flags that there are, and what the launchers read."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jaxmorph.config import load_config
+
+DOCS = Path(__file__).parents[1] / "docs"
+EXAMPLES = DOCS / "examples"
+PAGE = (DOCS / "gpu.md").read_text(encoding="utf-8")
+CONFIG = "docs/examples/two_nodes.yaml"
+SCRIPT = (EXAMPLES / "two_nodes.sbatch").read_text(encoding="utf-8")
+OBJECTS = {
+    told["kind"]: told
+    for told in yaml.safe_load_all((EXAMPLES / "two_nodes_jobset.yaml").read_text(encoding="utf-8"))
+}
+
+
+def stages():
+    return load_config(EXAMPLES / "two_nodes.yaml").parallelism.stages
+
+
+def accepted(flags):
+    """What a process says whose JAX is given these flags; it dies of one that it doesn't know."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+    code = "import jax; jax.devices(); print('accepted')"
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    ).stdout
+
+
+@pytest.fixture(scope="module")
+def flags():
+    found = set(re.findall(r"`(--xla_\w+(?:=[\w.]*)?)`", PAGE + SCRIPT))
+    assert len(found) > 3
+    # One that is named without a value takes any number; what it would do is not looked at.
+    return sorted(flag if "=" in flag else f"{flag}=1" for flag in found)
+
+
+def test_every_xla_flag_is_one_of_the_installed_jax(flags):
+    assert accepted(flags) == "accepted\n"
+
+
+def test_a_flag_that_is_none_would_be_noticed(flags):
+    assert accepted([*flags, "--xla_gpu_no_such_flag=1"]) == ""
+
+
+def sbatch_options():
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", SCRIPT, re.MULTILINE))
+
+
+def test_slurm_starts_a_task_for_each_stage_and_shows_each_all_gpus():
+    options = sbatch_options()
+    assert int(options["nodes"]) * int(options["ntasks-per-node"]) == stages()
+    assert options["gpus-per-node"] == options["ntasks-per-node"]
+    assert not re.search(r"^[^#]*gpus-per-task", SCRIPT, re.MULTILINE)
+    assert "srun --distribution=block --kill-on-bad-exit=1 jaxmorph train" in SCRIPT
+    assert f"words=({CONFIG})" in SCRIPT
+
+
+def test_the_script_is_bash():
+    checked = subprocess.run(["bash", "-n"], input=SCRIPT, text=True, capture_output=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_the_link_between_the_nodes_is_the_one_that_is_delegated():
+    per_node = int(sbatch_options()["ntasks-per-node"])
+    routes = load_config(EXAMPLES / "two_nodes.yaml").routes.model_dump()
+    delegated = [link for link, route in routes.items() if route == "delegated"]
+    assert delegated == [f"{per_node - 1}-{per_node}"]
+
+
+def test_a_jobset_has_a_pod_and_a_gpu_for_each_stage():
+    (replicated,) = OBJECTS["JobSet"]["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    assert replicated["replicas"] == 1
+    assert job["completionMode"] == "Indexed"  # gives JOB_COMPLETION_INDEX, by which it is noticed
+    assert job["completions"] == job["parallelism"] == stages()
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    assert (job["backoffLimit"], pod["restartPolicy"]) == (0, "Never")
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_a_pod_may_read_what_jax_finds_its_peers_by():
+    (replicated,) = OBJECTS["JobSet"]["spec"]["replicatedJobs"]
+    account = replicated["template"]["spec"]["template"]["spec"]["serviceAccountName"]
+    assert OBJECTS["ServiceAccount"]["metadata"]["name"] == account
+    binding = OBJECTS["RoleBinding"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account}]
+    assert binding["roleRef"]["name"] == OBJECTS["Role"]["metadata"]["name"]
+    readable = {name for rule in OBJECTS["Role"]["rules"] for name in rule["resources"]}
+    assert readable >= {"pods", "services", "jobs"}
+
+
+def test_the_pods_command_is_one_that_there_is():
+    (replicated,) = OBJECTS["JobSet"]["spec"]["replicatedJobs"]
+    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    command, verb, path, *overrides = container["command"]
+    assert (command, verb, path) == ("jaxmorph", "train", CONFIG)
+    routes = load_config(DOCS.parent / path, overrides).routes.model_dump()
+    assert set(routes.values()) == {"delegated"}
