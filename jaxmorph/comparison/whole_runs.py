@@ -188,7 +188,15 @@ def read_whole(
         total_s=elapsed_s,
         goodput=books.get("goodput"),
         recoveries=tuple(books.get("recoveries", ())),
+        held_up_s=sum(map(_held_up_s, events)),
     )
+
+
+def _held_up_s(event: Mapping[str, Any]) -> float:
+    """How long a direct path that failed held up its ends' queues; nothing of other events."""
+    if event["kind"] != "link_failed":
+        return 0.0
+    return (event.get("evidence") or {}).get("held_up_s", 0.0)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

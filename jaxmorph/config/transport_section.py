@@ -44,4 +44,6 @@ class Transport(Section):
     ] = 512 * 1024
     checksum: Annotated[bool, Expected("true or false")] = True
     backend: Literal["tcp", "nixl"] = "tcp"
-    copies: Literal["auto", "copy_engine", "buffer_callback", "pinned_host", "io_callback"] = "auto"
+    copies: Literal[
+        "auto", "copy_engine", "pallas", "buffer_callback", "pinned_host", "io_callback"
+    ] = "auto"

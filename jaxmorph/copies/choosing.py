@@ -65,8 +65,9 @@ def first_that_works(
 def _warn_of(failures: Sequence[tuple[str, str]], direction: str) -> None:
     """Warn once of each reason."""
     for reason, same in groupby(failures, key=itemgetter(1)):
-        names = " and ".join(name for name, _ in same)
-        _log.warning("copies %s slots by %s don't work here: %s", direction, names, reason)
+        names = [name for name, _ in same]
+        listed = " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+        _log.warning("copies %s slots by %s don't work here: %s", direction, listed, reason)
 
 
 def named_one(tiers: Sequence[Tier], attempt: Callable[[Tier], None], wanted: str) -> Tier:

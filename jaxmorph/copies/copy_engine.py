@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.sharding import Sharding
 
-from jaxmorph.copies.control import signal_of
+from jaxmorph.copies.control import signal_of, signal_on_device
 from jaxmorph.copies.cuda_driver import CudaDriver
 from jaxmorph.copies.dlpack_memory import DeviceView, view_on_device
 from jaxmorph.copies.payload import SlotUse
@@ -111,13 +111,9 @@ def enqueue_copy(
         stream: Behind what.
 
     Raises:
-        ValueError: If that is more than the slot holds.
+        ValueError: If that is more than the slot holds, or the device doesn't know the signal.
         CudaError: If the driver refuses.
     """
-    if num_bytes > len(slot.payload):
-        raise ValueError(f"{num_bytes} bytes, expected at most {len(slot.payload)}")
-    signal = memory.device_address(slot.signal_address)
-    if signal is None:
-        raise ValueError(f"the signal of message {slot.sequence} is not in registered memory")
+    signal = signal_on_device(memory, slot, num_bytes)
     driver.copy_to_host(slot.address, source, num_bytes, stream)
     driver.write_word(signal, signal_of(slot), stream)

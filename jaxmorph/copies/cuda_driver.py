@@ -111,10 +111,14 @@ class CudaDriver:
         """A stream of its own, beside all that JAX has."""
         return self._created("cuStreamCreate", _NON_BLOCKING)
 
-    def destroy_stream(self, stream: int) -> None:
-        """Let go of a stream, once all that was enqueued on it is over."""
+    def wait_for_stream(self, stream: int) -> None:
+        """Wait until all is over that stands on a stream now."""
         self._bind()
         self._call("cuStreamSynchronize", c_void_p(stream))
+
+    def destroy_stream(self, stream: int) -> None:
+        """Let go of a stream, once all that was enqueued on it is over."""
+        self.wait_for_stream(stream)
         self._call("cuStreamDestroy_v2", c_void_p(stream))
 
     def copy_to_host(self, address: int, source: int, num_bytes: int, stream: int) -> None:
@@ -129,6 +133,19 @@ class CudaDriver:
         self._bind()
         sizes = (c_uint64(source), c_size_t(num_bytes))
         self._call("cuMemcpyDtoHAsync_v2", c_void_p(address), *sizes, c_void_p(stream))
+
+    def copy_to_device(self, address: int, source: int, num_bytes: int, stream: int) -> None:
+        """Enqueue a copy.
+
+        Args:
+            address: Where to, on the device.
+            source: Where from, in registered memory of this process.
+            num_bytes: How much.
+            stream: Behind what.
+        """
+        self._bind()
+        sizes = (c_void_p(source), c_size_t(num_bytes))
+        self._call("cuMemcpyHtoDAsync_v2", c_uint64(address), *sizes, c_void_p(stream))
 
     def write_word(self, address: int, value: int, stream: int) -> None:
         """Enqueue the writing of 32 bits, seen after all that the stream has written before.

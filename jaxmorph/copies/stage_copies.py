@@ -66,14 +66,16 @@ def open_copies(
             outgoing = first_that_works(ways.outgoing, into, "into")
         else:
             outgoing = named_one(ways.outgoing, into, wanted)
-        return StageCopies(AtOnceTier(outgoing), _incoming(ways, placement), ways)
+        return StageCopies(AtOnceTier(outgoing), _incoming(ways, placement, wanted), ways)
     except BaseException:
         ways.close()
         raise
 
 
-def _incoming(ways: WaysToCopy, placement: Sharding) -> LandingTier:
+def _incoming(ways: WaysToCopy, placement: Sharding, wanted: str) -> LandingTier:
+    """The first that works; who names a way that copies out of slots too has that tried first."""
     if len(ways.incoming) == 1:
         return ways.incoming[0]
+    tiers = sorted(ways.incoming, key=lambda tier: tier.name != wanted)
     out_of = partial(try_landing, placement=placement, keeper=ways.memory)
-    return first_that_works(ways.incoming, out_of, "out of")
+    return first_that_works(tiers, out_of, "out of")

@@ -1,13 +1,15 @@
 """The ways to copy that there are on a device, the best first.
 
-On GPUs that is the order in which they should disturb the device's work least; none of them has run
-on one yet, so no measurement stands behind it.
+On GPUs that is the order in which they should disturb the device's work least. None of them has run
+on one yet, so no measurement stands behind it, but this: the copy engine works beside JAX's stream,
+on which kernels and callbacks hold up what is computed next; and after a kernel that goes wrong
+nothing can be tried any more, so it is not tried where the copy engine does.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from jax.sharding import Sharding
@@ -17,6 +19,8 @@ from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
 from jaxmorph.copies.host_callbacks import IoCallbackTier, host_callback_tiers
 from jaxmorph.copies.host_landing import HostLandingTier
 from jaxmorph.copies.host_memory import is_on_host
+from jaxmorph.copies.kernel_copies import KernelTier
+from jaxmorph.copies.kernel_landing import KernelLandingTier
 from jaxmorph.copies.payload import SlotUse
 from jaxmorph.copies.pinned_host import PinnedHostTier
 from jaxmorph.copies.programs import CopyTier, LandingTier
@@ -79,24 +83,41 @@ def ways_to_copy(
     host = HostLandingTier()
     if is_on_host(placement):
         return WaysToCopy([*host_callback_tiers(), pinned], [host], None, ending)
-    rest: list[CopyTier] = [pinned, IoCallbackTier()]
+    rest = WaysToCopy([pinned, IoCallbackTier()], [host], None, ending)
     if not with_driver:
-        return WaysToCopy(rest, [host], None, ending)
+        return rest
     try:
-        number = _device_number(placement)
-        driver = open_driver(number)
-        ending.callback(driver.close)
-        memory = _registered(driver, tell_of_memory, ending)
+        return _with_driver(placement, tell_of_memory, open_driver, rest)
     except CudaError as error:
-        absent = [AbsentTier(name, error) for name in ("copy_engine", "buffer_callback")]
-        return WaysToCopy([*absent, *rest], [AbsentTier("copy_engine", error), host], None, ending)
-    engine = CopyEngineTier(driver, memory, pinned)
-    ending.callback(engine.close)
+        into = [AbsentTier(name, error) for name in _INTO_BY_DRIVER]
+        out_of = [AbsentTier(name, error) for name in _OUT_OF_BY_DRIVER]
+        return replace(rest, outgoing=[*into, *rest.outgoing], incoming=[*out_of, *rest.incoming])
+
+
+_INTO_BY_DRIVER = (CopyEngineTier.name, KernelTier.name, StreamCallbackTier.name)
+_OUT_OF_BY_DRIVER = (RegisteredLandingTier.name, KernelLandingTier.name)
+
+
+def _with_driver(
+    placement: Sharding, tell_of_memory: TellOfMemory, open_driver: OpenDriver, rest: WaysToCopy
+) -> WaysToCopy:
+    """The ways that need slots which the driver knows, and the rest behind them.
+
+    Raises:
+        CudaError: If the driver can't be had, or doesn't take the slots.
+    """
+    ending, pinned, host = rest.ending, rest.outgoing[0], rest.incoming[0]
+    number = _device_number(placement)
+    driver = open_driver(number)
+    ending.callback(driver.close)
+    memory = _registered(driver, tell_of_memory, ending)
+    engine, kernels = CopyEngineTier(driver, memory, pinned), KernelTier(memory, pinned)
     landing = RegisteredLandingTier(memory, number, host)
-    ending.callback(landing.close)
-    # Kernels of our own come first here, as soon as there are any.
-    outgoing = [engine, StreamCallbackTier(driver, memory, pinned), *rest]
-    return WaysToCopy(outgoing, [landing, host], memory, ending)
+    kernel_landing = KernelLandingTier(memory, host)
+    for tier in (engine, kernels, landing, kernel_landing):
+        ending.callback(tier.close)
+    into = [engine, kernels, StreamCallbackTier(driver, memory, pinned), *rest.outgoing]
+    return WaysToCopy(into, [landing, kernel_landing, *rest.incoming], memory, ending)
 
 
 def _registered(

@@ -9,13 +9,19 @@ from pathlib import Path
 
 from jaxmorph.errors import UserError
 from jaxmorph.gpu_check.attention import measure_attention
+from jaxmorph.gpu_check.both_ways import measure_both_ways
+from jaxmorph.gpu_check.copy_parts import measure_incoming, measure_outgoing
 from jaxmorph.gpu_check.device import find_device, look_at_device
+from jaxmorph.gpu_check.head_of_line import measure_head_of_line
 from jaxmorph.gpu_check.instruction_cost import measure_instructions
 from jaxmorph.gpu_check.parity import measure_parity
+from jaxmorph.gpu_check.registration import measure_registration
 from jaxmorph.gpu_check.report import Outcome, Report, write_json
-from jaxmorph.gpu_check.settings import ON_CPU, ON_GPU, CheckSettings
+from jaxmorph.gpu_check.settings import CheckSettings, settings_for
 from jaxmorph.gpu_check.stage_speed import measure_speed
 from jaxmorph.gpu_check.stash_memory import measure_memory
+from jaxmorph.gpu_check.two_stages import measure_two_stages
+from jaxmorph.gpu_check.waits import measure_waits
 
 Part = Callable[[CheckSettings], Report]
 
@@ -26,6 +32,13 @@ PARTS: Mapping[str, Part] = {
     "memory": measure_memory,
     "parity": measure_parity,
     "attention": measure_attention,
+    "registration": measure_registration,
+    "outgoing": measure_outgoing,
+    "incoming": measure_incoming,
+    "both-ways": measure_both_ways,
+    "waits": measure_waits,
+    "two-stages": measure_two_stages,
+    "head-of-line": measure_head_of_line,
 }
 """The parts by name, in the order in which they run. None needs another."""
 
@@ -43,7 +56,7 @@ def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] = PAR
     chosen = _parse(arguments, parts)
     try:
         device = find_device(allow_cpu=chosen.allow_cpu)
-        settings = ON_CPU if device.platform == "cpu" else ON_GPU
+        settings = settings_for(device)
         outcomes = _run_parts({name: parts[name] for name in chosen.parts}, settings, chosen.json)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -28,7 +28,7 @@ def find_device(*, allow_cpu: bool) -> Any:
     Raises:
         UserError: If there is none, or JAX computes elsewhere; in one line.
     """
-    _have_cpu()
+    have_cpu()
     try:
         device = jax.devices("cuda")[0]
     except RuntimeError as error:
@@ -47,8 +47,8 @@ def find_device(*, allow_cpu: bool) -> Any:
     return device
 
 
-def _have_cpu() -> None:
-    """Where the user says which platforms JAX has, the CPU becomes one: parity needs it."""
+def have_cpu() -> None:
+    """Where the user says which platforms JAX has, the CPU becomes one: it is needed."""
     platforms = jax.config.values["jax_platforms"]
     if platforms and "cpu" not in platforms.split(","):
         jax.config.update("jax_platforms", f"{platforms},cpu")

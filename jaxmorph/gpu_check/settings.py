@@ -1,9 +1,10 @@
 """What is measured, and how often."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxmorph.errors import UserError
+from jaxmorph.gpu_check.copy_settings import COPIES_ON_CPU, COPIES_ON_GPU, CopySettings
 
 if TYPE_CHECKING:
     from models.gpt2.stages import GPT2
@@ -47,6 +48,11 @@ class CheckSettings:
         repeats: How often each program is timed.
         calls: How many calls of it one timing has.
         num_instruction_steps: How often the step of tiny programs is timed.
+        num_training_steps: How many steps two stages train.
+        num_delayed_steps: How many steps are timed on a slow link, and without the delay.
+        num_sends: How many messages are sent over it beside work.
+        delay_ms: How slow it is.
+        copies: What is looked at of copies between device and slots.
     """
 
     stage: Sizes
@@ -55,6 +61,11 @@ class CheckSettings:
     repeats: int
     calls: int
     num_instruction_steps: int
+    num_training_steps: int
+    num_delayed_steps: int
+    num_sends: int
+    delay_ms: float
+    copies: CopySettings
 
 
 _TINY = Sizes(16, 2, num_layers=2, sequence_length=8, microbatch_size=2, vocab_size=32)
@@ -66,6 +77,11 @@ ON_GPU = CheckSettings(
     repeats=15,
     calls=5,
     num_instruction_steps=20,
+    num_training_steps=20,
+    num_delayed_steps=20,
+    num_sends=20,
+    delay_ms=30.0,
+    copies=COPIES_ON_GPU,
 )
 """A quarter of the layers of GPT-2 medium, twice as wide: enough to keep a large GPU busy."""
 
@@ -76,8 +92,18 @@ ON_CPU = CheckSettings(
     repeats=3,
     calls=2,
     num_instruction_steps=3,
+    num_training_steps=20,
+    num_delayed_steps=3,
+    num_sends=9,
+    delay_ms=50.0,
+    copies=COPIES_ON_CPU,
 )
 """Enough to see that every part runs; the times mean nothing."""
+
+
+def settings_for(device: Any) -> CheckSettings:
+    """What is measured on a device of JAX."""
+    return ON_CPU if device.platform == "cpu" else ON_GPU
 
 
 def build_gpt2(sizes: Sizes, compute_dtype: str, attention: str = "auto") -> "GPT2":

@@ -12,11 +12,13 @@ from jax.sharding import SingleDeviceSharding
 from jaxmorph.copies.choosing import why_not
 from jaxmorph.copies.copy_engine import CopyEngineTier
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
+from jaxmorph.copies.kernel_copies import KernelTier
 from jaxmorph.copies.trial import try_landing, try_tier
 from jaxmorph.copies.ways import OpenDriver, WaysToCopy, ways_to_copy
 from jaxmorph.machine.facts import Fact
 
 _GIB = 1 << 30
+_KERNELS = KernelTier.name
 _HEADS = (1, 128, 1, 64)  # [batch, sequence, heads, head width]: a small one of what models have
 
 
@@ -87,18 +89,21 @@ def copy_facts(
     placement = SingleDeviceSharding(device)
     ways = ways_of(placement, lambda keeper: None, open_driver=open_driver)
     with closing(ways):
-        into = [
-            _fact(f"into slots by {tier.name}", why_not(tier, _into(placement, ways)))
-            for tier in ways.outgoing
+        tiers = [
+            *((f"into slots by {tier.name}", tier, _into) for tier in ways.outgoing),
+            *((f"out of slots by {tier.name}", tier, _out_of) for tier in ways.incoming),
         ]
-        out_of = [
-            _fact(f"out of slots by {tier.name}", why_not(tier, _out_of(placement, ways)))
-            for tier in ways.incoming
-        ]
-    yield from _best_first(into)
-    yield from _best_first(out_of)
-    if not any(tier.name == CopyEngineTier.name for tier in ways.outgoing):
-        yield _fact(f"by {CopyEngineTier.name}", f"JAX computes on {device.platform}, not on a GPU")
+        facts = {
+            name: _fact(name, why_not(tier, attempt(placement, ways)))
+            # Kernels last: after one that goes wrong nothing else works in this process.
+            for name, tier, attempt in sorted(tiers, key=lambda each: each[1].name == _KERNELS)
+        }
+    yield from _best_first([facts[name] for name, _, attempt in tiers if attempt is _into])
+    yield from _best_first([facts[name] for name, _, attempt in tiers if attempt is _out_of])
+    there = {tier.name for tier in ways.outgoing}
+    for name in (CopyEngineTier.name, _KERNELS):
+        if name not in there:
+            yield _fact(f"by {name}", f"JAX computes on {device.platform}, not on a GPU")
 
 
 def _into(placement: Any, ways: WaysToCopy) -> Callable[[Any], None]:

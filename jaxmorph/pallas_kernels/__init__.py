@@ -3,7 +3,8 @@
 `copy_to_host` and `copy_from_host` are traced and compiled as other JAX functions are, for CUDA.
 Their slots are addresses in control words (`SlotControl`, `pack`), so one program serves all slots
 of a channel. `protocol` does the same on a host, `twins` in Pallas's interpreter, and the
-references in plain `jax.numpy`. Pallas itself is imported when a kernel or a twin is traced.
+references in plain `jax.numpy`. Pallas itself is imported when a kernel or a twin is traced, or
+`require_kernels` asks for it.
 
 None of the kernels has run on a GPU yet; `docs/gpu.md` says what is verified.
 """
@@ -20,6 +21,7 @@ from jaxmorph.pallas_kernels.control import (
 from jaxmorph.pallas_kernels.copy_from_host import copy_from_host, copy_from_host_reference
 from jaxmorph.pallas_kernels.copy_to_host import copy_to_host, copy_to_host_reference
 from jaxmorph.pallas_kernels.protocol import copy_from_slot, copy_to_slot, is_acknowledged
+from jaxmorph.pallas_kernels.requirements import NoKernelsError, require_kernels
 from jaxmorph.pallas_kernels.tuning import FROM_HOST, TO_HOST, CopyTuning
 from jaxmorph.pallas_kernels.twins import copy_from_host_twin, copy_to_host_twin
 
@@ -29,6 +31,7 @@ __all__ = [
     "LONGEST_SPIN_US",
     "TO_HOST",
     "CopyTuning",
+    "NoKernelsError",
     "SlotControl",
     "copy_from_host",
     "copy_from_host_reference",
@@ -42,5 +45,6 @@ __all__ = [
     "new_arrivals",
     "not_ready",
     "pack",
+    "require_kernels",
     "unpack",
 ]

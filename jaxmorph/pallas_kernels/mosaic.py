@@ -1,6 +1,7 @@
 """The one place that knows Pallas's Mosaic GPU backend, and how its versions differ.
 
-Nothing here is imported before a kernel is traced, so JAX without that backend runs all the rest.
+Nothing of it is imported before a kernel is traced, or asked for, so JAX without that backend runs
+all the rest.
 What is not public API of JAX, and why it is used all the same:
 
 - `jaxlib.mlir`: the bindings by which a kernel's body emits `llvm.inline_asm`. Pallas documents
@@ -80,6 +81,15 @@ def _parameters(plgpu: Any) -> Any:
     if not hasattr(plgpu, "LoweringSemantics"):
         return plgpu.CompilerParams()
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+
+
+def require_mosaic() -> None:
+    """Raise unless this JAX has a Mosaic GPU backend that can be imported.
+
+    Raises:
+        ImportError: It names JAX's version and what went wrong.
+    """
+    _mosaic()
 
 
 @functools.cache

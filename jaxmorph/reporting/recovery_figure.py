@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 _COLOURS = (
     "#D55E00", "#E69F00", "#F0E442", "#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#000000",
+    "#999999",
 )  # fmt: skip
-_HATCHES = ("", "//", "..", "xx", "\\\\", "++", "--", "")
+_HATCHES = ("", "//", "..", "xx", "\\\\", "++", "--", "", "oo")
+_HELD_UP = "held up"
 
 
 def save_recovery_figure(path: Path, matrix: Matrix) -> None:
@@ -27,7 +29,7 @@ def save_recovery_figure(path: Path, matrix: Matrix) -> None:
     from matplotlib.figure import Figure
 
     runs = [run for _, row in matrix.rows() for run in row if run and run.goodput is not None]
-    failed = [run for run in runs if run.recoveries]
+    failed = [run for run in runs if run.recoveries or run.held_up_s]
     figure = Figure(figsize=(9.6, 1.6 + 0.42 * max(3, len(runs))), layout="constrained")
     panels = figure.subplots(1, 2 if failed else 1, squeeze=False)[0]
     _draw_totals(panels[0], runs)
@@ -48,10 +50,8 @@ def _draw_totals(axes: Axes, runs: list[Run]) -> None:
 def _draw_phases(axes: Axes, runs: list[Run]) -> None:
     names = [f"{run.system}\n{run.condition}" for run in runs]
     begin_s = [0.0] * len(runs)
-    for index, phase in enumerate(PHASES):
-        lengths_s = [
-            sum(recovery["phases_s"].get(phase, 0.0) for recovery in run.recoveries) for run in runs
-        ]
+    for index, phase in enumerate((*PHASES, _HELD_UP)):
+        lengths_s = [_cost_s(run, phase) for run in runs]
         axes.barh(
             names,
             lengths_s,
@@ -64,6 +64,13 @@ def _draw_phases(axes: Axes, runs: list[Run]) -> None:
         begin_s = [begin + length for begin, length in zip(begin_s, lengths_s, strict=True)]
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4, fontsize=7.5)
     _finish(axes, "cost of failures (s)")
+
+
+def _cost_s(run: Run, phase: str) -> float:
+    """What a run's failures cost, of one kind: restarts by phases, or failed paths by waiting."""
+    if phase == _HELD_UP:
+        return run.held_up_s or 0.0
+    return sum(recovery["phases_s"].get(phase, 0.0) for recovery in run.recoveries)
 
 
 def _finish(axes: Axes, label: str) -> None:

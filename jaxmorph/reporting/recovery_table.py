@@ -6,7 +6,8 @@ from jaxmorph.recovery.phases import PHASES
 from jaxmorph.reporting.run_matrix import Matrix, Run
 
 WHOLE_COLUMNS = (
-    "system", "condition", "total s", "more s", "goodput", "restarts", "lost s", *PHASES,
+    "system", "condition", "total s", "more s", "goodput", "held up s", "restarts", "lost s",
+    *PHASES,
 )  # fmt: skip
 
 
@@ -19,7 +20,8 @@ def whole_runs_legend(matrix: Matrix) -> str:
     return (
         "Whole runs, from the first step to the end of the last one, failures included. More: "
         f"than the same system under '{matrix.conditions[0]}'. What failures after which the ranks "
-        "were started again have cost, in seconds, by what it was spent on."
+        "were started again have cost, in seconds, by what it was spent on. Held up: for how long "
+        "direct paths that failed stopped both their ends, until their links were delegated."
     )
 
 
@@ -44,6 +46,7 @@ def _cells(run: Run, first: Run | None) -> list[str]:
         "FAILED" if run.total_s is None else f"{run.total_s:,.1f}",
         _more(run, first),
         f"{run.goodput or 0.0:.1%}",
+        "-" if run.held_up_s is None else f"{run.held_up_s:,.2f}",
         str(len(costs)),
         f"{sum(sums):,.1f}",
         *(f"{length_s:,.2f}" if costs else "-" for length_s in sums),

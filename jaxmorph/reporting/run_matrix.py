@@ -83,7 +83,10 @@ class Run:
         goodput: Of a whole run, which share of its time since the launch was spent in steps that
             stayed. Its `total_s` is from its first step to the end of its last one, failures
             included, and its `slowdown` that of `total_s`.
-        recoveries: What each failure has cost it, as `recovery.json` has it.
+        recoveries: What each failure after which its ranks were started again has cost it, as
+            `recovery.json` has it.
+        held_up_s: Of a whole run, how long direct paths that failed held up the queues of their
+            ends before their links were delegated, all of them together.
     """
 
     system: str
@@ -104,6 +107,7 @@ class Run:
     peak_on_device: tuple[int, ...] = ()
     goodput: float | None = None
     recoveries: tuple[Mapping[str, Any], ...] = ()
+    held_up_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The run as a JSON object, what was planned among its own fields."""

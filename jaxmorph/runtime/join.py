@@ -16,6 +16,7 @@ def join_run(
     coordinator: str | None = None,
     num_ranks: int | None = None,
     rank: int | None = None,
+    device: int | None = None,
 ) -> Rendezvous:
     """Join a run as one rank.
 
@@ -27,6 +28,7 @@ def join_run(
             (Slurm, Open MPI, Kubernetes, ...).
         num_ranks: Number of ranks; None: found likewise.
         rank: This process's rank; None: found likewise.
+        device: The number of its GPU on this machine; None: its rank's, or found likewise.
 
     Returns:
         The rendezvous with the other ranks.
@@ -35,11 +37,12 @@ def join_run(
         return SoleRank()
     limit_collectives(step_timeout_s)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    own = rank if device is None else device
     jax.distributed.initialize(
         coordinator,
         num_ranks,
         rank,
-        local_device_ids=None if rank is None else [rank],
+        local_device_ids=None if own is None else [own],
         initialization_timeout=max(1, round(start_timeout_s)),
         coordinator_bind_address=coordinator,  # only where ranks are told to look for it
     )
@@ -64,7 +67,11 @@ def rendezvous_of_joined(start_timeout_s: float) -> Rendezvous:
 
 
 def join_as_told(
-    arguments: RankArguments, *, start_timeout_s: float, step_timeout_s: float
+    arguments: RankArguments,
+    *,
+    start_timeout_s: float,
+    step_timeout_s: float,
+    device: int | None = None,
 ) -> Rendezvous:
     """Join the run that a launcher on this machine has started.
 
@@ -72,6 +79,7 @@ def join_as_told(
         arguments: The launcher's.
         start_timeout_s: As for `join_run`, seconds.
         step_timeout_s: As for `join_run`, seconds.
+        device: As for `join_run`.
 
     Returns:
         The rendezvous with the other ranks.
@@ -82,6 +90,7 @@ def join_as_told(
         coordinator=arguments.coordinator,
         num_ranks=arguments.num_ranks,
         rank=arguments.rank,
+        device=device,
     )
 
 

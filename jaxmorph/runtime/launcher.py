@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -89,6 +90,8 @@ class _Watch:
     failures: list[_Failure] = field(default_factory=list)
     stop_within_s: float | None = None
     overdue: threading.Timer | None = None
+    within_s: float | None = None
+    began_s: float = field(default_factory=time.monotonic)
 
 
 def run_ranks(
@@ -101,6 +104,7 @@ def run_ranks(
     shows_rank_0: bool = False,
     least_threads: int = 1,
     stop_within_s: float | None = None,
+    within_s: float | None = None,
 ) -> None:
     """Run one process per rank until all are done.
 
@@ -116,6 +120,7 @@ def run_ranks(
             for each rank: see `OFFLOADING_THREADS`.
         stop_within_s: With a number, the first SIGTERM asks rank 0 to end, which has so many
             seconds for it (`LauncherLink.stop_asked`); None: it interrupts at once.
+        within_s: After so many seconds a rank that still runs has failed; None: none has.
 
     Raises:
         RankFailedError: If a rank died or raised; all others have been ended.
@@ -127,7 +132,7 @@ def run_ranks(
     However it ends, `on_message` has been called with all that the ranks sent before they ended.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    watch = _Watch([], on_message, stop_within_s=stop_within_s)
+    watch = _Watch([], on_message, stop_within_s=stop_within_s, within_s=within_s)
     with _sigterm_stops(watch), reserved_port() as port, contextlib.ExitStack() as stack:
         coordinator = f"127.0.0.1:{port}"
         environment = _environment(num_ranks, least_threads)
@@ -199,24 +204,41 @@ def _num_processors() -> int:
 
 
 def _watch(watch: _Watch) -> None:
-    deadline_s: float | None = None
+    deadline_s = math.inf
     with selectors.DefaultSelector() as selector:
         for rank in watch.ranks:
             selector.register(rank.messages_fd, selectors.EVENT_READ, (rank, _read_messages))
             selector.register(rank.exit_fd, selectors.EVENT_READ, (rank, _note_exit))
         while selector.get_map():
-            timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            events = selector.select(timeout_s)
+            events = selector.select(_seconds_until(min(deadline_s, _until_s(watch))))
             for key, _ in events:
                 rank, handle = key.data
                 if not handle(rank, watch):
                     selector.unregister(key.fd)
-            if watch.failures and deadline_s is None:
+            if time.monotonic() >= _until_s(watch):
+                _note_running(watch)
+            if watch.failures and deadline_s == math.inf:
                 deadline_s = time.monotonic() + _EVIDENCE_S
-            if deadline_s is not None and time.monotonic() >= deadline_s:
+            if time.monotonic() >= deadline_s:
                 break
     if watch.failures:
         _raise_cause(watch)
+
+
+def _seconds_until(time_s: float) -> float | None:
+    return None if time_s == math.inf else max(0.0, time_s - time.monotonic())
+
+
+def _until_s(watch: _Watch) -> float:
+    return math.inf if watch.within_s is None else watch.began_s + watch.within_s
+
+
+def _note_running(watch: _Watch) -> None:
+    """Count the ranks that haven't ended in the time that they had as failed, once."""
+    reason, watch.within_s = f"still running after {watch.within_s:g} s", None
+    for rank in watch.ranks:
+        if rank.process.poll() is None:
+            watch.failures.append(_Failure(False, time.monotonic(), rank.number, reason))
 
 
 def _read_messages(rank: _Rank, watch: _Watch) -> bool:

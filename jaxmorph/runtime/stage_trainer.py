@@ -58,6 +58,8 @@ class StageTrainer:
         plane: What carries delegated transfers; None: no link of this rank is ever delegated. It is
             not closed with the trainer.
         lines: To the other end of each of its links that fail over; None: none does.
+        alone: The mesh of this stage alone, where the ranks' devices aren't joined by JAX: then
+            settings let no link be direct. None: it is a part of the mesh of all devices.
     """
 
     def __init__(
@@ -68,9 +70,12 @@ class StageTrainer:
         links: EmulatedLinks | None = None,
         plane: DataPlane | None = None,
         lines: LinkLines | None = None,
+        alone: Mesh | None = None,
     ) -> None:
-        mesh = make_mesh(settings.num_ranks)
-        submesh = stage_submesh(mesh, rank)
+        if alone is not None and settings.direct != frozenset():
+            raise ValueError("a stage alone on its mesh can't have direct links")
+        mesh = make_mesh(settings.num_ranks) if alone is None else alone
+        submesh = stage_submesh(mesh, rank) if alone is None else alone
         self.params = _initial_params(model, settings, rank)
         self.programs = _build_programs(model, settings, rank, submesh)
         self.optimizer = StageOptimizer(

@@ -3,6 +3,7 @@
 import json
 import os
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from jaxmorph.reporting.matrix_table import matrix_markdown
 from jaxmorph.reporting.page.comparison_files import ComparisonFiles
 from jaxmorph.reporting.page.comparison_page import comparison_page
 from jaxmorph.reporting.recovery_figure import save_recovery_figure
-from jaxmorph.reporting.recovery_table import WHOLE_COLUMNS
+from jaxmorph.reporting.recovery_table import WHOLE_COLUMNS, whole_rows
 from jaxmorph.reporting.run_matrix import Matrix, Run
 from jaxmorph.runtime.launcher import RankFailedError
 
@@ -64,12 +65,17 @@ def test_a_run_is_the_systems_under_the_condition_with_its_own_policy(tmp_path, 
     assert own.adapts == (name == "adaptive-detecting")
 
 
-def written(path, num_steps, recoveries=()):
+def written(path, num_steps, recoveries=(), held_up_s=()):
     path.mkdir(parents=True)
     steps = [
         {"step": n, "step_s": 0.5, "loss": 5.0 - n, "bubble_rate": 0.25} for n in range(num_steps)
     ]
-    events = [{"kind": "rank_failed"}, {"kind": "plan_adopted"}, {"kind": "restarted"}]
+    events = [
+        {"kind": "rank_failed"},
+        {"kind": "plan_adopted"},
+        {"kind": "restarted"},
+        *({"kind": "link_failed", "evidence": {"held_up_s": each_s}} for each_s in held_up_s),
+    ]
     for name, lines in (("metrics.jsonl", steps), ("events.jsonl", events)):
         (path / name).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step"')
     (path / "recovery.json").write_text(json.dumps({"goodput": 0.4, "recoveries": [*recoveries]}))
@@ -125,6 +131,27 @@ def test_the_table_says_what_a_failure_cost_and_where(matrix):
     assert (cut["detect"], cut["compile"], cut["replay"]) == ("15.00", "0.00", "2.00")
     assert told["restart", "healthy"]["more s"] == "-"
     assert told["restart-cold", "cut"]["total s"] == "FAILED"
+
+
+def test_the_table_says_what_failed_paths_held_up(matrix, tmp_path):
+    delegated = written(tmp_path / "delegated", 20, held_up_s=(2.0, 0.01))
+    run = read_whole("adaptive-detecting", "cut", delegated, 21.0, None)
+    assert run.held_up_s == pytest.approx(2.01)
+    assert run.events["link_failed"] == 2
+    with_it = replace(matrix, runs=dict(matrix.runs) | {(run.system, run.condition): run})
+    (cells,) = (row for row in whole_rows(with_it) if row[0] == run.system)
+    assert dict(zip(WHOLE_COLUMNS, cells, strict=True))["held up s"] == "2.01"
+    calm = next(row for row in whole_rows(matrix) if row[0] == "restart")
+    assert dict(zip(WHOLE_COLUMNS, calm, strict=True))["held up s"] == "0.00"
+
+
+def test_an_older_comparisons_runs_say_nothing_of_what_was_held_up(matrix):
+    fields = matrix.runs["restart", "cut"].to_json()
+    del fields["held_up_s"]
+    again = Run.from_json(fields)
+    older = replace(matrix, runs={("restart", "cut"): again})
+    (cells,) = whole_rows(older)
+    assert dict(zip(WHOLE_COLUMNS, cells, strict=True))["held up s"] == "-"
 
 
 def test_the_page_has_the_same_table(matrix):

@@ -293,8 +293,8 @@ VALUE_ERRORS = {
     "transport: {checksum: 1}": "transport.checksum: got 1, expected true or false",
     "transport: {backend: udp}": "transport.backend: got 'udp', expected one of tcp, nixl",
     "transport: {copies: dma}": (
-        "transport.copies: got 'dma', expected one of auto, copy_engine, buffer_callback, "
-        "pinned_host, io_callback"
+        "transport.copies: got 'dma', expected one of auto, copy_engine, pallas, "
+        "buffer_callback, pinned_host, io_callback"
     ),
     "model: {width: .nan}": "model.width: got .nan, expected a number, text, true, false or null",
     "emulation: {accelerator: {forward_ms: 1, backward_input_ms: 1}}": (

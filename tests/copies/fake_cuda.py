@@ -51,7 +51,7 @@ class FakeLibrary:
         for work in waiting:
             work()
 
-    def _enqueue(self, work):
+    def enqueue(self, work):
         if self.held:
             with self.lock:
                 self._waiting.append(work)
@@ -89,17 +89,21 @@ class FakeLibrary:
         made._obj.value, self._next_handle = self._next_handle, self._next_handle + 1
 
     def _cuMemcpyDtoHAsync_v2(self, address, source, num_bytes, stream, /):  # noqa: N802
-        self._require_registered(address.value, num_bytes.value)
+        self.require_registered(address.value, num_bytes.value)
+        self.enqueue(lambda: ctypes.memmove(address.value, source.value, num_bytes.value))
+
+    def _cuMemcpyHtoDAsync_v2(self, address, source, num_bytes, stream, /):  # noqa: N802
+        self._require_registered(source.value, num_bytes.value)
         self._enqueue(lambda: ctypes.memmove(address.value, source.value, num_bytes.value))
 
     def _cuStreamWriteValue32_v2(self, stream, address, value, flags, /):  # noqa: N802
-        self._require_registered(address.value - AWAY, 4)
+        self.require_registered(address.value - AWAY, 4)
         word = ctypes.c_uint32.from_address(address.value - AWAY)
-        self._enqueue(lambda: setattr(word, "value", value.value))
+        self.enqueue(lambda: setattr(word, "value", value.value))
 
     def _cuEventRecord(self, event, stream, /):  # noqa: N802
         happened = self.happened[event.value] = threading.Event()
-        self._enqueue(happened.set)
+        self.enqueue(happened.set)
 
     def _cuEventQuery(self, event, /):  # noqa: N802
         return 0 if self.happened[event.value].is_set() else NOT_READY
@@ -110,7 +114,7 @@ class FakeLibrary:
     def _cuStreamSynchronize(self, stream, /):  # noqa: N802
         self.run()
 
-    def _require_registered(self, address, num_bytes):
+    def require_registered(self, address, num_bytes):
         assert any(
             start <= address and address + num_bytes <= start + length
             for start, length in self.registered.items()

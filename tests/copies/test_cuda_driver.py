@@ -1,7 +1,9 @@
 """The driver's calls: what they are given, on which thread, and what is said when one fails."""
 
+import mmap
 import threading
 
+import numpy as np
 import pytest
 from fake_cuda import AWAY, FakeLibrary
 
@@ -91,3 +93,16 @@ def test_the_context_is_let_go():
     library = FakeLibrary()
     CudaDriver(library, 0).close()
     assert library.names()[-1] == "cuDevicePrimaryCtxRelease_v2"
+
+
+def test_registered_memory_is_copied_to_the_device_once_the_stream_has_come_to_it():
+    memory = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
+    library = FakeLibrary(held=True)
+    driver = CudaDriver(library, 0)
+    driver.register(memory.ctypes.data, len(memory))
+    memory[:4], on_device = 7, np.zeros(4, np.uint8)
+    stream = driver.create_stream()
+    driver.copy_to_device(on_device.ctypes.data, memory.ctypes.data, 4, stream)
+    assert on_device.tolist() == [0, 0, 0, 0]
+    driver.wait_for_stream(stream)
+    assert on_device.tolist() == [7, 7, 7, 7]

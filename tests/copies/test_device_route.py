@@ -1,7 +1,8 @@
-"""The delegated route with copies by a device's driver, from one end of a link to the other.
+"""The delegated route with copies by a device, from one end of a link to the other.
 
-The driver stands for a GPU's and runs what is enqueued in a thread of its own; the data plane is in
-memory. It looks for signals that nobody rings for, as sidecars do.
+Its driver stands for a GPU's and runs what is enqueued in a thread of its own, as do the callbacks
+that stand for kernels; the data plane is in memory. It looks for signals that nobody rings for, as
+sidecars do.
 """
 
 import threading
@@ -12,12 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_cuda import LIMIT_S, FakeLibrary
+from fake_kernels import FakeKernels
 from jax.sharding import SingleDeviceSharding
+from later_device import LaterDevice
 
 from jaxmorph.copies.copy_engine import CopyEngineTier
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
 from jaxmorph.copies.dlpack_memory import CPU, view_on_device
 from jaxmorph.copies.host_landing import HostLandingTier
+from jaxmorph.copies.kernel_copies import KernelTier
+from jaxmorph.copies.kernel_landing import KernelLandingTier
+from jaxmorph.copies.kernel_programs import KernelProgram
 from jaxmorph.copies.payload import PayloadShape, SlotUse
 from jaxmorph.copies.pinned_host import PinnedHostTier
 from jaxmorph.copies.registered_landing import RegisteredLandingTier
@@ -65,9 +71,9 @@ class Device:
 
 
 class Ends:
-    """Both ends of a link, in one process."""
+    """Both ends of a link, in one process, with copies by `way`."""
 
-    def __init__(self, device):
+    def __init__(self, device, way):
         payload = PayloadShape(SHAPE, jnp.dtype("float32"))
         uses = {
             channel_of(activation(0).transfer): SlotUse(payload, 15),
@@ -83,12 +89,27 @@ class Ends:
         for plane in self.planes:
             plane.tell_of_memory(self.memory)
         self.pinned = PinnedHostTier()
-        self.engine = CopyEngineTier(driver, self.memory, self.pinned, _view)
-        self.landings = RegisteredLandingTier(self.memory, 0, HostLandingTier(), CPU, _copied)
+        self.kernels = FakeKernels(device.library)
+        make = {"copy_engine": self._by_copy_engine, "pallas": self._by_kernels}[way]
+        self.tier, self.landings = make(driver)
         self.sender, self.receiver = (
-            DelegatedRoute(plane, uses, rank, PLACEMENT, self.engine, landings=self.landings)
+            DelegatedRoute(plane, uses, rank, PLACEMENT, self.tier, landings=self.landings)
             for rank, plane in enumerate(self.planes)
         )
+
+    def _by_copy_engine(self, driver):
+        landings = RegisteredLandingTier(self.memory, 0, HostLandingTier(), CPU, _copied)
+        return CopyEngineTier(driver, self.memory, self.pinned, _view), landings
+
+    def _by_kernels(self, _):
+        to, out_of = self.kernels.copy_to_host, self.kernels.copy_from_host
+        landings = KernelLandingTier(self.memory, HostLandingTier(), out_of, _anywhere)
+        return KernelTier(self.memory, self.pinned, to, _anywhere), landings
+
+    def sent_by_the_device(self):
+        """How many copies into slots the device has been told to make."""
+        by_engine = self.kernels.library.names().count("cuMemcpyDtoHAsync_v2")
+        return by_engine + sum(told.signal_address != 0 for told in self.kernels.told)
 
     def send(self, identity, value):
         return self.sender.post(identity, value, time.monotonic())
@@ -98,7 +119,7 @@ class Ends:
         return self.receiver.take(identity, now_s, now_s + wait_s)
 
     def close(self):
-        self.engine.close()
+        self.tier.close()
         self.landings.close()
         self.pinned.close()
         for plane in self.planes:
@@ -122,9 +143,18 @@ def device():
     device.close()
 
 
+def _anywhere(device):
+    """Kernels are for any device here."""
+
+
+@pytest.fixture(params=["copy_engine", "pallas"])
+def way(request):
+    return request.param
+
+
 @pytest.fixture
-def ends(device):
-    ends = Ends(device)
+def ends(device, way):
+    ends = Ends(device, way)
     yield ends
     device.go.set()
     ends.close()
@@ -135,7 +165,7 @@ def values(seed):
     return jnp.asarray(np.random.default_rng(seed).normal(size=SHAPE), jnp.float32)
 
 
-def test_every_message_arrives_bit_by_bit_however_late_the_device_copies(ends, device):
+def test_every_message_arrives_bit_by_bit_however_late_the_device_copies(ends, device, way):
     device.go.set()
     taken = []
     for microbatch in range(40):
@@ -145,7 +175,7 @@ def test_every_message_arrives_bit_by_bit_however_late_the_device_copies(ends, d
     ends.receiver.settle()
     for microbatch, value in enumerate(taken):  # slots have been used again many times by now
         assert np.asarray(value).tobytes() == np.asarray(values(microbatch)).tobytes()
-    assert ends.sender.tier == ends.receiver.landing_tier == "copy_engine"
+    assert ends.sender.tier == ends.receiver.landing_tier == way
 
 
 def test_nothing_arrives_before_its_copy_is_over_and_its_time_is_not_the_links(ends, device):
@@ -168,6 +198,7 @@ def test_a_message_in_parts_arrives_whole(ends, device):
     assert np.array_equal(np.asarray(taken), np.asarray(values(3)))
 
 
+@pytest.mark.parametrize("way", ["copy_engine"])
 def test_a_copy_that_fails_is_an_error_at_both_ends_and_holds_up_nothing(ends, device):
     ends.send(activation(0), values(0))
     device.library.failing.update(cuEventQuery=700, cuEventSynchronize=700)
@@ -185,6 +216,36 @@ def test_a_copy_that_fails_is_an_error_at_both_ends_and_holds_up_nothing(ends, d
     ends.receiver.settle()
 
 
+@pytest.fixture
+def later(monkeypatch):
+    """Kernels run when this says so."""
+    device = LaterDevice(KernelProgram.compile)
+    monkeypatch.setattr(KernelProgram, "compile", lambda program: device.compile(program))
+    return device
+
+
+@pytest.mark.parametrize("way", ["pallas"])
+def test_a_kernel_that_fails_is_an_error_at_both_ends_and_holds_up_nothing(later, ends, device):
+    device.go.set()
+    ends.send(activation(0), values(0))
+    with pytest.raises(TimeoutError):
+        ends.take(activation(0), wait_s=0.01)
+    later.run_next(ZeroDivisionError("at last"))
+    with pytest.raises(ZeroDivisionError, match="at last"):
+        ends.sender.settle()
+    with pytest.raises(TransferMismatchError, match="0 bytes came, expected 60"):
+        ends.take(activation(0))
+    for route in (ends.sender, ends.receiver):
+        route.abandon(0)
+    ends.send(activation(0, epoch=1), values(7))
+    later.run_next()
+    taken = ends.take(activation(0, epoch=1)).value
+    later.run_next()
+    assert np.array_equal(np.asarray(taken), np.asarray(values(7)))
+    ends.sender.settle()
+    ends.receiver.settle()
+
+
 def test_slots_that_grow_are_registered_too(ends, device):
     device.go.set()
     needed = {channel_of(activation(0).transfer): 8}
@@ -197,5 +258,5 @@ def test_slots_that_grow_are_registered_too(ends, device):
         assert np.array_equal(np.asarray(taken), np.asarray(values(microbatch)))
     ends.sender.settle()
     ends.receiver.settle()
-    assert device.library.names().count("cuMemcpyDtoHAsync_v2") == 8
+    assert ends.sent_by_the_device() == 8
     assert ends.memory.trouble is None

@@ -34,7 +34,7 @@ def test_a_message_is_posted_and_completed_once_its_payload_is_there(tier):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("num_threads", ["1", "4"])
+@pytest.mark.parametrize("num_threads", ["1", pytest.param("4", marks=pytest.mark.one_jax)])
 def test_large_results_arrive_though_several_are_still_being_computed(num_threads):
     """A callback that waits for JAX's pool of threads hangs in its only one."""
     environment = {**os.environ, "NPROC": num_threads}

@@ -3,10 +3,13 @@
 import jax
 import pytest
 from fake_cuda import FakeLibrary
+from fake_kernels import FakeKernels
 from jax.sharding import SingleDeviceSharding
 
 from jaxmorph.copies import at_once, trial, ways
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
+from jaxmorph.copies.kernel_copies import KernelTier
+from jaxmorph.copies.kernel_landing import KernelLandingTier
 from jaxmorph.copies.stage_copies import open_copies
 from jaxmorph.errors import UserError
 from jaxmorph.transport.loopback import LoopbackNetwork
@@ -80,14 +83,69 @@ def test_without_a_driver_copies_go_by_pinned_memory_and_a_warning_says_why(
     copies = opened(plane, "auto", no_driver)
     assert (copies.outgoing.name, copies.incoming.name) == ("pinned_host", "host")
     into, out_of = [record.getMessage() for record in caplog.records]
-    reason = "CudaError('loading libcuda.so.1: no such file')"
-    assert into.endswith(f"into slots by copy_engine and buffer_callback don't work here: {reason}")
-    assert out_of.endswith(f"out of slots by copy_engine don't work here: {reason}")
+    reason, names = "CudaError('loading libcuda.so.1: no such file')", "copy_engine, pallas"
+    assert into.endswith(f"into slots by {names} and buffer_callback don't work here: {reason}")
+    assert out_of.endswith(f"out of slots by copy_engine and pallas don't work here: {reason}")
 
 
-def test_a_way_that_needs_the_driver_is_refused_with_the_drivers_reason(plane, opened, elsewhere):
-    with pytest.raises(UserError, match=r"got copy_engine, .*no such file.*expected auto, pinned"):
-        opened(plane, "copy_engine", no_driver)
+@pytest.mark.parametrize("name", ["copy_engine", "pallas", "buffer_callback"])
+def test_a_way_that_needs_the_driver_is_refused_with_the_drivers_reason(
+    plane, opened, elsewhere, name
+):
+    with pytest.raises(UserError, match=rf"got {name}, .*no such file.*expected auto, pinned"):
+        opened(plane, name, no_driver)
+
+
+@pytest.fixture
+def kernels(elsewhere, monkeypatch):
+    """Kernels can be had, where a driver that stands for a GPU's knows the slots."""
+    fake = FakeKernels(FakeLibrary())
+
+    class Into(KernelTier):
+        def __init__(self, memory, otherwise):
+            super().__init__(memory, otherwise, fake.copy_to_host, lambda _: None)
+
+    class OutOf(KernelLandingTier):
+        def __init__(self, memory, otherwise):
+            super().__init__(memory, otherwise, fake.copy_from_host, lambda _: None)
+
+    monkeypatch.setattr(ways, "KernelTier", Into)
+    monkeypatch.setattr(ways, "KernelLandingTier", OutOf)
+    return fake
+
+
+def test_kernels_are_taken_where_the_copy_engine_does_not_work(plane, opened, kernels, caplog):
+    """A CPU's arrays can't wait on a stream, nor can its JAX take memory that CUDA knows."""
+    copies = opened(plane, "auto", lambda number: CudaDriver(kernels.library, number))
+    assert (copies.outgoing.name, copies.incoming.name) == ("pallas", "pallas")
+    into, out_of = [record.getMessage() for record in caplog.records]
+    assert into.startswith("copies into slots by copy_engine don't work here: ")
+    assert out_of.startswith("copies out of slots by copy_engine don't work here: ")
+
+
+def test_who_names_kernels_has_them_both_ways_and_nothing_else_is_tried(
+    plane, opened, kernels, caplog
+):
+    copies = opened(plane, "pallas", lambda number: CudaDriver(kernels.library, number))
+    assert (copies.outgoing.name, copies.incoming.name) == ("pallas", "pallas")
+    assert "cuMemcpyDtoHAsync_v2" not in kernels.library.names()
+    assert caplog.text == ""
+
+
+def test_kernels_that_go_wrong_out_of_slots_are_warned_of_and_the_next_way_is_taken(
+    plane, opened, kernels, caplog
+):
+    kernels.status_off = 1
+    copies = opened(plane, "pallas", lambda number: CudaDriver(kernels.library, number))
+    assert (copies.outgoing.name, copies.incoming.name) == ("pallas", "host")
+    assert "copies out of slots by pallas don't work here: RuntimeError('message" in caplog.text
+
+
+def test_kernels_that_are_not_for_the_device_are_refused_with_the_reason(plane, opened, elsewhere):
+    library = FakeLibrary()
+    with pytest.raises(UserError, match=r"got pallas, .*got cpu \(cpu\), expected a CUDA GPU"):
+        opened(plane, "pallas", lambda number: CudaDriver(library, number))
+    assert library.registered == {}
 
 
 def test_who_wants_no_driver_has_none(plane, opened, elsewhere):
@@ -98,7 +156,10 @@ def test_slots_that_can_not_be_registered_are_a_reason_too(plane, opened, elsewh
     library = FakeLibrary(failing={"cuMemHostRegister_v2": 304})
     copies = opened(plane, "auto", lambda number: CudaDriver(library, number))
     assert copies.outgoing.name == "pinned_host"
-    assert "by copy_engine and buffer_callback don't work here: CudaError('cuMemH" in caplog.text
+    assert (
+        "by copy_engine, pallas and buffer_callback don't work here: CudaError('cuMemH"
+        in caplog.text
+    )
 
 
 class Registrar(FakeLibrary):

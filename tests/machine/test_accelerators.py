@@ -95,7 +95,34 @@ def test_on_a_cpu_every_way_that_works_is_named_and_that_which_runs_take():
     assert all(found[f"into slots by {name}"].works for name in ways)
     assert found["into slots by buffer_callback"].note == "what runs take here"
     assert found["out of slots by host"].note == "what runs take here"
-    assert (found["by copy_engine"].works, found["CUDA driver"].works) == (False, False)
+    for name in ("by copy_engine", "by pallas", "CUDA driver"):
+        assert found[name].works is False
+    assert found["by pallas"].note == "JAX computes on cpu, not on a GPU"
+
+
+class Trials:
+    """A way of copying that notes when it is tried."""
+
+    def __init__(self, name, tried):
+        self.name, self._tried = name, tried
+
+    def compile(self, use, placement):
+        self._tried.append(self.name)
+        raise NotImplementedError(f"{self.name} of a test")
+
+
+def test_kernels_are_tried_last_lest_one_that_goes_wrong_hides_what_works():
+    tried: list[str] = []
+    into = [Trials(name, tried) for name in ("copy_engine", "pallas", "pinned_host")]
+    out_of: list[Any] = [Trials(name, tried) for name in ("copy_engine", "pallas", "host")]
+    ways = WaysToCopy(into, out_of)
+    facts = [fact.name for fact in copy_facts(lambda *_, **__: ways, no_driver)]
+    assert tried == ["copy_engine", "pinned_host", "copy_engine", "host", "pallas", "pallas"]
+    assert facts == [
+        "CUDA driver",
+        "into slots by copy_engine", "into slots by pallas", "into slots by pinned_host",
+        "out of slots by copy_engine", "out of slots by pallas", "out of slots by host",
+    ]  # fmt: skip
 
 
 def test_of_ways_that_do_not_work_the_reason_is_told_and_the_next_is_taken():

@@ -48,6 +48,22 @@ def test_importing_the_room_imports_no_pallas():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOM.parents[1])
 
 
+def test_copies_on_a_cpu_import_no_pallas():
+    code = (
+        "import sys, jax\n"
+        "from jax.sharding import SingleDeviceSharding\n"
+        "from jaxmorph.copies.stage_copies import open_copies\n"
+        "copies = open_copies(SingleDeviceSharding(jax.devices('cpu')[0]), lambda keeper: None)\n"
+        "print(copies.outgoing.name, copies.incoming.name)\n"
+        "copies.close()\n"
+        "sys.exit(any(name.startswith('jax.experimental.pallas') for name in sys.modules))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOM.parents[1], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "buffer_callback host\n"), done.stderr
+
+
 def test_without_mosaic_the_error_names_what_is_missing():
     code = (
         "import sys, jax.numpy as jnp\n"

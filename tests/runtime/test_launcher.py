@@ -82,6 +82,15 @@ def test_a_failing_rank_ends_the_run_in_seconds_with_its_reason_and_log(
     assert open_descriptors() == before
 
 
+def test_ranks_that_run_for_longer_than_they_may_are_ended(tmp_path):
+    before, told = open_descriptors(), []
+    with pytest.raises(RankFailedError) as raised:
+        run_ranks("ailing_rank", ["wait", "0"], 2, tmp_path, told.append, within_s=0.5)
+    assert raised.value.reason == "rank 0 failed: still running after 0.5 s"
+    assert not any(is_running(message["pid"]) for message in told)
+    assert open_descriptors() == before
+
+
 def test_a_failure_says_when_it_was_first_seen(tmp_path):
     began_s = time.monotonic()
     took_s, _, raised = launch("die", tmp_path)

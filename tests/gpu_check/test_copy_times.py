@@ -1,0 +1,71 @@
+"""Statistics of copies' times and of what computation loses beside them."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from wrong_tiers import PLACEMENT
+
+from jaxmorph.gpu_check.copy_settings import COPIES_ON_CPU, COPIES_ON_GPU
+from jaxmorph.gpu_check.copy_times import speed_of
+from jaxmorph.gpu_check.disturbance import measure_disturbance, ops_between, slowdowns
+
+GPU, CPU = COPIES_ON_GPU.matmuls, COPIES_ON_CPU.matmuls
+
+
+def test_speed_is_by_medians():
+    speed = speed_of(10**9, own_s=[0.04, 0.02, 9.0], bare_s=[0.02, 0.02, 0.001])
+    assert (speed.time_ms, speed.gb_per_s, speed.bare_gb_per_s) == (40.0, 25.0, 50.0)
+    assert speed.share == 0.5
+    assert speed_of(8, [1.0], []).share is None
+
+
+def test_computation_that_slows_down_by_itself_is_not_slowed_by_messages():
+    warming = [[1.0 + round_ / 10 + at / 40 for at in range(4)] for round_ in range(3)]
+    training, flat_out = slowdowns(warming, last_alone_s=1.3)
+    assert training == pytest.approx(0.0)
+    assert flat_out == pytest.approx(0.0)
+
+
+def test_slowdown_is_against_the_times_alone_around_it_and_by_medians():
+    rounds = [[1.0, 1.1, 1.0, 1.5], [1.0, 1.1, 1.0, 1.5], [1.0, 9.0, 1.0, 0.5]]
+    training, flat_out = slowdowns(rounds, last_alone_s=1.0)
+    assert training == pytest.approx(0.1)
+    assert flat_out == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("op_ms", "ops"), [(1.7, 6), (10.0, 1), (40.0, 1), (0.001, GPU.ops)])
+def test_messages_come_as_often_as_asked_and_at_least_once(op_ms, ops):
+    assert ops_between(op_ms / 1e3, GPU) == ops
+
+
+class Counted:
+    """Traffic that notes what it was given; it has room for one message at a time."""
+
+    def __init__(self):
+        self.begun, self.drained, self._has_room = [], 0, True
+
+    def begin(self, payload):
+        if self._has_room:
+            self.begun.append(payload)
+        self._has_room = not self._has_room
+        return not self._has_room
+
+    def drain(self):
+        self.drained += 1
+
+
+def test_messages_of_both_kinds_go_along_and_are_over_before_the_next_timing():
+    traffic = Counted()
+
+    @contextmanager
+    def opened(payload):
+        assert payload.shape == (settings.message_bytes // 2,)
+        yield traffic
+
+    settings = replace(CPU, every_s=0.0)  # a message after every op
+    found = measure_disturbance(opened, PLACEMENT, settings)
+    assert traffic.drained == 2 * (settings.rounds + 1)
+    assert found.num_training == settings.ops / 2
+    assert found.flat_out_gb_per_s > 0
+    assert {value.nbytes for value in traffic.begun} == {settings.message_bytes}
