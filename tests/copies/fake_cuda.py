@@ -93,8 +93,8 @@ class FakeLibrary:
         self.enqueue(lambda: ctypes.memmove(address.value, source.value, num_bytes.value))
 
     def _cuMemcpyHtoDAsync_v2(self, address, source, num_bytes, stream, /):  # noqa: N802
-        self._require_registered(source.value, num_bytes.value)
-        self._enqueue(lambda: ctypes.memmove(address.value, source.value, num_bytes.value))
+        self.require_registered(source.value, num_bytes.value)
+        self.enqueue(lambda: ctypes.memmove(address.value, source.value, num_bytes.value))
 
     def _cuStreamWriteValue32_v2(self, stream, address, value, flags, /):  # noqa: N802
         self.require_registered(address.value - AWAY, 4)
