@@ -22,7 +22,8 @@ class Transport(Section):
     share one loopback, and else those of the cards that are found. `lanes` is the number of
     connections to each peer; `auto` follows what messages turn out to need. Each chunk is
     acknowledged, and sent again where need be, as a whole. `copies` is how payloads get from the
-    device into the slots that the transfers leave from; `auto` is the first way that works.
+    device into the slots that the transfers leave from; `auto` is the first way that works. Who
+    names `pallas` has that tried first for the way back to the device too.
     """
 
     addresses: Annotated[

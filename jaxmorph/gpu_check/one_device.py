@@ -34,8 +34,8 @@ class PlainTraining:
     losses: list[float]
     norms: list[float]
     step_ms: float
-    began: list[Mapping[str, np.ndarray]]
-    ended: list[Mapping[str, np.ndarray]]
+    began: Sequence[Mapping[str, np.ndarray]]
+    ended: Sequence[Mapping[str, np.ndarray]]
 
 
 def train_plainly(sizes: Sizes, num_steps: int) -> PlainTraining:
@@ -47,7 +47,7 @@ def train_plainly(sizes: Sizes, num_steps: int) -> PlainTraining:
     """
     whole = whole_model(sizes)
     params = tied_copies(whole.model, whole.params)
-    began, first = params, None
+    began, first = params, {}
     state = jax.jit(_optimizer(sizes).init)(params)
     step = _compiled_step(whole, sizes, state)
     losses, norms, took_s = [], [], []
@@ -56,7 +56,7 @@ def train_plainly(sizes: Sizes, num_steps: int) -> PlainTraining:
         loss, gradients, norm, params, state = step(params, state, *batch_of(sizes, number))
         jax.block_until_ready(params)
         took_s.append(time.perf_counter() - began_s)
-        first = gradients if first is None else first
+        first = first or gradients
         losses.append(float(loss))
         norms.append(float(norm))
     return PlainTraining(
@@ -90,7 +90,7 @@ def _compiled_step(whole: WholeModel, sizes: Sizes, state: Any) -> Any:
         x, _ = jax.lax.scan(lambda x, layer: (model.layer(layer, x), None), x, params["layers"])
         return model.head(params["head"], x, targets)
 
-    def step(params: Params, state: Any, tokens: jax.Array, targets: jax.Array) -> Any:
+    def step(params: Any, state: Any, tokens: jax.Array, targets: jax.Array) -> Any:
         def add(sums: Any, microbatch: Any) -> Any:
             found = jax.value_and_grad(loss_sum)(params, *microbatch)
             return jax.tree.map(jnp.add, sums, found), None
@@ -99,8 +99,9 @@ def _compiled_step(whole: WholeModel, sizes: Sizes, state: Any) -> Any:
         sums, _ = jax.lax.scan(add, zeros, (tokens, targets))
         loss, gradients = jax.tree.map(lambda leaf: leaf / targets.size, sums)
         updates, state = optimizer.update(gradients, state, params)
-        norm, params = optax.global_norm(gradients), optax.apply_updates(params, updates)
-        return loss, tied_copies(model, gradients), norm, tied_copies(model, params), state
+        norm = optax.global_norm(gradients)
+        updated: Any = optax.apply_updates(params, updates)
+        return loss, tied_copies(model, gradients), norm, tied_copies(model, updated), state
 
     with jax.default_matmul_precision("highest"):
         tokens, targets = batch_of(sizes, 0)

@@ -1,7 +1,6 @@
 """Two processes that share the device as two stages: started, heard and ended by the check."""
 
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,27 +37,40 @@ class StageResult:
     arrays: dict[str, np.ndarray]
 
 
-def run_joined(task: StageTask) -> tuple[list[StageResult], str]:
+@dataclass(frozen=True)
+class NotJoined:
+    """Why JAX hasn't joined the processes.
+
+    Attributes:
+        reason: In one line.
+        logs: The end of each process's log.
+    """
+
+    reason: str
+    logs: list[str]
+
+
+def run_joined(task: StageTask) -> tuple[list[StageResult], NotJoined | None]:
     """Have a task done by processes that JAX joins; where that fails, by ones that it doesn't.
 
     Args:
         task: What they are to do.
 
     Returns:
-        (what each stage's process has found, why they are not joined: nothing where they are).
+        (what each stage's process has found, why they are not joined: None where they are).
 
     Raises:
         StagesFailedError: If they have failed both ways.
     """
     try:
-        return run_stages(replace(task, joined=True)), ""
+        return run_stages(replace(task, joined=True)), None
     except StagesFailedError as error:
         why = error
     try:
-        return run_stages(replace(task, joined=False)), str(why)
+        return run_stages(replace(task, joined=False)), NotJoined(str(why), _notes(why))
     except StagesFailedError as error:
         failed = StagesFailedError(f"{error}; joined by jax.distributed: {why}")
-        for note in (*_notes(error), *(f"joined: {note}" for note in _notes(why))):
+        for note in [*_notes(error), *(f"joined: {note}" for note in _notes(why))]:
             failed.add_note(note)
         raise failed from None
 
@@ -123,5 +135,5 @@ def _failed(error: RunFailedError | UserError, folder: Path) -> StagesFailedErro
     return failed
 
 
-def _notes(error: BaseException) -> Iterator[str]:
-    yield from getattr(error, "__notes__", ())
+def _notes(error: BaseException) -> list[str]:
+    return list(getattr(error, "__notes__", ()))

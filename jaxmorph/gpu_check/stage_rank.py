@@ -78,7 +78,7 @@ def main(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
         with open_pipeline(task.sizes, rendezvous, alone) as pipeline:
             _log("the stage is compiled")
             figures, arrays = _WORK[task.kind](pipeline, task)
-            np.savez(arrays_path(folder, arguments.rank), **arrays)
+            np.savez(arrays_path(folder, arguments.rank), allow_pickle=False, **arrays)
             copies = {**pipeline.route.statistics(), "warnings": warnings.told}
     link.send({"kind": "done", "rank": arguments.rank, **figures, "copies": copies})
     faulthandler.cancel_dump_traceback_later()

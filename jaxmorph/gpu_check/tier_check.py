@@ -19,10 +19,11 @@ from jaxmorph.gpu_check.lone_sender import LoneSender
 from jaxmorph.gpu_check.messages import IncomingMessages, Messages, OutgoingMessages
 from jaxmorph.gpu_check.traffic import IncomingTraffic, OutgoingTraffic, Traffic
 from jaxmorph.gpu_check.whole_payloads import look_at_payloads
+from jaxmorph.pallas_kernels import NoKernelsError
 
 OUTGOING, INCOMING = "outgoing", "incoming"
 
-_NOT_FOR_THIS = (ImportError,)
+_NOT_FOR_THIS = (ImportError, NoKernelsError)
 """What a tier raises that is not for this machine; anything else went wrong."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from jaxmorph.gpu_check.one_device import train_plainly
 from jaxmorph.gpu_check.report import Row
 from jaxmorph.gpu_check.settings import CheckSettings
-from jaxmorph.gpu_check.stage_processes import run_joined
+from jaxmorph.gpu_check.stage_processes import NotJoined, run_joined
 from jaxmorph.gpu_check.stage_task import StageTask
 from jaxmorph.gpu_check.training_difference import TrainingDifference, compare_training
 
@@ -18,7 +18,7 @@ class TwoStagesReport:
 
     Attributes:
         sizes: Of the model, in words.
-        not_joined: Why JAX hasn't joined the processes; empty where it has.
+        not_joined: Why JAX hasn't joined the processes; None where it has.
         losses: The two stages', of every step.
         difference: How far they are from one device.
         step_ms: The median of a step on the slower of the stages.
@@ -28,7 +28,7 @@ class TwoStagesReport:
     """
 
     sizes: str
-    not_joined: str
+    not_joined: NotJoined | None
     losses: list[float]
     difference: TrainingDifference
     step_ms: float
@@ -39,8 +39,10 @@ class TwoStagesReport:
     def rows(self) -> Iterator[Row]:
         """The comparison, then what it took."""
         yield Row("model", "float32", self.sizes)
-        joined = "nothing" if self.not_joined else "jax.distributed"
-        yield Row("processes joined by", joined, self.not_joined)
+        if self.not_joined is None:
+            yield Row("processes joined by", "jax.distributed")
+        else:
+            yield Row("processes joined by", "nothing", self.not_joined.reason)
         yield from self.difference.rows()
         loss = f"{self.losses[-1]:.3f}"
         yield Row("loss of the last step", loss, f"{self.losses[0]:.3f} of the first")

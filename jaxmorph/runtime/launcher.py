@@ -319,7 +319,8 @@ def _await_all(ranks: list[_Rank], deadline_s: float) -> None:
 def _kill_all(watch: _Watch) -> None:
     _signal_all(watch.ranks, signal.SIGKILL)
     for rank in watch.ranks:
-        rank.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # nothing ends what a driver holds
+            rank.process.wait(_TERMINATION_S)
         _hear_out(rank, watch)
         for fd in (rank.messages_fd, rank.lifeline_fd, rank.exit_fd):
             os.close(fd)

@@ -41,6 +41,7 @@ def test_jax_sees_a_slots_own_memory(slots, dtype):
 def test_memory_is_kept_until_jax_has_let_go_of_it():
     memory = np.frombuffer(mmap.mmap(-1, 4096), np.uint8).view(Memory)  # where pages begin
     gone = weakref.ref(memory)
+    gc.collect()  # whatever earlier tests have left is let go of before it is counted
     shown = len(dlpack_memory._shown)
     array = jax.dlpack.from_dlpack(HostTensor(memory, PayloadShape((8,), jnp.dtype("float32"))))
     del memory

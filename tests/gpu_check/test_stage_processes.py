@@ -10,6 +10,7 @@ import pytest
 from jaxmorph.gpu_check import stage_processes
 from jaxmorph.gpu_check.settings import ON_CPU
 from jaxmorph.gpu_check.stage_processes import (
+    NotJoined,
     StageResult,
     StagesFailedError,
     run_joined,
@@ -83,12 +84,13 @@ def runs(monkeypatch):
 
 def test_processes_are_joined_as_those_of_a_run(runs):
     runs(alone="not to be tried")
-    assert run_joined(replace(TASK, joined=False)) == (RESULTS, "")
+    assert run_joined(replace(TASK, joined=False)) == (RESULTS, None)
 
 
 def test_where_joining_fails_each_has_jax_for_itself_and_the_reason_is_told(runs):
     runs(joined="no topology")
-    assert run_joined(TASK) == (RESULTS, "no topology")
+    why = NotJoined("no topology", ["the log of no topology"])
+    assert run_joined(TASK) == (RESULTS, why)
 
 
 def test_where_both_ways_fail_both_reasons_and_logs_are_told(runs):

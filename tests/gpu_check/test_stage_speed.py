@@ -15,7 +15,7 @@ ASKED = "(F+BW)/plain"
 
 
 def report_of(ratio, *, judged=True, failed=False):
-    each = dict.fromkeys(OP_NAMES, 1.0)
+    each: dict[str, float] = dict.fromkeys(OP_NAMES, 1.0)
     return SpeedReport(
         sizes="sizes",
         dtype="bfloat16",

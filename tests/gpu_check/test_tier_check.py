@@ -93,6 +93,16 @@ def test_a_tier_that_fails_its_trial_is_trouble_and_one_that_cannot_be_had_is_ab
     assert "no such file" in reason
 
 
+def test_kernels_are_absent_where_they_are_not_for_the_device(opened, cuda_library):
+    with opened(cuda_library()) as found:
+        site = replace(SITE, memory=found.memory)
+        for tiers, direction in ((found.outgoing, OutgoingTier), (found.incoming, IncomingTier)):
+            kernels = next(tier for tier in tiers if tier.name == "pallas")
+            ((which, reason),) = check_tier(direction(kernels, site), SETTINGS)
+            assert which == "absent"
+            assert "expected a CUDA GPU" in reason
+
+
 def told_of(tier, check=check_tier):
     told = []
     looked_at = OutgoingTier(tier, SITE)

@@ -180,6 +180,8 @@ def test_what_is_told_to_compute_by_default_is_what_counts():
     device = jax.local_devices()[-1]
     with jax.default_device(device):
         assert default_device() == device
+    with jax.default_device("cpu"):
+        assert default_device() == jax.local_devices()[0]
     assert default_device() == jax.local_devices()[0]
 
 

@@ -91,6 +91,28 @@ def test_ranks_that_run_for_longer_than_they_may_are_ended(tmp_path):
     assert open_descriptors() == before
 
 
+def test_a_rank_that_cannot_be_ended_is_not_waited_for(tmp_path):
+    class Process:
+        pid = 2**30  # nobody's
+
+        def __init__(self):
+            self.waited_s = []
+
+        def poll(self):
+            return None
+
+        def wait(self, timeout=None):
+            self.waited_s.append(timeout)
+            raise subprocess.TimeoutExpired("rank", timeout or 0)
+
+    before, process = open_descriptors(), Process()
+    fds = [*os.pipe(), os.open(os.devnull, os.O_RDONLY)]
+    rank = launcher._Rank(0, process, tmp_path / "log", fds[0], fds[1], fds[2])  # pyright: ignore[reportArgumentType]
+    launcher._kill_all(launcher._Watch([rank], lambda message: None))
+    assert process.waited_s == [3.0]
+    assert open_descriptors() == before
+
+
 def test_a_failure_says_when_it_was_first_seen(tmp_path):
     began_s = time.monotonic()
     took_s, _, raised = launch("die", tmp_path)

@@ -58,6 +58,7 @@ def test_chunks_that_are_built_alike_share_their_programs():
 def test_messages_are_copied_as_the_user_says_or_it_is_an_error():
     with closing(LoopbackNetwork().plane(0, [], [])) as plane:
         with closing(trainer_of(1, 1, plane=plane, copies="pinned_host")) as trainer:
+            assert trainer.delegated is not None
             assert trainer.delegated.statistics()["tier"] == "pinned_host"
         with pytest.raises(UserError, match=r"got copy_engine, .* expected auto"):
             trainer_of(1, 1, plane=plane, copies="copy_engine")

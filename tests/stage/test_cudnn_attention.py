@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.stage_functions import split_stage
+from jaxmorph.stage.stage_functions import StashPolicy, split_stage
 from jaxmorph.stage.stash import total_bytes
 from models import attention, gpt2, llama
 
@@ -44,7 +44,7 @@ def build(module, by):
     return module.build(**SIZES, **groups, attention=by)
 
 
-def split(model, stash="full"):
+def split(model, stash: StashPolicy = "full"):
     """The functions of a stage in the middle, with the shapes that it takes."""
     layer = jax.eval_shape(model.init_layer, jax.random.key(0))
     stack = lambda leaf: jax.ShapeDtypeStruct((LAYERS, *leaf.shape), leaf.dtype)  # noqa: E731

@@ -1,5 +1,7 @@
 """What of a configuration says which model it is, and what how it is computed."""
 
+from typing import Any
+
 import pytest
 
 from jaxmorph.config import Config
@@ -12,15 +14,21 @@ def configured(**model):
     return Config.model_validate(told)
 
 
+def built(config):
+    """The sizes of what is built."""
+    model: Any = build_model(config, 16)
+    return model.config
+
+
 @pytest.mark.parametrize("factory", ["models.gpt2", "models.llama"])
 def test_a_model_for_any_device_is_the_same_but_for_its_device(factory):
     config = configured(factory=factory, attention="cudnn", num_layers=2)
-    assert build_model(config, 16).config.attention == "cudnn"
+    assert built(config).attention == "cudnn"
     anywhere = for_any_device(config)
     assert anywhere.model.options == {"num_layers": 2}
     assert anywhere.model.factory == factory
     assert anywhere.precision == config.precision
-    assert build_model(anywhere, 16).config.attention == "auto"
+    assert built(anywhere).attention == "auto"
 
 
 def test_a_factory_need_not_say_anything_of_devices(tmp_path, monkeypatch):
