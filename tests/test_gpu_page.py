@@ -60,7 +60,9 @@ def test_slurm_starts_a_task_for_each_stage_and_shows_each_all_gpus():
     assert int(options["nodes"]) * int(options["ntasks-per-node"]) == stages()
     assert options["gpus-per-node"] == options["ntasks-per-node"]
     assert not re.search(r"^[^#]*gpus-per-task", SCRIPT, re.MULTILINE)
-    assert "srun --distribution=block --kill-on-bad-exit=1 jaxmorph train" in SCRIPT
+    (started,) = re.findall(r"^srun (.*) jaxmorph train ", SCRIPT, re.MULTILINE)
+    wanted = {"--distribution=block", "--cpu-bind=none", "--kill-on-bad-exit=1"}
+    assert set(started.split()) == wanted
     assert f"words=({CONFIG})" in SCRIPT
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jaxmorph.gpu_check.settings import Sizes
-from jaxmorph.gpu_check.stage_task import CLIP_NORM, NUM_STAGES, OPTIMIZER, batch_of
+from jaxmorph.gpu_check.stage_task import CLIP_NORM, NUM_STAGES, batch_of, optimizer_of
 from jaxmorph.gpu_check.stage_training import GRADIENT, PARAMETER, stage_arrays
 from jaxmorph.gpu_check.whole_model import WholeModel, whole_model
 from jaxmorph.stage.model import Params, PipelineModel, cut_layers
@@ -48,7 +48,7 @@ def train_plainly(sizes: Sizes, num_steps: int) -> PlainTraining:
     whole = whole_model(sizes)
     params = tied_copies(whole.model, whole.params)
     began, first = params, {}
-    state = jax.jit(_optimizer().init)(params)
+    state = jax.jit(_optimizer(sizes).init)(params)
     step = _compiled_step(whole, sizes, state)
     losses, norms, took_s = [], [], []
     for number in range(num_steps):
@@ -82,7 +82,7 @@ def tied_copies(model: PipelineModel, tree: Params) -> Params:
 
 def _compiled_step(whole: WholeModel, sizes: Sizes, state: Any) -> Any:
     """A step: (loss, gradients, their norm, parameters, the optimizer's state)."""
-    optimizer, model = _optimizer(), whole.model
+    optimizer, model = _optimizer(sizes), whole.model
 
     def loss_sum(params: Params, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         params = tied_copies(model, params)  # so one copy's gradient is that of both uses
@@ -108,22 +108,23 @@ def _compiled_step(whole: WholeModel, sizes: Sizes, state: Any) -> Any:
         return jax.jit(step).lower(whole.params, state, tokens, targets).compile()
 
 
-def _optimizer() -> optax.GradientTransformation:
-    """AdamW by `OPTIMIZER`, as Optax writes it."""
-    rate = OPTIMIZER.learning_rate
+def _optimizer(sizes: Sizes) -> optax.GradientTransformation:
+    """AdamW by `optimizer_of`, as Optax writes it."""
+    told = optimizer_of(sizes)
+    rate = told.learning_rate
     schedule = optax.warmup_cosine_decay_schedule(
-        rate / (OPTIMIZER.warmup_steps + 1),
+        rate / (told.warmup_steps + 1),
         rate,
-        OPTIMIZER.warmup_steps,
-        OPTIMIZER.total_steps,
-        rate * OPTIMIZER.final_fraction,
+        told.warmup_steps,
+        told.total_steps,
+        rate * told.final_fraction,
     )
     adamw = optax.adamw(
         schedule,
-        b1=OPTIMIZER.beta1,
-        b2=OPTIMIZER.beta2,
-        eps=OPTIMIZER.epsilon,
-        weight_decay=OPTIMIZER.weight_decay,
+        b1=told.beta1,
+        b2=told.beta2,
+        eps=told.epsilon,
+        weight_decay=told.weight_decay,
         mask=_matrices,
     )
     return optax.chain(optax.clip_by_global_norm(CLIP_NORM), adamw)

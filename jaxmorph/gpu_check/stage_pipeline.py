@@ -14,8 +14,8 @@ from jaxmorph.gpu_check.stage_task import (
     CLIP_NORM,
     MICROBATCHES,
     NUM_STAGES,
-    OPTIMIZER,
     batch_of,
+    optimizer_of,
 )
 from jaxmorph.program.channels import Channel
 from jaxmorph.program.check import check
@@ -170,7 +170,7 @@ def open_pipeline(
         sequence_length=sizes.sequence_length,
         seed=0,
         kinds=frozenset((OpKind.F, OpKind.B, OpKind.W)),
-        optimizer=OPTIMIZER,
+        optimizer=optimizer_of(sizes),
         transfer_timeout_s=TRANSFER_S,
         direct=frozenset(),  # NCCL refuses two processes on one GPU
         delegated=frozenset((LINK,)),

@@ -3,13 +3,20 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import jax
 
 from jaxmorph.gpu_check.model_flops import model_flops, peak_tflops
 from jaxmorph.gpu_check.report import Row
 from jaxmorph.gpu_check.settings import CheckSettings
-from jaxmorph.gpu_check.stage_ops import OP_NAMES, StageOps, median_times_s, middle_stage
+from jaxmorph.gpu_check.stage_ops import (
+    OP_NAMES,
+    MiddleStage,
+    StageOps,
+    median_times_s,
+    middle_stage,
+)
 
 _MEANINGS = {
     "F": "forward",
@@ -20,6 +27,8 @@ _MEANINGS = {
 }
 _NAMES = {"cudnn": "cuDNN", "xla": "XLA"}
 _LEAST_SHARE = 0.95
+_CUDNN_SINCE = (8, 0)
+"""The compute capability since which cuDNN has attention for the stage's sizes."""
 _JUDGED = "(F+BW)/plain"
 
 
@@ -32,7 +41,7 @@ class SpeedReport:
         dtype: Of activations and products.
         attention: What computes it, "cudnn" or "xla".
         why: Why that isn't cuDNN; empty where it is.
-        attention_failed: Whether cuDNN can be had, but not in a stage's programs.
+        attention_failed: Whether it isn't cuDNN's, but should be.
         time_ms: Of each program on one microbatch, the median.
         prepare_ms: Of converting the weights, once for all microbatches of a step; plain JAX does
             so in every call.
@@ -96,7 +105,7 @@ def measure_speed(settings: CheckSettings) -> SpeedReport:
         dtype=dtype,
         attention=stage.attention,
         why=stage.why,
-        attention_failed=stage.failed,
+        attention_failed=lacks_cudnn(stage, device),
         time_ms=time_ms,
         prepare_ms=prepare_ms,
         model_tflops=speed,
@@ -104,6 +113,18 @@ def measure_speed(settings: CheckSettings) -> SpeedReport:
         ratios=_ratios(time_ms, prepare_ms),
         judged=device.platform != "cpu",
     )
+
+
+def lacks_cudnn(stage: MiddleStage, device: Any) -> bool:
+    """Whether a stage's attention isn't cuDNN's though the device is one that cuDNN has it for.
+
+    Args:
+        stage: The stage.
+        device: What it runs on, JAX's; one without a compute capability is no such device.
+    """
+    capability = getattr(device, "compute_capability", None) or "0.0"
+    is_there = tuple(map(int, capability.split("."))) >= _CUDNN_SINCE
+    return stage.failed or (is_there and stage.attention != "cudnn")
 
 
 def _ratios(ms: Mapping[str, float], prepare_ms: float) -> dict[str, float]:

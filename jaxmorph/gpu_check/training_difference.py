@@ -18,9 +18,9 @@ GRADIENT_TOLERANCE = 1e-4
 """Of each of the first step's gradients, whose parameters are the same: as in the part `parity`."""
 
 PARAMETER_TOLERANCE = 1e-3
-"""Of how far a parameter has moved in all steps. Noise as of rounding, 1e-6, leaves 7e-5 (see
-`OPTIMIZER`), and as of products in TF32, 1e-3, leaves 1e-2 and more; a gradient that isn't added,
-or comes from another microbatch, 1e-1 and more."""
+"""Of how far a parameter has moved in all steps. Noise as of rounding, 1e-6, leaves 5e-5 (see
+`optimizer_of`), and as of products in TF32, 1e-3, leaves 1e-2 and more; a gradient that isn't
+added, or comes from another microbatch, 1e-1 and more."""
 
 _ROUNDING = float(np.finfo(np.float32).eps)
 """How far two float32 numbers, rounded in each of two ways, can drift apart in a step."""

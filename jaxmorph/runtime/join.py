@@ -36,6 +36,7 @@ def join_run(
     if num_ranks == 1:
         return SoleRank()
     limit_collectives(step_timeout_s)
+    compile_alone()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     own = rank if device is None else device
     jax.distributed.initialize(
@@ -114,3 +115,15 @@ def limit_collectives(timeout_s: float) -> None:
     """
     flag = f"--xla_cpu_collective_timeout_seconds={max(1, round(timeout_s))}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+
+
+def compile_alone() -> None:
+    """Have XLA choose a GPU's kernels on this rank alone, unless its user's flags say else.
+
+    Otherwise the processes of a program share the timing of kernels and wait for one another's
+    choices without a limit, in the compiler: for ever where they compile in another order, or one
+    of them doesn't compile at all. Ranks compile programs of their own, in an order of their own.
+    It holds if JAX has computed nothing yet.
+    """
+    flag = "--xla_gpu_shard_autotuning=false"
+    os.environ["XLA_FLAGS"] = f"{flag} {os.environ.get('XLA_FLAGS', '')}".strip()

@@ -1,12 +1,14 @@
 """What is asked of a stage's speed, and which attention it has."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from jaxmorph.gpu_check.settings import ON_CPU
-from jaxmorph.gpu_check.stage_ops import OP_NAMES, middle_stage
-from jaxmorph.gpu_check.stage_speed import SpeedReport
+from jaxmorph.gpu_check.stage_ops import OP_NAMES, MiddleStage, middle_stage
+from jaxmorph.gpu_check.stage_speed import SpeedReport, lacks_cudnn
 from models import attention
 
 ASKED = "(F+BW)/plain"
@@ -54,3 +56,24 @@ def test_a_stage_that_cannot_have_cudnn_has_xlas_attention_and_says_why(monkeypa
     assert (stage.attention, stage.failed) == ("xla", True)
     assert stage.why == "RuntimeError: cuDNN is not detected."
     assert set(stage.programs.compiled) >= {"F", "B", "W", "BW"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "attention", "lacks"),
+    [
+        ("9.0", "xla", True),
+        ("10.0", "xla", True),
+        ("9.0", "cudnn", False),
+        ("7.5", "xla", False),
+        (None, "xla", False),
+    ],
+)
+def test_a_gpu_that_cudnn_has_attention_for_must_have_it(capability, attention, lacks):
+    nothing: Any = None
+    device = SimpleNamespace(compute_capability=capability)
+    assert lacks_cudnn(MiddleStage(nothing, nothing, attention, "no engine"), device) is lacks
+
+
+def test_a_device_that_names_no_capability_lacks_nothing():
+    nothing: Any = None
+    assert not lacks_cudnn(MiddleStage(nothing, nothing, "xla"), SimpleNamespace())

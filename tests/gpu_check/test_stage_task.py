@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from jaxmorph.gpu_check.folder_store import FolderStore
-from jaxmorph.gpu_check.settings import ON_GPU
-from jaxmorph.gpu_check.stage_task import StageTask, batch_of
+from jaxmorph.gpu_check.settings import ON_CPU, ON_GPU
+from jaxmorph.gpu_check.stage_task import StageTask, batch_of, optimizer_of
 
 
 def test_a_task_comes_through_a_command_line():
@@ -28,3 +28,8 @@ def test_a_folder_tells_what_was_stored_and_gives_up_in_time(tmp_path):
     assert store.blocking_key_value_get("jaxmorph/rendezvous", 1) == "here"
     with pytest.raises(TimeoutError, match="nobody has set other within"):
         store.blocking_key_value_get("other", 20)
+
+
+def test_a_wide_model_takes_smaller_steps_lest_rounding_grows_from_one_to_the_next():
+    rates = [optimizer_of(settings.parity).learning_rate for settings in (ON_CPU, ON_GPU)]
+    assert rates == pytest.approx([1e-2, 1.77e-3], rel=1e-2)
