@@ -1,4 +1,4 @@
-"""The sixth part: whether cuDNN's attention computes what XLA's does, and what it saves."""
+"""Whether cuDNN's attention computes what XLA's does, and what it saves."""
 
 import time
 from collections.abc import Iterator, Mapping

@@ -12,14 +12,15 @@ from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
 from jaxmorph.copies.dlpack_memory import address_on_device
 from jaxmorph.copies.ways import OpenDriver
 
-BareCopy = Callable[[np.ndarray, jax.Array], float]
-"""Seconds of a copy between a slot's memory, uint8, and a device's array that is just as long."""
+BareCopies = Callable[[np.ndarray, jax.Array, int], float]
+"""Seconds of so many copies, one behind another, between a slot's memory, uint8, and a device's
+array that is just as long."""
 
 
 @contextmanager
 def bare_copies(
     device: Any, *, outgoing: bool, open_driver: OpenDriver = CudaDriver.open
-) -> Iterator[BareCopy | None]:
+) -> Iterator[BareCopies | None]:
     """What copies so; None where the driver can't be had.
 
     Args:
@@ -46,13 +47,14 @@ class _Engine:
         self._driver, self._outgoing = driver, outgoing
         self._stream = driver.create_stream()
 
-    def __call__(self, slot: np.ndarray, value: jax.Array) -> float:
+    def __call__(self, slot: np.ndarray, value: jax.Array, count: int) -> float:
         host, device, stream = slot.ctypes.data, address_on_device(value), self._stream
         began_s = time.perf_counter()
-        if self._outgoing:
-            self._driver.copy_to_host(host, device, value.nbytes, stream)
-        else:
-            self._driver.copy_to_device(device, host, value.nbytes, stream)
+        for _ in range(count):
+            if self._outgoing:
+                self._driver.copy_to_host(host, device, value.nbytes, stream)
+            else:
+                self._driver.copy_to_device(device, host, value.nbytes, stream)
         self._driver.wait_for_stream(stream)
         return time.perf_counter() - began_s
 
@@ -60,10 +62,11 @@ class _Engine:
         self._driver.destroy_stream(self._stream)
 
 
-def _memcpy_out(slot: np.ndarray, value: jax.Array) -> float:
+def _memcpy_out(slot: np.ndarray, value: jax.Array, count: int) -> float:
     source = np.asarray(value).reshape(-1).view(np.uint8)  # the same memory
     began_s = time.perf_counter()
-    slot[: len(source)] = source
+    for _ in range(count):
+        slot[: len(source)] = source
     return time.perf_counter() - began_s
 
 
@@ -73,9 +76,10 @@ class _MemcpyIn:
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
 
-    def __call__(self, slot: np.ndarray, value: jax.Array) -> float:
+    def __call__(self, slot: np.ndarray, value: jax.Array, count: int) -> float:
         if len(self._memory) != value.nbytes:
             self._memory = np.zeros(value.nbytes, np.uint8)
         began_s = time.perf_counter()
-        self._memory[:] = slot[: value.nbytes]
+        for _ in range(count):
+            self._memory[:] = slot[: value.nbytes]
         return time.perf_counter() - began_s

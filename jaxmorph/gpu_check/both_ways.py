@@ -51,7 +51,8 @@ def measure_both_ways(settings: CheckSettings) -> BothWaysReport:
         settings: For how long their process may run.
     """
     device = jax.devices()[0]
-    return both_ways_of(device.platform, ask_on(device, _CHILD, [], settings.copies.child_s))
+    limit_s = min(settings.copies.child_s, settings.left_s)
+    return both_ways_of(device.platform, ask_on(device, _CHILD, [], limit_s))
 
 
 def both_ways_of(platform: str, told: Told) -> BothWaysReport:

@@ -5,6 +5,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from jaxmorph.errors import UserError
@@ -27,20 +28,28 @@ Part = Callable[[CheckSettings], Report]
 
 PARTS: Mapping[str, Part] = {
     "device": look_at_device,
-    "stage": measure_speed,
-    "instructions": measure_instructions,
-    "memory": measure_memory,
     "parity": measure_parity,
+    "stage": measure_speed,
     "attention": measure_attention,
+    "two-stages": measure_two_stages,
+    "head-of-line": measure_head_of_line,
     "registration": measure_registration,
     "outgoing": measure_outgoing,
     "incoming": measure_incoming,
     "both-ways": measure_both_ways,
     "waits": measure_waits,
-    "two-stages": measure_two_stages,
-    "head-of-line": measure_head_of_line,
+    "instructions": measure_instructions,
+    "memory": measure_memory,
 }
-"""The parts by name, in the order in which they run. None needs another."""
+"""The parts by name, in the order in which they run: where time is short, the last are left out.
+What may hang comes behind what tells most. None needs another."""
+
+
+LIMIT_S = 460.0
+"""All of it is to take less than eight minutes, whatever hangs."""
+
+LEAST_S = 15.0
+"""With less left there is no use in beginning a part."""
 
 
 def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] = PARTS) -> int:
@@ -57,7 +66,8 @@ def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] = PAR
     try:
         device = find_device(allow_cpu=chosen.allow_cpu)
         settings = settings_for(device)
-        outcomes = _run_parts({name: parts[name] for name in chosen.parts}, settings, chosen.json)
+        named = {name: parts[name] for name in chosen.parts}
+        outcomes = run_parts(named, settings, chosen.json, chosen.limit_s)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -66,15 +76,33 @@ def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] = PAR
     return int(bool(failed))
 
 
-def _run_parts(
-    parts: Mapping[str, Part], settings: CheckSettings, json_path: Path | None
+def run_parts(
+    parts: Mapping[str, Part],
+    settings: CheckSettings,
+    json_path: Path | None,
+    limit_s: float,
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[Outcome]:
-    """Run the parts, and tell what each finds at once: the next one may end the process."""
+    """Run the parts, and tell what each finds at once: the next one may end the process.
+
+    Args:
+        parts: By name, in their order.
+        settings: What each is given.
+        json_path: Where to write what was found, after every part.
+        limit_s: When no part is begun any more, and those that wait for processes give up.
+        clock: Seconds.
+    """
     outcomes: list[Outcome] = []
+    until_s = clock() + limit_s
     if json_path:
         write_json(json_path, outcomes, done=False)
     for name, part in parts.items():
-        outcomes.append(run_part(name, part, settings))
+        left_s = until_s - clock()
+        if left_s < LEAST_S:
+            late = f"not begun: the check's {limit_s:g} s are over; run it with --parts {name}"
+            outcomes.append(Outcome(name, 0.0, error=late))
+        else:
+            outcomes.append(run_part(name, part, replace(settings, left_s=left_s)))
         _say(f"{outcomes[-1]}\n")
         if json_path:
             write_json(json_path, outcomes, done=len(outcomes) == len(parts))
@@ -113,6 +141,10 @@ def _parse(arguments: Sequence[str] | None, parts: Mapping[str, Part]) -> argpar
     parser.add_argument(
         "--allow-cpu", action="store_true", help="without a GPU, run small sizes on the CPU"
     )
+    parser.add_argument(
+        "--limit-s", type=float, default=LIMIT_S, metavar="S",
+        help="when no part is begun any more (%(default)g)",
+    )  # fmt: skip
     chosen = parser.parse_args(arguments)
     chosen.parts = chosen.parts.split(",")
     if unknown := [name for name in chosen.parts if name not in parts]:

@@ -3,13 +3,15 @@
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from jaxmorph.copies.copy_engine import CopyEngineTier
+from jaxmorph.copies.kernel_copies import KernelTier
 from jaxmorph.copies.ways import ways_to_copy
 from jaxmorph.gpu_check.child_process import Told, ask
 from jaxmorph.gpu_check.copy_settings import BARELY_BYTES, CopySettings
@@ -68,7 +70,7 @@ def measure_outgoing(settings: CheckSettings) -> CopiesReport:
     Args:
         settings: What is looked at.
     """
-    return _measure(OUTGOING, settings.copies)
+    return _measure(OUTGOING, settings)
 
 
 def measure_incoming(settings: CheckSettings) -> CopiesReport:
@@ -77,17 +79,19 @@ def measure_incoming(settings: CheckSettings) -> CopiesReport:
     Args:
         settings: What is looked at.
     """
-    return _measure(INCOMING, settings.copies)
+    return _measure(INCOMING, settings)
 
 
-def _measure(direction: str, settings: CopySettings) -> CopiesReport:
+def _measure(direction: str, settings: CheckSettings) -> CopiesReport:
     device = jax.devices()[0]
     ways = ways_to_copy(SingleDeviceSharding(device), lambda keeper: None)
     tiers = ways.outgoing if direction == OUTGOING else ways.incoming
     names = [tier.name for tier in tiers]
     ways.close()
     asked = partial(_ask_child, direction, device)
-    return report_on(direction, device.platform, look_at_tiers(names, asked, settings))
+    own = settings.copies
+    limited = replace(own, part_s=min(own.part_s, settings.left_s))
+    return report_on(direction, device.platform, look_at_tiers(names, asked, limited))
 
 
 def _ask_child(direction: str, device: Any, names: Sequence[str], limit_s: float) -> Told:
@@ -127,13 +131,22 @@ def look_at_tiers(
     while waiting := [name for name in names if name not in found]:
         left_s = end_s - clock()
         if left_s < _LEAST_S:
-            late = f"not looked at: the others took {settings.part_s:g} s"
+            late = f"not looked at: the others took all of {settings.part_s:.0f} s"
             found |= {name: TierFound(name, trouble=late) for name in waiting}
             break
-        group = waiting[:1] if settings.is_isolated else waiting
-        told = ask_about(group, min(settings.child_s, left_s))
+        group = _next_group(waiting, settings)
+        told = ask_about(group, min(settings.child_s * len(group), left_s))
         found |= _understood(group, told)
     return [found[name] for name in names]
+
+
+def _next_group(waiting: Sequence[str], settings: CopySettings) -> Sequence[str]:
+    """Those that a process looks at together: a kernel that goes wrong is to take none with it."""
+    if not settings.is_isolated:
+        return waiting
+    alone = {KernelTier.name, CopyEngineTier.name}  # and what it is held against stays clean
+    behind = next((at for at, name in enumerate(waiting) if name in alone), len(waiting))
+    return waiting[: max(1, behind)]
 
 
 def _understood(group: Sequence[str], told: Told) -> Mapping[str, TierFound]:

@@ -45,6 +45,7 @@ class CopySettings:
         num_small: Small messages among which torn ones are looked for.
         small_bytes: Their sizes.
         speed_bytes: The payloads that are timed.
+        num_behind: How many of them come one behind another.
         repeats: How often each is timed.
         num_calls: Messages of four bytes that are timed.
         busy_width: Of the products that a device is busy with when a copy is asked for.
@@ -52,9 +53,9 @@ class CopySettings:
         matmuls: The computation beside copies.
         spin_us: For how long a kernel waits for a signal that doesn't come.
         patience_s: For how long any one message is waited for.
-        child_s: For how long a process that looks at one way may run.
+        child_s: For how long a process may run, for each way that it looks at.
         part_s: For how long all that look at one direction may.
-        is_isolated: Whether each way gets a process of its own.
+        is_isolated: Whether kernels, and the copy engine, get processes of their own.
     """
 
     registered_bytes: int
@@ -62,6 +63,7 @@ class CopySettings:
     num_small: int
     small_bytes: tuple[int, ...]
     speed_bytes: tuple[int, ...]
+    num_behind: int
     repeats: int
     num_calls: int
     busy_width: int
@@ -82,7 +84,8 @@ COPIES_ON_GPU = CopySettings(
     num_small=1000,
     small_bytes=(4, 60, 1 * _KIB, 12 * _KIB + 4, 64 * _KIB, 256 * _KIB - 4),
     speed_bytes=(_MIB, 16 * _MIB, 64 * _MIB),
-    repeats=15,
+    num_behind=16,
+    repeats=9,
     num_calls=200,
     busy_width=2048,
     busy_products=30,
@@ -106,6 +109,7 @@ COPIES_ON_CPU = CopySettings(
     num_small=40,
     small_bytes=(4, 1 * _KIB, 12 * _KIB + 4),
     speed_bytes=(64 * _KIB,),
+    num_behind=4,
     repeats=3,
     num_calls=5,
     busy_width=64,

@@ -1,4 +1,4 @@
-"""The first part: what is installed, and which device there is."""
+"""What is installed, and which device there is."""
 
 import shutil
 import subprocess

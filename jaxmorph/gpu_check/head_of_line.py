@@ -1,4 +1,4 @@
-"""The seventh part: whether a stage computes on while what it has sent is held up in the link."""
+"""Whether a stage computes on while what it has sent is held up in the link."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 from jaxmorph.gpu_check.report import Row
 from jaxmorph.gpu_check.settings import CheckSettings
 from jaxmorph.gpu_check.stage_pipeline import stage_programs
-from jaxmorph.gpu_check.stage_processes import StageResult, run_stages
+from jaxmorph.gpu_check.stage_processes import WITHIN_S, StageResult, run_stages
 from jaxmorph.gpu_check.stage_task import NUM_STAGES, StageTask
 from jaxmorph.gpu_check.two_stages import copy_rows
 from jaxmorph.program.blocking import simulate_blocking
@@ -87,7 +87,7 @@ def measure_head_of_line(settings: CheckSettings) -> HeadOfLineReport:
         num_sends=settings.num_sends,
         delay_ms=settings.delay_ms,
     )
-    return report_of(task, run_stages(task))
+    return report_of(task, run_stages(task, within_s=min(WITHIN_S, settings.left_s)))
 
 
 def report_of(task: StageTask, stages: Sequence[StageResult]) -> HeadOfLineReport:

@@ -1,4 +1,4 @@
-"""The third part: what an instruction costs, and what of it the runtime adds, with small programs.
+"""What an instruction costs, and what of it the runtime adds, with small programs.
 
 Even they are dozens of kernels each on a GPU, so the same programs are also run without executor
 and queue.

@@ -1,4 +1,4 @@
-"""The fifth part: whether a step has the loss and the gradients of plain JAX on the CPU."""
+"""Whether a step has the loss and the gradients of plain JAX on the CPU."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

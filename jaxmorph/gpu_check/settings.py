@@ -1,5 +1,6 @@
 """What is measured, and how often."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,7 @@ class CheckSettings:
         num_sends: How many messages are sent over it beside work.
         delay_ms: How slow it is.
         copies: What is looked at of copies between device and slots.
+        left_s: How long the processes may run that a part starts, whatever their own limit.
     """
 
     stage: Sizes
@@ -66,6 +68,7 @@ class CheckSettings:
     num_sends: int
     delay_ms: float
     copies: CopySettings
+    left_s: float = math.inf
 
 
 _TINY = Sizes(16, 2, num_layers=2, sequence_length=8, microbatch_size=2, vocab_size=32)

@@ -1,6 +1,8 @@
 """Two processes that share the device as two stages: started, heard and ended by the check."""
 
+import math
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,11 +52,14 @@ class NotJoined:
     logs: list[str]
 
 
-def run_joined(task: StageTask) -> tuple[list[StageResult], NotJoined | None]:
+def run_joined(
+    task: StageTask, left_s: float = math.inf
+) -> tuple[list[StageResult], NotJoined | None]:
     """Have a task done by processes that JAX joins; where that fails, by ones that it doesn't.
 
     Args:
         task: What they are to do.
+        left_s: How long all of them together may run.
 
     Returns:
         (what each stage's process has found, why they are not joined: None where they are).
@@ -62,12 +67,15 @@ def run_joined(task: StageTask) -> tuple[list[StageResult], NotJoined | None]:
     Raises:
         StagesFailedError: If they have failed both ways.
     """
+    until_s = time.monotonic() + left_s
     try:
-        return run_stages(replace(task, joined=True)), None
+        return run_stages(replace(task, joined=True), within_s=min(WITHIN_S, left_s)), None
     except StagesFailedError as error:
         why = error
+    within_s = min(WITHIN_S, max(0.0, until_s - time.monotonic()))
     try:
-        return run_stages(replace(task, joined=False)), NotJoined(str(why), _notes(why))
+        alone = run_stages(replace(task, joined=False), within_s=within_s)
+        return alone, NotJoined(str(why), _notes(why))
     except StagesFailedError as error:
         failed = StagesFailedError(f"{error}; joined by jax.distributed: {why}")
         for note in [*_notes(error), *(f"joined: {note}" for note in _notes(why))]:

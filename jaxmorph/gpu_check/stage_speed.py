@@ -1,4 +1,4 @@
-"""The second part: how fast a stage's programs are, against the same layers as plain JAX."""
+"""How fast a stage's programs are, against the same layers as plain JAX."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

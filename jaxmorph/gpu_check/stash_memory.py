@@ -1,4 +1,4 @@
-"""The fourth part: whether a microbatch keeps as many bytes on the device as the plan counts on."""
+"""Whether a microbatch keeps as many bytes on the device as the plan counts on."""
 
 import time
 from collections.abc import Iterator

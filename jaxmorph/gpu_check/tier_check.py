@@ -123,7 +123,7 @@ def check_tier(
     yield "latency", asdict(measure_latency(open_messages, placement, settings))
     (device,) = placement.device_set
     with bare_copies(device, outgoing=looked_at.direction == OUTGOING) as bare:
-        speeds = measure_speed(open_messages, placement, bare, settings)
+        speeds = measure_speed(open_messages, looked_at.traffic, placement, bare, settings)
     yield "speeds", [asdict(speed) for speed in speeds]
     disturbance = measure_disturbance(looked_at.traffic, placement, settings.matmuls)
     yield "disturbance", asdict(disturbance)

@@ -104,7 +104,7 @@ def _speed_row(name: str, speed: Speed, *, is_asked: bool) -> Row:
     holds = None
     if is_asked and speed.num_bytes >= BARELY_BYTES:
         holds = speed.share is not None and speed.share >= LEAST_SHARE
-    value, note = f"{speed.gb_per_s:.1f} GB/s", f"{speed.time_ms:.3f} ms, {beside}"
+    value, note = f"{speed.gb_per_s:.1f} GB/s", f"{beside}; one alone {speed.time_ms:.3f} ms"
     return Row(f"{name}: {size}", value, note, holds)
 
 

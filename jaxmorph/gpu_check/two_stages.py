@@ -1,4 +1,4 @@
-"""The sixth part: training by two processes that share the device as two stages, all delegated."""
+"""Training by two processes that share the device as two stages, all delegated."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ def measure_two_stages(settings: CheckSettings) -> TwoStagesReport:
         settings: The model's sizes, and how many steps.
     """
     sizes, num_steps = settings.parity, settings.num_training_steps
-    stages, not_joined = run_joined(StageTask("train", True, sizes, num_steps))
+    stages, not_joined = run_joined(StageTask("train", True, sizes, num_steps), settings.left_s)
     plain = train_plainly(sizes, num_steps)
     figures = [stage.figures for stage in stages]
     return TwoStagesReport(

@@ -71,10 +71,10 @@ def measure_waits(settings: CheckSettings) -> WaitsReport:
     host_waited_ms = wait_on_host()
     if jax.devices()[0].platform == "cpu":
         return WaitsReport(host_waited_ms)
-    copies = settings.copies
-    words = [f"--spin-us={copies.spin_us}", f"--limit-s={copies.child_s}"]
+    limit_s = min(settings.copies.child_s, settings.left_s)
+    words = [f"--spin-us={settings.copies.spin_us}", f"--limit-s={limit_s}"]
     command = [sys.executable, "-m", "jaxmorph.gpu_check.kernel_wait", *words]
-    return with_kernel(host_waited_ms, partial(ask, command, copies.child_s))
+    return with_kernel(host_waited_ms, partial(ask, command, limit_s))
 
 
 def wait_on_host() -> float | None:

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxmorph.gpu_check.command import PARTS, main
+from jaxmorph.gpu_check.command import PARTS, main, run_parts
 from jaxmorph.gpu_check.device import find_device
 from jaxmorph.gpu_check.report import Row
+from jaxmorph.gpu_check.settings import ON_CPU
 
 ROOT = Path(__file__).parents[2]
 BESIDE = Path(__file__).parent / "without_dependencies.py"
@@ -322,6 +323,23 @@ def test_what_was_found_is_kept_when_the_process_is_ended(without_gpu, tmp_path)
     found = json.loads(path.read_text(encoding="utf-8"))
     assert [*found["parts"]] == ["told"]
     assert (found["done"], found["holds"]) == (False, False)
+
+
+def test_no_part_is_begun_that_has_no_time_left_and_the_others_hear_how_much_there_is():
+    left_s = []
+
+    def heard(settings):
+        left_s.append(settings.left_s)
+        return Told(holds=None)
+
+    times = iter([100.0, 100.0, 140.0, 186.0])
+    parts = {"early": heard, "later": heard, "late": heard}
+    early, later, late = run_parts(parts, ON_CPU, None, limit_s=100.0, clock=lambda: next(times))
+    assert left_s == [100.0, 60.0]
+    assert early.holds
+    assert later.holds
+    assert not late.holds
+    assert late.error == "not begun: the check's 100 s are over; run it with --parts late"
 
 
 def test_what_does_not_hold_is_a_failure(without_gpu, capsys):

@@ -47,17 +47,21 @@ def test_what_is_told_of_a_tier_is_what_was_found():
     assert found_from("engine", told) == tier
 
 
-def test_on_a_gpu_each_tier_has_a_process_and_one_that_dies_hides_no_other():
+def test_on_a_gpu_kernels_and_the_engine_have_processes_and_one_that_dies_hides_no_other():
     asked = Asked(
-        Told([{"tier": "a"}, {"tier": "a", "wholeness": asdict(WHOLE)}], "it ended with -6"),
+        Told([{"tier": "copy_engine"}, {"tier": "copy_engine", "wholeness": asdict(WHOLE)}]),
         Told([]),
-        Told([{"tier": "c"}, {"tier": "c", "absent": "no driver"}]),
+        Told([{"tier": "c"}, {"tier": "d"}], "it ended with -6"),
+        Told([{"tier": "e"}, {"tier": "e", "absent": "no driver"}]),
     )
-    a, b, c = look_at_tiers("abc", asked, COPIES_ON_GPU)
-    assert asked.groups == [["a"], ["b"], ["c"]]
-    assert a == TierFound("a", trouble="it ended with -6", wholeness=WHOLE)
-    assert b == TierFound("b", trouble="its process told nothing")
-    assert c == TierFound("c", absent="no driver")
+    names = ("copy_engine", "pallas", "c", "d", "e")
+    engine, kernels, c, d, e = look_at_tiers(names, asked, COPIES_ON_GPU)
+    assert asked.groups == [["copy_engine"], ["pallas"], ["c", "d", "e"], ["e"]]
+    assert asked.limits_s[:3] == [75.0, 75.0, pytest.approx(200.0, abs=1.0)]
+    assert engine == TierFound("copy_engine", wholeness=WHOLE)
+    assert kernels == TierFound("pallas", trouble="its process told nothing")
+    assert (c.trouble, d.trouble) == ("", "it ended with -6")
+    assert e == TierFound("e", absent="no driver")
 
 
 def test_on_a_cpu_those_behind_a_tier_that_hangs_get_another_process():
@@ -82,9 +86,10 @@ def test_a_tier_has_no_more_time_than_is_left_and_none_is_begun_without_any():
     times = iter([0.0, 0.0, 150.0, 190.0])
     asked = Asked(Told([]), Told([]))
     settings = replace(COPIES_ON_GPU, part_s=200.0, child_s=75.0)
-    *_, late = look_at_tiers("abc", asked, settings, clock=lambda: next(times))
+    names = ("copy_engine", "pallas", "c")
+    *_, late = look_at_tiers(names, asked, settings, clock=lambda: next(times))
     assert asked.limits_s == [75.0, 50.0]
-    assert late.trouble == "not looked at: the others took 200 s"
+    assert late.trouble == "not looked at: the others took all of 200 s"
 
 
 def verdicts(report):

@@ -7,17 +7,18 @@ import pytest
 from wrong_tiers import PLACEMENT
 
 from jaxmorph.gpu_check.copy_settings import COPIES_ON_CPU, COPIES_ON_GPU
-from jaxmorph.gpu_check.copy_times import speed_of
+from jaxmorph.gpu_check.copy_times import speed_of, time_behind_s
 from jaxmorph.gpu_check.disturbance import measure_disturbance, ops_between, slowdowns
 
 GPU, CPU = COPIES_ON_GPU.matmuls, COPIES_ON_CPU.matmuls
 
 
 def test_speed_is_by_medians():
-    speed = speed_of(10**9, own_s=[0.04, 0.02, 9.0], bare_s=[0.02, 0.02, 0.001])
-    assert (speed.time_ms, speed.gb_per_s, speed.bare_gb_per_s) == (40.0, 25.0, 50.0)
+    times = {"alone_s": [0.05, 0.01, 3.0], "behind_s": [0.08, 0.04, 9.0]}
+    speed = speed_of(10**9, 2, **times, bare_s=[0.04, 0.04, 0.001])
+    assert (speed.time_ms, speed.gb_per_s, speed.bare_gb_per_s) == (50.0, 25.0, 50.0)
     assert speed.share == 0.5
-    assert speed_of(8, [1.0], []).share is None
+    assert speed_of(8, 2, [1.0], [1.0], []).share is None
 
 
 def test_computation_that_slows_down_by_itself_is_not_slowed_by_messages():
@@ -53,6 +54,15 @@ class Counted:
 
     def drain(self):
         self.drained += 1
+
+
+def test_messages_one_behind_another_are_begun_as_soon_as_there_is_room_and_are_over():
+    traffic, payload = Counted(), object()
+    assert time_behind_s(traffic, payload, count=3, patience_s=10.0) > 0
+    assert (traffic.begun, traffic.drained) == ([payload] * 3, 1)
+    traffic.begin = lambda payload: 0
+    with pytest.raises(TimeoutError, match=r"no room for message 0 within 0\.01 s"):
+        time_behind_s(traffic, payload, count=3, patience_s=0.01)
 
 
 def test_messages_of_both_kinds_go_along_and_are_over_before_the_next_timing():

@@ -10,6 +10,7 @@ import pytest
 from jaxmorph.gpu_check import stage_processes
 from jaxmorph.gpu_check.settings import ON_CPU
 from jaxmorph.gpu_check.stage_processes import (
+    WITHIN_S,
     NotJoined,
     StageResult,
     StagesFailedError,
@@ -67,10 +68,12 @@ RESULTS = [StageResult({}, {}), StageResult({}, {})]
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Has runs of processes that are joined, or not, fail."""
+    """Has runs of processes that are joined, or not, fail; gives how long each could have run."""
+    limits_s = []
 
     def failing(**errors):
-        def run(task):
+        def run(task, within_s):
+            limits_s.append(within_s)
             if error := errors.get("joined" if task.joined else "alone"):
                 failed = StagesFailedError(error)
                 failed.add_note(f"the log of {error}")
@@ -78,6 +81,7 @@ def runs(monkeypatch):
             return RESULTS
 
         monkeypatch.setattr(stage_processes, "run_stages", run)
+        return limits_s
 
     return failing
 
@@ -91,6 +95,15 @@ def test_where_joining_fails_each_has_jax_for_itself_and_the_reason_is_told(runs
     runs(joined="no topology")
     why = NotJoined("no topology", ["the log of no topology"])
     assert run_joined(TASK) == (RESULTS, why)
+
+
+def test_processes_share_what_time_is_left(runs):
+    limits_s = runs(joined="no topology")
+    run_joined(TASK, left_s=30.0)
+    first_s, second_s = limits_s
+    assert 29.0 < second_s <= first_s == 30.0
+    run_joined(TASK, left_s=1e6)
+    assert limits_s[2:] == [WITHIN_S, WITHIN_S]
 
 
 def test_where_both_ways_fail_both_reasons_and_logs_are_told(runs):
