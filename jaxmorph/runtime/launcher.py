@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from jaxmorph.errors import RunFailedError, UserError
@@ -92,6 +93,7 @@ class _Watch:
     overdue: threading.Timer | None = None
     within_s: float | None = None
     began_s: float = field(default_factory=time.monotonic)
+    is_interrupted: bool = False
 
 
 def run_ranks(
@@ -133,7 +135,12 @@ def run_ranks(
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     watch = _Watch([], on_message, stop_within_s=stop_within_s, within_s=within_s)
-    with _sigterm_stops(watch), reserved_port() as port, contextlib.ExitStack() as stack:
+    with (
+        _sigterm_stops(watch),
+        _sigint_is_kept(watch),
+        reserved_port() as port,
+        contextlib.ExitStack() as stack,
+    ):
         coordinator = f"127.0.0.1:{port}"
         environment = _environment(num_ranks, least_threads)
         stack.callback(_end, watch)  # also when starting the next one fails
@@ -215,6 +222,8 @@ def _watch(watch: _Watch) -> None:
                 rank, handle = key.data
                 if not handle(rank, watch):
                     selector.unregister(key.fd)
+            if watch.is_interrupted:
+                raise KeyboardInterrupt
             if time.monotonic() >= _until_s(watch):
                 _note_running(watch)
             if watch.failures and deadline_s == math.inf:
@@ -367,6 +376,30 @@ def _sigterm_stops(watch: _Watch) -> Iterator[None]:
         if watch.overdue is not None:
             watch.overdue.cancel()
         restore_signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
+def _sigint_is_kept(watch: _Watch) -> Iterator[None]:
+    """While this lasts it is noted that there was a Ctrl-C.
+
+    The exception alone may be lost: Python drops what is raised while it calls a finalizer or a
+    weak reference's callback, as importing does, and on the main thread that can be any moment.
+    """
+
+    def note(number: int, frame: FrameType | None) -> None:
+        watch.is_interrupted = True
+        signal.default_int_handler(number, frame)
+
+    try:
+        own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        previous = signal.signal(signal.SIGINT, note) if own else None
+    except ValueError:  # not the main thread: signals are somebody else's
+        previous = None
+    try:
+        yield
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGINT, previous)
 
 
 def restore_signal(number: signal.Signals, previous: Any) -> None:

@@ -190,6 +190,28 @@ def test_what_ranks_said_before_an_interruption_is_still_heard(tmp_path):
     assert heard == [None, *range(300)]
 
 
+class Finalized:
+    """Python drops what is raised while this goes."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_ctrl_c_that_comes_while_something_is_finalized_is_not_lost(tmp_path):
+    heard = []
+
+    def hear(message):
+        heard.append(message)
+        if len(heard) == 1:
+            Finalized()
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks("ailing_rank", ["wait", "0"], 2, tmp_path, hear)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_a_second_ctrl_c_does_not_wait_for_ranks_that_will_not_end(tmp_path, monkeypatch):
     before, pids = open_descriptors(), []
 

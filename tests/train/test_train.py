@@ -239,7 +239,7 @@ def test_ctrl_c_ends_everything(tmp_path):
     assert len(ranks) == 2
     run.send_signal(signal.SIGINT)
     stderr = finish(run)
-    assert run.returncode == 130
+    assert run.returncode == 130, stderr
     assert "Traceback" not in stderr
     assert not any(map(is_running, ranks))
 
