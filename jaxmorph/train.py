@@ -26,6 +26,7 @@ from jaxmorph.reporting.records import LINKS_KNOWN, RESUMED
 from jaxmorph.runtime.compilations import CompilationCounter
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
+from jaxmorph.runtime.own_devices import device_kind
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import rank_report, total
 from jaxmorph.runtime.stage_settings import StageSettings
@@ -265,7 +266,8 @@ def _open_saver(run: _Run, bookkeeper: Bookkeeper) -> CheckpointSaver:
 
 def _tell_start(run: _Run, first: FirstPlan, bookkeeper: Bookkeeper) -> None:
     cut, num_parameters = run.cut, parameter_count(run.parts.model)
-    equipped = "; ".join(filter(None, (first.equipped, run.taken)))
+    computes_on = f"rank 0 computes on {device_kind()}"
+    equipped = "; ".join(filter(None, (computes_on, first.equipped, run.taken)))
     bookkeeper.start(run.parts.source, num_parameters, cut.layers, cut.reason, equipped)
     if run.first_step > 0:
         bookkeeper.event(run.first_step, RESUMED, run.checkpoints.origin(cut.layers))

@@ -65,7 +65,7 @@ def check_attention(attention: Any, compute_dtype: str) -> None:
     if attention == "cudnn" and compute_dtype == "float32":
         raise ValueError(
             "attention: got 'cudnn', expected auto or xla with compute_dtype=float32: cuDNN's "
-            "takes bfloat16"
+            "takes bfloat16 (of a run: precision.compute)"
         )
 
 

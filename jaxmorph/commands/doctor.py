@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import typer
@@ -67,16 +67,18 @@ def _line(fact: Fact) -> str:
     return f"  {fact.name:{_NAME_WIDTH}}  {_WORKS[fact.works]:2}  {told}".rstrip()
 
 
-def _device_facts() -> Sequence[Fact]:
+def _device_facts() -> Iterator[Fact]:
     # A GPU that a run computes on is to be looked at, not to be taken.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jaxmorph.machine.accelerators import attention_fact, device_facts
     from jaxmorph.machine.nvidia import nvidia_facts
 
-    return [*nvidia_facts(), *device_facts(), attention_fact()]
+    yield from nvidia_facts()
+    yield from device_facts()
+    yield attention_fact()
 
 
-def _copy_facts() -> Sequence[Fact]:
+def _copy_facts() -> Iterator[Fact]:
     from jaxmorph.machine.accelerators import copy_facts
 
-    return list(copy_facts())
+    yield from copy_facts()

@@ -14,6 +14,7 @@ from jaxmorph.copies.trial import try_tier
 from jaxmorph.errors import UserError
 
 AUTO = "auto"
+_NOT_FOR_THIS = "it is not for the device that JAX computes on"
 _log = logging.getLogger(__name__)
 
 
@@ -82,7 +83,7 @@ def named_one(tiers: Sequence[Tier], attempt: Callable[[Tier], None], wanted: st
         UserError: If it doesn't work here; it names those that do.
     """
     found = next((tier for tier in tiers if tier.name == wanted), None)
-    reason = "it is not for this device" if found is None else why_not(found, attempt)
+    reason = _NOT_FOR_THIS if found is None else why_not(found, attempt)
     if found is not None and reason is None:
         return found
     others = (tier for tier in tiers if tier is not found)

@@ -34,9 +34,11 @@ def find_device(*, allow_cpu: bool) -> Any:
     except RuntimeError as error:
         if allow_cpu:
             return _default_device()
+        platforms = jax.config.values["jax_platforms"]
+        hint = f"JAX_PLATFORMS is {platforms!r}" if platforms else "pip install 'jax[cuda13]'"
         raise UserError(
             f"got no CUDA GPU ({_reason(error)}), expected one and JAX for it "
-            "(pip install 'jax[cuda13]'); --allow-cpu runs small sizes on the CPU"
+            f"({hint}); --allow-cpu runs small sizes on the CPU"
         ) from error
     if (default := _default_device()) != device:
         raise UserError(

@@ -80,7 +80,8 @@ class SpeedReport:
 
     def _judged(self, name: str, ratio: float) -> Row:
         most = 1 / _LEAST_SHARE
-        note = f"at most {most:.3f}: {_LEAST_SHARE:.0%} of plain JAX's MFU"
+        where = "" if self.judged else "on a GPU "
+        note = f"{where}at most {most:.3f}: {_LEAST_SHARE:.0%} of plain JAX's MFU"
         return Row(name, f"{ratio:.3f}", note, bool(ratio <= most) if self.judged else None)
 
 

@@ -16,6 +16,7 @@ from jaxmorph.copies.kernel_copies import KernelTier
 from jaxmorph.copies.trial import try_landing, try_tier
 from jaxmorph.copies.ways import OpenDriver, WaysToCopy, ways_to_copy
 from jaxmorph.machine.facts import Fact
+from jaxmorph.runtime.own_devices import own_devices
 
 _GIB = 1 << 30
 _KERNELS = KernelTier.name
@@ -24,7 +25,7 @@ _HEADS = (1, 128, 1, 64)  # [batch, sequence, heads, head width]: a small one of
 
 def device_facts() -> Iterator[Fact]:
     """What JAX computes on."""
-    devices = jax.local_devices()
+    devices = own_devices()
     yield Fact("JAX computes on", jax.default_backend(), True)
     for device in devices:
         told = f"{device.device_kind}{_capability(device)}{_memory(device)}"
@@ -37,7 +38,7 @@ def attention_fact(compile_: Callable[[Any], None] | None = None) -> Fact:
     Args:
         compile_: Compiles it for a device; None: forward and backward, by JAX.
     """
-    device, name = jax.local_devices()[0], "attention by cuDNN"
+    device, name = own_devices()[0], "attention by cuDNN"
     if device.platform == "cpu":
         return Fact(name, "no", False, "JAX computes on cpu, not on a GPU")
     try:
@@ -85,7 +86,7 @@ def copy_facts(
         open_driver: Opens the driver, given the device's number.
     """
     yield driver_fact(open_driver)
-    device = jax.local_devices()[0]
+    device = own_devices()[0]
     placement = SingleDeviceSharding(device)
     ways = ways_of(placement, lambda keeper: None, open_driver=open_driver)
     with closing(ways):

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jaxmorph.errors import UserError
+
 
 @dataclass(frozen=True)
 class Fact:
@@ -57,6 +59,7 @@ def _looked(look: Callable[[], Iterable[Fact]]) -> Iterable[Fact]:
     try:
         facts.extend(look())
     except Exception as error:  # the rest is told all the same
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        own = isinstance(error, UserError)  # which says all
+        reason = " ".join(str(error).split() if own else f"{type(error).__name__}: {error}".split())
         facts.append(Fact("this could not be looked at", "", False, reason))
     return facts

@@ -72,6 +72,6 @@ def load_writer() -> type[Any]:
     except ModuleNotFoundError as error:
         raise UserError(
             "metrics.tensorboard: got true, but tensorboardX is not installed, expected it: "
-            "pip install 'jaxmorph[tensorboard]'"
+            "pip install -e '.[tensorboard]'"
         ) from error
     return SummaryWriter

@@ -5,6 +5,7 @@ import os
 import jax
 
 from jaxmorph.runtime.coordination import coordinator_host, key_value_store
+from jaxmorph.runtime.own_devices import own_devices
 from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import HostRendezvous, Rendezvous, SoleRank
 
@@ -32,8 +33,12 @@ def join_run(
 
     Returns:
         The rendezvous with the other ranks.
+
+    Raises:
+        UserError: If JAX has no device here, in one line.
     """
     if num_ranks == 1:
+        own_devices()
         return SoleRank()
     limit_collectives(step_timeout_s)
     compile_alone()
@@ -55,7 +60,11 @@ def rendezvous_of_joined(start_timeout_s: float) -> Rendezvous:
 
     Args:
         start_timeout_s: As for `join_run`.
+
+    Raises:
+        UserError: If JAX has no device here, in one line.
     """
+    own_devices()
     if jax.process_count() == 1:
         return SoleRank()
     return HostRendezvous(

@@ -127,6 +127,6 @@ def _solver_library() -> Any:
     except ImportError as error:
         raise UserError(
             "the exact optimum needs OR-tools, which is not installed; "
-            "install it with pip install 'jaxmorph[optimum]'"
+            "install it with pip install -e '.[optimum]'"
         ) from error
     return cp_model

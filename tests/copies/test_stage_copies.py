@@ -72,8 +72,8 @@ def test_a_way_that_is_not_for_this_device_is_refused_with_those_that_are(plane,
     with pytest.raises(UserError) as raised:
         opened(plane, "copy_engine", never)
     assert str(raised.value) == (
-        "transport.copies: got copy_engine, which doesn't work here (it is not for this device), "
-        "expected auto, buffer_callback, io_callback, pinned_host"
+        "transport.copies: got copy_engine, which doesn't work here (it is not for the "
+        "device that JAX computes on), expected auto, buffer_callback, io_callback, pinned_host"
     )
 
 

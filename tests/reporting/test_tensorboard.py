@@ -85,5 +85,5 @@ def test_a_missing_library_is_one_line_that_says_what_to_install(monkeypatch, tm
         load_writer()
     assert str(caught.value) == (
         "metrics.tensorboard: got true, but tensorboardX is not installed, expected it: "
-        "pip install 'jaxmorph[tensorboard]'"
+        "pip install -e '.[tensorboard]'"
     )
