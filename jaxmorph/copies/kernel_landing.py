@@ -23,13 +23,13 @@ from jaxmorph.copies.kernel_programs import (
 from jaxmorph.copies.payload import SlotUse
 from jaxmorph.copies.programs import Landing, LandingTier
 from jaxmorph.copies.registered_memory import RegisteredMemory
-from jaxmorph.copies.slot_releases import SlotReleases
+from jaxmorph.copies.slot_releases import ReleasingTier
 from jaxmorph.copies.whole_landing import WholeLanding
 from jaxmorph.pallas_kernels import SlotControl, copy_from_host, pack, require_kernels
 from jaxmorph.transport.plane import IncomingSlot
 
 
-class KernelLandingTier:
+class KernelLandingTier(ReleasingTier):
     """Copies by `copy_from_host`, where a message is whole in its slot.
 
     Args:
@@ -48,9 +48,9 @@ class KernelLandingTier:
         kernel: Kernel = copy_from_host,
         require: Require = require_kernels,
     ) -> None:
-        self._memory, self._otherwise = memory, otherwise
+        super().__init__(otherwise)
+        self._memory = memory
         self._kernel, self._require = kernel, require
-        self._releases = SlotReleases()
 
     def compile(self, use: SlotUse, placement: Sharding) -> Landing:
         """What receives payloads of a shape, for where the stage keeps its arrays."""
@@ -71,15 +71,6 @@ class KernelLandingTier:
         value, status = program(pack(SlotControl(address, number)), arrivals)
         self._releases.once_ready(_Status(status, number, slot.sequence), slot)
         return value
-
-    def settle(self) -> None:
-        """Wait until every slot has been released; an error of any copy is raised, once."""
-        self._releases.settle()
-        self._otherwise.settle()
-
-    def close(self) -> None:
-        """End the thread, once every slot has been released."""
-        self._releases.close()
 
 
 class _Status:

@@ -14,14 +14,14 @@ from jaxmorph.copies.dlpack_memory import CUDA_HOST, HostTensor
 from jaxmorph.copies.payload import PayloadShape, SlotUse
 from jaxmorph.copies.programs import Landing, LandingTier
 from jaxmorph.copies.registered_memory import RegisteredMemory
-from jaxmorph.copies.slot_releases import SlotReleases
+from jaxmorph.copies.slot_releases import ReleasingTier
 from jaxmorph.copies.whole_landing import WholeLanding
 from jaxmorph.transport.plane import IncomingSlot
 
 Place = Callable[[jax.Array, Sharding], jax.Array]
 
 
-class RegisteredLandingTier:
+class RegisteredLandingTier(ReleasingTier):
     """Copies from slots to the device and nowhere else, where a message is whole in its slot.
 
     Args:
@@ -42,9 +42,9 @@ class RegisteredLandingTier:
         kind: int = CUDA_HOST,
         place: Place = jax.device_put,
     ) -> None:
-        self._memory, self._otherwise = memory, otherwise
+        super().__init__(otherwise)
+        self._memory = memory
         self._device, self._place = (kind, device_number), place
-        self._releases = SlotReleases()
 
     def compile(self, use: SlotUse, placement: Sharding) -> Landing:
         """What receives payloads of a shape, for where the stage keeps its arrays."""
@@ -63,12 +63,3 @@ class RegisteredLandingTier:
         value = self._place(jax.dlpack.from_dlpack(tensor), placement)
         self._releases.once_ready(value, slot)
         return value
-
-    def settle(self) -> None:
-        """Wait until every slot has been released; an error of any copy is raised, once."""
-        self._releases.settle()
-        self._otherwise.settle()
-
-    def close(self) -> None:
-        """End the thread, once every slot has been released."""
-        self._releases.close()

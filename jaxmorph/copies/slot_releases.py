@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxmorph.copies.programs import LandingTier
 from jaxmorph.transport.plane import IncomingSlot
 
 
@@ -38,6 +39,26 @@ class SlotReleases:
         while self._under_way:
             with suppress(Exception):  # it was for `settle` to raise it
                 self._under_way.popleft().result()
+
+
+class ReleasingTier:
+    """What ways of copying out of slots have in common that release them by a thread.
+
+    Args:
+        otherwise: What takes messages that such a way doesn't.
+    """
+
+    def __init__(self, otherwise: LandingTier) -> None:
+        self._otherwise, self._releases = otherwise, SlotReleases()
+
+    def settle(self) -> None:
+        """Wait until every slot has been released; an error of any copy is raised, once."""
+        self._releases.settle()
+        self._otherwise.settle()
+
+    def close(self) -> None:
+        """End the thread, once every slot has been released."""
+        self._releases.close()
 
 
 def _release(copied: Any, slot: IncomingSlot) -> None:

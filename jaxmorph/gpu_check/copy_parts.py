@@ -144,7 +144,7 @@ def _next_group(waiting: Sequence[str], settings: CopySettings) -> Sequence[str]
     """Those that a process looks at together: a kernel that goes wrong is to take none with it."""
     if not settings.is_isolated:
         return waiting
-    alone = {KernelTier.name, CopyEngineTier.name}  # and what it is held against stays clean
+    alone = {KernelTier.name, CopyEngineTier.name}  # the latter is what runs take
     behind = next((at for at, name in enumerate(waiting) if name in alone), len(waiting))
     return waiting[: max(1, behind)]
 

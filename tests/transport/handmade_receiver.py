@@ -3,7 +3,7 @@
 import contextlib
 from typing import Any
 
-from conformance import SECRET
+from exchanges import SECRET
 
 from jaxmorph.transport.frame_reader import FrameReader
 from jaxmorph.transport.frames import TO_LISTENER, TO_RECEIVER, Challenge, Introduce

@@ -6,7 +6,7 @@ import time
 from typing import Any, cast
 
 import pytest
-from conformance import SECRET, THERE, send, spec
+from exchanges import SECRET, THERE, send, spec
 from handmade_receiver import HandmadeReceiver
 from hostile_lanes import Connection, Loop
 from lone_sender import CHUNK_BYTES, NAME, NUM_SLOTS, SLOT_BYTES, LoneSender

@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 import pytest
-from conformance import receive, send
+from exchanges import receive, send
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 

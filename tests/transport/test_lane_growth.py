@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from conformance import PATIENCE_S, SECRET, THERE, soon, spec
+from exchanges import PATIENCE_S, SECRET, THERE, soon, spec
 from proxy import Proxy
 
 from jaxmorph.transport.client import SidecarPlane

@@ -1,5 +1,6 @@
 import pytest
-from conformance import SECRET, THERE, Conformance, receive, send, soon, spec
+from conformance import Conformance
+from exchanges import SECRET, THERE, receive, send, soon, spec
 
 from jaxmorph.transport.loopback import LoopbackNetwork
 from jaxmorph.transport.plane import DataPlane

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conformance import SECRET, THERE, Conformance, in_thread, receive, send, soon, spec
+from conformance import Conformance
+from exchanges import SECRET, THERE, in_thread, receive, send, soon, spec
 
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.nixl_agent import missing

@@ -6,7 +6,7 @@ import socket
 import time
 
 import pytest
-from conformance import BACK, PATIENCE_S, SECRET, THERE, spec
+from exchanges import BACK, PATIENCE_S, SECRET, THERE, spec
 from handmade_receiver import HandmadeReceiver
 
 from jaxmorph.transport.client import SidecarPlane

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conformance import (
+from exchanges import (
     BACK,
     PATIENCE_S,
     SECRET,

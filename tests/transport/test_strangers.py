@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conformance import BACK, SECRET, THERE, receive, send, soon, spec
+from exchanges import BACK, SECRET, THERE, receive, send, soon, spec
 
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.frame_reader import FrameReader

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 
-from conformance import BACK, SECRET, THERE, receive, send, spec
+from exchanges import BACK, SECRET, THERE, receive, send, spec
 
 from jaxmorph.transport.client import SidecarPlane
 
