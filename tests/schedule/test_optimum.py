@@ -200,5 +200,5 @@ def test_a_hint_beyond_the_caps_is_refused():
 
 def test_a_missing_solver_is_answered_with_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    with pytest.raises(UserError, match=r"OR-tools.* pip install 'jaxmorph\[optimum\]'"):
+    with pytest.raises(UserError, match=r"OR-tools.* pip install -e '\.\[optimum\]'"):
         optimal_schedule(EQUAL, chain_links([5.0, 0.0, 0.0]), Limits(), 12, 1.0, zb_h1(4, 12))
