@@ -19,5 +19,11 @@ class RunStoppedError(Exception):
 class RunFailedError(Exception):
     """A run that was sound began and could not be finished: exit code 1.
 
-    The message says in a few lines what failed, why, and where to read more.
+    Args:
+        message: In a few lines what failed, why, and where to read more.
+        asked_to_end: Whether the run had been asked to end by then, as by SIGTERM.
     """
+
+    def __init__(self, message: str, *, asked_to_end: bool = False) -> None:
+        super().__init__(message)
+        self.asked_to_end = asked_to_end

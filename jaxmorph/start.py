@@ -149,18 +149,22 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
     _run(_Start(found.config, found.manifest.step, directory, found.passed_over), launch)
 
 
-def run_here(config: Config, reporter: Reporter) -> None:
+def run_here(config: Config, reporter: Reporter) -> bool:
     """Run a configuration that has been checked to its end, a process for each stage here.
 
     Args:
         config: The run.
         reporter: Shows it.
 
+    Returns:
+        Whether it was asked to end when only its last step was left to do.
+
     Raises:
         UserError: If the configuration, its data or its model are at fault.
         RankFailedError: If a rank died or raised, and no restart has helped.
+        RunStoppedError: If it was asked to end before, and has saved.
     """
-    _run_here(_Start(config), reporter)
+    return _run_here(_Start(config), reporter)
 
 
 def check_run(config: Config) -> "RunParts":
@@ -203,28 +207,29 @@ def _run(start: _Start, launch: str) -> None:
         _run_here(start)
 
 
-def _run_here(start: _Start, reporter: Reporter | None = None) -> None:
+def _run_here(start: _Start, reporter: Reporter | None = None) -> bool:
     with start.open_record(reporter) as record, sigterm_interrupts():
         config, directory = start.config, record.directory
         last_checkpoint = partial(_last_whole, config, directory, record)
         supervisor = Supervisor(config.restart_policy, last_checkpoint, config.run.steps, record)
-        supervisor.run(partial(_launch, config, directory), start.first_step)
+        asked_to_end = supervisor.run(partial(_launch, config, directory), start.first_step)
         record.finish()
         if record.stopped:
             raise _stopped(record.directory, record.stopped)
+        return asked_to_end
 
 
 def _launch(
     config: Config, directory: Path, first_step: int, restarts: int, take: Callable[[Message], None]
-) -> None:
-    """One life of the run's ranks on this machine."""
+) -> bool:
+    """One life of the run's ranks on this machine; whether they were asked to end."""
     if restarts:
         prepare_checkpoints(config, directory)  # without what the life before left half-done
     arguments = [str(directory / CONFIG), str(first_step), str(restarts)]
     logs = _log_folder(directory, first_step)
     least_threads = OFFLOADING_THREADS if config.offload.enabled else 1
     stages = config.parallelism.stages
-    run_ranks(
+    return run_ranks(
         "jaxmorph.rank",
         arguments,
         stages,

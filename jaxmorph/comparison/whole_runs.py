@@ -20,7 +20,6 @@ from jaxmorph.errors import RunFailedError, RunStoppedError
 from jaxmorph.reporting import Event, RunHeader, RunSummary, StepRecord
 from jaxmorph.reporting.run_directory import EVENTS, METRICS, RECOVERY
 from jaxmorph.reporting.run_matrix import Run, StepTimes
-from jaxmorph.runtime.launcher import RankFailedError
 from jaxmorph.start import run_here
 
 RUNS = "runs"
@@ -135,10 +134,10 @@ def run_whole(
 
     try:
         with _caches_of(system.restarts):
-            run_here(whole_config(config, system, condition, directory), progress)
+            asked_to_end = run_here(whole_config(config, system, condition, directory), progress)
     except RunFailedError as error:
         put_what_is_there("; ".join(str(error).splitlines()[:2]))
-        if isinstance(error, RankFailedError) and error.asked_to_end:
+        if error.asked_to_end:
             raise RunStoppedError(f"{progress.name}: {error}; {_ENDED}") from error
     except RunStoppedError as error:
         put_what_is_there("asked to end")
@@ -148,6 +147,8 @@ def run_whole(
         raise
     else:
         put_what_is_there(None)
+        if asked_to_end:
+            raise RunStoppedError(f"{progress.name}: asked to end in its last step; {_ENDED}")
 
 
 @contextmanager

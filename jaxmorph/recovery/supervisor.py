@@ -19,8 +19,11 @@ from jaxmorph.reporting.records import RANK_FAILED, RESTARTED
 from jaxmorph.runtime.launcher import RankFailedError
 
 Message = dict[str, Any]
-Launch = Callable[[int, int, Callable[[Message], None]], None]
-"""Runs all ranks to their end, by the first step, the number of the restart and who is told."""
+Launch = Callable[[int, int, Callable[[Message], None]], bool]
+"""Runs all ranks to their end, by the first step, the number of the restart and who is told.
+
+It returns whether they were asked to end.
+"""
 
 
 class Books(Protocol):
@@ -85,13 +88,17 @@ class Supervisor:
         self._wait = wait
         self._attempts = Attempts()
         self._ledger = Ledger(clock())
+        self._asked_to_end = False
 
-    def run(self, launch: Launch, first_step: int) -> None:
+    def run(self, launch: Launch, first_step: int) -> bool:
         """Run the ranks, again and again if need be, until they have come to their end.
 
         Args:
             launch: Runs them.
             first_step: The step to begin with.
+
+        Returns:
+            Whether they were asked to end, which in their last step changes nothing.
 
         Raises:
             RankFailedError: One has failed, and another restart is not possible or not allowed.
@@ -107,11 +114,12 @@ class Supervisor:
             with suppress(OSError):  # whatever has ended the run is what its user should hear
                 self._tell(self._ledger.cut_off())
                 self._books.keep_goodput(self._ledger.goodput(self._books.productive_s))
+        return self._asked_to_end
 
     def _live(self, launch: Launch, first_step: int, restarts: int) -> int | None:
         """One life of the ranks, and the wait after it; None if it was the last."""
         try:
-            launch(first_step, restarts, self._take)
+            self._asked_to_end = launch(first_step, restarts, self._take)
         except RankFailedError as failure:
             from_step = self._restart(failure)
         else:

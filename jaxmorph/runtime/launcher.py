@@ -48,9 +48,8 @@ class RankFailedError(RunFailedError):
     def __init__(
         self, message: str, noticed_s: float | None = None, *, asked_to_end: bool = False
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, asked_to_end=asked_to_end)
         self.noticed_s = noticed_s
-        self.asked_to_end = asked_to_end
 
     @property
     def reason(self) -> str:
@@ -95,6 +94,11 @@ class _Watch:
     began_s: float = field(default_factory=time.monotonic)
     is_interrupted: bool = False
 
+    @property
+    def asked_to_end(self) -> bool:
+        """Whether the ranks have been asked to end of themselves."""
+        return self.overdue is not None
+
 
 def run_ranks(
     module: str,
@@ -107,7 +111,7 @@ def run_ranks(
     least_threads: int = 1,
     stop_within_s: float | None = None,
     within_s: float | None = None,
-) -> None:
+) -> bool:
     """Run one process per rank until all are done.
 
     Args:
@@ -123,6 +127,9 @@ def run_ranks(
         stop_within_s: With a number, the first SIGTERM asks rank 0 to end, which has so many
             seconds for it (`LauncherLink.stop_asked`); None: it interrupts at once.
         within_s: After so many seconds a rank that still runs has failed; None: none has.
+
+    Returns:
+        Whether the ranks were asked to end, in time or too late for them to end any earlier.
 
     Raises:
         RankFailedError: If a rank died or raised; all others have been ended.
@@ -151,6 +158,7 @@ def run_ranks(
             )
             watch.ranks.append(rank)
         _watch(watch)
+        return watch.asked_to_end
 
 
 @contextlib.contextmanager
@@ -292,13 +300,13 @@ def _raise_cause(watch: _Watch) -> None:
     if cause.is_user_error:
         raise UserError(cause.reason)
     if cause.says_all:
-        raise RunFailedError(cause.reason)
+        raise RunFailedError(cause.reason, asked_to_end=watch.asked_to_end)
     log_path = watch.ranks[cause.rank].log_path
     lines = [f"rank {cause.rank} failed: {cause.reason}", f"its log: {log_path}"]
     tail = _last_lines(log_path)
     noticed_s = min(failure.time_s for failure in watch.failures)
     told = "\n".join([*lines, *(f"  | {line}" for line in tail)])
-    raise RankFailedError(told, noticed_s, asked_to_end=watch.overdue is not None)
+    raise RankFailedError(told, noticed_s, asked_to_end=watch.asked_to_end)
 
 
 def _last_lines(path: Path) -> list[str]:
@@ -418,7 +426,7 @@ def _ask_to_end(watch: _Watch) -> bool:
 
     After the deadline this process is sent the signal again.
     """
-    if watch.stop_within_s is None or watch.overdue is not None or not watch.ranks:
+    if watch.stop_within_s is None or watch.asked_to_end or not watch.ranks:
         return False
     with contextlib.suppress(OSError):  # it is about to be noticed that rank 0 is gone
         os.write(watch.ranks[0].lifeline_fd, b"s")

@@ -186,11 +186,12 @@ class Runs:
 
     Attributes:
         ends: By what each run ends, one after another; the others come to their ends.
+        asked_to_end: Whether those that come to their ends were asked to.
         caches: What JAX would have taken for its cache in each of them.
     """
 
     def __init__(self, *ends):
-        self.ends, self.caches = [*ends], []
+        self.ends, self.asked_to_end, self.caches = [*ends], False, []
 
     def __call__(self, config, reporter):
         self.caches.append(os.environ.get("JAX_COMPILATION_CACHE_DIR"))
@@ -199,6 +200,7 @@ class Runs:
         end = self.ends.pop(0) if self.ends else None
         if end is not None:
             raise end
+        return self.asked_to_end
 
 
 @pytest.fixture
@@ -242,14 +244,25 @@ def test_a_run_that_somebody_ends_is_told_of_and_ends_the_comparison(runs, tmp_p
 
 
 @pytest.mark.parametrize("was_asked", [True, False])
-def test_a_rank_that_fails_once_it_was_asked_to_end_ends_the_comparison_too(
-    runs, tmp_path, was_asked
+@pytest.mark.parametrize("failure", [RankFailedError, RunFailedError])
+def test_what_fails_once_it_was_asked_to_end_ends_the_comparison_too(
+    runs, tmp_path, failure, was_asked
 ):
     told: list[Run] = []
-    runs.ends = [RankFailedError("rank 1 failed: disk full", asked_to_end=was_asked)]
+    runs.ends = [failure("rank 1 failed: disk full", asked_to_end=was_asked)]
     with pytest.raises(RunStoppedError, match="disk full") if was_asked else nullcontext():
         run_as("restart", tmp_path / "a", told.append)
     assert [run.failed for run in told] == ["8 steps done: rank 1 failed: disk full"]
+
+
+def test_a_run_that_is_asked_to_end_in_its_last_step_is_whole_and_ends_the_comparison(
+    runs, tmp_path
+):
+    told: list[Run] = []
+    runs.ends, runs.asked_to_end = [None], True
+    with pytest.raises(RunStoppedError, match="restart, healthy: asked to end in its last step"):
+        run_as("restart", tmp_path / "a", told.append)
+    assert [run.failed for run in told] == [None]
 
 
 def test_what_was_measured_before_a_comparison_is_asked_to_end_is_written(

@@ -40,8 +40,8 @@ NUM_STEPS = 40
 class World:
     """A run whose lives are given, on a clock that moves with its steps and its waits.
 
-    A life is how many steps it does before it raises, and what; a checkpoint comes with every
-    `every_steps`-th step.
+    A life is how many steps it does before it raises, and what, or whether it was asked to end; a
+    checkpoint comes with every `every_steps`-th step.
     """
 
     def __init__(self, lives, every_steps=2, **policy):
@@ -63,7 +63,7 @@ class World:
         return self.saved
 
     def run(self, first_step=0):
-        self.supervisor.run(self.launch, first_step)
+        return self.supervisor.run(self.launch, first_step)
 
     def wait(self, seconds):
         self.waits.append(seconds)
@@ -71,7 +71,7 @@ class World:
 
     def launch(self, first_step, restarts, take):
         self.launched.append((first_step, restarts))
-        num_steps, error = self.lives.pop(0)
+        num_steps, end = self.lives.pop(0)
         for phase in ("start", "compile", "restore", "plan"):
             self.now_s += 1.0
             take({"kind": "phase_ended", "phase": phase, "time_s": self.now_s})
@@ -80,14 +80,15 @@ class World:
             take({"kind": "step", "record": {"step": step}})
             if self.every_steps and (step + 1) % self.every_steps == 0:
                 self.saved = step + 1
-        if error is not None:
-            self.now_s += 0.25
-            noticed_s, self.now_s = self.now_s, self.now_s + 0.5
-            raise RankFailedError(error, noticed_s) if isinstance(error, str) else error
+        if isinstance(end, bool):
+            return end
+        self.now_s += 0.25
+        noticed_s, self.now_s = self.now_s, self.now_s + 0.5
+        raise RankFailedError(end, noticed_s) if isinstance(end, str) else end
 
 
 def test_a_run_that_comes_to_its_end_is_started_once():
-    world = World([(6, None)])
+    world = World([(6, False)])
     world.run()
     assert (world.launched, world.waits) == ([(0, 0)], [])
     assert {each[0] for each in world.books.told} == {"take"}
@@ -95,7 +96,7 @@ def test_a_run_that_comes_to_its_end_is_started_once():
 
 
 def test_a_failed_run_goes_on_from_its_last_checkpoint_and_says_what_that_cost():
-    world = World([(5, KILLED), (4, None)], backoff_s=2.0)
+    world = World([(5, KILLED), (4, False)], backoff_s=2.0)
     world.run()
     assert world.launched == [(0, 0), (4, 1)]
     assert world.waits == [2.0]
@@ -132,7 +133,7 @@ def test_waits_grow_while_the_run_gets_no_further_up_to_the_limit():
 
 
 def test_a_newer_checkpoint_begins_the_count_and_the_waits_anew():
-    world = World(9 * [(2, KILLED)] + [(1, None)], max_restarts=1)
+    world = World(9 * [(2, KILLED)] + [(1, False)], max_restarts=1)
     world.run()
     assert world.waits == 9 * [1.0]
     assert world.launched == [(2 * number, number) for number in range(10)]
@@ -140,7 +141,7 @@ def test_a_newer_checkpoint_begins_the_count_and_the_waits_anew():
 
 @pytest.mark.parametrize("from_start", [False, True])
 def test_a_run_that_had_come_to_its_end_is_not_done_again(from_start):
-    world = World([(NUM_STEPS, KILLED), (1, None)], from_start=from_start)
+    world = World([(NUM_STEPS, KILLED), (1, False)], from_start=from_start)
     with pytest.raises(RankFailedError) as raised:
         world.run()
     assert str(raised.value) == KILLED
@@ -150,7 +151,7 @@ def test_a_run_that_had_come_to_its_end_is_not_done_again(from_start):
 
 @pytest.mark.parametrize("error", [OSError("stale file handle"), UserError("format 3")])
 def test_a_failure_is_told_where_no_checkpoint_can_be_looked_for(error):
-    world = World([(3, KILLED), (1, None)], every_steps=0)
+    world = World([(3, KILLED), (1, False)], every_steps=0)
     world.saved = error
     with pytest.raises(RankFailedError) as raised:
         world.run()
@@ -160,11 +161,16 @@ def test_a_failure_is_told_where_no_checkpoint_can_be_looked_for(error):
 
 
 def test_a_run_that_was_asked_to_end_is_not_started_again():
-    world = World([(5, RankFailedError(KILLED, asked_to_end=True)), (4, None)])
+    world = World([(5, RankFailedError(KILLED, asked_to_end=True)), (4, False)])
     with pytest.raises(RankFailedError):
         world.run()
     assert (world.launched, world.waits) == ([(0, 0)], [])
     assert len(world.books.of_kind("rank_failed")) == 1
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_run_that_was_asked_to_end_in_its_last_step_says_so(asked):
+    assert World([(5, KILLED), (4, asked)]).run() is asked
 
 
 def test_a_run_without_a_checkpoint_ends_as_it_failed():
@@ -179,7 +185,7 @@ def test_a_run_without_a_checkpoint_ends_as_it_failed():
 
 
 def test_from_start_a_run_without_a_checkpoint_begins_again():
-    world = World([(1, KILLED), (2, None)], from_start=True)
+    world = World([(1, KILLED), (2, False)], from_start=True)
     world.run()
     assert world.launched == [(0, 0), (0, 1)]
     assert ("go_back", 0) in world.books.told
@@ -204,7 +210,7 @@ def test_a_users_mistake_and_ctrl_c_start_nothing_again(error):
 
 
 def test_ctrl_c_during_a_wait_ends_the_run_and_takes_nothing_back():
-    world = World([(5, KILLED), (9, None)])
+    world = World([(5, KILLED), (9, False)])
 
     def interrupted(seconds):
         raise KeyboardInterrupt
@@ -229,7 +235,7 @@ def test_books_that_cannot_be_written_hide_no_failure():
 
 
 def test_a_resumed_run_may_fail_before_its_first_step():
-    world = World([(0, KILLED), (2, None)])
+    world = World([(0, KILLED), (2, False)])
     world.saved = 6
     world.run(first_step=6)
     assert world.launched == [(6, 0), (6, 1)]

@@ -232,7 +232,7 @@ def test_a_second_ctrl_c_does_not_wait_for_ranks_that_will_not_end(tmp_path, mon
 
 
 def stop_when_it_has_begun(behaviour, log_dir, within_s):
-    """All that a rank tells; this process is sent SIGTERM with the first word."""
+    """Whether a rank was asked to end, and all it tells; with its first word comes SIGTERM."""
     heard = []
 
     def hear(message):
@@ -242,17 +242,19 @@ def stop_when_it_has_begun(behaviour, log_dir, within_s):
 
     before = signal.getsignal(signal.SIGTERM)
     try:
-        run_ranks("ailing_rank", [behaviour, "0"], 1, log_dir, hear, stop_within_s=within_s)
+        was_asked = run_ranks(
+            "ailing_rank", [behaviour, "0"], 1, log_dir, hear, stop_within_s=within_s
+        )
     finally:
         assert signal.getsignal(signal.SIGTERM) == before
         assert not is_running(heard[0]["pid"])
-    return heard
+    return was_asked, heard
 
 
 def test_rank_0_is_asked_to_end_and_what_it_says_then_is_heard(tmp_path):
-    assert stop_when_it_has_begun("wait until asked", tmp_path, 60.0)[1:] == [
-        {"kind": "word", "asked": True}
-    ]
+    was_asked, heard = stop_when_it_has_begun("wait until asked", tmp_path, 60.0)
+    assert was_asked
+    assert heard[1:] == [{"kind": "word", "asked": True}]
 
 
 def test_a_failure_tells_whether_the_ranks_had_been_asked_to_end(tmp_path):
