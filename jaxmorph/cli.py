@@ -94,12 +94,21 @@ def train(
     resume: Annotated[
         Path | None, typer.Option(help="A run's directory, to go on from its last checkpoint.")
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Start nothing: check it, and say what stages will keep."),
+    ] = False,
 ) -> int:
     """Train a model through a pipeline."""
+    from jaxmorph.commands.dry_run import print_dry_run
     from jaxmorph.start import resume_training, start_training
 
     words = [*([config] if config is not None else []), *(overrides or [])]
-    if resume is not None:
+    if dry_run:
+        if config is None or resume is not None:
+            raise UserError("--dry-run: expected a configuration's YAML file, and no --resume")
+        print_dry_run(Path(config), overrides or [], Console(highlight=False, markup=False))
+    elif resume is not None:
         resume_training(resume, words, launch)
     elif config is None:
         raise UserError("train: got no configuration, expected a YAML file, or --resume RUN_DIR")

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from jaxmorph.commands import plan_options as options
 from jaxmorph.commands.link_simulation import simulate_step
+from jaxmorph.errors import UserError
 from jaxmorph.schedule.answer import Answer, solve
 from jaxmorph.schedule.answer_file import save_answers
 from jaxmorph.schedule.draw.save import require_format
@@ -44,6 +45,11 @@ def validate(
     out: options.Out = None,
 ) -> int:
     """Check a schedule in a file, and simulate it."""
+    if file.suffix in (".yaml", ".yml"):
+        raise UserError(
+            f"{file}: got a run's configuration by its name, expected a schedule in a .csv, .json "
+            f"or .txt file; jaxmorph train {file} --dry-run checks a configuration"
+        )
     schedule = load_schedule(file)
     with options.options_named_in_errors(context):
         if out is not None:

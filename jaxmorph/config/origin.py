@@ -9,7 +9,7 @@ from jaxmorph.config.overrides import Override, as_typed
 from jaxmorph.config.problems import Problem
 from jaxmorph.errors import UserError
 
-_KEY = re.compile(r"\w+(\.\w+)*")
+_KEY = re.compile(r"\w+(\.\w+)*(\[\d+\])?")
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,12 @@ class Origin:
 
     def line(self, problem: Problem) -> str:
         """The one-line error for a problem, naming the file or the override at fault."""
+        key = problem.key.partition("[")[0]  # an override gives a list as a whole, or one for all
         for override in reversed(self.overrides):
-            if override.key == problem.key:
+            if override.key == key:
                 return f"{as_typed(override.text)}: {problem.says}"
-            above = problem.key.startswith(f"{override.key}.")
-            below = override.key.startswith(f"{problem.key}.") and not problem.missing
+            above = key.startswith(f"{override.key}.")
+            below = override.key.startswith(f"{key}.") and not problem.missing
             if above or below:
                 return f"{as_typed(override.text)}: {problem.key}: {problem.says}"
         return f"{self.path}: {problem.key}: {problem.says}"
@@ -42,7 +43,8 @@ def placed_error(path: str | Path, overrides: Sequence[str], error: UserError) -
     Args:
         path: the configuration file.
         overrides: the command line's overrides.
-        error: of the form `section.key: what is wrong`; of another form it is left as it is.
+        error: of the form `section.key: what is wrong`, or `section.key[3]: ...`; of another form
+            it is left as it is.
 
     Returns:
         The error to raise, in the form of `load_config`'s own.

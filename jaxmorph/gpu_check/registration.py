@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 
+from jaxmorph.byte_sizes import in_bytes
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
 from jaxmorph.copies.ways import OpenDriver
 from jaxmorph.gpu_check.lone_end import CHANNEL
-from jaxmorph.gpu_check.report import Row, in_bytes
+from jaxmorph.gpu_check.report import Row
 from jaxmorph.gpu_check.settings import CheckSettings
 from jaxmorph.transport.channel_ends import OutgoingEnd
 from jaxmorph.transport.plane import ChannelSpec

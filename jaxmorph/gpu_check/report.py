@@ -96,12 +96,3 @@ def write_json(path: Path, outcomes: Iterable[Outcome], *, done: bool) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--json: {path}: cannot be written: {error.strerror}") from error
-
-
-def in_bytes(count: float) -> str:
-    """A number of bytes with a unit that suits it."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from jaxmorph.gpu_check.report import Row, in_bytes
+from jaxmorph.byte_sizes import in_bytes
+from jaxmorph.gpu_check.report import Row
 from jaxmorph.gpu_check.settings import CheckSettings
 from jaxmorph.gpu_check.stage_ops import StageOps, middle_stage
 from jaxmorph.stage.build import StagePrograms

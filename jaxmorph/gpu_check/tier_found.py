@@ -4,10 +4,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxmorph.byte_sizes import in_bytes
 from jaxmorph.gpu_check.copy_settings import BARELY_BYTES, LEAST_SHARE
 from jaxmorph.gpu_check.copy_times import Latency, Speed
 from jaxmorph.gpu_check.disturbance import Disturbance
-from jaxmorph.gpu_check.report import Row, in_bytes
+from jaxmorph.gpu_check.report import Row
 from jaxmorph.gpu_check.whole_payloads import Wholeness
 
 

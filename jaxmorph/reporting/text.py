@@ -24,9 +24,9 @@ def header_rows(header: RunHeader) -> list[tuple[str, str]]:
     Returns:
         (label, text) pairs, in reading order.
     """
-    layers = _numbers(header.layers_per_stage)
+    layers = numbers(header.layers_per_stage)
     reason = f" ({header.cut_reason})" if header.cut_reason else ""
-    warmup = _numbers(header.warmup_forwards)
+    warmup = numbers(header.warmup_forwards)
     batch = (
         f"{header.microbatches} microbatches of {header.microbatch_size} sequences "
         f"of {header.sequence_length}: {header.tokens_per_step:,} tokens a step"
@@ -94,7 +94,7 @@ def describe_regime(emulation: Emulation) -> str:
         "B": accelerator.backward_input_ms,
         "W": accelerator.backward_weight_ms,
     }
-    durations = [f"{kind} {_numbers(value)} ms" for kind, value in kinds.items()]
+    durations = [f"{kind} {numbers(value)} ms" for kind, value in kinds.items()]
     return f"paced: {', '.join(durations)}"
 
 
@@ -166,6 +166,19 @@ def longer_than_planned(steps: Iterable[tuple[float, float | None]]) -> float | 
     return median(ratios) - 1.0 if ratios else None
 
 
+def numbers(values: float | Sequence[float]) -> str:
+    """Numbers side by side, or just one when it is alone or all of many are the same.
+
+    Args:
+        values: one, or several.
+    """
+    if isinstance(values, int | float):
+        return f"{values:g}"
+    if len(values) > 8 and len(set(values)) == 1:
+        return f"{values[0]:g} each"
+    return " ".join(f"{value:g}" for value in values)
+
+
 def loss_text(value: float | None) -> str:
     """A loss to four places; a dash for None."""
     return _UNKNOWN if value is None else f"{value:.4f}"
@@ -211,7 +224,7 @@ def describe_plan(record: StepRecord) -> str:
     delegated = [link for link, route in record.routes.items() if route == "delegated"]
     some = f", {' '.join(delegated)} delegated" if len(delegated) < len(record.routes) else ""
     route = (some if delegated else "") or f", {describe_routes(record.routes)}"
-    return f"{record.schedule}, warm-up forwards {_numbers(record.warmup_forwards)}{route}"
+    return f"{record.schedule}, warm-up forwards {numbers(record.warmup_forwards)}{route}"
 
 
 def _skipped(summary: RunSummary) -> str:
@@ -246,12 +259,3 @@ def _step_against_plan(summary: RunSummary) -> str:
 def _span_of(paths: Sequence[Path]) -> str:
     first, last = paths[0], paths[-1]
     return str(first) if len(paths) == 1 else f"{first} … {last.name}"
-
-
-def _numbers(values: float | Sequence[float]) -> str:
-    """Numbers side by side, or just one when it is alone or all of many are the same."""
-    if isinstance(values, int | float):
-        return f"{values:g}"
-    if len(values) > 8 and len(set(values)) == 1:
-        return f"{values[0]:g} each"
-    return " ".join(f"{value:g}" for value in values)

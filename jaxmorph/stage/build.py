@@ -14,9 +14,9 @@ from jax.typing import ArrayLike
 from jaxmorph.stage.compiling import compiled
 from jaxmorph.stage.mesh import DATA
 from jaxmorph.stage.model import Params, PipelineModel
-from jaxmorph.stage.parameters import init_stage_params
-from jaxmorph.stage.stage_functions import Arrays, StageFunctions, StashPolicy, split_stage
-from jaxmorph.stage.stash import StashMemory, total_bytes
+from jaxmorph.stage.stage_functions import Arrays, StageFunctions, StashPolicy
+from jaxmorph.stage.stash import StashMemory
+from jaxmorph.stage.tracing import TracedStage, trace_stage
 
 WHOLE = PartitionSpec()
 BATCH = PartitionSpec(DATA)
@@ -169,47 +169,25 @@ def build_stage(
       ValueError: an unknown stash policy or kind of op, or a stage of several devices.
     """
     _check(submesh, stash, kinds)
-    key = jax.random.key(0)
-    init = partial(init_stage_params, model, layers=range(num_layers), is_first=is_first)
-    params = jax.eval_shape(partial(init, is_last=is_last), key)
-    tokens = jax.ShapeDtypeStruct((microbatch_size, sequence_length), jnp.int32)
-    activations = jax.eval_shape(model.embed, jax.eval_shape(model.init_embed, key), tokens)
-    functions = split_stage(model, params, tokens, activations, stash)
-    shapes = _shapes(functions, params, tokens, activations)
+    traced = trace_stage(
+        model,
+        num_layers=num_layers,
+        is_first=is_first,
+        is_last=is_last,
+        microbatch_size=microbatch_size,
+        sequence_length=sequence_length,
+        stash=stash,
+    )
+    functions = traced.functions
     return StagePrograms(
-        memory=StashMemory(total_bytes(shapes.stash), total_bytes(shapes.weight_stash)),
+        memory=traced.memory,
         functions=functions,
         compiled={
-            name: _compile(_program(name, functions, shapes), submesh)
-            for name in ("prepare", "zero", *kinds)
+            name: _compile(_program(name, traced), submesh) for name in ("prepare", "zero", *kinds)
         },
-        weight_sources=functions.weight_sources(params),
+        weight_sources=functions.weight_sources(traced.params),
         passed_on=functions.passed_on,
     )
-
-
-@dataclass(frozen=True)
-class _Shapes:
-    """The shapes of everything that flows through a stage's programs."""
-
-    params: Params
-    weights: Any
-    batch: Any
-    stash: Any
-    gradient: Any
-    weight_stash: Any
-    sums: Params
-
-
-def _shapes(functions: StageFunctions, params: Params, tokens: Any, activations: Any) -> _Shapes:
-    pool = (*jax.tree.leaves(params), *jax.eval_shape(functions.prepare, params))
-    weights = tuple(pool[source] for source in functions.weight_sources(params))
-    batch = (tokens if functions.embed else activations, *((tokens,) if functions.head else ()))
-    gradient, stash = jax.eval_shape(functions.forward, weights, *batch)
-    _, new = jax.eval_shape(functions.backward_input, weights, stash, gradient)
-    weight_stash = (*(stash[i] for i in functions.passed_on), *new)
-    sums = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
-    return _Shapes(params, weights, batch, stash, gradient, weight_stash, sums)
 
 
 @dataclass(frozen=True)
@@ -223,24 +201,25 @@ class _Program:
     donated: tuple[int, ...] = ()
 
 
-def _program(name: str, functions: StageFunctions, shapes: _Shapes) -> _Program:
-    weights, stash, gradient, sums = shapes.weights, shapes.stash, shapes.gradient, shapes.sums
+def _program(name: str, traced: TracedStage) -> _Program:
+    functions, weights, stash = traced.functions, traced.weights, traced.stash
+    gradient, sums = traced.gradient, traced.sums
     gradient_spec = WHOLE if functions.head else BATCH
-    batch_specs = (BATCH,) * len(shapes.batch)
+    batch_specs = (BATCH,) * len(traced.batch)
     match name:
         case "prepare":
-            return _Program(functions.prepare, (shapes.params,), (WHOLE,), WHOLE)
+            return _Program(functions.prepare, (traced.params,), (WHOLE,), WHOLE)
         case "zero":
             return _Program(partial(_zeros, sums), (), (), WHOLE)
         case "F":
-            forward, arguments = functions.forward, (weights, *shapes.batch)
+            forward, arguments = functions.forward, (weights, *traced.batch)
             return _Program(forward, arguments, (WHOLE, *batch_specs), (gradient_spec, WHOLE))
         case "B":
             backward, arguments = functions.backward_input, (weights, stash, gradient)
             return _Program(backward, arguments, (WHOLE, WHOLE, gradient_spec), (BATCH, WHOLE))
         case "W":
             backward = _marked(functions.backward_weight)
-            arguments = (weights, shapes.weight_stash, sums)
+            arguments = (weights, traced.weight_stash, sums)
             return _Program(backward, arguments, (WHOLE, WHOLE, WHOLE), WHOLE, donated=(2,))
         case "BW":
             backward = _marked(functions.backward)

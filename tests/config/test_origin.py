@@ -24,3 +24,15 @@ def test_the_last_override_of_a_key_is_the_one_named():
 @pytest.mark.parametrize("text", ["no key here", "two words: then more"])
 def test_an_error_that_names_no_key_stays_as_it_is(text):
     assert str(placed_error("a.yaml", [], UserError(text))) == text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "place"),
+    [
+        ([], "a.yaml: schedule.max_live[2]"),
+        (["schedule.max_live=3"], "schedule.max_live=3 (command line)"),
+    ],
+)
+def test_an_error_of_one_value_of_a_list_names_the_place_of_the_list(overrides, place):
+    error = placed_error("a.yaml", overrides, UserError("schedule.max_live[2]: got 3"))
+    assert str(error) == f"{place}: got 3"
