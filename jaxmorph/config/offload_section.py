@@ -11,8 +11,8 @@ class Offload(Section):
     """Whether a plan may hold more microbatches than fit on the devices, the rest in host memory.
 
     What a device may hold is `schedule.max_live` or `schedule.max_stash_bytes`; with neither, of
-    what is free on it once the stage is there, a fraction of `device_memory_fraction`. A device
-    that doesn't tell has no limit.
+    what is free on it once the stage is there, a fraction of `device_memory_fraction`, which
+    schedules that are planned keep to without offload too. A device that doesn't tell has no limit.
     """
 
     enabled: Annotated[bool, Expected("true or false")] = False

@@ -1,5 +1,6 @@
 """What stashes may take of the devices' memory, where the configuration names no cap."""
 
+from dataclasses import astuple
 from typing import Any
 
 from jaxmorph.config import Config
@@ -7,6 +8,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.runtime.host_copies import HOST_MEMORY
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.schedule.planner import PLANNED_SCHEDULES
 
 
 def with_device_budget(config: Config, rendezvous: Rendezvous, trainer: StageTrainer) -> Config:
@@ -19,25 +21,27 @@ def with_device_budget(config: Config, rendezvous: Rendezvous, trainer: StageTra
         trainer: This rank's stage.
 
     Returns:
-        The same configuration, the same on all ranks; with `schedule.max_stash_bytes` where stashes
-        may be offloaded, no cap is named, and every device tells its memory.
+        The same configuration, the same on all ranks; with `schedule.max_stash_bytes` where no cap
+        is named, every device tells its memory, and planning can heed it: by its own order of ops,
+        or as stashes may be offloaded. Without offload it is never less than one microbatch needs:
+        whether that fits is for the device to say.
 
     Raises:
         UserError: If stashes may be offloaded, but this rank's device has nowhere to.
     """
-    if not config.offload.enabled:
-        return config
+    schedule, offloads = config.schedule, config.offload.enabled
     (device,) = trainer.executor.placement.device_set
-    _require_host_memory(device, rendezvous.rank)
-    schedule = config.schedule
-    if schedule.max_live is not None or schedule.max_stash_bytes is not None:
+    if offloads:
+        _require_host_memory(device, rendezvous.rank)
+    is_capped = schedule.max_live is not None or schedule.max_stash_bytes is not None
+    if is_capped or not (offloads or schedule.name in PLANNED_SCHEDULES):
         return config
-    told = rendezvous.exchange({"free_bytes": free_bytes(device)})
-    free = [rank["free_bytes"] for rank in told]
-    if None in free:
+    least = 1 if offloads else max(astuple(trainer.stash_memory))
+    told = rendezvous.exchange({"free_bytes": free_bytes(device), "least_bytes": least})
+    if any(rank["free_bytes"] is None for rank in told):
         return config
     fraction = config.offload.device_memory_fraction
-    caps = tuple(max(1, int(fraction * of_stage)) for of_stage in free)
+    caps = tuple(max(rank["least_bytes"], int(fraction * rank["free_bytes"])) for rank in told)
     return config.model_copy(
         update={"schedule": schedule.model_copy(update={"max_stash_bytes": caps})}
     )

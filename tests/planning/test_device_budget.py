@@ -11,6 +11,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.planning.device_budget import with_device_budget
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.stage.stash import StashMemory
 
 
 @dataclass
@@ -43,15 +44,16 @@ class Device:
 def trainer_on(statistics, *memories) -> StageTrainer:
     device = Device(statistics and tuple(statistics.items()), memories or Device.memories)
     executor = SimpleNamespace(placement=SimpleNamespace(device_set={device}))
-    return cast(StageTrainer, SimpleNamespace(executor=executor))
+    own = SimpleNamespace(executor=executor, stash_memory=StashMemory(30, 60))
+    return cast(StageTrainer, own)
 
 
 def config(**sections) -> Config:
     return Config.model_validate({"parallelism": {"stages": 2}, **sections})
 
 
-def budget(asked: Config, statistics, other: int | None = 500):
-    meeting = Meeting({"free_bytes": other})
+def budget(asked: Config, statistics, other: int | None = 500, least: int = 1):
+    meeting = Meeting({"free_bytes": other, "least_bytes": least})
     made = with_device_budget(asked, cast(Rendezvous, meeting), trainer_on(statistics))
     return made.schedule.max_stash_bytes, meeting.told
 
@@ -61,19 +63,34 @@ TELLS = {"bytes_limit": 1000, "bytes_in_use": 200}
 
 
 def test_each_stage_gets_a_fraction_of_what_its_device_has_free():
-    assert budget(config(**ENABLED), TELLS) == ((400, 250), [{"free_bytes": 800}])
+    told = {"free_bytes": 800, "least_bytes": 1}
+    assert budget(config(**ENABLED), TELLS) == ((400, 250), [told])
+
+
+@pytest.mark.parametrize("name", ["adaptive", "paper", "initial"])
+def test_a_schedule_that_is_planned_keeps_to_it_without_offload(name):
+    asked = config(schedule={"name": name}, offload={"device_memory_fraction": 0.1})
+    caps, told = budget(asked, TELLS, least=70)
+    assert told == [{"free_bytes": 800, "least_bytes": 60}]
+    assert caps == (80, 70)  # a tenth, but never less than one microbatch needs
 
 
 @pytest.mark.parametrize("silent", [(None, 500), (TELLS, None)])
-def test_where_a_device_does_not_tell_there_is_no_cap(silent):
-    assert budget(config(**ENABLED), *silent)[0] is None
+@pytest.mark.parametrize("sections", [ENABLED, {}])
+def test_where_a_device_does_not_tell_there_is_no_cap(sections, silent):
+    assert budget(config(**sections), *silent)[0] is None
 
 
 @pytest.mark.parametrize(
     "sections",
-    [{}, {**ENABLED, "schedule": {"max_live": 3}}, {**ENABLED, "schedule": {"max_stash_bytes": 7}}],
+    [
+        {"schedule": {"name": "zb-h2"}},
+        {"schedule": {"max_live": 3}},
+        {**ENABLED, "schedule": {"max_live": 3}},
+        {**ENABLED, "schedule": {"max_stash_bytes": 7}},
+    ],
 )
-def test_nobody_asks_where_there_is_a_cap_or_nothing_may_be_offloaded(sections):
+def test_nobody_asks_where_there_is_a_cap_or_nothing_can_heed_one(sections):
     asked = config(**sections)
     assert budget(asked, TELLS) == (asked.schedule.max_stash_bytes, [])
 
@@ -83,4 +100,5 @@ def test_a_device_without_host_memory_is_refused():
     says = r"^offload.enabled: got true, .* device of rank 0 has the memories device, and no pinned"
     with pytest.raises(UserError, match=says):
         with_device_budget(config(**ENABLED), meeting, trainer_on(TELLS, "device"))
-    with_device_budget(config(), meeting, trainer_on(TELLS, "device"))
+    fixed = config(schedule={"name": "zb-h2"})
+    with_device_budget(fixed, meeting, trainer_on(TELLS, "device"))
