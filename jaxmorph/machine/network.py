@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from ipaddress import ip_address
 from pathlib import Path
 
 from jaxmorph.machine.facts import Fact
@@ -25,6 +26,7 @@ def network_facts(
     rdma_class: Path = _RDMA_CLASS,
     address_of: Callable[[str], str | None] = interface_address,
     nixl_missing: Callable[[], str | None] = missing,
+    look_up: Callable[[str], str] = socket.gethostbyname,
 ) -> Iterator[Fact]:
     """The cards that the data plane would use, and whether RDMA could be.
 
@@ -33,8 +35,9 @@ def network_facts(
         rdma_class: Where it describes devices that do RDMA.
         address_of: Finds an interface's address, by its name.
         nixl_missing: Says why there is no NIXL here; None: there is.
+        look_up: Finds a host's address, by its name; OSError where it has none.
     """
-    yield _host_name()
+    yield _host_name(look_up)
     used = set(card_addresses(network_class, address_of))
     for card in _entries(network_class):
         address = address_of(card.name)
@@ -62,13 +65,17 @@ def cluster_facts(environment: Mapping[str, str] | None = None) -> Iterator[Fact
             yield Fact(name, told[name])
 
 
-def _host_name() -> Fact:
+def _host_name(look_up: Callable[[str], str]) -> Fact:
     name = socket.gethostname()
     try:
-        return Fact("host", f"{name}, {socket.gethostbyname(name)}", True)
+        address = look_up(name)
     except OSError as error:
         note = f"Gloo wants to look it up: {error}"
         return Fact("host", f"{name}, which has no address", False, note)
+    if ip_address(address).is_loopback:  # Debian's /etc/hosts has it so
+        note = "enough for runs on this machine; Gloo's direct links don't reach other hosts by it"
+        return Fact("host", f"{name}, {address}", None, note)
+    return Fact("host", f"{name}, {address}", True)
 
 
 def _entries(folder: Path) -> list[Path]:

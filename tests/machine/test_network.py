@@ -28,6 +28,27 @@ def test_each_card_is_told_with_its_address_and_rate_and_whether_it_is_used(card
     assert (found["card lo"].found, found["card lo"].note) == ("127.0.0.1", "")
 
 
+@pytest.mark.parametrize(
+    ("address", "works", "note"),
+    [("10.0.0.7", True, ""), ("127.0.1.1", None, "enough for runs on this machine")],
+)
+def test_a_host_whose_name_is_its_loopbacks_is_not_said_to_reach_others(
+    cards, address, works, note
+):
+    host = facts(cards, look_up=lambda name: address)["host"]
+    assert host.found.endswith(f", {address}")
+    assert host.works is works
+    assert host.note.startswith(note)
+
+
+def test_a_host_whose_name_has_no_address_is_told_so(cards):
+    def look_up(name):
+        raise OSError("Name or service not known")
+
+    host = facts(cards, look_up=look_up)["host"]
+    assert (host.works, host.note) == (False, "Gloo wants to look it up: Name or service not known")
+
+
 def test_rdma_needs_devices_and_nixl(cards):
     found = facts(cards)
     assert (found["RDMA devices"].found, found["RDMA devices"].works) == ("none", False)
