@@ -58,16 +58,16 @@ class StageMathematics(Protocol):
     What comes from the host, or from another stage, may be an array of numpy (`host_memory`).
     """
 
-    def forward(self, weights: Tree, x: ArrayLike, targets: ArrayLike | None = None) -> Any:
-        """(output, stash)."""
+    def forward_marked(self, weights: Tree, x: ArrayLike, targets: ArrayLike | None = None) -> Any:
+        """(output, stash, an array that is ready when the program has run)."""
         ...
 
-    def backward_input(self, weights: Tree, stash: Tree, output_gradient: ArrayLike) -> Any:
-        """(input gradient or None, weight stash)."""
+    def backward_input_marked(self, weights: Tree, stash: Tree, output_gradient: ArrayLike) -> Any:
+        """(input gradient or None, weight stash, an array that is ready when it has run)."""
         ...
 
     def backward_weight_marked(self, weights: Tree, weight_stash: Tree, accumulators: Tree) -> Any:
-        """(accumulators, an array that is ready when the program has run)."""
+        """(accumulators, an array that is ready when it has run)."""
         ...
 
     def backward_marked(
@@ -348,6 +348,11 @@ class Executor:
         return self.tied
 
     def _run(self, op: Op, state: _Step) -> Any:
+        """Dispatch an op; a scalar that is ready when it has run.
+
+        The queue keeps that until then, and the host may be far ahead: what a later item frees must
+        not wait for it.
+        """
         match op.kind:
             case OpKind.F:
                 return self._run_forward(op, state)
@@ -367,23 +372,23 @@ class Executor:
         chunk, weights = self.chunks[op.chunk], state.weights[op.chunk]
         if state.is_last(op):
             targets = self._from_host(state.inputs.targets, op, state)
-            output, stash = chunk.forward(weights, x, targets)
+            output, stash, done = chunk.forward_marked(weights, x, targets)
             state.losses.append(output)
         else:
-            output, stash = chunk.forward(weights, x)
+            output, stash, done = chunk.forward_marked(weights, x)
             state.keep_result(op, output)
         state.keep(BufferKind.STASH, op, stash)
-        return output
+        return done
 
     def _run_backward_input(self, op: Op, state: _Step) -> Any:
-        gradient, weight_stash = self.chunks[op.chunk].backward_input(
+        gradient, weight_stash, done = self.chunks[op.chunk].backward_input_marked(
             state.weights[op.chunk],
             state.buffer(BufferKind.STASH, op),
             self._output_gradient(op, state),
         )
         state.keep_result(op, gradient)
         state.keep(BufferKind.WEIGHT_STASH, op, weight_stash)
-        return weight_stash
+        return done
 
     def _run_backward_weight(self, op: Op, state: _Step) -> Any:
         state.accumulators[op.chunk], done = self.chunks[op.chunk].backward_weight_marked(

@@ -70,9 +70,20 @@ class StagePrograms:
         Returns:
           (activations, or on the last stage the float32 sum of the tokens' losses; stash).
         """
-        if targets is None:
-            return self.compiled["F"](weights, x)
-        return self.compiled["F"](weights, x, targets)
+        return self.forward_marked(weights, x, targets)[:2]
+
+    def forward_marked(
+        self, weights: Arrays, x: ArrayLike, targets: ArrayLike | None = None
+    ) -> tuple[jax.Array, Arrays, jax.Array]:
+        """Runs F as `forward` does, and tells when.
+
+        Returns:
+          (activations or loss sum; stash; a scalar that is ready when F has run, for whoever waits
+          for it must not keep what the stage is done with by then).
+        """
+        batch = (x,) if targets is None else (x, targets)
+        (output, stash), done = self.compiled["F"](weights, *batch)
+        return output, stash, done
 
     def backward_input(
         self, weights: Arrays, stash: Arrays, output_gradient: ArrayLike
@@ -89,8 +100,14 @@ class StagePrograms:
           (gradient of the stage's input, None on the first stage; what W needs, in which arrays
           of the stash that W needs too are passed on as they are).
         """
-        input_gradient, new = self.compiled["B"](weights, stash, output_gradient)
-        return input_gradient, (*[stash[i] for i in self.passed_on], *new)
+        return self.backward_input_marked(weights, stash, output_gradient)[:2]
+
+    def backward_input_marked(
+        self, weights: Arrays, stash: Arrays, output_gradient: ArrayLike
+    ) -> tuple[jax.Array | None, Arrays, jax.Array]:
+        """Runs B as `backward_input` does, and tells when, as `forward_marked` does."""
+        (input_gradient, new), done = self.compiled["B"](weights, stash, output_gradient)
+        return input_gradient, (*[stash[i] for i in self.passed_on], *new), done
 
     def backward_weight(
         self, weights: Arrays, weight_stash: Arrays, accumulators: Params
@@ -212,11 +229,13 @@ def _program(name: str, traced: TracedStage) -> _Program:
         case "zero":
             return _Program(partial(_zeros, sums), (), (), WHOLE)
         case "F":
-            forward, arguments = functions.forward, (weights, *traced.batch)
-            return _Program(forward, arguments, (WHOLE, *batch_specs), (gradient_spec, WHOLE))
+            forward, arguments = _marked(functions.forward), (weights, *traced.batch)
+            results = ((gradient_spec, WHOLE), WHOLE)
+            return _Program(forward, arguments, (WHOLE, *batch_specs), results)
         case "B":
-            backward, arguments = functions.backward_input, (weights, stash, gradient)
-            return _Program(backward, arguments, (WHOLE, WHOLE, gradient_spec), (BATCH, WHOLE))
+            backward, arguments = _marked(functions.backward_input), (weights, stash, gradient)
+            specs = (WHOLE, WHOLE, gradient_spec)
+            return _Program(backward, arguments, specs, ((BATCH, WHOLE), WHOLE))
         case "W":
             backward = _marked(functions.backward_weight)
             arguments = (weights, traced.weight_stash, sums)

@@ -1,6 +1,7 @@
 """A rank's chunks in one process; `test_parity` has several ranks."""
 
 import gc
+import threading
 from contextlib import closing
 from dataclasses import replace
 
@@ -163,3 +164,37 @@ def test_a_stages_own_state_may_be_what_it_goes_on_from(updated):
     assert same_bits(trainer.state, saved)
     trainer.restore(jax.device_get(trainer.state))  # which may be the same memory
     assert same_bits(trainer.state, saved)
+
+
+def test_what_is_freed_is_free_though_the_device_has_not_come_so_far(monkeypatch):
+    trainer = trainer_of(num_layers=2, num_chunks=1, kinds=OpKind)
+    row = " ".join(f"F{i} B{i} W{i}" for i in range(4))
+    schedule = Schedule.from_rows("one by one", [row])
+    timeline = simulate(schedule, StageCosts.uniform(1, 1.0, 1.0, 1.0), {})
+    (program,) = lower(schedule, timeline)
+    tokens = np.arange(16, dtype=np.int32).reshape(4, 1, 4) % 8
+    queue, held, may_watch = trainer.executor.queue, [], threading.Event()
+    enqueue, drain = queue.enqueue, queue.drain
+
+    def noting(label, work, duration_s=None):
+        held.append(live_bytes())
+        enqueue(label, work, duration_s)
+
+    def watch_later(now_s):
+        assert may_watch.wait(60.0)
+
+    def drain_once_all_is_dispatched():
+        may_watch.set()
+        return drain()
+
+    monkeypatch.setattr(queue, "enqueue", noting)
+    monkeypatch.setattr(queue, "drain", drain_once_all_is_dispatched)
+    with closing(trainer):
+        before = live_bytes()
+        queue.enqueue_after(watch_later)  # as behind a long op
+        trainer.run(program, StepInputs(tokens, tokens[::-1], 1 / 16), step=0)
+    memory, scalars = trainer.stash_memory, 32 * 4
+    together = memory.after_forward_bytes + memory.after_backward_input_bytes
+    assert len(held) == 4 * 5  # three ops and what two of them free
+    assert max(held) - before <= together + scalars
+    assert max(held[::5]) - before <= scalars  # ahead of each F nothing is left
