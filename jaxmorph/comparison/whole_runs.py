@@ -7,7 +7,7 @@ A step of a comparison begins and ends with all ranks alive. What a failure cost
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -189,15 +189,21 @@ def read_whole(
         total_s=elapsed_s,
         goodput=books.get("goodput"),
         recoveries=tuple(books.get("recoveries", ())),
-        held_up_s=sum(map(_held_up_s, events)),
+        held_up_s=_held_up_s(events),
     )
 
 
-def _held_up_s(event: Mapping[str, Any]) -> float:
-    """How long a direct path that failed held up its ends' queues; nothing of other events."""
-    if event["kind"] != "link_failed":
-        return 0.0
-    return (event.get("evidence") or {}).get("held_up_s", 0.0)
+def _held_up_s(events: Iterable[Mapping[str, Any]]) -> float:
+    """How long direct paths that failed held up their ends' queues.
+
+    Of those that failed in one step the longest counts: a card's links share one deadline.
+    """
+    of_steps: dict[int, float] = {}
+    for event in events:
+        if event["kind"] == "link_failed":
+            held_up_s = (event.get("evidence") or {}).get("held_up_s", 0.0)
+            of_steps[event["step"]] = max(held_up_s, of_steps.get(event["step"], 0.0))
+    return sum(of_steps.values())
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -21,7 +21,8 @@ def whole_runs_legend(matrix: Matrix) -> str:
         "Whole runs, from the first step to the end of the last one, failures included. More: "
         f"than the same system under '{matrix.conditions[0]}'. What failures after which the ranks "
         "were started again have cost, in seconds, by what it was spent on. Held up: for how long "
-        "direct paths that failed stopped both their ends, until their links were delegated."
+        "direct paths that failed stopped both their ends, until their links were delegated; of "
+        "those that failed in one step the longest."
     )
 
 

@@ -86,7 +86,7 @@ class Run:
         recoveries: What each failure after which its ranks were started again has cost it, as
             `recovery.json` has it.
         held_up_s: Of a whole run, how long direct paths that failed held up the queues of their
-            ends before their links were delegated, all of them together.
+            ends before their links were delegated; of those that failed in one step the longest.
     """
 
     system: str

@@ -74,7 +74,10 @@ def written(path, num_steps, recoveries=(), held_up_s=()):
         {"kind": "rank_failed"},
         {"kind": "plan_adopted"},
         {"kind": "restarted"},
-        *({"kind": "link_failed", "evidence": {"held_up_s": each_s}} for each_s in held_up_s),
+        *(
+            {"kind": "link_failed", "step": step, "evidence": {"held_up_s": each_s}}
+            for step, each_s in held_up_s
+        ),
     ]
     for name, lines in (("metrics.jsonl", steps), ("events.jsonl", events)):
         (path / name).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step"')
@@ -134,10 +137,11 @@ def test_the_table_says_what_a_failure_cost_and_where(matrix):
 
 
 def test_the_table_says_what_failed_paths_held_up(matrix, tmp_path):
-    delegated = written(tmp_path / "delegated", 20, held_up_s=(2.0, 0.01))
+    held_up_s = ((6, 2.0), (6, 1.9), (11, 0.01))  # one card with both its links, then one link
+    delegated = written(tmp_path / "delegated", 20, held_up_s=held_up_s)
     run = read_whole("adaptive-detecting", "cut", delegated, 21.0, None)
     assert run.held_up_s == pytest.approx(2.01)
-    assert run.events["link_failed"] == 2
+    assert run.events["link_failed"] == 3
     with_it = replace(matrix, runs=dict(matrix.runs) | {(run.system, run.condition): run})
     (cells,) = (row for row in whole_rows(with_it) if row[0] == run.system)
     assert dict(zip(WHOLE_COLUMNS, cells, strict=True))["held up s"] == "2.01"
