@@ -105,8 +105,10 @@ def train(
 
     words = [*([config] if config is not None else []), *(overrides or [])]
     if dry_run:
-        if config is None or resume is not None:
-            raise UserError("--dry-run: expected a configuration's YAML file, and no --resume")
+        if config is None or resume is not None or launch != "auto":
+            got = "--resume" if resume is not None else f"--launch {launch}"
+            got = "no configuration" if config is None and resume is None else got
+            raise UserError(f"--dry-run: got {got}, expected a configuration's YAML file alone")
         print_dry_run(Path(config), overrides or [], Console(highlight=False, markup=False))
     elif resume is not None:
         resume_training(resume, words, launch)

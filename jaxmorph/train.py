@@ -18,7 +18,7 @@ from jaxmorph.control.known_links import dead_of
 from jaxmorph.data import ReadAhead
 from jaxmorph.emulation.link_settings import agree_on_origin_s, emulated_conditions, untimed
 from jaxmorph.errors import RunFailedError
-from jaxmorph.planning.device_budget import with_device_budget
+from jaxmorph.planning.device_budget import budget_in_words, with_device_budget
 from jaxmorph.planning.first_plan import FirstPlan, plan_by_timings, settle_garbage
 from jaxmorph.planning.layer_choice import LayerChoice, choose_layers, measured_on_rank_0
 from jaxmorph.recovery.phases import COMPILE, PLAN, RESTORE, START
@@ -267,7 +267,8 @@ def _open_saver(run: _Run, bookkeeper: Bookkeeper) -> CheckpointSaver:
 def _tell_start(run: _Run, first: FirstPlan, bookkeeper: Bookkeeper) -> None:
     cut, num_parameters = run.cut, parameter_count(run.parts.model)
     computes_on = f"rank 0 computes on {device_kind()}"
-    equipped = "; ".join(filter(None, (computes_on, first.equipped, run.taken)))
+    room = budget_in_words(run.checkpoints.starting_config, run.config)
+    equipped = "; ".join(filter(None, (computes_on, first.equipped, run.taken, room)))
     bookkeeper.start(run.parts.source, num_parameters, cut.layers, cut.reason, equipped)
     if run.first_step > 0:
         bookkeeper.event(run.first_step, RESUMED, run.checkpoints.origin(cut.layers))

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +30,13 @@ from jaxmorph.planning.declared_links import link_conditions
 from jaxmorph.planning.device_budget import with_device_budget
 from jaxmorph.planning.first_plan import FirstPlan, plan_by_timings, settle_garbage
 from jaxmorph.planning.layer_choice import choose_layers, measured_on_rank_0
-from jaxmorph.program.instructions import Payload, Route
+from jaxmorph.program.instructions import Route
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline
-from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.schedule.costs import Link, Links
-from jaxmorph.stage.model import PipelineModel
 from jaxmorph.stage.on_device import taken_on_device
 from jaxmorph.training.open_stage import open_stage
 from jaxmorph.training.run_parts import load_parts, step_reader
@@ -84,7 +81,7 @@ def serve(
         rendezvous.limit(config.timeouts.step_s)
         runner = ConditionRunner(rendezvous, trainer, links, inputs, healthy.optimizer.clip_norm)
         first = _profiled(first, runner, wanted.profiling_steps, rank)
-        message_bytes = _message_bytes(settings, parts.model)
+        message_bytes = settings.message_bytes(parts.model)
         planner = ConditionPlanner(
             healthy, system, rendezvous, first.planned_for, num_tied, message_bytes
         )
@@ -139,13 +136,6 @@ def measured_anew(usual: UsualLinks, measured: Links, routes: Mapping[Link, Rout
         }
         for route, links in usual.items()
     }
-
-
-def _message_bytes(settings: StageSettings, model: PipelineModel) -> int:
-    """The length of an activation, and of a gradient."""
-    payloads = settings.payloads(model)
-    carried = (payloads[channel] for channel in payloads if channel.payload is Payload.ACTIVATION)
-    return max((prod(payload.shape) * payload.dtype.itemsize for payload in carried), default=0)
 
 
 def _turns(wanted: Compare) -> Iterator[tuple[int, int]]:

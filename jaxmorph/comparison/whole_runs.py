@@ -203,7 +203,7 @@ def _held_up_s(events: Iterable[Mapping[str, Any]]) -> float:
         if event["kind"] == "link_failed":
             held_up_s = (event.get("evidence") or {}).get("held_up_s", 0.0)
             of_steps[event["step"]] = max(held_up_s, of_steps.get(event["step"], 0.0))
-    return sum(of_steps.values())
+    return sum(of_steps.values(), 0.0)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

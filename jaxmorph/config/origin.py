@@ -24,7 +24,8 @@ class Origin:
         key = problem.key.partition("[")[0]  # an override gives a list as a whole, or one for all
         for override in reversed(self.overrides):
             if override.key == key:
-                return f"{as_typed(override.text)}: {problem.says}"
+                where = "" if problem.key == key else f"{problem.key}: "
+                return f"{as_typed(override.text)}: {where}{problem.says}"
             above = key.startswith(f"{override.key}.")
             below = override.key.startswith(f"{key}.") and not problem.missing
             if above or below:

@@ -1,8 +1,10 @@
 """What stashes may take of the devices' memory, where the configuration names no cap."""
 
+from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
+from jaxmorph.byte_sizes import in_bytes
 from jaxmorph.config import Config
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.host_copies import HOST_MEMORY
@@ -29,22 +31,53 @@ def with_device_budget(config: Config, rendezvous: Rendezvous, trainer: StageTra
     Raises:
         UserError: If stashes may be offloaded, but this rank's device has nowhere to.
     """
-    schedule, offloads = config.schedule, config.offload.enabled
+    offloads = config.offload.enabled
     (device,) = trainer.executor.placement.device_set
     if offloads:
         _require_host_memory(device, rendezvous.rank)
-    is_capped = schedule.max_live is not None or schedule.max_stash_bytes is not None
-    if is_capped or not (offloads or schedule.name in PLANNED_SCHEDULES):
+    if not heeds_budget(config):
         return config
     least = 1 if offloads else max(astuple(trainer.stash_memory))
     told = rendezvous.exchange({"free_bytes": free_bytes(device), "least_bytes": least})
     if any(rank["free_bytes"] is None for rank in told):
         return config
+    free, least = zip(*((rank["free_bytes"], rank["least_bytes"]) for rank in told), strict=True)
+    return with_stash_caps(config, free, least)
+
+
+def heeds_budget(config: Config) -> bool:
+    """Whether planning can keep within what devices have free, and no other cap is named."""
+    schedule = config.schedule
+    is_capped = schedule.max_live is not None or schedule.max_stash_bytes is not None
+    return not is_capped and (config.offload.enabled or schedule.name in PLANNED_SCHEDULES)
+
+
+def with_stash_caps(config: Config, free: Sequence[int], least: Sequence[int]) -> Config:
+    """The configuration with caps by what is free on each stage's device.
+
+    Args:
+        config: The run.
+        free: Of which stashes may take `offload.device_memory_fraction`, bytes.
+        least: What no cap goes below, bytes.
+    """
     fraction = config.offload.device_memory_fraction
-    caps = tuple(max(rank["least_bytes"], int(fraction * rank["free_bytes"])) for rank in told)
-    return config.model_copy(
-        update={"schedule": schedule.model_copy(update={"max_stash_bytes": caps})}
-    )
+    pairs = zip(free, least, strict=True)
+    caps = tuple(max(least_bytes, int(fraction * free_bytes)) for free_bytes, least_bytes in pairs)
+    schedule = config.schedule.model_copy(update={"max_stash_bytes": caps})
+    return config.model_copy(update={"schedule": schedule})
+
+
+def budget_in_words(asked: Config, config: Config) -> str:
+    """What stashes may take, where the devices and not the configuration have said so; else "".
+
+    Args:
+        asked: The run as it was configured.
+        config: What `with_device_budget` made of it.
+    """
+    caps = config.schedule.max_stash_bytes_per_stage(config.parallelism.stages)
+    if caps is None or config.schedule == asked.schedule:
+        return ""
+    return f"stashes may take {', '.join(map(in_bytes, caps))} of what the devices have free"
 
 
 def free_bytes(device: Any) -> int | None:

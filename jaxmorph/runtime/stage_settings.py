@@ -1,6 +1,7 @@
 """What a rank's stage is built from, besides the model."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import optax
@@ -8,6 +9,7 @@ import optax
 from jaxmorph.copies.choosing import AUTO
 from jaxmorph.copies.payload import PayloadShape
 from jaxmorph.program.channels import Channel
+from jaxmorph.program.instructions import Payload
 from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.payloads import channel_payloads
@@ -79,6 +81,12 @@ class StageSettings:
     def is_last(self, virtual_stage: int) -> bool:
         """Whether a virtual stage has the head; number 0 has the embedding."""
         return virtual_stage == len(self.layers) - 1
+
+    def message_bytes(self, model: PipelineModel) -> int:
+        """The length of an activation, and of a gradient; 0 where there is but one stage."""
+        payloads = self.payloads(model).items()
+        carried = (it for channel, it in payloads if channel.payload is Payload.ACTIVATION)
+        return max((prod(it.shape) * it.dtype.itemsize for it in carried), default=0)
 
     def payloads(self, model: PipelineModel) -> dict[Channel, PayloadShape]:
         """Every channel of the pipeline with what one of its messages carries."""

@@ -11,7 +11,7 @@ from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
 from jaxmorph.schedule.costs import Limits
 from jaxmorph.schedule.fit import require_room
 from jaxmorph.schedule.jitter import jittered_makespans_ms
-from jaxmorph.schedule.memory import peak_stash_bytes
+from jaxmorph.schedule.memory import StageMemory
 from jaxmorph.schedule.planner import alternatives, plan
 from jaxmorph.schedule.problem import Problem, SimulatedLinkModel
 from jaxmorph.schedule.schedule import Schedule
@@ -71,7 +71,11 @@ class Answer:
         sizes = self.limits.stash_bytes
         if sizes is None:
             return None
-        return peak_stash_bytes(self.schedule.orders, sizes, self.schedule.num_chunks)
+        rows = zip(
+            self.schedule.orders, sizes.after_forward, sizes.after_backward_input, strict=True
+        )
+        peaks = (StageMemory(forward, backward, 0).peak(order) for order, forward, backward in rows)
+        return tuple(-(-peak // self.schedule.num_chunks) for peak in peaks)
 
     def to_json(self) -> dict[str, Any]:
         """The answer as one line of ``jaxmorph plan --batch`` prints it."""

@@ -87,18 +87,3 @@ class StageMemory(NamedTuple):
             held += change[kind]
             peak = max(peak, held)
         return peak
-
-
-def peak_stash_bytes(
-    orders: Sequence[Sequence[Op]], sizes: StashBytes, num_chunks: int = 1
-) -> tuple[int, ...]:
-    """Most bytes each stage's stash takes until W, when nothing of it is offloaded.
-
-    Args:
-        orders: One row of ops per stage, in execution order.
-        sizes: What a microbatch keeps on each stage, in all of its chunks together.
-        num_chunks: How many virtual stages each stage runs; they are taken to keep alike.
-    """
-    rows = zip(orders, sizes.after_forward, sizes.after_backward_input, strict=True)
-    peaks = (StageMemory(forward, backward, 0).peak(order) for order, forward, backward in rows)
-    return tuple(-(-peak // num_chunks) for peak in peaks)

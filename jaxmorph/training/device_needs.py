@@ -1,19 +1,19 @@
 """What each stage of a run will keep in its device's memory, found by tracing it: nothing runs."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any
 
 import jax
 
 from jaxmorph.config import Config
+from jaxmorph.planning.device_budget import heeds_budget, with_stash_caps
 from jaxmorph.planning.plan_in_force import plan_step, unmeasured_profile
-from jaxmorph.program.instructions import Payload
 from jaxmorph.runtime.optimizer import OptimizerSettings, adamw
 from jaxmorph.runtime.stage_settings import StageSettings
-from jaxmorph.schedule.memory import StashBytes, peak_stash_bytes
+from jaxmorph.schedule.memory import StashBytes
+from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.stage.model import PipelineModel, cut_layers
 from jaxmorph.stage.parameter_count import parameter_count
@@ -28,12 +28,12 @@ class StageNeeds:
 
     Attributes:
         layers: The layers of each of its chunks.
-        parameter_bytes: Of these, float32.
-        gradient_bytes: Of their accumulators.
-        optimizer_bytes: Of the optimizer's state.
-        prepared_bytes: Of what is computed from the parameters once a step: most often nothing, or
-            the same in the type that the model computes in.
-        stash: What one microbatch keeps, in all chunks together.
+        parameter_bytes: Bytes of its parameters, which are float32.
+        gradient_bytes: Bytes of the gradients' accumulators.
+        optimizer_bytes: Bytes of the optimizer's state.
+        prepared_bytes: Bytes of what is computed from the parameters once a step: most often
+            nothing, or the same in the type that the model computes in.
+        stashes: What one microbatch keeps in each chunk.
     """
 
     layers: tuple[range, ...]
@@ -41,13 +41,33 @@ class StageNeeds:
     gradient_bytes: int
     optimizer_bytes: int
     prepared_bytes: int
-    stash: StashMemory
+    stashes: tuple[StashMemory, ...]
 
     @property
     def state_bytes(self) -> int:
-        """What is kept all the time."""
+        """Bytes of what is kept all the time."""
         state_bytes = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
         return state_bytes + self.prepared_bytes
+
+    @property
+    def stash(self) -> StashMemory:
+        """What one microbatch keeps, in all chunks together."""
+        return StashMemory(*map(sum, zip(*map(astuple, self.stashes), strict=True)))
+
+    def peak_stash_bytes(self, order: Sequence[Op]) -> int:
+        """The most bytes that its stashes take when it runs its ops in an order."""
+        held = peak = 0
+        for op in order:
+            until_b, until_w = astuple(self.stashes[op.chunk])
+            change = {
+                OpKind.F: until_b,
+                OpKind.B: until_w - until_b,
+                OpKind.W: -until_w,
+                OpKind.BW: -until_b,
+            }
+            held += change[op.kind]
+            peak = max(peak, held)
+        return peak
 
 
 @dataclass(frozen=True)
@@ -56,20 +76,27 @@ class StepNeeds:
 
     Attributes:
         num_parameters: Of the whole model, a tied one counted once.
-        message_bytes: Of one microbatch's activation or gradient between two stages; 0 with one.
+        message_bytes: Bytes of a microbatch's activation between two stages, and of its gradient; 0
+            where there is but one stage.
         stages: Each one's part that no schedule changes.
         plan: The step as it is planned when all ops take as long and links take no time.
-        stash_bytes: The most that the stashes of each stage take under it, offloaded ones counted.
     """
 
     num_parameters: int
     message_bytes: int
     stages: tuple[StageNeeds, ...]
     plan: Plan
-    stash_bytes: tuple[int, ...]
+
+    @property
+    def stash_bytes(self) -> tuple[int, ...]:
+        """The most bytes that each stage's stashes take under the plan, offloaded ones too."""
+        rows = zip(self.stages, self.plan.schedule.orders, strict=True)
+        return tuple(stage.peak_stash_bytes(order) for stage, order in rows)
 
 
-def needs_of_step(config: Config, model: PipelineModel) -> StepNeeds:
+def needs_of_step(
+    config: Config, model: PipelineModel, device_bytes: int | None = None
+) -> StepNeeds:
     """What the stages of a run will keep on their devices.
 
     What programs need while they run comes on top of it: only compiling tells that.
@@ -77,6 +104,10 @@ def needs_of_step(config: Config, model: PipelineModel) -> StepNeeds:
     Args:
         config: The run; `layers: auto` counts as even.
         model: Its model, which is traced for the default device.
+        device_bytes: What JAX may take of each stage's device; None: that isn't known.
+
+    Returns:
+        The stages' needs, by the shapes that they will be compiled for, and the plan.
 
     Raises:
         UserError: If a stage can't keep its cap.
@@ -85,27 +116,20 @@ def needs_of_step(config: Config, model: PipelineModel) -> StepNeeds:
     layers = cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)
     ranks = [stage_settings(config, layers, rank) for rank in range(cut.stages)]
     stages = _needs_of_stages(model, ranks)
-    sizes = StashBytes(
-        tuple(stage.stash.after_forward_bytes for stage in stages),
-        tuple(stage.stash.after_backward_input_bytes for stage in stages),
-    )
-    plan = plan_step(config, unmeasured_profile(config, sizes), len(model.tied))
-    return StepNeeds(
-        parameter_count(model),
-        _message_bytes(model, ranks[0]),
-        stages,
-        plan,
-        peak_stash_bytes(plan.schedule.orders, sizes, cut.chunks),
-    )
+    plan = _plan(config, stages, len(model.tied), device_bytes)
+    return StepNeeds(parameter_count(model), ranks[0].message_bytes(model), stages, plan)
 
 
-def _message_bytes(model: PipelineModel, settings: StageSettings) -> int:
-    sizes = (
-        math.prod(payload.shape) * payload.dtype.itemsize
-        for channel, payload in settings.payloads(model).items()
-        if channel.payload is not Payload.TIED
-    )
-    return max(sizes, default=0)
+def _plan(
+    config: Config, stages: Sequence[StageNeeds], num_tied: int, device_bytes: int | None
+) -> Plan:
+    """The step as a run would plan it, had it measured nothing but memory."""
+    stashes = [astuple(stage.stash) for stage in stages]
+    if device_bytes is not None and heeds_budget(config):
+        free = [device_bytes - stage.state_bytes for stage in stages]
+        config = with_stash_caps(config, free, [max(stash) for stash in stashes])
+    sizes = StashBytes(*zip(*stashes, strict=True))
+    return plan_step(config, unmeasured_profile(config, sizes), num_tied)
 
 
 def _needs_of_stages(
@@ -141,17 +165,13 @@ def _needs(
     optimizer = settings.optimizer
     if isinstance(optimizer, OptimizerSettings):
         optimizer = adamw(optimizer)
-    memories = [chunk.memory for chunk in chunks]
     return StageNeeds(
         layers=layers,
         parameter_bytes=_bytes_of(params),
         gradient_bytes=_bytes_of([chunk.sums for chunk in chunks]),
         optimizer_bytes=_bytes_of(jax.eval_shape(optimizer.init, params)),
         prepared_bytes=_bytes_of([chunk.prepared for chunk in chunks]),
-        stash=StashMemory(
-            sum(memory.after_forward_bytes for memory in memories),
-            sum(memory.after_backward_input_bytes for memory in memories),
-        ),
+        stashes=tuple(chunk.memory for chunk in chunks),
     )
 
 

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from jaxmorph import cli
+from models.gpt2.stages import GPT2
 
 TINY = """
 model: {width: 16, num_heads: 2, num_layers: 4}
@@ -19,6 +20,8 @@ schedule: {name: 1f1b}
 def run(tmp_path, monkeypatch, capsys):
     """Runs the command where there is nothing but a configuration, and gives all that it said."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as it would stay set
     (tmp_path / "tiny.yaml").write_text(TINY)
 
     def run_(*words):
@@ -36,21 +39,57 @@ def test_it_says_what_stages_will_keep_and_starts_nothing(run):
     assert code == 0
     assert "1f1b, warm-up forwards 2 1" in out
     assert "links     direct; 1.0 KiB a message" in out
-    assert "traced    for cpu" in out
+    assert "device    traced for cpu" in out
     rows = [line.split() for line in out.splitlines() if re.match(r" *[01] +\d-\d", line)]
     assert [row[:2] for row in rows] == [["0", "0-1"], ["1", "2-3"]]
-    assert all(len(row) == 13 for row in rows)  # eight cells, five of them with a unit
+    assert [row[6] for row in rows] == ["-", "-"]  # BW leaves nothing for a W
+    assert [len(row) for row in rows] == [12, 12]  # eight cells, four of them with a unit
+
+
+def test_nothing_of_the_table_is_cut_off_where_stages_have_chunks(run):
+    _, out, _ = run(
+        "tiny.yaml", "--dry-run", "schedule.name=interleaved", "parallelism={stages: 2, chunks: 2}"
+    )
+    assert "…" not in out
+    assert re.search(r"^ *1 +1-1 3-3 ", out, re.MULTILINE)
+    assert "those of each chunk by themselves" in out
+
+
+def test_what_a_run_will_find_out_or_move_to_host_memory_is_said(run):
+    _, out, _ = run(
+        "tiny.yaml", "--dry-run", "parallelism={stages: 4, layers: auto}", "model.num_layers=8",
+        "batch.microbatches=8", "schedule={name: adaptive, max_live: 2}", "offload.enabled=true",
+    )  # fmt: skip
+    assert "layers    cut evenly here; a run times them first" in out
+    assert "waits in host memory" in out
+    assert "in all" not in out  # two kinds of memory
+
+
+def test_a_model_that_cannot_be_traced_is_one_line(run, monkeypatch):
+    def broken(self, params, x):
+        raise TypeError("dot_general requires equal sizes\nand more")
+
+    monkeypatch.setattr(GPT2, "layer", broken)
+    code, _, error = run("tiny.yaml", "--dry-run")
+    assert code == 2
+    assert error == (
+        "error: tiny.yaml: model.factory: its model can't be traced: TypeError: dot_general "
+        "requires equal sizes\n"
+    )
 
 
 def test_what_cannot_be_run_is_one_line(run):
     code, _, error = run("tiny.yaml", "--dry-run", "schedule.max_stash_bytes=1000")
     assert code == 2
-    assert error.startswith("error: schedule.max_stash_bytes=1000 (command line): got 1,000 bytes")
+    assert error.startswith(
+        "error: schedule.max_stash_bytes=1000 (command line): schedule.max_stash_bytes[0]: got 1"
+    )
     assert error.count("\n") == 1
 
 
 def test_a_run_that_goes_on_is_not_for_it(run):
+    assert run("tiny.yaml", "--launch", "cluster", "--dry-run")[0] == 2
     code, _, error = run("--resume", "runs/some", "--dry-run")
     assert (code, error) == (
-        2, "error: --dry-run: expected a configuration's YAML file, and no --resume\n",
+        2, "error: --dry-run: got --resume, expected a configuration's YAML file alone\n",
     )  # fmt: skip

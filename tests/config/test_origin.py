@@ -30,7 +30,10 @@ def test_an_error_that_names_no_key_stays_as_it_is(text):
     ("overrides", "place"),
     [
         ([], "a.yaml: schedule.max_live[2]"),
-        (["schedule.max_live=3"], "schedule.max_live=3 (command line)"),
+        (
+            ["schedule.max_live=[4, 3, 3]"],
+            "schedule.max_live=[4, 3, 3] (command line): schedule.max_live[2]",
+        ),
     ],
 )
 def test_an_error_of_one_value_of_a_list_names_the_place_of_the_list(overrides, place):

@@ -8,7 +8,7 @@ import pytest
 
 from jaxmorph.config import Config
 from jaxmorph.errors import UserError
-from jaxmorph.planning.device_budget import with_device_budget
+from jaxmorph.planning.device_budget import budget_in_words, with_device_budget
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.stage.stash import StashMemory
@@ -73,6 +73,17 @@ def test_a_schedule_that_is_planned_keeps_to_it_without_offload(name):
     caps, told = budget(asked, TELLS, least=70)
     assert told == [{"free_bytes": 800, "least_bytes": 60}]
     assert caps == (80, 70)  # a tenth, but never less than one microbatch needs
+
+
+def test_a_budget_that_the_devices_have_set_is_told():
+    asked = config(schedule={"name": "adaptive"}, offload={"device_memory_fraction": 0.5})
+    meeting = Meeting({"free_bytes": 3 << 20, "least_bytes": 1})
+    made = with_device_budget(asked, cast(Rendezvous, meeting), trainer_on(TELLS))
+    assert budget_in_words(asked, made) == (
+        "stashes may take 400 B, 1.5 MiB of what the devices have free"
+    )
+    capped = config(schedule={"name": "adaptive", "max_stash_bytes": 7})
+    assert budget_in_words(capped, capped) == budget_in_words(asked, asked) == ""
 
 
 @pytest.mark.parametrize("silent", [(None, 500), (TELLS, None)])

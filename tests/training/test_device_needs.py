@@ -2,7 +2,7 @@
 
 import gc
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import jax
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from jaxmorph.config import Config
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.schedule.ops import Op
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import cut_layers
 from jaxmorph.training.device_needs import needs_of_step
@@ -19,13 +20,13 @@ from jaxmorph.training.stage_settings import stage_settings
 VOCABULARY = 16
 
 
-def config_of(stages, chunks=1, stash="full", compute="float32", **schedule):
+def config_of(stages, chunks=1, layers="even", stash="full", compute="float32", **schedule):
     return Config.model_validate(
         {
-            "model": {"width": 16, "num_heads": 2, "num_layers": 4},
+            "model": {"width": 16, "num_heads": 2, "num_layers": 4 if layers == "even" else 6},
             "data": {"sequence_length": 8},
             "batch": {"microbatches": 4, "microbatch_size": 2},
-            "parallelism": {"stages": stages, "chunks": chunks},
+            "parallelism": {"stages": stages, "chunks": chunks, "layers": layers},
             "schedule": {"name": "interleaved" if chunks > 1 else "zb-h1", **schedule},
             "precision": {"compute": compute},
             "stash": stash,
@@ -68,23 +69,53 @@ def test_it_is_what_a_stage_holds_once_it_is_built(config):
 def test_stashes_are_those_of_the_planned_order():
     config = config_of(2)
     needs = needs_of_step(config, build_model(config, VOCABULARY))
-    first, last = needs.stages
-    # ZB-H1 on two stages: one microbatch runs ahead of the last stage, and W comes right after B.
-    assert needs.plan.schedule.peak_live("B") == (2, 1)
-    assert needs.stash_bytes[0] >= 2 * first.stash.after_forward_bytes
-    assert needs.stash_bytes[1] >= last.stash.after_backward_input_bytes
+    first, last = (stage.stash for stage in needs.stages)
+    # On the first stage: F0 F1 B0 F2 B1 W0 ...; on the last: F0 B0 F1 B1 W0 F2 ...
+    assert needs.plan.schedule.peak_live("W") == (2, 2)
+    assert needs.stash_bytes == (
+        max(2 * first.after_forward_bytes, sum(astuple(first))),
+        max(sum(astuple(last)), 2 * last.after_backward_input_bytes),
+    )
     assert needs.message_bytes == 2 * 8 * 16 * 4
+
+
+def test_each_chunk_counts_with_what_it_keeps_itself():
+    few, many = (
+        needs_of_step(config, build_model(config, VOCABULARY)).stages[0]
+        for config in (config_of(2, chunks=2, layers=cut) for cut in ([1, 1, 1, 3], [3, 1, 1, 1]))
+    )
+    twice_the_first = [Op.parse(word) for word in ["F0", "F1", "BW0", "1.F0", "BW1", "1.BW0"]]
+    for stage in (few, many):
+        assert stage.peak_stash_bytes(twice_the_first) == max(
+            2 * stage.stashes[0].after_forward_bytes,
+            stage.stash.after_forward_bytes,
+        )
+    assert few.peak_stash_bytes(twice_the_first) < many.peak_stash_bytes(twice_the_first)
 
 
 def test_more_microbatches_under_way_keep_more_and_one_stage_sends_nothing():
     some, all_ = (
         needs_of_step(config, build_model(config, VOCABULARY))
-        for config in (config_of(1, max_live=1), config_of(1, name="gpipe"))
+        for config in (config_of(1), config_of(1, name="gpipe"))
     )
     (stage,) = some.stages
     assert all_.stash_bytes == (4 * stage.stash.after_forward_bytes,)
-    assert some.stash_bytes < all_.stash_bytes
+    assert some.stash_bytes == (max(astuple(stage.stash)),)
     assert some.message_bytes == 0
+
+
+def test_a_plan_keeps_within_what_a_device_has_free_beside_the_state():
+    config = config_of(2, name="adaptive")
+    model = build_model(config, VOCABULARY)
+    unbounded = needs_of_step(config, model)
+    state_bytes = max(stage.state_bytes for stage in unbounded.stages)
+    room = 2 * max(max(astuple(stage.stash)) for stage in unbounded.stages)
+    assert max(unbounded.stash_bytes) > room
+    bounded = needs_of_step(config, model, device_bytes=state_bytes + int(room / 0.8) + 1)
+    assert bounded.stash_bytes < unbounded.stash_bytes
+    assert bounded.stash_bytes[0] <= room
+    fixed = config_of(2)
+    assert needs_of_step(fixed, model, device_bytes=1).plan == needs_of_step(fixed, model).plan
 
 
 def test_a_cap_that_cannot_be_kept_is_a_users_mistake():
