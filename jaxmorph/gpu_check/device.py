@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 
+from jaxmorph.byte_sizes import in_bytes
 from jaxmorph.errors import UserError
 from jaxmorph.gpu_check.model_flops import peak_tflops
-from jaxmorph.gpu_check.report import Row, in_bytes
+from jaxmorph.gpu_check.report import Row
 from jaxmorph.gpu_check.settings import CheckSettings
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")

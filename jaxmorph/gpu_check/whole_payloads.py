@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from jaxmorph.byte_sizes import in_bytes
 from jaxmorph.copies.payload import PayloadShape
 from jaxmorph.gpu_check.copy_settings import CopySettings
 from jaxmorph.gpu_check.lone_end import FIRST_OF_ALL
 from jaxmorph.gpu_check.messages import Message, Messages
 from jaxmorph.gpu_check.random_payloads import SlowPayloads, random_contents
-from jaxmorph.gpu_check.report import in_bytes
 from jaxmorph.transport.sequence import WRAP
 
 _TYPES = (jnp.bfloat16, jnp.float32, jnp.uint8)

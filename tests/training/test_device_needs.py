@@ -20,7 +20,9 @@ from jaxmorph.training.stage_settings import stage_settings
 VOCABULARY = 16
 
 
-def config_of(stages, chunks=1, layers="even", stash="full", compute="float32", **schedule):
+def config_of(
+    stages, chunks=1, layers: str | list[int] = "even", stash="full", compute="float32", **schedule
+):
     return Config.model_validate(
         {
             "model": {"width": 16, "num_heads": 2, "num_layers": 4 if layers == "even" else 6},
