@@ -111,3 +111,10 @@ def test_a_file_that_is_no_schedule_is_named(capsys, tmp_path):
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {path}: row 0: got stage 3 on rank 0, expected it on rank 1")
     assert _run(capsys, tmp_path / "none.csv")[2].startswith(f"error: {tmp_path}/none.csv: cannot")
+
+
+def test_who_gives_a_runs_configuration_is_told_what_checks_it(capsys):
+    code, _, error = _run(capsys, "configs/demo.yaml")
+    assert code == 2
+    assert error.startswith("error: configs/demo.yaml: got a run's configuration by its name, ")
+    assert error.endswith("; jaxmorph train configs/demo.yaml --dry-run checks a configuration\n")

@@ -257,6 +257,10 @@ def test_rank_0_is_asked_to_end_and_what_it_says_then_is_heard(tmp_path):
     assert heard[1:] == [{"kind": "word", "asked": True}]
 
 
+def test_ranks_that_nobody_asked_to_end_say_so(tmp_path):
+    assert not run_ranks("ailing_rank", ["finish", "0"], 1, tmp_path, lambda said: None)
+
+
 def test_a_failure_tells_whether_the_ranks_had_been_asked_to_end(tmp_path):
     with pytest.raises(RankFailedError) as raised:
         stop_when_it_has_begun("fail when asked", tmp_path, 60.0)
