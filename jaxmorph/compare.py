@@ -12,7 +12,7 @@ from jaxmorph.comparison.matrix_record import MatrixRecord
 from jaxmorph.comparison.notes import comparison_notes, load_averages
 from jaxmorph.comparison.systems import SYSTEMS, System, system_config
 from jaxmorph.comparison.whole_runs import RUNS, run_whole, whole_config
-from jaxmorph.config import Config, load_config, placed_error
+from jaxmorph.config import Config, load_config, placed_error, placing_errors
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.reporting import claim_run_directory
@@ -91,10 +91,8 @@ def _configs(config: Config, wanted: Compare, system: System) -> Iterator[Config
 
 def _check_traces(path: Path, overrides: Sequence[str], wanted: Compare, num_stages: int) -> None:
     for index, condition in enumerate(wanted.conditions):
-        try:
+        with placing_errors(path, overrides):
             round_links(condition, num_stages, f"compare.conditions.{index}")
-        except UserError as error:
-            raise placed_error(path, overrides, error) from error
 
 
 class _Books:

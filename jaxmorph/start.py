@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxmorph.checkpoints.folder import PassedOver
-from jaxmorph.config import Config, load_config, placed_error
+from jaxmorph.config import Config, load_config, placing_errors
 from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
 from jaxmorph.recovery.supervisor import Supervisor
 from jaxmorph.reporting import Reporter, RunDirectory, open_reporter, open_run_directory
@@ -120,7 +120,7 @@ def start_training(path: Path, overrides: Sequence[str], launch: str = "auto") -
         RankFailedError: If a rank died or raised.
     """
     config = with_absolute_folder(load_config(path, overrides))
-    with _placing_errors(path, overrides):
+    with placing_errors(path, overrides):
         check_run(config)  # a mistake is told before anything is written or started
         require_no_checkpoints(config)
         try_named_folder(config)
@@ -141,7 +141,7 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
     """
     # In a job of many tasks the first alone decides on the checkpoint, and reads all of it.
     found = find_resumption(directory, overrides, thorough=launch == "local" or is_first_task())
-    with _placing_errors(directory / CONFIG, overrides):
+    with placing_errors(directory / CONFIG, overrides):
         parts = check_run(without_weights(found.config))
         check_vocabulary(found.manifest, parts.vocab_size)
         check_data(found.manifest, found.config, parts.data)
@@ -188,14 +188,6 @@ def check_run(config: Config) -> "RunParts":
     emulated_conditions(config)
     plan_step(config, unmeasured_profile(config))
     return parts
-
-
-@contextmanager
-def _placing_errors(path: Path, overrides: Sequence[str]) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        raise placed_error(path, overrides, error) from error
 
 
 def _run(start: _Start, launch: str) -> None:

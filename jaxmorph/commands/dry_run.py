@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxmorph.byte_sizes import in_bytes
-from jaxmorph.config import Config, load_config, placed_error
-from jaxmorph.errors import UserError
+from jaxmorph.config import Config, load_config, placing_errors
 from jaxmorph.reporting.text import describe_routes, numbers, short_count
 
 if TYPE_CHECKING:  # both import JAX
@@ -84,12 +82,11 @@ def _look_at(path: Path, overrides: Sequence[str]) -> _DryRun:
     config = load_config(path, overrides)
     device = own_devices()[0]
     device_bytes = (device.memory_stats() or {}).get("bytes_limit")
-    with _placing_errors(path, overrides):
+    with placing_errors(path, overrides):
         parts = check_run(config)
         require_no_checkpoints(config)
         taken = _taken(config, parts)
-        with _errors_of_the_model():
-            needs = needs_of_step(config, parts.model, device_bytes)
+        needs = needs_of_step(config, parts.model, device_bytes)
     words = "; ".join(filter(None, (f"{device.device_kind}, as JAX has it here", taken)))
     return _DryRun(config, parts, needs, words, device_bytes)
 
@@ -98,26 +95,6 @@ def _taken(config: Config, parts: "RunParts") -> str:
     from jaxmorph.stage.on_device import taken_on_device
 
     return taken_on_device(parts.model, config.batch.microbatch_size, config.data.sequence_length)
-
-
-@contextmanager
-def _placing_errors(path: Path, overrides: Sequence[str]) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        raise placed_error(path, overrides, error) from error
-
-
-@contextmanager
-def _errors_of_the_model() -> Iterator[None]:
-    """A model that can't be traced is told in one line; a run's logs have the traceback."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        first_line = (str(error).splitlines() or [""])[0]
-        raise UserError(
-            f"model.factory: its model can't be traced: {type(error).__name__}: {first_line}"
-        ) from error
 
 
 def _rows(found: _DryRun) -> Iterator[tuple[str, str]]:

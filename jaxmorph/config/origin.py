@@ -1,7 +1,8 @@
 """Where a configuration's values came from, so that an error can name the place to mend."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +55,23 @@ def placed_error(path: str | Path, overrides: Sequence[str], error: UserError) -
     if not colon or not _KEY.fullmatch(key):
         return error
     return _origin(path, overrides).error([Problem(key, says)])
+
+
+@contextmanager
+def placing_errors(path: str | Path, overrides: Sequence[str]) -> Iterator[None]:
+    """While this lasts, errors come out as `placed_error` has them.
+
+    Args:
+        path: the configuration file.
+        overrides: the command line's overrides.
+
+    Raises:
+        UserError: where one was raised meanwhile.
+    """
+    try:
+        yield
+    except UserError as error:
+        raise placed_error(path, overrides, error) from error
 
 
 def _origin(path: str | Path, overrides: Sequence[str]) -> Origin:

@@ -66,6 +66,9 @@ def trace_stage(
       sequence_length: tokens in a sequence.
       stash: "full" keeps what the backward needs; "recompute" keeps each layer's input alone, and
         B computes the layer again.
+
+    Raises:
+      Exception: whatever the model raises when it is traced.
     """
     key = jax.eval_shape(jax.random.key, 0)
     init = partial(init_stage_params, model, layers=range(num_layers), is_first=is_first)

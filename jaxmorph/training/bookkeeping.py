@@ -100,8 +100,8 @@ class Bookkeeper:
             num_parameters: Of the whole model.
             layers: Of each virtual stage, in the order of the pipeline.
             cut_reason: Why these; empty where there was nothing to choose.
-            equipped: What rank 0 computes on, what delegated links have got for the plan, and what
-                the model takes of its device; empty where there is nothing to tell.
+            equipped: What rank 0 computes on, what delegated links have got for the plan, what the
+                model takes of its device, and what stashes may take where the devices say so.
         """
         stages = self._config.parallelism.stages
         per_stage = [sum(map(len, layers[stage::stages])) for stage in range(stages)]

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxmorph.config import Config
+from jaxmorph.errors import UserError
 from jaxmorph.planning.device_budget import heeds_budget, with_stash_caps
 from jaxmorph.planning.plan_in_force import plan_step, unmeasured_profile
 from jaxmorph.runtime.optimizer import OptimizerSettings, adamw
@@ -110,7 +111,7 @@ def needs_of_step(
         The stages' needs, by the shapes that they will be compiled for, and the plan.
 
     Raises:
-        UserError: If a stage can't keep its cap.
+        UserError: If a stage can't keep its cap, or the model can't be traced.
     """
     cut = config.parallelism
     layers = cut_layers(model.num_layers, cut.stages, cut.layers, cut.chunks)
@@ -139,15 +140,7 @@ def _needs_of_stages(
 
     @cache
     def traced(num_layers: int, is_first: bool, is_last: bool) -> TracedStage:
-        return trace_stage(
-            model,
-            num_layers=num_layers,
-            is_first=is_first,
-            is_last=is_last,
-            microbatch_size=ranks[0].microbatch_size,
-            sequence_length=ranks[0].sequence_length,
-            stash=ranks[0].stash,
-        )
+        return _traced(model, ranks[0], num_layers, is_first, is_last)
 
     def needs(rank: int, settings: StageSettings) -> StageNeeds:
         own = settings.own_stages(rank)
@@ -156,6 +149,27 @@ def _needs_of_stages(
         return _needs(settings, layers, [traced(*kind) for kind in kinds])
 
     return tuple(needs(rank, settings) for rank, settings in enumerate(ranks))
+
+
+def _traced(
+    model: PipelineModel, settings: StageSettings, num_layers: int, is_first: bool, is_last: bool
+) -> TracedStage:
+    """A stage of a kind; a model that can't be traced is told in one line, and the rest in logs."""
+    try:
+        return trace_stage(
+            model,
+            num_layers=num_layers,
+            is_first=is_first,
+            is_last=is_last,
+            microbatch_size=settings.microbatch_size,
+            sequence_length=settings.sequence_length,
+            stash=settings.stash,
+        )
+    except (TypeError, ValueError) as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        raise UserError(
+            f"model.factory: its model can't be traced: {type(error).__name__}: {first_line}"
+        ) from error
 
 
 def _needs(
