@@ -18,6 +18,8 @@ from jaxmorph.transport.sidecar_channels import IncomingChannel
 from jaxmorph.transport.tcp_lanes import ChecksumError, TcpLane
 
 _PING_S = 1.0
+_FIRST_PINGS, _FIRST_PING_S = 10, 0.05
+"""One question alone may have waited for a processor, and its answer be wrong by all of that."""
 _READABLE = 1
 
 
@@ -54,7 +56,7 @@ class ReceivingLink:
         self._lanes: dict[int, Lane] = {}
         self._pings: dict[int, OpenPings] = {}
         self._polled: dict[int, Callable[[int], None]] = {}
-        self._wrong_checksums = self._violations = 0
+        self._asked = self._wrong_checksums = self._violations = 0
 
     def add_channel(self, channel: IncomingChannel) -> None:
         """Receive into its memory from now on."""
@@ -131,9 +133,12 @@ class ReceivingLink:
     def turn(self, now_s: float) -> None:
         """Ask the peer for its time, on one lane."""
         best = self.engine.best_lane()
-        if best is not None:
-            self._tell(best, self._pings[best].ask(time.monotonic_ns()))
-        self.next_s = now_s + _PING_S if best is not None else math.inf
+        if best is None:
+            self.next_s = math.inf
+            return
+        self._asked += 1
+        self._tell(best, self._pings[best].ask(time.monotonic_ns()))
+        self.next_s = now_s + (_FIRST_PING_S if self._asked < _FIRST_PINGS else _PING_S)
 
     def disturb(self, action: str, lane: int | None = None) -> None:
         """Harm done on purpose; see `SidecarPlane.disturb`."""

@@ -3,19 +3,20 @@
 import ctypes
 import threading
 import time
-from itertools import count
 
 import pytest
 from exchanges import (
     BACK,
     BEHIND,
     BESIDE,
+    CLOCK_ERROR_S,
     FLUSH_S,
     NEAR_THE_WRAP,
     PATIENCE_S,
     SECRET,
     THERE,
     Keeper,
+    await_clock,
     content,
     emulate,
     in_thread,
@@ -163,9 +164,7 @@ class Conformance:
     def test_a_payload_that_comes_by_itself_was_posted_when_it_came(self, joined):
         """Its link is not to be charged for what the sender's device took to compute it."""
         first, second = joined(spec())
-        for number in range(2):
-            send(first, THERE, number, 10)
-            receive(second, THERE, number, 10)
+        await_clock(second)
         slot = first.reserve(THERE, soon())
         slot.payload[:20] = content(7, 20)
         address = slot.signal_address
@@ -175,7 +174,7 @@ class Conformance:
         written_s = time.monotonic()
         _write_word(address, slot.sequence + 1)
         landed = receive(second, THERE, 7, 20)
-        assert written_s - 0.05 <= landed.posted_s <= landed.landed_s + 0.05
+        assert written_s - CLOCK_ERROR_S <= landed.posted_s <= landed.landed_s + CLOCK_ERROR_S
 
     def test_an_announced_message_that_is_withdrawn_arrives_empty(self, joined):
         first, second = joined(spec())
@@ -228,17 +227,12 @@ class Conformance:
 
     def test_messages_say_when_they_were_posted_and_landed(self, joined):
         first, second = joined(spec())
-        until_s = soon()
-        for number in count():
-            before_s = time.monotonic()
-            send(first, THERE, number, 10)
-            slot = receive(second, THERE, number, 10)
-            assert before_s <= slot.landed_s <= time.monotonic()
-            # One host, one clock: what remains is the error of the estimated offset, half of the
-            # quickest round trip so far. The first one may take long where processors are busy.
-            if before_s - 0.05 <= slot.posted_s <= slot.landed_s + 0.05:
-                return
-            assert time.monotonic() < until_s, slot.posted_s - before_s
+        await_clock(second)
+        before_s = time.monotonic()
+        send(first, THERE, 0, 10)
+        slot = receive(second, THERE, 0, 10)
+        assert before_s <= slot.landed_s <= time.monotonic()
+        assert before_s - CLOCK_ERROR_S <= slot.posted_s <= slot.landed_s + CLOCK_ERROR_S
 
     def test_too_long_a_message_and_a_bad_tag_are_refused(self, joined):
         first, _ = joined(spec())

@@ -15,6 +15,7 @@ BESIDE, BEHIND = ChannelName(2, 0, 1), ChannelName(3, 0, 1)  # more channels of 
 SECRET = bytes(range(32))
 PATIENCE_S = 30.0
 NEAR_THE_WRAP = 2**32 - 3
+CLOCK_ERROR_S = 0.05
 FLUSH_S = 2.0  # `close` waits at least so long for messages that can't arrive
 
 
@@ -61,6 +62,17 @@ def reserve_all(plane, channel):
     """One slot more than `spec` has."""
     for _ in range(5):
         plane.reserve(channel, soon())
+
+
+def await_clock(plane, peer=0):
+    """Return once the plane knows the peer's clock that well; those of one process have one."""
+    deadline_s = soon()
+    while peers := plane.statistics().get("peers"):
+        error_s = peers[str(peer)]["receiving"]["clock_error_s"]
+        if error_s is not None and error_s < CLOCK_ERROR_S:
+            return
+        assert time.monotonic() < deadline_s, error_s
+        time.sleep(0.01)
 
 
 def in_thread(work, *arguments):
