@@ -18,7 +18,7 @@ from jaxmorph.control.known_links import dead_of
 from jaxmorph.data import ReadAhead
 from jaxmorph.emulation.link_settings import agree_on_origin_s, emulated_conditions, untimed
 from jaxmorph.errors import RunFailedError
-from jaxmorph.planning.device_budget import budget_in_words, with_device_budget
+from jaxmorph.planning.device_budget import WithinDevices, budget_in_words, with_device_budget
 from jaxmorph.planning.first_plan import FirstPlan, plan_by_timings, settle_garbage
 from jaxmorph.planning.layer_choice import LayerChoice, choose_layers, measured_on_rank_0
 from jaxmorph.recovery.phases import COMPILE, PLAN, RESTORE, START
@@ -53,7 +53,7 @@ Message = dict[str, Any]
 class _Run:
     """What a rank has loaded, or come to with the others, before its stage is compiled."""
 
-    config: Config
+    within: WithinDevices
     directory: Path
     rendezvous: Rendezvous
     checkpoints: RunCheckpoints
@@ -65,6 +65,10 @@ class _Run:
     conditions: tuple[LinkCondition, ...]
     links: EmulatedLinks
     read: Callable[[int], StepInputs]
+
+    @property
+    def config(self) -> Config:
+        return self.within.first
 
     @property
     def num_tied(self) -> int:
@@ -153,7 +157,7 @@ def _load(
     checkpoints.require_shared(rendezvous)
     cut = checkpoints.cut or _choose_layers(config, rendezvous, directory, parts)
     return _Run(
-        config,
+        WithinDevices(config, config),
         directory,
         rendezvous,
         checkpoints,
@@ -185,7 +189,7 @@ def _take_up_state(run: _Run, trainer: StageTrainer) -> _Run:
     """The checkpoint's state, if there is one; and the memory that compiled stages leave."""
     own_stages = run.settings.own_stages(run.rendezvous.rank)
     run.checkpoints.restore(trainer, [run.settings.layers[stage] for stage in own_stages])
-    return replace(run, config=with_device_budget(run.config, run.rendezvous, trainer))
+    return replace(run, within=with_device_budget(run.config, run.rendezvous, trainer))
 
 
 def _plan(run: _Run, trainer: StageTrainer) -> FirstPlan:
@@ -223,7 +227,9 @@ def _open_beside_steps(
     leads, failed = rendezvous.rank == 0, dead_of(first.known)
     evaluation = Evaluation(config, rendezvous, trainer, in_force.programs, run.parts.held_out)
     with (
-        open_control_loop(config, first, run.num_tied, active=leads) as loop,
+        open_control_loop(
+            config, first, run.num_tied, active=leads, to_plan=run.within.new
+        ) as loop,
         Bookkeeper(
             config,
             in_force,
@@ -267,7 +273,7 @@ def _open_saver(run: _Run, bookkeeper: Bookkeeper) -> CheckpointSaver:
 def _tell_start(run: _Run, first: FirstPlan, bookkeeper: Bookkeeper) -> None:
     cut, num_parameters = run.cut, parameter_count(run.parts.model)
     computes_on = f"rank 0 computes on {device_kind()}"
-    room = budget_in_words(run.checkpoints.starting_config, run.config)
+    room = budget_in_words(run.checkpoints.starting_config, run.within)
     equipped = "; ".join(filter(None, (computes_on, first.equipped, run.taken, room)))
     bookkeeper.start(run.parts.source, num_parameters, cut.layers, cut.reason, equipped)
     if run.first_step > 0:

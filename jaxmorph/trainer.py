@@ -275,7 +275,7 @@ class Trainer:
     def _planned(self, inputs: StepInputs) -> PlanInForce:
         """The plan for what a few steps over a batch have cost."""
         rendezvous = self._rendezvous
-        config = with_device_budget(self.config, rendezvous, self._stage)
+        config = with_device_budget(self.config, rendezvous, self._stage).first
         first = plan_by_timings(
             config, rendezvous, self._stage, inputs, self._num_tied, with_room_for_forwards
         )

@@ -33,7 +33,12 @@ _MORPH, _PROBE = "morph", "probe"
 
 @contextmanager
 def open_control_loop(
-    config: Config, first: FirstPlan, num_tied: int, *, active: bool
+    config: Config,
+    first: FirstPlan,
+    num_tied: int,
+    *,
+    active: bool,
+    to_plan: Config | None = None,
 ) -> Iterator[ControlLoop | None]:
     """What watches a run's links and decides, with the process that plans for it.
 
@@ -42,6 +47,7 @@ def open_control_loop(
         first: Its first plan.
         num_tied: How many tied parameters the first and the last stage hold copies of.
         active: Whether this is rank 0.
+        to_plan: The run with the caps that plans made from now on keep; None: as it is.
 
     Yields:
         The loop; None on other ranks, and where nothing adapts.
@@ -56,7 +62,7 @@ def open_control_loop(
         loop = ControlLoop(
             config.adaptation, plan, planned_for, start.usual, start.detector, watch, process
         )
-        known = config, num_tied, start.home, planned_for, start.usual, plan
+        known = to_plan or config, num_tied, start.home, planned_for, start.usual, plan
         loop.begin(partial(process.begin, *known))
         try:
             yield loop

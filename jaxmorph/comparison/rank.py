@@ -74,7 +74,7 @@ def serve(
         open_stage(healthy, rendezvous, parts.model, settings, links) as trainer,
         ReadAhead(read) as inputs,
     ):
-        healthy = with_device_budget(healthy, rendezvous, trainer)
+        healthy = with_device_budget(healthy, rendezvous, trainer).first
         links.emulate(())
         first = plan_by_timings(healthy, rendezvous, trainer, read(0), num_tied, lambda plan: plan)
         settle_garbage()

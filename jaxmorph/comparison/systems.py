@@ -138,9 +138,7 @@ def _inside(config: Config, system: System) -> str:
 
 def _cap(config: Config, system: System) -> dict[str, int]:
     """What devices may hold, of a system that is capped where the configuration names no cap."""
-    schedule = config.schedule
-    is_named = schedule.max_live is not None or schedule.max_stash_bytes is not None
-    if system.memory == "config" or is_named:
+    if system.memory == "config" or config.schedule.is_capped:
         return {}
     return {"max_live": 2 * config.parallelism.stages - 1}
 

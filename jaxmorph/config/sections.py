@@ -208,6 +208,11 @@ class Schedule(Section):
         }
         return {**measured, **told}
 
+    @property
+    def is_capped(self) -> bool:
+        """Whether it says what a stage may hold."""
+        return self.max_live is not None or self.max_stash_bytes is not None
+
     def max_live_per_stage(self, num_stages: int) -> tuple[int, ...] | None:
         """Each stage's cap on live microbatches, or None when there is none."""
         return _cap_per_stage(self.max_live, num_stages)

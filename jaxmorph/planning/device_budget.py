@@ -1,7 +1,7 @@
 """What stashes may take of the devices' memory, where the configuration names no cap."""
 
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from jaxmorph.byte_sizes import in_bytes
@@ -13,7 +13,23 @@ from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES
 
 
-def with_device_budget(config: Config, rendezvous: Rendezvous, trainer: StageTrainer) -> Config:
+@dataclass(frozen=True)
+class WithinDevices:
+    """A run as it is planned within its devices' memory.
+
+    Attributes:
+        first: For its first plan. A fixed schedule runs as it is: whether that fits is for the
+            devices to say.
+        new: For the plans that replace it while the run lasts.
+    """
+
+    first: Config
+    new: Config
+
+
+def with_device_budget(
+    config: Config, rendezvous: Rendezvous, trainer: StageTrainer
+) -> WithinDevices:
     """The configuration with a cap on each stage's stash, by what its device has free.
 
     Args:
@@ -35,21 +51,21 @@ def with_device_budget(config: Config, rendezvous: Rendezvous, trainer: StageTra
     (device,) = trainer.executor.placement.device_set
     if offloads:
         _require_host_memory(device, rendezvous.rank)
-    if not heeds_budget(config):
-        return config
+    if config.schedule.is_capped or not (heeds_budget(config) or config.adapts):
+        return WithinDevices(config, config)
     least = 1 if offloads else max(astuple(trainer.stash_memory))
     told = rendezvous.exchange({"free_bytes": free_bytes(device), "least_bytes": least})
     if any(rank["free_bytes"] is None for rank in told):
-        return config
+        return WithinDevices(config, config)
     free, least = zip(*((rank["free_bytes"], rank["least_bytes"]) for rank in told), strict=True)
-    return with_stash_caps(config, free, least)
+    capped = with_stash_caps(config, free, least)
+    return WithinDevices(capped if heeds_budget(config) else config, capped)
 
 
 def heeds_budget(config: Config) -> bool:
-    """Whether planning can keep within what devices have free, and no other cap is named."""
-    schedule = config.schedule
-    is_capped = schedule.max_live is not None or schedule.max_stash_bytes is not None
-    return not is_capped and (config.offload.enabled or schedule.name in PLANNED_SCHEDULES)
+    """Whether the first plan can keep within what devices have free, and no other cap is named."""
+    can_keep = config.offload.enabled or config.schedule.name in PLANNED_SCHEDULES
+    return can_keep and not config.schedule.is_capped
 
 
 def with_stash_caps(config: Config, free: Sequence[int], least: Sequence[int]) -> Config:
@@ -67,17 +83,18 @@ def with_stash_caps(config: Config, free: Sequence[int], least: Sequence[int]) -
     return config.model_copy(update={"schedule": schedule})
 
 
-def budget_in_words(asked: Config, config: Config) -> str:
+def budget_in_words(asked: Config, within: WithinDevices) -> str:
     """What stashes may take, where the devices and not the configuration have said so; else "".
 
     Args:
         asked: The run as it was configured.
-        config: What `with_device_budget` made of it.
+        within: What `with_device_budget` made of it.
     """
-    caps = config.schedule.max_stash_bytes_per_stage(config.parallelism.stages)
-    if caps is None or config.schedule == asked.schedule:
+    caps = within.new.schedule.max_stash_bytes_per_stage(asked.parallelism.stages)
+    if caps is None or within.new.schedule == asked.schedule:
         return ""
-    return f"stashes may take {', '.join(map(in_bytes, caps))} of what the devices have free"
+    whose = "" if within.first == within.new else " of new plans"
+    return f"stashes{whose} may take {', '.join(map(in_bytes, caps))} of what the devices have free"
 
 
 def free_bytes(device: Any) -> int | None:

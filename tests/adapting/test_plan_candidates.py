@@ -13,7 +13,8 @@ from jaxmorph.planning.plan_in_force import plan_step
 from jaxmorph.program.check import check
 from jaxmorph.program.forward_only import forward_only
 from jaxmorph.program.slots_needed import slots_needed
-from jaxmorph.schedule.costs import Link, StageCosts, chain_links
+from jaxmorph.schedule.costs import Limits, Link, StageCosts, chain_links
+from jaxmorph.schedule.memory import StashBytes
 
 LINKS = (Link(0, 1), Link(1, 2), Link(2, 3))
 COSTS = StageCosts.uniform(4, 10.0, 10.0, 10.0)
@@ -119,6 +120,29 @@ def test_caps_hold_for_plans_made_anew():
     plans, profile = planner(schedule={"name": "adaptive", "max_live": 7})
     anew = plans.weigh(profile, verdicts(2, 3, 60.0)).candidates[-1]
     assert max(anew.plan.schedule.peak_live("B")) <= 7
+
+
+def test_caps_hold_for_plans_made_anew_also_where_the_first_plan_is_beyond_them():
+    """As with a fixed schedule, which runs as it is, on devices that tell their memory."""
+    sizes = StashBytes((10,) * 4, (5,) * 4)
+    profile = Profile(COSTS, USUAL["direct"], stash_bytes=sizes)
+    first = plan_step(config(), profile, 0)
+    assert held_bytes(first, sizes) > 60
+    capped = config(schedule={"name": "zb-h2", "max_stash_bytes": 60})
+    for run, keeps in ((config(), False), (capped, True)):
+        plans = CandidatePlanner(run, 0, first, profile, USUAL)
+        *same, anew = plans.weigh(profile, verdicts(2, 3, 60.0)).candidates
+        assert all(each.plan.schedule == first.schedule for each in same)
+        assert anew.plan.schedule.name == "adaptive"
+        assert (held_bytes(anew.plan, sizes) <= 60) is keeps
+
+
+def held_bytes(plan, sizes):
+    """The most that any stage holds."""
+    memories = Limits(max_stash_bytes=(0,) * 4, stash_bytes=sizes).stage_memory(4, 12)
+    return max(
+        memory.peak(order) for memory, order in zip(memories, plan.schedule.orders, strict=True)
+    )
 
 
 AUTO = {"enabled": True, "intra_step": "auto"}

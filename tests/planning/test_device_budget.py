@@ -8,7 +8,7 @@ import pytest
 
 from jaxmorph.config import Config
 from jaxmorph.errors import UserError
-from jaxmorph.planning.device_budget import budget_in_words, with_device_budget
+from jaxmorph.planning.device_budget import WithinDevices, budget_in_words, with_device_budget
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.stage.stash import StashMemory
@@ -55,7 +55,8 @@ def config(**sections) -> Config:
 def budget(asked: Config, statistics, other: int | None = 500, least: int = 1):
     meeting = Meeting({"free_bytes": other, "least_bytes": least})
     made = with_device_budget(asked, cast(Rendezvous, meeting), trainer_on(statistics))
-    return made.schedule.max_stash_bytes, meeting.told
+    assert made.first == made.new
+    return made.first.schedule.max_stash_bytes, meeting.told
 
 
 ENABLED = {"offload": {"enabled": True, "device_memory_fraction": 0.5}}
@@ -83,7 +84,21 @@ def test_a_budget_that_the_devices_have_set_is_told():
         "stashes may take 400 B, 1.5 MiB of what the devices have free"
     )
     capped = config(schedule={"name": "adaptive", "max_stash_bytes": 7})
-    assert budget_in_words(capped, capped) == budget_in_words(asked, asked) == ""
+    for same in (capped, asked):
+        assert budget_in_words(same, WithinDevices(same, same)) == ""
+
+
+def test_plans_that_replace_a_fixed_schedule_keep_to_it_and_the_schedule_runs_as_it_is():
+    adapts = {"schedule": {"name": "zb-h2"}, "adaptation": {"enabled": True}}
+    asked = config(**adapts, offload={"device_memory_fraction": 0.5})
+    meeting = Meeting({"free_bytes": 500, "least_bytes": 1})
+    made = with_device_budget(asked, cast(Rendezvous, meeting), trainer_on(TELLS))
+    assert made.first == asked
+    assert made.new.schedule.name == "zb-h2"
+    assert made.new.schedule.max_stash_bytes == (400, 250)
+    assert budget_in_words(asked, made) == (
+        "stashes of new plans may take 400 B, 250 B of what the devices have free"
+    )
 
 
 @pytest.mark.parametrize("silent", [(None, 500), (TELLS, None)])
