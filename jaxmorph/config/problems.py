@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from yaml import YAMLError
 
-from jaxmorph.config.sections import LARGEST, Expected, Section
+from jaxmorph.config.sections import LARGEST, MOST_BYTES, Expected, Section
 from jaxmorph.config.yaml_text import format_yaml
 
 CROSS_FIELD = "cross_field"  # the type of pydantic error by which `Config` reports its own rules
@@ -92,8 +92,8 @@ def _problems_of(schema: type[BaseModel], details: Any, tree: Mapping) -> Iterat
         yield unknown_key(key, tuple(section.model_fields), _all_keys(schema))
     elif details["type"] == "missing":
         yield Problem(key, f"missing, expected {_expected(field, section)}", missing=True)
-    elif details.get("ctx", {}).get("le") == LARGEST:
-        yield mismatch(key, _value_at(tree, keys), f"a whole number of at most {LARGEST}")
+    elif (most := details.get("ctx", {}).get("le")) in (LARGEST, MOST_BYTES):
+        yield mismatch(key, _value_at(tree, keys), f"a whole number of at most {most}")
     else:
         yield mismatch(key, _value_at(tree, keys), _expected(field, section))
 

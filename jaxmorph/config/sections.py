@@ -23,9 +23,11 @@ class Expected:
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 LARGEST = 2**31 - 1  # everything counted here ends up in an int32 somewhere
+MOST_BYTES = 2**63 - 1  # but for bytes, of which a device has more
 
 Text = Annotated[str, Field(min_length=1), Expected("text")]
 Count = Annotated[int, Field(ge=1, le=LARGEST), Expected("a whole number of at least 1")]
+Bytes = Annotated[int, Field(ge=1, le=MOST_BYTES), Expected("a whole number of at least 1")]
 CountOrZero = Annotated[int, Field(ge=0, le=LARGEST), Expected("a whole number of at least 0")]
 Positive = Annotated[float, Field(gt=0), Expected("a number above 0")]
 NotNegative = Annotated[float, Field(ge=0), Expected("a number of at least 0")]
@@ -33,6 +35,7 @@ Fraction = Annotated[float, Field(ge=0, le=1), Expected("a number from 0 to 1")]
 Momentum = Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")]
 # Lists are the only leniently typed values: YAML has no tuples.
 Counts = Annotated[tuple[Count, ...], Field(strict=False)]
+ByteCounts = Annotated[tuple[Bytes, ...], Field(strict=False)]
 Positives = Annotated[tuple[Positive, ...], Field(strict=False)]
 PerStageMs = Annotated[
     Positive | Positives,
@@ -184,7 +187,7 @@ class Schedule(Section):
     ] = None
     live_until: Literal["B", "W"] = "B"
     max_stash_bytes: Annotated[
-        Count | Counts | None,
+        Bytes | ByteCounts | None,
         Expected("null, a whole number of at least 1, or a list with one for each stage"),
     ] = None
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ from jaxmorph.planning.plan_in_force import plan_step
 from jaxmorph.planning.step_programs import lower_step
 from jaxmorph.program.program_text import parse_program
 from jaxmorph.schedule.costs import Link, StageCosts, chain_links
+from jaxmorph.schedule.memory import StashBytes
 
 CONFIG = Config.model_validate(
     {"parallelism": {"stages": 3}, "batch": {"microbatches": 6}, "schedule": {"name": "zb-h2"}}
@@ -72,6 +74,28 @@ def test_a_process_that_died_between_two_requests_is_told_of_and_closed():
         process.close()  # what it never read is of no interest to anyone
     with pytest.raises(PlanningError, match="has been closed"):
         process.restart(FIRST)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(60)
+def test_it_plans_within_what_devices_of_tens_of_gigabytes_have_free():
+    schedule = CONFIG.schedule.model_copy(update={"max_stash_bytes": (60 * 10**9,) * 3})
+    adaptation = CONFIG.adaptation.model_copy(update={"enabled": True, "intra_step": "auto"})
+    config = CONFIG.model_copy(update={"schedule": schedule, "adaptation": adaptation})
+    profile = replace(PROFILE, stash_bytes=StashBytes((8 * 10**9,) * 3, (4 * 10**9,) * 3))
+    first = plan_step(CONFIG, profile)
+    process = PlanningProcess()
+    try:
+        process.begin(config, 0, first, profile, USUAL)
+        candidates = process.weigh(profile, SLOW).candidates
+        told = process.adopt(len(candidates) - 1).programs
+    finally:
+        process.close()
+    rooms = [each.leeway.memory.room for each in map(parse_program, told) if each.leeway]
+    assert rooms == [60 * 10**9] * len(rooms) != []
+    anew = candidates[-1].plan.schedule
+    assert anew.name == "adaptive"
+    assert max(anew.peak_live("B")) <= 60 // 8
 
 
 def test_a_request_that_goes_wrong_is_answered_and_so_is_the_next_one():
