@@ -111,7 +111,8 @@ def train(
             raise UserError(f"--dry-run: got {got}, expected a configuration's YAML file alone")
         print_dry_run(Path(config), overrides or [], Console(highlight=False, markup=False))
     elif resume is not None:
-        resume_training(resume, words, launch)
+        if said := resume_training(resume, words, launch):
+            typer.echo(said)
     elif config is None:
         raise UserError("train: got no configuration, expected a YAML file, or --resume RUN_DIR")
     else:

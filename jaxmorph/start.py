@@ -127,7 +127,7 @@ def start_training(path: Path, overrides: Sequence[str], launch: str = "auto") -
     _run(_Start(config), launch)
 
 
-def resume_training(directory: Path, overrides: Sequence[str], launch: str = "auto") -> None:
+def resume_training(directory: Path, overrides: Sequence[str], launch: str = "auto") -> str:
     """Run a run that has stopped from its last checkpoint to its end.
 
     Args:
@@ -135,18 +135,29 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
         overrides: As for `start_training`.
         launch: As for `start_training`.
 
+    Returns:
+        Why nothing was done, of a run that had come to its end; else "".
+
     Raises:
         UserError: If there is no such run, or it can't go on from its last checkpoint.
         RankFailedError: If a rank died or raised.
     """
     # In a job of many tasks the first alone decides on the checkpoint, and reads all of it.
-    found = find_resumption(directory, overrides, thorough=launch == "local" or is_first_task())
+    # But for the last one: no task may take its word that there is nothing to do.
+    thorough = launch == "local" or is_first_task()
+    found = find_resumption(directory, overrides, thorough=thorough)
+    if found.is_done and not thorough:
+        found = find_resumption(directory, overrides)
+    if found.is_done:
+        done = f"{directory} has done its {found.config.run.steps} steps"
+        return f"{done}: nothing is left to do (run.steps=N goes on to N)"
     with placing_errors(directory / CONFIG, overrides):
         parts = check_run(without_weights(found.config))
         check_vocabulary(found.manifest, parts.vocab_size)
         check_data(found.manifest, found.config, parts.data)
         try_named_folder(found.config)
     _run(_Start(found.config, found.manifest.step, directory, found.passed_over), launch)
+    return ""
 
 
 def run_here(config: Config, reporter: Reporter) -> bool:

@@ -28,6 +28,11 @@ class Resumption:
     manifest: Manifest
     passed_over: tuple[PassedOver, ...] = ()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the checkpoint is that of the run's last step."""
+        return self.manifest.step == self.config.run.steps
+
 
 def checkpoint_folder(config: Config, directory: Path) -> CheckpointFolder:
     """Where a run has its checkpoints.
@@ -285,8 +290,8 @@ def _disagreements(
     if (folder and Path(folder).resolve()) != (was_folder and Path(was_folder).resolve()):
         there = "none" if was_folder is None else was_folder
         yield "checkpoint.dir", folder, f"{there}: a run's checkpoints stay in one folder"
-    if config.run.steps <= manifest.step:
-        done = f"more than the {manifest.step} steps that the last checkpoint has done"
+    if config.run.steps < manifest.step:
+        done = f"at least the {manifest.step} steps that the last checkpoint has done"
         yield "run.steps", config.run.steps, done
     held_out, was_held_out = config.data.held_out_fraction, was.data.held_out_fraction
     if held_out != was_held_out:

@@ -132,6 +132,17 @@ def test_a_step_without_a_checkpoint_is_one_line(both):
     assert done.stderr.endswith("checkpoints: 7, 14, 20\n")
 
 
+def test_a_run_that_is_done_is_left_as_it_is_and_that_is_no_mistake(both):
+    whole, _ = both
+    before = [path.read_bytes() for path in (whole / "metrics.jsonl", whole / "events.jsonl")]
+    done = run("train", "--resume", whole)
+    assert done.stdout == (
+        f"{whole} has done its 20 steps: nothing is left to do (run.steps=N goes on to N)\n"
+    )
+    after = [path.read_bytes() for path in (whole / "metrics.jsonl", whole / "events.jsonl")]
+    assert after == before
+
+
 def test_a_run_that_is_in_use_is_left_as_it_is(both):
     stopped = both[1]
     names = ("config.yaml", "metrics.jsonl", "events.jsonl")

@@ -60,7 +60,7 @@ def test_a_run_goes_on_from_its_last_checkpoint_with_its_overrides(tmp_path):
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("run.steps=14", "got 14, expected more than the 14 steps that the last checkpoint has"),
+        ("run.steps=13", "got 13, expected at least the 14 steps that the last checkpoint has"),
         ("run.dir=runs/other", "got runs/other, expected none: a resumed run goes on in its own"),
         ("model.width=64", "got 64, expected 32, that of the checkpoint's model"),
         ("model.num_heads=2", "got 2, expected None, that of the checkpoint's model"),
@@ -75,6 +75,14 @@ def test_what_cannot_go_on_is_one_line_that_names_the_override(tmp_path, overrid
     with pytest.raises(UserError) as error:
         find_resumption(run, [override])
     assert str(error.value).startswith(f"{override} (command line): {says}")
+
+
+def test_a_run_is_done_with_the_checkpoint_of_its_last_step(tmp_path):
+    run = write_run(tmp_path, [7, 14])
+    assert find_resumption(run, ["run.steps=14"]).is_done
+    assert not find_resumption(run, []).is_done
+    corrupt(run, 14)
+    assert not find_resumption(run, ["run.steps=14"]).is_done
 
 
 def test_what_does_not_change_the_model_may_change(tmp_path):
