@@ -5,6 +5,7 @@ import hmac
 import secrets
 import socket
 import struct
+from collections.abc import Iterator
 
 _LENGTH = struct.Struct("!I")
 _RANK = struct.Struct("!I")
@@ -13,7 +14,18 @@ _LARGEST_BYTES = 1 << 28
 
 
 class ConnectionLostError(RuntimeError):
-    """The peer has closed the connection, or died."""
+    """The peer has closed the connection or died, or nothing leads to it any more."""
+
+
+@contextlib.contextmanager
+def _telling_losses() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        # The deadline's own error has no number; the kernel's, which has given up, has one.
+        if isinstance(error, TimeoutError) and error.errno is None:
+            raise
+        raise ConnectionLostError(str(error)) from error
 
 
 class Connection:
@@ -41,10 +53,8 @@ class Connection:
             TimeoutError: If the peer doesn't take it within the deadline.
             ConnectionLostError: If the peer is gone.
         """
-        try:
+        with _telling_losses():
             self._socket.sendall(_LENGTH.pack(len(message)) + message)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise ConnectionLostError(str(error)) from error
 
     def receive(self, limit_bytes: int = _LARGEST_BYTES) -> bytes:
         """Wait for one message.
@@ -72,10 +82,8 @@ class Connection:
     def _receive_exactly(self, length: int) -> bytes:
         received = bytearray()
         while len(received) < length:
-            try:
+            with _telling_losses():
                 part = self._socket.recv(length - len(received))
-            except ConnectionResetError as error:
-                raise ConnectionLostError(str(error)) from error
             if not part:
                 raise ConnectionLostError("the connection was closed")
             received += part
