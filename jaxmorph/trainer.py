@@ -28,7 +28,7 @@ from jaxmorph.runtime.report import measured_timeline, rank_report, total
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
-from jaxmorph.scripts.config import configure
+from jaxmorph.scripts.config import configure, sections_without_effect
 from jaxmorph.scripts.meeting import leave
 from jaxmorph.scripts.step_batch import cut_batch
 from jaxmorph.scripts.uncaught import end_if_failed
@@ -110,6 +110,8 @@ class Trainer:
                 "adaptation.enabled: got true, expected false: only `jaxmorph train` adapts"
             )
         self.rank = self._rendezvous.rank
+        if self.rank == 0 and (unused := sections_without_effect(self.config)):
+            _log.warning("of no effect here: %s (a loop of one's own does that)", ", ".join(unused))
         self._num_tied = len(model.tied)
         self._conditions, self._links = emulated_conditions(self.config), EmulatedLinks()
         require_one_host(self.config, self._rendezvous)

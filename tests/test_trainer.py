@@ -20,7 +20,7 @@ from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.scripts import config as script_config
 from jaxmorph.scripts import meeting
-from jaxmorph.scripts.config import configure
+from jaxmorph.scripts.config import configure, sections_without_effect
 from jaxmorph.trainer import Trainer
 from jaxmorph.training.skipped_steps import SkippedSteps
 
@@ -78,6 +78,16 @@ def test_a_configuration_may_be_a_mapping_a_file_or_typed(tmp_path):
     assert given.parallelism.stages == 1
     assert configure(path)[0].batch == configure(str(path))[0].batch == given.batch
     assert configure(None)[0].batch.microbatches == 8
+
+
+def test_what_only_runs_do_is_named_where_a_script_asks_for_it(caplog):
+    asked = {"checkpoint": {"every_steps": 100}, "trace": {"every_steps": 5}}
+    with pytest.raises(UserError, match="nowhere"):  # which it comes to after its configuration
+        Trainer(MODEL, {**asked, "model": {"weights": "nowhere"}})
+    assert caplog.messages == [
+        "of no effect here: checkpoint, trace (a loop of one's own does that)"
+    ]
+    assert not sections_without_effect(check_config({"run": {"steps": 50}}))
 
 
 def test_a_file_without_stages_may_say_what_is_per_stage_or_link(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from jaxmorph.errors import UserError
 
 _LARGEST_VOCABULARY = 2**24  # a larger one is an array read with the wrong type
 _HEAD_TOKENS = 4096
+_BYTES = "bytes"
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single equality
@@ -30,7 +31,7 @@ class Tokens:
 
 def load_tokens(
     path: str | None,
-    tokenizer: str = "bytes",
+    tokenizer: str = _BYTES,
     token_dtype: str = "uint16",
     vocab_size: int | None = None,
 ) -> Tokens:
@@ -40,10 +41,11 @@ def load_tokens(
         path: a text file, a folder of text files, a `.bin` token array (little-endian ids without
             a header, as nanoGPT and Megatron write them), or None for the standard library's
             sources.
-        tokenizer: `bytes` or the path of a `tokenizer.json`; a token array needs none.
+        tokenizer: `bytes` or the path of a `tokenizer.json`; of a token array the one that made
+            it, if that is to say how large the vocabulary is.
         token_dtype: `uint16` or `uint32`, the ids' type in a token array.
         vocab_size: the vocabulary to train with. None is the tokenizer's own; for a token array
-            it is one more than the largest id, for which the whole array is read once.
+            without one it is one more than the largest id, for which all of it is read once.
 
     Returns:
         The tokens, at least one.
@@ -53,6 +55,8 @@ def load_tokens(
     """
     if path is not None and is_token_array(path):
         ids = _map_token_array(Path(path), token_dtype)
+        if vocab_size is None and tokenizer != _BYTES:
+            vocab_size = open_tokenizer(tokenizer).vocab_size
         return Tokens(ids, vocab_size or _smallest_vocabulary(ids, path), path)
     if path is None:
         documents, source = standard_library_documents(), "the Python standard library's sources"

@@ -14,6 +14,8 @@ from jaxmorph.training.cluster import num_tasks
 
 _SOME_STAGES = 4
 
+_OF_RUNS = ("checkpoint", "evaluation", "metrics", "restart_policy", "trace")
+
 Source = Config | Mapping[str, Any] | str | Path | None
 
 
@@ -43,6 +45,12 @@ def configure(source: Source) -> tuple[Config, Rendezvous]:
             f"{processes} (`jaxmorph launch --stages {stages} SCRIPT` starts {stages} here)"
         )
     return config, rendezvous
+
+
+def sections_without_effect(config: Config) -> list[str]:
+    """The sections that say what only `jaxmorph train` does, and say more than the defaults."""
+    default = Config()
+    return [name for name in _OF_RUNS if getattr(config, name) != getattr(default, name)]
 
 
 def _tree(source: Source) -> Mapping[str, Any]:

@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers.models import WordLevel
 
 from jaxmorph.data.tokens import Tokens, hold_out, is_token_array, load_tokens
 from jaxmorph.errors import UserError
@@ -36,6 +38,16 @@ def test_a_token_array_is_mapped_not_read(array_file, dtype):
     assert tokens.ids.tolist() == [5, 500, 50_000]
     assert tokens.vocab_size == 50_001
     assert load_tokens(tokens.source, token_dtype=dtype, vocab_size=50_257).vocab_size == 50_257
+
+
+def test_a_tokenizer_that_is_named_says_what_vocabulary_a_token_array_has(array_file, tmp_path):
+    words = str(tmp_path / "tokenizer.json")
+    tokenizers.Tokenizer(WordLevel({"?": 0, "a": 1, "b": 2}, unk_token="?")).save(words)
+    path = array_file([0, 1], "uint16")
+    assert load_tokens(path, words).vocab_size == 3
+    assert load_tokens(path, words, vocab_size=9).vocab_size == 9
+    with pytest.raises(UserError, match=r"^data.tokenizer: "):
+        load_tokens(path, str(tmp_path / "none.json"))
 
 
 def test_small_uint32_tokens_are_not_taken_for_uint16(array_file):

@@ -112,6 +112,12 @@ def test_too_little_held_out_text_is_told_with_what_is_needed():
     )
 
 
+def test_runs_of_any_seed_are_compared_on_the_same_text():
+    made = [held_out_batches(config_of(run__seed=seed), held_out_of(490)) for seed in (1, 2)]
+    first, second = (batches and batches.inputs(0) for batches in made)
+    assert np.array_equal(first, second)
+
+
 def test_forwards_alone_get_the_slots_they_need_too():
     delegated = config_of(4, routes__default="delegated", batch__microbatches=16)
     plan = plan_of(delegated)
