@@ -387,8 +387,8 @@ class Timeouts(Section):
     """How long, in seconds, ranks wait for one another: to start, and within a step.
 
     Where links fail over, a direct transfer is given up `direct_s` after both its ends have come to
-    it; null: `step_s` over the number of stages, at least 4. Elsewhere it ends the run after
-    `step_s`.
+    it; null: `step_s` divided by the number of stages, or by 4 if there are fewer. Elsewhere it
+    ends the run after `step_s`.
     """
 
     start_s: Positive = 120.0

@@ -22,7 +22,8 @@ batch: {microbatches: 4, microbatch_size: 2}
 schedule: {name: zb-h2}
 optimizer: {learning_rate: 1e-2}
 """
-EVALUATED = ("evaluation={every_steps: 3, batches: 2}", "metrics.tensorboard=true")
+BATCHES = 6
+EVALUATED = (f"evaluation={{every_steps: 3, batches: {BATCHES}}}", "metrics.tensorboard=true")
 OP_MS = 12
 PACED = (
     f"emulation.accelerator={{forward_ms: {OP_MS}, backward_input_ms: {OP_MS}, "
@@ -74,12 +75,12 @@ def test_the_last_one_is_the_loss_on_one_device_of_the_same_batches(evaluated):
     model, params = with_logits(saved.model), jax.device_put(join_stages(saved.stages))
     logits_of = jax.jit(lambda tokens: model_logits(model, params, tokens))
     losses = []
-    for batch in (batches[0], batches[1]):
+    for batch in (batches[number] for number in range(BATCHES)):
         for inputs, targets in zip(*batch, strict=True):
             logits = np.float64(logits_of(inputs))
             chosen = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
             losses.append(np.logaddexp.reduce(logits, -1) - chosen)
-    assert np.shape(losses) == (8, 2, 16)
+    assert np.shape(losses) == (4 * BATCHES, 2, 16)
     assert metrics_of(evaluated)[-1]["held_out_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
 
 
@@ -98,7 +99,7 @@ def test_no_step_takes_longer_and_nothing_compiles_for_it(evaluated):
     metrics = metrics_of(evaluated)
     took_s = [line["step_s"] for line in metrics]
     usual_s = median(took_s)
-    evaluation_s = 2 * (4 + 1) * OP_MS / 1e3  # two batches of four microbatches on two stages
+    evaluation_s = BATCHES * (4 + 1) * OP_MS / 1e3  # batches of four microbatches on two stages
     assert max(took_s[3], took_s[6]) < usual_s + evaluation_s / 2
     assert len({line["compilations"] for line in metrics}) == 1
 
