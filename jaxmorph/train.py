@@ -24,6 +24,7 @@ from jaxmorph.planning.layer_choice import LayerChoice, choose_layers, measured_
 from jaxmorph.recovery.phases import COMPILE, PLAN, RESTORE, START
 from jaxmorph.reporting.records import LINKS_KNOWN, RESUMED
 from jaxmorph.runtime.compilations import CompilationCounter
+from jaxmorph.runtime.device_memory import told_peak
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.own_devices import device_kind
@@ -335,7 +336,7 @@ def _meet(
     """The end of a step: every rank tells its part of it, and hears all ranks' reports."""
     norm, compiled = trainer.squared_norm(), beside.compilations.count
     report, timings = rank_report(outcome, norm, began_s, compiled, trainer.events())
-    report |= told_not_finite(trainer, outcome.loss, norm)
+    report |= told_not_finite(trainer, outcome.loss, norm) | told_peak(trainer.device)
     told = report | beside.saver.told() | beside.times.told() | beside.adaptation.told(step)
     return run.rendezvous.exchange(told, timings | beside.adaptation.probed())
 

@@ -7,6 +7,7 @@ from typing import Any
 from jaxmorph.byte_sizes import in_bytes
 from jaxmorph.config import Config
 from jaxmorph.errors import UserError
+from jaxmorph.runtime.device_memory import free_bytes
 from jaxmorph.runtime.host_copies import HOST_MEMORY
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_trainer import StageTrainer
@@ -48,7 +49,7 @@ def with_device_budget(
         UserError: If stashes may be offloaded, but this rank's device has nowhere to.
     """
     offloads = config.offload.enabled
-    (device,) = trainer.executor.placement.device_set
+    device = trainer.device
     if offloads:
         _require_host_memory(device, rendezvous.rank)
     if config.schedule.is_capped or not (heeds_budget(config) or config.adapts):
@@ -95,14 +96,6 @@ def budget_in_words(asked: Config, within: WithinDevices) -> str:
         return ""
     whose = "" if within.first == within.new else " of new plans"
     return f"stashes{whose} may take {', '.join(map(in_bytes, caps))} of what the devices have free"
-
-
-def free_bytes(device: Any) -> int | None:
-    """What is free of a device's memory, or None where it doesn't tell."""
-    statistics = device.memory_stats()
-    if not statistics or "bytes_limit" not in statistics:
-        return None
-    return statistics["bytes_limit"] - statistics.get("bytes_in_use", 0)
 
 
 def _require_host_memory(device: Any, rank: int) -> None:

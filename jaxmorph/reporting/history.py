@@ -34,6 +34,7 @@ class RunHistory:
         self._numbers = {name: array("d") for name in _KEPT}
         self._steps = {name: array("q") for name in _KEPT}  # those of the numbers
         self._planned_s = array("d")  # of every step; 0 without a plan
+        self._peak_device_bytes: tuple[int, ...] | None = None
 
     def add(self, record: StepRecord) -> None:
         """Adds a step.
@@ -49,6 +50,9 @@ class RunHistory:
         self._planned_s.append(record.predicted_step_s or 0.0)
         if record.skipped:
             self._skipped_steps.append(record.step)
+        if (peaks := record.peak_device_bytes) is not None:
+            before = self._peak_device_bytes or peaks  # ranks that start again count from 0
+            self._peak_device_bytes = tuple(map(max, before, peaks))
 
     def go_back(self, step: int) -> None:
         """Forgets the steps from one on, which will be done again.
@@ -128,6 +132,7 @@ class RunHistory:
                 zip(self._numbers["step_s"], self._planned_s, strict=True)
             ),
             skipped_steps=len(self._skipped_steps),
+            peak_device_bytes=self._peak_device_bytes,
         )
 
     def _median(self, name: str) -> float | None:

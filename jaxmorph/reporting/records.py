@@ -86,6 +86,8 @@ class StepRecord:
             no field of the line, where nothing was transferred.
         peak_on_device: most of them on the device at once, for each stage; None, and no field of
             the line, where stashes may not be offloaded.
+        peak_device_bytes: most bytes in use on each stage's device since its rank started; None,
+            and no field of the line, where a device doesn't tell, as CPUs don't.
         skipped: whether parameters stayed as they were, as loss or gradients were not finite.
     """
 
@@ -106,6 +108,9 @@ class StepRecord:
     held_out_loss: float | None = field(default=None, metadata={"left_out_if_none": True})
     link_ms: Mapping[str, float] | None = field(default=None, metadata={"left_out_if_none": True})
     peak_on_device: tuple[int, ...] | None = field(
+        default=None, metadata={"left_out_if_none": True}
+    )
+    peak_device_bytes: tuple[int, ...] | None = field(
         default=None, metadata={"left_out_if_none": True}
     )
     skipped: bool = False
@@ -173,6 +178,7 @@ class RunSummary:
         wall_s: all of it.
         num_restarts: how often the ranks were started again.
         lost_s: what their failures have cost, seconds.
+        peak_device_bytes: most bytes in use on each stage's device, if the devices tell.
     """
 
     losses: tuple[float, ...]
@@ -194,3 +200,4 @@ class RunSummary:
     wall_s: float = 0.0
     num_restarts: int = 0
     lost_s: float = 0.0
+    peak_device_bytes: tuple[int, ...] | None = None

@@ -7,6 +7,7 @@ from math import isfinite
 from pathlib import Path
 from statistics import fmean, median
 
+from jaxmorph.byte_sizes import in_bytes
 from jaxmorph.config.sections import Emulation, LinkTrace
 from jaxmorph.reporting.records import RunHeader, RunSummary, StepRecord
 
@@ -65,6 +66,8 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
         rows.append(
             ("bubble", f"{percent(summary.bubble_rate)} measured{planned if known else ''}")
         )
+    if summary.peak_device_bytes is not None:
+        rows.append(("memory", _memory(summary.peak_device_bytes)))
     if summary.goodput is not None:
         rows.append(("goodput", _goodput(summary)))
     if summary.morph_steps:
@@ -75,6 +78,11 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.traces:
         rows.append(("traces", f"{_span_of(summary.traces)} (open in ui.perfetto.dev)"))
     return rows
+
+
+def _memory(peaks: Sequence[int]) -> str:
+    most = max(peaks)
+    return f"at most {in_bytes(most)} in use on a device (stage {peaks.index(most)})"
 
 
 def describe_regime(emulation: Emulation) -> str:

@@ -293,6 +293,12 @@ class StageTrainer:
         self._weights = self._prepare()
 
     @property
+    def device(self) -> jax.Device:
+        """Where it computes."""
+        (device,) = self.executor.placement.device_set
+        return device
+
+    @property
     def state(self) -> tuple[Any, ...]:
         """Each chunk's parameters and optimizer state: see `stage_parts`. An update ends them."""
         return stage_parts(self.params, self._optimizer_state)

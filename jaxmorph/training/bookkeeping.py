@@ -26,6 +26,7 @@ from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.planning.intra_step import without_effect
 from jaxmorph.planning.plan_in_force import PlanInForce
 from jaxmorph.program.program_text import parse_program
+from jaxmorph.runtime.device_memory import peaks_of
 from jaxmorph.runtime.report import (
     StepTotals,
     measured_timeline,
@@ -255,6 +256,7 @@ class Bookkeeper:
             "bubble_rate": measured.bubble_rate,
             "peak_live": measured.peak_live(self._config.schedule.live_until),
             "peak_on_device": self._peak_on_device(measured),
+            "peak_device_bytes": peaks_of(reports),
             "compilations": total_compilations(reports),
             "planned_bubble_rate": planned.bubble_rate,
             "link_states": self._link_states(),

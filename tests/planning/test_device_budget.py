@@ -43,8 +43,7 @@ class Device:
 
 def trainer_on(statistics, *memories) -> StageTrainer:
     device = Device(statistics and tuple(statistics.items()), memories or Device.memories)
-    executor = SimpleNamespace(placement=SimpleNamespace(device_set={device}))
-    own = SimpleNamespace(executor=executor, stash_memory=StashMemory(30, 60))
+    own = SimpleNamespace(device=device, stash_memory=StashMemory(30, 60))
     return cast(StageTrainer, own)
 
 

@@ -48,6 +48,15 @@ def test_a_summary_counts_the_steps_that_were_skipped():
     assert summary_rows(summary)[0] == ("steps", "4 in 2.0 s, 2 of them skipped: not finite")
 
 
+def test_a_summary_has_the_most_that_was_in_use_whichever_life_it_was_in():
+    records = [replace(STEP, peak_device_bytes=peaks) for peaks in ((5 << 20, 4), (9, 7 << 20))]
+    summary = history_of(*records).summary(elapsed_s=2.0, run_directory=Path("runs/a"))
+    assert summary.peak_device_bytes == (5 << 20, 7 << 20)
+    assert dict(summary_rows(summary))["memory"] == "at most 7.0 MiB in use on a device (stage 1)"
+    silent = history_of(STEP).summary(elapsed_s=2.0, run_directory=Path("runs/a"))
+    assert "memory" not in dict(summary_rows(silent))
+
+
 def test_steps_are_held_against_their_own_plans():
     """Medians of all steps and of all plans would say 10 %."""
     history = history_of(
