@@ -1,5 +1,6 @@
 """The command `python -m jaxmorph.gpu_check`."""
 
+import faulthandler
 import os
 import sys
 
@@ -10,4 +11,5 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 from jaxmorph.gpu_check.command import main
 
 if __name__ == "__main__":
+    faulthandler.enable()  # what a driver or a library dies of is said, too
     sys.exit(main())

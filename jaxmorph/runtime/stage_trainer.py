@@ -293,7 +293,7 @@ class StageTrainer:
         self._weights = self._prepare()
 
     @property
-    def device(self) -> jax.Device:
+    def device(self) -> Any:
         """Where it computes."""
         (device,) = self.executor.placement.device_set
         return device

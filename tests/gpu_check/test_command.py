@@ -83,6 +83,42 @@ def processes_with(variable):
     return found
 
 
+@dataclass(frozen=True)
+class Untellable:
+    """A part's report of what JSON can't hold."""
+
+    what: object = object()
+
+    def rows(self):
+        return ()
+
+
+def test_a_report_that_cannot_be_told_is_its_parts_fault_alone(tmp_path):
+    parts = {"bad": lambda settings: Untellable(), "good": told}
+    outcomes = run_parts(parts, ON_CPU, tmp_path / "found.json", limit_s=100.0)
+    assert [outcome.holds for outcome in outcomes] == [False, True]
+    assert "JSON serializable" in outcomes[0].error
+    assert json.loads((tmp_path / "found.json").read_text())["done"]
+
+
+@pytest.mark.timeout(100)
+def test_a_check_that_hangs_ends_itself_and_says_where():
+    program = (
+        "import threading; from jaxmorph.gpu_check.command import _ending_in_time\n"
+        "def hangs(): threading.Event().wait()\n"
+        "with _ending_in_time(0.2): hangs()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 1
+    assert "in hangs" in done.stderr
+
+
 @pytest.fixture
 def without_gpu(monkeypatch):
     devices = jax.devices
