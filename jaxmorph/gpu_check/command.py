@@ -55,6 +55,8 @@ LIMIT_S = 440.0
 HANGS_S = 35.0
 """So much later the process ends itself, and says where it was."""
 
+_STDERR = 2
+
 LEAST_S = 15.0
 """With less left there is no use in beginning a part."""
 
@@ -87,7 +89,7 @@ def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] = PAR
 @contextmanager
 def _ending_in_time(limit_s: float) -> Iterator[None]:
     """End the process where it hangs, on a device perhaps, which no exception gets it out of."""
-    faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=_STDERR)
     try:
         yield
     finally:
