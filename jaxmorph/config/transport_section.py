@@ -1,6 +1,6 @@
 """The section of a configuration that says how the host-side data plane travels."""
 
-from ipaddress import ip_address
+from ipaddress import IPv4Network, ip_address
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -12,14 +12,15 @@ _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 4096, 16 * 2**20  # what a frame may ann
 
 
 def _checked_address(text: str) -> str:
-    return str(ip_address(text))
+    return str(IPv4Network(text, strict=False) if "/" in text else ip_address(text))
 
 
 class Transport(Section):
     """How delegated transfers travel from host to host.
 
-    Addresses are this host's own, one for each network card; `auto` is 127.0.0.1 where all ranks
-    share one loopback, and else those of the cards that are found. `lanes` is the number of
+    Addresses are this host's own, one for each network card; a subnet stands for those that a host
+    has in it, so that one file does for all hosts. `auto` is 127.0.0.1 where all ranks share one
+    loopback, and else those of the cards that are found. `lanes` is the number of
     connections to each peer; `auto` follows what messages turn out to need. Each chunk is
     acknowledged, and sent again where need be, as a whole. `copies` is how payloads get from the
     device into the slots that the transfers leave from; `auto` is the first way that works. Who
@@ -32,7 +33,10 @@ class Transport(Section):
             tuple[Annotated[str, AfterValidator(_checked_address)], ...],
             Field(strict=False, min_length=1),
         ],
-        Expected("auto, or a list of IP addresses, one for each of this host's network cards"),
+        Expected(
+            "auto, or a list of IP addresses, one for each of this host's network cards, or of "
+            "IPv4 subnets that they are in"
+        ),
     ] = "auto"
     lanes: Annotated[
         Literal["auto"] | Annotated[int, Field(ge=1, le=_MOST_LANES)],

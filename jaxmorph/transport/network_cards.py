@@ -5,7 +5,11 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Sequence
+from ipaddress import IPv4Network, ip_address
+from itertools import chain
 from pathlib import Path
+
+from jaxmorph.errors import UserError
 
 LOOPBACK = "127.0.0.1"
 _NETWORK_CLASS = Path("/sys/class/net")
@@ -26,7 +30,7 @@ def listening_addresses(
     """The addresses of this host that the data plane uses.
 
     Args:
-        configured: What the user chose; None: what fits.
+        configured: What the user chose, addresses or subnets; None: what fits.
         one_loopback: Whether all ranks share this loopback: then nothing leaves the machine.
         coordinator_host: Where the run's first rank is.
         find: Finds the network cards' addresses, by default `card_addresses`.
@@ -34,9 +38,13 @@ def listening_addresses(
     Returns:
         One for each network card: those configured; or the loopback; or the cards that are found,
         and where there are none the address from which this host reaches the coordinator.
+
+    Raises:
+        UserError: If no card of this host is in a subnet that is configured.
     """
     if configured is not None:
-        return tuple(configured)
+        own = (addresses_within(each) if "/" in each else (each,) for each in configured)
+        return tuple(dict.fromkeys(chain.from_iterable(own)))
     if one_loopback:
         return (LOOPBACK,)
     found = tuple((find or card_addresses)())
@@ -79,6 +87,37 @@ def card_addresses(
         if addresses:
             return addresses
     return ()
+
+
+def addresses_within(
+    subnet: str,
+    network_class: Path = _NETWORK_CLASS,
+    address_of: Callable[[str], str | None] | None = None,
+) -> tuple[str, ...]:
+    """The IPv4 addresses that this host's network interfaces have in a subnet.
+
+    Args:
+        subnet: Such as `10.0.0.0/16`.
+        network_class: As for `card_addresses`.
+        address_of: As for `card_addresses`.
+
+    Returns:
+        In the order of the interfaces' names, hardware or not.
+
+    Raises:
+        UserError: If there is none.
+    """
+    ask = address_of or interface_address
+    cards = {card.name: ask(card.name) for card in _interfaces(network_class) if _is_usable(card)}
+    own = {name: address for name, address in cards.items() if address is not None}
+    network = IPv4Network(subnet)
+    if found := dict.fromkeys(each for each in own.values() if ip_address(each) in network):
+        return tuple(found)
+    there = ", ".join(f"{name} {address}" for name, address in own.items()) or "none"
+    raise UserError(
+        f"transport.addresses: got {subnet}, expected a subnet that a network card of "
+        f"{socket.gethostname()} is in (it has {there})"
+    )
 
 
 def interface_address(name: str) -> str | None:

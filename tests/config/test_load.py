@@ -271,7 +271,11 @@ VALUE_ERRORS = {
     ),
     "transport: {addresses: [localhost]}": (
         "transport.addresses: got [localhost], expected auto, or a list of IP addresses, "
-        "one for each of this host's network cards"
+        "one for each of this host's network cards, or of IPv4 subnets that they are in"
+    ),
+    "transport: {addresses: [10.0.0.0/33]}": (
+        "transport.addresses: got [10.0.0.0/33], expected auto, or a list of IP addresses, "
+        "one for each of this host's network cards, or of IPv4 subnets that they are in"
     ),
     "data: {held_out_fraction: 1}": (
         "data.held_out_fraction: got 1, expected a number from 0 to below 1"

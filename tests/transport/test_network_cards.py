@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from jaxmorph.errors import UserError
+from jaxmorph.transport import network_cards
 from jaxmorph.transport.network_cards import (
     address_towards,
+    addresses_within,
     card_addresses,
     interface_address,
     listening_addresses,
@@ -63,6 +66,31 @@ def test_what_is_configured_is_used_and_one_loopback_needs_no_network():
     assert chosen == ("10.7.0.1",)
     assert listening_addresses(None, one_loopback=True, **towards) == ("127.0.0.1",)
     assert listening_addresses(None, one_loopback=False, **towards) == ("10.0.0.1", "10.0.1.1")
+
+
+def test_a_subnet_stands_for_what_this_host_has_in_it(tmp_path):
+    place = machine(
+        tmp_path,
+        lo=(UP_LOOPBACK,),
+        eth1=(UP, "device"),
+        eth0=(UP, "device"),
+        eth2=(DOWN, "device"),
+        eth3=(UP, "device"),
+        veth0=(UP,),
+    )
+    assert addresses_within("10.0.0.0/16", place, ADDRESSES.get) == ("10.0.0.1", "10.0.1.1")
+    assert addresses_within("10.9.0.0/24", place, ADDRESSES.get) == ("10.9.0.1",)
+    says = r"transport.addresses: got 10.8.0.0/16, .*\(it has eth0 10.0.0.1, eth1 10.0.1.1, veth0 "
+    with pytest.raises(UserError, match=says):
+        addresses_within("10.8.0.0/16", place, ADDRESSES.get)
+
+
+def test_subnets_and_addresses_may_be_configured_together(monkeypatch):
+    monkeypatch.setattr(network_cards, "addresses_within", lambda subnet: ("10.0.0.1", "10.0.1.1"))
+    chosen = listening_addresses(
+        ["10.0.1.1", "10.0.0.0/16"], one_loopback=False, coordinator_host="127.0.0.1"
+    )
+    assert chosen == ("10.0.1.1", "10.0.0.1")
 
 
 def test_without_cards_it_is_the_address_towards_the_coordinator():
