@@ -1,6 +1,7 @@
 """One rank's part of training: its stage's parameters, programs, queue and routes."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any
 
@@ -8,27 +9,20 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmorph.copies.payload import PayloadShape, SlotUse
-from jaxmorph.copies.stage_copies import StageCopies, open_copies
+from jaxmorph.copies.payload import PayloadShape
 from jaxmorph.program.channels import Channel
 from jaxmorph.program.instructions import RankProgram
 from jaxmorph.runtime.delegated import DelegatedRoute
-from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.direct_probe import probe_direct
-from jaxmorph.runtime.direct_programs import direct_programs
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import Chunks, Executor, StepInputs, StepOutcome
 from jaxmorph.runtime.failover_route import FailoverRoute
 from jaxmorph.runtime.host_copies import HostCopies
 from jaxmorph.runtime.link_connections import LinkLines
-from jaxmorph.runtime.links import LinkProgram
-from jaxmorph.runtime.online_dispatch import OnlineDispatcher
 from jaxmorph.runtime.optimizer import StageOptimizer
-from jaxmorph.runtime.other_paths import OtherPaths
 from jaxmorph.runtime.pacing import Pace
-from jaxmorph.runtime.payloads import slot_use
 from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue, Stamp
-from jaxmorph.runtime.routes import Route
+from jaxmorph.runtime.stage_routes import Site, open_routes
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_state import from_parts, stage_parts
 from jaxmorph.runtime.tied import HEAD, TiedGradients
@@ -40,8 +34,6 @@ from jaxmorph.stage.parameters import LeafPath, compile_init
 from jaxmorph.stage.stash import StashMemory
 from jaxmorph.stage.stored_weights import read_stage_params
 from jaxmorph.transport.plane import DataPlane
-
-_HANGS_AFTER = 0.5  # of the time after which a direct transfer is given up
 
 
 class StageTrainer:
@@ -84,59 +76,40 @@ class StageTrainer:
         self._optimizer_state = self.optimizer.initial_state(self.params)
         self._accumulators = self._zero_accumulators()
         self._weights = self._prepare()
-        paced = settings.pace is not None
-        self._queue = PacedQueue() if paced else AsynchronousQueue()
+        self._rank, self._plane, self._lines, self._step = rank, plane, lines, 0
+        self._links = links or EmulatedLinks()
+        self._payloads = _own_payloads(model, settings, rank)
         placement = NamedSharding(submesh, PartitionSpec())
-        payloads = {
-            channel: payload
-            for channel, payload in settings.payloads(model).items()
-            if rank in channel.link
-        }
-        timeout_s = settings.transfer_timeout_s
-        direct = DirectRoute(
-            direct_programs(_direct_payloads(payloads, settings), mesh, answered=paced),
-            answered=paced,
-            links=links or EmulatedLinks(),
-            timeout_s=settings.direct_timeout_s or timeout_s,
-        )
-        self._rank, self._payloads = rank, payloads
-        self._plane = plane
-        routes: dict[str, Route] = {"direct": direct}
-        self.delegated: DelegatedRoute | None = None
-        self._online: OnlineDispatcher | None = None
-        self._slot_copies: StageCopies | None = None
-        if plane is not None:
-            uses = _slot_uses(payloads, settings)
-            ways = open_copies(placement, plane.tell_of_memory, settings.copies)
-            self._slot_copies, check = ways, self._queue.raise_error
-            self.delegated = DelegatedRoute(
-                plane, uses, rank, placement, ways.outgoing, check, ways.incoming
+        with ExitStack() as opened:
+            self._queue = AsynchronousQueue() if settings.pace is None else PacedQueue()
+            opened.callback(self._queue.close)
+            site = Site(
+                rank, mesh, placement, self._queue, self._payloads, self._links, self._is_cut
             )
-            routes["delegated"] = self.delegated
-            self._online = OnlineDispatcher(self._queue, self.delegated, timeout_s)
-        self._failover: FailoverRoute | None = None
-        self._links, self._lines, self._step = direct.links, lines, 0
-        if lines is not None and lines.wires and self.delegated is not None:
-            programs_of = partial(_programs_of_link, payloads, mesh, paced)
-            hangs_s = (settings.direct_timeout_s or timeout_s) * _HANGS_AFTER
-            others = OtherPaths(lines.wires, lines.echoes, hangs_s, self._is_cut)
-            self._failover = FailoverRoute(
-                direct, self.delegated, lines.wires, rank, timeout_s, programs_of, others
-            )
-            routes["direct"] = self._failover
+            self._routes = open_routes(site, settings, plane, lines)
+            opened.pop_all()
         pace = settings.pace or Pace()
         self._copies = HostCopies(pace.host_copy_bytes_per_s)
         self.executor = Executor(
             chunks=self.programs,
             placement=placement,
             queue=self._queue,
-            routes=routes,
+            routes=self._routes.by_name,
             pace=pace,
             transfer_timeout_s=settings.transfer_timeout_s,
             tied=TiedGradients(model.tied, self._accumulators) if model.tied else None,
             copies=self._copies,
-            online=self._online,
+            online=self._routes.online,
         )
+
+    @property
+    def delegated(self) -> DelegatedRoute | None:
+        """The route by hosts; None where no link of this rank is ever delegated."""
+        return self._routes.delegated
+
+    @property
+    def _failover(self) -> FailoverRoute | None:
+        return self._routes.failover
 
     @property
     def stash_memory(self) -> StashMemory:
@@ -330,13 +303,8 @@ class StageTrainer:
     def close(self) -> None:
         """Stop the threads of the queue, of copies and of links."""
         self._queue.close()
-        if self._failover is not None:
-            self._failover.close()
         self._copies.close()
-        if self._online is not None:
-            self._online.close()
-        if self._slot_copies is not None:
-            self._slot_copies.close()
+        self._routes.close()
 
     def _let_go(self) -> None:
         if self._failover is not None:
@@ -423,35 +391,9 @@ def _uncounted(model: PipelineModel, params: Chunks) -> tuple[LeafPath, ...]:
     return tuple((last, HEAD, *head) for _, head in model.tied) if HEAD in params[last] else ()
 
 
-def _direct_payloads(
-    payloads: Mapping[Channel, PayloadShape], settings: StageSettings
+def _own_payloads(
+    model: PipelineModel, settings: StageSettings, rank: int
 ) -> dict[Channel, PayloadShape]:
-    """The payloads of a rank's channels that may be on the direct route."""
-    return {
-        channel: payload
-        for channel, payload in payloads.items()
-        if settings.direct is None or channel.link in settings.direct
-    }
-
-
-def _programs_of_link(
-    payloads: Mapping[Channel, PayloadShape],
-    mesh: Mesh,
-    answered: bool,
-    link: Link,
-    times_closed: int,
-) -> Mapping[Channel, LinkProgram]:
-    """The direct programs of a link that has been closed so many times."""
-    own = {channel: payload for channel, payload in payloads.items() if channel.link == link}
-    return direct_programs(own, mesh, answered=answered, failures={link: times_closed})
-
-
-def _slot_uses(
-    payloads: Mapping[Channel, PayloadShape], settings: StageSettings
-) -> dict[Channel, SlotUse]:
-    """How the payloads of a rank's channels that may be delegated lie in slots."""
-    return {
-        channel: slot_use(channel, payload)
-        for channel, payload in payloads.items()
-        if channel.link in settings.delegated
-    }
+    """What the channels carry that a rank is an end of."""
+    payloads = settings.payloads(model)
+    return {channel: payloads[channel] for channel in payloads if rank in channel.link}

@@ -61,8 +61,10 @@ def test_messages_are_copied_as_the_user_says_or_it_is_an_error():
         with closing(trainer_of(1, 1, plane=plane, copies="pinned_host")) as trainer:
             assert trainer.delegated is not None
             assert trainer.delegated.statistics()["tier"] == "pinned_host"
+        before = threading.enumerate()
         with pytest.raises(UserError, match=r"got copy_engine, .* expected auto"):
             trainer_of(1, 1, plane=plane, copies="copy_engine")
+        assert set(threading.enumerate()) <= set(before)  # what had begun has been stopped
 
 
 def test_a_ranks_virtual_stages_are_a_number_of_ranks_apart():

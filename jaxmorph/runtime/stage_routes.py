@@ -1,0 +1,178 @@
+"""The ways by which one rank's messages go, opened together and closed together."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from jax.sharding import Mesh, NamedSharding
+
+from jaxmorph.copies.payload import PayloadShape, SlotUse
+from jaxmorph.copies.stage_copies import StageCopies, open_copies
+from jaxmorph.program.channels import Channel
+from jaxmorph.runtime.delegated import DelegatedRoute
+from jaxmorph.runtime.direct import DirectRoute
+from jaxmorph.runtime.direct_programs import direct_programs
+from jaxmorph.runtime.emulated_links import EmulatedLinks
+from jaxmorph.runtime.failover_route import FailoverRoute
+from jaxmorph.runtime.link_connections import LinkLines
+from jaxmorph.runtime.links import LinkProgram
+from jaxmorph.runtime.online_dispatch import OnlineDispatcher
+from jaxmorph.runtime.other_paths import OtherPaths
+from jaxmorph.runtime.payloads import slot_use
+from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
+from jaxmorph.runtime.routes import Route
+from jaxmorph.runtime.stage_settings import StageSettings
+from jaxmorph.schedule.costs import Link
+from jaxmorph.transport.plane import DataPlane
+
+_HANGS_AFTER = 0.5  # of the time after which a direct transfer is given up
+
+Payloads = Mapping[Channel, PayloadShape]
+Queue = AsynchronousQueue | PacedQueue
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a rank's routes are.
+
+    Attributes:
+        rank: The rank.
+        mesh: That of all ranks.
+        placement: Of what the rank computes on.
+        queue: Its ops and transfers.
+        payloads: What its channels carry.
+        links: What is emulated on its links.
+        is_cut: Whether one is emulated to be cut now.
+    """
+
+    rank: int
+    mesh: Mesh
+    placement: NamedSharding
+    queue: Queue
+    payloads: Payloads
+    links: EmulatedLinks
+    is_cut: Callable[[Link], bool]
+
+
+@dataclass(frozen=True)
+class StageRoutes:
+    """A rank's routes.
+
+    Attributes:
+        direct: By collectives.
+        delegated: By hosts; None where no link of the rank is ever delegated.
+        failover: What completes direct transfers whose path fails; None: a failure ends the run.
+        online: Lets the rank change its order, as delegated messages come; None without a plane.
+        copies: Between the device and slots; None without a plane.
+    """
+
+    direct: DirectRoute
+    delegated: DelegatedRoute | None = None
+    failover: FailoverRoute | None = None
+    online: OnlineDispatcher | None = None
+    copies: StageCopies | None = None
+
+    @property
+    def by_name(self) -> dict[str, Route]:
+        """What the instructions of programs call them."""
+        routes: dict[str, Route] = {"direct": self.failover or self.direct}
+        return routes if self.delegated is None else {**routes, "delegated": self.delegated}
+
+    def close(self) -> None:
+        """Stop their threads, once the rank's queue has stopped."""
+        for each in (self.failover, self.online, self.copies):
+            if each is not None:
+                each.close()
+
+
+def open_routes(
+    site: Site, settings: StageSettings, plane: DataPlane | None, lines: LinkLines | None
+) -> StageRoutes:
+    """Make a rank's routes.
+
+    Args:
+        site: Where.
+        settings: The stage's.
+        plane: What carries delegated transfers; None: no link of this rank is ever delegated. It is
+            not closed with them.
+        lines: To the other end of each of its links that fail over; None: none does.
+
+    Returns:
+        The routes; to be closed.
+
+    Raises:
+        UserError: If payloads can't be copied as the configuration says.
+    """
+    direct = _direct_route(site, settings)
+    if plane is None:
+        return StageRoutes(direct)
+    with ExitStack() as opened:
+        copies = open_copies(site.placement, plane.tell_of_memory, settings.copies)
+        opened.callback(copies.close)
+        delegated = DelegatedRoute(
+            plane,
+            _slot_uses(site.payloads, settings),
+            site.rank,
+            site.placement,
+            copies.outgoing,
+            site.queue.raise_error,
+            copies.incoming,
+        )
+        online = OnlineDispatcher(site.queue, delegated, settings.transfer_timeout_s)
+        opened.callback(online.close)
+        failover = None
+        if lines is not None and lines.wires:
+            failover = _failover_route(site, settings, direct, delegated, lines)
+        opened.pop_all()
+    return StageRoutes(direct, delegated, failover, online, copies)
+
+
+def _direct_route(site: Site, settings: StageSettings) -> DirectRoute:
+    answered = settings.pace is not None
+    payloads = {
+        channel: payload
+        for channel, payload in site.payloads.items()
+        if settings.direct is None or channel.link in settings.direct
+    }
+    return DirectRoute(
+        direct_programs(payloads, site.mesh, answered=answered),
+        answered=answered,
+        links=site.links,
+        timeout_s=_given_up_after_s(settings),
+    )
+
+
+def _failover_route(
+    site: Site,
+    settings: StageSettings,
+    direct: DirectRoute,
+    delegated: DelegatedRoute,
+    lines: LinkLines,
+) -> FailoverRoute:
+    programs_of = partial(_programs_of_link, site, settings.pace is not None)
+    hangs_s = _given_up_after_s(settings) * _HANGS_AFTER
+    others = OtherPaths(lines.wires, lines.echoes, hangs_s, site.is_cut)
+    timeout_s = settings.transfer_timeout_s
+    return FailoverRoute(direct, delegated, lines.wires, site.rank, timeout_s, programs_of, others)
+
+
+def _given_up_after_s(settings: StageSettings) -> float:
+    return settings.direct_timeout_s or settings.transfer_timeout_s
+
+
+def _programs_of_link(
+    site: Site, answered: bool, link: Link, times_closed: int
+) -> Mapping[Channel, LinkProgram]:
+    """The direct programs of a link that has been closed so many times."""
+    own = {channel: payload for channel, payload in site.payloads.items() if channel.link == link}
+    return direct_programs(own, site.mesh, answered=answered, failures={link: times_closed})
+
+
+def _slot_uses(payloads: Payloads, settings: StageSettings) -> dict[Channel, SlotUse]:
+    """How the payloads of a rank's channels that may be delegated lie in slots."""
+    return {
+        channel: slot_use(channel, payload)
+        for channel, payload in payloads.items()
+        if channel.link in settings.delegated
+    }
