@@ -136,21 +136,23 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
         launch: As for `start_training`.
 
     Returns:
-        Why nothing was done, of a run that had come to its end; else "".
+        Why nothing was done, of a run that had come to its end, for one task to tell; else "".
 
     Raises:
         UserError: If there is no such run, or it can't go on from its last checkpoint.
         RankFailedError: If a rank died or raised.
     """
     # In a job of many tasks the first alone decides on the checkpoint, and reads all of it.
-    # But for the last one: no task may take its word that there is nothing to do.
-    thorough = launch == "local" or is_first_task()
-    found = find_resumption(directory, overrides, thorough=thorough)
-    if found.is_done and not thorough:
+    _check_launch(launch)
+    is_first = launch == "local" or is_first_task()
+    found = find_resumption(directory, overrides, thorough=is_first)
+    if found.is_done and not is_first:
+        # The first task finds out whether the last checkpoint is whole, and else goes on from
+        # another: so each of them has to find that out before it leaves.
         found = find_resumption(directory, overrides)
     if found.is_done:
         done = f"{directory} has done its {found.config.run.steps} steps"
-        return f"{done}: nothing is left to do (run.steps=N goes on to N)"
+        return f"{done}: nothing is left to do (run.steps=N goes on to N)" if is_first else ""
     with placing_errors(directory / CONFIG, overrides):
         parts = check_run(without_weights(found.config))
         check_vocabulary(found.manifest, parts.vocab_size)
@@ -201,9 +203,13 @@ def check_run(config: Config) -> "RunParts":
     return parts
 
 
-def _run(start: _Start, launch: str) -> None:
+def _check_launch(launch: str) -> None:
     if launch not in _LAUNCHES:
         raise UserError(f"--launch: got {launch!r}, expected one of {', '.join(_LAUNCHES)}")
+
+
+def _run(start: _Start, launch: str) -> None:
+    _check_launch(launch)
     if launch == "cluster" or (launch == "auto" and started_by_cluster()):
         _run_as_rank(start)
     else:

@@ -111,7 +111,8 @@ class Trainer:
             )
         self.rank = self._rendezvous.rank
         if self.rank == 0 and (unused := sections_without_effect(self.config)):
-            _log.warning("of no effect here: %s (a loop of one's own does that)", ", ".join(unused))
+            sections = ", ".join(unused)
+            _log.warning("Trainer ignores %s: only `jaxmorph train` heeds these sections", sections)
         self._num_tied = len(model.tied)
         self._conditions, self._links = emulated_conditions(self.config), EmulatedLinks()
         require_one_host(self.config, self._rendezvous)

@@ -4,9 +4,12 @@ import os
 import sys
 from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+sys.path.append(str(Path(__file__).parent))  # what folders of tests share
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")

@@ -67,6 +67,26 @@ def test_a_clusters_rank_says_by_its_exit_code_whether_starting_again_helps(
     assert _exit_code(config, [tmp_path], error) == code
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_each_task_makes_sure_that_a_run_is_done_and_one_says_so(monkeypatch, tmp_path, is_first):
+    """Else the others could be gone by the time the first one finds the last checkpoint damaged."""
+    thoroughly = []
+
+    def find(directory, overrides, *, thorough=True):
+        thoroughly.append(thorough)
+        return SimpleNamespace(is_done=True, config=check_config({"run": {"steps": 8}}))
+
+    monkeypatch.setattr(start, "find_resumption", find)
+    monkeypatch.setattr(start, "is_first_task", lambda: is_first)
+    said = start.resume_training(tmp_path, [])
+    assert thoroughly[-1]
+    assert said == (f"{tmp_path} has done its 8 steps: " * is_first) + (
+        "nothing is left to do (run.steps=N goes on to N)" * is_first
+    )
+    with pytest.raises(UserError, match="--launch: got 'nowhere'"):
+        start.resume_training(tmp_path, [], "nowhere")
+
+
 def test_before_a_rank_knows_its_run_starting_again_is_no_help():
     assert _exit_code(check_config({}), [], RuntimeError("nobody there")) == 1
 

@@ -85,7 +85,7 @@ def test_what_only_runs_do_is_named_where_a_script_asks_for_it(caplog):
     with pytest.raises(UserError, match="nowhere"):  # which it comes to after its configuration
         Trainer(MODEL, {**asked, "model": {"weights": "nowhere"}})
     assert caplog.messages == [
-        "of no effect here: checkpoint, trace (a loop of one's own does that)"
+        "Trainer ignores checkpoint, trace: only `jaxmorph train` heeds these sections"
     ]
     assert not sections_without_effect(check_config({"run": {"steps": 50}}))
 

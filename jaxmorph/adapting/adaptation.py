@@ -38,7 +38,7 @@ def open_control_loop(
     num_tied: int,
     *,
     active: bool,
-    to_plan: Config | None = None,
+    to_plan: Config,
 ) -> Iterator[ControlLoop | None]:
     """What watches a run's links and decides, with the process that plans for it.
 
@@ -47,7 +47,7 @@ def open_control_loop(
         first: Its first plan.
         num_tied: How many tied parameters the first and the last stage hold copies of.
         active: Whether this is rank 0.
-        to_plan: The run with the caps that plans made from now on keep; None: as it is.
+        to_plan: The run with the caps that plans made from now on keep.
 
     Yields:
         The loop; None on other ranks, and where nothing adapts.
@@ -62,7 +62,7 @@ def open_control_loop(
         loop = ControlLoop(
             config.adaptation, plan, planned_for, start.usual, start.detector, watch, process
         )
-        known = to_plan or config, num_tied, start.home, planned_for, start.usual, plan
+        known = to_plan, num_tied, start.home, planned_for, start.usual, plan
         loop.begin(partial(process.begin, *known))
         try:
             yield loop

@@ -155,7 +155,8 @@ def following(
     Yields:
         What is to be asked after every step. Its books are whole once this is over.
     """
-    with open_control_loop(config, first, num_tied, active=rendezvous.rank == 0) as loop:
+    leads = rendezvous.rank == 0
+    with open_control_loop(config, first, num_tied, active=leads, to_plan=config) as loop:
         books = MorphBooks(first.in_force, loop)
         try:
             yield Following(Adaptation(rendezvous, trainer, books, loop, last_step), books, failed)

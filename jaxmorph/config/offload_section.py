@@ -12,7 +12,8 @@ class Offload(Section):
 
     What a device may hold is `schedule.max_live` or `schedule.max_stash_bytes`; with neither, of
     what is free on it once the stage is there, a fraction of `device_memory_fraction`, which
-    schedules that are planned keep to without offload too. A device that doesn't tell has no limit.
+    schedules that are planned keep to without offload too, as do plans that replace a fixed one. A
+    device that doesn't tell has no limit.
     """
 
     enabled: Annotated[bool, Expected("true or false")] = False

@@ -108,8 +108,8 @@ class Model(Section):
 class Data(Section):
     """What the model reads; no path: the sources of Python's standard library.
 
-    No `vocab_size` is the tokenizer's own, or for a token array what its largest id needs. Of the
-    text's end a fraction is held out: no step trains on it.
+    No `vocab_size` is the tokenizer's own, or for a token array that names none what its largest id
+    needs. Of the text's end a fraction is held out: no step trains on it.
     """
 
     path: Annotated[

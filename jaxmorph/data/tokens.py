@@ -45,7 +45,7 @@ def load_tokens(
             it, if that is to say how large the vocabulary is.
         token_dtype: `uint16` or `uint32`, the ids' type in a token array.
         vocab_size: the vocabulary to train with. None is the tokenizer's own; for a token array
-            without one it is one more than the largest id, for which all of it is read once.
+            without one it is one more than the largest id. All of the array is read once for it.
 
     Returns:
         The tokens, at least one.
@@ -55,9 +55,9 @@ def load_tokens(
     """
     if path is not None and is_token_array(path):
         ids = _map_token_array(Path(path), token_dtype)
-        if vocab_size is None and tokenizer != _BYTES:
-            vocab_size = open_tokenizer(tokenizer).vocab_size
-        return Tokens(ids, vocab_size or _smallest_vocabulary(ids, path), path)
+        if vocab_size is None:
+            vocab_size = _vocabulary_of(ids, path, tokenizer)
+        return Tokens(ids, vocab_size, path)
     if path is None:
         documents, source = standard_library_documents(), "the Python standard library's sources"
     else:
@@ -115,6 +115,20 @@ def check_ids(ids: np.ndarray, vocab_size: int, source: str) -> None:
             f"data.path: {source}: got token {largest:,}, expected ids below {vocab_size:,} "
             "(data.vocab_size; or is data.token_dtype wrong?)"
         )
+
+
+def _vocabulary_of(ids: np.ndarray, source: str, tokenizer: str) -> int:
+    """The vocabulary of the tokenizer that is named, which must have all ids; else the smallest."""
+    smallest = _smallest_vocabulary(ids, source)
+    if tokenizer == _BYTES:
+        return smallest
+    own = open_tokenizer(tokenizer).vocab_size
+    if own < smallest:
+        raise UserError(
+            f"data.tokenizer: {tokenizer}: got a vocabulary of {own:,}, expected at least the "
+            f"{smallest:,} of {source} (or data.vocab_size)"
+        )
+    return own
 
 
 def _smallest_vocabulary(ids: np.ndarray, source: str) -> int:

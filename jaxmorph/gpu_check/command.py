@@ -57,7 +57,7 @@ HANGS_S = 35.0
 
 _STDERR = 2
 
-LEAST_S = 15.0
+LEAST_S = 30.0
 """With less left there is no use in beginning a part."""
 
 
@@ -114,9 +114,9 @@ def run_parts(
     """
     outcomes: list[Outcome] = []
     until_s = clock() + limit_s
-    if json_path:
-        write_json(json_path, outcomes, done=False)
     for name, part in parts.items():
+        if json_path:
+            write_json(json_path, outcomes, running=name)
         left_s = until_s - clock()
         if left_s < LEAST_S:
             late = f"not begun: the check's {limit_s:g} s are over; run it with --parts {name}"
@@ -124,8 +124,8 @@ def run_parts(
         else:
             outcomes.append(run_part(name, part, replace(settings, left_s=left_s)))
         _say(f"{outcomes[-1]}\n")
-        if json_path:
-            write_json(json_path, outcomes, done=len(outcomes) == len(parts))
+    if json_path:
+        write_json(json_path, outcomes, running=None)
     return outcomes
 
 

@@ -78,19 +78,21 @@ class Outcome:
         return {**told, "figures": asdict(self.report), "asked": asked}
 
 
-def write_json(path: Path, outcomes: Iterable[Outcome], *, done: bool) -> None:
+def write_json(path: Path, outcomes: Iterable[Outcome], *, running: str | None) -> None:
     """Write what has been found so far.
 
     Args:
         path: The file.
         outcomes: One for each part that has run.
-        done: Whether these are all that were to run.
+        running: The part that begins now, and may end the process; None: all have run.
 
     Raises:
         UserError: If the file can't be written.
     """
     parts = {outcome.part: outcome.to_json() for outcome in outcomes}
-    told = {"done": done, "holds": done and all(part["holds"] for part in parts.values())}
+    done = running is None
+    holds = done and all(part["holds"] for part in parts.values())
+    told = {"done": done, "running": running, "holds": holds}
     text = json.dumps({**told, "parts": parts}, indent=1) + "\n"
     try:
         path.write_text(text, encoding="utf-8")

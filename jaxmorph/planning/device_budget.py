@@ -40,10 +40,12 @@ def with_device_budget(
         trainer: This rank's stage.
 
     Returns:
-        The same configuration, the same on all ranks; with `schedule.max_stash_bytes` where no cap
-        is named, every device tells its memory, and planning can heed it: by its own order of ops,
-        or as stashes may be offloaded. Without offload it is never less than one microbatch needs:
-        whether that fits is for the device to say.
+        The same configuration for the first plan and for those that replace it, the same on all
+        ranks. Where no cap is named and every device tells its memory, both have
+        `schedule.max_stash_bytes` if planning can heed it: by its own order of ops, or as stashes
+        may be offloaded. If only the plans that replace a fixed schedule can, theirs has it.
+        Without offload it is never less than one microbatch needs: whether that fits is for the
+        device to say.
 
     Raises:
         UserError: If stashes may be offloaded, but this rank's device has nowhere to.

@@ -32,6 +32,6 @@ def _none_of_these(reason: str) -> UserError:
     asked = jax.config.values["jax_platforms"]
     return UserError(
         f"JAX_PLATFORMS: got {asked!r}, of which JAX has no device here ({reason}), expected a "
-        "platform that it has, with a device for each rank here (the GPU of its own number); "
-        "jaxmorph doctor says what this machine has"
+        "platform that it has (of GPUs, rank k of a host takes the k-th: it needs as many as there "
+        "are ranks); jaxmorph doctor says what this machine has"
     )

@@ -5,6 +5,7 @@ from contextlib import closing, contextmanager
 
 from jaxmorph.config import Config
 from jaxmorph.emulation.link_settings import transport_settings
+from jaxmorph.errors import UserError
 from jaxmorph.planning.plan_in_force import PlanInForce
 from jaxmorph.program.channels import Channel
 from jaxmorph.runtime.coordination import coordinator_host
@@ -17,6 +18,7 @@ from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.stage.model import PipelineModel
 from jaxmorph.transport.network_cards import loopback_identity
+from jaxmorph.transport.plane import TransportSettings
 
 
 @contextmanager
@@ -39,15 +41,16 @@ def open_stage(
 
     Yields:
         The stage's trainer.
+
+    Raises:
+        UserError: If some rank's host can't carry messages as the configuration says; the same on
+            all ranks.
     """
     if not settings.delegated:
         with closing(StageTrainer(model, settings, rendezvous.rank, links)) as trainer:
             yield trainer
         return
-    loopbacks = {told["is"] for told in rendezvous.exchange({"is": loopback_identity()})}
-    transport = transport_settings(
-        config, one_loopback=len(loopbacks) == 1, coordinator_host=coordinator_host()
-    )
+    transport = _agreed_transport(config, rendezvous)
     ends = channel_specs(settings.payloads(model), settings.delegated, rendezvous.rank)
     with open_data_plane(rendezvous, *ends, transport) as plane:
         if plane is not None:
@@ -56,6 +59,22 @@ def open_stage(
             trainer = StageTrainer(model, settings, rendezvous.rank, links, plane, lines)
             with closing(trainer):
                 yield trainer
+
+
+def _agreed_transport(config: Config, rendezvous: Rendezvous) -> TransportSettings:
+    """This host's end of the data plane; what any host lacks is the mistake of all ranks."""
+    loopbacks = {told["is"] for told in rendezvous.exchange({"is": loopback_identity()})}
+    one_loopback, mistake = len(loopbacks) == 1, ""
+    try:
+        settings = transport_settings(
+            config, one_loopback=one_loopback, coordinator_host=coordinator_host()
+        )
+    except UserError as error:
+        settings, mistake = None, str(error)
+    mistakes = [told["mistake"] for told in rendezvous.exchange({"mistake": mistake})]
+    if settings is None or any(mistakes):
+        raise UserError(next(filter(None, mistakes)))
+    return settings
 
 
 @contextmanager

@@ -102,13 +102,14 @@ def addresses_within(
         address_of: As for `card_addresses`.
 
     Returns:
-        In the order of the interfaces' names, hardware or not.
+        In the order of the names of the interfaces that are up, whatever they are; of one that has
+        several, the first.
 
     Raises:
         UserError: If there is none.
     """
     ask = address_of or interface_address
-    cards = {card.name: ask(card.name) for card in _interfaces(network_class) if _is_usable(card)}
+    cards = {card.name: ask(card.name) for card in _interfaces(network_class) if _is_up(card)}
     own = {name: address for name, address in cards.items() if address is not None}
     network = IPv4Network(subnet)
     if found := dict.fromkeys(each for each in own.values() if ip_address(each) in network):
@@ -165,8 +166,16 @@ def _interfaces(network_class: Path) -> list[Path]:
 
 def _is_usable(card: Path) -> bool:
     """Whether an interface is up, and neither a loopback nor a bridge."""
+    is_loopback = bool(_flags(card) & _LOOPBACK_FLAG)
+    return _is_up(card) and not is_loopback and not (card / "bridge").exists()
+
+
+def _is_up(card: Path) -> bool:
+    return bool(_flags(card) & _UP_FLAG)
+
+
+def _flags(card: Path) -> int:
     try:
-        flags = int((card / "flags").read_text(), 16)
+        return int((card / "flags").read_text(), 16)
     except (OSError, ValueError):  # not an interface, or gone by now
-        return False
-    return bool(flags & _UP_FLAG) and not flags & _LOOPBACK_FLAG and not (card / "bridge").exists()
+        return 0

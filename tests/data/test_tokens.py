@@ -48,6 +48,9 @@ def test_a_tokenizer_that_is_named_says_what_vocabulary_a_token_array_has(array_
     assert load_tokens(path, words, vocab_size=9).vocab_size == 9
     with pytest.raises(UserError, match=r"^data.tokenizer: "):
         load_tokens(path, str(tmp_path / "none.json"))
+    other = array_file([0, 3], "uint16")
+    with pytest.raises(UserError, match=r"^data.tokenizer: .* got a vocabulary of 3, .* the 4 of"):
+        load_tokens(other, words)
 
 
 def test_small_uint32_tokens_are_not_taken_for_uint16(array_file):

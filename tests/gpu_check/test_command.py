@@ -101,6 +101,19 @@ def test_a_report_that_cannot_be_told_is_its_parts_fault_alone(tmp_path):
     assert json.loads((tmp_path / "found.json").read_text())["done"]
 
 
+def test_the_file_names_the_part_that_runs(tmp_path):
+    path, running = tmp_path / "found.json", []
+
+    def look(settings):
+        running.append(json.loads(path.read_text())["running"])
+        return Told(holds=True)
+
+    run_parts({"one": look, "two": look}, ON_CPU, path, limit_s=100.0)
+    assert running == ["one", "two"]
+    found = json.loads(path.read_text())
+    assert (found["running"], found["done"], found["holds"]) == (None, True, True)
+
+
 @pytest.mark.timeout(100)
 def test_a_check_that_hangs_ends_itself_and_says_where():
     program = (

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import is_running
 
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.runtime import launcher
@@ -30,13 +31,6 @@ def launch(behaviour, tmp_path, guilty=1, num_ranks=3):
     except (RunFailedError, UserError) as error:
         raised = error
     return time.monotonic() - began_s, [message["pid"] for message in told], raised
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def open_descriptors():

@@ -8,11 +8,11 @@ import sys
 import threading
 import time
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 from in_this_process import ROOT, jaxmorph
+from processes import children, is_running
 
 from jaxmorph.schedule.bubbles import idle_shares
 from jaxmorph.schedule.device_live import peak_on_device
@@ -92,24 +92,6 @@ class Training(Written):
         """The ranks' process ids, and their sidecars'."""
         ranks = children(self.process.pid)
         return ranks, [child for rank in ranks for child in children(rank)]
-
-
-def children(pid):
-    try:
-        words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except FileNotFoundError:
-        return []
-    every = {int(word) for word in words}
-    for task in Path(f"/proc/{pid}/task").iterdir():  # a thread's children are listed with it
-        every |= {int(word) for word in (task / "children").read_text().split()}
-    return sorted(every)
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def ended_within(seconds, pids):

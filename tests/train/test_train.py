@@ -6,11 +6,11 @@ import signal
 import subprocess
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from four_stages import JAXMORPH, LIMIT_S, arguments_of
 from in_this_process import ROOT, jaxmorph
+from processes import children, is_running
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.config import load_config
@@ -213,17 +213,6 @@ def start_training(folder, *overrides):
             pytest.fail("no step within the limit")
         time.sleep(0.05)
     return run, children(run.pid)
-
-
-def children(pid):
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def finish(run):

@@ -67,8 +67,9 @@ def reserve_all(plane, channel):
 def await_clock(plane, peer=0):
     """Return once the plane knows the peer's clock that well; those of one process have one."""
     deadline_s = soon()
-    while peers := plane.statistics().get("peers"):
-        error_s = peers[str(peer)]["receiving"]["clock_error_s"]
+    while "channels" not in (told := plane.statistics()):
+        peers = told.get("peers", {})  # none as long as a sidecar doesn't answer
+        error_s = peers[str(peer)]["receiving"]["clock_error_s"] if peers else None
         if error_s is not None and error_s < CLOCK_ERROR_S:
             return
         assert time.monotonic() < deadline_s, error_s

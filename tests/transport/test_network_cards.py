@@ -77,10 +77,13 @@ def test_a_subnet_stands_for_what_this_host_has_in_it(tmp_path):
         eth2=(DOWN, "device"),
         eth3=(UP, "device"),
         veth0=(UP,),
+        br0=(UP, "bridge"),
     )
     assert addresses_within("10.0.0.0/16", place, ADDRESSES.get) == ("10.0.0.1", "10.0.1.1")
     assert addresses_within("10.9.0.0/24", place, ADDRESSES.get) == ("10.9.0.1",)
-    says = r"transport.addresses: got 10.8.0.0/16, .*\(it has eth0 10.0.0.1, eth1 10.0.1.1, veth0 "
+    assert addresses_within("172.16.0.0/12", place, ADDRESSES.get) == ("172.17.0.1",)
+    assert addresses_within("127.0.0.0/8", place, ADDRESSES.get) == ("127.0.0.1",)
+    says = r"transport.addresses: got 10.8.0.0/16, .*\(it has br0 172.17.0.1, eth0 10.0.0.1, eth1 "
     with pytest.raises(UserError, match=says):
         addresses_within("10.8.0.0/16", place, ADDRESSES.get)
 

@@ -27,6 +27,7 @@ from exchanges import (
     soon,
     spec,
 )
+from processes import is_running
 from proxy import Proxy
 
 from jaxmorph.transport.client import SidecarPlane
@@ -82,13 +83,6 @@ def wait_for(condition, what, seconds=PATIENCE_S):
 
 def kinds(events):
     return [event["kind"] for event in events]
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_killed_sidecars_lose_and_double_nothing(pair):
