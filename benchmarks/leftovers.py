@@ -113,10 +113,12 @@ def command(pid: int) -> list[str]:
 
 def children(pid: int) -> list[int]:
     """The processes that any thread of a process has started, by rising numbers."""
-    found = []
+    threads, found = [], []
     with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            found += [int(word) for word in (task / "children").read_text().split()]
+        threads = [*Path(f"/proc/{pid}/task").iterdir()]
+    for thread in threads:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found += [int(word) for word in (thread / "children").read_text().split()]
     return sorted(found)
 
 

@@ -26,6 +26,8 @@ Message = dict[str, Any]
 # this long to end.
 _EVIDENCE_S = 1.0
 _TERMINATION_S = 3.0
+_LOOK_S = 1.0  # how long an interruption may go unnoticed whose exception Python has dropped
+_POLL_S = 0.05
 _LOG_TAIL_LINES = 5
 
 OFFLOADING_THREADS = 4
@@ -92,7 +94,9 @@ class _Watch:
     overdue: threading.Timer | None = None
     within_s: float | None = None
     began_s: float = field(default_factory=time.monotonic)
-    is_interrupted: bool = False
+    interrupted_s: float = -math.inf
+    is_ending: bool = False  # ranks are being ended
+    hurries: bool = False  # without waiting for those that take long
 
     @property
     def asked_to_end(self) -> bool:
@@ -225,13 +229,14 @@ def _watch(watch: _Watch) -> None:
             selector.register(rank.messages_fd, selectors.EVENT_READ, (rank, _read_messages))
             selector.register(rank.exit_fd, selectors.EVENT_READ, (rank, _note_exit))
         while selector.get_map():
-            events = selector.select(_seconds_until(min(deadline_s, _until_s(watch))))
+            if watch.interrupted_s > -math.inf:
+                raise KeyboardInterrupt
+            next_s = min(deadline_s, _until_s(watch), time.monotonic() + _LOOK_S)
+            events = selector.select(max(0.0, next_s - time.monotonic()))
             for key, _ in events:
                 rank, handle = key.data
                 if not handle(rank, watch):
                     selector.unregister(key.fd)
-            if watch.is_interrupted:
-                raise KeyboardInterrupt
             if time.monotonic() >= _until_s(watch):
                 _note_running(watch)
             if watch.failures and deadline_s == math.inf:
@@ -240,10 +245,6 @@ def _watch(watch: _Watch) -> None:
                 break
     if watch.failures:
         _raise_cause(watch)
-
-
-def _seconds_until(time_s: float) -> float | None:
-    return None if time_s == math.inf else max(0.0, time_s - time.monotonic())
 
 
 def _until_s(watch: _Watch) -> float:
@@ -319,18 +320,22 @@ def _end(watch: _Watch) -> None:
 
     Another Ctrl-C meanwhile ends the waiting.
     """
+    watch.is_ending = True
     watch.stop_within_s = None  # too late to ask: SIGTERM interrupts from here on
     try:
         _signal_all(watch.ranks, signal.SIGTERM)
-        _await_all(watch.ranks, time.monotonic() + _TERMINATION_S)
+        _await_all(watch, time.monotonic() + _TERMINATION_S)
     finally:
         _kill_all(watch)
+    if watch.hurries:  # which may have come after a failure: the run is not to start again
+        raise KeyboardInterrupt
 
 
-def _await_all(ranks: list[_Rank], deadline_s: float) -> None:
-    for rank in ranks:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            rank.process.wait(max(0.0, deadline_s - time.monotonic()))
+def _await_all(watch: _Watch, deadline_s: float) -> None:
+    for rank in watch.ranks:
+        while rank.process.poll() is None and not watch.hurries and time.monotonic() < deadline_s:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.process.wait(_POLL_S)
 
 
 def _kill_all(watch: _Watch) -> None:
@@ -371,7 +376,7 @@ def _sigterm_stops(watch: _Watch) -> Iterator[None]:
 
     def stop(number: int, frame: object) -> None:
         if not _ask_to_end(watch):
-            raise KeyboardInterrupt
+            _interrupt(watch)
 
     try:
         previous = signal.signal(signal.SIGTERM, stop)
@@ -395,8 +400,7 @@ def _sigint_is_kept(watch: _Watch) -> Iterator[None]:
     """
 
     def note(number: int, frame: FrameType | None) -> None:
-        watch.is_interrupted = True
-        signal.default_int_handler(number, frame)
+        _interrupt(watch)
 
     try:
         own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -408,6 +412,19 @@ def _sigint_is_kept(watch: _Watch) -> Iterator[None]:
     finally:
         if previous is not None:
             signal.signal(signal.SIGINT, previous)
+
+
+def _interrupt(watch: _Watch) -> None:
+    """Raise KeyboardInterrupt; but not into the ending of ranks, which it could cut short.
+
+    Nor right after the one before, which has them ended: one rank that is stuck would stay.
+    """
+    now_s = time.monotonic()
+    if watch.is_ending or now_s < watch.interrupted_s + _LOOK_S:
+        watch.hurries = True
+        return
+    watch.interrupted_s = now_s
+    raise KeyboardInterrupt
 
 
 def restore_signal(number: signal.Signals, previous: Any) -> None:

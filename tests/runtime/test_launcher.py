@@ -1,5 +1,6 @@
 """Whatever happens to a rank, the run ends soon, says why, and leaves no process behind."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -184,6 +185,16 @@ def test_what_ranks_said_before_an_interruption_is_still_heard(tmp_path):
     assert heard == [None, *range(300)]
 
 
+@contextlib.contextmanager
+def sigint_interrupts():
+    """As it does on a terminal; a job may have it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Finalized:
     """Python drops what is raised while this goes."""
 
@@ -201,13 +212,10 @@ def test_a_ctrl_c_that_comes_while_something_is_finalized_is_not_lost(tmp_path):
         if len(heard) == 1:
             Finalized()
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job's may be ignored
-    try:
+    with sigint_interrupts():
         with pytest.raises(KeyboardInterrupt):
             run_ranks("ailing_rank", ["wait", "0"], 2, tmp_path, hear)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_a_second_ctrl_c_does_not_wait_for_ranks_that_will_not_end(tmp_path, monkeypatch):
@@ -218,15 +226,42 @@ def test_a_second_ctrl_c_does_not_wait_for_ranks_that_will_not_end(tmp_path, mon
         if len(pids) == 2:
             raise KeyboardInterrupt
 
-    def interrupt_again(ranks, deadline_s):
-        assert [rank.process.poll() for rank in ranks] == [None, None]
-        raise KeyboardInterrupt  # as the second Ctrl-C would, in the middle of the wait
+    def interrupt_again(watch, deadline_s):
+        assert [rank.process.poll() for rank in watch.ranks] == [None, None]
+        signal.raise_signal(signal.SIGINT)
+        began_s = time.monotonic()
+        wait(watch, deadline_s)
+        assert time.monotonic() - began_s < 1
 
+    wait = launcher._await_all
     monkeypatch.setattr(launcher, "_await_all", interrupt_again)
-    with pytest.raises(KeyboardInterrupt):
+    with sigint_interrupts(), pytest.raises(KeyboardInterrupt):
         run_ranks("ailing_rank", ["deaf", "0"], 2, tmp_path, interrupt_once_all_are_deaf)
     assert not any(map(is_running, pids))
     assert open_descriptors() == before
+
+
+def test_two_ctrl_cs_at_once_leave_no_rank_that_is_stuck(tmp_path, monkeypatch):
+    """The second one comes between the first one's exception and what ends the ranks."""
+    pids, end = [], launcher._end
+
+    def interrupt_once_all_are_deaf(message):
+        pids.append(message["pid"])
+        if len(pids) == 2:
+            os.kill(pids[1], signal.SIGSTOP)
+            signal.raise_signal(signal.SIGINT)
+
+    def interrupt_before(watch):
+        signal.raise_signal(signal.SIGINT)
+        end(watch)
+
+    monkeypatch.setattr(launcher, "_end", interrupt_before)
+    with sigint_interrupts(), pytest.raises(KeyboardInterrupt):
+        run_ranks("ailing_rank", ["deaf", "0"], 2, tmp_path, interrupt_once_all_are_deaf)
+    left = [*filter(is_running, pids)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
 
 
 def stop_when_it_has_begun(behaviour, log_dir, within_s):
@@ -269,7 +304,7 @@ def test_a_failure_tells_whether_the_ranks_had_been_asked_to_end(tmp_path):
 
 
 def test_once_a_rank_has_failed_it_is_too_late_to_ask_the_others_to_end(tmp_path, monkeypatch):
-    def asked(ranks, deadline_s):
+    def asked(watch, deadline_s):
         signal.raise_signal(signal.SIGTERM)  # as a scheduler may while the others are ended
 
     monkeypatch.setattr(launcher, "_await_all", asked)
