@@ -20,7 +20,10 @@ from jaxmorph.runtime import launcher
 from jaxmorph.runtime.launcher import RankFailedError, reserved_port, run_ranks
 from jaxmorph.runtime.rank_process import RankArguments
 
-pytestmark = pytest.mark.usefixtures("ranks_find_modules")
+pytestmark = [
+    pytest.mark.usefixtures("ranks_find_modules"),
+    pytest.mark.one_jax,
+]  # none of these processes imports it
 
 
 def launch(behaviour, tmp_path, guilty=1, num_ranks=3):
