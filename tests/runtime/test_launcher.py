@@ -20,7 +20,8 @@ from jaxmorph.runtime import launcher
 from jaxmorph.runtime.launcher import RankFailedError, reserved_port, run_ranks
 from jaxmorph.runtime.rank_process import RankArguments
 
-pytestmark = [
+# None of these processes imports JAX.
+pytestmark = [pytest.mark.usefixtures("ranks_find_modules"), pytest.mark.one_jax]
     pytest.mark.usefixtures("ranks_find_modules"),
     pytest.mark.one_jax,
 ]  # none of these processes imports it
