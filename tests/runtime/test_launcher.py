@@ -22,9 +22,6 @@ from jaxmorph.runtime.rank_process import RankArguments
 
 # None of these processes imports JAX.
 pytestmark = [pytest.mark.usefixtures("ranks_find_modules"), pytest.mark.one_jax]
-    pytest.mark.usefixtures("ranks_find_modules"),
-    pytest.mark.one_jax,
-]  # none of these processes imports it
 
 
 def launch(behaviour, tmp_path, guilty=1, num_ranks=3):
