@@ -142,8 +142,8 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
         UserError: If there is no such run, or it can't go on from its last checkpoint.
         RankFailedError: If a rank died or raised.
     """
-    # In a job of many tasks the first alone decides on the checkpoint, and reads all of it.
     _check_launch(launch)
+    # In a job of many tasks the first alone decides on the checkpoint, and reads all of it.
     is_first = launch == "local" or is_first_task()
     found = find_resumption(directory, overrides, thorough=is_first)
     if found.is_done and not is_first:

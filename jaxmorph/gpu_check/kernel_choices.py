@@ -29,6 +29,7 @@ def sharing_kernel_choices(device: Any) -> Iterator[None]:
     before_s = jax.config.values[_LEAST_S]
     with TemporaryDirectory(prefix="jaxmorph-", ignore_cleanup_errors=True) as folder:
         told = {_FOLDER.upper(): folder, _LEAST_S.upper(): f"{_NO_PROGRAM_S:g}"}
+        before = {name: os.environ.pop(name) for name in told if name in os.environ}
         _use(folder, _NO_PROGRAM_S)
         os.environ.update(told)
         try:
@@ -36,7 +37,8 @@ def sharing_kernel_choices(device: Any) -> Iterator[None]:
         finally:
             _use(None, before_s)
             for name in told:
-                os.environ.pop(name, None)
+                del os.environ[name]
+            os.environ.update(before)
 
 
 def _use(folder: str | None, least_s: float) -> None:

@@ -87,7 +87,7 @@ class StageTrainer:
                 rank, mesh, placement, self._queue, self._payloads, self._links, self._is_cut
             )
             self._routes = open_routes(site, settings, plane, lines)
-            opened.pop_all()
+            opened.pop_all()  # what follows only puts it together
         pace = settings.pace or Pace()
         self._copies = HostCopies(pace.host_copy_bytes_per_s)
         self.executor = Executor(

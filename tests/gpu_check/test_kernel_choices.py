@@ -16,7 +16,8 @@ def settings():
     return [(jax.config.values[name], os.environ.get(name.upper())) for name in (FOLDER, LEAST_S)]
 
 
-def test_a_gpus_choices_are_shared_with_what_is_started_and_gone_afterwards():
+def test_a_gpus_choices_are_shared_with_what_is_started_and_gone_afterwards(monkeypatch):
+    monkeypatch.setenv(LEAST_S.upper(), "2")  # what the user has said
     before = settings()
     with sharing_kernel_choices(GPU):
         folder = Path(jax.config.values[FOLDER])

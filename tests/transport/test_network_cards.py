@@ -23,6 +23,11 @@ ADDRESSES = {
     "veth0": "10.9.0.1", "eth2": "10.0.2.1",
 }  # fmt: skip
 
+SOME_OF_ALL = {
+    "lo": (UP_LOOPBACK,), "eth1": (UP, "device"), "eth0": (UP, "device"), "eth2": (DOWN, "device"),
+    "eth3": (UP, "device"), "br0": (UP, "bridge"), "veth0": (UP,),
+}  # fmt: skip
+
 
 def machine(folder, **cards):
     """A description of interfaces as Linux gives it: flags, and what else each one has."""
@@ -36,16 +41,7 @@ def machine(folder, **cards):
 
 
 def test_hardware_that_is_up_and_has_an_address_is_found_in_order(tmp_path):
-    place = machine(
-        tmp_path,
-        lo=(UP_LOOPBACK,),
-        eth1=(UP, "device"),
-        eth0=(UP, "device"),
-        eth2=(DOWN, "device"),
-        eth3=(UP, "device"),
-        br0=(UP, "bridge"),
-        veth0=(UP,),
-    )
+    place = machine(tmp_path, **SOME_OF_ALL)
     assert card_addresses(place, ADDRESSES.get) == ("10.0.0.1", "10.0.1.1")
 
 
@@ -69,16 +65,7 @@ def test_what_is_configured_is_used_and_one_loopback_needs_no_network():
 
 
 def test_a_subnet_stands_for_what_this_host_has_in_it(tmp_path):
-    place = machine(
-        tmp_path,
-        lo=(UP_LOOPBACK,),
-        eth1=(UP, "device"),
-        eth0=(UP, "device"),
-        eth2=(DOWN, "device"),
-        eth3=(UP, "device"),
-        veth0=(UP,),
-        br0=(UP, "bridge"),
-    )
+    place = machine(tmp_path, **SOME_OF_ALL)
     assert addresses_within("10.0.0.0/16", place, ADDRESSES.get) == ("10.0.0.1", "10.0.1.1")
     assert addresses_within("10.9.0.0/24", place, ADDRESSES.get) == ("10.9.0.1",)
     assert addresses_within("172.16.0.0/12", place, ADDRESSES.get) == ("172.17.0.1",)
