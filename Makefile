@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-processes test-others test-long test-hf test-jax nixl hf ptxas lint types check bench bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
+.PHONY: setup demo test test-all test-rest test-processes test-others test-jax extras lint types check bench bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
 
 setup: $(VENV)/installed
 
@@ -23,12 +23,13 @@ demo: setup
 # Tests that start ranks want the processors for themselves, and wait for them half of the time: they
 # run one after another, and meanwhile all other tests, which report at the end.
 SEVERAL_PROCESSES := multiprocess or netns
-# Marks of tests to leave out, as in `make test WITHOUT='long or one_jax'`.
+# Marks of tests to choose, and to leave out, as in `make test WITHOUT='long or one_jax'`.
+ONLY ?=
 WITHOUT ?= long
 # The files with such tests: no other has to be read for them.
 SEVERAL_IN = $(shell grep -rlE 'mark\.(multiprocess|netns)' --include='test_*.py' $(or $(TESTS),tests) | sort)
 THEIR_FILES = $(if $(findstring ::,$(TESTS)),$(TESTS),$(or $(SEVERAL_IN),$(TESTS)))
-MARKED = -m '$(1)$(if $(WITHOUT), and not ($(WITHOUT)))' --durations=15 --durations-min=5
+MARKED = -m '$(1)$(if $(ONLY), and ($(ONLY)))$(if $(WITHOUT), and not ($(WITHOUT)))' --durations=15 --durations-min=5
 
 test: setup
 	@$(MAKE) --no-print-directory --jobs 2 test-processes test-others
@@ -40,29 +41,24 @@ test-others: setup
 	@$(BIN)/python -m pytest $(call MARKED,not ($(SEVERAL_PROCESSES))) $(TESTS) >$(VENV)/others.log 2>&1; \
 	status=$$?; echo "all other tests:"; cat $(VENV)/others.log; exit $$status
 
-# Whole runs that take half a minute and more, and look once more at what other tests have seen.
-test-long: setup
-	$(BIN)/python -m pytest -m long $(TESTS)
+# The rest: whole runs of half a minute and more, properties with 300 examples in place of 25, and what
+# needs `make extras`.
+test-rest: setup
+	@HYPOTHESIS_PROFILE=thorough $(MAKE) test ONLY='long or hypothesis or extras' WITHOUT=
 
-# What some tests need and not every machine can have; without it they are skipped.
-nixl: setup
+test-all: test test-rest
+
+# What some tests need and not every machine can have; without it they are skipped: NIXL, for RDMA;
+# PyTorch (its CPU build has a version of its own; the other brings CUDA), for models beside Hugging
+# Face's; NVIDIA's assembler, for the GPU kernels, where none is on the path.
+extras: setup
 	@$(BIN)/pip install --quiet --no-deps --no-compile nixl-cu12==1.5.1 \
 	|| echo "== no NIXL to be had here: the tests of RDMA are skipped"
-
-# The same for models beside Hugging Face's. PyTorch's CPU build has a version of its own; the other
-# brings CUDA.
-hf: setup
 	@$(BIN)/pip install --quiet --no-compile 'torch==2.13.0+cpu' --editable '.[test-hf]' \
 	|| echo "== no CPU build of PyTorch to be had here: tests/models/test_hugging_face.py is skipped"
-
-# NVIDIA's assembler, for the tests of the GPU kernels, where none is on the path.
-ptxas: setup
 	@command -v ptxas >/dev/null \
 	|| $(BIN)/pip install --quiet --no-deps --no-compile nvidia-cuda-nvcc==13.0.88 \
 	|| echo "== no ptxas to be had here: the GPU kernels are not assembled"
-
-test-hf: hf
-	$(BIN)/python -m pytest tests/models/test_hugging_face.py
 
 # What matters most of JAX's version, with one of them: the lowering of the GPU kernels and of cuDNN's
 # attention, copies, flags. JAX 0.11 and later want Python 3.12: make test-jax PYTHON=python3.12

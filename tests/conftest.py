@@ -11,8 +11,12 @@ from hypothesis import settings
 
 sys.path.append(str(Path(__file__).parent))  # what folders of tests share
 
-settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
-settings.load_profile("repeatable")
+# `make test` draws few examples of each property, `make test-rest` many, the same ones each time.
+for profile, examples in (("quick", 25), ("thorough", 300)):
+    settings.register_profile(
+        profile, max_examples=examples, derandomize=True, deadline=None, database=None
+    )
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # XLA's newer way to machine code takes three times as long; later versions have no other. What it
 # cuts into parts, to compile them side by side, takes twice as long where it is small.

@@ -93,7 +93,6 @@ def test_the_other_directions_verdict_is_its_own():
     }
 
 
-@settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_spikes_that_stand_alone_change_nothing(data):
     steps = Steps()

@@ -10,6 +10,8 @@ from models import gpt2, llama
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.extras
+
 GPT2_SIZES = {
     "narrow": {"width": 32, "num_layers": 2, "num_heads": 4, "length": 16, "vocabulary": 61},
     "wide": {"width": 192, "num_layers": 5, "num_heads": 6, "length": 96, "vocabulary": 1009},

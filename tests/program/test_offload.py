@@ -8,7 +8,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.errors import UserError
@@ -221,7 +221,6 @@ def fewest_by_brute_force(ops: list[Op], memory: StageMemory) -> int | None:
     return None
 
 
-@settings(max_examples=150)
 @given(rows(), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3), st.booleans())
 def test_no_other_choice_of_stashes_is_smaller(row, room, forward, backward, early):
     program = program_of(row)
@@ -237,7 +236,6 @@ def test_no_other_choice_of_stashes_is_smaller(row, room, forward, backward, ear
     assert list(placed.ops()) == list(program.ops())
 
 
-@settings(max_examples=60)
 @given(
     st.sampled_from([*FIXED_SCHEDULES, "adaptive"]),
     st.integers(1, 4),

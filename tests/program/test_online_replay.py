@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.program.blocking import simulate_blocking
@@ -111,7 +111,6 @@ def check_step(case, timeline):
         assert case.memory[rank].peak(order) <= room
 
 
-@settings(max_examples=60)
 @given(cases(), st.booleans())
 def test_every_step_is_completed_within_its_memory_whatever_comes_when(case, left_plan):
     slots = slots_needed(case.programs)
@@ -121,14 +120,12 @@ def test_every_step_is_completed_within_its_memory_whatever_comes_when(case, lef
     check_step(case, timeline)
 
 
-@settings(max_examples=60)
 @given(cases(routes=("delegated",)))
 def test_on_delegated_routes_one_slot_for_each_channel_is_enough_never_to_end_in_a_deadlock(case):
     slots = dict.fromkeys(slots_needed(case.programs), 1)
     check_step(case, replay_online(case.free(), case.costs, case.random_ms(3.0), slots))
 
 
-@settings(max_examples=60)
 @given(cases())
 def test_with_nothing_late_the_order_is_exactly_the_planned_one(case):
     slots = slots_needed(case.programs)
@@ -137,7 +134,6 @@ def test_with_nothing_late_the_order_is_exactly_the_planned_one(case):
         assert timeline.orders == case.planned
 
 
-@settings(max_examples=60)
 @given(cases(), st.integers(0, 4), st.floats(0.5, 4.0))
 def test_a_stage_that_computes_slower_keeps_the_planned_order_where_no_link_is_late(
     case, slow, times
@@ -160,7 +156,6 @@ def test_a_stage_that_computes_slower_keeps_the_planned_order_where_no_link_is_l
     assert timeline.orders == case.planned
 
 
-@settings(max_examples=60)
 @given(cases())
 def test_without_leeway_a_step_takes_as_long_as_its_programs_do_on_their_queues(case):
     timeline = replay_online(
@@ -172,7 +167,6 @@ def test_without_leeway_a_step_takes_as_long_as_its_programs_do_on_their_queues(
         np.testing.assert_allclose(timeline.end_ms[rank], expected.end_ms[rank])
 
 
-@settings(max_examples=60)
 @given(cases())
 def test_a_rank_with_a_direct_link_moves_w_alone(case):
     timeline = replay_online(case.free(), case.costs, case.random_ms(3.0))

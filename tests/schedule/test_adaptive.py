@@ -1,7 +1,7 @@
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.schedule import adaptive
@@ -62,7 +62,6 @@ def _random_limits(draw: Random, stages: int) -> Limits:
     return draw.choice((Limits(), Limits(caps, "B"), Limits(caps, "W"), in_bytes))
 
 
-@settings(max_examples=60)
 @given(st.integers(0, 2**32).map(Random))
 def test_it_is_never_longer_than_the_papers_nor_under_the_bound(draw):
     problem = _random_problem(draw, 5, 8)
@@ -70,7 +69,6 @@ def test_it_is_never_longer_than_the_papers_nor_under_the_bound(draw):
     assert problem.bound - PS / 10**6 <= made.makespan <= problem.paper.makespan
 
 
-@settings(max_examples=60)
 @given(st.integers(0, 2**32).map(Random))
 def test_it_runs_within_its_caps_in_the_time_it_says(draw):
     problem = _random_problem(draw, 5, 8)

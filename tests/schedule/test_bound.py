@@ -3,7 +3,7 @@ from itertools import product
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
@@ -132,7 +132,6 @@ def _chunked(draw):
     return costs, around | chain, microbatches
 
 
-@settings(max_examples=60)
 @given(_chunked(), st.integers(2, 3))
 def test_interleaved_never_beats_the_bound_of_its_chunks(problem, chunks):
     costs, links, microbatches = problem
@@ -180,7 +179,6 @@ def _limits(draw, stages: int, microbatches: int) -> Limits:
     return Limits(max_stash_bytes=room, stash_bytes=StashBytes(*sizes))
 
 
-@settings(max_examples=80)
 @given(_small_problems())
 def test_no_schedule_of_all_there_are_beats_the_bound(problem):
     costs, links, microbatches, limits = problem

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.schedule.bubbles import BubbleCause, bubble_ms, find_bubbles, idle_shares
@@ -122,7 +122,6 @@ def test_only_what_an_op_has_waited_for_counts_as_copies():
     assert _rows(timeline) == ["10-14 other, 24-28 copies, 28-30 other, 40-45 other"]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from([*FIXED_SCHEDULES]),
     stages=st.integers(1, 5),

@@ -1,7 +1,7 @@
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.schedule import improvement
@@ -79,7 +79,6 @@ class _Case:
 _CASES = st.integers(0, 2**32).map(Random).map(_Case)
 
 
-@settings(max_examples=60)
 @given(_CASES)
 def test_what_a_search_finds_runs_keeps_its_caps_and_is_as_long_as_it_says(case):
     search = _search(case.workload, case.start)
@@ -92,7 +91,6 @@ def test_what_a_search_finds_runs_keeps_its_caps_and_is_as_long_as_it_says(case)
     assert search.best.makespan == pytest.approx(makespan_ms * PS)
 
 
-@settings(max_examples=60)
 @given(_CASES)
 def test_a_search_never_leaves_the_schedules_that_fit(case):
     with pytest.MonkeyPatch.context() as patch:
@@ -116,7 +114,6 @@ def _reporting(seen: list[OrderGraph], case: _Case):
     return Checked
 
 
-@settings(max_examples=20)
 @given(_CASES)
 def test_a_search_finds_the_same_each_time(case):
     first, second = (_search(case.workload, case.start) for _ in range(2))

@@ -1,7 +1,7 @@
 from itertools import accumulate, pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.schedule.costs import Limits, StageCosts, chain_links
@@ -43,7 +43,6 @@ def _problems(draw):
     return costs, links, limits, microbatches
 
 
-@settings(max_examples=100)
 @given(_problems())
 def test_the_smallest_slackness_is_the_largest_that_memory_allows(problem):
     costs, _, limits, microbatches = problem
@@ -56,7 +55,6 @@ def test_the_smallest_slackness_is_the_largest_that_memory_allows(problem):
     )
 
 
-@settings(max_examples=100)
 @given(_problems())
 def test_it_runs_and_keeps_every_cap(problem):
     schedule, _ = initial_schedule(*problem)
@@ -64,14 +62,12 @@ def test_it_runs_and_keeps_every_cap(problem):
     require_room(schedule, problem[2])
 
 
-@settings(max_examples=100)
 @given(_problems())
 def test_no_more_forwards_than_the_warm_ups_ever_wait_for_their_backward(problem):
     schedule, _ = initial_schedule(*problem)
     assert schedule.peak_live("B") == schedule.warmup_forwards
 
 
-@settings(max_examples=60)
 @given(_problems())
 def test_no_warm_ups_with_that_smallest_slackness_are_quicker(problem):
     costs, links, limits, microbatches = problem

@@ -3,7 +3,7 @@
 from itertools import accumulate
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.schedule.costs import Link, LinkState, StageCosts
@@ -191,14 +191,12 @@ def _simulated(workload: Workload, made: ListSchedule | None) -> float:
     return simulate(_schedule(workload, made), costs, links).makespan_ms
 
 
-@settings(max_examples=200)
 @given(_workloads(), _RULES)
 def test_every_rule_completes_and_its_order_runs(workload, rule):
     made = _made(workload, rule)
     _schedule(workload, made).validate()
 
 
-@settings(max_examples=100)
 @given(_workloads(), _RULES)
 def test_ops_are_numbered_after_all_that_they_need(workload, rule):
     count, last = workload.num_microbatches, workload.num_stages - 1
@@ -219,7 +217,6 @@ def test_ops_are_numbered_after_all_that_they_need(workload, rule):
         assert all(place[need] < index for need in needs)
 
 
-@settings(max_examples=100)
 @given(_workloads(), _RULES)
 def test_no_stage_ever_holds_more_than_its_room(workload, rule):
     orders = _schedule(workload, _made(workload, rule)).orders
@@ -229,7 +226,6 @@ def test_no_stage_ever_holds_more_than_its_room(workload, rule):
         assert max(accumulate(change[op.kind] for op in order)) <= room
 
 
-@settings(max_examples=300)
 @given(_workloads(), _RULES)
 def test_the_makespan_is_the_simulators(workload, rule):
     made = _made(workload, rule)
@@ -249,7 +245,6 @@ def _warm_ups(draw) -> tuple[Workload, list[int]]:
     return workload, warmup
 
 
-@settings(max_examples=200)
 @given(_warm_ups(), st.booleans(), st.sampled_from([0.0, 0.5, 1.0]), st.booleans())
 def test_warm_ups_are_at_least_or_exactly_those_given(case, backward_first, patience, keep_warmup):
     workload, warmup = case
@@ -264,7 +259,6 @@ def test_warm_ups_are_at_least_or_exactly_those_given(case, backward_first, pati
     assert made.makespan == _simulated(workload, made)
 
 
-@settings(max_examples=100)
 @given(_warm_ups(), st.booleans())
 def test_kept_warm_ups_are_the_most_that_ever_wait_for_their_backward(case, backward_first):
     workload, warmup = case

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.schedule.list_schedule import Rule, list_schedule
@@ -112,7 +112,6 @@ def _make(graph: OrderGraph, op: int, other: int, behind: bool) -> bool:
     return graph.move_behind(op, other) if behind else graph.move_ahead(op, other)
 
 
-@settings(max_examples=100)
 @given(st.integers(0, 2**32).map(Random))
 def test_heads_and_tails_after_any_moves_are_the_longest_paths(draw):
     workload = _workload(draw)
@@ -124,7 +123,6 @@ def test_heads_and_tails_after_any_moves_are_the_longest_paths(draw):
             assert (graph.head, graph.tail) == _heads_and_tails(workload, graph)
 
 
-@settings(max_examples=100)
 @given(st.integers(0, 2**32).map(Random))
 def test_after_any_moves_everything_is_as_in_a_graph_made_anew(draw):
     workload = _workload(draw)
@@ -136,7 +134,6 @@ def test_after_any_moves_everything_is_as_in_a_graph_made_anew(draw):
     assert _state(OrderGraph(Arcs.of(workload), graph.numbers)) == _state(graph)
 
 
-@settings(max_examples=100)
 @given(st.integers(0, 2**32).map(Random))
 def test_after_any_moves_each_op_is_numbered_after_all_that_it_needs(draw):
     workload = _workload(draw)
@@ -151,7 +148,6 @@ def test_after_any_moves_each_op_is_numbered_after_all_that_it_needs(draw):
         assert all(place[need] < place[op] for op in needs for need, _ in needs[op])
 
 
-@settings(max_examples=100)
 @given(st.integers(0, 2**32).map(Random))
 def test_a_move_is_refused_just_where_it_would_close_a_circle_and_changes_nothing_then(draw):
     workload = _workload(draw)
@@ -176,7 +172,6 @@ def test_a_move_is_refused_just_where_it_would_close_a_circle_and_changes_nothin
             assert graph.position[op] - graph.position[other] == (1 if behind else -1)
 
 
-@settings(max_examples=150)
 @given(st.integers(0, 2**32).map(Random))
 def test_the_path_foreseen_is_the_one_after_the_move(draw):
     """Unless the ops concerned need each other by way of other stages: then it is a guess."""
@@ -208,7 +203,6 @@ def _is_tangled(workload: Workload, graph: OrderGraph, sequence: list[int]) -> b
     )
 
 
-@settings(max_examples=60)
 @given(st.integers(0, 2**32).map(Random))
 def test_critical_blocks_are_rows_parts_without_a_gap_that_last_the_whole_step(draw):
     workload = _workload(draw)

@@ -1,7 +1,7 @@
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.schedule.partition import even_cut, partition, stage_times_ms
@@ -34,7 +34,6 @@ def test_the_slowest_stage_is_as_fast_as_can_be(costs_ms, first_ms, last_ms, sta
     assert partition(costs_ms, first_ms, last_ms, stages) == layers
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     costs_ms=st.lists(st.integers(0, 9), min_size=1, max_size=9),
     first_ms=st.integers(0, 9),

@@ -5,7 +5,7 @@ from itertools import pairwise, product
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
@@ -147,7 +147,6 @@ def _way(links: Links, sender: int, receiver: int, link_model: LinkModel) -> tup
     return (occupancy + latency, 0.0) if link_model == "serialized" else (occupancy, latency)
 
 
-@settings(max_examples=300)
 @given(_cases())
 def test_the_simulator_finds_the_longest_path(case):
     timeline = simulate(*case)

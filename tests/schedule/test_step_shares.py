@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.schedule.builders import FIXED_SCHEDULES
@@ -81,7 +81,6 @@ def test_a_step_shorter_than_its_ops_by_another_clock_is_as_long_as_they_are():
     assert step_shares(TIMELINE, 59.0) == step_shares(TIMELINE)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from([*FIXED_SCHEDULES]),
     stages=st.integers(1, 5),

@@ -3,7 +3,7 @@
 from itertools import accumulate
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.schedule.costs import Limits, StageCosts, chain_links
@@ -33,7 +33,6 @@ def problems(draw):
     return make_workload(costs, links, Limits(), microbatches), tuple(warmup)
 
 
-@settings(max_examples=300)
 @given(problems())
 def test_no_schedule_with_the_warmups_is_shorter(problem):
     workload, warmup = problem

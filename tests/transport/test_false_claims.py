@@ -140,7 +140,7 @@ def test_a_question_is_answered_once(sender, own_ns):
 @pytest.mark.parametrize(
     "answer",
     [
-        lambda sent_ns: Pong(sent_ns - 10**12, 5, 5),  # as if it had been asked long ago
+        lambda sent_ns: Pong(sent_ns // 2, 5, 5),  # as if it had been asked long ago
         lambda sent_ns: Pong(sent_ns, 10**18, 5),  # answered long before it came
         lambda sent_ns: Pong(sent_ns, 5, 10**18),  # took longer than there was time for
     ],

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from benchmarks.transport_faults import CHANNELS, NUM_SLOTS, FaultyLink, fuzz_and_go_on, run
 from jaxmorph.transport.nixl_agent import missing
 
-with_nixl = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+has_nixl = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -84,10 +84,12 @@ FaultsInAnyOrder.TestCase.settings = FaultsInAnyOrderOverNixl.TestCase.settings 
     max_examples=6, stateful_step_count=25, derandomize=True, deadline=None
 )
 TestFaultsInAnyOrder = FaultsInAnyOrder.TestCase
-TestFaultsInAnyOrderOverNixl = with_nixl(FaultsInAnyOrderOverNixl.TestCase)
+TestFaultsInAnyOrderOverNixl = pytest.mark.extras(has_nixl(FaultsInAnyOrderOverNixl.TestCase))
 
 
-@pytest.mark.parametrize("backend", ["tcp", pytest.param("nixl", marks=with_nixl)])
+@pytest.mark.parametrize(
+    "backend", ["tcp", pytest.param("nixl", marks=[pytest.mark.extras, has_nixl])]
+)
 def test_tens_of_faults_lose_double_and_change_no_message(backend):
     outcome = run(400, 40, seed=3, tell=lambda line: None, backend=backend)
     assert outcome.wrong == []

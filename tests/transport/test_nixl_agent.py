@@ -6,8 +6,6 @@ from jaxmorph.transport import nixl_agent
 from jaxmorph.transport.lane import LaneError
 from jaxmorph.transport.nixl_agent import NixlAgent, device_of, missing
 
-needs_nixl = pytest.mark.skipif(missing() is not None, reason=str(missing()))
-
 
 def card(folder, name, adapter=None, port=0):
     (folder / name).mkdir()

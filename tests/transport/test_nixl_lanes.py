@@ -17,7 +17,10 @@ from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.nixl_agent import missing
 from jaxmorph.transport.plane import TransportSettings
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = [
+    pytest.mark.extras,
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+]
 
 LONG_BYTES = 100_000
 STALE_WRITE = Path(__file__).with_name("stale_write.py")
