@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-all test-rest test-processes test-others test-jax extras lint types check bench bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
+.PHONY: setup demo test test-all test-rest test-processes test-others test-jax mutations extras lint types check bench bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
 
 setup: $(VENV)/installed
 
@@ -47,6 +47,10 @@ test-rest: setup
 	@HYPOTHESIS_PROFILE=thorough $(MAKE) test ONLY='long or hypothesis or extras' WITHOUT=
 
 test-all: test test-rest
+
+# Whether the tests notice deliberate mistakes: half an hour. ARGS='--only slackness' takes a few.
+mutations: setup
+	$(BIN)/python -m tests.mutations $(ARGS)
 
 # What some tests need and not every machine can have; without it they are skipped: NIXL, for RDMA;
 # PyTorch (its CPU build has a version of its own; the other brings CUDA), for models beside Hugging
