@@ -29,9 +29,9 @@ def hosts():
     "fault",
     [
         card_lost(SENDER, "sender"),
-        bridge_lost(),
+        pytest.param(bridge_lost(), marks=pytest.mark.long),
         host_cut_off(RECEIVER, "receiver", OUTAGE_S),
-        switch_out(OUTAGE_S),
+        pytest.param(switch_out(OUTAGE_S), marks=pytest.mark.long),
     ],
     ids=lambda fault: fault.name,
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.one_jax]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.one_jax]
 
 SINGLE = 1e-5  # relative, float32
 

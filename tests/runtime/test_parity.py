@@ -9,37 +9,40 @@ from functools import cache
 import pytest
 
 SINGLE, HALF = 1e-5, 3e-2  # relative, for float32 and bfloat16 compute
-ALONE, FOUR = (pytest.param(stages, marks=pytest.mark.one_jax) for stages in (1, 4))
+AS_USERS = "2 as users compile"
+MORE_STAGES = [pytest.mark.long, pytest.mark.one_jax]
+ALONE, FOUR = (pytest.param(stages, marks=MORE_STAGES) for stages in ("1", "4"))
+TWO = ["2", pytest.param(AS_USERS, marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")
 def launch(told_by_ranks):
-    """What the ranks of a launch with so many stages told; each number is launched once."""
+    """What the ranks of a launch with so many stages report; each is launched once."""
 
     @cache
-    def launched(num_stages):
+    def launched(stages):
         with pytest.MonkeyPatch.context() as patch:
-            if num_stages == 2:  # whole stages are compiled as users' are, chunks quickly
+            if stages == AS_USERS:  # but for chunks, which are compiled quickly
                 patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
                 patch.delenv("XLA_FLAGS", raising=False)
-            return told_by_ranks("parity_rank", num_stages)
+            return told_by_ranks("parity_rank", int(stages[0]))
 
     return launched
 
 
-@pytest.fixture(scope="module", params=[ALONE, 2, FOUR])
+@pytest.fixture(scope="module", params=[ALONE, *TWO, FOUR])
 def results(request, launch):
     return launch(request.param)
 
 
-@pytest.fixture(scope="module", params=[2, FOUR])
+@pytest.fixture(scope="module", params=[*TWO, FOUR])
 def several(request, launch):
     return launch(request.param)
 
 
-@pytest.fixture(scope="module")
-def two_stages(launch):
-    return launch(2)
+@pytest.fixture(scope="module", params=TWO)
+def two_stages(request, launch):
+    return launch(request.param)
 
 
 def only(results, test, **case):

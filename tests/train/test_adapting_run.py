@@ -176,6 +176,7 @@ def test_the_user_sees_every_turn(adapting):
         assert part in adapting.shown
 
 
+@pytest.mark.long
 def test_a_direct_path_that_fails_in_mid_step_costs_no_step_and_changes_no_result(
     failing, undisturbed
 ):
@@ -187,6 +188,7 @@ def test_a_direct_path_that_fails_in_mid_step_costs_no_step_and_changes_no_resul
     assert failing.state() == undisturbed.state()
 
 
+@pytest.mark.long
 def test_the_link_that_failed_is_delegated_from_that_step_until_its_path_is_restored(failing):
     # On a busy machine the plan that delegates it may come too late for the path to be tried.
     back = min([event["step"] for event in failing.events("link_restored")], default=STEPS)
@@ -200,6 +202,7 @@ def test_the_link_that_failed_is_delegated_from_that_step_until_its_path_is_rest
     assert failing.events("link_path_down", "link_given_up") == []
 
 
+@pytest.mark.long
 def test_what_waited_for_the_failed_path_is_taken_for_no_delay(failing):
     found = failing.events("straggler_detected")
     assert [event for event in found if event["step"] <= SLOW_FROM + 2] == []

@@ -137,6 +137,7 @@ def start_comparison(folder):
     return run, watchdog, [int(word) for word in children.split()]
 
 
+@pytest.mark.long
 def test_a_system_that_dies_is_reported_and_the_others_run(tmp_path):
     run, watchdog, ranks = start_comparison(tmp_path)
     assert len(ranks) == 2
@@ -154,6 +155,7 @@ def test_a_system_that_dies_is_reported_and_the_others_run(tmp_path):
     assert "FAILED" in (tmp_path / "out" / "table.md").read_text()
 
 
+@pytest.mark.long
 def test_a_system_that_is_told_nothing_finds_out_and_runs_what_it_morphs_to(tmp_path):
     done, out = compare(
         tmp_path,

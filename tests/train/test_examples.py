@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 150
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -22,7 +22,7 @@ def compile_quickly():
     ("folder", "config"),
     [
         ("docs/examples", "causal_mixer.yaml"),
-        pytest.param(".", "configs/llama.yaml", marks=pytest.mark.long),
+        (".", "configs/llama.yaml"),
     ],
 )
 def test_the_loss_falls_through_two_stages(tmp_path, folder, config):

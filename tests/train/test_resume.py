@@ -80,6 +80,7 @@ def test_nothing_compiles_for_a_save(both):
 PACED = "emulation.accelerator={forward_ms: 5, backward_input_ms: 5, backward_weight_ms: 5}"
 
 
+@pytest.mark.long
 def test_other_stages_go_on_from_the_last_whole_checkpoint_and_end_when_asked_to(
     both, tmp_path, monkeypatch
 ):

@@ -19,7 +19,14 @@ HERE = ("Ctrl-C twice, a rank stuck", "rank killed", "launcher killed")
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("ending", [e for e in ENDINGS if e.name in HERE], ids=lambda e: e.name)
+@pytest.mark.parametrize(
+    "ending",
+    [
+        pytest.param(e, marks=() if e.name == "rank killed" else pytest.mark.long, id=e.name)
+        for e in ENDINGS
+        if e.name in HERE
+    ],
+)
 def test_a_run_leaves_nothing_behind(ending, tmp_path):
     assert left_by(ending, tmp_path) == []
 

@@ -21,7 +21,7 @@ OP_MS = 15
 STEP_S = 3 * NUM_MICROBATCHES * OP_MS / 1e3  # at least
 CUT_S, HEALED_S = 2 * STEP_S, 2 * STEP_S + 1.5
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
 
 
 def train(folder, *overrides):

@@ -92,7 +92,7 @@ def test_the_losses_are_those_of_one_stage(four_stages, one_stage):
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (1, 4)])
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), pytest.param(1, 4, marks=pytest.mark.long)])
 def test_the_losses_of_interleaved_chunks_are_those_of_one_stage(
     one_stage, tmp_path, stages, chunks
 ):
@@ -102,6 +102,7 @@ def test_the_losses_of_interleaved_chunks_are_those_of_one_stage(
     assert {line["schedule"] for line in read_lines(out / "metrics.jsonl")} == {"interleaved"}
 
 
+@pytest.mark.long
 @pytest.mark.one_jax
 def test_a_costly_head_gets_fewer_layers_beside_it_and_the_losses_stay(tmp_path, four_stages):
     alone_in, auto_in = tmp_path / "alone", tmp_path / "auto"
@@ -131,6 +132,7 @@ def under_a_cap(four_stages, tmp_path_factory):
     return train(tmp_path_factory.mktemp("capped"), *capped)
 
 
+@pytest.mark.long
 @pytest.mark.one_jax
 def test_a_config_run_twice_gives_the_same_bits_under_any_split_schedule(four_stages, under_a_cap):
     (_, out), (_, again) = four_stages, under_a_cap
@@ -141,6 +143,7 @@ def test_a_config_run_twice_gives_the_same_bits_under_any_split_schedule(four_st
     ]
 
 
+@pytest.mark.long
 @pytest.mark.one_jax
 def test_a_cap_in_bytes_holds_by_what_the_compiled_stages_keep(four_stages, under_a_cap):
     (_, out), (_, less) = four_stages, under_a_cap
@@ -148,6 +151,7 @@ def test_a_cap_in_bytes_holds_by_what_the_compiled_stages_keep(four_stages, unde
     assert max(read_lines(less / "metrics.jsonl")[-1]["peak_live"]) <= 3
 
 
+@pytest.mark.long
 @pytest.mark.one_jax
 def test_a_cap_in_bytes_that_is_too_low_is_a_users_mistake(tmp_path):
     too_low = ("schedule.max_stash_bytes=1000", "parallelism.stages=2")

@@ -16,7 +16,7 @@ from models.gpt2 import build
 SIZES: dict[str, Any] = {"width": 32, "num_layers": 4, "num_heads": 2}
 SEED, OTHER_SEED = 3, 9
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
 
 
 def stored(folder, seed):
