@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-all test-rest test-processes test-others test-jax mutations extras lint types check bench bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
+.PHONY: setup demo test test-all test-rest test-processes test-others test-jax goldens mutations extras lint types check bench bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
 
 setup: $(VENV)/installed
 
@@ -82,6 +82,11 @@ types: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 check: lint types test
+
+# What a refactoring must not change, as tests/goldens/__main__.py says: plans, lowered programs and
+# short runs, compared with committed ones, or with all that a commit does: AGAINST=COMMIT
+goldens: setup
+	$(BIN)/python -m tests.goldens $(if $(AGAINST),--against $(AGAINST)) $(if $(ONLY),--only $(ONLY)) $(if $(UPDATE),--update)
 
 # Long measurements on an otherwise idle machine; none of them runs in CI.
 bench: setup
