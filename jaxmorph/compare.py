@@ -33,10 +33,6 @@ TABLE, FIGURE, RECOVERY_FIGURE = "table.md", "figure.png", "recovery.png"
 def start_comparison(path: Path, overrides: Sequence[str]) -> int:
     """Run a configuration's comparison.
 
-    Args:
-        path: The configuration file.
-        overrides: `section.key=value` each.
-
     Returns:
         How many systems could not be run to their end; what they did is in the results.
 

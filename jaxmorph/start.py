@@ -62,7 +62,6 @@ class _Start:
     """How a run begins.
 
     Attributes:
-        config: The run.
         first_step: The step it begins with: 0, or that after its last checkpoint.
         directory: Where it goes on; None: it gets a directory of its own.
         passed_over: Later checkpoints that it doesn't go on from, as they aren't whole.
@@ -110,8 +109,6 @@ def start_training(path: Path, overrides: Sequence[str], launch: str = "auto") -
     """Run a configuration to its end.
 
     Args:
-        path: The configuration file.
-        overrides: `section.key=value` each.
         launch: "local" starts one process per stage here; "cluster" makes this process one rank
             of a job; "auto" looks whether a cluster has started this process.
 
@@ -129,11 +126,6 @@ def start_training(path: Path, overrides: Sequence[str], launch: str = "auto") -
 
 def resume_training(directory: Path, overrides: Sequence[str], launch: str = "auto") -> str:
     """Run a run that has stopped from its last checkpoint to its end.
-
-    Args:
-        directory: The run's.
-        overrides: As for `start_training`.
-        launch: As for `start_training`.
 
     Returns:
         Why nothing was done, of a run that had come to its end, for one task to tell; else "".
@@ -165,10 +157,6 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
 def run_here(config: Config, reporter: Reporter) -> bool:
     """Run a configuration that has been checked to its end, a process for each stage here.
 
-    Args:
-        config: The run.
-        reporter: Shows it.
-
     Returns:
         Whether it was asked to end when only its last step was left to do.
 
@@ -182,9 +170,6 @@ def run_here(config: Config, reporter: Reporter) -> bool:
 
 def check_run(config: Config) -> "RunParts":
     """Find out whether a configuration can be run, without running any of it.
-
-    Args:
-        config: The run.
 
     Returns:
         What it names.

@@ -89,7 +89,6 @@ class Trainer:
             configuration. Either way gradients are first clipped to `optimizer.clip_norm`.
 
     Attributes:
-        config: The configuration, complete.
         rank: The number of this process and of its stage.
         layers: The layers of each of its virtual stages; of several only with chunks.
 

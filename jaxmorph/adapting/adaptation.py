@@ -43,8 +43,6 @@ def open_control_loop(
     """What watches a run's links and decides, with the process that plans for it.
 
     Args:
-        config: The run.
-        first: Its first plan.
         num_tied: How many tied parameters the first and the last stage hold copies of.
         active: Whether this is rank 0.
         to_plan: The run with the caps that plans made from now on keep.
@@ -88,7 +86,6 @@ class Adaptation:
 
     Args:
         rendezvous: The meeting place of all ranks; they all make the same calls.
-        trainer: This rank's stage.
         bookkeeper: The run's; it is told on rank 0 of the plan that comes into force.
         loop: What decides; None on all ranks but rank 0, and where nothing adapts.
         last_step: The run's last: nothing is changed after it.
@@ -120,9 +117,6 @@ class Adaptation:
         """What this rank adds to its message of the meeting that ends a step.
 
         That is what became of its direct paths, and on rank 0 a morph or a probe that is due.
-
-        Args:
-            step: The step.
         """
         told = self._own_ends.told()
         if self._loop is None or step == self._last_step:

@@ -30,7 +30,6 @@ def of_verdict(verdict: Verdict, before: Mapping[tuple[int, int], Verdict]) -> H
     """What a verdict that has changed says.
 
     Args:
-        verdict: As it is now.
         before: All verdicts as they were, by source and destination.
 
     Returns:
@@ -95,7 +94,6 @@ def evidence_of(situation: Situation, option: Option) -> Happening:
 
     Args:
         situation: In which it was decided.
-        option: What is run next.
     """
     ailing = ailing_links(situation.verdicts)
     return {
@@ -120,9 +118,6 @@ def _in_brief(option: Option) -> Happening:
 def of_morph(morph: Morph) -> list[Happening]:
     """What a morph that is in force says: of the plan, and of each link with another route.
 
-    Args:
-        morph: The change.
-
     Returns:
         Nothing where the plan stays.
     """
@@ -139,11 +134,7 @@ def of_morph(morph: Morph) -> list[Happening]:
 
 
 def states_in_words(verdicts: Iterable[Verdict]) -> dict[str, str]:
-    """The links that are not healthy, each in a few words.
-
-    Args:
-        verdicts: Of all directions.
-    """
+    """The links that are not healthy, each in a few words."""
     return {
         str(link_of(each)): f"{each.health}, {each.latency_ms:.1f} ms "
         f"(healthy: {each.evidence.baseline_ms:.1f})"

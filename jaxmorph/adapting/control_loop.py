@@ -77,12 +77,10 @@ class ControlLoop:
     """Watches links and decides on morphs, one at a time.
 
     Args:
-        settings: How readily to adapt.
         plan: The run's first plan, which is in force.
         planned_for: What ops and links cost when it was made.
         usual: What healthy links do on either route.
         detector: Judges links; what it knows of them already is told with the first step.
-        compute: Watches what ops take.
         plans: The planning process; it has begun with the same plan.
     """
 
@@ -154,8 +152,6 @@ class ControlLoop:
         behind it included, may have waited in its times.
 
         Args:
-            step: Its number.
-            timeline: As measured.
             samples: What its messages took, apart from those that went by hosts for want of a
                 direct path: see `link_samples`.
             probes: What messages of probes took before it, milliseconds, by their names.
@@ -267,19 +263,11 @@ class ControlLoop:
             return self._probes.take_due()
 
     def without_path(self, links: Iterable[Link]) -> frozenset[Link]:
-        """Those of some links whose direct paths have failed, as far as is known here by now.
-
-        Args:
-            links: Any.
-        """
+        """Those of some links whose direct paths have failed, as far as is known here by now."""
         return self._without_path.intersection(links)
 
     def begin_again(self, links: Iterable[Link]) -> None:
-        """Take note that direct paths have begun again.
-
-        Args:
-            links: Whose.
-        """
+        """Take note that direct paths have begun again."""
         for link in links:
             self._paths.begin_again(link)
         self._without_path = self._paths.failed

@@ -32,18 +32,13 @@ class FailingPaths:
         return self._fail_back.failed
 
     def begin_again(self, link: Link) -> None:
-        """Take note that a direct path has begun again.
-
-        Args:
-            link: Whose.
-        """
+        """Take note that a direct path has begun again."""
         self._fail_back.begin_again(link)
 
     def observe(self, step: int, news: PathNews, routes: Routes) -> list[Happening]:
         """Take in what ranks have told of a step.
 
         Args:
-            step: Its number.
             news: Its failures are new ones.
             routes: Those of the plan in force.
 

@@ -18,11 +18,9 @@ class Morph:
     """A change of plan, decided and made ready.
 
     Attributes:
-        plan: The new one.
         programs: Every rank's instructions, as `program_text` writes them: what a rank needs is
             made once, where time doesn't matter, and not by every rank between two steps.
         slots: How many slots each delegated channel needs.
-        reason: Why, in one line.
         routes: The new routes of the links whose route changes.
         evidence: What the decision rests on, as JSON has it.
         keeps_plan: Whether the plan stays, and ranks are only told anew what is late.
@@ -49,7 +47,6 @@ class OwnPart:
     """What a rank needs of a morph.
 
     Attributes:
-        program: Its instructions.
         slots: How many slots each delegated channel needs.
     """
 
@@ -58,12 +55,7 @@ class OwnPart:
 
     @classmethod
     def from_json(cls, told: Message, rank: int) -> "OwnPart":
-        """A rank's part of what `Morph.to_json` told.
-
-        Args:
-            told: To all ranks.
-            rank: Which one this is.
-        """
+        """A rank's part of what `Morph.to_json` told."""
         return cls(parse_program(told["programs"][rank]), slots_from_json(told["slots"]))
 
 

@@ -46,7 +46,6 @@ class PathBooks:
 
     Args:
         loop: Is told too when direct paths begin again; None: nobody is.
-        failed: As of `FailedLinks`.
     """
 
     def __init__(self, loop: TakesRestored | None, failed: Iterable[Link] = ()) -> None:
@@ -60,7 +59,6 @@ class PathBooks:
 
         Args:
             reports: All ranks' messages of the meeting that ended it, in rank order.
-            samples: What its messages took.
             routes: Those of the plan that it ran.
         """
         told = path_news(reports)
@@ -77,11 +75,7 @@ class PathBooks:
         return in_words(self._links.now)
 
     def begin_again(self, links: Sequence[Link]) -> None:
-        """Take note that direct paths have begun again after the step that was read last.
-
-        Args:
-            links: Whose.
-        """
+        """Take note that direct paths have begun again after the step that was read last."""
         self._links.begin_again(links)
         if self._loop is not None:
             self._loop.begin_again(links)

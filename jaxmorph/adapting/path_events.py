@@ -13,11 +13,7 @@ PATH_DOWN = "link_path_down"
 
 
 def of_failure(failure: PathFailure) -> Happening:
-    """That a link is delegated from the middle of a step on.
-
-    Args:
-        failure: What its ends told.
-    """
+    """That a link is delegated from the middle of a step on."""
     resent = f"{failure.resent} message{'' if failure.resent == 1 else 's'} sent again"
     return {
         "kind": "link_failed",
@@ -40,21 +36,13 @@ def of_restored(links: Iterable[Link]) -> list[Happening]:
 
 
 def of_path_down(link: Link) -> Happening:
-    """That a failed path that had been up for long enough is down before it was used.
-
-    Args:
-        link: Whose.
-    """
+    """That a failed path that had been up for long enough is down before it was used."""
     detail = "the direct path, which had come back, is down again; the link stays delegated"
     return {"kind": PATH_DOWN, "link": str(link), "detail": detail}
 
 
 def of_no_life_left(link: Link) -> Happening:
-    """That a link stays delegated for good.
-
-    Args:
-        link: Which.
-    """
+    """That a link stays delegated for good."""
     detail = (
         "the direct path has failed as often as it can begin while these processes live: the link "
         "stays delegated until the run is started again"

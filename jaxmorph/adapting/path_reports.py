@@ -102,8 +102,6 @@ class OwnEnds:
     """What one rank tells of its own ends, and does with them.
 
     Args:
-        rank: Which rank.
-        paths: Its ends.
         is_watched: Whether somebody wants to know when failed paths are up again.
         failed: All links that do without their direct paths from the start.
     """

@@ -32,8 +32,6 @@ class Candidate:
     """A plan with its programs, checked by a replay of all ranks.
 
     Attributes:
-        plan: Schedule and routes.
-        programs: Every rank's instructions.
         step_ms: The predicted step under the conditions for which it is a candidate.
     """
 
@@ -63,7 +61,6 @@ class CandidatePlanner:
     """Makes a run's candidates, and remembers which plan is in force.
 
     Args:
-        config: The run.
         num_tied: How many tied parameters the first and the last stage hold copies of.
         first: The run's plan for healthy links.
         profile: What it was planned for.

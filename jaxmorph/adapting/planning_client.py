@@ -36,7 +36,6 @@ class Options:
     Attributes:
         in_force_ms: The predicted step of the plan in force under the conditions now.
         undisturbed_ms: The same if all links were healthy.
-        candidates: As `orchestrator.Situation` takes them.
         refreshed: The programs in force with what is late told anew, as `program_text` writes them;
             None: it hasn't changed.
     """
@@ -84,7 +83,6 @@ class PlanningProcess:
         """Tell it what runs.
 
         Args:
-            config: The run.
             num_tied: How many tied parameters the first and the last stage hold copies of.
             first: The run's plan for healthy links.
             profile: What it was planned for.
@@ -107,7 +105,6 @@ class PlanningProcess:
         """Start another process in place of this one, and tell it what runs.
 
         Args:
-            in_force: The plan in force.
             programs: What ranks run of it, as they were told last, each as `program_text` writes
                 it; None: what they began with.
 
@@ -127,7 +124,6 @@ class PlanningProcess:
         """The plans that there are for what ops and links cost now.
 
         Args:
-            profile: The ops' costs.
             verdicts: On the directions of links.
             held: Delegated links that can't go back yet.
 
@@ -146,9 +142,6 @@ class PlanningProcess:
 
     def adopt(self, chosen: int) -> Chosen:
         """Have it take one of the last options for the plan in force.
-
-        Args:
-            chosen: Its number.
 
         Raises:
             PlanningError: If it can't.

@@ -44,11 +44,7 @@ class Answering:
         self._candidates: tuple[Candidate, ...] = ()
 
     def answer(self, request: Message) -> Message:
-        """The answer to a request; a mistake in it is answered too.
-
-        Args:
-            request: As above.
-        """
+        """The answer to a request; a mistake in it is answered too."""
         try:
             return self._answer(request)
         except Exception as error:  # training goes on without it, and tells why
@@ -110,7 +106,6 @@ def serve(requests: Iterator[str], answers: IO[str]) -> None:
     """Answer requests until there are no more.
 
     Args:
-        requests: Lines.
         answers: Where to write.
     """
     answering = Answering()

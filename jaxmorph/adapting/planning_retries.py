@@ -15,7 +15,6 @@ class Retries:
     a row is the last.
 
     Attributes:
-        failures: How many there were.
         not_before: The first step after which to plan again.
         not_before_if_slow: Likewise, if a link has turned slow since plans were asked for last.
     """

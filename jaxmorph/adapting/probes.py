@@ -41,7 +41,6 @@ def found_by(
 
     Args:
         probes: What their messages took, milliseconds, by their names.
-        detector: Knows what is usual.
         failed: The links whose direct paths have failed: what came of a probe says nothing of them.
     """
     took_ms: dict[Link, list[float]] = {}
@@ -75,7 +74,6 @@ class Probes:
 
         Args:
             situation: In which it was decided.
-            decision: Any.
         """
         if decision.chosen is None:
             return ()
@@ -93,9 +91,7 @@ class Probes:
         """Have links probed for a decision, in place of any that were to be probed before.
 
         Args:
-            links: Direct ones.
             situation: In which it was decided.
-            decision: What waits for them.
         """
         self._due, self._awaited = links, (situation, decision)
 
@@ -112,17 +108,12 @@ class Probes:
         """Believe what was found, for some steps.
 
         Args:
-            found: By probes.
             step: The one after which they were told.
         """
         self._found_well.update(dict.fromkeys(found.took_ms.keys() - found.late, step))
 
     def disbelieve(self, links: Iterable[Link]) -> None:
-        """Forget what was found of links: their direct paths have failed since.
-
-        Args:
-            links: Which.
-        """
+        """Forget what was found of links: their direct paths have failed since."""
         for link in links:
             self._found_well.pop(link, None)
 

@@ -45,7 +45,6 @@ def starting_point(config: Config, first: FirstPlan, num_tied: int) -> StartingP
     """What rank 0 knows when it begins to adapt.
 
     Args:
-        config: The run.
         first: Its first plan, which may have been made for slow links.
         num_tied: How many tied parameters the first and the last stage hold copies of.
     """

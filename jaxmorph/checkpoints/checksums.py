@@ -27,7 +27,6 @@ class FileSum:
     """What a file must be.
 
     Attributes:
-        num_bytes: How long it is.
         crc32: Its checksum, eight hexadecimal digits.
     """
 
@@ -44,8 +43,6 @@ class Damage:
 
     Attributes:
         file: The file that says so.
-        got: What it is.
-        expected: What it should be.
     """
 
     file: Path

@@ -48,7 +48,6 @@ class PassedOver:
 
     Attributes:
         step: After how many steps it was made.
-        damage: Why.
     """
 
     step: int
@@ -145,10 +144,6 @@ class CheckpointFolder:
     def seal_part(self, step: int, virtual_stage: int) -> None:
         """List the files of a part that has been written, before anybody says that it has been.
 
-        Args:
-            step: After how many steps.
-            virtual_stage: The part's number.
-
         Raises:
             OSError: It can't be read, or the list can't be written.
         """
@@ -231,9 +226,6 @@ class CheckpointFolder:
 
         Those with a file missing or cut short don't count, and stay; to read them all each time
         would take too long.
-
-        Args:
-            keep: How many stay.
 
         Returns:
             What could not be removed, and why: a line each. The others are gone all the same.

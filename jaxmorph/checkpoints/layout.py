@@ -14,7 +14,6 @@ def stage_path(checkpoint: Path, virtual_stage: int) -> Path:
     """Where a checkpoint has a virtual stage.
 
     Args:
-        checkpoint: The checkpoint's folder.
         virtual_stage: Its number, in the order of the pipeline.
     """
     return checkpoint / f"virtual_stage_{virtual_stage}"
@@ -26,12 +25,7 @@ def list_path(checkpoint: Path, virtual_stage: int) -> Path:
 
 
 def new_rank_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes for the others to see; nobody else writes there.
-
-    Args:
-        folder: That of the checkpoints.
-        rank: The rank.
-    """
+    """Where a rank writes for the others to see; nobody else writes there."""
     return folder / f".rank_{rank}_{secrets.token_hex(8)}"
 
 

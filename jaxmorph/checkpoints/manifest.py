@@ -62,9 +62,6 @@ class Manifest:
     def from_json(cls, data: Any) -> "Manifest":
         """Reads what `to_json` wrote.
 
-        Args:
-            data: JSON.
-
         Returns:
             The manifest.
 

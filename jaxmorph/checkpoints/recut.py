@@ -30,7 +30,6 @@ class Share:
     """What a saved virtual stage gives to a new one.
 
     Attributes:
-        stage: The saved one's number.
         rows: Which of its stacked layers.
     """
 
@@ -43,7 +42,6 @@ def shares(saved: Sequence[range], wanted: range) -> tuple[Share, ...]:
 
     Args:
         saved: The model's layers on each saved virtual stage, in the order of the pipeline.
-        wanted: Those of the new one.
 
     Returns:
         One share for each saved virtual stage that has some of them, in the model's order.
@@ -66,7 +64,6 @@ def rows_to_read(
 
     Args:
         stored: All leaves of the part.
-        rows: Which of its layers.
         embed: Whether the new virtual stage has the embedding.
         head: Whether it has the head.
 

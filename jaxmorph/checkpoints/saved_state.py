@@ -17,10 +17,7 @@ def read_part(files: TreeFiles, checkpoint: Path, saved: Sequence[range], wanted
     time; what isn't wanted of them is dropped at once.
 
     Args:
-        files: What reads them.
-        checkpoint: The checkpoint's folder.
         saved: The model's layers on each saved virtual stage, in the order of the pipeline.
-        wanted: Those of the virtual stage.
 
     Returns:
         The tree that the same virtual stage would have saved, of numpy arrays.

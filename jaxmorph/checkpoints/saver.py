@@ -43,9 +43,6 @@ class _Save:
     """A save under way.
 
     Attributes:
-        step: After how many steps.
-        written: This rank's part.
-        num_bytes: Of this rank's part.
         held_up_s: How long training has waited for it on this rank.
         began_s: When it began.
         committed: The second phase, on rank 0 once it has begun.
@@ -70,7 +67,6 @@ class CheckpointSaver:
         describe: Gives the manifest of a checkpoint after so many steps.
         own_stages: The numbers of this rank's virtual stages.
         write: Writes a tree of arrays to a folder that isn't there yet.
-        keep: How many checkpoints stay.
         tell: Takes what rank 0 has to say: an event's step, kind and detail.
         told_so_far: Gives what is done once the records of all steps so far have been told: a
             checkpoint doesn't come before those of its steps.

@@ -96,7 +96,6 @@ class TreeFiles:
 
         Args:
             path: The folder that was written.
-            rows: Which rows of which leaves.
 
         Returns:
             Them alone: no more than some leaves are ever held whole.

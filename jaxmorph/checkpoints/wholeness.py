@@ -21,7 +21,6 @@ def damage_of(checkpoint: Path, *, thorough: bool) -> Damage | None:
     One that was made before there were checksums is whole if all of its parts are there.
 
     Args:
-        checkpoint: Its folder.
         thorough: Whether to read all files; else only the lengths of parts' files are compared.
 
     Raises:

@@ -48,12 +48,7 @@ def look_at_machine() -> Iterator[Section]:
 
 
 def print_sections(sections: Iterable[Section], console: Console) -> None:
-    """Print a table, each part of it as soon as it is found out.
-
-    Args:
-        sections: What is found out.
-        console: Where to.
-    """
+    """Print a table, each part of it as soon as it is found out."""
     for section in sections:
         console.print(section.about, style="bold", soft_wrap=True)
         for fact in section.facts:

@@ -33,8 +33,6 @@ class _DryRun:
     """What is known of a run that isn't started.
 
     Attributes:
-        config: The run.
-        parts: What it names.
         needs: What its stages will keep.
         device: What it was traced for, in words.
         device_bytes: What JAX may take of that; None: it doesn't tell.
@@ -51,11 +49,6 @@ def print_dry_run(path: Path, overrides: Sequence[str], console: Console) -> Non
     """Check a configuration, its data and its model, and print what each stage will keep.
 
     Nothing is written or started, and of a GPU only the memory that it takes to look at it is used.
-
-    Args:
-        path: The configuration file.
-        overrides: `section.key=value` each.
-        console: Where to print.
 
     Raises:
         UserError: If the configuration, its data or its model are at fault, or a stage can't keep

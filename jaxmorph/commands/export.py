@@ -10,7 +10,6 @@ def export_model(run_dir: Path, step: int | None, to: Path | None) -> str:
     """Writes a checkpoint's parameters through the model's `write_weights`.
 
     Args:
-        run_dir: The run's directory.
         step: After how many steps; None: the last checkpoint.
         to: The folder to write to; None: `exported/step_N` in the run's directory.
 

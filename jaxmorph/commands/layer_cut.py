@@ -92,10 +92,8 @@ def print_cut(cut: LayerCut, answer: Answer, even: Answer, console: Console) -> 
     """Prints both cuts with their slowest stages and their steps.
 
     Args:
-        cut: The cuts.
         answer: The step planned for the best cut.
         even: The step planned for the even cut.
-        console: Where to.
     """
     for name, layers, planned in (("layers", cut.layers, answer), ("even cut", cut.even, even)):
         slowest = f"slowest stage {cut.slowest_ms(layers):,.1f} ms a microbatch"

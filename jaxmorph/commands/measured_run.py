@@ -20,8 +20,6 @@ class MeasuredRun:
     """A run's configuration and what it has measured.
 
     Args:
-        path: The run directory.
-        config: The run.
         profile: What its ops and links cost.
     """
 
@@ -65,7 +63,6 @@ def run_fields(
     """A run as the fields of a problem (see ``parse_problem``).
 
     Args:
-        run: The run.
         schedule: The schedule to plan; the run's own when None.
         num_chunks: Number of virtual stages to plan for; the run's own, or else what is usual for
             another schedule, when None.

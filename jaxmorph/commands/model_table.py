@@ -25,11 +25,7 @@ def print_model_table(
     """Print one row per preset.
 
     Args:
-        console: Where to print.
         factory: The model's module, with `build` and `PRESETS`.
-        presets: Which presets; None: all.
-        vocab_size: Tokens in the vocabulary.
-        sequence_length: Tokens in a sequence.
         num_stages: How many stages to cut each into; 1: only the whole is shown.
 
     Raises:

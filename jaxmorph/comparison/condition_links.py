@@ -32,8 +32,6 @@ def round_links(
     """How links behave in one round of a condition.
 
     Args:
-        condition: The configuration's.
-        num_stages: Number of stages.
         key: Where the condition stands in the configuration, for errors.
         number: Of the round, from 0: each has its own draw of a regime.
         first_step: The number of its first step.

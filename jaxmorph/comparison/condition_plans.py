@@ -30,11 +30,9 @@ class ConditionPlanner:
 
     Attributes:
         config: What the system runs under on healthy links.
-        system: The system.
         rendezvous: The meeting place of its ranks; they all plan for the same conditions.
         profile: What ops and healthy links cost; only rank 0's is read.
         num_tied: How many tied parameters the first and the last stage hold copies of.
-        message_bytes: Length of an activation.
     """
 
     config: Config
@@ -75,7 +73,6 @@ class ConditionPlanner:
         Args:
             first: The system's own first plan, with which one that detects begins: it is told
                 nothing of the condition.
-            conditions: How links behave.
 
         Returns:
             The plan, the same on all ranks, and its prediction.
@@ -85,12 +82,7 @@ class ConditionPlanner:
         return self.make(conditions)
 
     def expect(self, in_force: PlanInForce, conditions: Sequence[LinkCondition]) -> PlannedRun:
-        """What to expect of a plan, whatever it was made for.
-
-        Args:
-            in_force: The plan.
-            conditions: How links behave.
-        """
+        """What to expect of a plan, whatever it was made for."""
         actual = self._profile_under(conditions, margin_of_jitter=0.0)
         predicted_ms = in_force.simulate(actual).makespan_ms
         slow = [Link(*condition.between) for condition in conditions]

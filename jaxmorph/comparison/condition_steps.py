@@ -41,8 +41,6 @@ class MeasuredStep:
     """One step as all ranks reported it.
 
     Attributes:
-        step_ms: From barrier to barrier.
-        totals: Its scalars.
         reports: All ranks' reports; rank 0's have the timings.
         planned: The order of each stage in the plan that it ran; of a system that detects, in the
             one that the round began with.
@@ -59,9 +57,7 @@ class MeasuredRound:
     """Some steps under one condition, and what they ran under.
 
     Attributes:
-        steps: The measured ones.
         in_force: The plan of the last of them.
-        numbers: The numbers of the measured steps.
         span_s: When they began and ended, in seconds since the round's origin.
     """
 
@@ -83,8 +79,6 @@ class ConditionRunner:
 
     Args:
         rendezvous: The meeting place of all ranks; they all make the same calls.
-        trainer: This rank's stage.
-        links: What is emulated on its links.
         inputs: The data of the steps to come.
         clip_norm: Largest global norm of gradients; None: no clipping.
     """
@@ -126,7 +120,6 @@ class ConditionRunner:
         """Change plan and links, and run some steps.
 
         Args:
-            in_force: The plan.
             conditions: How the links behave from now on; their times count from now.
             num_steps: How many steps to measure.
             num_warmup_steps: How many to run before them.

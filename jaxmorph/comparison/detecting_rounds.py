@@ -42,12 +42,7 @@ class MorphBooks:
         self._done: list[Any] = []
 
     def note(self, step: int, reports: Sequence[Message]) -> None:
-        """Have the loop look at a step.
-
-        Args:
-            step: Its number.
-            reports: All ranks' reports.
-        """
+        """Have the loop look at a step."""
         if self._loop is not None:
             self._done.append(self._thread.submit(self._observe, self._loop, step, reports))
 
@@ -55,18 +50,13 @@ class MorphBooks:
         """Take note of another plan.
 
         Args:
-            morph: The change to it.
             step: The first step that runs it.
         """
         if self._loop is not None:
             self._done.append(self._thread.submit(self._adopt, self._loop, morph))
 
     def begin_again(self, links: Sequence[Link]) -> None:
-        """Take note that direct paths have begun again.
-
-        Args:
-            links: Whose.
-        """
+        """Take note that direct paths have begun again."""
         if self._loop is not None:
             self._done.append(self._thread.submit(self._paths.begin_again, links))
 
@@ -96,7 +86,6 @@ class Following:
     """One rank's adaptation in a round, as `ConditionRunner` calls it.
 
     Args:
-        adaptation: The rank's part.
         books: Where rank 0 keeps what becomes of the plan.
         failed: This rank's ends without a direct path from the round's first step on, each as it
             would tell of a new failure.
@@ -110,11 +99,7 @@ class Following:
         self._failed = list(failed)
 
     def told(self, step: int) -> tuple[Message, Message]:
-        """What this rank adds to its message and to its timings in the meeting that ends a step.
-
-        Args:
-            step: The step.
-        """
+        """What this rank adds to its message and to its timings in the meeting that ends a step."""
         told = self._adaptation.told(step)
         if self._failed:  # with the first step; who begins with the round hasn't heard of it
             told, self._failed = told | {FAILURES: self._failed + told.get(FAILURES, [])}, []
@@ -147,9 +132,7 @@ def following(
         config: What the system runs under; it adapts.
         first: The plan, and what it was made for.
         rendezvous: The meeting place of all ranks; they all make the same calls.
-        trainer: This rank's stage.
         num_tied: How many tied parameters the first and the last stage hold copies of.
-        last_step: The round's last.
         failed: This rank's ends that are without a direct path from before: see `Following`.
 
     Yields:

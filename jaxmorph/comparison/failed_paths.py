@@ -44,7 +44,6 @@ class FailedPaths:
 
     Args:
         rendezvous: The meeting place of all ranks; they all make the same calls.
-        trainer: This rank's stage.
         links: All links of the pipeline.
         pause: Lets some seconds pass.
     """

@@ -19,12 +19,7 @@ _LISTED = (
 
 
 class MatrixRecord:
-    """The books of a comparison, in the process that the user started.
-
-    Args:
-        compare: What is compared.
-        name: The comparison's.
-    """
+    """The books of a comparison, in the process that the user started."""
 
     def __init__(self, compare: Compare, name: str) -> None:
         self._compare = compare
@@ -42,7 +37,6 @@ class MatrixRecord:
         """Handle one message (see `compare_rank`).
 
         Args:
-            system: Whose ranks sent it.
             message: What rank 0 told.
         """
         match message:
@@ -72,7 +66,6 @@ class MatrixRecord:
         """Note that a system has ended.
 
         Args:
-            system: Which.
             failure: Why it could not be run to its end.
         """
         self._finished.add(system)
@@ -86,10 +79,6 @@ class MatrixRecord:
 
     def typical_step(self, system: str, condition: str) -> tuple[float, Timeline] | None:
         """The measured step nearest to the run's median.
-
-        Args:
-            system: The system's name.
-            condition: The condition's.
 
         Returns:
             What it took from barrier to barrier, milliseconds, and its timeline; None where nothing
@@ -190,9 +179,6 @@ def _divergence(losses: Sequence[float]) -> str | None:
 
 def one_slow_link(conditions: Sequence[Condition]) -> tuple[str, tuple[float, ...]]:
     """The link in whose latency alone conditions differ.
-
-    Args:
-        conditions: At least one.
 
     Returns:
         The link's name and its latency under each condition, in rising order; nothing where the

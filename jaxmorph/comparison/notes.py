@@ -19,13 +19,7 @@ _WHOLE = (
 
 
 def comparison_notes(config: Config, wanted: Compare, command: str) -> dict[str, str]:
-    """What a reader must know to judge and repeat a comparison, by its label.
-
-    Args:
-        config: The comparison's configuration.
-        wanted: What is compared.
-        command: What the user typed.
-    """
+    """What a reader must know to judge and repeat a comparison, by its label."""
     versions = [f"{name} {metadata.version(name)}" for name in ("jaxmorph", "jax", "numpy")]
     emulated = (
         "latency and bandwidth of links are emulated: on direct routes a transfer holds the queues "

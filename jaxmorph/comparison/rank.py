@@ -55,9 +55,6 @@ def serve(
     """Run one system under every condition, as one rank.
 
     Args:
-        config: The configuration.
-        wanted: What to compare.
-        system: The system.
         rendezvous: The meeting place of all ranks of the system.
         tell: Takes what rank 0 has to say.
     """
@@ -122,7 +119,6 @@ def measured_anew(usual: UsualLinks, measured: Links, routes: Mapping[Link, Rout
     """What links do on either route, by newer measurements where there are any.
 
     Args:
-        usual: As known before.
         measured: What links have done since, each on its own route.
         routes: Each link's route; one that is not named is direct.
 

@@ -36,7 +36,6 @@ class Replanner:
         """A plan for the step to come; None where the one in force will do.
 
         Args:
-            step: The step's number.
             elapsed_s: Seconds since the round began.
         """
         since_s = max(0.0, elapsed_s - RECENT_S)

@@ -35,12 +35,7 @@ class Rounds:
 
     Attributes:
         config: What the system runs under on healthy links.
-        wanted: What is compared.
-        system: The system.
         rendezvous: The meeting place of all ranks of the system.
-        trainer: This rank's stage.
-        runner: Runs its steps.
-        planner: Plans for a condition.
         paths: This rank's direct paths between rounds; None where none fails over.
         first: The plan for healthy links, and what it was made for.
         num_tied: How many tied parameters the first and the last stage hold copies of.
@@ -62,7 +57,6 @@ class Rounds:
 
         Args:
             number: Which round of the condition.
-            index: The condition.
             in_force: The plan to begin with: of a system that detects, its first.
 
         Yields:

@@ -19,8 +19,6 @@ class System:
     """One way to run a pipeline.
 
     Attributes:
-        name: As in the configuration.
-        schedule: The schedule's name.
         route: How all links' transfers travel, unless it reroutes.
         adapts: Whether it plans anew for a condition; else it keeps the order that it planned for
             healthy links.
@@ -28,7 +26,6 @@ class System:
         detects: Whether it is told nothing, and morphs by what it detects while it runs.
         reorders: Whether ranks change their order inside a step, even if the configuration doesn't
             say so. It has all links delegated, as only there order is free.
-        meaning: What it stands for.
         memory: What devices may hold: what the configuration says; or as much as a cap, to which
             plans keep (`capped`), or beyond which stashes go to host memory (`offload`).
         restarts: Whether it starts again from its last checkpoint when a rank fails, and whether
@@ -97,10 +94,6 @@ SYSTEMS: Mapping[str, System] = {
 def system_config(config: Config, system: System) -> Config:
     """The configuration under which a system runs on healthy links.
 
-    Args:
-        config: The comparison's.
-        system: The system.
-
     Returns:
         The same with the system's schedule and routes, and no link emulated or declared: conditions
         of links come and go while it runs, and a system that adapts is told of them. Only such a
@@ -157,8 +150,6 @@ def route_choices(config: Config, system: System, slow: Sequence[Link]) -> Itera
 
     Args:
         config: What it runs under on healthy links, of `system_config`.
-        system: The system.
-        slow: The links that are slow.
 
     Yields:
         For one that is told of links and reroutes: only slow links delegated, and all of them;

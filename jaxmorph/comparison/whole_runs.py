@@ -35,12 +35,7 @@ _JAX_CACHE = "JAX_COMPILATION_CACHE_DIR"
 class Progress:
     """A run's reporter that says how far it is, and keeps how long it took.
 
-    Args:
-        say: Takes a line.
-        name: What runs.
-
     Attributes:
-        name: What runs.
         elapsed_s: From the first step's start to the last one's end; None until it has ended.
     """
 
@@ -79,8 +74,6 @@ def whole_config(config: Config, system: System, condition: Condition, directory
     """The configuration of a system's run under a condition.
 
     Args:
-        config: The comparison's.
-        system: The system.
         condition: How links behave; a cut one is as good as new for ranks that start again.
         directory: Where the run writes.
     """
@@ -114,9 +107,6 @@ def run_whole(
     """Run a system under a condition from its start to its end.
 
     Args:
-        config: The comparison's.
-        system: The system.
-        condition: How links behave.
         directory: Where the run writes; it doesn't exist yet.
         say: Takes a line on how it goes.
         put: Takes what was measured, until it failed or somebody ended it if that was so.
@@ -168,8 +158,6 @@ def read_whole(
     """A run, by what its directory says.
 
     Args:
-        system: Its system.
-        condition: Its condition.
         directory: Where it wrote.
         elapsed_s: From its first step's start to its last one's end; None where it had no end.
         failure: Why; None where it had one.

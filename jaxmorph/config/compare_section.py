@@ -117,12 +117,7 @@ class Compare(Section):
 
 
 def compare_problems(compare: Compare, num_stages: int) -> Iterator[Problem]:
-    """What the section contradicts itself or the pipeline in.
-
-    Args:
-        compare: The section.
-        num_stages: Number of stages.
-    """
+    """What the section contradicts itself or the pipeline in."""
     names = Counter(condition.name for condition in compare.conditions)
     for name in (name for name, count in names.items() if count > 1):
         yield Problem("compare.conditions", f"got {name!r} twice, expected different names")

@@ -10,9 +10,6 @@ from jaxmorph.schedule.costs import Link
 def possible_links(num_stages: int) -> tuple[Link, ...]:
     """The links that a pipeline may have, neighbours first.
 
-    Args:
-        num_stages: Number of stages.
-
     Returns:
         Those between neighbours, and the one between the last stage and the first, which chunks and
         tied parameters use.
@@ -23,22 +20,12 @@ def possible_links(num_stages: int) -> tuple[Link, ...]:
 
 
 def route_problems(routes: Routes, num_stages: int) -> Iterator[Problem]:
-    """Routes of links that don't exist.
-
-    Args:
-        routes: The section.
-        num_stages: Number of stages.
-    """
+    """Routes of links that don't exist."""
     yield from _unknown_links("routes", tuple(routes.by_link), ("default",), num_stages)
 
 
 def link_ms_problems(schedule: Schedule, num_stages: int) -> Iterator[Problem]:
-    """Latencies for links that don't exist.
-
-    Args:
-        schedule: The section.
-        num_stages: Number of stages.
-    """
+    """Latencies for links that don't exist."""
     yield from _unknown_links("schedule.link_ms", tuple(schedule.link_ms or ()), (), num_stages)
 
 
@@ -49,8 +36,6 @@ def emulated_link_problems(
 
     Args:
         key: Where the list stands.
-        links: Its entries.
-        num_stages: Number of stages.
     """
     for index, link in enumerate(links):
         at = f"{key}.{index}"

@@ -40,9 +40,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def read_config(path: str | Path) -> dict[str, Any]:
     """Reads what a configuration file says, for `check_config`: nothing is checked but its form.
 
-    Args:
-        path: as for `load_config`.
-
     Returns:
         Its sections, with the defaults that follow from the file's name.
 
@@ -57,7 +54,6 @@ def check_config(tree: Mapping[str, Any], name: str = "config") -> Config:
 
     Args:
         tree: sections of keys and values, as YAML would have them.
-        name: what errors call it.
 
     Returns:
         The checked configuration.
@@ -70,9 +66,6 @@ def check_config(tree: Mapping[str, Any], name: str = "config") -> Config:
 
 def dump_config(config: Config) -> str:
     """Writes a configuration as YAML, every key spelled out, that loads back to an equal one.
-
-    Args:
-        config: the configuration.
 
     Returns:
         The YAML text.

@@ -43,8 +43,6 @@ def placed_error(path: str | Path, overrides: Sequence[str], error: UserError) -
     """The same error with the file, or the override, that its key came from in front.
 
     Args:
-        path: the configuration file.
-        overrides: the command line's overrides.
         error: of the form `section.key: what is wrong`, or `section.key[3]: ...`; of another form
             it is left as it is.
 
@@ -60,10 +58,6 @@ def placed_error(path: str | Path, overrides: Sequence[str], error: UserError) -
 @contextmanager
 def placing_errors(path: str | Path, overrides: Sequence[str]) -> Iterator[None]:
     """While this lasts, errors come out as `placed_error` has them.
-
-    Args:
-        path: the configuration file.
-        overrides: the command line's overrides.
 
     Raises:
         UserError: where one was raised meanwhile.

@@ -34,7 +34,6 @@ def unknown_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -
     """The problem of a key that does not exist, with the name that was probably meant.
 
     Args:
-        key: the dotted key.
         known: the names that exist in its place.
         elsewhere: dotted keys of other places, of which one may end in the same name.
 
@@ -69,7 +68,6 @@ def find_problems(
 
     Args:
         schema: the model that was validated.
-        error: what pydantic found.
         tree: the values that were validated.
 
     Returns:

@@ -47,7 +47,6 @@ def restarting_problems(
     """What keeps systems of a comparison from restarting, or from what tells them apart.
 
     Args:
-        compare: What is compared.
         checkpoint: When each of its runs is saved.
         policy: When each of its runs is started again.
     """

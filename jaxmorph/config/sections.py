@@ -199,9 +199,6 @@ class Schedule(Section):
     def links_told(self, measured: Links) -> dict[Link, LinkState]:
         """What planning is told of links.
 
-        Args:
-            measured: What was measured.
-
         Returns:
             The same, but for the links that `link_ms` names.
         """
@@ -266,11 +263,7 @@ class Routes(Section):
         return dict(self.__pydantic_extra__)
 
     def of_links(self, links: Iterable[Link]) -> dict[Link, Route]:
-        """The route of each of some links.
-
-        Args:
-            links: The pipeline's.
-        """
+        """The route of each of some links."""
         return {link: self.by_link.get(str(link), self.default) for link in links}
 
 
@@ -404,7 +397,6 @@ def per_stage(value: float | tuple[float, ...], num_stages: int) -> tuple[float,
     """Spreads one number over all stages; a tuple with one for each stage stays as it is.
 
     Args:
-        value: one number, or one for each stage.
         num_stages: how many stages there are.
 
     Returns:

@@ -34,9 +34,6 @@ class NotYamlError(ValueError):
 def parse_yaml(text: str) -> Any:
     """Reads one YAML document as plain dicts, lists and scalars; empty text is None.
 
-    Args:
-        text: the document.
-
     Returns:
         The document's value.
 

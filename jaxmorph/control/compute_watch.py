@@ -39,10 +39,7 @@ class ComputeNotice:
     """That one kind of op has changed on a stage.
 
     Attributes:
-        stage: The stage.
-        kind: The kind of op.
         expected_ms: What one microbatch's ops of the kind were taken to last.
-        measured_ms: What they last now.
         step: The step after which that was clear.
         evidence: The steps' medians that decided it. Its threshold is how far they may be from
             what was expected, on either side.
@@ -90,7 +87,6 @@ class ComputeWatch:
     After a notice the new duration is what is expected, so a change is told once.
 
     Args:
-        costs: What the plan was made with.
         sensitivity: The numbers to go by.
     """
 
@@ -107,7 +103,6 @@ class ComputeWatch:
         """Take in one measured step.
 
         Args:
-            step: Its number.
             timeline: The ops of all stages.
 
         Returns:
@@ -160,7 +155,6 @@ def followed(costs: StageCosts, notices: Iterable[ComputeNotice]) -> StageCosts:
     """The costs with what notices say in place of what they were.
 
     Args:
-        costs: What was expected.
         notices: What has changed since. A full backward counts as B, as far as it isn't W.
     """
     for notice in notices:

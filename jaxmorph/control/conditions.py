@@ -65,7 +65,6 @@ def outlying_links(links: Links, routes: Routes = MappingProxyType({})) -> froze
 
     Args:
         links: What all of them do.
-        routes: See `outlying_ways`.
     """
     return frozenset(Link(min(way), max(way)) for way in outlying_ways(links, routes))
 

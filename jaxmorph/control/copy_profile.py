@@ -14,7 +14,6 @@ class CopyProfile:
     """Keeps the medians of the recent steps that moved stashes.
 
     Args:
-        num_stages: Number of stages.
         num_steps: How many of the last steps count.
     """
 

@@ -41,7 +41,6 @@ class Detector:
         """Take in what a step's messages took.
 
         Args:
-            step: Its number.
             samples: Of all links, in the order of sending (see `link_samples`).
 
         Returns:
@@ -65,9 +64,6 @@ class Detector:
         """Take in that the direct path of a link was given up, or is found down.
 
         Args:
-            step: In which step.
-            source: The rank that sends.
-            destination: The rank that receives.
             detail: What is known of it.
 
         Returns:
@@ -82,8 +78,6 @@ class Detector:
 
         Args:
             step: In which step that was clear.
-            source: The rank that sends.
-            destination: The rank that receives.
             up_steps: For how many steps in a row.
 
         Returns:
@@ -98,7 +92,6 @@ class Detector:
         """Take a direction for slow from the start, though it was not seen to become so.
 
         Args:
-            step: After which step.
             samples: What its last messages took, at least one, in the order of sending.
             usual_ms: What its messages would take on a healthy link, by whether they are direct.
 
@@ -117,12 +110,6 @@ class Detector:
         last: Verdict,
     ) -> list[Verdict]:
         """Take a direction for slow from the start, as it was when the run was last at work.
-
-        Args:
-            step: As of `begin_slow`.
-            samples: As of `begin_slow`.
-            usual_ms: As of `begin_slow`.
-            last: The last verdict on it.
 
         Returns:
             The verdict.
@@ -144,8 +131,6 @@ class Detector:
         """What a healthy message takes, by which a probe can be judged.
 
         Args:
-            source: The rank that sends.
-            destination: The rank that receives.
             is_held: Whether on the direct route.
 
         Returns:

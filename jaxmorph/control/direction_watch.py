@@ -29,8 +29,6 @@ class DirectionWatch:
     that it is back: somebody has to have tried the path itself.
 
     Args:
-        source: The rank that sends.
-        destination: The rank that receives.
         sensitivity: The numbers to go by.
         assume: What to go by where a route has not been measured.
     """
@@ -71,7 +69,6 @@ class DirectionWatch:
         """Take in a step's messages.
 
         Args:
-            step: Its number.
             samples: This direction's, at least one, in the order of sending.
 
         Returns:
@@ -104,7 +101,6 @@ class DirectionWatch:
         """Take the direction for slow from the start.
 
         Args:
-            step: After which step.
             samples: What its last messages took.
             expected: What healthy ones would take on either route: what to go by until healthy
                 messages have been seen.
@@ -126,12 +122,6 @@ class DirectionWatch:
         known: Verdict,
     ) -> list[Verdict]:
         """Take the direction for slow, as it was last, whatever a few messages show.
-
-        Args:
-            step: After which step.
-            samples: Its last messages.
-            expected: As of `begin_slow`.
-            known: The last verdict on it.
 
         Returns:
             The verdict, by the same evidence.
@@ -176,7 +166,6 @@ class DirectionWatch:
         """Take in that the direct path was given up.
 
         Args:
-            step: In which step.
             detail: What is known of it.
 
         Returns:
@@ -189,7 +178,6 @@ class DirectionWatch:
 
         Args:
             step: In which step that was clear.
-            detail: How that is known.
 
         Returns:
             The verdict, unless the link isn't dead; where none of its messages are watched, also

@@ -25,8 +25,6 @@ class Dwell:
     one is twice as long, up to `most_steps`; after a calm of eight stays it is half as long again.
 
     Attributes:
-        least_steps: The shortest stay.
-        most_steps: The longest.
         stays: Of every subject that a morph has changed.
     """
 
@@ -48,7 +46,6 @@ class Dwell:
         """The stays after a morph.
 
         Args:
-            subjects: What it changes.
             step: The first step that it holds in.
         """
         steps = {subject: self._steps(subject, step) for subject in subjects}

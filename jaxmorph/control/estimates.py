@@ -15,7 +15,6 @@ class RunningEstimate:
 
     Args:
         window: How many of the last values count.
-        values: The first of them.
     """
 
     def __init__(self, window: int, values: Iterable[float] = ()) -> None:

@@ -90,11 +90,7 @@ class FailBack:
         return before.can_begin and not self._paths[link].can_begin
 
     def begin_again(self, link: Link) -> None:
-        """Take note that a path has begun again; one that never failed has not.
-
-        Args:
-            link: Whose.
-        """
+        """Take note that a path has begun again; one that never failed has not."""
         self._failed.discard(link)
 
     def observe(self, up: Mapping[Link, bool], delegated: Container[Link]) -> PathTurns:
@@ -131,9 +127,5 @@ class FailBack:
         return path.up_steps >= self.steps_after(path.failures)
 
     def steps_after(self, failures: int) -> int:
-        """How many steps in a row are enough after so many failures.
-
-        Args:
-            failures: At least one.
-        """
+        """How many steps in a row are enough after so many failures."""
         return min(self._steps * 2 ** (failures - 1), self._most_steps)

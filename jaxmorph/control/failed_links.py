@@ -43,11 +43,7 @@ class FailedLinks:
         return new
 
     def begin_again(self, links: Iterable[Link]) -> None:
-        """Take note that direct paths have begun again after a step.
-
-        Args:
-            links: Whose.
-        """
+        """Take note that direct paths have begun again after a step."""
         back = self._failed.intersection(links)
         self._failed -= back
         self._begun_again |= back
@@ -89,9 +85,5 @@ class FailedLinks:
 
 
 def in_words(links: Collection[Link]) -> dict[str, str]:
-    """Links whose direct paths have failed, each in a few words.
-
-    Args:
-        links: Which.
-    """
+    """Links whose direct paths have failed, each in a few words."""
     return {str(link): "direct path failed, delegated" for link in sorted(links)}

@@ -67,8 +67,6 @@ class HealthyMessages:
         messages, would make of a busy moment's run what never happens by chance.
 
         Args:
-            least_ms: The duration.
-            count: How many.
             threshold_ms: From where on messages are late.
         """
         late, both = (seen.count_from(least_ms) for seen in (self._durations, self._pairs))

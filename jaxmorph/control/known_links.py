@@ -68,29 +68,17 @@ class KnownWay:
 
 
 def dead_of(known: Iterable[KnownWay]) -> frozenset[Link]:
-    """The links that had no direct path.
-
-    Args:
-        known: Directions of links.
-    """
+    """The links that had no direct path."""
     return frozenset(link_of(each.verdict) for each in known if each.is_dead)
 
 
 def slow_of(known: Iterable[KnownWay]) -> dict[Way, KnownWay]:
-    """The directions that were slow, by sender and receiver.
-
-    Args:
-        known: Directions of links.
-    """
+    """The directions that were slow, by sender and receiver."""
     return {each.way: each for each in known if not each.is_dead}
 
 
 def slow_links_of(known: Iterable[KnownWay]) -> frozenset[Link]:
-    """The links of which a direction was slow.
-
-    Args:
-        known: Directions of links.
-    """
+    """The links of which a direction was slow."""
     return frozenset(link_of(each.verdict) for each in known if not each.is_dead)
 
 
@@ -98,7 +86,6 @@ def still_slow(links: Links, routes: Routes, known: Sequence[KnownWay]) -> dict[
     """What links take if those that were slow are so still, whatever a few messages show.
 
     Args:
-        links: What was measured now.
         routes: On which routes; a link that is not named is direct.
         known: Directions of links; those that were dead stay as they were measured.
     """
@@ -120,7 +107,6 @@ def as_when_healthy(
     Args:
         links: What they are taken to do otherwise.
         routes: On which routes; a link that is not named is direct.
-        known: Directions of links.
     """
     told = dict(links)
     for each in known:

@@ -13,7 +13,6 @@ class LinkSample(NamedTuple):
     Attributes:
         source: The rank that sent it.
         destination: The rank that received it.
-        microbatch: What it belongs to.
         duration_ms: How long the link took, milliseconds.
         at_ms: When it was over, by the receiver's clock, milliseconds since the step began.
         is_held: Whether it was a direct transfer, which holds both ends' queues.

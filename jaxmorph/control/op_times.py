@@ -26,11 +26,7 @@ class OpTime(NamedTuple):
 
 
 def op_times(timeline: Timeline) -> dict[tuple[int, OpKind], OpTime]:
-    """The times of each stage's kinds of op; what an op waited for is not in a timeline's spans.
-
-    Args:
-        timeline: A measured step.
-    """
+    """The times of each stage's kinds of op; what an op waited for is not in a timeline's spans."""
     durations: dict[tuple[int, OpKind, int], list[float]] = defaultdict(list)
     for stage, order in enumerate(timeline.orders):
         took_ms = (timeline.end_ms[stage] - timeline.start_ms[stage]).tolist()

@@ -19,7 +19,6 @@ class Option:
     """A plan as it is weighed.
 
     Attributes:
-        plan: Schedule and routes.
         step_ms: The predicted step under the conditions now.
     """
 
@@ -39,7 +38,6 @@ class Situation:
     Attributes:
         step: The first step that a new plan could hold in.
         verdicts: What detection says of each direction of a link.
-        in_force: The plan in force.
         candidates: The run's plan for healthy links, and others made for the conditions now, those
             that differ least from it first.
         undisturbed_ms: What the plan in force would take if all links were healthy.
@@ -66,7 +64,6 @@ class Decision:
 
     Attributes:
         chosen: Which of the candidates; None: the plan in force stays.
-        reason: Why, in one line.
         wait_steps: How many steps to wait before asking again, where only that was against what
             would be better still.
     """
@@ -87,9 +84,6 @@ def decide(situation: Situation) -> Decision:
     without a direct path is delegated whatever that gains, and nothing holds it back.
 
     Source: PipeMorph, sections 4.3 and 6. There all links are delegated together.
-
-    Args:
-        situation: What is known.
 
     Returns:
         The decision, with its reason as a sentence.
@@ -119,7 +113,6 @@ def changed_routes(now: Mapping[Link, Route], then: Mapping[Link, Route]) -> dic
 
     Args:
         now: Each link's route; one that is not named is direct.
-        then: Likewise, afterwards.
     """
     changed: dict[Link, Route] = {}
     for link in {**now, **then}:
@@ -136,9 +129,6 @@ def dwell_after(dwell: Dwell, now: Option, then: Option, step: int) -> Dwell:
     where a morph changes nothing else; that it changed with a link's route is no flapping of its.
 
     Args:
-        dwell: Before it.
-        now: The plan in force.
-        then: The one after it.
         step: The first step that runs it.
     """
     routes = changed_routes(now.routes, then.routes)
@@ -153,7 +143,6 @@ def dwelling_links(dwell: Dwell, routes: Mapping[Link, Route], step: int) -> fro
 
     Args:
         dwell: How long earlier morphs are to stand.
-        routes: Those in force.
         step: The first step that a new plan could hold in.
     """
     delegated = (link for link, route in routes.items() if route == "delegated")

@@ -13,7 +13,6 @@ class PathFailure:
     What one of them saw is the runtime's `LinkFailure`.
 
     Attributes:
-        link: Which link.
         detail: What failed, after how long, in one line.
         held_up_s: How long that held up the queue of the end that it held up longer, seconds.
         resent: How many messages both ends sent again.

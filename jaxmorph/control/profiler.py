@@ -118,7 +118,6 @@ class Profiler:
     """Keeps the recent steps' medians and spreads.
 
     Args:
-        num_stages: Number of stages.
         stash_bytes: What one microbatch keeps on each stage, if that is known.
         num_steps: How many of the last steps count.
     """

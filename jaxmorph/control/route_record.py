@@ -79,7 +79,6 @@ class RouteRecord:
         """Let a slow link's message lengthen the run of those at another level, or end it.
 
         Args:
-            duration_ms: What it took.
             level_ms: What messages took when the link was last judged.
             margin_ms: How far a message may be from that.
         """
@@ -128,7 +127,6 @@ def level_margin_ms(record: RouteRecord, level_ms: float, unrest: float) -> floa
     """How far messages may be from a slow link's level before it counts as another one.
 
     Args:
-        record: The route's messages.
         level_ms: What they took when the link was last judged.
         unrest: How often that has changed lately; the margin grows with it.
     """

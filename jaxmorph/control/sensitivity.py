@@ -17,10 +17,8 @@ class Sensitivity:
     60 has one false alarm.
 
     Attributes:
-        spreads: Robust standard deviations.
         floor_ms: Milliseconds that are late whatever the spread; half an op of 10 ms, less than any
             plan has to adapt to.
-        share: Part of the baseline.
         chance: Probability, per message, of a false alarm that is accepted.
         least_run: The fewest late messages in a row.
         most_run: The most, for however unsteady a link.
@@ -60,8 +58,6 @@ class Usual:
     """What the messages of one route of one direction take while the link is healthy.
 
     Attributes:
-        baseline_ms: The median.
-        spread_ms: A robust standard deviation.
         threshold_ms: What is over it is late.
         calm_ms: What is not over it is in time again, after a delay.
     """
@@ -76,7 +72,6 @@ def usual(baseline_ms: float, spread_ms: float, sensitivity: Sensitivity) -> Usu
     """What to expect of messages, given what healthy ones have taken.
 
     Args:
-        baseline_ms: Their median.
         spread_ms: Their robust standard deviation; 0 where it isn't known.
         sensitivity: The numbers to go by.
     """

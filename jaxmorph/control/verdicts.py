@@ -45,13 +45,9 @@ class Verdict:
     """What detection says of one direction of a link.
 
     Attributes:
-        source: The rank that sends.
-        destination: The rank that receives.
-        health: The state.
         latency_ms: What planning should take a message to last now, milliseconds.
         jitter_ms: How much that varies now: a robust standard deviation.
         step: The step after which it came to this state.
-        evidence: What decided it.
         reason: The same as a sentence.
     """
 

@@ -75,9 +75,7 @@ def named_one(tiers: Sequence[Tier], attempt: Callable[[Tier], None], wanted: st
     """The tier that the user has chosen.
 
     Args:
-        tiers: What there is here.
         attempt: Tries one; raises whatever goes wrong.
-        wanted: Its name.
 
     Raises:
         UserError: If it doesn't work here; it names those that do.
@@ -98,7 +96,6 @@ def why_not(tier: Tier, attempt: Callable[[Tier], None]) -> str | None:
     """Why a tier doesn't work here; None if it does.
 
     Args:
-        tier: Which one.
         attempt: Tries it; raises whatever goes wrong.
     """
     try:

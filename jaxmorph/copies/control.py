@@ -29,7 +29,6 @@ def signal_on_device(memory: RegisteredMemory, slot: OutgoingSlot, num_bytes: in
     Args:
         memory: The slots, as the device knows them; this one is among them.
         slot: Where a payload goes.
-        num_bytes: How long that is.
 
     Raises:
         ValueError: If that is more than the slot holds, or the device doesn't know the signal.

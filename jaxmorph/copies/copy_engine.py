@@ -28,7 +28,6 @@ class CopyEngineTier:
     """Copies by streams of its own.
 
     Args:
-        driver: The device's.
         memory: The slots, as the device knows them.
         otherwise: The tier for slots that could not be registered.
         view: Finds an array on the device, and has a stream wait for it.
@@ -116,12 +115,8 @@ def enqueue_copy(
     """Have a stream fill a slot and write its signal; the message is still to be posted.
 
     Args:
-        driver: The device's.
         memory: The slots, as the device knows them; this one is among them.
-        slot: Where to.
         source: Where from, on the device.
-        num_bytes: How much.
-        stream: Behind what.
 
     Raises:
         ValueError: If that is more than the slot holds, or the device doesn't know the signal.

@@ -23,7 +23,6 @@ class CudaError(RuntimeError):
     """A call of the driver has failed, or can't be made.
 
     Attributes:
-        call: Its name.
         code: What it returned, a CUresult; None where there is no such call.
     """
 
@@ -58,9 +57,7 @@ class CudaDriver:
         """The driver of this machine.
 
         Args:
-            ordinal: The device's number.
             load: Loads a library by its name.
-            library: Its name.
 
         Raises:
             CudaError: If there is none, or it can't be used.
@@ -125,8 +122,6 @@ class CudaDriver:
         Args:
             address: Where to, in registered memory of this process.
             source: Where from, on the device.
-            num_bytes: How much.
-            stream: Behind what.
         """
         self._bind()
         sizes = (c_uint64(source), c_size_t(num_bytes))
@@ -138,8 +133,6 @@ class CudaDriver:
         Args:
             address: Where to, on the device.
             source: Where from, in registered memory of this process.
-            num_bytes: How much.
-            stream: Behind what.
         """
         self._bind()
         sizes = (c_void_p(source), c_size_t(num_bytes))
@@ -150,8 +143,6 @@ class CudaDriver:
 
         Args:
             address: Where to, as the device knows it.
-            value: What.
-            stream: Behind what.
         """
         self._bind()
         word = (c_uint64(address), c_uint32(value), c_uint(_DEFAULT))

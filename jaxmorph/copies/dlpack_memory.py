@@ -81,7 +81,6 @@ class HostTensor:
         payload: What lies there, from its first byte on.
         kind: `CPU`, or `CUDA_HOST` for memory that is registered: JAX then takes it as memory of
             the kind `pinned_host`.
-        number: The device's, for `CUDA_HOST`.
     """
 
     def __init__(

@@ -13,8 +13,6 @@ def fill(slot: OutgoingSlot, tag: tuple[int, ...], address: int, payload: np.nda
     """Copy a payload to where its slot is, post the message and complete it.
 
     Args:
-        slot: The message's.
-        tag: What it is posted with.
         address: Where the slot's memory begins.
         payload: Any shape.
 

@@ -27,7 +27,6 @@ class HostCallbackTier:
     """A host callback inside a compiled program copies out of the buffer that it is shown.
 
     Args:
-        name: Of the callback.
         embed: Makes a traceable function of a callback that is given arrays and returns nothing.
     """
 

@@ -37,7 +37,6 @@ class KernelTier:
     Args:
         memory: The slots, as the device knows them.
         otherwise: The tier for slots that could not be registered.
-        kernel: What copies and signals.
         require: Raises where the kernel can't run on a device.
     """
 

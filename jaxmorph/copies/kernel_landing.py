@@ -35,7 +35,6 @@ class KernelLandingTier(ReleasingTier):
     Args:
         memory: The slots, as the device knows them.
         otherwise: What takes messages in parts, and from slots that could not be registered.
-        kernel: What copies.
         require: Raises where the kernel can't run on a device.
     """
 

@@ -23,7 +23,6 @@ class KernelProgram:
     """A program that has not been compiled.
 
     Attributes:
-        traceable: What `jax.jit` gives.
         operands: Shapes and dtypes of its arguments, and where they are kept.
     """
 
@@ -47,7 +46,6 @@ def program_to_host(
         use: How payloads lie in slots.
         placement: Where the stage keeps its arrays.
         length: Of the part, in elements; a whole payload's: it is not cut.
-        kernel: As `copy_to_host`.
 
     Returns:
         It takes the payload, the first element of a part (int32; none for a whole payload), control
@@ -72,7 +70,6 @@ def program_from_host(use: SlotUse, placement: Sharding, kernel: Kernel) -> Kern
     Args:
         use: How payloads lie in slots, each in one.
         placement: Where the stage keeps its arrays.
-        kernel: As `copy_from_host`.
 
     Returns:
         It takes control words and arrivals, and gives the payload and a status.

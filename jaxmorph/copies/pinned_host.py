@@ -58,11 +58,7 @@ class _PinnedHostProgram:
 
 
 class FutureTicket:
-    """A copy that a thread makes; behaves like an array that is ready when it is over.
-
-    Args:
-        future: The thread's.
-    """
+    """A copy that a thread makes; behaves like an array that is ready when it is over."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future

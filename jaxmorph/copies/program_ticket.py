@@ -10,7 +10,6 @@ class ProgramTicket:
     """A copy by a program; behaves like an array that is ready when the copy is over.
 
     Args:
-        ticket: What the program gives.
         slot: Where the copy goes; if it fails, a message that was announced arrives empty.
     """
 

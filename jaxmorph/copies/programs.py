@@ -32,7 +32,6 @@ class CopyProgram(Protocol):
         """Dispatch one copy, or make it on the caller's thread; waits for no other work.
 
         Args:
-            value: The payload.
             part: Which of its elements, as a flat array.
             slot: Where to; it is posted and completed when they are all there.
             tag: What the message is posted with.

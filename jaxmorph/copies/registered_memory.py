@@ -19,9 +19,6 @@ class _Region(NamedTuple):
 class RegisteredMemory:
     """Registers the memory that a data plane tells of; see `transport.plane.MemoryKeeper`.
 
-    Args:
-        driver: The device's.
-
     Attributes:
         trouble: Why some memory could not be registered; None as long as all could. Copies that
             need it go another way from then on.

@@ -24,8 +24,6 @@ class StageCopies:
     """How a stage copies.
 
     Attributes:
-        outgoing: Into slots.
-        incoming: Out of slots.
         ways: What they were chosen from.
     """
 

@@ -49,7 +49,6 @@ class StreamCallbackTier:
     """Copies by a callback that enqueues.
 
     Args:
-        driver: The device's.
         memory: The slots, as the device knows them.
         otherwise: The tier for slots that could not be registered.
         embed: Makes a traceable function of a callback that is given an execution's context, the

@@ -9,11 +9,7 @@ from jaxmorph.transport.plane import OutgoingSlot
 
 
 class StreamEvents:
-    """Events of a driver, used again and again.
-
-    Args:
-        driver: The device's.
-    """
+    """Events of a driver, used again and again."""
 
     def __init__(self, driver: CudaDriver) -> None:
         self.driver = driver
@@ -24,7 +20,6 @@ class StreamEvents:
         """A ticket for all that stands on a stream now.
 
         Args:
-            stream: The stream.
             slot: Where the copy goes; if it fails, the message arrives empty.
             holder: What the copy reads; it is kept until the copy is over.
         """

@@ -37,7 +37,6 @@ def try_tier(tier: CopyTier, placement: Sharding, keeper: MemoryKeeper | None = 
     """Copy a payload in two parts, and look at what came the moment that its signal did.
 
     Args:
-        tier: What is tried.
         placement: Where the stage keeps its arrays.
         keeper: Is told of the slots' memory; None: nobody needs to know it.
 
@@ -64,7 +63,6 @@ def try_landing(tier: LandingTier, placement: Sharding, keeper: MemoryKeeper | N
     """Receive a payload, and another one through the same slot, and look at what came.
 
     Args:
-        tier: What is tried.
         placement: Where the stage keeps its arrays.
         keeper: Is told of the slots' memory; None: nobody needs to know it.
 

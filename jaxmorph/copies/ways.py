@@ -72,7 +72,6 @@ def ways_to_copy(
     """The ways that there are where a stage keeps its arrays; whether they work is not tried.
 
     Args:
-        placement: There.
         tell_of_memory: Has a keeper told of the memory of all slots.
         with_driver: Whether slots may be registered with the device's driver.
         open_driver: Opens it, given the device's number.
@@ -146,12 +145,7 @@ def _device_number(placement: Sharding) -> int:
 
 
 class AbsentTier:
-    """Stands for a tier that can't be had here.
-
-    Args:
-        name: The tier's.
-        reason: Why not.
-    """
+    """Stands for a tier that can't be had here."""
 
     def __init__(self, name: str, reason: Exception) -> None:
         self.name, self._reason = name, reason

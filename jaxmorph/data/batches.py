@@ -33,10 +33,6 @@ class Batches:
     order of its own that follows from the seed; a batch may span two epochs.
 
     Args:
-        tokens: the text.
-        microbatches: microbatches in a step.
-        microbatch_size: sequences in a microbatch.
-        sequence_length: tokens in a sequence.
         seed: of the shuffling, 0 to 2**32 - 1.
 
     Raises:

@@ -14,7 +14,6 @@ class DataDigest:
     """What is remembered of a text.
 
     Attributes:
-        num_tokens: How many there are.
         digest: BLAKE2b of the first and the last tokens and of some between them, hexadecimal.
     """
 

@@ -47,9 +47,6 @@ def text_documents(path: Path) -> list[bytes]:
     In a folder, files with one of `TEXT_SUFFIXES` are read, in the order of their paths; hidden
     files and folders, empty files and links to folders are left out.
 
-    Args:
-        path: the file or folder.
-
     Returns:
         One document for each file, valid UTF-8.
 

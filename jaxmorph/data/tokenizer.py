@@ -67,9 +67,6 @@ class ByteTokenizer:
 class FileTokenizer:
     """The tokenizer of a `tokenizer.json`; its end-of-text token, if any, separates documents.
 
-    Args:
-        path: the file.
-
     Raises:
         UserError: it is missing or no tokenizer.
     """

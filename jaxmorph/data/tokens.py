@@ -83,7 +83,6 @@ def hold_out(tokens: Tokens, fraction: float) -> tuple[Tokens, Tokens | None]:
     """Cuts a text in two parts that share no token.
 
     Args:
-        tokens: the whole text.
         fraction: how much of it to hold out, from 0 to below 1.
 
     Returns:
@@ -103,7 +102,6 @@ def check_ids(ids: np.ndarray, vocab_size: int, source: str) -> None:
 
     Args:
         ids: unsigned integers, any shape.
-        vocab_size: the vocabulary's.
         source: where the ids come from, for the error.
 
     Raises:

@@ -21,7 +21,6 @@ def trace_conditions(
 
     Args:
         trace: The configuration's, if there is one.
-        num_stages: Number of stages.
         key: Where it stands in the configuration, for errors.
         draw: Which draw of a regime: its seed is so much higher.
 

@@ -36,12 +36,7 @@ class LogNormal:
     sigma: float
 
     def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
-        """Draws numbers, float64 ``[count]``.
-
-        Args:
-            random: The source.
-            count: How many.
-        """
+        """Draws numbers, float64 ``[count]``."""
         return self.median * np.exp(self.sigma * random.standard_normal(count))
 
 
@@ -115,7 +110,6 @@ def draw_regime(regime: Regime, links: Sequence[Link], duration_s: float, seed: 
     79.3 ms, and are drawn anew after 0.5 to 1.5 s.
 
     Args:
-        regime: Which.
         links: Each has its own delays, the same whatever other links there are.
         duration_s: Until when delays change, in seconds, at least 0 and finite.
         seed: Of the random numbers, at least 0.
@@ -173,7 +167,6 @@ class EventRanges:
 
     Attributes:
         gap_steps: Healthy steps before an event, at least 1.
-        duration_steps: Steps of an event.
         num_links: Links that are slow at once.
         latency_ms: Their delay, the same on all of an event's links, whole milliseconds.
     """
@@ -189,9 +182,7 @@ class DelayEvent:
     """Some links are slow for some steps.
 
     Attributes:
-        from_step: The first slow step.
         to_step: The first that isn't any more.
-        links: The slow links.
         latency_ms: What messages over them take longer, in both directions.
     """
 

@@ -17,7 +17,6 @@ def emulated_conditions(config: Config, restarts: int = 0) -> tuple[LinkConditio
     Ranks that were started again after a failure meet no cut: they would use what is left.
 
     Args:
-        config: The run.
         restarts: How often its ranks have been started again.
 
     Raises:
@@ -30,11 +29,7 @@ def emulated_conditions(config: Config, restarts: int = 0) -> tuple[LinkConditio
 
 
 def untimed(conditions: Sequence[LinkCondition]) -> tuple[LinkCondition, ...]:
-    """Those that hold before the time has begun that the others go by.
-
-    Args:
-        conditions: Any.
-    """
+    """Those that hold before the time has begun that the others go by."""
     return tuple(each for each in conditions if each.from_s is None and each.to_s is None)
 
 
@@ -53,7 +48,6 @@ def transport_settings(
     """How this host's end of the data plane travels.
 
     Args:
-        config: The run.
         one_loopback: Whether all ranks share this machine's loopback.
         coordinator_host: Where the run's first rank is.
     """

@@ -18,8 +18,6 @@ def require_links_of(num_stages: int, links: Iterable[Link], key: str) -> None:
     """Refuse links that a pipeline doesn't have.
 
     Args:
-        num_stages: Number of its stages.
-        links: Those of a trace.
         key: Where the trace comes from, for the error.
 
     Raises:

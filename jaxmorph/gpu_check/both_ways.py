@@ -22,7 +22,6 @@ class BothWaysReport:
     Attributes:
         platform: Where it computes; nothing is asked of a CPU.
         outgoing: How messages are copied into slots.
-        incoming: And out of them.
         disturbance: What it loses; None if that was not found out.
         trouble: Why not; empty if it was.
     """
@@ -60,7 +59,6 @@ def both_ways_of(platform: str, told: Told) -> BothWaysReport:
 
     Args:
         platform: Where it computes.
-        told: By it.
     """
     if told.trouble or not told.lines:
         return BothWaysReport(platform, trouble=told.trouble or "its process told nothing")

@@ -22,7 +22,6 @@ class Told:
     """What a process has told.
 
     Attributes:
-        lines: Each a JSON object.
         trouble: How it ended, if not as it should; else empty.
     """
 
@@ -59,7 +58,6 @@ def ask(command: Sequence[str], limit_s: float) -> Told:
     process. Its own limit, which says where it was, comes some seconds before the end here.
 
     Args:
-        command: Its words.
         limit_s: For how long it may run.
     """
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

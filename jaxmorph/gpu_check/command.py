@@ -107,7 +107,6 @@ def run_parts(
 
     Args:
         parts: By name, in their order.
-        settings: What each is given.
         json_path: Where to write what was found, after every part.
         limit_s: When no part is begun any more, and those that wait for processes give up.
         clock: Seconds.
@@ -131,11 +130,6 @@ def run_parts(
 
 def run_part(name: str, part: Part, settings: CheckSettings) -> Outcome:
     """Run one part; whatever goes wrong in it is its own.
-
-    Args:
-        name: The part's.
-        part: What runs.
-        settings: What it is given.
 
     Raises:
         UserError: If the check can't be run at all like this.

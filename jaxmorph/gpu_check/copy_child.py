@@ -62,15 +62,7 @@ def tell_of_tier(
     check: Callable[..., Iterable[tuple[str, Any]]] = check_tier,
     tell: Callable[..., None] = tell,
 ) -> bool:
-    """Tell all that is found out about a tier; whether it left nothing undone.
-
-    Args:
-        name: The tier's.
-        looked_at: The tier.
-        settings: What is looked at.
-        check: Finds it out.
-        tell: Is told, by field.
-    """
+    """Tell all that is found out about a tier; whether it left nothing undone."""
     told = partial(tell, tier=name)
     told()
     try:

@@ -32,7 +32,6 @@ class CopiesReport:
     """What was found out about the ways of copying in one direction.
 
     Attributes:
-        into: Whether into slots.
         platform: Where arrays are kept; nothing is asked of how fast copies on a CPU are.
         tiers: In the order in which runs try them.
         taken: The one that runs take: the first that is right; None if none is.
@@ -65,20 +64,12 @@ class CopiesReport:
 
 
 def measure_outgoing(settings: CheckSettings) -> CopiesReport:
-    """What the ways of copying into slots do.
-
-    Args:
-        settings: What is looked at.
-    """
+    """What the ways of copying into slots do."""
     return _measure(OUTGOING, settings)
 
 
 def measure_incoming(settings: CheckSettings) -> CopiesReport:
-    """What the ways of copying out of slots do.
-
-    Args:
-        settings: What is looked at.
-    """
+    """What the ways of copying out of slots do."""
     return _measure(INCOMING, settings)
 
 
@@ -102,9 +93,6 @@ def ask_on(device: Any, module: str, words: Sequence[str], limit_s: float) -> To
     """Have a process find something out on the same kind of device.
 
     Args:
-        device: Of this process.
-        module: What the process runs.
-        words: What it is told.
         limit_s: For how long it may run.
     """
     options = ["--allow-cpu"] if device.platform == "cpu" else []
@@ -167,7 +155,6 @@ def report_on(direction: str, platform: str, tiers: Sequence[TierFound]) -> Copi
     """Which tier runs take, and which they should.
 
     Args:
-        direction: Of the copies.
         platform: Where arrays are kept.
         tiers: In the order in which runs try them.
     """

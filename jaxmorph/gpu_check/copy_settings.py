@@ -19,9 +19,7 @@ class MatmulSettings:
     Attributes:
         width: Of its square bfloat16 matrices.
         per_op: Products in one op, which is what is dispatched at a time.
-        ops: In one timing.
         ahead: Ops that have been dispatched and not run, as a step's are.
-        message_bytes: Of each message.
         every_s: From one message to the next where they come as in training.
         rounds: How often each kind of timing is taken.
     """
@@ -43,14 +41,11 @@ class CopySettings:
         registered_bytes: Of the slots that are registered with the driver.
         case_bytes: The payloads of each type whose bytes are compared, about.
         num_small: Small messages among which torn ones are looked for.
-        small_bytes: Their sizes.
         speed_bytes: The payloads that are timed.
         num_behind: How many of them come one behind another.
         repeats: How often each is timed.
         num_calls: Messages of four bytes that are timed.
         busy_width: Of the products that a device is busy with when a copy is asked for.
-        busy_products: How many of them.
-        matmuls: The computation beside copies.
         spin_us: For how long a kernel waits for a signal that doesn't come.
         patience_s: For how long any one message is waited for.
         child_s: For how long a process may run, for each way that it looks at.

@@ -34,7 +34,6 @@ class Speed:
     """How fast messages of a size are; medians.
 
     Attributes:
-        num_bytes: The size.
         time_ms: Of one alone, from the call until the signal is seen, or the device has it.
         gb_per_s: Of several, one behind another.
         bare_gb_per_s: Of as many bare copies, in turns with them; None where there are none.
@@ -104,8 +103,6 @@ def time_behind_s(traffic: Traffic, payload: jax.Array, count: int, patience_s: 
 
     Args:
         traffic: Has none under way.
-        payload: Of each.
-        count: How many.
         patience_s: For how long room for any one is waited for.
 
     Raises:
@@ -130,7 +127,6 @@ def speed_of(
     Args:
         num_bytes: Of each message and bare copy.
         count: How many there were one behind another.
-        alone_s: Of messages alone.
         behind_s: Of so many messages, one behind another.
         bare_s: Of as many bare copies; there may be none.
     """
@@ -145,9 +141,7 @@ def measure_latency(
     """Time messages of four bytes, one after another.
 
     Args:
-        open_messages: Of the tier.
         placement: Where payloads are kept.
-        settings: How many.
     """
     with open_messages(slot_bytes=_WORD.itemsize, num_slots=2) as messages:
         message = _message(messages, placement, _WORD.itemsize)

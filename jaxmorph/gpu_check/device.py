@@ -74,7 +74,6 @@ class DeviceReport:
 
     Attributes:
         versions: Of the packages that the check imports.
-        device: Its name.
         platform: What JAX computes with, and its version.
         driver: NVIDIA's; None where nvidia-smi does not say.
         compute_capability: None on a CPU.
@@ -106,11 +105,7 @@ class DeviceReport:
 
 
 def look_at_device(settings: CheckSettings) -> DeviceReport:
-    """What is installed, and which device there is.
-
-    Args:
-        settings: Not needed.
-    """
+    """What is installed, and which device there is."""
     del settings
     device = jax.devices()[0]
     return DeviceReport(

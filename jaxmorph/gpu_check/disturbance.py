@@ -38,11 +38,9 @@ class Disturbance:
     """How much slower ops are beside messages; medians.
 
     Attributes:
-        op_ms: Of an op alone.
         training: The share by which ops are slower beside messages that come as in training.
         num_training: Of those messages in one timing.
         flat_out: The same beside as many messages as there is room for.
-        flat_out_gb_per_s: What these carried.
     """
 
     op_ms: float
@@ -58,12 +56,7 @@ class Disturbance:
 
 
 class Matmuls:
-    """Ops that a device computes one after another.
-
-    Args:
-        placement: Where.
-        settings: Their sizes.
-    """
+    """Ops that a device computes one after another."""
 
     def __init__(self, placement: Sharding, settings: MatmulSettings) -> None:
         self._settings, width = settings, settings.width
@@ -141,7 +134,6 @@ def ops_between(op_s: float, settings: MatmulSettings) -> int:
 
     Args:
         op_s: How long an op takes.
-        settings: How often messages come.
     """
     return min(max(round(settings.every_s / op_s), 1), settings.ops)
 
@@ -152,7 +144,6 @@ def slowdowns(times_s: Sequence[Sequence[float]], last_alone_s: float) -> tuple[
     Args:
         times_s: For each round: alone, beside messages as in training, alone, beside as many as
             there can be.
-        last_alone_s: After the last round.
 
     Returns:
         The median share for each kind. It may be negative.

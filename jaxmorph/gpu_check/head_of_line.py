@@ -91,12 +91,7 @@ def measure_head_of_line(settings: CheckSettings) -> HeadOfLineReport:
 
 
 def report_of(task: StageTask, stages: Sequence[StageResult]) -> HeadOfLineReport:
-    """What both stages' processes have found, put together.
-
-    Args:
-        task: What they were told.
-        stages: Each one's.
-    """
+    """What both stages' processes have found, put together."""
     sender, receiver = (stage.figures for stage in stages)
     steps = [stage.figures["steps"] for stage in stages]
     times_ms = list(zip(sender["alone_ms"], sender["behind_ms"], strict=True))

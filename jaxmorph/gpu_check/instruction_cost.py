@@ -40,8 +40,6 @@ def microseconds(
     """Median time of a call.
 
     Args:
-        work: What is called.
-        repeats: How often.
         prepare: What is called before each, and not counted.
     """
     times_s = []
@@ -64,8 +62,6 @@ def call_costs(
 
     Args:
         stage: Its programs, those of F, B, W and BW.
-        weights: From its `prepare`.
-        batch: What F takes.
         gradient: What B takes as the output's gradient.
         repeats: How often each is called.
     """

@@ -35,7 +35,6 @@ class KernelWait:
 
     Attributes:
         spin_us: For how long it may wait.
-        waited_us: Until it gave up.
         said_so: Whether its status was that of a message that isn't there.
         then_whole: Whether the same call gave the payload, and said so, once the signal was there.
     """
@@ -89,7 +88,6 @@ def wait_for_signal(
         slots: One, of the payload's length, whose first message hasn't come.
         address_of: Where the device finds what is at an address here.
         spin_us: For how long the kernel may wait.
-        kernel: What waits and copies.
     """
     payload = address_of(slots.payload_address(0))
     signal = address_of(slots.signal_address(0))

@@ -57,7 +57,6 @@ def wait_until(condition: Callable[[], bool], patience_s: float, what: str) -> N
 
     Args:
         condition: Must not take long.
-        patience_s: For how long.
         what: Has not happened by then, for the message.
 
     Raises:

@@ -16,15 +16,7 @@ from jaxmorph.transport.slots import NO_TIME_NS, About
 
 
 class LoneReceiver:
-    """A tier that copies out of slots.
-
-    Args:
-        tier: Which one.
-        site: Where.
-        slot_bytes: The longest payload.
-        num_slots: A power of two.
-        first: The first message's number.
-    """
+    """A tier that copies out of slots."""
 
     def __init__(
         self,
@@ -58,7 +50,6 @@ class LoneReceiver:
         """Have a message land in a free slot, and take it.
 
         Args:
-            num_bytes: Its length.
             contents: uint8 [num_bytes]; None: what the slot holds.
 
         Raises:

@@ -26,15 +26,7 @@ class Sent:
 
 
 class LoneSender:
-    """A tier that copies into slots.
-
-    Args:
-        tier: Which one.
-        site: Where.
-        slot_bytes: The longest payload.
-        num_slots: A power of two.
-        first: The first message's number.
-    """
+    """A tier that copies into slots."""
 
     def __init__(
         self,

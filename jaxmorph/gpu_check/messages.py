@@ -21,7 +21,6 @@ class Message:
 
     Attributes:
         program: What copies it, from `Messages.compile`.
-        contents: Its payload, flat.
         on_device: Gives the payload on the device, where it may still be being computed.
     """
 

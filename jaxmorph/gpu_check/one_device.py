@@ -39,12 +39,7 @@ class PlainTraining:
 
 
 def train_plainly(sizes: Sizes, num_steps: int) -> PlainTraining:
-    """Train a whole model on JAX's first device, in float32 with the highest precision.
-
-    Args:
-        sizes: Of the model.
-        num_steps: How many steps.
-    """
+    """Train a whole model on JAX's first device, in float32 with the highest precision."""
     whole = whole_model(sizes)
     params = tied_copies(whole.model, whole.params)
     began, first = params, {}
@@ -72,7 +67,6 @@ def tied_copies(model: PipelineModel, tree: Params) -> Params:
     """A whole model's tree in which the head has copies of what it shares with the embedding.
 
     Args:
-        model: Which one.
         tree: Of its parameters, or of as many gradients.
     """
     for embed, head in model.tied:

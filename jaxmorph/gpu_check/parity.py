@@ -25,7 +25,6 @@ class Difference:
     """How far a step is from the reference, relatively.
 
     Attributes:
-        loss: Of the loss.
         norm: Of the norm of all gradients.
         gradients: Of each gradient: the largest difference of an element, as a share of the
             reference's largest element.
@@ -72,11 +71,7 @@ def _small(difference: float) -> bool:
 
 
 def measure_parity(settings: CheckSettings) -> ParityReport:
-    """How far the stage's programs on the device are from plain JAX on the CPU, in float32.
-
-    Args:
-        settings: The model's sizes.
-    """
+    """How far the stage's programs on the device are from plain JAX on the CPU, in float32."""
     sizes, whole = settings.parity, whole_model(settings.parity)
     rng, shape = np.random.default_rng(0), (2, sizes.microbatch_size, sizes.sequence_length)
     tokens, targets = rng.integers(sizes.vocab_size, size=shape, dtype=np.int32)
@@ -93,9 +88,6 @@ def difference(loss: Any, gradients: Params, expected_loss: Any, expected: Param
     """How far a loss and gradients are from what was expected.
 
     Args:
-        loss: A scalar.
-        gradients: A tree of arrays.
-        expected_loss: A scalar.
         expected: A tree of the same structure.
     """
     own, wanted = _by_name(gradients), _by_name(expected)

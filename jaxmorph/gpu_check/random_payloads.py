@@ -19,9 +19,7 @@ def random_contents(rng: np.random.Generator, dtype: jnp.dtype, num_bytes: int) 
     """Random numbers of a type.
 
     Args:
-        rng: Draws them.
         dtype: bfloat16, float32 or an unsigned integer.
-        num_bytes: About how many.
 
     Returns:
         At least one, flat.
@@ -35,12 +33,7 @@ def random_contents(rng: np.random.Generator, dtype: jnp.dtype, num_bytes: int) 
 
 
 class SlowPayloads:
-    """Puts payloads on the device, by a computation that goes on for a while.
-
-    Args:
-        placement: There.
-        settings: How much is computed.
-    """
+    """Puts payloads on the device, by a computation that goes on for a while."""
 
     def __init__(self, placement: Sharding, settings: CopySettings) -> None:
         self._placement = placement
@@ -55,11 +48,7 @@ class SlowPayloads:
         self._flip = jax.jit(jnp.bitwise_xor)
 
     def of(self, contents: np.ndarray) -> Callable[[], jax.Array]:
-        """Computes a payload, anew for each call; compiled by now.
-
-        Args:
-            contents: What it becomes.
-        """
+        """Computes a payload, anew for each call; compiled by now."""
         placed = jax.device_put(contents, self._placement)
         jax.block_until_ready(self._times(placed, self._turn(self._one)))
         return lambda: self._times(placed, self._turn(self._one))
@@ -68,7 +57,6 @@ class SlowPayloads:
         """Computes a payload quickly, but not before it is asked for.
 
         Args:
-            placed: Integers on the device.
             word: What each is combined with by exclusive or.
         """
         return partial(self._flip, placed, word)

@@ -43,12 +43,10 @@ class RegistrationReport:
     """What making slots known to a device costs.
 
     Attributes:
-        num_bytes: Of the slots.
         create_s: Seconds of making them, every page written.
         locked_limit_bytes: What this process may lock; None: any amount.
         needs_none: Whether the device is the host.
         trouble: Why they can't be registered; empty if they were.
-        registered: What the driver did.
     """
 
     num_bytes: int
@@ -93,7 +91,6 @@ def registration_of(device: Any, num_bytes: int, open_driver: OpenDriver) -> Reg
 
     Args:
         device: Where copies go to and come from.
-        num_bytes: The slots'.
         open_driver: Opens the driver, given the device's number.
     """
     spec = ChannelSpec(CHANNEL, num_bytes // _SLOTS, _SLOTS)

@@ -14,7 +14,6 @@ class Row:
     """One line of the table.
 
     Attributes:
-        name: What was looked at.
         value: What was found, with its unit.
         note: What it is to be compared with.
         holds: Whether it is as it must be; None where nothing is asked of it.
@@ -45,11 +44,8 @@ class Outcome:
     """One part of the check, done or failed.
 
     Attributes:
-        part: Its name.
-        seconds: How long it took.
         report: What it found; None if it failed.
         error: Why it failed, in one line; empty if it did not.
-        traceback: Where.
     """
 
     part: str
@@ -82,7 +78,6 @@ def write_json(path: Path, outcomes: Iterable[Outcome], *, running: str | None) 
     """Write what has been found so far.
 
     Args:
-        path: The file.
         outcomes: One for each part that has run.
         running: The part that begins now, and may end the process; None: all have run.
 

@@ -27,7 +27,6 @@ def time_beside_delay(
     """Time work behind a message, and steps, on a link that is slow; steps also on one that isn't.
 
     Args:
-        pipeline: This stage.
         task: How many messages and steps, and the delay.
 
     Returns:
@@ -75,11 +74,7 @@ def _time_sends(pipeline: StagePipeline, first: int, rounds: int) -> dict[str, A
 
 
 class _Sender:
-    """Sends what has just been computed, as a stage does, and then has other work.
-
-    Args:
-        pipeline: The stage.
-    """
+    """Sends what has just been computed, as a stage does, and then has other work."""
 
     def __init__(self, pipeline: StagePipeline) -> None:
         self._pipeline = pipeline

@@ -16,11 +16,7 @@ class Sizes:
     """The sizes of a GPT-2 stage and of a microbatch.
 
     Attributes:
-        width: Of the residual stream.
         num_heads: Attention heads in each layer.
-        num_layers: The stage's.
-        sequence_length: Tokens in a sequence.
-        microbatch_size: Sequences in a microbatch.
         vocab_size: Only of a stage that embeds or has the head.
     """
 
@@ -52,7 +48,6 @@ class CheckSettings:
         num_training_steps: How many steps two stages train.
         num_delayed_steps: How many steps are timed on a slow link, and without the delay.
         num_sends: How many messages are sent over it beside work.
-        delay_ms: How slow it is.
         copies: What is looked at of copies between device and slots.
         left_s: How long the processes may run that a part starts, whatever their own limit.
     """
@@ -113,7 +108,6 @@ def build_gpt2(sizes: Sizes, compute_dtype: str, attention: str = "auto") -> "GP
     """The model that a stage is cut from.
 
     Args:
-        sizes: Its sizes.
         compute_dtype: "float32" or "bfloat16".
         attention: What computes it, as the configuration's `model.attention`.
 

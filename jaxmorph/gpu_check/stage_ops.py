@@ -26,7 +26,6 @@ class MiddleStage:
 
     Attributes:
         model: What it is cut from.
-        programs: Its programs.
         attention: What computes attention in it, "cudnn" or "xla".
         why: Why that isn't cuDNN; empty where it is.
         failed: Whether cuDNN can be had, but not in these programs.
@@ -41,12 +40,7 @@ class MiddleStage:
 
 @cache
 def middle_stage(sizes: Sizes, compute_dtype: str) -> MiddleStage:
-    """A stage that has layers alone, compiled once for all parts that look at it.
-
-    Args:
-        sizes: Of the stage.
-        compute_dtype: Of activations and products.
-    """
+    """A stage that has layers alone, compiled once for all parts that look at it."""
     model = build_gpt2(sizes, compute_dtype)
     choice = model.attention(sizes.microbatch_size, sizes.sequence_length)
     try:
@@ -71,9 +65,7 @@ def build_lone_stage(
 
     Args:
         model: What the stage is cut from.
-        sizes: Of the stage.
         is_whole: Whether it has the embedding and the head too, or layers alone.
-        kinds: Which programs to compile.
     """
     return build_stage(
         model,
@@ -89,9 +81,6 @@ def build_lone_stage(
 
 def plain_step(model: PipelineModel) -> Callable[..., Any]:
     """The layers' forward and whole backward as one jitted program that knows no stages.
-
-    Args:
-        model: What the layers are of.
 
     Returns:
         A function of (parameters, activations, gradient of the output, float32 sums of gradients,
@@ -115,8 +104,6 @@ class StageOps:
 
     Args:
         model: What the stage is cut from.
-        programs: The stage's, from `build_lone_stage`.
-        sizes: Of the stage.
     """
 
     def __init__(self, model: PipelineModel, programs: StagePrograms, sizes: Sizes) -> None:
@@ -163,7 +150,6 @@ class StageOps:
 
         Args:
             name: One of `OP_NAMES`, or "prepare", which makes a step's weights.
-            calls: How many.
         """
         run = {
             "F": self.forward,
@@ -183,7 +169,6 @@ def median_times_s(ops: StageOps, repeats: int, calls: int = 1) -> dict[str, flo
     """The median time of a call of each program; the repeats of all of them take turns.
 
     Args:
-        ops: The programs.
         repeats: How often each is timed, after two times that don't count.
         calls: How many calls one timing has.
     """
@@ -192,12 +177,7 @@ def median_times_s(ops: StageOps, repeats: int, calls: int = 1) -> dict[str, flo
 
 
 def random_activations(model: PipelineModel, sizes: Sizes) -> jax.Array:
-    """Random activations, of the shape and dtype that the model's layers take.
-
-    Args:
-        model: The model.
-        sizes: Its sizes.
-    """
+    """Random activations, of the shape and dtype that the model's layers take."""
     key = jax.random.key(0)
     tokens = jax.ShapeDtypeStruct((sizes.microbatch_size, sizes.sequence_length), jnp.int32)
     shape = jax.eval_shape(model.embed, jax.eval_shape(model.init_embed, key), tokens)

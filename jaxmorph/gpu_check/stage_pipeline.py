@@ -66,11 +66,7 @@ class StageStep:
         return sum(stamp.duration_s for stamp in self.ops)
 
     def durations_ms(self, kind: OpKind) -> list[float]:
-        """How long each of its ops of a kind took.
-
-        Args:
-            kind: Which.
-        """
+        """How long each of its ops of a kind took."""
         return [1e3 * stamp.duration_s for stamp in self.ops if stamp.label.kind == kind]
 
 
@@ -79,10 +75,7 @@ class StagePipeline:
     """One of two stages, all of whose messages travel by sidecars.
 
     Attributes:
-        sizes: Of the whole model.
         rendezvous: The other stage's process and this one.
-        trainer: This stage.
-        plane: What carries its messages.
         route: What the trainer has of that.
         program: This stage's instructions for a step.
         activation: What a message to the last stage carries.
@@ -142,7 +135,6 @@ def stage_programs(route: Route, num_tied: int) -> tuple[RankProgram, ...]:
     """Both stages' instructions for a step.
 
     Args:
-        route: Of their link.
         num_tied: How many parameters both have a copy of.
     """
     schedule = FIXED_SCHEDULES[_SCHEDULE](NUM_STAGES, MICROBATCHES)
@@ -159,7 +151,6 @@ def open_pipeline(
     """A process's stage, ready to run; what it started is ended however this ends.
 
     Args:
-        sizes: Of the whole model.
         rendezvous: The other stage's process and this one, which both call this.
         alone: The mesh of this process's device, where JAX hasn't joined the two.
     """

@@ -44,7 +44,6 @@ class NotJoined:
     """Why JAX hasn't joined the processes.
 
     Attributes:
-        reason: In one line.
         logs: The end of each process's log.
     """
 
@@ -89,7 +88,6 @@ def run_stages(
     """Have two processes do a task; they, and all that they began, are gone when this returns.
 
     Args:
-        task: What they are to do.
         within_s: When to give up.
         module: What each of them runs.
 
@@ -116,12 +114,7 @@ def run_stages(
 
 
 def arrays_path(folder: Path, rank: int) -> Path:
-    """Where a stage's process writes arrays.
-
-    Args:
-        folder: Of the run.
-        rank: The stage.
-    """
+    """Where a stage's process writes arrays."""
     return folder / f"stage_{rank}.npz"
 
 

@@ -61,8 +61,6 @@ def main(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
     """Do the task.
 
     Args:
-        arguments: The launcher's.
-        link: To the launcher.
         rest: The task, a folder that both processes share, and the seconds that they have.
     """
     task, folder, within_s = StageTask.parse(rest[0]), Path(rest[1]), float(rest[2])

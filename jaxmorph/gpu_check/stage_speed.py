@@ -38,14 +38,12 @@ class SpeedReport:
 
     Attributes:
         sizes: Of the stage, in words.
-        dtype: Of activations and products.
         attention: What computes it, "cudnn" or "xla".
         why: Why that isn't cuDNN; empty where it is.
         attention_failed: Whether it isn't cuDNN's, but should be.
         time_ms: Of each program on one microbatch, the median.
         prepare_ms: Of converting the weights, once for all microbatches of a step; plain JAX does
             so in every call.
-        model_tflops: TFLOP/s by `model_flops`.
         mfu: The same as a share of the device's peak; None where that isn't known.
         ratios: What the split costs, and what a stage costs against plain JAX.
         judged: Whether a stage must be as fast as plain JAX, but for a little: on a GPU.
@@ -120,7 +118,6 @@ def lacks_cudnn(stage: MiddleStage, device: Any) -> bool:
     """Whether a stage's attention isn't cuDNN's though the device is one that cuDNN has it for.
 
     Args:
-        stage: The stage.
         device: What it runs on, JAX's; one without a compute capability is no such device.
     """
     capability = getattr(device, "compute_capability", None) or "0.0"

@@ -29,9 +29,6 @@ def optimizer_of(sizes: Sizes) -> OptimizerSettings:
     is added to all its elements in every step, as rounding does, after 20 steps the worst parameter
     of the model for GPUs is off by 5e-5 of how far it has moved, and no norm by more than 3e-7;
     with an epsilon of 1e-8 that of the small one is off by a quarter.
-
-    Args:
-        sizes: Of the model.
     """
     return OptimizerSettings(
         learning_rate=_RATE / math.sqrt(sizes.width),
@@ -77,10 +74,6 @@ def batch_of(sizes: Sizes, step: int) -> tuple[np.ndarray, np.ndarray]:
     """A step's tokens and targets, the same wherever they are asked for.
 
     Some tokens are far more frequent than others, so that there is something to learn.
-
-    Args:
-        sizes: Of the model.
-        step: The step.
 
     Returns:
         Two of int32 [microbatches, microbatch size, sequence].

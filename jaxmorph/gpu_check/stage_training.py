@@ -21,10 +21,6 @@ def train_steps(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Train this stage together with the other one.
 
-    Args:
-        pipeline: This stage.
-        task: How many steps.
-
     Returns:
         (loss and gradients' norm of every step, milliseconds of a step, the share of it in which
         this stage had no op to run; gradients of the first step and parameters after the last).
@@ -52,7 +48,6 @@ def stage_arrays(kind: str, chunks: Any) -> dict[str, np.ndarray]:
     """A stage's arrays under the names by which they are compared.
 
     Args:
-        kind: `GRADIENT` or `PARAMETER`.
         chunks: A tree for each of its chunks, of which it has one.
     """
     (tree,) = chunks

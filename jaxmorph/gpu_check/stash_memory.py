@@ -49,8 +49,6 @@ class MemoryReport:
 
     Attributes:
         sizes: Of the stage, in words.
-        after_forward: From F until B.
-        after_backward_input: From B until W.
         temporary_bytes: What each program needs while it runs, by XLA's `memory_analysis`.
         peak_bytes: The most that was in use at once so far; None where the device does not say.
     """
@@ -76,11 +74,7 @@ class MemoryReport:
 
 
 def measure_memory(settings: CheckSettings) -> MemoryReport:
-    """What the stash takes, as planned, as compiled and as held.
-
-    Args:
-        settings: The stage's sizes.
-    """
+    """What the stash takes, as planned, as compiled and as held."""
     stage = middle_stage(settings.stage, "bfloat16")
     programs, ops = stage.programs, StageOps(stage.model, stage.programs, settings.stage)
     held_forward, held_backward = _held_bytes(ops)

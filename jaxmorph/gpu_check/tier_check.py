@@ -28,12 +28,7 @@ _NOT_FOR_THIS = (ImportError, NoKernelsError)
 
 
 class OutgoingTier:
-    """A tier that copies into slots.
-
-    Args:
-        tier: Which one.
-        site: Where.
-    """
+    """A tier that copies into slots."""
 
     direction = OUTGOING
 
@@ -60,12 +55,7 @@ class OutgoingTier:
 
 
 class IncomingTier:
-    """A tier that copies out of slots.
-
-    Args:
-        tier: Which one.
-        site: Where.
-    """
+    """A tier that copies out of slots."""
 
     direction = INCOMING
 
@@ -100,10 +90,6 @@ def check_tier(
     looked_at: OutgoingTier | IncomingTier, settings: CopySettings
 ) -> Iterator[tuple[str, Any]]:
     """What is found out about a tier, each thing as soon as it is.
-
-    Args:
-        looked_at: The tier.
-        settings: What is looked at.
 
     Yields:
         (which field of `TierFound`, what it is in JSON's types).

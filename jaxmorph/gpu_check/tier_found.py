@@ -17,13 +17,10 @@ class TierFound:
     """What there is to know of a tier in one direction; None where that was not found out.
 
     Attributes:
-        name: The tier's.
         absent: Why it can't be had on this machine; empty if it can.
         trouble: What went wrong with it; empty if nothing did.
         wholeness: Whether messages were whole when it was said so.
         latency: Of messages of four bytes.
-        speeds: Of larger ones.
-        disturbance: Of computation beside them.
     """
 
     name: str
@@ -50,7 +47,6 @@ def found_from(name: str, told: Iterable[tuple[str, Any]]) -> TierFound:
     """What `check_tier` has told of a tier.
 
     Args:
-        name: The tier's.
         told: Fields, and what they are in JSON's types.
     """
     fields = dict(told)
@@ -113,8 +109,6 @@ def disturbance_rows(name: str, disturbance: Disturbance, *, is_asked: bool) -> 
     """What computation loses beside messages.
 
     Args:
-        name: Of what copies them.
-        disturbance: What was measured.
         is_asked: Whether it must be little.
     """
     count, op_ms = disturbance.num_training, disturbance.op_ms

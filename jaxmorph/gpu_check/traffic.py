@@ -29,12 +29,7 @@ class Traffic(Protocol):
 
 
 class OutgoingTraffic:
-    """Into slots, which are freed once their signals are there.
-
-    Args:
-        sender: With several slots.
-        payload: Of each message.
-    """
+    """Into slots, which are freed once their signals are there."""
 
     def __init__(self, sender: LoneSender, payload: PayloadShape) -> None:
         self._sender, self._program = sender, sender.compile(payload)
@@ -65,12 +60,7 @@ class OutgoingTraffic:
 
 
 class IncomingTraffic:
-    """Out of slots, in which the next message is as soon as they are released.
-
-    Args:
-        receiver: With several slots.
-        payload: Of each message.
-    """
+    """Out of slots, in which the next message is as soon as they are released."""
 
     def __init__(self, receiver: LoneReceiver, payload: PayloadShape) -> None:
         self._receiver, self._landing = receiver, receiver.compile(payload)
@@ -96,12 +86,7 @@ class IncomingTraffic:
 
 
 class BothTraffic:
-    """Two kinds of messages, of which one of each is begun at a time.
-
-    Args:
-        first: The first kind.
-        second: The other.
-    """
+    """Two kinds of messages, of which one of each is begun at a time."""
 
     def __init__(self, first: Traffic, second: Traffic) -> None:
         self._both = first, second

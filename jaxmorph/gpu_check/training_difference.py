@@ -78,7 +78,6 @@ def compare_training(stages: Sequence[StageResult], plain: PlainTraining) -> Tra
 
     Args:
         stages: What each stage's process has found.
-        plain: The one device's.
 
     Raises:
         ValueError: If a stage has other arrays than its part of the model.

@@ -89,12 +89,7 @@ def wait_on_host() -> float | None:
 
 
 def with_kernel(host_waited_ms: float | None, ask_kernel: Callable[[], Told]) -> WaitsReport:
-    """What the process says that has a kernel wait.
-
-    Args:
-        host_waited_ms: What the host did.
-        ask_kernel: Runs it.
-    """
+    """What the process says that has a kernel wait."""
     told = ask_kernel()
     if told.trouble or not told.lines:
         return WaitsReport(host_waited_ms, trouble=told.trouble or "its process told nothing")

@@ -17,8 +17,6 @@ class WholeModel:
     """A model as one stage.
 
     Attributes:
-        model: The model.
-        params: Its initial parameters.
         programs: The stage's, with products of the highest precision.
     """
 
@@ -29,11 +27,7 @@ class WholeModel:
 
 @cache
 def whole_model(sizes: Sizes) -> WholeModel:
-    """A GPT-2 of these sizes as one stage.
-
-    Args:
-        sizes: Of the model.
-    """
+    """A GPT-2 of these sizes as one stage."""
     model = build_gpt2(sizes, "float32")
     key, layers = jax.random.key(0), range(sizes.num_layers)
     with jax.default_matmul_precision("highest"):

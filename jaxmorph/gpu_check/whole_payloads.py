@@ -37,7 +37,6 @@ class Wholeness:
             that come from the host.
         num_small: Small messages with random contents and sizes.
         num_torn: Those of which not every byte was there.
-        first_torn: The first of them.
     """
 
     num_payloads: int
@@ -59,9 +58,7 @@ def look_at_payloads(
     """Copy payloads of several types and sizes one by one, then many small ones in bursts.
 
     Args:
-        open_messages: Of the tier.
         placement: Where payloads are kept.
-        settings: How many, and which.
     """
     slow, rng = SlowPayloads(placement, settings), np.random.default_rng(_SEED)
     wrong: list[str] = []
@@ -102,11 +99,8 @@ def hunt(
     """Copy small messages of random sizes and contents through few slots, in random bursts.
 
     Args:
-        messages: With four slots.
         placement: Where payloads are kept.
-        slow: Computes them.
         rng: Draws sizes, contents and bursts.
-        settings: How many, and which sizes.
 
     Returns:
         What was wrong with each that was torn.

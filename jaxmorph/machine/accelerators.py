@@ -64,7 +64,6 @@ def driver_fact(open_driver: OpenDriver = CudaDriver.open, number: int = 0) -> F
 
     Args:
         open_driver: Opens it, given a device's number.
-        number: Which device.
     """
     try:
         driver = open_driver(number)

@@ -12,7 +12,6 @@ class Fact:
     """One thing about a machine.
 
     Attributes:
-        name: What was looked at.
         found: What it is, with its unit.
         works: Whether it can be used; None where that isn't the question.
         note: Why not, or what it is for.
@@ -29,7 +28,6 @@ class Section:
     """Facts about one thing.
 
     Attributes:
-        about: That thing.
         facts: In the order in which they are told.
     """
 

@@ -47,7 +47,6 @@ def block(lines: Sequence[str], loads: int) -> str:
     """Lines of PTX as one block with registers of its own.
 
     Args:
-        lines: Instructions and labels.
         loads: Vectors that a thread holds at a time.
     """
     declarations = (
@@ -77,10 +76,8 @@ def copy(tiling: Tiling, source: str, target: str, by: Access) -> list[str]:
     """Copy all bytes: this thread's part of them.
 
     Args:
-        tiling: Which bytes are whose.
         source: The register or operand with the address to copy from, a multiple of 16.
         target: That to copy to, likewise.
-        by: The instructions.
     """
     tiles = _tiles(tiling, source, target, by) if tiling.num_tiles else []
     vectors = _vectors(tiling, source, target, by) if tiling.num_vectors else []
@@ -150,8 +147,6 @@ def last_arriver(arrivals: str, ctas: int, lines: Sequence[str]) -> list[str]:
 
     Args:
         arrivals: The operand that is the counter's address.
-        ctas: How many arrive.
-        lines: What the last one does.
     """
     return [
         "barrier.sync 0;",

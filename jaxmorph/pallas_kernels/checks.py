@@ -48,9 +48,7 @@ def checked_bytes(where: str, shape: tuple[int, ...], dtype: Any, slot_bytes: in
 
     Args:
         where: The kernel's name, for the message.
-        shape: The array's.
         dtype: The array's; any whose elements are whole bytes, but no complex one.
-        slot_bytes: The longest payload.
 
     Returns:
         The array's bytes.

@@ -56,9 +56,6 @@ class SlotControl(NamedTuple):
 def pack(control: SlotControl) -> np.ndarray:
     """The words that say so.
 
-    Args:
-        control: The copy.
-
     Returns:
         uint32 [8], as laid out above.
 

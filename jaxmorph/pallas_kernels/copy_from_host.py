@@ -63,10 +63,8 @@ def copy_from_host(
             wait for, and for how long each CTA may. Another for each call; two calls with equal
             operands may be made one.
         arrivals: uint32 [2], from `new_arrivals`.
-        shape: Of the payload.
         dtype: Of the payload; elements of whole bytes.
         slot_bytes: How long the slot is; no byte is read beyond.
-        tuning: CTAs, threads and loads.
 
     Returns:
         The payload, and a status, uint32 [1]: the control's number, or `not_ready` of it, if the
@@ -161,9 +159,6 @@ def copy_from_host_reference(
     Args:
         slot: uint8 [slot bytes], what the slot holds.
         signal: What its signal is when the time to wait is over.
-        number: The control's.
-        shape: Of the payload.
-        dtype: Of the payload.
 
     Returns:
         The payload, and the status, uint32 [1].

@@ -42,7 +42,6 @@ def copy_to_host(
             each call; two calls with equal operands may be made one.
         arrivals: uint32 [2], from `new_arrivals`.
         slot_bytes: How long the slot is; no byte is written beyond.
-        tuning: CTAs, threads and loads.
 
     Returns:
         A ticket, uint32 [1]: the control's number. Return it from the program and keep it with the
@@ -87,7 +86,6 @@ def copy_to_host_reference(
 
     Args:
         payload: Any shape and dtype of whole bytes.
-        number: The control's.
         slot: uint8 [slot bytes], what the slot held before.
 
     Returns:

@@ -34,10 +34,8 @@ def assembled_kernel(
     """A traceable function whose body is a block of PTX.
 
     Args:
-        name: The kernel's, in profiles.
         assembly: What every thread runs. `$0`, `$1` ... are the addresses of inputs, then outputs.
         outputs: Shape and dtype of each.
-        ctas: Blocks of threads.
         threads: In each block; a multiple of 128.
 
     Returns:

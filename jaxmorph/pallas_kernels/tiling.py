@@ -15,9 +15,7 @@ class Tiling:
     """A payload's length, cut by a tuning.
 
     Attributes:
-        num_bytes: The payload's.
         ctas: Blocks of threads: the tuning's, or fewer if they would have nothing to copy.
-        threads: In each block.
         loads: Vectors of a tile that one thread copies.
     """
 

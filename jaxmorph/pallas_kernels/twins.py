@@ -39,7 +39,6 @@ def copy_to_host_twin(
         control: uint32 [8]; only the number counts.
         arrivals: uint32 [2].
         slot_bytes: How long the slot is.
-        tuning: CTAs, threads and loads.
 
     Returns:
         The slot's first bytes, uint8 [payload bytes]; the signal and the ticket, uint32 [1] each;
@@ -84,9 +83,7 @@ def copy_from_host_twin(
         signal: uint32 [ctas]: what each CTA sees when the time to wait is over.
         control: uint32 [8]; only the number counts.
         arrivals: uint32 [2].
-        shape: Of the payload.
         dtype: Of the payload; elements of whole bytes.
-        tuning: CTAs, threads and loads.
 
     Returns:
         The payload; the status and the acknowledgement, uint32 [1] each, the latter 0 where there

@@ -9,11 +9,7 @@ from jaxmorph.transport.link_emulator import LinkCondition
 
 
 def link_conditions(condition: Condition) -> tuple[LinkCondition, ...]:
-    """A configured condition as those who emulate links are told of it.
-
-    Args:
-        condition: The configuration's.
-    """
+    """A configured condition as those who emulate links are told of it."""
     return tuple(LinkCondition(**dict(link)) for link in condition.links)
 
 
@@ -47,7 +43,6 @@ def delayed(links: Links, added: Mapping[Link, LinkState]) -> dict[Link, LinkSta
     """Links with delays on top of what they have.
 
     Args:
-        links: Their states.
         added: What each of some links gets on top.
     """
     both = dict(links)

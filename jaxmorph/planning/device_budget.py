@@ -34,10 +34,8 @@ def with_device_budget(
     """The configuration with a cap on each stage's stash, by what its device has free.
 
     Args:
-        config: The run.
         rendezvous: The meeting place of all ranks; they all call this at the same point, before
             any step and with their parameters and optimizer state in place.
-        trainer: This rank's stage.
 
     Returns:
         The same configuration for the first plan and for those that replace it, the same on all
@@ -75,7 +73,6 @@ def with_stash_caps(config: Config, free: Sequence[int], least: Sequence[int]) -
     """The configuration with caps by what is free on each stage's device.
 
     Args:
-        config: The run.
         free: Of which stashes may take `offload.device_memory_fraction`, bytes.
         least: What no cap goes below, bytes.
     """

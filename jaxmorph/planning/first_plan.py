@@ -38,7 +38,6 @@ class FirstPlan:
     """A plan that is ready to run, and where it came from.
 
     Attributes:
-        in_force: The plan.
         profiler: What was measured for it, on rank 0.
         equipped: What delegated links have got for it, in a few words.
         planned_for: What ops and links cost when it was made, on rank 0.
@@ -72,9 +71,7 @@ def plan_by_timings(
     slow are planned for as if they were so still; they go back as any others do.
 
     Args:
-        config: The run.
         rendezvous: The meeting place of all ranks; they all call this at the same point.
-        trainer: This rank's stage.
         inputs: The data of the steps that are measured.
         num_tied: How many tied parameters the first and the last stage hold copies of.
         make_room: Adds the slots that are needed for more than the plan's own steps.
@@ -128,7 +125,6 @@ def agree_on_routes(
     """The plan on the configured routes, or on those with some links delegated if that is worth it.
 
     Args:
-        config: The run.
         rendezvous: The meeting place of all ranks; they all call this at the same point.
         told: What ops cost, and links on the configured routes; only rank 0's is read.
         usual: What links do on either route; only rank 0's is read.
@@ -193,9 +189,7 @@ def warm_up(
     """Run a few steps for their timings alone, in the order that equal costs would give.
 
     Args:
-        config: The run.
         rendezvous: The meeting place of all ranks.
-        trainer: This rank's stage.
         inputs: The data of every one of these steps.
         num_tied: How many tied parameters the first and the last stage hold copies of.
         stash_bytes: What one microbatch keeps on each stage.

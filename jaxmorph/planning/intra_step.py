@@ -58,10 +58,7 @@ def easily_reordered(config: Config, made: Plan, profile: Profile, limits: Limit
     """The plan, in the order that ranks would choose, where that costs next to nothing.
 
     Args:
-        config: The run.
-        made: What was planned.
         profile: What it was planned for.
-        limits: Memory caps.
 
     Returns:
         For an `adaptive` schedule on delegated routes alone, the order that ranks would choose
@@ -83,11 +80,7 @@ def leeway_of(
     """The programs, with leeway where ranks may change their order.
 
     Args:
-        config: The run.
-        made: What was planned.
         programs: Every rank's instructions for it.
-        expected: See `expected_by_ranks`.
-        limits: Memory caps.
 
     Returns:
         The same ones where ranks keep their order, as they do where stashes go to host memory: when
@@ -104,7 +97,6 @@ def without_effect(config: Config, programs: Sequence[RankProgram]) -> Iterator[
     """What is asked of adapting that changes nothing in the run, a line each, with the reason.
 
     Args:
-        config: The run.
         programs: Every rank's, of its first plan.
     """
     if config.adaptation.enabled and not config.adapts:
@@ -130,7 +122,6 @@ def others_are_late(before: Sequence[RankProgram], now: Sequence[RankProgram]) -
     """Whether other ops are late by one leeway than by another, of the same programs.
 
     Args:
-        before: Every rank's program.
         now: The same, with leeway for other costs and links.
 
     Returns:

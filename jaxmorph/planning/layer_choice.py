@@ -41,9 +41,7 @@ def choose_layers(
     runs on this machine's cores, and cuts so that the slowest stage is as fast as can be.
 
     Args:
-        config: The run.
         rendezvous: The meeting place of all ranks.
-        num_layers: Of the model.
         measure: Measures what layers cost; called on rank 0 alone, and only where it matters.
         chosen: The number of layers of each stage, as an earlier life of the run has chosen them,
             which takes the place of measuring; None: there was none. Only rank 0's is read.
@@ -79,11 +77,6 @@ def cut_by_costs(
 ) -> tuple[tuple[int, ...], str]:
     """The cut whose slowest stage is as fast as can be, unless the even one is all but as good.
 
-    Args:
-        costs: What one microbatch takes.
-        num_layers: Of the model.
-        num_stages: Of the pipeline.
-
     Returns:
         The number of layers of each stage, and the reason, beside the even cut.
     """
@@ -103,13 +96,7 @@ def cut_by_costs(
 
 
 def measured_on_rank_0(config: Config, model: PipelineModel, batches: Batches) -> LayerCosts:
-    """What the model's layers cost on this process's device, on the run's first microbatch.
-
-    Args:
-        config: The run.
-        model: The model.
-        batches: Its data.
-    """
+    """What the model's layers cost on this process's device, on the run's first microbatch."""
     return measure_layer_costs(
         model,
         stage_submesh(make_mesh(config.parallelism.stages), 0),

@@ -29,7 +29,6 @@ class _Candidate:
     """A plan as it would run.
 
     Attributes:
-        plan: The plan.
         step_ms: How long its step takes, with the copies.
         offloads: How many stashes it offloads in a step.
     """
@@ -48,7 +47,6 @@ def plan_with_offload(
     fewer places on the devices kept free for stashes on their way.
 
     Args:
-        plan_within: Plans within caps.
         device: What the devices may hold.
         profile: What ops, links and copies of stashes cost.
         num_tied: How many tied parameters the first and the last stage hold copies of.

@@ -37,8 +37,6 @@ class PlanInForce:
 
     Attributes:
         plan: Schedule, routes and the reason for them.
-        programs: Every rank's instructions.
-        rank: This rank.
         slots: How many slots each delegated channel needs, so that no send waits for one.
     """
 
@@ -83,7 +81,6 @@ def agree_on_stash(rendezvous: "Rendezvous", memory: "StashMemory") -> StashByte
 
     Args:
         rendezvous: The meeting place of all ranks; they all call this at the same point.
-        memory: This rank's.
     """
     told = rendezvous.exchange(asdict(memory))
     return StashBytes(
@@ -102,7 +99,6 @@ def agree_on_plan(
     """Plan on rank 0 and adopt its answer on every rank.
 
     Args:
-        config: The run.
         rendezvous: The meeting place of all ranks; they all call this at the same point.
         profile: What ops and links cost; only rank 0's is read.
         num_tied: How many tied parameters the first and the last stage hold copies of.
@@ -140,7 +136,6 @@ def plan_step(config: Config, profile: Profile, num_tied: int = 0) -> Plan:
     With `offload.enabled` it may hold more than the caps say: the rest goes to host memory.
 
     Args:
-        config: The run.
         profile: What ops and links cost; without the stash's sizes a cap in bytes isn't heeded.
         num_tied: How many tied parameters the first and the last stage hold copies of.
 
@@ -190,7 +185,6 @@ def possible_routes(
     """The links that may be direct while a run lasts, and those that may be delegated.
 
     Args:
-        config: The run.
         adapts: Whether routes may change from plan to plan: then every link may be either. Where
             links fail over every one may have to be delegated.
     """
@@ -206,7 +200,6 @@ def limits_of(config: Config, profile: Profile) -> Limits:
     """The caps of a run's stages.
 
     Args:
-        config: The run.
         profile: The stash's sizes; without them a cap in bytes isn't heeded.
     """
     stages, schedule = config.parallelism.stages, config.schedule

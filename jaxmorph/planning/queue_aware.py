@@ -22,9 +22,7 @@ def shorter_on_queues(made: Plan, profile: Profile, limits: Limits) -> Plan:
     step, they don't; on the direct route a stage that is ahead or behind makes its neighbour wait.
 
     Args:
-        made: What was planned.
         profile: What ops and links cost.
-        limits: Memory caps.
 
     Returns:
         The plan or another one of its name, the first that is best by the blocking link model.

@@ -52,11 +52,6 @@ def order_step(schedule: Schedule, profile: Profile, routes: Routes) -> tuple[Ra
     """What `lower_step` makes of a schedule with one chunk, only to be simulated.
 
     Nothing is freed, and nothing checked.
-
-    Args:
-        schedule: As for `lower_step`.
-        profile: Likewise.
-        routes: Likewise.
     """
     costs, links = _for_ordering(routes, profile)
     return lower_order(schedule, simulate(schedule, costs, links), routes)

@@ -15,7 +15,6 @@ class Reordered(NamedTuple):
     """A schedule that stands for another one.
 
     Attributes:
-        schedule: The schedule.
         makespan_ms: How long it takes, milliseconds.
         longer: How much longer than the other one, as a share of that.
     """
@@ -34,7 +33,6 @@ def order_chosen_by_ranks(
         schedule: A planned one, with one chunk.
         costs: Durations of the ops, milliseconds.
         links: State of the links, milliseconds; all of them are delegated.
-        limits: Memory caps.
     """
     planned = simulate(schedule, costs, links)
     hops = (Link(rank, rank + 1) for rank in range(schedule.num_stages - 1))

@@ -14,7 +14,6 @@ class CopyEngines:
     Copies of a direction share its bandwidth: they follow one another.
 
     Args:
-        rank: The rank.
         offload_ms: What a copy to host memory takes, milliseconds.
         fetch_ms: What a copy back takes, milliseconds.
     """
@@ -32,7 +31,6 @@ class CopyEngines:
         """Add a copy to those of its direction.
 
         Args:
-            step: The copy.
             now_ms: When the queue comes to it.
         """
         if isinstance(step, Offload):

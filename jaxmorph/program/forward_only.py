@@ -21,7 +21,6 @@ def forward_only(program: RankProgram, first_microbatch: int = 0) -> RankProgram
     as that does. Nothing reads a stash, which is therefore freed as soon as its forward has run.
 
     Args:
-        program: A whole step's.
         first_microbatch: The number of its first microbatch, where those of the step itself, whose
             messages have these names, are to be told apart.
 

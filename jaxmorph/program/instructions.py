@@ -171,7 +171,6 @@ class Fetch:
     """Begin to copy a stash back, beside the ops that follow; the op that reads it waits for that.
 
     Attributes:
-        buffer: The stash.
         after: The stash whose offload must be over first, as there is no room before; None: there
             is room already.
     """

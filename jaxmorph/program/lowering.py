@@ -50,14 +50,7 @@ def lower(
 def lower_order(
     schedule: Schedule, planned: Timeline, routes: Routes | None = None, *, num_tied: int = 0
 ) -> tuple[RankProgram, ...]:
-    """The instructions of `lower` that take time, which a simulation needs: nothing is freed.
-
-    Args:
-        schedule: As for `lower`.
-        planned: Likewise.
-        routes: Likewise.
-        num_tied: Likewise.
-    """
+    """The instructions of `lower` that take time, which a simulation needs: nothing is freed."""
     routes = routes or {}
     num_ranks = schedule.num_stages
     rows = _rows(global_order(schedule, planned, routes), num_ranks, routes)
@@ -165,9 +158,6 @@ def _tied_exchange(rank: int, last: int, index: int, routes: Routes) -> list[Ins
 
 def insert_frees(program: RankProgram) -> RankProgram:
     """The same program with each buffer freed right after its last reader.
-
-    Args:
-        program: A program without `Free`s.
 
     Returns:
         The program in which every buffer that is made is freed exactly once, as soon as nothing

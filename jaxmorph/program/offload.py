@@ -72,7 +72,6 @@ def offload_these(
 
     Args:
         program: A rank's instructions, without offloads.
-        stashes: Which to offload.
         ahead: How many ops before its B a stash begins to come back, at most.
     """
     ops = tuple(program.ops())
@@ -85,12 +84,7 @@ def count_offloads(programs: Collection[RankProgram]) -> int:
 
 
 def waiting_longest(program: RankProgram, count: int) -> tuple[Buffer, ...]:
-    """The stashes of a rank that wait for their B for most ops.
-
-    Args:
-        program: The rank's.
-        count: How many.
-    """
+    """The stashes of a rank that wait for their B for most ops."""
     lives = _lives(tuple(program.ops()))
     return tuple(sorted(lives, key=lambda stash: lives[stash].made - lives[stash].used)[:count])
 

@@ -223,7 +223,6 @@ def online_order(program: RankProgram, units: Units) -> OnlineOrder:
 
     Args:
         program: The rank's; without leeway its order is the planned one.
-        units: Its units.
     """
     items = [unit.op for unit in units.planned]
     if program.leeway is not None:

@@ -16,7 +16,6 @@ class Pipeline(NamedTuple):
     So the chain goes around the ranks V times, and with V = 1 a rank is a stage.
 
     Args:
-        num_ranks: Number of ranks, S.
         num_chunks: Number of virtual stages each rank runs, V.
     """
 

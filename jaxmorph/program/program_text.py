@@ -28,11 +28,7 @@ _BUFFER = re.compile(r"(?:(\d+)\.)?([a-z-]+)\[(\d+)\]")
 
 
 def program_text(program: RankProgram) -> str:
-    """A program as text that `parse_program` reads back.
-
-    Args:
-        program: Any rank's.
-    """
+    """A program as text that `parse_program` reads back."""
     heading = (
         f"rank {program.rank} of {program.num_ranks}, {program.num_microbatches} microbatches, "
         f"{program.num_chunks} chunks"
@@ -43,9 +39,6 @@ def program_text(program: RankProgram) -> str:
 
 def parse_program(text: str) -> RankProgram:
     """The program that `program_text` wrote.
-
-    Args:
-        text: The whole of it.
 
     Raises:
         ValueError: If a line is no instruction.

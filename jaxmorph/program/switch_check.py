@@ -155,12 +155,7 @@ def check_switch(programs: Sequence[RankProgram], link: Link, slots: int = 1) ->
 
 
 def check_every_switch(programs: Sequence[RankProgram], slots: int = 1) -> int:
-    """The same for every link, each failing alone.
-
-    Args:
-        programs: As for `check_switch`.
-        slots: As for `check_switch`.
-    """
+    """The same for every link, each failing alone."""
     ranks = range(len(programs))
     links = [Link(low, high) for low, high in product(ranks, ranks) if low < high]
     return sum(check_switch(programs, link, slots) for link in links)

@@ -87,12 +87,7 @@ class Ledger:
         return self._closed
 
     def phase_ended(self, phase: str, at_s: float) -> None:
-        """Note that a rank has come to the end of a phase of its start.
-
-        Args:
-            phase: Which.
-            at_s: When.
-        """
+        """Note that a rank has come to the end of a phase of its start."""
         self._well_s = max(self._well_s, at_s)
         if self._open is not None:
             self._open.ends.end(phase, at_s)
@@ -101,7 +96,6 @@ class Ledger:
         """Note a step.
 
         Args:
-            step: Which.
             at_s: When it was told.
 
         Returns:
@@ -119,7 +113,6 @@ class Ledger:
         """Note a failure after which the ranks will be started again.
 
         Args:
-            reason: What failed.
             noticed_s: When that was first seen.
             ended_s: When no rank was left.
             from_step: The step that they will go on from.
@@ -133,11 +126,7 @@ class Ledger:
         self._next_step = from_step
 
     def launched(self, at_s: float) -> None:
-        """Note that the ranks are started again.
-
-        Args:
-            at_s: When.
-        """
+        """Note that the ranks are started again."""
         if self._open is not None:
             self._open.ends.end(BACK_OFF, at_s)
             self._well_s = max(self._well_s, at_s)

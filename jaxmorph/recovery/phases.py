@@ -77,7 +77,6 @@ class PhaseEnds:
         """Note that a phase has ended; of several ranks' times the last one counts.
 
         Args:
-            phase: Which.
             at_s: When, on the monotonic clock.
         """
         self._ends_s[phase] = max(at_s, self._ends_s.get(phase, at_s))

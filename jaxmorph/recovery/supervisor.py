@@ -94,7 +94,6 @@ class Supervisor:
         """Run the ranks, again and again if need be, until they have come to their end.
 
         Args:
-            launch: Runs them.
             first_step: The step to begin with.
 
         Returns:
@@ -195,11 +194,7 @@ def _in_vain(failure: RankFailedError, last: Attempts) -> RankFailedError:
 
 
 def describe(recovery: Recovery) -> str:
-    """A recovery in one line.
-
-    Args:
-        recovery: One that is over.
-    """
+    """A recovery in one line."""
     again = f"{recovery.steps_again} step{'' if recovery.steps_again == 1 else 's'} done again"
     phases = ", ".join(
         f"{name.replace('_', ' ')} {length_s:.2f}" for name, length_s in recovery.phases_s.items()

@@ -55,11 +55,7 @@ class RunHistory:
             self._peak_device_bytes = tuple(map(max, before, peaks))
 
     def go_back(self, step: int) -> None:
-        """Forgets the steps from one on, which will be done again.
-
-        Args:
-            step: the first of them.
-        """
+        """Forgets the steps from one on, which will be done again."""
         while self.recent and self.recent[-1].step >= step:
             self.recent.pop()
         for name, steps in self._steps.items():
@@ -70,11 +66,7 @@ class RunHistory:
         self._skipped_steps = [skipped for skipped in self._skipped_steps if skipped < step]
 
     def note(self, event: Event) -> None:
-        """Takes note of an event that sums a run up.
-
-        Args:
-            event: any.
-        """
+        """Takes note of an event that sums a run up."""
         if event.kind == PLAN_CHANGED:
             self._morph_steps.append(event.step)
 

@@ -22,7 +22,6 @@ def save_matrix_figure(path: Path, matrix: Matrix) -> None:
     """Draw the median steps, with p10 and p90 as error bars and the reference dashed.
 
     Args:
-        path: The picture to write.
         matrix: The runs; failed and noisy ones are marked as such.
     """
     from matplotlib.figure import Figure

@@ -14,9 +14,6 @@ _FAILED = "FAILED"
 def matrix_markdown(matrix: Matrix) -> str:
     """A comparison as a page of Markdown.
 
-    Args:
-        matrix: The runs so far.
-
     Returns:
         Systems in rows and conditions in columns; under them what each run was, what is wrong with
         runs that failed or are noisy, and the notes.
@@ -38,11 +35,7 @@ def matrix_markdown(matrix: Matrix) -> str:
 
 
 def whole_runs_markdown(matrix: Matrix) -> str:
-    """What whole runs took, and what failures have cost of that, by phases of a recovery.
-
-    Args:
-        matrix: The runs so far.
-    """
+    """What whole runs took, and what failures have cost of that, by phases of a recovery."""
     return f"{whole_runs_legend(matrix)}\n\n{_table(WHOLE_COLUMNS, whole_rows(matrix))}"
 
 

@@ -43,11 +43,7 @@ def open_matrix_view(console: Console | None = None) -> MatrixView:
 
 
 class LiveMatrixView:
-    """Redraws the table in place, above which lines scroll by.
-
-    Args:
-        console: a terminal.
-    """
+    """Redraws the table in place, above which lines scroll by."""
 
     def __init__(self, console: Console) -> None:
         self._live = Live(console=console, auto_refresh=False)
@@ -99,7 +95,6 @@ def matrix_view(matrix: Matrix, doing: str = "") -> RenderableType:
     """The runs so far as a table.
 
     Args:
-        matrix: The runs so far.
         doing: What is being run, in a few words.
 
     Returns:

@@ -25,13 +25,8 @@ class RunHeader:
 
     Attributes:
         model: the model in a few words, such as `gpt2 tiny`.
-        num_parameters: of the whole model.
         layers_per_stage: how the model is cut.
-        schedule: the schedule's name.
         warmup_forwards: forwards before the first backward, for each stage.
-        microbatches: in a step.
-        microbatch_size: sequences in a microbatch.
-        sequence_length: tokens in a sequence.
         num_steps: optimizer steps of the run.
         data: where the text comes from, in a few words.
         regime: whether ops are paced, in a few words (`describe_regime`).
@@ -71,7 +66,6 @@ class StepRecord:
         grad_norm: global norm of the gradient, before clipping.
         step_s: from step barrier to step barrier.
         tokens_per_s: of the whole run's processes together.
-        schedule: the schedule's name.
         warmup_forwards: forwards before the first backward, for each stage.
         routes: each link's route, such as `{"0-1": "direct"}`.
         predicted_step_s: the plan's step time; None while there is no measured plan.
@@ -131,7 +125,6 @@ class Event:
 
     Attributes:
         time_s: seconds since training began, after the warm-up steps.
-        step: the step it happened in.
         kind: such as `plan_changed` or `link_failed`.
         link: the link it happened to, such as `2-3`, if any.
         detail: one line for a human reader.
@@ -159,11 +152,9 @@ class RunSummary:
     Attributes:
         losses: the loss of each step.
         elapsed_s: from the first step's start to the last one's end.
-        step_s: median measured step.
         predicted_step_s: median planned step, if steps had plans.
         bubble_rate: median measured idle share, if measured.
         planned_bubble_rate: median planned idle share, if steps had plans.
-        tokens_per_s: median.
         run_directory: where the run wrote.
         picture: the picture of planned against measured, if drawn.
         traces: Chrome traces of sampled steps.
@@ -175,7 +166,6 @@ class RunSummary:
         goodput: which share of all the time since the launch was spent in steps that stayed, if
             known.
         productive_s: that time, seconds.
-        wall_s: all of it.
         num_restarts: how often the ranks were started again.
         lost_s: what their failures have cost, seconds.
         peak_device_bytes: most bytes in use on each stage's device, if the devices tell.

@@ -23,7 +23,6 @@ def save_recovery_figure(path: Path, matrix: Matrix) -> None:
     """Draw how long each run took, and beside that each one's failures by phases.
 
     Args:
-        path: The picture to write.
         matrix: The runs; those that aren't whole are left out.
     """
     from matplotlib.figure import Figure

@@ -12,11 +12,7 @@ WHOLE_COLUMNS = (
 
 
 def whole_runs_legend(matrix: Matrix) -> str:
-    """What the columns mean.
-
-    Args:
-        matrix: The runs.
-    """
+    """What the columns mean."""
     return (
         "Whole runs, from the first step to the end of the last one, failures included. More: "
         f"than the same system under '{matrix.conditions[0]}'. What failures after which the ranks "
@@ -27,11 +23,7 @@ def whole_runs_legend(matrix: Matrix) -> str:
 
 
 def whole_rows(matrix: Matrix) -> Iterator[list[str]]:
-    """A row for each whole run, a cell for each of `WHOLE_COLUMNS`.
-
-    Args:
-        matrix: The runs so far.
-    """
+    """A row for each whole run, a cell for each of `WHOLE_COLUMNS`."""
     for _, row in matrix.rows():
         for run in row:
             if run is not None and run.goodput is not None:

@@ -31,9 +31,6 @@ _BAR_WIDTH = 30
 def header_panel(header: RunHeader) -> RenderableType:
     """What is about to run, in a frame.
 
-    Args:
-        header: the run's.
-
     Returns:
         A panel of labels and texts.
     """
@@ -42,9 +39,6 @@ def header_panel(header: RunHeader) -> RenderableType:
 
 def summary_panel(summary: RunSummary) -> RenderableType:
     """What the run achieved, in a frame.
-
-    Args:
-        summary: the run's.
 
     Returns:
         A panel of labels and texts.
@@ -56,7 +50,6 @@ def live_view(history: RunHistory, num_steps: int) -> RenderableType:
     """The run so far: its last steps, the course of the loss and how long it will still take.
 
     Args:
-        history: every step so far.
         num_steps: steps of the whole run.
 
     Returns:
@@ -77,9 +70,6 @@ def live_view(history: RunHistory, num_steps: int) -> RenderableType:
 def step_table(records: Sequence[StepRecord]) -> Table:
     """Steps as a table, a row each.
 
-    Args:
-        records: the steps to show.
-
     Returns:
         The table, measured values beside planned ones.
     """
@@ -96,9 +86,6 @@ def step_table(records: Sequence[StepRecord]) -> Table:
 
 def event_line(event: Event) -> Text:
     """An event on one line.
-
-    Args:
-        event: what happened.
 
     Returns:
         The line.

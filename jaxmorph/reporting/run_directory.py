@@ -64,37 +64,21 @@ class RunDirectory:
             self._tensorboard.write_step(record)
 
     def write_event(self, event: Event) -> None:
-        """Appends an event to `events.jsonl`.
-
-        Args:
-            event: what happened.
-        """
+        """Appends an event to `events.jsonl`."""
         self._events.write(_json_line(event.line()))
         if self._tensorboard is not None and event.kind == _SAVED:
             self._tensorboard.flush()  # a run that goes on from there won't do its steps again
 
     def write_profile(self, profile: Mapping[str, Any]) -> None:
-        """Writes what ops and links cost to `profile.json`, in place of what was there.
-
-        Args:
-            profile: a `Profile` as JSON.
-        """
+        """Writes what ops and links cost to `profile.json`, in place of what was there."""
         _replace(self.path / PROFILE, _json_line(profile))
 
     def write_links(self, told: Mapping[str, Any]) -> None:
-        """Writes what is known of ailing links to `links.json`, in place of what was there.
-
-        Args:
-            told: see `training.known_links`.
-        """
+        """Writes what is known of ailing links to `links.json`, in place of what was there."""
         _replace(self.path / LINKS, _json_line(told))
 
     def write_recovery(self, told: Mapping[str, Any]) -> None:
-        """Writes what failures have cost to `recovery.json`, in place of what was there.
-
-        Args:
-            told: a `Goodput` as JSON.
-        """
+        """Writes what failures have cost to `recovery.json`, in place of what was there."""
         _replace(self.path / RECOVERY, json.dumps(plain_json(told), indent=1) + "\n")
 
     def go_back(self, step: int) -> None:
@@ -147,11 +131,7 @@ class RunDirectory:
 
 
 def find_traces(path: Path) -> dict[int, Path]:
-    """The files of Chrome traces in a run directory, by their steps, in rising order.
-
-    Args:
-        path: the directory.
-    """
+    """The files of Chrome traces in a run directory, by their steps, in rising order."""
     found = ((_TRACE.fullmatch(trace.name), trace) for trace in (path / _TRACES).glob("*"))
     return dict(sorted((int(match[1]), trace) for match, trace in found if match))
 
@@ -185,7 +165,6 @@ def reopen_run_directory(path: Path, config: Config, step: int) -> RunDirectory:
     ended them stay.
 
     Args:
-        path: the run's directory.
         config: the run's, which takes the place of the one that is there.
         step: how many steps have been done.
 

@@ -12,10 +12,8 @@ class StepTimes:
     """The steps of one run, in milliseconds.
 
     Attributes:
-        median: Their median.
         p10: What a tenth of them stays below.
         p90: What a tenth of them is above.
-        n: How many were measured.
     """
 
     median: float
@@ -42,9 +40,7 @@ class PlannedRun:
     Attributes:
         predicted_ms: The step, simulated with measured op costs and the condition's delays.
         lower_bound_ms: A step that no schedule could beat, by the same costs and delays.
-        schedule: The schedule's name.
         warmup_forwards: Forwards before the first backward, for each stage.
-        routes: Each link's route.
         regime: How delays of links are spent: ``holds queues`` or ``overlaps``.
     """
 
@@ -61,8 +57,6 @@ class Run:
     """One system under one condition.
 
     Attributes:
-        system: Its name.
-        condition: Its name.
         step_ms: Measured steps, from barrier to barrier; None where none was.
         plan: What was to be run; None where the system failed before that was known.
         slowdown: The median step over that of the same system under the reference condition.
@@ -77,7 +71,6 @@ class Run:
         noisy: Why the times should not be trusted; None where they may.
         events: How often each kind of thing happened: to delegated links in the measured steps, to
             the plan of a system that detects, to the order where ranks may change it in a step.
-        total_s: All measured steps together.
         peak_on_device: For each stage, the most microbatches whose stash its device held at once in
             any measured step.
         goodput: Of a whole run, which share of its time since the launch was spent in steps that
@@ -147,7 +140,6 @@ class Matrix:
     """All runs of a comparison.
 
     Attributes:
-        name: The comparison's.
         systems: Their names, in the order they run.
         conditions: Their names, in the order of the configuration.
         latencies_ms: For each condition, the latency of the one link that all have in common; empty

@@ -72,7 +72,6 @@ class LiveReporter:
     """Redraws a table in place, above which events scroll by.
 
     Args:
-        console: a terminal.
         clock: seconds, monotonic.
     """
 

@@ -46,9 +46,6 @@ def header_rows(header: RunHeader) -> list[tuple[str, str]]:
 def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     """A summary as labels and texts.
 
-    Args:
-        summary: what the run achieved.
-
     Returns:
         (label, text) pairs, in reading order.
     """
@@ -88,9 +85,6 @@ def _memory(peaks: Sequence[int]) -> str:
 def describe_regime(emulation: Emulation) -> str:
     """Says whether ops are paced, as tables of results must.
 
-    Args:
-        emulation: the configuration's section.
-
     Returns:
         A few words.
     """
@@ -109,9 +103,6 @@ def describe_regime(emulation: Emulation) -> str:
 def describe_trace(trace: LinkTrace) -> str:
     """Says where a trace of links comes from, and how it is scaled.
 
-    Args:
-        trace: the configuration's section.
-
     Returns:
         A few words.
     """
@@ -123,9 +114,6 @@ def describe_trace(trace: LinkTrace) -> str:
 
 def describe_routes(routes: Mapping[str, str]) -> str:
     """Says how the links' transfers travel: the links that differ, then the commonest route.
-
-    Args:
-        routes: each link's route.
 
     Returns:
         Such as `direct` or `2-3 delegated, else direct`.
@@ -175,11 +163,7 @@ def longer_than_planned(steps: Iterable[tuple[float, float | None]]) -> float | 
 
 
 def numbers(values: float | Sequence[float]) -> str:
-    """Numbers side by side, or just one when it is alone or all of many are the same.
-
-    Args:
-        values: one, or several.
-    """
+    """Numbers side by side, or just one when it is alone or all of many are the same."""
     if isinstance(values, int | float):
         return f"{values:g}"
     if len(values) > 8 and len(set(values)) == 1:
@@ -224,11 +208,7 @@ def _course(losses: Sequence[float]) -> str:
 
 
 def describe_plan(record: StepRecord) -> str:
-    """Says which plan a step ran: schedule, warm-ups and the links that are not direct.
-
-    Args:
-        record: the step.
-    """
+    """Says which plan a step ran: schedule, warm-ups and the links that are not direct."""
     delegated = [link for link, route in record.routes.items() if route == "delegated"]
     some = f", {' '.join(delegated)} delegated" if len(delegated) < len(record.routes) else ""
     route = (some if delegated else "") or f", {describe_routes(record.routes)}"

@@ -17,11 +17,6 @@ def keep_compiled(config: Config, directory: Path, rank: int) -> None:
     Its stage's programs it keeps itself (see `kept_programs`), and all else is JAX's to keep, in
     its persistent cache, which process 0 writes. One that is set already, as by
     JAX_COMPILATION_CACHE_DIR, stays.
-
-    Args:
-        config: The run.
-        directory: The run's.
-        rank: This process's.
     """
     wanted = config.restart_policy.compilation_cache
     if not config.may_restart or wanted is False:

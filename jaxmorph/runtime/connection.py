@@ -32,7 +32,6 @@ class Connection:
     """A connection to a peer that has proved to be of this run.
 
     Args:
-        peer: A connected socket.
         deadline_s: How long the peer may keep silent within a message, or before one.
     """
 
@@ -91,23 +90,13 @@ class Connection:
 
 
 def introduce(connection: Connection, rank: int, secret: bytes) -> None:
-    """Prove to the listening side that this is a rank of the run.
-
-    Args:
-        connection: To the listener.
-        rank: Who this is.
-        secret: The run's.
-    """
+    """Prove to the listening side that this is a rank of the run."""
     nonce = connection.receive(_NONCE_BYTES)
     connection.send(_RANK.pack(rank) + _proof(secret, nonce, rank))
 
 
 def identify(connection: Connection, secret: bytes) -> int | None:
     """Find out which rank has connected.
-
-    Args:
-        connection: From somebody.
-        secret: The run's.
 
     Returns:
         The rank, or None where the proof is wrong: a stranger.

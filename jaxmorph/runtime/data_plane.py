@@ -32,7 +32,6 @@ def open_data_plane(
         rendezvous: The meeting place of all ranks; they all call this at the same point.
         outgoing: The channels this rank sends on.
         incoming: The channels it receives on.
-        settings: How to travel.
         start: What starts an end; None: a sidecar process.
 
     Yields:

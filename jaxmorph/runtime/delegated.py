@@ -54,7 +54,6 @@ class DelegatedCounts:
 
     Attributes:
         slot_waits: Whole messages that found no free slot and waited for one, on the host.
-        slot_wait_s: For how long, together.
         stream_wait_s: How long messages in parts waited, on the host, for parts before to leave.
         skipped: Messages thrown away: of an abandoned epoch, or come before.
     """
@@ -69,9 +68,7 @@ class DelegatedRoute:
     """Carries messages by the data plane; see `routes.Route`.
 
     Args:
-        plane: This rank's.
         slot_uses: How the payload of each channel that may be delegated lies in its slots.
-        rank: This rank.
         placement: Where the stage keeps its arrays.
         tier: What copies payloads into slots.
         check: Raises what has gone wrong elsewhere on this rank; asked now and then while waiting,

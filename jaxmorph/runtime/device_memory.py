@@ -7,11 +7,7 @@ _PEAK = "peak_device_bytes"
 
 
 def free_bytes(device: Any) -> int | None:
-    """What is free of the memory that JAX may take on a device, or None where it doesn't tell.
-
-    Args:
-        device: One of this process's.
-    """
+    """What is free of the memory that JAX may take on a device, or None where it doesn't tell."""
     statistics = device.memory_stats()
     if not statistics or "bytes_limit" not in statistics:
         return None
@@ -20,9 +16,6 @@ def free_bytes(device: Any) -> int | None:
 
 def told_peak(device: Any) -> dict[str, int]:
     """What a rank tells of the most that has been in use on its device since it started.
-
-    Args:
-        device: The rank's.
 
     Returns:
         A part of its report of a step; nothing where the device doesn't tell.

@@ -96,7 +96,6 @@ class DirectRoute:
         """Begin a new life of a link, while the queue is empty.
 
         Args:
-            link: Which one.
             epoch: The life's number; what is left of those before is refused.
             programs: What moves the link's payloads from now on. If its transfers have failed they
                 are programs over another tuple of devices: with the old one its ends stay closed.

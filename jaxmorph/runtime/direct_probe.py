@@ -26,7 +26,6 @@ def probe_transfers(link: Link, number: int = 0) -> tuple[Transfer, Transfer]:
     """A message each way, in their order.
 
     Args:
-        link: Of two neighbouring stages.
         number: Which pair of the probe's it is; the first message of pair 0 is where both ends
             meet, and is not measured.
     """
@@ -56,10 +55,7 @@ def probe_direct(
 
     Args:
         link: Which one; this rank is one of its ends.
-        rank: This rank.
         step: The step that is over.
-        route: The direct one.
-        queue: The rank's.
         payloads: What a message of each channel carries.
         placement: Where the stage keeps its arrays.
         timeout_s: How long to wait for the peer.

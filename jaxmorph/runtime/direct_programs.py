@@ -33,7 +33,6 @@ def direct_programs(
 
     Args:
         payloads: What a message of each channel carries.
-        mesh: The run's.
         answered: Whether the sender learns when its peer has come.
         failures: How often each link has failed; a link that isn't named hasn't.
 

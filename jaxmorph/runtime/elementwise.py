@@ -26,10 +26,6 @@ def require_elementwise(transformation: optax.GradientTransformation, params: An
     A stage holds some of the parameters alone, with its layers stacked: a norm over all arrays, or
     over one of them, is another on every cut.
 
-    Args:
-        transformation: The optimizer.
-        params: A stage's parameters.
-
     Raises:
         UserError: If an update reads more than the numbers in its own place.
     """

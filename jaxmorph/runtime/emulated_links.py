@@ -58,7 +58,6 @@ class EmulatedLinks:
         """Whether a link delivers nothing on the direct route now, in either direction.
 
         Args:
-            link: Which one.
             step: The step that its messages would belong to.
         """
         now_s, (low, high) = time.monotonic(), link
@@ -79,7 +78,6 @@ class EmulatedLinks:
         """Wait for as long as a transfer's link is cut.
 
         Args:
-            identity: The transfer.
             arrived_s: When this end came to it, by the monotonic clock.
             deadline_s: When to give up, by the same clock.
             given_up: Whether to give up now; asked anew after `look_again`.
@@ -117,8 +115,6 @@ class EmulatedLinks:
         """When a transfer whose ends have met is over; waits only where the link is cut.
 
         Args:
-            identity: The transfer.
-            num_bytes: Its length.
             met_s: When the later of its ends came to it, as both of them know it.
             deadline_s: When to give up on a cut link.
             given_up: Whether to give up now; asked anew after `look_again`.

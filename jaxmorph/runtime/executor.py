@@ -202,7 +202,6 @@ class Executor:
         """Run a step's ops and transfers, up to its update.
 
         Args:
-            program: This rank's instructions.
             weights: What each chunk's `prepare` made of its parameters.
             accumulators: Each chunk's zeroed gradient accumulators; they are donated.
             inputs: Tokens and targets of all microbatches.

@@ -42,9 +42,7 @@ class FailoverRoute:
 
     Args:
         direct: What carries messages while a link's path is whole; it keeps what it sends.
-        delegated: What carries them afterwards.
         wires: To the other end of each link that may be direct.
-        rank: This rank.
         timeout_s: How long to wait for the peer.
         programs_of: Compiles the programs of a link that has been closed so many times.
         others: Finds out which paths are dead while a transfer of another one hangs; None: nobody.
@@ -166,9 +164,6 @@ class FailoverRoute:
 
     def restore(self, link: Link) -> None:
         """Begin a link's next direct life, at the same boundary at both its ends.
-
-        Args:
-            link: One that `can_restore`.
 
         Raises:
             LinkExhaustedError: If it can't.

@@ -36,7 +36,6 @@ class AwayStash:
     """A stash on its way to host memory and back.
 
     Attributes:
-        stash: Its name.
         gone: Done when the host has it; then the device has it no more.
         back: Done when the device has it again.
         arrays: It, wherever it is; None while another holds it.
@@ -85,7 +84,6 @@ class HostCopies:
         """Begin to copy a stash to host memory.
 
         Args:
-            away: Its way.
             arrays: The stash, on the device; deleted once the host has it.
             made_s: Since when it is there, on the monotonic clock.
         """
@@ -97,7 +95,6 @@ class HostCopies:
         """Begin to copy a stash back, once there is room.
 
         Args:
-            away: Its way.
             after: The stash whose place it takes; None: there is room already.
             free_s: Since when all is over that the queue ran before, on the monotonic clock.
         """

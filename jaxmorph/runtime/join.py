@@ -58,9 +58,6 @@ def join_run(
 def rendezvous_of_joined(start_timeout_s: float) -> Rendezvous:
     """The rendezvous of processes that `jax.distributed` has joined.
 
-    Args:
-        start_timeout_s: As for `join_run`.
-
     Raises:
         UserError: If JAX has no device here, in one line.
     """
@@ -86,10 +83,8 @@ def join_as_told(
     """Join the run that a launcher on this machine has started.
 
     Args:
-        arguments: The launcher's.
         start_timeout_s: As for `join_run`, seconds.
         step_timeout_s: As for `join_run`, seconds.
-        device: As for `join_run`.
 
     Returns:
         The rendezvous with the other ranks.

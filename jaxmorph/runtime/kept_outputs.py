@@ -31,22 +31,13 @@ class KeptOutputs:
             return sum(value.nbytes for outputs in self._kept.values() for _, value in outputs)
 
     def keep(self, identity: TransferIdentity, value: jax.Array) -> None:
-        """Hold an output that is about to be sent.
-
-        Args:
-            identity: Which message it is.
-            value: The payload.
-        """
+        """Hold an output that is about to be sent."""
         with self._lock:
             outputs = self._kept.setdefault(channel_of(identity.transfer), deque())
             outputs.append((identity, value))
 
     def let_go(self, link: Link) -> None:
-        """Let go of all that was sent over a link: its receiver has taken every message of it.
-
-        Args:
-            link: Which one.
-        """
+        """Let go of all that was sent over a link: its receiver has taken every message of it."""
         with self._lock:
             channels = [channel for channel in self._kept if channel.link == link]
             for channel in channels:
@@ -57,7 +48,6 @@ class KeptOutputs:
         """Let go of what has come.
 
         Args:
-            channel: Which one.
             received: How many of its messages its receiver has taken since the run began.
 
         Raises:
@@ -76,12 +66,7 @@ class KeptOutputs:
             self._covered[channel] = received
 
     def take_uncovered(self, channel: Channel, received: int) -> list[Output]:
-        """What is to be sent again, in order; it is no longer kept, unless it is sent here again.
-
-        Args:
-            channel: Which one.
-            received: As for `cover`.
-        """
+        """Returns what to send again, in order; it is no longer kept."""
         self.cover(channel, received)
         with self._lock:
             outputs = self._kept[channel]

@@ -29,9 +29,6 @@ class KeptPrograms:
     Args:
         folder: Where they are; made when the first of them is kept. Whoever can write there can
             have this process run anything.
-
-    Attributes:
-        folder: The same.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -42,7 +42,6 @@ class RankFailedError(RunFailedError):
     """A rank died or raised; the message names the rank, the reason and the log.
 
     Args:
-        message: Several lines.
         noticed_s: When any rank's failure was first seen, on the monotonic clock; None: unknown.
         asked_to_end: Whether the ranks had been asked to end by then.
     """
@@ -122,7 +121,6 @@ def run_ranks(
         module: What each rank runs, as in `python -m module`; it parses its command line with
             `RankArguments`.
         arguments: Further arguments, the same for every rank.
-        num_ranks: Number of processes.
         log_dir: Where each rank's output goes, `rank_N.log`.
         on_message: Called with every message a rank sends (`RankProcess.send`).
         shows_rank_0: Whether rank 0's standard output is this process's, in place of its log.
@@ -431,7 +429,6 @@ def restore_signal(number: signal.Signals, previous: Any) -> None:
     """Have a signal do again what it did.
 
     Args:
-        number: Which.
         previous: What `signal.signal` said that was; of a handler that Python hasn't set it knows
             nothing and says None, which it doesn't take back. The default comes in its place.
     """

@@ -11,8 +11,6 @@ class LinkFailure:
     """A switch as one end saw it.
 
     Attributes:
-        link: Which link.
-        detail: What failed.
         held_up_s: How long this rank's queue had been held up by the transfer that failed.
         resent: How many messages this end has sent again.
         began: Whether the collective of the transfer had begun here, and failed.

@@ -60,7 +60,6 @@ class EndState:
     """What an end tells of a life of its link that is over.
 
     Attributes:
-        epoch: The life that follows.
         received: How many messages of each channel it has taken on the direct route, in all lives.
         is_closed: Whether a collective failed here: these devices can't begin again as they are.
         reason: What failed; nothing where the end goes by what its peer has told.

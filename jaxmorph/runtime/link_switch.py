@@ -42,9 +42,7 @@ class LinkEnd:
     Epochs are the lives of the link: even ones are direct, and each is followed by a delegated one.
 
     Args:
-        link: Which one.
         rank: Which of its ranks this is.
-        wires: To the other.
         received: Says how many messages of each of the link's channels have been taken here.
         resend: Sends what the peer's counts don't cover, under the epoch that follows; says how
             many messages that was.
@@ -96,9 +94,6 @@ class LinkEnd:
     def meet(self, what: str) -> bool:
         """Come to the link's next transfer, and wait until the peer has.
 
-        Args:
-            what: Its name, for errors.
-
         Returns:
             Whether it can begin on the direct path; then `leave` is to follow.
 
@@ -141,7 +136,6 @@ class LinkEnd:
 
         Args:
             reason: What is wrong with it.
-            is_closed: As for `leave`.
         """
         with self._changed:
             if self._state is None:

@@ -119,10 +119,7 @@ class OnlineDispatcher:
     """Runs a rank's programs that have leeway.
 
     Attributes:
-        queue: The rank's.
-        route: Its delegated route.
         timeout_s: How long to wait for anything at all that could run.
-        clock: The monotonic clock.
         wait: Waits for bells, given also a condition and a deadline.
         bell: Rings when the queue has run a unit that may change what is taken next.
     """
@@ -138,7 +135,6 @@ class OnlineDispatcher:
         """Hand over a step.
 
         Args:
-            program: One with leeway.
             enqueue: Takes each instruction; what it waits for has been seen to be there.
             identify: Names a message of the step.
 

@@ -22,7 +22,6 @@ class OptimizerSettings:
 
     Attributes:
         learning_rate: The peak, reached after the warm-up.
-        warmup_steps: Steps of linear warm-up.
         total_steps: Steps until the cosine reaches its end.
         final_fraction: The last learning rate as a fraction of the peak.
         weight_decay: Decoupled decay of matrices (not of biases and norms).
@@ -118,11 +117,7 @@ class StageOptimizer:
         self._device = next(iter(jax.tree.leaves(params)[0].devices()))
 
     def initial_state(self, params: Tree) -> Tree:
-        """The state before the first update, the caller's alone.
-
-        Args:
-            params: The stage's parameters.
-        """
+        """The state before the first update, the caller's alone."""
         return self._init(params)
 
     def squared_norm(self, gradients: Tree) -> jax.Array:
@@ -135,9 +130,6 @@ class StageOptimizer:
         """New parameters, new state and zeroed accumulators; all three inputs are donated.
 
         Args:
-            params: The stage's parameters.
-            state: The optimizer's state.
-            gradients: The accumulated gradients.
             scale: What the gradients are multiplied by first (`clip_scale`).
         """
         if not math.isfinite(scale):

@@ -43,7 +43,6 @@ class OtherPaths:
         links: The rank's direct ones. Those whose hosts don't even answer at the run's start, as
             where a host knows itself by a name of its own, are never taken for dead; nor are those
             that somebody else watches, as their paths have failed before.
-        echoes: Asks their other ends.
         after_s: How long a transfer takes that hangs: half of when it is given up. By then others
             have been asked, and haven't answered.
         is_cut: Whether an emulated link is cut.

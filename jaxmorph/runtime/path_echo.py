@@ -31,7 +31,6 @@ def agree_on_addresses(rendezvous: Rendezvous, own: Address) -> tuple[list[Addre
 
     Args:
         rendezvous: The meeting place of all ranks; they all call this at the same point.
-        own: Where this rank listens.
     """
     secret = secrets.token_hex(_SECRET_BYTES) if rendezvous.rank == 0 else ""
     told = rendezvous.exchange({"at": own, "secret": secret})
@@ -39,12 +38,7 @@ def agree_on_addresses(rendezvous: Rendezvous, own: Address) -> tuple[list[Addre
 
 
 class PathEchoes:
-    """Answers the other ends of a rank's links, and asks those whose path has failed.
-
-    Args:
-        rank: This rank.
-        listener: Where it answers.
-    """
+    """Answers the other ends of a rank's links, and asks those whose path has failed."""
 
     def __init__(self, rank: int, listener: socket.socket) -> None:
         self._rank, self._listener = rank, listener
@@ -58,7 +52,6 @@ class PathEchoes:
         """Answer from now on.
 
         Args:
-            addresses: Where each rank answers.
             secret: What proves that one is asked by the other end.
         """
         self._addresses, self._secret = addresses, secret
@@ -68,7 +61,6 @@ class PathEchoes:
         """Ask the other end of a link again and again, beside all else.
 
         Args:
-            link: Which one.
             answer_s: How long to wait for each answer, unless somebody asks already.
 
         Returns:

@@ -22,12 +22,7 @@ _CODES = {payload: code for code, payload in enumerate(Payload)}
 
 
 def slot_use(channel: Channel, payload: PayloadShape) -> SlotUse:
-    """How a channel's payload lies in slots: whole, but for long tied gradients.
-
-    Args:
-        channel: The channel.
-        payload: What it carries.
-    """
+    """How a channel's payload lies in slots: whole, but for long tied gradients."""
     elements = int(np.prod(payload.shape, dtype=np.int64))
     if channel.payload is Payload.TIED:
         elements = min(elements, LARGEST_TIED_SLOT_BYTES // payload.dtype.itemsize)
@@ -48,7 +43,6 @@ def channel_specs(
     Args:
         payloads: All channels of the pipeline.
         delegated: The links that may be delegated.
-        rank: The rank.
 
     Returns:
         Its outgoing and its incoming channels.
@@ -71,11 +65,7 @@ def channel_payloads(
     """Every channel of a pipeline with what one of its messages carries.
 
     Args:
-        model: The model.
-        num_ranks: Ranks of the pipeline.
         num_chunks: Virtual stages each of them runs.
-        microbatch_size: Sequences in a microbatch.
-        sequence_length: Tokens in a sequence.
     """
     last = num_ranks - 1
     hops = [(lower, lower + 1) for lower in range(last)]

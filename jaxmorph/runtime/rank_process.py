@@ -21,8 +21,6 @@ class RankArguments:
     """What the launcher tells a rank on its command line.
 
     Attributes:
-        rank: The rank's number.
-        num_ranks: How many there are.
         coordinator: host:port of the coordination service, which rank 0 serves.
         messages_fd: Where messages to the launcher are written.
         lifeline_fd: A pipe that ends when the launcher dies; a byte in it asks the rank to end.

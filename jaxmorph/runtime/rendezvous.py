@@ -78,10 +78,8 @@ class HostRendezvous:
     meeting by its key-value store takes milliseconds, this one a fraction of one, at every step.
 
     Args:
-        store: The key-value store of the run.
         host: Rank 0's, as all ranks reach it. On a loopback address rank 0 listens on that alone,
             else on all of its addresses, as its own name may not be what others know it by.
-        rank: This process's rank.
         num_ranks: How many ranks there are.
         deadline_s: How long rank 0 waits for another before it gives up, until `limit` says else.
     """

@@ -60,7 +60,6 @@ def rank_report(
     """What one rank says of its step.
 
     Args:
-        outcome: Its loss and timings.
         squared_norm: Its part of the squared gradient norm.
         began_s: When the step began on this rank, on the monotonic clock.
         compilations: How many programs it has compiled so far.

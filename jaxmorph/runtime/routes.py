@@ -22,7 +22,6 @@ def require_live(identity: TransferIdentity, ended: int) -> None:
     """Refuse a transfer of a life that has ended.
 
     Args:
-        identity: The transfer's.
         ended: The last epoch that is over.
 
     Raises:
@@ -71,7 +70,6 @@ class Route(Protocol):
         nothing but what the route's queue is held by.
 
         Args:
-            identity: Which message.
             deadline_s: When to give up waiting for room, by the monotonic clock.
 
         Raises:
@@ -83,8 +81,6 @@ class Route(Protocol):
         """Send a message.
 
         Args:
-            identity: Which one.
-            value: The payload.
             arrived_s: When this end came to the transfer, by the queue's clock.
         """
         ...
@@ -93,7 +89,6 @@ class Route(Protocol):
         """Receive the expected message, checked to be that one.
 
         Args:
-            identity: Which one is expected.
             arrived_s: When this end came to the transfer, by the queue's clock.
             deadline_s: When to give up, by the same clock.
 

@@ -37,12 +37,7 @@ class Site:
     """Where a rank's routes are.
 
     Attributes:
-        rank: The rank.
-        mesh: That of all ranks.
         placement: Of what the rank computes on.
-        queue: Its ops and transfers.
-        payloads: What its channels carry.
-        links: What is emulated on its links.
         is_cut: Whether one is emulated to be cut now.
     """
 
@@ -60,7 +55,6 @@ class StageRoutes:
     """A rank's routes.
 
     Attributes:
-        direct: By collectives.
         delegated: By hosts; None where no link of the rank is ever delegated.
         failover: What completes direct transfers whose path fails; None: a failure ends the run.
         online: Lets the rank change its order, as delegated messages come; None without a plane.
@@ -92,8 +86,6 @@ def open_routes(
     """Make a rank's routes.
 
     Args:
-        site: Where.
-        settings: The stage's.
         plane: What carries delegated transfers; None: no link of this rank is ever delegated. It is
             not closed with them.
         lines: To the other end of each of its links that fail over; None: none does.

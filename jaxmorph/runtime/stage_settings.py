@@ -25,8 +25,6 @@ class StageSettings:
     Attributes:
         layers: The layers of every virtual stage, in the order of the pipeline: with one chunk, of
             every stage.
-        microbatch_size: Sequences in a microbatch.
-        sequence_length: Tokens in a sequence.
         seed: Where the initial parameters come from; they don't depend on the number of stages.
         stash: Whether F keeps what B needs, or B computes it again.
         kinds: The kinds of op to compile.

@@ -22,7 +22,6 @@ def stage_parts(params: tuple[Tree, ...], optimizer_state: Tree) -> tuple[Tree, 
     """One tree of nested dictionaries for each chunk.
 
     Args:
-        params: Each chunk's.
         optimizer_state: Optax's, of all of them.
     """
     of_all_chunks = _is_like(params)
@@ -40,7 +39,6 @@ def from_parts(
     Args:
         parts: One for each chunk; numpy arrays.
         params: Parameters of the structure and the shapes that are expected.
-        optimizer_state: Likewise.
 
     Returns:
         Both, in memory of their own, as training donates them.

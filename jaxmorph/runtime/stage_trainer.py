@@ -129,8 +129,6 @@ class StageTrainer:
         """Run a step's ops and transfers; the gradients wait for `update` or `discard`.
 
         Args:
-            program: This rank's instructions.
-            inputs: The step's data.
             step: The step's number, part of every message's identity.
 
         Returns:
@@ -158,10 +156,6 @@ class StageTrainer:
         """Send some messages each way over a direct link that no plan uses now.
 
         Both its ranks do so at the same point between two steps.
-
-        Args:
-            link: Which one.
-            step: The step that is over.
 
         Returns:
             What this rank's end took for each; nothing where it is no end of the link.
@@ -196,9 +190,6 @@ class StageTrainer:
 
         The other end's host is asked beside training; nothing is waited for.
 
-        Args:
-            link: Which one.
-
         Returns:
             None where this rank is no end of a link that has failed.
         """
@@ -232,9 +223,6 @@ class StageTrainer:
         """Have a link that has failed begin again on its direct path.
 
         Both its ranks do so at the same boundary; for others it does nothing.
-
-        Args:
-            link: Which one.
 
         Raises:
             LinkExhaustedError: If it can't begin again.

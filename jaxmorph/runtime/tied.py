@@ -47,7 +47,6 @@ class TiedGradients:
 
         Args:
             accumulators: Those of each of the stage's chunks.
-            index: Which tied parameter.
             peer: The gradient of the peer's copy, as its route gave it: on CPUs it may be an array
                 of numpy. None where this rank holds both.
 

@@ -41,7 +41,6 @@ def adaptive_schedule(
     counted in ops, not in time, so that the same problem has the same answer on every machine.
 
     Args:
-        workload: The problem, not mirrored.
         warmup_forwards: The paper's warm-up forwards of each stage.
         bound: A makespan that no schedule can beat, picoseconds.
 

@@ -39,7 +39,6 @@ class Answer:
     """A problem's schedule and how it would run.
 
     Args:
-        name: The problem's name.
         schedule: The planned or given schedule.
         timeline: Its simulation over the problem's links.
         lower_bound_ms: A step time that no schedule could beat.

@@ -12,7 +12,6 @@ def save_answers(path: Path, answers: Mapping[str, Answer], problem: Problem | N
     """Draws the steps of answers under each other, as ``draw.save_timelines`` does.
 
     Args:
-        path: The file to write.
         answers: Answers by the name of their panel.
         problem: Whose links they all ran over, for the messages in flight; None when they differ.
 

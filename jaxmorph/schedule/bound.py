@@ -31,9 +31,7 @@ def lower_bound_ms(
 
     Args:
         costs: Durations of the ops, milliseconds.
-        num_microbatches: Number of microbatches, N.
         links: State of the links, milliseconds; messages are taken to overlap.
-        limits: Memory caps.
         num_chunks: Virtual stages per rank, V. With more than one, caps are not considered.
 
     Returns:
@@ -155,9 +153,7 @@ def turn_bound(
     Args:
         times: All stages' durations and latencies.
         ways: How long a microbatch on its own takes.
-        stage: The stage.
         cap: How many places it has.
-        num_microbatches: Number of microbatches, N.
         until_weight: Whether a place is kept until W, or only until B.
     """
     turns = (num_microbatches - 1) // cap

@@ -15,10 +15,6 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     Source: Huang et al., "GPipe", with backwards in microbatch order rather than reversed, so that
     gradients are summed in the same order as under every other schedule.
 
-    Args:
-        num_stages: Number of stages.
-        num_microbatches: Number of microbatches.
-
     Returns:
         The schedule; every stage holds all microbatches at its peak.
     """
@@ -35,8 +31,6 @@ def one_forward_one_backward(
     Communication of Model Parallelism".
 
     Args:
-        num_stages: Number of stages, S.
-        num_microbatches: Number of microbatches.
         eager: Run 2(S - i) - 1 forwards first: then a latency of up to half a turn (half of F and
             BW) on every link is paid on the way up and down, not every turn.
 
@@ -69,8 +63,6 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
     Megatron-LM", section 2.2, where N is a multiple of S.
 
     Args:
-        num_stages: Number of ranks, S.
-        num_microbatches: Number of microbatches, N.
         num_chunks: Number of virtual stages a rank runs, V. With one, this is eager 1F1B.
 
     Returns:
@@ -104,10 +96,6 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", section 2.2.
 
-    Args:
-        num_stages: Number of stages, S.
-        num_microbatches: Number of microbatches.
-
     Returns:
         The schedule; stage i holds at most S - i microbatches until B.
     """
@@ -125,10 +113,6 @@ def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
     holds 2S - 1 microbatches until W.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", section 2.3.
-
-    Args:
-        num_stages: Number of stages, S.
-        num_microbatches: Number of microbatches.
 
     Returns:
         The schedule; stage i holds at most 2(S - i) - 1 microbatches until B.

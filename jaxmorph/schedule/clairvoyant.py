@@ -56,7 +56,6 @@ def clairvoyant_schedule(
         delay_ms: Each message's delay, told by the stage and the F or B that made it; a message
             overtakes others if it can.
         starts: Split schedules of one chunk within the caps, to search from; at least one.
-        limits: Memory caps.
         effort: How many ops to visit: the same work on every machine.
 
     Returns:
@@ -96,7 +95,6 @@ def lower_bound_of_messages_ms(
     Args:
         costs: Durations of the ops, milliseconds.
         delay_ms: Each message's delay, told by the stage and the F or B that made it.
-        num_microbatches: Number of microbatches, N.
         limits: Memory caps; how many microbatches may wait for their B counts.
 
     Returns:

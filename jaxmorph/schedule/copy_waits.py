@@ -9,11 +9,7 @@ Interval = tuple[float, float]
 
 
 class CopyWaits:
-    """What the copies of a timeline keep waiting.
-
-    Args:
-        timeline: The ops and copies.
-    """
+    """What the copies of a timeline keep waiting."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._offloads: defaultdict[int, list[CopySpan]] = defaultdict(list)
@@ -31,10 +27,7 @@ class CopyWaits:
         stash that leaves, which is then gone before they start.
 
         Args:
-            op: The op.
-            stage: Its stage.
             from_ms: When the op before it ended, milliseconds.
-            start_ms: When it started.
         """
         if op.kind is OpKind.W or not (self._offloads or self._back_ms):
             return []

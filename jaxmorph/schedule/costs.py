@@ -222,7 +222,6 @@ class Limits:
         """What a microbatch holds on each stage, and how much fits.
 
         Args:
-            num_stages: Number of stages.
             num_microbatches: Number of microbatches in the step: what fits without a limit.
 
         Raises:

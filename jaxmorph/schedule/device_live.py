@@ -24,7 +24,6 @@ def peak_on_device(timeline: Timeline, live_until: LiveUntil = "B") -> tuple[int
     counts.
 
     Args:
-        timeline: The ops and copies.
         live_until: The op that ends a microbatch's stash, as in ``ops.peak_live``.
 
     Returns:

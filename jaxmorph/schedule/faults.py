@@ -30,9 +30,6 @@ class Fault:
 def find_fault(schedule: Schedule) -> Fault | None:
     """Finds the first rule that a schedule breaks.
 
-    Args:
-        schedule: Any schedule, not validated.
-
     Returns:
         The fault; None when every op can run.
     """

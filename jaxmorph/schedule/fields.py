@@ -13,8 +13,6 @@ def listed(field: str, value: object, length: int, per: str) -> list[Any]:
     """A list of ``length`` values; a single number stands for that many of it.
 
     Args:
-        field: What errors call it.
-        value: The value to check.
         length: How many values are needed.
         per: What there is one of for each value, such as ``stage``.
 

@@ -9,8 +9,6 @@ def require_feasible(limits: Limits, num_stages: int, num_microbatches: int) -> 
     """Checks that every stage has room for one microbatch: then some schedule fits.
 
     Args:
-        limits: Memory caps.
-        num_stages: Number of stages.
         num_microbatches: Number of microbatches in the step.
 
     Raises:
@@ -40,7 +38,6 @@ def require_room(schedule: Schedule, limits: Limits) -> None:
 
     Args:
         schedule: The schedule; of V chunks each holds 1/V of a microbatch.
-        limits: Memory caps.
 
     Raises:
         UserError: The first stage that holds more, and how much.

@@ -37,12 +37,7 @@ class _Move(NamedTuple):
 class Search:
     """A search from one schedule on, which can be continued as long as it is worth it.
 
-    Attributes:
-        best: The best schedule seen.
-
     Args:
-        workload: The problem, not mirrored.
-        arcs: Its arcs.
         start: Where to begin.
         bound: A makespan that can't be beaten: the search ends when it is met, picoseconds.
     """

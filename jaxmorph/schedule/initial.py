@@ -33,8 +33,6 @@ def initial_schedule(
     Args:
         costs: Durations of the ops, milliseconds.
         links: State of the links, milliseconds.
-        limits: Memory caps.
-        num_microbatches: Number of microbatches, N.
 
     Returns:
         The schedule, and what its slackness is good for, in one line.
@@ -77,13 +75,7 @@ def _shortest(workload: Workload, reachable: Sequence[int], slackness: int) -> L
 
 
 class _Trials:
-    """The warm-ups that were tried, and the best of them.
-
-    Attributes:
-        tried: All of them.
-        warmup: The best.
-        best: Their schedule.
-    """
+    """The warm-ups that were tried, and the best of them."""
 
     def __init__(self, workload: Workload, start: tuple[int, ...]) -> None:
         self._workload = workload

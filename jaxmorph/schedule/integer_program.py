@@ -57,8 +57,6 @@ def in_whole_units(
     Args:
         costs: Durations of the ops, milliseconds.
         links: Latencies between neighbouring stages, milliseconds.
-        limits: Memory caps.
-        num_microbatches: Number of microbatches, N.
     """
     link_values = [value for link in links.values() for value in asdict(link).values()]
     cost_values = [value for row in asdict(costs).values() for value in row]
@@ -93,7 +91,6 @@ def build_program(
     """Fills a model: the ops' starts, what constrains them, and the makespan to minimise.
 
     Args:
-        model: An empty model.
         problem: What is to be scheduled.
         hint: A schedule within the caps, to start from; the solution is no longer.
         lower_bound: A makespan that no schedule can beat, in the problem's unit.

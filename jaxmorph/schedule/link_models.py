@@ -71,7 +71,6 @@ def outgoing(links: Links, num_stages: int, num_chunks: int = 1) -> list[StageDi
 
     Args:
         links: State of the links, milliseconds.
-        num_stages: Number of stages.
         num_chunks: Number of virtual stages each runs. With more than one, the last stage's
             activations go down link 0-(S-1) to the first stage, and its gradients come up it.
 
@@ -93,10 +92,6 @@ def stage_queues(
     directions: list[StageDirections], link_model: LinkModel
 ) -> list[StageQueues] | None:
     """Fresh queues for each stage's messages.
-
-    Args:
-        directions: What ``outgoing`` returned.
-        link_model: What occupies a link.
 
     Returns:
         One record per stage, the same queue wherever the way is the same (on two stages, the

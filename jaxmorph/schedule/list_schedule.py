@@ -69,7 +69,6 @@ def list_schedule(
     """The schedule that a rule makes.
 
     Args:
-        workload: The problem, not mirrored.
         rule: What an idle stage does next.
         warmup_forwards: Forwards each stage runs before any backward, at most what it and all
             earlier stages can hold; None for none. For rules that aren't mirrored.

@@ -17,9 +17,6 @@ def to_schedule(
     """The schedule in which every stage runs its ops in the order of their numbers' appearance.
 
     Args:
-        name: The schedule's name.
-        num_stages: Number of stages, S.
-        num_microbatches: Number of microbatches, N.
         numbers: Each of the 3 S N ops once.
     """
     ops = [Op(kind, microbatch) for kind in KINDS for microbatch in range(num_microbatches)]

@@ -53,7 +53,6 @@ class Leeway:
     Attributes:
         start_ms: When each op starts by the plan, in its order, milliseconds since the step's
             start.
-        end_ms: When it ends.
         memory: What microbatches hold, and how much fits.
         tolerance_ms: By how much an op may be behind its time before that counts as late.
         preference: What it prefers once something was late.
@@ -196,7 +195,6 @@ class OnlineOrder:
         to blame for that.
 
         Args:
-            op: Which one.
             start_ms: When it began, since the step's start.
             end_ms: When it ended.
         """

@@ -29,7 +29,6 @@ class Op(NamedTuple):
     """One unit of compute on a stage: a kind, for one microbatch of one chunk.
 
     Args:
-        kind: What is computed.
         microbatch: Index of the microbatch, from 0.
         chunk: Index of the virtual stage on its rank, from 0.
     """
@@ -45,9 +44,6 @@ class Op(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "Op":
         """Reads an op back from its text form, such as ``F3``, ``BW0`` or ``1.W12``.
-
-        Args:
-            text: The op's text form.
 
         Returns:
             The op whose text form this is.

@@ -27,7 +27,6 @@ class Optimum:
     """What the search found, and what it proved.
 
     Args:
-        schedule: The best schedule found.
         makespan_ms: Its makespan, milliseconds.
         lower_bound_ms: A makespan that no schedule can beat, milliseconds.
         proven: Whether no schedule beats the one found.
@@ -59,12 +58,9 @@ def optimal_schedule(
     Args:
         costs: Durations of the ops, milliseconds.
         links: Latencies between neighbouring stages, milliseconds.
-        limits: Memory caps.
-        num_microbatches: Number of microbatches, N.
         time_limit_s: When to stop the search, seconds.
         hint: A split schedule within the caps to start from, which the answer is never worse than;
             the ``paper`` plan when None.
-        num_workers: Threads of the solver.
         random_seed: The solver's seed. A proven makespan depends on neither, its schedule may.
         trust_lower_bound: Whether the search may build on ``bound.lower_bound_ms``; otherwise it
             proves everything by itself, which takes longer.

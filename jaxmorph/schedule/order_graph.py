@@ -13,7 +13,6 @@ class Arcs:
     """What doesn't depend on the order: all lists are indexed by op.
 
     Args:
-        per_stage: Ops of a stage.
         duration: Of each op, picoseconds.
         change: How the op changes what its stage holds.
         source: The op of another stage whose data it waits for, or -1.
@@ -54,7 +53,6 @@ class OrderGraph:
 
     Attributes:
         duration: Of each op, picoseconds.
-        head: The earliest start.
         tail: The longest path from the op's end to the end of the step.
         rows: Each stage's ops in order.
         position: Where in its row an op is.

@@ -23,7 +23,6 @@ def partition(
         layer_costs_ms: Time of each layer, milliseconds; with all kinds of op, or of one of them.
         first_extra_ms: What the first stage does besides, such as the embedding, milliseconds.
         last_extra_ms: What the last stage does besides, such as the head, milliseconds.
-        num_stages: Number of stages.
 
     Returns:
         The number of layers of each stage, at least 1. It is exact: every cut is considered.
@@ -42,10 +41,6 @@ def partition(
 
 def even_cut(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """As many layers for every stage; what is left over goes to the stages in the middle.
-
-    Args:
-        num_layers: Number of layers.
-        num_stages: Number of stages.
 
     Returns:
         The number of layers of each stage.
@@ -72,9 +67,6 @@ def stage_times_ms(
 
     Args:
         layers: The number of layers of each stage.
-        layer_costs_ms: As for ``partition``.
-        first_extra_ms: As for ``partition``.
-        last_extra_ms: As for ``partition``.
     """
     bounds = pairwise(accumulate(layers, initial=0))
     times_ms = [sum(layer_costs_ms[start:end]) for start, end in bounds]

@@ -94,8 +94,6 @@ def plan(
     Args:
         costs: Durations of the ops, milliseconds.
         links: State of the links between neighbouring stages, milliseconds.
-        limits: Memory caps.
-        num_microbatches: Number of microbatches.
         name: One of ``SCHEDULE_NAMES``. ``paper`` is Algorithm 2 and the greedy selection of
             Algorithms 3 and 4; ``adaptive`` is the shortest schedule there is to be found;
             ``initial`` is ready for any one link to turn slow (Algorithm 1).
@@ -212,8 +210,6 @@ def alternatives(
     Args:
         costs: Durations of the ops, milliseconds.
         links: State of the links, milliseconds.
-        limits: Memory caps.
-        num_microbatches: Number of microbatches.
 
     Returns:
         ``paper``, ``initial`` and the fixed ones that split the backward, where they keep the caps.

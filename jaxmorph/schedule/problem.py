@@ -57,16 +57,10 @@ class Problem:
 
     Args:
         name: What the answer is to be called.
-        num_microbatches: Number of microbatches.
-        costs: Durations of the ops.
-        links: The links to simulate.
-        planned_links: The links to plan for.
-        limits: Memory caps.
         schedule: The name of the schedule to plan.
         warmup_forwards: Warm-up forwards in place of the planner's.
         orders: A valid schedule to simulate in place of planning one.
         num_chunks: Number of virtual stages each stage runs.
-        link_model: How to simulate the links.
         time_step_ms: Step of a discrete clock for the simulation; None for exact time.
         jitter_ms: Standard deviation of the latency of each link between neighbours; None when
             the step under jitter was not asked for.
@@ -108,7 +102,6 @@ def problem_of(schedule: Schedule, fields: Mapping[str, Any]) -> Problem:
     """The problem of simulating a schedule as it is.
 
     Args:
-        schedule: A valid schedule.
         fields: A problem's further fields: costs, links and caps.
 
     Returns:

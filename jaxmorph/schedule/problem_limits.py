@@ -22,7 +22,6 @@ def parse_limits(fields: Mapping[str, Any], num_stages: int) -> Limits:
 
     Args:
         fields: The problem's fields, each one number per stage, or one for all.
-        num_stages: Number of stages.
 
     Returns:
         The caps; sizes of the stash are there even without a cap on bytes, when both were given.

@@ -29,7 +29,6 @@ class ProblemLinks:
     """The links of a problem, as they are and as the planner takes them.
 
     Args:
-        simulated: The links to simulate.
         planned: The links to plan for: those given as such, else the simulated ones with a margin
             for jitter.
         jitter_ms: Standard deviation of the latency of each link between neighbours, milliseconds;
@@ -45,7 +44,6 @@ def pipeline_links(num_stages: int, num_chunks: int = 1) -> tuple[Link, ...]:
     """The links that activations and gradients take.
 
     Args:
-        num_stages: Number of stages.
         num_chunks: Number of virtual stages each runs.
 
     Returns:
@@ -63,7 +61,6 @@ def parse_links(fields: Mapping[str, Any], num_stages: int, num_chunks: int) -> 
         fields: The problem's fields; ``link_ms`` must be there. A list has one number for each of
             ``pipeline_links``, where the link around may be left out and delays nothing then; that
             of ``link_jitter_ms`` has one for each pair of neighbours.
-        num_stages: Number of stages.
         num_chunks: Number of virtual stages each runs.
 
     Returns:

@@ -17,7 +17,6 @@ def print_answer(answer: Answer, console: Console) -> None:
     """Prints the simulated step as a chart of the terminal's width, then its key numbers.
 
     Args:
-        answer: What to print.
         console: Where to; colours only where it is a terminal.
     """
     timeline = answer.timeline
@@ -78,7 +77,6 @@ def listed(values: Sequence[int], *, thousands: bool = False) -> str:
     """One number per stage; a run of three or more equal ones is drawn together, as in ``5x8``.
 
     Args:
-        values: The numbers.
         thousands: Whether to group their digits.
     """
     words: list[str] = []

@@ -52,7 +52,6 @@ class Schedule:
         """The schedule whose stages run the ops that ``rows`` spell, as in ``"F0 F1 B0 ..."``.
 
         Args:
-            name: The schedule's name.
             rows: One line of ops per stage, separated by spaces.
 
         Returns:

@@ -29,10 +29,6 @@ def require_schedule_file(path: Path) -> None:
 def save_schedule(path: Path, schedule: Schedule) -> None:
     """Writes a schedule as torch's CSV (.csv), as JSON (.json) or as a grid (.txt).
 
-    Args:
-        path: The file to write.
-        schedule: A valid schedule.
-
     Raises:
         UserError: An unknown suffix, or a file that cannot be written.
     """

@@ -28,11 +28,8 @@ def select_ops(
     Args:
         costs: Durations of the ops, milliseconds.
         links: Latencies between neighbouring stages, milliseconds.
-        limits: Memory caps.
-        num_microbatches: Number of microbatches, N.
         warmup_forwards: Forwards each stage runs before any backward: non-increasing, from 1 to N,
             and within the caps of all earlier stages. A stage may run more before its first B.
-        name: The schedule's name.
 
     Returns:
         A valid schedule whose stages hold no more than their caps.

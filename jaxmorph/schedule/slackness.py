@@ -64,7 +64,6 @@ def initial_warmup_forwards(num_stages: int, max_live: int) -> tuple[int, ...]:
     slots than stages the later stages share one warm-up forward each.
 
     Args:
-        num_stages: Number of stages.
         max_live: Microbatches the first stage can hold, at least 1.
 
     Returns:
@@ -91,7 +90,6 @@ def adapted_warmup_forwards(
     Args:
         costs: Durations of the ops, milliseconds.
         links: Latencies between neighbouring stages, milliseconds.
-        num_microbatches: Number of microbatches, N.
         caps: Microbatches each stage may hold.
 
     Returns:

@@ -105,7 +105,6 @@ def step_shares(timeline: Timeline, step_ms: float | None = None) -> tuple[StepS
 
     Args:
         timeline: A simulated or measured step.
-        step_ms: As for ``idle_spans``.
 
     Returns:
         Shares for every stage. ``compute`` is what no idle time takes.
@@ -118,9 +117,5 @@ def step_shares(timeline: Timeline, step_ms: float | None = None) -> tuple[StepS
 
 
 def mean_shares(shares: tuple[StepShares, ...]) -> StepShares:
-    """The mean of all stages.
-
-    Args:
-        shares: At least one stage's.
-    """
+    """The mean of all stages."""
     return StepShares(*(sum(column) / len(shares) for column in zip(*shares, strict=True)))

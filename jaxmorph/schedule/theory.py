@@ -19,8 +19,6 @@ def evenly_slack_schedule(num_stages: int, num_microbatches: int, slackness: int
     Source: PipeMorph's Figure 4 (slackness 2), and the schedules that its Figure 8 compares.
 
     Args:
-        num_stages: Number of stages, S.
-        num_microbatches: Number of microbatches, N.
         slackness: Warm-up forwards that a stage runs more than the next one.
 
     Returns:
@@ -45,10 +43,7 @@ def over_one_slow_link(schedule: Schedule, op_ms: float, stage: int, latency_ms:
     """The step when all ops take as long and one link is slow in both directions.
 
     Args:
-        schedule: What runs.
         op_ms: Duration of every F, B and W.
-        stage: The link's lower stage.
-        latency_ms: Its latency each way.
 
     Returns:
         The simulated step.
@@ -65,7 +60,6 @@ def tolerated_by_equal_ops_ms(slackness: int, op_ms: float) -> float:
 
     Args:
         slackness: Between the link's two stages.
-        op_ms: Duration of every op.
 
     Returns:
         Milliseconds.
@@ -81,7 +75,6 @@ def delayed_round_trips(num_microbatches: int, warmup_forwards: int, slackness: 
     after the warm-up, about N / (slackness + 1) round trips.
 
     Args:
-        num_microbatches: Number of microbatches, N.
         warmup_forwards: Of the link's lower stage.
         slackness: Between the link's two stages.
 
@@ -100,10 +93,6 @@ def expected_delay_ms(
     its proof has groups of ``slackness + 1`` microbatches, each late by ``2 c``.
 
     Args:
-        schedule: From ``evenly_slack_schedule``.
-        slackness: The schedule's.
-        op_ms: Duration of every op.
-        stage: The link's lower stage.
         latency_ms: The link's latency each way.
 
     Returns:

@@ -36,9 +36,7 @@ class CopySpan(NamedTuple):
     """One copy of a stash between a stage's device and host memory; times as those of ops.
 
     Args:
-        stage: The stage.
         kind: ``offload``, to host memory, or ``fetch``, back.
-        microbatch: Whose stash.
         chunk: Of which of the stage's virtual stages.
         start_ms: When it began.
         end_ms: When the other memory had it.

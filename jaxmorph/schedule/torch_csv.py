@@ -38,10 +38,6 @@ def parse_torch_csv(text: str, name: str) -> Schedule:
 
     Full backwards in a file that also splits some are read as B and W right after each other.
 
-    Args:
-        text: The CSV.
-        name: The schedule's name.
-
     Returns:
         The schedule, not validated; it has as many microbatches as the cells name.
 
@@ -70,9 +66,6 @@ def parse_torch_csv(text: str, name: str) -> Schedule:
 
 def format_torch_csv(schedule: Schedule) -> str:
     """Writes a schedule as compute-only CSV, which ``parse_torch_csv`` reads back.
-
-    Args:
-        schedule: A valid schedule.
 
     Returns:
         The CSV. An op stands in a later column than all it needs, as torch's runtime wants it.

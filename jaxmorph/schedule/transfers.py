@@ -40,9 +40,6 @@ class TransferIndex:
 
         Args:
             kind: The op that made it: F, or a backward.
-            chunk: Its chunk.
-            microbatch: Its microbatch.
-            source: Its stage.
             destination: The stage that takes it.
 
         Returns:

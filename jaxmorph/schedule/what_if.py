@@ -18,7 +18,6 @@ class LinkChange:
     """A link with another latency, in both directions, and its jitter gone.
 
     Args:
-        link: Which link.
         latency_ms: Its latency, milliseconds.
     """
 
@@ -34,7 +33,6 @@ class StageChange:
     """A stage whose ops take another time.
 
     Args:
-        stage: Which stage.
         factor: How many times as long its ops take.
     """
 
@@ -71,10 +69,6 @@ def parse_change(text: str) -> Change:
 
 def changed(problem: Problem, changes: Iterable[Change]) -> Problem:
     """The problem with changes made, to the links simulated and to those planned for.
-
-    Args:
-        problem: The problem as it is.
-        changes: What to change.
 
     Returns:
         The problem as it would be.

@@ -22,10 +22,6 @@ class Workload:
     Whole numbers, so that events at one instant compare equal on every machine.
 
     Args:
-        num_microbatches: Number of microbatches, N.
-        forward: Duration of F.
-        backward_input: Duration of B.
-        backward_weight: Duration of W.
         forward_latency: From each stage to the next, 0 for the last.
         backward_latency: From each stage to the one before, 0 for the first.
         forward_holds: What a microbatch holds from F until B.
@@ -75,8 +71,6 @@ def make_workload(
         costs: Durations of the ops, milliseconds.
         links: State of the links between neighbouring stages, milliseconds; a message takes its
             occupancy and latency, as over an idle link.
-        limits: Memory caps.
-        num_microbatches: Number of microbatches, N.
     """
     times = [_picoseconds(row) for row in stage_times(costs, links)]
     memory = limits.stage_memory(costs.num_stages, num_microbatches)

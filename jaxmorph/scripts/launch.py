@@ -20,9 +20,7 @@ def launch_script(
     Rank 0 prints to this process's standard output. Everything else goes to logs.
 
     Args:
-        script: A Python file.
         arguments: What the script finds in `sys.argv` after its name.
-        num_stages: Number of processes.
         logs: Where `rank_N.log` are written; None: a folder of their own, kept where the script
             fails or is stopped.
 

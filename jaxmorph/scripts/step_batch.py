@@ -17,7 +17,6 @@ def cut_batch(batch: Sequence[Any], config: Config, rank: int) -> StepInputs:
         batch: Tokens and targets, whole numbers [batch, sequence] each, or already cut:
             [microbatches, microbatch size, sequence]. Targets below 0 don't count.
         config: The run, whose sizes they must have.
-        rank: The stage.
 
     Returns:
         The microbatches, int32; the loss is the mean over the targets that count.

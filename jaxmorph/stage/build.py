@@ -62,7 +62,6 @@ class StagePrograms:
         """Runs F on one microbatch.
 
         Args:
-          weights: from `prepare`.
           x: int32 tokens [microbatch, sequence] on the first stage, else activations [microbatch,
             sequence, width].
           targets: int32 [microbatch, sequence], on the last stage alone.
@@ -91,8 +90,6 @@ class StagePrograms:
         """Runs B on one microbatch.
 
         Args:
-          weights: from `prepare`.
-          stash: from `forward`.
           output_gradient: of the activations; on the last stage the float32 scalar by which the
             loss sum is weighed.
 
@@ -115,8 +112,6 @@ class StagePrograms:
         """Runs W on one microbatch.
 
         Args:
-          weights: from `prepare`.
-          weight_stash: from `backward_input`.
           accumulators: float32, structured as the parameters; donated.
 
         Returns:
@@ -171,13 +166,8 @@ def build_stage(
     """Returns one stage's compiled programs.
 
     Args:
-      model: the whole model.
-      submesh: the stage's, from `stage_submesh`.
       num_layers: how many of the model's layers the stage has.
-      is_first: whether the stage embeds.
       is_last: whether the stage has the head.
-      microbatch_size: sequences in a microbatch.
-      sequence_length: tokens in a sequence.
       stash: "full" keeps what the backward needs; "recompute" keeps each layer's input alone, and
         B computes the layer again.
       kinds: which of `OP_KINDS` to compile; calling another raises KeyError.

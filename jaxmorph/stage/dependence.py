@@ -25,12 +25,9 @@ class JointTrace:
 
     Attributes:
       trace: from (params, inputs, output gradient) to (output, input gradients, param gradients).
-      params: one variable per leaf.
       inputs: one variable per input of the function.
       gradient: the gradient of the output.
-      output: the function's result.
       input_gradients: of the inputs that have one, in order.
-      param_gradients: one per leaf.
     """
 
     trace: FlatTrace

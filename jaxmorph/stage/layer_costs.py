@@ -29,8 +29,6 @@ class LayerCosts:
     """What one microbatch takes, all its ops together, in milliseconds.
 
     Attributes:
-      embed_ms: the embedding.
-      layer_ms: one layer.
       head_ms: the head, and the loss.
     """
 
@@ -54,11 +52,9 @@ def measure_layer_costs(
     other is on the device, and gone when this returns.
 
     Args:
-      model: the whole model.
       submesh: of one device, from `stage_submesh`.
       tokens: int32 [microbatch, sequence], one microbatch's.
       targets: the same shape.
-      stash: as for `build_stage`.
       kinds: the kinds of op that the schedule runs; with "W" among them backwards are split.
     """
     key, is_split = jax.random.key(0), "W" in kinds

@@ -15,12 +15,7 @@ class GivesLogits(PipelineModel, Protocol):
     """A model that text can be sampled from."""
 
     def logits(self, params: Params, x: jax.Array) -> jax.Array:
-        """Returns float32 [microbatch, sequence, vocabulary], whose losses `head` sums.
-
-        Args:
-          params: the head's.
-          x: the last layer's activations.
-        """
+        """Returns float32 [microbatch, sequence, vocabulary], whose losses `head` sums."""
         ...
 
 
@@ -57,7 +52,6 @@ def model_logits(model: GivesLogits, params: Params, tokens: jax.Array) -> jax.A
     """Returns a whole model's logits, float32 [microbatch, sequence, vocabulary].
 
     Args:
-      model: the model.
       params: of all of it, as `join_stages` returns them.
       tokens: int32 [microbatch, sequence].
     """

@@ -67,8 +67,6 @@ def cut_layers(
     """Returns each stage's layers; with several chunks, those of each virtual stage.
 
     Args:
-      num_layers: of the model.
-      num_stages: of the pipeline.
       layers: how many layers each stage gets, or "even": with what is left over given to the
         stages in the middle, since the first also embeds and the last also has the head. "auto" is
         the same here, where no costs are known.

@@ -21,11 +21,6 @@ class ChoosesByDevice(PipelineModel, Protocol):
 def taken_on_device(model: PipelineModel, microbatch_size: int, sequence_length: int) -> str:
     """Returns what a model takes of the default device, in a few words; empty if it has no choice.
 
-    Args:
-      model: the model.
-      microbatch_size: sequences in a microbatch.
-      sequence_length: tokens in a sequence.
-
     Raises:
       UserError: it is to take what the device doesn't have; in one line.
     """

@@ -36,7 +36,6 @@ def stage_parameter_counts(model: PipelineModel, layers: Sequence[range]) -> lis
 
     Args:
         model: Any model; nothing is computed but shapes.
-        layers: The layers of each stage.
 
     Returns:
         One number per stage. A tied parameter counts on the first and on the last stage, which

@@ -20,10 +20,7 @@ def init_stage_params(
     """Returns a stage's initial parameters, the same ones however the model is cut.
 
     Args:
-      model: what to initialise.
       key: one key for the whole model; each layer folds in its own index.
-      layers: the stage's layers.
-      is_first: whether the stage embeds.
       is_last: whether the stage has the head.
 
     Returns:
@@ -40,10 +37,8 @@ def compile_init(
     """Returns `init_stage_params` for all stages of a kind: compiled, of the key and the layers.
 
     Args:
-      model: what to initialise.
       key: any key of the type of the one that it will be called with.
       num_layers: how many layers the stage has; it is called with their numbers, int32.
-      is_first: whether the stage embeds.
       is_last: whether the stage has the head.
     """
     build = partial(_init, model, is_first=is_first, is_last=is_last)

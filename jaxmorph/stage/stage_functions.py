@@ -28,7 +28,6 @@ class StageFunctions:
 
     Attributes:
       embed: the embedding, on the first stage.
-      layer: one layer.
       head: the head, on the last stage.
       num_layers: how many layers the stage has.
     """
@@ -187,7 +186,6 @@ def split_stage(
     """Returns the functions of the stage that has these parameters.
 
     Args:
-      model: the whole model.
       params: the stage's, as shapes.
       tokens: int32 [microbatch, sequence]; targets have the same shape.
       activations: what `model.layer` takes and returns.

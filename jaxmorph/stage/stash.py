@@ -12,7 +12,6 @@ class StashMemory:
     """The bytes that one live microbatch holds on one stage.
 
     Attributes:
-      after_forward_bytes: from F until B.
       after_backward_input_bytes: from B until W, with those arrays of the first that W needs too.
     """
 

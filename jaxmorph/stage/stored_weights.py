@@ -40,10 +40,7 @@ def read_stage_params(
     """Returns a stage's parameters from files, in place of `init_stage_params`.
 
     Args:
-      model: offers `read_weights`.
       path: where its weights are, as the model understands it.
-      layers: the stage's layers.
-      is_first: whether the stage embeds.
       is_last: whether the stage has the head.
 
     Returns:
@@ -70,7 +67,6 @@ def write_model(model: PipelineModel, folder: str, stages: Iterable[tuple[range,
     """Writes the weights of a whole model.
 
     Args:
-      model: offers `write_weights`.
       folder: where to; made if it does not exist.
       stages: each stage's layers and parameters, those of chunks one by one, in any order.
 

@@ -19,14 +19,11 @@ class TracedStage:
 
     Attributes:
       functions: its F, B, W and BW.
-      params: its parameters.
       weights: what stands in for them during a step.
       prepared: those of the weights that aren't parameters themselves.
       batch: what F reads of a microbatch: (tokens or activations, targets on the last stage).
       stash: what F leaves for B.
-      gradient: of its output.
       weight_stash: what B leaves for W, with the arrays of the stash that W needs too.
-      sums: the gradients' accumulators.
     """
 
     functions: StageFunctions
@@ -58,12 +55,8 @@ def trace_stage(
     """Returns one stage's functions and shapes.
 
     Args:
-      model: the whole model.
       num_layers: how many of the model's layers the stage has.
-      is_first: whether the stage embeds.
       is_last: whether the stage has the head.
-      microbatch_size: sequences in a microbatch.
-      sequence_length: tokens in a sequence.
       stash: "full" keeps what the backward needs; "recompute" keeps each layer's input alone, and
         B computes the layer again.
 

@@ -48,10 +48,7 @@ class Bookkeeper:
     """Turns ranks' reports into records of steps.
 
     Args:
-        config: The run.
-        in_force: The plan in force.
         profiler: What has been measured before the first step; it learns from every step.
-        tell: Takes the messages.
         active: False on ranks that keep no books: then every call does nothing.
         first_step: The step that training begins with.
         loop: What watches steps and decides on morphs; None: the plan stays.
@@ -98,7 +95,6 @@ class Bookkeeper:
 
         Args:
             data: Where the text comes from.
-            num_parameters: Of the whole model.
             layers: Of each virtual stage, in the order of the pipeline.
             cut_reason: Why these; empty where there was nothing to choose.
             equipped: What rank 0 computes on, what delegated links have got for the plan, what the
@@ -119,10 +115,6 @@ class Bookkeeper:
         """Tell how a step went.
 
         Args:
-            step: Its number.
-            totals: Its scalars.
-            reports: All ranks' reports.
-            step_s: From barrier to barrier.
             held_out: What was evaluated after it.
         """
         step_began_s = time.monotonic() - self._began_s - step_s - held_out.took_s
@@ -133,27 +125,16 @@ class Bookkeeper:
         """Tell of another plan.
 
         Args:
-            morph: The change to it.
             step: The first step that runs it.
         """
         self._submit(self._adopt, morph, step)
 
     def begin_again(self, links: Sequence[Link]) -> None:
-        """Take note that direct paths have begun again after the last step that was told.
-
-        Args:
-            links: Whose.
-        """
+        """Take note that direct paths have begun again after the last step that was told."""
         self._submit(self._paths.begin_again, links)
 
     def event(self, step: int, kind: str, detail: str) -> None:
-        """Tell of something that happened.
-
-        Args:
-            step: The step it happened in.
-            kind: Such as `checkpoint_saved`.
-            detail: One line.
-        """
+        """Tell of something that happened."""
         self._submit(self._tell_event, step, kind, detail)
 
     def in_force(self) -> dict[str, Any]:

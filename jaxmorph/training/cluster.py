@@ -38,8 +38,6 @@ def join_cluster(start_timeout_s: float, step_timeout_s: float, otherwise: str) 
     """Join a job whose tasks `jax.distributed` finds by itself.
 
     Args:
-        start_timeout_s: As for `join_run`.
-        step_timeout_s: As for `join_run`.
         otherwise: What an error says could be done instead.
 
     Raises:
@@ -60,7 +58,6 @@ def require_one_host(config: Config, rendezvous: "Rendezvous") -> None:
     """Refuse what is timed by one machine's clock where ranks are on several.
 
     Args:
-        config: The run.
         rendezvous: The meeting place of all ranks; they all call this at the same point.
 
     Raises:

@@ -57,7 +57,6 @@ def held_out_batches(config: Config, held_out: Tokens | None) -> Batches | None:
     """The batches that are evaluated, each time the same ones; None where none are.
 
     Args:
-        config: The run.
         held_out: What training is kept from.
 
     Raises:
@@ -84,21 +83,12 @@ def held_out_batches(config: Config, held_out: Tokens | None) -> Batches | None:
 
 
 def with_room_to_evaluate(config: Config, in_force: PlanInForce) -> PlanInForce:
-    """A plan with the slots that its forwards alone need too, where they will be run.
-
-    Args:
-        config: The run.
-        in_force: The plan.
-    """
+    """A plan with the slots that its forwards alone need too, where they will be run."""
     return in_force if config.evaluation.every_steps is None else with_room_for_forwards(in_force)
 
 
 def with_room_for_forwards(in_force: PlanInForce) -> PlanInForce:
-    """A plan with the slots that its forwards alone need too.
-
-    Args:
-        in_force: The plan.
-    """
+    """A plan with the slots that its forwards alone need too."""
     needed = slots_needed([forward_only(program) for program in in_force.programs])
     return replace(in_force, slots=most_slots(in_force.slots, needed))
 
@@ -107,9 +97,7 @@ class Evaluation:
     """Computes the held-out loss after some of a run's steps.
 
     Args:
-        config: The run.
         rendezvous: The meeting place of all ranks; they all make the same calls.
-        trainer: This rank's stage.
         programs: Every rank's instructions for a step, of the plan in force.
         batches: What to evaluate; None: nothing, ever.
     """

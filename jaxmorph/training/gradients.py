@@ -19,7 +19,6 @@ def apply_gradients(trainer: StageTrainer, totals: StepTotals, clip_norm: float 
     """Update the stage's parameters, unless the loss or a gradient of any stage is not finite.
 
     Args:
-        trainer: The stage, with its gradients.
         totals: The step's scalars, the same on every rank, so that all decide alike.
         clip_norm: Largest global norm; None: no clipping.
 

@@ -17,9 +17,7 @@ def chosen_before(directory: Path, config: Config, num_layers: int) -> tuple[int
     """The number of layers of each virtual stage, as an earlier life of the run has chosen them.
 
     Args:
-        directory: The run's.
         config: The run, as it goes on.
-        num_layers: Of the model.
 
     Returns:
         None where there was no such life, or it had other stages.
@@ -39,8 +37,6 @@ def keep_choice(directory: Path, config: Config, layers: Sequence[range]) -> Non
     """Write down how the layers are cut, where that was not for the configuration to say.
 
     Args:
-        directory: The run's.
-        config: The run.
         layers: Of each virtual stage, in the order of the pipeline.
     """
     cut = config.parallelism

@@ -20,7 +20,6 @@ class KnownLinks:
     """Says what is to be written down of links, whenever that has changed; on rank 0.
 
     Args:
-        config: The run.
         directory: The run's: where nothing is written, nothing is to be taken back.
         layers: Of each virtual stage, in the order of the pipeline.
     """
@@ -56,7 +55,6 @@ def known_links(
     """What an earlier life of the run knew of its links, the same on all ranks.
 
     Args:
-        config: The run.
         rendezvous: The meeting place of all ranks; they all call this at the same point.
         directory: The run's; rank 0 reads there.
         layers: Of each virtual stage, in the order of the pipeline.

@@ -21,10 +21,6 @@ def build_model(config: Config, vocab_size: int) -> "PipelineModel":
     The factory is a module with a function `build`; it is looked for among the installed packages
     and in the current directory.
 
-    Args:
-        config: The run.
-        vocab_size: The data's.
-
     Returns:
         What the factory built.
 
@@ -62,9 +58,6 @@ def device_options(factory: str) -> tuple[str, ...]:
 
 def for_any_device(config: Config) -> Config:
     """The configuration without what it says of its device.
-
-    Args:
-        config: The run.
 
     Raises:
         UserError: If there is no such model.

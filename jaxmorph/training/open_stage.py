@@ -32,9 +32,7 @@ def open_stage(
     """A rank's stage, ready to run; what it started is ended however this ends.
 
     Args:
-        config: The run.
         rendezvous: The meeting place of all ranks; they all call this at the same point.
-        model: The model.
         settings: How the stage is built. Only where they let a link be delegated is a data plane
             started, on that link's ranks.
         links: What is emulated; the data plane is told from the next time on.
@@ -96,8 +94,6 @@ def adopt_plan(rendezvous: Rendezvous, trainer: StageTrainer, in_force: PlanInFo
     Args:
         rendezvous: The meeting place of all ranks; they all call this at the same point, while no
             step runs.
-        trainer: This rank's stage.
-        in_force: The plan.
 
     Returns:
         What delegated links have got, in a few words; nothing where no link is delegated.
@@ -111,7 +107,6 @@ def make_room(rendezvous: Rendezvous, trainer: StageTrainer, slots: Mapping[Chan
     Args:
         rendezvous: The meeting place of all ranks; they all call this at the same point, while no
             step runs.
-        trainer: This rank's stage.
         slots: How many each delegated channel needs, the same on all ranks.
 
     Returns:

@@ -32,9 +32,7 @@ class RunRecord:
     Of many traces the latest stay; half of them may be those around changes, whatever came later.
 
     Args:
-        config: The run.
         directory: Where the run writes.
-        reporter: What the user sees.
         clock: Seconds, monotonic.
         first_step: The step that it begins with. Traces of earlier steps count among those that are
             kept; those of later ones, which are done again, are removed.
@@ -115,23 +113,12 @@ class RunRecord:
     def write_event(
         self, step: int, kind: str, detail: str, evidence: Message | None = None
     ) -> None:
-        """Write down what happened to the ranks, which they can't tell.
-
-        Args:
-            step: The step it happened in.
-            kind: Such as `rank_failed`.
-            detail: One line.
-            evidence: The numbers behind it.
-        """
+        """Write down what happened to the ranks, which they can't tell."""
         time_s = self._clock() - self._life_began_s
         self._take_event(Event(time_s, step, kind, detail=detail, evidence=evidence))
 
     def go_back(self, step: int) -> None:
-        """Take out what is told of the steps from one on: they will be done again.
-
-        Args:
-            step: The first of them.
-        """
+        """Take out what is told of the steps from one on: they will be done again."""
         self._directory.go_back(step)
         self._history.go_back(step)
         self._reporter.go_back(step)
@@ -142,11 +129,7 @@ class RunRecord:
         self._last_traced_step = step - 1
 
     def keep_goodput(self, goodput: Goodput) -> None:
-        """Write down how much of the run's time was of use, and what failures have cost.
-
-        Args:
-            goodput: Those books, so far.
-        """
+        """Write down how much of the run's time was of use, and what failures have cost."""
         self._goodput = goodput
         self._directory.write_recovery(goodput.to_json())
 

@@ -35,12 +35,7 @@ class Resumption:
 
 
 def checkpoint_folder(config: Config, directory: Path) -> CheckpointFolder:
-    """Where a run has its checkpoints.
-
-    Args:
-        config: The run.
-        directory: The run's directory.
-    """
+    """Where a run has its checkpoints."""
     named = config.checkpoint.dir
     return CheckpointFolder(directory / "checkpoints" if named is None else Path(named))
 
@@ -51,8 +46,6 @@ def last_whole(
     """How many steps a run's last whole checkpoint has done.
 
     Args:
-        config: The run.
-        directory: The run's directory.
         thorough: Whether to read all files of checkpoints, to find out whether they are whole.
 
     Returns:
@@ -73,11 +66,7 @@ def folder_apart(config: Config) -> Path | None:
 
 
 def with_absolute_folder(config: Config) -> Config:
-    """The run with a `checkpoint.dir` that is the same wherever the run is gone on with.
-
-    Args:
-        config: The run.
-    """
+    """The run with a `checkpoint.dir` that is the same wherever the run is gone on with."""
     named = config.checkpoint.dir
     absolute = None if named is None else str(Path(named).absolute())
     checkpoint = config.checkpoint.model_copy(update={"dir": absolute})
@@ -86,10 +75,6 @@ def with_absolute_folder(config: Config) -> Config:
 
 def prepare_checkpoints(config: Config, directory: Path) -> None:
     """Make the folder of a run's checkpoints, without what an earlier run left half-done there.
-
-    Args:
-        config: The run.
-        directory: The run's directory.
 
     Raises:
         UserError: If it can't be made.
@@ -102,9 +87,6 @@ def prepare_checkpoints(config: Config, directory: Path) -> None:
 
 def try_named_folder(config: Config) -> None:
     """Make the folder that `checkpoint.dir` names, if one that is used, and write to it.
-
-    Args:
-        config: The run.
 
     Raises:
         UserError: If it can't be made or written to.
@@ -132,9 +114,6 @@ def _make(folder: Path) -> None:
 def require_no_checkpoints(config: Config) -> None:
     """Keep a new run from writing among, and removing, another run's checkpoints.
 
-    Args:
-        config: The new run.
-
     Raises:
         UserError: If `checkpoint.dir` names a folder that has some.
     """
@@ -155,8 +134,6 @@ def saved_config(directory: Path, overrides: Sequence[str] = (), where: str = "r
     """The configuration in a run's directory.
 
     Args:
-        directory: The run's.
-        overrides: `section.key=value` each.
         where: What named the directory, for errors.
 
     Raises:
@@ -173,7 +150,6 @@ def find_resumption(
     """Finds the last whole checkpoint of a run, and whether it can go on from there.
 
     Args:
-        directory: The run's.
         overrides: `section.key=value` each; for some keys only the value that they have.
         thorough: Whether to read all files of checkpoints, to find out whether they are whole.
 
@@ -209,8 +185,6 @@ def set_aside(config: Config, directory: Path, passed_over: Sequence[PassedOver]
     """Rename damaged checkpoints, so that nothing reads or counts them, and the next can be there.
 
     Args:
-        config: The run.
-        directory: The run's directory.
         passed_over: Those that it doesn't go on from as they aren't whole.
 
     Yields:
@@ -246,7 +220,6 @@ def check_vocabulary(manifest: Manifest, vocab_size: int) -> None:
     """Compare the model's vocabulary with that of the checkpoint.
 
     Args:
-        manifest: The checkpoint's.
         vocab_size: That of the data as they are now.
 
     Raises:
@@ -263,7 +236,6 @@ def check_data(manifest: Manifest, config: Config, data: DataDigest) -> None:
     """Compare the data with those that the checkpoint was trained on, if they are named the same.
 
     Args:
-        manifest: The checkpoint's.
         config: The run's; with another path or tokenizer, other data are meant.
         data: The data as they are now.
 

@@ -26,8 +26,6 @@ class RunCheckpoints:
     """What a rank of a run reads from checkpoints, and writes to them.
 
     Args:
-        config: The run.
-        directory: The run's.
         first_step: How many steps the checkpoint that it goes on from has done; 0: there is none.
 
     Attributes:
@@ -72,7 +70,6 @@ class RunCheckpoints:
         """Put the checkpoint's state, if there is one, in place of the initial one.
 
         Args:
-            trainer: This rank's stage.
             own_layers: The layers of each of its virtual stages.
 
         Raises:
@@ -102,8 +99,6 @@ class RunCheckpoints:
             settings: What the stage is built from.
             tell: Takes what rank 0 has to say: an event's step, kind and detail.
             told_so_far: Gives what is done once the records of all steps so far have been told.
-            vocab_size: The data's.
-            tied: The model's tied parameters.
             data: What the run is trained on.
             knows: Gives what is in force: `plan` and `link_states`, as a `Manifest` has them.
         """

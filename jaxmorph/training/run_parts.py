@@ -20,7 +20,6 @@ class RunParts:
     """What a configuration names, loaded and fitting together.
 
     Attributes:
-        model: The model.
         batches: The data of every step.
         held_out: What is evaluated; None: nothing.
         source: Where the data comes from, in a few words.
@@ -38,9 +37,6 @@ class RunParts:
 
 def load_parts(config: Config) -> RunParts:
     """Load what a configuration names.
-
-    Args:
-        config: The run.
 
     Raises:
         UserError: If there is no such data or model, or sizes don't fit one another.
@@ -66,11 +62,6 @@ def load_parts(config: Config) -> RunParts:
 
 def step_reader(config: Config, batches: Batches, rank: int) -> Callable[[int], StepInputs]:
     """How a rank reads a step's data: tokens on the first stage, targets on the last.
-
-    Args:
-        config: The run.
-        batches: The data of every step.
-        rank: The stage.
 
     Returns:
         A function from a step's number to its inputs.

@@ -22,7 +22,6 @@ class SamplingSettings:
     """How tokens are drawn.
 
     Attributes:
-        num_tokens: Most tokens to draw.
         temperature: What logits are divided by; with 0 the likeliest token is taken, always.
         top_k: How many of the likeliest tokens one is drawn from; None: all.
         seed: The same one draws the same tokens.
@@ -89,8 +88,6 @@ def drawing(
     """How the next token is drawn, as a function that can be compiled.
 
     Args:
-        model: The model.
-        settings: How tokens are drawn.
         num_known: Ids from this one on are never drawn.
 
     Returns:

@@ -25,7 +25,6 @@ class AfterStep:
     """What comes after a step, on all ranks alike.
 
     Attributes:
-        saves: The state is saved.
         stops: No step comes after it, though it isn't the last.
     """
 

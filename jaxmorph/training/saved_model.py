@@ -38,7 +38,6 @@ def load_saved_model(run_dir: Path, step: int | None = None) -> SavedModel:
     """A run's model from one of its checkpoints.
 
     Args:
-        run_dir: The run's directory.
         step: After how many steps; None: the last checkpoint.
 
     Raises:

@@ -28,10 +28,6 @@ class SkippedSteps:
     def note(self, step: int, totals: StepTotals) -> bool:
         """Take note of a step.
 
-        Args:
-            step: Its number.
-            totals: Its scalars.
-
         Returns:
             Whether it was one too many: see `why_stop`.
         """

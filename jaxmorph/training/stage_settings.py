@@ -15,9 +15,7 @@ def stage_settings(
     """What a rank's stage is built from.
 
     Args:
-        config: The run.
         layers: The layers of each virtual stage.
-        rank: The stage.
         adapts: Whether routes may change from plan to plan: both of every link are made ready.
     """
     optimizer = config.optimizer

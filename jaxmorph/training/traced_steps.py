@@ -37,7 +37,6 @@ class TracedSteps:
     """Keeps the last steps' timelines in memory, and tells those that shall be kept for good.
 
     Args:
-        config: The run.
         tell: Takes the messages (see `bookkeeping`).
     """
 
@@ -48,11 +47,7 @@ class TracedSteps:
         self._until_step = -1
 
     def pass_on(self, message: Message) -> None:
-        """Tell a message; where it is the event of a change, the timelines around it too.
-
-        Args:
-            message: Any.
-        """
+        """Tell a message; where it is the event of a change, the timelines around it too."""
         self._tell(message)
         if message["kind"] == "event" and message["event"]["kind"] in CHANGES:
             step = message["event"]["step"]
@@ -66,8 +61,6 @@ class TracedSteps:
         """Tell a step's timelines, or keep them for a while.
 
         Args:
-            step: Its number.
-            planned: The step as simulated.
             measured: The step as it ran.
         """
         held = _Held(step, planned, measured)
@@ -78,11 +71,7 @@ class TracedSteps:
             self._untold.append(held)
 
     def is_sampled(self, step: int) -> bool:
-        """Whether a step leaves its timelines whatever happens.
-
-        Args:
-            step: Its number.
-        """
+        """Whether a step leaves its timelines whatever happens."""
         every = self._config.trace.every_steps
         return self._is_last(step) or (every > 0 and step % every == 0)
 

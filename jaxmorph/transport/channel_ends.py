@@ -22,7 +22,6 @@ class _End:
     """What both ends have in common.
 
     Args:
-        spec: The channel's memory.
         first_sequence: The number of its first message.
         ring_mover: Wakes what moves the messages.
         peer: The rank at the other end.

@@ -40,10 +40,8 @@ class SidecarPlane:
     """A `DataPlane` whose bytes are moved by a process of their own; see there for the methods.
 
     Args:
-        rank: This process's rank.
         outgoing: The channels it sends on.
         incoming: The channels it receives on.
-        settings: How to travel.
     """
 
     def __init__(
@@ -198,7 +196,6 @@ class SidecarPlane:
         Args:
             action: "reset" breaks the connections to and from a `peer`, `lane` only one of them;
                 "duplicate" sends the next `count` chunks to a `peer` twice.
-            details: See `action`.
         """
         self._sidecar.tell({"kind": "disturb", "action": action, **details})
 

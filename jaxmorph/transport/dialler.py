@@ -41,11 +41,8 @@ class Dialler:
 
     Args:
         loop: Where it waits.
-        identity: Who dials.
         destination: The rank that is dialled.
-        number: The lane's.
         local_host: Where to dial from.
-        address: Where to.
         up: Called with a lane whose handshake is done, and the peer's generation.
 
     Attributes:

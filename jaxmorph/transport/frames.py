@@ -61,7 +61,6 @@ class Welcome(NamedTuple):
     """The listener's proof; after it the connection is a lane.
 
     Attributes:
-        rank: The receiving rank.
         generation: Which beginning of the receiving rank this is, as in `Introduce`.
         algorithm: The payload checksum to be used, one of those offered.
         proof: 32 bytes: HMAC-SHA256 of all the above and both challenges.
@@ -77,7 +76,6 @@ class Resume(NamedTuple):
     """Where a channel stands, told for each channel on every new lane, by the receiver.
 
     Attributes:
-        channel: Which one.
         delivered: The number of the first message that isn't delivered yet.
         limit: The number of the first message there is no room for.
     """
@@ -109,14 +107,10 @@ class Chunk(NamedTuple):
     """A piece of a message; `length` bytes of payload follow it on the lane.
 
     Attributes:
-        channel: The message's.
         sequence: The message's number on it.
         total: Bytes in the whole message.
         offset: Where in the message the piece begins, a multiple of the chunk size.
-        length: Bytes that follow.
-        tag: The message's eight words.
         posted_ns: When the message was posted, by the sender's monotonic clock.
-        checksum: Of the payload alone.
     """
 
     channel: ChannelName
@@ -143,7 +137,6 @@ class Pong(NamedTuple):
     """The answer.
 
     Attributes:
-        sent_ns: From the question.
         received_ns: When the question came, by the monotonic clock of who answers.
         replied_ns: When the answer left, by the same clock.
     """
@@ -157,7 +150,6 @@ class Gone(NamedTuple):
     """A rank's trainer is gone, its channels with it.
 
     Attributes:
-        rank: Which one.
         reason: In words; at most 200 bytes of it travel.
     """
 
@@ -196,8 +188,6 @@ class Grant(NamedTuple):
     """The answer to an offer: write it now.
 
     Attributes:
-        channel: The message's channel.
-        sequence: The message's number.
         offset: Where in the message the chunk begins.
         address: Where in the receiver's memory it is to be.
     """

@@ -24,7 +24,6 @@ class Greeter:
     Args:
         loop: Where it waits.
         listeners: The sockets; they listen already.
-        identity: This rank's sidecar.
         welcomed: Called with an introduction that is right and its lane; raises `ProtocolError`
             if it can't be one after all.
         turned_away: Called with the reason for each stranger.

@@ -32,9 +32,6 @@ class Landing:
     """One chunk on its way in.
 
     Attributes:
-        channel: The message's channel.
-        sequence: The message's number.
-        slot: Which slot it is for.
         offset: Where in the slot's payload the chunk begins.
         length: The chunk's bytes.
         place: Where they are to go. It may turn to `JUNK` while they are coming: a loop looks at
@@ -68,8 +65,6 @@ class Delivery(NamedTuple):
 
     Attributes:
         channel: Which stream it belongs to.
-        sequence: Its number on it.
-        slot: The slot it is in.
         total: Its bytes.
         tag: What the sender posted with it.
         posted_ns: When, by the sender's monotonic clock.
@@ -157,8 +152,6 @@ class Incoming:
     """All channels from one rank, over all its lanes. One thread; it does no I/O.
 
     Args:
-        source: The sending rank.
-        destination: The receiving rank.
         landings_at_once: How many chunks a lane may be landing.
     """
 
@@ -179,8 +172,6 @@ class Incoming:
 
         Args:
             name: One from `source` to `destination`.
-            slot_bytes: The longest message.
-            num_slots: A power of two.
             delivered: The slots' count of messages handed over: the next message's number.
             consumed: The slots' count of messages given back.
 
@@ -210,10 +201,7 @@ class Incoming:
         messages is forgotten, and lanes of its earlier generation are down.
 
         Args:
-            lane: Its number.
-            generation: Of the sender's sidecar.
             chunk_bytes: The length of every chunk but a message's last.
-            now_s: The time.
 
         Returns:
             Other lanes to close, and the frames to send on this one first.
@@ -248,8 +236,6 @@ class Incoming:
 
         Args:
             lane: The lane that it comes on.
-            chunk: What it announced.
-            now_s: The time.
 
         Raises:
             ProtocolError: If it may not come: the lane is to be closed without reading on.
@@ -276,7 +262,6 @@ class Incoming:
 
         Args:
             lane: The lane it came on.
-            now_s: The time.
             landing: Which of the lane's chunks; None: the only one.
 
         Returns:
@@ -303,10 +288,6 @@ class Incoming:
 
     def consumed(self, channel: ChannelName, count: int) -> Credit | None:
         """Take over the slots' count of messages that were given back.
-
-        Args:
-            channel: Which one.
-            count: The count.
 
         Returns:
             What to send on the `best_lane`, if the sender may be in need of it: it hears of the

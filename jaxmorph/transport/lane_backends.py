@@ -56,10 +56,8 @@ def sending_lane(
     """The sender's end of a lane.
 
     Args:
-        backend: One of `BACKENDS`.
         connection: What was dialled; it belongs to the lane from now on.
         memory: All payloads that may be sent on it.
-        chunk_bytes: The longest chunk.
 
     Raises:
         LaneError: If the network card doesn't do it; the connection is closed.
@@ -74,10 +72,8 @@ def receiving_lane(
     """The receiver's end of a lane.
 
     Args:
-        backend: One of `BACKENDS`.
         connection: What was accepted; it belongs to the lane from now on.
         memory: Where payloads may land.
-        chunk_bytes: The longest chunk.
 
     Raises:
         LaneError: If the network card doesn't do it; the connection is closed.

@@ -19,8 +19,6 @@ def lanes_needed(
     Args:
         production_per_s: Messages (or bytes) produced each second.
         drain_per_s_per_lane: As many in the same unit as one lane takes away each second.
-        fewest: Never less than this.
-        most: Never more than this.
 
     Returns:
         Their ratio, rounded up: 4 lanes where 8 are produced and each lane drains 2 (paper,
@@ -85,11 +83,9 @@ class LaneGain:
         """Whether another lane might help; to be asked again and again.
 
         Args:
-            lanes: How many there are.
             landed_bytes: How much has landed up to now.
             waiting_bytes: How much is still to land.
             piles_up: Whether that is more than the lanes take away soon.
-            now_s: The time.
         """
         if lanes != self._lanes or not piles_up:
             if lanes < self._lanes:

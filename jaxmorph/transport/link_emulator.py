@@ -30,7 +30,6 @@ class LinkCondition:
         bandwidth_mbps: Megabits per second that all messages of a direction share, one after
             another; None: no limit.
         jitter_ms: Standard deviation of what is added to the latency, which stays at least 0.
-        cut: Whether nothing is delivered.
         from_step: The first step it holds in; None: from the beginning.
         to_step: The first step it no longer holds in; None: to the end.
         from_s: When it begins, in seconds since the origin; None: at the beginning.
@@ -62,7 +61,6 @@ class LinkCondition:
         """Whether it holds for a message.
 
         Args:
-            step: The message's step.
             elapsed_s: Seconds since the origin.
         """
         return _within(step, self.from_step, self.to_step) and _within(
@@ -77,7 +75,6 @@ def of_route(
 
     Args:
         conditions: Of any links and routes.
-        route: Which one.
     """
     return tuple(each for each in conditions if each.route in ("both", route))
 
@@ -107,7 +104,6 @@ class DirectionConditions:
         """Those that hold for a message.
 
         Args:
-            step: The message's step.
             elapsed_s: Seconds since the origin.
         """
         near = (*self.by_step.at(step), *self.by_time.at(elapsed_s))
@@ -117,11 +113,7 @@ class DirectionConditions:
 def by_direction(
     conditions: Iterable[LinkCondition],
 ) -> dict[tuple[int, int], DirectionConditions]:
-    """Conditions by the (source, destination) that they hold for.
-
-    Args:
-        conditions: Of any links.
-    """
+    """Conditions by the (source, destination) that they hold for."""
     found: dict[tuple[int, int], list[LinkCondition]] = {}
     for condition in conditions:
         for way in condition.directions():
@@ -137,7 +129,6 @@ class LinkEmulator:
 
     Args:
         conditions: What holds on which link; a link that none names delivers at once.
-        seed: Of the jitter.
         origin_s: When the conditions' times begin, by the clock of `now_s`.
     """
 
@@ -159,10 +150,7 @@ class LinkEmulator:
         """When a message may be delivered at the earliest; it occupies the link's bandwidth.
 
         Args:
-            source: The sending rank.
-            destination: The receiving rank.
             tag: The message's words, at most eight; missing ones count as 0.
-            num_bytes: Its length.
             now_s: When it is ready to leave.
 
         Returns:
@@ -182,23 +170,13 @@ class LinkEmulator:
         return sent_s + max(latency_ms, 0.0) / 1e3
 
     def is_cut(self, source: int, destination: int, step: int, now_s: float) -> bool:
-        """Whether the link delivers nothing.
-
-        Args:
-            source: The sending rank.
-            destination: The receiving rank.
-            step: The message's step.
-            now_s: When.
-        """
+        """Whether the link delivers nothing."""
         return any(item.cut for item in self._holding((source, destination), step, now_s))
 
     def healed_s(self, source: int, destination: int, step: int, now_s: float) -> float:
         """The first time, from now on, at which a step's messages find the link not cut.
 
         Args:
-            source: The sending rank.
-            destination: The receiving rank.
-            step: The messages' step.
             now_s: When to begin to look.
 
         Returns:

@@ -16,8 +16,6 @@ class ChannelName(NamedTuple):
 
     Attributes:
         kind: What travels, by its user's own code.
-        source: The sending rank.
-        destination: The receiving rank.
         number: Which one among channels of the same kind and direction.
     """
 

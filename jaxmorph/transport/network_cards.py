@@ -98,8 +98,6 @@ def addresses_within(
 
     Args:
         subnet: Such as `10.0.0.0/16`.
-        network_class: As for `card_addresses`.
-        address_of: As for `card_addresses`.
 
     Returns:
         In the order of the names of the interfaces that are up, whatever they are; of one that has
@@ -122,11 +120,7 @@ def addresses_within(
 
 
 def interface_address(name: str) -> str | None:
-    """The IPv4 address of a network interface; None where it has none.
-
-    Args:
-        name: The interface's.
-    """
+    """The IPv4 address of a network interface; None where it has none."""
     if not sys.platform.startswith("linux"):
         return None
     import fcntl

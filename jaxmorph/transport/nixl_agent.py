@@ -41,9 +41,6 @@ def missing() -> str | None:
 class NixlAgent:
     """Memory and writes by way of one network card; it never waits.
 
-    Args:
-        host: The card's address.
-
     Raises:
         LaneError: If UCX can't use that card, or NIXL isn't here.
     """
@@ -82,10 +79,7 @@ class NixlAgent:
         """Begin to write; `is_done` says of what is returned when it is in the peer's memory.
 
         Args:
-            peer: Its name.
             source: An address in own memory that is registered.
-            destination: One in the peer's.
-            num_bytes: How many.
         """
         agent = self._agent
         with _as_lane_errors("writing"):

@@ -133,12 +133,7 @@ class _NixlLane:
 
 
 class NixlSendingLane(_NixlLane):
-    """The end that offers chunks, and writes them.
-
-    Args:
-        control: As above.
-        chunk_bytes: The longest chunk.
-    """
+    """The end that offers chunks, and writes them."""
 
     def __init__(self, control: TcpLane, chunk_bytes: int) -> None:
         super().__init__(control)
@@ -223,12 +218,7 @@ class _Granted(NamedTuple):
 
 
 class NixlReceivingLane(_NixlLane):
-    """The end that grants places, and acknowledges what is in them.
-
-    Args:
-        control: As above.
-        chunk_bytes: The longest chunk.
-    """
+    """The end that grants places, and acknowledges what is in them."""
 
     def __init__(self, control: TcpLane, chunk_bytes: int) -> None:
         super().__init__(control)

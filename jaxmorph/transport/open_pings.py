@@ -13,11 +13,7 @@ class OpenPings:
         self._sent_ns: deque[int] = deque()
 
     def ask(self, now_ns: int) -> Ping:
-        """Another question.
-
-        Args:
-            now_ns: By the monotonic clock.
-        """
+        """Another question."""
         self._sent_ns.append(now_ns)
         return Ping(now_ns)
 

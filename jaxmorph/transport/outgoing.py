@@ -60,8 +60,6 @@ class Outgoing:
     each and in `lane_order`, until none takes any.
 
     Args:
-        source: The sending rank.
-        destination: The receiving rank.
         chunk_bytes: Length of every chunk but a message's last.
 
     Raises:
@@ -98,7 +96,6 @@ class Outgoing:
 
         Args:
             name: One from `source` to `destination`.
-            num_slots: A power of two.
             released: The slots' count of messages known to be delivered.
 
         Raises:
@@ -125,9 +122,7 @@ class Outgoing:
             channel: Where it goes.
             sequence: Its number; they may come out of order.
             total: Its bytes.
-            tag: Its eight words.
             posted_ns: When it was posted.
-            now_s: The time.
 
         Raises:
             ValueError: If it was posted before, or its number is beyond the slots.
@@ -154,11 +149,6 @@ class Outgoing:
 
         A receiver's new generation has lost what it had of incomplete messages: they are sent
         again, and lanes to its earlier generation are down.
-
-        Args:
-            lane: Its number.
-            generation: Of the receiver's sidecar.
-            now_s: The time.
 
         Returns:
             Other lanes to close.
@@ -291,7 +281,6 @@ class Outgoing:
 
         Args:
             lane: One that is up, with nothing left to write.
-            now_s: The time.
         """
         state = self._lanes[lane]
         queue = self._queue
@@ -314,11 +303,6 @@ class Outgoing:
 
     def lanes_wanted(self, now_s: float, fewest: int, most: int) -> int:
         """How many lanes the messages of the last second need.
-
-        Args:
-            now_s: The time.
-            fewest: Never less.
-            most: Never more.
 
         Returns:
             What was produced over what a lane drains, rounded up; more than there are only while

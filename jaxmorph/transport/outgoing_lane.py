@@ -44,13 +44,10 @@ class OutgoingLane:
     """One lane's state; its chunks are acknowledged in the order in which they were sent.
 
     Args:
-        number: Which lane.
-        now_s: The time.
         patience_s: How long to wait while its rate isn't known.
 
     Attributes:
         flights: What is in flight, oldest first.
-        in_flight_bytes: Bytes of it.
         progress_s: When it last did something: an acknowledgement, or work after none.
         parked: It is so slow that it gets probes alone.
         probe_s: When it may have the next one.

@@ -40,16 +40,12 @@ class Message:
     """A message that isn't known to be delivered.
 
     Attributes:
-        channel: Its channel's name.
-        sequence: Its number.
         total: Its bytes.
-        tag: Its words.
         posted_ns: When it was posted.
         order: Its place among all that were posted.
         num_chunks: Chunks in it, at least one.
         state: Where it stands.
         next_index: The first chunk that has never been sent.
-        left: Chunks that aren't acknowledged.
         acknowledged: uint8 of each chunk, whether it is.
         copies: uint8 of each chunk, on how many lanes it is in flight.
     """
@@ -115,8 +111,6 @@ class OutgoingQueue:
     """The messages of all channels to one peer, and the order of their chunks.
 
     Args:
-        source: The sending rank.
-        destination: The receiving rank.
         chunk_bytes: Length of every chunk but a message's last.
 
     Attributes:
@@ -270,7 +264,6 @@ class OutgoingQueue:
 
         Args:
             skipped: Keys (channel, sequence, offset) of chunks that aren't wanted.
-            now_s: The time.
         """
         if self._again:
             chunk = self._take_again(skipped, now_s)

@@ -18,8 +18,6 @@ class ChannelSpec:
     """The memory of one end of a channel.
 
     Attributes:
-        name: Which channel.
-        slot_bytes: The longest message.
         num_slots: How many messages it can hold; a power of two.
     """
 
@@ -142,7 +140,6 @@ class DataPlane(Protocol):
         """Wait for room for one more message; messages are numbered in this order.
 
         Args:
-            channel: An outgoing one.
             deadline_s: When to give up, by the monotonic clock.
 
         Raises:
@@ -155,7 +152,6 @@ class DataPlane(Protocol):
         """Wait for the channel's next message.
 
         Args:
-            channel: An incoming one.
             deadline_s: When to give up, by the monotonic clock.
 
         Raises:

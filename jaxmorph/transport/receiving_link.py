@@ -28,13 +28,9 @@ class ReceivingLink:
 
     Args:
         loop: Where it waits.
-        rank: This rank.
-        peer: The rank it receives from.
         report: Called with the kind and details of each event.
-        backend: What kind of lanes.
 
     Attributes:
-        channels: By name.
         clock: How far the peer's clock is ahead.
         next_s: When `turn` is to be called at the latest.
     """

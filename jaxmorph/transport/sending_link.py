@@ -42,16 +42,12 @@ class SendingLink:
 
     Args:
         loop: Where it waits.
-        identity: This rank's sidecar.
-        peer: The rank it sends to.
         addresses: Where the peer listens.
         hosts: This rank's own addresses, one for each network card.
         lanes: How many; None: as many as turn out to be needed.
         report: Called with the kind and details of each event.
-        backend: What kind of lanes.
 
     Attributes:
-        channels: By name.
         next_s: When `go_on` is to be called at the latest, give or take a millisecond.
         exact_s: When it is to be called to the microsecond.
         was_up: Whether the peer has ever been there, also for a sidecar before this one.
@@ -295,7 +291,6 @@ class SendingLink:
         """Offer each lane a chunk in turn until none takes any.
 
         Args:
-            now_s: The time.
             copies: Whether to ask on when only copies of what is in flight can be left.
         """
         engine, lanes = self.engine, self._lanes

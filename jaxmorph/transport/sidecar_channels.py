@@ -15,8 +15,6 @@ class OutgoingChannel:
     """Where the trainer's messages come from.
 
     Args:
-        name: Which channel.
-        slots: Its memory.
         doorbell: Rung when slots become free.
 
     Attributes:
@@ -75,8 +73,6 @@ class IncomingChannel:
     """Where the trainer takes its messages from.
 
     Args:
-        name: Which channel.
-        slots: Its memory.
         doorbell: Rung when a message has landed.
     """
 

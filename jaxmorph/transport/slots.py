@@ -55,7 +55,6 @@ class About(NamedTuple):
     """What is known of a message apart from its payload.
 
     Attributes:
-        num_bytes: The payload's length.
         tag: What the sender posted with it.
         posted_ns: When it was posted, by the monotonic clock of the host the memory is on; where
             its payload came after that by itself, when that was seen.
@@ -73,8 +72,6 @@ class Slots:
 
     Args:
         fd: The memory's file descriptor, which belongs to this object from now on.
-        num_slots: A power of two.
-        slot_bytes: The longest payload.
         fresh_at: The number of the first message, if the memory is new; None: it's in use.
 
     Raises:

@@ -30,9 +30,5 @@ class Spans(Generic[Item]):
                 self._stretches[stretch].append(item)
 
     def at(self, moment: float) -> Sequence[Item]:
-        """What holds.
-
-        Args:
-            moment: When.
-        """
+        """What holds."""
         return self._stretches[bisect_right(self.bounds, moment)]

@@ -52,14 +52,12 @@ class TcpLane:
 
     Args:
         connection: The socket; it belongs to the lane from now on.
-        reader: Of what comes.
 
     Attributes:
         checksum: Of payloads, as agreed in the handshake.
         poll_s: When to `poll` without anything being ready; infinity: never.
         written_bytes: How many go another way: none.
         sent_bytes: How many have been handed to the system.
-        received_bytes: How many have come.
     """
 
     poll_s = math.inf

@@ -22,13 +22,7 @@ class Axis(NamedTuple):
 
 
 def round_axis(low: float, high: float, most_ticks: int = 5) -> Axis:
-    """An axis whose ends are ticks.
-
-    Args:
-        low: The lowest number.
-        high: The highest.
-        most_ticks: About how many ticks.
-    """
+    """An axis whose ends are ticks."""
     high = high if high > low else low + (abs(low) or 1.0)
     step = _round_step(high - low, most_ticks)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -40,9 +34,6 @@ def exact_axis(low: float, high: float, most_ticks: int = 6, least_step: float =
     """An axis that ends exactly at two numbers, with round ticks between them.
 
     Args:
-        low: The lowest number.
-        high: The highest.
-        most_ticks: About how many ticks.
         least_step: What ticks are apart at least.
     """
     step = max(least_step, _round_step((high - low) or 1.0, most_ticks))

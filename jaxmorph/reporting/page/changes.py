@@ -22,7 +22,6 @@ class Change:
     """What belongs together of what happened to a run.
 
     Attributes:
-        number: From 1.
         events: In their order.
         first_step: The first step that any of it is about.
         new_step: The first step that ran a new plan; None where none did.
@@ -37,11 +36,7 @@ class Change:
 
 
 def is_decision(event: EventLine) -> bool:
-    """Whether an event says what was found out or decided, rather than what was done.
-
-    Args:
-        event: Any.
-    """
+    """Whether an event says what was found out or decided, rather than what was done."""
     return event.kind.startswith(_DECISIVE) or "evidence" in event.more
 
 
@@ -66,12 +61,7 @@ def find_changes(steps: Sequence[StepLine], events: Iterable[EventLine]) -> tupl
 
 
 def count_morphs(steps: Sequence[StepLine], events: Iterable[EventLine]) -> int:
-    """How often plan or routes changed.
-
-    Args:
-        steps: The run's.
-        events: The run's.
-    """
+    """How often plan or routes changed."""
     told = {event.step for event in events if event.kind in MORPHS}
     return len(told) or len(list(_swaps(steps)))
 
@@ -82,9 +72,7 @@ def steps_to_show(
     """Which traced steps show a change best.
 
     Args:
-        change: The change.
         traced: The steps whose timelines are there.
-        step_ms: What each step took.
 
     Returns:
         Steps by when they were: `before`, `during` and `after`, as far as they are there.

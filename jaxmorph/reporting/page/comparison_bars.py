@@ -9,11 +9,7 @@ _LOOKS = 7
 
 
 def bars_section(matrix: Matrix) -> Html:
-    """Median steps as bars, all on one scale.
-
-    Args:
-        matrix: The runs.
-    """
+    """Median steps as bars, all on one scale."""
     highest = max(map(_high, matrix.runs.values()), default=0.0) or 1.0
     keys = [("key spread", "p10 to p90")]
     if matrix.has_reference:

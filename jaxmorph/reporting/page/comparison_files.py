@@ -20,7 +20,6 @@ class ComparisonFiles:
     """A comparison's directory as read.
 
     Attributes:
-        matrix: Its runs.
         steps: By condition and system, a typical step.
     """
 
@@ -48,9 +47,6 @@ def is_comparison(path: Path) -> bool:
 
 def read_comparison_files(path: Path) -> ComparisonFiles:
     """Read a comparison's directory.
-
-    Args:
-        path: The directory.
 
     Raises:
         UserError: It has no results yet, or can't be read.

@@ -21,9 +21,6 @@ MOST_CONDITIONS = 12
 def comparison_page(files: ComparisonFiles) -> str:
     """The page of a comparison.
 
-    Args:
-        files: What its directory says.
-
     Returns:
         A whole HTML document.
     """
@@ -48,11 +45,7 @@ def comparison_page(files: ComparisonFiles) -> str:
 
 
 def result_sentence(matrix: Matrix) -> str:
-    """The comparison in one sentence: what happens where slowdowns differ most.
-
-    Args:
-        matrix: The runs.
-    """
+    """The comparison in one sentence: what happens where slowdowns differ most."""
     size = f"{len(matrix.systems)} systems under {len(matrix.conditions)} conditions"
     measured = [run for run in matrix.runs.values() if run.step_ms and not run.failed]
     if not measured:

@@ -23,7 +23,6 @@ def decisions_section(events: Sequence[EventLine], changes: Sequence[Change]) ->
     """The table of decisions, and that of everything else that happened.
 
     Args:
-        events: The run's.
         changes: The run's; decisions say which of them they belong to.
     """
     decisions = [event for event in events if is_decision(event)]
@@ -52,7 +51,6 @@ def events_table(
 
     Args:
         events: In their order.
-        label: What the table shows.
         number_of: The numbers of the changes that events belong to, by their `id`; None: of none.
     """
     half = MOST_ROWS // 2

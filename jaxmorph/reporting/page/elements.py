@@ -16,7 +16,6 @@ def element(tag: str, /, *children: str | None, **attributes: str | float | None
     """An element of HTML or SVG.
 
     Args:
-        tag: Its name.
         children: What it contains: `Html` as it is, other text escaped; None: nothing.
         attributes: By their names, `_` for `-`, a last `_` left out; None: absent.
     """

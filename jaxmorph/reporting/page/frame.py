@@ -21,8 +21,6 @@ def page(title: str, sections: Iterable[Html | None], contents: Iterable[tuple[s
     """A whole document.
 
     Args:
-        title: Its name.
-        sections: What it says.
         contents: Names and `id`s of the sections that the reader may jump to.
     """
     links = (element("a", name, href=f"#{target}") for name, target in contents)

@@ -23,7 +23,6 @@ def draw_gantt(
     """A step's ops and bubbles.
 
     Args:
-        timeline: The step.
         span_ms: What the picture's width stands for, milliseconds.
         label: What it shows, for those who can't see it.
         step_ms: The step from barrier to barrier, where that is known.
@@ -46,11 +45,7 @@ def draw_gantt(
 
 
 def gantt_legend(timelines: Iterable[Timeline]) -> Html:
-    """The colours of ops and of causes to idle.
-
-    Args:
-        timelines: What is drawn.
-    """
+    """The colours of ops and of causes to idle."""
     kinds = {op.kind for timeline in timelines for order in timeline.orders for op in order}
     entries = [(f"op-{kind}", f"{kind} {MEANINGS[kind]}") for kind in OpKind if kind in kinds]
     entries += [(look_of(cause), str(cause)) for cause in IdleCause]

@@ -20,7 +20,6 @@ class Line:
     """A line of a plot.
 
     Attributes:
-        label: Its name.
         look: The class of the style that draws it.
         points: (x, y) pairs in rising x; None where nothing is known.
     """
@@ -35,7 +34,6 @@ class Mark:
     """A vertical line in a plot, with a label above.
 
     Attributes:
-        at: Its x.
         label: One to three characters; none: a line alone.
         target: What the label leads to on the page.
         title: What it is, in words.
@@ -53,12 +51,8 @@ class Plot:
 
     Attributes:
         lines: In the order they are drawn.
-        x_axis: Across.
-        y_axis: Upwards.
         label: What the plot shows, for those who can't see it.
-        x_title: What is across.
         height: A class of the style that says how high it is.
-        marks: Vertical lines.
     """
 
     lines: Sequence[Line]
@@ -71,11 +65,7 @@ class Plot:
 
 
 def draw_plot(plot: Plot) -> Html:
-    """A plot as HTML: the lines in SVG, all text around them.
-
-    Args:
-        plot: What to draw.
-    """
+    """A plot as HTML: the lines in SVG, all text around them."""
     rows = _mark_rows(plot)
     drawing = element(
         "svg",
@@ -204,7 +194,6 @@ def figure(caption: str, *content: str) -> Html:
     """Content with a caption above.
 
     Args:
-        caption: One or two sentences.
         content: As the children of an element.
     """
     return element("figure", element("figcaption", caption), joined(content))

@@ -19,12 +19,7 @@ _Course = list[tuple[float, float | None]]
 
 
 def links_section(steps: Sequence[StepLine], changes: Sequence[Change]) -> Html:
-    """A small plot for each link, with both directions, all on one scale.
-
-    Args:
-        steps: At least one.
-        changes: What is marked.
-    """
+    """A small plot for each link, with both directions, all on one scale."""
     courses = _courses(steps)
     return element(
         "section",

@@ -17,11 +17,7 @@ _NOTE = (
 
 
 def recoveries(events: Sequence[EventLine]) -> list[Mapping[str, Any]]:
-    """What events say of failures after which the ranks were started again.
-
-    Args:
-        events: The run's.
-    """
+    """What events say of failures after which the ranks were started again."""
     found = (event.more.get("evidence") for event in events if event.kind == RESTARTED)
     return [told for told in found if isinstance(told, Mapping) and _phases_s(told)]
 

@@ -49,12 +49,9 @@ class RunFiles:
     """A run directory as read.
 
     Attributes:
-        path: The directory.
         config_text: Its configuration, as it stands there.
         config: The same; None where this version can't read it.
-        steps: By rising step.
         events: In the order they were written.
-        traces: Steps and their files.
         num_unreadable: Lines that could not be read, such as the last of a run that was cut off.
         goodput: Which share of the time since its last launch was spent in steps that stayed; None
             where it isn't known.
@@ -72,9 +69,6 @@ class RunFiles:
 
 def read_run_files(path: Path) -> RunFiles:
     """Read a run directory.
-
-    Args:
-        path: The directory.
 
     Raises:
         UserError: It is no run's, or can't be read.
@@ -101,9 +95,6 @@ def read_run_files(path: Path) -> RunFiles:
 
 def read_trace(path: Path) -> dict[str, Timeline]:
     """A step's timelines, `planned` and `measured`.
-
-    Args:
-        path: A file `trace/step_N.json`.
 
     Returns:
         What there is of them; nothing where the file can't be read.

@@ -18,7 +18,6 @@ def shares_table(
     Args:
         rows: Two texts, the second right-aligned, and shares that add up to 1.
         heads: The names of the two texts' columns.
-        label: What the table shows.
     """
     names = [_COMPUTE, *map(str, IdleCause)]
     head = element(

@@ -21,7 +21,6 @@ def steps_section(steps: Sequence[StepLine], changes: Sequence[Change]) -> Html:
     """Step time over steps, the loss, and the plans that were in force.
 
     Args:
-        steps: At least one.
         changes: What is marked; each has an element `change-N` on the page.
     """
     x_axis = step_axis(steps)
@@ -36,20 +35,12 @@ def steps_section(steps: Sequence[StepLine], changes: Sequence[Change]) -> Html:
 
 
 def step_axis(steps: Sequence[StepLine]) -> Axis:
-    """The axis that all plots over a run's steps share.
-
-    Args:
-        steps: At least one.
-    """
+    """The axis that all plots over a run's steps share."""
     return exact_axis(steps[0].step, max(steps[-1].step, steps[0].step + 1), least_step=1.0)
 
 
 def change_marks(changes: Sequence[Change]) -> list[Mark]:
-    """Vertical lines for changes, that lead to what is told of them.
-
-    Args:
-        changes: The run's.
-    """
+    """Vertical lines for changes, that lead to what is told of them."""
     return [
         Mark(
             change.new_step if change.new_step is not None else change.first_step,

@@ -17,7 +17,6 @@ def table(
         heads: The names of the columns.
         rows: A cell for each column.
         text_columns: So many columns from the left are text; the others are numbers.
-        label: What the table shows.
     """
 
     def cells(name: str, row: Sequence[str]) -> Html:
@@ -40,7 +39,6 @@ def scroll_box(label: str, *content: str) -> Html:
     """A box in which wide content scrolls sideways, by keyboard too.
 
     Args:
-        label: What it shows.
         content: As the children of an element.
     """
     return element("div", *content, class_="scroll", tabindex=0, role="region", aria_label=label)
@@ -50,7 +48,6 @@ def folded(summary: str, *content: str, open_: bool = False) -> Html:
     """Content that shows when its summary is clicked.
 
     Args:
-        summary: What it is.
         content: As the children of an element.
         open_: Whether it shows from the start.
     """
@@ -63,7 +60,6 @@ def milliseconds(value: float | None, digits: int = 1) -> str:
 
     Args:
         value: The number; None where it isn't known.
-        digits: After the point.
     """
     return UNKNOWN if value is None else f"{value:,.{digits}f} ms"
 

@@ -25,7 +25,6 @@ class ShownStep:
 
     Attributes:
         name: Such as `step 41, during`.
-        measured: As it ran.
         planned: As the plan in force had it; None where that isn't known.
         step_ms: From barrier to barrier; None where that isn't known.
     """
@@ -41,7 +40,6 @@ def timelines_section(files: RunFiles, changes: Sequence[Change]) -> Html:
 
     Args:
         files: What the run directory says.
-        changes: The run's.
     """
     drawn = _to_draw(changes)
     parts = [_change(change, files, _is_open(at)) for at, change in enumerate(drawn)]
@@ -70,7 +68,6 @@ def show_steps(steps: Sequence[ShownStep], legend: Html | None = None) -> Html:
     """Steps under each other on one time axis, and where each of them went.
 
     Args:
-        steps: At least one.
         legend: What explains the colours; None: made from the steps.
     """
     span_ms = max(_length_ms(step) for step in steps)

@@ -26,9 +26,7 @@ def draw_ops(axes: Axes, timeline: Timeline, panel: Panel, scale: TimeScale) -> 
 
     Args:
         axes: Where to draw; x in milliseconds, y in inches.
-        timeline: What to draw.
         panel: Where its rows are.
-        scale: How wide time is.
     """
     bars: dict[str, list[_Bar]] = defaultdict(list)
     chunks = num_chunks(timeline)
@@ -44,9 +42,7 @@ def draw_numbers(axes: Axes, timeline: Timeline, panel: Panel, scale: TimeScale)
 
     Args:
         axes: Where to draw; x in milliseconds, y in inches.
-        timeline: What to draw.
         panel: Where its rows are.
-        scale: How wide time is.
     """
     most = max((op.microbatch for order in timeline.orders for op in order), default=0)
     tallest_points = 0.6 * 72 * panel.bar_inches
@@ -62,9 +58,7 @@ def draw_bubbles(axes: Axes, timeline: Timeline, panel: Panel, scale: TimeScale)
 
     Args:
         axes: Where to draw; x in milliseconds, y in inches.
-        timeline: What to draw.
         panel: Where its rows are.
-        scale: How wide time is.
     """
     bars: dict[Any, list[_Bar]] = defaultdict(list)
     for stage, start, end, cause in find_bubbles(timeline):
@@ -82,9 +76,7 @@ def draw_messages(axes: Axes, messages: Iterable[Message], panel: Panel, scale: 
 
     Args:
         axes: Where to draw; x in milliseconds, y in inches.
-        messages: What slow links carry.
         panel: Where their lanes are.
-        scale: How wide time is.
     """
     from matplotlib.collections import LineCollection
 

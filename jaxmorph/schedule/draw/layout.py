@@ -30,7 +30,6 @@ class Panel:
         rows: The middle of each stage's row.
         lanes: Top and bottom of the lane of each slow link. Its top belongs to the lower stage;
             for a link around the pipeline, at the very bottom, to the last one.
-        height_inches: All rows and lanes.
     """
 
     row_inches: float
@@ -118,7 +117,6 @@ def lay_out_panel(timeline: Timeline, links: Links) -> Panel:
     """Stacks a timeline's rows, with a lane under the stages whose link delays what they send.
 
     Args:
-        timeline: What is drawn.
         links: State of the links, milliseconds.
 
     Returns:

@@ -27,8 +27,6 @@ def legend_rows(
     """Entries for each kind of op and chunk, and from a new row on for each cause of bubbles.
 
     Args:
-        timelines: What is drawn.
-        width_inches: Room for a row.
         has_messages: Whether messages in flight are drawn.
 
     Returns:
@@ -47,8 +45,6 @@ def draw_legend(figure: Figure, rows: Sequence[Sequence[Artist]], left_inches: f
     """Draws the rows at the top of a picture.
 
     Args:
-        figure: The picture.
-        rows: From ``legend_rows``.
         left_inches: Where rows begin.
     """
     width, height = figure.get_size_inches()

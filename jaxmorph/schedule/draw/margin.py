@@ -43,7 +43,6 @@ def draw_warmups(axes: Axes, timeline: Timeline, panel: Panel) -> None:
 
     Args:
         axes: Where to draw; y in inches.
-        timeline: Whose ops are counted.
         panel: Where the rows are.
     """
     warmups = Schedule("", 0, timeline.orders).warmup_forwards

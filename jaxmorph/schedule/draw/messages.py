@@ -36,7 +36,6 @@ def messages_in_flight(
     Args:
         timeline: When ops ran.
         links: State of the links, milliseconds.
-        link_model: What occupies a link.
 
     Yields:
         The messages, stage by stage.
@@ -72,7 +71,6 @@ def link_delays_ms(
 
     Args:
         links: State of the links, milliseconds.
-        num_stages: Number of stages.
         num_chunks: Virtual stages a stage runs; with several, the link around counts too.
 
     Returns:

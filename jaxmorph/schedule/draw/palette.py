@@ -46,7 +46,6 @@ def shade(kind: OpKind, chunk: int, num_chunks: int) -> str:
     """The colour of an op: the kind's, and lighter the later the chunk.
 
     Args:
-        kind: What the op computes.
         chunk: Its virtual stage on the rank.
         num_chunks: Virtual stages a rank runs.
 

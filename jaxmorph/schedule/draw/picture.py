@@ -57,7 +57,6 @@ def save_gantt(
         path: The picture to write; ``.png`` and ``.svg`` say the format.
         timelines: Timelines by the name of their panel.
         links: State of the links, milliseconds, whose messages are drawn.
-        link_model: What occupies a link.
 
     Raises:
         ValueError: Nothing to draw, or a format that matplotlib does not know.

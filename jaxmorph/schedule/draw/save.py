@@ -38,10 +38,8 @@ def save_timelines(
     """Writes a picture (.png, .svg), a text chart (.txt) or a Chrome trace (.json).
 
     Args:
-        path: The file to write.
         timelines: Timelines by name, such as ``planned`` and ``measured``.
         links: State of the links, milliseconds: what a picture shows of messages in flight.
-        link_model: What occupies a link.
 
     Raises:
         UserError: An unknown suffix, or a file that cannot be written.

@@ -34,10 +34,6 @@ class _Run(NamedTuple):
 def gantt_text(timeline: Timeline, width: int = 100) -> str:
     """Draws a timeline as plain text: a row per stage, time from left to right.
 
-    Args:
-        timeline: What to draw.
-        width: Characters in a line.
-
     Returns:
         One line per stage and two of time axis. A cell is an op's name, or its letter where the
         name does not fit; dots are idle time.
@@ -47,10 +43,6 @@ def gantt_text(timeline: Timeline, width: int = 100) -> str:
 
 def styled_gantt(timeline: Timeline, width: int = 100) -> Text:
     """Draws a timeline as ``gantt_text`` does, in colours.
-
-    Args:
-        timeline: What to draw.
-        width: Characters in a line.
 
     Returns:
         The drawing; its plain text is that of ``gantt_text``.

@@ -107,9 +107,6 @@ def _complete(process: int, thread: int, name: str, start_ms: float, end_ms: flo
 def read_chrome_trace(trace: Mapping[str, Any]) -> dict[str, Timeline]:
     """The timelines that ``chrome_trace`` laid out.
 
-    Args:
-        trace: Its JSON object.
-
     Returns:
         The timelines by name, with times to a nanosecond.
 
