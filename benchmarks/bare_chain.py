@@ -13,8 +13,7 @@ import sys
 import time
 
 from jaxmorph.transport.doorbell import Doorbell
-from jaxmorph.transport.names import TAG_WORDS
-from jaxmorph.transport.sequence import add, distance
+from jaxmorph.transport.names import TAG_WORDS, add, distance
 from jaxmorph.transport.slots import About, Slots
 
 _LENGTH = struct.Struct("<Q")

@@ -46,10 +46,9 @@ from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.routes import Route
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.transport.channel_ends import ArrivedSlot, ReservedSlot
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.names import ChannelName
-from jaxmorph.transport.plane import ChannelSpec
+from jaxmorph.transport.plane import ChannelSpec, IncomingSlot, OutgoingSlot
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = (4 * KB, 64 * KB, MB, 4 * MB, 16 * MB)
@@ -65,7 +64,7 @@ Stamps = dict[str, float]
 class StampedSlot:
     """A reserved slot that notes when its payload is there: it is posted right after that."""
 
-    def __init__(self, slot: ReservedSlot, stamps: Stamps) -> None:
+    def __init__(self, slot: OutgoingSlot, stamps: Stamps) -> None:
         self._slot, self._stamps = slot, stamps
 
     def __getattr__(self, name: str) -> Any:
@@ -88,7 +87,7 @@ class StampedPlane(SidecarPlane):
         """A slot that notes when it is posted."""
         return StampedSlot(super().reserve(channel, deadline_s), self.stamps)
 
-    def take(self, channel: ChannelName, deadline_s: float) -> ArrivedSlot:
+    def take(self, channel: ChannelName, deadline_s: float) -> IncomingSlot:
         """The next message, whose times are noted."""
         slot = super().take(channel, deadline_s)
         self.stamps.update(landed=slot.landed_s, taken=time.monotonic())

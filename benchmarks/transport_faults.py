@@ -26,24 +26,25 @@ from typing import Any
 import numpy as np
 
 from jaxmorph.transport.client import SidecarPlane
-from jaxmorph.transport.frame_reader import FrameReader
-from jaxmorph.transport.frames import (
+from jaxmorph.transport.connecting import new_nonce, sign_introduction
+from jaxmorph.transport.link import BACKENDS, TCP
+from jaxmorph.transport.link_emulator import LinkCondition
+from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.plane import ChannelSpec, TransportSettings
+from jaxmorph.transport.wire import (
     TO_DIALLER,
     Acknowledge,
     Challenge,
     Chunk,
     Credit,
+    FrameReader,
     Gone,
+    Introduce,
     Ping,
     Pong,
     Welcome,
+    pack,
 )
-from jaxmorph.transport.handshake import introduction
-from jaxmorph.transport.lane_backends import BACKENDS, TCP
-from jaxmorph.transport.link_emulator import LinkCondition
-from jaxmorph.transport.messages import pack
-from jaxmorph.transport.names import ChannelName
-from jaxmorph.transport.plane import ChannelSpec, TransportSettings
 
 CHANNELS = (ChannelName(1, 0, 1), ChannelName(1, 1, 0), ChannelName(2, 0, 1))
 SLOT_BYTES, NUM_SLOTS, CHUNK_BYTES = 400_000, 4, 16_384
@@ -344,17 +345,8 @@ def _become_member(guest: socket.socket, secret: bytes) -> bool:
     challenge = _hear(guest, reader)
     if not isinstance(challenge, Challenge):
         return False
-    frame = introduction(
-        secret,
-        challenge,
-        rank=0,
-        destination=1,
-        generation=1,
-        lane=60,
-        chunk_bytes=CHUNK_BYTES,
-        algorithms=(2,),
-    )
-    guest.sendall(pack(frame))
+    frame = Introduce(0, 1, 1, 60, CHUNK_BYTES, (2,), new_nonce())
+    guest.sendall(pack(sign_introduction(secret, challenge, frame)))
     return isinstance(_hear(guest, reader), Welcome)
 
 

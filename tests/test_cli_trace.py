@@ -3,10 +3,10 @@ import re
 import pytest
 
 from jaxmorph import cli
-from jaxmorph.emulation import trace_limits
+from jaxmorph.emulation import link_trace
 from jaxmorph.emulation.delay_traces import draw_regime
+from jaxmorph.emulation.link_trace import read_link_trace
 from jaxmorph.schedule.costs import Link
-from jaxmorph.transport.link_trace import read_link_trace
 
 
 def _run(capsys, *arguments: object) -> tuple[int, str, str]:
@@ -70,7 +70,7 @@ def test_links_may_be_those_of_any_pipeline_where_no_stages_are_given(capsys):
 def test_what_no_configuration_would_take_is_not_written(
     capsys, tmp_path, monkeypatch, arguments, option
 ):
-    monkeypatch.setattr(trace_limits, "MOST_CHANGES", 50)
+    monkeypatch.setattr(link_trace, "MOST_CHANGES", 50)
     path = tmp_path / "long.csv"
     code, _, err = _run(capsys, *arguments, "--out", path)
     assert (code, path.exists()) == (2, False)

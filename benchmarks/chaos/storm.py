@@ -14,7 +14,7 @@ from benchmarks.chaos.harm import harm
 from benchmarks.chaos.judgement import Computed, computed_by, differences
 from benchmarks.chaos.watched_run import ROOT, EndedError, HungError, WatchedRun
 from jaxmorph.config import load_config
-from jaxmorph.transport.link_trace import read_link_trace
+from jaxmorph.emulation.link_trace import read_link_trace
 
 CONFIG = ROOT / "configs" / "chaos.yaml"
 _AFTERWARDS_S = 5.0

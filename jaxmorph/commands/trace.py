@@ -14,7 +14,7 @@ from jaxmorph.emulation.delay_traces import (
     draw_regime,
     events_trace,
 )
-from jaxmorph.emulation.trace_limits import require_few_changes, require_links_of
+from jaxmorph.emulation.link_trace import require_few_changes, require_links_of
 from jaxmorph.errors import UserError
 from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.problem_links import pipeline_links

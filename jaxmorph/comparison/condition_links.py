@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jaxmorph.config.compare_section import Condition
-from jaxmorph.emulation.configured_trace import begun_at, trace_conditions
+from jaxmorph.emulation.link_settings import begun_at, trace_conditions
 from jaxmorph.planning.declared_links import link_conditions
 from jaxmorph.transport.link_emulator import LinkCondition
 

@@ -16,10 +16,14 @@ from jax.sharding import Sharding
 from jaxmorph.copies.host_memory import is_on_host
 from jaxmorph.copies.payload import PayloadShape, SlotUse
 from jaxmorph.copies.programs import CopyTier, Landing, LandingTier, Ticket, is_ready
-from jaxmorph.transport.channel_ends import IncomingEnd, OutgoingEnd, ReservedSlot
-from jaxmorph.transport.names import TAG_WORDS, ChannelName
-from jaxmorph.transport.plane import ChannelSpec, MemoryKeeper
-from jaxmorph.transport.sequence import add
+from jaxmorph.transport.names import TAG_WORDS, ChannelName, add
+from jaxmorph.transport.plane import (
+    ChannelSpec,
+    IncomingEnd,
+    MemoryKeeper,
+    OutgoingEnd,
+    OutgoingSlot,
+)
 from jaxmorph.transport.slots import NO_TIME_NS, About
 
 _CHANNEL = ChannelName(0, 0, 1)
@@ -135,7 +139,7 @@ def _known_to(keeper: MemoryKeeper | None, end: OutgoingEnd | IncomingEnd) -> It
         end.close()
 
 
-def _wait_for_signal(end: OutgoingEnd, slot: ReservedSlot, ticket: Ticket | jax.Array) -> None:
+def _wait_for_signal(end: OutgoingEnd, slot: OutgoingSlot, ticket: Ticket | jax.Array) -> None:
     """Return when the payload is said to be complete; raise what went wrong before that."""
     deadline_s = time.monotonic() + _PATIENCE_S
     while not end.slots.is_complete(slot.sequence):
@@ -148,7 +152,7 @@ def _wait_for_signal(end: OutgoingEnd, slot: ReservedSlot, ticket: Ticket | jax.
         time.sleep(_PAUSE_S)
 
 
-def _check_announced(end: OutgoingEnd, slot: ReservedSlot, part: range) -> None:
+def _check_announced(end: OutgoingEnd, slot: OutgoingSlot, part: range) -> None:
     about = end.slots.read_about(slot.sequence)
     announced = (slot.is_posted, about.num_bytes, about.tag[0])
     expected = (True, 4 * len(part), len(part))

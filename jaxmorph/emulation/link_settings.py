@@ -2,22 +2,98 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from jaxmorph.config import Config
-from jaxmorph.emulation.configured_trace import trace_conditions
+from jaxmorph.config.sections import LinkTrace
+from jaxmorph.emulation.delay_traces import Regime, draw_regime
+from jaxmorph.emulation.link_trace import read_link_trace, require_few_changes, require_links_of
+from jaxmorph.errors import UserError
 from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.problem_links import pipeline_links
 from jaxmorph.transport.link_emulator import LinkCondition
 from jaxmorph.transport.network_cards import listening_addresses
 from jaxmorph.transport.plane import TransportSettings
+
+
+def trace_conditions(
+    trace: LinkTrace | None, num_stages: int, key: str, draw: int = 0
+) -> tuple[LinkCondition, ...]:
+    """How links behave by a trace.
+
+    Args:
+        key: Where the trace stands in the configuration, for errors.
+        draw: Which draw of a regime: its seed is so much higher.
+
+    Returns:
+        A condition for each change of each link, scaled as configured.
+
+    Raises:
+        UserError: If the file can't be read, or names a link that the pipeline doesn't have, or a
+            link changes more often than a rank's end of the data plane can be told.
+    """
+    if trace is None:
+        return ()
+    if trace.file is not None:
+        found = _read(trace.file, num_stages, key)
+    elif trace.regime is not None:
+        found = _drawn(trace.regime, num_stages, trace.duration_s, trace.seed + draw)
+    else:
+        raise ValueError(f"{key} has neither a file nor a regime")
+    require_few_changes((Link(*each.between) for each in found), key)
+    scaled = partial(_scaled, time_scale=trace.time_scale, latency_scale=trace.latency_scale)
+    return tuple(map(scaled, found))
+
+
+def begun_at(conditions: Sequence[LinkCondition], step: int) -> tuple[LinkCondition, ...]:
+    """Conditions whose step 0 becomes another one."""
+
+    def later(first: int | None) -> int | None:
+        return None if first is None else first + step
+
+    return tuple(
+        replace(each, from_step=later(each.from_step), to_step=later(each.to_step))
+        for each in conditions
+    )
+
+
+def _read(path: str, num_stages: int, key: str) -> list[LinkCondition]:
+    try:
+        found = read_link_trace(path)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
+    require_links_of(num_stages, (Link(*each.between) for each in found), f"{key}: {path}")
+    return found
+
+
+def _drawn(regime: Regime, num_stages: int, duration_s: float, seed: int) -> list[LinkCondition]:
+    return draw_regime(regime, pipeline_links(num_stages), duration_s, seed).conditions()
+
+
+def _scaled(condition: LinkCondition, *, time_scale: float, latency_scale: float) -> LinkCondition:
+    def time_s(value: float | None) -> float | None:
+        return None if value is None else value * time_scale
+
+    def step(value: int | None) -> int | None:
+        return None if value is None else round(value * time_scale)
+
+    return replace(
+        condition,
+        latency_ms=condition.latency_ms * latency_scale,
+        jitter_ms=condition.jitter_ms * latency_scale,
+        from_s=time_s(condition.from_s),
+        to_s=time_s(condition.to_s),
+        from_step=step(condition.from_step),
+        to_step=step(condition.to_step),
+    )
 
 
 def emulated_conditions(config: Config, restarts: int = 0) -> tuple[LinkCondition, ...]:
     """How a run's links are to behave: those that the configuration lists, and its trace's.
 
     Ranks that were started again after a failure meet no cut: they would use what is left.
-
-    Args:
-        restarts: How often its ranks have been started again.
 
     Raises:
         UserError: If the trace can't be read, or names a link that the pipeline doesn't have.
@@ -34,23 +110,14 @@ def untimed(conditions: Sequence[LinkCondition]) -> tuple[LinkCondition, ...]:
 
 
 def agree_on_origin_s(rendezvous: Rendezvous) -> float:
-    """A time from which all ranks count, by the clock of the machine that they share.
-
-    Args:
-        rendezvous: The meeting place of all ranks; they all call this at the same point.
-    """
+    """A time from which all ranks count, by the clock of their machine; all call this at once."""
     return rendezvous.exchange({"now_s": time.monotonic()})[0]["now_s"]
 
 
 def transport_settings(
     config: Config, *, one_loopback: bool, coordinator_host: str
 ) -> TransportSettings:
-    """How this host's end of the data plane travels.
-
-    Args:
-        one_loopback: Whether all ranks share this machine's loopback.
-        coordinator_host: Where the run's first rank is.
-    """
+    """How this host's end of the data plane travels; see `listening_addresses`."""
     transport = config.transport
     configured = None if transport.addresses == "auto" else transport.addresses
     return TransportSettings(

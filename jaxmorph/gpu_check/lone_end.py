@@ -11,8 +11,8 @@ from typing import TypeVar
 from jax.sharding import Sharding
 
 from jaxmorph.copies.registered_memory import RegisteredMemory
-from jaxmorph.transport.channel_ends import IncomingEnd, OutgoingEnd
 from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.plane import IncomingEnd, OutgoingEnd
 
 CHANNEL = ChannelName(0, 0, 1)
 

@@ -8,10 +8,8 @@ import numpy as np
 from jaxmorph.copies.payload import PayloadShape, SlotUse
 from jaxmorph.copies.programs import Landing, LandingTier, is_ready
 from jaxmorph.gpu_check.lone_end import CHANNEL, FIRST_OF_ALL, Site, known, wait_until
-from jaxmorph.transport.channel_ends import ArrivedSlot, IncomingEnd
-from jaxmorph.transport.names import TAG_WORDS
-from jaxmorph.transport.plane import ChannelSpec
-from jaxmorph.transport.sequence import HALF, add, distance
+from jaxmorph.transport.names import HALF, TAG_WORDS, add, distance
+from jaxmorph.transport.plane import ChannelSpec, IncomingEnd, IncomingSlot
 from jaxmorph.transport.slots import NO_TIME_NS, About
 
 
@@ -46,7 +44,7 @@ class LoneReceiver:
         slots = self.end.slots
         return distance(slots.entered, slots.left) < slots.num_slots
 
-    def deliver(self, num_bytes: int, contents: np.ndarray | None = None) -> ArrivedSlot:
+    def deliver(self, num_bytes: int, contents: np.ndarray | None = None) -> IncomingSlot:
         """Have a message land in a free slot, and take it.
 
         Args:
@@ -66,7 +64,7 @@ class LoneReceiver:
         slots.entered = add(sequence, 1)
         return self.end.take(0.0)
 
-    def land(self, landing: Landing, slot: ArrivedSlot, num_elements: int) -> Any:
+    def land(self, landing: Landing, slot: IncomingSlot, num_elements: int) -> Any:
         """Have a message received."""
         arrival = landing.begin()
         arrival.add(range(num_elements), slot)

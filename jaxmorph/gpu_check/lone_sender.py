@@ -9,9 +9,8 @@ import numpy as np
 from jaxmorph.copies.payload import PayloadShape, SlotUse
 from jaxmorph.copies.programs import CopyProgram, CopyTier, Ticket, is_ready
 from jaxmorph.gpu_check.lone_end import CHANNEL, FIRST_OF_ALL, Site, known, wait_until
-from jaxmorph.transport.channel_ends import OutgoingEnd, ReservedSlot
-from jaxmorph.transport.plane import ChannelSpec
-from jaxmorph.transport.sequence import add
+from jaxmorph.transport.names import add
+from jaxmorph.transport.plane import ChannelSpec, OutgoingEnd, OutgoingSlot
 
 _LOOK_S = 1e-3  # between looks at whether a copy has failed
 
@@ -20,7 +19,7 @@ _LOOK_S = 1e-3  # between looks at whether a copy has failed
 class Sent:
     """A message whose copy into its slot has been asked for; what it needs is kept with it."""
 
-    slot: ReservedSlot
+    slot: OutgoingSlot
     value: jax.Array
     ticket: Ticket | jax.Array
 
@@ -51,11 +50,11 @@ class LoneSender:
         use = SlotUse(payload, int(np.prod(payload.shape)))
         return self._tier.compile(use, self.site.placement)
 
-    def reserve(self) -> ReservedSlot:
+    def reserve(self) -> OutgoingSlot:
         """A free slot, which there is."""
         return self.end.reserve(0.0)
 
-    def start(self, program: CopyProgram, value: jax.Array, slot: ReservedSlot) -> Sent:
+    def start(self, program: CopyProgram, value: jax.Array, slot: OutgoingSlot) -> Sent:
         """Ask for a copy; the message's number is its tag."""
         ticket = program.start(value, range(value.size), slot, (slot.sequence,))
         return Sent(slot, value, ticket)

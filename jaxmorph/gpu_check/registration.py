@@ -15,8 +15,7 @@ from jaxmorph.copies.ways import OpenDriver
 from jaxmorph.gpu_check.lone_end import CHANNEL
 from jaxmorph.gpu_check.report import Row
 from jaxmorph.gpu_check.settings import CheckSettings
-from jaxmorph.transport.channel_ends import OutgoingEnd
-from jaxmorph.transport.plane import ChannelSpec
+from jaxmorph.transport.plane import ChannelSpec, OutgoingEnd
 
 _SLOTS = 4
 

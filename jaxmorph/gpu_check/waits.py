@@ -14,8 +14,7 @@ from jaxmorph.gpu_check.kernel_wait import KernelWait
 from jaxmorph.gpu_check.lone_end import CHANNEL
 from jaxmorph.gpu_check.report import Row
 from jaxmorph.gpu_check.settings import CheckSettings
-from jaxmorph.transport.channel_ends import IncomingEnd
-from jaxmorph.transport.plane import ChannelSpec
+from jaxmorph.transport.plane import ChannelSpec, IncomingEnd
 
 _DEADLINE_MS = 50.0
 _LATER_MS = 1000.0

@@ -15,7 +15,7 @@ from jaxmorph.gpu_check.copy_settings import CopySettings
 from jaxmorph.gpu_check.lone_end import FIRST_OF_ALL
 from jaxmorph.gpu_check.messages import Message, Messages
 from jaxmorph.gpu_check.random_payloads import SlowPayloads, random_contents
-from jaxmorph.transport.sequence import WRAP
+from jaxmorph.transport.names import WRAP
 
 _TYPES = (jnp.bfloat16, jnp.float32, jnp.uint8)
 _RAGGED = 1  # bytes more, of the type that can

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxmorph.machine.facts import Fact
 from jaxmorph.transport.network_cards import card_addresses, interface_address
-from jaxmorph.transport.nixl_agent import missing
+from jaxmorph.transport.nixl_lanes import missing
 
 _NETWORK_CLASS = Path("/sys/class/net")
 _RDMA_CLASS = Path("/sys/class/infiniband")

@@ -26,7 +26,7 @@ from jaxmorph.runtime.connection import ConnectionLostError
 from jaxmorph.runtime.link_failure import LinkFailure
 from jaxmorph.runtime.link_messages import Counts, EndState, LinkWires, Wire, Word
 from jaxmorph.schedule.costs import Link
-from jaxmorph.transport.errors import PeerGoneError
+from jaxmorph.transport.names import PeerGoneError
 
 _CLOSING_S = 1.0
 _SHORTEST_S = 0.001

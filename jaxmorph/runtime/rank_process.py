@@ -130,7 +130,7 @@ def _one_line(error: BaseException) -> str:
 def _is_echo(error: BaseException) -> bool:
     """Whether the error is how a rank learns that another one failed."""
     from jaxmorph.runtime.rendezvous import RendezvousError
-    from jaxmorph.transport.errors import PeerGoneError
+    from jaxmorph.transport.names import PeerGoneError
 
     text = str(error).lower()
     is_told = isinstance(error, RendezvousError | PeerGoneError)

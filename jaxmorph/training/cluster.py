@@ -5,7 +5,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from jaxmorph.config import Config
-from jaxmorph.emulation.configured_trace import trace_conditions
+from jaxmorph.emulation.link_settings import trace_conditions
 from jaxmorph.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,10 +1,12 @@
-"""What a message goes through at each end of its channel: tables, and their picture."""
+"""What a message goes through at each end of its channel: two tables, which the engine runs on.
+
+`docs/transport-states.md` draws them.
+"""
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
 
-from jaxmorph.transport.errors import TransportError
+from jaxmorph.transport.names import TransportError
 
 
 class ProtocolError(TransportError):
@@ -104,44 +106,3 @@ def after_received(state: Receiving, event: Received) -> Receiving:
         return RECEIVING[state, event]
     except KeyError:
         raise ProtocolError(f"a message that is {state} at the receiver: {event}") from None
-
-
-def mermaid() -> str:
-    """Both tables as diagrams, a Markdown page."""
-    return _PAGE.format(
-        sending=_diagram(SENDING, Sending.HELD, Sending.RELEASED),
-        receiving=_diagram(RECEIVING, Receiving.EXPECTED, Receiving.DELIVERED),
-    )
-
-
-def _diagram(table: Mapping[Any, StrEnum], first: str, last: str) -> str:
-    arrows = [f"    {state} --> {after}: {event}" for (state, event), after in table.items()]
-    return "\n".join(
-        [
-            "```mermaid",
-            "stateDiagram-v2",
-            f"    [*] --> {first}",
-            *arrows,
-            f"    {last} --> [*]",
-            "```",
-        ]
-    )
-
-
-_PAGE = """\
-# The states of a message
-
-Drawn from the tables in `jaxmorph/transport/channel.py`, which the code runs on, by
-`python -m jaxmorph.transport.channel > docs/transport-states.md`.
-
-## At the sending end
-
-{sending}
-
-## At the receiving end
-
-{receiving}
-"""
-
-if __name__ == "__main__":
-    print(mermaid(), end="")  # noqa: T201

@@ -5,6 +5,7 @@ So one that is killed is followed by the next generation, on the same memory and
 """
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -12,37 +13,30 @@ from dataclasses import asdict
 from typing import Any
 
 from jaxmorph.errors import UserError
-from jaxmorph.transport.channel_ends import (
-    ArrivedSlot,
+from jaxmorph.transport.doorbell import Doorbell
+from jaxmorph.transport.lanes import family_of
+from jaxmorph.transport.link import check_backend
+from jaxmorph.transport.link_emulator import LinkCondition
+from jaxmorph.transport.names import TransportError
+from jaxmorph.transport.plane import (
+    Address,
+    ChannelSpec,
+    DataPlane,
     IncomingEnd,
     OutgoingEnd,
-    ReservedSlot,
-    incoming_end,
-    outgoing_end,
+    TransportSettings,
 )
-from jaxmorph.transport.control_messages import Record
-from jaxmorph.transport.doorbell import Doorbell
-from jaxmorph.transport.errors import TransportError
-from jaxmorph.transport.lane_backends import check
-from jaxmorph.transport.link_emulator import LinkCondition
-from jaxmorph.transport.listeners import listen_on
-from jaxmorph.transport.names import ChannelName
-from jaxmorph.transport.plane import Address, ChannelSpec, MemoryKeeper, TransportSettings
-from jaxmorph.transport.sidecar_process import Instruction, SidecarProcess
+from jaxmorph.transport.sidecar_process import Instruction, Record, SidecarProcess
 from jaxmorph.transport.slots import Slots
 
 _ANSWER_S = 5.0
 _FLUSH_S = 5.0
 _REST_S = 5.0
+_BACKLOG = 128
 
 
-class SidecarPlane:
-    """A `DataPlane` whose bytes are moved by a process of their own; see there for the methods.
-
-    Args:
-        outgoing: The channels it sends on.
-        incoming: The channels it receives on.
-    """
+class SidecarPlane(DataPlane):
+    """A `DataPlane` whose bytes are moved by a process of their own."""
 
     def __init__(
         self,
@@ -58,22 +52,14 @@ class SidecarPlane:
         self._met: set[int] = set()
         self._connects = 0
         self._peers_lock = threading.Lock()  # for what is known of peers since the last connect
-        self._events: list[dict[str, Any]] = []
-        self._events_lock = threading.Lock()
         self._closed = self._failed = False
         with contextlib.ExitStack() as undo:
             self._doorbell = Doorbell.create()
             undo.callback(self._doorbell.close)
-            self._listeners = listen_on(settings.addresses)
+            self._listeners = _listen_on(settings.addresses)
             undo.callback(lambda: [listener.close() for listener in self._listeners])
-            first = settings.first_sequence
-            self._outgoing: dict[ChannelName, OutgoingEnd] = {}
-            self._incoming: dict[ChannelName, IncomingEnd] = {}
             undo.callback(lambda: [end.close() for end in self._ends()])
-            for spec in outgoing:
-                self._outgoing[spec.name] = OutgoingEnd(spec, first, self._doorbell.ring)
-            for spec in incoming:
-                self._incoming[spec.name] = IncomingEnd(spec, first, self._doorbell.ring)
+            super().__init__(outgoing, incoming, settings.first_sequence, self._doorbell.ring)
             self._sidecar = SidecarProcess(self._set_up, self._hear, self._fail)
             self._undo = undo.pop_all()
 
@@ -91,7 +77,7 @@ class SidecarPlane:
             UserError: If this host can't listen on one of the addresses, or hasn't the backend.
         """
         settings = settings or TransportSettings()
-        check(settings.backend)
+        check_backend(settings.backend)
         try:
             return cls(rank, outgoing, incoming, settings)
         except OSError as error:
@@ -123,51 +109,6 @@ class SidecarPlane:
         said = {"number": number, "peers": addresses, "secret": secret.hex()}
         self._tell({"kind": "connect", **said})
 
-    def reserve(self, channel: ChannelName, deadline_s: float) -> ReservedSlot:
-        """Wait for room for one more message; messages are numbered in this order."""
-        return outgoing_end(self._outgoing, channel).reserve(deadline_s)
-
-    def take(self, channel: ChannelName, deadline_s: float) -> ArrivedSlot:
-        """Wait for the channel's next message."""
-        return incoming_end(self._incoming, channel).take(deadline_s)
-
-    def has_room(self, channel: ChannelName) -> bool:
-        """Whether a slot of an outgoing channel is free now."""
-        return outgoing_end(self._outgoing, channel).has_room_or_trouble()
-
-    def doorbell(self, channel: ChannelName) -> Doorbell:
-        """What rings when a message has come, or when a slot has become free."""
-        end = self._outgoing.get(channel) or incoming_end(self._incoming, channel)
-        return end.doorbell
-
-    def grow(self, channel: ChannelName, num_slots: int) -> None:
-        """Make room for more messages, in a channel that is at rest."""
-        end = self._outgoing.get(channel) or incoming_end(self._incoming, channel)
-        old = end.slots
-        if num_slots < old.num_slots:
-            raise TransportError(f"{channel} has {old.num_slots} slots, it can't have {num_slots}")
-        if num_slots == old.num_slots:
-            return
-        # What is delivered may not be known here yet; what is taken is.
-        patience_s = _REST_S if isinstance(end, OutgoingEnd) else 0.0
-        if not end.doorbell.wait_until(end.at_rest, time.monotonic() + patience_s):
-            raise TransportError(f"{channel} is not at rest: it can't grow now")
-        new = Slots.create(num_slots, old.slot_bytes, old.left)
-        with self._sidecar.changing:
-            record = {"kind": "grow", **_described(end, new)}
-            answer = self._sidecar.ask(record, (new.fd,), _ANSWER_S)
-            if answer is None:
-                self._sidecar.kill()  # it may use either memory: the next one is told which
-            if not end.at_rest() or (answer is not None and "error" in answer):
-                new.close()
-                raise TransportError(f"{channel} is not at rest: it can't grow now")
-            end.replace_slots(new)
-
-    def tell_of_memory(self, keeper: MemoryKeeper) -> None:
-        """Tell a keeper of the memory of all slots, now and later."""
-        for end in self._ends():
-            end.tell_of_memory(keeper)
-
     def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:
         """Make links behave so from now on, instead of as they were told before."""
         record = {
@@ -183,12 +124,6 @@ class SidecarPlane:
         """Counts and rates of each peer and lane; empty while the sidecar is being restarted."""
         answer = self._sidecar.ask({"kind": "statistics"}, (), _ANSWER_S) or {}
         return {"generation": self._sidecar.generation, **answer.get("statistics", {})}
-
-    def events(self) -> list[dict[str, Any]]:
-        """What has happened since the last call: lanes lost and found, restarts, peers gone."""
-        with self._events_lock:
-            events, self._events = self._events, []
-        return events
 
     def disturb(self, action: str, **details: Any) -> None:
         """Do harm to this rank's own lanes, as tests and benchmarks of faults need it.
@@ -211,12 +146,25 @@ class SidecarPlane:
         self._sidecar.close()
         self._undo.close()
 
+    def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int) -> None:
+        # What is delivered may not be known here yet; what is taken is.
+        patience_s = _REST_S if isinstance(end, OutgoingEnd) else 0.0
+        if not end.doorbell.wait_until(end.at_rest, time.monotonic() + patience_s):
+            raise TransportError(f"{end.name} is not at rest: it can't grow now")
+        new = Slots.create(num_slots, end.slots.slot_bytes, end.slots.left)
+        with self._sidecar.changing:
+            record = {"kind": "grow", **_described(end, new)}
+            answer = self._sidecar.ask(record, (new.fd,), _ANSWER_S)
+            if answer is None:
+                self._sidecar.kill()  # it may use either memory: the next one is told which
+            if not end.at_rest() or (answer is not None and "error" in answer):
+                new.close()
+                raise TransportError(f"{end.name} is not at rest: it can't grow now")
+            end.replace_slots(new)
+
     def _is_flushed(self, end: OutgoingEnd) -> bool:
         delivered = end.slots.left == end.slots.entered
         return delivered or end.peer in self._gone or self._failed
-
-    def _ends(self) -> list[OutgoingEnd | IncomingEnd]:
-        return [*self._outgoing.values(), *self._incoming.values()]
 
     def _tell(self, record: Record) -> None:
         """Tell the sidecar something that any later one must know too."""
@@ -246,8 +194,7 @@ class SidecarPlane:
 
     def _hear(self, record: Record) -> None:
         number = record.pop("connect_number", None)
-        with self._events_lock:
-            self._events.append({"time_s": time.monotonic(), **record})
+        self._report(record)
         if record["kind"] == "sidecar_restarted":
             for end in self._ends():
                 end.doorbell.ring()  # the dead one may have changed a count and not rung
@@ -269,6 +216,23 @@ class SidecarPlane:
         self._failed = True
         for end in self._ends():
             end.fail(error)
+
+
+def _listen_on(hosts: Sequence[str]) -> list[socket.socket]:
+    """A non-blocking listening socket on each address, on ports that the system chooses."""
+    listeners: list[socket.socket] = []
+    try:
+        for host in hosts:
+            listener = socket.socket(family_of(host), socket.SOCK_STREAM)
+            listeners.append(listener)
+            listener.bind((host, 0))
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+    except OSError:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
 
 
 def _described(end: OutgoingEnd | IncomingEnd, slots: Slots) -> Record:

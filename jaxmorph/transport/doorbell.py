@@ -95,13 +95,6 @@ class Doorbell:
         self._to_skip = min(2 * self._to_skip + 1, _MOST_SKIPPED)
         return False
 
-    def wait_for_ring(self, until_s: float) -> None:
-        """Wait until it rings, or a moment of the monotonic clock has come."""
-        left_s = until_s - time.monotonic()
-        if left_s > 0:
-            self._poll.poll(math.ceil(1e3 * left_s))
-        self.answer()
-
     def close(self) -> None:
         """Close its descriptors."""
         for fd in self.fds:
@@ -112,15 +105,9 @@ class Doorbell:
 def wait_for_any(
     bells: Sequence[Doorbell], condition: Callable[[], bool], deadline_s: float
 ) -> bool:
-    """Wait for what several bells are about, without using the processor.
+    """Wait for what several bells are about, each waited for by nobody else, as `wait_until` does.
 
-    Args:
-        bells: Each waited for by nobody else.
-        condition: Cheap; looked at first, after every ring, and a few times a second.
-        deadline_s: When to give up, by the monotonic clock; kept to better than a millisecond.
-
-    Returns:
-        Whether the condition held.
+    The deadline is kept to better than a millisecond.
     """
     poll = select.poll()
     for bell in bells:

@@ -10,9 +10,8 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from jaxmorph.transport.channel import ProtocolError, Received, Receiving, after_received
-from jaxmorph.transport.frames import Acknowledge, Chunk, Credit, Resume
-from jaxmorph.transport.names import ChannelName, Tag
-from jaxmorph.transport.sequence import HALF, MASK
+from jaxmorph.transport.names import HALF, MASK, ChannelName, Tag
+from jaxmorph.transport.wire import Acknowledge, Chunk, Credit, Resume
 
 
 class Place(StrEnum):
@@ -61,37 +60,23 @@ class Landing:
 
 
 class Delivery(NamedTuple):
-    """A message to hand over.
-
-    Attributes:
-        channel: Which stream it belongs to.
-        total: Its bytes.
-        tag: What the sender posted with it.
-        posted_ns: When, by the sender's monotonic clock.
-    """
+    """A message to hand over."""
 
     channel: ChannelName
     sequence: int
     slot: int
     total: int
     tag: Tag
-    posted_ns: int
+    posted_ns: int  # by the sender's monotonic clock
 
 
 class Landed(NamedTuple):
-    """What follows from a chunk that has landed, to be done in this order.
+    """What follows from a chunk that has landed, to be done in this order."""
 
-    Attributes:
-        fenced: Landings of other lanes that are junk from now on.
-        copy: If there is one, its payload is to be copied from aside into the slot.
-        deliveries: Messages to hand over, in order.
-        acknowledge: To be sent back on the same lane.
-    """
-
-    fenced: tuple[Landing, ...]
-    copy: Landing | None
-    deliveries: tuple[Delivery, ...]
-    acknowledge: Acknowledge
+    fenced: tuple[Landing, ...]  # of other lanes: junk from now on
+    copy: Landing | None  # its payload is to be copied from aside into the slot
+    deliveries: tuple[Delivery, ...]  # to hand over, in order
+    acknowledge: Acknowledge  # to be sent back on the same lane
 
 
 class _Arriving:
@@ -130,18 +115,9 @@ class _Channel:
 
 
 class _Lane:
-    __slots__ = (
-        "chunks",
-        "generation",
-        "heard",
-        "junk_bytes",
-        "landings",
-        "received_bytes",
-        "told",
-    )
+    __slots__ = ("chunks", "heard", "junk_bytes", "landings", "received_bytes", "told")
 
-    def __init__(self, generation: int) -> None:
-        self.generation = generation
+    def __init__(self) -> None:
         self.landings: list[Landing] = []
         self.told: dict[ChannelName, tuple[int, int]] = {}
         self.heard = 0
@@ -168,12 +144,7 @@ class Incoming:
     def add_channel(
         self, name: ChannelName, slot_bytes: int, num_slots: int, delivered: int, consumed: int
     ) -> None:
-        """Begin to receive a channel, or go on with it after a restart.
-
-        Args:
-            name: One from `source` to `destination`.
-            delivered: The slots' count of messages handed over: the next message's number.
-            consumed: The slots' count of messages given back.
+        """Begin to receive a channel, or go on with it after a restart, from the slots' counts.
 
         Raises:
             ValueError: If it is another pair's, or known.
@@ -193,15 +164,12 @@ class Incoming:
         return self._credit(channel)
 
     def lane_up(
-        self, lane: int, generation: int, chunk_bytes: int, now_s: float
+        self, lane: int, generation: int, chunk_bytes: int
     ) -> tuple[tuple[int, ...], list[Resume]]:
         """Take a lane whose handshake is done; one of the same number is replaced.
 
         A sender's new generation begins anew with its chunks: what had landed of incomplete
         messages is forgotten, and lanes of its earlier generation are down.
-
-        Args:
-            chunk_bytes: The length of every chunk but a message's last.
 
         Returns:
             Other lanes to close, and the frames to send on this one first.
@@ -220,7 +188,7 @@ class Incoming:
             )
         self.lane_down(lane)
         stale = self._begin_generation(generation, chunk_bytes)
-        self._lanes[lane] = _Lane(generation)
+        self._lanes[lane] = _Lane()
         self._hear(self._lanes[lane])
         return stale, [self._resume(self._lanes[lane], each) for each in self._channels.values()]
 
@@ -231,11 +199,8 @@ class Incoming:
             self._unclaim(landing)
             self._forget_if_untouched(landing)
 
-    def begin(self, lane: int, chunk: Chunk, now_s: float) -> Landing:
+    def begin(self, lane: int, chunk: Chunk) -> Landing:
         """Where the payload of an announced chunk is to be received.
-
-        Args:
-            lane: The lane that it comes on.
 
         Raises:
             ProtocolError: If it may not come: the lane is to be closed without reading on.
@@ -255,17 +220,10 @@ class Incoming:
         state.landings.append(landing)
         return landing
 
-    def landed(self, lane: int, now_s: float, landing: Landing | None = None) -> Landed:
-        """Take note that the lane's chunk is all there, and its checksum right.
+    def landed(self, lane: int, landing: Landing | None = None) -> Landed:
+        """A lane's chunk (None: its only one) is all there, and its checksum right.
 
         (If it is wrong, the lane is closed: `lane_down`.)
-
-        Args:
-            lane: The lane it came on.
-            landing: Which of the lane's chunks; None: the only one.
-
-        Returns:
-            What is to be done.
         """
         state = self._lanes[lane]
         if not state.landings:
@@ -306,7 +264,7 @@ class Incoming:
         """The lane that was heard from last; None: there is none (a new one is told first)."""
         return max(self._lanes, key=lambda lane: self._lanes[lane].heard, default=None)
 
-    def pinged(self, lane: int, now_s: float) -> list[Credit]:
+    def pinged(self, lane: int) -> list[Credit]:
         """What to send after the answer to a ping: counts that weren't told on this lane."""
         state = self._lanes[lane]
         self._hear(state)

@@ -3,15 +3,17 @@
 import hashlib
 import math
 import struct
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Literal, TypeAlias
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 from jaxmorph.transport.names import TAG_WORDS
-from jaxmorph.transport.spans import Spans
 
 AffectedRoute: TypeAlias = Literal["both", "direct", "delegated"]
+
+Item = TypeVar("Item")
 
 _STEP_WORD = 1
 _STANDARD_NORMAL = NormalDist()
@@ -58,11 +60,7 @@ class LinkCondition:
         return both if self.source is None else tuple(way for way in both if way[0] == self.source)
 
     def holds(self, step: int, elapsed_s: float) -> bool:
-        """Whether it holds for a message.
-
-        Args:
-            elapsed_s: Seconds since the origin.
-        """
+        """Whether it holds for a message, so many seconds after the origin."""
         return _within(step, self.from_step, self.to_step) and _within(
             elapsed_s, self.from_s, self.to_s
         )
@@ -71,19 +69,38 @@ class LinkCondition:
 def of_route(
     conditions: Iterable[LinkCondition], route: Literal["direct", "delegated"]
 ) -> tuple[LinkCondition, ...]:
-    """Those that messages of a route are subject to.
+    """Those that messages of a route are subject to."""
+    return tuple(each for each in conditions if each.route in ("both", route))
+
+
+class Spans(Generic[Item]):
+    """Things that each hold from one moment until before another.
 
     Args:
-        conditions: Of any links and routes.
+        spans: Begin, end and the thing. No begin: it has always held; no end: it will for ever.
+
+    Attributes:
+        bounds: The moments at which something begins or ends, in rising order.
     """
-    return tuple(each for each in conditions if each.route in ("both", route))
+
+    def __init__(self, spans: Iterable[tuple[float | None, float | None, Item]]) -> None:
+        known = list(spans)
+        ends = (bound for begin, end, _ in known for bound in (begin, end) if bound is not None)
+        self.bounds: Sequence[float] = sorted(set(ends))
+        self._stretches: list[list[Item]] = [[] for _ in range(len(self.bounds) + 1)]
+        for begin, end, item in known:
+            first = 0 if begin is None else bisect_right(self.bounds, begin)
+            last = bisect_left(self.bounds, math.inf if end is None else end)
+            for stretch in range(first, last + 1):
+                self._stretches[stretch].append(item)
+
+    def at(self, moment: float) -> Sequence[Item]:
+        """What holds."""
+        return self._stretches[bisect_right(self.bounds, moment)]
 
 
 class DirectionConditions:
     """The conditions of one direction: a trace has thousands, of which one or two hold at a time.
-
-    Args:
-        conditions: Of any spans of steps and of time.
 
     Attributes:
         by_time: Those that have a span of time, in seconds since the origin.
@@ -101,11 +118,7 @@ class DirectionConditions:
         self.by_step: Spans[LinkCondition] = Spans(others)
 
     def holding(self, step: int, elapsed_s: float) -> list[LinkCondition]:
-        """Those that hold for a message.
-
-        Args:
-            elapsed_s: Seconds since the origin.
-        """
+        """Those that hold for a message, so many seconds after the origin."""
         near = (*self.by_step.at(step), *self.by_time.at(elapsed_s))
         return [condition for condition in near if condition.holds(step, elapsed_s)]
 
@@ -176,11 +189,7 @@ class LinkEmulator:
     def healed_s(self, source: int, destination: int, step: int, now_s: float) -> float:
         """The first time, from now on, at which a step's messages find the link not cut.
 
-        Args:
-            now_s: When to begin to look.
-
-        Returns:
-            A time of the clock of `now_s`; infinity where the link stays cut.
+        Infinity where the link stays cut.
         """
         while now_s < math.inf:
             holding = self._holding((source, destination), step, now_s)
@@ -216,11 +225,7 @@ class LinkEmulator:
 
 
 def step_of(tag: Sequence[int]) -> int:
-    """The step that a message belongs to; below 0 before training's first.
-
-    Args:
-        tag: The message's words, 32 bits each.
-    """
+    """The step that a message belongs to, by its tag; below 0 before training's first."""
     word = tag[_STEP_WORD]
     return word - 2**32 if word >= 2**31 else word
 

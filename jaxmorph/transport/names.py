@@ -1,4 +1,4 @@
-"""How channels and messages are named, on the wire and in memory."""
+"""How channels and messages are named and numbered, and what can go wrong with the data plane."""
 
 from typing import NamedTuple, TypeAlias
 
@@ -12,17 +12,36 @@ Only the first two are looked at on the way, by the link emulator: the epoch and
 
 
 class ChannelName(NamedTuple):
-    """One ordered stream of messages from one rank to another; four 16-bit numbers on the wire.
+    """One ordered stream of messages from one rank to another; four 16-bit numbers on the wire."""
 
-    Attributes:
-        kind: What travels, by its user's own code.
-        number: Which one among channels of the same kind and direction.
-    """
-
-    kind: int
+    kind: int  # what travels, by its user's own code
     source: int
     destination: int
-    number: int = 0
+    number: int = 0  # among channels of the same kind and direction
 
     def __str__(self) -> str:
         return f"channel {self.kind}.{self.number} {self.source}>{self.destination}"
+
+
+# Message numbers and counts have 32 bits and wrap; they are compared by their distance.
+WRAP = 1 << 32
+MASK = WRAP - 1
+HALF = 1 << 31
+
+
+def add(number: int, steps: int) -> int:
+    """The number so many steps after another (before it, if negative), below 2**32."""
+    return (number + steps) & MASK
+
+
+def distance(later: int, earlier: int) -> int:
+    """How many steps lead from `earlier` up to `later`: 0 up to 2**32 - 1, across the wrap."""
+    return (later - earlier) & MASK
+
+
+class TransportError(RuntimeError):
+    """The data plane can't do its work: its sidecar won't run, or its parts disagree."""
+
+
+class PeerGoneError(TransportError):
+    """The process at the other end of a channel is gone: its messages will never come."""

@@ -19,15 +19,28 @@ heals, in whatever is in the slot by then. So when another lane has brought the 
 granted lane's receiving agent is torn down before the message is handed over (`fence`).
 """
 
+import contextlib
+import importlib
+import importlib.util
+import itertools
+import logging
 import math
 import mmap
+import os
+import socket
 import time
 from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmorph.transport.frames import (
+from jaxmorph.transport.incoming import Landing, Place
+from jaxmorph.transport.lanes import ChecksumError, Chunks, LaneError, TcpLane
+from jaxmorph.transport.network_cards import interface_address
+from jaxmorph.transport.wire import (
     MAX_PART_BYTES,
     TO_WRITER,
     TO_WRITTEN,
@@ -38,10 +51,186 @@ from jaxmorph.transport.frames import (
     Offer,
     Written,
 )
-from jaxmorph.transport.incoming import Landing, Place
-from jaxmorph.transport.lane import Chunks, LaneError
-from jaxmorph.transport.nixl_agent import NixlAgent
-from jaxmorph.transport.tcp_lanes import ChecksumError, TcpLane
+
+MODULES = ("nixl_cu12", "nixl_cu13")
+_NETWORK_CLASS = Path("/sys/class/net")
+_DEVICES, _TRANSPORTS = "UCX_NET_DEVICES", "UCX_TLS"
+_FENCED_TRANSPORTS = "^tcp,sm"
+_NO_RDMA = (
+    "UCX finds no RDMA on the network card of {host} (UCX_TLS=tcp emulates it, for networks on "
+    "which everyone is trusted)"
+)
+_numbers = itertools.count()
+
+
+def missing() -> str | None:
+    """Why there is no NIXL here; None: there is."""
+    if any(importlib.util.find_spec(name) for name in MODULES):
+        return None
+    return f"none of the packages {', '.join(each.replace('_', '-') for each in MODULES)} is here"
+
+
+class NixlAgent:
+    """Memory that peers may write into, and writes into a peer's, by one network card.
+
+    NIXL is NVIDIA's library over UCX; it comes as `nixl-cu12` or `nixl-cu13`, and neither needs
+    CUDA or PyTorch for host memory. Agents have no thread of their own here: such a thread keeps a
+    core busy also when nothing moves. None of this waits.
+
+    Raises:
+        LaneError: If UCX can't use that card, or NIXL isn't here.
+    """
+
+    def __init__(self, host: str) -> None:
+        module = _module()
+        self._name = f"jaxmorph-{os.getpid()}-{next(_numbers)}-{os.urandom(4).hex()}"
+        settings = module.nixl_agent_config(enable_prog_thread=False, backends=[])
+        with _as_lane_errors(_NO_RDMA.format(host=host)), _chosen_devices(host):
+            self._agent: Any = module.nixl_agent(self._name, settings)
+            self._agent.create_backend("UCX", {"num_workers": "1"})
+        self._memory: list[Any] = []
+        self._peers: list[str] = []
+        self._writes: set[Any] = set()
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Let the card read from this memory, and peers that have the `metadata` write into it."""
+        with _as_lane_errors("registering memory"):
+            region = [(address, num_bytes, 0, "")]
+            self._memory.append(self._agent.register_memory(region, "DRAM"))
+
+    def metadata(self) -> bytes:
+        """What a peer must know to write into the memory that is registered by now."""
+        with _as_lane_errors("describing memory"):
+            return self._agent.get_agent_metadata()
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Make a peer's memory known; returns its name."""
+        with _as_lane_errors("a peer's description"):
+            peer = self._agent.add_remote_agent(metadata)
+        name = peer.decode() if isinstance(peer, bytes) else peer
+        self._peers.append(name)
+        return name
+
+    def write(self, peer: str, source: int, destination: int, num_bytes: int) -> Any:
+        """Begin to write from registered memory; what is returned is for `is_done`."""
+        agent = self._agent
+        with _as_lane_errors("writing"):
+            write = agent.initialize_xfer(
+                "WRITE",
+                agent.get_xfer_descs([(source, num_bytes, 0)], "DRAM"),
+                agent.get_xfer_descs([(destination, num_bytes, 0)], "DRAM"),
+                peer,
+            )
+            self._writes.add(write)
+            if agent.transfer(write) == "ERR":
+                raise LaneError("writing failed")
+        return write
+
+    def is_done(self, write: Any) -> bool:
+        """Whether a write is all in the peer's memory; once it is, don't ask again."""
+        with _as_lane_errors("writing"):
+            state = self._agent.check_xfer_state(write)
+            if state == "PROC":
+                return False
+            self._writes.discard(write)
+            write.release()
+        if state != "DONE":
+            raise LaneError("writing failed")
+        return True
+
+    def progress(self) -> None:
+        """Let what peers write go on, where the network card doesn't do it alone."""
+        with _as_lane_errors("receiving"):
+            self._agent.get_new_notifs()
+
+    def close(self) -> None:
+        """Give all of it up; after this nothing is written into this memory, or read from it.
+
+        The order matters: writes that are under way are cancelled or cut off with their peer, the
+        card forgets the memory, and with the agent its connections end.
+        """
+        agent, self._agent = self._agent, None
+        if agent is None:
+            return
+        for write in self._writes:
+            with contextlib.suppress(Exception):
+                write.release()
+        self._writes.clear()
+        for peer in self._peers:
+            with contextlib.suppress(Exception):
+                agent.remove_remote_agent(peer)
+        for region in self._memory:
+            with contextlib.suppress(Exception):
+                agent.deregister_memory(region)
+        self._peers.clear()
+        self._memory.clear()
+
+
+def device_of(host: str, network_class: Path = _NETWORK_CLASS) -> str:
+    """What UCX calls the network card with an address: `mlx5_0:1`, or `eth0` if it has no RDMA.
+
+    Raises:
+        LaneError: If no interface has that IPv4 address.
+    """
+    name = _interface_of(host)
+    adapters = network_class / name / "device" / "infiniband"
+    if not adapters.is_dir():
+        return name
+    port = 1 + int((network_class / name / "dev_port").read_text())
+    return f"{min(each.name for each in adapters.iterdir())}:{port}"
+
+
+def _interface_of(host: str) -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    if host.startswith("127.") and "lo" in names:
+        return "lo"
+    for name in names:
+        if interface_address(name) == host:
+            return name
+    raise LaneError(f"no network interface has the address {host}; UCX_NET_DEVICES can name one")
+
+
+@contextlib.contextmanager
+def _chosen_devices(host: str) -> Iterator[None]:
+    """Tell UCX, which looks when a backend is made, which card to use, and what not to use on it.
+
+    Where nobody has chosen transports, two kinds are left out. Those through shared memory write
+    into this process whatever it has deregistered, so that they can't be fenced. And UCX's
+    emulation over TCP writes wherever a connection tells it to, and anyone can connect.
+    """
+    chosen = {_DEVICES: os.environ.get(_DEVICES), _TRANSPORTS: os.environ.get(_TRANSPORTS)}
+    os.environ[_DEVICES] = chosen[_DEVICES] or device_of(host)
+    os.environ[_TRANSPORTS] = chosen[_TRANSPORTS] or _FENCED_TRANSPORTS
+    try:
+        yield
+    finally:
+        for name, value in chosen.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _as_lane_errors(what: str) -> Iterator[None]:
+    """Its errors have no common ancestor, and all of them cost the lane alone."""
+    try:
+        yield
+    except LaneError:
+        raise
+    except Exception as error:
+        raise LaneError(f"{what}: {type(error).__name__} {error}") from error
+
+
+def _module() -> ModuleType:
+    for name in MODULES:
+        with contextlib.suppress(ImportError):
+            os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+            module = importlib.import_module(f"{name}._api")
+            logging.getLogger(f"{name}._api").setLevel(logging.WARNING)
+            return module
+    raise LaneError(missing() or "NIXL can't be loaded: its libraries don't fit this system")
+
 
 LEAST_WRITTEN_BYTES = 16 * 1024
 """Chunks that are shorter, because their message is, take fewer steps over TCP."""
@@ -53,14 +242,10 @@ _BROKEN = "fenced: another lane was quicker"
 
 
 class _NixlLane:
-    """What both ends have in common; nobody tells when a write is done: it must be polled.
+    """What both ends have in common; nothing wakes who waits for a write: it must be polled.
 
     Args:
         control: The lane's TCP connection, after its handshake; it belongs to this from now on.
-
-    Attributes:
-        poll_s: When to `poll` at the latest, by the monotonic clock.
-        written_bytes: How many have been written into the peer's memory, or begun to be.
 
     Raises:
         LaneError: If its network card can't be used.
@@ -68,6 +253,9 @@ class _NixlLane:
 
     def __init__(self, control: TcpLane) -> None:
         self.control = control
+        self.fileno, self.tell, self.flush = control.fileno, control.tell, control.flush
+        self.abort, self.finish_sending = control.abort, control.finish_sending
+        self.discard_received = control.discard_received
         self._agent = NixlAgent(control.local_host)
         self.poll_s = math.inf
         self._moved_s = 0.0
@@ -75,49 +263,20 @@ class _NixlLane:
 
     @property
     def is_busy(self) -> bool:
-        """Whether bytes are waiting for the socket to take them."""
         return self.control.is_busy
 
     @property
     def mask(self) -> int:
-        """What to wait for."""
         return self.control.mask
 
     @property
     def sent_bytes(self) -> int:
-        """How many have left over TCP."""
         return self.control.sent_bytes
 
-    def fileno(self) -> int:
-        """The socket's descriptor."""
-        return self.control.fileno()
-
     def register(self, memory: memoryview) -> None:
-        """Make a channel's memory known to the network card."""
         self._agent.register(_address_of(memory), len(memory))
 
-    def tell(self, frame: Any) -> None:
-        """Queue a frame for the next `flush`."""
-        self.control.tell(frame)
-
-    def flush(self) -> bool:
-        """Send what the socket takes; returns whether that is all."""
-        return self.control.flush()
-
-    def abort(self) -> None:
-        """Break the connection at once, as a failing network would."""
-        self.control.abort()
-
-    def finish_sending(self) -> None:
-        """No more frames will be sent; those that have been are still delivered."""
-        self.control.finish_sending()
-
-    def discard_received(self) -> None:
-        """Read and drop what has come, so that closing doesn't look like a failure."""
-        self.control.discard_received()
-
     def close(self) -> None:
-        """Give up the connection; after this the lane reads and writes no slot."""
         self._agent.close()
         self.control.close()
 
@@ -281,11 +440,15 @@ class NixlReceivingLane(_NixlLane):
     def _grant(self, chunks: Chunks) -> None:
         """Answer offers in the order in which they came."""
         while len(self._granted) < MOST_GRANTS and (self._next or self._offers):
-            offer, landing = self._next or self._begin(self._offers.popleft(), chunks)
+            if self._next is None:
+                offer = self._offers.popleft()
+                self._next = offer, chunks.begin(Chunk(*offer))
+            offer, landing = self._next
+            if landing.place is Place.ASIDE and any(
+                granted.landing.place is Place.ASIDE for granted in self._granted
+            ):
+                return  # there is memory for one chunk aside
             self._next = None
-            if landing.place is Place.ASIDE and self._is_aside_taken():
-                self._next = offer, landing
-                return
             memory = self._memory_for(landing, chunks)
             self._granted.append(_Granted(offer, landing, memory))
             self.tell(Grant(*_place_of(offer), _address_of(memory)))
@@ -298,12 +461,6 @@ class NixlReceivingLane(_NixlLane):
         if not 0 < offer.length <= self._chunk_bytes:
             raise FrameError(f"{offer.length} bytes offered, expected at most {self._chunk_bytes}")
         self._offers.append(offer)
-
-    def _begin(self, offer: Offer, chunks: Chunks) -> tuple[Offer, Landing]:
-        return offer, chunks.begin(Chunk(*offer))
-
-    def _is_aside_taken(self) -> bool:
-        return any(granted.landing.place is Place.ASIDE for granted in self._granted)
 
     def _memory_for(self, landing: Landing, chunks: Chunks) -> memoryview:
         if landing.place is Place.SLOT:

@@ -9,7 +9,21 @@ are sent until they are acknowledged, and slots are kept until the receiver's co
 from typing import Any, NamedTuple
 
 from jaxmorph.transport.channel import ProtocolError, Sending
-from jaxmorph.transport.frames import (
+from jaxmorph.transport.link_emulator import LinkEmulator
+from jaxmorph.transport.names import ChannelName, Tag
+from jaxmorph.transport.outgoing_lanes import (
+    FIRST_PATIENCE_S,
+    MOST_PATIENCE_S,
+    PARKED_BELOW,
+    UNPARKED_FROM,
+    Flight,
+    LaneGain,
+    OutgoingLane,
+    Production,
+    lanes_needed,
+)
+from jaxmorph.transport.outgoing_queue import SMALL_BYTES, Message, OutgoingQueue
+from jaxmorph.transport.wire import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
     Acknowledge,
@@ -18,16 +32,6 @@ from jaxmorph.transport.frames import (
     Pong,
     Resume,
 )
-from jaxmorph.transport.lane_count import LaneGain, Production, lanes_needed
-from jaxmorph.transport.lane_rates import PARKED_BELOW, UNPARKED_FROM
-from jaxmorph.transport.names import ChannelName, Tag
-from jaxmorph.transport.outgoing_lane import (
-    FIRST_PATIENCE_S,
-    MOST_PATIENCE_S,
-    Flight,
-    OutgoingLane,
-)
-from jaxmorph.transport.outgoing_queue import SMALL_BYTES, Emulation, Message, OutgoingQueue
 
 INFINITY = float("inf")
 PROBE_S = 0.5
@@ -39,17 +43,11 @@ _HURRY_S = 0.030
 
 
 class Due(NamedTuple):
-    """What time has brought.
+    """What time has brought."""
 
-    Attributes:
-        late: Lanes to close: their acknowledgements are overdue. `lane_down` follows for each.
-        ping: Lanes to send a `Ping` on, which counts as sent.
-        next_s: When to ask again at the latest; infinity: nothing waits for time alone.
-    """
-
-    late: tuple[int, ...]
-    ping: tuple[int, ...]
-    next_s: float
+    late: tuple[int, ...]  # lanes to close: acknowledgements are overdue; `lane_down` follows
+    ping: tuple[int, ...]  # lanes to send a `Ping` on, which counts as sent
+    next_s: float  # when to ask again at the latest; infinity: nothing waits for time alone
 
 
 class Outgoing:
@@ -89,14 +87,10 @@ class Outgoing:
     # Channels.
 
     def add_channel(self, name: ChannelName, num_slots: int, released: int) -> None:
-        """Begin to send a channel, or go on with it after a restart.
+        """Begin to send a channel, or go on with it after a restart, from the slots' count.
 
         Everything that is posted from `released` on is to be posted here, too; nothing of a new
         channel leaves before its `Resume` has come.
-
-        Args:
-            name: One from `source` to `destination`.
-            released: The slots' count of messages known to be delivered.
 
         Raises:
             ValueError: If it is another pair's, or known.
@@ -116,16 +110,10 @@ class Outgoing:
         posted_ns: int,
         now_s: float,
     ) -> None:
-        """Take a message whose payload is complete in its slot.
-
-        Args:
-            channel: Where it goes.
-            sequence: Its number; they may come out of order.
-            total: Its bytes.
-            posted_ns: When it was posted.
+        """Take a message whose payload is complete in its slot; they may come out of order.
 
         Raises:
-            ValueError: If it was posted before, or its number is beyond the slots.
+            ValueError: If it is here already, or its number is beyond the slots.
         """
         if self._queue.post(channel, sequence, total, tag, posted_ns, now_s):
             self._counters["messages"] += 1
@@ -135,7 +123,7 @@ class Outgoing:
         """The slots' count: all messages before it are delivered at the peer."""
         return self._queue.released(channel)
 
-    def emulate(self, emulation: Emulation | None) -> None:
+    def emulate(self, emulation: LinkEmulator | None) -> None:
         """Let the link behave like this from now on; None: as it is.
 
         Messages leave when it says, and one that is cut in the middle stops where it is.
@@ -148,10 +136,7 @@ class Outgoing:
         """Take a lane that has been welcomed; one of the same number is replaced.
 
         A receiver's new generation has lost what it had of incomplete messages: they are sent
-        again, and lanes to its earlier generation are down.
-
-        Returns:
-            Other lanes to close.
+        again, and lanes to its earlier generation, which are returned, are to be closed.
 
         Raises:
             ProtocolError: If the generation is older than one that was here.
@@ -278,9 +263,6 @@ class Outgoing:
         The payload is bytes [offset, offset + length) of slot `sequence % num_slots`, and the
         checksum is the caller's to fill in. A copy of a chunk may be on its way still when its
         slot is released and used again: its receiver has the message, and drops those bytes.
-
-        Args:
-            lane: One that is up, with nothing left to write.
         """
         state = self._lanes[lane]
         queue = self._queue
@@ -304,10 +286,8 @@ class Outgoing:
     def lanes_wanted(self, now_s: float, fewest: int, most: int) -> int:
         """How many lanes the messages of the last second need.
 
-        Returns:
-            What was produced over what a lane drains, rounded up; more than there are only while
-            messages pile up and more lanes bring more. As many as there are, while rates aren't
-            known.
+        What was produced over what a lane drains, rounded up; more than there are only while
+        messages pile up and more lanes bring more. As many as there are, while rates aren't known.
         """
         rates = [lane.rate.bytes_per_s for lane in self._lanes.values() if not lane.parked]
         known = [rate for rate in rates if rate is not None]

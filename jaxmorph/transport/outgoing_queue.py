@@ -3,13 +3,11 @@
 import heapq
 from collections import deque
 from itertools import islice
-from typing import Protocol
 
 from jaxmorph.transport.channel import ProtocolError, Sending, Sent, after_sent
-from jaxmorph.transport.frames import Chunk
-from jaxmorph.transport.link_emulator import step_of
-from jaxmorph.transport.names import ChannelName, Tag
-from jaxmorph.transport.sequence import HALF, MASK
+from jaxmorph.transport.link_emulator import LinkEmulator, step_of
+from jaxmorph.transport.names import HALF, MASK, ChannelName, Tag
+from jaxmorph.transport.wire import Chunk
 
 SMALL_BYTES = 16 * 1024
 """Messages up to this length go before longer ones."""
@@ -22,30 +20,14 @@ _DEPARTED, _ADMITTED, _DELIVERED = Sent.DEPARTED, Sent.ADMITTED, Sent.DELIVERED
 _ALL_ACKNOWLEDGED = Sent.ALL_ACKNOWLEDGED
 
 
-class Emulation(Protocol):
-    """What is asked of a link emulator."""
-
-    def departure_s(
-        self, source: int, destination: int, tag: Tag, num_bytes: int, now_s: float
-    ) -> float | None:
-        """When a message may leave; None: the link is cut now."""
-        ...
-
-    def is_cut(self, source: int, destination: int, step: int, now_s: float) -> bool:
-        """Whether the link carries nothing of a step now."""
-        ...
-
-
 class Message:
     """A message that isn't known to be delivered.
 
     Attributes:
-        total: Its bytes.
-        posted_ns: When it was posted.
         order: Its place among all that were posted.
-        num_chunks: Chunks in it, at least one.
-        state: Where it stands.
+        num_chunks: At least one.
         next_index: The first chunk that has never been sent.
+        left: How many chunks aren't acknowledged.
         acknowledged: uint8 of each chunk, whether it is.
         copies: uint8 of each chunk, on how many lanes it is in flight.
     """
@@ -56,22 +38,12 @@ class Message:
     )  # fmt: skip
 
     def __init__(
-        self,
-        channel: ChannelName,
-        sequence: int,
-        total: int,
-        tag: Tag,
-        posted_ns: int,
-        order: int,
-        num_chunks: int,
-    ) -> None:
-        self.channel = channel
-        self.sequence = sequence
-        self.total = total
-        self.tag = tag
-        self.posted_ns = posted_ns
-        self.order = order
-        self.num_chunks = num_chunks
+        self, channel: ChannelName, sequence: int, total: int, tag: Tag, posted_ns: int,
+        order: int, num_chunks: int,
+    ) -> None:  # fmt: skip
+        self.channel, self.sequence, self.total = channel, sequence, total
+        self.tag, self.posted_ns = tag, posted_ns
+        self.order, self.num_chunks = order, num_chunks
         self.state = _HELD
         self.begin_anew()
 
@@ -110,9 +82,6 @@ class _Channel:
 class OutgoingQueue:
     """The messages of all channels to one peer, and the order of their chunks.
 
-    Args:
-        chunk_bytes: Length of every chunk but a message's last.
-
     Attributes:
         departed: Messages that have departed and aren't known to be delivered.
         undelivered_bytes: Bytes of all messages that aren't.
@@ -123,7 +92,7 @@ class OutgoingQueue:
         self.undelivered_bytes = 0
         self._source, self._destination, self._chunk_bytes = source, destination, chunk_bytes
         self._channels: dict[ChannelName, _Channel] = {}
-        self._emulation: Emulation | None = None
+        self._emulation: LinkEmulator | None = None
         self._posted = 0
         self._held: list[tuple[float, int, Message]] = []
         self._cut: deque[Message] = deque()
@@ -155,7 +124,7 @@ class OutgoingQueue:
         """The number of the channel's first message that isn't known to be delivered."""
         return self._channels[name].released
 
-    def emulate(self, emulation: Emulation | None) -> None:
+    def emulate(self, emulation: LinkEmulator | None) -> None:
         """Ask this from now on when messages may depart; those that know keep their time."""
         self._emulation = emulation
         self._ask_again_s = float("-inf")
@@ -260,11 +229,7 @@ class OutgoingQueue:
         return False
 
     def take(self, skipped: dict, now_s: float) -> tuple[Message, int] | None:
-        """The next chunk; None: there is nothing to send.
-
-        Args:
-            skipped: Keys (channel, sequence, offset) of chunks that aren't wanted.
-        """
+        """The next chunk, except those whose (channel, sequence, offset) are skipped."""
         if self._again:
             chunk = self._take_again(skipped, now_s)
             if chunk is not None:

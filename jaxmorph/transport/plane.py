@@ -1,6 +1,13 @@
-"""What a rank sees of its data plane, whatever carries the bytes."""
+"""What a rank sees of its data plane, whatever moves the bytes: ends of channels in shared memory.
 
-from collections.abc import Mapping, Sequence
+Whatever moves the messages (a sidecar, or a test's thread) sees the same slots, and rings the same
+doorbells.
+"""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -8,7 +15,17 @@ import numpy as np
 
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.link_emulator import LinkCondition
-from jaxmorph.transport.names import ChannelName, Tag
+from jaxmorph.transport.names import (
+    MASK,
+    TAG_WORDS,
+    ChannelName,
+    PeerGoneError,
+    Tag,
+    TransportError,
+    add,
+    distance,
+)
+from jaxmorph.transport.slots import NO_TIME_NS, About, Slots
 
 Address = tuple[str, int]
 
@@ -52,81 +69,293 @@ class MemoryKeeper(Protocol):
 
     def add(self, address: int, num_bytes: int) -> None:
         """There is memory, which begins on a page; what goes wrong with it is the keeper's."""
-        ...
 
     def remove(self, address: int) -> None:
-        """The memory that begins there is about to go; told of each that was added, once."""
-        ...
+        """The memory that begins there is about to go; said of each that was added, once."""
 
 
-class OutgoingSlot(Protocol):
+class _End:
+    """What both ends of a channel have in common.
+
+    Args:
+        ring_mover: Wakes what moves the messages.
+        peer: The rank at the other end.
+    """
+
+    def __init__(
+        self, spec: ChannelSpec, first_sequence: int, ring_mover: Callable[[], None], peer: int
+    ) -> None:
+        self.name, self.slot_bytes, self.peer = spec.name, spec.slot_bytes, peer
+        self.slots = Slots.create(spec.num_slots, spec.slot_bytes, first_sequence)
+        self.doorbell = Doorbell.create()
+        self._ring_mover = ring_mover
+        self._lock = threading.Lock()
+        self._trouble: TransportError | None = None
+        self._keeper: MemoryKeeper | None = None
+
+    def tell_of_memory(self, keeper: MemoryKeeper) -> None:
+        """Tell a keeper of the slots' memory, and of any that follows it."""
+        self._keeper = keeper
+        keeper.add(*self.slots.memory)
+
+    def fail(self, error: TransportError) -> None:
+        """Make who waits, and will wait, see this error once there is nothing else to see."""
+        self._trouble = error
+        self.doorbell.ring()
+
+    def recover(self) -> None:
+        """Forget an error: the peer is there again."""
+        self._trouble = None
+
+    def gone(self, reason: str) -> None:
+        """The peer is gone."""
+        self.fail(PeerGoneError(f"rank {self.peer} is gone ({reason}): {self.name} has ended"))
+
+    def replace_slots(self, slots: Slots) -> None:
+        """Use other memory from now on; the counts have been carried over."""
+        if self._keeper is not None:
+            self._keeper.add(*slots.memory)
+        old, self.slots = self.slots, slots
+        self._let_go(old)
+
+    def close(self) -> None:
+        """Give memory and descriptors back."""
+        self.fail(TransportError(f"{self.name} is closed"))
+        self._let_go(self.slots)
+        self.doorbell.close()
+
+    def _let_go(self, slots: Slots) -> None:
+        if self._keeper is not None:
+            self._keeper.remove(slots.memory[0])
+        slots.close()
+
+    def _wait(self, condition: Callable[[], bool], deadline_s: float, what: str) -> None:
+        """Return once the condition holds; raise what else there is to say."""
+        if condition():
+            return
+        self.doorbell.wait_until(lambda: condition() or self._trouble is not None, deadline_s)
+        if condition():
+            return
+        if self._trouble is not None:
+            raise self._trouble
+        raise TimeoutError(f"{self.name}: {what} by the deadline")
+
+
+class OutgoingEnd(_End):
+    """Where a rank's messages enter a channel."""
+
+    def __init__(
+        self, spec: ChannelSpec, first_sequence: int, ring_mover: Callable[[], None]
+    ) -> None:
+        super().__init__(spec, first_sequence, ring_mover, spec.name.destination)
+        self._reserved = self.slots.entered
+        self._posted: set[int] = set()
+
+    def reserve(self, deadline_s: float) -> "OutgoingSlot":
+        """The next message's slot; see `DataPlane.reserve`."""
+        self._wait(self.has_room, deadline_s, "no slot became free")
+        with self._lock:
+            sequence, self._reserved = self._reserved, add(self._reserved, 1)
+        return OutgoingSlot(self, sequence)
+
+    def has_room(self) -> bool:
+        """Whether a slot is free now."""
+        return distance(self._reserved, self.slots.left) < self.slots.num_slots
+
+    def has_room_or_trouble(self) -> bool:
+        """Whether a slot is free now; where none is, an error that none ever will be is raised."""
+        if self.has_room():
+            return True
+        if self._trouble is not None:
+            raise self._trouble
+        return False
+
+    def withdraw(self, sequence: int) -> None:
+        """Have an announced message arrive empty, unless its payload is there."""
+        slots = self.slots
+        if not slots.is_complete(sequence):
+            slots.write_about(sequence, slots.read_about(sequence)._replace(num_bytes=0))
+            slots.mark_complete(sequence)
+
+    def at_rest(self) -> bool:
+        """Whether every message reserved has been delivered."""
+        return self._reserved == self.slots.entered == self.slots.left
+
+    def announce(self, sequence: int, about: About) -> None:
+        """Describe a message; count it once all before it are described too."""
+        slots = self.slots
+        slots.write_about(sequence, about)
+        with self._lock:
+            self._posted.add(sequence)
+            count = slots.entered
+            while count in self._posted:
+                self._posted.remove(count)
+                count = add(count, 1)
+            slots.entered = count
+
+    def ring(self) -> None:
+        """There is something to move."""
+        self._ring_mover()
+
+
+class OutgoingSlot:
     """Memory for one message, reserved by the sender.
 
     Attributes:
         sequence: The message's number on its channel, below 2**32.
         payload: uint8 [slot bytes], the memory itself.
         address: Where the payload begins in this process.
+        is_posted: Whether the message has been announced.
     """
 
-    sequence: int
-    payload: np.ndarray
-    address: int
+    __slots__ = ("_end", "_slots", "_told_address", "address", "is_posted", "payload", "sequence")
+
+    def __init__(self, end: OutgoingEnd, sequence: int) -> None:
+        self.sequence = sequence
+        self._end, self._slots = end, end.slots
+        self.payload: np.ndarray = self._slots.payload(sequence)
+        self.address: int = self._slots.payload_address(sequence)
+        self.is_posted = self._told_address = False
 
     @property
     def signal_address(self) -> int:
-        """Where the 32-bit word is that says, by `sequence + 1`, that the payload is complete."""
-        ...
+        """Where the 32-bit word is that says, by `sequence + 1`, that the payload is complete.
 
-    @property
-    def is_posted(self) -> bool:
-        """Whether the message has been announced."""
-        ...
+        Who asks may write it without ringing.
+        """
+        self._told_address = True
+        if self.is_posted:
+            self._end.ring()
+        return self._slots.signal_address(self.sequence)
 
     def post(self, num_bytes: int, tag: Sequence[int]) -> None:
         """Announce the message; its payload may still be on its way into the slot."""
-        ...
+        if not 0 <= num_bytes <= self._slots.slot_bytes:
+            raise ValueError(
+                f"{self._end.name}: got a message of {num_bytes} bytes, expected at most "
+                f"{self._slots.slot_bytes}"
+            )
+        words = tuple(tag) + (0,) * (TAG_WORDS - len(tag))
+        if len(words) != TAG_WORDS or min(words) < 0 or max(words) > MASK:
+            raise ValueError(f"got tag {tuple(tag)}, expected {TAG_WORDS} words of 32 bits")
+        about = About(num_bytes, words, time.monotonic_ns(), NO_TIME_NS)
+        self._end.announce(self.sequence, about)
+        self.is_posted = True
+        # Not woken twice for one message: `complete` rings, if it is still to come.
+        if self._told_address or self._slots.is_complete(self.sequence):
+            self._end.ring()
 
     def complete(self) -> None:
         """Say that the payload is all there; from any thread."""
-        ...
+        self._slots.mark_complete(self.sequence)
+        if self.is_posted:
+            self._end.ring()
 
     def withdraw(self) -> None:
         """Have a message arrive empty whose payload was announced and won't come.
 
         Nothing is changed where it has come all the same.
         """
-        ...
+        self._end.withdraw(self.sequence)
+        self._end.ring()
 
 
-class IncomingSlot(Protocol):
+class IncomingEnd(_End):
+    """Where a rank takes messages out of a channel."""
+
+    def __init__(
+        self, spec: ChannelSpec, first_sequence: int, ring_mover: Callable[[], None]
+    ) -> None:
+        super().__init__(spec, first_sequence, ring_mover, spec.name.source)
+        self._taken = self.slots.left
+        self._released: set[int] = set()
+
+    def take(self, deadline_s: float) -> "IncomingSlot":
+        """The next message; see `DataPlane.take`."""
+        self._wait(self._has_landed, deadline_s, "the next message has not come")
+        sequence, self._taken = self._taken, add(self._taken, 1)
+        return IncomingSlot(self, sequence)
+
+    def at_rest(self) -> bool:
+        """Whether every message that has landed has been taken and released."""
+        return self._taken == self.slots.left == self.slots.entered
+
+    def release(self, sequence: int) -> None:
+        """Count a message as consumed once all before it are."""
+        slots = self.slots
+        with self._lock:
+            self._released.add(sequence)
+            count = slots.left
+            in_use = distance(slots.entered, count)
+            while count in self._released:
+                self._released.remove(count)
+                count = add(count, 1)
+            slots.left = count
+        # With more than half of its slots free the sender lacks no room; acknowledgements tell it.
+        if 2 * in_use >= slots.num_slots:
+            self._ring_mover()
+
+    def _has_landed(self) -> bool:
+        return self.slots.entered != self._taken
+
+
+class IncomingSlot:
     """One message that has arrived; its memory is the receiver's until it is released.
 
     Attributes:
-        sequence: The message's number on its channel.
-        tag: What the sender posted with it.
         payload: uint8 [message bytes], read-only.
         posted_s: When it was posted, by this host's monotonic clock as well as it is known.
         landed_s: When all of it was here, by the same clock.
     """
 
-    sequence: int
-    tag: Tag
-    payload: np.ndarray
-    posted_s: float
-    landed_s: float
+    __slots__ = ("_end", "landed_s", "payload", "posted_s", "sequence", "tag")
+
+    def __init__(self, end: IncomingEnd, sequence: int) -> None:
+        num_bytes, tag, posted_ns, landed_ns = end.slots.read_about(sequence)
+        self.sequence, self._end = sequence, end
+        self.tag: Tag = tag
+        self.payload: np.ndarray = end.slots.payload(sequence)[:num_bytes]
+        self.payload.flags.writeable = False
+        self.posted_s, self.landed_s = posted_ns / 1e9, landed_ns / 1e9
 
     def release(self) -> None:
         """Give the memory back for another message."""
-        ...
+        end, self._end = self._end, None
+        if end is None:
+            raise TransportError(f"message {self.sequence} has been released already")
+        end.release(self.sequence)
 
 
-class DataPlane(Protocol):
-    """A rank's end of all its channels; at most one thread waits on a channel at a time."""
+class DataPlane(ABC):
+    """A rank's end of all its channels; at most one thread waits on a channel at a time.
 
+    Args:
+        outgoing: The channels it sends on.
+        incoming: The channels it receives on.
+        ring_mover: Wakes what moves the messages.
+    """
+
+    def __init__(
+        self,
+        outgoing: Sequence[ChannelSpec],
+        incoming: Sequence[ChannelSpec],
+        first_sequence: int,
+        ring_mover: Callable[[], None],
+    ) -> None:
+        self._outgoing: dict[ChannelName, OutgoingEnd] = {}
+        self._incoming: dict[ChannelName, IncomingEnd] = {}
+        self._events: list[dict[str, Any]] = []
+        self._events_lock = threading.Lock()
+        for spec in outgoing:
+            self._outgoing[spec.name] = OutgoingEnd(spec, first_sequence, ring_mover)
+        for spec in incoming:
+            self._incoming[spec.name] = IncomingEnd(spec, first_sequence, ring_mover)
+
+    @abstractmethod
     def addresses(self) -> list[Address]:
         """Where peers reach this rank: one host and port for each network card."""
-        ...
 
+    @abstractmethod
     def connect(self, peers: Mapping[int, Sequence[Address]], secret: bytes) -> None:
         """Tell where the peers are; returns at once.
 
@@ -134,7 +363,31 @@ class DataPlane(Protocol):
             peers: Each peer's `addresses`, by rank.
             secret: The run's, by which its members know each other.
         """
-        ...
+
+    @abstractmethod
+    def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:
+        """Make links behave so for all that is posted from now on, instead of as before.
+
+        Args:
+            conditions: None at all: nothing is emulated.
+            origin_s: When the times of a trace begin, by the monotonic clock; None: now.
+        """
+
+    @abstractmethod
+    def statistics(self) -> dict[str, Any]:
+        """Counts and rates of each peer and lane, for logs and tests."""
+
+    @abstractmethod
+    def close(self, *, flush: bool = True) -> None:
+        """End what moves the messages and give the memory back.
+
+        Args:
+            flush: Whether messages that are still on their way get a few seconds to arrive.
+        """
+
+    @abstractmethod
+    def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int) -> None:
+        """Have the end, which must be at rest, use memory for so many slots."""
 
     def reserve(self, channel: ChannelName, deadline_s: float) -> OutgoingSlot:
         """Wait for room for one more message; messages are numbered in this order.
@@ -146,7 +399,7 @@ class DataPlane(Protocol):
             TimeoutError: If no slot is free by then.
             PeerGoneError: If the receiver is gone.
         """
-        ...
+        return self._outgoing_end(channel).reserve(deadline_s)
 
     def take(self, channel: ChannelName, deadline_s: float) -> IncomingSlot:
         """Wait for the channel's next message.
@@ -158,7 +411,7 @@ class DataPlane(Protocol):
             TimeoutError: If it hasn't come by then.
             PeerGoneError: If the sender is gone.
         """
-        ...
+        return self._incoming_end(channel).take(deadline_s)
 
     def has_room(self, channel: ChannelName) -> bool:
         """Whether a slot of an outgoing channel is free now; waits for nothing.
@@ -166,7 +419,7 @@ class DataPlane(Protocol):
         Raises:
             PeerGoneError: If none is, and the receiver is gone.
         """
-        ...
+        return self._outgoing_end(channel).has_room_or_trouble()
 
     def doorbell(self, channel: ChannelName) -> Doorbell:
         """What rings when a message of a channel has come, or when one of its slots is free.
@@ -174,7 +427,7 @@ class DataPlane(Protocol):
         Who waits for several channels at once waits for their bells; errors ring them too, and are
         raised by `take` and `reserve`.
         """
-        ...
+        return (self._outgoing.get(channel) or self._incoming_end(channel)).doorbell
 
     def grow(self, channel: ChannelName, num_slots: int) -> None:
         """Make room for more messages, in a channel that is at rest: nothing posted or untaken.
@@ -183,33 +436,37 @@ class DataPlane(Protocol):
             channel: Of either direction; each end has slots of its own.
             num_slots: A power of two, at least as many as there are.
         """
-        ...
+        end = self._outgoing.get(channel) or self._incoming_end(channel)
+        before = end.slots.num_slots
+        if num_slots < before:
+            raise TransportError(f"{channel} has {before} slots, it can't have {num_slots}")
+        if num_slots > before:
+            self._grow(end, num_slots)
 
     def tell_of_memory(self, keeper: MemoryKeeper) -> None:
         """Tell a keeper of the memory of all slots: now, when they grow, and before they go."""
-        ...
-
-    def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:
-        """Make links behave so for all that is posted from now on, instead of as before.
-
-        Args:
-            conditions: None at all: nothing is emulated.
-            origin_s: When the times of a trace begin, by the monotonic clock; None: now.
-        """
-        ...
-
-    def statistics(self) -> dict[str, Any]:
-        """Counts and rates of each peer and lane, for logs and tests."""
-        ...
+        for end in self._ends():
+            end.tell_of_memory(keeper)
 
     def events(self) -> list[dict[str, Any]]:
         """What has happened since the last call: lanes lost and found, restarts, peers gone."""
-        ...
+        with self._events_lock:
+            events, self._events = self._events, []
+        return events
 
-    def close(self, *, flush: bool = True) -> None:
-        """End the sidecar and give the memory back.
+    def _report(self, event: dict[str, Any]) -> None:
+        with self._events_lock:
+            self._events.append({"time_s": time.monotonic(), **event})
 
-        Args:
-            flush: Whether messages that are still on their way get a few seconds to arrive.
-        """
-        ...
+    def _ends(self) -> list[OutgoingEnd | IncomingEnd]:
+        return [*self._outgoing.values(), *self._incoming.values()]
+
+    def _outgoing_end(self, channel: ChannelName) -> OutgoingEnd:
+        if channel not in self._outgoing:
+            raise TransportError(f"{channel} is no outgoing channel of this rank")
+        return self._outgoing[channel]
+
+    def _incoming_end(self, channel: ChannelName) -> IncomingEnd:
+        if channel not in self._incoming:
+            raise TransportError(f"{channel} is no incoming channel of this rank")
+        return self._incoming[channel]

@@ -3,35 +3,56 @@
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from jaxmorph.transport.channel import ProtocolError
-from jaxmorph.transport.clock_offset import ClockOffset
-from jaxmorph.transport.event_loop import EventLoop
-from jaxmorph.transport.frames import Chunk, FrameError, Gone, Ping, Pong
-from jaxmorph.transport.incoming import Incoming, Landing
-from jaxmorph.transport.lane import Chunks, Lane, LaneError
-from jaxmorph.transport.lane_backends import NIXL, TCP, landings_at_once, receiving_lane
-from jaxmorph.transport.names import ChannelName
-from jaxmorph.transport.open_pings import OpenPings
-from jaxmorph.transport.sidecar_channels import IncomingChannel
-from jaxmorph.transport.tcp_lanes import ChecksumError, TcpLane
+from jaxmorph.transport.doorbell import Doorbell
+from jaxmorph.transport.event_loop import READ, EventLoop
+from jaxmorph.transport.incoming import Delivery, Incoming, Landing
+from jaxmorph.transport.lanes import ChecksumError, Chunks, Lane, LaneError, TcpLane
+from jaxmorph.transport.link import NIXL, TCP, LinkHalf, OpenPings
+from jaxmorph.transport.names import ChannelName, add
+from jaxmorph.transport.nixl_lanes import MOST_GRANTS, NixlReceivingLane
+from jaxmorph.transport.slots import About, Slots
+from jaxmorph.transport.wire import FrameError, Ping
 
 _PING_S = 1.0
 _FIRST_PINGS, _FIRST_PING_S = 10, 0.05
 """One question alone may have waited for a processor, and its answer be wrong by all of that."""
-_READABLE = 1
 
 
-class ReceivingLink:
+class IncomingChannel:
+    """Where the trainer takes its messages from; its doorbell is rung when one has landed."""
+
+    def __init__(self, name: ChannelName, slots: Slots, doorbell: Doorbell) -> None:
+        self.name, self.slots, self.doorbell = name, slots, doorbell
+
+    def memory(self, sequence: int, offset: int, length: int) -> memoryview:
+        """Where a piece of a message is to be."""
+        return self.slots.view(sequence, offset + length)[offset:]
+
+    def deliver(self, delivery: Delivery, clock_ahead_ns: int) -> None:
+        """Hand a message over to the trainer; its count, written last, is what makes it one."""
+        slots, sequence = self.slots, delivery.sequence
+        posted_ns = max(delivery.posted_ns - clock_ahead_ns, 0)
+        slots.write_about(
+            sequence, About(delivery.total, delivery.tag, posted_ns, time.monotonic_ns())
+        )
+        slots.mark_complete(sequence)
+        slots.entered = add(sequence, 1)
+        self.doorbell.ring()
+
+    def close(self) -> None:
+        """Give memory and descriptors back."""
+        self.slots.close()
+        self.doorbell.close()
+
+
+class ReceivingLink(LinkHalf):
     """The receiving half of a pair of ranks.
 
-    Args:
-        loop: Where it waits.
-        report: Called with the kind and details of each event.
-
     Attributes:
-        clock: How far the peer's clock is ahead.
         next_s: When `turn` is to be called at the latest.
     """
 
@@ -43,16 +64,12 @@ class ReceivingLink:
         report: Callable[..., None],
         backend: str = TCP,
     ) -> None:
-        self.peer, self.engine = peer, Incoming(peer, rank, landings_at_once(backend))
+        super().__init__(loop, rank, peer, report, backend)
+        self.engine = Incoming(peer, rank, MOST_GRANTS + 1 if backend == NIXL else 1)
         self.channels: dict[ChannelName, IncomingChannel] = {}
-        self.clock = ClockOffset()
         self.next_s = math.inf
-        self._loop, self._rank, self._report = loop, rank, report
-        self._backend = backend
-        self._lanes: dict[int, Lane] = {}
-        self._pings: dict[int, OpenPings] = {}
         self._polled: dict[int, Callable[[int], None]] = {}
-        self._asked = self._wrong_checksums = self._violations = 0
+        self._asked = self._wrong_checksums = 0
 
     def add_channel(self, channel: IncomingChannel) -> None:
         """Receive into its memory from now on."""
@@ -62,51 +79,45 @@ class ReceivingLink:
             channel.name, slots.slot_bytes, slots.num_slots, slots.entered, slots.left
         )
 
-    @property
-    def is_up(self) -> bool:
-        """Whether any lane is."""
-        return bool(self._lanes)
-
     def take(self, number: int, connection: TcpLane, generation: int, chunk_bytes: int) -> None:
         """Take over a connection whose handshake is done.
 
         Raises:
             ProtocolError: If it may not be a lane.
         """
-        now_s = time.monotonic()
         old = self._lanes.get(number)
-        stale, frames = self.engine.lane_up(number, generation, chunk_bytes, now_s)
+        stale, frames = self.engine.lane_up(number, generation, chunk_bytes)
         for each in stale:
             self._forget(each, "the sender began anew: another sidecar, or connect")
         if old is not None and old is self._lanes.get(number):
             self._forget(number, "replaced by a new connection")
         memory = (channel.slots.payloads() for channel in self.channels.values())
         try:
-            lane = receiving_lane(self._backend, connection, memory, chunk_bytes)
+            lane = self._open(NixlReceivingLane, connection, memory, chunk_bytes)
         except LaneError as error:
             self.engine.lane_down(number)
             self._report("lane_closed", peer=self.peer, lane=number, reason=str(error))
             return
         self._lanes[number], self._pings[number] = lane, OpenPings()
         chunks = Chunks(
-            lambda chunk: self._begin(number, chunk),
+            partial(self.engine.begin, number),
             self._memory,
-            lambda landing, memory: self._landed(number, lane, landing, memory),
+            partial(self._landed, number, lane),
         )
         for frame in frames:
             lane.tell(frame)
         self._polled[number] = lambda mask: self._ready(number, lane, chunks, mask)
         self._loop.add(lane.fileno(), lane.mask, self._polled[number])
         self.next_s = 0.0  # to ask for the time
-        self._ready(number, lane, chunks, _READABLE)
+        self._ready(number, lane, chunks, READ)
 
     def grow(self, name: ChannelName, num_slots: int) -> None:
         """A channel at rest is about to have more slots; raises ValueError if it isn't."""
         self.engine.consumed(name, self.channels[name].slots.left)
         credit = self.engine.grow(name, num_slots)
         if self._backend == NIXL:  # its agents know the old memory
-            for number, lane in tuple(self._lanes.items()):
-                self._lose(number, lane, f"{name} grows")
+            for number in tuple(self._lanes):
+                self._lose(number, f"{name} grows")
         best = self.engine.best_lane()
         if best is not None:
             self._tell(best, credit)
@@ -136,18 +147,6 @@ class ReceivingLink:
         self._tell(best, self._pings[best].ask(time.monotonic_ns()))
         self.next_s = now_s + (_FIRST_PING_S if self._asked < _FIRST_PINGS else _PING_S)
 
-    def disturb(self, action: str, lane: int | None = None) -> None:
-        """Harm done on purpose; see `SidecarPlane.disturb`."""
-        for number, each in self._lanes.items():
-            if action == "reset" and lane in (None, number):
-                each.abort()
-
-    def say_goodbye(self, reason: str) -> list[Lane]:
-        """Tell the peer that this rank's trainer is gone; returns the lanes it is told on."""
-        for lane in self._lanes.values():
-            lane.tell(Gone(self._rank, reason))
-        return list(self._lanes.values())
-
     def statistics(self) -> dict[str, Any]:
         """The engine's counts, and what was wrong."""
         return {
@@ -158,16 +157,6 @@ class ReceivingLink:
             "clock_error_s": None if self.clock.error_ns is None else self.clock.error_ns / 1e9,
         }
 
-    def close(self) -> None:
-        """Give everything back."""
-        for lane in self._lanes.values():
-            self._loop.remove(lane.fileno())
-            lane.close()
-        self._lanes.clear()
-
-    def _begin(self, number: int, chunk: Chunk) -> Landing:
-        return self.engine.begin(number, chunk, 0.0)
-
     def _memory(self, landing: Landing) -> memoryview:
         channel = self.channels[landing.channel]
         return channel.memory(landing.sequence, landing.offset, landing.length)
@@ -177,7 +166,7 @@ class ReceivingLink:
         # The acknowledgement tells of the room there is now: no credit needs to be sent for it.
         name = landing.channel
         self.engine.consumed(name, self.channels[name].slots.left)
-        landed = self.engine.landed(number, 0.0, landing)
+        landed = self.engine.landed(number, landing)
         for stale in landed.fenced:
             for each in self._lanes.values():
                 each.fence(stale)
@@ -190,45 +179,22 @@ class ReceivingLink:
     def _ready(self, number: int, lane: Lane, chunks: Chunks, mask: int) -> None:
         try:
             for frame in lane.poll(mask, chunks):
-                self._hear(number, lane, frame)
+                self._hear(number, frame)
+                if type(frame) is Ping:
+                    for credit in self.engine.pinged(number):
+                        lane.tell(credit)
             lane.flush()
             if self._lanes.get(number) is lane:
                 self._loop.change(lane.fileno(), lane.mask)
         except LaneError as error:
-            self._lose(number, lane, str(error))
+            self._lose(number, str(error))
         except (FrameError, ProtocolError) as error:
             self._wrong_checksums += isinstance(error, ChecksumError)
             self._violations += not isinstance(error, ChecksumError)
-            self._lose(number, lane, str(error))
+            self._lose(number, str(error))
 
-    def _hear(self, number: int, lane: Lane, frame: Any) -> None:
-        kind = type(frame)
-        if kind is Ping:
-            received_ns = time.monotonic_ns()
-            lane.tell(Pong(frame.sent_ns, received_ns, time.monotonic_ns()))
-            for credit in self.engine.pinged(number, time.monotonic()):
-                lane.tell(credit)
-        elif kind is Pong:
-            received_ns = time.monotonic_ns()
-            self._pings[number].answered(frame, received_ns)
-            self.clock.learn(frame, received_ns)
-        elif kind is Gone:
-            if frame.rank != self.peer:
-                raise ProtocolError(f"rank {self.peer} says that rank {frame.rank} is gone")
-            self._report("peer_gone", peer=self.peer, reason=frame.reason)
-
-    def _tell(self, number: int, frame: Any) -> None:
-        lane = self._lanes[number]
-        lane.tell(frame)
-        try:
-            lane.flush()
-        except LaneError as error:
-            self._lose(number, lane, str(error))
-        else:
-            self._loop.change(lane.fileno(), lane.mask)
-
-    def _lose(self, number: int, lane: Lane, reason: str) -> None:
-        if self._lanes.get(number) is lane:
+    def _lose(self, number: int, reason: str) -> None:
+        if number in self._lanes:
             self.engine.lane_down(number)
             self._forget(number, reason)
 

@@ -2,50 +2,92 @@
 
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmorph.transport.channel import ProtocolError
-from jaxmorph.transport.clock_offset import ClockOffset
-from jaxmorph.transport.dialler import Dialler, Identity
-from jaxmorph.transport.event_loop import EventLoop
-from jaxmorph.transport.frames import (
-    Acknowledge,
-    Chunk,
-    Credit,
-    FrameError,
-    Gone,
-    Ping,
-    Pong,
-    Resume,
-)
-from jaxmorph.transport.lane import Lane, LaneError
-from jaxmorph.transport.lane_backends import NIXL, TCP, fixed_lanes, sending_lane
-from jaxmorph.transport.names import ChannelName
-from jaxmorph.transport.open_pings import OpenPings
+from jaxmorph.transport.connecting import Dialler, Identity
+from jaxmorph.transport.doorbell import Doorbell
+from jaxmorph.transport.event_loop import READ, EventLoop
+from jaxmorph.transport.lanes import Lane, LaneError, TcpLane
+from jaxmorph.transport.link import NIXL, TCP, LinkHalf, OpenPings
+from jaxmorph.transport.names import ChannelName, add
+from jaxmorph.transport.nixl_lanes import NixlSendingLane
 from jaxmorph.transport.outgoing import Outgoing
 from jaxmorph.transport.plane import Address
-from jaxmorph.transport.sidecar_channels import OutgoingChannel
-from jaxmorph.transport.tcp_lanes import TcpLane
+from jaxmorph.transport.slots import Slots
+from jaxmorph.transport.wire import Acknowledge, Chunk, Credit, FrameError, Pong, Resume
 
 MOST_LANES = 8
 _WAITING_FIRST_S, _WAITING_LONGEST_S = 50e-6, 1e-3
 _TURN_S, _WATCH_S = 2e-3, 20e-3
 _NEVER = math.inf
 
-Report = Callable[..., None]
+
+class OutgoingChannel:
+    """Where the trainer's messages come from; its doorbell is rung when slots become free.
+
+    Attributes:
+        waiting: Announced messages whose payload isn't complete yet, oldest first.
+    """
+
+    def __init__(self, name: ChannelName, slots: Slots, doorbell: Doorbell) -> None:
+        self.name, self.slots, self.doorbell = name, slots, doorbell
+        self.waiting: deque[int] = deque()
+        self._seen = slots.left
+
+    def forget(self) -> None:
+        """Begin again with what isn't delivered: there is another engine."""
+        self.waiting.clear()
+        self._seen = self.slots.left
+
+    def look(self, engine: Outgoing, now_s: float) -> bool:
+        """Give the engine what is complete; returns whether there was anything."""
+        slots, waiting = self.slots, self.waiting
+        entered = slots.entered
+        if entered == self._seen and not waiting:
+            return False
+        late = len(waiting)
+        while self._seen != entered:
+            waiting.append(self._seen)
+            self._seen = add(self._seen, 1)
+        before = len(waiting)
+        for index in range(before):
+            sequence = waiting.popleft()
+            if slots.is_complete(sequence):
+                if index < late:  # a device's copy has ended: its link is not to be charged for it
+                    slots.write_posted(sequence, time.monotonic_ns())
+                about = slots.read_about(sequence)
+                engine.post(self.name, sequence, about.num_bytes, about.tag, about.posted_ns, now_s)
+            else:
+                waiting.append(sequence)
+        return len(waiting) < before
+
+    def payload(self, sequence: int, offset: int, length: int) -> memoryview:
+        """A piece of a message."""
+        return self.slots.view(sequence, offset + length)[offset:]
+
+    def release(self, count: int) -> None:
+        """Every message before this number is delivered."""
+        if self.slots.left != count:
+            self.slots.left = count
+            self.doorbell.ring()
+
+    def close(self) -> None:
+        """Give memory and descriptors back."""
+        self.slots.close()
+        self.doorbell.close()
 
 
-class SendingLink:
+class SendingLink(LinkHalf):
     """The sending half of a pair of ranks.
 
     Args:
-        loop: Where it waits.
         addresses: Where the peer listens.
         hosts: This rank's own addresses, one for each network card.
-        lanes: How many; None: as many as turn out to be needed.
-        report: Called with the kind and details of each event.
+        lanes: How many; None: as many as turn out to be needed, or one for each card with RDMA,
+            which one lane keeps busy.
 
     Attributes:
         next_s: When `go_on` is to be called at the latest, give or take a millisecond.
@@ -61,24 +103,20 @@ class SendingLink:
         addresses: Sequence[Address],
         hosts: Sequence[str],
         lanes: int | None,
-        report: Report,
+        report: Callable[..., None],
         backend: str = TCP,
     ) -> None:
-        self.peer, self.engine = peer, Outgoing(identity.rank, peer, identity.chunk_bytes)
+        super().__init__(loop, identity.rank, peer, report, backend)
+        self.engine = Outgoing(identity.rank, peer, identity.chunk_bytes)
         self.channels: dict[ChannelName, OutgoingChannel] = {}
-        self.clock = ClockOffset()
         self.next_s, self.exact_s = 0.0, _NEVER
         self.was_up = False
-        self._loop, self._identity, self._report = loop, identity, report
-        self._addresses, self._hosts = addresses, hosts
-        self._fixed = fixed_lanes(backend, lanes, len(hosts))
-        self._backend = backend
-        self._lanes: dict[int, Lane] = {}
-        self._pings: dict[int, OpenPings] = {}
+        self._identity, self._addresses, self._hosts = identity, addresses, hosts
+        self._fixed = lanes or (len(hosts) if backend == NIXL else None)
         self._diallers: dict[int, Dialler] = {}
         self._has_heard = False
         self._pause_s, self._looks_s = _WAITING_FIRST_S, 0.0
-        self._duplicates = self._violations = 0
+        self._duplicates = 0
         self._surplus: Counter[tuple[int, ChannelName, int, int]] = Counter()
         self._refused_since_s = _NEVER
 
@@ -92,13 +130,8 @@ class SendingLink:
         self.engine.grow(name, num_slots)
         if self._backend == NIXL:  # its agents know the old memory
             for number in tuple(self._lanes):
-                self._lose(number, f"{name} grows", time.monotonic())
+                self._lose(number, f"{name} grows")
             self.next_s = 0.0
-
-    @property
-    def is_up(self) -> bool:
-        """Whether any lane is."""
-        return bool(self._lanes)
 
     def look(self, now_s: float) -> None:
         """Take up what the trainer has announced, and send."""
@@ -132,9 +165,9 @@ class SendingLink:
         waits = self._has_waiting() and self._look_again(now_s)
         due = self.engine.due(now_s)
         for number in due.late:
-            self._lose(number, "acknowledgement overdue", now_s)
+            self._lose(number, "acknowledgement overdue")
         for number in due.ping:
-            self._tell(number, self._pings[number].ask(time.monotonic_ns()), now_s)
+            self._tell(number, self._pings[number].ask(time.monotonic_ns()))
         soon_s = _NEVER if self.engine.is_drained else now_s + _TURN_S
         self._offer(now_s, copies=True)
         self.next_s = min(self.next_s, soon_s, due.next_s, self._dial(now_s))
@@ -152,7 +185,7 @@ class SendingLink:
                 self._loop.change(lane.fileno(), lane.mask)
                 next_s = min(next_s, lane.poll_s)
             except LaneError as error:
-                self._lose(number, str(error), now_s)
+                self._lose(number, str(error))
                 self.next_s = 0.0
         return next_s
 
@@ -176,15 +209,7 @@ class SendingLink:
         """Harm done on purpose; see `SidecarPlane.disturb`."""
         if action == "duplicate":
             self._duplicates += count
-        for number, each in self._lanes.items():
-            if action == "reset" and lane in (None, number):
-                each.abort()
-
-    def say_goodbye(self, reason: str) -> list[Lane]:
-        """Tell the peer that this rank's trainer is gone; returns the lanes it is told on."""
-        for lane in self._lanes.values():
-            lane.tell(Gone(self._identity.rank, reason))
-        return list(self._lanes.values())
+        super().disturb(action, lane)
 
     def statistics(self) -> dict[str, Any]:
         """The engine's counts, what the lanes have moved, and how often they had to be closed."""
@@ -199,16 +224,13 @@ class SendingLink:
         """Give everything back."""
         for dialler in self._diallers.values():
             dialler.close()
-        for lane in self._lanes.values():
-            self._loop.remove(lane.fileno())
-            lane.close()
-        self._lanes.clear()
         self._diallers.clear()
+        super().close()
 
     def _up(self, number: int, connection: TcpLane, generation: int) -> None:
         self.next_s = 0.0
         memory = (channel.slots.payloads() for channel in self.channels.values())
-        lane = sending_lane(self._backend, connection, memory, self._identity.chunk_bytes)
+        lane = self._open(NixlSendingLane, connection, memory, self._identity.chunk_bytes)
         now_s = time.monotonic()
         try:
             replaced = self.engine.lane_up(number, generation, now_s)
@@ -217,33 +239,33 @@ class SendingLink:
             self._diallers[number].again(now_s)
             return
         for stale in replaced:
-            self._lose(stale, "the receiver began anew: another sidecar, or connect", now_s)
+            self._lose(stale, "the receiver began anew: another sidecar, or connect")
         self._lanes[number], self._pings[number] = lane, OpenPings()
         self.was_up = True
         self._loop.add(lane.fileno(), lane.mask, lambda mask: self._ready(number, lane, mask))
         self._report("lane_up", peer=self.peer, lane=number, generation=generation)
-        self._ready(number, lane, 1)  # frames may have come with the end of the handshake
+        self._ready(number, lane, READ)  # frames may have come with the end of the handshake
 
     def _ready(self, number: int, lane: Lane, mask: int) -> None:
         now_s = time.monotonic()
         freed: set[ChannelName] = set()
         try:
             for frame in lane.poll(mask, None):
-                self._hear(number, frame, now_s, freed)
+                self._take(number, frame, now_s, freed)
             if lane.is_busy:
                 lane.flush()
             if number in self._lanes:
                 self._loop.change(lane.fileno(), lane.mask)
         except LaneError as error:
-            self._lose(number, str(error), now_s)
+            self._lose(number, str(error))
         except (FrameError, ProtocolError) as error:
             self._violations += 1
-            self._lose(number, str(error), now_s)
+            self._lose(number, str(error))
         for name in freed:
             self.channels[name].release(self.engine.released(name))
         self._has_heard = True
 
-    def _hear(self, number: int, frame: Any, now_s: float, freed: set[ChannelName]) -> None:
+    def _take(self, number: int, frame: Any, now_s: float, freed: set[ChannelName]) -> None:
         """Take a frame, and put channels of which more is delivered now into the set."""
         kind = type(frame)
         if kind is Acknowledge:
@@ -254,18 +276,10 @@ class SendingLink:
         elif kind is Credit or kind is Resume:
             if self.engine.counts(number, frame, now_s):
                 freed.add(frame.channel)
-        elif kind is Ping:
-            received_ns = time.monotonic_ns()
-            self._lanes[number].tell(Pong(frame.sent_ns, received_ns, time.monotonic_ns()))
-        elif kind is Pong:
-            received_ns = time.monotonic_ns()
-            self._pings[number].answered(frame, received_ns)
-            self.clock.learn(frame, received_ns)
-            self.engine.ponged(number, frame, now_s)
-        elif kind is Gone:
-            if frame.rank != self.peer:
-                raise ProtocolError(f"rank {self.peer} says that rank {frame.rank} is gone")
-            self._report("peer_gone", peer=self.peer, reason=frame.reason)
+        else:
+            self._hear(number, frame)
+            if kind is Pong:
+                self.engine.ponged(number, frame, now_s)
 
     def _is_surplus(self, number: int, frame: Acknowledge) -> bool:
         """Whether it answers a chunk that was sent twice on purpose, of which nobody else knows."""
@@ -314,27 +328,15 @@ class SendingLink:
                 self._surplus[number, chunk.channel, chunk.sequence, chunk.offset] += 1
                 ready = lane.post(chunk, payload)
         except LaneError as error:
-            self._lose(number, str(error), now_s)
+            self._lose(number, str(error))
             return False
         if not ready:
             self._loop.change(lane.fileno(), lane.mask)
         return ready
 
-    def _tell(self, number: int, frame: Any, now_s: float) -> None:
-        lane = self._lanes[number]
-        lane.tell(frame)
-        self._flush(number, lane, now_s)
-
-    def _flush(self, number: int, lane: Lane, now_s: float) -> None:
-        try:
-            lane.flush()
-        except LaneError as error:
-            self._lose(number, str(error), now_s)
-        else:
-            self._loop.change(lane.fileno(), lane.mask)
-
-    def _lose(self, number: int, reason: str, now_s: float) -> None:
+    def _lose(self, number: int, reason: str) -> None:
         """Close a lane, give its chunks back to the engine, and dial again."""
+        now_s = time.monotonic()
         self.engine.lane_down(number, now_s)
         self.next_s = 0.0
         lane = self._lanes.pop(number, None)

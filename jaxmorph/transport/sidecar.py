@@ -15,21 +15,18 @@ import time
 from typing import Any
 
 from jaxmorph.transport.channel import ProtocolError
-from jaxmorph.transport.control_messages import Record, RecordReader, send_record
-from jaxmorph.transport.dialler import Identity
+from jaxmorph.transport.connecting import Greeter, Identity
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import READ, EventLoop
-from jaxmorph.transport.frames import Introduce
-from jaxmorph.transport.greeter import Greeter
-from jaxmorph.transport.lane import Lane, LaneError
-from jaxmorph.transport.lane_backends import NIXL, prepare
+from jaxmorph.transport.lanes import Lane, LaneError, TcpLane
+from jaxmorph.transport.link import NIXL, prepare_backend
 from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator
 from jaxmorph.transport.names import ChannelName
-from jaxmorph.transport.receiving_link import ReceivingLink
-from jaxmorph.transport.sending_link import SendingLink
-from jaxmorph.transport.sidecar_channels import IncomingChannel, OutgoingChannel
+from jaxmorph.transport.receiving_link import IncomingChannel, ReceivingLink
+from jaxmorph.transport.sending_link import OutgoingChannel, SendingLink
+from jaxmorph.transport.sidecar_process import Record, RecordReader, send_record
 from jaxmorph.transport.slots import Slots
-from jaxmorph.transport.tcp_lanes import TcpLane
+from jaxmorph.transport.wire import Introduce
 
 _LOOK_ANYWAY_S = 0.1
 _REFUSED_S = 1.0
@@ -37,11 +34,7 @@ _GOODBYE_S = 0.3
 
 
 class Sidecar:
-    """All that one sidecar does.
-
-    Args:
-        control: The socket to the trainer.
-    """
+    """All that one sidecar does for the trainer at the other end of `control`."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -130,7 +123,7 @@ class Sidecar:
     ) -> None:
         self._rank, self._generation, self._settings = rank, generation, settings
         try:
-            prepare(settings["backend"], settings["addresses"])
+            prepare_backend(settings["backend"], settings["addresses"])
         except LaneError as error:
             sys.exit(f"jaxmorph sidecar of rank {rank}: {error}")
         self._polls = settings["backend"] == NIXL

@@ -30,9 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmorph.transport.errors import TransportError
-from jaxmorph.transport.names import TAG_WORDS, Tag
-from jaxmorph.transport.sequence import MASK, WRAP, add
+from jaxmorph.transport.names import MASK, TAG_WORDS, WRAP, Tag, TransportError, add
 
 NO_TIME_NS = 0
 
@@ -55,7 +53,6 @@ class About(NamedTuple):
     """What is known of a message apart from its payload.
 
     Attributes:
-        tag: What the sender posted with it.
         posted_ns: When it was posted, by the monotonic clock of the host the memory is on; where
             its payload came after that by itself, when that was seen.
         landed_ns: When it was complete at the receiver; 0 at the sender's end.

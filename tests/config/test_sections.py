@@ -7,7 +7,7 @@ from jaxmorph.config.sections import Routes, Schedule, ScheduleName
 from jaxmorph.config.transport_section import Transport
 from jaxmorph.schedule.costs import Link, LinkState
 from jaxmorph.schedule.planner import SCHEDULE_NAMES
-from jaxmorph.transport.frames import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from jaxmorph.transport.wire import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 
 
 def test_every_schedule_that_can_be_planned_can_be_configured():

@@ -17,9 +17,8 @@ from jaxmorph.copies.pinned_host import PinnedHostTier
 from jaxmorph.copies.programs import is_ready
 from jaxmorph.copies.registered_memory import RegisteredMemory
 from jaxmorph.copies.trial import try_tier
-from jaxmorph.transport.channel_ends import OutgoingEnd
 from jaxmorph.transport.names import ChannelName
-from jaxmorph.transport.plane import ChannelSpec
+from jaxmorph.transport.plane import ChannelSpec, OutgoingEnd
 
 PLACEMENT = SingleDeviceSharding(jax.devices()[0])
 USE = SlotUse(PayloadShape((3, 5), jnp.dtype("float32")), 10)

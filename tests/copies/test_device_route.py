@@ -16,6 +16,7 @@ from fake_cuda import LIMIT_S, FakeLibrary
 from fake_kernels import FakeKernels
 from jax.sharding import SingleDeviceSharding
 from later_device import LaterDevice
+from oracles.loopback import LoopbackNetwork
 
 from jaxmorph.copies.copy_engine import CopyEngineTier
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
@@ -34,7 +35,6 @@ from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.payloads import channel_name
 from jaxmorph.runtime.routes import TransferMismatchError
-from jaxmorph.transport.loopback import LoopbackNetwork
 from jaxmorph.transport.plane import ChannelSpec
 
 PLACEMENT = SingleDeviceSharding(jax.devices()[0])

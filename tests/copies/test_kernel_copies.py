@@ -24,9 +24,8 @@ from jaxmorph.copies.programs import is_ready
 from jaxmorph.copies.registered_memory import RegisteredMemory
 from jaxmorph.copies.trial import try_tier
 from jaxmorph.pallas_kernels import SlotControl, copy_to_slot, pack, unpack
-from jaxmorph.transport.channel_ends import OutgoingEnd
 from jaxmorph.transport.names import ChannelName
-from jaxmorph.transport.plane import ChannelSpec
+from jaxmorph.transport.plane import ChannelSpec, OutgoingEnd
 
 PLACEMENT = SingleDeviceSharding(jax.devices()[0])
 FLOATS = PayloadShape((3, 5), jnp.dtype("float32"))

@@ -16,9 +16,8 @@ from jaxmorph.copies.payload import PayloadShape, SlotUse
 from jaxmorph.copies.registered_landing import RegisteredLandingTier
 from jaxmorph.copies.registered_memory import RegisteredMemory
 from jaxmorph.copies.trial import try_landing
-from jaxmorph.transport.channel_ends import IncomingEnd
 from jaxmorph.transport.names import TAG_WORDS, ChannelName
-from jaxmorph.transport.plane import ChannelSpec
+from jaxmorph.transport.plane import ChannelSpec, IncomingEnd
 from jaxmorph.transport.slots import About
 
 PLACEMENT = SingleDeviceSharding(jax.devices()[0])

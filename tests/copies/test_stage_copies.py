@@ -5,6 +5,7 @@ import pytest
 from fake_cuda import FakeLibrary
 from fake_kernels import FakeKernels
 from jax.sharding import SingleDeviceSharding
+from oracles.loopback import LoopbackNetwork
 
 from jaxmorph.copies import at_once, trial, ways
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
@@ -12,7 +13,6 @@ from jaxmorph.copies.kernel_copies import KernelTier
 from jaxmorph.copies.kernel_landing import KernelLandingTier
 from jaxmorph.copies.stage_copies import open_copies
 from jaxmorph.errors import UserError
-from jaxmorph.transport.loopback import LoopbackNetwork
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec
 

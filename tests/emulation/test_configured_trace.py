@@ -1,9 +1,9 @@
 import pytest
 
 from jaxmorph.config.sections import LinkTrace
-from jaxmorph.emulation import trace_limits
-from jaxmorph.emulation.configured_trace import begun_at, trace_conditions
+from jaxmorph.emulation import link_trace
 from jaxmorph.emulation.delay_traces import draw_regime
+from jaxmorph.emulation.link_settings import begun_at, trace_conditions
 from jaxmorph.errors import UserError
 from jaxmorph.schedule.problem_links import pipeline_links
 from jaxmorph.transport.link_emulator import LinkCondition
@@ -57,7 +57,7 @@ def test_steps_may_be_counted_from_another_one():
 
 
 def test_more_changes_than_can_be_told_are_refused(monkeypatch):
-    monkeypatch.setattr(trace_limits, "MOST_CHANGES", 50)
+    monkeypatch.setattr(link_trace, "MOST_CHANGES", 50)
     assert trace_conditions(LinkTrace(regime="A", duration_s=2.0), 3, KEY)
     with pytest.raises(UserError, match=r"^emulation\.trace: got \d+ changes of link"):
         trace_conditions(LinkTrace(regime="A", duration_s=8.0), 3, KEY)

@@ -20,10 +20,10 @@ from jaxmorph.emulation.delay_traces import (
     draw_regime,
     events_trace,
 )
+from jaxmorph.emulation.link_trace import read_link_trace
 from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.problem_links import pipeline_links
 from jaxmorph.transport.link_emulator import LinkCondition
-from jaxmorph.transport.link_trace import read_link_trace
 
 LINKS = pipeline_links(4)
 TABLE_3 = Path(__file__).parents[2] / "configs/traces/adaptra-table3.csv"

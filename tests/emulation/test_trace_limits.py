@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from jaxmorph.emulation.trace_limits import MOST_CHANGES, require_few_changes, require_links_of
+from jaxmorph.emulation.link_trace import MOST_CHANGES, require_few_changes, require_links_of
 from jaxmorph.errors import UserError
 from jaxmorph.schedule.costs import Link
-from jaxmorph.transport import control_messages
+from jaxmorph.transport import sidecar_process
 from jaxmorph.transport.link_emulator import LinkCondition
 
 LONGEST = 12345.678901234567  # as scaled numbers of a trace may be
@@ -17,7 +17,7 @@ def test_as_many_changes_as_a_link_may_have_fit_into_one_record_to_a_sidecar():
         (16383, 16384), LONGEST, LONGEST, LONGEST, True, from_s=LONGEST, to_s=LONGEST, source=16383
     )
     num_bytes = len(json.dumps([vars(change)])) * MOST_CHANGES * MOST_LINKS
-    assert num_bytes <= control_messages._MAX_RECORD_BYTES
+    assert num_bytes <= sidecar_process._MAX_RECORD_BYTES
 
 
 def test_a_link_may_change_as_often_as_a_rank_can_be_told_and_no_oftener():

@@ -10,7 +10,7 @@ import numpy as np
 from slot_words import words_of
 
 from jaxmorph.pallas_kernels import copy_from_slot, copy_to_slot, is_acknowledged
-from jaxmorph.transport.sequence import add
+from jaxmorph.transport.names import add
 from jaxmorph.transport.slots import Slots
 
 LIMIT_US = 1_000_000

@@ -11,7 +11,7 @@ from delegate_process import take, wait_until_free
 from slot_words import words_of
 
 from jaxmorph.pallas_kernels import copy_to_slot
-from jaxmorph.transport.sequence import add
+from jaxmorph.transport.names import add
 from jaxmorph.transport.slots import Slots
 
 HERE = Path(__file__).parent

@@ -4,9 +4,9 @@ import threading
 
 import numpy as np
 import pytest
+from oracles.loopback import LoopbackNetwork
 
 from jaxmorph.runtime.data_plane import open_data_plane
-from jaxmorph.transport.loopback import LoopbackNetwork
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
+from oracles.loopback import LoopbackNetwork
 
 from jaxmorph.copies.at_once import AtOnceTier
 from jaxmorph.copies.choosing import choose_tier
@@ -21,8 +22,7 @@ from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.payloads import channel_name
 from jaxmorph.runtime.routes import AbandonedEpochError, TransferMismatchError
 from jaxmorph.transport.doorbell import wait_for_any
-from jaxmorph.transport.errors import PeerGoneError
-from jaxmorph.transport.loopback import LoopbackNetwork
+from jaxmorph.transport.names import PeerGoneError
 from jaxmorph.transport.plane import ChannelSpec
 
 SHAPE = (3, 5)

@@ -23,8 +23,8 @@ from two_ends import (
 from jaxmorph.runtime.direct_programs import LIVES
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.routes import AbandonedEpochError, TransferMismatchError
-from jaxmorph.transport.errors import PeerGoneError
 from jaxmorph.transport.link_emulator import LinkCondition
+from jaxmorph.transport.names import PeerGoneError
 
 ORDER = [up(0), up(1), down(0), up(2), down(1), TIED, down(2)]
 CUT = LinkCondition((0, 1), cut=True, route="direct")

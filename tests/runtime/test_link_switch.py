@@ -8,7 +8,7 @@ from two_ends import CHANNELS, LIMIT_S, LINK, wires
 
 from jaxmorph.runtime.link_messages import EndState, Word
 from jaxmorph.runtime.link_switch import LinkEnd, LinkSwitchError
-from jaxmorph.transport.errors import PeerGoneError
+from jaxmorph.transport.names import PeerGoneError
 
 ACTIVATIONS, GRADIENTS, _ = CHANNELS
 

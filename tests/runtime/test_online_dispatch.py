@@ -14,7 +14,7 @@ from jaxmorph.runtime.online_dispatch import OnlineDispatcher
 from jaxmorph.schedule.builders import zb_h2
 from jaxmorph.schedule.costs import Limits, Link, StageCosts, chain_links
 from jaxmorph.schedule.simulator import simulate
-from jaxmorph.transport.errors import PeerGoneError
+from jaxmorph.transport.names import PeerGoneError
 
 OP_S = 0.01
 RANK, STAGES, MICROBATCHES = 1, 3, 4

@@ -8,6 +8,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from oracles.loopback import LoopbackNetwork
 
 from jaxmorph.errors import UserError
 from jaxmorph.program.lowering import lower
@@ -21,7 +22,6 @@ from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate
 from jaxmorph.stage.model import cut_layers
-from jaxmorph.transport.loopback import LoopbackNetwork
 from models.gpt2 import build
 
 

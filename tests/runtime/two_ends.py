@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
+from oracles.loopback import LoopbackNetwork
 
 from jaxmorph.copies.at_once import AtOnceTier
 from jaxmorph.copies.choosing import choose_tier
@@ -25,7 +26,6 @@ from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.link_messages import LinkWires
 from jaxmorph.runtime.payloads import channel_name
 from jaxmorph.schedule.costs import Link
-from jaxmorph.transport.loopback import LoopbackNetwork
 from jaxmorph.transport.plane import ChannelSpec
 
 SHAPE = (3, 5)

@@ -28,9 +28,8 @@ from exchanges import (
     spec,
 )
 
-from jaxmorph.transport.errors import PeerGoneError, TransportError
 from jaxmorph.transport.link_emulator import LinkEmulator
-from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.names import ChannelName, PeerGoneError, TransportError
 from jaxmorph.transport.plane import TransportSettings
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmorph.transport.doorbell import Doorbell
-from jaxmorph.transport.names import ChannelName
-from jaxmorph.transport.sequence import add, distance
-from jaxmorph.transport.sidecar_channels import IncomingChannel
+from jaxmorph.transport.names import ChannelName, add, distance
+from jaxmorph.transport.receiving_link import IncomingChannel
 from jaxmorph.transport.slots import Slots
 
 CHUNK_BYTES = 1024

@@ -5,10 +5,16 @@ from typing import Any
 
 from exchanges import SECRET
 
-from jaxmorph.transport.frame_reader import FrameReader
-from jaxmorph.transport.frames import TO_LISTENER, TO_RECEIVER, Challenge, Introduce
-from jaxmorph.transport.handshake import new_nonce, welcome
-from jaxmorph.transport.messages import pack
+from jaxmorph.transport.connecting import new_nonce, sign_welcome
+from jaxmorph.transport.wire import (
+    TO_LISTENER,
+    TO_RECEIVER,
+    Challenge,
+    FrameReader,
+    Introduce,
+    Welcome,
+    pack,
+)
 
 
 class HandmadeReceiver:
@@ -21,7 +27,8 @@ class HandmadeReceiver:
         challenge = Challenge(new_nonce())
         self.say(challenge)
         self.introduction = self.hear(Introduce)
-        self.say(welcome(SECRET, challenge, self.introduction, rank=1, generation=1, algorithm=2))
+        answer = Welcome(rank=1, generation=1, algorithm=2)
+        self.say(sign_welcome(SECRET, challenge, self.introduction, answer))
         self._reader.accept(TO_RECEIVER)
 
     def __enter__(self):

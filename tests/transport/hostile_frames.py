@@ -12,7 +12,9 @@ from zlib import crc32
 
 from guarded_slots import CHUNK_BYTES, GuardedSlots, Shape
 
-from jaxmorph.transport.frames import (
+from jaxmorph.transport.names import HALF, ChannelName, add
+from jaxmorph.transport.wire import (
+    CHECK_BYTES,
     MAX_AGENT_BYTES,
     MAX_CHUNK_BYTES,
     MAX_MESSAGE_BYTES,
@@ -31,10 +33,10 @@ from jaxmorph.transport.frames import (
     Resume,
     Welcome,
     Written,
+    frame_bytes,
+    pack,
+    unpack,
 )
-from jaxmorph.transport.messages import CHECK_BYTES, frame_bytes, pack, unpack
-from jaxmorph.transport.names import ChannelName
-from jaxmorph.transport.sequence import HALF, add
 
 STRANGE_NAMES = (ChannelName(1, 1, 0), ChannelName(2, 0, 1), ChannelName(7, 0, 2, 3))
 MOST_64, MOST_32 = 2**64 - 1, 2**32 - 1

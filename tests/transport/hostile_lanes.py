@@ -10,12 +10,18 @@ from zlib import crc32
 
 from guarded_slots import CHUNK_BYTES
 
-from jaxmorph.transport.checksums import CRC32, algorithm
 from jaxmorph.transport.event_loop import READ
-from jaxmorph.transport.frame_reader import FrameReader
-from jaxmorph.transport.frames import TO_RECEIVER, TO_WRITER, Chunk, Grant, Offer, Written
-from jaxmorph.transport.messages import pack
-from jaxmorph.transport.tcp_lanes import TcpLane
+from jaxmorph.transport.lanes import CHECKSUMS, CRC32, TcpLane
+from jaxmorph.transport.wire import (
+    TO_RECEIVER,
+    TO_WRITER,
+    Chunk,
+    FrameReader,
+    Grant,
+    Offer,
+    Written,
+    pack,
+)
 
 
 class Connection:
@@ -115,7 +121,7 @@ class HostileLane:
         """Connect, and be welcome."""
         self.connection, self.rest = Connection(), b""
         lane = TcpLane(cast(Any, self.connection), FrameReader(TO_RECEIVER))
-        lane.checksum = algorithm(CRC32)
+        lane.checksum = CHECKSUMS[CRC32]
         self.peer.link.take(self.number, lane, self.peer.generation, CHUNK_BYTES)
 
     def begin(self, frame: Any, data: bytes, payload: bytes, is_last: bool) -> None:

@@ -10,12 +10,11 @@ from hostile_frames import HostileFrames
 from hostile_lanes import Connection, HostileLane, HostileWritingLane, Loop
 
 from jaxmorph.transport.channel import ProtocolError
-from jaxmorph.transport.frame_reader import FrameReader
-from jaxmorph.transport.frames import TO_RECEIVER
-from jaxmorph.transport.lane_backends import NIXL
+from jaxmorph.transport.lanes import TcpLane
+from jaxmorph.transport.link import NIXL
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.receiving_link import ReceivingLink
-from jaxmorph.transport.tcp_lanes import TcpLane
+from jaxmorph.transport.wire import TO_RECEIVER, FrameReader
 
 NAMES = (ChannelName(1, 0, 1), ChannelName(7, 0, 1, 3))
 

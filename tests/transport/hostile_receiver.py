@@ -21,7 +21,8 @@ from lone_sender import (
     LoneSender,
 )
 
-from jaxmorph.transport.frames import (
+from jaxmorph.transport.names import ChannelName, add, distance
+from jaxmorph.transport.wire import (
     Acknowledge,
     AgentPart,
     Chunk,
@@ -32,10 +33,8 @@ from jaxmorph.transport.frames import (
     Pong,
     Resume,
     Written,
+    pack,
 )
-from jaxmorph.transport.messages import pack
-from jaxmorph.transport.names import ChannelName
-from jaxmorph.transport.sequence import add, distance
 
 ANOTHER = ChannelName(1, 1, 0)
 LEFT = slice(2 * 64, 2 * 64 + 4)  # the one word of the slots that the sidecar writes

@@ -5,19 +5,14 @@ from typing import Any, cast
 
 from hostile_lanes import Connection, Loop
 
-from jaxmorph.transport.checksums import CRC32, algorithm
-from jaxmorph.transport.dialler import Identity
+from jaxmorph.transport.connecting import Identity
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import READ
-from jaxmorph.transport.frame_reader import FrameReader
-from jaxmorph.transport.frames import TO_RECEIVER, TO_SENDER, Chunk, Frame
-from jaxmorph.transport.messages import pack
-from jaxmorph.transport.names import ChannelName
-from jaxmorph.transport.sending_link import SendingLink
-from jaxmorph.transport.sequence import add
-from jaxmorph.transport.sidecar_channels import OutgoingChannel
+from jaxmorph.transport.lanes import CHECKSUMS, CRC32, TcpLane
+from jaxmorph.transport.names import ChannelName, add
+from jaxmorph.transport.sending_link import OutgoingChannel, SendingLink
 from jaxmorph.transport.slots import About, Slots
-from jaxmorph.transport.tcp_lanes import TcpLane
+from jaxmorph.transport.wire import TO_RECEIVER, TO_SENDER, Chunk, Frame, FrameReader, pack
 
 NAME = ChannelName(1, 0, 1)
 CHUNK_BYTES, SLOT_BYTES, NUM_SLOTS, NUM_LANES = 1024, 2500, 4, 2
@@ -34,7 +29,7 @@ class AnsweredLane:
     def __init__(self) -> None:
         self.connection = Connection()
         self.lane = TcpLane(cast(Any, self.connection), FrameReader(TO_SENDER))
-        self.lane.checksum = algorithm(CRC32)
+        self.lane.checksum = CHECKSUMS[CRC32]
         self.reader = FrameReader(TO_RECEIVER)
         self.came: deque[Chunk] = deque(maxlen=50)
         self.others: deque[Any] = deque(maxlen=50)

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmorph.transport.frames import Chunk, Frame
 from jaxmorph.transport.incoming import Delivery, Landing
-from jaxmorph.transport.messages import frame_bytes, pack, unpack
-from jaxmorph.transport.names import ChannelName
-from jaxmorph.transport.sequence import add
+from jaxmorph.transport.names import ChannelName, add
+from jaxmorph.transport.wire import Chunk, Frame, frame_bytes, pack, unpack
 
 
 def there_and_back(frame: Frame) -> Frame:

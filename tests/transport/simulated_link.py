@@ -15,11 +15,10 @@ from typing import Any
 from simulated_ends import Memory, Pipe, Wire, content, there_and_back
 
 from jaxmorph.transport.channel import ProtocolError
-from jaxmorph.transport.frames import Chunk, Ping, Pong
 from jaxmorph.transport.incoming import Delivery, Incoming, Landing, Place
-from jaxmorph.transport.names import Tag
+from jaxmorph.transport.names import Tag, distance
 from jaxmorph.transport.outgoing import Outgoing
-from jaxmorph.transport.sequence import distance
+from jaxmorph.transport.wire import Chunk, Ping, Pong
 
 TAG: Tag = (1, 2, 3, 4, 5, 6, 7, 8)
 PIECES = 4
@@ -175,9 +174,7 @@ class Link:
         if pipe.broken:
             self._close_sender(pipe)
             return
-        stale, resumes = self.incoming.lane_up(
-            pipe.lane, self.sender_generation, self.chunk_bytes, self.now
-        )
+        stale, resumes = self.incoming.lane_up(pipe.lane, self.sender_generation, self.chunk_bytes)
         for lane in (*stale, pipe.lane):
             if lane in self.receiving:
                 self.receiving.pop(lane).receiver_open = False
@@ -312,7 +309,7 @@ class Link:
         if first == 0:
             received = there_and_back(chunk)
             assert isinstance(received, Chunk)
-            pipe.landing = self.incoming.begin(pipe.lane, received, self.now)
+            pipe.landing = self.incoming.begin(pipe.lane, received)
             pipe.received_check = 0
         landing = pipe.landing
         assert landing is not None
@@ -346,7 +343,7 @@ class Link:
             self._deliver(pipe, lambda: self._close_sender(pipe))
             return
         self.discarded += landing.place is Place.JUNK
-        landed = self.incoming.landed(pipe.lane, self.now)
+        landed = self.incoming.landed(pipe.lane)
         self.redirected += len(landed.fenced)
         if landed.copy is not None:
             self.copied += 1
@@ -417,7 +414,7 @@ class Link:
             if pipe.receiver_open:
                 at_ns = int(self.now * 1e9)
                 self._answer(pipe, Pong(ping.sent_ns, at_ns, at_ns))
-                for credit in self.incoming.pinged(pipe.lane, self.now):
+                for credit in self.incoming.pinged(pipe.lane):
                     self._answer(pipe, credit)
 
         self._deliver(pipe, asked)

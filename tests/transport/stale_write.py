@@ -16,15 +16,19 @@ import numpy as np
 from jaxmorph.transport.channel import ProtocolError
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import EventLoop
-from jaxmorph.transport.frame_reader import FrameReader
-from jaxmorph.transport.frames import TO_RECEIVER, TO_SENDER, Acknowledge, Chunk, FrameError
-from jaxmorph.transport.lane import LaneError
+from jaxmorph.transport.lanes import LaneError, TcpLane
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.nixl_lanes import NixlReceivingLane, NixlSendingLane
-from jaxmorph.transport.receiving_link import ReceivingLink
-from jaxmorph.transport.sidecar_channels import IncomingChannel
+from jaxmorph.transport.receiving_link import IncomingChannel, ReceivingLink
 from jaxmorph.transport.slots import Slots
-from jaxmorph.transport.tcp_lanes import TcpLane
+from jaxmorph.transport.wire import (
+    TO_RECEIVER,
+    TO_SENDER,
+    Acknowledge,
+    Chunk,
+    FrameError,
+    FrameReader,
+)
 
 THERE, CHUNK_BYTES, TAG = ChannelName(1, 0, 1), 4 * 1024 * 1024, (0,) * 8
 PATIENCE_S = 30.0

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,15 @@ from jaxmorph.transport.channel import (
     Sent,
     after_received,
     after_sent,
-    mermaid,
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "transport-states.md"
 
 
-def test_the_page_is_drawn_from_the_tables():
-    assert PAGE.read_text() == mermaid()
+def test_the_page_draws_the_tables():
+    arrows = re.findall(r"^    (\w+) --> (\w+): (.*)$", PAGE.read_text(), re.MULTILINE)
+    tables = [*SENDING.items(), *RECEIVING.items()]
+    assert arrows == [(state, after, event) for (state, event), after in tables]
 
 
 def test_what_is_not_in_the_table_cannot_happen():

@@ -1,7 +1,7 @@
 import random
 
-from jaxmorph.transport.clock_offset import ClockOffset
-from jaxmorph.transport.frames import Pong
+from jaxmorph.transport.link import ClockOffset
+from jaxmorph.transport.wire import Pong
 
 AHEAD_NS = 7_000_000_123
 

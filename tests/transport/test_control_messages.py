@@ -3,7 +3,7 @@ import socket
 
 import pytest
 
-from jaxmorph.transport.control_messages import RecordReader, send_record
+from jaxmorph.transport.sidecar_process import RecordReader, send_record
 
 
 @pytest.fixture

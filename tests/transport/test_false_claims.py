@@ -13,22 +13,22 @@ from lone_sender import CHUNK_BYTES, NAME, NUM_SLOTS, SLOT_BYTES, LoneSender
 
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.event_loop import READ
-from jaxmorph.transport.frame_reader import FrameReader
-from jaxmorph.transport.frames import (
+from jaxmorph.transport.lanes import TcpLane
+from jaxmorph.transport.names import add, distance
+from jaxmorph.transport.plane import TransportSettings
+from jaxmorph.transport.receiving_link import ReceivingLink
+from jaxmorph.transport.wire import (
     TO_RECEIVER,
     Acknowledge,
     Chunk,
     Credit,
+    FrameReader,
     Gone,
     Ping,
     Pong,
     Resume,
+    pack,
 )
-from jaxmorph.transport.messages import pack
-from jaxmorph.transport.plane import TransportSettings
-from jaxmorph.transport.receiving_link import ReceivingLink
-from jaxmorph.transport.sequence import add, distance
-from jaxmorph.transport.tcp_lanes import TcpLane
 
 FIRST = 2**32 - 2  # the second message is the last before the wrap
 

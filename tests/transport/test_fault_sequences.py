@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from benchmarks.transport_faults import CHANNELS, NUM_SLOTS, FaultyLink, fuzz_and_go_on, run
-from jaxmorph.transport.nixl_agent import missing
+from jaxmorph.transport.nixl_lanes import missing
 
 has_nixl = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 

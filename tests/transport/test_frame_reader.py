@@ -5,26 +5,28 @@ import zlib
 
 import pytest
 
-from jaxmorph.transport import messages
-from jaxmorph.transport.frame_reader import READ_BYTES, FrameReader
-from jaxmorph.transport.frames import (
+from jaxmorph.transport import wire
+from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.wire import (
+    READ_BYTES,
     TO_LISTENER,
     TO_RECEIVER,
     TO_SENDER,
+    TYPE_NUMBERS,
     Acknowledge,
     Challenge,
     Chunk,
     Credit,
     FrameError,
+    FrameReader,
     Gone,
     Introduce,
     Ping,
     Pong,
     Resume,
     Welcome,
+    pack,
 )
-from jaxmorph.transport.messages import TYPE_NUMBERS, pack
-from jaxmorph.transport.names import ChannelName
 
 NAME = ChannelName(1, 2, 3, 4)
 CHUNK = Chunk(NAME, 5, 100, 0, 100, (1, 2, 3, 4, 5, 6, 7, 8), 9)
@@ -93,7 +95,7 @@ def test_no_more_payload_is_passed_over_than_there_is():
 
 def test_only_what_may_come_now_is_parsed():
     reader = FrameReader(TO_LISTENER)
-    reader.feed(pack(CHUNK)[: messages.HEAD_BYTES])  # its head is enough
+    reader.feed(pack(CHUNK)[: wire.HEAD_BYTES])  # its head is enough
     with pytest.raises(FrameError, match="may not come now"):
         reader.next_frame()
     reader = FrameReader(TO_LISTENER)
@@ -115,7 +117,7 @@ def fuzzed(rng, originals):
     if kind == 1:
         return bytes(data[: rng.randrange(len(data))]) + rng.choice(originals)
     if kind == 2:
-        struct.pack_into("<HBBH", data, 0, messages.MAGIC, 1, data[3], len(data) - 10)
+        struct.pack_into("<HBBH", data, 0, wire.MAGIC, 1, data[3], len(data) - 10)
     body = bytes(data[:-4])
     return body + struct.pack("<I", zlib.crc32(body))
 
@@ -147,7 +149,7 @@ def test_whatever_bytes_come_memory_is_bounded():
     rng = random.Random(5)
     originals = [pack(frame) for frame in SAMPLES]
     reader = FrameReader(TYPE_NUMBERS)
-    huge = CHUNK._replace(total=1 << 45, offset=0, length=messages.MAX_CHUNK_BYTES)
+    huge = CHUNK._replace(total=1 << 45, offset=0, length=wire.MAX_CHUNK_BYTES)
     inputs = [fuzzed(rng, [*originals, pack(huge)]) for _ in range(2_000)]
     refused_of(rng, originals, 100)
     tracemalloc.start()

@@ -1,13 +1,13 @@
 import pytest
 
-from jaxmorph.transport.frames import Challenge, FrameError
-from jaxmorph.transport.handshake import (
+from jaxmorph.transport.connecting import (
     check_introduction,
     check_welcome,
-    introduction,
     new_nonce,
-    welcome,
+    sign_introduction,
+    sign_welcome,
 )
+from jaxmorph.transport.wire import Challenge, FrameError, Introduce, Welcome
 
 SECRET = b"the run's"
 
@@ -15,11 +15,9 @@ SECRET = b"the run's"
 @pytest.fixture
 def spoken():
     challenge = Challenge(new_nonce())
-    frame = introduction(
-        SECRET, challenge, rank=1, destination=2, generation=3, lane=4, chunk_bytes=65536,
-        algorithms=(2,),
-    )  # fmt: skip
-    return challenge, frame, welcome(SECRET, challenge, frame, rank=2, generation=5, algorithm=2)
+    said = Introduce(1, 2, 3, 4, 65536, (2,), new_nonce())
+    frame = sign_introduction(SECRET, challenge, said)
+    return challenge, frame, sign_welcome(SECRET, challenge, frame, Welcome(2, 5, 2))
 
 
 def test_two_that_know_the_secret_believe_each_other(spoken):
@@ -66,6 +64,6 @@ def test_a_proof_cannot_be_sent_back_to_its_maker(spoken):
 
 def test_another_rank_than_the_one_dialled_is_refused(spoken):
     challenge, frame, _ = spoken
-    answer = welcome(SECRET, challenge, frame, rank=7, generation=5, algorithm=2)
+    answer = sign_welcome(SECRET, challenge, frame, Welcome(7, 5, 2))
     with pytest.raises(FrameError, match="rank 7 answered"):
         check_welcome(SECRET, challenge, frame, answer)

@@ -12,9 +12,9 @@ from hostile_receiver import HostileReceiver
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from jaxmorph.transport import nixl_lanes, tcp_lanes
-from jaxmorph.transport.frames import MAX_CHUNK_BYTES
-from jaxmorph.transport.lane_backends import NIXL, TCP
+from jaxmorph.transport import lanes, nixl_lanes
+from jaxmorph.transport.link import NIXL, TCP
+from jaxmorph.transport.wire import MAX_CHUNK_BYTES
 
 FRAMES_AN_ATTACK = 500
 TRACED = 16  # every so many attacks
@@ -78,7 +78,7 @@ def test_hostile_frames_write_only_where_they_may_crash_nothing_and_take_no_memo
     withstand()
     assert counts["frames"] >= num_frames
     # The one buffer for what nobody wants is as long as the longest chunk that a frame allows.
-    assert len(tcp_lanes._everybodys_junk) <= MAX_CHUNK_BYTES
+    assert len(lanes._everybodys_junk) <= MAX_CHUNK_BYTES
     # Neither all nor nothing gets far: every way through the receiver is taken often.
     for way, share in {
         "landed": 0.1,

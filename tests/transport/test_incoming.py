@@ -1,9 +1,9 @@
 import pytest
 
 from jaxmorph.transport.channel import ProtocolError
-from jaxmorph.transport.frames import Acknowledge, Chunk, Credit, Resume
 from jaxmorph.transport.incoming import Incoming, Place
 from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.wire import Acknowledge, Chunk, Credit, Resume
 
 NAME = ChannelName(1, 0, 1)
 TAG = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -24,13 +24,13 @@ def incoming():
     incoming = Incoming(0, 1)
     incoming.add_channel(NAME, 4 * SIZE, 4, FIRST, FIRST)
     for lane in range(3):
-        incoming.lane_up(lane, 0, SIZE, 0.0)
+        incoming.lane_up(lane, 0, SIZE)
     return incoming
 
 
 def land(incoming, lane, frame):
-    incoming.begin(lane, frame, 0.0)
-    return incoming.landed(lane, 0.0)
+    incoming.begin(lane, frame)
+    return incoming.landed(lane)
 
 
 def delivered(landed):
@@ -38,9 +38,9 @@ def delivered(landed):
 
 
 def test_a_chunk_lands_at_its_place_in_its_messages_slot(incoming):
-    landing = incoming.begin(0, chunk(3, 1), 0.0)
+    landing = incoming.begin(0, chunk(3, 1))
     assert (landing.place, landing.slot, landing.offset) == (Place.SLOT, (FIRST + 3) % 4, SIZE)
-    assert incoming.landed(0, 0.0) == (
+    assert incoming.landed(0) == (
         (), None, (), Acknowledge(NAME, 1, SIZE, FIRST, (FIRST + 4) % 2**32)
     )  # fmt: skip
 
@@ -64,67 +64,67 @@ def test_an_empty_message_is_a_message(incoming):
 
 def test_what_has_landed_is_junk_when_it_comes_again(incoming):
     land(incoming, 0, chunk(0, 0))
-    assert incoming.begin(1, chunk(0, 0), 0.0).place is Place.JUNK
-    again = incoming.landed(1, 0.0)
+    assert incoming.begin(1, chunk(0, 0)).place is Place.JUNK
+    again = incoming.landed(1)
     assert (again.copy, again.deliveries, again.fenced) == (None, (), ())
     assert again.acknowledge.offset == 0
 
 
 def test_what_is_delivered_is_junk_when_it_comes_again(incoming):
     land(incoming, 0, chunk(0, total=5))
-    assert incoming.begin(0, chunk(0, total=5), 0.0).place is Place.JUNK
-    assert incoming.landed(0, 0.0).acknowledge.delivered == (FIRST + 1) % 2**32
+    assert incoming.begin(0, chunk(0, total=5)).place is Place.JUNK
+    assert incoming.landed(0).acknowledge.delivered == (FIRST + 1) % 2**32
 
 
 def test_a_copy_of_a_chunk_under_way_lands_aside_and_fences_the_first_when_it_is_sooner(incoming):
-    first = incoming.begin(0, chunk(0, 0), 0.0)
-    copy = incoming.begin(1, chunk(0, 0), 0.0)
+    first = incoming.begin(0, chunk(0, 0))
+    copy = incoming.begin(1, chunk(0, 0))
     assert (first.place, copy.place) == (Place.SLOT, Place.ASIDE)
-    landed = incoming.landed(1, 0.0)
+    landed = incoming.landed(1)
     assert landed.copy is copy
     assert landed.fenced == (first,)
     assert first.place is Place.JUNK
     assert delivered(land(incoming, 1, chunk(0, 1))) == [0]  # while lane 0 still reads its junk
-    late = incoming.landed(0, 0.0)
+    late = incoming.landed(0)
     assert (late.copy, late.deliveries) == (None, ())
     assert late.acknowledge.sequence == FIRST
 
 
 def test_a_copy_that_is_later_is_dropped(incoming):
-    incoming.begin(0, chunk(0, 0), 0.0)
-    incoming.begin(1, chunk(0, 0), 0.0)
-    assert incoming.landed(0, 0.0).copy is None
-    late = incoming.landed(1, 0.0)
+    incoming.begin(0, chunk(0, 0))
+    incoming.begin(1, chunk(0, 0))
+    assert incoming.landed(0).copy is None
+    late = incoming.landed(1)
     assert (late.copy, late.fenced) == (None, ())
 
 
 def test_a_lost_lanes_chunk_may_land_by_another(incoming):
-    incoming.begin(0, chunk(0, 0), 0.0)
+    incoming.begin(0, chunk(0, 0))
     incoming.lane_down(0)
-    assert incoming.begin(1, chunk(0, 0), 0.0).place is Place.SLOT
+    assert incoming.begin(1, chunk(0, 0)).place is Place.SLOT
 
 
 def test_a_copy_aside_outlives_the_first_and_fences_a_third(incoming):
-    incoming.begin(0, chunk(0, 0), 0.0)
-    copy = incoming.begin(1, chunk(0, 0), 0.0)
+    incoming.begin(0, chunk(0, 0))
+    copy = incoming.begin(1, chunk(0, 0))
     incoming.lane_down(0)
-    third = incoming.begin(2, chunk(0, 0), 0.0)
+    third = incoming.begin(2, chunk(0, 0))
     assert third.place is Place.SLOT
-    landed = incoming.landed(1, 0.0)
+    landed = incoming.landed(1)
     assert (landed.copy, landed.fenced) == (copy, (third,))
 
 
 def test_a_new_generation_of_the_sender_begins_its_messages_anew(incoming):
-    half = incoming.begin(0, chunk(0, 0), 0.0)
+    half = incoming.begin(0, chunk(0, 0))
     land(incoming, 1, chunk(0, 1))
-    stale, resumes = incoming.lane_up(2, 1, 2 * SIZE, 0.0)
+    stale, resumes = incoming.lane_up(2, 1, 2 * SIZE)
     assert sorted(stale) == [0, 1]
     assert half.place is Place.JUNK
     assert resumes == [Resume(NAME, FIRST, (FIRST + 4) % 2**32)]
     whole = chunk(0, 0)._replace(length=2 * SIZE)
     assert delivered(land(incoming, 2, whole)) == [0]
     with pytest.raises(ProtocolError, match="generation 0"):
-        incoming.lane_up(0, 0, SIZE, 0.0)
+        incoming.lane_up(0, 0, SIZE)
 
 
 @pytest.mark.parametrize(
@@ -140,25 +140,25 @@ def test_a_new_generation_of_the_sender_begins_its_messages_anew(incoming):
 )
 def test_what_may_not_come_is_refused(incoming, frame, says):
     with pytest.raises(ProtocolError, match=says):
-        incoming.begin(0, frame, 0.0)
+        incoming.begin(0, frame)
 
 
 @pytest.mark.parametrize("change", [{"total": SIZE + 1}, {"posted_ns": 5}, {"tag": (0,) * 8}])
 def test_a_message_cannot_change_on_the_way(incoming, change):
     land(incoming, 0, chunk(0, 0))
     with pytest.raises(ProtocolError, match="changed"):
-        incoming.begin(0, chunk(0, 1)._replace(**change), 0.0)
+        incoming.begin(0, chunk(0, 1)._replace(**change))
 
 
 def test_a_lane_lands_one_chunk_at_a_time(incoming):
-    incoming.begin(0, chunk(0, 0), 0.0)
+    incoming.begin(0, chunk(0, 0))
     with pytest.raises(ProtocolError, match="while landing"):
-        incoming.begin(0, chunk(0, 1), 0.0)
+        incoming.begin(0, chunk(0, 1))
 
 
 def test_lanes_of_one_sender_agree_on_chunks(incoming):
     with pytest.raises(ProtocolError, match="chunks of 2048"):
-        incoming.lane_up(3, 0, 2 * SIZE, 0.0)
+        incoming.lane_up(3, 0, 2 * SIZE)
 
 
 def test_the_sender_hears_of_room_when_it_may_need_it(incoming):
@@ -171,19 +171,19 @@ def test_the_sender_hears_of_room_when_it_may_need_it(incoming):
 
 
 def test_a_lane_that_asks_is_told_what_it_has_not_told(incoming):
-    assert incoming.pinged(0, 0.0) == []
+    assert incoming.pinged(0) == []
     land(incoming, 1, chunk(0, total=5))
     incoming.consumed(NAME, FIRST + 1)
-    assert incoming.pinged(0, 0.0) == [Credit(NAME, FIRST + 1, 3)]
-    assert incoming.pinged(0, 0.0) == []
+    assert incoming.pinged(0) == [Credit(NAME, FIRST + 1, 3)]
+    assert incoming.pinged(0) == []
     assert incoming.best_lane() == 0
 
 
 def test_a_restarted_receiver_goes_on_where_its_slots_are():
     incoming = Incoming(0, 1)
     incoming.add_channel(NAME, 4 * SIZE, 4, delivered=3, consumed=1)
-    assert incoming.lane_up(0, 0, SIZE, 0.0)[1] == [Resume(NAME, 3, 5)]
-    assert incoming.begin(0, chunk(4), 0.0).place is Place.JUNK
+    assert incoming.lane_up(0, 0, SIZE)[1] == [Resume(NAME, 3, 5)]
+    assert incoming.begin(0, chunk(4)).place is Place.JUNK
 
 
 def test_only_a_channel_at_rest_grows(incoming):
@@ -212,29 +212,29 @@ def test_channels_are_this_pairs_and_each_is_there_once(incoming):
 )
 def test_a_chunk_that_is_none_is_refused_and_binds_nobody(incoming, frame):
     with pytest.raises(ProtocolError, match="no chunk of"):
-        incoming.begin(0, frame, 0.0)
+        incoming.begin(0, frame)
     assert delivered(land(incoming, 1, chunk(total=5))) == [0]
 
 
 def test_what_a_broken_lane_announced_binds_nobody(incoming):
-    incoming.begin(0, chunk(total=SIZE, posted_ns=77), 0.0)
+    incoming.begin(0, chunk(total=SIZE, posted_ns=77))
     incoming.lane_down(0)
     assert delivered(land(incoming, 1, chunk(total=5))) == [0]
 
 
 def test_a_message_is_kept_while_another_lane_lands_a_copy(incoming):
-    incoming.begin(0, chunk(total=SIZE), 0.0)
-    assert incoming.begin(1, chunk(total=SIZE), 0.0).place is Place.ASIDE
+    incoming.begin(0, chunk(total=SIZE))
+    assert incoming.begin(1, chunk(total=SIZE)).place is Place.ASIDE
     incoming.lane_down(0)
-    assert delivered(incoming.landed(1, 0.0)) == [0]
+    assert delivered(incoming.landed(1)) == [0]
 
 
 def test_a_lane_may_be_lost_while_it_lands_several_chunks_of_a_message():
     incoming = Incoming(0, 1, landings_at_once=2)
     incoming.add_channel(NAME, 4 * SIZE, 4, FIRST, FIRST)
-    incoming.lane_up(0, 0, SIZE, 0.0)
-    incoming.begin(0, chunk(0, 0), 0.0)
-    incoming.begin(0, chunk(0, 1), 0.0)
+    incoming.lane_up(0, 0, SIZE)
+    incoming.begin(0, chunk(0, 0))
+    incoming.begin(0, chunk(0, 1))
     incoming.lane_down(0)
-    incoming.lane_up(0, 0, SIZE, 0.0)
+    incoming.lane_up(0, 0, SIZE)
     assert delivered(land(incoming, 0, chunk(total=5))) == [0]

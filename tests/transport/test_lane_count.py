@@ -1,6 +1,6 @@
 import pytest
 
-from jaxmorph.transport.lane_count import LaneGain, Production, lanes_needed
+from jaxmorph.transport.outgoing_lanes import LaneGain, Production, lanes_needed
 
 
 @pytest.mark.parametrize(

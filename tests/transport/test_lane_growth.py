@@ -9,7 +9,7 @@ from exchanges import PATIENCE_S, SECRET, THERE, soon, spec
 from proxy import Proxy
 
 from jaxmorph.transport.client import SidecarPlane
-from jaxmorph.transport.lane_count import lanes_needed
+from jaxmorph.transport.outgoing_lanes import lanes_needed
 from jaxmorph.transport.plane import TransportSettings
 from jaxmorph.transport.sending_link import MOST_LANES
 

@@ -1,6 +1,6 @@
 import pytest
 
-from jaxmorph.transport.lane_rates import LaneRate
+from jaxmorph.transport.outgoing_lanes import LaneRate
 
 CHUNK = 256 * 1024
 

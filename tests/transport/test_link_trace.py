@@ -1,8 +1,8 @@
 import pytest
 
+from jaxmorph.emulation.link_trace import read_link_trace
 from jaxmorph.errors import UserError
 from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator
-from jaxmorph.transport.link_trace import read_link_trace
 
 HEADER = "time_s,between,latency_ms,bandwidth_mbps,jitter_ms,cut\n"
 

@@ -1,8 +1,8 @@
 import pytest
 from conformance import Conformance
 from exchanges import SECRET, THERE, receive, send, soon, spec
+from oracles.loopback import LoopbackNetwork
 
-from jaxmorph.transport.loopback import LoopbackNetwork
 from jaxmorph.transport.plane import DataPlane
 
 

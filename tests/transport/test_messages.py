@@ -3,7 +3,9 @@ import zlib
 
 import pytest
 
-from jaxmorph.transport.frames import (
+from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.wire import (
+    CHECK_BYTES,
     MAX_CHUNK_BYTES,
     MAX_REASON_BYTES,
     Acknowledge,
@@ -17,9 +19,11 @@ from jaxmorph.transport.frames import (
     Pong,
     Resume,
     Welcome,
+    frame_bytes,
+    pack,
+    pack_chunk,
+    unpack,
 )
-from jaxmorph.transport.messages import CHECK_BYTES, frame_bytes, pack, pack_chunk, unpack
-from jaxmorph.transport.names import ChannelName
 
 NAME = ChannelName(7, 65535, 0, 3)
 TAG = (0, 1, 2**32 - 1, 3, 4, 5, 6, 7)

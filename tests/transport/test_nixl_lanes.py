@@ -14,7 +14,7 @@ from conformance import Conformance
 from exchanges import SECRET, THERE, in_thread, receive, send, soon, spec
 
 from jaxmorph.transport.client import SidecarPlane
-from jaxmorph.transport.nixl_agent import missing
+from jaxmorph.transport.nixl_lanes import missing
 from jaxmorph.transport.plane import TransportSettings
 
 pytestmark = [

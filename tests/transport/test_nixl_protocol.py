@@ -8,9 +8,9 @@ import pytest
 from stale_write import CHUNK_BYTES, OTHER, STUCK, TAG, THERE, Ranks
 
 from jaxmorph.transport import nixl_lanes
-from jaxmorph.transport.frames import Acknowledge, FrameError, Grant, Offer, Written
-from jaxmorph.transport.lane import LaneError
+from jaxmorph.transport.lanes import LaneError
 from jaxmorph.transport.nixl_lanes import MOST_GRANTS
+from jaxmorph.transport.wire import Acknowledge, FrameError, Grant, Offer, Written
 
 A_DESCRIPTION_BYTES = 450  # more than fits into two frames
 

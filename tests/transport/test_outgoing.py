@@ -3,9 +3,9 @@ import math
 import pytest
 
 from jaxmorph.transport.channel import ProtocolError
-from jaxmorph.transport.frames import Acknowledge, Credit, Pong, Resume
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.outgoing import Outgoing
+from jaxmorph.transport.wire import Acknowledge, Credit, Pong, Resume
 
 NAME = ChannelName(1, 0, 1)
 OTHER = ChannelName(1, 0, 1, 1)

@@ -1,7 +1,7 @@
 import pytest
 
-from jaxmorph.transport.frame_reader import FrameReader
-from jaxmorph.transport.frames import (
+from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.wire import (
     MAX_AGENT_BYTES,
     MAX_FRAME_BYTES,
     MAX_PART_BYTES,
@@ -11,12 +11,12 @@ from jaxmorph.transport.frames import (
     AgentPart,
     Chunk,
     FrameError,
+    FrameReader,
     Grant,
     Offer,
     Written,
+    pack,
 )
-from jaxmorph.transport.messages import pack
-from jaxmorph.transport.names import ChannelName
 
 CHANNEL = ChannelName(1, 2, 3, 4)
 FRAMES = [

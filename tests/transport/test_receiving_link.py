@@ -6,10 +6,9 @@ from typing import Any, cast
 from hostile_lanes import Connection, Loop
 from lone_sender import CHUNK_BYTES
 
-from jaxmorph.transport.frame_reader import FrameReader
-from jaxmorph.transport.frames import TO_RECEIVER
+from jaxmorph.transport.lanes import TcpLane
 from jaxmorph.transport.receiving_link import ReceivingLink
-from jaxmorph.transport.tcp_lanes import TcpLane
+from jaxmorph.transport.wire import TO_RECEIVER, FrameReader
 
 
 def asked_s(link, until_s):

@@ -10,8 +10,8 @@ from exchanges import BACK, PATIENCE_S, SECRET, THERE, spec
 from handmade_receiver import HandmadeReceiver
 
 from jaxmorph.transport.client import SidecarPlane
-from jaxmorph.transport.frames import Gone
 from jaxmorph.transport.plane import TransportSettings
+from jaxmorph.transport.wire import Gone
 
 
 class HeldRecords:

@@ -7,9 +7,9 @@ import socket
 import pytest
 from lone_sender import CHUNK_BYTES, NAME, NUM_SLOTS, LoneSender
 
-from jaxmorph.transport import dialler, sending_link
-from jaxmorph.transport.frames import Acknowledge, Ping, Resume
-from jaxmorph.transport.outgoing_lane import LEAST_PATIENCE_S, PING_S
+from jaxmorph.transport import connecting, sending_link
+from jaxmorph.transport.outgoing_lanes import LEAST_PATIENCE_S, PING_S
+from jaxmorph.transport.wire import Acknowledge, Ping, Resume
 
 TURN_S, FIRST_LOOK_S, LONGEST_LOOK_S = 2e-3, 50e-6, 1e-3
 
@@ -106,7 +106,7 @@ def test_an_idle_lane_is_asked_for_a_sign_of_life_at_its_time_and_not_before(joi
 def test_a_connection_for_a_lane_that_is_wanted_no_more_is_given_up_in_time(joined, monkeypatch):
     joined.welcome(1)
     wanted = [3]
-    monkeypatch.setattr(dialler, "_HANDSHAKE_S", 0.5)  # less than a lane without answers lives
+    monkeypatch.setattr(connecting, "_HANDSHAKE_S", 0.5)  # less than a lane without answers lives
     monkeypatch.setattr(joined.link, "_fixed", None)
     monkeypatch.setattr(joined.link.engine, "lanes_wanted", lambda *_: wanted[0])
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -31,8 +31,8 @@ from processes import is_running
 from proxy import Proxy
 
 from jaxmorph.transport.client import SidecarPlane
-from jaxmorph.transport.errors import PeerGoneError, TransportError
 from jaxmorph.transport.link_emulator import LinkCondition
+from jaxmorph.transport.names import PeerGoneError, TransportError
 from jaxmorph.transport.plane import TransportSettings
 from jaxmorph.transport.sidecar_process import MAX_RESTARTS_A_MINUTE
 

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from jaxmorph.transport.errors import TransportError
+from jaxmorph.transport.names import TransportError
 from jaxmorph.transport.slots import About, Slots
 
 TAG = tuple(range(8))

@@ -1,7 +1,6 @@
 import random
 
-from jaxmorph.transport.link_emulator import DirectionConditions, LinkCondition
-from jaxmorph.transport.spans import Spans
+from jaxmorph.transport.link_emulator import DirectionConditions, LinkCondition, Spans
 
 
 def test_a_span_holds_from_its_begin_until_before_its_end():

@@ -11,11 +11,19 @@ import pytest
 from exchanges import BACK, SECRET, THERE, receive, send, soon, spec
 
 from jaxmorph.transport.client import SidecarPlane
-from jaxmorph.transport.frame_reader import FrameReader
-from jaxmorph.transport.frames import TO_DIALLER, Challenge, Chunk, Gone, Ping, Welcome
-from jaxmorph.transport.handshake import introduction
-from jaxmorph.transport.messages import pack
+from jaxmorph.transport.connecting import new_nonce, sign_introduction
 from jaxmorph.transport.plane import TransportSettings
+from jaxmorph.transport.wire import (
+    TO_DIALLER,
+    Challenge,
+    Chunk,
+    FrameReader,
+    Gone,
+    Introduce,
+    Ping,
+    Welcome,
+    pack,
+)
 
 CHUNK_BYTES = TransportSettings().chunk_bytes
 
@@ -102,7 +110,8 @@ class Guest:
             "algorithms": (2,),
             **changed,
         }
-        frame = introduction(said.pop("secret", SECRET), challenge, **said)
+        secret = said.pop("secret", SECRET)
+        frame = sign_introduction(secret, challenge, Introduce(nonce=new_nonce(), **said))
         self.say(pack(frame))
         return frame
 

@@ -1,25 +1,23 @@
-"""The data plane's in-memory twin: all ranks in one process, and a thread instead of sidecars."""
+"""A data plane in memory: all ranks in one process, and a thread instead of sidecars."""
 
 import math
+import select
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxmorph.transport.channel_ends import (
-    ArrivedSlot,
+from jaxmorph.transport.doorbell import Doorbell
+from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator
+from jaxmorph.transport.names import ChannelName, TransportError, add, distance
+from jaxmorph.transport.plane import (
+    Address,
+    ChannelSpec,
+    DataPlane,
     IncomingEnd,
     OutgoingEnd,
-    ReservedSlot,
-    incoming_end,
-    outgoing_end,
+    TransportSettings,
 )
-from jaxmorph.transport.doorbell import Doorbell
-from jaxmorph.transport.errors import TransportError
-from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator
-from jaxmorph.transport.names import ChannelName
-from jaxmorph.transport.plane import Address, ChannelSpec, MemoryKeeper, TransportSettings
-from jaxmorph.transport.sequence import add, distance
 from jaxmorph.transport.slots import Slots
 
 _ASK_AGAIN_S = 0.002
@@ -80,7 +78,8 @@ class LoopbackNetwork:
     def _move(self) -> None:
         next_s = 0.0
         while self._mover is threading.current_thread():
-            self._doorbell.wait_for_ring(next_s)
+            select.select([self._doorbell], [], [], max(next_s - time.monotonic(), 0.0))
+            self._doorbell.answer()
             with self._lock:
                 now_s = time.monotonic()
                 self._join_ends()
@@ -89,13 +88,13 @@ class LoopbackNetwork:
 
     def _join_ends(self) -> None:
         for plane in self._planes.values():
-            for name, end in plane.outgoing.items():
+            for name, end in plane._outgoing.items():
                 peer = self._planes.get(name.destination)
                 if name not in self._streams and peer is not None and plane.knows(peer):
-                    self._streams[name] = _Stream(plane, end, peer.incoming[name])
+                    self._streams[name] = _Stream(plane, end, peer._incoming[name])
 
 
-class LoopbackPlane:
+class LoopbackPlane(DataPlane):
     """One rank's `DataPlane` on a `LoopbackNetwork`; see there for the methods."""
 
     def __init__(
@@ -106,15 +105,12 @@ class LoopbackPlane:
         incoming: Sequence[ChannelSpec],
         settings: TransportSettings,
     ) -> None:
-        first = settings.first_sequence
+        super().__init__(outgoing, incoming, settings.first_sequence, network.ring)
         self.rank, self.emulator = rank, LinkEmulator(())
-        self.outgoing = {spec.name: OutgoingEnd(spec, first, network.ring) for spec in outgoing}
-        self.incoming = {spec.name: IncomingEnd(spec, first, network.ring) for spec in incoming}
         self.peers: set[int] = set()
         self.secret = b""
         self._network = network
         self._gone: set[int] = set()
-        self._events: list[dict[str, Any]] = []
         self._closed = False
 
     def knows(self, peer: "LoopbackPlane") -> bool:
@@ -127,17 +123,14 @@ class LoopbackPlane:
         if not ends or rank in self._gone:
             return
         self._gone.add(rank)
-        event = {"kind": "peer_gone", "peer": rank, "reason": reason}
-        self._events.append({"time_s": time.monotonic(), **event})
+        self._report({"kind": "peer_gone", "peer": rank, "reason": reason})
         for end in ends:
             end.gone(reason)
 
     def addresses(self) -> list[Address]:
-        """Names rather than addresses: there is no network."""
         return [("loopback", self.rank)]
 
     def connect(self, peers: Mapping[int, Sequence[Address]], secret: bytes) -> None:
-        """Tell who the peers are; returns at once."""
         with self._network.paused():
             self.peers, self.secret = set(peers), secret
             for end in self._ends():
@@ -146,65 +139,27 @@ class LoopbackPlane:
             self._gone -= self.peers
         self._network.ring()
 
-    def reserve(self, channel: ChannelName, deadline_s: float) -> ReservedSlot:
-        """Wait for room for one more message; messages are numbered in this order."""
-        return outgoing_end(self.outgoing, channel).reserve(deadline_s)
-
-    def take(self, channel: ChannelName, deadline_s: float) -> ArrivedSlot:
-        """Wait for the channel's next message."""
-        return incoming_end(self.incoming, channel).take(deadline_s)
-
-    def has_room(self, channel: ChannelName) -> bool:
-        """Whether a slot of an outgoing channel is free now."""
-        return outgoing_end(self.outgoing, channel).has_room_or_trouble()
-
-    def doorbell(self, channel: ChannelName) -> Doorbell:
-        """What rings when a message has come, or when a slot has become free."""
-        end = self.outgoing.get(channel) or incoming_end(self.incoming, channel)
-        return end.doorbell
-
-    def grow(self, channel: ChannelName, num_slots: int) -> None:
-        """Make room for more messages, in a channel that is at rest."""
-        end = self.outgoing.get(channel) or incoming_end(self.incoming, channel)
+    def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int) -> None:
         with self._network.paused():
-            old = end.slots
-            if num_slots < old.num_slots:
-                raise TransportError(
-                    f"{channel} has {old.num_slots} slots, it can't have {num_slots}"
-                )
             if not end.at_rest():
-                raise TransportError(f"{channel} is not at rest: it can't grow now")
-            if num_slots > old.num_slots:
-                end.replace_slots(Slots.create(num_slots, old.slot_bytes, old.left))
-
-    def tell_of_memory(self, keeper: MemoryKeeper) -> None:
-        """Tell a keeper of the memory of all slots, now and later."""
-        for end in self._ends():
-            end.tell_of_memory(keeper)
+                raise TransportError(f"{end.name} is not at rest: it can't grow now")
+            end.replace_slots(Slots.create(num_slots, end.slots.slot_bytes, end.slots.left))
 
     def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:
-        """Make links behave so from now on, instead of as they were told before."""
         with self._network.paused():
             origin_s = time.monotonic() if origin_s is None else origin_s
             self.emulator = LinkEmulator(conditions, 0, origin_s)
         self._network.ring()
 
     def statistics(self) -> dict[str, Any]:
-        """How many messages have left on each channel."""
-        return {"channels": {str(name): end.slots.left for name, end in self.outgoing.items()}}
-
-    def events(self) -> list[dict[str, Any]]:
-        """What has happened since the last call."""
-        events, self._events = self._events, []
-        return events
+        return {"channels": {str(name): end.slots.left for name, end in self._outgoing.items()}}
 
     def close(self, *, flush: bool = True) -> None:
-        """Deliver what can be delivered soon, and give the memory back."""
         if self._closed:
             return
         self._closed = True
         deadline_s = time.monotonic() + _FLUSH_S
-        for end in self.outgoing.values():
+        for end in self._outgoing.values():
             if flush and end.peer in self.peers:
                 end.doorbell.wait_until(lambda end=end: self._is_flushed(end), deadline_s)
         self._network.leave(self)
@@ -213,9 +168,6 @@ class LoopbackPlane:
 
     def _is_flushed(self, end: OutgoingEnd) -> bool:
         return end.slots.left == end.slots.entered or end.peer in self._gone
-
-    def _ends(self) -> list[OutgoingEnd | IncomingEnd]:
-        return [*self.outgoing.values(), *self.incoming.values()]
 
 
 class _Stream:

@@ -1,22 +1,151 @@
-"""Lanes that are TCP connections: bytes go from slot to socket, and from socket to slot."""
+"""What a lane is to its sidecar, whatever carries its bytes; and the kind that each begins as, TCP.
+
+A lane joins one local network card to one of the peer's. It carries frames both ways, and from the
+sender to the receiver the payloads of chunks, out of one slot and into the other. It is as
+unreliable as its network: numbering, replay and order are the engine's (`outgoing`, `incoming`).
+"""
 
 import contextlib
 import errno
+import importlib
 import math
 import socket
 from collections import deque
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeAlias
+from zlib import crc32
 
-from jaxmorph.transport.checksums import NONE, Checksum, algorithm
 from jaxmorph.transport.event_loop import READ, WRITE
-from jaxmorph.transport.frame_reader import FrameReader
-from jaxmorph.transport.frames import Chunk, FrameError
 from jaxmorph.transport.incoming import Landing, Place
-from jaxmorph.transport.lane import Chunks, LaneError
-from jaxmorph.transport.listeners import family_of
-from jaxmorph.transport.messages import pack, pack_chunk
 from jaxmorph.transport.plane import Address
+from jaxmorph.transport.wire import Chunk, FrameError, FrameReader, pack, pack_chunk
+
+
+class LaneError(OSError):
+    """The lane can't be used any more: it is to be closed, and opened anew."""
+
+
+class ChecksumError(FrameError):
+    """A payload was changed on its way."""
+
+
+class Chunks(NamedTuple):
+    """What a lane asks of the receiving side for each chunk that comes.
+
+    Attributes:
+        begin: Where it goes; raises `ProtocolError` if it may not come.
+        memory: The landing's place in its slot, as long as that is its place.
+        landed: It's all there, with a right checksum; from which memory to copy it, if aside.
+    """
+
+    begin: Callable[[Chunk], Landing]
+    memory: Callable[[Landing], memoryview]
+    landed: Callable[[Landing, memoryview], None]
+
+
+class Lane(Protocol):
+    """One connection to a peer; it never blocks. What fails of it raises `LaneError`."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether bytes are waiting for the socket to take them."""
+
+    @property
+    def mask(self) -> int:
+        """What to wait for."""
+
+    @property
+    def poll_s(self) -> float:
+        """When to `poll` without anything being ready; infinity: never."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """How many have left on the connection."""
+
+    @property
+    def written_bytes(self) -> int:
+        """How many have been written into the peer's memory beside it."""
+
+    def fileno(self) -> int:
+        """The descriptor to wait for."""
+
+    def open(self) -> None:
+        """Make the connection fit to be a lane, after all memory has been registered."""
+
+    def register(self, memory: memoryview) -> None:
+        """Make a channel's memory known to the network card, where that is needed."""
+
+    def post(self, chunk: Chunk, payload: memoryview) -> bool:
+        """Begin to send a chunk; returns whether another may follow at once."""
+
+    def poll(self, mask: int, chunks: Chunks | None) -> list[Any]:
+        """Go on with what is under way; returns the frames that have come, without chunks.
+
+        Args:
+            mask: What the descriptor is ready for; 0: nothing.
+            chunks: Of the receiving side; None at the sending one.
+
+        Raises:
+            FrameError: If the peer sends what it may not.
+        """
+
+    def fence(self, landing: Landing) -> None:
+        """After this the lane doesn't write where the landing was to go: its place is junk."""
+
+    def tell(self, frame: Any) -> None:
+        """Queue a frame for the next `flush`."""
+
+    def flush(self) -> bool:
+        """Send what the socket takes; returns whether that is all."""
+
+    def abort(self) -> None:
+        """Break the connection at once, as a failing network would."""
+
+    def finish_sending(self) -> None:
+        """No more will be sent; what has been is still delivered."""
+
+    def discard_received(self) -> None:
+        """Read and drop what has come, so that closing doesn't look like a failure."""
+
+    def close(self) -> None:
+        """Give up the connection; after this the lane neither reads nor writes a slot."""
+
+
+Checksum: TypeAlias = Callable[..., int]
+"""Of bytes-like data, and optionally the checksum of what came before them."""
+
+NONE, CRC32, CRC32C = 1, 2, 3
+
+
+def _known_checksums() -> dict[int, Checksum]:
+    found: dict[int, Checksum] = {NONE: lambda data, before=0: 0, CRC32: crc32}
+    with contextlib.suppress(ImportError):
+        found[CRC32C] = importlib.import_module("crc32c").crc32c
+    return found
+
+
+CHECKSUMS = _known_checksums()
+
+
+def offered_checksums(wanted: bool = True) -> tuple[int, ...]:
+    """The checksums this end can do, best first; none at all but `NONE` if they aren't wanted."""
+    return tuple(sorted(CHECKSUMS.keys() - {NONE}, reverse=True)) if wanted else (NONE,)
+
+
+def chosen_checksum(peer_offers: Sequence[int], own_offers: Sequence[int]) -> int:
+    """The first of the peer's checksums that this end offers too; `NONE` if either end says so.
+
+    Raises:
+        ValueError: If the ends have none in common.
+    """
+    if NONE in peer_offers or NONE in own_offers:
+        return NONE
+    for number in peer_offers:
+        if number in own_offers:
+            return number
+    raise ValueError(f"the peer can do checksums {list(peer_offers)}, expected {list(own_offers)}")
+
 
 _BACKSTOP_MS = 8000
 _TURN_BYTES = 2 * 1024 * 1024
@@ -25,6 +154,14 @@ _MAX_FRAMES = 1 << 16
 _MOST_WAITING = 8192
 _WILDCARDS = ("", "0.0.0.0", "::")
 _ASIDE, _JUNK = Place.ASIDE, Place.JUNK
+_NOWHERE = memoryview(b"")
+_SCRATCHED = (_ASIDE, _JUNK)
+_everybodys_junk = bytearray(1024)
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """IPv6 for an address with colons in it, else IPv4."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def dial(local_host: str, address: Address) -> socket.socket:
@@ -71,7 +208,7 @@ class TcpLane:
         self._memory = memoryview(b"")
         self._aside: bytearray | None = None
         self._sum = 0  # of what has come of the payload, taken while it is in the cache
-        self.checksum: Checksum = algorithm(NONE)
+        self.checksum = CHECKSUMS[NONE]
         self.sent_bytes = self.received_bytes = 0
         self.open()
 
@@ -309,15 +446,6 @@ class TcpLane:
         if self._aside is None or len(self._aside) < chunk.length:
             self._aside = bytearray(chunk.length)
         return memoryview(self._aside)[: chunk.length]
-
-
-class ChecksumError(FrameError):
-    """A payload was changed on its way."""
-
-
-_NOWHERE = memoryview(b"")
-_SCRATCHED = (_ASIDE, _JUNK)
-_everybodys_junk = bytearray(1024)
 
 
 def _junk(num_bytes: int) -> memoryview:

@@ -3,11 +3,14 @@
 import csv
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jaxmorph.config.link_problems import possible_links
 from jaxmorph.errors import UserError
+from jaxmorph.schedule.costs import Link
 from jaxmorph.transport.link_emulator import AffectedRoute, LinkCondition
 
 TIME, STEP = "time_s", "step"
@@ -59,9 +62,6 @@ def read_link_trace(path: str | Path) -> list[LinkCondition]:
     to the end; a message is subject to rows of its link and to rows of its direction. Times of one
     link increase. Empty cells, but in the first two columns, mean no latency, no limit, no jitter,
     no cut and both routes. Empty lines and lines that begin with `#` are passed over.
-
-    Args:
-        path: The file, UTF-8.
 
     Returns:
         One condition for each link of each row, with its span of time or of steps.
@@ -230,3 +230,28 @@ def _check_later(
     if begins is not None and began is not None and begins <= began:
         expected = f"more than the {began:.15g} of the row before it of {link}"
         raise place.error(column, row[column], expected)
+
+
+MOST_CHANGES = 60_000
+"""How often a link may change: a rank's sidecar is told of all its links in one record.
+
+Regime A changes a link 48,000 times in an hour.
+"""
+
+
+def require_links_of(num_stages: int, links: Iterable[Link], key: str) -> None:
+    """Raise `UserError` for a link that a pipeline doesn't have; it names the trace's key."""
+    possible = possible_links(num_stages)
+    unknown = set(links).difference(possible)
+    if unknown:
+        links_text = ", ".join(map(str, possible))
+        expected = f"one of {links_text}" if possible else "no links, for one stage"
+        raise UserError(f"{key}: got link {min(unknown)}, expected {expected}")
+
+
+def require_few_changes(links: Iterable[Link], key: str) -> None:
+    """Raise `UserError` where a link changes more often than the data plane can be told."""
+    for link, count in Counter(links).most_common(1):
+        if count > MOST_CHANGES:
+            got = f"got {count} changes of link {link}"
+            raise UserError(f"{key}: {got}, expected at most {MOST_CHANGES}: a shorter trace")

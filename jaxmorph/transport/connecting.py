@@ -1,0 +1,321 @@
+"""How a connection becomes a lane: one end dials, the other receives, both prove themselves.
+
+Each proof is an HMAC-SHA256 over the other end's nonce, so that an old one is worth nothing, over
+its own nonce, and over all that the frame says, so that nobody can change it on the way. The two
+directions have labels of their own: a proof can't be sent back to its maker.
+"""
+
+import contextlib
+import errno
+import hmac
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jaxmorph.transport.event_loop import READ, WRITE, EventLoop
+from jaxmorph.transport.lanes import (
+    CHECKSUMS,
+    LaneError,
+    TcpLane,
+    chosen_checksum,
+    dial,
+    offered_checksums,
+)
+from jaxmorph.transport.plane import Address
+from jaxmorph.transport.wire import (
+    NONCE_BYTES,
+    TO_DIALLER,
+    TO_LISTENER,
+    TO_RECEIVER,
+    TO_SENDER,
+    Challenge,
+    FrameError,
+    FrameReader,
+    Introduce,
+    Welcome,
+    signed_part,
+)
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
+_HANDSHAKE_S = 2.0
+_MOST_GUESTS = 64
+_NEVER = float("inf")
+
+
+class Identity(NamedTuple):
+    """What a sidecar says of itself on every connection."""
+
+    rank: int
+    generation: int
+    secret: bytes
+    chunk_bytes: int
+    checksum: bool
+
+
+def new_nonce() -> bytes:
+    """32 bytes that nobody can foresee."""
+    return os.urandom(NONCE_BYTES)
+
+
+def sign_introduction(secret: bytes, challenge: Challenge, frame: Introduce) -> Introduce:
+    """The dialler's answer to a challenge, with its proof."""
+    return frame._replace(proof=_introduction_proof(secret, challenge, frame))
+
+
+def check_introduction(secret: bytes, challenge: Challenge, frame: Introduce) -> None:
+    """Pass if the dialler knows the secret.
+
+    Raises:
+        FrameError: If its proof is wrong.
+    """
+    if not hmac.compare_digest(_introduction_proof(secret, challenge, frame), frame.proof):
+        raise FrameError("an introduction's proof is wrong")
+
+
+def sign_welcome(
+    secret: bytes, challenge: Challenge, introduce: Introduce, frame: Welcome
+) -> Welcome:
+    """The listener's answer to an introduction that was checked, with its proof."""
+    return frame._replace(proof=_welcome_proof(secret, challenge, introduce, frame))
+
+
+def check_welcome(
+    secret: bytes, challenge: Challenge, introduce: Introduce, frame: Welcome
+) -> None:
+    """Pass if the listener is the rank that was dialled, knows the secret, and keeps to the offer.
+
+    Raises:
+        FrameError: If its proof is wrong, it is another rank, or its checksum wasn't offered.
+    """
+    if not hmac.compare_digest(_welcome_proof(secret, challenge, introduce, frame), frame.proof):
+        raise FrameError("a welcome's proof is wrong")
+    if frame.rank != introduce.destination:
+        raise FrameError(f"dialled rank {introduce.destination}, rank {frame.rank} answered")
+    if frame.algorithm not in introduce.algorithms:
+        raise FrameError(f"checksum {frame.algorithm} was not offered")
+
+
+def _introduction_proof(secret: bytes, challenge: Challenge, frame: Introduce) -> bytes:
+    said = b"jaxmorph introduction" + challenge.nonce + signed_part(frame)
+    return hmac.digest(secret, said, "sha256")
+
+
+def _welcome_proof(
+    secret: bytes, challenge: Challenge, introduce: Introduce, frame: Welcome
+) -> bytes:
+    said = b"jaxmorph welcome" + introduce.nonce + challenge.nonce + signed_part(frame)
+    return hmac.digest(secret, said, "sha256")
+
+
+class Dialler:
+    """Makes one lane's connection to a peer, again and again: dial, prove, back off.
+
+    Args:
+        up: Called with the lane's number, the lane when its handshake is done, and the peer's
+            generation.
+
+    Attributes:
+        next_s: When something is to be done without anything coming; infinity: never.
+        was_refused: Whether nobody listened at the last attempt.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        identity: Identity,
+        destination: int,
+        number: int,
+        local_host: str,
+        address: Address,
+        up: Callable[[int, TcpLane, int], None],
+    ) -> None:
+        self.number, self.was_refused = number, False
+        self._loop, self._identity, self._destination = loop, identity, destination
+        self._local_host, self._address, self._up = local_host, address, up
+        self._lane: TcpLane | None = None
+        self._challenge: Challenge | None = None
+        self._introduce: Introduce | None = None
+        self._connected = False
+        self._pause_s = _FIRST_PAUSE_S
+        self.next_s = 0.0
+
+    def turn(self, now_s: float) -> None:
+        """Do what the time has come for: dial, or give an attempt up."""
+        if now_s < self.next_s:
+            return
+        if self._lane is not None:
+            self._failed(TimeoutError("no answer"), now_s)
+            return
+        try:
+            self._lane = TcpLane(dial(self._local_host, self._address), FrameReader(TO_DIALLER))
+        except OSError as error:
+            self._failed(error, now_s)
+            return
+        self.next_s = now_s + _HANDSHAKE_S
+        self._connected = False
+        self._challenge = self._introduce = None
+        self._loop.add(self._lane.fileno(), WRITE, self._ready)
+
+    def again(self, now_s: float) -> None:
+        """The lane it had made is lost: make another, soon."""
+        self.next_s = now_s + _FIRST_PAUSE_S
+
+    def close(self) -> None:
+        """Give the attempt up for good."""
+        if self._lane is not None:
+            self._loop.remove(self._lane.fileno())
+            self._lane.close()
+            self._lane = None
+
+    def _ready(self, mask: int) -> None:
+        lane = self._lane
+        assert lane is not None
+        try:
+            if not self._connected:
+                lane.check_connected()
+                self._connected, self.was_refused = True, False
+                self._loop.change(lane.fileno(), READ)
+            else:
+                # One at a time: what follows the last one is no part of the handshake.
+                for frame in lane.poll(mask, None, most=1):
+                    self._answer(lane, frame)
+        except (OSError, FrameError) as error:
+            self._failed(error, time.monotonic())
+
+    def _answer(self, lane: TcpLane, frame: Challenge | Welcome) -> None:
+        mine = self._identity
+        if isinstance(frame, Challenge) and self._challenge is None:
+            self._challenge = frame
+            offers = offered_checksums(mine.checksum)
+            said = Introduce(
+                mine.rank, self._destination, mine.generation, self.number, mine.chunk_bytes,
+                offers, new_nonce(),
+            )  # fmt: skip
+            self._introduce = sign_introduction(mine.secret, frame, said)
+            lane.tell(self._introduce)
+            if not lane.flush():
+                raise LaneError("an introduction didn't fit into an empty socket")
+        elif isinstance(frame, Welcome) and self._introduce and self._challenge:
+            check_welcome(mine.secret, self._challenge, self._introduce, frame)
+            self._hand_over(lane, frame)
+        else:
+            raise FrameError(f"{type(frame).__name__} may not come now")
+
+    def _hand_over(self, lane: TcpLane, frame: Welcome) -> None:
+        self._lane = None
+        self._loop.remove(lane.fileno())
+        self._pause_s = _FIRST_PAUSE_S
+        self.next_s = _NEVER
+        lane.reader.accept(TO_SENDER)
+        lane.checksum = CHECKSUMS[frame.algorithm]
+        self._up(self.number, lane, frame.generation)
+
+    def _failed(self, error: Exception, now_s: float) -> None:
+        with contextlib.suppress(KeyError):
+            self.close()
+        self.was_refused = getattr(error, "errno", None) == errno.ECONNREFUSED
+        self.next_s = now_s + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+
+class Greeter:
+    """Receives who connects to this rank: peers that prove themselves become lanes, strangers go.
+
+    Args:
+        listeners: Sockets that listen already.
+        welcomed: Called with an introduction that is right and its lane; raises `ProtocolError`
+            if it can't be one after all.
+        turned_away: Called with the reason for each stranger.
+
+    Attributes:
+        next_s: When `turn` is to be called at the latest.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        listeners: list[socket.socket],
+        identity: Identity,
+        welcomed: Callable[[Introduce, TcpLane], None],
+        turned_away: Callable[[str], None],
+    ) -> None:
+        self.next_s = _NEVER
+        self._loop, self._identity, self._listeners = loop, identity, listeners
+        self._welcomed, self._turned_away = welcomed, turned_away
+        self._guests: dict[int, tuple[TcpLane, Challenge, float]] = {}
+        for listener in listeners:
+            loop.add(listener.fileno(), READ, lambda mask, at=listener: self._accept(at))
+
+    def turn(self, now_s: float) -> None:
+        """Turn those away who take too long."""
+        for fd, (_, _, until_s) in list(self._guests.items()):
+            if now_s >= until_s:
+                self._turn_away(fd, "it said nothing, or not enough")
+        self._set_next()
+
+    def close(self) -> None:
+        """Turn all away; the listening sockets stay as they are."""
+        for fd in list(self._guests):
+            self._turn_away(fd, "", is_stranger=False)
+        for listener in self._listeners:
+            self._loop.remove(listener.fileno())
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return  # gone again already
+        if len(self._guests) >= _MOST_GUESTS:
+            self._turn_away(next(iter(self._guests)), "too many at once")
+        try:
+            lane = TcpLane(connection, FrameReader(TO_LISTENER))
+            challenge = Challenge(new_nonce())
+            lane.tell(challenge)
+            lane.flush()
+        except OSError:
+            connection.close()
+            return
+        fd = lane.fileno()
+        self._guests[fd] = (lane, challenge, time.monotonic() + _HANDSHAKE_S)
+        self._loop.add(fd, READ, lambda mask: self._hear(fd, mask))
+        self._set_next()
+
+    def _hear(self, fd: int, mask: int) -> None:
+        lane, challenge, _ = self._guests[fd]
+        try:
+            for frame in lane.poll(mask, None, most=1):
+                self._check(fd, lane, challenge, frame)
+        except LaneError as error:
+            self._turn_away(fd, str(error), is_stranger=lane.received_bytes > 0)
+        except (FrameError, ValueError) as error:
+            self._turn_away(fd, str(error))
+
+    def _check(self, fd: int, lane: TcpLane, challenge: Challenge, frame: Introduce) -> None:
+        mine = self._identity
+        check_introduction(mine.secret, challenge, frame)
+        if frame.destination != mine.rank:
+            raise FrameError(f"it looks for rank {frame.destination}, this is rank {mine.rank}")
+        algorithm = chosen_checksum(frame.algorithms, offered_checksums(mine.checksum))
+        answer = Welcome(mine.rank, mine.generation, algorithm)
+        lane.tell(sign_welcome(mine.secret, challenge, frame, answer))
+        lane.checksum = CHECKSUMS[algorithm]
+        lane.reader.accept(TO_RECEIVER)
+        self._forget(fd)
+        self._welcomed(frame, lane)
+
+    def _turn_away(self, fd: int, reason: str, is_stranger: bool = True) -> None:
+        lane = self._guests[fd][0]
+        self._forget(fd)
+        lane.close()
+        if is_stranger:
+            self._turned_away(reason)
+
+    def _forget(self, fd: int) -> None:
+        del self._guests[fd]
+        self._loop.remove(fd)
+        self._set_next()
+
+    def _set_next(self) -> None:
+        self.next_s = min((until_s for _, _, until_s in self._guests.values()), default=_NEVER)

@@ -1,0 +1,215 @@
+"""What both halves of a link of two ranks share: lanes of one kind, pings, the peer's clock."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jaxmorph.errors import UserError
+from jaxmorph.transport.channel import ProtocolError
+from jaxmorph.transport.event_loop import EventLoop
+from jaxmorph.transport.lanes import Lane, LaneError, TcpLane
+from jaxmorph.transport.nixl_lanes import NixlAgent, NixlReceivingLane, NixlSendingLane, missing
+from jaxmorph.transport.wire import Gone, Ping, Pong
+
+TCP, NIXL = BACKENDS = ("tcp", "nixl")
+
+_SAMPLES = 64
+_DRIFT = 1e-4
+"""How far two clocks may run apart: 100 parts in a million, about twice a bad quartz's error."""
+
+
+def check_backend(backend: str) -> None:
+    """Pass if this installation has what a backend needs.
+
+    Raises:
+        UserError: If it hasn't, or there is no such backend.
+    """
+    if backend not in BACKENDS:
+        raise UserError(f"transport backend {backend!r}: expected one of {', '.join(BACKENDS)}")
+    reason = missing() if backend == NIXL else None
+    if reason is not None:
+        raise UserError(f"transport backend nixl: {reason}; docs/rdma.md says how to install it")
+
+
+def prepare_backend(backend: str, hosts: Sequence[str]) -> None:
+    """Load what the lanes need, and find out whether these network cards can do it.
+
+    With NIXL that takes half a second, which is better spent before lanes are waited for.
+
+    Raises:
+        LaneError: If they can't.
+    """
+    if backend == NIXL:
+        for host in hosts:
+            NixlAgent(host).close()
+
+
+class OpenPings:
+    """Questions on one lane that wait for their answers, which come in the order of the questions.
+
+    What answers none of them isn't believed.
+    """
+
+    def __init__(self) -> None:
+        self._sent_ns: deque[int] = deque()
+
+    def ask(self, now_ns: int) -> Ping:
+        """Another question."""
+        self._sent_ns.append(now_ns)
+        return Ping(now_ns)
+
+    def answered(self, pong: Pong, now_ns: int) -> None:
+        """Take an answer off the list; its times may be of any clock.
+
+        Raises:
+            ProtocolError: If it doesn't answer the oldest question, or its times are longer apart
+                than that was open.
+        """
+        if not self._sent_ns:
+            raise ProtocolError("an answer came to no question")
+        sent_ns = self._sent_ns.popleft()
+        own_ns = pong.replied_ns - pong.received_ns
+        if pong.sent_ns != sent_ns or not 0 <= own_ns <= now_ns - sent_ns:
+            raise ProtocolError(
+                f"a question of {pong.sent_ns} is answered within {own_ns} ns, expected one of "
+                f"{sent_ns} within {now_ns - sent_ns} ns"
+            )
+
+
+class _Sample(NamedTuple):
+    half_round_trip_ns: int
+    offset_ns: int
+    at_ns: int
+
+
+class ClockOffset:
+    """How far the peer's monotonic clock is ahead, as NTP finds it: the quickest answer errs least.
+
+    The answer's two times lie between the question's two, so the offset is known within half of the
+    time there and back, however unlike the two ways are. What was learnt grows worse with time, as
+    clocks drift.
+
+    Attributes:
+        offset_ns: The peer's clock minus this one; 0 as long as nothing is known.
+        error_ns: The most that can be wrong by, when the last answer came; None: nothing is known.
+    """
+
+    def __init__(self) -> None:
+        self.offset_ns = 0
+        self.error_ns: int | None = None
+        self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
+
+    def learn(self, pong: Pong, now_ns: int) -> None:
+        """Take into account an answer that came at `now_ns`, by the clock that asked."""
+        there_and_back = now_ns - pong.sent_ns - (pong.replied_ns - pong.received_ns)
+        if there_and_back < 0:
+            return
+        offset_ns = (pong.received_ns + pong.replied_ns - pong.sent_ns - now_ns) // 2
+        self._samples.append(_Sample((there_and_back + 1) // 2, offset_ns, now_ns))
+        self.error_ns, self.offset_ns = min(
+            (each.half_round_trip_ns + int(_DRIFT * (now_ns - each.at_ns)), each.offset_ns)
+            for each in self._samples
+        )
+
+
+class LinkHalf:
+    """The lanes of one direction between this rank and a peer.
+
+    Args:
+        loop: Where it waits.
+        report: Called with the kind and details of each event.
+
+    Attributes:
+        clock: How far the peer's clock is ahead.
+    """
+
+    def __init__(
+        self, loop: EventLoop, rank: int, peer: int, report: Callable[..., None], backend: str
+    ) -> None:
+        self.peer, self.clock = peer, ClockOffset()
+        self._loop, self._rank, self._report, self._backend = loop, rank, report, backend
+        self._lanes: dict[int, Lane] = {}
+        self._pings: dict[int, OpenPings] = {}
+        self._violations = 0
+
+    @property
+    def is_up(self) -> bool:
+        """Whether any lane is."""
+        return bool(self._lanes)
+
+    def disturb(self, action: str, lane: int | None = None, count: int = 1) -> None:
+        """Harm done on purpose; see `SidecarPlane.disturb`."""
+        for number, each in self._lanes.items():
+            if action == "reset" and lane in (None, number):
+                each.abort()
+
+    def say_goodbye(self, reason: str) -> list[Lane]:
+        """Tell the peer that this rank's trainer is gone; returns the lanes it is told on."""
+        for lane in self._lanes.values():
+            lane.tell(Gone(self._rank, reason))
+        return list(self._lanes.values())
+
+    def close(self) -> None:
+        """Give everything back."""
+        for lane in self._lanes.values():
+            self._loop.remove(lane.fileno())
+            lane.close()
+        self._lanes.clear()
+
+    def _open(
+        self,
+        kind: type[NixlSendingLane | NixlReceivingLane],
+        connection: TcpLane,
+        memory: Iterable[memoryview],
+        chunk_bytes: int,
+    ) -> Lane:
+        """What becomes of a connection whose handshake is done; it belongs to the lane then.
+
+        Args:
+            kind: What it is over RDMA.
+            memory: All payloads that may be sent, or where they may land.
+
+        Raises:
+            LaneError: If the network card doesn't do it; the connection is closed.
+        """
+        if self._backend == TCP:
+            return connection
+        try:
+            lane = kind(connection, chunk_bytes)
+            for each in memory:
+                lane.register(each)
+            lane.open()
+        except LaneError:
+            connection.close()
+            raise
+        return lane
+
+    def _hear(self, number: int, frame: Any) -> None:
+        """Take a frame that may come at both ends."""
+        kind = type(frame)
+        if kind is Ping:
+            received_ns = time.monotonic_ns()
+            self._lanes[number].tell(Pong(frame.sent_ns, received_ns, time.monotonic_ns()))
+        elif kind is Pong:
+            received_ns = time.monotonic_ns()
+            self._pings[number].answered(frame, received_ns)
+            self.clock.learn(frame, received_ns)
+        elif kind is Gone:
+            if frame.rank != self.peer:
+                raise ProtocolError(f"rank {self.peer} says that rank {frame.rank} is gone")
+            self._report("peer_gone", peer=self.peer, reason=frame.reason)
+
+    def _tell(self, number: int, frame: Any) -> None:
+        lane = self._lanes[number]
+        lane.tell(frame)
+        try:
+            lane.flush()
+        except LaneError as error:
+            self._lose(number, str(error))
+        else:
+            self._loop.change(lane.fileno(), lane.mask)
+
+    def _lose(self, number: int, reason: str) -> None:
+        """Close a lane that can't be used any more; the engine forgets it, too."""
+        raise NotImplementedError
