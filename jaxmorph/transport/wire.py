@@ -311,7 +311,7 @@ def _pack_introduce(frame: Introduce) -> bytes:
     algorithms = bytes(frame.algorithms)
     if len(algorithms) > MAX_ALGORITHMS:
         raise ValueError(f"got {len(algorithms)} algorithms, expected at most {MAX_ALGORITHMS}")
-    return _introduce[0](frame._replace(algorithms=algorithms))  # type: ignore[arg-type]
+    return _introduce[0](frame._replace(algorithms=algorithms))
 
 
 def _unpack_introduce(data: _Data, start: int, end: int) -> Introduce:

@@ -3,6 +3,7 @@ import math
 import pytest
 
 from jaxmorph.transport.channel import ProtocolError
+from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.outgoing import Outgoing
 from jaxmorph.transport.wire import Acknowledge, Credit, Pong, Resume
@@ -356,10 +357,11 @@ def test_a_lane_that_has_stopped_gets_nothing_new_until_it_goes_on():
     assert wire.next(0) is not None
 
 
-class Emulated:
+class Emulated(LinkEmulator):
     """A link that holds each message for a while, or is cut."""
 
     def __init__(self, hold_s=0.0):
+        super().__init__(())
         self.hold_s, self.cut_steps, self.asked = hold_s, set(), []
 
     def departure_s(self, source, destination, tag, num_bytes, now_s):
