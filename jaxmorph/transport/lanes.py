@@ -50,25 +50,31 @@ class Lane(Protocol):
     @property
     def is_busy(self) -> bool:
         """Whether bytes are waiting for the socket to take them."""
+        ...
 
     @property
     def mask(self) -> int:
         """What to wait for."""
+        ...
 
     @property
     def poll_s(self) -> float:
         """When to `poll` without anything being ready; infinity: never."""
+        ...
 
     @property
     def sent_bytes(self) -> int:
         """How many have left on the connection."""
+        ...
 
     @property
     def written_bytes(self) -> int:
         """How many have been written into the peer's memory beside it."""
+        ...
 
     def fileno(self) -> int:
         """The descriptor to wait for."""
+        ...
 
     def open(self) -> None:
         """Make the connection fit to be a lane, after all memory has been registered."""
@@ -78,6 +84,7 @@ class Lane(Protocol):
 
     def post(self, chunk: Chunk, payload: memoryview) -> bool:
         """Begin to send a chunk; returns whether another may follow at once."""
+        ...
 
     def poll(self, mask: int, chunks: Chunks | None) -> list[Any]:
         """Go on with what is under way; returns the frames that have come, without chunks.
@@ -89,6 +96,7 @@ class Lane(Protocol):
         Raises:
             FrameError: If the peer sends what it may not.
         """
+        ...
 
     def fence(self, landing: Landing) -> None:
         """After this the lane doesn't write where the landing was to go: its place is junk."""
@@ -98,6 +106,7 @@ class Lane(Protocol):
 
     def flush(self) -> bool:
         """Send what the socket takes; returns whether that is all."""
+        ...
 
     def abort(self) -> None:
         """Break the connection at once, as a failing network would."""

@@ -1,9 +1,11 @@
 """Memory of a test that stands for a slot."""
 
+from typing import Any
+
 import numpy as np
 
 
-class Slot:
+class _Slot:
     """Memory that notes what it is told."""
 
     def __init__(self, sequence, num_bytes):
@@ -23,3 +25,6 @@ class Slot:
 
     def withdraw(self):
         self.said.append("withdraw")
+
+
+Slot: Any = _Slot  # where an `OutgoingSlot` is expected

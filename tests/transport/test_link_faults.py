@@ -12,6 +12,7 @@ import pytest
 from simulated_ends import Memory, Wire
 from simulated_link import Link
 
+from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.names import ChannelName
 
 NAME = ChannelName(1, 0, 1)
@@ -20,10 +21,11 @@ MEGABYTE = 1 << 20
 SEEDS = range(24)
 
 
-class Emulated:
+class Emulated(LinkEmulator):
     """A link that delays each message, or is cut."""
 
     def __init__(self, latency_s=0.0):
+        super().__init__(())
         self.latency_s, self.cut = latency_s, False
 
     def departure_s(self, source, destination, tag, num_bytes, now_s):
