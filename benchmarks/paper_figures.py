@@ -4,9 +4,9 @@ Runs configs/FIGURE.yaml for each (about 95 minutes for all), or takes the run o
 folder that `--runs` names, and holds steps against one another: adaptive against its prediction,
 against delegation alone, on healthy links too, and, for 14B, against its healthy step;
 adaptive-detecting against its prediction, delegation alone and adaptive, which is told; where
-delays change (`figure18`, `table3`) both, and order inside a step, against the paper's speed-ups
-over 1f1b and zb; `ablation` row by row; `memory` against its budget and the step without one. Wants
-an otherwise idle machine. Words such as `compare.steps=2` change the runs.
+delays change (`figure18`, `table3`) both, against the paper's speed-ups over 1f1b and zb;
+`ablation` row by row; `memory` against its budget and the step without one. Wants an otherwise idle
+machine. Words such as `compare.steps=2` change the runs.
 """
 
 import argparse
@@ -67,7 +67,6 @@ def bars(figure: str, runs: Runs) -> Iterator[Bar]:
         case "figure18":
             yield from delegation_bars(figure, runs, healthy, slow)
             yield from speed_up_bars(figure, runs, slow)
-            yield from intra_step_bars(figure, runs, slow)
         case _:
             found = "adaptive", "adaptive-detecting"
             yield from delegation_bars(figure, runs, healthy, slow, found)
@@ -115,28 +114,14 @@ def healthy_bars(figure: str, runs: Runs, healthy: str) -> Iterator[Bar]:
         yield Bar(f"{figure}, {slowest}: adaptive over healthy", ratio, most=MOST_AT_60_MS)
 
 
-def intra_step_bars(figure: str, runs: Runs, conditions: Sequence[str]) -> Iterator[Bar]:
-    """Where delays change, order inside a step makes up for what planning didn't know."""
-    for condition in conditions:
-        yield ratio_bar(figure, runs, condition, "adaptive-intra-step", "adaptive")
-
-
 def ablation_bars(runs: Runs, conditions: Sequence[str]) -> Iterator[Bar]:
-    """Each row is no slower than those that have less.
-
-    Adaptation alone has a plan as long as neither's. So have both with and without order inside a
-    step where the slow link is steady: then nothing is late.
-    """
-    steady, changing = conditions
+    """Each row is no slower than those that have less; adaptation alone has a plan as long."""
     for condition in conditions:
         row = "ablation", runs, condition
         yield ratio_bar(*row, "zb-delegated", "zb")
         yield ratio_bar(*row, "adaptive-direct", "zb", most=MOST_AS_LONG)
         yield ratio_bar(*row, "adaptive", "zb-delegated")
         yield ratio_bar(*row, "adaptive", "adaptive-direct")
-    both = "adaptive-intra-step", "adaptive"
-    yield ratio_bar("ablation", runs, steady, *both, most=MOST_AS_LONG)
-    yield ratio_bar("ablation", runs, changing, *both)
 
 
 def memory_bars(runs: Runs, conditions: Sequence[str]) -> Iterator[Bar]:
@@ -157,12 +142,11 @@ def memory_bars(runs: Runs, conditions: Sequence[str]) -> Iterator[Bar]:
 
 def speed_up_bars(figure: str, runs: Runs, conditions: Sequence[str]) -> Iterator[Bar]:
     """Speed-ups over those that don't adapt, which should be no less than the paper's."""
-    quickest = ("adaptive", "adaptive-intra-step")
-    for quick, system, condition in product(quickest, ("1f1b", "zb"), conditions):
+    for system, condition in product(("1f1b", "zb"), conditions):
         slower, paper = runs[system, condition], runs["adaptive", condition]["reference_ms"]
-        ratio = slower["step_ms"]["median"] / median_ms(runs, quick, condition)
+        ratio = slower["step_ms"]["median"] / median_ms(runs, "adaptive", condition)
         least = slower["reference_ms"] / paper
-        yield Bar(f"{figure}, {condition}: {system} over {quick}", ratio, least=round(least, 2))
+        yield Bar(f"{figure}, {condition}: {system} over adaptive", ratio, least=round(least, 2))
 
 
 def total_bars(runs: Runs) -> Iterator[Bar]:

@@ -116,13 +116,7 @@ def _in_brief(option: Option) -> Happening:
 
 
 def of_morph(morph: Morph) -> list[Happening]:
-    """What a morph that is in force says: of the plan, and of each link with another route.
-
-    Returns:
-        Nothing where the plan stays.
-    """
-    if morph.keeps_plan:
-        return []
+    """What a morph that is in force says: of the plan, and of each link with another route."""
     routes = [
         {"kind": "route_changed", "link": str(link), "detail": f"{route}: {morph.reason}"}
         for link, route in morph.routes.items()

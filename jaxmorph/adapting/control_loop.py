@@ -119,7 +119,6 @@ class ControlLoop:
         self._latest: tuple[int, Profile, tuple[Verdict, ...]] = (-1, planned_for, ())
         self._untold: list[Happening] = []
         self._morph: Morph | None = None
-        self._refreshed: tuple[str, ...] | None = None  # programs that ranks haven't been told
         self._probes = Probes()
         # With beginning, weighing, or a morph that isn't in force yet.
         self._is_busy = False
@@ -335,7 +334,6 @@ class ControlLoop:
         detail = f"{error}; {self._retries.in_words(step)}"
         self._untold.append({"kind": "planning_failed", "detail": detail})
         self._must_restart = True
-        self._refreshed = None  # the process that begins anew says again what ranks don't know
         self._news = self._undecided()
         self._probes.forget()
         self._is_busy = self._retries.are_over
@@ -375,7 +373,6 @@ class ControlLoop:
         dwell = self._dwell  # a probe that is late puts another one in its place
         held = dwelling_links(dwell, self._plan.routes, from_step)
         options = self._plans.weigh(profile, verdicts, sorted(held))
-        self._refreshed = options.refreshed or self._refreshed
         return Situation(
             step=from_step,
             verdicts=verdicts,
@@ -417,22 +414,12 @@ class ControlLoop:
         happening = {"kind": "plan_kept", "detail": decision.reason, "evidence": evidence}
         with self._lock:
             self._untold.append(happening)
-            if self._morph is None:  # one that ranks have yet to be told stays
-                self._morph = self._refresh(decision)
-            self._is_busy = self._morph is not None
+            self._is_busy = self._morph is not None  # one that ranks have yet to be told stays
             self._succeed()
-
-    def _refresh(self, decision: Decision) -> Morph | None:
-        """What tells ranks of the plan that stays what is late now; None: they know."""
-        programs, self._refreshed = self._refreshed, None
-        if programs is None:
-            return None
-        return Morph(self._plan, programs, {}, decision.reason, {}, {}, keeps_plan=True)
 
     def _make_ready(self, situation: Situation, decision: Decision) -> None:
         number = decision.chosen or 0
         option, chosen = situation.candidates[number], self._plans.adopt(number)
-        self._refreshed = None
         now = situation.in_force
         morph = Morph(
             plan=replace(

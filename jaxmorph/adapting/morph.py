@@ -23,7 +23,6 @@ class Morph:
         slots: How many slots each delegated channel needs.
         routes: The new routes of the links whose route changes.
         evidence: What the decision rests on, as JSON has it.
-        keeps_plan: Whether the plan stays, and ranks are only told anew what is late.
     """
 
     plan: Plan
@@ -32,7 +31,6 @@ class Morph:
     reason: str
     routes: Mapping[Link, Route]
     evidence: Message
-    keeps_plan: bool = False
 
     def to_json(self) -> Message:
         """What the ranks are told of it."""

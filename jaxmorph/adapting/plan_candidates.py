@@ -13,8 +13,7 @@ from jaxmorph.control.conditions import UsualLinks, ailing_links, costs_differ, 
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
 from jaxmorph.errors import UserError
-from jaxmorph.planning.intra_step import expected_by_ranks, leeway_of, others_are_late
-from jaxmorph.planning.plan_in_force import limits_of, plan_step
+from jaxmorph.planning.plan_in_force import plan_step
 from jaxmorph.planning.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.channels import Channel
@@ -48,13 +47,11 @@ class Weighed:
         in_force_ms: The predicted step of the plan in force under the conditions now.
         undisturbed_ms: The same if all links were healthy.
         candidates: The plan for healthy links, then others, those that differ least from it first.
-        refreshed: The programs in force with what is late told anew; None: it hasn't changed.
     """
 
     in_force_ms: float
     undisturbed_ms: float
     candidates: tuple[Candidate, ...]
-    refreshed: Programs | None = None
 
 
 class CandidatePlanner:
@@ -103,16 +100,10 @@ class CandidatePlanner:
         """
         now = self._in_force
         plans = self._plans(profile, verdicts, held)
-        refreshed = self._with_leeway(now.plan, now.programs, profile, verdicts)
-        if not others_are_late(now.programs, refreshed):
-            refreshed = None
-        else:
-            self._in_force = replace(now, programs=refreshed)
         return Weighed(
             in_force_ms=self._step_ms(now.programs, now.plan, profile, verdicts),
             undisturbed_ms=self._step_ms(now.programs, now.plan, profile, ()),
             candidates=tuple(self._candidate(plan, profile, verdicts) for plan in plans),
-            refreshed=refreshed,
         )
 
     def adopt(self, candidate: Candidate) -> dict[Channel, int]:
@@ -196,33 +187,19 @@ class CandidatePlanner:
         now = self._in_force
         same_order = plan.schedule == now.plan.schedule and plan.offloading == now.plan.offloading
         if same_order and plan.routes == now.plan.routes:
-            programs = self._with_leeway(plan, now.programs, profile, verdicts)
+            programs = now.programs
         else:
             programs = self._programs(plan, profile, verdicts)
         return Candidate(plan, programs, self._step_ms(programs, plan, profile, verdicts))
 
     def _planned_programs(self, plan: Plan) -> Programs:
         """What ranks run of a plan that was made for what the first one was."""
-        config, profile = self._config, self._planned_for
-        programs = lower_step(plan.schedule, profile, plan.routes, self._num_tied, plan.offloading)
-        expected = expected_by_ranks(profile.with_margin)
-        return leeway_of(config, plan, programs, expected, limits_of(config, profile))
+        profile = self._planned_for
+        return lower_step(plan.schedule, profile, plan.routes, self._num_tied, plan.offloading)
 
     def _programs(self, plan: Plan, profile: Profile, verdicts: Sequence[Verdict]) -> Programs:
         believed = self._profile(plan.routes, profile, verdicts)
-        programs = lower_step(plan.schedule, believed, plan.routes, self._num_tied, plan.offloading)
-        return self._with_leeway(plan, programs, profile, verdicts)
-
-    def _with_leeway(
-        self, plan: Plan, programs: Programs, profile: Profile, verdicts: Sequence[Verdict]
-    ) -> Programs:
-        """Programs whose ranks know what is late by what links do now."""
-
-        def with_margin(margin: float) -> Profile:
-            return self._profile(plan.routes, profile, verdicts, margin_of_jitter=margin)
-
-        limits = limits_of(self._config, profile)
-        return leeway_of(self._config, plan, programs, expected_by_ranks(with_margin), limits)
+        return lower_step(plan.schedule, believed, plan.routes, self._num_tied, plan.offloading)
 
     def _step_ms(
         self, programs: Programs, plan: Plan, profile: Profile, verdicts: Sequence[Verdict]

@@ -36,14 +36,11 @@ class Options:
     Attributes:
         in_force_ms: The predicted step of the plan in force under the conditions now.
         undisturbed_ms: The same if all links were healthy.
-        refreshed: The programs in force with what is late told anew, as `program_text` writes them;
-            None: it hasn't changed.
     """
 
     in_force_ms: float
     undisturbed_ms: float
     candidates: tuple[Option, ...]
-    refreshed: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -137,8 +134,7 @@ class PlanningProcess:
             held=[str(link) for link in held],
         )
         options = (Option(Plan.from_json(o["plan"]), o["step_ms"]) for o in answer["candidates"])
-        refreshed = answer["refreshed"] and tuple(answer["refreshed"])
-        return Options(answer["in_force_ms"], answer["undisturbed_ms"], tuple(options), refreshed)
+        return Options(answer["in_force_ms"], answer["undisturbed_ms"], tuple(options))
 
     def adopt(self, chosen: int) -> Chosen:
         """Have it take one of the last options for the plan in force.

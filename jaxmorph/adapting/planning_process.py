@@ -85,7 +85,6 @@ class Answering:
                 {"plan": each.plan.to_json(), "step_ms": each.step_ms}
                 for each in weighed.candidates
             ],
-            "refreshed": weighed.refreshed and [*map(program_text, weighed.refreshed)],
         }
 
     def _adopt(self, candidate: Candidate) -> Message:

@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from jaxmorph.comparison.systems import System, route_choices
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.planning.declared_links import declared_states, delayed
-from jaxmorph.planning.intra_step import expected_by_ranks
 from jaxmorph.planning.plan_in_force import PlanInForce, agree_on_plan
 from jaxmorph.reporting.run_matrix import PlannedRun
 from jaxmorph.runtime.rendezvous import Rendezvous
@@ -55,10 +53,9 @@ class ConditionPlanner:
         believed = self.profile
         if self.system.adapts:
             believed = self._profile_under(conditions, MARGIN_OF_JITTER)
-        expected = expected_by_ranks(partial(self._profile_under, conditions))
         slow = [Link(*condition.between) for condition in conditions]
         plans = [
-            agree_on_plan(choice, self.rendezvous, believed, self.num_tied, expected)
+            agree_on_plan(choice, self.rendezvous, believed, self.num_tied)
             for choice in route_choices(self.config, self.system, slow)
         ]
         steps_ms = [plan.simulate(actual).makespan_ms for plan in plans]

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from types import MappingProxyType
 from typing import Any
@@ -25,15 +25,12 @@ from jaxmorph.runtime.report import (
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.bubbles import IdleShares, idle_shares
 from jaxmorph.schedule.device_live import peak_on_device
-from jaxmorph.schedule.ops import LiveUntil, Op
+from jaxmorph.schedule.ops import LiveUntil
 from jaxmorph.training.gradients import apply_gradients
 from jaxmorph.training.open_stage import adopt_plan
 from jaxmorph.transport.link_emulator import LinkCondition
 
 Message = dict[str, Any]
-
-ORDER_CHANGED, ORDER_KEPT = "order_changed", "order_kept"
-"""What a step is counted as where ranks may change their order inside a step."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +39,11 @@ class MeasuredStep:
 
     Attributes:
         reports: All ranks' reports; rank 0's have the timings.
-        planned: The order of each stage in the plan that it ran; of a system that detects, in the
-            one that the round began with.
     """
 
     step_ms: float
     totals: StepTotals
     reports: Sequence[Message]
-    planned: Sequence[Sequence[Op]] = ()
 
 
 @dataclass(frozen=True)
@@ -138,8 +132,7 @@ class ConditionRunner:
                 program = in_force.program
             if number == num_warmup_steps:
                 began_s = self._barrier_s
-            done = self._run_step(program, following)
-            steps.append(replace(done, planned=in_force.plan.schedule.orders))
+            steps.append(self._run_step(program, following))
             if following is not None:
                 program = following.heed(self._step - 1, steps[-1].reports) or program
         return MeasuredRound(
@@ -173,20 +166,6 @@ class ConditionRunner:
         apply_gradients(trainer, totals, self._clip_norm)
         self._step += 1
         return MeasuredStep(1e3 * (self._barrier_s - began_s), totals, reports)
-
-
-def order_counts(steps: Sequence[MeasuredStep]) -> dict[str, int]:
-    """In how many steps ranks changed their order, and in how many none of them did.
-
-    Args:
-        steps: Those of a round in which ranks may, with the reports that rank 0 has.
-    """
-    measured = ((measured_timeline(step.reports), step.planned) for step in steps)
-    kinds = (
-        ORDER_KEPT if [*map(tuple, timeline.orders)] == [*map(tuple, planned)] else ORDER_CHANGED
-        for timeline, planned in measured
-    )
-    return dict(Counter(kinds))
 
 
 def summarize_steps(

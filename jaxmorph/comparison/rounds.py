@@ -7,12 +7,7 @@ from typing import Any
 
 from jaxmorph.comparison.condition_links import RoundLinks, round_links
 from jaxmorph.comparison.condition_plans import ConditionPlanner
-from jaxmorph.comparison.condition_steps import (
-    ConditionRunner,
-    MeasuredRound,
-    order_counts,
-    summarize_steps,
-)
+from jaxmorph.comparison.condition_steps import ConditionRunner, MeasuredRound, summarize_steps
 from jaxmorph.comparison.delay_history import DelayHistory
 from jaxmorph.comparison.detecting_rounds import following
 from jaxmorph.comparison.failed_paths import FailedPaths
@@ -21,7 +16,6 @@ from jaxmorph.comparison.systems import System
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.planning.first_plan import FirstPlan
-from jaxmorph.planning.intra_step import reorders
 from jaxmorph.planning.plan_in_force import PlanInForce
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_trainer import StageTrainer
@@ -72,10 +66,8 @@ class Rounds:
         else:
             is_told = links.traced and self.system.adapts
             done = run(replan=Replanner(self.planner, links) if is_told else None)
-            is_counted = reorders(self.config) and self.rendezvous.rank == 0
-            events = order_counts(done.steps) if is_counted else {}
             if self.paths is not None:
-                events = {**events, **self.paths.failures(failed)}
+                events = self.paths.failures(failed)
         if self.rendezvous.rank == 0:
             yield from self._told(index, links, done, events)
 

@@ -24,8 +24,6 @@ class System:
             healthy links.
         reroutes: Whether routes may change too, for each link.
         detects: Whether it is told nothing, and morphs by what it detects while it runs.
-        reorders: Whether ranks change their order inside a step, even if the configuration doesn't
-            say so. It has all links delegated, as only there order is free.
         memory: What devices may hold: what the configuration says; or as much as a cap, to which
             plans keep (`capped`), or beyond which stashes go to host memory (`offload`).
         restarts: Whether it starts again from its last checkpoint when a rank fails, and whether
@@ -38,27 +36,25 @@ class System:
     adapts: bool
     reroutes: bool
     detects: bool
-    reorders: bool
     meaning: str
     memory: Memory = "config"
     restarts: Restarts = "never"
 
 
-_TABLE: Sequence[tuple[str, str, Route, bool, bool, bool, bool]] = (
-    # name                  schedule       route        adapts  reroutes  detects  reorders
-    ("gpipe",               "gpipe",       "direct",    False,  False,    False,   False),
-    ("1f1b",                "1f1b",        "direct",    False,  False,    False,   False),
-    ("interleaved",         "interleaved", "direct",    False,  False,    False,   False),
-    ("zb",                  "zb-h2",       "direct",    False,  False,    False,   False),
-    ("zb-delegated",        "zb-h2",       "delegated", False,  False,    False,   False),
-    ("adaptive-direct",     "adaptive",    "direct",    True,   False,    False,   False),
-    ("adaptive",            "adaptive",    "direct",    True,   True,     False,   False),
-    ("adaptive-intra-step", "adaptive",    "delegated", True,   False,    False,   True),
-    ("adaptive-detecting",  "adaptive",    "direct",    False,  True,     True,    False),
-    ("adaptive-capped",     "adaptive",    "direct",    True,   True,     False,   False),
-    ("adaptive-offload",    "adaptive",    "direct",    True,   True,     False,   False),
-    ("restart",             "1f1b",        "direct",    False,  False,    False,   False),
-    ("restart-cold",        "1f1b",        "direct",    False,  False,    False,   False),
+_TABLE: Sequence[tuple[str, str, Route, bool, bool, bool]] = (
+    # name                  schedule       route        adapts  reroutes  detects
+    ("gpipe",               "gpipe",       "direct",    False,  False,    False),
+    ("1f1b",                "1f1b",        "direct",    False,  False,    False),
+    ("interleaved",         "interleaved", "direct",    False,  False,    False),
+    ("zb",                  "zb-h2",       "direct",    False,  False,    False),
+    ("zb-delegated",        "zb-h2",       "delegated", False,  False,    False),
+    ("adaptive-direct",     "adaptive",    "direct",    True,   False,    False),
+    ("adaptive",            "adaptive",    "direct",    True,   True,     False),
+    ("adaptive-detecting",  "adaptive",    "direct",    False,  True,     True),
+    ("adaptive-capped",     "adaptive",    "direct",    True,   True,     False),
+    ("adaptive-offload",    "adaptive",    "direct",    True,   True,     False),
+    ("restart",             "1f1b",        "direct",    False,  False,    False),
+    ("restart-cold",        "1f1b",        "direct",    False,  False,    False),
 )  # fmt: skip
 _MEANINGS = {
     "gpipe": "all forwards, then all backwards",
@@ -68,8 +64,6 @@ _MEANINGS = {
     "zb-delegated": "zb in the same order, no queue held",
     "adaptive-direct": "planned for the links as they are, none of them delegated",
     "adaptive": "planned for the links as they are",
-    "adaptive-intra-step": "adaptive with all links delegated, and ranks that change their order "
-    "inside a step where a message is late",
     "adaptive-detecting": "told nothing of links: what it detects, it morphs for",
     "adaptive-capped": "adaptive within a cap on what devices hold",
     "adaptive-offload": "the same cap, stashes beyond it in host memory",
@@ -96,9 +90,9 @@ def system_config(config: Config, system: System) -> Config:
 
     Returns:
         The same with the system's schedule and routes, and no link emulated or declared: conditions
-        of links come and go while it runs, and a system that adapts is told of them. Only such a
-        one changes its order inside a step. The cap of one that is capped, if the configuration
-        names none, is 2 S - 1 microbatches on each of S stages.
+        of links come and go while it runs, and a system that adapts is told of them. The cap of one
+        that is capped, if the configuration names none, is 2 S - 1 microbatches on each of S
+        stages.
     """
     steps = config.compare.total_steps if config.compare else config.run.steps
     warmup_steps = min(config.optimizer.warmup_steps, steps)
@@ -114,19 +108,10 @@ def system_config(config: Config, system: System) -> Config:
             "failover": config.failover.model_copy(update=_failover(system)),
             "parallelism": config.parallelism.model_copy(update={"chunks": chunks}),
             "routes": Routes.model_validate({"default": system.route}),
-            "adaptation": config.adaptation.model_copy(
-                update={"enabled": system.detects, "intra_step": _inside(config, system)}
-            ),
+            "adaptation": config.adaptation.model_copy(update={"enabled": system.detects}),
             "emulation": config.emulation.model_copy(update={"links": (), "trace": None}),
         }
     )
-
-
-def _inside(config: Config, system: System) -> str:
-    """Whether ranks change their order inside a step."""
-    if system.reorders:
-        return "on"
-    return config.adaptation.intra_step if system.adapts or system.detects else "off"
 
 
 def _cap(config: Config, system: System) -> dict[str, int]:

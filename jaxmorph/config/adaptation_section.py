@@ -21,13 +21,18 @@ class Adaptation(Section):
     goes back once both ends have found that path up for `failback_steps` in a row, and for twice as
     many after each further failure, up to `longest_dwell_steps`.
 
-    `intra_step` lets a rank with a delegated link take another op than the planned one, inside a
-    step, when that is late. `auto` goes by the order in force: `on` while that is the adaptive
-    planner's own, also where adapting has put it in place of a configured one, and else `off`.
+    `intra_step` can't be anything but `off`: ranks could once take another op in place of a late
+    one, inside a step, and that gained nothing in real runs.
     """
 
     enabled: Annotated[bool, Expected("true or false")] = False
-    intra_step: Literal["off", "on", "auto"] = "off"
+    intra_step: Annotated[
+        Literal["off"],
+        Expected(
+            "'off': changing the order inside a step was removed because it gained nothing in real "
+            "runs, see docs/adaptation.md"
+        ),
+    ] = "off"
     delegates: Literal["slow", "any"] = "slow"
     worth: Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")] = 0.02
     dwell_steps: Count = 4

@@ -28,7 +28,6 @@ SystemName = Literal[
     "zb-delegated",
     "adaptive-direct",
     "adaptive",
-    "adaptive-intra-step",
     "adaptive-detecting",
     "adaptive-capped",
     "adaptive-offload",

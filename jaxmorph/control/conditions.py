@@ -130,8 +130,7 @@ def links_under(
         usual: What healthy links do on either route.
         now: The routes now; a link that is not named is direct.
         planned: The routes to tell the latencies under.
-        margin_of_jitter: How many standard deviations of an ailing link's jitter to add. Below 0
-            for the quicker messages, those of healthy links too, which may take less than usual.
+        margin_of_jitter: How many standard deviations of an ailing link's jitter to add.
 
     Returns:
         The state of each link that there is a verdict or a usual latency of.
@@ -159,14 +158,13 @@ def _usual(usual: UsualLinks, route: Route, link: Link) -> LinkState:
 def _added_ms(verdict: Verdict | None, usual_ms: float, margin_of_jitter: float) -> float:
     """What a direction adds to its messages now beyond what is usual on their route.
 
-    A link is never taken to be faster than usual, but its quicker messages are.
+    A link is never taken to be faster than usual.
     """
     if verdict is None:
         return 0.0
-    is_counted = margin_of_jitter < 0 or verdict.health is not LinkHealth.HEALTHY
-    margin_ms = margin_of_jitter * verdict.jitter_ms if is_counted else 0.0
-    added_ms = min(verdict.latency_ms + margin_ms, _LONGEST_MS) - usual_ms
-    return added_ms if margin_of_jitter < 0 else max(0.0, added_ms)
+    is_healthy = verdict.health is LinkHealth.HEALTHY
+    margin_ms = 0.0 if is_healthy else margin_of_jitter * verdict.jitter_ms
+    return max(0.0, min(verdict.latency_ms + margin_ms, _LONGEST_MS) - usual_ms)
 
 
 def costs_differ(now: StageCosts, then: StageCosts) -> bool:

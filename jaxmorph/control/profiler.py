@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -56,20 +56,6 @@ class Profile:
     stash_bytes: StashBytes | None = None
     spreads: Spreads | None = None
     copies: CopyCosts | None = None
-
-    def with_margin(self, margin: float) -> "Profile":
-        """The same with other latencies.
-
-        Args:
-            margin: How many of a link's spreads to add to its latency; below 0 for its quicker
-                messages. Where spreads aren't known nothing is added.
-        """
-        spreads = {} if self.spreads is None else self.spreads.links
-        links = {
-            link: _shifted(state, spreads.get(link, LinkState()), margin)
-            for link, state in self.links.items()
-        }
-        return replace(self, links=links)
 
     def to_json(self) -> dict[str, Any]:
         """The profile as a JSON object, with links as `"2-3"`."""
@@ -185,14 +171,6 @@ class Profiler:
         source, destination = ends
         quantity = self._links.get((source, destination))
         return 0.0 if quantity is None else read(quantity)
-
-
-def _shifted(state: LinkState, spread: LinkState, margin: float) -> LinkState:
-    """A link's state with its latencies so many spreads longer, or shorter."""
-    up_ms = state.forward_latency_ms + margin * spread.forward_latency_ms
-    down_ms = state.backward_latency_ms + margin * spread.backward_latency_ms
-    latencies = {"forward_latency_ms": max(0.0, up_ms), "backward_latency_ms": max(0.0, down_ms)}
-    return replace(state, **latencies)
 
 
 def _median_ms(quantity: _Quantity) -> float:

@@ -12,7 +12,6 @@ from jaxmorph.config.sections import Routes
 from jaxmorph.control.conditions import UsualLinks, outlying_links
 from jaxmorph.control.known_links import KnownWay, dead_of, slow_links_of, still_slow
 from jaxmorph.control.profiler import Profile, Profiler
-from jaxmorph.planning.intra_step import kept_in_order
 from jaxmorph.planning.offload_planning import with_sampled_copies
 from jaxmorph.planning.plan_in_force import (
     PlanInForce,
@@ -201,7 +200,7 @@ def warm_up(
     """
     profiler = Profiler(config.parallelism.stages, stash_bytes)
     unmeasured = unmeasured_profile(config, stash_bytes)
-    in_force = agree_on_plan(kept_in_order(config), rendezvous, unmeasured, num_tied)
+    in_force = agree_on_plan(config, rendezvous, unmeasured, num_tied)
     if config.offload.enabled:
         in_force = replace(in_force, programs=with_sampled_copies(in_force.programs))
     adopt_plan(rendezvous, trainer, in_force)

@@ -9,7 +9,6 @@ from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
-from jaxmorph.planning.intra_step import easily_reordered, expected_by_ranks, leeway_of
 from jaxmorph.planning.offload_planning import plan_with_offload
 from jaxmorph.planning.queue_aware import shorter_on_queues
 from jaxmorph.planning.step_programs import lower_step
@@ -90,11 +89,7 @@ def agree_on_stash(rendezvous: "Rendezvous", memory: "StashMemory") -> StashByte
 
 
 def agree_on_plan(
-    config: Config,
-    rendezvous: "Rendezvous",
-    profile: Profile,
-    num_tied: int,
-    expected: Profile | None = None,
+    config: Config, rendezvous: "Rendezvous", profile: Profile, num_tied: int
 ) -> PlanInForce:
     """Plan on rank 0 and adopt its answer on every rank.
 
@@ -102,8 +97,6 @@ def agree_on_plan(
         rendezvous: The meeting place of all ranks; they all call this at the same point.
         profile: What ops and links cost; only rank 0's is read.
         num_tied: How many tied parameters the first and the last stage hold copies of.
-        expected: What is late inside a step is late by this (`intra_step.expected_by_ranks`). Only
-            rank 0's is read; None: by the profile and its spreads.
 
     Returns:
         The plan, its programs checked by a replay of all ranks.
@@ -114,20 +107,12 @@ def agree_on_plan(
     answer = {}
     if rendezvous.rank == 0:
         made = plan_step(config, profile, num_tied)
-        expected = expected or expected_by_ranks(profile.with_margin)
-        answer = {
-            "profile": profile.to_json(),
-            "plan": made.to_json(),
-            "expected": expected.to_json(),
-        }
+        answer = {"profile": profile.to_json(), "plan": made.to_json()}
     answer = rendezvous.exchange(answer)[0]
     made = Plan.from_json(answer["plan"])
     agreed = Profile.from_json(answer["profile"])
     programs = lower_step(made.schedule, agreed, made.routes, num_tied, made.offloading)
-    slots = slots_needed(programs)
-    expected = Profile.from_json(answer["expected"])
-    programs = leeway_of(config, made, programs, expected, limits_of(config, agreed))
-    return PlanInForce(made, programs, rendezvous.rank, slots)
+    return PlanInForce(made, programs, rendezvous.rank, slots_needed(programs))
 
 
 def plan_step(config: Config, profile: Profile, num_tied: int = 0) -> Plan:
@@ -167,7 +152,7 @@ def _plan_within(config: Config, profile: Profile, num_tied: int, limits: Limits
     made = replace(made, routes=_routes(config, made, num_tied))
     if schedule.name == "adaptive":
         made = shorter_on_queues(made, profile, limits)
-    return easily_reordered(config, made, profile, limits)
+    return made
 
 
 def _routes(config: Config, made: Plan, num_tied: int) -> dict[Link, Route]:

@@ -32,7 +32,7 @@ def forward_only(program: RankProgram, first_microbatch: int = 0) -> RankProgram
         for step in program.instructions
         if _belongs_to_a_forward(step)
     )
-    return insert_frees(replace(program, instructions=kept, leeway=None))
+    return insert_frees(replace(program, instructions=kept))
 
 
 def _belongs_to_a_forward(step: Instruction) -> bool:

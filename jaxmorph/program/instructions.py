@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from jaxmorph.program.pipeline import Pipeline
 from jaxmorph.schedule.costs import Link
-from jaxmorph.schedule.online import Leeway
 from jaxmorph.schedule.ops import Op
 
 Route: TypeAlias = Literal["direct", "delegated"]
@@ -221,17 +220,13 @@ Instruction: TypeAlias = Run | Send | Receive | Free | Offload | Fetch | AwaitRo
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One rank's instructions for one step, in the order its queue runs them.
-
-    With `leeway` the rank may change that order while the step runs.
-    """
+    """One rank's instructions for one step, in the order its queue runs them."""
 
     rank: int
     num_ranks: int
     num_microbatches: int
     instructions: tuple[Instruction, ...]
     num_chunks: int = 1
-    leeway: Leeway | None = None
 
     @property
     def pipeline(self) -> Pipeline:

@@ -1,6 +1,5 @@
 """A rank's program as text: one line an instruction, so that one process can hand it to another."""
 
-import json
 import re
 
 from jaxmorph.program.instructions import (
@@ -19,10 +18,8 @@ from jaxmorph.program.instructions import (
     Transfer,
     Update,
 )
-from jaxmorph.schedule.online import Leeway
 from jaxmorph.schedule.ops import Op
 
-_LEEWAY = "leeway "
 _HEADING = re.compile(r"rank (\d+) of (\d+), (\d+) microbatches, (\d+) chunks")
 _BUFFER = re.compile(r"(?:(\d+)\.)?([a-z-]+)\[(\d+)\]")
 
@@ -33,8 +30,7 @@ def program_text(program: RankProgram) -> str:
         f"rank {program.rank} of {program.num_ranks}, {program.num_microbatches} microbatches, "
         f"{program.num_chunks} chunks"
     )
-    leeway = [] if program.leeway is None else [_LEEWAY + json.dumps(program.leeway.to_json())]
-    return "\n".join([heading, *leeway, *map(_line, program.instructions)])
+    return "\n".join([heading, *map(_line, program.instructions)])
 
 
 def parse_program(text: str) -> RankProgram:
@@ -48,11 +44,8 @@ def parse_program(text: str) -> RankProgram:
     if found is None:
         raise ValueError(f"got {heading!r}, expected a line such as 'rank 0 of 4, ...'")
     rank, num_ranks, num_microbatches, num_chunks = map(int, found.groups())
-    leeway = None
-    if lines and lines[0].startswith(_LEEWAY):
-        leeway = Leeway.from_json(json.loads(lines.pop(0).removeprefix(_LEEWAY)))
     instructions = tuple(map(_instruction, lines))
-    return RankProgram(rank, num_ranks, num_microbatches, instructions, num_chunks, leeway)
+    return RankProgram(rank, num_ranks, num_microbatches, instructions, num_chunks)
 
 
 def _line(step: Instruction) -> str:

@@ -38,7 +38,6 @@ from jaxmorph.runtime.routes import (
     TransferMismatchError,
     require_live,
 )
-from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.names import ChannelName, Tag
 from jaxmorph.transport.plane import DataPlane, IncomingSlot, OutgoingSlot
 
@@ -170,18 +169,6 @@ class DelegatedRoute:
             arrival.add(part, slot)
         return Moved(arrival.value(), posted_s, landed_s)
 
-    def has_come(self, identity: TransferIdentity) -> bool:
-        """Whether a message is here, so that `take` would wait for nothing."""
-        receiver = self._receivers[self._channel(identity)]
-        while (slot := receiver.early or self._at_once(receiver)) is not None:
-            receiver.early = slot
-            if not receiver.is_late(slot.tag, identity):
-                return True  # if it is another one than expected, `take` says so
-            receiver.early = None
-            slot.release()
-            self.counts.skipped += 1
-        return False
-
     def has_room(self, identity: TransferIdentity) -> bool:
         """Whether a message has a slot now, so that `reserve` would wait for nothing.
 
@@ -189,19 +176,6 @@ class DelegatedRoute:
             PeerGoneError: If it has none, and the receiver is gone.
         """
         return self._plane.has_room(self._senders[self._channel(identity)].name)
-
-    def look(self) -> None:
-        """Raise what a wait for a message would raise: of the rank's queue, of copies into slots.
-
-        For one that waits for several at once (`doorbell`); that a peer is gone is raised by
-        `has_come` and `has_room`.
-        """
-        self._check()
-        self._finish_what_is_over()
-
-    def doorbell(self, identity: TransferIdentity) -> Doorbell:
-        """What rings when a message of this one's channel has come, or a slot has become free."""
-        return self._plane.doorbell(channel_name(self._channel(identity)))
 
     def abandon(self, epoch: int) -> None:
         """Refuse what is left of an epoch; what still comes of it is thrown away.
@@ -303,9 +277,7 @@ class DelegatedRoute:
     ) -> IncomingSlot:
         """The slot of the message that is due; those that come too late are skipped."""
         while True:
-            slot = receiver.early_slot() or self._waited_for(
-                self._plane.take, receiver.name, identity, deadline_s
-            )
+            slot = self._waited_for(self._plane.take, receiver.name, identity, deadline_s)
             if slot.tag == tag:
                 receiver.note(tag)
                 return slot
@@ -314,12 +286,6 @@ class DelegatedRoute:
             if not receiver.is_late(found, identity):
                 raise TransferMismatchError(f"expected {identity}, {tag}, but {found} came")
             self.counts.skipped += 1
-
-    def _at_once(self, receiver: "_Receiver") -> IncomingSlot | None:
-        try:
-            return self._plane.take(receiver.name, _AT_ONCE)
-        except TimeoutError:
-            return None
 
     def _waited_for(
         self,
@@ -376,22 +342,13 @@ class _Copy:
 
 @dataclass
 class _Receiver:
-    """What has been taken from a channel in the step that it is in.
-
-    `early` is a message that has come and been looked at, before anybody has taken it.
-    """
+    """What has been taken from a channel in the step that it is in."""
 
     name: ChannelName
     use: SlotUse
     landing: Landing
-    early: IncomingSlot | None = None
     taken: set[Tag] = field(default_factory=set)
     step: tuple[int, ...] = ()
-
-    def early_slot(self) -> IncomingSlot | None:
-        """The message that has been looked at, if any; it is no longer kept here."""
-        slot, self.early = self.early, None
-        return slot
 
     def note(self, tag: Tag) -> None:
         """A message has been taken."""

@@ -41,7 +41,6 @@ from jaxmorph.program.instructions import (
 from jaxmorph.program.pipeline import Place
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies, wait_for
 from jaxmorph.runtime.identity import TransferIdentity
-from jaxmorph.runtime.online_dispatch import OnlineDispatcher
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.queue import DeviceQueue, Stamp
 from jaxmorph.runtime.routes import Moved, Posting, Route
@@ -176,7 +175,6 @@ class Executor:
         transfer_timeout_s: How long a transfer may be waited for.
         tied: Sums the gradients of tied parameters; None where the stage holds none.
         copies: Moves stashes to host memory and back; None where no program does.
-        online: Decides the order of programs that have leeway; None: they keep theirs.
     """
 
     chunks: Sequence[StageMathematics]
@@ -187,7 +185,6 @@ class Executor:
     transfer_timeout_s: float
     tied: TiedReduction | None = None
     copies: HostCopies | None = None
-    online: OnlineDispatcher | None = None
 
     def execute(
         self,
@@ -222,7 +219,8 @@ class Executor:
         loss_weight = jax.device_put(np.float32(inputs.loss_weight), self.placement)
         state = _Step(program, weights, list(accumulators), inputs, loss_weight, step, epoch)
         try:
-            self._enqueue_all(program, state)
+            for instruction in program.instructions:
+                self._enqueue(instruction, state)
             stamps = self.queue.drain()
             for route in self.routes.values():
                 route.settle()
@@ -237,13 +235,6 @@ class Executor:
         loss = loss_sum * inputs.loss_weight
         copies = [stamp for away in state.away.values() for stamp in away.stamps()]
         return StepOutcome(loss, tuple(state.accumulators), stamps, state.arrivals, copies)
-
-    def _enqueue_all(self, program: RankProgram, state: _Step) -> None:
-        if program.leeway is not None and self.online is not None:
-            self.online.dispatch(program, partial(self._enqueue, state=state), state.identity)
-            return
-        for instruction in program.instructions:
-            self._enqueue(instruction, state)
 
     def _enqueue(self, instruction: Instruction, state: _Step) -> None:
         match instruction:

@@ -72,14 +72,6 @@ class DeviceQueue(Protocol):
         """
         ...
 
-    def notify(self, callback: Callable[[], None]) -> None:
-        """Have a callback called when all that was enqueued so far has run, or been dropped.
-
-        Args:
-            callback: Short, and raises nothing; another thread calls it.
-        """
-        ...
-
     def raise_error(self) -> None:
         """Raise what has gone wrong on the queue, if anything has; waits for nothing."""
         ...
@@ -131,10 +123,6 @@ class _WorkerThread:
     def put(self, item: _Item) -> None:
         self.raise_error()
         self._items.put((self._life, item))
-
-    def call(self, callback: Callable[[], None]) -> None:
-        """Call it when everything put so far has been handled."""
-        self._items.put(callback)
 
     def wait(self) -> None:
         """Return when everything put so far has been handled; raise its first error."""
@@ -219,10 +207,6 @@ class AsynchronousQueue:
         end_s = time.monotonic()
         stamps.append(Stamp(item.label, max(self._previous_end_s, item.enqueued_s), end_s))
         self._previous_end_s = end_s
-
-    def notify(self, callback: Callable[[], None]) -> None:
-        """Have a callback called when all dispatched items are done."""
-        self._watcher.call(callback)
 
     def raise_error(self) -> None:
         """Raise what the watcher has seen go wrong."""
@@ -319,10 +303,6 @@ class PacedQueue:
             end_s = max(end_s, start_s + item.duration_s)
             sleep_until(end_s)
         return end_s, took_s
-
-    def notify(self, callback: Callable[[], None]) -> None:
-        """Have a callback called when all enqueued items have run."""
-        self._worker.call(callback)
 
     def raise_error(self) -> None:
         """Raise what has gone wrong in the worker."""

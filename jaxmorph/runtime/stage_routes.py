@@ -17,7 +17,6 @@ from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.failover_route import FailoverRoute
 from jaxmorph.runtime.link_connections import LinkLines
 from jaxmorph.runtime.links import LinkProgram
-from jaxmorph.runtime.online_dispatch import OnlineDispatcher
 from jaxmorph.runtime.other_paths import OtherPaths
 from jaxmorph.runtime.payloads import slot_use
 from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
@@ -57,14 +56,12 @@ class StageRoutes:
     Attributes:
         delegated: By hosts; None where no link of the rank is ever delegated.
         failover: What completes direct transfers whose path fails; None: a failure ends the run.
-        online: Lets the rank change its order, as delegated messages come; None without a plane.
         copies: Between the device and slots; None without a plane.
     """
 
     direct: DirectRoute
     delegated: DelegatedRoute | None = None
     failover: FailoverRoute | None = None
-    online: OnlineDispatcher | None = None
     copies: StageCopies | None = None
 
     @property
@@ -75,7 +72,7 @@ class StageRoutes:
 
     def close(self) -> None:
         """Stop their threads, once the rank's queue has stopped."""
-        for each in (self.failover, self.online, self.copies):
+        for each in (self.failover, self.copies):
             if each is not None:
                 each.close()
 
@@ -111,13 +108,11 @@ def open_routes(
             site.queue.raise_error,
             copies.incoming,
         )
-        online = OnlineDispatcher(site.queue, delegated, settings.transfer_timeout_s)
-        opened.callback(online.close)
         failover = None
         if lines is not None and lines.wires:
             failover = _failover_route(site, settings, direct, delegated, lines)
         opened.pop_all()
-    return StageRoutes(direct, delegated, failover, online, copies)
+    return StageRoutes(direct, delegated, failover, copies)
 
 
 def _direct_route(site: Site, settings: StageSettings) -> DirectRoute:

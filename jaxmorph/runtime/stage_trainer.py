@@ -99,7 +99,6 @@ class StageTrainer:
             transfer_timeout_s=settings.transfer_timeout_s,
             tied=TiedGradients(model.tied, self._accumulators) if model.tied else None,
             copies=self._copies,
-            online=self._routes.online,
         )
 
     @property

@@ -23,7 +23,6 @@ from jaxmorph.config import Config
 from jaxmorph.control.link_medians import link_medians_ms
 from jaxmorph.control.link_samples import link_samples
 from jaxmorph.control.profiler import Profile, Profiler
-from jaxmorph.planning.intra_step import without_effect
 from jaxmorph.planning.plan_in_force import PlanInForce
 from jaxmorph.program.program_text import parse_program
 from jaxmorph.runtime.device_memory import peaks_of
@@ -200,7 +199,8 @@ class Bookkeeper:
             self._tell_event(self._first_step, "layers_cut", chosen)
         reasons = [self._plan.reason, equipped]
         self._tell_event(self._first_step, "plan_adopted", "; ".join(filter(None, reasons)))
-        for told in without_effect(self._config, self._in_force.programs):
+        if self._config.adaptation.enabled and not self._config.adapts:
+            told = "adaptation.enabled: true: a pipeline of one stage has no links to adapt to"
             self._tell_event(self._first_step, "without_effect", told)
 
     def _tell_step(

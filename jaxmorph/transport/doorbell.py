@@ -4,7 +4,7 @@ import math
 import os
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 _SPIN_S = 20e-6
 _MOST_SKIPPED = 63
@@ -100,27 +100,3 @@ class Doorbell:
         for fd in self.fds:
             os.close(fd)
         self.fds = ()
-
-
-def wait_for_any(
-    bells: Sequence[Doorbell], condition: Callable[[], bool], deadline_s: float
-) -> bool:
-    """Wait for what several bells are about, each waited for by nobody else, as `wait_until` does.
-
-    The deadline is kept to better than a millisecond.
-    """
-    poll = select.poll()
-    for bell in bells:
-        poll.register(bell.fileno(), select.POLLIN)
-    while True:
-        for bell in bells:
-            bell.answer()
-        if condition():
-            return True
-        left_ms = 1e3 * (deadline_s - time.monotonic())
-        if left_ms <= 0:
-            return False
-        if left_ms < 1:  # a poll counts in whole milliseconds
-            time.sleep(left_ms / 1e3)
-        else:
-            poll.poll(math.floor(min(left_ms, 1e3 * _LOOK_AGAIN_S)))

@@ -421,14 +421,6 @@ class DataPlane(ABC):
         """
         return self._outgoing_end(channel).has_room_or_trouble()
 
-    def doorbell(self, channel: ChannelName) -> Doorbell:
-        """What rings when a message of a channel has come, or when one of its slots is free.
-
-        Who waits for several channels at once waits for their bells; errors ring them too, and are
-        raised by `take` and `reserve`.
-        """
-        return (self._outgoing.get(channel) or self._incoming_end(channel)).doorbell
-
     def grow(self, channel: ChannelName, num_slots: int) -> None:
         """Make room for more messages, in a channel that is at rest: nothing posted or untaken.
 

@@ -49,10 +49,8 @@ class PlansHere:
         weighed = self._planner.weigh(profile, verdicts, held)
         self._candidates = weighed.candidates
         options = tuple(Option(each.plan, each.step_ms) for each in weighed.candidates)
-        now = weighed.refreshed
-        refreshed = None if now is None else tuple(map(program_text, now))
         self.weighed.append(weighed)
-        return Options(weighed.in_force_ms, weighed.undisturbed_ms, options, refreshed)
+        return Options(weighed.in_force_ms, weighed.undisturbed_ms, options)
 
     def adopt(self, chosen):
         candidate = self._candidates[chosen]

@@ -8,16 +8,11 @@ from adapting_run import (
     CONFIG,
     COSTS,
     FIRST,
-    PLANNED_FOR,
-    SIZES,
     FailingPlans,
     PlansHere,
     Run,
 )
 
-from jaxmorph.config import check_config
-from jaxmorph.planning.step_programs import lower_step
-from jaxmorph.program.program_text import program_text
 from jaxmorph.schedule.costs import Link
 
 
@@ -95,36 +90,19 @@ def test_a_planning_error_is_told_and_planning_tried_again_with_a_process_of_its
 
 
 def test_after_a_restart_plans_are_weighed_against_what_ranks_run():
-    adaptation = {"enabled": True, "intra_step": "on"}
-    run = Run(FailingPlans(1, config=check_config({**SIZES, "adaptation": adaptation})))
+    run = Run(FailingPlans(1))
     run.steps(6)
     run.steps(4, slow_ms=40.0)
     (adopted,) = run.morphs
     assert set(adopted.plan.routes.values()) == {"direct", "delegated"}
     latest = run.loop._latest
     before = run.plans._planner.weigh(*latest[1:])
-    assert before.refreshed is None
     run.loop._thread.submit(run.loop._keep_error, run.loop._decide, *latest, ())
     run.settle()  # planning fails
     run.steps(6, slow_ms=40.0)
     assert len(run.plans.restarted) == 1
     assert run.plans.weighed[-1].in_force_ms == before.in_force_ms
-    assert [weighed.refreshed for weighed in run.plans.weighed[1:]] == [None]
     assert run.morphs == [adopted]
-    run.loop.close()
-
-
-def test_what_ranks_were_not_told_before_a_failure_is_not_told_after_it():
-    plans = Refreshing()
-    run = Run(plans)
-    run.steps(6)
-    run.loop._refreshed = Refreshing.told  # as weighed just before
-    with run.loop._lock:
-        run.loop._try_again_later("the planning process has died")
-    plans.told = None
-    run.steps(6, slow_ms=40.0)
-    assert run.of_kind("plan_kept") != []
-    assert run.morphs == []
     run.loop.close()
 
 
@@ -208,32 +186,6 @@ def test_slower_ops_are_told_and_weighed(run):
     run.steps(6, costs=replace(COSTS, forward_ms=(10.0, 20.0, 10.0)))
     assert len(run.of_kind("compute_changed")) == 1
     assert run.plans.asked == 1
-
-
-class Refreshing(PlansHere):
-    """Plans of which the one in force stays, and is told anew whenever it is weighed."""
-
-    told: tuple[str, ...] | None = tuple(
-        map(program_text, lower_step(FIRST.schedule, PLANNED_FOR, FIRST.routes))
-    )
-
-    def weigh(self, profile, verdicts, held):
-        options = super().weigh(profile, verdicts, held)
-        return replace(options, candidates=options.candidates[:1], refreshed=self.told)
-
-
-def test_a_plan_that_stays_is_told_anew_without_a_word_and_the_loop_goes_on():
-    run = Run(Refreshing())
-    run.steps(6)
-    run.steps(6, slow_ms=40.0)
-    (told,) = run.morphs
-    assert told.keeps_plan
-    assert told.programs == Refreshing.told
-    assert [kind for _, kind, _ in run.events] == ["straggler_detected", "plan_kept"]
-    asked = run.plans.asked
-    run.steps(10)
-    assert run.plans.asked > asked  # it isn't still busy with what it has told
-    run.loop.close()
 
 
 def test_a_newly_slow_link_is_delegated_while_another_one_dwells(run):

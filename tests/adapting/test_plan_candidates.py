@@ -7,7 +7,7 @@ import pytest
 from jaxmorph.adapting.plan_candidates import CandidatePlanner
 from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks
-from jaxmorph.control.profiler import Profile, Spreads
+from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Evidence, LinkHealth, Verdict
 from jaxmorph.planning.plan_in_force import plan_step
 from jaxmorph.program.check import check
@@ -143,64 +143,6 @@ def held_bytes(plan, sizes):
     return max(
         memory.peak(order) for memory, order in zip(memories, plan.schedule.orders, strict=True)
     )
-
-
-AUTO = {"enabled": True, "intra_step": "auto"}
-ON = {"enabled": True, "intra_step": "on"}
-
-
-def first_starts(programs):
-    """When each rank that has leeway expects its first op, milliseconds."""
-    return [program.leeway and program.leeway.start_ms[0] for program in programs]
-
-
-def test_where_the_planners_own_order_has_come_auto_lets_ranks_change_it_and_the_named_one_not():
-    plans, profile = planner(adaptation=AUTO)
-    first, same_order, anew = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates
-    assert first_starts(first.programs) == first_starts(same_order.programs) == [None] * 4
-    assert anew.plan.schedule.name == "adaptive"
-    assert None not in first_starts(anew.programs)[2:]
-
-
-def test_ranks_expect_the_quickest_messages_of_a_link_that_jitters():
-    plans, profile = planner(adaptation=ON)
-    jittery = [replace(each, jitter_ms=10.0) for each in verdicts(2, 3, 30.0)]
-    _, same_order, _ = plans.weigh(profile, jittery).candidates
-    # Before F0 of stage 3 there are three of 10 ms, and 30 - 2 * 10 and what delegation costs.
-    assert first_starts(same_order.programs)[3] == pytest.approx(30.0 + 10.0 + 1.0)
-
-
-def test_when_the_order_stays_and_delays_change_what_is_late_is_told_anew():
-    plans, profile = planner(adaptation=ON)
-    slow = plans.weigh(profile, verdicts(2, 3, 30.0))
-    assert slow.refreshed is None  # with direct links alone there is nothing to tell
-    plans.adopt(slow.candidates[1])
-    assert plans.weigh(profile, verdicts(2, 3, 31.2)).refreshed is None
-    slower = plans.weigh(profile, verdicts(2, 3, 41.0))
-    assert slower.refreshed is not None
-    assert first_starts(slower.refreshed)[3] == pytest.approx(30.0 + 41.0)
-    assert [program.instructions for program in slower.refreshed] == [
-        program.instructions for program in slow.candidates[1].programs
-    ]
-    assert first_starts(slower.candidates[1].programs)[3] == pytest.approx(30.0 + 41.0)
-    assert plans.weigh(profile, verdicts(2, 3, 41.0)).refreshed is None
-
-
-def test_when_links_are_as_they_were_measured_nothing_is_told_anew():
-    run = config(adaptation=ON, routes={"default": "delegated"})
-    spreads = Spreads(StageCosts.uniform(4, 0.0, 0.0, 0.0), chain_links((4.0,) * 3))
-    usual: UsualLinks = {"direct": chain_links((9.0,) * 3), "delegated": chain_links((9.0,) * 3)}
-    profile = Profile(COSTS, usual["direct"], spreads=spreads)  # on the configured routes
-    first = plan_step(run, profile, 0)
-    plans = CandidatePlanner(run, 0, first, profile, usual)
-    healthy = [
-        replace(each, jitter_ms=4.0)
-        for lower in range(3)
-        for each in verdicts(lower, lower + 1, 9.0, LinkHealth.HEALTHY)
-    ]
-    assert plans.weigh(profile, healthy).refreshed is None
-    steadier = [replace(each, jitter_ms=0.0) for each in healthy]
-    assert plans.weigh(profile, steadier).refreshed is not None
 
 
 def routes_and_orders(weighed):

@@ -69,7 +69,7 @@ def test_a_process_that_died_between_two_requests_is_told_of_and_closed():
         morphed = process.weigh(PROFILE, SLOW)
         process.restart(slow.plan, adopted.programs)
         again = process.weigh(PROFILE, SLOW)
-        assert (again.in_force_ms, again.refreshed) == (morphed.in_force_ms, None)
+        assert again.in_force_ms == morphed.in_force_ms
     finally:
         process.close()  # what it never read is of no interest to anyone
     with pytest.raises(PlanningError, match="has been closed"):
@@ -80,7 +80,7 @@ def test_a_process_that_died_between_two_requests_is_told_of_and_closed():
 @pytest.mark.timeout(60)
 def test_it_plans_within_what_devices_of_tens_of_gigabytes_have_free():
     schedule = CONFIG.schedule.model_copy(update={"max_stash_bytes": (60 * 10**9,) * 3})
-    adaptation = CONFIG.adaptation.model_copy(update={"enabled": True, "intra_step": "auto"})
+    adaptation = CONFIG.adaptation.model_copy(update={"enabled": True})
     config = CONFIG.model_copy(update={"schedule": schedule, "adaptation": adaptation})
     profile = replace(PROFILE, stash_bytes=StashBytes((8 * 10**9,) * 3, (4 * 10**9,) * 3))
     first = plan_step(CONFIG, profile)
@@ -88,11 +88,8 @@ def test_it_plans_within_what_devices_of_tens_of_gigabytes_have_free():
     try:
         process.begin(config, 0, first, profile, USUAL)
         candidates = process.weigh(profile, SLOW).candidates
-        told = process.adopt(len(candidates) - 1).programs
     finally:
         process.close()
-    rooms = [each.leeway.memory.room for each in map(parse_program, told) if each.leeway]
-    assert rooms == [60 * 10**9] * len(rooms) != []
     anew = candidates[-1].plan.schedule
     assert anew.name == "adaptive"
     assert max(anew.peak_live("B")) <= 60 // 8

@@ -41,16 +41,9 @@ def test_a_system_is_its_schedule_and_its_routes_whatever_the_configuration_has(
 
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
 def test_only_a_system_that_detects_runs_as_one_that_adapts_by_itself(system):
-    asked = CONFIG.adaptation.model_copy(update={"enabled": True, "intra_step": "on"})
+    asked = CONFIG.adaptation.model_copy(update={"enabled": True})
     own = system_config(CONFIG.model_copy(update={"adaptation": asked}), system)
     assert own.adapts == system.detects
-    assert own.adaptation.intra_step == ("on" if system.name.startswith("adaptive") else "off")
-
-
-@pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
-def test_order_inside_a_step_is_free_where_the_system_is_about_it(system):
-    own = system_config(CONFIG, system)  # which doesn't ask for it
-    assert own.adaptation.intra_step == ("on" if system.name == "adaptive-intra-step" else "off")
 
 
 def test_healthy_links_may_be_delegated_by_one_that_detects_if_the_configuration_says_so():
@@ -90,7 +83,6 @@ def test_only_one_that_reroutes_has_a_choice_of_routes():
     assert delegated("adaptive-detecting", Link(2, 3)) == [set()]  # it is told of no slow link
     assert delegated("adaptive") == [set(), {"0-1", "1-2", "2-3"}]
     assert delegated("adaptive", Link(2, 3)) == [{"2-3"}, {"0-1", "1-2", "2-3"}]
-    assert delegated("adaptive-intra-step", Link(2, 3)) == [{"0-1", "1-2", "2-3"}]
 
 
 def test_systems_that_restart_do_not_fail_over_whatever_the_others_do():

@@ -48,11 +48,13 @@ def test_what_makes_no_sense_is_refused(key, value):
         run(**{key: value})
 
 
-def test_an_order_inside_a_step_is_kept_unless_the_configuration_says_otherwise():
-    assert run().adaptation.intra_step == "off"
-    assert run(intra_step="auto").adaptation.intra_step == "auto"
-
-
-def test_another_word_for_it_is_refused():
-    with pytest.raises(UserError, match=r"adaptation\.intra_step: got 'yes'"):
-        run(intra_step="yes")
+def test_order_inside_a_step_can_only_be_off():
+    assert run(intra_step="off").adaptation.intra_step == "off"
+    for value in ("on", "auto"):
+        with pytest.raises(UserError) as caught:
+            run(intra_step=value)
+        assert str(caught.value) == (
+            f"config: adaptation.intra_step: got '{value}', expected 'off': changing the order "
+            "inside a step was removed because it gained nothing in real runs, see "
+            "docs/adaptation.md"
+        )

@@ -1,7 +1,6 @@
 """What links would do on another route than the one on which they were judged."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from verdict_examples import both_ways, healthy, verdict
@@ -17,7 +16,6 @@ from jaxmorph.control.conditions import (
     usual_from_json,
     usual_to_json,
 )
-from jaxmorph.control.profiler import Profile, Spreads
 from jaxmorph.control.verdicts import LinkHealth, Verdict
 from jaxmorph.schedule.costs import Link, LinkState, StageCosts, chain_links
 
@@ -50,28 +48,6 @@ def test_planning_has_a_margin_for_jitter_and_a_prediction_none():
     assert under({}, unsteady, margin_of_jitter=0.0).forward_latency_ms == pytest.approx(30.5)
     well = verdict(1, 2, 0.5, LinkHealth.HEALTHY, jitter=10.0)
     assert under({}, well) == LinkState(0.5, 0.6)
-
-
-@pytest.mark.parametrize("health", list(LinkHealth))
-def test_quicker_messages_are_those_of_any_link_and_may_take_less_than_usual(health):
-    told = verdict(1, 2, 4.5, health, jitter=1.0)
-    assert under({}, told, margin_of_jitter=-2.0) == LinkState(2.5, 0.6)
-    assert under(DELEGATED, told, margin_of_jitter=-2.0) == LinkState(4.0, 2.5)
-    assert under({}, replace(told, latency_ms=2.3), margin_of_jitter=-2.0).forward_latency_ms < 0.5
-    assert under({}, replace(told, jitter_ms=9.0), margin_of_jitter=-2.0) == LinkState(0.0, 0.6)
-
-
-def test_quicker_messages_of_healthy_links_are_told_as_they_were_when_they_were_measured():
-    links, spreads = chain_links((5.0, 6.0)), chain_links((1.0, 2.0))
-    costs = StageCosts.uniform(3, 10.0, 10.0, 10.0)
-    measured = Profile(costs, links, spreads=Spreads(costs, spreads))
-    verdicts = [
-        verdict(source, destination, latency_ms, LinkHealth.HEALTHY, jitter=jitter_ms)
-        for link, latency_ms, jitter_ms in ((Link(0, 1), 5.0, 1.0), (Link(1, 2), 6.0, 2.0))
-        for source, destination in ((link.lower, link.upper), (link.upper, link.lower))
-    ]
-    told = links_under(verdicts, {"direct": links}, {}, {}, margin_of_jitter=-2.0)
-    assert told == measured.with_margin(-2.0).links
 
 
 def test_a_link_is_never_faster_than_usual_and_one_that_is_dead_is_finite():

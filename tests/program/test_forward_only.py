@@ -1,7 +1,5 @@
 """The forwards of a step alone, as pictures, and for every schedule."""
 
-from dataclasses import replace
-
 import pytest
 
 from jaxmorph.program.check import check
@@ -11,8 +9,6 @@ from jaxmorph.program.lowering import lower
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.costs import Link, StageCosts
-from jaxmorph.schedule.memory import StageMemory
-from jaxmorph.schedule.online import Leeway
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate
@@ -84,9 +80,3 @@ def test_no_stash_outlives_its_forward(name):
                 freed = [s.buffer for s in steps[at + 1 : at + 3] if isinstance(s, Free)]
                 stash = (BufferKind.STASH, step.op.microbatch, step.op.chunk)
                 assert stash in freed
-
-
-def test_what_evaluates_has_no_leeway():
-    """Its microbatches have other numbers than the step whose times the leeway knows."""
-    program = replace(lowered(TWO_STAGES)[0], leeway=Leeway((), (), StageMemory(1, 0, 1)))
-    assert forward_only(program).leeway is None

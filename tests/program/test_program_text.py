@@ -11,14 +11,10 @@ from jaxmorph.program.instructions import (
     Fetch,
     Offload,
     RankProgram,
-    Run,
 )
 from jaxmorph.program.program_text import parse_program, program_text
 from jaxmorph.schedule.builders import interleaved, zb_h2
 from jaxmorph.schedule.costs import Link, StageCosts
-from jaxmorph.schedule.memory import StageMemory
-from jaxmorph.schedule.online import Leeway, Preference
-from jaxmorph.schedule.ops import Op
 
 
 @pytest.mark.parametrize(
@@ -52,14 +48,6 @@ def test_a_text_is_read_line_by_line():
         "free weight-stash[0]",
         "update",
     ]
-
-
-def test_leeway_comes_back():
-    memory = StageMemory(3, 1, 12)
-    leeway = Leeway((0.0, 1.5), (1.5, 3.25), memory, 0.25, Preference.WEIGHTS_LAST)
-    steps = (Run(Op.parse("F0")), Run(Op.parse("BW0")))
-    program = RankProgram(0, 1, 1, steps, leeway=leeway)
-    assert parse_program(program_text(program)) == program
 
 
 def test_copies_of_stashes_come_back():

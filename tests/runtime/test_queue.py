@@ -1,6 +1,6 @@
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import pairwise
 
 import jax.numpy as jnp
@@ -31,23 +31,6 @@ def all_enqueued_first(queue):
     queue.enqueue(None, lambda: begin.wait(30))
     yield
     begin.set()
-
-
-def test_who_wants_to_know_hears_when_all_that_was_enqueued_so_far_has_run(queue):
-    ran, heard = [], threading.Event()
-
-    def hear():
-        ran.append("heard")
-        heard.set()
-
-    with all_enqueued_first(queue) if isinstance(queue, PacedQueue) else nullcontext():
-        queue.enqueue("a", lambda: ran.append("a"))
-        queue.notify(hear)
-        queue.enqueue("b", lambda: ran.append("b"))
-    assert heard.wait(30)
-    queue.drain()
-    if isinstance(queue, PacedQueue):  # the other dispatches at once, and only watches in order
-        assert ran == ["a", "heard", "b"]
 
 
 def test_items_run_in_order_and_each_labelled_one_is_stamped(queue):

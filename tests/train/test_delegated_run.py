@@ -241,28 +241,6 @@ def test_a_slow_delegated_link_holds_up_no_op_that_is_ready(tmp_path):
 
 
 @pytest.mark.one_jax
-def test_ranks_choose_another_order_in_the_middle_of_a_step_and_change_no_loss_bit_by_bit(
-    tmp_path, delegated
-):
-    paced = "emulation.accelerator={forward_ms: 6, backward_input_ms: 6, backward_weight_ms: 6}"
-    slow = "emulation.links=[{between: [1, 2], latency_ms: 50, from_step: 12}]"
-    choosing = ("routes.default=delegated", "adaptation.intra_step=on", paced, slow)
-    done = jaxmorph(*arguments_of(tmp_path, *choosing))
-    assert done.returncode == 0, done.stderr
-    written = Written(tmp_path / "out")
-    assert written.losses() == delegated.losses()
-    ran, planned = (timeline_of(written, 13, which).orders for which in ("measured", "planned"))
-    assert ran[1] != planned[1]  # rank 1 waits for gradients that planning knew nothing of
-    assert list(map(sorted, ran)) == list(map(sorted, planned))
-    for kind in "FBW":
-        assert all(row == sorted(row) for row in (_of_kind(order, kind) for order in ran))
-
-
-def _of_kind(order, kind):
-    return [op.microbatch for op in order if op.kind == kind]
-
-
-@pytest.mark.one_jax
 def test_killed_sidecars_are_replaced_and_change_no_loss(tmp_path, delegated):
     training = Training(tmp_path, "routes.default=delegated", PACED)
     for step in (1, 5, 9):

@@ -173,6 +173,7 @@ def test_a_cap_in_bytes_that_is_too_low_is_a_users_mistake(tmp_path):
         ("model.factory=models.none", "got 'models.none', expected a module that"),
         ("data.path=nowhere.txt", "nowhere.txt: no such file"),
         ("batch.microbatchs=3", "unknown key; did you mean 'microbatches'?"),
+        ("adaptation.intra_step=auto", "got 'auto', expected 'off': changing the order inside a "),
         (
             "schedule.max_live=6",
             "zb-h2 holds 7 microbatches until B on stage 0, expected at most 6",

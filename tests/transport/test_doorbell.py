@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from jaxmorph.transport.doorbell import Doorbell, wait_for_any
+from jaxmorph.transport.doorbell import Doorbell
 
 
 @pytest.fixture(params=["eventfd", "pipe"])
@@ -72,23 +72,3 @@ def test_who_waits_in_vain_soon_leaves_off_looking_again_and_again(doorbell):
         looks.clear()
         doorbell.wait_until(lambda: bool(looks.append(1)), time.monotonic() + 1e-3)
     assert len(looks) < 10
-
-
-def test_any_of_several_bells_wakes_who_waits_for_all(doorbell):
-    other, changed = Doorbell.create(), []
-    try:
-        for bell in (doorbell, other):
-            changed.clear()
-            threads = threading.Timer(0.02, lambda bell=bell: (changed.append(1), bell.ring()))
-            threads.start()
-            assert wait_for_any([doorbell, other], lambda: bool(changed), time.monotonic() + 30)
-            threads.join()
-    finally:
-        other.close()
-
-
-@pytest.mark.parametrize("wait_s", [0.0, 0.0006, 0.02])
-def test_waiting_for_several_ends_soon_after_its_deadline_and_not_before(doorbell, wait_s):
-    began_s = time.monotonic()
-    assert not wait_for_any([doorbell], lambda: False, began_s + wait_s)
-    assert wait_s <= time.monotonic() - began_s < 5
