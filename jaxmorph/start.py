@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxmorph.checkpoints.folder import PassedOver
 from jaxmorph.config import Config, load_config, placing_errors
 from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
+from jaxmorph.records import Message
 from jaxmorph.recovery.supervisor import Supervisor
 from jaxmorph.reporting import Reporter, RunDirectory, open_reporter, open_run_directory
 from jaxmorph.reporting.records import DAMAGED
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from jaxmorph.runtime.rendezvous import Rendezvous
     from jaxmorph.training.run_parts import RunParts
 
-Message = dict[str, Any]
 
 TRY_AGAIN = 75
 """The exit code of a cluster's rank that failed while there is a checkpoint to go on from.

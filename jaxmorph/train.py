@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from jaxmorph.adapting.adaptation import Adaptation, open_control_loop
 from jaxmorph.checkpoints.saver import CheckpointError, CheckpointSaver
@@ -21,6 +20,7 @@ from jaxmorph.errors import RunFailedError
 from jaxmorph.planning.device_budget import WithinDevices, budget_in_words, with_device_budget
 from jaxmorph.planning.first_plan import FirstPlan, plan_by_timings, settle_garbage
 from jaxmorph.planning.layer_choice import LayerChoice, choose_layers, measured_on_rank_0
+from jaxmorph.records import Message
 from jaxmorph.recovery.phases import COMPILE, PLAN, RESTORE, START
 from jaxmorph.reporting.records import LINKS_KNOWN, RESUMED
 from jaxmorph.runtime.compilations import CompilationCounter
@@ -46,8 +46,6 @@ from jaxmorph.training.save_times import STOPPED, SaveTimes
 from jaxmorph.training.skipped_steps import SkippedSteps
 from jaxmorph.training.stage_settings import stage_settings
 from jaxmorph.transport.link_emulator import LinkCondition
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ step: a morph brings other instructions and more slots, and nothing else.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from jaxmorph.adapting.control_loop import ControlLoop
 from jaxmorph.adapting.morph import Morph, OwnPart
@@ -20,13 +20,12 @@ from jaxmorph.config import Config
 from jaxmorph.control.compute_watch import ComputeWatch
 from jaxmorph.planning.first_plan import FirstPlan
 from jaxmorph.program.instructions import RankProgram
+from jaxmorph.records import Message
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import Link
 from jaxmorph.training.open_stage import make_room
-
-Message = dict[str, Any]
 
 _MORPH, _PROBE = "morph", "probe"
 

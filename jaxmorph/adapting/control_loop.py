@@ -48,8 +48,7 @@ from jaxmorph.control.orchestrator import (
 )
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
-from jaxmorph.program.instructions import Routes
-from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.costs import Link, Routes
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline

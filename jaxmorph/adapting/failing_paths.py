@@ -8,8 +8,7 @@ from jaxmorph.adapting.path_reports import PathNews
 from jaxmorph.control.conditions import dead_links
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.fail_back import FailBack
-from jaxmorph.program.instructions import Routes
-from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.costs import Link, Routes
 
 
 class FailingPaths:

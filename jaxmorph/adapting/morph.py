@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmorph.program.channels import Channel
-from jaxmorph.program.instructions import Payload, RankProgram, Route
+from jaxmorph.program.instructions import Payload, RankProgram
 from jaxmorph.program.program_text import parse_program
-from jaxmorph.schedule.costs import Link
+from jaxmorph.records import Message
+from jaxmorph.schedule.costs import Link, Route
 from jaxmorph.schedule.planner import Plan
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from jaxmorph.adapting.path_events import of_failure, of_restored
 from jaxmorph.adapting.path_reports import PathNews, path_news
 from jaxmorph.control.failed_links import FailedLinks, in_words
 from jaxmorph.control.link_samples import LinkSample
-from jaxmorph.program.instructions import Route, Routes
-from jaxmorph.schedule.costs import Link
+from jaxmorph.records import Message
+from jaxmorph.schedule.costs import Link, Route, Routes
 
-Message = dict[str, Any]
 Happening = dict[str, Any]
 
 

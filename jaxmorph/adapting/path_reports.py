@@ -7,12 +7,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from jaxmorph.control.path_failure import PathFailure
+from jaxmorph.records import Message
 from jaxmorph.schedule.costs import Link
-
-Message = dict[str, Any]
 
 FAILURES, UP, RESTORE = "link_failures", "paths_up", "restore"
 

@@ -18,9 +18,9 @@ from jaxmorph.planning.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.channels import Channel
 from jaxmorph.program.forward_only import forward_only
-from jaxmorph.program.instructions import RankProgram, Route
+from jaxmorph.program.instructions import RankProgram
 from jaxmorph.program.slots_needed import most_slots, slots_needed
-from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.costs import Link, Route
 from jaxmorph.schedule.planner import Plan
 
 Programs = tuple[RankProgram, ...]

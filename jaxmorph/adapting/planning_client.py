@@ -16,10 +16,9 @@ from jaxmorph.control.orchestrator import Option
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
 from jaxmorph.program.channels import Channel
+from jaxmorph.records import Message
 from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.planner import Plan
-
-Message = dict[str, Any]
 
 _ANSWER_S = 60.0
 _END_S = 2.0

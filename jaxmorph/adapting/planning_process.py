@@ -22,7 +22,7 @@ if __name__ == "__main__":
 import json
 import sys
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO
 
 from jaxmorph.adapting.plan_candidates import Candidate, CandidatePlanner
 from jaxmorph.config import check_config
@@ -30,10 +30,9 @@ from jaxmorph.control.conditions import usual_from_json
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
 from jaxmorph.program.program_text import parse_program, program_text
+from jaxmorph.records import Message
 from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.planner import Plan
-
-Message = dict[str, Any]
 
 
 class Answering:

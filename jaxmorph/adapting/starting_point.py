@@ -16,9 +16,8 @@ from jaxmorph.control.link_samples import LinkSample, link_samples
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import LinkHealth
 from jaxmorph.planning.first_plan import FirstPlan, agree_on_routes
-from jaxmorph.program.instructions import Route, Routes
 from jaxmorph.runtime.rendezvous import SoleRank
-from jaxmorph.schedule.costs import Link, Links
+from jaxmorph.schedule.costs import Link, Links, Route, Routes
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
 

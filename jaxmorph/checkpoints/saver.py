@@ -25,9 +25,9 @@ from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.layout import stage_path
 from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.errors import RunFailedError
+from jaxmorph.records import Message
 from jaxmorph.runtime.rendezvous import Rendezvous
 
-Message = dict[str, Any]
 Tree = Any
 
 _KEY = "checkpoint"

@@ -1,13 +1,11 @@
 """Whether all ranks can write to one folder, found out before there is anything to lose."""
 
 from pathlib import Path
-from typing import Any
 
 from jaxmorph.checkpoints.layout import new_rank_file
 from jaxmorph.errors import UserError
+from jaxmorph.records import Message
 from jaxmorph.runtime.rendezvous import Rendezvous
-
-Message = dict[str, Any]
 
 
 def require_shared(folder: Path, rendezvous: Rendezvous) -> None:

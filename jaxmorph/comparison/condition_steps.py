@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from types import MappingProxyType
-from typing import Any
 
 from jaxmorph.comparison.detecting_rounds import Following
 from jaxmorph.emulation.link_settings import agree_on_origin_s
 from jaxmorph.planning.plan_in_force import PlanInForce
 from jaxmorph.program.instructions import RankProgram
+from jaxmorph.records import Message
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous
@@ -29,8 +29,6 @@ from jaxmorph.schedule.ops import LiveUntil
 from jaxmorph.training.gradients import apply_gradients
 from jaxmorph.training.open_stage import adopt_plan
 from jaxmorph.transport.link_emulator import LinkCondition
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,11 @@ from jaxmorph.planning.first_plan import FirstPlan
 from jaxmorph.planning.plan_in_force import PlanInForce
 from jaxmorph.program.instructions import RankProgram
 from jaxmorph.program.program_text import parse_program
+from jaxmorph.records import Message
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline, probe_times
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import Link
-
-Message = dict[str, Any]
 
 
 class MorphBooks:

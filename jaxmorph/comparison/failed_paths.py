@@ -6,13 +6,12 @@ what can't is told of anew in each round, as it is without its direct path from 
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from jaxmorph.adapting.path_reports import FAILURES, path_news
+from jaxmorph.records import Message
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.schedule.costs import Link
-
-Message = dict[str, Any]
 
 _FAILED = "failed"
 _PATIENCE_S = 3.0  # a path that is up is found so in a fraction of a second

@@ -5,13 +5,12 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any
 
 from jaxmorph.config.compare_section import Compare, Condition
+from jaxmorph.records import Message
 from jaxmorph.reporting.run_matrix import Matrix, PlannedRun, Run, StepTimes
 from jaxmorph.schedule.timeline import Timeline
 
-Message = dict[str, Any]
 Key = tuple[str, str]
 _LISTED = (
     "step_ms", "loss", "bubble_rate", "blocking", "dependency", "other", "peak_on_device",

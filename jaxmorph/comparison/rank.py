@@ -14,7 +14,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from jaxmorph.comparison.condition_plans import ConditionPlanner
 from jaxmorph.comparison.condition_steps import ConditionRunner
@@ -30,19 +29,17 @@ from jaxmorph.planning.declared_links import link_conditions
 from jaxmorph.planning.device_budget import with_device_budget
 from jaxmorph.planning.first_plan import FirstPlan, plan_by_timings, settle_garbage
 from jaxmorph.planning.layer_choice import choose_layers, measured_on_rank_0
-from jaxmorph.program.instructions import Route
+from jaxmorph.records import Message
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline
-from jaxmorph.schedule.costs import Link, Links
+from jaxmorph.schedule.costs import Link, Links, Route
 from jaxmorph.stage.on_device import taken_on_device
 from jaxmorph.training.open_stage import open_stage
 from jaxmorph.training.run_parts import load_parts, step_reader
 from jaxmorph.training.stage_settings import stage_settings
-
-Message = dict[str, Any]
 
 
 def serve(

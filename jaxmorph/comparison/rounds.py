@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
 
 from jaxmorph.comparison.condition_links import RoundLinks, round_links
 from jaxmorph.comparison.condition_plans import ConditionPlanner
@@ -17,10 +16,9 @@ from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.planning.first_plan import FirstPlan
 from jaxmorph.planning.plan_in_force import PlanInForce
+from jaxmorph.records import Message
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_trainer import StageTrainer
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)

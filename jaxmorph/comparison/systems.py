@@ -6,10 +6,9 @@ from typing import Literal
 
 from jaxmorph.config import Config
 from jaxmorph.config.sections import Routes
-from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.costs import Link, Route
 from jaxmorph.schedule.problem_links import pipeline_links
 
-Route = Literal["direct", "delegated"]
 Memory = Literal["config", "capped", "offload"]
 Restarts = Literal["never", "cold", "warm"]
 

@@ -10,8 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from jaxmorph.program.instructions import Route
-from jaxmorph.schedule.costs import Link, Links, LinkState
+from jaxmorph.schedule.costs import Link, Links, LinkState, Route
 
 
 @dataclass(frozen=True)

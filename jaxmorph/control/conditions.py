@@ -7,8 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxmorph.control.verdicts import LinkHealth, Verdict
-from jaxmorph.program.instructions import Route, Routes
-from jaxmorph.schedule.costs import Link, Links, LinkState, StageCosts
+from jaxmorph.schedule.costs import Link, Links, LinkState, Route, Routes, StageCosts
 from jaxmorph.schedule.problem_links import MARGIN_OF_JITTER
 
 UsualLinks = Mapping[Route, Links]

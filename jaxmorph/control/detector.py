@@ -13,7 +13,7 @@ from jaxmorph.control.known_links import KnownWay
 from jaxmorph.control.link_samples import LinkSample
 from jaxmorph.control.sensitivity import Sensitivity, Usual, usual
 from jaxmorph.control.verdicts import LinkHealth, Verdict
-from jaxmorph.program.instructions import Route
+from jaxmorph.schedule.costs import Route
 
 _ENOUGH_OTHERS = 3  # directions: those of one other link could be the slow ones
 

@@ -4,8 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from jaxmorph.control.link_samples import LinkSample
 from jaxmorph.control.path_failure import PathFailure
-from jaxmorph.program.instructions import Route, Routes
-from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.costs import Link, Route, Routes
 
 
 class FailedLinks:

@@ -10,8 +10,7 @@ from typing import Any
 
 from jaxmorph.control.conditions import link_of
 from jaxmorph.control.verdicts import LinkHealth, Verdict
-from jaxmorph.program.instructions import Route, Routes
-from jaxmorph.schedule.costs import Link, Links, LinkState
+from jaxmorph.schedule.costs import Link, Links, LinkState, Route, Routes
 
 Way = tuple[int, int]
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from jaxmorph.control.conditions import ailing_links, dead_links, link_of
 from jaxmorph.control.dwell import Dwell
 from jaxmorph.control.verdicts import LinkHealth, Verdict
-from jaxmorph.program.instructions import Route
-from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.costs import Link, Route
 from jaxmorph.schedule.planner import Plan
 
 SCHEDULE = "schedule"

@@ -12,8 +12,7 @@ from jaxmorph.gpu_check.stage_processes import WITHIN_S, StageResult, run_stages
 from jaxmorph.gpu_check.stage_task import NUM_STAGES, StageTask
 from jaxmorph.gpu_check.two_stages import copy_rows
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.instructions import Route
-from jaxmorph.schedule.costs import StageCosts, chain_links
+from jaxmorph.schedule.costs import Route, StageCosts, chain_links
 
 LARGEST_SHARE = 0.1
 """Of the delay, by which a message may hold up the work behind it. Work that waited for the message

@@ -19,7 +19,7 @@ from jaxmorph.gpu_check.stage_task import (
 )
 from jaxmorph.program.channels import Channel
 from jaxmorph.program.check import check
-from jaxmorph.program.instructions import Payload, RankProgram, Route
+from jaxmorph.program.instructions import Payload, RankProgram
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.runtime.data_plane import open_data_plane
@@ -32,7 +32,7 @@ from jaxmorph.runtime.report import StepTotals, rank_report, total
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.builders import FIXED_SCHEDULES
-from jaxmorph.schedule.costs import Link, StageCosts
+from jaxmorph.schedule.costs import Link, Route, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.simulator import simulate
 from jaxmorph.stage.model import cut_layers

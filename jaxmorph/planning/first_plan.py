@@ -19,12 +19,11 @@ from jaxmorph.planning.plan_in_force import (
     agree_on_stash,
     unmeasured_profile,
 )
-from jaxmorph.program.instructions import Route
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline, rank_report
 from jaxmorph.runtime.stage_trainer import StageTrainer
-from jaxmorph.schedule.costs import Link, Links, LinkState
+from jaxmorph.schedule.costs import Link, Links, LinkState, Route
 from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.open_stage import adopt_plan

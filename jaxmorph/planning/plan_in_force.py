@@ -14,10 +14,10 @@ from jaxmorph.planning.queue_aware import shorter_on_queues
 from jaxmorph.planning.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.channels import Channel
-from jaxmorph.program.instructions import RankProgram, Route
+from jaxmorph.program.instructions import RankProgram
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.schedule.copy_costs import CopyCosts
-from jaxmorph.schedule.costs import Limits, Link, StageCosts
+from jaxmorph.schedule.costs import Limits, Link, Route, StageCosts
 from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan, plan

@@ -7,10 +7,10 @@ from statistics import median
 from jaxmorph.control.profiler import Profile
 from jaxmorph.program.check import check
 from jaxmorph.program.in_step import lower_in_step
-from jaxmorph.program.instructions import RankProgram, Routes
+from jaxmorph.program.instructions import RankProgram
 from jaxmorph.program.lowering import lower_order
 from jaxmorph.program.offload import offload
-from jaxmorph.schedule.costs import Links, StageCosts
+from jaxmorph.schedule.costs import Links, Routes, StageCosts
 from jaxmorph.schedule.offloading import Offloading
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate

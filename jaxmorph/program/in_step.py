@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.instructions import RankProgram, Routes
+from jaxmorph.program.instructions import RankProgram
 from jaxmorph.program.lowering import lower
-from jaxmorph.schedule.costs import Link, Links, LinkState, StageCosts
+from jaxmorph.schedule.costs import Link, Links, LinkState, Routes, StageCosts
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate
 from jaxmorph.schedule.timeline import Timeline

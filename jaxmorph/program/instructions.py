@@ -4,17 +4,14 @@ An instruction names buffers, never arrays; `dataflow` says which ones each inst
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from jaxmorph.program.pipeline import Pipeline
-from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.costs import Link, Route
 from jaxmorph.schedule.ops import Op
-
-Route: TypeAlias = Literal["direct", "delegated"]
-Routes: TypeAlias = Mapping[Link, Route]
 
 
 class BufferKind(StrEnum):

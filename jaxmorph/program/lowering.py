@@ -15,14 +15,13 @@ from jaxmorph.program.instructions import (
     RankProgram,
     Receive,
     Reduce,
-    Routes,
     Run,
     Send,
     Transfer,
     Update,
 )
 from jaxmorph.program.ordering import Placed, global_order
-from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.costs import Link, Routes
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.timeline import Timeline
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmorph.program.dataflow import feeder, output_transfer
-from jaxmorph.program.instructions import Payload, Routes, Transfer
+from jaxmorph.program.instructions import Payload, Transfer
 from jaxmorph.program.pipeline import Pipeline
+from jaxmorph.schedule.costs import Routes
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.timeline import Timeline

@@ -8,17 +8,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Event as ThreadEvent
-from typing import Any, Protocol
+from typing import Protocol
 
 from jaxmorph.config.restart_section import RestartPolicy
 from jaxmorph.errors import UserError
+from jaxmorph.records import Message
 from jaxmorph.recovery.attempts import Attempts
 from jaxmorph.recovery.ledger import Goodput, Ledger
 from jaxmorph.recovery.phases import BACK_OFF, Recovery
 from jaxmorph.reporting.records import RANK_FAILED, RESTARTED
 from jaxmorph.runtime.launcher import RankFailedError
 
-Message = dict[str, Any]
 Launch = Callable[[int, int, Callable[[Message], None]], bool]
 """Runs all ranks to their end, by the first step, the number of the restart and who is told.
 

@@ -18,9 +18,8 @@ from types import FrameType
 from typing import Any
 
 from jaxmorph.errors import RunFailedError, UserError
+from jaxmorph.records import Message
 from jaxmorph.runtime.rank_process import RankArguments
-
-Message = dict[str, Any]
 
 # After the first failure the others get this long to say what they saw, and after a request to end
 # this long to end.

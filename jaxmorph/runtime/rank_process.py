@@ -9,11 +9,9 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jaxmorph.errors import RunFailedError, UserError
-
-Message = dict[str, Any]
+from jaxmorph.records import Message
 
 
 @dataclass(frozen=True)

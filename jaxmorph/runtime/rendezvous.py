@@ -7,10 +7,9 @@ import socket
 import time
 from typing import Any, Protocol
 
+from jaxmorph.records import Message
 from jaxmorph.runtime.connection import Connection, ConnectionLostError, identify, introduce
 from jaxmorph.runtime.coordination import KeyValueStore
-
-Message = dict[str, Any]
 
 DETAIL = "detail"
 _KEY = "jaxmorph/rendezvous"

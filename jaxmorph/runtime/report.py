@@ -6,20 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import median
-from typing import Any
 
 import numpy as np
 
 from jaxmorph.program.channels import Channel, channel_of
 from jaxmorph.program.instructions import Transfer
+from jaxmorph.records import Message
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.host_copies import CopyLabel
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
-
-Message = dict[str, Any]
 
 NOT_FINITE = "not_finite"
 """The key under which a rank says what of its step is not finite; elsewhere it is left out."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from jaxmorph.schedule.memory import StageMemory, StashBytes
 from jaxmorph.schedule.ops import LiveUntil, OpKind
@@ -122,6 +122,10 @@ class LinkState:
         """Whether a message keeps the next one of its direction waiting."""
         return self.forward_occupancy_ms > 0 or self.backward_occupancy_ms > 0
 
+
+Route: TypeAlias = Literal["direct", "delegated"]
+"""How a link's messages travel: by the accelerators' own transport, or by their hosts."""
+Routes: TypeAlias = Mapping[Link, Route]
 
 Links = Mapping[Link, LinkState]
 """The state of each link; a link that is not in the mapping delays nothing."""

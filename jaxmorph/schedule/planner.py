@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxmorph.errors import UserError
 from jaxmorph.schedule.adaptive import adaptive_schedule
 from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
 from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
-from jaxmorph.schedule.costs import Limits, Link, Links, StageCosts
+from jaxmorph.schedule.costs import Limits, Link, Links, Route, StageCosts
 from jaxmorph.schedule.fit import fits, require_feasible, require_room
 from jaxmorph.schedule.initial import initial_schedule
 from jaxmorph.schedule.numbering import to_schedule
@@ -19,8 +19,6 @@ from jaxmorph.schedule.selection import select_ops
 from jaxmorph.schedule.simulator import simulate
 from jaxmorph.schedule.slackness import adapted_warmup_forwards, reachable_warmup_forwards
 from jaxmorph.schedule.workload import make_workload, to_picoseconds
-
-Route = Literal["direct", "delegated"]
 
 INTERLEAVED = "interleaved"
 PLANNED_SCHEDULES = ("paper", "adaptive", "initial")

@@ -25,6 +25,7 @@ from jaxmorph.control.link_samples import link_samples
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.planning.plan_in_force import PlanInForce
 from jaxmorph.program.program_text import parse_program
+from jaxmorph.records import Message
 from jaxmorph.runtime.device_memory import peaks_of
 from jaxmorph.runtime.report import (
     StepTotals,
@@ -39,8 +40,6 @@ from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.evaluation import NOT_EVALUATED, HeldOutLoss
 from jaxmorph.training.known_links import KnownLinks
 from jaxmorph.training.traced_steps import TracedSteps
-
-Message = dict[str, Any]
 
 
 class Bookkeeper:

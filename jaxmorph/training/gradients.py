@@ -6,11 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmorph.records import Message
 from jaxmorph.runtime.optimizer import clip_scale
 from jaxmorph.runtime.report import NOT_FINITE, StepTotals
 from jaxmorph.runtime.stage_trainer import StageTrainer
-
-Message = dict[str, Any]
 
 _NAMED = 2  # of the arrays that are not finite
 

@@ -10,10 +10,9 @@ from typing import Any
 
 from jaxmorph.config import Config
 from jaxmorph.control.known_links import KnownWay
+from jaxmorph.records import Message
 from jaxmorph.reporting.run_directory import LINKS
 from jaxmorph.runtime.rendezvous import Rendezvous
-
-Message = dict[str, Any]
 
 
 class KnownLinks:

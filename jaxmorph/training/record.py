@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from jaxmorph.config import Config
+from jaxmorph.records import Message
 from jaxmorph.recovery.ledger import Goodput
 from jaxmorph.reporting import (
     Event,
@@ -22,7 +22,6 @@ from jaxmorph.schedule.draw import chrome_trace, save_gantt
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.save_times import STOPPED
 
-Message = dict[str, Any]
 PICTURE = "planned_and_measured.png"
 
 

@@ -8,11 +8,9 @@ step, which all ranks hear, so that all do the same after the same step.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jaxmorph.config.checkpoint_section import Checkpoint
-
-Message = dict[str, Any]
+from jaxmorph.records import Message
 
 STOPPED = "stopped"
 """The kind of event that says that a run has ended before its last step, as it was asked to."""

@@ -3,12 +3,10 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from jaxmorph.config import Config
+from jaxmorph.records import Message
 from jaxmorph.schedule.timeline import Timeline
-
-Message = dict[str, Any]
 
 AROUND = 2
 """How many steps before and after a change leave timelines."""

@@ -9,10 +9,9 @@ from jaxmorph.adapting.adaptation import Adaptation
 from jaxmorph.adapting.morph import Morph
 from jaxmorph.control.profiler import Profile
 from jaxmorph.planning.step_programs import lower_step
-from jaxmorph.program.instructions import Route
 from jaxmorph.program.program_text import program_text
 from jaxmorph.program.slots_needed import slots_needed
-from jaxmorph.schedule.costs import Limits, Link, StageCosts
+from jaxmorph.schedule.costs import Limits, Link, Route, StageCosts
 from jaxmorph.schedule.planner import plan
 
 COSTS = StageCosts.uniform(3, 1.0, 1.0, 1.0)

@@ -20,10 +20,10 @@ from jaxmorph.control.detector import Detector
 from jaxmorph.control.link_samples import link_samples
 from jaxmorph.control.verdicts import LinkHealth
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.instructions import Route, Transfer
+from jaxmorph.program.instructions import Transfer
 from jaxmorph.program.lowering import lower
 from jaxmorph.schedule.builders import FIXED_SCHEDULES
-from jaxmorph.schedule.costs import Link, StageCosts, chain_links
+from jaxmorph.schedule.costs import Link, Route, StageCosts, chain_links
 from jaxmorph.schedule.simulator import simulate
 
 OP_MS = 10.0

@@ -3,8 +3,7 @@
 from jaxmorph.control.failed_links import FailedLinks, in_words
 from jaxmorph.control.link_samples import LinkSample
 from jaxmorph.control.path_failure import PathFailure
-from jaxmorph.program.instructions import Routes
-from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.costs import Link, Routes
 
 LINK, OTHER, TIED = Link(1, 2), Link(0, 1), Link(0, 2)
 DIRECT: Routes = {OTHER: "direct", LINK: "direct"}

@@ -16,8 +16,7 @@ from jaxmorph.control.known_links import (
     still_slow,
 )
 from jaxmorph.control.verdicts import LinkHealth
-from jaxmorph.program.instructions import Routes
-from jaxmorph.schedule.costs import Link, LinkState
+from jaxmorph.schedule.costs import Link, LinkState, Routes
 
 LINK = Link(2, 3)
 SLOW = KnownWay(verdict(2, 3, 41.5), "delegated", {"direct": 0.5, "delegated": 1.5})

@@ -15,9 +15,8 @@ from jaxmorph.control.orchestrator import (
     dwelling_links,
 )
 from jaxmorph.control.verdicts import LinkHealth
-from jaxmorph.program.instructions import Route
 from jaxmorph.schedule.builders import zb_h1, zb_h2
-from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.costs import Link, Route
 from jaxmorph.schedule.planner import Plan
 
 LINKS = (Link(0, 1), Link(1, 2), Link(2, 3))

@@ -8,12 +8,20 @@ import pytest
 
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import ProgramError
-from jaxmorph.program.instructions import Payload, RankProgram, Receive, Route, Run, Send, Transfer
+from jaxmorph.program.instructions import Payload, RankProgram, Receive, Run, Send, Transfer
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.offload import offload, offload_these, waiting_longest
 from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.copy_costs import CopyCosts
-from jaxmorph.schedule.costs import NO_LATENCY, Limits, Link, LinkState, StageCosts, chain_links
+from jaxmorph.schedule.costs import (
+    NO_LATENCY,
+    Limits,
+    Link,
+    LinkState,
+    Route,
+    StageCosts,
+    chain_links,
+)
 from jaxmorph.schedule.memory import StageMemory
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan

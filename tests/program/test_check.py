@@ -12,14 +12,13 @@ from jaxmorph.program.instructions import (
     Payload,
     RankProgram,
     Receive,
-    Route,
     Run,
     Send,
     Transfer,
 )
 from jaxmorph.program.lowering import lower
 from jaxmorph.schedule.builders import interleaved
-from jaxmorph.schedule.costs import Link, StageCosts
+from jaxmorph.schedule.costs import Link, Route, StageCosts
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate

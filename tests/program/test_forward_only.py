@@ -4,11 +4,11 @@ import pytest
 
 from jaxmorph.program.check import check
 from jaxmorph.program.forward_only import forward_only
-from jaxmorph.program.instructions import BufferKind, Free, Receive, Route, Routes, Run, Send
+from jaxmorph.program.instructions import BufferKind, Free, Receive, Run, Send
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
-from jaxmorph.schedule.costs import Link, StageCosts
+from jaxmorph.schedule.costs import Link, Route, Routes, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate
