@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 
 from jaxmorph.compare import TIMELINES
+from jaxmorph.comparison.declared_links import declared_states, link_conditions
 from jaxmorph.config import load_config
-from jaxmorph.planning.declared_links import declared_states, link_conditions
 from jaxmorph.schedule.bubbles import bubble_ms, idle_shares
 from jaxmorph.schedule.costs import Link, LinkState
 from jaxmorph.schedule.draw import save_timelines

@@ -13,7 +13,7 @@ from pathlib import Path
 from jaxmorph.adapting.adaptation import Adaptation, open_control_loop
 from jaxmorph.checkpoints.saver import CheckpointError, CheckpointSaver
 from jaxmorph.config import Config
-from jaxmorph.control.known_links import dead_of
+from jaxmorph.control.verdicts import dead_of
 from jaxmorph.data import ReadAhead
 from jaxmorph.emulation.link_settings import agree_on_origin_s, emulated_conditions, untimed
 from jaxmorph.errors import RunFailedError

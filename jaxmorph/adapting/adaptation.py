@@ -11,8 +11,8 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import Protocol
 
+from jaxmorph.adapting.control_events import Morph, OwnPart
 from jaxmorph.adapting.control_loop import ControlLoop
-from jaxmorph.adapting.morph import Morph, OwnPart
 from jaxmorph.adapting.path_reports import RESTORE, OwnEnds
 from jaxmorph.adapting.planning_client import PlanningProcess
 from jaxmorph.adapting.starting_point import starting_point
@@ -42,7 +42,6 @@ def open_control_loop(
     """What watches a run's links and decides, with the process that plans for it.
 
     Args:
-        num_tied: How many tied parameters the first and the last stage hold copies of.
         active: Whether this is rank 0.
         to_plan: The run with the caps that plans made from now on keep.
 
@@ -84,8 +83,7 @@ class Adaptation:
     """A rank's part; without adaptation it tells of direct paths that fail, and nothing changes.
 
     Args:
-        rendezvous: The meeting place of all ranks; they all make the same calls.
-        bookkeeper: The run's; it is told on rank 0 of the plan that comes into force.
+        bookkeeper: It is told on rank 0 of the plan that comes into force.
         loop: What decides; None on all ranks but rank 0, and where nothing adapts.
         last_step: The run's last: nothing is changed after it.
         adapts: Whether there is such a loop, on rank 0.

@@ -1,16 +1,20 @@
-"""What rank 0 says of links, ops and plans while it adapts: events, without their time and step."""
+"""A morph on its way to all ranks, and what rank 0 says while it adapts: events, as yet undated."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from jaxmorph.adapting.morph import Morph
 from jaxmorph.control.compute_watch import ComputeNotice
-from jaxmorph.control.conditions import ailing_links, link_of
 from jaxmorph.control.orchestrator import Option, Situation
-from jaxmorph.control.verdicts import LinkHealth, Verdict
+from jaxmorph.control.verdicts import LinkHealth, Verdict, ailing_links
+from jaxmorph.program.channels import Channel
+from jaxmorph.program.instructions import Payload, RankProgram
+from jaxmorph.program.program_text import parse_program
+from jaxmorph.records import Message
 from jaxmorph.reporting.records import PLAN_CHANGED
-from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.costs import Link, Route
 from jaxmorph.schedule.ops import OpKind
+from jaxmorph.schedule.planner import Plan
 
 Happening = dict[str, Any]
 """An event's `kind`, `link`, `detail` and `evidence`."""
@@ -26,14 +30,58 @@ _KINDS = {
 _MOST_OPS = 2  # named in a decision's reason
 
 
+@dataclass(frozen=True)
+class Morph:
+    """A change of plan, decided and made ready.
+
+    Attributes:
+        programs: Every rank's instructions, as `program_text` writes them: what a rank needs is
+            made once, where time doesn't matter, and not by every rank between two steps.
+        slots: How many slots each delegated channel needs.
+        routes: The new routes of the links whose route changes.
+    """
+
+    plan: Plan
+    programs: tuple[str, ...]
+    slots: Mapping[Channel, int]
+    reason: str
+    routes: Mapping[Link, Route]
+    evidence: Message
+
+    def to_json(self) -> Message:
+        """What the ranks are told of it."""
+        return {
+            "programs": self.programs,
+            "slots": [[*channel, number] for channel, number in self.slots.items()],
+        }
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """What a rank needs of a morph."""
+
+    program: RankProgram
+    slots: Mapping[Channel, int]
+
+    @classmethod
+    def from_json(cls, told: Message, rank: int) -> "OwnPart":
+        """A rank's part of what `Morph.to_json` told."""
+        return cls(parse_program(told["programs"][rank]), slots_from_json(told["slots"]))
+
+
+def slots_from_json(told: list[list[Any]]) -> dict[Channel, int]:
+    """Slots by channel, from lists of a channel's fields and its number."""
+    return {
+        Channel(Payload(payload), source, destination, index): number
+        for payload, source, destination, index, number in told
+    }
+
+
 def of_verdict(verdict: Verdict, before: Mapping[tuple[int, int], Verdict]) -> Happening | None:
-    """What a verdict that has changed says.
+    """What a verdict that has changed says; None where a link is first seen, and healthy.
 
     Args:
         before: All verdicts as they were, by source and destination.
-
-    Returns:
-        The event; None where a link is seen for the first time, and healthy.
     """
     last = before.get((verdict.source, verdict.destination))
     was = LinkHealth.HEALTHY if last is None else last.health
@@ -41,18 +89,14 @@ def of_verdict(verdict: Verdict, before: Mapping[tuple[int, int], Verdict]) -> H
         return None
     return {
         "kind": _KINDS[verdict.health],
-        "link": str(link_of(verdict)),
+        "link": str(verdict.link),
         "detail": verdict.reason,
         "evidence": verdict.to_json(),
     }
 
 
 def ops_in_words(changed: Mapping[tuple[int, OpKind], ComputeNotice]) -> tuple[str, ...]:
-    """Which ops cost what they didn't, a sentence each; of many the first.
-
-    Args:
-        changed: The last notice of each stage and kind of op.
-    """
+    """Which ops cost what they didn't, a sentence each; of many the first."""
     told = [
         f"stage {each.stage}'s {each.kind} takes {each.measured_ms:.1f} ms, not "
         f"{each.expected_ms:.1f}"
@@ -63,22 +107,12 @@ def ops_in_words(changed: Mapping[tuple[int, OpKind], ComputeNotice]) -> tuple[s
 
 
 def of_notice(notice: ComputeNotice) -> Happening:
-    """What a notice says.
-
-    Args:
-        notice: Of ops that have become slower, or faster.
-    """
+    """That ops have become slower, or faster."""
     return {"kind": "compute_changed", "detail": notice.reason, "evidence": notice.to_json()}
 
 
 def of_probe(link: Link, took_ms: Sequence[float], is_late: bool) -> Happening:
-    """What a probe has found.
-
-    Args:
-        link: The direct link that was probed.
-        took_ms: What a message took each way, the median of a few.
-        is_late: Whether that is more than a healthy link takes.
-    """
+    """What a probe of a direct link has found: a message's median time each way."""
     found = "is still slow" if is_late else "is as fast as it was"
     times = " and ".join(f"{each_ms:.1f}" for each_ms in took_ms)
     return {
@@ -90,18 +124,14 @@ def of_probe(link: Link, took_ms: Sequence[float], is_late: bool) -> Happening:
 
 
 def evidence_of(situation: Situation, option: Option) -> Happening:
-    """What was weighed: plans with their predicted steps, and the verdicts on ailing links.
-
-    Args:
-        situation: In which it was decided.
-    """
+    """What was weighed: plans with their predicted steps, and the verdicts on ailing links."""
     ailing = ailing_links(situation.verdicts)
     return {
         "from": _in_brief(situation.in_force),
         "to": _in_brief(option),
         "candidates": [_in_brief(candidate) for candidate in situation.candidates],
         "undisturbed_ms": situation.undisturbed_ms,
-        "verdicts": [each.to_json() for each in situation.verdicts if link_of(each) in ailing],
+        "verdicts": [each.to_json() for each in situation.verdicts if each.link in ailing],
     }
 
 
@@ -130,7 +160,7 @@ def of_morph(morph: Morph) -> list[Happening]:
 def states_in_words(verdicts: Iterable[Verdict]) -> dict[str, str]:
     """The links that are not healthy, each in a few words."""
     return {
-        str(link_of(each)): f"{each.health}, {each.latency_ms:.1f} ms "
+        str(each.link): f"{each.health}, {each.latency_ms:.1f} ms "
         f"(healthy: {each.evidence.baseline_ms:.1f})"
         for each in verdicts
         if each.health not in (LinkHealth.HEALTHY, LinkHealth.DEAD)

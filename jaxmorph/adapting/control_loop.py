@@ -16,6 +16,7 @@ from jaxmorph.adapting.control_events import (
     DETECTED,
     RECOVERING,
     Happening,
+    Morph,
     evidence_of,
     of_morph,
     of_notice,
@@ -24,21 +25,18 @@ from jaxmorph.adapting.control_events import (
     states_in_words,
 )
 from jaxmorph.adapting.failing_paths import FailingPaths
-from jaxmorph.adapting.morph import Morph
 from jaxmorph.adapting.path_reports import NO_NEWS, PathNews
-from jaxmorph.adapting.planning_client import Chosen, Options, PlanningError
-from jaxmorph.adapting.planning_retries import Retries
+from jaxmorph.adapting.planning_client import Chosen, Options, PlanningError, Retries
 from jaxmorph.adapting.probes import Probes, found_by
 from jaxmorph.config.adaptation_section import Adaptation
 from jaxmorph.control.compute_watch import ComputeNotice, ComputeWatch, followed
-from jaxmorph.control.conditions import UsualLinks, link_of, links_under
+from jaxmorph.control.conditions import UsualLinks, links_under
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.dwell import Dwell
 from jaxmorph.control.fail_back import FailBack
-from jaxmorph.control.known_links import KnownWay
-from jaxmorph.control.link_samples import LinkSample
+from jaxmorph.control.measurements import LinkSample
 from jaxmorph.control.orchestrator import (
     Decision,
+    Dwell,
     Option,
     Situation,
     changed_routes,
@@ -47,7 +45,7 @@ from jaxmorph.control.orchestrator import (
     dwelling_links,
 )
 from jaxmorph.control.profiler import Profile
-from jaxmorph.control.verdicts import Verdict
+from jaxmorph.control.verdicts import KnownWay, Verdict
 from jaxmorph.schedule.costs import Link, Routes
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan
@@ -78,7 +76,6 @@ class ControlLoop:
     Args:
         plan: The run's first plan, which is in force.
         planned_for: What ops and links cost when it was made.
-        usual: What healthy links do on either route.
         detector: Judges links; what it knows of them already is told with the first step.
         plans: The planning process; it has begun with the same plan.
     """
@@ -127,11 +124,7 @@ class ControlLoop:
         self._thread = ThreadPoolExecutor(1, "jaxmorph-orchestrator")
 
     def begin(self, begin: Callable[[], None]) -> None:
-        """Have the planning process begin, before anything else is asked of it.
-
-        Args:
-            begin: What has it begin; it may take a while.
-        """
+        """Have the planning process begin, before anything else is asked of it."""
         with self._lock:
             self._is_busy = True  # news are weighed once it has begun, or begun anew
             self._thread.submit(self._keep_error, self._begin, begin)
@@ -271,25 +264,14 @@ class ControlLoop:
         self._without_path = self._paths.failed
 
     def adopted(self, morph: Morph) -> list[Happening]:
-        """Take note that a morph is in force, for every step that is observed from now on.
-
-        Args:
-            morph: The one that was ready.
-
-        Returns:
-            What happens with it.
-        """
+        """Take note that a morph is in force, for every step that is observed from now on."""
         with self._lock:
             self._plan, self._programs = morph.plan, morph.programs
             self._is_busy = False
         return of_morph(morph)
 
     def profile(self, profile: Profile) -> Profile:
-        """What the plan in force is made of, with links as they have been judged last.
-
-        Args:
-            profile: What ops and links have cost lately.
-        """
+        """What the plan in force is made of, with links as they have been judged last."""
         if self._judged_routes is None:
             return profile
         judged = links_under(
@@ -299,7 +281,7 @@ class ControlLoop:
             self._plan.routes,
             margin_of_jitter=0.0,
         )
-        has_verdict = {link_of(each) for each in self._verdicts}
+        has_verdict = {each.link for each in self._verdicts}
         links = {link: state for link, state in judged.items() if link in has_verdict}
         return replace(profile, links={**profile.links, **links})
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from jaxmorph.adapting.control_events import Happening, of_verdict
 from jaxmorph.adapting.path_events import of_no_life_left, of_path_down
 from jaxmorph.adapting.path_reports import PathNews
-from jaxmorph.control.conditions import dead_links
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.fail_back import FailBack
+from jaxmorph.control.verdicts import dead_links
 from jaxmorph.schedule.costs import Link, Routes
 
 

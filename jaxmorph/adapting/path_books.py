@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from jaxmorph.adapting.path_events import of_failure, of_restored
 from jaxmorph.adapting.path_reports import PathNews, path_news
 from jaxmorph.control.failed_links import FailedLinks, in_words
-from jaxmorph.control.link_samples import LinkSample
+from jaxmorph.control.measurements import LinkSample
 from jaxmorph.records import Message
 from jaxmorph.schedule.costs import Link, Route, Routes
 

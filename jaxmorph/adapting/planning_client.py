@@ -1,4 +1,4 @@
-"""The planning process as rank 0 sees it: started once, asked, and ended with the run."""
+"""The planning process as rank 0 sees it: started, asked, tried again, and ended with the run."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmorph.adapting.morph import slots_from_json
+from jaxmorph.adapting.control_events import slots_from_json
 from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks, usual_to_json
 from jaxmorph.control.orchestrator import Option
@@ -22,6 +22,8 @@ from jaxmorph.schedule.planner import Plan
 
 _ANSWER_S = 60.0
 _END_S = 2.0
+_FIRST_WAIT_STEPS = 4
+_MOST_RETRIES = 4
 
 
 class PlanningError(RuntimeError):
@@ -76,14 +78,7 @@ class PlanningProcess:
         usual: UsualLinks,
         in_force: Plan | None = None,
     ) -> None:
-        """Tell it what runs.
-
-        Args:
-            num_tied: How many tied parameters the first and the last stage hold copies of.
-            first: The run's plan for healthy links.
-            profile: What it was planned for.
-            usual: What healthy links do on either route.
-            in_force: The plan in force; None: the first one.
+        """Tell it what runs: the arguments are `CandidatePlanner`'s.
 
         Raises:
             PlanningError: If it can't plan.
@@ -117,11 +112,7 @@ class PlanningProcess:
     def weigh(
         self, profile: Profile, verdicts: Sequence[Verdict], held: Iterable[Link] = ()
     ) -> Options:
-        """The plans that there are for what ops and links cost now.
-
-        Args:
-            verdicts: On the directions of links.
-            held: Delegated links that can't go back yet.
+        """The plans that there are for what ops and links cost now (`CandidatePlanner.weigh`).
 
         Raises:
             PlanningError: If it can't plan.
@@ -198,3 +189,46 @@ def _started() -> "subprocess.Popen[str]":
         text=True,
         bufsize=1,
     )
+
+
+@dataclass(frozen=True)
+class Retries:
+    """The failures in a row, and what follows from them.
+
+    After the first one planning is let be for four steps, after each further one for twice as long;
+    for four if a link turns slow meanwhile. A success makes an end of the row. The fifth failure in
+    a row is the last.
+
+    Attributes:
+        not_before: The first step after which to plan again.
+        not_before_if_slow: Likewise, if a link has turned slow since plans were asked for last.
+    """
+
+    failures: int = 0
+    not_before: int = 0
+    not_before_if_slow: int = 0
+
+    @property
+    def are_over(self) -> bool:
+        """Whether planning is given up."""
+        return self.failures > _MOST_RETRIES
+
+    def after_failure(self, step: int) -> "Retries":
+        """What is left of them after another failure."""
+        wait_steps = _FIRST_WAIT_STEPS * 2**self.failures
+        return Retries(self.failures + 1, step + wait_steps, step + _FIRST_WAIT_STEPS)
+
+    def may_begin(self, step: int, *, has_turned_slow: bool) -> bool:
+        """Whether to plan again, if there is reason to."""
+        return step >= (self.not_before_if_slow if has_turned_slow else self.not_before)
+
+    def in_words(self, step: int) -> str:
+        """What happens next, after a failure."""
+        if self.are_over:
+            return (
+                f"that was attempt {self.failures} in a row: planning is given up, and the plan in "
+                "force stays for the rest of the run"
+            )
+        wait_steps = self.not_before - step
+        sooner = ", sooner if a link turns slow" if wait_steps > _FIRST_WAIT_STEPS else ""
+        return f"the plan in force stays, and planning is tried again in {wait_steps} steps{sooner}"

@@ -70,11 +70,7 @@ class Probes:
         return self._awaited is not None
 
     def unproven(self, situation: Situation, decision: Decision) -> tuple[Link, ...]:
-        """The links that a decision takes back to direct, and that no probe has found well lately.
-
-        Args:
-            situation: In which it was decided.
-        """
+        """The links that a decision takes back to direct without a probe that found them well."""
         if decision.chosen is None:
             return ()
         then = situation.candidates[decision.chosen].routes
@@ -88,11 +84,7 @@ class Probes:
         )
 
     def ask_for(self, links: tuple[Link, ...], situation: Situation, decision: Decision) -> None:
-        """Have links probed for a decision, in place of any that were to be probed before.
-
-        Args:
-            situation: In which it was decided.
-        """
+        """Have links probed for a decision, in place of any that were to be probed before."""
         self._due, self._awaited = links, (situation, decision)
 
     def take_due(self) -> tuple[Link, ...]:
@@ -105,11 +97,7 @@ class Probes:
         self._due, self._awaited = (), None
 
     def note(self, found: Found, step: int) -> None:
-        """Believe what was found, for some steps.
-
-        Args:
-            step: The one after which they were told.
-        """
+        """Believe what was found, for some steps."""
         self._found_well.update(dict.fromkeys(found.took_ms.keys() - found.late, step))
 
     def disbelieve(self, links: Iterable[Link]) -> None:

@@ -10,11 +10,18 @@ from dataclasses import dataclass, replace
 
 from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks, as_the_others, outlying_ways
-from jaxmorph.control.detector import Detector, Way
-from jaxmorph.control.known_links import KnownWay, as_when_healthy, dead_of, slow_of
-from jaxmorph.control.link_samples import LinkSample, link_samples
+from jaxmorph.control.detector import Detector
+from jaxmorph.control.measurements import LinkSample, link_samples
 from jaxmorph.control.profiler import Profile
-from jaxmorph.control.verdicts import LinkHealth
+from jaxmorph.control.verdicts import (
+    KnownWay,
+    LinkHealth,
+    Way,
+    as_when_healthy,
+    dead_of,
+    slow_of,
+    way_latency_ms,
+)
 from jaxmorph.planning.first_plan import FirstPlan, agree_on_routes
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.schedule.costs import Link, Links, Route, Routes
@@ -31,7 +38,6 @@ class StartingPoint:
     Attributes:
         detector: Has seen the steps before the first one; links that are slow from the start are
             slow to it.
-        usual: What healthy links do on either route.
         home: The plan that comes back once all links are healthy; the first plan if they are.
     """
 
@@ -41,12 +47,7 @@ class StartingPoint:
 
 
 def starting_point(config: Config, first: FirstPlan, num_tied: int) -> StartingPoint:
-    """What rank 0 knows when it begins to adapt.
-
-    Args:
-        first: Its first plan, which may have been made for slow links.
-        num_tied: How many tied parameters the first and the last stage hold copies of.
-    """
+    """What rank 0 knows when it begins to adapt; its first plan may have been for slow links."""
     measured = first.usual["direct"]  # on the configured routes, whatever these are
     routes = config.routes.of_links(measured)
     dead: Routes = dict.fromkeys(dead_of(first.known), "delegated")
@@ -110,11 +111,8 @@ def _watching(
         detector.observe(step, others)
     known_slow = slow_of(known)
     for way, samples in sorted(last.items()):
-        if way in known_slow:
-            verdict = known_slow[way].verdict
-            detector.begin_known(-1, samples, _usual_ms(way, usual), verdict)
-        else:
-            detector.begin_slow(-1, samples, _usual_ms(way, usual))
+        known_verdict = known_slow[way].verdict if way in known_slow else None
+        detector.begin_slow(-1, samples, _usual_ms(way, usual), known_verdict)
     for each in known:
         if each.is_dead:
             detector.observe_failure(-1, *each.way, _DEAD_BEFORE)
@@ -123,12 +121,9 @@ def _watching(
 
 def _usual_ms(way: Way, usual: UsualLinks) -> Mapping[bool, float]:
     """What a direction's messages take on a healthy link, by whether they are direct."""
-    source, destination = way
     link = Link(min(way), max(way))
-    found: dict[bool, float] = {}
-    for route, links in usual.items():
-        if link in links:
-            state, is_forward = links[link], source < destination
-            latency_ms = state.forward_latency_ms if is_forward else state.backward_latency_ms
-            found[route == "direct"] = latency_ms
-    return found
+    return {
+        route == "direct": way_latency_ms(links[link], way)
+        for route, links in usual.items()
+        if link in links
+    }

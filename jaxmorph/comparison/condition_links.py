@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from jaxmorph.comparison.declared_links import link_conditions
 from jaxmorph.config.compare_section import Condition
 from jaxmorph.emulation.link_settings import begun_at, trace_conditions
-from jaxmorph.planning.declared_links import link_conditions
 from jaxmorph.transport.link_emulator import LinkCondition
 
 

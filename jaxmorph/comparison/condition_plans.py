@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from jaxmorph.comparison.declared_links import declared_states, delayed
 from jaxmorph.comparison.systems import System, route_choices
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile
-from jaxmorph.planning.declared_links import declared_states, delayed
 from jaxmorph.planning.plan_in_force import PlanInForce, agree_on_plan
 from jaxmorph.reporting.run_matrix import PlannedRun
 from jaxmorph.runtime.rendezvous import Rendezvous

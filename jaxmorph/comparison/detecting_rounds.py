@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from jaxmorph.adapting.adaptation import Adaptation, open_control_loop
+from jaxmorph.adapting.control_events import Morph
 from jaxmorph.adapting.control_loop import ControlLoop
-from jaxmorph.adapting.morph import Morph
 from jaxmorph.adapting.path_books import PathBooks
 from jaxmorph.adapting.path_reports import FAILURES
 from jaxmorph.config import Config
-from jaxmorph.control.link_samples import link_samples
+from jaxmorph.control.measurements import link_samples
 from jaxmorph.planning.first_plan import FirstPlan
 from jaxmorph.planning.plan_in_force import PlanInForce
 from jaxmorph.program.instructions import RankProgram

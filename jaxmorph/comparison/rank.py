@@ -17,6 +17,7 @@ from pathlib import Path
 
 from jaxmorph.comparison.condition_plans import ConditionPlanner
 from jaxmorph.comparison.condition_steps import ConditionRunner
+from jaxmorph.comparison.declared_links import link_conditions
 from jaxmorph.comparison.failed_paths import FailedPaths
 from jaxmorph.comparison.rounds import Rounds
 from jaxmorph.comparison.systems import SYSTEMS, System, system_config
@@ -25,7 +26,6 @@ from jaxmorph.config.compare_section import Compare
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.data import ReadAhead
-from jaxmorph.planning.declared_links import link_conditions
 from jaxmorph.planning.device_budget import with_device_budget
 from jaxmorph.planning.first_plan import FirstPlan, plan_by_timings, settle_garbage
 from jaxmorph.planning.layer_choice import choose_layers, measured_on_rank_0

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from jaxmorph.control.estimates import RunningEstimate, median
-from jaxmorph.control.op_times import OpTime, op_times
+from jaxmorph.control.measurements import OpTime, RunningEstimate, median, op_times
 from jaxmorph.control.verdicts import Evidence
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.ops import OpKind
@@ -85,29 +84,15 @@ class ComputeWatch:
     """Compares what ops take with what the plan in force was made with.
 
     After a notice the new duration is what is expected, so a change is told once.
-
-    Args:
-        sensitivity: The numbers to go by.
     """
 
     def __init__(self, costs: StageCosts, sensitivity: ComputeSensitivity | None = None) -> None:
         self._numbers = sensitivity or ComputeSensitivity()
-        self.expect(costs)
-
-    def expect(self, costs: StageCosts) -> None:
-        """Compare with other costs from now on: those of a new plan."""
         self._costs = costs
         self._watched: dict[tuple[int, OpKind], _Watched] = {}
 
     def observe(self, step: int, timeline: Timeline) -> list[ComputeNotice]:
-        """Take in one measured step.
-
-        Args:
-            timeline: The ops of all stages.
-
-        Returns:
-            The ops that have changed, stage by stage.
-        """
+        """Take in one measured step; the ops that have changed, stage by stage."""
         found = sorted(op_times(timeline).items())
         notices = (self._read(step, *key, time) for key, time in found)
         return [notice for notice in notices if notice is not None]
@@ -152,11 +137,7 @@ def _notice(stage: int, kind: OpKind, step: int, evidence: Evidence) -> ComputeN
 
 
 def followed(costs: StageCosts, notices: Iterable[ComputeNotice]) -> StageCosts:
-    """The costs with what notices say in place of what they were.
-
-    Args:
-        notices: What has changed since. A full backward counts as B, as far as it isn't W.
-    """
+    """The costs with what notices say; a full backward counts as B, as far as it isn't W."""
     for notice in notices:
         stage, measured_ms = notice.stage, notice.measured_ms
         match notice.kind:

@@ -6,7 +6,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any
 
-from jaxmorph.control.verdicts import LinkHealth, Verdict
+from jaxmorph.control.verdicts import LinkHealth, Verdict, Way
 from jaxmorph.schedule.costs import Link, Links, LinkState, Route, Routes, StageCosts
 from jaxmorph.schedule.problem_links import MARGIN_OF_JITTER
 
@@ -35,53 +35,17 @@ def usual_from_json(data: Mapping[Route, Any]) -> UsualLinks:
     }
 
 
-def ailing_links(verdicts: Iterable[Verdict]) -> frozenset[Link]:
-    """The links of which a direction is not healthy: slow, dead, or not yet surely recovered.
-
-    Args:
-        verdicts: Of all directions that there are verdicts on.
-    """
-    return frozenset(link_of(each) for each in verdicts if each.health is not LinkHealth.HEALTHY)
-
-
-def dead_links(verdicts: Iterable[Verdict]) -> frozenset[Link]:
-    """The links that have no direct path.
-
-    Args:
-        verdicts: Of all directions that there are verdicts on.
-    """
-    return frozenset(link_of(each) for each in verdicts if each.health is LinkHealth.DEAD)
-
-
-def link_of(verdict: Verdict) -> Link:
-    """The link that a verdict is about a direction of."""
-    ends = sorted((verdict.source, verdict.destination))
-    return Link(*ends)
-
-
-def outlying_links(links: Links, routes: Routes = MappingProxyType({})) -> frozenset[Link]:
-    """The links that take much longer than most, in either direction.
-
-    Args:
-        links: What all of them do.
-    """
-    return frozenset(Link(min(way), max(way)) for way in outlying_ways(links, routes))
-
-
-def outlying_ways(
-    links: Links, routes: Routes = MappingProxyType({})
-) -> frozenset[tuple[int, int]]:
+def outlying_ways(links: Links, routes: Routes = MappingProxyType({})) -> frozenset[Way]:
     """The directions, by sender and receiver, that take much longer than most links do.
 
     A link that was slow before anything was measured can't be told from what it used to take. Of
     two links the quicker one says what is usual, as a link is slowed down and never sped up.
 
     Args:
-        links: What all of them do.
         routes: The routes on which they did; a link that is not named is direct. Those on one route
             say nothing of those on the other.
     """
-    found: set[tuple[int, int]] = set()
+    found: set[Way] = set()
     for route in ("direct", "delegated"):
         there = {link: at for link, at in links.items() if routes.get(link, "direct") == route}
         ways_ms = {(link.lower, link.upper): at.forward_latency_ms for link, at in there.items()}
@@ -92,13 +56,8 @@ def outlying_ways(
     return frozenset(found)
 
 
-def as_the_others(links: Links, ways: Collection[tuple[int, int]]) -> dict[Link, LinkState]:
-    """The links with some directions taking what the others do.
-
-    Args:
-        links: What all of them do on the same route.
-        ways: Directions, by sender and receiver.
-    """
+def as_the_others(links: Links, ways: Collection[Way]) -> dict[Link, LinkState]:
+    """The links, all on one route, with some directions taking what the others do."""
     ups = {link: at.forward_latency_ms for link, at in links.items() if link not in ways}
     downs = {link: at.backward_latency_ms for link, at in links.items() if link[::-1] not in ways}
     up_ms, down_ms = _typical_ms(ups.values()), _typical_ms(downs.values())
@@ -126,7 +85,6 @@ def links_under(
 
     Args:
         verdicts: Of all directions, under the routes now.
-        usual: What healthy links do on either route.
         now: The routes now; a link that is not named is direct.
         planned: The routes to tell the latencies under.
         margin_of_jitter: How many standard deviations of an ailing link's jitter to add.
@@ -141,11 +99,10 @@ def links_under(
         before = _usual(usual, now.get(link, "direct"), link)
         after = _usual(usual, planned.get(link, "direct"), link)
         up, down = judged.get((link.lower, link.upper)), judged.get((link.upper, link.lower))
-        up_ms = _added_ms(up, before.forward_latency_ms, margin_of_jitter)
-        down_ms = _added_ms(down, before.backward_latency_ms, margin_of_jitter)
         states[link] = LinkState(
-            max(0.0, after.forward_latency_ms + up_ms),
-            max(0.0, after.backward_latency_ms + down_ms),
+            after.forward_latency_ms + _added_ms(up, before.forward_latency_ms, margin_of_jitter),
+            after.backward_latency_ms
+            + _added_ms(down, before.backward_latency_ms, margin_of_jitter),
         )
     return states
 
@@ -167,12 +124,7 @@ def _added_ms(verdict: Verdict | None, usual_ms: float, margin_of_jitter: float)
 
 
 def costs_differ(now: StageCosts, then: StageCosts) -> bool:
-    """Whether any stage's op costs so much more or less than before that other orders may be best.
-
-    Args:
-        now: Milliseconds of each op.
-        then: Likewise, when the plan was made.
-    """
+    """Whether any stage's op costs so much more or less than then that other orders may be best."""
     pairs = (
         pair
         for of_kind in zip(astuple(now), astuple(then), strict=True)

@@ -8,25 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from jaxmorph.control.direction_watch import DirectionWatch
-from jaxmorph.control.estimates import median, robust_spread
-from jaxmorph.control.known_links import KnownWay
-from jaxmorph.control.link_samples import LinkSample
-from jaxmorph.control.sensitivity import Sensitivity, Usual, usual
-from jaxmorph.control.verdicts import LinkHealth, Verdict
+from jaxmorph.control.measurements import LinkSample, median, robust_spread
+from jaxmorph.control.route_record import Sensitivity, Usual, usual
+from jaxmorph.control.verdicts import KnownWay, LinkHealth, Verdict, Way
 from jaxmorph.schedule.costs import Route
 
 _ENOUGH_OTHERS = 3  # directions: those of one other link could be the slow ones
 
-Way = tuple[int, int]
-"""A direction of a link: the rank that sends and the rank that receives."""
-
 
 class Detector:
-    """Keeps watch over all directions of all links.
-
-    Args:
-        sensitivity: The numbers to go by.
-    """
+    """Keeps watch over all directions of all links."""
 
     def __init__(self, sensitivity: Sensitivity | None = None) -> None:
         self._numbers = sensitivity or Sensitivity()
@@ -34,7 +25,7 @@ class Detector:
 
     @property
     def verdicts(self) -> dict[Way, Verdict]:
-        """What is to be said now of every direction that has been seen, by its two ranks."""
+        """What is to be said now of every direction that has been seen."""
         return {way: watch.verdict for way, watch in sorted(self._watches.items())}
 
     def observe(self, step: int, samples: Iterable[LinkSample]) -> list[Verdict]:
@@ -63,9 +54,6 @@ class Detector:
     ) -> list[Verdict]:
         """Take in that the direct path of a link was given up, or is found down.
 
-        Args:
-            detail: What is known of it.
-
         Returns:
             The verdict, unless the direction was dead already.
         """
@@ -76,10 +64,6 @@ class Detector:
     ) -> list[Verdict]:
         """Take in that both ends of a dead link have found its direct path up for long enough.
 
-        Args:
-            step: In which step that was clear.
-            up_steps: For how many steps in a row.
-
         Returns:
             The verdicts that have changed, in order; none unless the direction was dead.
         """
@@ -87,36 +71,22 @@ class Detector:
         return self._watch((source, destination)).come_back(step, detail)
 
     def begin_slow(
-        self, step: int, samples: Sequence[LinkSample], usual_ms: Mapping[bool, float]
+        self,
+        step: int,
+        samples: Sequence[LinkSample],
+        usual_ms: Mapping[bool, float],
+        known: Verdict | None = None,
     ) -> list[Verdict]:
         """Take a direction for slow from the start, though it was not seen to become so.
 
         Args:
             samples: What its last messages took, at least one, in the order of sending.
             usual_ms: What its messages would take on a healthy link, by whether they are direct.
-
-        Returns:
-            The verdict.
+            known: As what it was slow when the run was last at work; None: go by the samples.
         """
         expected = {way: usual(each_ms, 0.0, self._numbers) for way, each_ms in usual_ms.items()}
         ends = samples[-1].source, samples[-1].destination
-        return self._watch(ends).begin_slow(step, samples, expected)
-
-    def begin_known(
-        self,
-        step: int,
-        samples: Sequence[LinkSample],
-        usual_ms: Mapping[bool, float],
-        last: Verdict,
-    ) -> list[Verdict]:
-        """Take a direction for slow from the start, as it was when the run was last at work.
-
-        Returns:
-            The verdict.
-        """
-        expected = {way: usual(each_ms, 0.0, self._numbers) for way, each_ms in usual_ms.items()}
-        way = last.source, last.destination
-        return self._watch(way).begin_known(step, samples, expected, last)
+        return self._watch(ends).begin_slow(step, samples, expected, known)
 
     def known_ways(self) -> tuple[KnownWay, ...]:
         """What is to be remembered of directions that are slow or dead now."""
@@ -128,14 +98,10 @@ class Detector:
         )
 
     def usual(self, source: int, destination: int, *, is_held: bool) -> Usual | None:
-        """What a healthy message takes, by which a probe can be judged.
+        """What a healthy message takes on the direct route, or on the other, to judge a probe by.
 
-        Args:
-            is_held: Whether on the direct route.
-
-        Returns:
-            What it takes on other links where it has not been measured on this one; None where
-            that isn't known either.
+        What it takes on other links where it has not been measured on this one; None where that
+        isn't known either.
         """
         way = source, destination
         watch = self._watches.get(way)

@@ -2,13 +2,75 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from enum import StrEnum
 
-from jaxmorph.control.estimates import median
-from jaxmorph.control.link_health import SENTENCES, TURNS, Sign
-from jaxmorph.control.link_samples import LinkSample
-from jaxmorph.control.route_record import RouteRecord, level_margin_ms, typical_ms
-from jaxmorph.control.sensitivity import Sensitivity, Usual
+from jaxmorph.control.measurements import LinkSample, median
+from jaxmorph.control.route_record import (
+    RouteRecord,
+    Sensitivity,
+    Usual,
+    typical_ms,
+)
 from jaxmorph.control.verdicts import Evidence, LinkHealth, Verdict
+
+
+class Sign(StrEnum):
+    """What the messages of a direction, or their absence, have shown.
+
+    Attributes:
+        ROSE: So many in a row were late that chance doesn't do it.
+        MOVED: As many in a row took clearly more, or less, than those before, and were late still.
+        FELL: As many in a row were in time.
+        HELD: They have been in time for several steps.
+        FAILED: The direct path was given up, or is found down.
+        SHIFTED: Delegated messages of a link without a direct path take clearly more, or less.
+        RETURNED: Both ends have found the direct path up for many steps in a row.
+        KNOWN: It was slow when the run was last at work.
+    """
+
+    ROSE = "rose"
+    MOVED = "moved"
+    FELL = "fell"
+    HELD = "held"
+    FAILED = "failed"
+    SHIFTED = "shifted"
+    RETURNED = "returned"
+    KNOWN = "known"
+
+
+TURNS: dict[tuple[LinkHealth, Sign], LinkHealth] = {
+    (LinkHealth.HEALTHY, Sign.ROSE): LinkHealth.SLOW,
+    (LinkHealth.HEALTHY, Sign.KNOWN): LinkHealth.SLOW,
+    (LinkHealth.HEALTHY, Sign.FAILED): LinkHealth.DEAD,
+    (LinkHealth.SLOW, Sign.MOVED): LinkHealth.SLOW,
+    (LinkHealth.SLOW, Sign.FELL): LinkHealth.RECOVERING,
+    (LinkHealth.SLOW, Sign.FAILED): LinkHealth.DEAD,
+    (LinkHealth.DEAD, Sign.SHIFTED): LinkHealth.DEAD,
+    (LinkHealth.DEAD, Sign.RETURNED): LinkHealth.RECOVERING,
+    (LinkHealth.RECOVERING, Sign.ROSE): LinkHealth.SLOW,
+    (LinkHealth.RECOVERING, Sign.HELD): LinkHealth.HEALTHY,
+    (LinkHealth.RECOVERING, Sign.RETURNED): LinkHealth.HEALTHY,
+    (LinkHealth.RECOVERING, Sign.FAILED): LinkHealth.DEAD,
+}
+"""What follows from a sign in a state; a pair that is not here changes nothing.
+
+No message brings a dead link back, as all of them are delegated: only its path itself does. After
+that messages say whether it has recovered, or, where none of them are watched, the path once more.
+"""
+
+SENTENCES: dict[Sign, str] = {
+    Sign.ROSE: "is slow: {took} for {count} messages in a row, {threshold:.1f} is late",
+    Sign.MOVED: "is slow by another amount: {took} for {count} messages in a row, was {before:.1f}",
+    Sign.FELL: "is recovering: {took} for {count} messages in a row, was {before:.1f}",
+    Sign.HELD: "is healthy again: {took} in the last of {steps} good steps",
+    Sign.FAILED: "is dead: {detail}",
+    Sign.SHIFTED: "is dead, and delegated messages take another time: {took} for {count} in a row, "
+    "was {before:.1f}",
+    Sign.RETURNED: "is back: {detail}",
+    Sign.KNOWN: "is taken for slow, as when the run was last at work: {detail}",
+}
+"""What is said of a direction that a sign has turned; `took` names the messages' times."""
+
 
 _CALMING = 0.8  # what is left of a slow link's unrest after another step
 
@@ -27,10 +89,6 @@ class DirectionWatch:
     other one are probes: they may show that it is slow, or, where the current one has never been
     seen healthy, that it no longer is. A dead link has no direct path, so no message of its says
     that it is back: somebody has to have tried the path itself.
-
-    Args:
-        sensitivity: The numbers to go by.
-        assume: What to go by where a route has not been measured.
     """
 
     def __init__(
@@ -66,10 +124,7 @@ class DirectionWatch:
         return None if record is None else record.usual
 
     def observe(self, step: int, samples: Sequence[LinkSample]) -> list[Verdict]:
-        """Take in a step's messages.
-
-        Args:
-            samples: This direction's, at least one, in the order of sending.
+        """Take in a step's messages, at least one, in the order of sending.
 
         Returns:
             What has changed, in order; the last one with the latest latency and jitter.
@@ -96,7 +151,11 @@ class DirectionWatch:
         return [*changes[:-1], self._verdict]
 
     def begin_slow(
-        self, step: int, samples: Sequence[LinkSample], expected: Mapping[bool, Usual]
+        self,
+        step: int,
+        samples: Sequence[LinkSample],
+        expected: Mapping[bool, Usual],
+        known: Verdict | None = None,
     ) -> list[Verdict]:
         """Take the direction for slow from the start.
 
@@ -104,31 +163,14 @@ class DirectionWatch:
             samples: What its last messages took.
             expected: What healthy ones would take on either route: what to go by until healthy
                 messages have been seen.
-
-        Returns:
-            The verdict.
+            known: As what it was slow last, which counts, whatever a few messages show.
         """
         for is_held, usual in expected.items():
             self._record(is_held).usual = usual
         self._notice_route(samples)
-        took_ms = [sample.duration_ms for sample in samples]
-        return self._turn(step, Sign.ROSE, self._current, took_ms)
-
-    def begin_known(
-        self,
-        step: int,
-        samples: Sequence[LinkSample],
-        expected: Mapping[bool, Usual],
-        known: Verdict,
-    ) -> list[Verdict]:
-        """Take the direction for slow, as it was last, whatever a few messages show.
-
-        Returns:
-            The verdict, by the same evidence.
-        """
-        for is_held, usual in expected.items():
-            self._record(is_held).usual = usual
-        self._notice_route(samples)
+        if known is None:
+            took_ms = [sample.duration_ms for sample in samples]
+            return self._turn(step, Sign.ROSE, self._current, took_ms)
         baseline_ms = known.evidence.baseline_ms
         detail = f"{known.latency_ms:.1f} ms (healthy: {baseline_ms:.1f})"
         if not self._turn(step, Sign.KNOWN, self._current, (), detail):
@@ -144,11 +186,7 @@ class DirectionWatch:
         A link that is slow from the first message on is not seen to become so.
 
         Args:
-            step: The step after which it has.
             others: What to go by on a route, by the other directions; None where they don't say.
-
-        Returns:
-            The verdict, if it is slow.
         """
         is_held, self._first_measured = self._first_measured, None
         if is_held is None or self._verdict.health is not LinkHealth.HEALTHY:
@@ -163,25 +201,13 @@ class DirectionWatch:
         return self._turn(step, Sign.ROSE, is_held, took_ms, usual=expected)
 
     def fail(self, step: int, detail: str) -> list[Verdict]:
-        """Take in that the direct path was given up.
-
-        Args:
-            detail: What is known of it.
-
-        Returns:
-            The verdict, unless the link was dead already.
-        """
+        """Take in that the direct path was given up; no verdict if the link was dead already."""
         return self._turn(step, Sign.FAILED, self._current, (), detail)
 
     def come_back(self, step: int, detail: str) -> list[Verdict]:
         """Take in that the direct path of a dead link has been up for long enough.
 
-        Args:
-            step: In which step that was clear.
-
-        Returns:
-            The verdict, unless the link isn't dead; where none of its messages are watched, also
-            the next one, for which there is nothing to wait for.
+        Where none of its messages are watched the next verdict, too, has nothing to wait for.
         """
         if self._verdict.health is not LinkHealth.DEAD:
             return []
@@ -237,8 +263,7 @@ class DirectionWatch:
         if sign is Sign.MOVED and not record.late:  # in time: that is no other delay
             record.moved.clear()
             return []
-        margin_ms = level_margin_ms(record, self._level_ms, self._unrest)
-        record.read_level(sample.duration_ms, self._level_ms, margin_ms)
+        record.read_level(sample.duration_ms, self._level_ms, self._unrest)
         if len(record.moved) < self._numbers.settled_run:
             return []
         self._unrest += 1.0

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from jaxmorph.control.link_samples import LinkSample
+from jaxmorph.control.measurements import LinkSample
 from jaxmorph.control.path_failure import PathFailure
 from jaxmorph.schedule.costs import Link, Route, Routes
 

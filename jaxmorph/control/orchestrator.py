@@ -1,25 +1,79 @@
 """Decides between two steps whether to go on with the plan in force or to morph, and says why."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from jaxmorph.control.conditions import ailing_links, dead_links, link_of
-from jaxmorph.control.dwell import Dwell
-from jaxmorph.control.verdicts import LinkHealth, Verdict
+from jaxmorph.control.verdicts import LinkHealth, Verdict, ailing_links, dead_links
 from jaxmorph.schedule.costs import Link, Route
 from jaxmorph.schedule.planner import Plan
 
 SCHEDULE = "schedule"
 """What changes, for `Dwell`, where a morph changes no link's route."""
 
+_SOON = 4  # stays: what changes again within so many flaps; after twice as many it has been calm
+
+
+class Stay(NamedTuple):
+    """Since when something is as it is, its stay in steps, and the first step it may change in."""
+
+    since_step: float
+    steps: int
+    until_step: int
+
+
+@dataclass(frozen=True)
+class Dwell:
+    """How long what morphs have changed is let stand: each link's route, and the schedule.
+
+    A subject's first stay is `least_steps`. If it changes again within four of its stays, the next
+    one is twice as long, up to `most_steps`; after a calm of eight stays it is half as long again.
+    """
+
+    least_steps: int
+    most_steps: int
+    stays: Mapping[Hashable, Stay] = field(default_factory=dict)
+
+    def waits(self, subjects: Iterable[Hashable], step: int) -> int:
+        """How many steps to wait, from one on, until all of some subjects may change."""
+        ends = (self.stays[each].until_step for each in subjects if each in self.stays)
+        return max(0, max(ends, default=step) - step)
+
+    def after(self, subjects: Iterable[Hashable], step: int) -> "Dwell":
+        """The stays after a morph that first holds in a step."""
+        steps = {subject: self._steps(subject, step) for subject in subjects}
+        changed = {each: Stay(step, steps[each], step + steps[each]) for each in steps}
+        return replace(self, stays={**self.stays, **changed})
+
+    def standing(self, subjects: Iterable[Hashable], step: int) -> "Dwell":
+        """The stays after a morph that had some subjects change for another one's sake.
+
+        They stand for the shortest stay with it, and flap neither more nor less.
+        """
+        never = Stay(-math.inf, self.least_steps, step)
+        stood: dict[Hashable, Stay] = {}
+        for subject in subjects:
+            last = self.stays.get(subject, never)
+            until_step = max(last.until_step, step + self.least_steps)
+            stood[subject] = last._replace(until_step=until_step)
+        return replace(self, stays={**self.stays, **stood})
+
+    def _steps(self, subject: Hashable, step: int) -> int:
+        last = self.stays.get(subject)
+        if last is None:
+            return self.least_steps
+        calm_steps = step - last.since_step
+        if calm_steps <= _SOON * last.steps:
+            return min(2 * last.steps, self.most_steps)
+        if calm_steps > 2 * _SOON * last.steps:
+            return max(last.steps // 2, self.least_steps)
+        return last.steps
+
 
 @dataclass(frozen=True)
 class Option:
-    """A plan as it is weighed.
-
-    Attributes:
-        step_ms: The predicted step under the conditions now.
-    """
+    """A plan, with the step that is predicted for the conditions now."""
 
     plan: Plan
     step_ms: float
@@ -36,7 +90,6 @@ class Situation:
 
     Attributes:
         step: The first step that a new plan could hold in.
-        verdicts: What detection says of each direction of a link.
         candidates: The run's plan for healthy links, and others made for the conditions now, those
             that differ least from it first.
         undisturbed_ms: What the plan in force would take if all links were healthy.
@@ -83,9 +136,6 @@ def decide(situation: Situation) -> Decision:
     without a direct path is delegated whatever that gains, and nothing holds it back.
 
     Source: PipeMorph, sections 4.3 and 6. There all links are delegated together.
-
-    Returns:
-        The decision, with its reason as a sentence.
     """
     now = situation.in_force
     why = "; ".join([_links_in_words(situation.verdicts), *situation.news])
@@ -108,11 +158,7 @@ def decide(situation: Situation) -> Decision:
 
 
 def changed_routes(now: Mapping[Link, Route], then: Mapping[Link, Route]) -> dict[Link, Route]:
-    """The new routes of the links whose route changes.
-
-    Args:
-        now: Each link's route; one that is not named is direct.
-    """
+    """The new routes of the links whose route changes; a link that is not named is direct."""
     changed: dict[Link, Route] = {}
     for link in {**now, **then}:
         new = then.get(link, "direct")
@@ -126,9 +172,6 @@ def dwell_after(dwell: Dwell, now: Option, then: Option, step: int) -> Dwell:
 
     A link that is delegated anew stands as one that flaps, or not, for itself. So does the schedule
     where a morph changes nothing else; that it changed with a link's route is no flapping of its.
-
-    Args:
-        step: The first step that runs it.
     """
     routes = changed_routes(now.routes, then.routes)
     if not routes:
@@ -138,12 +181,7 @@ def dwell_after(dwell: Dwell, now: Option, then: Option, step: int) -> Dwell:
 
 
 def dwelling_links(dwell: Dwell, routes: Mapping[Link, Route], step: int) -> frozenset[Link]:
-    """The delegated links that are not to go back yet, be they healthy or not.
-
-    Args:
-        dwell: How long earlier morphs are to stand.
-        step: The first step that a new plan could hold in.
-    """
+    """The delegated links that are not to go back yet, be they healthy or not."""
     delegated = (link for link, route in routes.items() if route == "delegated")
     return frozenset(link for link in delegated if dwell.waits([link], step))
 
@@ -255,7 +293,7 @@ def _links_in_words(verdicts: tuple[Verdict, ...]) -> str:
 
 def _link_in_words(link: Link, verdicts: tuple[Verdict, ...]) -> str:
     """Such as `link 6-7 takes 31.2 ms each way (healthy: 1.1)`."""
-    ways = [each for each in verdicts if link_of(each) == link]
+    ways = [each for each in verdicts if each.link == link]
     ill = [each for each in ways if each.health is not LinkHealth.HEALTHY]
     if any(each.health is LinkHealth.DEAD for each in ill):
         return f"link {link} has no direct path"

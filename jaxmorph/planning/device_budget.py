@@ -33,9 +33,8 @@ def with_device_budget(
 ) -> WithinDevices:
     """The configuration with a cap on each stage's stash, by what its device has free.
 
-    Args:
-        rendezvous: The meeting place of all ranks; they all call this at the same point, before
-            any step and with their parameters and optimizer state in place.
+    All ranks call this at the same point, before any step and with their parameters and optimizer
+    state in place.
 
     Returns:
         The same configuration for the first plan and for those that replace it, the same on all
@@ -84,12 +83,7 @@ def with_stash_caps(config: Config, free: Sequence[int], least: Sequence[int]) -
 
 
 def budget_in_words(asked: Config, within: WithinDevices) -> str:
-    """What stashes may take, where the devices and not the configuration have said so; else "".
-
-    Args:
-        asked: The run as it was configured.
-        within: What `with_device_budget` made of it.
-    """
+    """What stashes may take, where the devices and not the configuration have said so; else ""."""
     caps = within.new.schedule.max_stash_bytes_per_stage(asked.parallelism.stages)
     if caps is None or within.new.schedule == asked.schedule:
         return ""

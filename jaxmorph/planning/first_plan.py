@@ -9,9 +9,9 @@ from functools import partial
 from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.config.sections import Routes
-from jaxmorph.control.conditions import UsualLinks, outlying_links
-from jaxmorph.control.known_links import KnownWay, dead_of, slow_links_of, still_slow
+from jaxmorph.control.conditions import UsualLinks, outlying_ways
 from jaxmorph.control.profiler import Profile, Profiler
+from jaxmorph.control.verdicts import KnownWay, dead_of, slow_of, still_slow
 from jaxmorph.planning.offload_planning import with_sampled_copies
 from jaxmorph.planning.plan_in_force import (
     PlanInForce,
@@ -68,10 +68,9 @@ def plan_by_timings(
     waited for them would end the run, or give their paths up once more. Links that are known to be
     slow are planned for as if they were so still; they go back as any others do.
 
+    All ranks call this at the same point.
+
     Args:
-        rendezvous: The meeting place of all ranks; they all call this at the same point.
-        inputs: The data of the steps that are measured.
-        num_tied: How many tied parameters the first and the last stage hold copies of.
         make_room: Adds the slots that are needed for more than the plan's own steps.
         known: The directions of links that weren't well when the run was last at work, the same on
             all ranks; of a run that adapts.
@@ -122,12 +121,12 @@ def agree_on_routes(
 ) -> tuple[PlanInForce, Profile]:
     """The plan on the configured routes, or on those with some links delegated if that is worth it.
 
+    All ranks call this at the same point.
+
     Args:
-        rendezvous: The meeting place of all ranks; they all call this at the same point.
         told: What ops cost, and links on the configured routes; only rank 0's is read.
         usual: What links do on either route; only rank 0's is read.
         delegable: The links to delegate; without any there is one plan to choose from.
-        num_tied: How many tied parameters the first and the last stage hold copies of.
 
     Returns:
         The plan, and what it was made for.
@@ -160,7 +159,8 @@ def _agree_on_delegable(
     if not config.adapts:
         return []
     links = usual["direct"]
-    slow = outlying_links(links, config.routes.of_links(links)) | slow_links_of(known)
+    ways = outlying_ways(links, config.routes.of_links(links)) | slow_of(known).keys()
+    slow = {Link(min(way), max(way)) for way in ways}
     found = links if config.adaptation.delegates == "any" else slow
     names = rendezvous.exchange({"links": [str(link) for link in sorted(found)]})[0]["links"]
     return [Link.parse(name) for name in names]
@@ -187,10 +187,7 @@ def warm_up(
     """Run a few steps for their timings alone, in the order that equal costs would give.
 
     Args:
-        rendezvous: The meeting place of all ranks.
         inputs: The data of every one of these steps.
-        num_tied: How many tied parameters the first and the last stage hold copies of.
-        stash_bytes: What one microbatch keeps on each stage.
         first_step: The number of the first of them, so that none ends after training's first.
         note: Is told of each step that counts, on rank 0.
 

@@ -20,7 +20,7 @@ class LayerChoice:
     """How the layers are cut.
 
     Attributes:
-        layers: The layers of each virtual stage, in the order of the pipeline.
+        layers: Those of each virtual stage, in the order of the pipeline.
         reason: Why, in one line; empty where the configuration left nothing to choose.
     """
 
@@ -41,13 +41,9 @@ def choose_layers(
     runs on this machine's cores, and cuts so that the slowest stage is as fast as can be.
 
     Args:
-        rendezvous: The meeting place of all ranks.
         measure: Measures what layers cost; called on rank 0 alone, and only where it matters.
         chosen: The number of layers of each stage, as an earlier life of the run has chosen them,
             which takes the place of measuring; None: there was none. Only rank 0's is read.
-
-    Returns:
-        The cut and the reason for it.
 
     Raises:
         UserError: Stages and layers don't fit one another.

@@ -26,12 +26,7 @@ _SAMPLES = 2  # stashes of a stage whose copies are timed
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A plan as it would run.
-
-    Attributes:
-        step_ms: How long its step takes, with the copies.
-        offloads: How many stashes it offloads in a step.
-    """
+    """A plan as it would run: how long its step takes, and how many stashes it offloads."""
 
     plan: Plan
     step_ms: float
@@ -48,8 +43,6 @@ def plan_with_offload(
 
     Args:
         device: What the devices may hold.
-        profile: What ops, links and copies of stashes cost.
-        num_tied: How many tied parameters the first and the last stage hold copies of.
 
     Returns:
         The plan; one that fits offloads nothing.
@@ -71,11 +64,7 @@ def plan_with_offload(
 
 
 def with_sampled_copies(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
-    """The same programs, in which every rank moves some stashes, so that copies are timed.
-
-    Args:
-        programs: One per rank; those with offloads stay as they are.
-    """
+    """The same programs, of which each without offloads moves some stashes: copies are timed."""
     return tuple(
         program if count_offloads([program]) else _with_samples(program) for program in programs
     )

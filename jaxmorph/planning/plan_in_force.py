@@ -10,8 +10,7 @@ from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
 from jaxmorph.planning.offload_planning import plan_with_offload
-from jaxmorph.planning.queue_aware import shorter_on_queues
-from jaxmorph.planning.step_programs import lower_step
+from jaxmorph.planning.step_programs import lower_step, shorter_on_queues
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.channels import Channel
 from jaxmorph.program.instructions import RankProgram
@@ -35,7 +34,6 @@ class PlanInForce:
     """A plan with what it becomes on the ranks.
 
     Attributes:
-        plan: Schedule, routes and the reason for them.
         slots: How many slots each delegated channel needs, so that no send waits for one.
     """
 
@@ -50,11 +48,7 @@ class PlanInForce:
         return self.programs[self.rank]
 
     def simulate(self, profile: Profile) -> Timeline:
-        """The step as it would run: direct transfers hold queues, delegated ones and copies none.
-
-        Args:
-            profile: What ops, links and copies cost.
-        """
+        """The step as it would run: direct transfers hold queues, delegated ones don't."""
         return simulate_blocking(self.programs, profile.costs, profile.links, copies=profile.copies)
 
 
@@ -76,11 +70,7 @@ def unmeasured_profile(config: Config, stash_bytes: StashBytes | None = None) ->
 
 
 def agree_on_stash(rendezvous: "Rendezvous", memory: "StashMemory") -> StashBytes:
-    """What one microbatch keeps on each stage, by the stages' compiled programs.
-
-    Args:
-        rendezvous: The meeting place of all ranks; they all call this at the same point.
-    """
+    """What one microbatch keeps on each stage, by the compiled programs; all ranks call this."""
     told = rendezvous.exchange(asdict(memory))
     return StashBytes(
         tuple(rank["after_forward_bytes"] for rank in told),
@@ -93,8 +83,9 @@ def agree_on_plan(
 ) -> PlanInForce:
     """Plan on rank 0 and adopt its answer on every rank.
 
+    All ranks call this at the same point.
+
     Args:
-        rendezvous: The meeting place of all ranks; they all call this at the same point.
         profile: What ops and links cost; only rank 0's is read.
         num_tied: How many tied parameters the first and the last stage hold copies of.
 
@@ -122,7 +113,6 @@ def plan_step(config: Config, profile: Profile, num_tied: int = 0) -> Plan:
 
     Args:
         profile: What ops and links cost; without the stash's sizes a cap in bytes isn't heeded.
-        num_tied: How many tied parameters the first and the last stage hold copies of.
 
     Returns:
         The plan. It names the route of every link that activations and gradients take, and of the
@@ -182,11 +172,7 @@ def possible_routes(
 
 
 def limits_of(config: Config, profile: Profile) -> Limits:
-    """The caps of a run's stages.
-
-    Args:
-        profile: The stash's sizes; without them a cap in bytes isn't heeded.
-    """
+    """The caps of a run's stages; without the stash's sizes a cap in bytes isn't heeded."""
     stages, schedule = config.parallelism.stages, config.schedule
     max_bytes = schedule.max_stash_bytes_per_stage(stages)
     if max_bytes is not None and profile.stash_bytes is not None:

@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
+from jaxmorph.adapting.control_events import Morph
 from jaxmorph.adapting.control_loop import ControlLoop
-from jaxmorph.adapting.morph import Morph
 from jaxmorph.adapting.path_books import PathBooks
 from jaxmorph.config import Config
-from jaxmorph.control.link_medians import link_medians_ms
-from jaxmorph.control.link_samples import link_samples
+from jaxmorph.control.measurements import link_medians_ms, link_samples
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.planning.plan_in_force import PlanInForce
 from jaxmorph.program.program_text import parse_program

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmorph.config import Config
-from jaxmorph.control.known_links import KnownWay
+from jaxmorph.control.verdicts import KnownWay
 from jaxmorph.records import Message
 from jaxmorph.reporting.run_directory import LINKS
 from jaxmorph.runtime.rendezvous import Rendezvous

@@ -4,13 +4,13 @@ import threading
 from dataclasses import replace
 
 from jaxmorph.adapting.control_loop import ControlLoop
-from jaxmorph.adapting.plan_candidates import CandidatePlanner
 from jaxmorph.adapting.planning_client import Chosen, Options, PlanningError
+from jaxmorph.adapting.planning_process import CandidatePlanner
 from jaxmorph.config import Config
 from jaxmorph.control.compute_watch import ComputeWatch
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.link_samples import link_samples
+from jaxmorph.control.measurements import link_samples
 from jaxmorph.control.orchestrator import Option
 from jaxmorph.control.profiler import Profile
 from jaxmorph.planning.plan_in_force import plan_step

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxmorph.adapting.adaptation import Adaptation
-from jaxmorph.adapting.morph import Morph
+from jaxmorph.adapting.control_events import Morph
 from jaxmorph.control.profiler import Profile
 from jaxmorph.planning.step_programs import lower_step
 from jaxmorph.program.program_text import program_text

@@ -8,9 +8,8 @@ import pytest
 from adapting_run import CONFIG, COSTS, FIRST, USUAL, PlansHere, Run
 
 from jaxmorph.adapting.starting_point import starting_point
-from jaxmorph.control.known_links import KnownWay
 from jaxmorph.control.profiler import Profiler
-from jaxmorph.control.verdicts import Evidence, LinkHealth, Verdict
+from jaxmorph.control.verdicts import Evidence, KnownWay, LinkHealth, Verdict
 from jaxmorph.planning import first_plan
 from jaxmorph.planning.first_plan import plan_by_timings
 from jaxmorph.planning.plan_in_force import agree_on_plan, unmeasured_profile

@@ -4,10 +4,9 @@ import threading
 
 from adapting_run import CONFIG, FIRST
 
-from jaxmorph.adapting.morph import Morph
+from jaxmorph.adapting.control_events import Morph
 from jaxmorph.adapting.planning_client import PlanningError
-from jaxmorph.control.dwell import Dwell
-from jaxmorph.control.orchestrator import Decision
+from jaxmorph.control.orchestrator import Decision, Dwell
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.schedule.costs import Link
 

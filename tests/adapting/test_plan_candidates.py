@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxmorph.adapting.plan_candidates import CandidatePlanner
+from jaxmorph.adapting.planning_process import CandidatePlanner
 from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.profiler import Profile

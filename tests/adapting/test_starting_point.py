@@ -7,7 +7,7 @@ from adapting_run import CONFIG, COSTS, FIRST, PLANNED_FOR, USUAL, PlansHere, Ru
 
 from jaxmorph.adapting.starting_point import starting_point
 from jaxmorph.control.conditions import UsualLinks
-from jaxmorph.control.link_samples import link_samples
+from jaxmorph.control.measurements import link_samples
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.verdicts import LinkHealth
 from jaxmorph.planning.first_plan import FirstPlan, agree_on_routes

@@ -73,13 +73,6 @@ def test_noise_says_nothing():
     assert notices(*(step(rng=rng) for _ in range(100))) == []
 
 
-def test_a_new_plan_is_compared_with_its_own_costs():
-    watch = ComputeWatch(COSTS)
-    watch.expect(StageCosts.uniform(2, 15.0, 18.0, 12.0))
-    found = [notice for number in range(6) for notice in watch.observe(number, step(0, 1.5))]
-    assert {(each.stage, each.reason.split()[3]) for each in found} == {(1, "faster:")}
-
-
 def test_full_backwards_are_compared_with_both_parts():
     order = tuple(Op(OpKind.BW, m) for m in range(4))
     ends = np.arange(1, 5) * 26.0

@@ -17,7 +17,7 @@ import pytest
 
 from jaxmorph.control.compute_watch import ComputeWatch
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.link_samples import link_samples
+from jaxmorph.control.measurements import link_samples
 from jaxmorph.control.verdicts import LinkHealth
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import Transfer
@@ -114,13 +114,9 @@ class Run:
         measured = timeline(self.stages, self.microbatches, machine)
         changes = self.detector.observe(self.step, link_samples(measured))
         ailing = [each for each in self.detector.verdicts.values() if each.health is not HEALTHY]
-        self.routes.append(frozenset(link_of(verdict) for verdict in ailing))
+        self.routes.append(frozenset(verdict.link for verdict in ailing))
         self.step += 1
         return changes
-
-
-def link_of(verdict):
-    return Link(*sorted((verdict.source, verdict.destination)))
 
 
 @dataclass

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.healthy_messages import HealthyMessages
-from jaxmorph.control.link_health import TURNS
-from jaxmorph.control.link_samples import LinkSample
-from jaxmorph.control.sensitivity import Sensitivity
+from jaxmorph.control.direction_watch import TURNS
+from jaxmorph.control.measurements import LinkSample
+from jaxmorph.control.route_record import HealthyMessages, Sensitivity
 from jaxmorph.control.verdicts import LinkHealth
 
 HEALTHY, SLOW, DEAD, RECOVERING = LinkHealth

@@ -1,7 +1,7 @@
 """Which links do without their direct paths, and what their messages tell."""
 
 from jaxmorph.control.failed_links import FailedLinks, in_words
-from jaxmorph.control.link_samples import LinkSample
+from jaxmorph.control.measurements import LinkSample
 from jaxmorph.control.path_failure import PathFailure
 from jaxmorph.schedule.costs import Link, Routes
 

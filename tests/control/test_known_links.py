@@ -7,15 +7,14 @@ from test_detector import DELEGATED, DIRECT, Steps, messages
 from verdict_examples import verdict
 
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.known_links import (
+from jaxmorph.control.verdicts import (
     KnownWay,
+    LinkHealth,
     as_when_healthy,
     dead_of,
-    slow_links_of,
     slow_of,
     still_slow,
 )
-from jaxmorph.control.verdicts import LinkHealth
 from jaxmorph.schedule.costs import Link, LinkState, Routes
 
 LINK = Link(2, 3)
@@ -64,7 +63,6 @@ def test_a_way_that_was_slow_is_planned_for_as_if_it_were_still_unless_it_is_slo
     slower = {LINK: LinkState(60.0, 0.7)}
     assert still_slow(slower, {}, [SLOW]) == slower
     assert still_slow(LINKS, {}, [SLOW])[Link(1, 2)] == LINKS[Link(1, 2)]
-    assert slow_links_of([SLOW, DEAD]) == {LINK}
 
 
 def test_a_dead_way_and_one_of_a_link_that_is_gone_are_as_they_were_measured():
@@ -83,7 +81,7 @@ def begun(now_ms):
     steps = Steps(healthy=0)
     samples = messages([now_ms] * 8, DIRECT)
     usual_ms = {DIRECT: 0.5, DELEGATED: 1.5}
-    (told,) = steps.detector.begin_known(-1, samples, usual_ms, SLOW.verdict)
+    (told,) = steps.detector.begin_slow(-1, samples, usual_ms, SLOW.verdict)
     assert (told.health, told.latency_ms, told.step) == (LinkHealth.SLOW, 41.5, -1)
     assert told.evidence == SLOW.verdict.evidence
     assert told.reason == (
@@ -113,6 +111,6 @@ def test_another_delay_is_told():
 
 def test_nothing_is_taken_back_by_what_was_known():
     steps = Steps().run([31.0] * 12)
-    assert steps.detector.begin_known(7, messages([31.0]), {}, SLOW.verdict) == []
+    assert steps.detector.begin_slow(7, messages([31.0]), {}, SLOW.verdict) == []
     assert steps.now.latency_ms == 31.0
     assert Detector().known_ways() == ()

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from jaxmorph.control.profiler import Profile, Profiler
+from jaxmorph.schedule.copy_costs import CopyCosts
 from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.ops import Op
-from jaxmorph.schedule.timeline import Timeline, TransferSpan
+from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
 
 def timeline(rows, transfers=()):
@@ -23,12 +24,6 @@ def profile(*timelines):
     for measured in timelines:
         profiler.observe(measured)
     return profiler.profile()
-
-
-def spreads(*timelines):
-    found = profile(*timelines).spreads
-    assert found is not None
-    return found
 
 
 def test_costs_are_medians_over_microbatches_and_then_over_steps():
@@ -78,30 +73,34 @@ def test_a_profile_is_read_back_from_json():
     assert made.links[Link(0, 1)].forward_latency_ms == pytest.approx(2.0)
 
 
-def test_a_profile_that_tells_no_spreads_is_read_too():
-    told = profile(timeline(["F0:1 BW0:2"])).to_json()
-    del told["spreads"]
-    assert Profile.from_json(told).spreads is None
+def test_a_profile_of_an_earlier_version_is_read():
+    told = profile(timeline(["F0:1 BW0:2"])).to_json() | {"spreads": {"costs": {}, "links": {}}}
+    del told["copies"]
     assert Profile.from_json(told).costs.forward_ms == (1.0,)
 
 
-def test_spreads_are_those_from_op_to_op_and_from_message_to_message():
-    transfers = [
-        TransferSpan(1, f"activation[{m}] 0>1", 0.0, took, holds_queue=False)
-        for m, took in enumerate((3.0, 4.0, 5.0, 90.0, 4.0))
+def copies(*moved):
+    """A step with copies as (stage, kind, duration)."""
+    spans = tuple(CopySpan(stage, kind, 0, 0, 5.0, 5.0 + ms) for stage, kind, ms in moved)
+    return Timeline(((),) * 3, (np.zeros(0),) * 3, (np.zeros(0),) * 3, copies=spans)
+
+
+def test_before_any_copy_no_costs_of_copies_are_known():
+    assert profile(copies()).copies is None
+
+
+def test_copies_cost_the_median_of_a_step_and_then_of_steps():
+    steps = [
+        copies(*[(0, "offload", value) for value in (ms, ms, 90.0)], (0, "fetch", 3))
+        for ms in (4.0, 6.0, 50.0)
     ]
-    rows = ["F0:10 F1:11 F2:12 F3:90 F4:11 B0:4", "F0:1"]
-    steps = [timeline(rows, transfers)] * 3
-    found = spreads(*steps)
-    assert found.costs.forward_ms == (pytest.approx(1.4826), 0.0)
-    assert found.costs.backward_input_ms == (0.0, 0.0)
-    assert found.links[Link(0, 1)].forward_latency_ms == pytest.approx(1.4826)
-    assert found.links[Link(0, 1)].backward_latency_ms == 0.0
+    found = profile(*steps, copies()).copies  # the last moved nothing: what is known stays
+    assert found == CopyCosts((6.0,) * 3, (3.0,) * 3)
 
 
-def test_the_spread_over_chunks_is_that_of_their_sum():
-    rows = ["F0:10 F1:13 F2:16 1.F0:20 1.F1:24 1.F2:28"]
-    assert spreads(timeline(rows)).costs.forward_ms == (pytest.approx(1.4826 * 5.0),)
+def test_a_stage_that_has_moved_nothing_takes_as_long_as_the_slowest():
+    found = profile(copies((0, "offload", 2), (2, "offload", 7), (2, "fetch", 1))).copies
+    assert found == CopyCosts((2.0, 7.0, 7.0), (1.0, 1.0, 1.0))
 
 
 def test_a_few_messages_on_another_route_are_probes_of_it_and_dont_count():

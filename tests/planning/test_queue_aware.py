@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jaxmorph.control.profiler import Profile
-from jaxmorph.planning.queue_aware import shorter_on_queues
-from jaxmorph.planning.step_programs import lower_step
+from jaxmorph.planning.step_programs import lower_step, shorter_on_queues
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.schedule.costs import Limits, Link, StageCosts
 from jaxmorph.schedule.planner import plan

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxmorph.adapting.morph import Morph
+from jaxmorph.adapting.control_events import Morph
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.planning.plan_in_force import PlanInForce

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from jaxmorph.config import check_config
-from jaxmorph.control.known_links import KnownWay
-from jaxmorph.control.verdicts import Evidence, LinkHealth, Verdict
+from jaxmorph.control.verdicts import Evidence, KnownWay, LinkHealth, Verdict
 from jaxmorph.reporting import open_run_directory
 from jaxmorph.reporting.run_directory import LINKS
 from jaxmorph.runtime.rendezvous import SoleRank

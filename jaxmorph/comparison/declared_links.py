@@ -21,8 +21,7 @@ def declared_states(
     Args:
         conditions: How links behave; spans of steps and times are not looked at.
         message_bytes: Length of an activation or a gradient.
-        margin_of_jitter: How many standard deviations of a link's jitter to add to its latency;
-            below 0 for its quicker messages.
+        margin_of_jitter: How many standard deviations of a link's jitter to add to its latency.
 
     Returns:
         The state of each link that a condition names.

@@ -1,5 +1,5 @@
+from jaxmorph.comparison.declared_links import declared_states, delayed, link_conditions
 from jaxmorph.config.compare_section import Condition
-from jaxmorph.planning.declared_links import declared_states, delayed, link_conditions
 from jaxmorph.schedule.costs import Link, LinkState
 from jaxmorph.transport.link_emulator import LinkCondition
 

@@ -1,0 +1,205 @@
+"""From a measured step to numbers: what each message and op took, and medians no spike can move."""
+
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from jaxmorph.program.instructions import Payload, Transfer
+from jaxmorph.schedule.ops import OpKind
+from jaxmorph.schedule.timeline import Timeline, TransferSpan
+
+_TO_STANDARD_DEVIATION = 1.4826  # of normal data, from their median absolute deviation
+_DIGITS = 3  # of milliseconds: a microsecond
+
+
+class LinkSample(NamedTuple):
+    """What one message took.
+
+    Attributes:
+        duration_ms: How long the link took, milliseconds.
+        at_ms: When it was over, by the receiver's clock, milliseconds since the step began.
+        is_held: Whether it was a direct transfer, which holds both ends' queues.
+    """
+
+    source: int
+    destination: int
+    microbatch: int
+    duration_ms: float
+    at_ms: float
+    is_held: bool
+
+    @property
+    def sent_ms(self) -> float:
+        """When the link had it, by the same clock."""
+        return self.at_ms - self.duration_ms
+
+
+def link_samples(timeline: Timeline) -> tuple[LinkSample, ...]:
+    """One sample for each message of activations or gradients, in the order of sending.
+
+    Both ends hold a direct transfer from when they reach it until it is over. The end that came
+    later waited for nobody, so the smaller of the two durations is the link's alone: neither a slow
+    stage nor a transfer before it, which kept one of the ends, is in it. A delegated message is its
+    receiver's alone, from when it was sent until it landed, whenever it is looked for.
+
+    Tied gradients are left out: they are of another length, and sent after the last op. So are
+    messages that one end has not reported.
+    """
+    received: list[LinkSample] = []
+    other_end: dict[str, TransferSpan] = {}
+    for span in timeline.transfers:
+        transfer = _parse(span.label)
+        if transfer.payload is Payload.TIED:
+            continue
+        duration_ms, receiver = span.end_ms - span.start_ms, span
+        if span.holds_queue:
+            met = other_end.pop(span.label, None)
+            if met is None:
+                other_end[span.label] = span
+                continue
+            duration_ms = min(duration_ms, met.end_ms - met.start_ms)
+            receiver = span if span.stage == transfer.destination else met
+        if receiver.stage == transfer.destination:
+            ends = transfer.source, transfer.destination, transfer.microbatch
+            received.append(LinkSample(*ends, duration_ms, receiver.end_ms, span.holds_queue))
+    received.sort(key=lambda sample: (sample.sent_ms, sample.at_ms))
+    return tuple(received)
+
+
+_parse = lru_cache(maxsize=1 << 14)(Transfer.parse)  # the same labels come step by step
+
+
+def link_medians_ms(samples: Iterable[LinkSample]) -> dict[str, float]:
+    """The median time of a step's messages on their way, for each direction.
+
+    Returns:
+        Milliseconds to a microsecond, by directions such as ``2>3``, in rising order.
+    """
+    of_direction: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for sample in samples:
+        of_direction[sample.source, sample.destination].append(sample.duration_ms)
+    return {
+        f"{source}>{destination}": round(median(values), _DIGITS)
+        for (source, destination), values in sorted(of_direction.items())
+    }
+
+
+class OpTime(NamedTuple):
+    """What one kind of op takes on a stage, for one microbatch in all chunks together.
+
+    Attributes:
+        median_ms: The median over the step's microbatches; those of several chunks are added up.
+        low_ms: What three quarters of the ops take at least.
+        high_ms: What three quarters of the ops take at most.
+    """
+
+    median_ms: float = 0.0
+    low_ms: float = 0.0
+    high_ms: float = 0.0
+
+
+def op_times(timeline: Timeline) -> dict[tuple[int, OpKind], OpTime]:
+    """The times of each stage's kinds of op; what an op waited for is not in a timeline's spans."""
+    durations: dict[tuple[int, OpKind, int], list[float]] = defaultdict(list)
+    for stage, order in enumerate(timeline.orders):
+        took_ms = (timeline.end_ms[stage] - timeline.start_ms[stage]).tolist()
+        for op, op_ms in zip(order, took_ms, strict=True):
+            durations[stage, op.kind, op.chunk].append(op_ms)
+    times: dict[tuple[int, OpKind], OpTime] = {}
+    for (stage, kind, _), values in durations.items():
+        times[stage, kind] = _with_chunk(times.get((stage, kind), OpTime()), sorted(values))
+    return times
+
+
+def _with_chunk(before: OpTime, ordered_ms: list[float]) -> OpTime:
+    quarter = len(ordered_ms) // 4
+    return OpTime(
+        before.median_ms + _middle(ordered_ms),
+        before.low_ms + ordered_ms[quarter],
+        before.high_ms + ordered_ms[-1 - quarter],
+    )
+
+
+class RunningEstimate:
+    """The median and the spread of the last `window` values.
+
+    Half of the values may be anything at all, and the median is still one of the other half.
+    """
+
+    def __init__(self, window: int, values: Iterable[float] = ()) -> None:
+        self._last: deque[float] = deque(values, maxlen=window)
+        self._sorted: list[float] | None = None
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def add(self, value: float) -> None:
+        """Take in a value; the oldest is forgotten when there are more than the window holds."""
+        self._last.append(value)
+        self._sorted = None
+
+    def last(self, count: int) -> tuple[float, ...]:
+        """The last values, oldest first: so many, or all there are."""
+        return tuple(self._last)[-count:]
+
+    @property
+    def _ordered(self) -> list[float]:
+        if self._sorted is None:
+            self._sorted = sorted(self._last)
+        return self._sorted
+
+    @property
+    def median(self) -> float:
+        """The middle value, or the mean of the middle two; 0 where there are no values."""
+        return _middle(self._ordered)
+
+    @property
+    def spread(self) -> float:
+        """A robust standard deviation: 1.4826 times the median distance from the median."""
+        return _spread_of_ordered(self._ordered)
+
+    def count_from(self, limit: float) -> int:
+        """How many values are a limit or more."""
+        return len(self._ordered) - bisect_left(self._ordered, limit)
+
+
+def median(values: Iterable[float]) -> float:
+    """The middle value, or the mean of the middle two; 0 where there are no values."""
+    return _middle(sorted(values))
+
+
+def robust_spread(values: Iterable[float]) -> float:
+    """A robust standard deviation: 1.4826 times the median distance from the median."""
+    return _spread_of_ordered(sorted(values))
+
+
+def _spread_of_ordered(ordered: Sequence[float]) -> float:
+    if not ordered:
+        return 0.0
+    middle, half = _middle(ordered), len(ordered) // 2
+    distance = _distance_of_nearest(ordered, middle, half + 1)
+    if len(ordered) % 2 == 0:
+        distance = (_distance_of_nearest(ordered, middle, half) + distance) / 2
+    return _TO_STANDARD_DEVIATION * distance
+
+
+def _distance_of_nearest(ordered: Sequence[float], middle: float, count: int) -> float:
+    """How far from the middle the values are that are nearest to it, so many of them.
+
+    They lie side by side: what is looked for is where they begin, and no distance is sorted.
+    """
+    at = bisect_left(
+        range(len(ordered) - count),
+        True,
+        key=lambda first: middle - ordered[first] <= ordered[first + count] - middle,
+    )
+    return max(abs(ordered[at] - middle), abs(ordered[at + count - 1] - middle))
+
+
+def _middle(ordered: Sequence[float]) -> float:
+    half, odd = divmod(len(ordered), 2)
+    if odd:
+        return ordered[half]
+    return (ordered[half - 1] + ordered[half]) / 2 if ordered else 0.0

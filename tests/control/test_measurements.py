@@ -1,0 +1,104 @@
+"""What a measured step says of its messages, and estimates that spikes can't move."""
+
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmorph.control.measurements import (
+    LinkSample,
+    RunningEstimate,
+    link_medians_ms,
+    link_samples,
+    median,
+    robust_spread,
+)
+from jaxmorph.schedule.timeline import Timeline, TransferSpan
+
+values = st.lists(st.floats(-1e6, 1e6), max_size=60)
+
+
+@given(values, st.integers(1, 20))
+def test_a_running_estimate_is_that_of_the_last_values(seen, window):
+    estimate = RunningEstimate(window, seen)
+    last = seen[-window:]
+    assert len(estimate) == len(last)
+    assert estimate.median == pytest.approx(statistics.median(last) if last else 0.0)
+    assert estimate.spread == pytest.approx(robust_spread(last))
+    limit = last[0] if last else 0.0
+    assert estimate.count_from(limit) == sum(value >= limit for value in last)
+
+
+@given(values)
+def test_median_and_spread_of_values_in_any_order(seen):
+    assert median(seen) == pytest.approx(float(np.median(seen)) if seen else 0.0)
+    distances = [abs(value - median(seen)) for value in seen]
+    assert robust_spread(seen) == pytest.approx(1.4826 * median(distances))
+
+
+@given(
+    st.lists(st.floats(0, 10), min_size=3, max_size=20), st.lists(st.floats(0, 1e9), max_size=20)
+)
+def test_spikes_that_are_the_minority_leave_the_median_among_the_others(usual, spikes):
+    spikes = spikes[: len(usual) - 1]
+    assert min(usual) <= median([*usual, *spikes]) <= max(usual)
+
+
+def test_the_spread_of_normal_values_is_their_standard_deviation():
+    drawn = np.random.default_rng(0).normal(50, 3, 4001)
+    assert robust_spread(drawn.tolist()) == pytest.approx(3, rel=0.05)
+
+
+def samples(*spans, num_stages=4):
+    rows = (np.zeros(0),) * num_stages
+    return link_samples(Timeline(((),) * num_stages, rows, rows, spans))
+
+
+def test_a_direct_message_takes_what_the_later_end_saw():
+    waited = TransferSpan(0, "activation[3] 0>1", 10.0, 47.0)
+    came_later = TransferSpan(1, "activation[3] 0>1", 44.0, 47.5)
+    assert samples(waited, came_later) == (LinkSample(0, 1, 3, 3.5, 47.5, is_held=True),)
+
+
+def test_a_delegated_message_takes_from_sending_to_landing():
+    landed = TransferSpan(2, "gradient[1] 3>2", 5.0, 36.0, holds_queue=False)
+    (sample,) = samples(landed)
+    assert sample == LinkSample(3, 2, 1, 31.0, 36.0, is_held=False)
+    assert sample.sent_ms == 5.0
+
+
+def test_messages_come_in_the_order_of_sending():
+    spans = [
+        TransferSpan(1, f"activation[{m}] 0>1", sent, landed, holds_queue=False)
+        for m, (sent, landed) in enumerate(((8.0, 9.0), (1.0, 90.0), (3.0, 5.0)))
+    ]
+    assert [sample.microbatch for sample in samples(*spans)] == [1, 2, 0]
+
+
+def test_each_chunks_message_of_a_microbatch_is_its_own():
+    spans = [
+        TransferSpan(end, label, 0.0, 2.0)
+        for label in ("activation[0] 0>1", "1.activation[0] 0>1", "activation[0] 1>0")
+        for end in (0, 1)
+    ]
+    assert [sample[:3] for sample in samples(*spans)] == [(0, 1, 0), (0, 1, 0), (1, 0, 0)]
+
+
+def test_tied_gradients_and_half_reported_messages_are_no_samples():
+    spans = [TransferSpan(end, "tied[0] 0>3", 0.0, 40.0) for end in (0, 3)]
+    landed = TransferSpan(0, "tied[0] 3>0", 0.0, 40.0, holds_queue=False)
+    alone = TransferSpan(0, "activation[0] 0>1", 0.0, 40.0)
+    sent = TransferSpan(0, "activation[1] 0>1", 0.0, 40.0, holds_queue=False)
+    assert samples(*spans, landed, alone, sent) == ()
+
+
+def test_medians_of_a_step_are_those_of_each_direction():
+    found = samples(
+        TransferSpan(0, "activation[0] 0>1", 0.0, 30.0),
+        TransferSpan(1, "activation[0] 0>1", 28.0, 30.0),
+        TransferSpan(0, "gradient[0] 1>0", 40.0, 71.25, holds_queue=False),
+        TransferSpan(0, "gradient[1] 1>0", 50.0, 82.75, holds_queue=False),
+    )
+    assert link_medians_ms(found) == {"0>1": 2.0, "1>0": 32.0}
