@@ -1,1 +1,8 @@
-"""How a run adapts to its links: from a step's timings to another plan in force on all ranks."""
+"""Joins `control` to a run: rank 0 finds out and decides, all ranks swap plans between two steps.
+
+In order: `starting_point` (what is known before the first step), `control_loop` (rank 0: a step's
+timings in, a morph out), `planning_client` and `planning_process` (plans are made beside training),
+`probes` (what a link's way back to direct waits for), `control_events` (a morph, and the events
+that tell of it), `adaptation` (what every rank does). Direct paths that fail: `path_reports` (what
+ranks tell), `failing_paths` and `path_books` (what rank 0 makes of it), `path_events`.
+"""

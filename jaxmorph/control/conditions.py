@@ -99,10 +99,10 @@ def links_under(
         before = _usual(usual, now.get(link, "direct"), link)
         after = _usual(usual, planned.get(link, "direct"), link)
         up, down = judged.get((link.lower, link.upper)), judged.get((link.upper, link.lower))
+        up_ms = _added_ms(up, before.forward_latency_ms, margin_of_jitter)
+        down_ms = _added_ms(down, before.backward_latency_ms, margin_of_jitter)
         states[link] = LinkState(
-            after.forward_latency_ms + _added_ms(up, before.forward_latency_ms, margin_of_jitter),
-            after.backward_latency_ms
-            + _added_ms(down, before.backward_latency_ms, margin_of_jitter),
+            after.forward_latency_ms + up_ms, after.backward_latency_ms + down_ms
         )
     return states
 

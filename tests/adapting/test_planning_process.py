@@ -1,4 +1,4 @@
-"""The process beside training: asked as rank 0 asks it, and as it answers without being started."""
+"""The plans that there are to choose from, and the process beside training that makes them."""
 
 import io
 import json
@@ -7,25 +7,207 @@ from dataclasses import replace
 import pytest
 
 from jaxmorph.adapting.planning_client import PlanningError, PlanningProcess
-from jaxmorph.adapting.planning_process import serve
+from jaxmorph.adapting.planning_process import CandidatePlanner, serve
 from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Evidence, LinkHealth, Verdict
 from jaxmorph.planning.plan_in_force import plan_step
 from jaxmorph.planning.step_programs import lower_step
+from jaxmorph.program.check import check
+from jaxmorph.program.forward_only import forward_only
 from jaxmorph.program.program_text import parse_program
-from jaxmorph.schedule.costs import Link, StageCosts, chain_links
+from jaxmorph.program.slots_needed import slots_needed
+from jaxmorph.schedule.costs import Limits, Link, StageCosts, chain_links
 from jaxmorph.schedule.memory import StashBytes
 
-CONFIG = Config.model_validate(
-    {"parallelism": {"stages": 3}, "batch": {"microbatches": 6}, "schedule": {"name": "zb-h2"}}
-)
-USUAL: UsualLinks = {"direct": chain_links((0.0, 0.0)), "delegated": chain_links((1.0, 1.0))}
-PROFILE = Profile(StageCosts.uniform(3, 10.0, 10.0, 10.0), USUAL["direct"])
-FIRST = plan_step(CONFIG, PROFILE)
-EVIDENCE = Evidence((30.0, 31.0), 0.5, 0.1, 5.5)
-SLOW = [Verdict(*way, LinkHealth.SLOW, 30.0, 0.0, 6, EVIDENCE, "slow") for way in ((1, 2), (2, 1))]
+LINKS = (Link(0, 1), Link(1, 2), Link(2, 3))
+COSTS = StageCosts.uniform(4, 10.0, 10.0, 10.0)
+USUAL: UsualLinks = {"direct": chain_links((0.0,) * 3), "delegated": chain_links((1.0,) * 3)}
+
+
+def config(**sections):
+    sizes = {"parallelism": {"stages": 4}, "batch": {"microbatches": 12}}
+    return Config.model_validate({**sizes, "schedule": {"name": "zb-h2"}, **sections})
+
+
+def planner(num_tied=0, **sections):
+    run = config(**sections)
+    profile = Profile(COSTS, USUAL["direct"])
+    first = plan_step(run, profile, num_tied)
+    return CandidatePlanner(run, num_tied, first, profile, USUAL), profile
+
+
+def verdicts(lower, upper, latency_ms, health=LinkHealth.SLOW):
+    evidence = Evidence((latency_ms,), 0.0, 0.0, 5.0)
+    ways = ((lower, upper), (upper, lower))
+    return [Verdict(*way, health, latency_ms, 0.0, 6, evidence, "slow") for way in ways]
+
+
+def delegated(candidate):
+    return [str(link) for link, route in candidate.plan.routes.items() if route == "delegated"]
+
+
+def test_a_slow_link_has_three_plans_each_with_its_predicted_step_and_programs_that_run():
+    plans, profile = planner()
+    weighed = plans.weigh(profile, verdicts(2, 3, 30.0))
+    assert weighed.undisturbed_ms == pytest.approx(390.0)
+    assert weighed.in_force_ms == pytest.approx(1110.0)
+    first, same_order, anew = weighed.candidates
+    assert [delegated(each) for each in weighed.candidates] == [[], ["2-3"], ["2-3"]]
+    assert first.step_ms == weighed.in_force_ms
+    assert same_order.plan.schedule == first.plan.schedule
+    assert anew.plan.schedule.name == "adaptive"
+    assert anew.step_ms == pytest.approx(421.0)  # 30 ms, and what delegation costs, once
+    assert anew.step_ms < same_order.step_ms < first.step_ms
+    for candidate in weighed.candidates:
+        check(candidate.programs)
+
+
+def test_healthy_links_leave_the_first_plan_alone():
+    plans, profile = planner()
+    (only,) = plans.weigh(profile, verdicts(2, 3, 0.0, LinkHealth.HEALTHY)).candidates
+    assert only.plan.schedule.name == "zb-h2"
+
+
+def test_after_a_morph_it_predicts_for_the_new_plan_and_its_routes():
+    plans, profile = planner()
+    adapted = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates[2]
+    assert plans.adopt(adapted) == slots_needed(adapted.programs)
+    # Judged on the delegated route: what is usual there is in the latency.
+    assert plans.weigh(profile, verdicts(2, 3, 31.0)).in_force_ms == adapted.step_ms
+    healed = plans.weigh(profile, verdicts(2, 3, 1.0, LinkHealth.HEALTHY))
+    assert healed.in_force_ms == pytest.approx(391.0)
+    assert [delegated(each) for each in healed.candidates] == [[]]
+    assert healed.candidates[0].step_ms == pytest.approx(390.0)
+
+
+def test_slower_ops_alone_call_for_another_order_and_noise_does_not():
+    plans, profile = planner()
+    noisy = replace(profile, costs=replace(COSTS, forward_ms=(10.5, 9.6, 10.0, 10.0)))
+    assert len(plans.weigh(noisy, []).candidates) == 1
+    slower = replace(profile, costs=replace(COSTS, forward_ms=(10.0, 14.0, 10.0, 10.0)))
+    _, anew = plans.weigh(slower, []).candidates
+    assert (delegated(anew), anew.plan.schedule.name) == ([], "adaptive")
+
+
+def test_with_healthy_links_delegable_all_of_them_are_one_candidate_more():
+    plans, profile = planner(adaptation={"enabled": True, "delegates": "any"})
+    *_, every = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates
+    assert delegated(every) == ["0-1", "1-2", "2-3"]
+
+
+def test_routes_that_the_configuration_names_stay():
+    plans, profile = planner(routes={"0-1": "delegated"})
+    weighed = plans.weigh(profile, verdicts(2, 3, 30.0))
+    found = [delegated(each) for each in weighed.candidates]
+    assert found == [["0-1"], ["0-1", "2-3"], ["0-1", "2-3"]]
+
+
+def test_a_tied_gradients_link_is_delegated_too_where_there_is_one():
+    slow = verdicts(0, 3, 30.0)
+    plans, profile = planner(num_tied=1)
+    assert delegated(plans.weigh(profile, slow).candidates[1]) == ["0-3"]
+    plans, profile = planner()
+    assert len(plans.weigh(profile, slow).candidates) == 1
+
+
+def test_evaluation_has_its_slots():
+    plans, profile = planner(evaluation={"every_steps": 5}, data={"held_out_fraction": 0.1})
+    adapted = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates[2]
+    forwards = slots_needed([*map(forward_only, adapted.programs)])
+    slots = plans.adopt(adapted)
+    assert all(slots[channel] >= number for channel, number in forwards.items())
+    assert any(slots[channel] >= number > 1 for channel, number in forwards.items())
+
+
+def test_caps_hold_for_plans_made_anew():
+    plans, profile = planner(schedule={"name": "adaptive", "max_live": 7})
+    anew = plans.weigh(profile, verdicts(2, 3, 60.0)).candidates[-1]
+    assert max(anew.plan.schedule.peak_live("B")) <= 7
+
+
+def test_caps_hold_for_plans_made_anew_also_where_the_first_plan_is_beyond_them():
+    """As with a fixed schedule, which runs as it is, on devices that tell their memory."""
+    sizes = StashBytes((10,) * 4, (5,) * 4)
+    profile = Profile(COSTS, USUAL["direct"], stash_bytes=sizes)
+    first = plan_step(config(), profile, 0)
+    assert held_bytes(first, sizes) > 60
+    capped = config(schedule={"name": "zb-h2", "max_stash_bytes": 60})
+    for run, keeps in ((config(), False), (capped, True)):
+        plans = CandidatePlanner(run, 0, first, profile, USUAL)
+        *same, anew = plans.weigh(profile, verdicts(2, 3, 60.0)).candidates
+        assert all(each.plan.schedule == first.schedule for each in same)
+        assert anew.plan.schedule.name == "adaptive"
+        assert (held_bytes(anew.plan, sizes) <= 60) is keeps
+
+
+def held_bytes(plan, sizes):
+    """The most that any stage holds."""
+    memories = Limits(max_stash_bytes=(0,) * 4, stash_bytes=sizes).stage_memory(4, 12)
+    return max(
+        memory.peak(order) for memory, order in zip(memories, plan.schedule.orders, strict=True)
+    )
+
+
+def routes_and_orders(weighed):
+    return [(delegated(each), each.plan.schedule) for each in weighed.candidates]
+
+
+def test_a_link_that_turns_slow_has_plans_that_leave_others_delegated_and_their_order():
+    plans, profile = planner()
+    adapted = plans.weigh(profile, verdicts(0, 1, 30.0)).candidates[2]
+    plans.adopt(adapted)
+    slow = [*verdicts(0, 1, 1.0, LinkHealth.HEALTHY), *verdicts(2, 3, 30.0)]
+    for held in ((), [Link(0, 1)]):  # whether it could go back, but for a probe, or not
+        weighed = plans.weigh(profile, slow, held)
+        found = [delegated(each) for each in weighed.candidates]
+        alone, both = [["2-3"]] * 2, [["0-1", "2-3"]] * 3
+        assert found == [[], *alone, *both]
+        first, now = weighed.candidates[0].plan.schedule, adapted.plan.schedule
+        assert [each.plan.schedule for each in weighed.candidates[3:5]] == [first, now]
+        for candidate in weighed.candidates[3:]:
+            check(candidate.programs)
+            assert candidate.step_ms < 0.6 * weighed.in_force_ms
+
+
+def test_one_link_goes_back_in_the_order_in_force_while_another_has_to_stay():
+    plans, profile = planner()
+    slow = [*verdicts(0, 1, 30.0), *verdicts(2, 3, 30.0)]
+    adapted = plans.weigh(profile, slow).candidates[2]
+    plans.adopt(adapted)
+    healed = [each for at in (0, 2) for each in verdicts(at, at + 1, 1.0, LinkHealth.HEALTHY)]
+    _, first_order, same_order = plans.weigh(profile, healed, [Link(2, 3)]).candidates
+    assert delegated(first_order) == delegated(same_order) == ["2-3"]
+    assert same_order.plan.schedule == adapted.plan.schedule != first_order.plan.schedule
+
+
+def test_a_run_may_begin_with_another_plan_than_that_for_healthy_links():
+    plans, profile = planner()
+    begun = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates[2].plan
+    first = plans.weigh(profile, []).candidates[0].plan
+    again = CandidatePlanner(config(), 0, first, profile, USUAL, begun)
+    weighed = again.weigh(profile, verdicts(2, 3, 1.0, LinkHealth.HEALTHY))
+    assert weighed.in_force_ms == pytest.approx(391.0)
+    assert [delegated(each) for each in weighed.candidates] == [[]]
+
+
+@pytest.mark.parametrize("delegates", ["slow", "any"])
+def test_a_link_without_a_direct_path_has_plans_that_change_no_other_link(delegates):
+    plans, profile = planner(adaptation={"enabled": True, "delegates": delegates})
+    adapted = plans.weigh(profile, verdicts(0, 1, 30.0)).candidates[2]
+    plans.adopt(adapted)
+    dead = [*verdicts(0, 1, 1.0, LinkHealth.HEALTHY), *verdicts(2, 3, 0.0, LinkHealth.DEAD)]
+    candidates = plans.weigh(profile, dead, [Link(0, 1)]).candidates
+    assert any(delegated(each) == ["0-1", "2-3"] for each in candidates)
+    assert any("2-3" in delegated(each) for each in candidates)
+    for candidate in candidates:
+        check(candidate.programs)
+
+
+RUN, SLOW = config(), verdicts(1, 2, 30.0)
+PROFILE = Profile(COSTS, USUAL["direct"])
+FIRST = plan_step(RUN, PROFILE)
 
 
 @pytest.mark.multiprocess
@@ -35,15 +217,17 @@ def test_the_process_plans_what_is_lowered_elsewhere_alike_and_ends_when_nobody_
     try:
         with pytest.raises(PlanningError, match="asked before it was told what runs"):
             process.weigh(PROFILE, SLOW)
-        process.begin(CONFIG, 1, FIRST, PROFILE, USUAL)
+        process.begin(RUN, 1, FIRST, PROFILE, USUAL)
         options = process.weigh(PROFILE, SLOW)
         assert options.in_force_ms > 1.5 * options.undisturbed_ms
         chosen = options.candidates[1]
         assert chosen.plan.schedule == FIRST.schedule
-        assert chosen.plan.routes == {Link(0, 1): "direct", Link(1, 2): "delegated"}
+        assert chosen.plan.routes == {
+            link: "delegated" if link == LINKS[1] else "direct" for link in LINKS
+        }
         adopted = process.adopt(1)
         programs = tuple(map(parse_program, adopted.programs))
-        told = Profile(PROFILE.costs, chain_links((0.0, 31.0)))
+        told = Profile(COSTS, chain_links((0.0, 31.0, 0.0)))
         assert programs == lower_step(FIRST.schedule, told, chosen.plan.routes, num_tied=1)
         ways = {(channel.source, channel.destination) for channel in adopted.slots}
         assert ways == {(1, 2), (2, 1)}
@@ -61,7 +245,7 @@ def test_a_process_that_died_between_two_requests_is_told_of_and_closed():
         process._process.kill()
         process._process.wait(30)
         with pytest.raises(PlanningError, match="the planning process is gone"):
-            process.begin(CONFIG, 1, FIRST, PROFILE, USUAL)
+            process.begin(RUN, 1, FIRST, PROFILE, USUAL)
         process.restart(FIRST)  # another one takes its place
         assert process.weigh(PROFILE, SLOW).in_force_ms > 0
         slow = process.weigh(PROFILE, SLOW).candidates[1]
@@ -79,14 +263,12 @@ def test_a_process_that_died_between_two_requests_is_told_of_and_closed():
 @pytest.mark.multiprocess
 @pytest.mark.timeout(60)
 def test_it_plans_within_what_devices_of_tens_of_gigabytes_have_free():
-    schedule = CONFIG.schedule.model_copy(update={"max_stash_bytes": (60 * 10**9,) * 3})
-    adaptation = CONFIG.adaptation.model_copy(update={"enabled": True})
-    config = CONFIG.model_copy(update={"schedule": schedule, "adaptation": adaptation})
-    profile = replace(PROFILE, stash_bytes=StashBytes((8 * 10**9,) * 3, (4 * 10**9,) * 3))
-    first = plan_step(CONFIG, profile)
+    capped = config(schedule={"name": "zb-h2", "max_stash_bytes": [60 * 10**9] * 4})
+    profile = replace(PROFILE, stash_bytes=StashBytes((8 * 10**9,) * 4, (4 * 10**9,) * 4))
+    first = plan_step(RUN, profile)
     process = PlanningProcess()
     try:
-        process.begin(config, 0, first, profile, USUAL)
+        process.begin(capped, 0, first, profile, USUAL)
         candidates = process.weigh(profile, SLOW).candidates
     finally:
         process.close()

@@ -1,6 +1,8 @@
-"""A run of three stages whose way 1>2 is slow before its first step, and heals later."""
+"""A run of three stages whose links are slow before its first step, or are known to have been."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from adapting_run import CONFIG, COSTS, FIRST, PLANNED_FOR, USUAL, PlansHere, Run
@@ -9,9 +11,15 @@ from jaxmorph.adapting.starting_point import starting_point
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.measurements import link_samples
 from jaxmorph.control.profiler import Profile, Profiler
-from jaxmorph.control.verdicts import LinkHealth
-from jaxmorph.planning.first_plan import FirstPlan, agree_on_routes
-from jaxmorph.planning.plan_in_force import PlanInForce, plan_step
+from jaxmorph.control.verdicts import Evidence, KnownWay, LinkHealth, Verdict
+from jaxmorph.planning import first_plan
+from jaxmorph.planning.first_plan import FirstPlan, agree_on_routes, plan_by_timings
+from jaxmorph.planning.plan_in_force import (
+    PlanInForce,
+    agree_on_plan,
+    plan_step,
+    unmeasured_profile,
+)
 from jaxmorph.planning.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.runtime.rendezvous import SoleRank
@@ -26,7 +34,7 @@ DIRECT_ALONE = {**MEASURED, "delegated": USUAL["delegated"]}
 DELEGATED_ROUTES = {**FIRST.routes, SLOW: "delegated"}
 
 
-def first_plan(measured, routes):
+def first_plan_of(measured, routes):
     """A first plan on some routes, after two steps on either one."""
     timelines = []
     for route in ("delegated", "direct"):
@@ -43,7 +51,7 @@ def first_plan(measured, routes):
 
 
 def run_from(measured, routes=DELEGATED_ROUTES):
-    first = first_plan(measured, routes)
+    first = first_plan_of(measured, routes)
     start = starting_point(CONFIG, first, 0)
     plan = first.in_force.plan
     run = Run(
@@ -74,7 +82,7 @@ def ailing(start):
 
 
 def test_healthy_links_are_what_they_are_and_the_first_plan_is_the_one_to_come_back():
-    first = first_plan(USUAL, FIRST.routes)
+    first = first_plan_of(USUAL, FIRST.routes)
     start = starting_point(CONFIG, first, 0)
     assert (start.home, start.usual, ailing(start)) == (first.in_force.plan, USUAL, set())
 
@@ -134,7 +142,7 @@ def test_what_a_step_is_expected_to_take_is_what_was_measured_until_there_was_on
 
 
 def test_few_microbatches_and_two_links_are_enough_to_tell():
-    first = first_plan(MEASURED, DELEGATED_ROUTES)
+    first = first_plan_of(MEASURED, DELEGATED_ROUTES)
     samples = link_samples(first.timelines[-1])
     assert len([each for each in samples if each.source == 1]) < 24  # no baseline of its own
     assert ailing(starting_point(CONFIG, first, 0)) == {(1, 2)}
@@ -142,7 +150,7 @@ def test_few_microbatches_and_two_links_are_enough_to_tell():
 
 def test_where_healthy_links_may_be_delegated_the_plan_to_come_back_is_the_best_of_either():
     all_delegated = dict.fromkeys(FIRST.routes, "delegated")
-    start = starting_point(ANY, first_plan(BETTER_BUT_SLOW, all_delegated), 0)
+    start = starting_point(ANY, first_plan_of(BETTER_BUT_SLOW, all_delegated), 0)
     assert start.usual == BETTER_DELEGATED
     told = Profile(COSTS, BETTER_DELEGATED["direct"])
     had_it_been_healthy, _ = agree_on_routes(
@@ -155,8 +163,8 @@ def test_where_healthy_links_may_be_delegated_the_plan_to_come_back_is_the_best_
 def test_where_healthy_links_are_not_worth_delegating_they_come_back_direct_though_they_may_be():
     little = ANY.adaptation.model_copy(update={"worth": 0.5})
     config = ANY.model_copy(update={"adaptation": little})
-    assert starting_point(config, first_plan(MEASURED, DELEGATED_ROUTES), 0).home == FIRST
-    not_allowed = starting_point(CONFIG, first_plan(BETTER_BUT_SLOW, DELEGATED_ROUTES), 0)
+    assert starting_point(config, first_plan_of(MEASURED, DELEGATED_ROUTES), 0).home == FIRST
+    not_allowed = starting_point(CONFIG, first_plan_of(BETTER_BUT_SLOW, DELEGATED_ROUTES), 0)
     assert not_allowed.home.routes == FIRST.routes
 
 
@@ -165,7 +173,7 @@ def test_all_links_stay_delegated_and_the_order_for_healthy_ones_comes_once_they
     slow = Profile(COSTS, BETTER_BUT_SLOW["delegated"])
     config = ANY.model_copy(update={"schedule": ANY.schedule.model_copy(update=anew)})
     all_delegated = dict.fromkeys(FIRST.routes, "delegated")
-    first = first_plan(BETTER_BUT_SLOW, all_delegated)
+    first = first_plan_of(BETTER_BUT_SLOW, all_delegated)
     plan = replace(plan_step(config, slow), routes=all_delegated)
     first = replace(first, in_force=replace(first.in_force, plan=plan))
     start = starting_point(ANY, first, 0)
@@ -182,3 +190,149 @@ def test_all_links_stay_delegated_and_the_order_for_healthy_ones_comes_once_they
     run.steps(20)
     assert (run.morphs[-1].plan.schedule, run.routes) == (start.home.schedule, all_delegated)
     run.loop.close()
+
+
+LINK, OTHER = Link(1, 2), Link(0, 1)
+ADDED_MS = 40.0
+EVIDENCE = Evidence((41.5,) * 5, 1.5, 0, 6.5)
+
+
+def known(*ways, health=LinkHealth.SLOW):
+    return [
+        KnownWay(
+            Verdict(source, destination, health, ADDED_MS + 1.5, 0.0, 20, EVIDENCE, ""),
+            "delegated",
+            {"direct": 0.5, "delegated": 1.5},
+        )
+        for source, destination in ways
+    ]
+
+
+DEAD = known(LINK, LINK[::-1], health=LinkHealth.DEAD)
+
+
+def links_now(slow):
+    """What links do before the first step: some of them are still slow, one way."""
+
+    def state(usual, link):
+        added_ms = ADDED_MS if link in slow else 0.0
+        return replace(usual, forward_latency_ms=usual.forward_latency_ms + added_ms)
+
+    return {
+        route: {link: state(usual, link) for link, usual in of_route.items()}
+        for route, of_route in USUAL.items()
+    }
+
+
+def milliseconds(usual):
+    """What links do on either route and either way, by one key each."""
+    return {
+        (route, str(link), way): latency_ms
+        for route, links in usual.items()
+        for link, state in links.items()
+        for way, latency_ms in asdict(state).items()
+    }
+
+
+@pytest.fixture
+def begin(monkeypatch):
+    """Begins runs whose first steps last what the simulator says; notes the routes of these."""
+    measured_on = []
+
+    def warm_up(config, rendezvous, trainer, inputs, num_tied, stash_bytes, **how):
+        del trainer, inputs, stash_bytes
+        plan = agree_on_plan(config, rendezvous, unmeasured_profile(config), num_tied)
+        routes = plan.plan.routes
+        measured_on.append(routes)
+        links: dict[Link, LinkState] = {link: now[routes[link]][link] for link in routes}
+        timeline, profiler = simulate_blocking(plan.programs, COSTS, links), Profiler(3)
+        for _ in range(2):
+            profiler.observe(timeline)
+            how["note"](timeline)
+        return profiler
+
+    now: dict = {}
+    monkeypatch.setattr(first_plan, "agree_on_stash", lambda *_: None)
+    monkeypatch.setattr(first_plan, "adopt_plan", lambda *_: "")
+    monkeypatch.setattr(first_plan, "warm_up", warm_up)
+    runs = []
+
+    def begun(ways, slow=()):
+        now.update(links_now(slow))
+        trainer: Any = SimpleNamespace(stash_memory=None)
+        inputs: Any = None
+        first = plan_by_timings(CONFIG, SoleRank(), trainer, inputs, 0, lambda plan: plan, ways)
+        start = starting_point(CONFIG, first, 0)
+        plan = first.in_force.plan
+        plans = PlansHere(start.usual, start.home, plan)
+        run = Run(plans, in_force=plan, usual=start.usual, detector=start.detector)
+        runs.append(run)
+        return run, start, measured_on
+
+    yield begun
+    for run in runs:
+        run.loop.close()
+
+
+def test_without_anything_known_the_first_plan_is_the_usual_one(begin):
+    run, start, _ = begin(())
+    assert run.delegated() == set()
+    assert start.home.routes == FIRST.routes
+    run.steps(1)
+    assert run.events == []
+
+
+@pytest.mark.parametrize("slow", [(), (LINK,)])
+def test_a_link_that_was_slow_is_delegated_from_the_first_step_on_and_told_with_it(begin, slow):
+    run, start, _ = begin(known((1, 2)), slow)
+    assert run.delegated() == {"1-2"}
+    assert milliseconds(start.usual) == pytest.approx(milliseconds(USUAL))
+    assert start.home.routes == FIRST.routes
+    run.steps(1, slow_ms=ADDED_MS if slow else 0.0)
+    assert run.events[0] == (0, "straggler_detected", "1-2")
+    assert run.details[0].startswith("link 1>2 is taken for slow, as when the run was last at wo")
+
+
+def test_while_it_is_slow_it_is_not_found_again_and_stays(begin):
+    run, _, _ = begin(known((1, 2)), [LINK])
+    run.steps(12, slow_ms=ADDED_MS)
+    assert run.of_kind("straggler_detected") == [(0, "straggler_detected", "1-2")]
+    assert run.of_kind("straggler_recovering", "route_changed") == []
+    assert run.delegated() == {"1-2"}
+
+
+def test_one_that_is_well_by_now_goes_back_by_the_ordinary_way(begin):
+    run, _, _ = begin(known((1, 2)))
+    run.steps(20)
+    told = run.of_kind("straggler_recovering", "straggler_cleared", "link_probed", "route_changed")
+    assert [kind for _, kind, _ in told] == [
+        "straggler_recovering", "straggler_cleared", "link_probed", "route_changed",
+    ]  # fmt: skip
+    assert run.routes == FIRST.routes
+    assert run.expected_ms() == pytest.approx(0.5)
+
+
+def test_links_that_are_all_slow_are_told_by_what_was_known_alone(begin):
+    run, start, _ = begin((), [OTHER, LINK])
+    assert run.delegated() == set()  # none is slower than most
+    run, start, _ = begin(known((0, 1), (1, 2)), [OTHER, LINK])
+    assert run.delegated() == {"0-1", "1-2"}
+    assert milliseconds(start.usual) == pytest.approx(milliseconds(USUAL))
+    run.steps(4, slow_ms=ADDED_MS, other_ms=ADDED_MS)
+    run.steps(30)
+    assert run.routes == FIRST.routes
+
+
+def test_a_link_that_was_dead_is_on_its_direct_path_in_no_step(begin):
+    run, start, measured_on = begin(DEAD)
+    assert {routes[LINK] for routes in measured_on} == {"delegated"}
+    assert run.delegated() == {"1-2"}
+    verdicts = start.detector.verdicts
+    assert {way for way in verdicts if verdicts[way].health is LinkHealth.DEAD} == {(1, 2), (2, 1)}
+    assert milliseconds(start.usual) == pytest.approx(milliseconds(USUAL))
+    assert start.home.routes == FIRST.routes
+    run.steps(12)
+    assert run.of_kind("straggler_detected") == [(0, "straggler_detected", "1-2")] * 2
+    assert run.of_kind("route_changed", "link_probed", "straggler_cleared") == []
+    assert run.loop.without_path([LINK]) == {LINK}
+    assert {each.way for each in run.loop.known_ways()} == {(1, 2), (2, 1)}
