@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("mutations.toml")
 _ONE_TEST_S, _ALL_TESTS_S = 60, 300  # a mutation may make a test hang
 _WITHOUT_RANKS = "not (multiprocess or netns or long)"
-_FAILED, _NO_TESTS = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE), (4, 5)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+_NO_TESTS = (4, 5)  # pytest's exit codes
 
 
 @dataclass(frozen=True)
