@@ -27,12 +27,12 @@ from jaxmorph.schedule.draw import save_timelines
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate
-from jaxmorph.schedule.theory import (
+from jaxmorph.schedule.timeline import Timeline
+from tests.oracles.theory import (
     evenly_slack_schedule,
     expected_delay_ms,
     over_one_slow_link,
 )
-from jaxmorph.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.planner_problems import Problem
-from jaxmorph.schedule.optimum import optimal_schedule
+from tests.oracles.optimum import optimal_schedule
 
 OPTIMA_FILE = Path(__file__).parent / "data" / "planner_optima.json"
 

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.planner_optima import read_optima
 from benchmarks.planner_problems import gap_problems
 from jaxmorph.schedule.bound import lower_bound_ms
-from jaxmorph.schedule.optimum import optimal_schedule
+from tests.oracles.optimum import optimal_schedule
 
 PROBLEMS = gap_problems()
 SMALLEST = sorted(PROBLEMS, key=lambda problem: problem.costs.num_stages * problem.num_microbatches)

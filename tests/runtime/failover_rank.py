@@ -14,7 +14,6 @@ from compiled_once import compile_alike_once
 
 from jaxmorph.program.check import check
 from jaxmorph.program.lowering import lower
-from jaxmorph.program.switch_check import check_every_switch
 from jaxmorph.runtime.data_plane import open_data_plane
 from jaxmorph.runtime.emulated_links import EmulatedLinks, never
 from jaxmorph.runtime.executor import StepInputs
@@ -33,6 +32,7 @@ from jaxmorph.schedule.simulator import simulate
 from jaxmorph.stage.model import cut_layers
 from jaxmorph.transport.link_emulator import LinkCondition
 from models.gpt2 import build
+from tests.oracles.switch_check import check_every_switch
 
 COLLECTIVE_S, CUT_S, STOPPED_S = 2, 0.5, 5
 MICROBATCHES, MICROBATCH_SIZE, SEQUENCE, VOCABULARY = 4, 2, 12, 61

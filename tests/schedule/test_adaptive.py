@@ -12,10 +12,10 @@ from jaxmorph.schedule.fit import require_room
 from jaxmorph.schedule.list_schedule import ListSchedule, list_schedule
 from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.schedule.numbering import to_schedule
-from jaxmorph.schedule.optimum import optimal_schedule
 from jaxmorph.schedule.simulator import simulate
 from jaxmorph.schedule.slackness import adapted_warmup_forwards
 from jaxmorph.schedule.workload import Workload, make_workload, to_picoseconds
+from tests.oracles.optimum import optimal_schedule
 
 PS = 10**9
 EQUAL = StageCosts.uniform(4, 10.0, 10.0, 10.0)

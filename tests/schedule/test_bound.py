@@ -11,9 +11,9 @@ from jaxmorph.schedule.builders import interleaved
 from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
 from jaxmorph.schedule.memory import StashBytes
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.schedule.optimum import optimal_schedule
 from jaxmorph.schedule.schedule import Schedule, ScheduleError
 from jaxmorph.schedule.simulator import simulate
+from tests.oracles.optimum import optimal_schedule
 
 
 @cache

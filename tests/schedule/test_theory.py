@@ -13,7 +13,7 @@ from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.selection import select_ops
 from jaxmorph.schedule.simulator import simulate
-from jaxmorph.schedule.theory import (
+from tests.oracles.theory import (
     delayed_round_trips,
     evenly_slack_schedule,
     expected_delay_ms,

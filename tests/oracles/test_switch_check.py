@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from jaxmorph.program.check import ProgramError
 from jaxmorph.program.instructions import RankProgram, Receive, Send, Transfer
 from jaxmorph.program.lowering import lower
-from jaxmorph.program.switch_check import check_every_switch, check_switch
 from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.costs import Limits, Link, StageCosts, chain_links
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.simulator import simulate
+from tests.oracles.switch_check import check_every_switch, check_switch
 
 
 def lowered(name, stages, microbatches, routes=None, num_tied=0, slow_ms=0.0):

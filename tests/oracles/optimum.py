@@ -1,32 +1,102 @@
-"""The integer program whose solution is the best schedule: variables and constraints for CP-SAT.
+"""The best schedule there is, by search: what the planners are measured against. Needs OR-tools.
 
-A stage runs one op at a time, F and B wait for what their neighbour sends, and what microbatches
-hold fits the stage. Ops of one kind run in microbatch order, which loses nothing: microbatches are
-alike, so the j-th op of a kind on a stage may as well be microbatch j's.
+An integer program for CP-SAT: a stage runs one op at a time, F and B wait for what their neighbour
+sends, and what microbatches hold fits the stage. Ops of one kind run in microbatch order, which
+loses nothing: microbatches are alike, so the j-th op of a kind on a stage may as well be
+microbatch j's.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxmorph.errors import UserError
 from jaxmorph.schedule.bound import lower_bound_ms
 from jaxmorph.schedule.costs import Limits, Links, LinkState, StageCosts, neighbour_links
 from jaxmorph.schedule.memory import StageMemory
 from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.schedule.planner import plan, require_room
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulator import simulate
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, CpSolver, IntVar
 
+_ROUNDING = 1e-9
 _NANOSECONDS_PER_MS = 10**6
 _KINDS = (OpKind.F, OpKind.B, OpKind.W)
-_ROUNDING = 1e-9
 
 
-class WholeProblem(NamedTuple):
+@dataclass(frozen=True)
+class Optimum:
+    """What the search found, and what it proved.
+
+    Args:
+        makespan_ms: Its makespan, milliseconds.
+        lower_bound_ms: A makespan that no schedule can beat, milliseconds.
+        proven: Whether no schedule beats the one found.
+    """
+
+    schedule: Schedule
+    makespan_ms: float
+    lower_bound_ms: float
+    proven: bool
+
+
+def optimal_schedule(
+    costs: StageCosts,
+    links: Links,
+    limits: Limits,
+    num_microbatches: int,
+    time_limit_s: float,
+    hint: Schedule | None = None,
+    *,
+    num_workers: int = 2,
+    random_seed: int = 0,
+    trust_lower_bound: bool = True,
+) -> Optimum:
+    """The schedule with the shortest makespan, or the best one found in the time there is.
+
+    Of the schedules with one chunk that split the backward into B and W. Times are rounded to whole
+    nanoseconds; what is proven is proven for those.
+
+    Args:
+        costs: Durations of the ops, milliseconds.
+        links: Latencies between neighbouring stages, milliseconds.
+        time_limit_s: When to stop the search, seconds.
+        hint: A split schedule within the caps to start from, which the answer is never worse than;
+            the ``paper`` plan when None.
+        random_seed: The solver's seed. A proven makespan depends on neither, its schedule may.
+        trust_lower_bound: Whether the search may build on ``bound.lower_bound_ms``; otherwise it
+            proves everything by itself, which takes longer.
+
+    Returns:
+        The best schedule, and what is proven of it.
+
+    Raises:
+        UserError: OR-tools is not installed, or a cap that the hint or any schedule breaks.
+        ValueError: The hint does not split its backwards, or has several chunks.
+
+    Source: section 7.4 holds its planner against a mixed-integer program; memory caps and a
+    latency for each direction of a link are additions.
+    """
+    hint = hint or plan(costs, links, limits, num_microbatches, "paper").schedule
+    if not hint.splits_backward or hint.num_chunks > 1:
+        raise ValueError(f"hint: got {hint.name}, expected B and W of one chunk")
+    require_room(hint, limits)
+    problem = _in_whole_units(costs, links, limits, num_microbatches)
+    schedule, bound = hint, problem.lower_bound() if trust_lower_bound else 0
+    if bound < problem.makespan(hint):
+        schedule, bound = _search(problem, hint, bound, time_limit_s, num_workers, random_seed)
+    makespan_ms = simulate(schedule, costs, links).makespan_ms
+    if bound >= problem.makespan(schedule):
+        return Optimum(schedule, makespan_ms, makespan_ms, proven=True)
+    return Optimum(schedule, makespan_ms, min(bound * problem.unit_ms, makespan_ms), proven=False)
+
+
+class _WholeProblem(NamedTuple):
     """What is to be scheduled; times are whole numbers of ``unit_ms``."""
 
     unit_ms: float
@@ -49,9 +119,9 @@ class WholeProblem(NamedTuple):
         return math.ceil(bound * (1 - _ROUNDING))
 
 
-def in_whole_units(
+def _in_whole_units(
     costs: StageCosts, links: Links, limits: Limits, num_microbatches: int
-) -> WholeProblem:
+) -> _WholeProblem:
     """The problem in the largest unit of which every time, in whole nanoseconds, is a multiple.
 
     Args:
@@ -65,7 +135,7 @@ def in_whole_units(
     def whole(value_ms: float) -> float:
         return float(_nanoseconds(value_ms) // unit)
 
-    return WholeProblem(
+    return _WholeProblem(
         unit / _NANOSECONDS_PER_MS,
         StageCosts(**{key: tuple(map(whole, row)) for key, row in asdict(costs).items()}),
         {
@@ -81,13 +151,52 @@ def _nanoseconds(value_ms: float) -> int:
     return round(value_ms * _NANOSECONDS_PER_MS)
 
 
-Starts = dict[tuple[int, OpKind], "list[IntVar]"]
+def _search(
+    problem: _WholeProblem,
+    hint: Schedule,
+    lower_bound: int,
+    time_limit_s: float,
+    num_workers: int,
+    random_seed: int,
+) -> tuple[Schedule, int]:
+    """The best schedule found, and the best bound proven, in the problem's units."""
+    solver_library = _solver_library()
+    model: CpModel = solver_library.CpModel()
+    starts = _build_program(model, problem, hint, lower_bound)
+    solver: CpSolver = solver_library.CpSolver()
+    solver.parameters.max_time_in_seconds = time_limit_s
+    solver.parameters.num_workers = num_workers
+    solver.parameters.random_seed = random_seed
+    status = solver.solve(model)
+    if status in (solver_library.MODEL_INVALID, solver_library.INFEASIBLE):
+        raise RuntimeError(
+            f"the integer program is {solver.status_name(status)}, expected {hint.name} among its "
+            f"solutions, above the lower bound of {lower_bound * problem.unit_ms} ms"
+        )
+    bound = max(lower_bound, math.ceil(solver.best_objective_bound - _ROUNDING))
+    if status not in (solver_library.OPTIMAL, solver_library.FEASIBLE):
+        return hint, bound
+    return _solved_schedule(problem, starts, solver), bound
+
+
+def _solver_library() -> Any:
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise UserError(
+            "the exact optimum needs OR-tools, which is not installed; "
+            "install it with pip install ortools"
+        ) from error
+    return cp_model
+
+
+_Starts = dict[tuple[int, OpKind], "list[IntVar]"]
 """The variables: the ops' starts by microbatch, for each stage and kind."""
 
 
-def build_program(
-    model: "CpModel", problem: WholeProblem, hint: Schedule, lower_bound: int
-) -> Starts:
+def _build_program(
+    model: "CpModel", problem: _WholeProblem, hint: Schedule, lower_bound: int
+) -> _Starts:
     """Fills a model: the ops' starts, what constrains them, and the makespan to minimise.
 
     Args:
@@ -108,9 +217,9 @@ def build_program(
     return starts
 
 
-def _add_stages(model: "CpModel", problem: WholeProblem, horizon: int) -> Starts:
+def _add_stages(model: "CpModel", problem: _WholeProblem, horizon: int) -> _Starts:
     """Every stage runs one op at a time, those of a kind in order, and F before B before W."""
-    starts: Starts = {}
+    starts: _Starts = {}
     microbatches = range(problem.num_microbatches)
     for stage in range(problem.costs.num_stages):
         intervals = []
@@ -127,7 +236,7 @@ def _add_stages(model: "CpModel", problem: WholeProblem, horizon: int) -> Starts
     return starts
 
 
-def _add_transfers(model: "CpModel", problem: WholeProblem, starts: Starts, horizon: int) -> None:
+def _add_transfers(model: "CpModel", problem: _WholeProblem, starts: _Starts, horizon: int) -> None:
     """F waits for what the stage above sends, B for what the stage below sends."""
     for upper, link in enumerate(neighbour_links(problem.links, problem.costs.num_stages)):
         for kind, source, target, latency, occupancy in (
@@ -151,7 +260,7 @@ def _add_link_queue(
     return begins
 
 
-def _add_memory(model: "CpModel", problem: WholeProblem, starts: Starts, horizon: int) -> None:
+def _add_memory(model: "CpModel", problem: _WholeProblem, starts: _Starts, horizon: int) -> None:
     """What the microbatches of a stage hold fits it: a count, or a stash that changes its size."""
     num_stages, num_microbatches = problem.costs.num_stages, problem.num_microbatches
     caps = problem.limits.caps(num_stages, num_microbatches)
@@ -165,7 +274,7 @@ def _add_memory(model: "CpModel", problem: WholeProblem, starts: Starts, horizon
 
 
 def _add_cap(
-    model: "CpModel", problem: WholeProblem, starts: Starts, stage: int, release: OpKind, cap: int
+    model: "CpModel", problem: _WholeProblem, starts: _Starts, stage: int, release: OpKind, cap: int
 ) -> None:
     """At most ``cap`` microbatches are between the start of F and the end of ``release``."""
     waiting = starts[stage, OpKind.F][cap:]
@@ -175,8 +284,8 @@ def _add_cap(
 
 def _add_stash(
     model: "CpModel",
-    problem: WholeProblem,
-    starts: Starts,
+    problem: _WholeProblem,
+    starts: _Starts,
     stage: int,
     held: StageMemory,
     horizon: int,
@@ -202,7 +311,7 @@ def _add_precedences(
 
 
 def _minimize_makespan(
-    model: "CpModel", problem: WholeProblem, starts: Starts, lower_bound: int, horizon: int
+    model: "CpModel", problem: _WholeProblem, starts: _Starts, lower_bound: int, horizon: int
 ) -> None:
     makespan = model.new_int_var(lower_bound, horizon, "makespan")
     for stage in range(problem.costs.num_stages):
@@ -211,7 +320,7 @@ def _minimize_makespan(
     model.minimize(makespan)
 
 
-def solved_schedule(problem: WholeProblem, starts: Starts, solver: "CpSolver") -> Schedule:
+def _solved_schedule(problem: _WholeProblem, starts: _Starts, solver: "CpSolver") -> Schedule:
     """The schedule in which every stage runs its ops in the order of their starts."""
     orders = []
     for stage in range(problem.costs.num_stages):
