@@ -22,9 +22,9 @@ from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.planning.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.schedule.builders import FIXED_SCHEDULES
 from jaxmorph.schedule.costs import Link, LinkState
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES
+from jaxmorph.schedule.simulate import simulate
 
 ROOT = Path(__file__).parent.parent
 UNEVEN, EVEN = "configs/uneven4.yaml", "configs/pace4.yaml"

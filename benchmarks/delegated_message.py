@@ -32,8 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmorph.copies.at_once import AtOnceTier
 from jaxmorph.copies.choosing import choose_tier
 from jaxmorph.copies.payload import PayloadShape, SlotUse
-from jaxmorph.program.channels import Channel
-from jaxmorph.program.instructions import Payload, Transfer
+from jaxmorph.program.instructions import Channel, Payload, Transfer
 from jaxmorph.runtime.data_plane import open_data_plane
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute

@@ -37,10 +37,10 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
     from jaxmorph.runtime.routes import TransferIdentity
     from jaxmorph.runtime.stage_settings import StageSettings
     from jaxmorph.runtime.stage_trainer import StageTrainer
-    from jaxmorph.schedule.builders import FIXED_SCHEDULES
     from jaxmorph.schedule.costs import StageCosts
+    from jaxmorph.schedule.fixed import FIXED_SCHEDULES
     from jaxmorph.schedule.ops import OpKind
-    from jaxmorph.schedule.simulator import simulate
+    from jaxmorph.schedule.simulate import simulate
     from models.gpt2 import build
 
     rendezvous = join_as_told(arguments, start_timeout_s=60, step_timeout_s=60)

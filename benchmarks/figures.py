@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.lowering import lower
 from jaxmorph.schedule.bubbles import bubble_ms
-from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.costs import (
     NO_LATENCY,
     Limits,
@@ -24,9 +23,10 @@ from jaxmorph.schedule.costs import (
     chain_links,
 )
 from jaxmorph.schedule.draw import save_timelines
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 from jaxmorph.schedule.timeline import Timeline
 from tests.oracles.theory import (
     evenly_slack_schedule,

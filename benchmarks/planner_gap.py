@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.planner_optima import SolvedProblem, keep_optima, solve_problems
 from benchmarks.planner_problems import Problem, gap_problems, timing_problems
 from jaxmorph.schedule.planner import Plan, plan, require_room
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 
 PLANNERS = ("paper", "adaptive")
 _REPEATS = 5

@@ -6,8 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from jaxmorph.schedule.costs import Limits, Links, StageCosts, chain_links
-from jaxmorph.schedule.memory import StashBytes
+from jaxmorph.schedule.costs import Limits, Links, StageCosts, StashBytes, chain_links
 from jaxmorph.schedule.ops import LiveUntil
 
 _PER_FAMILY = 20

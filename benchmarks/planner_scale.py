@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.planner_gap import Bar
 from benchmarks.planner_problems import timing_problems
-from jaxmorph.schedule.builders import FIXED_SCHEDULES
 from jaxmorph.schedule.costs import StageCosts, chain_links
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

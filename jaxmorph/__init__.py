@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
     from jaxmorph.schedule.planner import Plan, plan
     from jaxmorph.schedule.schedule import Schedule
-    from jaxmorph.schedule.simulator import simulate
+    from jaxmorph.schedule.simulate import simulate
     from jaxmorph.schedule.timeline import Timeline
     from jaxmorph.scripts.meeting import join
     from jaxmorph.trainer import StepMetrics, Trainer
@@ -58,7 +58,7 @@ _HOMES = {
     "join": "scripts.meeting",
     "load_config": "config",
     "plan": "schedule.planner",
-    "simulate": "schedule.simulator",
+    "simulate": "schedule.simulate",
 }
 
 

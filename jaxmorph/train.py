@@ -32,8 +32,8 @@ from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import rank_report, total
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
-from jaxmorph.stage.on_device import taken_on_device
-from jaxmorph.stage.parameter_count import parameter_count
+from jaxmorph.stage.model import taken_on_device
+from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.training.bookkeeping import Bookkeeper
 from jaxmorph.training.evaluation import Evaluation, with_room_to_evaluate
 from jaxmorph.training.gradients import apply_gradients, told_not_finite

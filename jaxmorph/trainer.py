@@ -21,7 +21,7 @@ from jaxmorph.planning.device_budget import with_device_budget
 from jaxmorph.planning.first_plan import plan_by_timings
 from jaxmorph.planning.layer_choice import choose_layers
 from jaxmorph.planning.plan_in_force import PlanInForce, op_kinds, plan_step, unmeasured_profile
-from jaxmorph.program.forward_only import forward_only
+from jaxmorph.program.lowering import forward_only
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.report import measured_timeline, rank_report, total
@@ -34,9 +34,8 @@ from jaxmorph.scripts.step_batch import cut_batch
 from jaxmorph.scripts.uncaught import end_if_failed
 from jaxmorph.stage.layer_costs import LayerCosts, measure_layer_costs
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.model import Params, PipelineModel
-from jaxmorph.stage.on_device import taken_on_device
-from jaxmorph.stage.stored_weights import check_weights
+from jaxmorph.stage.model import Params, PipelineModel, taken_on_device
+from jaxmorph.stage.parameters import check_weights
 from jaxmorph.training.cluster import require_one_host
 from jaxmorph.training.evaluation import with_room_for_forwards
 from jaxmorph.training.gradients import apply_gradients, told_not_finite

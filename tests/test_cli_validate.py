@@ -3,8 +3,8 @@ import json
 import pytest
 
 from jaxmorph import cli
-from jaxmorph.schedule.builders import one_forward_one_backward, zb_h2
-from jaxmorph.schedule.schedule_file import save_schedule
+from jaxmorph.schedule.files import save_schedule
+from jaxmorph.schedule.fixed import one_forward_one_backward, zb_h2
 
 
 def _run(capsys, *arguments: object) -> tuple[int, str, str]:

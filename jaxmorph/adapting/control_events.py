@@ -7,9 +7,7 @@ from typing import Any
 from jaxmorph.control.compute_watch import ComputeNotice
 from jaxmorph.control.orchestrator import Option, Situation
 from jaxmorph.control.verdicts import LinkHealth, Verdict, ailing_links
-from jaxmorph.program.channels import Channel
-from jaxmorph.program.instructions import Payload, RankProgram
-from jaxmorph.program.program_text import parse_program
+from jaxmorph.program.instructions import Channel, Payload, RankProgram, parse_program
 from jaxmorph.records import Message
 from jaxmorph.reporting.records import PLAN_CHANGED
 from jaxmorph.schedule.costs import Link, Route

@@ -15,7 +15,7 @@ from jaxmorph.control.conditions import UsualLinks, usual_to_json
 from jaxmorph.control.orchestrator import Option
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
-from jaxmorph.program.channels import Channel
+from jaxmorph.program.instructions import Channel
 from jaxmorph.records import Message
 from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.planner import Plan

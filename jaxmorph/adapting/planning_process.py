@@ -35,10 +35,8 @@ from jaxmorph.errors import UserError
 from jaxmorph.planning.plan_in_force import plan_step
 from jaxmorph.planning.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.channels import Channel
-from jaxmorph.program.forward_only import forward_only
-from jaxmorph.program.instructions import RankProgram
-from jaxmorph.program.program_text import parse_program, program_text
+from jaxmorph.program.instructions import Channel, RankProgram, parse_program, program_text
+from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import most_slots, slots_needed
 from jaxmorph.records import Message
 from jaxmorph.schedule.costs import Link, Route

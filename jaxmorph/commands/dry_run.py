@@ -85,7 +85,7 @@ def _look_at(path: Path, overrides: Sequence[str]) -> _DryRun:
 
 
 def _taken(config: Config, parts: "RunParts") -> str:
-    from jaxmorph.stage.on_device import taken_on_device
+    from jaxmorph.stage.model import taken_on_device
 
     return taken_on_device(parts.model, config.batch.microbatch_size, config.data.sequence_length)
 

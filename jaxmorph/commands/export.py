@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from jaxmorph.stage.stored_weights import write_model
+from jaxmorph.stage.parameters import write_model
 from jaxmorph.training.saved_model import load_saved_model
 
 

@@ -10,8 +10,8 @@ from rich.text import Text
 from jaxmorph.commands.plan_options import numbers
 from jaxmorph.errors import UserError
 from jaxmorph.schedule.answer import Answer
-from jaxmorph.schedule.fields import count, duration_ms, durations_ms, shown
 from jaxmorph.schedule.partition import even_cut, partition, stage_times_ms
+from jaxmorph.schedule.problem import count, duration_ms, durations_ms, shown
 
 _KINDS = ("forward_ms", "backward_input_ms", "backward_weight_ms")
 

@@ -10,9 +10,8 @@ from jaxmorph.config import Config, load_config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
 from jaxmorph.reporting.run_directory import PROFILE
-from jaxmorph.schedule.costs import LinkState
+from jaxmorph.schedule.costs import LinkState, pipeline_links
 from jaxmorph.schedule.problem import usual_chunks
-from jaxmorph.schedule.problem_links import pipeline_links
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from rich.table import Table
 from jaxmorph.errors import UserError
 from jaxmorph.reporting.text import short_count
 from jaxmorph.stage.model import PipelineModel, cut_layers
-from jaxmorph.stage.parameter_count import parameter_count, stage_parameter_counts
+from jaxmorph.stage.parameters import parameter_count, stage_parameter_counts
 from jaxmorph.training.model_factory import load_factory
 
 

@@ -13,15 +13,13 @@ from jaxmorph.commands import plan_options as options
 from jaxmorph.commands.layer_cut import LayerCut, cut_fields, parse_layers, print_cut
 from jaxmorph.commands.link_simulation import simulate_step
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.answer import Answer, solve
-from jaxmorph.schedule.answer_file import save_answers
-from jaxmorph.schedule.batch import answer_lines
+from jaxmorph.schedule.answer import Answer, answer_lines, solve
 from jaxmorph.schedule.comparison import print_comparison
 from jaxmorph.schedule.draw.save import require_format
+from jaxmorph.schedule.files import require_schedule_file, save_schedule
 from jaxmorph.schedule.planner import INTERLEAVED, SCHEDULE_NAMES
 from jaxmorph.schedule.problem import Problem, parse_problem
-from jaxmorph.schedule.report import print_answer
-from jaxmorph.schedule.schedule_file import require_schedule_file, save_schedule
+from jaxmorph.schedule.report import print_answer, save_answers
 from jaxmorph.schedule.what_if import changed, parse_change
 
 Given = Mapping[str, Any]  # options on the command line, by the name of their parameter

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jaxmorph.config import Config
 from jaxmorph.data import Tokenizer, is_token_array, open_tokenizer
 from jaxmorph.errors import UserError
-from jaxmorph.stage.logits import GivesLogits, join_stages, model_logits, with_logits
-from jaxmorph.stage.model import Params
+from jaxmorph.stage.model import GivesLogits, Params, join_stages, model_logits, with_logits
 from jaxmorph.training.sampling import SamplingSettings, continuation
 from jaxmorph.training.saved_model import load_saved_model
 

@@ -16,8 +16,7 @@ from jaxmorph.emulation.delay_traces import (
 )
 from jaxmorph.emulation.link_trace import require_few_changes, require_links_of
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.costs import Link
-from jaxmorph.schedule.problem_links import pipeline_links
+from jaxmorph.schedule.costs import Link, pipeline_links
 
 EVENTS = "events"
 KINDS = (*REGIMES, EVENTS)

@@ -11,13 +11,11 @@ from jaxmorph.commands import plan_options as options
 from jaxmorph.commands.link_simulation import simulate_step
 from jaxmorph.errors import UserError
 from jaxmorph.schedule.answer import Answer, solve
-from jaxmorph.schedule.answer_file import save_answers
 from jaxmorph.schedule.draw.save import require_format
-from jaxmorph.schedule.faults import Fault, find_fault
+from jaxmorph.schedule.files import load_schedule
 from jaxmorph.schedule.problem import problem_of
-from jaxmorph.schedule.report import print_answer
-from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.schedule_file import load_schedule
+from jaxmorph.schedule.report import print_answer, save_answers
+from jaxmorph.schedule.schedule import Schedule, ScheduleError
 
 
 def validate(
@@ -54,7 +52,9 @@ def validate(
     with options.options_named_in_errors(context):
         if out is not None:
             require_format(out)
-        if fault := find_fault(schedule):
+        try:
+            schedule.validate()
+        except ScheduleError as fault:
             _print_fault(schedule, fault, as_json=as_json)
             return 2
         problem = problem_of(schedule, options.problem_fields(context.params))
@@ -74,9 +74,10 @@ def _print_answer(answer: Answer, *, as_json: bool) -> None:
     print_answer(answer, console)
 
 
-def _print_fault(schedule: Schedule, fault: Fault, *, as_json: bool) -> None:
+def _print_fault(schedule: Schedule, fault: ScheduleError, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps({"name": schedule.name, "valid": False, **fault.to_json()}))
+        broken = {"kind": fault.kind, "reason": fault.reason, "grid": fault.grid}
+        typer.echo(json.dumps({"name": schedule.name, "valid": False, **broken}))
         return
     console = Console(highlight=False, markup=False)
     console.print(f"{fault.kind}: {fault.reason}", style="bold red", soft_wrap=True)

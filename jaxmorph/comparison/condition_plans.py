@@ -11,9 +11,8 @@ from jaxmorph.planning.plan_in_force import PlanInForce, agree_on_plan
 from jaxmorph.reporting.run_matrix import PlannedRun
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
-from jaxmorph.schedule.costs import Limits, Link
+from jaxmorph.schedule.costs import MARGIN_OF_JITTER, Limits, Link
 from jaxmorph.schedule.planner import Plan
-from jaxmorph.schedule.problem_links import MARGIN_OF_JITTER
 from jaxmorph.transport.link_emulator import LinkCondition
 
 HOLDS_QUEUES = "holds queues"

@@ -24,8 +24,8 @@ from jaxmorph.runtime.report import (
 )
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.bubbles import IdleShares, idle_shares
-from jaxmorph.schedule.device_live import peak_on_device
 from jaxmorph.schedule.ops import LiveUntil
+from jaxmorph.schedule.timeline import peak_on_device
 from jaxmorph.training.gradients import apply_gradients
 from jaxmorph.training.open_stage import adopt_plan
 from jaxmorph.transport.link_emulator import LinkCondition

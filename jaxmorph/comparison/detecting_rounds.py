@@ -15,8 +15,7 @@ from jaxmorph.config import Config
 from jaxmorph.control.measurements import link_samples
 from jaxmorph.planning.first_plan import FirstPlan
 from jaxmorph.planning.plan_in_force import PlanInForce
-from jaxmorph.program.instructions import RankProgram
-from jaxmorph.program.program_text import parse_program
+from jaxmorph.program.instructions import RankProgram, parse_program
 from jaxmorph.records import Message
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline, probe_times

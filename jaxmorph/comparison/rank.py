@@ -36,7 +36,7 @@ from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline
 from jaxmorph.schedule.costs import Link, Links, Route
-from jaxmorph.stage.on_device import taken_on_device
+from jaxmorph.stage.model import taken_on_device
 from jaxmorph.training.open_stage import open_stage
 from jaxmorph.training.run_parts import load_parts, step_reader
 from jaxmorph.training.stage_settings import stage_settings

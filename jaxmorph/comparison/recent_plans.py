@@ -6,7 +6,7 @@ from jaxmorph.comparison.condition_links import RoundLinks
 from jaxmorph.comparison.condition_plans import ConditionPlanner
 from jaxmorph.comparison.delay_history import DelayHistory
 from jaxmorph.planning.plan_in_force import PlanInForce
-from jaxmorph.schedule.problem_links import MARGIN_OF_JITTER
+from jaxmorph.schedule.costs import MARGIN_OF_JITTER
 
 RECENT_S = 10.0
 """How far back the delays lie that a system that adapts is told of."""

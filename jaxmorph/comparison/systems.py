@@ -6,8 +6,7 @@ from typing import Literal
 
 from jaxmorph.config import Config
 from jaxmorph.config.sections import Routes
-from jaxmorph.schedule.costs import Link, Route
-from jaxmorph.schedule.problem_links import pipeline_links
+from jaxmorph.schedule.costs import Link, Route, pipeline_links
 
 Memory = Literal["config", "capped", "offload"]
 Restarts = Literal["never", "cold", "warm"]

@@ -7,8 +7,15 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxmorph.control.verdicts import LinkHealth, Verdict, Way
-from jaxmorph.schedule.costs import Link, Links, LinkState, Route, Routes, StageCosts
-from jaxmorph.schedule.problem_links import MARGIN_OF_JITTER
+from jaxmorph.schedule.costs import (
+    MARGIN_OF_JITTER,
+    Link,
+    Links,
+    LinkState,
+    Route,
+    Routes,
+    StageCosts,
+)
 
 UsualLinks = Mapping[Route, Links]
 """What healthy links do to messages on either route, as measured before the first step."""

@@ -13,9 +13,7 @@ from jaxmorph.control.measurements import (
     median,
     op_times,
 )
-from jaxmorph.schedule.copy_costs import CopyCosts
-from jaxmorph.schedule.costs import Link, Links, LinkState, StageCosts
-from jaxmorph.schedule.memory import StashBytes
+from jaxmorph.schedule.costs import CopyCosts, Link, Links, LinkState, StageCosts, StashBytes
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.timeline import Timeline
 

@@ -11,8 +11,7 @@ from jaxmorph.emulation.delay_traces import Regime, draw_regime
 from jaxmorph.emulation.link_trace import read_link_trace, require_few_changes, require_links_of
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.schedule.costs import Link
-from jaxmorph.schedule.problem_links import pipeline_links
+from jaxmorph.schedule.costs import Link, pipeline_links
 from jaxmorph.transport.link_emulator import LinkCondition
 from jaxmorph.transport.network_cards import listening_addresses
 from jaxmorph.transport.plane import TransportSettings

@@ -22,10 +22,10 @@ from jaxmorph.program.lowering import lower
 from jaxmorph.runtime.executor import Executor, StepInputs
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.queue import AsynchronousQueue
-from jaxmorph.schedule.builders import FIXED_SCHEDULES
 from jaxmorph.schedule.costs import StageCosts
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 from jaxmorph.stage.build import StagePrograms
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 

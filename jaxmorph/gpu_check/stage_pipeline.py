@@ -17,9 +17,8 @@ from jaxmorph.gpu_check.stage_task import (
     batch_of,
     optimizer_of,
 )
-from jaxmorph.program.channels import Channel
 from jaxmorph.program.check import check
-from jaxmorph.program.instructions import Payload, RankProgram
+from jaxmorph.program.instructions import Channel, Payload, RankProgram
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.runtime.data_plane import open_data_plane
@@ -31,10 +30,10 @@ from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import StepTotals, rank_report, total
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
-from jaxmorph.schedule.builders import FIXED_SCHEDULES
 from jaxmorph.schedule.costs import Link, Route, StageCosts
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 from jaxmorph.stage.model import cut_layers
 from jaxmorph.training.gradients import apply_gradients
 from jaxmorph.transport.link_emulator import LinkCondition

@@ -12,7 +12,7 @@ from jaxmorph.gpu_check.report import Row
 from jaxmorph.gpu_check.settings import CheckSettings
 from jaxmorph.gpu_check.stage_ops import StageOps, middle_stage
 from jaxmorph.stage.build import StagePrograms
-from jaxmorph.stage.stash import total_bytes
+from jaxmorph.stage.stage_functions import total_bytes
 
 _TOLERANCE = 0.02
 _ROUNDING_BYTES = 1 << 16  # allocators and compilers round each of some dozen arrays up

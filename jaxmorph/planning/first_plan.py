@@ -23,8 +23,7 @@ from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline, rank_report
 from jaxmorph.runtime.stage_trainer import StageTrainer
-from jaxmorph.schedule.costs import Link, Links, LinkState, Route
-from jaxmorph.schedule.memory import StashBytes
+from jaxmorph.schedule.costs import Link, Links, LinkState, Route, StashBytes
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.open_stage import adopt_plan
 

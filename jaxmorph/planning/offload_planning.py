@@ -11,11 +11,8 @@ from jaxmorph.planning.step_programs import lower_step, offload_step
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import RankProgram
 from jaxmorph.program.offload import count_offloads, offload_these, waiting_longest
-from jaxmorph.schedule.costs import Limits
-from jaxmorph.schedule.fit import fits
-from jaxmorph.schedule.memory import StageMemory, StashBytes
-from jaxmorph.schedule.offloading import Offloading
-from jaxmorph.schedule.planner import Plan
+from jaxmorph.schedule.costs import Limits, StageMemory, StashBytes
+from jaxmorph.schedule.planner import Offloading, Plan, fits
 
 PlanWithin = Callable[[Limits], Plan]
 

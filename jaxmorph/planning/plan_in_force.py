@@ -12,19 +12,16 @@ from jaxmorph.errors import UserError
 from jaxmorph.planning.offload_planning import plan_with_offload
 from jaxmorph.planning.step_programs import lower_step, shorter_on_queues
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.channels import Channel
-from jaxmorph.program.instructions import RankProgram
+from jaxmorph.program.instructions import Channel, RankProgram
 from jaxmorph.program.slots_needed import slots_needed
-from jaxmorph.schedule.copy_costs import CopyCosts
-from jaxmorph.schedule.costs import Limits, Link, Route, StageCosts
-from jaxmorph.schedule.memory import StashBytes
+from jaxmorph.schedule.costs import CopyCosts, Limits, Link, Route, StageCosts, StashBytes
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan, plan
 from jaxmorph.schedule.timeline import Timeline
 
 if TYPE_CHECKING:  # planning itself, in a process beside training, does without JAX
     from jaxmorph.runtime.rendezvous import Rendezvous
-    from jaxmorph.stage.stash import StashMemory
+    from jaxmorph.stage.stage_functions import StashMemory
 
 _FULL_BACKWARD = ("gpipe", "1f1b", "1f1b-eager", "interleaved")
 

@@ -7,15 +7,13 @@ from statistics import median
 from jaxmorph.control.profiler import Profile
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import check
-from jaxmorph.program.in_step import lower_in_step
 from jaxmorph.program.instructions import RankProgram
-from jaxmorph.program.lowering import lower_order
+from jaxmorph.program.lowering import lower_in_step, lower_order
 from jaxmorph.program.offload import offload
 from jaxmorph.schedule.costs import Limits, Links, Routes, StageCosts
-from jaxmorph.schedule.offloading import Offloading
-from jaxmorph.schedule.planner import Plan, alternatives
+from jaxmorph.schedule.planner import Offloading, Plan, alternatives
 from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 
 _NOISE = 0.05  # a difference between stages that is not worth an order of transfers
 _WORTH = 0.01  # a shorter step than this is as likely noise in what was measured

@@ -9,9 +9,10 @@ from typing import Protocol
 import numpy as np
 
 from jaxmorph.program.check import ProgramError
-from jaxmorph.program.copy_engines import CopyEngines
 from jaxmorph.program.instructions import (
     AwaitRoom,
+    Buffer,
+    BufferKind,
     Fetch,
     Free,
     Instruction,
@@ -22,13 +23,11 @@ from jaxmorph.program.instructions import (
     Send,
     Transfer,
 )
-from jaxmorph.schedule.copy_costs import CopyCosts
-from jaxmorph.schedule.costs import NO_LATENCY, Links, LinkState, StageCosts
-from jaxmorph.schedule.link_models import Direction, LinkQueue
+from jaxmorph.schedule.costs import NO_LATENCY, CopyCosts, Links, LinkState, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.schedule.replay import StageTimes
-from jaxmorph.schedule.simulator import stage_times
-from jaxmorph.schedule.timeline import Timeline, TransferSpan
+from jaxmorph.schedule.replay import Direction, LinkQueue, StageTimes
+from jaxmorph.schedule.simulate import stage_times
+from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
 
 class Disturbance(Protocol):
@@ -97,7 +96,7 @@ def simulate_blocking(
     board = _Board(links)
     common = (board, disturbance or _Undisturbed())
     copies = copies or CopyCosts.uniform(costs.num_stages, 0.0)
-    engines = map(CopyEngines, range(len(programs)), copies.offload_ms, copies.fetch_ms)
+    engines = map(_CopyEngines, range(len(programs)), copies.offload_ms, copies.fetch_ms)
     ranks = [
         _Rank(program.rank, times[program.rank], *common, own)
         for program, own in zip(programs, engines, strict=True)
@@ -110,6 +109,57 @@ def simulate_blocking(
         transfers=tuple(span for rank in ranks for span in rank.transfers),
         copies=tuple(span for rank in ranks for span in rank.copies.spans),
     )
+
+
+@dataclass
+class _CopyEngines:
+    """A device's two copy engines, one for each direction, beside its queue of ops.
+
+    Copies of a direction share its bandwidth: they follow one another.
+
+    Args:
+        offload_ms: What a copy to host memory takes, milliseconds.
+        fetch_ms: What a copy back takes, milliseconds.
+    """
+
+    rank: int
+    offload_ms: float
+    fetch_ms: float
+    spans: list[CopySpan] = field(default_factory=list)
+    _gone_ms: dict[Buffer, float] = field(default_factory=dict)
+    _back_ms: dict[Buffer, float] = field(default_factory=dict)
+    _out_free_ms: float = 0.0
+    _in_free_ms: float = 0.0
+
+    def begin(self, step: Offload | Fetch, now_ms: float) -> None:
+        """Add a copy to those of its direction.
+
+        Args:
+            now_ms: When the queue comes to it.
+        """
+        if isinstance(step, Offload):
+            start_ms = max(now_ms, self._out_free_ms)
+            self._out_free_ms = self._gone_ms[step.buffer] = start_ms + self.offload_ms
+            self._note("offload", step.buffer, start_ms, self._out_free_ms)
+            return
+        waits = (self._gone_ms[stash] for stash in (step.buffer, step.after) if stash)
+        start_ms = max(now_ms, self._in_free_ms, *waits)
+        self._in_free_ms = self._back_ms[step.buffer] = start_ms + self.fetch_ms
+        self._note("fetch", step.buffer, start_ms, self._in_free_ms)
+
+    def gone_ms(self, stash: Buffer) -> float:
+        """When a stash has left the device."""
+        return self._gone_ms[stash]
+
+    def back_ms(self, op: Op) -> float:
+        """When the stash that an op reads is back; 0 where it has not been away."""
+        if not self._back_ms or op.kind not in (OpKind.B, OpKind.BW):
+            return 0.0
+        return self._back_ms.get(Buffer(BufferKind.STASH, op.microbatch, op.chunk), 0.0)
+
+    def _note(self, kind: str, stash: Buffer, start_ms: float, end_ms: float) -> None:
+        span = CopySpan(self.rank, kind, stash.microbatch, stash.chunk, start_ms, end_ms)
+        self.spans.append(span)
 
 
 _Posted = dict[Transfer, float]
@@ -149,7 +199,7 @@ class _Rank:
     times: StageTimes
     board: _Board
     disturbance: Disturbance
-    copies: CopyEngines
+    copies: _CopyEngines
     clock_ms: float = 0.0
     ops: list[Op] = field(default_factory=list)
     starts_ms: list[float] = field(default_factory=list)

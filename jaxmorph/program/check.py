@@ -9,17 +9,17 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxmorph.program.channels import Channel, channel_of
 from jaxmorph.program.dataflow import reads, writes
-from jaxmorph.program.device_room import most_held
 from jaxmorph.program.instructions import (
     AwaitRoom,
     Buffer,
+    Channel,
     Fetch,
     Free,
     Instruction,
     Offload,
     Payload,
+    Pipeline,
     RankProgram,
     Receive,
     Reduce,
@@ -27,9 +27,10 @@ from jaxmorph.program.instructions import (
     Send,
     Transfer,
     Update,
+    channel_of,
 )
-from jaxmorph.program.pipeline import Pipeline
-from jaxmorph.schedule.memory import StageMemory
+from jaxmorph.program.offload import most_held
+from jaxmorph.schedule.costs import StageMemory
 from jaxmorph.schedule.ops import Op, OpKind
 
 InFlight = dict[Channel, deque[Transfer]]

@@ -14,13 +14,14 @@ from jaxmorph.program.instructions import (
     Instruction,
     Offload,
     Payload,
+    Pipeline,
+    Place,
     Receive,
     Reduce,
     Run,
     Send,
     Transfer,
 )
-from jaxmorph.program.pipeline import Pipeline, Place
 from jaxmorph.schedule.ops import Op, OpKind
 
 # Plans of one run are made of the same ops, and lowering asks about each many times over.

@@ -1,6 +1,7 @@
 """What one rank does in one step, as data: run an op, send, receive, offload, free, reduce, update.
 
-An instruction names buffers, never arrays; `dataflow` says which ones each instruction touches.
+An instruction names buffers, never arrays; `dataflow` says which ones each instruction touches. A
+program has a text form, one line an instruction, so that one process can hand it to another.
 """
 
 import re
@@ -9,9 +10,42 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
-from jaxmorph.program.pipeline import Pipeline
 from jaxmorph.schedule.costs import Link, Route
 from jaxmorph.schedule.ops import Op
+
+
+class Place(NamedTuple):
+    """Where a virtual stage runs: a rank, and which of the rank's chunks it is."""
+
+    rank: int
+    chunk: int
+
+
+class Pipeline(NamedTuple):
+    """S ranks with V chunks each: chunk c of rank r is virtual stage c * S + r.
+
+    So the chain goes around the ranks V times, and with V = 1 a rank is a stage.
+
+    Args:
+        num_chunks: Number of virtual stages each rank runs, V.
+    """
+
+    num_ranks: int
+    num_chunks: int = 1
+
+    def after(self, place: Place) -> Place | None:
+        """Where activations go from here; None at the end of the chain, which has the head."""
+        rank, chunk = place
+        if rank + 1 < self.num_ranks:
+            return Place(rank + 1, chunk)
+        return Place(0, chunk + 1) if chunk + 1 < self.num_chunks else None
+
+    def before(self, place: Place) -> Place | None:
+        """Where gradients go from here; None at the start of the chain, which embeds."""
+        rank, chunk = place
+        if rank > 0:
+            return Place(rank - 1, chunk)
+        return Place(self.num_ranks - 1, chunk - 1) if chunk > 0 else None
 
 
 class BufferKind(StrEnum):
@@ -105,6 +139,34 @@ class Transfer(NamedTuple):
 def _of_chunk(chunk: int, text: str) -> str:
     """A text in front of which the chunk stands as before an op: not for the first chunk."""
     return f"{chunk}.{text}" if chunk else text
+
+
+class Channel(NamedTuple):
+    """One kind of payload on one direction of a link; tied parameters have a channel each.
+
+    On two stages with chunks, gradients to the stage below and activations that go around share a
+    direction, as two channels.
+    """
+
+    payload: Payload
+    source: int
+    destination: int
+    tied_index: int = 0
+
+    @property
+    def link(self) -> Link:
+        """The link it is a direction of."""
+        return Link(min(self.source, self.destination), max(self.source, self.destination))
+
+    def __str__(self) -> str:
+        index = f"[{self.tied_index}]" if self.payload is Payload.TIED else ""
+        return f"{self.payload}{index} {self.source}>{self.destination}"
+
+
+def channel_of(transfer: Transfer) -> Channel:
+    """The channel that a transfer travels."""
+    index = transfer.microbatch if transfer.payload is Payload.TIED else 0
+    return Channel(transfer.payload, transfer.source, transfer.destination, index)
 
 
 @dataclass(frozen=True)
@@ -242,3 +304,81 @@ class RankProgram:
     def ops(self) -> Iterator[Op]:
         """The ops alone, in order."""
         return (step.op for step in self.instructions if isinstance(step, Run))
+
+
+_HEADING = re.compile(r"rank (\d+) of (\d+), (\d+) microbatches, (\d+) chunks")
+_BUFFER = re.compile(r"(?:(\d+)\.)?([a-z-]+)\[(\d+)\]")
+
+
+def program_text(program: RankProgram) -> str:
+    """A program as text that `parse_program` reads back."""
+    heading = (
+        f"rank {program.rank} of {program.num_ranks}, {program.num_microbatches} microbatches, "
+        f"{program.num_chunks} chunks"
+    )
+    return "\n".join([heading, *map(_line, program.instructions)])
+
+
+def parse_program(text: str) -> RankProgram:
+    """The program that `program_text` wrote.
+
+    Raises:
+        ValueError: If a line is no instruction.
+    """
+    heading, *lines = text.split("\n")
+    found = _HEADING.fullmatch(heading)
+    if found is None:
+        raise ValueError(f"got {heading!r}, expected a line such as 'rank 0 of 4, ...'")
+    rank, num_ranks, num_microbatches, num_chunks = map(int, found.groups())
+    instructions = tuple(map(_instruction, lines))
+    return RankProgram(rank, num_ranks, num_microbatches, instructions, num_chunks)
+
+
+def _line(step: Instruction) -> str:
+    match step:
+        case Send(_, route) | Receive(_, route):
+            return f"{step} {route}"
+        case Reduce(index, buffer):
+            return f"reduce {index}" if buffer is None else f"reduce {index} {buffer}"
+        case _:
+            return str(step)
+
+
+def _instruction(line: str) -> Instruction:
+    match line.split(" "):
+        case ["run", op]:
+            return Run(Op.parse(op))
+        case ["send", payload, way, ("direct" | "delegated") as route]:
+            return Send(Transfer.parse(f"{payload} {way}"), route)
+        case ["receive", payload, way, ("direct" | "delegated") as route]:
+            return Receive(Transfer.parse(f"{payload} {way}"), route)
+        case ["free", buffer]:
+            return Free(_buffer(buffer))
+        case ["reduce", index]:
+            return Reduce(int(index), None)
+        case ["reduce", index, buffer]:
+            return Reduce(int(index), _buffer(buffer))
+        case ["update"]:
+            return Update()
+    return _copy_instruction(line)
+
+
+def _copy_instruction(line: str) -> Instruction:
+    match line.split(" "):
+        case ["offload", buffer]:
+            return Offload(_buffer(buffer))
+        case ["fetch", buffer]:
+            return Fetch(_buffer(buffer))
+        case ["fetch", buffer, "after", other]:
+            return Fetch(_buffer(buffer), _buffer(other))
+        case ["await", "room", "of", buffer]:
+            return AwaitRoom(_buffer(buffer))
+    raise ValueError(f"got {line!r}, expected an instruction such as 'run F3'")
+
+
+def _buffer(text: str) -> Buffer:
+    found = _BUFFER.fullmatch(text)
+    if found is None:
+        raise ValueError(f"got {text!r}, expected a buffer such as 'stash[3]'")
+    chunk, kind, microbatch = found.groups()
+    return Buffer(BufferKind(kind), int(microbatch), int(chunk or 0))

@@ -1,17 +1,30 @@
-"""From a planned schedule to each rank's instructions: pure passes, list in and list out."""
+"""From a planned schedule to each rank's instructions: pure passes, list in and list out.
 
+All ops and transfers of a step are put into one global order, which every rank's instructions
+follow. Direct transfers are rendezvous on an in-order queue: both ends must reach them in the same
+order or they deadlock. If every rank's instructions are a subsequence of one total order that
+respects the data dependencies, the earliest unfinished item of that order can always run, so
+nothing deadlocks.
+"""
+
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TypeGuard
+from operator import attrgetter
+from typing import NamedTuple, TypeGuard
 
-from jaxmorph.program.dataflow import output_transfer, reads, received_buffer, writes
+import numpy as np
+
+from jaxmorph.program.blocking import simulate_blocking
+from jaxmorph.program.dataflow import feeder, output_transfer, reads, received_buffer, writes
 from jaxmorph.program.instructions import (
     Buffer,
     BufferKind,
     Free,
     Instruction,
     Payload,
+    Pipeline,
     RankProgram,
     Receive,
     Reduce,
@@ -20,9 +33,10 @@ from jaxmorph.program.instructions import (
     Transfer,
     Update,
 )
-from jaxmorph.program.ordering import Placed, global_order
-from jaxmorph.schedule.costs import Link, Routes
+from jaxmorph.schedule.costs import Link, Links, LinkState, Routes, StageCosts
+from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.schedule import Schedule
+from jaxmorph.schedule.simulate import simulate
 from jaxmorph.schedule.timeline import Timeline
 
 
@@ -65,6 +79,168 @@ def lower_order(
         )
         for rank, row in enumerate(rows)
     )
+
+
+def lower_in_step(
+    schedule: Schedule, costs: StageCosts, links: Links, routes: Routes, *, num_tied: int = 0
+) -> tuple[RankProgram, ...]:
+    """Every rank's instructions for one step, in which ranks wait little for each other.
+
+    When all run as early as they can, each rank is one forward behind the rank before it: with one
+    chunk, ops of neighbours end together. Around a ring the delays add up, and unless they come to
+    whole turns of forward and backward, transfers between the last rank and the first fall into the
+    middle of each other's ops, turn after turn. Planned with a message that takes as long as a
+    forward, all ranks keep time, for a longer warm-up. Which of the two is shorter, a simulation of
+    the programs tells.
+
+    Args:
+        links: States of the links that count in the order of transfers.
+
+    Returns:
+        One program per rank; with one chunk, those of the schedule as early as it can run.
+    """
+    lowered = [
+        lower(schedule, planned, routes, num_tied=num_tied)
+        for planned in _timelines(schedule, costs, links, routes)
+    ]
+    if len(lowered) == 1:
+        return lowered[0]
+    return min(lowered, key=lambda programs: simulate_blocking(programs, costs, links).makespan_ms)
+
+
+def _timelines(
+    schedule: Schedule, costs: StageCosts, links: Links, routes: Routes
+) -> Iterator[Timeline]:
+    yield simulate(schedule, costs, links)
+    ring = range(schedule.num_stages)
+    if schedule.num_chunks == 1 or len(ring) == 1:
+        return
+    forward_ms = max(costs.forward_ms) / schedule.num_chunks
+    pairs = (sorted((rank, (rank + 1) % len(ring))) for rank in ring)
+    direct = [link for link in map(Link._make, pairs) if routes.get(link, "direct") == "direct"]
+    yield simulate(
+        schedule, costs, {**links, **dict.fromkeys(direct, LinkState(forward_ms, forward_ms))}
+    )
+
+
+class Key(NamedTuple):
+    """A place in the global order.
+
+    At one instant transfers come before the ops that start then, and they take turns: links that
+    share no stage have the same turn, so that no transfer waits for a chain of others.
+    """
+
+    time_us: int
+    is_op: bool
+    turn: int
+    tie: float
+
+
+class Placed(NamedTuple):
+    """An op on a rank, or the transfer that the op makes, with its place in the global order."""
+
+    key: Key
+    rank: int
+    op: Op
+    transfer: Transfer | None = None
+
+
+class _Planned(NamedTuple):
+    """When a rank's ops run: their starts in microseconds, starts and ends in whole ones."""
+
+    exact_start_us: list[float]
+    start_us: list[int]
+    end_us: list[int]
+
+    @classmethod
+    def of(cls, start_ms: np.ndarray, end_ms: np.ndarray) -> "_Planned":
+        """The times of a rank in a timeline."""
+        return cls((start_ms * 1e3).tolist(), _microseconds(start_ms), _microseconds(end_ms))
+
+
+def global_order(schedule: Schedule, planned: Timeline, routes: Routes) -> list[Placed]:
+    """All ops and transfers of a step in one order that every rank follows.
+
+    Returns:
+        Ops at their planned starts; each transfer at the end of the op that made it, except that a
+        direct transfer whose receiver started an op only shortly before goes before that op: the
+        receiver then waits a little instead of the sender a lot.
+    """
+    pipeline = Pipeline(schedule.num_stages, schedule.num_chunks)
+    ties = _topological_index(schedule, pipeline)
+    times = [*map(_Planned.of, planned.start_ms, planned.end_ms)]
+    placed: list[Placed] = []
+    for rank, order in enumerate(schedule.orders):
+        _, start_us, end_us = times[rank]
+        for op, start, end in zip(order, start_us, end_us, strict=True):
+            made = Key(start, True, 0, ties[rank, op])
+            placed.append(Placed(made, rank, op))
+            transfer = output_transfer(op, rank, pipeline)
+            if transfer is not None:
+                direct = routes.get(transfer.link, "direct") == "direct"
+                turn = _turn(transfer, pipeline.num_ranks)
+                there = times[transfer.destination] if direct else None
+                placed.append(Placed(_transfer_key(made, end, turn, there), rank, op, transfer))
+    return sorted(placed, key=attrgetter("key"))
+
+
+def _microseconds(times_ms: np.ndarray) -> list[int]:
+    """Whole microseconds, in which sums of the same durations in another order are equal."""
+    return np.rint(times_ms * 1e3).astype(np.int64).tolist()
+
+
+def _transfer_key(made: Key, end_us: int, turn: int, there: _Planned | None) -> Key:
+    """Any time after the producer's start and up to the consumer's start keeps the order sound."""
+    if end_us <= made.time_us:  # an op that takes no time: its transfer stays behind it by the tie
+        return made._replace(tie=made.tie + 0.5)
+    boundary_us = _nearer_boundary(end_us, there) if there else None
+    if boundary_us is not None and boundary_us > made.time_us:
+        return Key(boundary_us, False, turn, made.tie)
+    return Key(end_us, False, turn, made.tie)
+
+
+def _turn(transfer: Transfer, num_ranks: int) -> int:
+    """Activations on even links, then on odd ones, then gradients likewise.
+
+    The link around the ranks counts as the one after the last; where that is even, so is link 0-1
+    beside it, and it has a turn of its own.
+    """
+    link = num_ranks - 1 if transfer.goes_around else transfer.link.lower
+    alone = transfer.goes_around and link % 2 == 0
+    return 3 * (transfer.payload is Payload.GRADIENT) + (2 if alone else link % 2)
+
+
+def _nearer_boundary(time_us: int, there: _Planned) -> int | None:
+    """The start of the op that a rank is running at a time, if that is nearer than its end."""
+    position = bisect_left(there.exact_start_us, time_us) - 1
+    if position < 0:
+        return None
+    start_us, end_us = there.start_us[position], there.end_us[position]
+    return start_us if time_us - start_us < end_us - time_us else None
+
+
+def _topological_index(schedule: Schedule, pipeline: Pipeline) -> dict[tuple[int, Op], int]:
+    """Positions of all ops in one order that respects each stage's order and the data."""
+    index: dict[tuple[int, Op], int] = {}
+    remaining = [deque(order) for order in schedule.orders]
+    ready = deque(range(schedule.num_stages))
+    while ready:
+        rank = ready.popleft()
+        while remaining[rank] and _input_made(remaining[rank][0], rank, pipeline, index):
+            op = remaining[rank].popleft()
+            index[rank, op] = len(index)
+            transfer = output_transfer(op, rank, pipeline)
+            if transfer is not None:
+                ready.append(transfer.destination)
+    if any(remaining):
+        raise ValueError(f"schedule {schedule.name!r} cannot run to completion:\n{schedule}")
+    return index
+
+
+def _input_made(op: Op, rank: int, pipeline: Pipeline, made: dict[tuple[int, Op], int]) -> bool:
+    """Whether the op that feeds this one, if any does, has run."""
+    source = feeder(op, rank, pipeline)
+    return source is None or source in made
 
 
 def _rows(order: list[Placed], num_ranks: int, routes: Routes) -> list[list[Instruction]]:
@@ -156,12 +332,7 @@ def _tied_exchange(rank: int, last: int, index: int, routes: Routes) -> list[Ins
 
 
 def insert_frees(program: RankProgram) -> RankProgram:
-    """The same program with each buffer freed right after its last reader.
-
-    Returns:
-        The program in which every buffer that is made is freed exactly once, as soon as nothing
-        reads it any more (a buffer that nothing reads is freed where it was made).
-    """
+    """The same program with each buffer freed right after its last reader, or where it was made."""
     steps, rank, pipeline = program.instructions, program.rank, program.pipeline
     last_use: dict[Buffer, int] = {}
     for position, step in enumerate(steps):
@@ -175,3 +346,41 @@ def insert_frees(program: RankProgram) -> RankProgram:
         freed.append(step)
         freed.extend(Free(buffer) for buffer in freed_at.get(position, ()))
     return replace(program, instructions=tuple(freed))
+
+
+def forward_only(program: RankProgram, first_microbatch: int = 0) -> RankProgram:
+    """A rank's program with nothing but its forwards and their transfers: to evaluate a loss.
+
+    What is left on all ranks stands in the order that the whole step had, so it runs to completion
+    as that does. Nothing reads a stash, which is therefore freed as soon as its forward has run.
+
+    Args:
+        first_microbatch: The number of its first microbatch, where those of the step itself, whose
+            messages have these names, are to be told apart.
+    """
+    kept = tuple(
+        _renumbered(step, first_microbatch)
+        for step in program.instructions
+        if _belongs_to_a_forward(step)
+    )
+    return insert_frees(replace(program, instructions=kept))
+
+
+def _belongs_to_a_forward(step: Instruction) -> bool:
+    match step:
+        case Run(op):
+            return op.kind is OpKind.F
+        case Send(transfer) | Receive(transfer):
+            return transfer.payload is Payload.ACTIVATION
+        case _:
+            return False
+
+
+def _renumbered(step: Instruction, by: int) -> Instruction:
+    match step:
+        case Run(op):
+            return Run(op._replace(microbatch=op.microbatch + by))
+        case Send(transfer) | Receive(transfer):
+            return replace(step, transfer=transfer._replace(microbatch=transfer.microbatch + by))
+        case _:
+            return step

@@ -2,16 +2,20 @@
 
 Every use of a stash is known beforehand, so what goes out is, as in Belady's optimal caching, what
 is needed farthest in the future, and nothing goes before there is no room otherwise.
+
+A stash on its way out counts as held until something waits for its offload, or for a later one:
+those of a rank are over in the order of its program. So a program that keeps its room here keeps it
+whatever anything takes.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from jaxmorph.errors import UserError
-from jaxmorph.program.device_room import await_room
 from jaxmorph.program.instructions import (
+    AwaitRoom,
     Buffer,
     BufferKind,
     Fetch,
@@ -21,7 +25,7 @@ from jaxmorph.program.instructions import (
     RankProgram,
     Run,
 )
-from jaxmorph.schedule.memory import StageMemory
+from jaxmorph.schedule.costs import StageMemory
 from jaxmorph.schedule.ops import Op, OpKind
 
 
@@ -37,7 +41,7 @@ def offload(
 
     A stash goes out right after its F, so that its copy has the longest time, and comes back before
     its B as soon as there is room, but at most ``ahead`` ops before. What needs the place of one on
-    its way out waits for that: see `device_room`.
+    its way out waits for that: see `await_room`.
 
     Args:
         program: A rank's instructions, without offloads.
@@ -68,12 +72,7 @@ def offload(
 def offload_these(
     program: RankProgram, stashes: Collection[Buffer], *, ahead: int = 1
 ) -> RankProgram:
-    """The same program with some stashes offloaded, whether there is room for them or not.
-
-    Args:
-        program: A rank's instructions, without offloads.
-        ahead: How many ops before its B a stash begins to come back, at most.
-    """
+    """The same program with some stashes offloaded, whether there is room for them or not."""
     ops = tuple(program.ops())
     return _with_copies(program, ops, stashes, StageMemory(1, 0, len(ops)), ahead)
 
@@ -238,3 +237,106 @@ def _held_at(ops: Sequence[Op], chosen: Collection[Buffer], memory: StageMemory)
         if stash not in chosen:
             held.update(_between(life, memory))
     return held
+
+
+def await_room(program: RankProgram, memory: StageMemory) -> RankProgram:
+    """The same program, in which whatever needs the place of a stash on its way out waits for it.
+
+    Args:
+        program: A rank's instructions that keep their room if offloads take no time.
+        memory: What a microbatch of a chunk holds, and what there is room for.
+
+    Returns:
+        The program that keeps it whatever they take; nothing waits for more than it needs.
+    """
+    device = _Device(memory)
+    return replace(program, instructions=tuple(_awaiting(program, device)))
+
+
+@dataclass
+class _Device:
+    """What is on a rank's device, step by step."""
+
+    memory: StageMemory
+    held: int = 0
+    leaving: deque[Buffer] = field(default_factory=deque)
+
+    @property
+    def most(self) -> int:
+        """What is held if nothing that is on its way out has left yet."""
+        return self.held + len(self.leaving) * self.memory.forward_holds
+
+    def over(self, stash: Buffer) -> None:
+        """A stash has left, and with it those before it."""
+        while stash in self.leaving:
+            self.leaving.popleft()
+
+    def last_to_leave(self, growth: int) -> Buffer | None:
+        """The stash that must have left before there is room for something more."""
+        last = None
+        for stash in self.leaving:
+            if self.most + growth <= self.memory.room:
+                break
+            growth -= self.memory.forward_holds
+            last = stash
+        return last
+
+    def needs(self, step: Instruction) -> int:
+        """What a step needs beyond what is held before it, while it runs."""
+        match step:
+            case Fetch() | Run((OpKind.F, _, _)):
+                return self.memory.forward_holds
+            case Run((OpKind.B, _, _)):
+                return self.memory.needed - self.memory.forward_holds
+            case _:
+                return 0
+
+    def step(self, step: Instruction) -> None:
+        """Account for a step."""
+        forward, backward = self.memory.forward_holds, self.memory.backward_holds
+        match step:
+            case Run(op):
+                gains = {OpKind.F: forward, OpKind.B: backward - forward, OpKind.W: -backward}
+                self.held += gains.get(op.kind, -forward)
+            case Offload(buffer):
+                self.held -= forward
+                self.leaving.append(buffer)
+            case Fetch(buffer, after):
+                self.over(buffer)
+                if after is not None:
+                    self.over(after)
+                self.held += forward
+            case AwaitRoom(buffer):
+                self.over(buffer)
+            case _:
+                pass
+
+
+def _awaiting(program: RankProgram, device: _Device) -> Iterator[Instruction]:
+    for step in program.instructions:
+        if isinstance(step, Fetch):
+            device.over(step.buffer)  # it can't come back before it is there
+        last = device.last_to_leave(device.needs(step))
+        if last is not None and isinstance(step, Fetch):
+            step = replace(step, after=last)
+        elif last is not None:
+            yield AwaitRoom(last)
+            device.over(last)
+        device.step(step)
+        yield step
+
+
+def most_held(program: RankProgram, memory: StageMemory) -> Iterator[int]:
+    """What the device may hold while each instruction runs, whatever anything takes.
+
+    A step makes no stash twice; the memory's room doesn't matter.
+    """
+    device = _Device(memory)
+    for step in program.instructions:
+        if isinstance(step, Fetch):
+            device.over(step.buffer)
+            device.over(step.after or step.buffer)
+        needs = device.needs(step)
+        during = device.most + needs
+        device.step(step)
+        yield max(during, device.most)

@@ -13,9 +13,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxmorph.program.channels import Channel, channel_of
 from jaxmorph.program.check import ProgramError
-from jaxmorph.program.instructions import Instruction, RankProgram, Receive, Send, Transfer
+from jaxmorph.program.instructions import (
+    Channel,
+    Instruction,
+    RankProgram,
+    Receive,
+    Send,
+    Transfer,
+    channel_of,
+)
 
 _Clock = np.ndarray
 """int64 [ranks]: how many instructions each rank's host is known to have handled."""

@@ -28,7 +28,7 @@ from jaxmorph.copies.programs import (
     Ticket,
     is_ready,
 )
-from jaxmorph.program.channels import Channel, channel_of
+from jaxmorph.program.instructions import Channel, channel_of
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.payloads import channel_name
 from jaxmorph.runtime.routes import (

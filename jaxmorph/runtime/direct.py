@@ -13,7 +13,7 @@ from functools import partial
 
 import jax
 
-from jaxmorph.program.channels import Channel, channel_of
+from jaxmorph.program.instructions import Channel, channel_of
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.kept_outputs import KeptOutputs

@@ -11,8 +11,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxmorph.copies.payload import PayloadShape
-from jaxmorph.program.channels import Channel, channel_of
-from jaxmorph.program.instructions import Payload, Transfer
+from jaxmorph.program.instructions import Channel, Payload, Transfer, channel_of
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.queue import DeviceQueue, Stamp
 from jaxmorph.runtime.routes import Route

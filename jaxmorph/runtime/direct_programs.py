@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from jax.sharding import Mesh
 
 from jaxmorph.copies.payload import PayloadShape
-from jaxmorph.program.channels import Channel
+from jaxmorph.program.instructions import Channel
 from jaxmorph.runtime.links import LinkProgram
 from jaxmorph.schedule.costs import Link
 from jaxmorph.stage.mesh import link_mesh

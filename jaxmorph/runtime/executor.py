@@ -30,6 +30,7 @@ from jaxmorph.program.instructions import (
     Instruction,
     Offload,
     Payload,
+    Place,
     RankProgram,
     Receive,
     Reduce,
@@ -38,7 +39,6 @@ from jaxmorph.program.instructions import (
     Transfer,
     Update,
 )
-from jaxmorph.program.pipeline import Place
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies, wait_for
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.pacing import Pace

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxmorph.program.channels import Channel
+from jaxmorph.program.instructions import Channel
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.direct_programs import LIVES

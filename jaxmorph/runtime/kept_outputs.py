@@ -5,7 +5,7 @@ from collections import Counter, deque
 
 import jax
 
-from jaxmorph.program.channels import Channel, channel_of
+from jaxmorph.program.instructions import Channel, channel_of
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.schedule.costs import Link
 

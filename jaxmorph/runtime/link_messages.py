@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from jaxmorph.program.channels import Channel
-from jaxmorph.program.instructions import Payload
+from jaxmorph.program.instructions import Channel, Payload
 
 Counts = Mapping[Channel, int]
 """How many messages of each channel."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from jaxmorph.program.channels import Channel
+from jaxmorph.program.instructions import Channel
 
 Programs = Mapping[Channel, Any]
 

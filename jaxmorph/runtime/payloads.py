@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmorph.copies.payload import PayloadShape, SlotUse
-from jaxmorph.program.channels import Channel
-from jaxmorph.program.instructions import Payload
+from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.schedule.costs import Link
 from jaxmorph.stage.model import PipelineModel
 from jaxmorph.stage.parameters import leaf_at

@@ -9,8 +9,7 @@ from statistics import median
 
 import numpy as np
 
-from jaxmorph.program.channels import Channel, channel_of
-from jaxmorph.program.instructions import Transfer
+from jaxmorph.program.instructions import Channel, Transfer, channel_of
 from jaxmorph.records import Message
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.host_copies import CopyLabel

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxmorph.copies.payload import PayloadShape, SlotUse
 from jaxmorph.copies.stage_copies import StageCopies, open_copies
-from jaxmorph.program.channels import Channel
+from jaxmorph.program.instructions import Channel
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.direct_programs import direct_programs

@@ -8,8 +8,7 @@ import optax
 
 from jaxmorph.copies.choosing import AUTO
 from jaxmorph.copies.payload import PayloadShape
-from jaxmorph.program.channels import Channel
-from jaxmorph.program.instructions import Payload
+from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.payloads import channel_payloads

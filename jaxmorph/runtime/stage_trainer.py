@@ -10,8 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmorph.copies.payload import PayloadShape
-from jaxmorph.program.channels import Channel
-from jaxmorph.program.instructions import RankProgram
+from jaxmorph.program.instructions import Channel, RankProgram
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct_probe import probe_direct
 from jaxmorph.runtime.emulated_links import EmulatedLinks
@@ -30,9 +29,8 @@ from jaxmorph.schedule.costs import Link
 from jaxmorph.stage.build import StagePrograms, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import Params, PipelineModel
-from jaxmorph.stage.parameters import LeafPath, compile_init
-from jaxmorph.stage.stash import StashMemory
-from jaxmorph.stage.stored_weights import read_stage_params
+from jaxmorph.stage.parameters import LeafPath, compile_init, read_stage_params
+from jaxmorph.stage.stage_functions import StashMemory
 from jaxmorph.transport.plane import DataPlane
 
 

@@ -1,11 +1,17 @@
-"""The best planner: several rules, forwards and backwards in time, then a search from the best."""
+"""The best planner: several rules, forwards and backwards in time, then a search from the best.
 
-from collections.abc import Sequence
+The search moves ops along the schedule's longest path: tabu search. A path is as long as it is
+because some ops run back to back on a stage, in a block, before the one whose output is waited for.
+Moving an op of the block behind its last one, or ahead of its first one, is all that can shorten it
+(Grabowski's block property, as for job shops). The best such move is made even where it makes the
+step longer, and is not undone for a while, so that the search leaves what is only locally best.
+"""
 
-from jaxmorph.schedule.improvement import Search
-from jaxmorph.schedule.list_schedule import PAPER, ListSchedule, Rule, list_schedule
-from jaxmorph.schedule.order_graph import Arcs
-from jaxmorph.schedule.workload import Workload
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jaxmorph.schedule.list_schedule import PAPER, ListSchedule, Rule, Workload, list_schedule
+from jaxmorph.schedule.order_graph import Arcs, OrderGraph
 
 # Together they make the shortest schedules of what was tried on random problems like those of
 # benchmarks.planner_gap, the first ones most of it.
@@ -18,7 +24,6 @@ _RULES = (
     Rule(backward_first=False, patience=1.0, weight_patience=1.0, spare_share=0.5, mirrored=True),
     Rule(backward_first=False, weight_patience=0.75, mirrored=True),
 )
-
 _EFFORT = 60_000  # ops that rules and searches may visit together: some 6 ms of a processor
 _SEARCH_SHARE = 1 / 2  # of it is left to the searches, unless few rules are enough to use it up
 _RULE_EFFORT = 6  # visits that running an op under a rule takes as long as
@@ -29,6 +34,7 @@ _ROUNDS = ((3, 0.5), (1, 0.5))
 _LEAST_RULES = 3  # tried even where a step is so long that they take more than the effort
 _LEAST_MOVES = 20  # visits per op below which a search gets nowhere
 _SLACK = 1_000  # picoseconds by which sums of rounded durations may be off
+_TENURE = 8  # moves for which a move is not undone
 
 
 def adaptive_schedule(
@@ -43,9 +49,6 @@ def adaptive_schedule(
     Args:
         warmup_forwards: The paper's warm-up forwards of each stage.
         bound: A makespan that no schedule can beat, picoseconds.
-
-    Returns:
-        The schedule.
 
     Raises:
         ValueError: The warm-ups are more than the stages can hold.
@@ -89,3 +92,145 @@ def _search(
             if search.best.makespan <= bound:
                 return search.best
     return min((search.best for search in searches), key=lambda best: best.makespan)
+
+
+class _Move(NamedTuple):
+    """Move `op` right behind `other` (or ahead of it), and how long the path then is."""
+
+    length: int
+    op: int
+    other: int
+    behind: bool
+
+    def order(self) -> tuple[int, int]:
+        """Which of the two runs first after the move."""
+        return (self.other, self.op) if self.behind else (self.op, self.other)
+
+    def undone(self) -> tuple[int, int]:
+        """Which of the two runs first before the move."""
+        return (self.op, self.other) if self.behind else (self.other, self.op)
+
+
+class Search:
+    """A search from one schedule on, which can be continued as long as it is worth it.
+
+    Args:
+        start: Where to begin.
+        bound: A makespan that can't be beaten: the search ends when it is met, picoseconds.
+    """
+
+    def __init__(self, workload: Workload, arcs: Arcs, start: ListSchedule, bound: int) -> None:
+        self._workload = workload
+        self._bound = bound
+        self._graph = OrderGraph(arcs, start.numbers)
+        self.best = ListSchedule(start.numbers, self._graph.end(self._graph.last_op()))
+        self._tabu: dict[tuple[int, int], int] = {}
+        self._step = 0
+        self._allowance = 0
+        self._exhausted = False
+
+    def run(self, effort: int) -> None:
+        """Go on.
+
+        Args:
+            effort: How many ops to visit: the same work on every machine. Making the search counts
+                as the first of its visits.
+        """
+        self._allowance += effort
+        graph = self._graph
+        while not self._is_over and graph.visits < self._allowance:
+            self._step += 1
+            move = self._best_move()
+            if move is not None:
+                self._make(move)
+            elif self._tabu:
+                self._tabu.clear()
+            else:
+                self._exhausted = True
+
+    @property
+    def _is_over(self) -> bool:
+        return self._exhausted or self.best.makespan <= self._bound
+
+    def _make(self, move: _Move) -> None:
+        graph = self._graph
+        self._tabu[move.undone()] = self._step + _TENURE
+        make = graph.move_behind if move.behind else graph.move_ahead
+        if not make(move.op, move.other):
+            self._tabu[move.order()] = self._step + _TENURE  # not possible now: not again at once
+            return
+        makespan = graph.end(graph.last_op())
+        if makespan < self.best.makespan:
+            self.best = ListSchedule(graph.numbers, makespan)
+
+    def _best_move(self) -> _Move | None:
+        """The move after which the path is shortest, of those not tabu or better than ever."""
+        best = None
+        for move in _moves(self._graph, self._workload):
+            is_tabu = self._tabu.get(move.order(), 0) > self._step
+            if is_tabu and move.length >= self.best.makespan:
+                continue
+            if best is None or move.length < best.length:
+                best = move
+        return best
+
+
+def _moves(graph: OrderGraph, workload: Workload) -> Iterator[_Move]:
+    """Every move of a critical block's op to the block's end or start.
+
+    The first block's start and the last block's end are the step's own: nothing waits there.
+    """
+    blocks = graph.critical_blocks()
+    graph.visits += sum(map(len, blocks))
+    for index, block in enumerate(blocks):
+        if len(block) > 1:
+            if index < len(blocks) - 1:
+                yield from _moves_behind(graph, workload, block)
+            if index > 0:
+                yield from _moves_ahead(graph, workload, block)
+
+
+def _moves_behind(graph: OrderGraph, workload: Workload, block: list[int]) -> Iterator[_Move]:
+    count, other = workload.num_microbatches, block[-1]
+    end, room = graph.position[other], workload.room[other // (3 * count)]
+    for op in _last_of_each_kind(block[-2::-1], other, count):
+        kind = op % (3 * count) // count
+        if kind < 2 and graph.position[op + count] <= end:
+            continue  # its own microbatch's next op would come first
+        passed = graph.row_of(op)[graph.position[op] + 1 : end + 1]
+        if graph.change[op] < 0 and _most(graph, passed) - graph.change[op] > room:
+            continue
+        length = graph.longest_through([*passed, op], graph.before[op], graph.after[other])
+        yield _Move(length, op, other, True)
+
+
+def _moves_ahead(graph: OrderGraph, workload: Workload, block: list[int]) -> Iterator[_Move]:
+    count, other = workload.num_microbatches, block[0]
+    begin, room = graph.position[other], workload.room[other // (3 * count)]
+    for op in _last_of_each_kind(block[1:], other, count):
+        kind = op % (3 * count) // count
+        if kind and graph.position[op - count] >= begin:
+            continue
+        passed = graph.row_of(op)[begin : graph.position[op]]
+        previous = graph.before[other]
+        if graph.change[op] > 0:
+            most = max(_most(graph, passed), graph.held[previous] if previous >= 0 else 0)
+            if most + graph.change[op] > room:
+                continue
+        length = graph.longest_through([op, *passed], previous, graph.after[op])
+        yield _Move(length, op, other, False)
+
+
+def _last_of_each_kind(ops: list[int], other: int, count: int) -> Iterator[int]:
+    """The first of these ops of each kind but `other`'s: ops of one kind don't pass each other."""
+    seen = {other // count}
+    for op in ops:
+        if op // count not in seen:
+            seen.add(op // count)
+            yield op
+            if len(seen) == 3:
+                return
+
+
+def _most(graph: OrderGraph, ops: list[int]) -> int:
+    return max(graph.held[op] for op in ops)

@@ -1,21 +1,20 @@
-"""Solves a planning problem: plans, simulates, and measures."""
+"""Solves planning problems, one or a batch: plans, simulates, and measures."""
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmorph.errors import UserError
 from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
-from jaxmorph.schedule.costs import Limits
-from jaxmorph.schedule.fit import require_room
-from jaxmorph.schedule.jitter import jittered_makespans_ms
-from jaxmorph.schedule.memory import StageMemory
-from jaxmorph.schedule.planner import alternatives, plan
-from jaxmorph.schedule.problem import Problem, SimulatedLinkModel
+from jaxmorph.schedule.costs import Limits, StageMemory
+from jaxmorph.schedule.planner import alternatives, plan, require_room
+from jaxmorph.schedule.problem import Problem, SimulatedLinkModel, parse_problem
 from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import jittered_makespans_ms, simulate
 from jaxmorph.schedule.timeline import Timeline
 
 _JITTER_SAMPLES = 1000
@@ -100,10 +99,6 @@ class Answer:
 def simulate_links(schedule: Schedule, problem: Problem) -> Timeline:
     """Simulates a schedule over links that delay messages, and block nobody's queue.
 
-    Args:
-        schedule: What every stage runs, in which order.
-        problem: Costs, links and link model: ``latency`` or ``serialized``.
-
     Raises:
         ValueError: The model is ``blocking``, which is about lowered programs: see
             ``link_simulation``.
@@ -123,11 +118,7 @@ def solve(problem: Problem, simulate_step: SimulateStep = simulate_links) -> Ans
     """Plans (unless orders are given) for the believed links, and simulates the real ones.
 
     Args:
-        problem: What to plan and to simulate.
         simulate_step: How to simulate; the default does not know blocking links.
-
-    Returns:
-        The schedule, its timeline and its bound.
 
     Raises:
         UserError: An unknown schedule, impossible warm-ups, or a cap that cannot be kept.
@@ -185,3 +176,37 @@ def _jittered(schedule: Schedule, problem: Problem) -> JitteredMakespan | None:
         _JITTER_SEED,
     )
     return JitteredMakespan(float(makespans_ms.mean()), float(np.quantile(makespans_ms, 0.9)))
+
+
+def answer_lines(
+    lines: Iterable[bytes], simulate_step: SimulateStep = simulate_links
+) -> Iterator[dict[str, Any]]:
+    """Answers a batch of problems, one JSON object a line, in order.
+
+    Args:
+        lines: UTF-8 JSON, one problem a line; empty lines are passed over.
+        simulate_step: How to simulate; the default does not know blocking links.
+
+    Yields:
+        Each problem's answer, or ``{"name", "error"}`` for a problem with a mistake in it.
+    """
+    for line in lines:
+        if line.strip():
+            yield _answer_line(line, simulate_step)
+
+
+def _answer_line(line: bytes, simulate_step: SimulateStep) -> dict[str, Any]:
+    data: object = None
+    try:
+        data = _decoded(line)
+        return solve(parse_problem(data), simulate_step).to_json()
+    except UserError as error:
+        name = data.get("name") if isinstance(data, dict) else None
+        return {"name": name if isinstance(name, str) else None, "error": str(error)}
+
+
+def _decoded(line: bytes) -> object:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"not JSON: {error}") from error

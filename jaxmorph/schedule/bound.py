@@ -1,13 +1,13 @@
-"""A step time that no schedule can beat: the yardstick every plan is held against."""
+"""A step time that no schedule can beat, or none with given warm-ups: every plan is held to it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from jaxmorph.schedule.costs import NO_LATENCY, Limits, Links, StageCosts
-from jaxmorph.schedule.memory import StageMemory
+from jaxmorph.schedule.costs import NO_LATENCY, Limits, Links, StageCosts, StageMemory
+from jaxmorph.schedule.list_schedule import Workload
 from jaxmorph.schedule.replay import StageTimes
-from jaxmorph.schedule.simulator import stage_times
+from jaxmorph.schedule.simulate import stage_times
 
 _NO_LIMITS = Limits()
 _ROUNDING = 1e-9
@@ -30,7 +30,6 @@ def lower_bound_ms(
     With a cap, a microbatch takes the place of one that has made its round trip.
 
     Args:
-        costs: Durations of the ops, milliseconds.
         links: State of the links, milliseconds; messages are taken to overlap.
         num_chunks: Virtual stages per rank, V. With more than one, caps are not considered.
 
@@ -47,14 +46,7 @@ def lower_bound_ms(
 
 
 def certified_ms(bound_ms: float, makespan_ms: float) -> float:
-    """A bound as it holds for a schedule that was simulated: never above its makespan.
-
-    Args:
-        bound_ms: The lower bound, milliseconds.
-        makespan_ms: The schedule's, milliseconds.
-
-    Returns:
-        The bound, without the rounding by which it may exceed the makespan.
+    """A bound as it holds for a simulated schedule: without the rounding that exceeds its makespan.
 
     Raises:
         ArithmeticError: If it exceeds the makespan by more: then one of the two is wrong.
@@ -151,8 +143,6 @@ def turn_bound(
     """The bound by the turns that microbatches take in a stage's places; 0 without turns.
 
     Args:
-        times: All stages' durations and latencies.
-        ways: How long a microbatch on its own takes.
         cap: How many places it has.
         until_weight: Whether a place is kept until W, or only until B.
     """
@@ -182,3 +172,56 @@ def _passing(times: Sequence[StageTimes], ways: Ways, stage: int, count: int) ->
         )
         longest = max(longest, round_trip - alone + together)
     return longest
+
+
+class WarmupBound:
+    """The bounds of one problem for any warm-ups: makespans that no schedule with them beats.
+
+    A stage runs as many forwards as its warm-up says before its first B, and never has more of them
+    waiting for their B: so microbatches take turns in that many places. All is in whole
+    picoseconds, so that bounds and makespans compare exactly.
+
+    Args:
+        workload: The problem, not mirrored; its memory is not considered.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._count = workload.num_microbatches
+        rows = zip(
+            workload.forward,
+            workload.backward_input,
+            workload.backward_weight,
+            workload.forward_latency,
+            workload.backward_latency,
+            strict=True,
+        )
+        self._times = [StageTimes(*row) for row in rows]
+        self._ways = Ways.of(self._times, num_chunks=1)
+        self._turns: dict[tuple[int, int], float] = {}
+
+    def of(self, warmup_forwards: Sequence[int]) -> float:
+        """The bound, picoseconds, for each stage's warm-up forwards, from 1 to N."""
+        turns = map(self._turn_bound, range(len(self._times)), warmup_forwards)
+        return max(*turns, *self._start_bounds(warmup_forwards))
+
+    def _turn_bound(self, stage: int, cap: int) -> float:
+        if (stage, cap) not in self._turns:
+            self._turns[stage, cap] = turn_bound(
+                self._times, self._ways, stage, cap, self._count, until_weight=False
+            )
+        return self._turns[stage, cap]
+
+    def _start_bounds(self, warmup_forwards: Sequence[int]) -> Iterator[float]:
+        """What each stage has left when its first B can start at the earliest.
+
+        That needs the gradient of the stage behind, which has a warm-up of its own before it.
+        """
+        gradient = 0.0
+        for stage in reversed(range(len(self._times))):
+            row, forwards = self._times[stage], warmup_forwards[stage]
+            warm = self._ways.head[stage] + forwards * row.forward
+            first = max(gradient, self._ways.first_backward[stage], warm)
+            inputs_done = first + (self._count - forwards) * row.forward
+            inputs_done += self._count * row.backward_input
+            yield inputs_done + max(self._count * row.backward_weight, self._ways.tail[stage])
+            gradient = first + row.backward_input + row.backward_latency

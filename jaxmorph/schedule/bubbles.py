@@ -1,14 +1,17 @@
-"""Why each stage idles, and when: every gap of a timeline, attributed to a cause."""
+"""Why each stage idles, and when: every gap of a timeline, attributed to a cause.
 
+``find_bubbles`` splits what lies between a step's ops; ``step_shares`` divides the whole step, from
+barrier to barrier.
+"""
+
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
-from jaxmorph.schedule.copy_waits import CopyWaits, Interval
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.schedule.timeline import Timeline, TransferSpan
-from jaxmorph.schedule.transfers import TransferIndex
+from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferIndex, TransferSpan
 
 _ROUNDING = 1e-9
 """Relative to the step: what is shorter is floating point, not a bubble."""
@@ -47,9 +50,6 @@ def find_bubbles(timeline: Timeline) -> list[Bubble]:
     hasn't made room, and no message is on its way. ``other`` is what none of these explains, such
     as the dispatch of measured ops.
 
-    Args:
-        timeline: A simulated or measured step.
-
     Returns:
         The bubbles, stage by stage and in order of time; with the ops they fill the step.
     """
@@ -64,14 +64,7 @@ def find_bubbles(timeline: Timeline) -> list[Bubble]:
 
 
 def bubble_ms(timeline: Timeline) -> dict[BubbleCause, float]:
-    """Time that all stages together idle, by cause.
-
-    Args:
-        timeline: A simulated or measured step.
-
-    Returns:
-        Milliseconds for every cause, 0 where it does not occur.
-    """
+    """Milliseconds that all stages together idle, for every cause."""
     total = dict.fromkeys(BubbleCause, 0.0)
     for bubble in find_bubbles(timeline):
         total[bubble.cause] += bubble.end_ms - bubble.start_ms
@@ -96,9 +89,6 @@ class IdleShares(NamedTuple):
 def idle_shares(timeline: Timeline) -> tuple[IdleShares, ...]:
     """What each stage's bubbles come from: blocking stalls or dependencies (paper, section 3.1).
 
-    Args:
-        timeline: A measured step, or one simulated with its transfers.
-
     Returns:
         Shares of the step for every stage; 1 less their sum is the time it computes.
     """
@@ -117,6 +107,115 @@ _SHARE_OF = {
 }
 
 
+class IdleCause(StrEnum):
+    """Why a stage runs no op.
+
+    Attributes:
+        WARM_UP: It fills: the data of its first op isn't made yet.
+        DEPENDENCY: Between its ops, the next one's data isn't made yet on another stage.
+        TRANSFER: The data is made, and its own transfer is under way.
+        BLOCKING: The data is made, but a transfer of other data holds its queue, or its sender's.
+        COPIES: The data is there, and a stash isn't back from host memory, or hasn't made room.
+        DISPATCH: The op is ready and the queue free: what starting ops costs.
+        COOL_DOWN: It has run its last op, and other stages have not.
+        OPTIMIZER: No stage has begun its first op, or all have ended their last: tied gradients,
+            norms, the meeting of the ranks and the update.
+    """
+
+    WARM_UP = "warm-up"
+    DEPENDENCY = "dependency"
+    TRANSFER = "transfer"
+    BLOCKING = "blocking"
+    COPIES = "copies"
+    DISPATCH = "dispatch"
+    COOL_DOWN = "cool-down"
+    OPTIMIZER = "optimizer"
+
+
+_CAUSE_OF = {
+    BubbleCause.WARM_UP: IdleCause.WARM_UP,
+    BubbleCause.FORWARD: IdleCause.DEPENDENCY,
+    BubbleCause.BACKWARD: IdleCause.DEPENDENCY,
+    BubbleCause.LINK: IdleCause.TRANSFER,
+    BubbleCause.BLOCKING: IdleCause.BLOCKING,
+    BubbleCause.COPIES: IdleCause.COPIES,
+    BubbleCause.COOL_DOWN: IdleCause.COOL_DOWN,
+    BubbleCause.OTHER: IdleCause.DISPATCH,
+}
+
+
+class IdleSpan(NamedTuple):
+    """One time in which a stage idles for one cause; milliseconds since the step's start."""
+
+    stage: int
+    start_ms: float
+    end_ms: float
+    cause: IdleCause
+
+
+class StepShares(NamedTuple):
+    """What a stage does with a step, as shares of it that add up to 1; see ``IdleCause``."""
+
+    compute: float
+    warm_up: float
+    dependency: float
+    transfer: float
+    blocking: float
+    copies: float
+    dispatch: float
+    cool_down: float
+    optimizer: float
+
+
+def idle_spans(timeline: Timeline, step_ms: float | None = None) -> list[IdleSpan]:
+    """The times in which stages idle, each with its cause.
+
+    ``find_bubbles`` says what a stage waits for between the step's first op and its last; what lies
+    before the first and after the last belongs to no stage and is the optimizer's.
+
+    Args:
+        step_ms: From barrier to barrier, milliseconds; the makespan when None, or longer.
+
+    Returns:
+        The spans, stage by stage and in order of time; with the ops they fill the step.
+    """
+    makespan_ms = timeline.makespan_ms
+    first_ms = min((float(start.min()) for start in timeline.start_ms if len(start)), default=0.0)
+    bubbles = list(_between(timeline, first_ms))
+    end_ms = max(makespan_ms, step_ms or 0.0)
+    ends = [(start, end) for start, end in ((0.0, first_ms), (makespan_ms, end_ms)) if end > start]
+    around = [
+        IdleSpan(stage, *span, IdleCause.OPTIMIZER)
+        for stage in range(timeline.num_stages)
+        for span in ends
+    ]
+    return sorted([*bubbles, *around])
+
+
+def _between(timeline: Timeline, first_ms: float) -> Iterator[IdleSpan]:
+    for stage, start_ms, end_ms, cause in find_bubbles(timeline):
+        if end_ms > first_ms:
+            yield IdleSpan(stage, max(start_ms, first_ms), end_ms, _CAUSE_OF[cause])
+
+
+def step_shares(timeline: Timeline, step_ms: float | None = None) -> tuple[StepShares, ...]:
+    """How each stage's step divides; ``compute`` is what no idle time takes."""
+    whole_ms = max(timeline.makespan_ms, step_ms or 0.0) or 1.0
+    idle = [dict.fromkeys(IdleCause, 0.0) for _ in timeline.orders]
+    for stage, start_ms, end_ms, cause in idle_spans(timeline, step_ms):
+        idle[stage][cause] += (end_ms - start_ms) / whole_ms
+    return tuple(StepShares(1.0 - sum(row.values()), *row.values()) for row in idle)
+
+
+def mean_shares(shares: tuple[StepShares, ...]) -> StepShares:
+    """The mean of all stages."""
+    return StepShares(*(sum(column) / len(shares) for column in zip(*shares, strict=True)))
+
+
+_Interval = tuple[float, float]
+_Piece = tuple[float, float, BubbleCause]
+
+
 class _Need(NamedTuple):
     """When another stage made what an op waits for, and both ends' spans of its transfer."""
 
@@ -129,7 +228,7 @@ class _Needs:
     """What the ops of a timeline wait for."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self.transfers, self.copies = TransferIndex(timeline), CopyWaits(timeline)
+        self.transfers, self.copies = TransferIndex(timeline), _CopyWaits(timeline)
         self._num_stages = timeline.num_stages
         self._made_ms = {
             (op.kind is OpKind.F, op.chunk * timeline.num_stages + stage, op.microbatch): end
@@ -149,7 +248,38 @@ class _Needs:
         return _Need(made_ms, *ends)
 
 
-_Piece = tuple[float, float, BubbleCause]
+class _CopyWaits:
+    """What the copies of a timeline keep waiting."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._offloads: defaultdict[int, list[CopySpan]] = defaultdict(list)
+        self._back_ms: dict[tuple[int, int, int], float] = {}
+        for copy in timeline.copies:
+            if copy.kind == "offload":
+                self._offloads[copy.stage].append(copy)
+            else:
+                self._back_ms[copy.stage, copy.microbatch, copy.chunk] = copy.end_ms
+
+    def before(self, op: Op, stage: int, from_ms: float, start_ms: float) -> list[_Interval]:
+        """When an op would have waited for a copy, whatever else it waited for.
+
+        A backward waits until its stash is back. Other ops, and it, may wait for the place of a
+        stash that leaves, which is then gone before they start.
+
+        Args:
+            from_ms: When the op before it ended, milliseconds.
+        """
+        if op.kind is OpKind.W or not (self._offloads or self._back_ms):
+            return []
+        waits = [
+            (copy.start_ms, copy.end_ms)
+            for copy in self._offloads[stage]
+            if from_ms < copy.end_ms <= start_ms
+        ]
+        back_ms = 0.0
+        if op.kind is not OpKind.F:
+            back_ms = self._back_ms.get((stage, op.microbatch, op.chunk), 0.0)
+        return [*waits, (from_ms, back_ms)] if back_ms > from_ms else waits
 
 
 def _stage_pieces(timeline: Timeline, stage: int, needs: _Needs) -> Iterator[_Piece]:
@@ -173,7 +303,7 @@ def _cause_before(
     op: Op,
     need: _Need | None,
     running: Sequence[TransferSpan],
-    copies: Sequence[Interval],
+    copies: Sequence[_Interval],
     *,
     is_first: bool,
 ) -> Callable[[float], BubbleCause]:
@@ -204,7 +334,7 @@ def _cause_before(
 def _cuts(
     need: _Need | None,
     running: Sequence[TransferSpan],
-    copies: Sequence[Interval],
+    copies: Sequence[_Interval],
     start_ms: float,
     end_ms: float,
 ) -> list[float]:

@@ -1,13 +1,12 @@
-"""What planning and simulation are told: how long ops take, how slow links are, what fits."""
+"""What planning and simulation start from: how long ops take, how slow links are, what fits."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
-from jaxmorph.schedule.memory import StageMemory, StashBytes
-from jaxmorph.schedule.ops import LiveUntil, OpKind
+from jaxmorph.schedule.ops import LiveUntil, Op, OpKind
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,13 @@ class Link(NamedTuple):
         return cls(int(lower), int(upper))
 
 
+Route: TypeAlias = Literal["direct", "delegated"]
+"""How a link's transfers travel: on the accelerators' queues, or by the hosts."""
+
+Routes: TypeAlias = Mapping[Link, Route]
+"""The route of each link; a link that is not in the mapping is direct."""
+
+
 @dataclass(frozen=True)
 class LinkState:
     """How late data arrives after the op that produced it has ended.
@@ -123,25 +129,21 @@ class LinkState:
         return self.forward_occupancy_ms > 0 or self.backward_occupancy_ms > 0
 
 
-Route: TypeAlias = Literal["direct", "delegated"]
-"""How a link's messages travel: by the accelerators' own transport, or by their hosts."""
-Routes: TypeAlias = Mapping[Link, Route]
-
 Links = Mapping[Link, LinkState]
 """The state of each link; a link that is not in the mapping delays nothing."""
 
 NO_LATENCY: Links = MappingProxyType({})
 
+MARGIN_OF_JITTER = 0.7
+"""A link that jitters is planned for at its latency and this many standard deviations.
+
+Beyond the nominal latency a late message spreads over the step, while a margin that is not needed
+costs only memory.
+"""
+
 
 def chain_links(latency_ms: Sequence[float]) -> dict[Link, LinkState]:
-    """Links between neighbouring stages with the same latency in both directions.
-
-    Args:
-        latency_ms: One latency per pair of neighbours, milliseconds.
-
-    Returns:
-        The state of link 0-1, 1-2, and so on.
-    """
+    """The state of links 0-1, 1-2, ..., each with one latency in both directions."""
     return {
         Link(stage, stage + 1): LinkState(latency, latency)
         for stage, latency in enumerate(latency_ms)
@@ -151,13 +153,6 @@ def chain_links(latency_ms: Sequence[float]) -> dict[Link, LinkState]:
 def neighbour_links(links: Links, num_stages: int) -> tuple[LinkState, ...]:
     """The states of links 0-1, 1-2, ..., one for each pair of neighbours.
 
-    Args:
-        links: Known link states; others than neighbours' are left out.
-        num_stages: Number of stages in the chain.
-
-    Returns:
-        ``num_stages - 1`` states.
-
     Raises:
         ValueError: A link names a stage that does not exist.
     """
@@ -166,6 +161,98 @@ def neighbour_links(links: Links, num_stages: int) -> tuple[LinkState, ...]:
             raise ValueError(f"link {link}: expected two of the stages 0 to {num_stages - 1}")
     healthy = LinkState()
     return tuple(links.get(Link(stage, stage + 1), healthy) for stage in range(num_stages - 1))
+
+
+def pipeline_links(num_stages: int, num_chunks: int = 1) -> tuple[Link, ...]:
+    """The links that activations and gradients take: 0-1, 1-2, ...
+
+    With several chunks (virtual stages per rank) then 0-(S-1), unless that is link 0-1 itself.
+    """
+    chain = tuple(Link(stage, stage + 1) for stage in range(num_stages - 1))
+    wraps = num_chunks > 1 and num_stages > 2
+    return (*chain, Link(0, num_stages - 1)) if wraps else chain
+
+
+@dataclass(frozen=True)
+class StashBytes:
+    """What one microbatch keeps on each stage, as the compiled programs say.
+
+    Args:
+        after_forward: From F until B, bytes, one per stage.
+        after_backward_input: From B until W, bytes, one per stage.
+
+    Raises:
+        ValueError: Lengths that differ, or a size below 0.
+    """
+
+    after_forward: tuple[int, ...]
+    after_backward_input: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.after_forward) != len(self.after_backward_input):
+            raise ValueError(
+                f"stash_bytes: got {len(self.after_forward)} stages after F and "
+                f"{len(self.after_backward_input)} after B, expected the same"
+            )
+        if any(size < 0 for size in (*self.after_forward, *self.after_backward_input)):
+            raise ValueError(f"stash_bytes: got {self}, expected sizes of at least 0 bytes")
+
+
+class StageMemory(NamedTuple):
+    """One stage's memory, in microbatches or in bytes.
+
+    Args:
+        forward_holds: What a microbatch holds from F until B.
+        backward_holds: What it holds from B until W.
+        room: What all microbatches together may hold.
+    """
+
+    forward_holds: int
+    backward_holds: int
+    room: int
+
+    @property
+    def needed(self) -> int:
+        """The least room in which a step can run: that of one microbatch."""
+        return max(self.forward_holds, self.backward_holds)
+
+    @property
+    def most_forwards(self) -> int | None:
+        """How many microbatches may wait for their B at once; None for any number.
+
+        Where B leaves more than it found, the next B needs room beside them, or none could ever
+        end.
+        """
+        if not self.forward_holds:
+            return None
+        return (self.room - self.needed) // self.forward_holds + 1
+
+    def slots(self, num_microbatches: int) -> Iterator[tuple[int, bool]]:
+        """Numbers of places that limit the stage, and whether they are kept until W, not only B.
+
+        Args:
+            num_microbatches: How many there are: more places are no limit.
+        """
+        until_backward = self.most_forwards
+        if until_backward is not None and 0 < until_backward < num_microbatches:
+            yield until_backward, False
+        least = min(self.forward_holds, self.backward_holds)
+        if least and self.room // least < num_microbatches:
+            yield max(1, self.room // least), True
+
+    def peak(self, order: Sequence[Op]) -> int:
+        """The most that a stage holds at once when it runs ``order``."""
+        change = {
+            OpKind.F: self.forward_holds,
+            OpKind.B: self.backward_holds - self.forward_holds,
+            OpKind.W: -self.backward_holds,
+            OpKind.BW: -self.forward_holds,
+        }
+        held = peak = 0
+        for kind, _, _ in order:
+            held += change[kind]
+            peak = max(peak, held)
+        return peak
 
 
 @dataclass(frozen=True)
@@ -223,10 +310,7 @@ class Limits:
         )
 
     def stage_memory(self, num_stages: int, num_microbatches: int) -> tuple[StageMemory, ...]:
-        """What a microbatch holds on each stage, and how much fits.
-
-        Args:
-            num_microbatches: Number of microbatches in the step: what fits without a limit.
+        """What a microbatch holds on each stage, and how much fits; without a limit, all do.
 
         Raises:
             ValueError: The limits are not of ``num_stages`` stages.
@@ -240,6 +324,40 @@ class Limits:
         caps = self.max_live or (num_microbatches,) * num_stages
         _check_length("max_live", caps, num_stages, "stage")
         return tuple(StageMemory(1, after_backward, min(cap, num_microbatches)) for cap in caps)
+
+
+@dataclass(frozen=True)
+class CopyCosts:
+    """How long the copies of one microbatch's stash take, in milliseconds.
+
+    With several chunks a stash is that of one of them. Copies of one direction follow one another,
+    as they share its bandwidth; the two directions, and the ops, run beside each other.
+
+    Args:
+        offload_ms: From the device to host memory, one per stage.
+        fetch_ms: From host memory to the device, one per stage.
+
+    Raises:
+        ValueError: Lengths that differ, or a duration that is negative or not finite.
+    """
+
+    offload_ms: tuple[float, ...]
+    fetch_ms: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offload_ms) != len(self.fetch_ms):
+            raise ValueError(
+                f"fetch_ms: got {len(self.fetch_ms)} stages, expected {len(self.offload_ms)}, "
+                "as offload_ms has"
+            )
+        durations = (*self.offload_ms, *self.fetch_ms)
+        if not all(math.isfinite(ms) and ms >= 0 for ms in durations):
+            raise ValueError(f"got {self}, expected finite numbers of ms, at least 0")
+
+    @classmethod
+    def uniform(cls, num_stages: int, copy_ms: float) -> "CopyCosts":
+        """Copies that take the same on all stages, in both directions."""
+        return cls((copy_ms,) * num_stages, (copy_ms,) * num_stages)
 
 
 def _check_length(field: str, values: Sequence[float], expected: int, per: str) -> None:

@@ -6,15 +6,101 @@ the op that produced it plus the latency; a W needs its own stage's B, and the l
 own F; and the run ends when every op has, not when no op is available. Three additions: a stage
 without room refuses F, else W starves and every stage may hold all microbatches; a stage may wait
 for something better that is on its way; and the whole can be done backwards in time.
+
+Run backwards in time, a pipeline is a pipeline again: B takes F's place on the way up the stages, F
+takes B's on the way down, and W comes before instead of after. So one list scheduler serves both
+directions: what it makes of the mirrored problem, read backwards, is a schedule of the real one.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from jaxmorph.schedule.workload import Workload
+from jaxmorph.schedule.costs import Limits, Links, StageCosts
+from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.schedule.replay import StageTimes
+from jaxmorph.schedule.schedule import Schedule
+from jaxmorph.schedule.simulate import stage_times
 
-_NEVER = float("inf")
+_PICOSECONDS_PER_MS = 10**9
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A planning problem: durations in picoseconds and memory in whole units, one value per stage.
+
+    Whole numbers, so that events at one instant compare equal on every machine.
+
+    Args:
+        forward_latency: From each stage to the next, 0 for the last.
+        backward_latency: From each stage to the one before, 0 for the first.
+        forward_holds: What a microbatch holds from F until B.
+        backward_holds: What it holds from B until W.
+        room: What all microbatches may hold together.
+        mirrored: Whether time runs backwards: then forwards are really B, and W precedes them.
+    """
+
+    num_microbatches: int
+    forward: tuple[int, ...]
+    backward_input: tuple[int, ...]
+    backward_weight: tuple[int, ...]
+    forward_latency: tuple[int, ...]
+    backward_latency: tuple[int, ...]
+    forward_holds: tuple[int, ...]
+    backward_holds: tuple[int, ...]
+    room: tuple[int, ...]
+    mirrored: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages, S."""
+        return len(self.forward)
+
+    def mirror(self) -> "Workload":
+        """The same problem with time running backwards."""
+        return Workload(
+            self.num_microbatches,
+            self.backward_input,
+            self.forward,
+            self.backward_weight,
+            (*self.backward_latency[1:], 0),
+            (0, *self.forward_latency[:-1]),
+            self.forward_holds,
+            self.backward_holds,
+            self.room,
+            not self.mirrored,
+        )
+
+
+def make_workload(
+    costs: StageCosts, links: Links, limits: Limits, num_microbatches: int
+) -> Workload:
+    """The problem in whole numbers; a message takes occupancy and latency, as on an idle link."""
+    times = [_picoseconds(row) for row in stage_times(costs, links)]
+    memory = limits.stage_memory(costs.num_stages, num_microbatches)
+    forward, backward_input, backward_weight, up, down = zip(*times, strict=True)
+    forward_holds, backward_holds, room = zip(*memory, strict=True)
+    return Workload(
+        num_microbatches,
+        forward,
+        backward_input,
+        backward_weight,
+        up,
+        down,
+        forward_holds,
+        backward_holds,
+        room,
+    )
+
+
+def to_picoseconds(milliseconds: float) -> int:
+    """A duration of the rest of the planner, rounded down."""
+    return math.floor(milliseconds * _PICOSECONDS_PER_MS)
+
+
+def _picoseconds(times_ms: StageTimes) -> list[int]:
+    return [round(value_ms * _PICOSECONDS_PER_MS) for value_ms in times_ms]
 
 
 @dataclass(frozen=True)
@@ -50,12 +136,34 @@ class ListSchedule:
     """What a rule made.
 
     Args:
-        numbers: The ops by their numbers (``numbering``), each after all that it needs.
+        numbers: The ops by their numbers (``to_schedule``), each after all that it needs.
         makespan: When the last op ends, picoseconds.
     """
 
     numbers: list[int]
     makespan: int
+
+
+KINDS = (OpKind.F, OpKind.B, OpKind.W)
+
+
+def to_schedule(
+    name: str, num_stages: int, num_microbatches: int, numbers: Iterable[int]
+) -> Schedule:
+    """The schedule in which every stage runs its ops in the order of their numbers' appearance.
+
+    The planner's inner loops index lists with ops, which are numbers there:
+    stage * 3 N + (0 for F, N for B, 2 N for W) + microbatch.
+
+    Args:
+        numbers: Each of the 3 S N ops once.
+    """
+    ops = [Op(kind, microbatch) for kind in KINDS for microbatch in range(num_microbatches)]
+    rows: list[list[Op]] = [[] for _ in range(num_stages)]
+    for number in numbers:
+        stage, op = divmod(number, len(ops))
+        rows[stage].append(ops[op])
+    return Schedule(name, num_microbatches, tuple(map(tuple, rows)))
 
 
 def list_schedule(
@@ -66,18 +174,14 @@ def list_schedule(
     keep_warmup: bool = False,
     spare: Sequence[float] | None = None,
 ) -> ListSchedule | None:
-    """The schedule that a rule makes.
+    """The schedule that a rule makes; None where it ends with stages that wait for each other.
 
     Args:
-        rule: What an idle stage does next.
         warmup_forwards: Forwards each stage runs before any backward, at most what it and all
             earlier stages can hold; None for none. For rules that aren't mirrored.
         keep_warmup: Whether a stage never has more forwards than these waiting for their backward.
         spare: How long each stage can idle per microbatch, picoseconds; needed by rules that limit
             their waiting by it.
-
-    Returns:
-        The schedule; None where the rule ended with stages that wait for each other.
     """
     directed = workload.mirror() if rule.mirrored else workload
     warmup = warmup_forwards or (0,) * workload.num_stages
@@ -86,6 +190,9 @@ def list_schedule(
     if len(numbers) < 3 * workload.num_stages * workload.num_microbatches:
         return None
     return ListSchedule(numbers[::-1] if rule.mirrored else numbers, makespan)
+
+
+_NEVER = float("inf")
 
 
 def _run(  # noqa: C901 (one flat loop: see below)

@@ -45,9 +45,6 @@ class Op(NamedTuple):
     def parse(cls, text: str) -> "Op":
         """Reads an op back from its text form, such as ``F3``, ``BW0`` or ``1.W12``.
 
-        Returns:
-            The op whose text form this is.
-
         Raises:
             ValueError: The text is not an op.
         """

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxmorph.schedule.workload import Workload
+from jaxmorph.schedule.list_schedule import Workload
 
 _NONE = -1
 
@@ -48,8 +48,8 @@ class Arcs:
 class OrderGraph:
     """A schedule as a graph: an op follows the one before it on its stage, and its data.
 
-    Ops are numbers (``numbering``). Only F and B wait for data of another stage; what an op needs
-    of its own stage is kept by the order alone. All lists are indexed by op.
+    Ops are numbers (``list_schedule.to_schedule``). Only F and B wait for data of another stage;
+    what an op needs of its own stage is kept by the order alone. All lists are indexed by op.
 
     Attributes:
         duration: Of each op, picoseconds.

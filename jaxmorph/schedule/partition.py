@@ -42,9 +42,6 @@ def partition(
 def even_cut(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """As many layers for every stage; what is left over goes to the stages in the middle.
 
-    Returns:
-        The number of layers of each stage.
-
     Raises:
         ValueError: Fewer layers than stages, or no stages.
     """

@@ -1,32 +1,65 @@
 """Decides what to run: a schedule that fits the costs, the links and the memory, and why."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxmorph.errors import UserError
 from jaxmorph.schedule.adaptive import adaptive_schedule
 from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
-from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
-from jaxmorph.schedule.costs import Limits, Link, Links, Route, StageCosts
-from jaxmorph.schedule.fit import fits, require_feasible, require_room
-from jaxmorph.schedule.initial import initial_schedule
-from jaxmorph.schedule.numbering import to_schedule
-from jaxmorph.schedule.offloading import Offloading
-from jaxmorph.schedule.problem_links import pipeline_links
+from jaxmorph.schedule.costs import (
+    Limits,
+    Link,
+    Links,
+    Routes,
+    StageCosts,
+    StageMemory,
+    pipeline_links,
+)
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved
+from jaxmorph.schedule.list_schedule import make_workload, to_picoseconds, to_schedule
+from jaxmorph.schedule.paper import (
+    adapted_warmup_forwards,
+    initial_schedule,
+    reachable_warmup_forwards,
+    select_ops,
+)
 from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.selection import select_ops
-from jaxmorph.schedule.simulator import simulate
-from jaxmorph.schedule.slackness import adapted_warmup_forwards, reachable_warmup_forwards
-from jaxmorph.schedule.workload import make_workload, to_picoseconds
+from jaxmorph.schedule.simulate import simulate
 
 INTERLEAVED = "interleaved"
 PLANNED_SCHEDULES = ("paper", "adaptive", "initial")
 SCHEDULE_NAMES = (*FIXED_SCHEDULES, INTERLEAVED, *PLANNED_SCHEDULES)
-
 _ALTERNATIVES = ("paper", "initial", "zb-h1", "zb-h2")
 _TAKES_WARMUPS = ("paper", "adaptive")
 _FIXED_REASON = "{} was asked for; its order depends on no cost"
+
+
+@dataclass(frozen=True)
+class Offloading:
+    """What decides which stashes are offloaded, and when (`program.offload`).
+
+    Args:
+        memory: What a microbatch holds on each stage, and what its device has room for.
+        spare: Places on the device that are kept free for stashes on their way.
+        ahead: How many ops before the one that reads it a stash begins to come back, at most.
+        early: Whether, of as many stashes that do as well, those go that were made first.
+    """
+
+    memory: tuple[StageMemory, ...]
+    spare: int = 0
+    ahead: int = 1
+    early: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as a JSON object."""
+        return asdict(self) | {"memory": [list(stage) for stage in self.memory]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Offloading":
+        """The one that ``to_json`` described."""
+        memory = tuple(StageMemory(*stage) for stage in data["memory"])
+        return cls(memory, data["spare"], data["ahead"], data["early"])
 
 
 @dataclass(frozen=True)
@@ -43,7 +76,7 @@ class Plan:
     """
 
     schedule: Schedule
-    routes: Mapping[Link, Route]
+    routes: Routes
     predicted_step_s: float
     lower_bound_s: float
     reason: str
@@ -90,8 +123,6 @@ def plan(
     """Plans one step: the same arguments give the same plan on every machine.
 
     Args:
-        costs: Durations of the ops, milliseconds.
-        links: State of the links between neighbouring stages, milliseconds.
         name: One of ``SCHEDULE_NAMES``. ``paper`` is Algorithm 2 and the greedy selection of
             Algorithms 3 and 4; ``adaptive`` is the shortest schedule there is to be found;
             ``initial`` is ready for any one link to turn slow (Algorithm 1).
@@ -205,10 +236,6 @@ def alternatives(
     That planner takes messages to overlap and to hold nobody up. Where they don't, one of these may
     be shorter, by a simulation that knows.
 
-    Args:
-        costs: Durations of the ops, milliseconds.
-        links: State of the links, milliseconds.
-
     Returns:
         ``paper``, ``initial`` and the fixed ones that split the backward, where they keep the caps.
     """
@@ -232,3 +259,64 @@ def _require_possible(
                 f"warmup_forwards[{stage}]: got {wanted}, expected 1 to {max(most, 1)} (no more "
                 "than the stage before, its cap, and the number of microbatches)"
             )
+
+
+def require_feasible(limits: Limits, num_stages: int, num_microbatches: int) -> None:
+    """Checks that every stage has room for one microbatch: then some schedule fits.
+
+    Raises:
+        UserError: The first stage that one microbatch doesn't fit, and how many bytes are short.
+    """
+    for stage, memory in enumerate(limits.stage_memory(num_stages, num_microbatches)):
+        if memory.needed > memory.room:
+            raise UserError(
+                f"max_stash_bytes[{stage}]: got {memory.room:,} bytes, expected at least "
+                f"{memory.needed:,}, which one microbatch keeps on stage {stage}: "
+                f"{memory.needed - memory.room:,} short; smaller microbatches, recomputing the "
+                "stash or offloading it would help"
+            )
+
+
+def fits(schedule: Schedule, limits: Limits) -> bool:
+    """Whether a schedule keeps every stage's memory cap."""
+    try:
+        require_room(schedule, limits)
+    except UserError:
+        return False
+    return True
+
+
+def require_room(schedule: Schedule, limits: Limits) -> None:
+    """Checks that a schedule keeps every stage's memory cap; of V chunks each holds 1/V microbatch.
+
+    Raises:
+        UserError: The first stage that holds more, and how much.
+    """
+    memory = limits.stage_memory(schedule.num_stages, schedule.num_microbatches)
+    in_bytes = limits.max_stash_bytes is not None
+    if not in_bytes and limits.max_live is None:
+        return
+    for stage, (order, room) in enumerate(zip(schedule.orders, memory, strict=True)):
+        peak = -(-room.peak(order) // schedule.num_chunks)
+        if peak > room.room:
+            raise UserError(
+                _too_many_bytes(schedule, stage, peak, room.room)
+                if in_bytes
+                else _too_many_live(schedule, stage, peak, room.room, limits)
+            )
+
+
+def _too_many_live(schedule: Schedule, stage: int, peak: int, cap: int, limits: Limits) -> str:
+    return (
+        f"max_live[{stage}]: {schedule.name} holds {peak} microbatches until "
+        f"{limits.live_until} on stage {stage}, expected at most {cap}; "
+        "paper and adaptive fit any cap"
+    )
+
+
+def _too_many_bytes(schedule: Schedule, stage: int, peak: int, cap: int) -> str:
+    return (
+        f"max_stash_bytes[{stage}]: {schedule.name} holds {peak:,} bytes on stage {stage}, "
+        f"{peak - cap:,} more than {cap:,}; fewer microbatches in flight (as paper and adaptive "
+        "plan them), recomputing the stash or offloading it would help"
+    )

@@ -1,29 +1,32 @@
 """One planning problem as a JSON object, checked field by field."""
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.costs import Limits, Links, StageCosts
-from jaxmorph.schedule.fields import (
-    count,
-    counts,
-    duration_ms,
-    durations_ms,
-    listed,
-    one_of,
-    shown,
-    text,
+from jaxmorph.schedule.costs import (
+    MARGIN_OF_JITTER,
+    Limits,
+    Link,
+    Links,
+    LinkState,
+    StageCosts,
+    StashBytes,
+    pipeline_links,
 )
-from jaxmorph.schedule.ops import Op
-from jaxmorph.schedule.problem_limits import BYTE_FIELDS, parse_limits
-from jaxmorph.schedule.problem_links import LINK_FIELDS, parse_links
+from jaxmorph.schedule.ops import LiveUntil, Op
 from jaxmorph.schedule.schedule import Schedule, ScheduleError
 
+_CAP, _AFTER_FORWARD, _AFTER_BACKWARD = _BYTE_FIELDS = (
+    "max_stash_bytes",
+    "stash_bytes_after_forward",
+    "stash_bytes_after_backward",
+)
 SimulatedLinkModel = Literal["latency", "serialized", "blocking"]
-"""How to simulate links: as ``link_models.LinkModel`` says, or as queues that transfers block."""
+"""How to simulate links: as ``replay.LinkModel`` says, or as queues that transfers block."""
 
 _REQUIRED = (
     "name",
@@ -43,11 +46,16 @@ _OPTIONAL = (
     "chunks",
     "link_model",
     "time_step_ms",
-    *LINK_FIELDS,
-    *BYTE_FIELDS,
+    "planned_link_ms",
+    "link_forward_ms",
+    "link_backward_ms",
+    "link_occupancy_ms",
+    "link_jitter_ms",
+    *_BYTE_FIELDS,
 )
 _MOST_MICROBATCHES_OVER_STAGES = 2**22
 _CHUNKS_OF_INTERLEAVED = 2
+_LONGEST_MS = 1e12
 _SHORTEST_TIME_STEP_MS = 1e-9  # a picosecond, which is what the planner counts in
 
 
@@ -88,9 +96,6 @@ def parse_problem(data: object) -> Problem:
         data: The object; its fields are those of ``jaxmorph plan --batch``. Lists of one number
             per stage or per link may also be a single number for all of them.
 
-    Returns:
-        The problem.
-
     Raises:
         UserError: Names the field, what was got and what was expected.
     """
@@ -99,13 +104,10 @@ def parse_problem(data: object) -> Problem:
 
 
 def problem_of(schedule: Schedule, fields: Mapping[str, Any]) -> Problem:
-    """The problem of simulating a schedule as it is.
+    """The problem of simulating a schedule as it is, with its name and sizes.
 
     Args:
         fields: A problem's further fields: costs, links and caps.
-
-    Returns:
-        The problem, which has the schedule's name and sizes.
 
     Raises:
         UserError: Names the field, what was got and what was expected.
@@ -119,7 +121,7 @@ def _problem(fields: Mapping[str, Any], orders: Schedule | None) -> Problem:
     schedule = text("schedule", fields.get("schedule") or "adaptive")
     chunks = _chunks(fields.get("chunks"), schedule, orders)
     _require_few_ops(stages * microbatches, chunks)
-    links = parse_links(fields, stages, chunks)
+    links = _links(fields, stages, chunks)
     link_model = one_of(
         "link_model", fields.get("link_model") or "latency", get_args(SimulatedLinkModel)
     )
@@ -129,7 +131,7 @@ def _problem(fields: Mapping[str, Any], orders: Schedule | None) -> Problem:
         costs=_costs(fields, stages),
         links=links.simulated,
         planned_links=links.planned,
-        limits=parse_limits(fields, stages),
+        limits=_limits(fields, stages),
         schedule=schedule,
         warmup_forwards=counts("warmup_forwards", fields.get("warmup_forwards"), stages),
         orders=orders,
@@ -240,3 +242,171 @@ def _order(field: str, row: object) -> tuple[Op, ...]:
         return tuple(Op.parse(text(field, op)) for op in row)
     except ValueError as error:
         raise UserError(f"{field}: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Links:
+    """The links as they are and as the planner takes them.
+
+    Args:
+        planned: The links to plan for: those given as such, else the simulated ones with a margin
+            for jitter.
+        jitter_ms: Standard deviation of the latency of each link between neighbours, milliseconds;
+            None when it was not given.
+    """
+
+    simulated: Links
+    planned: Links
+    jitter_ms: tuple[float, ...] | None
+
+
+def _links(fields: Mapping[str, Any], num_stages: int, num_chunks: int) -> _Links:
+    """The fields about links: each one number for all, or a list with one for each.
+
+    In a list the link around may be left out and delays nothing then; that of ``link_jitter_ms``
+    has one for each pair of neighbours.
+    """
+    links = pipeline_links(num_stages, num_chunks)
+
+    def given(field: str, fallback: tuple[float, ...]) -> tuple[float, ...]:
+        value = fields.get(field)
+        if isinstance(value, list) and len(value) == num_stages - 1 < len(links):
+            value = [*value, 0.0]
+        return fallback if value is None else durations_ms(field, value, len(links), "link")
+
+    both = given("link_ms", ())
+    occupancy = given("link_occupancy_ms", (0.0,) * len(links))
+    forward, backward = given("link_forward_ms", both), given("link_backward_ms", both)
+    simulated = _states(links, forward, backward, occupancy)
+    jitter = _jitter(fields.get("link_jitter_ms"), num_stages)
+    planned = _with_margin(simulated, jitter or ())
+    if fields.get("planned_link_ms") is not None:
+        believed = given("planned_link_ms", ())
+        planned = _states(links, believed, believed, occupancy)
+    return _Links(simulated, planned, jitter)
+
+
+def _states(links: tuple[Link, ...], *columns: tuple[float, ...]) -> dict[Link, LinkState]:
+    forward, backward, occupancy = columns
+    rows = zip(links, forward, backward, occupancy, occupancy, strict=True)
+    return {link: LinkState(*state) for link, *state in rows}
+
+
+def _jitter(value: object, num_stages: int) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    return durations_ms("link_jitter_ms", value, num_stages - 1, "pair of neighbours")
+
+
+def _with_margin(links: Links, jitter_ms: tuple[float, ...]) -> Links:
+    margins = {
+        Link(stage, stage + 1): MARGIN_OF_JITTER * sigma for stage, sigma in enumerate(jitter_ms)
+    }
+    return {link: _slower(state, margins.get(link, 0.0)) for link, state in links.items()}
+
+
+def _slower(state: LinkState, by_ms: float) -> LinkState:
+    return replace(
+        state,
+        forward_latency_ms=state.forward_latency_ms + by_ms,
+        backward_latency_ms=state.backward_latency_ms + by_ms,
+    )
+
+
+def _limits(fields: Mapping[str, Any], num_stages: int) -> Limits:
+    """The caps; sizes of the stash are there even without a cap on bytes, when both were given."""
+    live_until = cast(LiveUntil, one_of("live_until", fields.get("live_until") or "B", ("B", "W")))
+    max_live = counts("max_live", fields.get("max_live"), num_stages)
+    cap = counts(_CAP, fields.get(_CAP), num_stages)
+    after_forward = counts(_AFTER_FORWARD, fields.get(_AFTER_FORWARD), num_stages, least=0)
+    after_backward = counts(_AFTER_BACKWARD, fields.get(_AFTER_BACKWARD), num_stages, least=0)
+    if after_forward is None or after_backward is None:
+        _require_no_bytes(fields)
+        return Limits(max_live, live_until)
+    if cap is not None and max_live is not None:
+        raise UserError(f"{_CAP}: got max_live as well, expected only one of them")
+    sizes = StashBytes(after_forward, after_backward)
+    return Limits(max_live, live_until, max_stash_bytes=cap, stash_bytes=sizes)
+
+
+def _require_no_bytes(fields: Mapping[str, Any]) -> None:
+    """A cap needs both sizes, and each size the other."""
+    given = [field for field in _BYTE_FIELDS if fields.get(field) is not None]
+    missing = [field for field in _BYTE_FIELDS[1:] if field not in given]
+    if given:
+        raise UserError(f"{missing[0]}: missing, expected bytes, since {given[0]} is given")
+
+
+# Single values: each error names the field, what it got and what it expected.
+
+
+def listed(field: str, value: object, length: int, per: str) -> list[Any]:
+    """A list of ``length`` values; a single number stands for that many of it.
+
+    Args:
+        length: How many values are needed.
+        per: What there is one of for each value, such as ``stage``.
+
+    Raises:
+        UserError: Neither a number nor a list of that length.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return [value] * length
+    if not isinstance(value, list):
+        raise UserError(f"{field}: got {shown(value)}, expected one number or a list of {length}")
+    if len(value) != length:
+        raise UserError(f"{field}: got {len(value)} values, expected {length} (one per {per})")
+    return value
+
+
+def durations_ms(field: str, value: object, length: int, per: str) -> tuple[float, ...]:
+    """One duration for each stage or link, in milliseconds; arguments as in ``listed``."""
+    values = listed(field, value, length, per)
+    return tuple(duration_ms(f"{field}[{index}]", item) for index, item in enumerate(values))
+
+
+def duration_ms(field: str, value: object) -> float:
+    """A number of milliseconds, at least 0."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LONGEST_MS:
+        return float(value)
+    raise UserError(
+        f"{field}: got {shown(value)}, expected a number of ms from 0 to {_LONGEST_MS:g}"
+    )
+
+
+def counts(field: str, value: object, length: int, least: int = 1) -> tuple[int, ...] | None:
+    """One whole number for each stage; None stays None. Arguments as in ``listed``."""
+    if value is None:
+        return None
+    values = listed(field, value, length, "stage")
+    return tuple(count(f"{field}[{index}]", item, least) for index, item in enumerate(values))
+
+
+def count(field: str, value: object, least: int = 1) -> int:
+    """A whole number, at least ``least``."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return value
+    raise UserError(f"{field}: got {shown(value)}, expected a whole number, at least {least}")
+
+
+def text(field: str, value: object) -> str:
+    """Text."""
+    if isinstance(value, str):
+        return value
+    raise UserError(f"{field}: got {shown(value)}, expected text")
+
+
+def one_of(field: str, value: object, choices: Sequence[str]) -> str:
+    """One of a few words."""
+    if isinstance(value, str) and value in choices:
+        return value
+    *most, last = map(repr, choices)
+    raise UserError(f"{field}: got {shown(value)}, expected {', '.join(most)} or {last}")
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: on one line, and not too long."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    line = repr(value)
+    return line if len(line) <= 60 else f"{line[:57]}..."

@@ -5,13 +5,17 @@ needs its own F. W needs only its own stage's B, which the row rules already put
 
 With V chunks the pipeline is one of V * S virtual stages: chunk c of rank r is virtual stage
 c * S + r, so the last rank's next stage is the first rank's, one chunk on.
+
+Links delay messages: each by its latency, or one waiting for another. A stage's ops end one after
+another, and each direction of a link has one sender, so messages enter their queue in the sender's
+execution order: no events need sorting.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from jaxmorph.schedule.link_models import LinkQueue, StageQueues
+from jaxmorph.schedule.costs import Link, Links, LinkState, neighbour_links
 from jaxmorph.schedule.ops import Op, OpKind
 
 
@@ -36,24 +40,111 @@ class Replay(NamedTuple):
     ends: list[list[float]]
 
 
-_UNIT = StageTimes(1.0, 1.0, 1.0, 0.0, 0.0)
-_Arrivals = list[float | None]
+LinkModel = Literal["latency", "serialized"]
+"""``latency``: a message occupies its link direction for the occupancy only, so that without any
+messages overlap. ``serialized``: for its latency too, so that one message moves at a time."""
 
 
-class _Run(NamedTuple):
-    """How ops of one kind and chunk run: after what, for how long, and what they let arrive."""
+class Direction(NamedTuple):
+    """One direction of a link, as its sender sees it."""
 
-    arrivals: _Arrivals
-    arrivals_there: _Arrivals
-    duration: float
-    latency: float
-    queue: LinkQueue | None
+    latency_ms: float
+    occupancy_ms: float
+
+    @property
+    def delay_ms(self) -> float:
+        """From when a message gets the link until it has arrived."""
+        return self.occupancy_ms + self.latency_ms
 
 
-class _ChunkRuns(NamedTuple):
-    forward: _Run
-    backward_input: _Run
-    full_backward: _Run
+class StageDirections(NamedTuple):
+    """The directions in which one stage sends, up the pipeline (F) and down it (B)."""
+
+    forward: Direction
+    backward: Direction
+
+
+def outgoing(links: Links, num_stages: int, num_chunks: int = 1) -> list[StageDirections]:
+    """The directions in which each stage sends.
+
+    With several chunks the last stage's activations go down link 0-(S-1) to the first stage, and
+    its gradients come up it.
+
+    Returns:
+        One record per stage; a way that leads nowhere, or to the stage itself, delays nothing.
+
+    Raises:
+        ValueError: A link names a stage that does not exist.
+    """
+    chain = neighbour_links(links, num_stages)
+    wraps = num_chunks > 1 and num_stages > 1
+    around = links.get(Link(0, num_stages - 1), LinkState()) if wraps else LinkState()
+    forward = [*map(_upwards, chain), _downwards(around)]
+    backward = [_upwards(around), *map(_downwards, chain)]
+    return [StageDirections(*ways) for ways in zip(forward, backward, strict=True)]
+
+
+class LinkQueue:
+    """The messages of one direction of a link, each of which keeps the next one waiting."""
+
+    __slots__ = ("_free_at", "_occupancy")
+
+    def __init__(self, occupancy: float) -> None:
+        self._occupancy = occupancy
+        self._free_at = 0.0
+
+    def enter(self, at: float) -> float:
+        """When a message that can be sent ``at`` a time, not before the last, gets the link."""
+        start = max(at, self._free_at)
+        self._free_at = start + self._occupancy
+        return start
+
+
+class StageQueues(NamedTuple):
+    """The queues of one stage's messages, up and down; None where none waits for another."""
+
+    forward: LinkQueue | None = None
+    backward: LinkQueue | None = None
+
+
+def stage_queues(
+    directions: list[StageDirections], link_model: LinkModel
+) -> list[StageQueues] | None:
+    """Fresh queues for each stage's messages.
+
+    Returns:
+        One record per stage, the same queue wherever the way is the same (on two stages, the
+        first one's up is its way around too); None when no message waits for another.
+
+    Raises:
+        ValueError: No such link model.
+    """
+    if link_model not in get_args(LinkModel):
+        raise ValueError(f"link_model: got {link_model!r}, expected 'latency' or 'serialized'")
+    last = len(directions) - 1
+    queues: dict[tuple[int, int], LinkQueue] = {}
+
+    def queue(sender: int, receiver: int, direction: Direction) -> LinkQueue | None:
+        serialized = link_model == "serialized"
+        occupancy = direction.delay_ms if serialized else direction.occupancy_ms
+        return queues.setdefault((sender, receiver), LinkQueue(occupancy)) if occupancy else None
+
+    stages = [
+        StageQueues(
+            queue(stage, stage + 1 if stage < last else 0, ways.forward),
+            queue(stage, stage - 1 if stage else last, ways.backward),
+        )
+        for stage, ways in enumerate(directions)
+    ]
+    return stages if queues else None
+
+
+def _upwards(state: LinkState) -> Direction:
+    return Direction(state.forward_latency_ms, state.forward_occupancy_ms)
+
+
+def _downwards(state: LinkState) -> Direction:
+    return Direction(state.backward_latency_ms, state.backward_occupancy_ms)
 
 
 def replay(
@@ -70,10 +161,8 @@ def replay(
     when a neighbour has moved. An op costs under a microsecond; memory is linear in the ops.
 
     Args:
-        orders: Each stage's ops; each row must keep the rules of ``rows.row_fault``.
-        num_microbatches: Number of microbatches in the step.
+        orders: Each stage's ops; each row must keep the rules of ``schedule.row_fault``.
         times: Durations and latencies of each stage; unit durations when None.
-        num_chunks: Number of virtual stages each stage runs.
         queues: Fresh queues of each stage's messages; None when no message waits for another.
 
     Returns:
@@ -96,6 +185,26 @@ def replay(
     ]
     _run_to_rest(stages, result.ends)
     return result
+
+
+_UNIT = StageTimes(1.0, 1.0, 1.0, 0.0, 0.0)
+_Arrivals = list[float | None]
+
+
+class _Run(NamedTuple):
+    """How ops of one kind and chunk run: after what, for how long, and what they let arrive."""
+
+    arrivals: _Arrivals
+    arrivals_there: _Arrivals
+    duration: float
+    latency: float
+    queue: LinkQueue | None
+
+
+class _ChunkRuns(NamedTuple):
+    forward: _Run
+    backward_input: _Run
+    full_backward: _Run
 
 
 def _chunk_runs(

@@ -1,24 +1,23 @@
-"""An answer as a person reads it in the terminal: a chart, and the numbers under it."""
+"""An answer as a person reads it: a chart in the terminal, the numbers under it, a picture."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from jaxmorph.schedule.answer import Answer
+from jaxmorph.schedule.draw import save_timelines
 from jaxmorph.schedule.draw.text import fitting_width, styled_gantt
+from jaxmorph.schedule.problem import Problem
 
 _PIPED_WIDTH = 160
 _Row = tuple[str, str, str]
 
 
 def print_answer(answer: Answer, console: Console) -> None:
-    """Prints the simulated step as a chart of the terminal's width, then its key numbers.
-
-    Args:
-        console: Where to; colours only where it is a terminal.
-    """
+    """Prints the simulated step as a chart of the terminal's width, then its key numbers."""
     timeline = answer.timeline
     width = console.width
     if not console.is_terminal:
@@ -74,14 +73,27 @@ def _aligned(rows: Sequence[_Row]) -> list[Text]:
 
 
 def listed(values: Sequence[int], *, thousands: bool = False) -> str:
-    """One number per stage; a run of three or more equal ones is drawn together, as in ``5x8``.
-
-    Args:
-        thousands: Whether to group their digits.
-    """
+    """One number per stage; a run of three or more equal ones is drawn together, as in ``5x8``."""
     words: list[str] = []
     for value, run in groupby(values):
         count = len(list(run))
         word = f"{value:,}" if thousands else str(value)
         words.extend([f"{word}x{count}"] if count > 2 else [word] * count)
     return " ".join(words)
+
+
+def save_answers(path: Path, answers: Mapping[str, Answer], problem: Problem | None) -> None:
+    """Draws the steps of answers under each other, as ``draw.save_timelines`` does.
+
+    Args:
+        answers: Answers by the name of their panel.
+        problem: Whose links they all ran over, for the messages in flight; None when they differ.
+
+    Raises:
+        UserError: An unknown suffix, or a file that cannot be written.
+    """
+    timelines = {name: answer.timeline for name, answer in answers.items()}
+    if problem is None or problem.link_model == "blocking":
+        save_timelines(path, timelines)  # a blocking link's delay is in its transfers
+    else:
+        save_timelines(path, timelines, problem.links, problem.link_model)

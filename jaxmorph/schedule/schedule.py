@@ -1,16 +1,14 @@
-"""A schedule: which ops every stage runs, in which order."""
+"""A schedule: which ops every stage runs, in which order; its rules, and how it is printed."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from jaxmorph.schedule.grid import format_grid
 from jaxmorph.schedule.ops import LiveUntil, Op, OpKind, peak_live
 from jaxmorph.schedule.replay import replay
-from jaxmorph.schedule.rows import row_fault
+
+FaultKind = Literal["missing op", "bad order", "deadlock"]
 
 
 class ScheduleError(ValueError):
@@ -19,12 +17,14 @@ class ScheduleError(ValueError):
     Args:
         reason: One line that names the stage, the op and the rule.
         grid: The schedule's grid with the offending ops marked, as in ``>F3<``.
+        kind: ``missing op``, ``bad order`` (of a stage's own ops) or ``deadlock`` (between stages).
     """
 
-    def __init__(self, reason: str, grid: str) -> None:
-        super().__init__(reason, grid)
+    def __init__(self, reason: str, grid: str, kind: FaultKind = "bad order") -> None:
+        super().__init__(reason, grid, kind)
         self.reason = reason
         self.grid = grid
+        self.kind = kind
 
     def __str__(self) -> str:
         return f"{self.reason}\n{self.grid}"
@@ -50,9 +50,6 @@ class Schedule:
     @classmethod
     def from_rows(cls, name: str, rows: Sequence[str]) -> "Schedule":
         """The schedule whose stages run the ops that ``rows`` spell, as in ``"F0 F1 B0 ..."``.
-
-        Args:
-            rows: One line of ops per stage, separated by spaces.
 
         Returns:
             The schedule, not validated; it has as many microbatches as the ops name.
@@ -102,7 +99,7 @@ class Schedule:
         self.require_complete(ran.ends)
 
     def validate_rows(self) -> None:
-        """Checks each stage's row by itself: see ``rows.row_fault``.
+        """Checks each stage's row by itself: see ``row_fault``.
 
         Raises:
             ScheduleError: The first op that breaks a rule, marked in the grid.
@@ -123,7 +120,7 @@ class Schedule:
         for stage, order in enumerate(self.orders):
             if fault := row_fault(order, self.num_microbatches, self.num_chunks):
                 grid = format_grid(self.orders, {stage: fault.position})
-                raise ScheduleError(f"stage {stage}: {fault.reason}", grid)
+                raise ScheduleError(f"stage {stage}: {fault.reason}", grid, fault.kind)
         self._require_one_kind_of_backward()
 
     def _require_one_kind_of_backward(self) -> None:
@@ -153,7 +150,7 @@ class Schedule:
         if stuck:
             waits = (f"stage {stage} at {self.orders[stage][at]}" for stage, at in stuck.items())
             reason = f"the stages wait for each other in a circle: {', '.join(waits)}"
-            raise ScheduleError(reason, format_grid(self.orders, stuck))
+            raise ScheduleError(reason, format_grid(self.orders, stuck), "deadlock")
 
     def __str__(self) -> str:
         head = f"{self.name}: {self.num_stages} stages, {self.num_microbatches} microbatches"
@@ -191,18 +188,120 @@ class Schedule:
         orders = tuple(tuple(map(Op.parse, order)) for order in data["orders"])
         return cls(data["name"], data["num_microbatches"], orders)
 
-    def save(self, path: str | Path) -> None:
-        """Writes the schedule to a JSON file."""
-        Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
 
-    @classmethod
-    def load(cls, path: str | Path) -> "Schedule":
-        """Reads a schedule from a file that ``save`` wrote.
+class RowFault(NamedTuple):
+    """The first op that breaks a rule (or the row's length, when one is missing), and why."""
 
-        Raises:
-            ValueError: The file is not a schedule.
-        """
-        try:
-            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: expected a saved schedule, got {error!r}") from error
+    position: int
+    reason: str
+    kind: FaultKind = "bad order"
+
+
+def row_fault(order: Sequence[Op], num_microbatches: int, num_chunks: int = 1) -> RowFault | None:
+    """Finds the first op of a stage's row that breaks a rule.
+
+    The rules: every microbatch of every chunk has F, and either B and W or BW, each once; a
+    microbatch runs F of chunk 0, 1, ..., then B (or BW) of the chunks in reverse, and W after its
+    chunk's B; ops of one kind and chunk in microbatch order; a row splits all of its backwards or
+    none.
+
+    """
+    forward_kind, weight_kind, full_kind = OpKind.F, OpKind.W, OpKind.BW
+    # Ops of one kind and chunk run in microbatch order, so counts alone say what has run: here,
+    # how many microbatches have passed F of each chunk, then B of each chunk from the last one.
+    last_pass = 2 * num_chunks
+    passed = [num_microbatches] + [0] * last_pass
+    weights = [0] * num_chunks
+    splits = fulls = False
+    for position, (kind, microbatch, chunk) in enumerate(order):
+        if not 0 <= chunk < num_chunks:
+            return RowFault(position, _unknown_chunk(chunk, num_chunks))
+        if kind is weight_kind:
+            splits = True
+            expected, ready = weights[chunk], passed[last_pass - chunk]
+            weights[chunk] = expected + 1
+        else:
+            if kind is forward_kind:
+                this_pass = 1 + chunk
+            else:
+                this_pass = last_pass - chunk
+                if kind is full_kind:
+                    fulls = True
+                else:
+                    splits = True
+            expected, ready = passed[this_pass], passed[this_pass - 1]
+            passed[this_pass] = expected + 1
+        if microbatch != expected or microbatch >= ready or (fulls and splits):
+            return RowFault(position, _why(order, position, num_microbatches, num_chunks))
+    counts = {OpKind.F: passed[1 : 1 + num_chunks]}
+    counts[OpKind.B if splits else OpKind.BW] = passed[: -1 - num_chunks : -1]
+    if splits:
+        counts[OpKind.W] = weights
+    return _missing(counts, len(order), num_microbatches)
+
+
+def _unknown_chunk(chunk: int, num_chunks: int) -> str:
+    expected = f"0 to {num_chunks - 1}" if num_chunks > 1 else "0"
+    return f"got chunk {chunk}, expected {expected}"
+
+
+def _why(order: Sequence[Op], position: int, num_microbatches: int, num_chunks: int) -> str:
+    op, earlier = order[position], order[:position]
+    expected = sum(before._replace(microbatch=op.microbatch) == op for before in earlier)
+    if op.microbatch >= num_microbatches:
+        return f"{op} is beyond the last microbatch, {num_microbatches - 1}"
+    if op in earlier:
+        return f"{op} is there twice"
+    if op.microbatch != expected:
+        return f"{op} is out of microbatch order, expected {op._replace(microbatch=expected)}"
+    for needed in _needed(op, num_chunks):
+        if needed not in earlier:
+            return f"{op} comes before {needed}"
+    return f"{op} mixes full backwards (BW) with split ones (B, W)"
+
+
+def _needed(op: Op, num_chunks: int) -> list[Op]:
+    """What must stand before ``op`` in its row."""
+    if op.kind is OpKind.F:
+        return [op._replace(chunk=op.chunk - 1)] if op.chunk else []
+    if op.kind is OpKind.W:
+        return [op._replace(kind=OpKind.B)]
+    above = [op._replace(chunk=op.chunk + 1)] if op.chunk + 1 < num_chunks else []
+    return [op._replace(kind=OpKind.F), *above]
+
+
+def _missing(
+    counts: Mapping[OpKind, Sequence[int]], num_ops: int, num_microbatches: int
+) -> RowFault | None:
+    """The first op that a row without faults lacks, given how many ran of each kind and chunk."""
+    for kind, of_chunks in counts.items():
+        for chunk, count in enumerate(of_chunks):
+            if count < num_microbatches:
+                return RowFault(num_ops, f"{Op(kind, count, chunk)} is missing", "missing op")
+
+    return None
+
+
+def format_grid(orders: Sequence[Sequence[Op]], marked: Mapping[int, int] | None = None) -> str:
+    """One line per stage, columns aligned, optionally with one op per stage marked as ``>F3<``.
+
+    Args:
+        marked: The position to mark in each stage's row; one past the end marks what is missing.
+    """
+    marked = marked or {}
+    rows = [_row(order, marked.get(stage)) for stage, order in enumerate(orders)]
+    width = max((len(cell) for row in rows for cell in row), default=0)
+    digits = len(str(len(rows) - 1))
+    return "\n".join(
+        f"stage {stage:>{digits}}  {' '.join(cell.ljust(width) for cell in row)}".rstrip()
+        for stage, row in enumerate(rows)
+    )
+
+
+def _row(order: Sequence[Op], marked: int | None) -> list[str]:
+    cells = [str(op) for op in order]
+    if marked is not None and marked < len(cells):
+        cells[marked] = f">{cells[marked]}<"
+    elif marked is not None:
+        cells.append("><")
+    return cells

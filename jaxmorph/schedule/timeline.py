@@ -1,12 +1,13 @@
 """When every op of a step ran: one type for simulated and for measured steps."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmorph.schedule.ops import LiveUntil, Op, peak_live
+from jaxmorph.schedule.ops import LiveUntil, Op, OpKind, peak_live
 
 
 class Span(NamedTuple):
@@ -37,9 +38,6 @@ class CopySpan(NamedTuple):
 
     Args:
         kind: ``offload``, to host memory, or ``fetch``, back.
-        chunk: Of which of the stage's virtual stages.
-        start_ms: When it began.
-        end_ms: When the other memory had it.
     """
 
     stage: int
@@ -151,3 +149,83 @@ class Timeline:
             transfers=tuple(TransferSpan(*transfer) for transfer in data["transfers"]),
             copies=tuple(CopySpan(*copy) for copy in data.get("copies", ())),
         )
+
+
+_LABEL = re.compile(r"(?:(\d+)\.)?(activation|gradient)\[(\d+)\] (\d+)>(\d+)")
+_Message = tuple[str, int, int, int, int]  # payload, chunk, microbatch, source, destination
+
+
+class TransferIndex:
+    """The transfers of a timeline, by the stage that took part and by what they carried.
+
+    Args:
+        timeline: A measured step, or one simulated with its transfers. Labels are those of lowered
+            programs, such as ``1.activation[3] 0>1`` for what F of chunk 1 made of microbatch 3.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._of_stage: list[list[TransferSpan]] = [[] for _ in timeline.orders]
+        self._carrying: dict[tuple[int, _Message], TransferSpan] = {}
+        for span in timeline.transfers:
+            self._of_stage[span.stage].append(span)
+            if found := _LABEL.fullmatch(span.label):
+                chunk, payload, *numbers = found.groups()
+                microbatch, source, destination = map(int, numbers)
+                message = (payload, int(chunk or 0), microbatch, source, destination)
+                self._carrying[span.stage, message] = span
+
+    def during(self, stage: int, start_ms: float, end_ms: float) -> list[TransferSpan]:
+        """The stage's transfers that run at some time between the two."""
+        spans = self._of_stage[stage]
+        return [span for span in spans if span.start_ms < end_ms and span.end_ms > start_ms]
+
+    def ends_of(
+        self, kind: OpKind, chunk: int, microbatch: int, source: int, destination: int
+    ) -> tuple[TransferSpan | None, TransferSpan | None]:
+        """The sender's and the receiver's part in the transfer of one op's output.
+
+        Returns:
+            Both spans; None for an end that was not recorded.
+        """
+        payload = "activation" if kind is OpKind.F else "gradient"
+        message = (payload, chunk, microbatch, source, destination)
+        sending, receiving = (self._carrying.get((at, message)) for at in (source, destination))
+        return sending, receiving
+
+
+def peak_on_device(timeline: Timeline, live_until: LiveUntil = "B") -> tuple[int, ...]:
+    """Most (microbatch, chunk) pairs whose stash each stage's device holds at once.
+
+    A stash takes its place when its F starts, and gives it back when its B, or its W, has ended. In
+    between it is away from the end of its offload until its fetch starts: while it is copied it
+    counts.
+
+    Args:
+        live_until: The op that ends a microbatch's stash, as in ``ops.peak_live``.
+
+    Returns:
+        One count per stage; without copies ``Timeline.peak_live``.
+    """
+    peaks = []
+    for stage in range(timeline.num_stages):
+        held = peak = 0
+        for _, by in sorted(_changes(timeline, stage, live_until)):
+            held += by
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def _changes(timeline: Timeline, stage: int, live_until: LiveUntil) -> Iterator[tuple[float, int]]:
+    """When a stash comes to the device (1) or leaves it (-1), which at one time comes first."""
+    rows = timeline.orders[stage], timeline.start_ms[stage], timeline.end_ms[stage]
+    for op, start_ms, end_ms in zip(*rows, strict=True):
+        if op.kind is OpKind.F:
+            yield float(start_ms), 1
+        elif op.kind in (OpKind(live_until), OpKind.BW):
+            yield float(end_ms), -1
+    for copy in timeline.copies:
+        if copy.stage == stage and copy.kind == "offload":
+            yield copy.end_ms, -1
+        elif copy.stage == stage:
+            yield copy.start_ms, 1

@@ -52,9 +52,6 @@ def parse_change(text: str) -> Change:
     Args:
         text: The change; ``link=2`` is the link from stage 2 to the next one.
 
-    Returns:
-        The change.
-
     Raises:
         UserError: The text is no such change.
     """
@@ -69,9 +66,6 @@ def parse_change(text: str) -> Change:
 
 def changed(problem: Problem, changes: Iterable[Change]) -> Problem:
     """The problem with changes made, to the links simulated and to those planned for.
-
-    Returns:
-        The problem as it would be.
 
     Raises:
         UserError: A link or a stage that the problem does not have.

@@ -14,9 +14,14 @@ from jax.typing import ArrayLike
 from jaxmorph.stage.compiling import compiled
 from jaxmorph.stage.mesh import DATA
 from jaxmorph.stage.model import Params, PipelineModel
-from jaxmorph.stage.stage_functions import Arrays, StageFunctions, StashPolicy
-from jaxmorph.stage.stash import StashMemory
-from jaxmorph.stage.tracing import TracedStage, trace_stage
+from jaxmorph.stage.stage_functions import (
+    Arrays,
+    StageFunctions,
+    StashMemory,
+    StashPolicy,
+    TracedStage,
+    trace_stage,
+)
 
 WHOLE = PartitionSpec()
 BATCH = PartitionSpec(DATA)

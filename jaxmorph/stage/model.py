@@ -1,10 +1,12 @@
-"""What a model must provide to be pipelined, and how its layers are dealt out to stages."""
+"""What a model must and may provide to be pipelined, and how its layers are dealt out to stages."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeGuard
 
 import jax
+import numpy as np
+from jax import lax
 
 from jaxmorph.errors import UserError
 
@@ -116,3 +118,86 @@ def _even_counts(num_layers: int, num_stages: int) -> list[int]:
     share, left_over = divmod(num_layers, num_stages)
     first = (num_stages - left_over) // 2
     return [share + (first <= stage < first + left_over) for stage in range(num_stages)]
+
+
+class ChoosesByDevice(PipelineModel, Protocol):
+    """A model that computes the same in one way or another, by what a device has."""
+
+    def on_device(self, microbatch_size: int, sequence_length: int) -> str:
+        """Returns what it takes of the default device, in a few words, or nothing.
+
+        Raises:
+          ValueError: it is to take what the device doesn't have; in one line.
+        """
+        ...
+
+
+def taken_on_device(model: PipelineModel, microbatch_size: int, sequence_length: int) -> str:
+    """Returns what a model takes of the default device, in a few words; empty if it has no choice.
+
+    Raises:
+      UserError: it is to take what the device doesn't have; in one line.
+    """
+    if not _chooses(model):
+        return ""
+    try:
+        return model.on_device(microbatch_size, sequence_length)
+    except ValueError as error:
+        raise UserError(f"model.{error}") from error
+
+
+def _chooses(model: PipelineModel) -> TypeGuard[ChoosesByDevice]:
+    return hasattr(model, "on_device")
+
+
+class GivesLogits(PipelineModel, Protocol):
+    """A model that text can be sampled from."""
+
+    def logits(self, params: Params, x: jax.Array) -> jax.Array:
+        """Returns float32 [microbatch, sequence, vocabulary], whose losses `head` sums."""
+        ...
+
+
+def with_logits(model: PipelineModel) -> GivesLogits:
+    """Returns the model itself, which text can be sampled from.
+
+    Raises:
+      UserError: it gives no logits; in one line.
+    """
+    if not _gives_logits(model):
+        raise UserError(
+            f"the model {type(model).__name__} has no logits(params, x), expected one that has: "
+            "its head's scores of each next token, to sample from"
+        )
+    return model
+
+
+def _gives_logits(model: PipelineModel) -> TypeGuard[GivesLogits]:
+    return hasattr(model, "logits")
+
+
+def join_stages(stages: Iterable[tuple[range, Params]]) -> Params:
+    """Returns the parameters of a whole model as one stage's, as numpy arrays.
+
+    Args:
+      stages: every stage's layers and parameters, those of chunks one by one, in any order.
+    """
+    ordered = [params for _, params in sorted(stages, key=lambda stage: stage[0].start)]
+    layers = [params["layers"] for params in ordered]
+    return {
+        "embed": ordered[0]["embed"],
+        "layers": jax.tree.map(lambda *leaves: np.concatenate(leaves), *layers),
+        "head": ordered[-1]["head"],
+    }
+
+
+def model_logits(model: GivesLogits, params: Params, tokens: jax.Array) -> jax.Array:
+    """Returns a whole model's logits, float32 [microbatch, sequence, vocabulary].
+
+    Args:
+      params: of all of it, as `join_stages` returns them.
+      tokens: int32 [microbatch, sequence].
+    """
+    x = model.embed(params["embed"], tokens)
+    x, _ = lax.scan(lambda x, layer: (model.layer(layer, x), None), x, params["layers"])
+    return model.logits(params["head"], x)

@@ -23,7 +23,7 @@ from jaxmorph.config import Config
 from jaxmorph.control.measurements import link_medians_ms, link_samples
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.planning.plan_in_force import PlanInForce
-from jaxmorph.program.program_text import parse_program
+from jaxmorph.program.instructions import parse_program
 from jaxmorph.records import Message
 from jaxmorph.runtime.device_memory import peaks_of
 from jaxmorph.runtime.report import (
@@ -34,8 +34,7 @@ from jaxmorph.runtime.report import (
     total_compilations,
 )
 from jaxmorph.schedule.costs import Link
-from jaxmorph.schedule.device_live import peak_on_device
-from jaxmorph.schedule.timeline import Timeline
+from jaxmorph.schedule.timeline import Timeline, peak_on_device
 from jaxmorph.training.evaluation import NOT_EVALUATED, HeldOutLoss
 from jaxmorph.training.known_links import KnownLinks
 from jaxmorph.training.traced_steps import TracedSteps

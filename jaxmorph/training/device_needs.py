@@ -13,13 +13,12 @@ from jaxmorph.planning.device_budget import heeds_budget, with_stash_caps
 from jaxmorph.planning.plan_in_force import plan_step, unmeasured_profile
 from jaxmorph.runtime.optimizer import OptimizerSettings, adamw
 from jaxmorph.runtime.stage_settings import StageSettings
-from jaxmorph.schedule.memory import StashBytes
+from jaxmorph.schedule.costs import StashBytes
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.stage.model import PipelineModel, cut_layers
-from jaxmorph.stage.parameter_count import parameter_count
-from jaxmorph.stage.stash import StashMemory, total_bytes
-from jaxmorph.stage.tracing import TracedStage, trace_stage
+from jaxmorph.stage.parameters import parameter_count
+from jaxmorph.stage.stage_functions import StashMemory, TracedStage, total_bytes, trace_stage
 from jaxmorph.training.stage_settings import stage_settings
 
 

@@ -16,8 +16,8 @@ from jaxmorph.data import Batches, Tokens
 from jaxmorph.errors import UserError
 from jaxmorph.planning.plan_in_force import PlanInForce
 from jaxmorph.program.check import check
-from jaxmorph.program.forward_only import forward_only
 from jaxmorph.program.instructions import RankProgram
+from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import most_slots, slots_needed
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.rendezvous import Rendezvous

@@ -7,7 +7,7 @@ from jaxmorph.config import Config
 from jaxmorph.emulation.link_settings import transport_settings
 from jaxmorph.errors import UserError
 from jaxmorph.planning.plan_in_force import PlanInForce
-from jaxmorph.program.channels import Channel
+from jaxmorph.program.instructions import Channel
 from jaxmorph.runtime.coordination import coordinator_host
 from jaxmorph.runtime.data_plane import open_data_plane
 from jaxmorph.runtime.emulated_links import EmulatedLinks

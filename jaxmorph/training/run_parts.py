@@ -10,7 +10,7 @@ from jaxmorph.data import Batches, hold_out, load_tokens
 from jaxmorph.data.digest import DataDigest, digest_of
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.stage.model import PipelineModel, cut_layers
-from jaxmorph.stage.stored_weights import check_weights
+from jaxmorph.stage.parameters import check_weights
 from jaxmorph.training.evaluation import held_out_batches
 from jaxmorph.training.model_factory import build_model
 

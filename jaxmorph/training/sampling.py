@@ -11,8 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmorph.errors import UserError
-from jaxmorph.stage.logits import GivesLogits, model_logits
-from jaxmorph.stage.model import Params
+from jaxmorph.stage.model import GivesLogits, Params, model_logits
 
 _SEEDS = 2**32
 

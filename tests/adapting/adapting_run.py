@@ -16,7 +16,7 @@ from jaxmorph.control.profiler import Profile
 from jaxmorph.planning.plan_in_force import plan_step
 from jaxmorph.planning.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.program.program_text import parse_program, program_text
+from jaxmorph.program.instructions import parse_program, program_text
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.schedule.costs import Link, LinkState, StageCosts, chain_links
 

@@ -9,7 +9,7 @@ from jaxmorph.adapting.adaptation import Adaptation
 from jaxmorph.adapting.control_events import Morph
 from jaxmorph.control.profiler import Profile
 from jaxmorph.planning.step_programs import lower_step
-from jaxmorph.program.program_text import program_text
+from jaxmorph.program.instructions import program_text
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.schedule.costs import Limits, Link, Route, StageCosts
 from jaxmorph.schedule.planner import plan

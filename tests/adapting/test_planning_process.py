@@ -15,11 +15,10 @@ from jaxmorph.control.verdicts import Evidence, LinkHealth, Verdict
 from jaxmorph.planning.plan_in_force import plan_step
 from jaxmorph.planning.step_programs import lower_step
 from jaxmorph.program.check import check
-from jaxmorph.program.forward_only import forward_only
-from jaxmorph.program.program_text import parse_program
+from jaxmorph.program.instructions import parse_program
+from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import slots_needed
-from jaxmorph.schedule.costs import Limits, Link, StageCosts, chain_links
-from jaxmorph.schedule.memory import StashBytes
+from jaxmorph.schedule.costs import Limits, Link, StageCosts, StashBytes, chain_links
 
 LINKS = (Link(0, 1), Link(1, 2), Link(2, 3))
 COSTS = StageCosts.uniform(4, 10.0, 10.0, 10.0)

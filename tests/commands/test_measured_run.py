@@ -6,8 +6,7 @@ from jaxmorph.commands.measured_run import read_run, run_fields
 from jaxmorph.config import Config, dump_config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.costs import Link, LinkState, StageCosts
-from jaxmorph.schedule.memory import StashBytes
+from jaxmorph.schedule.costs import Link, LinkState, StageCosts, StashBytes
 from jaxmorph.schedule.problem import parse_problem
 
 COSTS = StageCosts((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), (7.0, 8.0, 9.0))

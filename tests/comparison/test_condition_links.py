@@ -4,7 +4,7 @@ from jaxmorph.comparison.condition_links import round_links
 from jaxmorph.config.compare_section import Condition
 from jaxmorph.emulation.delay_traces import draw_regime
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.problem_links import pipeline_links
+from jaxmorph.schedule.costs import pipeline_links
 from jaxmorph.transport.link_emulator import LinkCondition
 
 LISTED = {"between": [2, 3], "latency_ms": 30.0}

@@ -22,9 +22,9 @@ from jaxmorph.control.verdicts import LinkHealth
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import Transfer
 from jaxmorph.program.lowering import lower
-from jaxmorph.schedule.builders import FIXED_SCHEDULES
 from jaxmorph.schedule.costs import Link, Route, StageCosts, chain_links
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES
+from jaxmorph.schedule.simulate import simulate
 
 OP_MS = 10.0
 HEALTHY, SLOW = LinkHealth.HEALTHY, LinkHealth.SLOW

@@ -15,8 +15,8 @@ from jaxmorph.control.orchestrator import (
     dwelling_links,
 )
 from jaxmorph.control.verdicts import LinkHealth
-from jaxmorph.schedule.builders import zb_h1, zb_h2
 from jaxmorph.schedule.costs import Link, Route
+from jaxmorph.schedule.fixed import zb_h1, zb_h2
 from jaxmorph.schedule.planner import Plan
 
 LINKS = (Link(0, 1), Link(1, 2), Link(2, 3))

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from jaxmorph.control.profiler import Profile, Profiler
-from jaxmorph.schedule.copy_costs import CopyCosts
-from jaxmorph.schedule.costs import Link
+from jaxmorph.schedule.costs import CopyCosts, Link
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 

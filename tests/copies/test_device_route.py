@@ -29,8 +29,7 @@ from jaxmorph.copies.payload import PayloadShape, SlotUse
 from jaxmorph.copies.pinned_host import PinnedHostTier
 from jaxmorph.copies.registered_landing import RegisteredLandingTier
 from jaxmorph.copies.registered_memory import RegisteredMemory
-from jaxmorph.program.channels import channel_of
-from jaxmorph.program.instructions import Payload, Transfer
+from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.payloads import channel_name

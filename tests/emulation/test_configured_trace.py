@@ -5,7 +5,7 @@ from jaxmorph.emulation import link_trace
 from jaxmorph.emulation.delay_traces import draw_regime
 from jaxmorph.emulation.link_settings import begun_at, trace_conditions
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.problem_links import pipeline_links
+from jaxmorph.schedule.costs import pipeline_links
 from jaxmorph.transport.link_emulator import LinkCondition
 
 KEY = "emulation.trace"

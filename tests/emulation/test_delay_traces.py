@@ -21,8 +21,7 @@ from jaxmorph.emulation.delay_traces import (
     events_trace,
 )
 from jaxmorph.emulation.link_trace import read_link_trace
-from jaxmorph.schedule.costs import Link
-from jaxmorph.schedule.problem_links import pipeline_links
+from jaxmorph.schedule.costs import Link, pipeline_links
 from jaxmorph.transport.link_emulator import LinkCondition
 
 LINKS = pipeline_links(4)

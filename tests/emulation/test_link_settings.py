@@ -6,7 +6,7 @@ from jaxmorph.config import load_config
 from jaxmorph.emulation.delay_traces import draw_regime
 from jaxmorph.emulation.link_settings import emulated_conditions, transport_settings, untimed
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.problem_links import pipeline_links
+from jaxmorph.schedule.costs import pipeline_links
 from jaxmorph.transport.link_emulator import LinkCondition
 from jaxmorph.transport.plane import TransportSettings
 

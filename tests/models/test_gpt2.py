@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmorph.stage.parameter_count import parameter_count
+from jaxmorph.stage.parameters import parameter_count
 from models.gpt2 import PRESETS, build
 from models.gpt2.config import preset_config
 from models.gpt2.stages import GPT2

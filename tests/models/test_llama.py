@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmorph.stage.parameter_count import parameter_count
+from jaxmorph.stage.parameters import parameter_count
 from models.llama import PRESETS, build
 from models.llama.config import preset_config
 from models.llama.rotary import rotate

@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxmorph.errors import UserError
 from jaxmorph.schedule.bound import lower_bound_ms
-from jaxmorph.schedule.costs import Limits, Links, LinkState, StageCosts, neighbour_links
-from jaxmorph.schedule.memory import StageMemory
+from jaxmorph.schedule.costs import (
+    Limits,
+    Links,
+    LinkState,
+    StageCosts,
+    StageMemory,
+    neighbour_links,
+)
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.planner import plan, require_room
 from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, CpSolver, IntVar

@@ -16,9 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from jaxmorph.program.channels import Channel, channel_of
 from jaxmorph.program.check import ProgramError
-from jaxmorph.program.instructions import Instruction, RankProgram, Receive, Send, Transfer
+from jaxmorph.program.instructions import (
+    Channel,
+    Instruction,
+    RankProgram,
+    Receive,
+    Send,
+    Transfer,
+    channel_of,
+)
 from jaxmorph.schedule.costs import Link
 
 

@@ -7,12 +7,11 @@ import pytest
 
 from jaxmorph.errors import UserError
 from jaxmorph.schedule.bound import lower_bound_ms
-from jaxmorph.schedule.builders import gpipe, interleaved, zb_h1, zb_h2
-from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
-from jaxmorph.schedule.memory import StashBytes
+from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, StashBytes, chain_links
+from jaxmorph.schedule.fixed import gpipe, interleaved, zb_h1, zb_h2
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.planner import plan, require_room
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 from tests.oracles.optimum import optimal_schedule
 
 pytest.importorskip("ortools")

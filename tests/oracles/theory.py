@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from jaxmorph.schedule.costs import Link, LinkState, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 from jaxmorph.schedule.timeline import Timeline
 
 

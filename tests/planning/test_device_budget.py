@@ -11,7 +11,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.planning.device_budget import WithinDevices, budget_in_words, with_device_budget
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_trainer import StageTrainer
-from jaxmorph.stage.stash import StashMemory
+from jaxmorph.stage.stage_functions import StashMemory
 
 
 @dataclass

@@ -14,12 +14,9 @@ from jaxmorph.planning.plan_in_force import plan_step, unmeasured_profile
 from jaxmorph.planning.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.offload import count_offloads
-from jaxmorph.schedule.copy_costs import CopyCosts
-from jaxmorph.schedule.costs import Link, LinkState, StageCosts
-from jaxmorph.schedule.device_live import peak_on_device
-from jaxmorph.schedule.memory import StashBytes
+from jaxmorph.schedule.costs import CopyCosts, Link, LinkState, StageCosts, StashBytes
 from jaxmorph.schedule.planner import Plan
-from jaxmorph.schedule.timeline import Timeline
+from jaxmorph.schedule.timeline import Timeline, peak_on_device
 
 # The paper's op times; a stash of about 1 GB at 50 GB/s.
 SEVEN_B = StageCosts((8.4, 9.2, 9.05, 9.4), (9.5, 10.1, 10.0, 9.2), (5.3, 6.4, 6.35, 5.9))

@@ -15,8 +15,7 @@ from jaxmorph.planning.plan_in_force import (
     unmeasured_profile,
 )
 from jaxmorph.planning.step_programs import lower_step
-from jaxmorph.schedule.costs import Link, StageCosts, chain_links
-from jaxmorph.schedule.memory import StageMemory, StashBytes
+from jaxmorph.schedule.costs import Link, StageCosts, StageMemory, StashBytes, chain_links
 
 STASH = StashBytes((300, 200, 100), (100, 150, 50))
 

@@ -11,22 +11,22 @@ from jaxmorph.program.check import ProgramError
 from jaxmorph.program.instructions import Payload, RankProgram, Receive, Run, Send, Transfer
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.offload import offload, offload_these, waiting_longest
-from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
-from jaxmorph.schedule.copy_costs import CopyCosts
 from jaxmorph.schedule.costs import (
     NO_LATENCY,
+    CopyCosts,
     Limits,
     Link,
     LinkState,
     Route,
     StageCosts,
+    StageMemory,
     chain_links,
 )
-from jaxmorph.schedule.memory import StageMemory
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 from jaxmorph.schedule.timeline import CopySpan
 
 UNIFORM = StageCosts.uniform(2, 10, 10, 10)

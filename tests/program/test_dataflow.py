@@ -1,8 +1,7 @@
 import pytest
 
 from jaxmorph.program.dataflow import feeder, output_transfer, reads, received_buffer, writes
-from jaxmorph.program.instructions import Buffer, BufferKind, Run
-from jaxmorph.program.pipeline import Pipeline
+from jaxmorph.program.instructions import Buffer, BufferKind, Pipeline, Run
 from jaxmorph.schedule.ops import Op
 
 

@@ -1,7 +1,25 @@
+"""Programs come back from their text as they were."""
+
 import pytest
 
-from jaxmorph.program.instructions import Buffer, BufferKind, Payload, Transfer
-from jaxmorph.schedule.costs import Link
+from jaxmorph.control.profiler import Profile
+from jaxmorph.planning.step_programs import lower_step
+from jaxmorph.program.instructions import (
+    AwaitRoom,
+    Buffer,
+    BufferKind,
+    Fetch,
+    Offload,
+    Payload,
+    Pipeline,
+    Place,
+    RankProgram,
+    Transfer,
+    parse_program,
+    program_text,
+)
+from jaxmorph.schedule.costs import Link, StageCosts
+from jaxmorph.schedule.fixed import interleaved, zb_h2
 
 
 @pytest.mark.parametrize(
@@ -45,3 +63,65 @@ def test_what_goes_around_the_ranks_is_for_the_next_chunk(text, chunk):
 def test_a_buffer_names_its_chunk_as_an_op_does():
     assert str(Buffer(BufferKind.STASH, 3)) == "stash[3]"
     assert str(Buffer(BufferKind.STASH, 3, 1)) == "1.stash[3]"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_chunks", "chain"),
+    [
+        (3, 1, "0.0 1.0 2.0"),
+        (3, 2, "0.0 1.0 2.0 0.1 1.1 2.1"),
+        (2, 3, "0.0 1.0 0.1 1.1 0.2 1.2"),
+        (1, 2, "0.0 0.1"),
+    ],
+)
+def test_the_chain_goes_around_the_ranks_once_for_each_chunk(num_ranks, num_chunks, chain):
+    pipeline = Pipeline(num_ranks, num_chunks)
+    places = [Place(*map(int, word.split("."))) for word in chain.split()]
+    assert list(map(pipeline.after, places)) == [*places[1:], None]
+    assert list(map(pipeline.before, places)) == [None, *places[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "routes"),
+    [
+        (zb_h2(3, 5), {Link(1, 2): "delegated"}),
+        (interleaved(3, 6, 2), {Link(0, 2): "delegated"}),
+        (zb_h2(1, 2), {}),
+    ],
+)
+def test_every_ranks_program_comes_back(schedule, routes):
+    stages = schedule.num_stages
+    profile = Profile(StageCosts.uniform(stages, 1.0, 1.0, 1.0), {})
+    for program in lower_step(schedule, profile, routes, num_tied=2):
+        assert parse_program(program_text(program)) == program
+
+
+def test_a_text_is_read_line_by_line():
+    schedule, costs = zb_h2(2, 1), StageCosts.uniform(2, 1.0, 1.0, 1.0)
+    first, _ = lower_step(schedule, Profile(costs, {}), {Link(0, 1): "delegated"})
+    assert program_text(first).split("\n") == [
+        "rank 0 of 2, 1 microbatches, 1 chunks",
+        "run F0",
+        "send activation[0] 0>1 delegated",
+        "free output[0]",
+        "receive gradient[0] 1>0 delegated",
+        "run B0",
+        "free stash[0]",
+        "free output-gradient[0]",
+        "run W0",
+        "free weight-stash[0]",
+        "update",
+    ]
+
+
+def test_copies_of_stashes_come_back():
+    stash, other = (Buffer(BufferKind.STASH, microbatch, 1) for microbatch in (3, 4))
+    steps = (Offload(stash), AwaitRoom(stash), Fetch(stash), Fetch(other, after=stash))
+    program = RankProgram(1, 2, 5, steps, num_chunks=2)
+    assert parse_program(program_text(program)) == program
+
+
+@pytest.mark.parametrize("line", ["walk F0", "send activation[0] 0>1 by-air", "free stash", ""])
+def test_what_is_no_instruction_is_refused(line):
+    with pytest.raises(ValueError, match="expected a"):
+        parse_program(f"rank 0 of 2, 1 microbatches, 1 chunks\n{line}")

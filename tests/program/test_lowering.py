@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import check
 from jaxmorph.program.dataflow import feeder, output_transfer, reads
-from jaxmorph.program.instructions import Free, Receive, Run, Send, Transfer
-from jaxmorph.program.lowering import insert_frees, lower
-from jaxmorph.program.ordering import global_order
-from jaxmorph.program.pipeline import Pipeline
-from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
-from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
+from jaxmorph.program.instructions import BufferKind, Free, Pipeline, Receive, Run, Send, Transfer
+from jaxmorph.program.lowering import forward_only, global_order, lower, lower_in_step
+from jaxmorph.program.slots_needed import slots_needed
+from jaxmorph.schedule.costs import Limits, Link, LinkState, Route, Routes, StageCosts, chain_links
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, one_forward_one_backward
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 
 UNIFORM = StageCosts.uniform(2, 10, 10, 10)
 TWO_STAGES = Schedule.from_rows("hand", ["F0 F1 B0 W0 B1 W1", "F0 B0 W0 F1 B1 W1"])
@@ -159,14 +158,6 @@ def test_a_buffer_is_freed_right_after_its_last_reader():
                 assert all(isinstance(other, Free) for other in steps[reader + 1 : position])
 
 
-def test_frees_are_put_in_once():
-    first, _ = lowered(TWO_STAGES)
-    bare = replace(
-        first, instructions=tuple(s for s in first.instructions if not isinstance(s, Free))
-    )
-    assert insert_frees(bare) == first
-
-
 durations = st.floats(0.0, 20.0, allow_nan=False)
 latencies = st.sampled_from([0.0, 0.3, 35.0])
 
@@ -191,25 +182,19 @@ def assert_runs_to_completion(schedule, costs, links, routes):
 
 
 @given(st.data())
-def test_every_planned_schedule_lowers_to_programs_that_run_to_completion(data):
+def test_every_schedule_lowers_to_programs_that_run_to_completion(data):
     num_stages = data.draw(st.integers(1, 6))
-    num_microbatches = data.draw(st.integers(1, 9))
     costs, links, routes = data.draw(problems(num_stages))
-    name = data.draw(st.sampled_from([*FIXED_SCHEDULES, *PLANNED_SCHEDULES]))
+    name = data.draw(st.sampled_from([*FIXED_SCHEDULES, *PLANNED_SCHEDULES, "interleaved"]))
     limits = Limits()
     if name in PLANNED_SCHEDULES:
         caps = data.draw(st.none() | st.tuples(*[st.integers(1, 9)] * num_stages))
         limits = Limits(caps, data.draw(st.sampled_from(["B", "W"])))
-    schedule = plan(costs, links, limits, num_microbatches, name).schedule
-    assert_runs_to_completion(schedule, costs, links, routes)
-
-
-@given(st.data())
-def test_interleaved_schedules_lower_to_programs_that_run_to_completion(data):
-    num_stages, num_chunks = data.draw(st.integers(1, 6)), data.draw(st.integers(2, 4))
-    num_microbatches = num_stages * data.draw(st.integers(1, 3))
-    costs, links, routes = data.draw(problems(num_stages))
-    schedule = interleaved(num_stages, num_microbatches, num_chunks)
+    if name == "interleaved":
+        num_microbatches = num_stages * data.draw(st.integers(1, 3))
+        schedule = interleaved(num_stages, num_microbatches, data.draw(st.integers(2, 4)))
+    else:
+        schedule = plan(costs, links, limits, data.draw(st.integers(1, 9)), name).schedule
     assert_runs_to_completion(schedule, costs, links, routes)
 
 
@@ -299,3 +284,107 @@ def test_ranks_in_step_lose_nothing_to_direct_transfers_around_them(num_stages, 
     programs = lower(schedule, planned)
     check(programs)
     assert simulate_blocking(programs, costs).makespan_ms == pytest.approx(planned.makespan_ms)
+
+
+STAGES, MICROBATCHES = 4, 8
+SCHEDULES = {
+    **{name: make(STAGES, MICROBATCHES) for name, make in FIXED_SCHEDULES.items()},
+    "interleaved": interleaved(STAGES, MICROBATCHES, 3),
+    "interleaved on two": interleaved(2, MICROBATCHES, 2),
+    "alone": FIXED_SCHEDULES["zb-h1"](1, MICROBATCHES),
+}
+
+
+def forwards(schedule, route: Route = "direct", first_microbatch=0):
+    stages = range(schedule.num_stages)
+    routes: Routes = {Link(lower, upper): route for upper in stages for lower in range(upper)}
+    costs = StageCosts.uniform(schedule.num_stages, 10, 10, 10)
+    programs = lower(schedule, simulate(schedule, costs), routes, num_tied=1)
+    return [forward_only(program, first_microbatch) for program in programs]
+
+
+def test_only_forwards_and_their_transfers_are_left_in_the_steps_order():
+    first, last = forwards(TWO_STAGES)
+    assert [str(step) for step in first.instructions] == [
+        "run F0", "free stash[0]", "send activation[0] 0>1", "free output[0]",
+        "run F1", "free stash[1]", "send activation[1] 0>1", "free output[1]",
+    ]  # fmt: skip
+    assert [str(step) for step in last.instructions] == [
+        "receive activation[0] 0>1", "run F0", "free input[0]", "free stash[0]",
+        "receive activation[1] 0>1", "run F1", "free input[1]", "free stash[1]",
+    ]  # fmt: skip
+
+
+def test_messages_can_be_told_from_those_of_the_step():
+    renumbered, _ = forwards(TWO_STAGES, first_microbatch=6)
+    assert list(renumbered.ops()) == [Op(OpKind.F, 6), Op(OpKind.F, 7)]
+    sent = [str(s.transfer) for s in renumbered.instructions if isinstance(s, Send)]
+    assert sent == ["activation[6] 0>1", "activation[7] 0>1"]
+
+
+@pytest.mark.parametrize("route", ["direct", "delegated"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedules_forwards_run_to_completion_each_once(name, route):
+    schedule = SCHEDULES[name]
+    programs = forwards(schedule, route, 100)
+    check(programs)
+    everything = {
+        Op(OpKind.F, 100 + microbatch, chunk)
+        for microbatch in range(MICROBATCHES)
+        for chunk in range(schedule.num_chunks)
+    }
+    for program in programs:
+        assert Counter(program.ops()) == Counter(everything)
+        assert {type(step) for step in program.instructions} <= {Run, Send, Receive, Free}
+        for at, step in enumerate(program.instructions):
+            if isinstance(step, Run):  # no stash outlives its forward
+                freed = [
+                    s.buffer for s in program.instructions[at + 1 : at + 3] if isinstance(s, Free)
+                ]
+                assert (BufferKind.STASH, step.op.microbatch, step.op.chunk) in freed
+    needed = slots_needed(programs)
+    assert bool(needed) == (route == "delegated" and schedule.num_stages > 1)
+    assert all(slots <= MICROBATCHES * schedule.num_chunks for slots in needed.values())
+
+
+def equal(num_stages):
+    return StageCosts.uniform(num_stages, 10, 10, 10)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_microbatches", "num_chunks", "early_ms", "in_step_ms"),
+    [
+        (2, 8, 2, 315, 270),
+        (4, 8, 2, 290, 290),
+        (5, 20, 2, 915, 705),
+        (8, 32, 2, 1475, 1140),
+        (8, 32, 4, 1457.5, 1090),
+    ],
+)
+def test_a_ring_out_of_step_is_brought_in_step(
+    num_stages, num_microbatches, num_chunks, early_ms, in_step_ms
+):
+    schedule = interleaved(num_stages, num_microbatches, num_chunks)
+    costs = equal(num_stages)
+    early = lower(schedule, simulate(schedule, costs))
+    chosen = lower_in_step(schedule, costs, {}, {})
+    check(chosen)
+    assert simulate_blocking(early, costs).makespan_ms == pytest.approx(early_ms)
+    assert simulate_blocking(chosen, costs).makespan_ms == pytest.approx(in_step_ms)
+    assert tuple(tuple(program.ops()) for program in chosen) == schedule.orders
+
+
+def test_with_one_chunk_and_on_one_rank_nothing_is_delayed():
+    for schedule in (one_forward_one_backward(4, 8), interleaved(1, 4, 3)):
+        own = equal(schedule.num_stages)
+        early = lower(schedule, simulate(schedule, own), num_tied=1)
+        assert lower_in_step(schedule, own, {}, {}, num_tied=1) == early
+
+
+def test_delegated_links_keep_their_own_delays():
+    schedule = interleaved(2, 4, 2)
+    links = {Link(0, 1): LinkState(30, 30)}
+    chosen = lower_in_step(schedule, equal(2), links, {Link(0, 1): "delegated"})
+    check(chosen)
+    expected = simulate(schedule, equal(2), links).makespan_ms
+    assert simulate_blocking(chosen, equal(2), links).makespan_ms == pytest.approx(expected)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from jaxmorph.errors import UserError
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import ProgramError, check
-from jaxmorph.program.device_room import most_held
 from jaxmorph.program.instructions import (
     AwaitRoom,
     Buffer,
@@ -28,19 +27,18 @@ from jaxmorph.program.instructions import (
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.offload import (
     count_offloads,
+    most_held,
     offload,
     offload_these,
     waiting_longest,
 )
-from jaxmorph.schedule.builders import FIXED_SCHEDULES
-from jaxmorph.schedule.copy_costs import CopyCosts
-from jaxmorph.schedule.costs import Limits, StageCosts, chain_links
-from jaxmorph.schedule.device_live import peak_on_device
-from jaxmorph.schedule.memory import StageMemory
+from jaxmorph.schedule.costs import CopyCosts, Limits, StageCosts, StageMemory, chain_links
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
+from jaxmorph.schedule.timeline import peak_on_device
 
 WARM_UP = "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4 W0 W1 W2 W3 W4"
 

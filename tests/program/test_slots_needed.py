@@ -7,15 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmorph.program.channels import Channel, channel_of
 from jaxmorph.program.check import ProgramError
-from jaxmorph.program.instructions import Payload, RankProgram, Receive, Send, Transfer
+from jaxmorph.program.instructions import (
+    Channel,
+    Payload,
+    RankProgram,
+    Receive,
+    Send,
+    Transfer,
+    channel_of,
+)
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.slots_needed import power_of_two, slots_needed
-from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.costs import Limits, Link, LinkState, Route, StageCosts, chain_links
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 
 
 @dataclass

@@ -28,7 +28,7 @@ from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import Limits, Link, StageCosts
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import plan
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 from jaxmorph.stage.model import cut_layers
 from jaxmorph.transport.link_emulator import LinkCondition
 from models.gpt2 import build

@@ -15,8 +15,7 @@ from one_device import QUICKLY, untie
 from told_reference import ToldReference, norm
 
 from jaxmorph.program.check import check
-from jaxmorph.program.forward_only import forward_only
-from jaxmorph.program.lowering import lower
+from jaxmorph.program.lowering import forward_only, lower
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.runtime.compilations import CompilationCounter
 from jaxmorph.runtime.data_plane import Start, open_data_plane
@@ -31,7 +30,7 @@ from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import Limits, Link, StageCosts, chain_links
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 from jaxmorph.stage.compiling import compile_by
 from jaxmorph.stage.model import cut_layers
 from jaxmorph.stage.stage_functions import StashPolicy

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmorph.copies.payload import PayloadShape
-from jaxmorph.program.channels import channel_of
-from jaxmorph.program.instructions import Payload, Transfer
+from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.identity import TransferIdentity

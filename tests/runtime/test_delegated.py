@@ -15,8 +15,7 @@ from jaxmorph.copies.at_once import AtOnceTier
 from jaxmorph.copies.choosing import choose_tier
 from jaxmorph.copies.host_callbacks import host_callback_tiers
 from jaxmorph.copies.payload import PayloadShape, SlotUse
-from jaxmorph.program.channels import Channel, channel_of
-from jaxmorph.program.instructions import Payload, Transfer
+from jaxmorph.program.instructions import Channel, Payload, Transfer, channel_of
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.payloads import channel_name

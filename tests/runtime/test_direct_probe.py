@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jaxmorph.copies.payload import PayloadShape
-from jaxmorph.program.channels import channel_of
+from jaxmorph.program.instructions import channel_of
 from jaxmorph.runtime.direct_probe import probe_direct, probe_transfers
 from jaxmorph.runtime.queue import PacedQueue
 from jaxmorph.runtime.rendezvous import DETAIL

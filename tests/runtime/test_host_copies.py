@@ -22,13 +22,11 @@ from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.runtime.report import measured_timeline, rank_report
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
-from jaxmorph.schedule.costs import StageCosts
-from jaxmorph.schedule.device_live import peak_on_device
-from jaxmorph.schedule.memory import StageMemory
+from jaxmorph.schedule.costs import StageCosts, StageMemory
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.simulator import simulate
-from jaxmorph.schedule.timeline import Timeline
+from jaxmorph.schedule.simulate import simulate
+from jaxmorph.schedule.timeline import Timeline, peak_on_device
 from jaxmorph.stage.model import cut_layers
 from models.gpt2 import build
 

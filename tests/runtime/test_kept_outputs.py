@@ -1,8 +1,7 @@
 import jax.numpy as jnp
 import pytest
 
-from jaxmorph.program.channels import channel_of
-from jaxmorph.program.instructions import Payload, Transfer
+from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.kept_outputs import KeptOutputs
 

@@ -2,8 +2,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmorph.copies.payload import PayloadShape
-from jaxmorph.program.channels import Channel
-from jaxmorph.program.instructions import Payload
+from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.runtime.payloads import (
     LARGEST_TIED_SLOT_BYTES,
     channel_name,

@@ -1,7 +1,6 @@
 from itertools import product
 
-from jaxmorph.program.channels import channel_of
-from jaxmorph.program.instructions import Payload, Transfer
+from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.runtime.identity import TransferIdentity
 
 

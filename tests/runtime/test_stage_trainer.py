@@ -20,7 +20,7 @@ from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 from jaxmorph.stage.model import cut_layers
 from models.gpt2 import build
 

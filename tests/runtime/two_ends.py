@@ -15,8 +15,7 @@ from oracles.loopback import LoopbackNetwork
 from jaxmorph.copies.at_once import AtOnceTier
 from jaxmorph.copies.choosing import choose_tier
 from jaxmorph.copies.payload import PayloadShape, SlotUse
-from jaxmorph.program.channels import channel_of
-from jaxmorph.program.instructions import Payload, Transfer
+from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.runtime.connection import ConnectionLostError
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmorph.copies.payload import PayloadShape
-from jaxmorph.program.channels import channel_of
-from jaxmorph.program.instructions import Buffer, BufferKind, Payload, Transfer
+from jaxmorph.program.instructions import Buffer, BufferKind, Payload, Transfer, channel_of
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.direct_programs import direct_programs
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies

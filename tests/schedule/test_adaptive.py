@@ -5,16 +5,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.schedule import adaptive
-from jaxmorph.schedule.adaptive import adaptive_schedule
+from jaxmorph.schedule.adaptive import Search, adaptive_schedule
 from jaxmorph.schedule.bound import lower_bound_ms
-from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
-from jaxmorph.schedule.fit import require_room
-from jaxmorph.schedule.list_schedule import ListSchedule, list_schedule
-from jaxmorph.schedule.memory import StashBytes
-from jaxmorph.schedule.numbering import to_schedule
-from jaxmorph.schedule.simulator import simulate
-from jaxmorph.schedule.slackness import adapted_warmup_forwards
-from jaxmorph.schedule.workload import Workload, make_workload, to_picoseconds
+from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, StashBytes, chain_links
+from jaxmorph.schedule.list_schedule import (
+    ListSchedule,
+    Rule,
+    Workload,
+    list_schedule,
+    make_workload,
+    to_picoseconds,
+    to_schedule,
+)
+from jaxmorph.schedule.order_graph import Arcs, OrderGraph
+from jaxmorph.schedule.paper import adapted_warmup_forwards
+from jaxmorph.schedule.planner import require_room
+from jaxmorph.schedule.schedule import Schedule
+from jaxmorph.schedule.simulate import simulate
 from tests.oracles.optimum import optimal_schedule
 
 PS = 10**9
@@ -63,34 +70,15 @@ def _random_limits(draw: Random, stages: int) -> Limits:
 
 
 @given(st.integers(0, 2**32).map(Random))
-def test_it_is_never_longer_than_the_papers_nor_under_the_bound(draw):
-    problem = _random_problem(draw, 5, 8)
-    made = problem.adaptive()
-    assert problem.bound - PS / 10**6 <= made.makespan <= problem.paper.makespan
-
-
-@given(st.integers(0, 2**32).map(Random))
-def test_it_runs_within_its_caps_in_the_time_it_says(draw):
+def test_it_is_no_longer_than_the_papers_and_runs_within_its_caps_in_the_time_it_says(draw):
     problem = _random_problem(draw, 5, 8)
     costs, links, limits, count = problem.parts
     made = problem.adaptive()
+    assert problem.bound - PS / 10**6 <= made.makespan <= problem.paper.makespan
     schedule = to_schedule("adaptive", costs.num_stages, count, made.numbers)
     schedule.validate()
     require_room(schedule, limits)
     assert simulate(schedule, costs, links).makespan_ms * PS == pytest.approx(made.makespan)
-
-
-def test_the_same_problem_has_the_same_schedule():
-    for seed in range(6):
-        first, second = (_random_problem(Random(seed), 5, 9).adaptive() for _ in range(2))
-        assert first == second
-
-
-@pytest.mark.parametrize(("latency_ms", "makespan_ms"), [(0.0, 390), (10.0, 400), (20.0, 410)])
-@pytest.mark.parametrize("link", range(3))
-def test_figures_4_and_5_planned_anew_pay_the_slow_link_once(link, latency_ms, makespan_ms):
-    links = chain_links([latency_ms if at == link else 0.0 for at in range(3)])
-    assert _Problem(EQUAL, links, Limits(), 12).adaptive().makespan == makespan_ms * PS
 
 
 def test_where_the_papers_schedule_meets_the_bound_nothing_else_is_tried(monkeypatch):
@@ -106,12 +94,6 @@ def test_where_the_papers_schedule_meets_the_bound_nothing_else_is_tried(monkeyp
     assert len(rules) == 1
     adaptive_schedule(problem.workload, problem.warmup, 0)
     assert len(rules) > 2
-
-
-def test_it_finds_what_no_rule_alone_finds():
-    links, limits = chain_links([20.0, 0.0, 0.0]), Limits((4, 3, 2, 1), "W")
-    problem = _Problem(EQUAL, links, limits, 6)
-    assert (problem.paper.makespan, problem.adaptive().makespan) == (300 * PS, 290 * PS)
 
 
 def test_warm_ups_that_no_stage_can_hold_are_a_mistake():
@@ -137,3 +119,155 @@ def test_it_is_within_two_percent_of_the_optimum_and_never_under_it(seed):
     assert optimum.proven
     ratio = problem.adaptive().makespan / (optimum.makespan_ms * PS)
     assert 1 - 1e-9 <= ratio <= 1.02
+
+
+TIGHT = Limits((4, 3, 2, 1), "W")
+SLOW = chain_links([20.0, 0.0, 0.0])
+
+
+def _paper(workload: Workload) -> ListSchedule:
+    made = list_schedule(workload)
+    assert made is not None
+    return made
+
+
+def _search(workload: Workload, start: ListSchedule, bound: int = 0) -> Search:
+    return Search(workload, Arcs.of(workload), start, bound)
+
+
+def _schedule(workload: Workload, made: ListSchedule) -> Schedule:
+    return to_schedule("found", workload.num_stages, workload.num_microbatches, made.numbers)
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> list[OrderGraph]:
+    """The graphs that searches work on."""
+    made = []
+
+    def recorded(*args):
+        made.append(OrderGraph(*args))
+        return made[-1]
+
+    monkeypatch.setattr(adaptive, "OrderGraph", recorded)
+    return made
+
+
+class _Case:
+    """A small problem, and what some rule made of it."""
+
+    def __init__(self, draw: Random) -> None:
+        stages, self.count = draw.randint(1, 4), draw.randint(1, 6)
+        times = draw.choice(((0.0, 1.0, 2.0, 3.5), (2.0, 2.5, 3.0)))
+        rows = ([draw.choice(times) for _ in range(stages)] for _ in range(3))
+        self.costs = StageCosts(*map(tuple, rows))
+        self.links = {
+            Link(stage, stage + 1): LinkState(draw.choice((0.0, 4.0)), draw.choice((0.0, 1.5)))
+            for stage in range(stages - 1)
+        }
+        self.limits = self._limits(draw, stages)
+        self.workload = make_workload(self.costs, self.links, self.limits, self.count)
+        made = list_schedule(self.workload, Rule(draw.random() < 0.5, mirrored=draw.random() < 0.5))
+        assert made is not None
+        self.start = made
+
+    def _limits(self, draw: Random, stages: int) -> Limits:
+        if draw.random() < 0.3:
+            caps = tuple(draw.randint(1, 4) for _ in range(stages))
+            return Limits(caps, draw.choice(("B", "W")))
+        after = [tuple(draw.randint(0, 3) for _ in range(stages)) for _ in range(2)]
+        room = tuple(max(pair) + draw.randint(0, 6) for pair in zip(*after, strict=True))
+        return Limits(max_stash_bytes=room, stash_bytes=StashBytes(*after))
+
+
+_CASES = st.integers(0, 2**32).map(Random).map(_Case)
+
+
+@given(_CASES)
+def test_what_a_search_finds_runs_keeps_its_caps_and_is_as_long_as_it_says(case):
+    search = _search(case.workload, case.start)
+    search.run(3_000)
+    assert search.best.makespan <= case.start.makespan
+    found = _schedule(case.workload, search.best)
+    found.validate()
+    require_room(found, case.limits)
+    makespan_ms = simulate(found, case.costs, case.links).makespan_ms
+    assert search.best.makespan == pytest.approx(makespan_ms * PS)
+
+
+@given(_CASES)
+def test_a_search_never_leaves_the_schedules_that_fit(case):
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[OrderGraph] = []
+        patch.setattr(adaptive, "OrderGraph", _reporting(seen, case))
+        _search(case.workload, case.start).run(2_000)
+        assert seen
+
+
+def _reporting(seen: list[OrderGraph], case: _Case):
+    """Graphs that check after every move that rows are in order and within their caps."""
+
+    class Checked(OrderGraph):
+        def _update(self, begin: int, end: int) -> None:
+            super()._update(begin, end)
+            seen.append(self)
+            now = _schedule(case.workload, ListSchedule(self.numbers, 0))
+            now.validate()
+            require_room(now, case.limits)
+
+    return Checked
+
+
+def test_a_search_finds_the_optimum_that_the_papers_rule_misses():
+    workload = make_workload(EQUAL, SLOW, TIGHT, 6)
+    start = list_schedule(workload, warmup_forwards=(4, 3, 2, 1))
+    assert start is not None
+    search = _search(workload, start)
+    search.run(30_000)
+    assert (start.makespan, search.best.makespan) == (300 * PS, 290 * PS)
+
+
+def test_a_search_goes_on_where_it_stopped():
+    workload = make_workload(EQUAL, SLOW, Limits(), 6)
+    start = list_schedule(workload, Rule(backward_first=False))
+    assert start is not None
+    search, best = _search(workload, start), [start.makespan]
+    for _ in range(40):
+        search.run(400)
+        best.append(search.best.makespan)
+    assert best == sorted(best, reverse=True)
+    assert (best[0], best[-1]) == (280 * PS, 230 * PS)
+    assert len(set(best)) > 3
+
+
+def test_a_search_ends_when_it_meets_the_bound(graphs):
+    workload = make_workload(EQUAL, SLOW, TIGHT, 6)
+    start = _paper(workload)
+    search = _search(workload, start, start.makespan - 1)
+    search.run(100_000)
+    (graph,) = graphs
+    assert search.best.makespan < start.makespan
+    assert graph.visits < 50_000
+    found, visits = search.best, graph.visits
+    search.run(100_000)
+    assert (search.best, graph.visits) == (found, visits)
+
+
+@pytest.mark.parametrize("effort", [0, 400, 1_000, 5_000])
+def test_a_search_visits_no_more_ops_than_it_may_but_for_its_last_move(graphs, effort):
+    workload = make_workload(EQUAL, SLOW, TIGHT, 6)
+    search = _search(workload, _paper(workload))
+    (graph,) = graphs
+    made = graph.visits
+    # One move: the path, both ways along each part of a row moved, and at most the whole order.
+    most = 12 * len(graph.numbers)
+    for allowed in (effort, 2 * effort):
+        search.run(effort)
+        assert max(allowed, made) <= graph.visits <= max(allowed + most, made)
+
+
+def test_a_schedule_without_any_move_ends_the_search(graphs):
+    workload = make_workload(StageCosts((1.0,), (1.0,), (1.0,)), {}, Limits(), 3)
+    search = _search(workload, _paper(workload))
+    search.run(10**9)
+    assert search.best.makespan == 9 * PS
+    assert graphs[0].visits < 100

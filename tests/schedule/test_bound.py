@@ -1,18 +1,20 @@
+"""No rule's schedule with given warm-ups is shorter than their bound, and many are as short."""
+
 from functools import cache
-from itertools import product
+from itertools import accumulate, product
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
-from jaxmorph.schedule.builders import interleaved
-from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
-from jaxmorph.schedule.memory import StashBytes
+from jaxmorph.schedule.bound import WarmupBound, certified_ms, lower_bound_ms
+from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, StashBytes, chain_links
+from jaxmorph.schedule.fixed import interleaved
+from jaxmorph.schedule.list_schedule import Rule, list_schedule, make_workload
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.schedule import Schedule, ScheduleError
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 from tests.oracles.optimum import optimal_schedule
 
 
@@ -218,3 +220,45 @@ def test_a_bound_above_a_schedule_s_makespan_is_an_error_and_not_cut_down():
     assert certified_ms(100.0 * (1 + 1e-12), 100.0) == 100.0
     with pytest.raises(ArithmeticError, match=r"got a lower bound of 101.0 ms .* 100.0 ms"):
         certified_ms(101.0, 100.0)
+
+
+RULES = [
+    Rule(backward_first=backward_first, weight_patience=patience)
+    for backward_first in (False, True)
+    for patience in (0.0, 0.5, 1.0)
+]
+
+
+def makespans(workload, warmup):
+    made = (list_schedule(workload, rule, warmup, keep_warmup=True) for rule in RULES)
+    return [each.makespan for each in made if each is not None]
+
+
+@st.composite
+def problems(draw):
+    stages, microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    times = st.tuples(*[st.sampled_from([0.0, 0.1, 1.0, 2.3, 5.5])] * stages)
+    costs = StageCosts(draw(times), draw(times), draw(times))
+    links = chain_links(draw(st.tuples(*[st.sampled_from([0.0, 0.7, 9.0])] * (stages - 1))))
+    warmup = accumulate(draw(st.tuples(*[st.integers(1, microbatches)] * stages)), min)
+    return make_workload(costs, links, Limits(), microbatches), tuple(warmup)
+
+
+@given(problems())
+def test_no_schedule_with_the_warmups_is_shorter(problem):
+    workload, warmup = problem
+    assert WarmupBound(workload).of(warmup) <= min(makespans(workload, warmup))
+
+
+@pytest.mark.parametrize(
+    ("latency_ms", "warmup", "bound_ms"),
+    [
+        (0.0, (7, 5, 3, 1), 390),  # nobody idles between its first op and its last
+        (20.0, (11, 5, 3, 1), 410),
+        (20.0, (4, 3, 2, 1), 430),  # three rounds of four, each of which waits for the link
+    ],
+)
+def test_it_is_what_can_be_had(latency_ms, warmup, bound_ms):
+    costs = StageCosts.uniform(4, 10.0, 10.0, 10.0)
+    workload = make_workload(costs, chain_links((latency_ms, 0.0, 0.0)), Limits(), 12)
+    assert WarmupBound(workload).of(warmup) == min(makespans(workload, warmup)) == bound_ms * 10**9

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -5,18 +6,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmorph.schedule.bubbles import BubbleCause, bubble_ms, find_bubbles, idle_shares
-from jaxmorph.schedule.builders import FIXED_SCHEDULES, interleaved, one_forward_one_backward, zb_h2
+from jaxmorph.schedule.bubbles import (
+    Bubble,
+    BubbleCause,
+    IdleCause,
+    IdleSpan,
+    bubble_ms,
+    find_bubbles,
+    idle_shares,
+    idle_spans,
+    mean_shares,
+    step_shares,
+)
 from jaxmorph.schedule.costs import Link, LinkState, StageCosts, chain_links
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, one_forward_one_backward, zb_h2
 from jaxmorph.schedule.ops import Op
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
 
-def _rows(timeline: Timeline) -> list[str]:
+def _rows(timeline: Timeline, spans: Sequence[Bubble | IdleSpan] | None = None) -> list[str]:
     """A line per stage, of bubbles such as ``20-45 waits for B``."""
     rows: list[list[str]] = [[] for _ in timeline.orders]
-    for stage, start, end, cause in find_bubbles(timeline):
+    for stage, start, end, cause in spans or find_bubbles(timeline):
         rows[stage].append(f"{start:g}-{end:g} {cause}")
     return [", ".join(row) for row in rows]
 
@@ -145,13 +157,6 @@ def test_ops_and_bubbles_fill_every_stage_without_overlap(name, stages, microbat
         assert [*begins, timeline.makespan_ms] == pytest.approx([0.0, *finishes], abs=1e-6)
 
 
-def test_bubbles_sum_up_to_the_bubble_rate():
-    costs = StageCosts((7.0, 12.0, 9.0), (11.0, 8.0, 10.0), (5.0, 6.0, 9.5))
-    timeline = simulate(zb_h2(3, 6), costs, chain_links([13.0, 2.5]))
-    idle_ms = sum(bubble_ms(timeline).values())
-    assert idle_ms / (3 * timeline.makespan_ms) == pytest.approx(timeline.bubble_rate)
-
-
 def test_a_ready_op_behind_a_send_is_a_blocking_stall_and_the_wait_for_its_data_a_dependency():
     # Stage 0 could run F1 from 10 on, but its queue is held by the send of F0 until 40.
     direct = _measured(
@@ -199,3 +204,79 @@ def test_a_delegated_message_on_its_way_blocks_nothing():
     assert [share.blocking for share in idle_shares(_measured(rows, *on_the_way))] == [0.0, 0.0]
     held = [span._replace(holds_queue=True) for span in on_the_way]
     assert idle_shares(_measured(rows, *held))[1].blocking > 0
+
+
+TIMELINE = _measured(
+    [[("F0", 5, 10), ("F1", 10, 20), ("B0", 50, 60)], [("F0", 14, 24), ("B0", 24, 34)]],
+    TransferSpan(0, "activation[0] 0>1", 10, 12),
+    TransferSpan(1, "activation[0] 0>1", 0, 12),
+    TransferSpan(0, "activation[1] 0>1", 20, 40),
+    TransferSpan(0, "gradient[0] 1>0", 40, 45),
+    TransferSpan(1, "gradient[0] 1>0", 34, 45),
+)
+
+
+def test_every_idle_time_has_its_cause_from_barrier_to_barrier():
+    assert _rows(TIMELINE, idle_spans(TIMELINE, 70.0)) == [
+        "0-5 optimizer, 20-34 dependency, 34-40 blocking, 40-45 transfer, 45-50 dispatch, "
+        "60-70 optimizer",
+        "0-5 optimizer, 5-10 warm-up, 10-12 transfer, 12-14 dispatch, 34-60 cool-down, "
+        "60-70 optimizer",
+    ]
+
+
+def test_waiting_for_copies_is_not_dispatch():
+    timeline = replace(
+        _measured([[("F0", 0, 10), ("F1", 25, 35), ("B0", 52, 60)]]),
+        copies=(CopySpan(0, "offload", 0, 0, 10, 24), CopySpan(0, "fetch", 0, 0, 40, 50)),
+    )
+    assert _rows(timeline, idle_spans(timeline, 60.0)) == [
+        "10-24 copies, 24-25 dispatch, 35-50 copies, 50-52 dispatch"
+    ]
+    (shares,) = step_shares(timeline, 60.0)
+    assert (shares.copies, shares.dispatch) == pytest.approx((29 / 60, 3 / 60))
+
+
+def test_shares_are_of_the_whole_step():
+    first, second = step_shares(TIMELINE, 100.0)
+    assert first._asdict() == pytest.approx(
+        {
+            "compute": 0.25, "warm_up": 0.0, "dependency": 0.14, "transfer": 0.05,
+            "blocking": 0.06, "copies": 0.0, "dispatch": 0.05, "cool_down": 0.0, "optimizer": 0.45,
+        }
+    )  # fmt: skip
+    assert (second.compute, second.cool_down) == pytest.approx((0.2, 0.26))
+    assert mean_shares((first, second)).compute == pytest.approx(0.225)
+
+
+def test_a_simulated_step_has_no_ends_beside_its_ops():
+    timeline = simulate(FIXED_SCHEDULES["zb-h2"](4, 12), StageCosts.uniform(4, 10.0, 10.0, 10.0))
+    causes = {span.cause for span in idle_spans(timeline)}
+    assert causes == {IdleCause.WARM_UP, IdleCause.COOL_DOWN}
+    assert [shares.compute for shares in step_shares(timeline)] == pytest.approx(4 * [360 / 390])
+
+
+def test_a_step_shorter_than_its_ops_by_another_clock_is_as_long_as_they_are():
+    assert step_shares(TIMELINE, 59.0) == step_shares(TIMELINE)
+
+
+@given(
+    name=st.sampled_from([*FIXED_SCHEDULES]),
+    stages=st.integers(1, 5),
+    microbatches=st.integers(1, 7),
+    tail_ms=st.sampled_from([0.0, 3.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_shares_add_up_and_what_is_computed_is_the_ops_time(
+    name, stages, microbatches, tail_ms, seed
+):
+    random = np.random.default_rng(seed)
+    costs = StageCosts(*(tuple(random.uniform(0.1, 9.0, stages)) for _ in range(3)))
+    links = chain_links(tuple(random.choice([0.0, 3.3, 17.0], stages - 1)))
+    timeline = simulate(FIXED_SCHEDULES[name](stages, microbatches), costs, links)
+    step_ms = timeline.makespan_ms + tail_ms
+    for busy_ms, shares in zip(timeline.busy_ms, step_shares(timeline, step_ms), strict=True):
+        assert sum(shares) == pytest.approx(1.0)
+        assert min(shares) >= -1e-9
+        assert shares.compute == pytest.approx(busy_ms / step_ms, abs=1e-6)
+        assert shares.optimizer == pytest.approx(tail_ms / step_ms, abs=1e-6)

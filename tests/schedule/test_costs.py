@@ -1,34 +1,27 @@
 import math
+from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxmorph.schedule.costs import (
+    CopyCosts,
     Limits,
     Link,
     LinkState,
     StageCosts,
+    StageMemory,
+    StashBytes,
     chain_links,
     neighbour_links,
 )
-from jaxmorph.schedule.ops import OpKind
+from jaxmorph.schedule.ops import Op, OpKind
 
 
 def test_a_full_backward_takes_as_long_as_both_halves():
     costs = StageCosts((1.0, 2.0), (3.0, 4.0), (5.0, 6.0))
     assert [costs.duration_ms(1, kind) for kind in OpKind] == [2.0, 4.0, 6.0, 10.0]
-
-
-@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
-def test_impossible_durations_are_named(value):
-    with pytest.raises(ValueError, match=r"backward_weight_ms\[1\]: got (-1.0|nan|inf)"):
-        StageCosts((1.0, 1.0), (1.0, 1.0), (1.0, value))
-
-
-def test_lengths_that_differ_are_named():
-    with pytest.raises(ValueError, match="backward_input_ms: got 1 values, expected 2"):
-        StageCosts((1.0, 1.0), (1.0,), (1.0, 1.0))
-    with pytest.raises(ValueError, match="no stages"):
-        StageCosts((), (), ())
 
 
 def test_link_text_round_trips():
@@ -45,27 +38,134 @@ def test_links_between_neighbours_fill_in_the_healthy_ones():
     assert chain_links([1.0, 2.0])[Link(1, 2)] == LinkState(2.0, 2.0)
 
 
-def test_a_link_to_a_stage_that_does_not_exist_is_named():
-    with pytest.raises(ValueError, match="link 2-3: expected two of the stages 0 to 2"):
-        neighbour_links({Link(2, 3): LinkState()}, 3)
-
-
 def test_caps_default_to_all_microbatches_and_never_exceed_them():
     assert Limits().caps(3, 8) == (8, 8, 8)
     assert Limits((2, 99, 4)).caps(3, 8) == (2, 8, 4)
 
 
-def test_impossible_limits_are_named():
-    with pytest.raises(ValueError, match=r"max_live\[1\]: got 0, expected at least 1"):
-        Limits((1, 0))
-    with pytest.raises(ValueError, match="max_live: got 2 values, expected 3"):
-        Limits((1, 1)).caps(3, 8)
-    with pytest.raises(ValueError, match="live_until: got 'F'"):
-        Limits(live_until="F")  # pyright: ignore[reportArgumentType]
+_MEMORIES = st.builds(
+    lambda forward, backward, spare: StageMemory(forward, backward, max(forward, backward) + spare),
+    st.integers(0, 4),
+    st.integers(0, 6),
+    st.integers(0, 12),
+)
 
 
-def test_impossible_link_states_are_named():
-    with pytest.raises(ValueError, match=r"backward_latency_ms: got -1.0, expected a finite"):
-        LinkState(0.0, -1.0)
-    with pytest.raises(ValueError, match=r"forward_occupancy_ms: got inf, expected a finite"):
-        LinkState(forward_occupancy_ms=math.inf)
+def _order(text: str) -> list[Op]:
+    return [Op.parse(word) for word in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("memory", "order", "peak"),
+    [
+        ((4, 1), "F0 F1 B0 B1 W0 W1", 8),
+        ((4, 1), "F0 B0 W0 F1 B1 W1", 4),
+        ((4, 1), "F0 B0 F1 W0 B1 W1", 5),
+        ((4, 1), "F0 F1 F2 B0 B1 B2 W0 W1 W2", 12),
+        ((4, 1), "F0 F1 BW0 BW1", 8),
+        ((1, 3), "F0 F1 B0 W0 B1 W1", 4),
+        ((1, 3), "F0 F1 B0 B1 W0 W1", 6),
+        ((4, 1), "", 0),
+    ],
+)
+def test_the_peak_counts_what_is_held_until_b_and_until_w(memory, order, peak):
+    assert StageMemory(*memory, 99).peak(_order(order)) == peak
+
+
+@given(_MEMORIES, st.integers(0, 2**32).map(Random))
+def test_the_peak_is_the_most_of_all_shares_looked_up_after_every_op(memory, draw):
+    left = {microbatch: ["F", "B", "W"] for microbatch in range(5)}
+    order, most = [], 0
+    held = dict.fromkeys(left, 0)
+    while left:
+        microbatch = draw.choice(list(left))
+        kind = left[microbatch].pop(0)
+        order.append(Op.parse(f"{kind}{microbatch}"))
+        held[microbatch] = {"F": memory.forward_holds, "B": memory.backward_holds, "W": 0}[kind]
+        most = max(most, sum(held.values()))
+        if not left[microbatch]:
+            del left[microbatch]
+    assert memory.peak(order) == most
+
+
+def _most_waiting(memory: StageMemory, limit: int) -> int:
+    """By trial: the most forwards from which every B can still come, W always right behind."""
+    fits = 0
+    for waiting in range(1, limit + 1):
+        order = [f"F{m}" for m in range(waiting)]
+        order += [f"{kind}{m}" for m in range(waiting) for kind in "BW"]
+        if memory.peak(_order(" ".join(order))) <= memory.room:
+            fits = waiting
+    return fits
+
+
+@given(_MEMORIES)
+def test_the_most_forwards_are_those_whose_backwards_can_all_still_come(memory):
+    assert _most_waiting(memory, 20) == (
+        20 if memory.most_forwards is None else memory.most_forwards
+    )
+
+
+@pytest.mark.parametrize(
+    ("memory", "slots"),
+    [
+        (StageMemory(1, 0, 3), [(3, False)]),
+        (StageMemory(1, 1, 3), [(3, False), (3, True)]),
+        (StageMemory(4, 2, 9), [(2, False), (4, True)]),
+        (StageMemory(1, 3, 4), [(2, False), (4, True)]),
+        (StageMemory(0, 3, 7), []),
+        (StageMemory(1, 1, 8), []),
+        (StageMemory(1, 1, 5), []),
+    ],
+)
+def test_places_for_five_microbatches_until_b_and_until_w(memory, slots):
+    assert list(memory.slots(5)) == slots
+
+
+def _rows(count: int) -> list[list[Op]]:
+    """Every order of one stage's F, B and W in which ops of a kind keep microbatch order."""
+
+    def extended(row: tuple[str, ...], f: int, b: int, w: int) -> list[tuple[str, ...]]:
+        if w == count:
+            return [row]
+        rows = extended((*row, f"F{f}"), f + 1, b, w) if f < count else []
+        rows += extended((*row, f"B{b}"), f, b + 1, w) if b < f else []
+        return rows + (extended((*row, f"W{w}"), f, b, w + 1) if w < b else [])
+
+    return [_order(" ".join(row)) for row in extended((), 0, 0, 0)]
+
+
+_ROWS_OF_3 = _rows(3)
+
+
+@given(_MEMORIES)
+def test_no_order_that_fits_uses_more_places_than_there_are(memory):
+    fitting = [row for row in _ROWS_OF_3 if memory.peak(row) <= memory.room]
+    assert fitting
+    for places, until_weight in memory.slots(3):
+        counted = StageMemory(1, int(until_weight), 3)
+        assert max(map(counted.peak, fitting)) <= places
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: StageCosts((1.0, 1.0), (1.0,), (1.0, 1.0)), "backward_input_ms: got 1 values"),
+        (lambda: StageCosts((), (), ()), "no stages"),
+        (lambda: StageCosts((1.0,), (1.0,), (-1.0,)), "backward_weight_ms: got -1.0"),
+        (lambda: StageCosts((1.0, 1.0), (1.0, math.nan), (1.0, 1.0)), r"input_ms\[1\]: got nan"),
+        (lambda: LinkState(0.0, -1.0), "backward_latency_ms: got -1.0, expected a finite"),
+        (lambda: LinkState(forward_occupancy_ms=math.inf), "forward_occupancy_ms: got inf"),
+        (lambda: neighbour_links({Link(2, 3): LinkState()}, 3), "link 2-3: expected two of the"),
+        (lambda: Limits((1, 0)), r"max_live\[1\]: got 0, expected at least 1"),
+        (lambda: Limits((1, 1)).caps(3, 8), "max_live: got 2 values, expected 3"),
+        (lambda: Limits(live_until="F"), "live_until: got 'F'"),  # pyright: ignore[reportArgumentType]
+        (lambda: StashBytes((1, 2), (3,)), "got 2 stages after F and 1 after B, expected the same"),
+        (lambda: StashBytes((1, -2), (3, 4)), r"\(1, -2\).*at least 0 bytes"),
+        (lambda: CopyCosts((1.0, 2.0), (1.0,)), "fetch_ms: got 1 stages, expected 2"),
+        (lambda: CopyCosts((1.0, 2.0), (1.0, -1.0)), "expected finite numbers of ms, at least 0"),
+    ],
+)
+def test_impossible_values_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.builders import interleaved, one_forward_one_backward, zb_h2
 from jaxmorph.schedule.costs import Link, LinkState, StageCosts, chain_links
 from jaxmorph.schedule.draw import (
     chrome_trace,
@@ -18,8 +17,9 @@ from jaxmorph.schedule.draw import (
     styled_gantt,
 )
 from jaxmorph.schedule.draw.palette import COLOURS, shade
+from jaxmorph.schedule.fixed import interleaved, one_forward_one_backward, zb_h2
 from jaxmorph.schedule.ops import OpKind
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
 

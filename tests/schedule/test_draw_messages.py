@@ -1,10 +1,10 @@
 import pytest
 
-from jaxmorph.schedule.builders import interleaved, one_forward_one_backward
 from jaxmorph.schedule.costs import Link, Links, LinkState, StageCosts, chain_links
 from jaxmorph.schedule.draw.messages import link_delays_ms, messages_in_flight
-from jaxmorph.schedule.link_models import LinkModel
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.fixed import interleaved, one_forward_one_backward
+from jaxmorph.schedule.replay import LinkModel
+from jaxmorph.schedule.simulate import simulate
 from jaxmorph.schedule.timeline import Timeline, TransferSpan
 
 COSTS = StageCosts.uniform(2, 10.0, 10.0, 10.0)

@@ -1,17 +1,24 @@
 """Workloads here count whole units of time, small ones, so that events often coincide."""
 
 from itertools import accumulate
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmorph.schedule.costs import Link, LinkState, StageCosts
-from jaxmorph.schedule.list_schedule import PAPER, ListSchedule, Rule, list_schedule
-from jaxmorph.schedule.memory import StageMemory
-from jaxmorph.schedule.numbering import to_schedule
-from jaxmorph.schedule.simulator import simulate
-from jaxmorph.schedule.workload import Workload
+from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, StageMemory, StashBytes
+from jaxmorph.schedule.list_schedule import (
+    PAPER,
+    ListSchedule,
+    Rule,
+    Workload,
+    list_schedule,
+    make_workload,
+    to_picoseconds,
+    to_schedule,
+)
+from jaxmorph.schedule.simulate import simulate
 
 
 def _workload(
@@ -192,17 +199,23 @@ def _simulated(workload: Workload, made: ListSchedule | None) -> float:
 
 
 @given(_workloads(), _RULES)
-def test_every_rule_completes_and_its_order_runs(workload, rule):
-    made = _made(workload, rule)
-    _schedule(workload, made).validate()
-
-
-@given(_workloads(), _RULES)
-def test_ops_are_numbered_after_all_that_they_need(workload, rule):
-    count, last = workload.num_microbatches, workload.num_stages - 1
+def test_every_rule_completes_within_its_room_in_the_time_it_says(workload, rule):
     made = _made(workload, rule)
     assert made is not None
-    place = {number: index for index, number in enumerate(made.numbers)}
+    schedule = _schedule(workload, made)
+    schedule.validate()
+    memory = zip(workload.forward_holds, workload.backward_holds, workload.room, strict=True)
+    for order, (forward, backward, room) in zip(schedule.orders, memory, strict=True):
+        change = {"F": forward, "B": backward - forward, "W": -backward}
+        assert max(accumulate(change[op.kind] for op in order)) <= room
+    assert made.makespan == _simulated(workload, made)
+    _check_numbering(workload, made.numbers)
+
+
+def _check_numbering(workload: Workload, numbers: list[int]) -> None:
+    """Each op is there once, after all that it needs."""
+    count, last = workload.num_microbatches, workload.num_stages - 1
+    place = {number: index for index, number in enumerate(numbers)}
     assert sorted(place) == list(range(3 * count * workload.num_stages))
     for number, index in place.items():
         stage, op = divmod(number, 3 * count)
@@ -215,22 +228,6 @@ def test_ops_are_numbered_after_all_that_they_need(workload, rule):
         if op % count:
             needs.append(number - 1)
         assert all(place[need] < index for need in needs)
-
-
-@given(_workloads(), _RULES)
-def test_no_stage_ever_holds_more_than_its_room(workload, rule):
-    orders = _schedule(workload, _made(workload, rule)).orders
-    memory = zip(workload.forward_holds, workload.backward_holds, workload.room, strict=True)
-    for order, (forward, backward, room) in zip(orders, memory, strict=True):
-        change = {"F": forward, "B": backward - forward, "W": -backward}
-        assert max(accumulate(change[op.kind] for op in order)) <= room
-
-
-@given(_workloads(), _RULES)
-def test_the_makespan_is_the_simulators(workload, rule):
-    made = _made(workload, rule)
-    assert made is not None
-    assert made.makespan == _simulated(workload, made)
 
 
 @st.composite
@@ -250,17 +247,72 @@ def test_warm_ups_are_at_least_or_exactly_those_given(case, backward_first, pati
     workload, warmup = case
     rule = Rule(backward_first, patience=patience, weight_patience=patience)
     made = list_schedule(workload, rule, warmup, keep_warmup=keep_warmup)
-    ran = _schedule(workload, made).warmup_forwards
-    if keep_warmup:
-        assert ran == tuple(warmup)
-    else:
-        assert all(here >= least for here, least in zip(ran, warmup, strict=True))
     assert made is not None
     assert made.makespan == _simulated(workload, made)
+    schedule = _schedule(workload, made)
+    if keep_warmup:
+        assert schedule.warmup_forwards == schedule.peak_live("B") == tuple(warmup)
+    else:
+        ran = schedule.warmup_forwards
+        assert all(here >= least for here, least in zip(ran, warmup, strict=True))
 
 
-@given(_warm_ups(), st.booleans())
-def test_kept_warm_ups_are_the_most_that_ever_wait_for_their_backward(case, backward_first):
-    workload, warmup = case
-    made = list_schedule(workload, Rule(backward_first), warmup, keep_warmup=True)
-    assert _schedule(workload, made).peak_live("B") == tuple(warmup)
+PS = 10**9
+COSTS = StageCosts((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), (7.0, 8.0, 9.0))
+LINKS = {Link(0, 1): LinkState(0.5, 0.25), Link(1, 2): LinkState(1.5, 0.0, 2.0, 3.0)}
+
+
+def test_a_workload_counts_picoseconds_of_ops_and_of_the_way_to_each_neighbour():
+    made = make_workload(COSTS, LINKS, Limits(), 5)
+    assert made.num_stages == 3
+    assert made.forward == (1 * PS, 2 * PS, 3 * PS)
+    assert made.backward_input == (4 * PS, 5 * PS, 6 * PS)
+    assert made.backward_weight == (7 * PS, 8 * PS, 9 * PS)
+    assert made.forward_latency == (PS // 2, 7 * PS // 2, 0)  # occupancy and latency of link 1-2
+    assert made.backward_latency == (0, PS // 4, 3 * PS)
+
+
+@pytest.mark.parametrize(
+    ("limits", "holds"),
+    [
+        (Limits(), ((1,) * 3, (0,) * 3, (5,) * 3)),
+        (Limits((2, 9, 1), "W"), ((1,) * 3, (1,) * 3, (2, 5, 1))),
+        (
+            Limits(max_stash_bytes=(9, 8, 7), stash_bytes=StashBytes((1, 2, 3), (4, 5, 6))),
+            ((1, 2, 3), (4, 5, 6), (9, 8, 7)),
+        ),
+    ],
+)
+def test_a_workload_counts_memory_in_microbatches_or_bytes(limits, holds):
+    made = make_workload(COSTS, {}, limits, 5)
+    assert (made.forward_holds, made.backward_holds, made.room) == holds
+
+
+def test_in_the_mirror_b_goes_down_the_stages_and_f_comes_back_up():
+    mirrored = make_workload(COSTS, LINKS, Limits(), 5).mirror()
+    assert mirrored.mirrored
+    assert mirrored.forward == (4 * PS, 5 * PS, 6 * PS)
+    assert mirrored.backward_input == (1 * PS, 2 * PS, 3 * PS)
+    # What stage 1 sends to stage 0 when time runs forward, stage 0 sends to stage 1 in the mirror.
+    assert mirrored.forward_latency == (PS // 4, 3 * PS, 0)
+    assert mirrored.backward_latency == (0, PS // 2, 7 * PS // 2)
+
+
+@given(st.integers(1, 5), st.integers(0, 2**32).map(Random))
+def test_the_mirror_of_the_mirror_is_the_workload(stages, draw):
+    times = StageCosts(*(tuple(draw.random() for _ in range(stages)) for _ in range(3)))
+    links = {Link(stage, stage + 1): LinkState(draw.random(), 2.0) for stage in range(stages - 1)}
+    caps = tuple(draw.randint(1, 4) for _ in range(stages))
+    workload = make_workload(times, links, Limits(caps, "W"), 3)
+    assert workload.mirror().mirror() == workload
+
+
+def test_times_that_no_float_holds_exactly_count_as_they_are_written():
+    tenths = StageCosts.uniform(1, 0.1, 0.2, 0.1 + 0.2)
+    made = make_workload(tenths, {}, Limits(), 1)
+    assert made.forward[0] + made.backward_input[0] == made.backward_weight[0] == 3 * PS // 10
+
+
+def test_a_bound_is_rounded_down_so_that_it_stays_one():
+    assert to_picoseconds(1.9999999999) == 2 * PS - 1
+    assert to_picoseconds(0.0) == 0

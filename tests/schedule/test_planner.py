@@ -4,12 +4,12 @@ import pytest
 
 from jaxmorph.errors import UserError
 from jaxmorph.schedule.answer import solve
-from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
-from jaxmorph.schedule.fit import require_room
-from jaxmorph.schedule.planner import SCHEDULE_NAMES, Plan, plan
+from jaxmorph.schedule.costs import Limits, Link, StageCosts, StashBytes, chain_links
+from jaxmorph.schedule.fixed import gpipe, interleaved
+from jaxmorph.schedule.planner import SCHEDULE_NAMES, Plan, plan, require_feasible, require_room
 from jaxmorph.schedule.problem import parse_problem
 from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 
 EQUAL = StageCosts.uniform(4, 10.0, 10.0, 10.0)
 LATENCIES = (0.0, 5.0, 10.0, 15.0, 20.0, 30.0)
@@ -64,14 +64,10 @@ def test_a_plan_goes_through_json_unchanged(name):
 )
 def test_the_reason_says_the_warm_ups_that_later_forwards_may_extend(warmup, origin):
     planned = plan(EQUAL, {}, Limits(), 12, "paper", warmup)
+    assert planned.schedule.warmup_forwards == (7, 5, 3, 1)
     assert planned.reason == (
         f"warm-up forwards at least 7 5 3 1 {origin}; then B before F before W"
     )
-
-
-def test_given_warm_ups_are_what_is_planned():
-    planned = plan(EQUAL, {}, Limits(), 12, warmup_forwards=(9, 5, 3, 1))
-    assert planned.schedule.warmup_forwards == (9, 5, 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -89,36 +85,27 @@ def test_impossible_warm_ups_are_named(warmup, caps, message):
         plan(EQUAL, {}, Limits(caps), 12, warmup_forwards=warmup)
 
 
-def test_warm_ups_of_a_fixed_schedule_cannot_be_given():
-    with pytest.raises(UserError, match="warmup_forwards: gpipe has its own"):
-        plan(EQUAL, {}, Limits(), 12, "gpipe", (4, 3, 2, 1))
-
-
-def test_an_unknown_schedule_is_answered_with_those_there_are():
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"name": "interlaced"},
+            "schedule: got 'interlaced', expected one of gpipe, 1f1b, 1f1b-eager, zb-h1, zb-h2, "
+            "interleaved, paper, adaptive, initial",
+        ),
+        ({"name": "gpipe", "warmup_forwards": (4, 3, 2, 1)}, "warmup_forwards: gpipe has its own"),
+        ({"num_microbatches": 0}, "num_microbatches: got 0"),
+        (
+            {"name": "zb-h2", "limits": Limits((7, 4, 4, 4))},
+            "max_live[1]: zb-h2 holds 5 microbatches until B on stage 1, expected at most 4",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_named(changes, message):
+    asked = {"limits": Limits(), "num_microbatches": 12}
     with pytest.raises(UserError) as caught:
-        plan(EQUAL, {}, Limits(), 12, "interlaced")
-    assert str(caught.value) == (
-        "schedule: got 'interlaced', expected one of gpipe, 1f1b, 1f1b-eager, zb-h1, zb-h2, "
-        "interleaved, paper, adaptive, initial"
-    )
-
-
-def test_no_microbatches_is_a_mistake():
-    with pytest.raises(UserError, match="num_microbatches: got 0"):
-        plan(EQUAL, {}, Limits(), 0)
-
-
-def test_a_fixed_schedule_that_does_not_fit_its_cap_is_named():
-    with pytest.raises(UserError, match=r"max_live\[1\]: zb-h2 holds 5 .* expected at most 4"):
-        plan(EQUAL, {}, Limits((7, 4, 4, 4)), 12, "zb-h2")
-    assert plan(EQUAL, {}, Limits((7, 5, 3, 1)), 12, "zb-h2").schedule.name == "zb-h2"
-
-
-def test_room_is_counted_until_what_the_limits_say():
-    late = Schedule.from_rows("late", ["F0 B0 F1 B1 W0 W1"])
-    require_room(late, Limits((1,), "B"))
-    with pytest.raises(UserError, match="late holds 2 microbatches until W on stage 0"):
-        require_room(late, Limits((1,), "W"))
+        plan(EQUAL, {}, **asked | changes)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize("link_model", ["serialized", "latency"])
@@ -136,10 +123,61 @@ def test_where_links_do_more_than_delay_adaptive_is_never_longer_than_others_tha
     assert makespan_ms["adaptive"] == min(makespan_ms.values())
 
 
-def test_where_messages_queue_adaptive_is_never_longer_than_others_that_fit():
-    links = {Link(at, at + 1): LinkState(0.0, 0.0, 25.0, 25.0) for at in range(3)}
-    steps_s = {
-        name: plan(EQUAL, links, Limits(), 12, name).predicted_step_s
-        for name in ("adaptive", "paper", "initial", "zb-h2")
-    }
-    assert steps_s["adaptive"] == min(steps_s.values()) < steps_s["paper"]
+SIZES = StashBytes((1_000, 2_000, 500), (400, 2_500, 500))
+
+
+def _message(check, *args) -> str:
+    with pytest.raises(UserError) as caught:
+        check(*args)
+    return str(caught.value)
+
+
+def test_room_for_one_microbatch_is_enough_to_begin_with():
+    require_feasible(Limits(max_stash_bytes=(1_000, 2_500, 500), stash_bytes=SIZES), 3, 8)
+    require_feasible(Limits((1, 1, 1), "W"), 3, 8)
+    require_feasible(Limits(), 3, 8)
+
+
+def test_a_cap_that_not_one_microbatch_fits_says_the_stage_how_short_and_what_would_help():
+    limits = Limits(max_stash_bytes=(1_000, 2_300, 100), stash_bytes=SIZES)
+    assert _message(require_feasible, limits, 3, 8) == (
+        "max_stash_bytes[1]: got 2,300 bytes, expected at least 2,500, which one microbatch keeps "
+        "on stage 1: 200 short; smaller microbatches, recomputing the stash or offloading it would "
+        "help"
+    )
+
+
+def test_a_schedule_that_holds_too_many_bytes_says_the_stage_how_many_and_what_would_help():
+    limits = Limits(max_stash_bytes=(9_000, 7_000, 9_000), stash_bytes=SIZES)
+    assert _message(require_room, gpipe(3, 4), limits) == (
+        "max_stash_bytes[1]: gpipe holds 8,000 bytes on stage 1, 1,000 more than 7,000; fewer "
+        "microbatches in flight (as paper and adaptive plan them), recomputing the stash or "
+        "offloading it would help"
+    )
+    require_room(gpipe(3, 4), Limits(max_stash_bytes=(4_000, 8_000, 2_000), stash_bytes=SIZES))
+
+
+def test_a_schedule_that_holds_too_many_microbatches_says_the_stage_and_until_what():
+    late = Schedule.from_rows("late", ["F0 B0 F1 B1 W0 W1", "F0 B0 W0 F1 B1 W1"])
+    require_room(late, Limits((1, 1), "B"))
+    assert _message(require_room, late, Limits((1, 1), "W")) == (
+        "max_live[0]: late holds 2 microbatches until W on stage 0, expected at most 1; paper and "
+        "adaptive fit any cap"
+    )
+
+
+def test_a_chunk_of_a_microbatch_holds_its_part_of_the_bytes():
+    # Rank 0 holds at most 11 chunks of two: as much as five and a half microbatches.
+    schedule = interleaved(4, 8, 2)
+    sizes = StashBytes((100,) * 4, (0,) * 4)
+    require_room(schedule, Limits(max_stash_bytes=(550,) * 4, stash_bytes=sizes))
+    with pytest.raises(UserError, match=r"holds 550 bytes on stage 0, 1 more than 549"):
+        require_room(schedule, Limits(max_stash_bytes=(549,) * 4, stash_bytes=sizes))
+
+
+def test_a_chunk_of_a_microbatch_counts_as_its_part_of_the_microbatch():
+    schedule = interleaved(4, 8, 2)
+    require_room(schedule, Limits((100,) * 4))
+    require_room(schedule, Limits((6,) * 4))
+    with pytest.raises(UserError, match=r"max_live\[0\]: interleaved holds 6 .* at most 5"):
+        require_room(schedule, Limits((5,) * 4))

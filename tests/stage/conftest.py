@@ -8,6 +8,7 @@ import pytest
 
 from jaxmorph.stage.parameters import init_stage_params
 from models.gpt2 import build
+from tests.stage.in_turn import part_of
 
 
 @pytest.fixture(scope="session")
@@ -38,10 +39,7 @@ def initial_params(model_of):
 def initial_part(initial_params):
     """A stage's part of those: what `test_parameters` finds the stage begins with."""
 
-    def initial_part(layers, is_first, is_last, tied=True):
-        whole = jax.tree.map(np.asarray, initial_params(tied))
-        own = jax.tree.map(lambda leaf: leaf[layers.start : layers.stop], whole["layers"])
-        ends = {"embed": is_first, "head": is_last}
-        return jax.device_put({"layers": own} | {name: whole[name] for name in ends if ends[name]})
+    def initial_part(layers, tied=True):
+        return part_of(jax.tree.map(np.asarray, initial_params(tied)), layers, 5)
 
     return initial_part

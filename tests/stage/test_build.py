@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmorph.stage.build import OP_KINDS, StagePrograms, build_stage
+from jaxmorph.stage.build import OP_KINDS, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import cut_layers
 from jaxmorph.stage.stage_functions import StashPolicy
+from tests.stage.in_turn import Pipeline, expected_gradients, joined, largest_error, split_backward
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -58,8 +59,8 @@ def pipeline_of(stage_of, initial_part):
             stage_of(len(layers), *place, stash=stash, **settings)
             for layers, place in zip(cut, places, strict=True)
         ]
-        at = zip(cut, places, strict=True)
-        return Pipeline(stages, [initial_part(layers, *place, tied) for layers, place in at])
+        params = [initial_part(layers, tied) for layers in cut]
+        return Pipeline(stages, params, LOSS_WEIGHT)
 
     return cache(pipeline_of)
 
@@ -69,77 +70,14 @@ def bfloat16_pipeline(pipeline_of):
     return pipeline_of(1, dtype="bfloat16", kinds=("F", "B", "W"))
 
 
-class Pipeline:
-    """Stages one after another on one device."""
-
-    def __init__(self, stages, params):
-        self.stages, self.params = stages, params
-        self.weights = self.each(lambda stage, params: stage.prepare(params), params)
-
-    def each(self, function, *arguments):
-        return [function(stage, *a) for stage, *a in zip(self.stages, *arguments, strict=True)]
-
-    def gradients(self, split, targets=TARGETS):
-        sums = self.each(lambda stage: stage.zero_accumulators())
-        loss = 0
-        for batch in zip(TOKENS, targets, strict=True):
-            (x, one_targets), stashes = jax.device_put(batch), []
-            for stage, weights in zip(self.stages, self.weights, strict=True):
-                x, stash = stage.forward(
-                    weights, x, one_targets if stage is self.stages[-1] else None
-                )
-                stashes.append(stash)
-            loss, gradient = loss + x, LOSS_WEIGHT
-            for i in reversed(range(len(self.stages))):
-                backward = split_backward if split else StagePrograms.backward
-                arguments = (self.weights[i], stashes[i], gradient, sums[i])
-                gradient, sums[i] = backward(self.stages[i], *arguments)
-            assert gradient is None
-        return loss * LOSS_WEIGHT, sums
-
-
-def split_backward(stage, weights, stash, gradient, sums):
-    gradient, weight_stash = stage.backward_input(weights, stash, gradient)
-    return gradient, stage.backward_weight(weights, weight_stash, sums)
-
-
 @pytest.fixture(scope="module")
 def reference(model_of, initial_params):
-    """The loss and gradients of the composed model, by one `jax.grad`."""
-    model = model_of()
-
-    def loss(params, tokens, targets):
-        x = model.embed(params["embed"], tokens)
-        x, _ = jax.lax.scan(lambda x, p: (model.layer(p, x), None), x, params["layers"])
-        return model.head(params["head"], x, targets) * LOSS_WEIGHT
-
-    gradient = jax.jit(jax.value_and_grad(loss))
-
-    @cache
-    def reference(tied):
-        params = initial_params(tied)
-        each = [gradient(params, *batch) for batch in zip(TOKENS, TARGETS, strict=True)]
-        return jax.tree.map(lambda *leaves: sum(map(np.asarray, leaves)), *each)
-
-    return reference
-
-
-def joined(per_stage):
-    layers = [stage["layers"] for stage in per_stage]
-    return {
-        "embed": per_stage[0]["embed"],
-        "layers": jax.tree.map(lambda *leaves: np.concatenate(leaves), *layers),
-        "head": per_stage[-1]["head"],
-    }
-
-
-def largest_error(got, expected):
-    """The largest relative error of any leaf, and that of the norm."""
-    got, expected = jax.tree.map(np.asarray, (got, expected))
-    error = lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b))  # noqa: E731
-    flat = [np.concatenate([x.ravel() for x in jax.tree.leaves(t)]) for t in (got, expected)]
-    norms = [np.array([np.linalg.norm(x)]) for x in flat]
-    return max(*jax.tree.leaves(jax.tree.map(error, got, expected)), error(*norms))
+    """The loss and gradients of the composed model, by tied."""
+    return cache(
+        lambda tied: expected_gradients(
+            model_of(), initial_params(tied), TOKENS, TARGETS, LOSS_WEIGHT
+        )
+    )
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["B and W", "BW"])
@@ -150,39 +88,36 @@ def test_gradients_are_those_of_the_whole_model(
     num_stages, tied, stash, split, pipeline_of, reference
 ):
     expected_loss, expected = reference(tied)
-    loss, sums = pipeline_of(num_stages, stash, tied).gradients(split)
+    loss, sums = pipeline_of(num_stages, stash, tied).gradients(split, TOKENS, TARGETS)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     assert largest_error(joined(sums), expected) < 1e-5
 
 
 def test_bfloat16_gradients_are_within_two_percent_of_float32(bfloat16_pipeline, reference):
     expected_loss, expected = reference(tied=True)
-    loss, sums = bfloat16_pipeline.gradients(split=True)
+    loss, sums = bfloat16_pipeline.gradients(True, TOKENS, TARGETS)
     assert {leaf.dtype for leaf in jax.tree.leaves(sums)} == {jnp.dtype("float32")}
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-3)
     assert largest_error(joined(sums), expected) < 0.02
 
 
-def test_split_and_whole_backward_agree(pipeline_of):
-    pipeline = pipeline_of(3)
-    (_, split), (_, whole) = pipeline.gradients(split=True), pipeline.gradients(split=False)
-    assert largest_error(joined(split), joined(whole)) < 1e-6
-
-
 def test_two_runs_are_bitwise_equal(pipeline_of):
     pipeline = pipeline_of(3)
-    (_, first), (_, second) = pipeline.gradients(split=True), pipeline.gradients(split=True)
+    (_, first), (_, second) = (
+        pipeline.gradients(True, TOKENS, TARGETS),
+        pipeline.gradients(True, TOKENS, TARGETS),
+    )
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
 def test_a_microbatch_without_targets_adds_nothing(pipeline_of):
     pipeline = pipeline_of(1)
     first = np.arange(MICROBATCHES)[:, None, None] == 0
-    _, without = pipeline.gradients(split=True, targets=np.where(first, TARGETS, -1))
-    _, nothing = pipeline.gradients(split=True, targets=np.full_like(TARGETS, -1))
-    _, everything = pipeline.gradients(split=True)
+    _, without = pipeline.gradients(True, TOKENS, np.where(first, TARGETS, -1))
+    _, nothing = pipeline.gradients(True, TOKENS, np.full_like(TARGETS, -1))
+    _, everything = pipeline.gradients(True, TOKENS, TARGETS)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(nothing))
-    _, others = pipeline.gradients(split=True, targets=np.where(first, -1, TARGETS))
+    _, others = pipeline.gradients(True, TOKENS, np.where(first, -1, TARGETS))
     both = jax.tree.map(np.add, without, others)
     assert largest_error(joined(everything), joined(both)) < 1e-6
 

@@ -12,8 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
-from jaxmorph.stage.stage_functions import StashPolicy, split_stage
-from jaxmorph.stage.stash import total_bytes
+from jaxmorph.stage.stage_functions import StashPolicy, split_stage, total_bytes
 from models import attention, gpt2, llama
 
 BATCH, LENGTH, HEADS, WIDTH, LAYERS = 2, 64, 4, 64, 2

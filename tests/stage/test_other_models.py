@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from jaxmorph.stage.backward import split_backward
-from jaxmorph.stage.build import OP_KINDS, StagePrograms, build_stage
+from jaxmorph.stage.build import OP_KINDS, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import cut_layers
 from jaxmorph.stage.parameters import init_stage_params, leaf_at
 from jaxmorph.stage.stage_functions import StashPolicy
 from models import llama
+from tests.stage.in_turn import Pipeline, expected_gradients, joined, largest_error, part_of
 
 BATCH, LENGTH, VOCAB, LAYERS, STAGES = 2, 8, 32, 3, 2
 TOKENS, TARGETS = np.random.default_rng(1).integers(VOCAB, size=(2, 2, BATCH, LENGTH), dtype="i4")
@@ -52,88 +53,28 @@ def whole_params(name):
     return jax.tree.map(np.asarray, params)
 
 
-def params_of(whole, layers, is_first, is_last):
-    own = jax.tree.map(lambda leaf: leaf[layers.start : layers.stop], whole["layers"])
-    ends = {"embed": is_first, "head": is_last}
-    return jax.device_put({"layers": own} | {name: whole[name] for name in ends if ends[name]})
-
-
 @cache
 def expected_of(name):
-    """Loss and gradients of the composed model; a tied parameter's uses are kept apart."""
-    model = MODELS[name]()
-
-    def loss(params, tokens, targets):
-        x = model.embed(params["embed"], tokens)
-        for layer in range(LAYERS):
-            x = model.layer(jax.tree.map(lambda leaf, at=layer: leaf[at], params["layers"]), x)
-        return model.head(params["head"], x, targets) * LOSS_WEIGHT
-
-    gradient, params = jax.jit(jax.value_and_grad(loss)), whole_params(name)
-    each = [gradient(params, *batch) for batch in zip(TOKENS, TARGETS, strict=True)]
-    return jax.tree.map(lambda *leaves: sum(map(np.asarray, leaves)), *each)
+    return expected_gradients(MODELS[name](), whole_params(name), TOKENS, TARGETS, LOSS_WEIGHT)
 
 
-class Pipeline:
-    """Two stages, one after the other, on one device."""
-
-    def __init__(self, model, whole, stash: StashPolicy = "full", kinds=OP_KINDS):
-        self.cut = cut_layers(LAYERS, STAGES)
-        self.params = [
-            params_of(whole, layers, i == 0, i == STAGES - 1) for i, layers in enumerate(self.cut)
-        ]
-        self.stages = [
-            build_stage(
-                model,
-                stage_submesh(make_mesh(1), 0),
-                num_layers=len(layers),
-                is_first=i == 0,
-                is_last=i == STAGES - 1,
-                microbatch_size=BATCH,
-                sequence_length=LENGTH,
-                stash=stash,
-                kinds=kinds,
-            )
-            for i, layers in enumerate(self.cut)
-        ]
-
-    def loss_and_gradients(self, split):
-        pairs = list(zip(self.stages, self.params, strict=True))
-        weights = [stage.prepare(params) for stage, params in pairs]
-        sums, loss = [stage.zero_accumulators() for stage in self.stages], 0
-        first, last = self.stages
-        backward = split_in_two if split else StagePrograms.backward
-        for tokens, targets in zip(TOKENS, TARGETS, strict=True):
-            x, first_stash = first.forward(weights[0], tokens)
-            part, last_stash = last.forward(weights[1], x, targets)
-            loss = loss + part * LOSS_WEIGHT
-            gradient, sums[1] = backward(last, weights[1], last_stash, LOSS_WEIGHT, sums[1])
-            assert gradient is not None
-            nothing, sums[0] = backward(first, weights[0], first_stash, gradient, sums[0])
-            assert nothing is None
-        return loss, sums
-
-
-def split_in_two(stage, weights, stash, gradient, sums):
-    gradient, left = stage.backward_input(weights, stash, gradient)
-    return gradient, stage.backward_weight(weights, left, sums)
-
-
-def joined(stages):
-    layers = [stage["layers"] for stage in stages]
-    return {
-        "embed": stages[0]["embed"],
-        "layers": jax.tree.map(lambda *leaves: np.concatenate(leaves), *layers),
-        "head": stages[-1]["head"],
-    }
-
-
-def worst_error(got, expected):
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
-    errors = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs]
-    assert np.isfinite(errors).all()
-    return max(errors)
+def pipeline_of(model, whole, stash: StashPolicy = "full", kinds=OP_KINDS):
+    cut = cut_layers(LAYERS, STAGES)
+    stages = [
+        build_stage(
+            model,
+            stage_submesh(make_mesh(1), 0),
+            num_layers=len(layers),
+            is_first=layers.start == 0,
+            is_last=layers.stop == LAYERS,
+            microbatch_size=BATCH,
+            sequence_length=LENGTH,
+            stash=stash,
+            kinds=kinds,
+        )
+        for layers in cut
+    ]
+    return Pipeline(stages, [part_of(whole, layers, LAYERS) for layers in cut], LOSS_WEIGHT)
 
 
 @pytest.mark.parametrize(
@@ -146,20 +87,20 @@ def worst_error(got, expected):
 )
 def test_gradients_are_those_of_one_jax_grad(name, stash):
     expected_loss, expected = expected_of(name)
-    pipeline = Pipeline(MODELS[name](), whole_params(name), stash)
+    pipeline = pipeline_of(MODELS[name](), whole_params(name), stash)
     for split in (True, False):
-        loss, sums = pipeline.loss_and_gradients(split)
+        loss, sums = pipeline.gradients(split, TOKENS, TARGETS)
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-        assert worst_error(joined(sums), expected) < 1e-5
+        assert largest_error(joined(sums), expected) < 1e-5
 
 
 def test_bfloat16_gradients_are_within_two_percent_of_float32():
     _, expected = expected_of("llama")
     model = grouped_llama(compute_dtype="bfloat16")
-    pipeline = Pipeline(model, whole_params("llama"), kinds=("F", "B", "W"))
-    _, sums = pipeline.loss_and_gradients(split=True)
+    pipeline = pipeline_of(model, whole_params("llama"), kinds=("F", "B", "W"))
+    _, sums = pipeline.gradients(True, TOKENS, TARGETS)
     assert {leaf.dtype for leaf in jax.tree.leaves(sums)} == {jnp.dtype("float32")}
-    assert worst_error(joined(sums), expected) < 0.02
+    assert largest_error(joined(sums), expected) < 0.02
 
 
 @pytest.mark.parametrize("name", ["llama, tied", "causal mixer"])

@@ -1,9 +1,19 @@
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from jaxmorph.errors import UserError
 from jaxmorph.stage.model import cut_layers
-from jaxmorph.stage.parameters import init_stage_params
+from jaxmorph.stage.parameters import (
+    check_weights,
+    init_stage_params,
+    read_stage_params,
+    write_model,
+)
+from models import llama
 
 
 def test_initial_values_do_not_depend_on_the_cut(model_of, initial_params):
@@ -32,3 +42,92 @@ def test_a_tied_parameter_starts_with_one_value_in_both_places(initial_params):
     tied, untied = initial_params(tied=True), initial_params(tied=False)
     np.testing.assert_array_equal(tied["head"]["token"], tied["embed"]["token"])
     assert not jnp.allclose(untied["head"]["token"], untied["embed"]["token"])
+
+
+LAYERS = 5
+
+
+def stages_of(model, counts, num_chunks=1):
+    cut = cut_layers(LAYERS, len(counts) // num_chunks, counts, num_chunks)
+    return [(layers, layers.start == 0, layers.stop == LAYERS) for layers in cut]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("written", "read"), [([2, 3], [1, 1, 3]), ([1, 2, 1, 1], [5])])
+def test_a_model_written_from_one_cut_starts_another(
+    tmp_path, model_of, initial_part, written, read, tied
+):
+    model = model_of(tied)
+    parts = [(place[0], initial_part(place[0], tied)) for place in stages_of(model, written)]
+    write_model(model, str(tmp_path), parts)
+    check_weights(model, str(tmp_path))
+    for place in stages_of(model, read):
+        got = read_stage_params(model, str(tmp_path), *place)
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(got))
+        jax.tree.map(np.testing.assert_array_equal, got, initial_part(place[0], tied))
+
+
+def test_a_model_without_the_hooks_says_so(tmp_path):
+    model = llama.build(preset="tiny", sequence_length=8, vocab_size=8)
+    expected = r"model Llama has no read_weights, expected one that has"
+    for call in (
+        lambda: check_weights(model, "some/where"),
+        lambda: read_stage_params(model, "some/where", range(1), False, False),
+    ):
+        with pytest.raises(
+            UserError, match=rf"^model.weights: got 'some/where', but the {expected}"
+        ):
+            call()
+    with pytest.raises(UserError, match=r"^the model Llama has no write_weights"):
+        write_model(model, str(tmp_path), [])
+
+
+def test_mistakes_in_the_path_name_the_key(tmp_path, model_of):
+    with pytest.raises(UserError, match=r"^model.weights: .*none: no such file or folder") as error:
+        check_weights(model_of(), str(tmp_path / "none"))
+    assert "\n" not in str(error.value)
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path, model_of, initial_params):
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    with pytest.raises(UserError, match=r"file: cannot be written: File exists") as error:
+        write_model(model_of(), str(in_the_way), [(range(LAYERS), initial_params())])
+    assert "\n" not in str(error.value)
+
+
+def with_reader(model, read_weights):
+    """A copy of a model with a reader of its own."""
+    changed = type(model)(model.config)
+    changed.read_weights = read_weights
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda params: params,
+            r"\['head'\]\['norm'\]\['bias'\]: .* nothing, expected float32 \[16\]",
+        ),
+        (
+            lambda params: jax.tree.map(np.float64, params),
+            r"\['embed'\]\['position'\]: .* float64 \[8, 16\], expected float32",
+        ),
+    ],
+)
+def test_a_reader_that_returns_something_else_is_found_out(
+    model_of, initial_params, change, message
+):
+    whole = jax.tree.map(np.asarray, initial_params())
+    part = change({"embed": whole["embed"], "layers": whole["layers"]})
+    model = with_reader(model_of(), lambda *_: part)
+    with pytest.raises(UserError, match=message):
+        read_stage_params(model, "anywhere", range(LAYERS), True, True)
+
+
+def test_the_written_config_names_the_sizes(tmp_path, model_of, initial_params):
+    write_model(model_of(), str(tmp_path), [(range(LAYERS), initial_params())])
+    config = json.loads((tmp_path / "config.json").read_text())
+    sizes = {"n_layer": 5, "n_embd": 16, "n_head": 2, "n_positions": 8, "vocab_size": 32}
+    assert sizes.items() <= config.items()

@@ -15,9 +15,8 @@ from in_this_process import ROOT, jaxmorph
 from processes import children, is_running
 
 from jaxmorph.schedule.bubbles import idle_shares
-from jaxmorph.schedule.device_live import peak_on_device
 from jaxmorph.schedule.ops import Op
-from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
+from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan, peak_on_device
 
 LIMIT_S = 150
 CONFIG = """

@@ -8,7 +8,7 @@ import pytest
 from in_this_process import jaxmorph
 
 from jaxmorph.data import hold_out, load_tokens
-from jaxmorph.stage.logits import join_stages, model_logits, with_logits
+from jaxmorph.stage.model import join_stages, model_logits, with_logits
 from jaxmorph.training.evaluation import held_out_batches
 from jaxmorph.training.saved_model import load_saved_model
 

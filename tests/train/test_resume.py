@@ -22,7 +22,7 @@ from stopped_run import (
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.wholeness import seal_of
-from jaxmorph.stage.stored_weights import read_stage_params
+from jaxmorph.stage.parameters import read_stage_params
 from jaxmorph.training.run_lock import hold
 from jaxmorph.training.saved_model import load_saved_model
 

@@ -10,7 +10,7 @@ from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.planning.plan_in_force import PlanInForce
 from jaxmorph.planning.step_programs import lower_step
-from jaxmorph.program.program_text import program_text
+from jaxmorph.program.instructions import program_text
 from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.runtime.report import StepTotals
 from jaxmorph.schedule.costs import Limits, StageCosts

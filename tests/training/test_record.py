@@ -10,7 +10,7 @@ from jaxmorph.reporting import Event, StepRecord, open_run_directory
 from jaxmorph.reporting.terminal import PlainReporter
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 from jaxmorph.training import record
 from jaxmorph.training.traced_steps import TracedSteps
 

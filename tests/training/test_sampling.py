@@ -10,8 +10,7 @@ import pytest
 
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.compilations import CompilationCounter
-from jaxmorph.stage.logits import join_stages, with_logits
-from jaxmorph.stage.model import cut_layers
+from jaxmorph.stage.model import cut_layers, join_stages, with_logits
 from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.training.sampling import SamplingSettings, continuation, drawing
 from models.gpt2 import build

@@ -3,7 +3,7 @@ import pytest
 from jaxmorph.config import Config
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.simulate import simulate
 from jaxmorph.training.traced_steps import TracedSteps
 
 TIMELINE = simulate(Schedule.from_rows("hand", ["F0 B0 W0"]), StageCosts.uniform(1, 1.0, 1.0, 1.0))

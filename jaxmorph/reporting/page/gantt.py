@@ -6,9 +6,9 @@ from statistics import median
 
 from jaxmorph.reporting.page.axis import Axis, exact_axis
 from jaxmorph.reporting.page.elements import Html, element, number
+from jaxmorph.schedule.bubbles import IdleCause, idle_spans
 from jaxmorph.schedule.draw.palette import MEANINGS
 from jaxmorph.schedule.ops import OpKind
-from jaxmorph.schedule.step_shares import IdleCause, idle_spans
 from jaxmorph.schedule.timeline import Timeline
 
 _WIDTH, _LEFT, _RIGHT, _FOOT = 1040.0, 26.0, 26.0, 20.0

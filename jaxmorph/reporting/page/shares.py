@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from jaxmorph.reporting.page.elements import Html, element, number
 from jaxmorph.reporting.page.gantt import look_of
 from jaxmorph.reporting.page.tables import scroll_box, share
-from jaxmorph.schedule.step_shares import IdleCause, StepShares
+from jaxmorph.schedule.bubbles import IdleCause, StepShares
 
 _COMPUTE = "compute"
 

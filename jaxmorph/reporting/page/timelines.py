@@ -10,7 +10,7 @@ from jaxmorph.reporting.page.gantt import draw_gantt, gantt_legend
 from jaxmorph.reporting.page.run_files import RunFiles, read_trace
 from jaxmorph.reporting.page.shares import causes_explained, shares_legend, shares_table
 from jaxmorph.reporting.page.tables import folded, milliseconds, scroll_box
-from jaxmorph.schedule.step_shares import StepShares, mean_shares, step_shares
+from jaxmorph.schedule.bubbles import StepShares, mean_shares, step_shares
 from jaxmorph.schedule.timeline import Timeline
 
 MOST_DRAWN = 8

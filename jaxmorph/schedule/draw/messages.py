@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxmorph.schedule.costs import Link, Links
-from jaxmorph.schedule.link_models import LinkModel, StageQueues, outgoing, stage_queues
 from jaxmorph.schedule.ops import OpKind
-from jaxmorph.schedule.timeline import Timeline
-from jaxmorph.schedule.transfers import TransferIndex
+from jaxmorph.schedule.replay import LinkModel, StageQueues, outgoing, stage_queues
+from jaxmorph.schedule.timeline import Timeline, TransferIndex
 
 
 class Message(NamedTuple):

@@ -24,7 +24,7 @@ from jaxmorph.schedule.draw.messages import (
     messages_in_flight,
     num_chunks,
 )
-from jaxmorph.schedule.link_models import LinkModel
+from jaxmorph.schedule.replay import LinkModel
 from jaxmorph.schedule.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from jaxmorph.schedule.costs import NO_LATENCY, Links
 from jaxmorph.schedule.draw.picture import save_gantt
 from jaxmorph.schedule.draw.text import fitting_width, gantt_text
 from jaxmorph.schedule.draw.trace import chrome_trace
-from jaxmorph.schedule.link_models import LinkModel
+from jaxmorph.schedule.replay import LinkModel
 from jaxmorph.schedule.timeline import Timeline
 
 FORMATS = (".png", ".svg", ".txt", ".json")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from jaxmorph.config import Config, dump_config
-from jaxmorph.schedule.builders import zb_h2
 from jaxmorph.schedule.costs import StageCosts, chain_links
 from jaxmorph.schedule.draw import chrome_trace
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.fixed import zb_h2
+from jaxmorph.schedule.simulate import simulate
 
 HEALTHY = {"step_s": 0.1, "predicted_step_s": 0.1, "link_ms": {"0>1": 0.5, "1>0": 0.6}}
 SLOW = HEALTHY | {"step_s": 0.3, "link_ms": {"0>1": 30.0, "1>0": 31.0}}

@@ -9,9 +9,9 @@ from jaxmorph.reporting.page.comparison_files import read_comparison_files
 from jaxmorph.reporting.page.comparison_page import comparison_page, result_sentence
 from jaxmorph.reporting.run_directory import plain_json
 from jaxmorph.reporting.run_matrix import Matrix
-from jaxmorph.schedule.builders import zb_h2
 from jaxmorph.schedule.costs import StageCosts
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.fixed import zb_h2
+from jaxmorph.schedule.simulate import simulate
 
 TIMELINE = simulate(zb_h2(2, 3), StageCosts.uniform(2, 10.0, 10.0, 10.0)).to_json()
 

@@ -1,9 +1,9 @@
 import re
 
 from jaxmorph.reporting.page.gantt import draw_gantt
-from jaxmorph.schedule.builders import interleaved, one_forward_one_backward, zb_h2
 from jaxmorph.schedule.costs import StageCosts
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.fixed import interleaved, one_forward_one_backward, zb_h2
+from jaxmorph.schedule.simulate import simulate
 
 
 def _simulated(stages: int, microbatches: int):

@@ -11,9 +11,9 @@ import pytest
 
 from jaxmorph.reporting.page import write_report
 from jaxmorph.reporting.run_directory import plain_json
-from jaxmorph.schedule.builders import zb_h2
 from jaxmorph.schedule.costs import StageCosts
-from jaxmorph.schedule.simulator import simulate
+from jaxmorph.schedule.fixed import zb_h2
+from jaxmorph.schedule.simulate import simulate
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

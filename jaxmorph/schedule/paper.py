@@ -1,21 +1,155 @@
-"""The plan to begin with, when no link is known to be slow: ready for any of them to turn so."""
+"""The paper's own planners: Equation 1 and Algorithms 1 to 4.
 
+The slackness between stages i and i+1 is the difference of their warm-up forwards. The more of
+it, the longer a link between them can delay data before bubbles spread from stage to stage.
+"""
+
+import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 
-from jaxmorph.schedule.costs import Limits, Links, StageCosts
-from jaxmorph.schedule.list_schedule import ListSchedule, Rule, list_schedule
-from jaxmorph.schedule.numbering import to_schedule
+from jaxmorph.schedule.bound import WarmupBound
+from jaxmorph.schedule.costs import NO_LATENCY, Limits, Links, StageCosts, neighbour_links
+from jaxmorph.schedule.list_schedule import (
+    PAPER,
+    ListSchedule,
+    Rule,
+    Workload,
+    list_schedule,
+    make_workload,
+    to_schedule,
+)
 from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.slackness import initial_warmup_forwards, tolerated_latency_ms
-from jaxmorph.schedule.warmup_bound import WarmupBound
-from jaxmorph.schedule.workload import Workload, make_workload
+
+
+def required_slackness(costs: StageCosts, links: Links = NO_LATENCY) -> tuple[int, ...]:
+    """The least slackness that absorbs each link's delay.
+
+    Source: Equation 1, solved for the slackness and rounded up. The two directions of a link may
+    differ, so ``2 c`` is the sum of both. The condition is sufficient, not necessary: weight
+    gradients that run in the steady phase absorb more.
+
+    Returns:
+        One slackness per pair of neighbours, at least 0.
+    """
+    cycle_ms = [f + b for f, b in zip(costs.forward_ms, costs.backward_input_ms, strict=True)]
+    chain = neighbour_links(links, costs.num_stages)
+    return tuple(
+        _ceil_ratio(here + link.forward_latency_ms + link.backward_latency_ms, below)
+        for (here, below), link in zip(pairwise(cycle_ms), chain, strict=True)
+    )
+
+
+def tolerated_latency_ms(costs: StageCosts, warmup_forwards: Sequence[int]) -> tuple[float, ...]:
+    """The longest latency (in each direction) that every link's slackness absorbs.
+
+    Source: Equation 1 solved for c. For equal ops of t ms this is ``(slackness - 1) t``, the
+    threshold of Theorem 1; beyond it the step grows by about ``N / (slackness + 1)`` ms for every
+    ms of latency in one direction (printed with a minus in the theorem), by twice that for every
+    ms in both. That holds for a schedule that keeps its slackness after the warm-up.
+
+    Returns:
+        One latency per pair of neighbours, milliseconds; 0 where not even a healthy link fits.
+    """
+    cycle_ms = [f + b for f, b in zip(costs.forward_ms, costs.backward_input_ms, strict=True)]
+    return tuple(
+        max(0.0, ((x_here - x_below) * below - here) / 2)
+        for (here, below), (x_here, x_below) in zip(
+            pairwise(cycle_ms), pairwise(warmup_forwards), strict=True
+        )
+    )
+
+
+def initial_warmup_forwards(num_stages: int, max_live: int) -> tuple[int, ...]:
+    """Warm-up forwards that spread the slackness evenly when no link is known to be slow.
+
+    Source: Algorithm 1, with ``max_live`` for the memory divided by one activation. With fewer
+    slots than stages the later stages share one warm-up forward each.
+
+    Returns:
+        Warm-up forwards of each stage, from ``max_live`` (at least 1) down to 1.
+    """
+    if num_stages == 1:
+        return (max_live,)
+    average, rest = divmod(max_live - 1, num_stages - 1)
+    warmup = [max_live]
+    for stage in range(1, num_stages):
+        warmup.append(warmup[-1] - average - (stage <= rest))
+    return tuple(warmup)
+
+
+def adapted_warmup_forwards(
+    costs: StageCosts, links: Links, num_microbatches: int, caps: Sequence[int]
+) -> tuple[int, ...]:
+    """Warm-up forwards whose slackness absorbs the known delays, as far as memory allows.
+
+    Source: Algorithm 2, with three guards the text leaves out: the slackness is clipped to
+    max(1, N - 2S) (N - 2S can be negative), warm-ups to N, and, for stages with a memory cap, to
+    the smallest cap from the first stage on, because a stage can only warm up on what reaches it.
+
+    Returns:
+        Warm-up forwards of each stage, non-increasing, at least 1.
+    """
+    clip = max(1, num_microbatches - 2 * costs.num_stages)
+    warmup = [1]
+    for slackness in reversed(required_slackness(costs, links)):
+        warmup.append(warmup[-1] + min(clip, max(slackness, 2)))
+    return reachable_warmup_forwards(warmup[::-1], num_microbatches, caps)
+
+
+def reachable_warmup_forwards(
+    warmup_forwards: Sequence[int], num_microbatches: int, caps: Sequence[int]
+) -> tuple[int, ...]:
+    """Clips warm-ups to the microbatches there are and to what every earlier stage can hold."""
+    reachable, clipped = num_microbatches, []
+    for wanted, cap in zip(warmup_forwards, caps, strict=True):
+        reachable = min(reachable, wanted, cap)
+        clipped.append(reachable)
+    return tuple(clipped)
+
+
+def _ceil_ratio(numerator: float, denominator: float) -> int:
+    """The ratio rounded up, forgiving the last bits of floating point; 0/0 is no delay at all."""
+    if numerator == 0:
+        return 0
+    if denominator == 0:
+        return 10**9
+    return math.ceil(min(numerator / denominator * (1 - 1e-12), 1e9))
+
+
+def select_ops(
+    costs: StageCosts,
+    links: Links,
+    limits: Limits,
+    num_microbatches: int,
+    warmup_forwards: Sequence[int],
+    name: str = "paper",
+) -> Schedule:
+    """The schedule that greedy selection makes: warm up, then B before F before W.
+
+    It always completes: a warm-up is no longer than what earlier stages can send without a
+    backward, and after it a stage at its cap holds either a microbatch whose B will come or one
+    whose W can run.
+
+    Source: Algorithms 3 and 4, corrected as ``list_schedule`` says.
+
+    Args:
+        warmup_forwards: Forwards each stage runs before any backward: non-increasing, from 1 to N,
+            and within the caps of all earlier stages. A stage may run more before its first B.
+
+    Returns:
+        A valid schedule whose stages hold no more than their caps.
+    """
+    workload = make_workload(costs, links, limits, num_microbatches)
+    made = list_schedule(workload, PAPER, warmup_forwards)
+    if made is None:
+        raise ValueError(f"warmup_forwards: got {warmup_forwards}, which no stage can hold")
+    return to_schedule(name, costs.num_stages, num_microbatches, made.numbers)
+
 
 # F before B keeps as many forwards waiting as there were after the warm-up, so that the slackness
 # lasts. B before F, as in Algorithm 3, uses up what of it is not needed at the moment.
 _RULES = tuple(Rule(backward_first=False, weight_patience=patience) for patience in (0.0, 0.5, 1.0))
-
-
 _EFFORT = 200_000  # ops that may be scheduled in search of better warm-ups: at most some 0.2 s
 
 
@@ -29,10 +163,6 @@ def initial_schedule(
     and changed by one forward at a time for as long as that makes the step shorter; then all others
     are tried, as far as the effort allows. After the warm-up F comes before B, unlike in Algorithm
     3, so that the slackness is kept.
-
-    Args:
-        costs: Durations of the ops, milliseconds.
-        links: State of the links, milliseconds.
 
     Returns:
         The schedule, and what its slackness is good for, in one line.

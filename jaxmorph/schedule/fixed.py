@@ -65,9 +65,6 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
     Args:
         num_chunks: Number of virtual stages a rank runs, V. With one, this is eager 1F1B.
 
-    Returns:
-        The schedule.
-
     Raises:
         UserError: N cannot be cut into rounds, or no chunks.
     """

@@ -1,17 +1,132 @@
-"""How long a step takes when every message's latency is drawn anew: Monte Carlo of makespans."""
+"""When every op of a schedule would run, given costs and links, jittering ones too."""
 
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 
 import numpy as np
 
-from jaxmorph.schedule.costs import Links, StageCosts
-from jaxmorph.schedule.link_models import Direction, StageDirections, outgoing
+from jaxmorph.schedule.costs import NO_LATENCY, Links, LinkState, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.schedule.replay import StageTimes, replay
+from jaxmorph.schedule.replay import (
+    Direction,
+    LinkModel,
+    StageDirections,
+    StageTimes,
+    outgoing,
+    replay,
+    stage_queues,
+)
 from jaxmorph.schedule.schedule import Schedule
-from jaxmorph.schedule.simulator import stage_times
+from jaxmorph.schedule.timeline import Timeline
+
+
+def simulate(
+    schedule: Schedule,
+    costs: StageCosts,
+    links: Links = NO_LATENCY,
+    link_model: LinkModel = "latency",
+    *,
+    time_step_ms: float | None = None,
+) -> Timeline:
+    """Runs a schedule on paper: each op starts as soon as its stage is free and its data is there.
+
+    Data is there when the op that produced it has ended, its message has got the link, and the
+    link's occupancy and latency have passed. The result is exact: only the longest path.
+
+    Source: PipeMorph, Algorithm 4, which advances a clock by a time step. With ``time_step_ms``
+    every op's duration, every latency and every occupancy is rounded up to whole steps, each by
+    itself, so that ops start at ticks of such a clock only: none ends earlier than in exact time,
+    and all at the same time if all are whole. The paper counts a message's latency from its op's
+    start; here it is from its end.
+
+    Args:
+        costs: Durations of the ops, milliseconds; an op of one of V chunks takes 1/V of them.
+        links: State of the links, milliseconds; with several chunks also of link 0-(S-1).
+        link_model: Whether a message occupies its link direction for its occupancy alone
+            (``latency``) or until it has arrived (``serialized``).
+        time_step_ms: Step of a discrete clock, milliseconds; None for exact time.
+
+    Raises:
+        ScheduleError: The schedule breaks a rule, or its stages wait for each other for ever.
+        ValueError: Costs or links are of another number of stages, a time step is not above 0, or
+            there is no such link model.
+    """
+    schedule.validate_rows()
+    if costs.num_stages != schedule.num_stages:
+        raise ValueError(f"got costs of {costs.num_stages} stages, expected {schedule.num_stages}")
+    if time_step_ms is not None:
+        links = links_in_whole_steps(links, time_step_ms)
+    times = stage_times(costs, links, schedule.num_chunks)
+    if time_step_ms is not None:
+        times = [StageTimes(*(in_whole_steps(ms, time_step_ms) for ms in row)) for row in times]
+    ways = outgoing(links, schedule.num_stages, schedule.num_chunks)
+    ran = replay(
+        schedule.orders,
+        schedule.num_microbatches,
+        times,
+        num_chunks=schedule.num_chunks,
+        queues=stage_queues(ways, link_model),
+    )
+    schedule.require_complete(ran.ends)
+    return Timeline(
+        schedule.orders,
+        tuple(np.array(starts, np.float64) for starts in ran.starts),
+        tuple(np.array(ends, np.float64) for ends in ran.ends),
+    )
+
+
+def stage_times(costs: StageCosts, links: Links, num_chunks: int = 1) -> list[StageTimes]:
+    """Each stage's durations, and how late what it sends up (F) and down (B) arrives.
+
+    Returns:
+        One record per stage, milliseconds: durations of one chunk's ops, and occupancy and latency
+        of an idle link. With one chunk, the ends of the chain send without delay.
+    """
+    rows = zip(
+        costs.forward_ms,
+        costs.backward_input_ms,
+        costs.backward_weight_ms,
+        outgoing(links, costs.num_stages, num_chunks),
+        strict=True,
+    )
+    return [
+        StageTimes(
+            forward_ms / num_chunks,
+            backward_input_ms / num_chunks,
+            backward_weight_ms / num_chunks,
+            ways.forward.delay_ms,
+            ways.backward.delay_ms,
+        )
+        for forward_ms, backward_input_ms, backward_weight_ms, ways in rows
+    ]
+
+
+_ROUNDING = 1e-9
+"""Relative: a value this close to a whole number of steps differs by floating point alone."""
+
+
+def in_whole_steps(value_ms: float, step_ms: float) -> float:
+    """A time rounded up to whole steps; returned as it is where it already is a whole number.
+
+    Raises:
+        ValueError: The step is not finite and above 0.
+    """
+    if not (math.isfinite(step_ms) and step_ms > 0):
+        raise ValueError(f"time_step_ms: got {step_ms}, expected a finite number of ms above 0")
+    steps = value_ms / step_ms
+    if math.isclose(steps, round(steps), rel_tol=_ROUNDING):
+        return value_ms
+    return max(value_ms, math.ceil(steps) * step_ms)
+
+
+def links_in_whole_steps(links: Links, step_ms: float) -> Links:
+    """Links whose latencies and occupancies are rounded up to whole steps."""
+    return {
+        link: LinkState(*(in_whole_steps(getattr(state, f.name), step_ms) for f in fields(state)))
+        for link, state in links.items()
+    }
 
 
 def jittered_makespans_ms(
@@ -29,17 +144,14 @@ def jittered_makespans_ms(
     seed meet the same luck.
 
     Args:
-        schedule: What every stage runs, in which order.
-        costs: Durations of the ops, milliseconds.
         links: State of the links, milliseconds: c, and occupancies, which do not jitter.
         jitter_ms: sigma of each link between neighbours, for both directions, milliseconds. The
             way around of chunks, link 0-(S-1), jitters only where it is one of these: on two
             stages.
         samples: Number of steps to draw.
-        seed: Seed of the random numbers, at least 0.
 
     Returns:
-        Float64 ``[samples]``, milliseconds; without jitter, what ``simulator.simulate`` finds.
+        Float64 ``[samples]``, milliseconds; without jitter, what ``simulate`` finds.
 
     Raises:
         ScheduleError: The schedule breaks a rule, or its stages wait for each other for ever.

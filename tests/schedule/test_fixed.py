@@ -1,0 +1,186 @@
+from collections.abc import Iterator
+
+import pytest
+
+from jaxmorph.errors import UserError
+from jaxmorph.schedule.costs import StageCosts, chain_links
+from jaxmorph.schedule.fixed import (
+    FIXED_SCHEDULES,
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+    zb_h1,
+    zb_h2,
+)
+from jaxmorph.schedule.schedule import Schedule
+from jaxmorph.schedule.simulate import simulate
+
+SIZES = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (4, 4), (4, 12), (8, 16), (8, 40)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rows"),
+    [
+        (gpipe(2, 3), ["F0 F1 F2 BW0 BW1 BW2"] * 2),
+        (
+            one_forward_one_backward(3, 4),
+            [
+                "F0 F1 F2 BW0 F3 BW1 BW2 BW3",
+                "F0 F1 BW0 F2 BW1 F3 BW2 BW3",
+                "F0 BW0 F1 BW1 F2 BW2 F3 BW3",
+            ],
+        ),
+        (
+            one_forward_one_backward(3, 6, eager=True),
+            [
+                "F0 F1 F2 F3 F4 BW0 F5 BW1 BW2 BW3 BW4 BW5",
+                "F0 F1 F2 BW0 F3 BW1 F4 BW2 F5 BW3 BW4 BW5",
+                "F0 BW0 F1 BW1 F2 BW2 F3 BW3 F4 BW4 F5 BW5",
+            ],
+        ),
+        (
+            interleaved(2, 4, 2),
+            [
+                "F0 F1 1.F0 1.F1 F2 1.BW0 F3 1.BW1 1.F2 BW0 1.F3 BW1 1.BW2 1.BW3 BW2 BW3",
+                "F0 F1 1.F0 1.BW0 1.F1 1.BW1 F2 BW0 F3 BW1 1.F2 1.BW2 1.F3 1.BW3 BW2 BW3",
+            ],
+        ),
+        (  # longer rounds, as the microbatches are no multiple of the stages
+            interleaved(2, 3, 2),
+            [
+                "F0 F1 F2 1.F0 1.F1 1.F2 1.BW0 1.BW1 1.BW2 BW0 BW1 BW2",
+                "F0 F1 F2 1.F0 1.BW0 1.F1 1.BW1 1.F2 1.BW2 BW0 BW1 BW2",
+            ],
+        ),
+        (
+            zb_h1(3, 5),
+            [
+                "F0 F1 F2 B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4",
+                "F0 F1 B0 F2 B1 W0 F3 B2 W1 F4 B3 W2 B4 W3 W4",
+                "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 F4 B4 W2 W3 W4",
+            ],
+        ),
+        (
+            zb_h2(3, 6),
+            [
+                "F0 F1 F2 F3 F4 B0 W0 F5 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5",
+                "F0 F1 F2 B0 F3 B1 F4 B2 W0 F5 B3 W1 B4 W2 B5 W3 W4 W5",
+                "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 W0 F5 B5 W1 W2 W3 W4 W5",
+            ],
+        ),
+    ],
+    ids=lambda each: each.name if isinstance(each, Schedule) else "",
+)
+def test_schedules_as_pictures(schedule, rows):
+    assert [" ".join(map(str, order)) for order in schedule.orders] == rows
+
+
+@pytest.mark.parametrize("name", FIXED_SCHEDULES)
+def test_every_schedule_is_valid_at_every_size(name):
+    for stages, microbatches in SIZES:
+        schedule = FIXED_SCHEDULES[name](stages, microbatches)
+        assert (schedule.name, schedule.num_microbatches) == (name, microbatches)
+        schedule.validate()
+
+
+def _interleaved_sizes() -> Iterator[tuple[int, int]]:
+    for stages in (1, 2, 3, 4, 8):
+        for microbatches in (1, 2, 3, 4, 6, 7, 8, 12, 16, 24):
+            if microbatches % max(1, microbatches // stages) == 0:
+                yield stages, microbatches
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_interleaved_is_valid_with_the_warm_ups_of_the_closed_form(chunks):
+    for stages, microbatches in _interleaved_sizes():
+        schedule = interleaved(stages, microbatches, chunks)
+        schedule.validate()
+        assert (schedule.name, schedule.num_chunks) == ("interleaved", chunks)
+        in_turn = microbatches // max(1, microbatches // stages)
+        # What runs before the first turn, and the forward that begins the turn.
+        warmups = [(chunks - 1) * in_turn + 2 * (stages - 1 - rank) + 1 for rank in range(stages)]
+        expected = tuple(min(warmup, microbatches * chunks) for warmup in warmups)
+        assert schedule.warmup_forwards == schedule.peak_live() == expected
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("op_ms", [(10.0, 10.0, 10.0), (10.0, 0.0, 0.0), (1.0, 5.0, 7.0)])
+def test_the_bubble_of_interleaved_is_the_closed_form(chunks, op_ms):
+    for stages, microbatches in _interleaved_sizes():
+        if microbatches >= stages:
+            schedule = interleaved(stages, microbatches, chunks)
+            timeline = simulate(schedule, StageCosts.uniform(stages, *op_ms))
+            expected = (stages - 1) / (chunks * microbatches + stages - 1)
+            assert timeline.bubble_rate == pytest.approx(expected, abs=1e-12)
+
+
+def test_one_chunk_interleaved_is_eager_1f1b():
+    eager = one_forward_one_backward(4, 8, eager=True)
+    assert interleaved(4, 8, 1).orders == eager.orders
+
+
+def test_microbatches_that_interleaved_cannot_cut_into_rounds_are_named():
+    with pytest.raises(UserError) as caught:
+        interleaved(2, 5, 2)
+    assert str(caught.value) == (
+        "interleaved: got 5 microbatches on 2 stages, expected a multiple of 2, to run in 2 equal "
+        "rounds of at least 2"
+    )
+    with pytest.raises(UserError, match="got 0 chunks, expected at least 1"):
+        interleaved(2, 4, 0)
+
+
+def test_eager_1f1b_pays_a_latency_of_half_a_turn_once_where_1f1b_pays_it_every_turn():
+    costs, half_a_turn = StageCosts.uniform(4, 10.0, 10.0, 10.0), chain_links([15.0] * 3)
+
+    def lost_ms(microbatches: int, *, eager: bool) -> float:
+        schedule = one_forward_one_backward(4, microbatches, eager)
+        late = simulate(schedule, costs, half_a_turn).makespan_ms
+        return late - simulate(schedule, costs).makespan_ms
+
+    # Once up and once down over three links; 1F1B loses 15 ms more for each microbatch.
+    assert [lost_ms(n, eager=True) for n in (16, 24, 32)] == [90.0, 90.0, 90.0]
+    assert lost_ms(32, eager=False) - lost_ms(16, eager=False) > 16 * 15.0
+
+
+def test_schedules_hold_what_they_are_known_for():
+    for stages, microbatches in SIZES:
+        one = tuple(min(stages - stage, microbatches) for stage in range(stages))
+        two = tuple(min(2 * (stages - stage) - 1, microbatches) for stage in range(stages))
+        assert one_forward_one_backward(stages, microbatches).peak_live() == one
+        assert zb_h1(stages, microbatches).peak_live() == one
+        for schedule in (
+            one_forward_one_backward(stages, microbatches, eager=True),
+            zb_h2(stages, microbatches),
+        ):
+            assert schedule.peak_live() == schedule.warmup_forwards == two
+        # Until W all stages hold the same.
+        assert zb_h1(stages, 40).peak_live("W") == (stages,) * stages
+        assert zb_h2(stages, 40).peak_live("W") == (2 * stages - 1,) * stages
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 12), (8, 24)])
+def test_zb_h1_leaves_a_third_of_the_bubble_of_1f1b(stages, microbatches):
+    costs = StageCosts.uniform(stages, 10.0, 10.0, 10.0)
+    work_ms = 30.0 * microbatches
+    whole = simulate(one_forward_one_backward(stages, microbatches), costs).makespan_ms - work_ms
+    third = simulate(zb_h1(stages, microbatches), costs).makespan_ms - work_ms
+    assert third == whole / 3
+
+
+@pytest.mark.parametrize("op_ms", [(10.0, 10.0, 10.0), (9.0, 4.0, 12.0)])
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+def test_zero_bubble_with_room_to_fill_takes_one_way_down_and_all_of_a_stages_work(stages, op_ms):
+    costs = StageCosts.uniform(stages, *op_ms)
+    assert simulate(zb_h2(stages, 8 * stages), costs).makespan_ms == pytest.approx(
+        8 * stages * sum(op_ms) + (stages - 1) * op_ms[0]
+    )
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 4), (4, 12), (8, 16)])
+def test_bubble_rate_of_schedules_that_do_not_split_is_the_closed_form(name, stages, microbatches):
+    schedule = FIXED_SCHEDULES[name](stages, microbatches)
+    timeline = simulate(schedule, StageCosts.uniform(stages, 10.0, 10.0, 10.0))
+    expected = (stages - 1) / (microbatches + stages - 1)
+    assert timeline.bubble_rate == pytest.approx(expected, abs=1e-12)

@@ -1,0 +1,295 @@
+import math
+
+import numpy as np
+import pytest
+
+from jaxmorph.schedule.costs import Link, LinkState, StageCosts, chain_links
+from jaxmorph.schedule.fixed import gpipe, interleaved, one_forward_one_backward, zb_h2
+from jaxmorph.schedule.replay import Direction, LinkQueue, outgoing, stage_queues
+from jaxmorph.schedule.schedule import Schedule
+from jaxmorph.schedule.simulate import (
+    in_whole_steps,
+    jittered_makespans_ms,
+    links_in_whole_steps,
+    simulate,
+)
+
+
+def test_every_op_starts_when_its_data_and_its_stage_are_there():
+    schedule = Schedule.from_rows("small", ["F0 F1 B0 W0 B1 W1", "F0 B0 F1 B1 W0 W1"])
+    costs = StageCosts((1.0, 2.0), (3.0, 4.0), (5.0, 6.0))
+    timeline = simulate(schedule, costs, {Link(0, 1): LinkState(0.5, 0.25)})
+    assert [start.tolist() for start in timeline.start_ms] == [
+        [0.0, 1.0, 7.75, 10.75, 15.75, 18.75],
+        [1.5, 3.5, 7.5, 9.5, 13.5, 19.5],
+    ]
+    assert [end.tolist() for end in timeline.end_ms] == [
+        [1.0, 2.0, 10.75, 15.75, 18.75, 23.75],
+        [3.5, 7.5, 9.5, 13.5, 19.5, 25.5],
+    ]
+    assert timeline.makespan_ms == 25.5
+    assert timeline.end_ms[0].dtype == np.float64
+
+
+def test_a_full_backward_sends_its_gradient_when_all_of_it_has_ended():
+    schedule = Schedule.from_rows("full", ["F0 BW0", "F0 BW0"])
+    timeline = simulate(schedule, StageCosts.uniform(2, 1.0, 2.0, 3.0))
+    assert timeline.start_ms[0].tolist() == [0.0, 7.0]
+    assert timeline.makespan_ms == 12.0
+
+
+def test_latency_on_a_link_of_1f1b_is_paid_every_turn():
+    costs = StageCosts.uniform(2, 10.0, 10.0, 10.0)
+    healthy = simulate(one_forward_one_backward(2, 10), costs).makespan_ms
+    slow = simulate(one_forward_one_backward(2, 10), costs, chain_links([20.0])).makespan_ms
+    # Two microbatches share a turn of F, latency, F, BW, latency, BW: 5 turns of 100 ms, and the
+    # second microbatch of the last turn 30 ms later.
+    assert (healthy, slow) == (330.0, 530.0)
+
+
+def test_a_chunks_op_takes_its_share_and_wraps_around_over_the_first_to_last_link():
+    schedule = Schedule.from_rows("ring", ["F0 1.F0 1.BW0 BW0"] * 3)
+    costs = StageCosts.uniform(3, 2.0, 4.0, 6.0)
+    links = {
+        Link(0, 1): LinkState(0.5, 0.25),
+        Link(0, 2): LinkState(forward_latency_ms=20.0, backward_latency_ms=10.0),
+    }
+    timeline = simulate(schedule, costs, links)
+    # F of a chunk takes 1 ms and BW 5 ms. Activations go down link 0-2, and gradients up it.
+    assert [start.tolist() for start in timeline.start_ms] == [
+        [0.0, 13.5, 27.25, 62.5],
+        [1.5, 15.0, 22.0, 57.25],
+        [2.5, 16.0, 17.0, 52.25],
+    ]
+    assert timeline.makespan_ms == 67.5
+    assert timeline.busy_ms == (12.0, 12.0, 12.0)
+
+
+def _forwards_alone(num_microbatches: int) -> Schedule:
+    row = " ".join(f"F{n}" for n in range(num_microbatches))
+    row += "".join(f" BW{n}" for n in range(num_microbatches))
+    return Schedule.from_rows("forwards", [row, row])
+
+
+def test_messages_that_occupy_a_link_wait_for_each_other_and_then_travel_together():
+    costs = StageCosts.uniform(2, 1.0, 0.0, 0.0)
+    links = {Link(0, 1): LinkState(forward_latency_ms=10.0, forward_occupancy_ms=3.0)}
+    timeline = simulate(_forwards_alone(3), costs, links)
+    # They get the link at 1, 4 and 7 ms, and take 13 ms each.
+    assert timeline.start_ms[1].tolist()[:3] == [14.0, 17.0, 20.0]
+
+
+def test_a_serialized_link_moves_one_message_at_a_time():
+    costs = StageCosts.uniform(2, 1.0, 0.0, 0.0)
+    links = {Link(0, 1): LinkState(forward_latency_ms=10.0, forward_occupancy_ms=3.0)}
+    timeline = simulate(_forwards_alone(3), costs, links, "serialized")
+    assert timeline.start_ms[1].tolist()[:3] == [14.0, 27.0, 40.0]
+
+
+def test_the_two_directions_of_a_link_do_not_wait_for_each_other():
+    costs = StageCosts.uniform(2, 10.0, 10.0, 10.0)
+    schedule = Schedule.from_rows("both", ["F0 F1 BW0 BW1", "F0 BW0 F1 BW1"])
+    links = {Link(0, 1): LinkState(35.0, 35.0)}
+    timeline = simulate(schedule, costs, links, "serialized")
+    # F1 has the way up from 45 to 80 ms while BW0's gradient comes down, from 75 to 110 ms.
+    assert timeline.start_ms[1].tolist() == [45.0, 55.0, 80.0, 90.0]
+    assert timeline.start_ms[0].tolist() == [0.0, 10.0, 110.0, 145.0]
+
+
+def test_on_two_stages_activations_that_wrap_around_share_the_way_of_the_gradients():
+    schedule = Schedule.from_rows(
+        "ring", ["F0 F1 1.F0 1.BW0 1.F1 1.BW1 BW0 BW1", "F0 1.F0 1.BW0 F1 1.F1 1.BW1 BW0 BW1"]
+    )
+    costs = StageCosts.uniform(2, 2.0, 2.0, 0.0)
+    links = {Link(0, 1): LinkState(backward_occupancy_ms=10.0)}
+    timeline = simulate(schedule, costs, links)
+    # Stage 1 sends what F0, 1.BW0 and F1 made at 2, 14 and 15 ms: each occupies the way for 10.
+    assert timeline.end_ms[1].tolist()[:4] == [2.0, 14.0, 15.0, 16.0]
+    assert timeline.start_ms[0].tolist()[2:5] == [12.0, 25.0, 35.0]
+
+
+def test_a_time_step_rounds_every_duration_and_delay_up():
+    costs = StageCosts((1.0, 2.2), (1.4, 1.0), (1.0, 1.1))
+    links = {Link(0, 1): LinkState(0.3, 0.5)}
+    schedule = Schedule.from_rows("small", ["F0 B0 W0", "F0 B0 W0"])
+    timeline = simulate(schedule, costs, links, time_step_ms=0.5)
+    assert [start.tolist() for start in timeline.start_ms] == [[0.0, 5.5, 7.0], [1.5, 4.0, 5.0]]
+    assert timeline.makespan_ms == 8.0
+
+
+NOWHERE = Direction(0.0, 0.0)
+
+
+def test_a_chain_sends_nothing_beyond_its_ends():
+    ways = outgoing({Link(0, 1): LinkState(1.0, 2.0, 3.0, 4.0), Link(0, 2): LinkState(9.0)}, 3)
+    assert [way.forward for way in ways] == [Direction(1.0, 3.0), NOWHERE, NOWHERE]
+    assert [way.backward for way in ways] == [NOWHERE, Direction(2.0, 4.0), NOWHERE]
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_chunks_wrap_around_over_the_link_of_the_first_and_last_stage(stages):
+    around = LinkState(1.0, 2.0, 3.0, 4.0)
+    ways = outgoing({Link(0, stages - 1): around}, stages, num_chunks=2)
+    assert ways[-1].forward == Direction(2.0, 4.0)
+    assert ways[0].backward == Direction(1.0, 3.0)
+
+
+def test_one_stage_sends_to_itself_over_no_link():
+    assert outgoing({}, 1, num_chunks=3) == [(NOWHERE, NOWHERE)]
+
+
+def test_a_message_gets_the_link_when_those_before_it_have_left_it():
+    queue = LinkQueue(5.0)
+    assert [queue.enter(at) for at in (1.0, 2.0, 20.0, 20.0)] == [1.0, 6.0, 20.0, 25.0]
+
+
+def test_no_queue_is_kept_for_messages_that_never_wait():
+    assert stage_queues(outgoing(chain_links([5.0, 0.0]), 3), "latency") is None
+    queues = stage_queues(outgoing(chain_links([5.0, 0.0]), 3), "serialized")
+    assert queues is not None
+    waits = [(queue.forward is not None, queue.backward is not None) for queue in queues]
+    assert waits == [(True, False), (False, True), (False, False)]
+
+
+def test_ways_between_the_same_two_stages_are_one_queue():
+    links = {Link(0, 1): LinkState(forward_occupancy_ms=1.0, backward_occupancy_ms=1.0)}
+    queues = stage_queues(outgoing(links, 2, num_chunks=2), "latency")
+    assert queues is not None
+    lower, upper = queues
+    assert lower.forward is lower.backward is not upper.forward
+    assert upper.forward is upper.backward
+
+
+@pytest.mark.parametrize(
+    ("value_ms", "step_ms", "rounded_ms"),
+    [(0.0, 0.5, 0.0), (1.0, 0.5, 1.0), (1.01, 0.5, 1.5), (0.2, 0.5, 0.5), (7.0, 3.0, 9.0)],
+)
+def test_times_round_up_to_whole_steps(value_ms, step_ms, rounded_ms):
+    assert in_whole_steps(value_ms, step_ms) == rounded_ms
+
+
+@pytest.mark.parametrize("value_ms", [0.3, 0.7, 1.1, 2.9])
+def test_whole_steps_stay_what_they_are_when_floating_point_divides_them_unevenly(value_ms):
+    assert in_whole_steps(value_ms, 0.1) == value_ms
+
+
+@pytest.mark.parametrize("step_ms", [0.0, -1.0, math.nan, math.inf])
+def test_a_step_that_is_no_length_of_time_is_named(step_ms):
+    with pytest.raises(ValueError, match=r"time_step_ms: got (0.0|-1.0|nan|inf), expected"):
+        in_whole_steps(1.0, step_ms)
+
+
+def test_all_of_a_links_state_is_rounded():
+    links = {Link(0, 1): LinkState(0.1, 0.6, 1.1, 1.5)}
+    assert links_in_whole_steps(links, 0.5) == {Link(0, 1): LinkState(0.5, 1.0, 1.5, 1.5)}
+
+
+def test_one_message_each_way_adds_its_two_latencies():
+    schedule = Schedule.from_rows("one", ["F0 BW0", "F0 BW0"])
+    costs, links = StageCosts.uniform(2, 10.0, 5.0, 5.0), {Link(0, 1): LinkState(20.0, 30.0)}
+    makespans = jittered_makespans_ms(schedule, costs, links, [3.0], 20_000, seed=1)
+    # 40 ms of ops and 50 of latency; the two latencies' deviations add as squares.
+    assert makespans.mean() == pytest.approx(90.0, abs=0.15)
+    assert makespans.std() == pytest.approx(3.0 * np.sqrt(2), rel=0.03)
+
+
+def test_each_link_has_its_own_jitter():
+    schedule = Schedule.from_rows("one", ["F0 BW0"] * 3)
+    costs, links = StageCosts.uniform(3, 1.0, 1.0, 1.0), chain_links([50.0, 50.0])
+    first, second = (
+        jittered_makespans_ms(schedule, costs, links, jitter_ms, 20_000, seed=1).std()
+        for jitter_ms in ([3.0, 0.0], [0.0, 5.0])
+    )
+    assert (first, second) == pytest.approx((3.0 * np.sqrt(2), 5.0 * np.sqrt(2)), rel=0.03)
+
+
+def test_on_two_stages_the_way_around_jitters_as_their_link_does():
+    schedule = Schedule.from_rows("one", ["F0 1.F0 1.BW0 BW0"] * 2)
+    costs, links = StageCosts.uniform(2, 1.0, 1.0, 1.0), chain_links([50.0])
+    makespans = jittered_makespans_ms(schedule, costs, links, [3.0], 20_000, seed=1)
+    # Three messages up the four virtual stages and three down.
+    assert makespans.std() == pytest.approx(3.0 * np.sqrt(6), rel=0.03)
+
+
+def test_a_latency_is_never_below_zero():
+    schedule = Schedule.from_rows("one", ["F0 BW0", "F0 BW0"])
+    makespans = jittered_makespans_ms(
+        schedule, StageCosts.uniform(2, 1.0, 1.0, 1.0), {}, [4.0], 20_000, seed=1
+    )
+    assert makespans.min() == 6.0
+    # Half of each normal distribution is cut to 0: its mean is sigma / sqrt(2 pi).
+    assert makespans.mean() == pytest.approx(6.0 + 2 * 4.0 / np.sqrt(2 * np.pi), abs=0.1)
+
+
+def test_the_same_seed_gives_the_same_steps():
+    arguments = (zb_h2(4, 8), StageCosts.uniform(4, 1.0, 1.0, 1.0), chain_links([2.0] * 3))
+    first, again, other = (
+        jittered_makespans_ms(*arguments, [1.0] * 3, 50, seed).tolist() for seed in (7, 7, 8)
+    )
+    assert first == again != other
+    assert len(set(first)) == 50
+
+
+def test_a_makespan_is_linear_in_a_jitter_too_small_to_change_what_waits_for_what():
+    schedule, costs, links = (
+        zb_h2(4, 8),
+        StageCosts.uniform(4, 1.0, 1.0, 1.0),
+        chain_links([9.0] * 3),
+    )
+    exact = simulate(schedule, costs, links).makespan_ms
+    small, smaller = (
+        jittered_makespans_ms(schedule, costs, links, [sigma] * 3, 20, seed=5) - exact
+        for sigma in (1e-4, 1e-5)
+    )
+    assert small == pytest.approx(10 * smaller, rel=1e-3, abs=1e-12)
+
+
+def test_only_links_of_neighbours_jitter():
+    schedule = interleaved(3, 3, 2)
+    costs, links = StageCosts.uniform(3, 1.0, 1.0, 1.0), {Link(0, 2): LinkState(50.0, 50.0)}
+    still = jittered_makespans_ms(schedule, costs, links, [0.0, 0.0], 5, seed=0)
+    assert len(set(still.tolist())) == 1
+
+
+def test_schedules_meet_the_same_luck():
+    costs, links = StageCosts.uniform(2, 1.0, 0.0, 0.0), chain_links([5.0])
+    # With nothing but latency to wait for, every order ends with its slowest message.
+    gpiped, turned = (
+        jittered_makespans_ms(build(2, 1), costs, links, [2.0], 40, seed=3)
+        for build in (gpipe, zb_h2)
+    )
+    assert gpiped.tolist() == turned.tolist()
+
+
+COSTS = StageCosts.uniform(2, 1.0, 1.0, 1.0)
+STUCK = Schedule.from_rows("stuck", ["F0 B0 F1 B1 W0 W1", "F0 F1 B0 B1 W0 W1"])
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda: simulate(STUCK, COSTS), "(?s)wait for each other.*>B0<"),
+        (lambda: simulate(Schedule.from_rows("x", ["F0 W0 B0"]), COSTS), "W0 comes before B0"),
+        (lambda: simulate(zb_h2(3, 4), COSTS), "got costs of 2 stages, expected 3"),
+        (
+            lambda: simulate(zb_h2(2, 4), COSTS, {}, "blocking"),  # pyright: ignore[reportArgumentType]
+            "link_model: got 'blocking', expected 'latency' or",
+        ),
+        (lambda: jittered_makespans_ms(STUCK, COSTS, {}, [1.0], 5, seed=0), "wait for each other"),
+        (
+            lambda: jittered_makespans_ms(zb_h2(2, 4), COSTS, {}, [1.0, 2.0], 5, seed=0),
+            r"jitter_ms: got 2 values, expected 1",
+        ),
+        (
+            lambda: jittered_makespans_ms(zb_h2(2, 4), COSTS, {}, [-1.0], 5, seed=0),
+            r"jitter_ms\[0\]: got -1.0, expected",
+        ),
+        (
+            lambda: jittered_makespans_ms(zb_h2(3, 4), COSTS, {}, [1.0], 5, seed=0),
+            "got costs of 2 stages, expected 3",
+        ),
+    ],
+)
+def test_what_cannot_be_simulated_is_named(run, message):
+    with pytest.raises(ValueError, match=message):
+        run()
