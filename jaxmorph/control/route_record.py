@@ -20,6 +20,21 @@ _new_run = partial(deque[float], maxlen=16)  # longer than any run that is asked
 
 
 @dataclass(frozen=True)
+class Usual:
+    """What the messages of one route of one direction take while the link is healthy.
+
+    Attributes:
+        threshold_ms: What is over it is late.
+        calm_ms: What is not over it is in time again, after a delay.
+    """
+
+    baseline_ms: float
+    spread_ms: float
+    threshold_ms: float
+    calm_ms: float
+
+
+@dataclass(frozen=True)
 class Sensitivity:
     """What detection takes for chance, and what for a change.
 
@@ -68,31 +83,11 @@ class Sensitivity:
         """What a message may take beyond the baseline, and not be late."""
         return max(self.spreads * spread_ms, self.floor_ms, self.share * baseline_ms)
 
-
-@dataclass(frozen=True)
-class Usual:
-    """What the messages of one route of one direction take while the link is healthy.
-
-    Attributes:
-        threshold_ms: What is over it is late.
-        calm_ms: What is not over it is in time again, after a delay.
-    """
-
-    baseline_ms: float
-    spread_ms: float
-    threshold_ms: float
-    calm_ms: float
-
-
-def usual(baseline_ms: float, spread_ms: float, sensitivity: Sensitivity) -> Usual:
-    """What to expect of messages, given what healthy ones have taken.
-
-    Args:
-        spread_ms: Their robust standard deviation; 0 where it isn't known.
-    """
-    excess_ms = sensitivity.excess_ms(baseline_ms, spread_ms)
-    calm_ms = baseline_ms + sensitivity.calm_share * excess_ms
-    return Usual(baseline_ms, spread_ms, baseline_ms + excess_ms, calm_ms)
+    def usual(self, baseline_ms: float, spread_ms: float = 0.0) -> Usual:
+        """What to expect of messages, given what healthy ones have taken, and how that varied."""
+        excess_ms = self.excess_ms(baseline_ms, spread_ms)
+        calm_ms = baseline_ms + self.calm_share * excess_ms
+        return Usual(baseline_ms, spread_ms, baseline_ms + excess_ms, calm_ms)
 
 
 class HealthyMessages:
@@ -129,7 +124,7 @@ class HealthyMessages:
             return None
         baseline_ms = min(self._durations.median, self._most_ms)
         spread_ms = min(self._durations.spread, self._most_spread_ms)
-        expected = usual(baseline_ms, spread_ms, numbers)
+        expected = numbers.usual(baseline_ms, spread_ms)
         if math.isinf(self._most_ms) and seen >= numbers.window_messages // 4:
             self._most_ms = expected.threshold_ms
             excess_ms = numbers.excess_ms(baseline_ms, spread_ms)

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.direction_watch import TURNS
 from jaxmorph.control.measurements import LinkSample
 from jaxmorph.control.route_record import HealthyMessages, Sensitivity
-from jaxmorph.control.verdicts import LinkHealth
+from jaxmorph.control.verdicts import TURNS, LinkHealth
 
 HEALTHY, SLOW, DEAD, RECOVERING = LinkHealth
 DIRECT, DELEGATED = True, False
