@@ -28,7 +28,7 @@ from jaxmorph.adapting.failing_paths import FailingPaths
 from jaxmorph.adapting.path_reports import NO_NEWS, PathNews
 from jaxmorph.adapting.planning_client import Chosen, Options, PlanningError, Retries
 from jaxmorph.adapting.probes import Probes, found_by
-from jaxmorph.config.adaptation_section import Adaptation
+from jaxmorph.config.sections import Adaptation
 from jaxmorph.control.compute_watch import ComputeNotice, ComputeWatch, followed
 from jaxmorph.control.conditions import UsualLinks, links_under
 from jaxmorph.control.detector import Detector

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import IO
 
 from jaxmorph.config import Config, check_config
-from jaxmorph.config.sections import Routes
+from jaxmorph.config.link_sections import Routes
 from jaxmorph.control.conditions import UsualLinks, costs_differ, links_under, usual_from_json
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict, ailing_links

@@ -7,7 +7,7 @@ from importlib import metadata
 from jaxmorph.comparison.systems import SYSTEMS
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
-from jaxmorph.config.sections import Routes
+from jaxmorph.config.link_sections import Routes
 from jaxmorph.reporting import describe_regime
 from jaxmorph.reporting.text import describe_trace
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxmorph.config import Config
-from jaxmorph.config.sections import Routes
+from jaxmorph.config.link_sections import Routes
 from jaxmorph.schedule.costs import Link, Route, pipeline_links
 
 Memory = Literal["config", "capped", "offload"]

@@ -7,18 +7,9 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field
 
 from jaxmorph.config.link_problems import emulated_link_problems, link_trace_problems
+from jaxmorph.config.link_sections import TRACE_EXPECTED, EmulatedLink, LinkTrace
 from jaxmorph.config.problems import Problem, mismatch
-from jaxmorph.config.sections import (
-    TRACE_EXPECTED,
-    Count,
-    CountOrZero,
-    EmulatedLink,
-    Expected,
-    LinkTrace,
-    Positive,
-    Section,
-    Text,
-)
+from jaxmorph.config.sections import Count, CountOrZero, Expected, Positive, Section, Text
 
 SystemName = Literal[
     "gpipe",

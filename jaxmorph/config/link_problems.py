@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
+from jaxmorph.config.link_sections import EmulatedLink, LinkTrace, Routes
 from jaxmorph.config.problems import Problem, mismatch, unknown_key
-from jaxmorph.config.sections import EmulatedLink, LinkTrace, Routes, Schedule
+from jaxmorph.config.sections import Schedule
 from jaxmorph.schedule.costs import Link
 
 

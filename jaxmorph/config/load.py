@@ -6,8 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxmorph.config.origin import Origin
-from jaxmorph.config.overrides import Override, apply_overrides
+from jaxmorph.config.overrides import Origin, Override, apply_overrides
 from jaxmorph.config.problems import find_problems, printable, show
 from jaxmorph.config.schema import Config
 from jaxmorph.config.sections import Run

@@ -6,37 +6,34 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from jaxmorph.config.adaptation_section import SPLIT_SCHEDULES, Adaptation
-from jaxmorph.config.checkpoint_section import Checkpoint
+from jaxmorph.config.checkpoint_section import Checkpoint, RestartPolicy, restarting_problems
 from jaxmorph.config.compare_section import Compare, compare_problems
-from jaxmorph.config.failover_section import Failover
 from jaxmorph.config.link_problems import (
     emulated_link_problems,
     link_ms_problems,
     link_trace_problems,
     route_problems,
 )
-from jaxmorph.config.offload_section import Offload
+from jaxmorph.config.link_sections import Emulation, Failover, Routes, Transport
 from jaxmorph.config.problems import CROSS_FIELD, Problem, mismatch
-from jaxmorph.config.restart_section import RestartPolicy, restarting_problems
 from jaxmorph.config.sections import (
+    SPLIT_SCHEDULES,
+    Adaptation,
     Batch,
     Data,
-    Emulation,
     Evaluation,
     Expected,
     Metrics,
     Model,
+    Offload,
     Optimizer,
     Parallelism,
     Precision,
-    Routes,
     Run,
     Schedule,
     Timeouts,
     Trace,
 )
-from jaxmorph.config.transport_section import Transport
 
 _PATIENCE = 4
 """Failing over must be done well before the other ranks have waited for `timeouts.step_s`."""

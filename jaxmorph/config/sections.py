@@ -4,13 +4,12 @@ Values are taken strictly: `"12"` or `true` is no number, `.nan` and `.inf` are 
 number is welcome where any number is. Each field says in words what it expects, for errors.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from jaxmorph.schedule.costs import Link, Links, LinkState, Route
+from jaxmorph.schedule.costs import Link, Links, LinkState
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Expected:
     text: str
 
 
-_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 LARGEST = 2**31 - 1  # everything counted here ends up in an int32 somewhere
 MOST_BYTES = 2**63 - 1  # but for bytes, of which a device has more
 
@@ -61,7 +60,7 @@ class Section(BaseModel):
         expected_of_others: What keys beyond those that are named expect, where there may be any.
     """
 
-    model_config = _STRICT
+    model_config = STRICT
     expected_of_others: ClassVar[str] = "another value"
 
     @model_validator(mode="before")
@@ -245,117 +244,53 @@ class Precision(Section):
     compute: Literal["float32", "bfloat16"] = "float32"
 
 
-class Routes(Section):
-    """How transfers travel: each link by its own name (`2-3`), all others by `default`."""
-
-    model_config = ConfigDict(extra="allow")
-    expected_of_others = f"one of {', '.join(get_args(Route))}"
-    __pydantic_extra__: dict[str, Route] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
-        init=False
-    )
-
-    default: Route = "direct"
-
-    @property
-    def by_link(self) -> dict[str, Route]:
-        """The routes of the links that are named."""
-        return dict(self.__pydantic_extra__)
-
-    def of_links(self, links: Iterable[Link]) -> dict[Link, Route]:
-        """The route of each of some links."""
-        return {link: self.by_link.get(str(link), self.default) for link in links}
+SPLIT_SCHEDULES = ("adaptive", "initial", "paper", "zb-h1", "zb-h2")
+"""Schedules that run a backward as B and W, which those that replace them do too."""
 
 
-class Accelerator(BaseModel):
-    """Op durations in milliseconds to which the runtime paces each stage."""
+class Adaptation(Section):
+    """Whether schedule and routes follow what links turn out to be, and when that is worth it.
 
-    model_config = _STRICT
+    A new plan must shorten the predicted step by `worth` of it. With `delegates: slow` only links
+    that have turned slow are ever taken off their routes, with `any` healthy ones too where a
+    prediction finds that worth it, which doesn't count what delegation takes of host memory and
+    processors. A delegated link that is healthy again stays so for at least `dwell_steps`, and for
+    longer, up to `longest_dwell_steps`, if it keeps coming and going. One whose direct path failed
+    goes back once both ends have found that path up for `failback_steps` in a row, and for twice as
+    many after each further failure, up to `longest_dwell_steps`.
 
-    forward_ms: PerStageMs
-    backward_input_ms: PerStageMs
-    backward_weight_ms: PerStageMs
-
-
-class EmulatedLink(Section):
-    """How one link behaves, always or from one step until before another.
-
-    It holds for both directions, or for that of one sending stage, and for messages of both routes,
-    or of one: with `cut: true, route: direct` a network card of the accelerators is dead, and what
-    is delegated goes on. Of several entries for a link latencies and jitters add up, and the
-    smallest bandwidth holds.
+    `intra_step` can't be anything but `off`: ranks could once take another op in place of a late
+    one, inside a step, and that gained nothing in real runs.
     """
 
-    between: Annotated[
-        tuple[CountOrZero, CountOrZero],
-        Field(strict=False),
-        Expected("two neighbouring stages, the lower one first, such as [2, 3]"),
-    ]
-    latency_ms: NotNegative = 0.0
-    bandwidth_mbps: Annotated[
-        float | None, Field(gt=0), Expected("megabits per second above 0, or null")
-    ] = None
-    jitter_ms: NotNegative = 0.0
-    cut: Annotated[bool, Expected("true or false")] = False
-    from_step: Annotated[CountOrZero | None, Expected("null, or a whole number of at least 0")] = (
-        None
-    )
-    to_step: Annotated[CountOrZero | None, Expected("null, or a whole number of at least 0")] = None
-    source: Annotated[
-        CountOrZero | None, Expected("null, or the sending one of the link's two stages")
-    ] = None
-    route: Literal["both", "direct", "delegated"] = "both"
+    enabled: Annotated[bool, Expected("true or false")] = False
+    intra_step: Annotated[
+        Literal["off"],
+        Expected(
+            "'off': changing the order inside a step was removed because it gained nothing in real "
+            "runs, see docs/adaptation.md"
+        ),
+    ] = "off"
+    delegates: Literal["slow", "any"] = "slow"
+    worth: Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")] = 0.02
+    dwell_steps: Count = 4
+    longest_dwell_steps: Count = 256
+    failback_steps: Count = 20
 
 
-class LinkTrace(Section):
-    """How links behaved, or how a random regime has them behave; `file` or `regime` is given.
+class Offload(Section):
+    """Whether a plan may hold more microbatches than fit on the devices, the rest in host memory.
 
-    A file (`link_trace`) goes by seconds since the first step or by steps. A regime
-    (`delay_traces`) is drawn for all links between neighbours, for `duration_s`; its last delays
-    stay. Times or steps are multiplied by `time_scale`, latencies and jitters by `latency_scale`.
-    Text in place of the section is the path of a file.
+    What a device may hold is `schedule.max_live` or `schedule.max_stash_bytes`; with neither, of
+    what is free on it once the stage is there, a fraction of `device_memory_fraction`, which
+    schedules that are planned keep to without offload too, as do plans that replace a fixed one. A
+    device that doesn't tell has no limit.
     """
 
-    file: Annotated[
-        str | None, Field(min_length=1), Expected("null, or the path of a CSV file")
-    ] = None
-    regime: Annotated[
-        Literal["A", "B", "C", "bursty"] | None, Expected("null, or one of A, B, C, bursty")
-    ] = None
-    seed: CountOrZero = 0
-    duration_s: Annotated[
-        float, Field(gt=0, le=3600), Expected("a number above 0, at most 3600")
-    ] = 120.0
-    time_scale: Positive = 1.0
-    latency_scale: Positive = 1.0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _text_is_a_path(cls, section: Any) -> Any:
-        return {"file": section} if isinstance(section, str) and section else section
-
-
-TRACE_EXPECTED = Expected("null, the path of a CSV file, or keys such as {regime: A, seed: 1}")
-
-
-class Emulation(Section):
-    """What is emulated; with no accelerator, ops run as fast as this machine computes them.
-
-    What `trace` says of links and what `links` says add up. On an emulated accelerator a copy
-    between it and host memory takes its bytes divided by `host_copy_gbps`, gigabytes per second in
-    each direction.
-    """
-
-    accelerator: Annotated[
-        Accelerator | None,
-        Expected("null, or forward_ms, backward_input_ms and backward_weight_ms"),
-    ] = None
-    links: Annotated[
-        tuple[EmulatedLink, ...],
-        Field(strict=False),
-        Expected("a list of links, such as [{between: [2, 3], latency_ms: 30}]"),
-    ] = ()
-    trace: Annotated[LinkTrace | None, TRACE_EXPECTED] = None
-    host_copy_gbps: Positive = 25.0
+    enabled: Annotated[bool, Expected("true or false")] = False
+    device_memory_fraction: Annotated[
+        float, Field(gt=0, le=1), Expected("a number above 0, at most 1")
+    ] = 0.8
 
 
 class Trace(Section):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from jaxmorph.config import Config
-from jaxmorph.config.sections import LinkTrace
+from jaxmorph.config.link_sections import LinkTrace
 from jaxmorph.emulation.delay_traces import Regime, draw_regime
 from jaxmorph.emulation.link_trace import read_link_trace, require_few_changes, require_links_of
 from jaxmorph.errors import UserError

@@ -8,7 +8,7 @@ from functools import partial
 
 from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
-from jaxmorph.config.sections import Routes
+from jaxmorph.config.link_sections import Routes
 from jaxmorph.control.conditions import UsualLinks, outlying_ways
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.verdicts import KnownWay, dead_of, slow_of, still_slow

@@ -10,7 +10,7 @@ from contextlib import suppress
 from threading import Event as ThreadEvent
 from typing import Protocol
 
-from jaxmorph.config.restart_section import RestartPolicy
+from jaxmorph.config.checkpoint_section import RestartPolicy
 from jaxmorph.errors import UserError
 from jaxmorph.records import Message
 from jaxmorph.recovery.attempts import Attempts

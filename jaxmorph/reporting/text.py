@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from jaxmorph.byte_sizes import in_bytes
-from jaxmorph.config.sections import Emulation, LinkTrace
+from jaxmorph.config.link_sections import Emulation, LinkTrace
 from jaxmorph.reporting.records import RunHeader, RunSummary, StepRecord
 
 _BARS = "▁▂▃▄▅▆▇█"

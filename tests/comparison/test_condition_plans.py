@@ -5,7 +5,7 @@ import pytest
 from jaxmorph.comparison.condition_plans import HOLDS_QUEUES, OVERLAPS, ConditionPlanner
 from jaxmorph.comparison.systems import SYSTEMS, system_config
 from jaxmorph.config import Config
-from jaxmorph.config.sections import Routes
+from jaxmorph.config.link_sections import Routes
 from jaxmorph.control.profiler import Profile
 from jaxmorph.planning.plan_in_force import plan_step
 from jaxmorph.program.blocking import simulate_blocking

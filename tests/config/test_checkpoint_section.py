@@ -1,7 +1,7 @@
 import pytest
 
 from jaxmorph.config import check_config
-from jaxmorph.config.checkpoint_section import Checkpoint
+from jaxmorph.config.checkpoint_section import Checkpoint, RestartPolicy
 from jaxmorph.errors import UserError
 
 
@@ -27,3 +27,107 @@ def test_where_nothing_is_saved_no_minutes_are_and_nobody_waits_for_a_save():
 )
 def test_a_run_that_is_asked_to_end_has_so_long(settings, within_s):
     assert Checkpoint(**settings).stop_within_s == within_s
+
+
+SAVES = {"checkpoint": {"every_steps": 5}}
+
+
+@pytest.mark.parametrize(
+    ("attempt", "wait_s"), [(1, 1.5), (2, 3.0), (3, 6.0), (4, 10.0), (10**9, 10.0)]
+)
+def test_each_wait_is_twice_the_one_before_up_to_the_longest(attempt, wait_s):
+    assert RestartPolicy(backoff_s=1.5, longest_backoff_s=10.0).wait_s(attempt) == wait_s
+
+
+@pytest.mark.parametrize(
+    ("sections", "may"),
+    [
+        ({}, False),
+        (SAVES, True),
+        (SAVES | {"restart_policy": {"max_restarts": 0}}, False),
+        ({"checkpoint": {"every_steps": 0}}, False),
+        ({"restart_policy": {"from_start": True}}, True),
+    ],
+)
+def test_a_run_may_restart_if_there_will_be_something_to_go_on_from(sections, may):
+    assert check_config(sections).may_restart is may
+
+
+@pytest.mark.parametrize(
+    ("policy", "line"),
+    [
+        ({"max_restarts": -1}, "restart_policy.max_restarts: got -1, expected a whole number"),
+        ({"from_start": "yes"}, "restart_policy.from_start: got 'yes', expected true or false"),
+        (
+            {"compilation_cache": 3},
+            "restart_policy.compilation_cache: got 3, expected true, false, or a folder",
+        ),
+        (
+            {"backoff_s": 5.0, "longest_backoff_s": 2},
+            "restart_policy.longest_backoff_s: got 2.0, expected at least "
+            "restart_policy.backoff_s, which is 5",
+        ),
+    ],
+)
+def test_a_mistake_is_named(policy, line):
+    with pytest.raises(UserError) as raised:
+        check_config({"restart_policy": policy})
+    assert line in str(raised.value)
+
+
+def compared(*systems, steps=20, **sections):
+    compare = {"systems": systems, "conditions": [{"name": "healthy"}], "steps": steps}
+    return check_config({"compare": compare} | sections)
+
+
+POLICY = "restart_policy"
+
+
+@pytest.mark.parametrize(
+    ("systems", "sections", "line"),
+    [
+        (
+            ("restart-cold",),
+            SAVES | {POLICY: {"max_restarts": 0}},
+            "restart_policy.max_restarts: got 0, expected at least 1, as compare.systems has "
+            "restart-cold",
+        ),
+        (
+            ("1f1b", "restart"),
+            {},
+            "checkpoint.every_steps: got null, expected a number of steps above 0 and less than "
+            "compare.steps, which is 20, as compare.systems has restart (or "
+            "checkpoint.every_minutes)",
+        ),
+        (
+            ("restart",),
+            {"checkpoint": {"every_steps": 20}},
+            "checkpoint.every_steps: got 20, expected a number of steps above 0 and less than",
+        ),
+        (
+            ("restart", "restart-cold"),
+            SAVES | {POLICY: {"compilation_cache": False}},
+            "restart_policy.compilation_cache: got false, expected true, or a folder, as "
+            "compare.systems has restart, which keeps what is compiled",
+        ),
+    ],
+)
+def test_systems_that_could_not_restart_or_be_told_apart_are_refused(systems, sections, line):
+    with pytest.raises(UserError) as raised:
+        compared(*systems, **sections)
+    assert str(raised.value).startswith(f"config: {line}")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("systems", "sections"),
+    [
+        (("restart", "restart-cold"), SAVES),
+        (("restart",), {"checkpoint": {"every_minutes": 0.5}}),
+        (("restart",), {POLICY: {"from_start": True}}),
+        (("restart-cold",), SAVES | {POLICY: {"compilation_cache": False}}),
+        (("1f1b",), {POLICY: {"max_restarts": 0, "compilation_cache": False}}),
+    ],
+)
+def test_systems_that_can_are_not(systems, sections):
+    assert compared(*systems, **sections).compare is not None

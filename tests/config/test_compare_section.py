@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from jaxmorph.config import Config, dump_config, load_config
-from jaxmorph.config.sections import LinkTrace
+from jaxmorph.config.link_sections import LinkTrace
 from jaxmorph.errors import UserError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))

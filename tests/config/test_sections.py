@@ -1,10 +1,12 @@
 from typing import get_args
 
 import pytest
+from pydantic import ValidationError
 
-from jaxmorph.config import per_stage
-from jaxmorph.config.sections import Routes, Schedule, ScheduleName
-from jaxmorph.config.transport_section import Transport
+from jaxmorph.config import Config, check_config, per_stage
+from jaxmorph.config.link_sections import Routes, Transport
+from jaxmorph.config.sections import Model, Schedule, ScheduleName
+from jaxmorph.errors import UserError
 from jaxmorph.schedule.costs import Link, LinkState
 from jaxmorph.schedule.planner import SCHEDULE_NAMES
 from jaxmorph.transport.wire import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
@@ -57,3 +59,129 @@ def test_a_link_without_a_route_of_its_own_takes_the_default():
         Link(0, 1): "delegated",
         Link(1, 2): "direct",
     }
+
+
+def run(schedule="adaptive", stages=4, **adaptation):
+    return check_config(
+        {
+            "schedule": {"name": schedule},
+            "parallelism": {"stages": stages},
+            "adaptation": adaptation,
+        }
+    )
+
+
+def test_a_run_does_not_adapt_unless_it_is_told_to_and_has_links():
+    assert not run().adapts
+    assert run(enabled=True).adapts
+    assert not run(enabled=True, stages=1).adapts
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "1f1b-eager", "interleaved"])
+def test_schedules_with_whole_backwards_cannot_adapt(schedule):
+    run(schedule)
+    with pytest.raises(UserError) as caught:
+        run(schedule, enabled=True)
+    assert str(caught.value) == (
+        "config: adaptation.enabled: got true, expected false, or a schedule.name that can be "
+        "replaced while a run lasts: adaptive, initial, paper, zb-h1, zb-h2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("worth", 1.0),
+        ("worth", -0.1),
+        ("dwell_steps", 0),
+        ("delegates", "all"),
+        ("failback_steps", 0),
+    ],
+)
+def test_what_makes_no_sense_is_refused(key, value):
+    with pytest.raises(UserError, match=f"adaptation.{key}: got {value}|got '{value}'"):
+        run(**{key: value})
+
+
+def test_order_inside_a_step_can_only_be_off():
+    assert run(intra_step="off").adaptation.intra_step == "off"
+    for value in ("on", "auto"):
+        with pytest.raises(UserError) as caught:
+            run(intra_step=value)
+        assert str(caught.value) == (
+            f"config: adaptation.intra_step: got '{value}', expected 'off': changing the order "
+            "inside a step was removed because it gained nothing in real runs, see "
+            "docs/adaptation.md"
+        )
+
+
+def test_nothing_is_offloaded_unless_the_configuration_says_so():
+    assert not Config().offload.enabled
+    assert check_config({"offload": {"enabled": True}}).offload.enabled
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"offload": {"device_memory_fraction": 0}}, "got 0, expected a number above 0, at most 1"),
+        ({"offload": {"enabled": "yes"}}, "got 'yes', expected true or false"),
+        ({"emulation": {"host_copy_gbps": 0}}, "got 0, expected a number above 0"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(section, says):
+    with pytest.raises(UserError, match=says):
+        check_config(section)
+
+
+def test_weights_are_the_runs_business_and_other_keys_the_factorys():
+    model = Model.model_validate({"weights": "some/where", "width": 64, "tied": False})
+    assert model.weights == "some/where"
+    assert model.options == {"width": 64, "tied": False}
+    assert Model().weights is None
+
+
+@pytest.mark.parametrize("wrong", ["", 3, True])
+def test_weights_are_a_path_or_nothing(wrong):
+    with pytest.raises(ValidationError):
+        Model.model_validate({"weights": wrong})
+
+
+def config(**sections):
+    return check_config({"parallelism": {"stages": 2}, **sections}, "a test")
+
+
+@pytest.mark.parametrize(
+    ("enabled", "adapts", "fails_over"),
+    [
+        ("auto", False, False),
+        ("auto", True, True),
+        (True, False, True),
+        (False, True, False),
+    ],
+)
+def test_links_fail_over_where_that_is_asked_for_or_the_run_adapts(enabled, adapts, fails_over):
+    made = config(failover={"enabled": enabled}, adaptation={"enabled": adapts})
+    assert made.fails_over == fails_over
+
+
+def test_one_stage_has_no_link_to_fail():
+    assert not Config.model_validate({"failover": {"enabled": True}}).fails_over
+
+
+@pytest.mark.parametrize(("enabled", "expected_s"), [(True, 5.0), (False, 30.0)])
+def test_a_direct_transfer_has_its_own_deadline_where_links_fail_over(enabled, expected_s):
+    timeouts = {"step_s": 30.0, "direct_s": 5.0}
+    assert config(failover={"enabled": enabled}, timeouts=timeouts).direct_timeout_s == expected_s
+
+
+def test_without_one_failing_over_is_done_well_before_others_lose_patience():
+    made = config(failover={"enabled": True}, timeouts={"step_s": 30.0})
+    assert made.direct_timeout_s == 7.5
+
+
+def test_a_deadline_beyond_the_steps_is_refused():
+    expected = (
+        r"timeouts.direct_s: got 40.*, expected null, or at most timeouts.step_s, which is 30"
+    )
+    with pytest.raises(UserError, match=expected):
+        config(timeouts={"step_s": 30.0, "direct_s": 40.0})

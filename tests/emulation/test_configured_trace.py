@@ -1,6 +1,6 @@
 import pytest
 
-from jaxmorph.config.sections import LinkTrace
+from jaxmorph.config.link_sections import LinkTrace
 from jaxmorph.emulation import link_trace
 from jaxmorph.emulation.delay_traces import draw_regime
 from jaxmorph.emulation.link_settings import begun_at, trace_conditions

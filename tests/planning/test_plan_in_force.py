@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxmorph.config import Config
-from jaxmorph.config.sections import Routes
+from jaxmorph.config.link_sections import Routes
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
 from jaxmorph.planning.plan_in_force import (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxmorph.config.restart_section import RestartPolicy
+from jaxmorph.config.checkpoint_section import RestartPolicy
 from jaxmorph.errors import UserError
 from jaxmorph.recovery.ledger import Goodput
 from jaxmorph.recovery.supervisor import Supervisor

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmorph.config.sections import Emulation
+from jaxmorph.config.link_sections import Emulation
 from jaxmorph.reporting import RunSummary, describe_regime
 from jaxmorph.reporting.text import (
     describe_routes,
