@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from jaxmorph.compare import TIMELINES
-from jaxmorph.comparison.declared_links import declared_states, link_conditions
+from jaxmorph.comparison.condition_links import declared_states, link_conditions
 from jaxmorph.config import load_config
 from jaxmorph.schedule.bubbles import bubble_ms, idle_shares
 from jaxmorph.schedule.costs import Link, LinkState

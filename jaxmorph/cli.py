@@ -176,7 +176,7 @@ def sample(
     """Print a prompt and how a run's model goes on."""
     from jaxmorph.commands.sample import sample as sample_text
     from jaxmorph.reporting.console import open_console
-    from jaxmorph.training.sampling import SamplingSettings
+    from jaxmorph.training.saved_model import SamplingSettings
 
     settings = SamplingSettings(tokens, temperature, top_k, seed)
     text = sample_text(run_dir, prompt, settings, step=step, tokenizer=tokenizer)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmorph.comparison.condition_links import round_links
-from jaxmorph.comparison.matrix_record import MatrixRecord
-from jaxmorph.comparison.notes import comparison_notes, load_averages
+from jaxmorph.comparison.matrix_record import MatrixRecord, comparison_notes, load_averages
 from jaxmorph.comparison.systems import SYSTEMS, System, system_config
 from jaxmorph.comparison.whole_runs import RUNS, run_whole, whole_config
 from jaxmorph.config import Config, load_config, placed_error, placing_errors

@@ -33,6 +33,7 @@ from jaxmorph.training.resume import (
     checkpoint_folder,
     find_resumption,
     folder_apart,
+    hold,
     last_whole,
     prepare_checkpoints,
     require_no_checkpoints,
@@ -41,8 +42,7 @@ from jaxmorph.training.resume import (
     with_absolute_folder,
     without_weights,
 )
-from jaxmorph.training.run_lock import hold
-from jaxmorph.training.stop_request import heeding_sigterm
+from jaxmorph.training.save_times import heeding_sigterm
 
 if TYPE_CHECKING:
     from jaxmorph.runtime.rendezvous import Rendezvous

@@ -21,7 +21,7 @@ from jaxmorph.planning.device_budget import WithinDevices, budget_in_words, with
 from jaxmorph.planning.first_plan import FirstPlan, plan_by_timings, settle_garbage
 from jaxmorph.planning.layer_choice import LayerChoice, choose_layers, measured_on_rank_0
 from jaxmorph.records import Message
-from jaxmorph.recovery.phases import COMPILE, PLAN, RESTORE, START
+from jaxmorph.recovery.ledger import COMPILE, PLAN, RESTORE, START
 from jaxmorph.reporting.records import LINKS_KNOWN, RESUMED
 from jaxmorph.runtime.compilations import CompilationCounter
 from jaxmorph.runtime.device_memory import told_peak
@@ -35,16 +35,13 @@ from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.stage.model import taken_on_device
 from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.training.bookkeeping import Bookkeeper
+from jaxmorph.training.carried_over import KnownLinks, chosen_before, keep_choice, known_links
 from jaxmorph.training.evaluation import Evaluation, with_room_to_evaluate
-from jaxmorph.training.gradients import apply_gradients, told_not_finite
-from jaxmorph.training.kept_layers import chosen_before, keep_choice
-from jaxmorph.training.known_links import KnownLinks, known_links
-from jaxmorph.training.open_stage import open_stage
+from jaxmorph.training.gradients import SkippedSteps, apply_gradients, told_not_finite
+from jaxmorph.training.open_stage import open_stage, stage_settings
 from jaxmorph.training.run_checkpoints import RunCheckpoints
 from jaxmorph.training.run_parts import RunParts, load_parts, step_reader
 from jaxmorph.training.save_times import STOPPED, SaveTimes
-from jaxmorph.training.skipped_steps import SkippedSteps
-from jaxmorph.training.stage_settings import stage_settings
 from jaxmorph.transport.link_emulator import LinkCondition
 
 
@@ -102,7 +99,7 @@ def train(
     Args:
         rendezvous: The meeting place of all ranks; this process's rank is the one it names.
         tell: Takes what rank 0 has to say of the run (see `bookkeeping`), and of each rank when it
-            has come to the end of a phase of its start (see `recovery.phases`).
+            has come to the end of a phase of its start (see `recovery.ledger`).
         first_step: The step to begin with: 0, or how many the checkpoint to go on from has done.
         restarts: How often the ranks have been started again.
         stop_asked: Whether this process has been asked to save and end; asked at each step's end.

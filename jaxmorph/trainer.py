@@ -28,20 +28,16 @@ from jaxmorph.runtime.report import measured_timeline, rank_report, total
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
-from jaxmorph.scripts.config import configure, sections_without_effect
-from jaxmorph.scripts.meeting import leave
-from jaxmorph.scripts.step_batch import cut_batch
-from jaxmorph.scripts.uncaught import end_if_failed
+from jaxmorph.scripts.inputs import configure, cut_batch, sections_without_effect
+from jaxmorph.scripts.meeting import end_if_failed, leave
 from jaxmorph.stage.layer_costs import LayerCosts, measure_layer_costs
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import Params, PipelineModel, taken_on_device
 from jaxmorph.stage.parameters import check_weights
 from jaxmorph.training.cluster import require_one_host
 from jaxmorph.training.evaluation import with_room_for_forwards
-from jaxmorph.training.gradients import apply_gradients, told_not_finite
-from jaxmorph.training.open_stage import open_stage
-from jaxmorph.training.skipped_steps import SkippedSteps
-from jaxmorph.training.stage_settings import stage_settings
+from jaxmorph.training.gradients import SkippedSteps, apply_gradients, told_not_finite
+from jaxmorph.training.open_stage import open_stage, stage_settings
 
 _log = logging.getLogger(__name__)
 

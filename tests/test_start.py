@@ -8,8 +8,7 @@ import pytest
 
 from jaxmorph import start
 from jaxmorph.checkpoints.folder import CheckpointFolder
-from jaxmorph.checkpoints.layout import stage_path
-from jaxmorph.checkpoints.manifest import Manifest
+from jaxmorph.checkpoints.manifest import Manifest, stage_path
 from jaxmorph.config import check_config
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.rendezvous import SoleRank

@@ -18,11 +18,11 @@ from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.scripts import config as script_config
+from jaxmorph.scripts import inputs as script_config
 from jaxmorph.scripts import meeting
-from jaxmorph.scripts.config import configure, sections_without_effect
+from jaxmorph.scripts.inputs import configure, sections_without_effect
 from jaxmorph.trainer import Trainer
-from jaxmorph.training.skipped_steps import SkippedSteps
+from jaxmorph.training.gradients import SkippedSteps
 
 MODEL: Any = SimpleNamespace(num_layers=2, tied=())
 

@@ -25,16 +25,17 @@ from jaxmorph.checkpoints.checksums import (
     sync_folder,
     write_settled,
 )
-from jaxmorph.checkpoints.layout import (
+from jaxmorph.checkpoints.manifest import (
     DRAFT,
     MANIFEST,
     SEAL,
+    Manifest,
+    damage_of,
     is_rank_file,
     list_path,
+    seal_of,
     stage_path,
 )
-from jaxmorph.checkpoints.manifest import Manifest
-from jaxmorph.checkpoints.wholeness import damage_of, seal_of
 from jaxmorph.errors import UserError
 
 _FINISHED = re.compile(r"step_(\d+)")

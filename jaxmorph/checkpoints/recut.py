@@ -6,21 +6,19 @@ as they are, have an embedding on the first virtual stage, layers on each, and a
 Another cut takes rows of some stacks, one after the other. Whatever belongs to no parameter, such
 as Adam's count, all parts have alike.
 
-Here a tree is one dictionary of its leaves, by the names on their ways (`names`).
+Here a tree is one dictionary of its leaves, by the names on their ways.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import EllipsisType
+from pathlib import Path
 
 import numpy as np
 
-from jaxmorph.checkpoints.names import Names
+from jaxmorph.checkpoints.manifest import stage_path
+from jaxmorph.checkpoints.tree_files import Names, Rows, Tree, TreeFiles, nested
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.stage_state import PARAMS
-
-Rows = slice | EllipsisType
-"""Which rows of a leaf: some of its first axis, or all there is."""
 
 _EMBED, _LAYERS, _HEAD = "embed", "layers", "head"
 
@@ -128,3 +126,29 @@ def _sections(stored: Collection[Names]) -> dict[Names, str]:
 def _section(names: Names, alike: Collection[Names]) -> str:
     depths = (depth for depth in range(len(names)) if names[:depth] in alike)
     return next((names[depth] for depth in depths), "")
+
+
+def read_part(files: TreeFiles, checkpoint: Path, saved: Sequence[range], wanted: range) -> Tree:
+    """A virtual stage's parameters and optimizer state, from those that have its layers.
+
+    Nothing else is read: no stage without these layers, no embedding but for the first, no head but
+    for the last. Layers are stacked, so that those of a saved stage come together, a leaf at a
+    time; what isn't wanted of them is dropped at once.
+
+    Args:
+        saved: The model's layers on each saved virtual stage, in the order of the pipeline.
+
+    Returns:
+        The tree that the same virtual stage would have saved, of numpy arrays.
+
+    Raises:
+        UserError: A part is no whole one, or can't be cut this way.
+    """
+    embed, head = wanted.start == saved[0].start, wanted.stop == saved[-1].stop
+    parts, stacked = [], set()
+    for share in shares(saved, wanted):
+        path = stage_path(checkpoint, share.stage)
+        rows = rows_to_read(files.names(path), share.rows, embed=embed, head=head)
+        parts.append(files.read_rows(path, rows))
+        stacked |= {names for names, which in rows.items() if which is not ...}
+    return nested(joined(parts, stacked))

@@ -10,18 +10,49 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmorph.checkpoints.names import Names, leaves_of, nested
-from jaxmorph.checkpoints.recut import Rows
 from jaxmorph.errors import UserError
 
 Tree = Any
+Names = tuple[str, ...]
+"""The keys on the way to a leaf."""
+Rows = slice | EllipsisType
+"""Which rows of a leaf: some of its first axis, or all there is."""
 _AT_ONCE_BYTES = 1 << 30  # of leaves that are read whole, and of which but some rows stay
+
+
+def leaves_of(tree: Mapping[str, Any]) -> dict[Names, Any]:
+    """The leaves by the names on their ways.
+
+    Args:
+        tree: Nested dictionaries with text as keys; those that are empty leave nothing.
+    """
+    leaves: dict[Names, Any] = {}
+    for name, inner in tree.items():
+        below = leaves_of(inner) if isinstance(inner, Mapping) else {(): inner}
+        leaves |= {(name, *names): leaf for names, leaf in below.items()}
+    return leaves
+
+
+def nested(leaves: Mapping[Names, Any]) -> dict[str, Any]:
+    """The nested dictionaries that have these leaves.
+
+    Args:
+        leaves: By the names on their ways; none of them is on another's.
+    """
+    tree: dict[str, Any] = {}
+    for (*outer, name), leaf in leaves.items():
+        inner = tree
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[name] = leaf
+    return tree
 
 
 class TreeFiles:

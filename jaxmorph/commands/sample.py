@@ -9,8 +9,7 @@ from jaxmorph.config import Config
 from jaxmorph.data import Tokenizer, is_token_array, open_tokenizer
 from jaxmorph.errors import UserError
 from jaxmorph.stage.model import GivesLogits, Params, join_stages, model_logits, with_logits
-from jaxmorph.training.sampling import SamplingSettings, continuation
-from jaxmorph.training.saved_model import load_saved_model
+from jaxmorph.training.saved_model import SamplingSettings, continuation, load_saved_model
 
 
 def sample(

@@ -15,11 +15,10 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+from jaxmorph.comparison.condition_links import link_conditions
 from jaxmorph.comparison.condition_plans import ConditionPlanner
 from jaxmorph.comparison.condition_steps import ConditionRunner
-from jaxmorph.comparison.declared_links import link_conditions
-from jaxmorph.comparison.failed_paths import FailedPaths
-from jaxmorph.comparison.rounds import Rounds
+from jaxmorph.comparison.rounds import FailedPaths, Rounds
 from jaxmorph.comparison.systems import SYSTEMS, System, system_config
 from jaxmorph.config import Config, load_config
 from jaxmorph.config.compare_section import Compare
@@ -37,9 +36,8 @@ from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline
 from jaxmorph.schedule.costs import Link, Links, Route
 from jaxmorph.stage.model import taken_on_device
-from jaxmorph.training.open_stage import open_stage
+from jaxmorph.training.open_stage import open_stage, stage_settings
 from jaxmorph.training.run_parts import load_parts, step_reader
-from jaxmorph.training.stage_settings import stage_settings
 
 
 def serve(

@@ -1,6 +1,7 @@
 """The run's whole text as one array of token ids, whatever it was made from."""
 
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from jaxmorph.errors import UserError
 _LARGEST_VOCABULARY = 2**24  # a larger one is an array read with the wrong type
 _HEAD_TOKENS = 4096
 _BYTES = "bytes"
+_ENDS = 4096
+_BETWEEN = 256  # each of them may be another page of a file that is read over a network
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single equality
@@ -163,3 +166,28 @@ def _is_wider(ids: np.ndarray) -> bool:
     """Whether uint16 ids are really the halves of small uint32 ones."""
     head = ids[:_HEAD_TOKENS]
     return head.size > 2 and not head[1::2].any() and bool(head[::2].any())
+
+
+@dataclass(frozen=True)
+class DataDigest:
+    """What is remembered of a text.
+
+    Attributes:
+        digest: BLAKE2b of the first and the last tokens and of some between them, hexadecimal.
+    """
+
+    num_tokens: int
+    digest: str
+
+
+def digest_of(ids: np.ndarray) -> DataDigest:
+    """The digest of a text, by a few thousand of its tokens.
+
+    Args:
+        ids: Unsigned integers, 1-D; their type makes no difference.
+    """
+    some = (ids[:_ENDS], ids[-_ENDS:], ids[:: max(1, ids.size // _BETWEEN)])
+    hashed = blake2b(digest_size=16)
+    for part in some:
+        hashed.update(part.astype("<u4").tobytes())
+    return DataDigest(int(ids.size), hashed.hexdigest())

@@ -7,15 +7,14 @@ end the run at once, while it waits for a restart too.
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from threading import Event as ThreadEvent
 from typing import Protocol
 
 from jaxmorph.config.checkpoint_section import RestartPolicy
 from jaxmorph.errors import UserError
 from jaxmorph.records import Message
-from jaxmorph.recovery.attempts import Attempts
-from jaxmorph.recovery.ledger import Goodput, Ledger
-from jaxmorph.recovery.phases import BACK_OFF, Recovery
+from jaxmorph.recovery.ledger import BACK_OFF, Goodput, Ledger, Recovery
 from jaxmorph.reporting.records import RANK_FAILED, RESTARTED
 from jaxmorph.runtime.launcher import RankFailedError
 
@@ -24,6 +23,28 @@ Launch = Callable[[int, int, Callable[[Message], None]], bool]
 
 It returns whether they were asked to end.
 """
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """Restarts in a row that brought the run no further.
+
+    Attributes:
+        count: How many, the last one included; 0: there has been none.
+        from_step: The step that they went on from.
+    """
+
+    count: int = 0
+    from_step: int = -1
+
+    def again(self, from_step: int) -> "Attempts":
+        """With one more; a newer checkpoint begins the count anew.
+
+        Args:
+            from_step: The step that it goes on from.
+        """
+        came_further = from_step > self.from_step
+        return Attempts(1 if came_further else self.count + 1, from_step)
 
 
 class Books(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmorph.recovery.phases import PHASES
+from jaxmorph.recovery.ledger import PHASES
 from jaxmorph.reporting.run_matrix import Matrix, Run
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from jaxmorph.recovery.phases import PHASES
+from jaxmorph.recovery.ledger import PHASES
 from jaxmorph.reporting.run_matrix import Matrix, Run
 
 WHOLE_COLUMNS = (

@@ -1,4 +1,7 @@
-"""Starts a script of the user's on this machine, once for each stage: `jaxmorph launch`."""
+"""Starts a script of the user's on this machine, once for each stage: `jaxmorph launch`.
+
+It imports no JAX, so that a process can note what it was told before it does.
+"""
 
 import json
 import shutil
@@ -10,6 +13,9 @@ from pathlib import Path
 
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.launcher import RankFailedError, run_ranks
+from jaxmorph.runtime.rank_process import RankArguments
+
+_told: list[RankArguments] = []
 
 
 def launch_script(
@@ -62,3 +68,17 @@ def _log_folder(wanted: Path | None) -> Iterator[Path]:
     finally:
         if not is_kept:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def note_launch(arguments: RankArguments) -> None:
+    """Keep what the launcher said.
+
+    Args:
+        arguments: The rank's; a process has one launcher.
+    """
+    _told[:] = [arguments]
+
+
+def launch_told() -> RankArguments | None:
+    """What the launcher said; None where no launcher of jaxmorph's has started this process."""
+    return _told[0] if _told else None

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
-from jaxmorph.scripts.launched import note_launch
+from jaxmorph.scripts.launch import note_launch
 
 
 def _run_script(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:

@@ -35,8 +35,8 @@ from jaxmorph.runtime.report import (
 )
 from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.timeline import Timeline, peak_on_device
+from jaxmorph.training.carried_over import KnownLinks
 from jaxmorph.training.evaluation import NOT_EVALUATED, HeldOutLoss
-from jaxmorph.training.known_links import KnownLinks
 from jaxmorph.training.traced_steps import TracedSteps
 
 

@@ -19,7 +19,7 @@ from jaxmorph.schedule.planner import Plan
 from jaxmorph.stage.model import PipelineModel, cut_layers
 from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.stage.stage_functions import StashMemory, TracedStage, total_bytes, trace_stage
-from jaxmorph.training.stage_settings import stage_settings
+from jaxmorph.training.open_stage import stage_settings
 
 
 @dataclass(frozen=True)

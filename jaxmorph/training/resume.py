@@ -1,6 +1,8 @@
 """What a run goes on from: its directory, its last checkpoint, and whether the two fit together."""
 
-from collections.abc import Container, Iterator, Sequence
+import os
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -8,10 +10,12 @@ from tempfile import TemporaryFile
 from jaxmorph.checkpoints.folder import CheckpointFolder, PassedOver
 from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.config import Config, load_config, placed_error
-from jaxmorph.data.digest import DataDigest
+from jaxmorph.data.tokens import DataDigest
 from jaxmorph.errors import UserError
 from jaxmorph.reporting.run_directory import CONFIG
 from jaxmorph.training.model_factory import device_options
+
+_LOCK = ".in_use"
 
 
 @dataclass(frozen=True)
@@ -288,3 +292,43 @@ def _model_options(config: Config, left_out: Container[str]) -> dict[str, object
         if key not in left_out
     }
     return {**model, "data.sequence_length": config.data.sequence_length}
+
+
+@contextmanager
+def hold(folders: Iterable[Path]) -> Iterator[None]:
+    """Keep folders for this process while this lasts; a process that dies lets go of them.
+
+    A file system that knows no locks keeps nobody off, and neither does a folder that isn't there
+    or can't be written to, which whoever uses it will tell.
+
+    Args:
+        folders: Each gets a file, which stays.
+
+    Raises:
+        UserError: Another process has one of them.
+    """
+    with ExitStack() as held:
+        for folder in {path.resolve() for path in folders}:
+            held.enter_context(_hold(folder))
+        yield
+
+
+@contextmanager
+def _hold(folder: Path) -> Iterator[None]:
+    with ExitStack() as opened:
+        with suppress(OSError):
+            descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            opened.callback(os.close, descriptor)
+            _lock(descriptor, folder)
+        yield
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"{folder} is in use by another run, expected it to have ended") from error

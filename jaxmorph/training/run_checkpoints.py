@@ -8,12 +8,11 @@ from typing import Any
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, TiedPaths
-from jaxmorph.checkpoints.saved_state import read_part
-from jaxmorph.checkpoints.saver import CheckpointSaver
-from jaxmorph.checkpoints.shared_folder import require_shared
+from jaxmorph.checkpoints.recut import read_part
+from jaxmorph.checkpoints.saver import CheckpointSaver, require_shared
 from jaxmorph.checkpoints.tree_files import TreeFiles
 from jaxmorph.config import Config
-from jaxmorph.data.digest import DataDigest
+from jaxmorph.data.tokens import DataDigest
 from jaxmorph.planning.layer_choice import LayerChoice
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_settings import StageSettings

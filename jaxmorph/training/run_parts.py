@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxmorph.config import Config
 from jaxmorph.data import Batches, hold_out, load_tokens
-from jaxmorph.data.digest import DataDigest, digest_of
+from jaxmorph.data.tokens import DataDigest, digest_of
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.stage.model import PipelineModel, cut_layers
 from jaxmorph.stage.parameters import check_weights

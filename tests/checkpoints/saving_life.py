@@ -1,8 +1,7 @@
 """A process that saves one checkpoint after the other, without training and without JAX."""
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
-from jaxmorph.checkpoints.layout import stage_path
-from jaxmorph.checkpoints.manifest import Manifest
+from jaxmorph.checkpoints.manifest import Manifest, stage_path
 from jaxmorph.config import Config
 
 LAYERS = (range(1), range(1, 2))

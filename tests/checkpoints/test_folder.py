@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
-from jaxmorph.checkpoints.layout import stage_path
-from jaxmorph.checkpoints.manifest import Manifest
+from jaxmorph.checkpoints.manifest import Manifest, stage_path
 from jaxmorph.config import Config
 from jaxmorph.errors import UserError
 

@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmorph.checkpoints.names import Names, leaves_of, nested
-from jaxmorph.checkpoints.recut import joined, rows_to_read, shares
-from jaxmorph.checkpoints.saved_state import read_part
-from jaxmorph.checkpoints.tree_files import TreeFiles
+from jaxmorph.checkpoints.recut import joined, read_part, rows_to_read, shares
+from jaxmorph.checkpoints.tree_files import Names, TreeFiles, leaves_of, nested
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer, adamw
 from jaxmorph.runtime.stage_state import from_parts, stage_parts

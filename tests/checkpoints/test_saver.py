@@ -14,8 +14,7 @@ import pytest
 
 from jaxmorph.checkpoints.checksums import write_settled
 from jaxmorph.checkpoints.folder import CheckpointFolder
-from jaxmorph.checkpoints.layout import stage_path
-from jaxmorph.checkpoints.manifest import Manifest
+from jaxmorph.checkpoints.manifest import Manifest, stage_path
 from jaxmorph.checkpoints.saver import CheckpointSaver
 from jaxmorph.checkpoints.tree_files import TreeFiles
 from jaxmorph.config import Config

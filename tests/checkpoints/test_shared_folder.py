@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxmorph.checkpoints import shared_folder
+from jaxmorph.checkpoints import saver
 from jaxmorph.checkpoints.folder import CheckpointFolder
-from jaxmorph.checkpoints.shared_folder import require_shared
+from jaxmorph.checkpoints.saver import require_shared
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.rendezvous import SoleRank
 
@@ -67,7 +67,7 @@ def test_a_folder_that_one_rank_cannot_write_to_is_told_by_all(tmp_path):
 
 
 def test_what_a_rank_leaves_that_is_killed_goes_with_the_next_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_folder, "_remove", lambda path: None)  # as if it came to no more
+    monkeypatch.setattr(saver, "_remove", lambda path: None)  # as if it came to no more
     assert outcomes(tmp_path, tmp_path) == ["", ""]
     (tmp_path / ".rank_0_of_mine").touch()
     assert len(list(tmp_path.iterdir())) == 3

@@ -13,10 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
-from jaxmorph.checkpoints.layout import stage_path
-from jaxmorph.checkpoints.manifest import Manifest
+from jaxmorph.checkpoints.manifest import Manifest, damage_of, seal_of, stage_path
 from jaxmorph.checkpoints.tree_files import TreeFiles
-from jaxmorph.checkpoints.wholeness import damage_of, seal_of
 from jaxmorph.config import Config
 from jaxmorph.errors import UserError
 

@@ -18,8 +18,7 @@ from jaxmorph.config import Config
 from jaxmorph.errors import UserError
 from jaxmorph.stage.model import cut_layers
 from jaxmorph.stage.parameters import init_stage_params
-from jaxmorph.training.sampling import SamplingSettings
-from jaxmorph.training.saved_model import SavedModel
+from jaxmorph.training.saved_model import SamplingSettings, SavedModel
 from models.gpt2 import build
 
 LENGTH, LAYERS = 8, 3

@@ -1,4 +1,4 @@
-from jaxmorph.comparison.declared_links import declared_states, delayed, link_conditions
+from jaxmorph.comparison.condition_links import declared_states, delayed, link_conditions
 from jaxmorph.config.compare_section import Condition
 from jaxmorph.schedule.costs import Link, LinkState
 from jaxmorph.transport.link_emulator import LinkCondition

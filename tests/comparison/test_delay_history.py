@@ -1,6 +1,6 @@
 import pytest
 
-from jaxmorph.comparison.delay_history import DelayHistory
+from jaxmorph.comparison.condition_links import DelayHistory
 from jaxmorph.transport.link_emulator import LinkCondition
 
 NEVER = range(0)

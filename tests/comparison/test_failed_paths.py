@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxmorph.comparison.failed_paths import FailedPaths
+from jaxmorph.comparison.rounds import FailedPaths
 from jaxmorph.schedule.costs import Link
 
 LINKS = (Link(0, 1), Link(1, 2), Link(0, 2))

@@ -1,4 +1,4 @@
-from jaxmorph.comparison.notes import comparison_notes
+from jaxmorph.comparison.matrix_record import comparison_notes
 from jaxmorph.config import Config
 
 

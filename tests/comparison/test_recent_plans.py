@@ -1,7 +1,7 @@
 """What a system that adapts is told under a trace, and when it plans anew."""
 
 from jaxmorph.comparison.condition_links import RoundLinks
-from jaxmorph.comparison.recent_plans import RECENT_S, Replanner
+from jaxmorph.comparison.condition_plans import RECENT_S, Replanner
 from jaxmorph.transport.link_emulator import LinkCondition
 
 STEADY = LinkCondition((2, 3), 5.0)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxmorph.data.digest import digest_of
+from jaxmorph.data.tokens import digest_of
 
 IDS = np.random.default_rng(0).integers(0, 256, 100_000).astype(np.uint16)
 

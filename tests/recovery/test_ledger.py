@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmorph.recovery.ledger import Goodput, Ledger
-from jaxmorph.recovery.phases import COMPILE, PLAN, RESTORE, START
+from jaxmorph.recovery.ledger import COMPILE, PLAN, RESTORE, START, Goodput, Ledger
 
 
 def begin(ledger, *ends_s):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmorph.recovery.phases import PHASES, PhaseEnds
+from jaxmorph.recovery.ledger import PHASES, PhaseEnds
 
 TIMES = st.floats(0, 1000)
 

@@ -4,7 +4,7 @@ import pytest
 
 from jaxmorph.config import Config, check_config
 from jaxmorph.errors import UserError
-from jaxmorph.scripts.step_batch import cut_batch
+from jaxmorph.scripts.inputs import cut_batch
 
 CONFIG = check_config(
     {

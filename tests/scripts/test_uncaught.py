@@ -6,7 +6,7 @@ import pytest
 SCRIPT = """
 import atexit, sys
 from jaxmorph.errors import UserError
-from jaxmorph.scripts.uncaught import end_if_failed, end_on_uncaught_errors
+from jaxmorph.scripts.meeting import end_if_failed, end_on_uncaught_errors
 end_on_uncaught_errors()
 atexit.register(print, "cleaned up")
 try:

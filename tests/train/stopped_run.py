@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
-from jaxmorph.checkpoints.layout import stage_path
+from jaxmorph.checkpoints.manifest import stage_path
 from jaxmorph.checkpoints.tree_files import TreeFiles
 from jaxmorph.training.record import RunRecord
 

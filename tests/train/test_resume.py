@@ -21,9 +21,9 @@ from stopped_run import (
 )
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
-from jaxmorph.checkpoints.wholeness import seal_of
+from jaxmorph.checkpoints.manifest import seal_of
 from jaxmorph.stage.parameters import read_stage_params
-from jaxmorph.training.run_lock import hold
+from jaxmorph.training.resume import hold
 from jaxmorph.training.saved_model import load_saved_model
 
 pytestmark = pytest.mark.multiprocess

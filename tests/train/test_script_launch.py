@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(60)]
 GIVEN = """
 import json, sys
 from pathlib import Path
-from jaxmorph.scripts.launched import launch_told
+from jaxmorph.scripts.launch import launch_told
 told = launch_told()
 found = {
     "words": sys.argv, "name": __name__, "path": sys.path[0], "rank": told.rank,

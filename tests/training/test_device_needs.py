@@ -15,7 +15,7 @@ from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import cut_layers
 from jaxmorph.training.device_needs import needs_of_step
 from jaxmorph.training.model_factory import build_model
-from jaxmorph.training.stage_settings import stage_settings
+from jaxmorph.training.open_stage import stage_settings
 
 VOCABULARY = 16
 

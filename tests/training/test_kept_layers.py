@@ -11,7 +11,7 @@ from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.config import check_config
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.stage.layer_costs import LayerCosts
-from jaxmorph.training.kept_layers import FILE, chosen_before, keep_choice
+from jaxmorph.training.carried_over import FILE, chosen_before, keep_choice
 
 HEAVY_HEAD, HEAVY_EMBEDDING = LayerCosts(0.0, 2.0, 5.0), LayerCosts(5.0, 2.0, 0.0)
 LAYERS = (range(5), range(5, 8))

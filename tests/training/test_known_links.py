@@ -9,7 +9,7 @@ from jaxmorph.control.verdicts import Evidence, KnownWay, LinkHealth, Verdict
 from jaxmorph.reporting import open_run_directory
 from jaxmorph.reporting.run_directory import LINKS
 from jaxmorph.runtime.rendezvous import SoleRank
-from jaxmorph.training.known_links import KnownLinks, known_links
+from jaxmorph.training.carried_over import KnownLinks, known_links
 
 LAYERS = (range(2), range(2, 4), range(4, 6))
 

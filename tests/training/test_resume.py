@@ -3,10 +3,9 @@
 import pytest
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
-from jaxmorph.checkpoints.layout import stage_path
-from jaxmorph.checkpoints.manifest import Manifest
+from jaxmorph.checkpoints.manifest import Manifest, stage_path
 from jaxmorph.config import Config, dump_config
-from jaxmorph.data.digest import DataDigest
+from jaxmorph.data.tokens import DataDigest
 from jaxmorph.errors import UserError
 from jaxmorph.training import resume
 from jaxmorph.training.resume import (

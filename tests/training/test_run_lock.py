@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from jaxmorph.errors import UserError
-from jaxmorph.training.run_lock import hold
+from jaxmorph.training.resume import hold
 
 
 def test_a_folder_in_use_is_refused_until_it_is_let_go(tmp_path):

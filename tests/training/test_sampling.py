@@ -12,7 +12,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.runtime.compilations import CompilationCounter
 from jaxmorph.stage.model import cut_layers, join_stages, with_logits
 from jaxmorph.stage.parameters import init_stage_params
-from jaxmorph.training.sampling import SamplingSettings, continuation, drawing
+from jaxmorph.training.saved_model import SamplingSettings, continuation, drawing
 from models.gpt2 import build
 
 LENGTH, VOCAB, LAYERS = 8, 32, 3

@@ -1,7 +1,7 @@
 import math
 
 from jaxmorph.runtime.report import StepTotals
-from jaxmorph.training.skipped_steps import SkippedSteps
+from jaxmorph.training.gradients import SkippedSteps
 
 SOUND = StepTotals(2.0, 1.0)
 BAD = StepTotals(math.nan, math.inf, {2: "loss nan"})

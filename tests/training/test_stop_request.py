@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from jaxmorph.training import stop_request
-from jaxmorph.training.stop_request import heeding_sigterm
+from jaxmorph.training import save_times
+from jaxmorph.training.save_times import heeding_sigterm
 
 LIMIT_S = 30
 
@@ -20,7 +20,7 @@ def ended(monkeypatch):
         codes.append(code)
         has_ended.set()
 
-    monkeypatch.setattr(stop_request.os, "_exit", end)
+    monkeypatch.setattr(save_times.os, "_exit", end)
     return codes, has_ended
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxmorph.recovery.phases import PHASES
+from jaxmorph.recovery.ledger import PHASES
 from jaxmorph.reporting.page.elements import Html, element
 from jaxmorph.reporting.page.run_files import EventLine
 from jaxmorph.reporting.page.tables import UNKNOWN, table

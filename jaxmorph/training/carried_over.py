@@ -1,6 +1,8 @@
-"""What a run knows of links that aren't well, for its next life: written down, and taken up again.
+"""What a run keeps for its next life beside checkpoints: its cut, and what it knows of links.
 
-It goes by the links, not by the steps: what was found after the last checkpoint is known, too.
+A checkpoint has its cut, too, but a run may go on from one that was cut for other stages, or begin
+again without any. What is known of links goes by the links, not by the steps: what was found after
+the last checkpoint is known, too.
 """
 
 import json
@@ -13,6 +15,43 @@ from jaxmorph.control.verdicts import KnownWay
 from jaxmorph.records import Message
 from jaxmorph.reporting.run_directory import LINKS
 from jaxmorph.runtime.rendezvous import Rendezvous
+
+FILE = "layers.json"
+
+
+def chosen_before(directory: Path, config: Config, num_layers: int) -> tuple[int, ...] | None:
+    """The number of layers of each virtual stage, as an earlier life of the run has chosen them.
+
+    Args:
+        config: The run, as it goes on.
+
+    Returns:
+        None where there was no such life, or it had other stages.
+    """
+    try:
+        told = json.loads((directory / FILE).read_text(encoding="utf-8"))
+        counts = tuple(int(count) for count in told["layers"])
+        had = told["stages"], told["chunks"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    cut = config.parallelism
+    fits = len(counts) == cut.virtual_stages and sum(counts) == num_layers and min(counts) > 0
+    return counts if fits and had == (cut.stages, cut.chunks) else None
+
+
+def keep_choice(directory: Path, config: Config, layers: Sequence[range]) -> None:
+    """Write down how the layers are cut, where that was not for the configuration to say.
+
+    Args:
+        layers: Of each virtual stage, in the order of the pipeline.
+    """
+    cut = config.parallelism
+    if cut.layers != "auto":
+        return
+    told = {"stages": cut.stages, "chunks": cut.chunks, "layers": [len(own) for own in layers]}
+    written = directory / f"{FILE}.new"
+    written.write_text(json.dumps(told) + "\n", encoding="utf-8")
+    written.replace(directory / FILE)
 
 
 class KnownLinks:
