@@ -1,4 +1,4 @@
-"""Lets these tests import the module beside them, and begins the simulated run that they share."""
+"""Lets these tests import the module beside them, and begins the simulated runs that they share."""
 
 import sys
 from pathlib import Path
@@ -9,11 +9,25 @@ sys.path.append(str(Path(__file__).parent))
 
 
 @pytest.fixture
-def run():
-    """A run that adapts, with plans made in this process."""
-    from adapting_run import PlansHere, Run  # where the line above has it looked for
+def begin_run():
+    """Begins runs that adapt, as `adapting_run.Run` does, and ends them with the test."""
+    from adapting_run import Run  # where the line above has it looked for
 
-    made = Run(PlansHere())
-    yield made
-    made.plans.may_answer.set()
-    made.loop.close()
+    runs = []
+
+    def begin(*args, **kwargs):
+        runs.append(Run(*args, **kwargs))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.plans.may_answer.set()
+        run.loop.close()
+
+
+@pytest.fixture
+def run(begin_run):
+    """A run that adapts, with plans made in this process."""
+    from adapting_run import PlansHere
+
+    return begin_run(PlansHere())

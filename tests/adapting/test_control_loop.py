@@ -11,7 +11,6 @@ from adapting_run import (
     FIRST,
     FailingPlans,
     PlansHere,
-    Run,
 )
 
 from jaxmorph.adapting.control_events import Morph
@@ -68,16 +67,15 @@ def test_while_one_thing_is_weighed_nothing_else_is_and_then_the_latest_counts(r
     assert run.of_kind("plan_changed") == []  # the delay is over by then
 
 
-def test_a_delay_that_is_absorbed_is_told_with_its_reason_and_changes_nothing():
-    run = Run(PlansHere(), CONFIG.adaptation.model_copy(update={"worth": 0.9}))
+def test_a_delay_that_is_absorbed_is_told_with_its_reason_and_changes_nothing(begin_run):
+    run = begin_run(PlansHere(), CONFIG.adaptation.model_copy(update={"worth": 0.9}))
     run.steps(6)
     run.steps(3, slow_ms=10.0)
     assert run.events == [(6, "straggler_detected", "1-2"), (7, "plan_kept", None)]
-    run.loop.close()
 
 
-def test_a_planning_error_is_told_and_planning_tried_again_with_a_process_of_its_own():
-    run = Run(FailingPlans(0, 1))
+def test_a_planning_error_is_told_and_planning_tried_again_with_a_process_of_its_own(begin_run):
+    run = begin_run(FailingPlans(0, 1))
     run.steps(6)
     run.steps(20, slow_ms=40.0)
     assert run.of_kind("planning_failed", "plan_changed") == [
@@ -91,11 +89,10 @@ def test_a_planning_error_is_told_and_planning_tried_again_with_a_process_of_its
         for steps in ("4 steps", "8 steps, sooner if a link turns slow")
     ]
     assert run.plans.restarted == [FIRST.routes] * 2
-    run.loop.close()
 
 
-def test_after_a_restart_plans_are_weighed_against_what_ranks_run():
-    run = Run(FailingPlans(1))
+def test_after_a_restart_plans_are_weighed_against_what_ranks_run(begin_run):
+    run = begin_run(FailingPlans(1))
     run.steps(6)
     run.steps(4, slow_ms=40.0)
     (adopted,) = run.morphs
@@ -108,23 +105,21 @@ def test_after_a_restart_plans_are_weighed_against_what_ranks_run():
     assert len(run.plans.restarted) == 1
     assert run.plans.weighed[-1].in_force_ms == before.in_force_ms
     assert run.morphs == [adopted]
-    run.loop.close()
 
 
-def test_after_a_success_a_failure_is_the_first_one_again():
-    run = Run(FailingPlans(0, 1, 3))
+def test_after_a_success_a_failure_is_the_first_one_again(begin_run):
+    run = begin_run(FailingPlans(0, 1, 3))
     run.steps(6)
     run.steps(20, slow_ms=40.0)
     run.steps(20)
     assert run.of_kind("planning_failed")[-1][0] + 4 <= run.of_kind("link_probed")[0][0]
     assert run.routes == FIRST.routes
     assert run.plans.restarted[-1][Link(1, 2)] == "delegated"
-    run.loop.close()
 
 
 @pytest.mark.parametrize(("steps_later", "told_after"), [(2, 23), (6, 26)])
-def test_a_link_that_turns_slow_waits_four_steps_after_a_failure_at_most(steps_later, told_after):
-    run = Run(FailingPlans(0, 1, 2))
+def test_a_link_that_turns_slow_waits_four_steps_at_most(begin_run, steps_later, told_after):
+    run = begin_run(FailingPlans(0, 1, 2))
     run.steps(6)
     run.steps(14, slow_ms=40.0)
     assert [step for step, _, _ in run.of_kind("planning_failed")] == [7, 11, 19]
@@ -132,31 +127,28 @@ def test_a_link_that_turns_slow_waits_four_steps_after_a_failure_at_most(steps_l
     run.steps(4, slow_ms=40.0, other_ms=40.0)
     assert run.of_kind("plan_changed") == [(told_after, "plan_changed", None)]
     assert run.delegated() == {"0-1", "1-2"}
-    run.loop.close()
 
 
-def test_that_a_link_turns_slow_makes_one_more_attempt_and_no_more_than_one():
-    run = Run(FailingPlans(*range(99)))
+def test_that_a_link_turns_slow_makes_one_more_attempt_and_no_more_than_one(begin_run):
+    run = begin_run(FailingPlans(*range(99)))
     run.steps(6)
     run.steps(14, slow_ms=40.0)
     run.steps(70, slow_ms=40.0, other_ms=40.0)
     told = [step for step, _, _ in run.of_kind("planning_failed")]
     assert [later - before for before, later in pairwise(told)] == [4, 8, 4, 32]
     assert run.plans.asked == 5
-    run.loop.close()
 
 
-def test_what_a_failed_attempt_was_to_weigh_is_weighed_by_the_next():
-    run = Run(FailingPlans(0))
+def test_what_a_failed_attempt_was_to_weigh_is_weighed_by_the_next(begin_run):
+    run = begin_run(FailingPlans(0))
     run.steps(6)
     run.steps(12, costs=replace(COSTS, forward_ms=(10.0, 20.0, 10.0)))
     (happened,) = [at for at, event in enumerate(run.events) if event[1].startswith("plan_")]
     assert "stage 1's F takes 20.0 ms, not 10.0" in run.details[happened]
-    run.loop.close()
 
 
-def test_after_five_failures_in_a_row_planning_is_given_up_and_training_goes_on():
-    run = Run(FailingPlans(*range(99)))
+def test_after_five_failures_in_a_row_planning_is_given_up_and_training_goes_on(begin_run):
+    run = begin_run(FailingPlans(*range(99)))
     run.steps(6)
     run.steps(90, slow_ms=40.0)
     told = [step for step, _, _ in run.of_kind("planning_failed")]
@@ -167,7 +159,6 @@ def test_after_five_failures_in_a_row_planning_is_given_up_and_training_goes_on(
     )
     run.steps(9)
     assert (run.plans.asked, run.routes) == (5, FIRST.routes)
-    run.loop.close()
 
 
 def test_a_link_stays_delegated_while_probes_of_the_direct_one_are_late_and_they_get_rarer(run):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from adapting_run import CONFIG, COSTS, FIRST, PLANNED_FOR, USUAL, PlansHere, Run
+from adapting_run import CONFIG, COSTS, FIRST, PLANNED_FOR, USUAL, PlansHere
 
 from jaxmorph.adapting.starting_point import starting_point
 from jaxmorph.control.conditions import UsualLinks
@@ -50,17 +50,28 @@ def first_plan_of(measured, routes):
     return FirstPlan(in_force, profiler, "", told, measured, tuple(timelines))
 
 
-def run_from(measured, routes=DELEGATED_ROUTES):
-    first = first_plan_of(measured, routes)
-    start = starting_point(CONFIG, first, 0)
-    plan = first.in_force.plan
-    run = Run(
-        PlansHere(start.usual, start.home, plan),
-        in_force=plan,
-        usual=start.usual,
-        detector=start.detector,
-    )
-    return start, run
+@pytest.fixture
+def run_on(begin_run):
+    """Begins a run at a starting point, with a plan in force."""
+
+    def begin(start, plan, config=CONFIG):
+        plans = PlansHere(start.usual, start.home, plan, config)
+        known = {"usual": start.usual, "detector": start.detector}
+        return begin_run(plans, config.adaptation, plan, **known)
+
+    return begin
+
+
+@pytest.fixture
+def run_from(run_on):
+    """Begins a run by what was measured."""
+
+    def begin(measured, routes=DELEGATED_ROUTES):
+        first = first_plan_of(measured, routes)
+        start = starting_point(CONFIG, first, 0)
+        return run_on(start, first.in_force.plan)
+
+    return begin
 
 
 ANY = CONFIG.model_copy(
@@ -89,8 +100,7 @@ def test_healthy_links_are_what_they_are_and_the_first_plan_is_the_one_to_come_b
 
 @pytest.mark.parametrize("measured", [MEASURED, DIRECT_ALONE])
 def test_a_link_that_is_slow_from_the_start_is_judged_by_the_others(measured):
-    start, run = run_from(measured)
-    run.loop.close()
+    start = starting_point(CONFIG, first_plan_of(measured, DELEGATED_ROUTES), 0)
     assert ailing(start) == {(1, 2)}
     slow = start.detector.verdicts[1, 2]
     assert (slow.health, slow.latency_ms) == (LinkHealth.SLOW, pytest.approx(40.5))
@@ -104,8 +114,8 @@ def test_a_link_that_is_slow_from_the_start_is_judged_by_the_others(measured):
         assert usual.baseline_ms == pytest.approx(usual_ms)
 
 
-def test_it_is_told_once_stays_delegated_while_it_ails_and_goes_back_when_it_is_well():
-    _, run = run_from(MEASURED)
+def test_it_is_told_once_stays_delegated_while_it_ails_and_goes_back_when_it_is_well(run_from):
+    run = run_from(MEASURED)
     run.steps(8, slow_ms=40.0)
     assert run.of_kind("straggler_detected") == [(0, "straggler_detected", "1-2")]
     assert run.of_kind("straggler_recovering", "route_changed") == []
@@ -118,27 +128,13 @@ def test_it_is_told_once_stays_delegated_while_it_ails_and_goes_back_when_it_is_
     assert run.events[events:] == []
     run.steps(3, slow_ms=40.0)
     assert run.delegated() == {"1-2"}
-    run.loop.close()
 
 
-def test_as_long_as_probes_of_the_direct_link_are_late_it_stays_delegated():
-    _, run = run_from(DIRECT_ALONE)
-    run.direct_late_ms = 40.0
-    run.steps(16)
-    assert len(run.of_kind("link_probed")) >= 2
-    assert run.delegated() == {"1-2"}
-    run.direct_late_ms = 0.0
-    run.steps(30)
-    assert run.routes == FIRST.routes
-    run.loop.close()
-
-
-def test_what_a_step_is_expected_to_take_is_what_was_measured_until_there_was_one():
-    _, run = run_from(DIRECT_ALONE)
+def test_what_a_step_is_expected_to_take_is_what_was_measured_until_there_was_one(run_from):
+    run = run_from(DIRECT_ALONE)
     assert run.expected_ms() == pytest.approx(0.5)  # the profile's, which is asked for
     run.steps(1)
     assert run.expected_ms() == pytest.approx(1.5)
-    run.loop.close()
 
 
 def test_few_microbatches_and_two_links_are_enough_to_tell():
@@ -168,7 +164,7 @@ def test_where_healthy_links_are_not_worth_delegating_they_come_back_direct_thou
     assert not_allowed.home.routes == FIRST.routes
 
 
-def test_all_links_stay_delegated_and_the_order_for_healthy_ones_comes_once_they_are():
+def test_all_links_stay_delegated_and_the_order_for_healthy_ones_comes_once_they_are(run_on):
     anew = {"name": "adaptive"}
     slow = Profile(COSTS, BETTER_BUT_SLOW["delegated"])
     config = ANY.model_copy(update={"schedule": ANY.schedule.model_copy(update=anew)})
@@ -177,19 +173,12 @@ def test_all_links_stay_delegated_and_the_order_for_healthy_ones_comes_once_they
     plan = replace(plan_step(config, slow), routes=all_delegated)
     first = replace(first, in_force=replace(first.in_force, plan=plan))
     start = starting_point(ANY, first, 0)
-    run = Run(
-        PlansHere(start.usual, start.home, plan, ANY),
-        settings=ANY.adaptation,
-        in_force=plan,
-        usual=start.usual,
-        detector=start.detector,
-    )
+    run = run_on(start, plan, ANY)
     assert start.home.schedule != plan.schedule
     run.steps(6, slow_ms=48.5)
     assert run.of_kind("plan_changed") == []
     run.steps(20)
     assert (run.morphs[-1].plan.schedule, run.routes) == (start.home.schedule, all_delegated)
-    run.loop.close()
 
 
 LINK, OTHER = Link(1, 2), Link(0, 1)
@@ -235,7 +224,7 @@ def milliseconds(usual):
 
 
 @pytest.fixture
-def begin(monkeypatch):
+def begin(monkeypatch, run_on):
     """Begins runs whose first steps last what the simulator says; notes the routes of these."""
     measured_on = []
 
@@ -255,7 +244,6 @@ def begin(monkeypatch):
     monkeypatch.setattr(first_plan, "agree_on_stash", lambda *_: None)
     monkeypatch.setattr(first_plan, "adopt_plan", lambda *_: "")
     monkeypatch.setattr(first_plan, "warm_up", warm_up)
-    runs = []
 
     def begun(ways, slow=()):
         now.update(links_now(slow))
@@ -263,15 +251,9 @@ def begin(monkeypatch):
         inputs: Any = None
         first = plan_by_timings(CONFIG, SoleRank(), trainer, inputs, 0, lambda plan: plan, ways)
         start = starting_point(CONFIG, first, 0)
-        plan = first.in_force.plan
-        plans = PlansHere(start.usual, start.home, plan)
-        run = Run(plans, in_force=plan, usual=start.usual, detector=start.detector)
-        runs.append(run)
-        return run, start, measured_on
+        return run_on(start, first.in_force.plan), start, measured_on
 
-    yield begun
-    for run in runs:
-        run.loop.close()
+    return begun
 
 
 def test_without_anything_known_the_first_plan_is_the_usual_one(begin):
@@ -282,34 +264,24 @@ def test_without_anything_known_the_first_plan_is_the_usual_one(begin):
     assert run.events == []
 
 
-@pytest.mark.parametrize("slow", [(), (LINK,)])
-def test_a_link_that_was_slow_is_delegated_from_the_first_step_on_and_told_with_it(begin, slow):
-    run, start, _ = begin(known((1, 2)), slow)
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_a_link_that_was_slow_is_delegated_from_the_first_step_on(begin, is_slow):
+    run, start, _ = begin(known((1, 2)), [LINK] if is_slow else [])
     assert run.delegated() == {"1-2"}
     assert milliseconds(start.usual) == pytest.approx(milliseconds(USUAL))
     assert start.home.routes == FIRST.routes
-    run.steps(1, slow_ms=ADDED_MS if slow else 0.0)
+    run.steps(20, slow_ms=ADDED_MS if is_slow else 0.0)
     assert run.events[0] == (0, "straggler_detected", "1-2")
     assert run.details[0].startswith("link 1>2 is taken for slow, as when the run was last at wo")
-
-
-def test_while_it_is_slow_it_is_not_found_again_and_stays(begin):
-    run, _, _ = begin(known((1, 2)), [LINK])
-    run.steps(12, slow_ms=ADDED_MS)
-    assert run.of_kind("straggler_detected") == [(0, "straggler_detected", "1-2")]
-    assert run.of_kind("straggler_recovering", "route_changed") == []
-    assert run.delegated() == {"1-2"}
-
-
-def test_one_that_is_well_by_now_goes_back_by_the_ordinary_way(begin):
-    run, _, _ = begin(known((1, 2)))
-    run.steps(20)
-    told = run.of_kind("straggler_recovering", "straggler_cleared", "link_probed", "route_changed")
-    assert [kind for _, kind, _ in told] == [
-        "straggler_recovering", "straggler_cleared", "link_probed", "route_changed",
-    ]  # fmt: skip
-    assert run.routes == FIRST.routes
-    assert run.expected_ms() == pytest.approx(0.5)
+    kinds = ("straggler_detected", "straggler_recovering", "straggler_cleared", "link_probed")
+    told = [kind for _, kind, _ in run.of_kind(*kinds, "route_changed")]
+    if is_slow:  # not found again, and stays
+        assert told == ["straggler_detected"]
+        assert run.delegated() == {"1-2"}
+    else:  # goes back by the ordinary way
+        assert told == [*kinds, "route_changed"]
+        assert run.routes == FIRST.routes
+        assert run.expected_ms() == pytest.approx(0.5)
 
 
 def test_links_that_are_all_slow_are_told_by_what_was_known_alone(begin):

@@ -102,19 +102,34 @@ def test_spikes_that_stand_alone_change_nothing(data):
     assert steps.said == []
 
 
-def test_two_late_messages_in_a_row_change_nothing_however_late():
-    assert Steps().run(*[[1.0, 900.0, 900.0] * 4] * 10).said == []
+WELL, LATE = [1.0] * 12, [31.0] * 12
+STALL = [1.0] * 2 + [300.0 - 30.0 * k for k in range(10)]  # all land when it is over
 
 
-def test_a_message_that_others_overtake_is_late_once():
-    assert Steps().run(*[[1.0] * 9 + [80.0, 1.0, 1.0], [1.0] * 10 + [80.0] * 2] * 9).said == []
-
-
-def test_what_one_stall_held_up_counts_once():
-    stall = [1.0] * 2 + [300.0 - 30.0 * k for k in range(10)]  # all land when it is over
-    assert Steps().run(*[stall, [1.0] * 12] * 4).said == []
-    steady = [1.0] * 2 + [300.0] * 10  # the same number as late, but landing as they were sent
-    assert Steps().run(steady).path() == [(SLOW, 6)]
+@pytest.mark.parametrize(
+    ("steps", "path"),
+    [
+        ([[1.0, 900.0, 900.0] * 4] * 10, []),  # two late in a row, however late
+        ([[1.0] * 9 + [80.0, 1.0, 1.0], [1.0] * 10 + [80.0] * 2] * 9, []),  # overtaken: late once
+        ([STALL, WELL] * 4, []),  # what one stall held up counts once
+        ([[1.0] * 2 + [300.0] * 10], [(SLOW, 6)]),  # as many late, but landing as they were sent
+        ([[2.5] * 12] * 60, []),  # a baseline that settles a little higher
+        ([[31.0] * 3], []),
+        ([[31.0] * 3, [31.0] * 3], [(SLOW, 7)]),  # the run goes on in the next step
+        ([LATE, *[[36.0] * 12] * 6], [(SLOW, 6)]),  # another delay, but hardly
+        ([LATE, *[[5.0] * 12] * 9], [(SLOW, 6)]),  # 4 would be in time, over 6 is late
+        ([LATE, WELL, WELL, LATE], [(SLOW, 6), (RECOVERING, 7), (SLOW, 9)]),
+        (
+            [LATE, *[WELL] * 3, LATE, *[WELL] * 4],  # good steps before another jump don't count
+            [(SLOW, 6), (RECOVERING, 7), (SLOW, 10), (RECOVERING, 11), (HEALTHY, 14)],
+        ),
+    ],
+)
+def test_a_directions_states_follow_its_messages(steps, path):
+    found = Steps().run(*steps)
+    assert found.path() == path
+    if steps[-1] == [36.0] * 12:  # the latest verdict alone says so
+        assert (found.now.latency_ms, found.now.step) == (36.0, 6)
 
 
 def test_a_delay_that_creeps_in_is_found():
@@ -135,80 +150,56 @@ def test_a_delay_that_grows_more_and_more_unsteady_doesnt_widen_its_own_threshol
     assert delays_ms[steps.said[0].step - 40] < 25.0
 
 
-def test_a_baseline_that_settles_a_little_higher_is_no_delay():
-    assert Steps().run(*[[2.5] * 12] * 60).said == []
+WAYS = ((0, 1), (1, 0), (1, 2), (2, 1), (3, 2))
 
 
-def test_a_link_that_is_slow_from_the_first_step_is_told_by_the_others():
+@pytest.mark.parametrize(
+    ("others_ms", "ways", "path"),
+    [
+        (1.0, WAYS, [(SLOW, 1)]),
+        (31.0, WAYS, []),  # all as slow are as they should be
+        (1.0, WAYS[-1:], []),  # one other doesn't say which of the two is slow
+    ],
+)
+def test_one_slow_from_the_first_step_is_told_by_enough_others(others_ms, ways, path):
     steps = Steps(healthy=0)
-    others = ((0, 1), (1, 0), (1, 2), (2, 1), (3, 2))
-    for _ in range(3):
-        healthy = [each for way in others for each in messages([1.0] * 12, way=way)]
-        steps.observe([*healthy, *messages([31.0] * 12)])
-    assert steps.path() == [(SLOW, 1)]
-    (slow,) = steps.said
-    assert (slow.latency_ms, slow.evidence.baseline_ms, slow.evidence.threshold_ms) == (31, 1, 6)
-    steps.run(*[[1.0] * 12] * 4)
-    assert steps.path()[1:] == [(RECOVERING, 3), (HEALTHY, 6)]
+    for route in (DELEGATED, DELEGATED, DELEGATED, DIRECT, DIRECT, DIRECT):
+        others = [each for way in ways for each in messages([others_ms] * 12, route, way)]
+        steps.observe([*others, *messages(LATE, route)])
+    assert steps.path() == path  # on another route too
+    if path:
+        (slow,) = steps.said
+        told = slow.latency_ms, slow.evidence.baseline_ms, slow.evidence.threshold_ms
+        assert told == (31, 1, 6)
+        assert steps.baseline_ms(DIRECT) == 1.0  # the others'
+        steps.run(*[WELL] * 4, route=DIRECT)
+        assert steps.path()[1:] == [(RECOVERING, 6), (HEALTHY, 9)]
 
 
-def test_one_that_begins_slow_is_judged_by_what_it_is_said_a_healthy_one_takes():
+def begun_slow():
+    """Slow from the start, and well by now, by what a healthy one is said to take."""
     steps = Steps(healthy=0)
     told = steps.detector.begin_slow(-1, messages([31.0] * 4, DIRECT), {DIRECT: 1.0, DELEGATED: 2})
     assert told == [steps.now]
     assert (steps.now.health, steps.now.latency_ms) == (SLOW, 31.0)
-    steps.run(*[[32.0] * 12] * 4)
-    assert steps.said == []
+    assert steps.run(*[[32.0] * 12] * 4).said == []
     steps.run(*[[2.0] * 12] * 4)
     assert [health for health, _ in steps.path()] == [RECOVERING, HEALTHY]
     assert steps.baseline_ms(DIRECT) == 1.0  # by which a probe is judged
-    steps.run(*[[1.0] * 12] * 3, route=DIRECT)
-    assert len(steps.said) == 2
+    return steps
 
 
 def test_one_that_began_slow_is_slow_again_in_the_step_in_which_it_goes_back():
-    steps = Steps(healthy=0)
-    steps.detector.begin_slow(-1, messages([31.0] * 4, DIRECT), {DIRECT: 1.0, DELEGATED: 2})
-    steps.run(*[[2.0] * 12] * 4)
-    assert [health for health, _ in steps.path()] == [RECOVERING, HEALTHY]
-    steps.run([1.0] * 4 + [31.0] * 8, route=DIRECT)
-    assert steps.path()[2:] == [(SLOW, 4)]
+    steps = begun_slow().run([1.0] * 4 + [31.0] * 8, route=DIRECT)
+    assert steps.path()[2:] == [(SLOW, 8)]
     assert len(steps.now.evidence.samples_ms) == Sensitivity().settled_run
 
 
 def test_one_that_began_slow_has_chance_late_messages_as_any_other_once_it_is_well():
-    steps = Steps(healthy=0)
-    steps.detector.begin_slow(-1, messages([31.0] * 4, DIRECT), {DIRECT: 1.0, DELEGATED: 2})
-    steps.run(*[[2.0] * 12] * 4)
-    steps.run(*[[1.0, 31.0, 1.0, 31.0, 31.0, 31.0, 31.0, 1.0, 1.0, 1.0, 1.0, 1.0]], route=DIRECT)
-    steps.run(*[[1.0] * 12] * 4, [1.0] * 6 + [9.0] * 6, route=DIRECT)
-    assert [health for health, _ in steps.path()] == [RECOVERING, HEALTHY]
-
-
-def test_one_that_is_slow_from_the_first_step_is_so_on_another_route_too():
-    steps = Steps(healthy=0)
-    others = ((0, 1), (1, 0), (1, 2), (2, 1), (3, 2))
-    for route in (DELEGATED, DIRECT):
-        for _ in range(3):
-            healthy = [each for way in others for each in messages([1.0] * 12, route, way)]
-            steps.observe([*healthy, *messages([31.0] * 12, route)])
-    assert [health for health, _ in steps.path()] == [SLOW]
-    assert steps.baseline_ms(DIRECT) == 1.0  # the others'
-
-
-def test_links_that_are_all_as_slow_are_as_they_should_be():
-    steps = Steps(healthy=0)
-    ways = ((0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2))
-    for _ in range(3):
-        steps.observe([each for way in ways for each in messages([31.0] * 12, way=way)])
-    assert steps.said == []
-
-
-def test_two_directions_that_differ_dont_say_which_of_them_is_slow():
-    steps = Steps(healthy=0)
-    for _ in range(3):
-        steps.observe([*messages([31.0] * 12), *messages([1.0] * 12, way=(3, 2))])
-    assert steps.said == []
+    steps = begun_slow()
+    steps.run([1.0, 31.0, 1.0, 31.0, 31.0, 31.0, 31.0, 1.0, 1.0, 1.0, 1.0, 1.0], route=DIRECT)
+    steps.run(*[WELL] * 4, [1.0] * 6 + [9.0] * 6, route=DIRECT)
+    assert len(steps.said) == 2
 
 
 def test_an_unsteady_link_needs_more_to_be_slow():
@@ -230,11 +221,6 @@ def test_a_link_that_often_has_late_messages_in_a_row_needs_more_of_them():
     assert bursts.run([14.0] * 12).path() == [(SLOW, 29)]
 
 
-def test_a_run_of_late_messages_goes_on_in_the_next_step():
-    assert Steps().run([31.0] * 3).said == []
-    assert Steps().run([31.0] * 3, [31.0] * 3).path() == [(SLOW, 7)]
-
-
 def test_a_slow_links_jitter_is_not_another_delay():
     drawn = random.Random(2)
     steps = Steps().run(*([drawn.gauss(30, 6) for _ in range(12)] for _ in range(100)))
@@ -251,31 +237,9 @@ def test_a_slow_link_whose_delay_changes_is_told_again(other_ms):
     assert steps.said[1].reason.startswith("link 2>3 is slow by another amount")
 
 
-def test_a_delay_that_changes_a_little_is_told_by_the_latest_verdict_alone():
-    steps = Steps().run([31.0] * 12, *[[36.0] * 12] * 6)
-    assert steps.path() == [(SLOW, 6)]
-    assert steps.now.latency_ms == 36.0
-    assert steps.now.step == 6
-
-
 def test_a_delay_that_never_stays_is_told_less_and_less_often():
     levels = [[ms] * 12 for ms in (20.0, 40.0) * 20]
     assert len(Steps().run(*levels).said) <= 12
-
-
-def test_a_link_that_recovers_and_jumps_again_is_slow_again():
-    steps = Steps().run([31.0] * 12, [1.0] * 12, [1.0] * 12, [31.0] * 12)
-    assert steps.path() == [(SLOW, 6), (RECOVERING, 7), (SLOW, 9)]
-
-
-def test_good_steps_before_another_jump_dont_count():
-    steps = Steps().run([31.0] * 12, *[[1.0] * 12] * 3, [31.0] * 12, *[[1.0] * 12] * 4)
-    assert steps.path()[2:] == [(SLOW, 10), (RECOVERING, 11), (HEALTHY, 14)]
-
-
-def test_a_link_that_is_nearly_in_time_is_neither_slow_nor_healthy():
-    steps = Steps().run([31.0] * 12, *[[5.0] * 12] * 9)  # 4 would be in time, over 6 is late
-    assert steps.now.health is SLOW
 
 
 class TestRoutes:

@@ -77,36 +77,25 @@ def test_in_health_ways_take_what_they_once_did():
     assert as_when_healthy(LINKS, {}, [unknown]) == still_slow(LINKS, {}, [unknown]) == LINKS
 
 
-def begun(now_ms):
+@pytest.mark.parametrize(
+    ("now_ms", "later", "path"),
+    [
+        (0.5, [], []),  # slow, whatever a few messages show
+        (40.5, [[41.5] * 12, [42.0] * 12], []),  # not found again while its delay lasts
+        (40.5, [[1.5] * 12] * 4, [(LinkHealth.RECOVERING, 0), (LinkHealth.HEALTHY, 3)]),
+        (40.5, [[90.0] * 12], [(LinkHealth.SLOW, 0)]),  # another delay is told
+    ],
+)
+def test_one_known_to_be_slow_begins_so_and_goes_on_as_any(now_ms, later, path):
     steps = Steps(healthy=0)
-    samples = messages([now_ms] * 8, DIRECT)
-    usual_ms = {DIRECT: 0.5, DELEGATED: 1.5}
+    samples, usual_ms = messages([now_ms] * 8, DIRECT), {DIRECT: 0.5, DELEGATED: 1.5}
     (told,) = steps.detector.begin_slow(-1, samples, usual_ms, SLOW.verdict)
     assert (told.health, told.latency_ms, told.step) == (LinkHealth.SLOW, 41.5, -1)
     assert told.evidence == SLOW.verdict.evidence
     assert told.reason == (
         "link 2>3 is taken for slow, as when the run was last at work: 41.5 ms (healthy: 1.1)"
     )
-    return steps
-
-
-def test_one_that_is_known_to_be_slow_is_slow_whatever_a_few_messages_show():
-    begun(now_ms=0.5)
-
-
-def test_it_is_not_found_again_while_its_delay_lasts():
-    assert begun(40.5).run([41.5] * 12, [42.0] * 12).said == []
-
-
-def test_it_recovers_by_the_ordinary_rule():
-    steps = begun(now_ms=40.5).run(*[[1.5] * 12] * 4)
-    assert steps.path() == [(LinkHealth.RECOVERING, 0), (LinkHealth.HEALTHY, 3)]
-
-
-def test_another_delay_is_told():
-    steps = begun(now_ms=40.5).run([90.0] * 12)
-    assert steps.path() == [(LinkHealth.SLOW, 0)]
-    assert steps.now.latency_ms == 90.0
+    assert steps.run(*later).path() == path
 
 
 def test_nothing_is_taken_back_by_what_was_known():
