@@ -17,6 +17,17 @@ RANK_FAILED = "rank_failed"
 """The kind of event that says which rank failed, why, and whether the run goes on."""
 RESTARTED = "restarted"
 """The kind of event that says what a failure has cost, once the run is again where it was."""
+CHANGES = frozenset(
+    {
+        "straggler_detected",
+        "straggler_cleared",
+        "plan_changed",
+        "route_changed",
+        "link_failed",
+        "link_restored",
+    }
+)
+"""The kinds of event around which steps leave timelines."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.training import record
-from jaxmorph.training.traced_steps import TracedSteps
+from jaxmorph.training.bookkeeping import TracedSteps
 
 STEP = StepRecord(
     step=0, loss=5.0, grad_norm=1.5, step_s=0.4, tokens_per_s=10_240.0, schedule="zb-h2",

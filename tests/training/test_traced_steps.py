@@ -4,7 +4,7 @@ from jaxmorph.config import Config
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
-from jaxmorph.training.traced_steps import TracedSteps
+from jaxmorph.training.bookkeeping import TracedSteps
 
 TIMELINE = simulate(Schedule.from_rows("hand", ["F0 B0 W0"]), StageCosts.uniform(1, 1.0, 1.0, 1.0))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from jaxmorph.reporting.page.run_files import EventLine, StepLine
-from jaxmorph.training.traced_steps import CHANGES
+from jaxmorph.reporting.records import CHANGES
 
 MORPHS = frozenset({"plan_changed", "route_changed"})
 """The kinds of event that change what a run does, from their step on."""
