@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-all test-rest test-processes test-others test-jax goldens mutations extras lint types check bench bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
+.PHONY: setup demo test test-all test-rest test-processes test-others test-jax goldens mutations extras lint types check bench bench-speed bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
 
 setup: $(VENV)/installed
 
@@ -95,6 +95,10 @@ bench: setup
 	    $(BIN)/python -m benchmarks.$$benchmark || status=1; \
 	done; \
 	exit $$status
+
+# This tree's speed beside that of a commit, in turns: make bench-speed AGAINST=COMMIT, half an hour.
+bench-speed: setup
+	$(BIN)/python -m benchmarks.old_and_new $(or $(AGAINST),HEAD) $(ARGS)
 
 # Plans against proven optima, which are kept in benchmarks/data and need no solving; cost growth.
 bench-planner: setup

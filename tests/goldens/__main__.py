@@ -21,13 +21,12 @@ import difflib
 import json
 import math
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.old_and_new import checked_out
 from tests.goldens import capture
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
@@ -109,19 +108,6 @@ def write(part: str, records: Records) -> None:
     """Writes what is to be committed, a line for each case."""
     lines = (json.dumps(record) + "\n" for record in records.values())
     (HERE / f"{part}.jsonl").write_text("".join(lines))
-
-
-@contextlib.contextmanager
-def checked_out(commit: str) -> Iterator[Path]:
-    """A temporary working tree of a commit."""
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
-        git = ("git", "-C", str(ROOT), "worktree")
-        subprocess.run([*git, "add", "--quiet", "--detach", tree, commit], check=True)
-        try:
-            yield tree
-        finally:
-            subprocess.run([*git, "remove", "--force", tree], check=True)
 
 
 def main() -> int:
