@@ -131,7 +131,7 @@ def export(
     ] = None,
 ) -> int:
     """Write a run's model in its own format: for GPT-2, Hugging Face's."""
-    from jaxmorph.commands.export import export_model
+    from jaxmorph.commands.models import export_model
 
     typer.echo(export_model(run_dir, step, to))
     return 0
@@ -174,7 +174,7 @@ def sample(
     ] = None,
 ) -> int:
     """Print a prompt and how a run's model goes on."""
-    from jaxmorph.commands.sample import sample as sample_text
+    from jaxmorph.commands.models import sample as sample_text
     from jaxmorph.reporting.console import open_console
     from jaxmorph.training.saved_model import SamplingSettings
 
@@ -223,7 +223,7 @@ def model(
     stages: Annotated[int, typer.Option(min=1, help="Pipeline stages to cut it into.")] = 1,
 ) -> int:
     """Print how many parameters presets have."""
-    from jaxmorph.commands.model_table import print_model_table
+    from jaxmorph.commands.models import print_model_table
 
     names = [preset] if preset is not None else None
     print_model_table(Console(highlight=False), factory, names, vocab_size, sequence_length, stages)

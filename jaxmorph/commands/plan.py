@@ -11,15 +11,19 @@ from rich.console import Console
 
 from jaxmorph.commands import plan_options as options
 from jaxmorph.commands.layer_cut import LayerCut, cut_fields, parse_layers, print_cut
-from jaxmorph.commands.link_simulation import simulate_step
+from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.answer import Answer, answer_lines, solve
+from jaxmorph.planning.step_programs import lower_step
+from jaxmorph.program.blocking import simulate_blocking
+from jaxmorph.schedule.answer import Answer, answer_lines, simulate_links, solve
 from jaxmorph.schedule.comparison import print_comparison
 from jaxmorph.schedule.draw.save import require_format
 from jaxmorph.schedule.files import require_schedule_file, save_schedule
 from jaxmorph.schedule.planner import INTERLEAVED, SCHEDULE_NAMES
 from jaxmorph.schedule.problem import Problem, parse_problem
 from jaxmorph.schedule.report import print_answer, save_answers
+from jaxmorph.schedule.schedule import Schedule
+from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.schedule.what_if import changed, parse_change
 
 Given = Mapping[str, Any]  # options on the command line, by the name of their parameter
@@ -239,3 +243,20 @@ def _answer_batch(path: Path) -> int:
     except OSError as error:
         raise UserError(f"--batch: cannot read {path}: {error.strerror}") from error
     return 2 if bad else 0
+
+
+def simulate_step(schedule: Schedule, problem: Problem) -> Timeline:
+    """Simulates a schedule over a problem's links.
+
+    Args:
+        schedule: What every stage runs, in which order.
+        problem: Costs, links and link model. ``blocking`` is what direct transfers do: the
+            schedule is lowered as training does it, and every transfer holds both ends' queues.
+
+    Returns:
+        When every op would run.
+    """
+    if problem.link_model != "blocking":
+        return simulate_links(schedule, problem)
+    programs = lower_step(schedule, Profile(problem.costs, problem.links))
+    return simulate_blocking(programs, problem.costs, problem.links)

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from jaxmorph.commands import plan_options as options
-from jaxmorph.commands.link_simulation import simulate_step
+from jaxmorph.commands.plan import simulate_step
 from jaxmorph.errors import UserError
 from jaxmorph.schedule.answer import Answer, solve
 from jaxmorph.schedule.draw.save import require_format

@@ -1,9 +1,10 @@
-"""`jaxmorph sample`: text from saved models that stand here, without a run."""
+"""Text from saved models that stand here, without a run, and the sizes of presets."""
 
 import io
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from jaxmorph import cli
-from jaxmorph.commands import sample
+from jaxmorph.commands import models
 from jaxmorph.config import Config
 from jaxmorph.errors import UserError
 from jaxmorph.stage.model import cut_layers
@@ -56,7 +57,7 @@ def load(monkeypatch):
             asked.append((run_dir, step))
             return model
 
-        monkeypatch.setattr(sample, "load_saved_model", load_saved_model)
+        monkeypatch.setattr(models, "load_saved_model", load_saved_model)
         return asked
 
     return load
@@ -65,7 +66,7 @@ def load(monkeypatch):
 def text(prompt="def ", **changes):
     options = {name: changes.pop(name) for name in ("step", "tokenizer") if name in changes}
     settings = SamplingSettings(**{"num_tokens": 12, "temperature": 3.0, **changes})
-    return sample.sample(Path("runs/a"), prompt, settings, **options)
+    return models.sample(Path("runs/a"), prompt, settings, **options)
 
 
 def test_the_text_is_the_prompt_and_as_many_tokens(load):
@@ -98,7 +99,7 @@ def test_it_ends_where_the_model_ends_the_document(load):
 
 def test_nothing_of_what_comes_after_the_document_is_shown(load, monkeypatch):
     load(saved())
-    monkeypatch.setattr(sample, "continuation", lambda *_, **__: iter([97, 98, 0, 99]))
+    monkeypatch.setattr(models, "continuation", lambda *_, **__: iter([97, 98, 0, 99]))
     assert text() == "def ab"
 
 
@@ -162,3 +163,58 @@ def test_the_commands_user_mistake_is_one_line_and_exit_code_2(load, capsys):
     assert capsys.readouterr().err == (
         "error: --temperature: got -1.0, expected a number of at least 0\n"
     )
+
+
+def _run(capsys, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["model", *arguments])
+    captured = capsys.readouterr()
+    code = exit_info.value.code
+    assert isinstance(code, int)
+    return code, captured.out, captured.err
+
+
+def _refuse(**_):
+    raise ValueError("width: got 5, expected an even number")
+
+
+@pytest.fixture
+def odd_factory(monkeypatch):
+    monkeypatch.setitem(sys.modules, "odd_model", SimpleNamespace(build=_refuse))
+
+
+def test_every_preset_has_a_row_of_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = _run(capsys, "--stages", "4")
+    assert (code, err) == (0, "")
+    lines = [line.split(maxsplit=3) for line in out.splitlines() if line.strip()]
+    rows = {line[0]: [word.rstrip() for word in line] for line in lines}
+    assert rows["124M"][2:] == ["124,439,808", "60.6 M, 21.3 M, 21.3 M, 59.9 M"]
+    assert len(rows) == 15  # twelve presets, the title, the names of the columns and a rule
+
+
+def test_another_factorys_presets_are_listed_the_same_way(capsys):
+    code, out, err = _run(capsys, "--factory", "models.llama", "--vocab-size", "32000")
+    assert (code, err) == (0, "")
+    counts = {words[0]: words[2] for line in out.splitlines() if len(words := line.split()) == 3}
+    assert counts["7B"] == "6,738,415,616"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "huge"], "--preset: got 'huge', expected one of tiny, "),
+        (["--stages", "9"], "--stages: got 9, expected at most the 8 layers of 'tiny'"),
+        (["--factory", "no.such"], "--factory: got 'no.such', expected a module"),
+        (["--factory", "odd_model"], "--factory: got 'odd_model' without PRESETS"),
+        (
+            ["--factory", "odd_model", "--preset", "a"],
+            "--factory: odd_model cannot build 'a': width: got 5, expected an even number",
+        ),
+    ],
+)
+def test_mistakes_are_one_line_that_names_the_option(capsys, odd_factory, arguments, message):
+    code, out, err = _run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
