@@ -33,17 +33,15 @@ from jaxmorph.copies.at_once import AtOnceTier
 from jaxmorph.copies.choosing import choose_tier
 from jaxmorph.copies.payload import PayloadShape, SlotUse
 from jaxmorph.program.instructions import Channel, Payload, Transfer
-from jaxmorph.runtime.data_plane import open_data_plane
 from jaxmorph.runtime.delegated import DelegatedRoute
-from jaxmorph.runtime.direct import DirectRoute
-from jaxmorph.runtime.direct_programs import direct_programs
-from jaxmorph.runtime.identity import TransferIdentity
+from jaxmorph.runtime.direct import DirectRoute, direct_programs
 from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.launcher import run_ranks
+from jaxmorph.runtime.link_connections import open_data_plane
 from jaxmorph.runtime.payloads import channel_name
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.runtime.routes import Route
+from jaxmorph.runtime.routes import Route, TransferIdentity
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.names import ChannelName

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from jaxmorph.config import load_config
-from jaxmorph.runtime.compilation_cache import keep_compiled
 from jaxmorph.runtime.join import join_as_told
+from jaxmorph.runtime.kept_programs import keep_compiled
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.train import train
 

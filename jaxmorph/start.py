@@ -339,7 +339,7 @@ def _train_as_rank(
     stop_asked: Callable[[], bool],
 ) -> tuple[bool, Path]:
     """Whether the run has come to its last step, and its directory."""
-    from jaxmorph.runtime.compilation_cache import keep_compiled
+    from jaxmorph.runtime.kept_programs import keep_compiled
     from jaxmorph.train import train
 
     config = start.config

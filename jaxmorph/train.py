@@ -23,13 +23,12 @@ from jaxmorph.planning.layer_choice import LayerChoice, choose_layers, measured_
 from jaxmorph.records import Message
 from jaxmorph.recovery.ledger import COMPILE, PLAN, RESTORE, START
 from jaxmorph.reporting.records import LINKS_KNOWN, RESUMED
-from jaxmorph.runtime.compilations import CompilationCounter
-from jaxmorph.runtime.device_memory import told_peak
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
-from jaxmorph.runtime.own_devices import device_kind
+from jaxmorph.runtime.join import device_kind
+from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.runtime.report import rank_report, total
+from jaxmorph.runtime.report import rank_report, told_peak, total
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.stage.model import taken_on_device
@@ -232,7 +231,6 @@ def _open_beside_steps(
             active=leads,
             first_step=run.first_step,
             loop=loop,
-            failed=failed,
             known_links=KnownLinks(config, run.directory, run.cut.layers),
         ) as bookkeeper,
         _open_saver(run, bookkeeper) as saver,

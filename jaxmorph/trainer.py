@@ -14,7 +14,7 @@ import optax
 
 from jaxmorph.adapting.path_reports import OwnEnds, path_news
 from jaxmorph.config import Config
-from jaxmorph.control.failed_links import FailedLinks
+from jaxmorph.control.failed_paths import FailedPaths
 from jaxmorph.emulation.link_settings import agree_on_origin_s, emulated_conditions, untimed
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.planning.device_budget import with_device_budget
@@ -118,7 +118,7 @@ class Trainer:
             self._opened = opening.pop_all()
         self._links.emulate(untimed(self._conditions))
         self._own_ends = OwnEnds(self.rank, self._stage, is_watched=False)
-        self._failed = FailedLinks()
+        self._failed = FailedPaths()
         self._in_force: PlanInForce | None = None
         self._next_step, self._first_microbatch = 0, 0
         self._reports: Sequence[dict[str, Any]] = ()

@@ -11,7 +11,7 @@ import pytest
 
 from jaxmorph.adapting.path_reports import OwnEnds
 from jaxmorph.config import check_config
-from jaxmorph.control.failed_links import FailedLinks
+from jaxmorph.control.failed_paths import FailedPaths
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.queue import Stamp
@@ -196,7 +196,7 @@ def test_a_step_begins_when_all_ranks_have_called(monkeypatch):
     trainer._stage = SimpleNamespace(
         run=run, squared_norm=lambda: 4.0, events=list, link_failures=list
     )
-    trainer._own_ends, trainer._failed = told_by(trainer), FailedLinks()
+    trainer._own_ends, trainer._failed = told_by(trainer), FailedPaths()
     metrics = trainer.step(None)
     assert (metrics.step, metrics.grad_norm, metrics.step_s) == (7, 2.0, 1.0)
     assert metrics.failed_links == ()
@@ -219,7 +219,7 @@ def test_a_link_that_failed_is_told_in_one_step_though_its_ends_tell_in_two(monk
         events=list,
         link_failures=lambda: told.pop(0),
     )
-    trainer._own_ends, trainer._failed = told_by(trainer), FailedLinks()
+    trainer._own_ends, trainer._failed = told_by(trainer), FailedPaths()
     assert [trainer.step(None).failed_links for _ in range(3)] == [("0-1",), (), ()]
 
 
@@ -238,7 +238,7 @@ def test_too_many_steps_that_are_not_finite_end_in_an_error_and_nothing_is_updat
         events=list,
         link_failures=list,
     )
-    trainer._own_ends, trainer._failed = told_by(trainer), FailedLinks()
+    trainer._own_ends, trainer._failed = told_by(trainer), FailedPaths()
     assert trainer.step(None).updated is False
     with pytest.raises(RunFailedError, match=r"^2 steps in a row .* stage 0: loss inf, gradients"):
         trainer.step(None)

@@ -74,10 +74,6 @@ class TakesMorphs(Protocol):
         """Takes note of a plan, and of the first step that runs it."""
         ...
 
-    def begin_again(self, links: Sequence[Link]) -> None:
-        """Takes note that direct paths have begun again after the step that it was told last."""
-        ...
-
 
 class Adaptation:
     """A rank's part; without adaptation it tells of direct paths that fail, and nothing changes.
@@ -152,8 +148,7 @@ class Adaptation:
         Returns:
             This rank's instructions from the next step on; None: those that it has.
         """
-        if begun := self._own_ends.heed(reports):
-            self._bookkeeper.begin_again(begun)
+        self._own_ends.heed(reports)
         for link in map(Link.parse, reports[0].get(_PROBE, ())):
             if link not in self._own_ends.failed:  # in this very step, as all ranks have heard
                 self._probed += self._trainer.probe(link, step)

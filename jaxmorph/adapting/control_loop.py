@@ -24,15 +24,14 @@ from jaxmorph.adapting.control_events import (
     ops_in_words,
     states_in_words,
 )
-from jaxmorph.adapting.failing_paths import FailingPaths
-from jaxmorph.adapting.path_reports import NO_NEWS, PathNews
+from jaxmorph.adapting.path_reports import NO_NEWS, PathNews, judge_paths
 from jaxmorph.adapting.planning_client import Chosen, Options, PlanningError, Retries
 from jaxmorph.adapting.probes import Probes, found_by
 from jaxmorph.config.sections import Adaptation
 from jaxmorph.control.compute_watch import ComputeNotice, ComputeWatch, followed
 from jaxmorph.control.conditions import UsualLinks, links_under
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.fail_back import FailBack
+from jaxmorph.control.failed_paths import FailedPaths
 from jaxmorph.control.measurements import LinkSample
 from jaxmorph.control.orchestrator import (
     Decision,
@@ -45,7 +44,7 @@ from jaxmorph.control.orchestrator import (
     dwelling_links,
 )
 from jaxmorph.control.profiler import Profile
-from jaxmorph.control.verdicts import KnownWay, Verdict
+from jaxmorph.control.verdicts import KnownWay, Verdict, dead_links
 from jaxmorph.schedule.costs import Link, Routes
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan
@@ -78,6 +77,9 @@ class ControlLoop:
         planned_for: What ops and links cost when it was made.
         detector: Judges links; what it knows of them already is told with the first step.
         plans: The planning process; it has begun with the same plan.
+
+    Attributes:
+        paths: The links that do without their direct paths, also where steps are recorded.
     """
 
     def __init__(
@@ -95,9 +97,8 @@ class ControlLoop:
         self._programs: tuple[str, ...] | None = None  # as ranks were told; None: nothing yet
         self._usual = usual
         self._detector = detector
-        fail_back = FailBack(settings.failback_steps, settings.longest_dwell_steps)
-        self._paths = FailingPaths(fail_back, detector)
-        self._without_path = self._paths.failed  # replaced as a whole: others read it
+        dead = dead_links(detector.verdicts.values())
+        self.paths = FailedPaths(dead, settings.failback_steps, settings.longest_dwell_steps)
         self._compute = compute
         self._profile = planned_for
         self._plans = plans
@@ -146,7 +147,7 @@ class ControlLoop:
             samples: What its messages took, apart from those that went by hosts for want of a
                 direct path: see `link_samples`.
             probes: What messages of probes took before it, milliseconds, by their names.
-            paths: What ranks have told of direct paths; each failure once.
+            paths: What ranks have told of direct paths; each failure once (`read_paths`).
 
         Returns:
             What has happened since the last call, but for failures of direct paths.
@@ -165,13 +166,13 @@ class ControlLoop:
             happened = [*of_links, *map(of_notice, notices), *of_probes]
             told, self._untold = [*happened, *self._untold], []
             self._weigh_if_due(step)
+        self.paths.begin_again(paths.restored)
         return told
 
     def _heed_paths(self, step: int, news: PathNews) -> list[Happening]:
         """Judge links by what ranks tell of their direct paths."""
         routes = self._plan.routes
-        happened = self._paths.observe(step, news, routes)
-        self._without_path = self._paths.failed
+        happened = judge_paths(self.paths, self._detector, step, news, routes)
         failed = [failure.link for failure in news.failures]
         if not failed:
             return happened
@@ -255,13 +256,7 @@ class ControlLoop:
 
     def without_path(self, links: Iterable[Link]) -> frozenset[Link]:
         """Those of some links whose direct paths have failed, as far as is known here by now."""
-        return self._without_path.intersection(links)
-
-    def begin_again(self, links: Iterable[Link]) -> None:
-        """Take note that direct paths have begun again."""
-        for link in links:
-            self._paths.begin_again(link)
-        self._without_path = self._paths.failed
+        return self.paths.failed.intersection(links)
 
     def adopted(self, morph: Morph) -> list[Happening]:
         """Take note that a morph is in force, for every step that is observed from now on."""
@@ -373,7 +368,7 @@ class ControlLoop:
         """
         if not probes:
             return []
-        found = found_by(probes, self._detector, self._without_path)
+        found = found_by(probes, self._detector, self.paths.failed)
         with self._lock:
             self._dwell = self._dwell.after(found.late, step)
             self._probes.note(found, step)

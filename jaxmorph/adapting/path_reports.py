@@ -1,36 +1,43 @@
-"""What ranks tell one another of direct paths that have failed, in the meetings that end steps.
+"""What ranks report of direct paths that fail and come back, and what follows from it on rank 0.
+
+The messages of the meetings that end steps carry:
 
 - `link_failures`: of each link whose direct path this rank gave up in the step, what happened.
 - `paths_up`: of each link whose direct path has failed, whether this end finds it up.
 - `restore`: from rank 0, the links whose direct paths are to begin again after the step.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from jaxmorph.control.path_failure import PathFailure
+from jaxmorph.adapting.control_events import Happening, of_verdict
+from jaxmorph.control.detector import Detector
+from jaxmorph.control.failed_paths import FailedPaths, PathFailure
+from jaxmorph.control.measurements import LinkSample
 from jaxmorph.records import Message
-from jaxmorph.schedule.costs import Link
+from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.schedule.costs import Link, Route, Routes
 
 FAILURES, UP, RESTORE = "link_failures", "paths_up", "restore"
 
 
 @dataclass(frozen=True)
 class PathNews:
-    """What all ranks have told of direct paths in a step.
+    """What all ranks have reported of direct paths in a step.
 
     Attributes:
         failures: One for each link that failed.
         up: Of links that failed before, whether both ends find their direct paths up.
-        lives_left: Of links of which that was told, how often their direct paths can begin again;
-            by an end that told of a failure later than the other, too.
-        is_disturbed: Whether any end told of a failure: what waited for its link may have waited in
-            the step's times.
+        restored: The links whose direct paths begin again after the step.
+        lives_left: Of links of which that was reported, how often their direct paths can begin
+            again; by an end that reported a failure later than the other, too.
+        is_disturbed: Whether any end reported a failure: what waited for its link may have waited
+            in the step's times.
     """
 
     failures: tuple[PathFailure, ...] = ()
     up: Mapping[Link, bool] = field(default_factory=dict)
+    restored: tuple[Link, ...] = ()
     lives_left: Mapping[Link, int] = field(default_factory=dict)
     is_disturbed: bool = False
 
@@ -39,37 +46,27 @@ NO_NEWS = PathNews()
 
 
 def path_news(reports: Sequence[Message]) -> PathNews:
-    """What all ranks have told.
+    """What all ranks have reported; all of them come to the same.
 
     Args:
         reports: All ranks' messages of the meeting that ended the step, in rank order.
     """
-    told: dict[Link, list[tuple[int, Message]]] = {}
+    failures: dict[Link, PathFailure] = {}
     for rank, report in enumerate(reports):
-        for each in report.get(FAILURES, ()):
-            told.setdefault(Link.parse(each["link"]), []).append((rank, each))
+        for message in report.get(FAILURES, ()):
+            told = PathFailure.from_json(message, rank)
+            before = failures.get(told.link)
+            failures[told.link] = told if before is None else before.joined(told)
     named = {Link.parse(name) for report in reports for name in report.get(UP, ())}
-    failures = tuple(_failure(link, ends) for link, ends in sorted(told.items()))
+    up = {link: _is_up_at_both_ends(link, reports) for link in sorted(named)}
+    due = map(Link.parse, reports[0].get(RESTORE, ()))
+    lives = ((link, failure.lives_left) for link, failure in sorted(failures.items()))
     return PathNews(
-        failures,
-        {link: _is_up_at_both_ends(link, reports) for link in sorted(named)},
-        {each.link: each.lives_left for each in failures if each.lives_left is not None},
+        tuple(failure for _, failure in sorted(failures.items())),
+        up,
+        tuple(link for link in due if up.get(link, False)),  # an end may have found it down since
+        {link: left for link, left in lives if left is not None},
         is_disturbed=bool(failures),
-    )
-
-
-def _failure(link: Link, ends: Sequence[tuple[int, Message]]) -> PathFailure:
-    """One failure of what its ends tell; the first of them says what it was."""
-    told = [each for _, each in ends]
-    lives = [each["lives_left"] for each in told if each.get("lives_left") is not None]
-    return PathFailure(
-        link,
-        detail=told[0].get("detail", ""),
-        held_up_s=max(each.get("held_up_s", 0.0) for each in told),
-        resent=sum(each.get("resent", 0) for each in told),
-        began=any(each.get("began", False) for each in told),
-        lives_left=min(lives) if lives else None,
-        told_by=tuple(rank for rank, _ in ends),
     )
 
 
@@ -77,82 +74,154 @@ def _is_up_at_both_ends(link: Link, reports: Sequence[Message]) -> bool:
     return all(reports[rank].get(UP, {}).get(str(link)) is True for rank in link)
 
 
-class DirectPaths(Protocol):
-    """A rank's ends of links, as what runs its transfers knows them."""
-
-    def link_failures(self) -> list[Message]:
-        """The links whose direct paths were given up here since the last call."""
-        ...
-
-    def path_is_up(self, link: Link) -> bool | None:
-        """Whether a link's direct path would work again, at once; None: this rank is no end."""
-        ...
-
-    def take_for_failed(self, link: Link) -> None:
-        """Has a link's direct path watched that has failed, though not in this process."""
-        ...
-
-    def restore_direct(self, link: Link) -> None:
-        """Has a link's direct path begin again; both ends do so between the same two steps."""
-        ...
-
-
 class OwnEnds:
-    """What one rank tells of its own ends, and does with them.
+    """What one rank reports of its own ends of links, and does with them.
 
     Args:
-        is_watched: Whether somebody wants to know when failed paths are up again.
+        trainer: Has the ends.
+        is_watched: Whether anybody wants to know when failed paths are up again.
         failed: All links that do without their direct paths from the start.
+
+    Attributes:
+        failed: All links that do without their direct paths now, wherever their ends are: the same
+            on all ranks between two steps.
     """
 
     def __init__(
-        self, rank: int, paths: DirectPaths, *, is_watched: bool, failed: Iterable[Link] = ()
+        self, rank: int, trainer: StageTrainer, *, is_watched: bool, failed: Iterable[Link] = ()
     ) -> None:
-        self._rank = rank
-        self._paths = paths
-        self._is_watched = is_watched
-        self._failed = set(failed)  # of all ranks' links
-        for link in sorted(self._failed):
-            if rank in link:
-                paths.take_for_failed(link)
-
-    @property
-    def failed(self) -> frozenset[Link]:
-        """All links that do without their direct paths now, wherever their ends are."""
-        return frozenset(self._failed)
+        self._rank, self._trainer, self._is_watched = rank, trainer, is_watched
+        self.failed = frozenset(failed)
+        for link in self._own():
+            trainer.take_for_failed(link)
 
     def told(self) -> Message:
         """What this rank adds to its message of the meeting that ends a step."""
-        failures = self._paths.link_failures()
-        self._note(failures)
+        failures = self._trainer.link_failures()
+        self.failed |= {Link.parse(each["link"]) for each in failures}
         up = self._up() if self._is_watched else {}
         return {name: said for name, said in ((FAILURES, failures), (UP, up)) if said}
 
-    def heed(self, reports: Sequence[Message]) -> tuple[Link, ...]:
-        """Have those direct paths begin again that rank 0 says, if both ends still find them up.
-
-        All ranks hear the same and come to the same; those that have no end of a link take note.
+    def heed(self, reports: Sequence[Message]) -> None:
+        """Take note of what failed, and have those direct paths begin again that rank 0 says.
 
         Args:
             reports: All ranks' messages of the meeting that ended the step.
-
-        Returns:
-            All links whose direct paths begin again, wherever their ends are.
         """
-        for report in reports:
-            self._note(report.get(FAILURES, ()))
-        due = map(Link.parse, reports[0].get(RESTORE, ()))
-        links = tuple(link for link in due if _is_up_at_both_ends(link, reports))
-        for link in links:
-            self._failed.discard(link)
-            if self._rank in link:
-                self._paths.restore_direct(link)
-        return links
+        news = path_news(reports)
+        self.failed |= {failure.link for failure in news.failures}
+        for link in self._own():
+            if link in news.restored:
+                self._trainer.restore_direct(link)
+        self.failed -= set(news.restored)
 
-    def _note(self, failures: Iterable[Message]) -> None:
-        self._failed.update(Link.parse(each["link"]) for each in failures)
+    def _own(self) -> list[Link]:
+        return [link for link in sorted(self.failed) if self._rank in link]
 
     def _up(self) -> dict[str, bool]:
-        own = (link for link in sorted(self._failed) if self._rank in link)
-        found = {str(link): self._paths.path_is_up(link) for link in own}
+        found = {str(link): self._trainer.path_is_up(link) for link in self._own()}
         return {name: is_up for name, is_up in found.items() if is_up is not None}
+
+
+@dataclass(frozen=True)
+class PathsOfStep:
+    """What a step has shown of direct paths, to rank 0.
+
+    Attributes:
+        news: What ranks have reported; a failure that was reported before is not among it.
+        happened: Of failures and of links that are back on their direct paths.
+        samples: What the step's messages took, apart from those that were delegated for want of a
+            direct path.
+        routes: The routes that messages took by the end of the step.
+    """
+
+    news: PathNews
+    happened: tuple[Happening, ...]
+    samples: Sequence[LinkSample]
+    routes: dict[Link, Route]
+
+
+def read_paths(
+    paths: FailedPaths,
+    reports: Sequence[Message],
+    samples: Sequence[LinkSample],
+    routes: Routes,
+) -> PathsOfStep:
+    """Take in a step, whether or not the run adapts.
+
+    Args:
+        reports: All ranks' messages of the meeting that ended it, in rank order.
+        routes: Those of the plan that it ran.
+    """
+    told = path_news(reports)
+    news = replace(told, failures=paths.note(told.failures))
+    restored = map(_of_restored, paths.restored(routes))
+    happened = (*map(_of_failure, news.failures), *restored)
+    return PathsOfStep(news, happened, paths.of_paths(samples), paths.as_run(routes))
+
+
+def judge_paths(
+    paths: FailedPaths, detector: Detector, step: int, news: PathNews, routes: Routes
+) -> list[Happening]:
+    """Turn what ranks have reported of direct paths into verdicts on both directions of a link.
+
+    Args:
+        news: Its failures are new ones.
+        routes: Those of the plan in force.
+
+    Returns:
+        What follows; the failures themselves are events of `read_paths`.
+    """
+    for failure in news.failures:
+        _take_for_dead(detector, step, failure.link, failure.detail)
+    lives = sorted(news.lives_left.items())
+    happened = [_of_no_life_left(link) for link, left in lives if paths.limit(link, left)]
+    delegated = {link for link, route in routes.items() if route == "delegated"}
+    turns = paths.observe(news.up, delegated)
+    for link in turns.lost:
+        _take_for_dead(detector, step, link, "its direct path is down again")
+        happened.append(_of_path_down(link))
+    for link, up_steps in turns.returned.items():
+        happened += _return(detector, step, link, up_steps)
+    return happened
+
+
+def _take_for_dead(detector: Detector, step: int, link: Link, detail: str) -> None:
+    for source, destination in (link, link[::-1]):
+        detector.observe_failure(step, source, destination, detail)
+
+
+def _return(detector: Detector, step: int, link: Link, up_steps: int) -> Iterator[Happening]:
+    for source, destination in (link, link[::-1]):
+        before = detector.verdicts
+        for verdict in detector.observe_return(step, source, destination, up_steps):
+            told = of_verdict(verdict, before)
+            if told is not None:
+                yield told
+
+
+def _of_failure(failure: PathFailure) -> Happening:
+    resent = f"{failure.resent} message{'' if failure.resent == 1 else 's'} sent again"
+    return {
+        "kind": "link_failed",
+        "link": str(failure.link),
+        "detail": f"{failure.detail}; delegated from there on, {resent}",
+        "evidence": failure.to_json(),
+    }
+
+
+def _of_restored(link: Link) -> Happening:
+    return {"kind": "link_restored", "link": str(link), "detail": "on its direct path again"}
+
+
+def _of_path_down(link: Link) -> Happening:
+    detail = "the direct path, which had come back, is down again; the link stays delegated"
+    return {"kind": "link_path_down", "link": str(link), "detail": detail}
+
+
+def _of_no_life_left(link: Link) -> Happening:
+    detail = (
+        "the direct path has failed as often as it can begin while these processes live: the link "
+        "stays delegated until the run is started again"
+    )
+    return {"kind": "link_given_up", "link": str(link), "detail": detail}

@@ -67,7 +67,7 @@ def print_dry_run(path: Path, overrides: Sequence[str], console: Console) -> Non
 def _look_at(path: Path, overrides: Sequence[str]) -> _DryRun:
     # Before JAX looks for devices: a GPU that something computes on is not to be taken.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from jaxmorph.runtime.own_devices import own_devices
+    from jaxmorph.runtime.join import own_devices
     from jaxmorph.start import check_run
     from jaxmorph.training.device_needs import needs_of_step
     from jaxmorph.training.resume import require_no_checkpoints

@@ -9,8 +9,7 @@ from typing import Any
 from jaxmorph.adapting.adaptation import Adaptation, open_control_loop
 from jaxmorph.adapting.control_events import Morph
 from jaxmorph.adapting.control_loop import ControlLoop
-from jaxmorph.adapting.path_books import PathBooks
-from jaxmorph.adapting.path_reports import FAILURES
+from jaxmorph.adapting.path_reports import FAILURES, read_paths
 from jaxmorph.config import Config
 from jaxmorph.control.measurements import link_samples
 from jaxmorph.planning.first_plan import FirstPlan
@@ -20,7 +19,6 @@ from jaxmorph.records import Message
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline, probe_times
 from jaxmorph.runtime.stage_trainer import StageTrainer
-from jaxmorph.schedule.costs import Link
 
 
 class MorphBooks:
@@ -35,7 +33,6 @@ class MorphBooks:
         self.in_force = in_force
         self.events: Counter[str] = Counter()
         self._loop = loop
-        self._paths = PathBooks(loop)
         self._thread = ThreadPoolExecutor(1, "jaxmorph-morphs")
         self._done: list[Any] = []
 
@@ -53,11 +50,6 @@ class MorphBooks:
         if self._loop is not None:
             self._done.append(self._thread.submit(self._adopt, self._loop, morph))
 
-    def begin_again(self, links: Sequence[Link]) -> None:
-        """Take note that direct paths have begun again."""
-        if self._loop is not None:
-            self._done.append(self._thread.submit(self._paths.begin_again, links))
-
     def finish(self) -> None:
         """Wait until all is noted.
 
@@ -70,7 +62,8 @@ class MorphBooks:
 
     def _observe(self, loop: ControlLoop, step: int, reports: Sequence[Message]) -> None:
         measured = measured_timeline(reports)
-        of_step = self._paths.read(reports, link_samples(measured), self.in_force.plan.routes)
+        routes = self.in_force.plan.routes
+        of_step = read_paths(loop.paths, reports, link_samples(measured), routes)
         happened = loop.observe(step, measured, of_step.samples, probe_times(reports), of_step.news)
         self.events.update(each["kind"] for each in [*of_step.happened, *happened])
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from jaxmorph.comparison.condition_links import link_conditions
 from jaxmorph.comparison.condition_plans import ConditionPlanner
 from jaxmorph.comparison.condition_steps import ConditionRunner
-from jaxmorph.comparison.rounds import FailedPaths, Rounds
+from jaxmorph.comparison.rounds import RoundPaths, Rounds
 from jaxmorph.comparison.systems import SYSTEMS, System, system_config
 from jaxmorph.config import Config, load_config
 from jaxmorph.config.compare_section import Compare
@@ -84,7 +84,7 @@ def serve(
         if rank == 0:
             tell({"kind": "plans", "plans": [asdict(planned) for _, planned in made]})
         every_link = possible_links(healthy.parallelism.stages)
-        paths = FailedPaths(rendezvous, trainer, every_link) if healthy.fails_over else None
+        paths = RoundPaths(rendezvous, trainer, every_link) if healthy.fails_over else None
         rounds = Rounds(
             healthy, wanted, system, rendezvous, trainer, runner, planner, paths, first, num_tied
         )

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from jaxmorph.adapting.path_reports import FAILURES, path_news
 from jaxmorph.comparison.condition_links import DelayHistory, RoundLinks, round_links
@@ -30,28 +29,8 @@ _PATIENCE_S = 3.0  # a path that is up is found so in a fraction of a second
 _LOOK_AGAIN_S = 0.02
 
 
-class RestoresPaths(Protocol):
-    """A rank's stage, as far as its direct paths are concerned (`StageTrainer`)."""
-
-    def link_failures(self) -> list[Message]:
-        """The links whose direct paths were given up here since the last call."""
-        ...
-
-    def path_is_up(self, link: Link) -> bool | None:
-        """Whether a failed link's path is up again; None: it hasn't failed, or not here."""
-        ...
-
-    def can_restore(self, link: Link) -> bool:
-        """Whether a failed link can begin again."""
-        ...
-
-    def restore_direct(self, link: Link) -> None:
-        """Has it begin again."""
-        ...
-
-
-class FailedPaths:
-    """One rank's.
+class RoundPaths:
+    """One rank's direct paths that failed in one round, before the next one begins.
 
     Args:
         rendezvous: The meeting place of all ranks; they all make the same calls.
@@ -62,7 +41,7 @@ class FailedPaths:
     def __init__(
         self,
         rendezvous: Rendezvous,
-        trainer: RestoresPaths,
+        trainer: StageTrainer,
         links: Collection[Link],
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -134,7 +113,7 @@ class Rounds:
     trainer: StageTrainer
     runner: ConditionRunner
     planner: ConditionPlanner
-    paths: FailedPaths | None
+    paths: RoundPaths | None
     first: FirstPlan
     num_tied: int
 

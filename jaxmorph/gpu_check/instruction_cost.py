@@ -20,8 +20,7 @@ from jaxmorph.gpu_check.whole_model import whole_model
 from jaxmorph.program.instructions import Free, RankProgram, Run
 from jaxmorph.program.lowering import lower
 from jaxmorph.runtime.executor import Executor, StepInputs
-from jaxmorph.runtime.pacing import Pace
-from jaxmorph.runtime.queue import AsynchronousQueue
+from jaxmorph.runtime.queue import AsynchronousQueue, Pace
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES
 from jaxmorph.schedule.ops import Op, OpKind

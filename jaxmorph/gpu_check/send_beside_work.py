@@ -11,7 +11,7 @@ import numpy as np
 from jaxmorph.gpu_check.stage_pipeline import LINK, TRANSFER_S, StagePipeline
 from jaxmorph.gpu_check.stage_task import StageTask
 from jaxmorph.program.instructions import Payload, Transfer
-from jaxmorph.runtime.identity import TransferIdentity
+from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.schedule.ops import OpKind
 
 _MESSAGE = Transfer(Payload.ACTIVATION, LINK.lower, LINK.upper, microbatch=0)

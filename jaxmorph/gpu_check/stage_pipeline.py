@@ -21,9 +21,9 @@ from jaxmorph.program.check import check
 from jaxmorph.program.instructions import Channel, Payload, RankProgram
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.slots_needed import slots_needed
-from jaxmorph.runtime.data_plane import open_data_plane
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.executor import StepInputs
+from jaxmorph.runtime.link_connections import open_data_plane
 from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import Rendezvous

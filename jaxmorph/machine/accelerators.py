@@ -16,7 +16,7 @@ from jaxmorph.copies.kernel_copies import KernelTier
 from jaxmorph.copies.trial import try_landing, try_tier
 from jaxmorph.copies.ways import OpenDriver, WaysToCopy, ways_to_copy
 from jaxmorph.machine.facts import Fact
-from jaxmorph.runtime.own_devices import own_devices
+from jaxmorph.runtime.join import own_devices
 
 _GIB = 1 << 30
 _KERNELS = KernelTier.name

@@ -7,9 +7,9 @@ from typing import Any
 from jaxmorph.byte_sizes import in_bytes
 from jaxmorph.config import Config
 from jaxmorph.errors import UserError
-from jaxmorph.runtime.device_memory import free_bytes
 from jaxmorph.runtime.host_copies import HOST_MEMORY
 from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.report import free_bytes
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES
 

@@ -29,11 +29,7 @@ def _telling_losses() -> Iterator[None]:
 
 
 class Connection:
-    """A connection to a peer that has proved to be of this run.
-
-    Args:
-        deadline_s: How long the peer may keep silent within a message, or before one.
-    """
+    """A connection to a peer that has proved to be of this run; for the deadline see `limit`."""
 
     def __init__(self, peer: socket.socket, deadline_s: float) -> None:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -46,20 +42,12 @@ class Connection:
         self._socket.settimeout(deadline_s)
 
     def send(self, message: bytes) -> None:
-        """Send one message.
-
-        Raises:
-            TimeoutError: If the peer doesn't take it within the deadline.
-            ConnectionLostError: If the peer is gone.
-        """
+        """Send one message, within the deadline; `ConnectionLostError` if the peer is gone."""
         with _telling_losses():
             self._socket.sendall(_LENGTH.pack(len(message)) + message)
 
     def receive(self, limit_bytes: int = _LARGEST_BYTES) -> bytes:
         """Wait for one message.
-
-        Args:
-            limit_bytes: The longest that is taken.
 
         Raises:
             TimeoutError: If it doesn't come within the deadline.
@@ -96,11 +84,7 @@ def introduce(connection: Connection, rank: int, secret: bytes) -> None:
 
 
 def identify(connection: Connection, secret: bytes) -> int | None:
-    """Find out which rank has connected.
-
-    Returns:
-        The rank, or None where the proof is wrong: a stranger.
-    """
+    """Which rank has connected; None where its proof is wrong: a stranger."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     connection.send(nonce)
     answer = connection.receive(_RANK.size + hmac.new(secret, b"", "sha256").digest_size)

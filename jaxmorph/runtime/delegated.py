@@ -29,12 +29,12 @@ from jaxmorph.copies.programs import (
     is_ready,
 )
 from jaxmorph.program.instructions import Channel, channel_of
-from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.payloads import channel_name
 from jaxmorph.runtime.routes import (
     AbandonedEpochError,
     Moved,
     Posting,
+    TransferIdentity,
     TransferMismatchError,
     require_live,
 )
@@ -118,12 +118,7 @@ class DelegatedRoute:
         return sum(self._num_slots[channel] * end.use.slot_bytes for channel, end in ends)
 
     def make_room(self, needed: Mapping[Channel, int]) -> None:
-        """Give channels the slots that a plan needs, while nothing is under way on any of them.
-
-        Args:
-            needed: How many messages each channel may have under way; those that this rank is no
-                end of don't matter to it.
-        """
+        """Give channels the slots that a plan needs, while nothing is under way on any."""
         self._landings.settle()
         for channel, end in [*self._senders.items(), *self._receivers.items()]:
             wanted = end.use.slots_for(needed.get(channel, 1))
@@ -132,12 +127,7 @@ class DelegatedRoute:
                 self._num_slots[channel] = wanted
 
     def reserve(self, identity: TransferIdentity, deadline_s: float) -> Iterator[Posting]:
-        """Take a slot for each part of a message, when it is asked for the part.
-
-        Raises:
-            TimeoutError: If none becomes free by the deadline.
-            PeerGoneError: If the receiver is gone.
-        """
+        """Take a slot for each part of a message, when it is asked for the part."""
         sender = self._senders[self._channel(identity)]
         for index, part in enumerate(sender.use.parts):
             slot = self._free_slot(identity, sender, deadline_s)
@@ -152,11 +142,7 @@ class DelegatedRoute:
         return last
 
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
-        """Wait for a message on the host, and have it copied out.
-
-        Returns:
-            The payload, when its first part was posted and when its last one had landed.
-        """
+        """Wait on the host; tells when the first part was posted and the last one landed."""
         del arrived_s
         receiver = self._receivers[self._channel(identity)]
         arrival = receiver.landing.begin()
@@ -170,11 +156,7 @@ class DelegatedRoute:
         return Moved(arrival.value(), posted_s, landed_s)
 
     def has_room(self, identity: TransferIdentity) -> bool:
-        """Whether a message has a slot now, so that `reserve` would wait for nothing.
-
-        Raises:
-            PeerGoneError: If it has none, and the receiver is gone.
-        """
+        """Whether `reserve` would wait for nothing; an error if the receiver is gone."""
         return self._plane.has_room(self._senders[self._channel(identity)].name)
 
     def abandon(self, epoch: int) -> None:

@@ -5,23 +5,240 @@ channel. A sender that keeps its outputs until those counts cover them can send 
 the next epoch, on this route or another.
 """
 
+import math
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxmorph.copies.payload import PayloadShape
 from jaxmorph.program.instructions import Channel, channel_of
 from jaxmorph.runtime.emulated_links import EmulatedLinks
-from jaxmorph.runtime.identity import TransferIdentity
-from jaxmorph.runtime.kept_outputs import KeptOutputs
-from jaxmorph.runtime.links import LinkProgram, read_identity
-from jaxmorph.runtime.routes import Moved, Posting, TransferMismatchError, require_live
+from jaxmorph.runtime.routes import (
+    Moved,
+    Posting,
+    TransferIdentity,
+    TransferMismatchError,
+    require_live,
+)
 from jaxmorph.schedule.costs import Link
+from jaxmorph.stage.mesh import DATA, STAGE, link_mesh
 
 _WORD = 0xFFFFFFFF
+
+IDENTITY_WORDS = 8
+"""32-bit words by which each end of a transfer tells the other which transfer it is at."""
+
+LIVES = 2
+"""How often a direct link can begin: once over its devices in either order."""
+
+
+class LinkExhaustedError(RuntimeError):
+    """A direct link has failed as often as it can begin in the life of its processes."""
+
+
+class LinkProgram:
+    """The compiled program that moves one payload over one direction of a link by `ppermute`.
+
+    Both ends call it, at the same point of their queues. It runs on a mesh of the two stages'
+    devices only, matching shards with matching shards; no other rank takes part. It is compiled
+    once, for a fixed shape. The sender's identity of the transfer travels in front of the payload.
+
+    Args:
+        mesh: The link mesh, (stage=2, data, tensor).
+        payload: Shape and type of a message on one shard.
+        source: Which of the mesh's two stages sends: 0 or 1.
+        answered: Whether a message of the same size, with the receiver's identity, goes the other
+            way in the same collective, so that the sender too learns where its peer is.
+    """
+
+    def __init__(
+        self, mesh: Mesh, payload: PayloadShape, *, source: int, answered: bool = False
+    ) -> None:
+        self._payload = payload
+        # Identity and payload travel as one array of words as wide as the payload's elements.
+        self._word = np.dtype(f"uint{8 * payload.dtype.itemsize}")
+        self._identity_length = IDENTITY_WORDS * 4 // payload.dtype.itemsize
+        self._sharding = NamedSharding(mesh, PartitionSpec((STAGE, DATA)))
+        self._num_shards = mesh.devices.size
+        self._device = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
+        destination = 1 - source
+        hops = [(source, destination), (destination, source)]
+        self._pack = self._compile_pack()
+        self._program = self._compile(mesh, hops if answered else hops[:1])
+        self._blank = jax.device_put(np.zeros(payload.shape, payload.dtype), self._device)
+
+    def _compile_pack(self) -> jax.stages.Compiled:
+        """Identity and payload as one message: given to a program, an identity costs least."""
+        place = SingleDeviceSharding(self._device)
+        payload = self._payload
+
+        def pack(identity: jax.Array, value: jax.Array) -> jax.Array:
+            words = jax.lax.bitcast_convert_type(value, self._word).reshape(-1)
+            return jnp.concatenate([identity, words])
+
+        identity = jax.ShapeDtypeStruct((self._identity_length,), self._word, sharding=place)
+        value = jax.ShapeDtypeStruct(payload.shape, payload.dtype, sharding=place)
+        return jax.jit(pack).lower(identity, value).compile()
+
+    def _compile(self, mesh: Mesh, hops: list[tuple[int, int]]) -> jax.stages.Compiled:
+        length, payload = self._identity_length, self._payload
+
+        def move(message: jax.Array) -> tuple[jax.Array, jax.Array]:
+            message = jax.lax.ppermute(message, STAGE, hops)
+            moved = jax.lax.bitcast_convert_type(message[length:], payload.dtype)
+            return message[:length], moved.reshape(payload.shape)
+
+        spec = PartitionSpec((STAGE, DATA))
+        sharded = jax.shard_map(
+            move, mesh=mesh, in_specs=spec, out_specs=(spec, spec), check_vma=False
+        )
+        num_words = length + math.prod(payload.shape)
+        message = jax.ShapeDtypeStruct(
+            (self._num_shards * num_words,), self._word, sharding=self._sharding
+        )
+        return jax.jit(sharded).lower(message).compile()
+
+    def _as_shard(self, message: jax.Array) -> jax.Array:
+        """This process's shard of the array over both ends; the peer brings its own."""
+        return jax.make_array_from_single_device_arrays(
+            (self._num_shards * message.size,), self._sharding, [message], dtype=message.dtype
+        )
+
+    def run(
+        self, identity: Sequence[int], value: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Dispatch this process's end.
+
+        Args:
+            identity: Eight numbers below 2**32 that say which transfer this end is at.
+            value: The payload, on this process's device, at the sending end; None at the other.
+
+        Returns:
+            (the peer's identity as words of the program's width, see `read_identity`; the payload
+            at the receiving end). Both are ready when the transfer is over; the identity is zeros
+            at the sending end of a program that isn't answered.
+        """
+        words = np.asarray(identity, np.uint32).view(self._word)
+        message = self._pack(words, self._blank if value is None else value)
+        peer, moved = self._program(self._as_shard(message))
+        return peer.addressable_data(0), moved.addressable_data(0)
+
+
+def read_identity(words: jax.Array) -> tuple[int, ...]:
+    """The eight numbers of an identity; waits until they are there."""
+    return tuple(np.asarray(words).view(np.uint32).tolist())
+
+
+def direct_programs(
+    payloads: Mapping[Channel, PayloadShape],
+    mesh: Mesh,
+    *,
+    answered: bool,
+    failures: Mapping[Link, int] | None = None,
+) -> dict[Channel, LinkProgram]:
+    """A compiled program for each channel of a rank's direct links.
+
+    A communicator whose transfer has failed stays closed, and XLA has one for each tuple of
+    devices: after a failure the link's devices are taken in the other order.
+
+    Args:
+        payloads: What a message of each channel carries.
+        answered: Whether the sender learns when its peer has come.
+        failures: How often each link has failed; a link that isn't named hasn't.
+
+    Raises:
+        LinkExhaustedError: If a link has failed before with either order.
+    """
+    failed = Counter(failures or {})
+    return {
+        channel: _program(channel, payload, mesh, answered, failed[channel.link])
+        for channel, payload in payloads.items()
+    }
+
+
+def _program(
+    channel: Channel, payload: PayloadShape, mesh: Mesh, answered: bool, failures: int
+) -> LinkProgram:
+    lower, upper = channel.link
+    orders = ((lower, upper), (upper, lower))
+    if failures >= LIVES:
+        raise LinkExhaustedError(
+            f"link {channel.link} has failed {failures} times, and a direct link can begin "
+            f"{LIVES} times: delegate it, or start its processes again"
+        )
+    order = orders[failures]
+    source = order.index(channel.source)
+    return LinkProgram(link_mesh(mesh, *order), payload, source=source, answered=answered)
+
+
+class KeptOutputs:
+    """The last outputs of each channel, in the order of sending, up to what their receiver has.
+
+    The authority is the receiver's count of the messages that it has taken. Counts go on through
+    all epochs: what is sent again has the number it had.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Channel, deque[tuple[TransferIdentity, jax.Array]]] = {}
+        self._covered: Counter[Channel] = Counter()
+        self._lock = threading.Lock()  # the queue's thread keeps, the host covers
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is held."""
+        with self._lock:
+            return sum(value.nbytes for outputs in self._kept.values() for _, value in outputs)
+
+    def keep(self, identity: TransferIdentity, value: jax.Array) -> None:
+        """Hold an output that is about to be sent."""
+        with self._lock:
+            outputs = self._kept.setdefault(channel_of(identity.transfer), deque())
+            outputs.append((identity, value))
+
+    def let_go(self, link: Link) -> None:
+        """Let go of all that was sent over a link: its receiver has taken every message of it."""
+        with self._lock:
+            for channel in self._kept:
+                if channel.link == link:
+                    self._covered[channel] += len(self._kept[channel])
+                    self._kept[channel].clear()
+
+    def cover(self, channel: Channel, received: int) -> None:
+        """Let go of what has come: so many messages, counted from the run's first one.
+
+        Raises:
+            ValueError: If that is fewer than it said before, or more than were sent.
+        """
+        with self._lock:
+            outputs = self._kept.setdefault(channel, deque())
+            covered = self._covered[channel]
+            if not covered <= received <= covered + len(outputs):
+                raise ValueError(
+                    f"{channel}: got a count of {received}, expected {covered} up to "
+                    f"{covered + len(outputs)}"
+                )
+            for _ in range(received - covered):
+                outputs.popleft()
+            self._covered[channel] = received
+
+    def take_uncovered(
+        self, channel: Channel, received: int
+    ) -> list[tuple[TransferIdentity, jax.Array]]:
+        """Returns what to send again, in order; it is no longer kept."""
+        self.cover(channel, received)
+        with self._lock:
+            outputs = self._kept[channel]
+            rest = list(outputs)
+            outputs.clear()
+            return rest
 
 
 @dataclass
@@ -93,12 +310,10 @@ class DirectRoute:
         self._abandoned = max(self._abandoned, epoch)
 
     def begin_epoch(self, link: Link, epoch: int, programs: Mapping[Channel, LinkProgram]) -> None:
-        """Begin a new life of a link, while the queue is empty.
+        """Begin a new life of a link, while the queue is empty; earlier ones are refused.
 
-        Args:
-            epoch: The life's number; what is left of those before is refused.
-            programs: What moves the link's payloads from now on. If its transfers have failed they
-                are programs over another tuple of devices: with the old one its ends stay closed.
+        If transfers have failed, the programs are over another tuple of devices: with the old one
+        the ends stay closed.
         """
         self._began[link] = epoch
         self.programs = {**self.programs, **programs}

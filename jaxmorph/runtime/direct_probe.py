@@ -12,9 +12,8 @@ from jax.sharding import Sharding
 
 from jaxmorph.copies.payload import PayloadShape
 from jaxmorph.program.instructions import Channel, Payload, Transfer, channel_of
-from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.queue import DeviceQueue, Stamp
-from jaxmorph.runtime.routes import Route
+from jaxmorph.runtime.routes import Route, TransferIdentity
 from jaxmorph.schedule.costs import Link
 
 _MICROBATCH = 2**30  # from here on: no step's, and none that is evaluated
@@ -46,22 +45,16 @@ def probe_direct(
     timeout_s: float,
     pending: Any,
 ) -> list[Stamp]:
-    """Send zeros to and fro by the programs that are there: nothing is compiled.
+    """Send zeros to and fro by the programs that are there; what this end's messages took.
 
     Both ends call this at the same point, while nothing is on their queues. Neither begins before
     its own work is done, and a first message that doesn't count brings them together: what is
     measured afterwards is the link, and not an update that one of them was still busy with.
 
     Args:
-        link: Which one; this rank is one of its ends.
         step: The step that is over.
-        payloads: What a message of each channel carries.
         placement: Where the stage keeps its arrays.
-        timeout_s: How long to wait for the peer.
         pending: Arrays that are ready when the accelerator has nothing else to do.
-
-    Returns:
-        How long this end took for each message that counts.
     """
     meeting, _ = probe_transfers(link)
     pairs = (probe_transfers(link, number) for number in range(1, _MEASURED + 1))

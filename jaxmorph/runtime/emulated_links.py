@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxmorph.program.instructions import Transfer
-from jaxmorph.runtime.identity import TransferIdentity
+from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.schedule.costs import Link
 from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator, of_route
 from jaxmorph.transport.plane import DataPlane
@@ -44,8 +44,7 @@ class EmulatedLinks:
 
         Args:
             conditions: Of all links; those that this rank is no end of don't matter to it.
-            origin_s: When the conditions' times begin, by the monotonic clock; None: now. Ranks
-                that are to see the same at the same time need the same origin.
+            origin_s: When the conditions' times begin, the same on all ranks; None: now.
         """
         origin_s = time.monotonic() if origin_s is None else origin_s
         with self._changed:
@@ -55,11 +54,7 @@ class EmulatedLinks:
             plane.emulate(of_route(conditions, "delegated"), origin_s)
 
     def is_cut(self, link: Link, step: int) -> bool:
-        """Whether a link delivers nothing on the direct route now, in either direction.
-
-        Args:
-            step: The step that its messages would belong to.
-        """
+        """Whether a link delivers no direct message of a step now, in either direction."""
         now_s, (low, high) = time.monotonic(), link
         return any(self._emulator.is_cut(*way, step, now_s) for way in ((low, high), (high, low)))
 
@@ -75,15 +70,11 @@ class EmulatedLinks:
         deadline_s: float,
         given_up: Asked = never,
     ) -> float:
-        """Wait for as long as a transfer's link is cut.
+        """Wait for as long as a transfer's link is cut; when it can begin.
 
         Args:
-            arrived_s: When this end came to it, by the monotonic clock.
-            deadline_s: When to give up, by the same clock.
+            arrived_s: When this end came to it, by the monotonic clock; returned if nothing is cut.
             given_up: Whether to give up now; asked anew after `look_again`.
-
-        Returns:
-            When it can begin: the time at which this end came, or at which the link healed.
 
         Raises:
             TimeoutError: If the link is still cut at the deadline, or when it is given up.
@@ -112,18 +103,11 @@ class EmulatedLinks:
         deadline_s: float,
         given_up: Asked = never,
     ) -> float:
-        """When a transfer whose ends have met is over; waits only where the link is cut.
+        """When a transfer whose ends have met has passed the link; waits only where that is cut.
 
         Args:
             met_s: When the later of its ends came to it, as both of them know it.
-            deadline_s: When to give up on a cut link.
-            given_up: Whether to give up now; asked anew after `look_again`.
-
-        Returns:
-            A time not before the ends met: after the bytes have passed the emulated link.
-
-        Raises:
-            TimeoutError: If the link was cut in between and stays so to the deadline.
+            given_up: As for `wait_until_whole`, whose errors are raised.
         """
         transfer, words = identity.transfer, identity.words()
         way = (transfer.source, transfer.destination)

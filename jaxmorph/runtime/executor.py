@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,52 +40,15 @@ from jaxmorph.program.instructions import (
     Update,
 )
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies, wait_for
-from jaxmorph.runtime.identity import TransferIdentity
-from jaxmorph.runtime.pacing import Pace
-from jaxmorph.runtime.queue import DeviceQueue, Stamp
-from jaxmorph.runtime.routes import Moved, Posting, Route
+from jaxmorph.runtime.queue import DeviceQueue, Pace, Stamp
+from jaxmorph.runtime.routes import Moved, Posting, Route, TransferIdentity
+from jaxmorph.runtime.tied import TiedGradients
 from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.stage.build import StagePrograms
 
 Tree = Any
 Chunks = tuple[Tree, ...]
 """One tree for each virtual stage of a rank, in the order of its chunks."""
-
-
-class StageMathematics(Protocol):
-    """What the executor needs of a virtual stage: its compiled programs (`stage.build`).
-
-    What comes from the host, or from another stage, may be an array of numpy (`host_memory`).
-    """
-
-    def forward_marked(self, weights: Tree, x: ArrayLike, targets: ArrayLike | None = None) -> Any:
-        """(output, stash, an array that is ready when the program has run)."""
-        ...
-
-    def backward_input_marked(self, weights: Tree, stash: Tree, output_gradient: ArrayLike) -> Any:
-        """(input gradient or None, weight stash, an array that is ready when it has run)."""
-        ...
-
-    def backward_weight_marked(self, weights: Tree, weight_stash: Tree, accumulators: Tree) -> Any:
-        """(accumulators, an array that is ready when it has run)."""
-        ...
-
-    def backward_marked(
-        self, weights: Tree, stash: Tree, output_gradient: ArrayLike, accumulators: Tree
-    ) -> Any:
-        """(input gradient or None, accumulators, an array that is ready when it has run)."""
-        ...
-
-
-class TiedReduction(Protocol):
-    """What the executor needs for tied parameters (`jaxmorph.runtime.tied` makes it)."""
-
-    def own_copy(self, accumulators: Chunks, index: int) -> jax.Array:
-        """The gradient of this rank's copy."""
-        ...
-
-    def combine(self, accumulators: Chunks, index: int, peer: ArrayLike | None) -> Chunks:
-        """The accumulators with the sum over both copies; the peer's as it came."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -177,13 +140,13 @@ class Executor:
         copies: Moves stashes to host memory and back; None where no program does.
     """
 
-    chunks: Sequence[StageMathematics]
+    chunks: Sequence[StagePrograms]
     placement: Sharding
     queue: DeviceQueue
     routes: Mapping[str, Route]
     pace: Pace
     transfer_timeout_s: float
-    tied: TiedReduction | None = None
+    tied: TiedGradients | None = None
     copies: HostCopies | None = None
 
     def execute(
@@ -198,23 +161,19 @@ class Executor:
     ) -> StepOutcome:
         """Run a step's ops and transfers, up to its update.
 
+        After an error the epoch is abandoned on every route, as the ends may be out of step, and
+        what is left on the queue is dropped.
+
         Args:
             weights: What each chunk's `prepare` made of its parameters.
             accumulators: Each chunk's zeroed gradient accumulators; they are donated.
             inputs: Tokens and targets of all microbatches.
-            step: The step's number; part of every message's identity.
-            epoch: The life of the routes; part of every message's identity.
-
-        Returns:
-            The step's loss, gradients and timings, once everything has run.
+            step: The step's number, part of every message's identity, as is the routes' epoch.
 
         Raises:
             TransferMismatchError: If a message came that is not the one expected.
             TimeoutError: If a message, or room for one, didn't come in time.
             PeerGoneError: If a rank at the other end of a delegated link is gone.
-
-        After an error the epoch is abandoned on every route, as the ends may be out of step, and
-        what is left on the queue is dropped.
         """
         loss_weight = jax.device_put(np.float32(inputs.loss_weight), self.placement)
         state = _Step(program, weights, list(accumulators), inputs, loss_weight, step, epoch)
@@ -332,7 +291,7 @@ class Executor:
         return state.buffers[sent_buffer(transfer)]
 
     @property
-    def _tied(self) -> TiedReduction:
+    def _tied(self) -> TiedGradients:
         if self.tied is None:
             raise ValueError("the program reduces a tied gradient, but this stage holds none")
         return self.tied

@@ -6,8 +6,10 @@ than a slot. So the order of the rank's program stays as it was checked.
 """
 
 import re
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,16 +20,10 @@ import jax
 
 from jaxmorph.program.instructions import Channel
 from jaxmorph.runtime.delegated import DelegatedRoute
-from jaxmorph.runtime.direct import DirectRoute
-from jaxmorph.runtime.direct_programs import LIVES
-from jaxmorph.runtime.identity import TransferIdentity
-from jaxmorph.runtime.kept_outputs import KeptOutputs
-from jaxmorph.runtime.link_messages import Counts, LinkWires
-from jaxmorph.runtime.link_switch import LinkEnd
-from jaxmorph.runtime.links import LinkProgram
-from jaxmorph.runtime.next_life import NextLife
-from jaxmorph.runtime.other_paths import OtherPaths
-from jaxmorph.runtime.routes import Moved, Posting, require_live
+from jaxmorph.runtime.direct import LIVES, DirectRoute, KeptOutputs, LinkProgram
+from jaxmorph.runtime.link_connections import PathEchoes
+from jaxmorph.runtime.link_switch import Counts, LinkEnd, LinkWires
+from jaxmorph.runtime.routes import Moved, Posting, TransferIdentity, require_live
 from jaxmorph.schedule.costs import Link
 
 Programs = Mapping[Channel, LinkProgram]
@@ -59,7 +55,7 @@ class FailoverRoute:
         rank: int,
         timeout_s: float,
         programs_of: Callable[[Link, int], Programs],
-        others: OtherPaths | None = None,
+        others: "OtherPaths | None" = None,
     ) -> None:
         self._direct, self._delegated = direct, delegated
         self.kept = direct.kept = KeptOutputs()
@@ -87,8 +83,7 @@ class FailoverRoute:
         """Send, and wait until the message has left; on whichever route it does.
 
         Raises:
-            TimeoutError: If the peer doesn't come.
-            PeerGoneError: If it is gone.
+            TimeoutError: If the peer doesn't come; `PeerGoneError` if it is gone.
             LinkSwitchError: If the ends of a link that failed disagree.
         """
         end = self._end(identity)
@@ -142,12 +137,12 @@ class FailoverRoute:
             self._others.settle([link for link in self._ends if self.has_switched(link)])
 
     def failures(self) -> list[dict[str, Any]]:
-        """What has failed since the last call: see `LinkFailure.to_message`."""
+        """What has failed since the last call, as a rank reports it: see `PathFailure`."""
         found = []
         for link, end in self._ends.items():
             for failure in end.take_failures():
                 self._next[link].prepare(end.times_closed)  # no step waits for it
-                found.append(failure.to_message(LIVES - end.times_closed))
+                found.append(replace(failure, lives_left=LIVES - end.times_closed).to_json())
         return found
 
     def has_switched(self, link: Link) -> bool:
@@ -163,11 +158,7 @@ class FailoverRoute:
         return self.has_switched(link) and self._ends[link].times_closed < LIVES
 
     def restore(self, link: Link) -> None:
-        """Begin a link's next direct life, at the same boundary at both its ends.
-
-        Raises:
-            LinkExhaustedError: If it can't.
-        """
+        """Begin a link's next direct life, at the same boundary at both its ends."""
         end = self._ends[link]
         programs = self._next[link].programs(end.times_closed)
         self._direct.begin_epoch(link, end.epoch + 2, programs)
@@ -268,3 +259,123 @@ def _is_of_backend(error: Exception) -> bool:
 
 def _in_short(error: Exception) -> str:
     return " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
+
+
+class NextLife:
+    """Compiles what a link needs to begin again, beside the steps that go on without it.
+
+    It is given how often the link's devices were made useless; `LinkExhaustedError` if too often.
+    """
+
+    def __init__(self, compiled: Callable[[int], Programs]) -> None:
+        self._compiled = compiled
+        self._made: dict[int, Future[Programs]] = {}
+
+    def prepare(self, times_closed: int) -> None:
+        """Begin to compile, if that is needed; waits for nothing."""
+        if times_closed == 0 or times_closed in self._made:
+            return
+        self._made[times_closed] = Future()
+        threading.Thread(
+            target=self._make, args=(times_closed,), name="next life of a link", daemon=True
+        ).start()
+
+    def programs(self, times_closed: int) -> Programs:
+        """What the link begins again with, once compiled; nothing new if it was never closed."""
+        self.prepare(times_closed)
+        return self._made[times_closed].result() if times_closed else {}
+
+    def _make(self, times_closed: int) -> None:
+        made = self._made[times_closed]
+        try:
+            made.set_result(self._compiled(times_closed))
+        except Exception as error:  # raised where the programs are wanted
+            made.set_exception(error)
+
+
+_LOOKS = 4  # how often a transfer is looked at before it hangs
+_TRIES, _BETWEEN_S = 10, 0.5
+
+
+class OtherPaths:
+    """Finds out which of a rank's other direct paths are dead while one of its transfers hangs.
+
+    A network card that dies takes all links of its host with it. Each would be found by a transfer
+    of its own that hangs until its deadline, one after another; so the other ends are asked while
+    the first one hangs, until the end of the step, and dead paths are given up without a transfer.
+
+    Args:
+        links: The rank's direct ones. Those whose hosts don't even answer at the run's start, as
+            where a host knows itself by a name of its own, are never taken for dead; nor are those
+            that somebody else watches, as their paths have failed before.
+        after_s: How long a transfer takes that hangs: half of when it is given up. By then others
+            have been asked, and haven't answered.
+        is_cut: Whether an emulated link is cut.
+    """
+
+    def __init__(
+        self,
+        links: Collection[Link],
+        echoes: PathEchoes,
+        after_s: float,
+        is_cut: Callable[[Link], bool],
+    ) -> None:
+        self._links, self._echoes = tuple(links), echoes
+        self._after_s, self._is_cut = after_s, is_cut
+        self._inside: tuple[Link, float] | None = None
+        self._reached: frozenset[Link] = frozenset()
+        self._watched: set[Link] = set()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="other paths", daemon=True)
+        self._thread.start()
+
+    def enter(self, link: Link) -> None:
+        """Take note that a link's transfer begins, of both its ends."""
+        self._inside = link, time.monotonic()
+
+    def leave(self) -> None:
+        """Take note that it is over, or given up."""
+        self._inside = None
+
+    def is_dead(self, link: Link) -> bool:
+        """Whether a link's path was found dead while a transfer of another one hung."""
+        with self._lock:
+            if link not in self._watched:
+                return False
+        return self._is_cut(link) or (link in self._reached and self._echoes.is_down(link))
+
+    def settle(self, failed: Collection[Link]) -> None:
+        """Watch no link any more at the end of a step; somebody else watches those that failed."""
+        with self._lock:
+            for link in self._watched.difference(failed):
+                self._echoes.forget(link)
+            self._watched.clear()
+
+    def close(self) -> None:
+        """Look at no more transfers."""
+        self._closed.set()
+        self._thread.join(self._after_s)
+
+    def _look(self) -> None:
+        self._meet_hosts()
+        while not self._closed.wait(self._after_s / _LOOKS):
+            inside = self._inside
+            if inside is not None and time.monotonic() - inside[1] >= self._after_s:
+                self._watch_others(inside)
+
+    def _meet_hosts(self) -> None:
+        """Have all hosts answer once; they may be busy, as they start too."""
+        for _ in range(_TRIES):
+            missing = [link for link in self._links if link not in self._reached]
+            self._reached |= {link for link in missing if self._echoes.reaches(link)}
+            if len(self._reached) == len(self._links) or self._closed.wait(_BETWEEN_S):
+                return
+
+    def _watch_others(self, inside: tuple[Link, float]) -> None:
+        with self._lock:
+            if self._inside != inside:  # it was over meanwhile, and maybe the step
+                return
+            for link in self._links:
+                if link != inside[0] and self._echoes.watch(link, self._after_s / 2):
+                    self._watched.add(link)

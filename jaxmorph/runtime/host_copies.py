@@ -81,12 +81,7 @@ class HostCopies:
         self._in = _Engine("fetch", bytes_per_s)
 
     def offload(self, away: AwayStash, arrays: Tree, made_s: float) -> None:
-        """Begin to copy a stash to host memory.
-
-        Args:
-            arrays: The stash, on the device; deleted once the host has it.
-            made_s: Since when it is there, on the monotonic clock.
-        """
+        """Begin to copy a stash, there since `made_s`, to host memory; then it is deleted here."""
         away.arrays = arrays
         away.shardings = jax.tree.map(lambda leaf: leaf.sharding, arrays)
         self._out.submit(away.gone, lambda: self._out.copy(away, away.host_shardings, made_s))
@@ -152,18 +147,13 @@ def _fulfil(over: Future[Stamp], work: Callable[[], Stamp]) -> None:
 
 
 def wait_for(over: Future[Stamp], deadline_s: float, check: Callable[[], None]) -> Stamp:
-    """Wait until a copy is over.
+    """Wait until a copy is over; when it ran.
 
     Args:
-        over: Done when it is.
-        deadline_s: Until when, on the monotonic clock.
         check: Raises what has gone wrong on the queue, that the copy may depend on.
 
-    Returns:
-        When it ran.
-
     Raises:
-        TimeoutError: If it is not over by then.
+        TimeoutError: If it is not over by the deadline.
     """
     while True:
         try:

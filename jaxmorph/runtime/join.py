@@ -1,13 +1,19 @@
 """How a process joins a run: by JAX's distributed runtime, told where or by a cluster's means."""
 
 import os
+from typing import Any
 
 import jax
 
-from jaxmorph.runtime.coordination import coordinator_host, key_value_store
-from jaxmorph.runtime.own_devices import own_devices
+# The one private import of the runtime: JAX's coordination service. `jax.distributed` starts a
+# key-value store on the host network for every multi-process run, but has no public handle to it;
+# `multihost_utils` would send the same data over the accelerator's collectives, which must not
+# carry control messages: a slow link would hold them up, a dead one for ever.
+from jax._src import distributed
+
+from jaxmorph.errors import UserError
 from jaxmorph.runtime.rank_process import RankArguments
-from jaxmorph.runtime.rendezvous import HostRendezvous, Rendezvous, SoleRank
+from jaxmorph.runtime.rendezvous import HostRendezvous, KeyValueStore, Rendezvous, SoleRank
 
 
 def join_run(
@@ -56,16 +62,12 @@ def join_run(
 
 
 def rendezvous_of_joined(start_timeout_s: float) -> Rendezvous:
-    """The rendezvous of processes that `jax.distributed` has joined.
-
-    Raises:
-        UserError: If JAX has no device here, in one line.
-    """
+    """The rendezvous of processes that `jax.distributed` has joined."""
     own_devices()
     if jax.process_count() == 1:
         return SoleRank()
     return HostRendezvous(
-        key_value_store(),
+        _key_value_store(),
         coordinator_host(),
         jax.process_index(),
         jax.process_count(),
@@ -80,15 +82,7 @@ def join_as_told(
     step_timeout_s: float,
     device: int | None = None,
 ) -> Rendezvous:
-    """Join the run that a launcher on this machine has started.
-
-    Args:
-        start_timeout_s: As for `join_run`, seconds.
-        step_timeout_s: As for `join_run`, seconds.
-
-    Returns:
-        The rendezvous with the other ranks.
-    """
+    """Join the run that a launcher on this machine has started; see `join_run`."""
     return join_run(
         start_timeout_s=start_timeout_s,
         step_timeout_s=step_timeout_s,
@@ -100,11 +94,10 @@ def join_as_told(
 
 
 def have_threads(arguments: RankArguments, least: int) -> None:
-    """Have XLA's pools have at least so many threads, where the launcher has given them fewer.
+    """Give XLA's pools at least so many threads, where the launcher has given them fewer.
 
-    Args:
-        arguments: The launcher's; what its user, or the script, has said of threads stands.
-        least: How many. It holds if JAX has computed nothing yet.
+    What its user, or the script, has said of threads stands. It holds if JAX has computed nothing
+    yet.
     """
     given = arguments.num_threads
     if given is not None and given < least and os.environ.get("NPROC") == str(given):
@@ -114,8 +107,7 @@ def have_threads(arguments: RankArguments, least: int) -> None:
 def limit_collectives(timeout_s: float) -> None:
     """Give CPU collectives a deadline; without one an unmatched transfer waits for ever.
 
-    Args:
-        timeout_s: Seconds. It holds if JAX has computed nothing yet.
+    It holds if JAX has computed nothing yet.
     """
     flag = f"--xla_cpu_collective_timeout_seconds={max(1, round(timeout_s))}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
@@ -131,3 +123,45 @@ def compile_alone() -> None:
     """
     flag = "--xla_gpu_shard_autotuning=false"
     os.environ["XLA_FLAGS"] = f"{flag} {os.environ.get('XLA_FLAGS', '')}".strip()
+
+
+def _key_value_store() -> KeyValueStore:
+    """The store of the run that this process has joined."""
+    client = distributed.global_state.client
+    if client is None:
+        raise RuntimeError("the coordination service is not running: no jax.distributed.initialize")
+    return client
+
+
+def coordinator_host() -> str:
+    """The host, name or address, on which rank 0 serves the coordination service."""
+    address = distributed.global_state.coordinator_address
+    if address is None:
+        raise RuntimeError("the coordination service is not running: no jax.distributed.initialize")
+    return address.rpartition(":")[0].strip("[]")
+
+
+def own_devices() -> list[Any]:
+    """What JAX computes on in this process; a `UserError` where it has nothing it was asked for."""
+    try:
+        return jax.local_devices()
+    except AssertionError as error:  # what JAX raises where it knows none of the platforms
+        raise _none_of_these("it has no such platform installed") from error
+    except RuntimeError as error:
+        if "Unable to initialize backend" not in str(error):
+            raise  # of ranks that didn't come, for one
+        raise _none_of_these(" ".join(str(error).split())) from error
+
+
+def device_kind() -> str:
+    """What the first of them is, such as "NVIDIA H800", or "cpu"."""
+    return own_devices()[0].device_kind
+
+
+def _none_of_these(reason: str) -> UserError:
+    asked = jax.config.values["jax_platforms"]
+    return UserError(
+        f"JAX_PLATFORMS: got {asked!r}, of which JAX has no device here ({reason}), expected a "
+        "platform that it has (of GPUs, rank k of a host takes the k-th: it needs as many as there "
+        "are ranks); jaxmorph doctor says what this machine has"
+    )

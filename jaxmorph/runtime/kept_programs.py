@@ -18,7 +18,13 @@ import jax
 from jax.experimental import serialize_executable
 from jax.stages import Compiled, Lowered
 
+from jaxmorph.config import Config
+from jaxmorph.stage.compiling import compile_by
+
+FOLDER = "compilation_cache"
+
 _log = logging.getLogger(__name__)
+_COMPILATION = "/jax/core/compile/backend_compile_duration"
 _CPU_INFO = Path("/proc/cpuinfo")
 _CPU_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
 
@@ -36,11 +42,7 @@ class KeptPrograms:
         self._platform: tuple[str, ...] | None = None
 
     def compile(self, lowered: Lowered) -> Compiled:
-        """The program as an earlier process has kept it, or compiled, and kept for later ones.
-
-        Args:
-            lowered: What to compile, for the first device.
-        """
+        """The program as an earlier process has kept it, or compiled, and kept for later ones."""
         path = self.folder / f"{self._key(lowered)}.program"
         return self._kept(path, lowered) or self._compiled(path, lowered)
 
@@ -111,3 +113,34 @@ def _processor() -> str:
         return ""
     lines = _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join(sorted({line for line in lines if line.startswith(_CPU_LINES)}))
+
+
+def keep_compiled(config: Config, directory: Path, rank: int) -> None:
+    """Have this process keep what it compiles from now on, if its run may be started again.
+
+    Its stage's programs it keeps itself (see `kept_programs`), and all else is JAX's to keep, in
+    its persistent cache, which process 0 writes. One that is set already, as by
+    JAX_COMPILATION_CACHE_DIR, stays.
+    """
+    wanted = config.restart_policy.compilation_cache
+    if not config.may_restart or wanted is False:
+        return
+    folder = (directory / FOLDER if wanted is True else Path(wanted)).absolute()
+    compile_by(KeptPrograms(folder / f"rank_{rank}").compile)
+    if not jax.config.values["jax_compilation_cache_dir"]:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        # What is left takes less than JAX's second each, and together more than a second.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+class CompilationCounter:
+    """Counts the programs that this process compiles: a change of schedule must compile none."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._note)
+
+    def _note(self, event: str, duration_secs: float, **details: str | int) -> None:
+        del duration_secs, details
+        if event == _COMPILATION:
+            self.count += 1

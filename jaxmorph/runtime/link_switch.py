@@ -1,35 +1,121 @@
 """How the two ends of a link leave a direct path that has failed, and agree on what has come.
 
-Before each direct transfer both ends say a word, that they are there, over a connection of their
-own. So a transfer's deadline begins when both have come, and a peer that is late isn't taken for a
-path that is dead; and who hears that its peer has come knows that all before has been taken.
+Before each direct transfer both ends send a *word*, that they are there, over a connection of their
+own. So the deadline of a transfer begins when both have come, and a late peer isn't taken for a
+dead path; and an end that hears its peer's word knows that all transfers before have been taken.
 
-An end whose transfer fails gives the path up, and so does one that hears so, as soon as it is in
-none of the link's transfers: it completes no more of this life, and tells its *state*, how many
-messages of each channel it has taken. Who has given the path up itself and has its peer's state has
+An end whose transfer fails gives the path up, and so does one that hears of it, as soon as it is in
+none of the link's transfers: it completes no more of this epoch, and sends its *state*, how many
+messages of each channel it has taken. An end that has given up and has its peer's state has
 switched: it sends again what the peer's counts don't cover, and all that follows, delegated. No
-third message is needed. An end never goes back from what it has told, so its counts are final and
-each end knows with the second message all that the other will ever know of the old life. That the
-other has got it, too, could only say when that begins to send, and a slot keeps what is early.
+third message is needed. An end never goes back on its state, so its counts are final, and with the
+second message each end knows all that the other will ever know of the old epoch. It can't know that
+the peer has this message until the peer sends; until then early messages wait in a slot.
 
 The queue's thread comes to transfers, waits for its peer's words and leaves them; a thread for each
 link waits for its peer's states, and switches when the queue is elsewhere, maybe waiting for a rank
-that waits for what is to be resent. As the two read different connections, whoever gives a path up
-says so in a last word too.
+that waits for what is to be sent again. As the two read different connections, an end that gives a
+path up says so in a last word too.
 """
 
+import json
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from jaxmorph.runtime.connection import ConnectionLostError
-from jaxmorph.runtime.link_failure import LinkFailure
-from jaxmorph.runtime.link_messages import Counts, EndState, LinkWires, Wire, Word
+from jaxmorph.control.failed_paths import PathFailure
+from jaxmorph.program.instructions import Channel, Payload
+from jaxmorph.runtime.connection import Connection, ConnectionLostError
 from jaxmorph.schedule.costs import Link
 from jaxmorph.transport.names import PeerGoneError
 
+Counts = Mapping[Channel, int]
+"""How many messages of each channel."""
+
 _CLOSING_S = 1.0
 _SHORTEST_S = 0.001
+_NUMBERS = struct.Struct("!IQ")
+_GIVEN_UP = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class LinkWires:
+    """What a rank has to the other end of a link.
+
+    Attributes:
+        words: Carries `Word`s, one for each direct transfer. The queue's thread reads it by itself,
+            as nothing is quicker than to wait for the socket where the word is waited for.
+        states: Carries `EndState`s, which a thread of its own waits for.
+    """
+
+    words: Connection
+    states: Connection
+
+    def close(self) -> None:
+        """Have both ends hear that this one is gone."""
+        self.words.close()
+        self.states.close()
+
+
+@dataclass(frozen=True)
+class EndState:
+    """What an end tells of a life of its link that is over.
+
+    Attributes:
+        received: How many messages of each channel it has taken on the direct route, in all lives.
+        is_closed: Whether a collective failed here: these devices can't begin again as they are.
+        reason: What failed; nothing where the end goes by what its peer has told.
+    """
+
+    epoch: int
+    received: Counts
+    is_closed: bool
+    reason: str
+
+    def to_bytes(self) -> bytes:
+        """What `from_bytes` reads."""
+        counts = [[*channel, count] for channel, count in self.received.items()]
+        told = [self.epoch, counts, self.is_closed, self.reason]
+        return json.dumps(told).encode()
+
+    @classmethod
+    def from_bytes(cls, message: bytes) -> "EndState":
+        """The state that `to_bytes` wrote; any exception if it is none."""
+        epoch, counts, is_closed, reason = json.loads(message)
+        received = {
+            Channel(Payload(payload), source, destination, index): count
+            for payload, source, destination, index, count in counts
+        }
+        return cls(epoch, received, is_closed, reason)
+
+
+class Word(NamedTuple):
+    """An end has come to the so-manieth transfer of a direct life; later ones are greater."""
+
+    epoch: int
+    number: int
+
+    @classmethod
+    def given_up(cls, epoch: int) -> "Word":
+        """The last word of a life: an end has given its path up, and tells its state."""
+        return cls(epoch, _GIVEN_UP)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the path has been given up."""
+        return self.number == _GIVEN_UP
+
+    def to_bytes(self) -> bytes:
+        """What `from_bytes` reads."""
+        return _NUMBERS.pack(*self)
+
+    @classmethod
+    def from_bytes(cls, message: bytes) -> "Word":
+        """The word that `to_bytes` wrote; `struct.error` if it is none."""
+        return cls(*_NUMBERS.unpack(message))
 
 
 class LinkSwitchError(RuntimeError):
@@ -75,7 +161,7 @@ class LinkEnd:
         self._state: EndState | None = None
         self._peer_states: dict[int, EndState] = {}
         self._switching = self._has_switched = False
-        self._failures: list[LinkFailure] = []
+        self._failures: list[PathFailure] = []
         self._lost: str | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._listen, name=f"link {link}", daemon=True)
@@ -98,8 +184,7 @@ class LinkEnd:
             Whether it can begin on the direct path; then `leave` is to follow.
 
         Raises:
-            TimeoutError: If the peer doesn't come.
-            PeerGoneError: If it is gone.
+            TimeoutError: If the peer doesn't come; `PeerGoneError` if it is gone.
             LinkSwitchError: If an earlier switch went wrong.
         """
         if self._say_here():
@@ -117,10 +202,9 @@ class LinkEnd:
             return True
 
     def leave(self, failure: str = "", *, is_closed: bool = False) -> None:
-        """Leave the transfer that both have come to.
+        """Leave the transfer that both have come to; after a failure the path is given up.
 
         Args:
-            failure: What went wrong: then the path is given up.
             is_closed: Whether the link's devices can't begin again as they are.
         """
         with self._changed:
@@ -132,11 +216,7 @@ class LinkEnd:
         self._switch_if_due()
 
     def give_up(self, reason: str, *, is_closed: bool) -> None:
-        """Give the path up between two transfers, if nobody has.
-
-        Args:
-            reason: What is wrong with it.
-        """
+        """Give the path up between two transfers, if nobody has."""
         with self._changed:
             if self._state is None:
                 self._give_up(reason, is_closed)
@@ -149,17 +229,10 @@ class LinkEnd:
             self._switching = self._has_switched = True
 
     def await_switch(self, what: str) -> int:
-        """Wait until the link's transfers go on delegated.
-
-        Args:
-            what: The transfer that waits, for errors.
-
-        Returns:
-            The epoch that they belong to.
+        """Wait until the link's transfers go on delegated; the epoch that they belong to.
 
         Raises:
-            TimeoutError: If the peer says nothing of the failure.
-            PeerGoneError: If it is gone.
+            TimeoutError: If the peer says nothing of the failure; `PeerGoneError` if it is gone.
             LinkSwitchError: If the ends disagree.
         """
         with self._changed:
@@ -181,7 +254,7 @@ class LinkEnd:
             self._here, self._state = 0, None
             self._switching = self._has_switched = False
 
-    def take_failures(self) -> list[LinkFailure]:
+    def take_failures(self) -> list[PathFailure]:
         """The switches since the last call."""
         with self._changed:
             failures, self._failures = self._failures, []
@@ -244,7 +317,7 @@ class LinkEnd:
         if self._lost is not None:
             raise PeerGoneError(f"rank {self.peer} is gone: {self._lost}")
 
-    def _send(self, wire: Wire, message: bytes) -> None:
+    def _send(self, wire: Connection, message: bytes) -> None:
         try:
             wire.send(message)
         except (ConnectionLostError, OSError) as error:
@@ -295,10 +368,10 @@ class LinkEnd:
             self._has_switched = True
             self._changed.notify_all()
 
-    def _failure(self, own: EndState, other: EndState, resent: int) -> LinkFailure:
+    def _failure(self, own: EndState, other: EndState, resent: int) -> PathFailure:
         told = f"rank {self.peer} tells: {other.reason}"
         held_up_s = 0.0 if self._came_s is None else time.monotonic() - self._came_s
-        return LinkFailure(self.link, own.reason or told, held_up_s, resent, own.is_closed)
+        return PathFailure(self.link, own.reason or told, held_up_s, resent, own.is_closed)
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

@@ -7,13 +7,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import JaxprEqn
 
-from jaxmorph.runtime.elementwise import require_elementwise
+from jaxmorph.errors import UserError
 from jaxmorph.stage.compiling import compiled
+from jaxmorph.stage.equations import read_variables, trace_flat, walk
 from jaxmorph.stage.parameters import LeafPath, with_leaf
 
 Tree = Any
 LAYERS = "layers"
+
+# Results of these have their operand's shape, but one number depends on its neighbours.
+_MIXES_IN_SHAPE = frozenset(
+    {"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "dot_general", "gather", "rev"}
+    | {"sort", "transpose"}
+)
+# Only those whose equations are looked at one by one; calls are left inside branches and loops.
+_HOLDS_A_BODY = frozenset(
+    {"cond", "while", "scan", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"}
+)
 
 
 @dataclass(frozen=True)
@@ -127,11 +139,7 @@ class StageOptimizer:
     def update(
         self, params: Tree, state: Tree, gradients: Tree, scale: float
     ) -> tuple[Tree, Tree, Tree]:
-        """New parameters, new state and zeroed accumulators; all three inputs are donated.
-
-        Args:
-            scale: What the gradients are multiplied by first (`clip_scale`).
-        """
+        """New parameters, state and zeroed accumulators by scaled gradients; all are donated."""
         if not math.isfinite(scale):
             raise ValueError(f"gradients can't be scaled by {scale}")
         return self._update(
@@ -140,17 +148,43 @@ class StageOptimizer:
 
 
 def is_matrix(params: Tree) -> Tree:
-    """Which leaves decay: those with two or more axes, not counting the axis of stacked layers.
-
-    Args:
-        params: A stage's; a mask of Optax's is called with them.
-
-    Returns:
-        The same tree of booleans.
-    """
+    """Which leaves decay: those of two or more axes, not counting that of stacked layers."""
 
     def decide(path: tuple[Any, ...], leaf: jax.Array) -> bool:
         stacked = path[1].key == LAYERS  # path[0] is the chunk
         return leaf.ndim - stacked >= 2
 
     return jax.tree_util.tree_map_with_path(decide, params)
+
+
+def require_elementwise(transformation: optax.GradientTransformation, params: Any) -> None:
+    """Refuse an optimizer whose result would depend on how the model is cut into stages.
+
+    A stage holds some of the parameters alone, with its layers stacked: a norm over all arrays, or
+    over one of them, is another on every cut.
+
+    Raises:
+        UserError: If an update reads more than the numbers in its own place.
+    """
+    state = jax.eval_shape(transformation.init, params)
+    trace = trace_flat(transformation.update, params, state, params)
+    for eqn in walk(trace.equations):
+        if _mixes(eqn):
+            raise UserError(
+                f"optimizer: got one that computes {eqn.primitive.name} over whole arrays, "
+                "expected one that updates each number by itself, such as adamw, lion or sgd, as a "
+                "stage holds but a part of the parameters (to clip by their global norm, set "
+                "optimizer.clip_norm)"
+            )
+
+
+def _mixes(eqn: JaxprEqn) -> bool:
+    """Whether an equation brings numbers of different places together, or moves them."""
+    if eqn.primitive.name in _HOLDS_A_BODY:
+        return False
+    shapes = [variable.aval.shape for variable in read_variables(eqn)]  # pyright: ignore[reportAttributeAccessIssue]
+    arrays = [shape for shape in shapes if shape]
+    if not arrays:
+        return False
+    results = {variable.aval.shape for variable in eqn.outvars}  # pyright: ignore[reportAttributeAccessIssue]
+    return eqn.primitive.name in _MIXES_IN_SHAPE or {*arrays} != results

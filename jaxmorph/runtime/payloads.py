@@ -37,15 +37,7 @@ def channel_name(channel: Channel) -> ChannelName:
 def channel_specs(
     payloads: Mapping[Channel, PayloadShape], delegated: Collection[Link], rank: int
 ) -> tuple[list[ChannelSpec], list[ChannelSpec]]:
-    """The ends of channels that a rank has in the data plane, with few slots at first.
-
-    Args:
-        payloads: All channels of the pipeline.
-        delegated: The links that may be delegated.
-
-    Returns:
-        Its outgoing and its incoming channels.
-    """
+    """The outgoing and incoming channels of a rank in the data plane, with few slots at first."""
     outgoing, incoming = [], []
     for channel, payload in payloads.items():
         if channel.link in delegated and rank in channel.link:
@@ -61,11 +53,7 @@ def channel_payloads(
     microbatch_size: int,
     sequence_length: int,
 ) -> dict[Channel, PayloadShape]:
-    """Every channel of a pipeline with what one of its messages carries.
-
-    Args:
-        num_chunks: Virtual stages each of them runs.
-    """
+    """Every channel of a pipeline with what one of its messages carries."""
     last = num_ranks - 1
     hops = [(lower, lower + 1) for lower in range(last)]
     if num_chunks > 1 and last > 0:

@@ -8,13 +8,15 @@ it (head-of-line blocking). The queue stamps when each item ran.
 import queue as standard_queue
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
 from jaxmorph.runtime.routes import Moved
+from jaxmorph.schedule.ops import OpKind
 
 Work = Callable[[], Any]
 TransferWork = Callable[[float], Moved]
@@ -34,63 +36,42 @@ class Stamp:
         return self.end_s - self.start_s
 
 
-class DeviceQueue(Protocol):
-    """Runs work in order."""
+@dataclass(frozen=True)
+class Pace:
+    """Durations of one stage's ops; an empty pace leaves ops as long as they take.
 
-    def enqueue(self, label: Any, work: Work, duration_s: float | None = None) -> None:
-        """Add an op, or bookkeeping.
+    Attributes:
+        duration_s: Seconds per kind of op.
+        host_copy_bytes_per_s: How fast the accelerator copies to host memory, and back; None: as
+            fast as it does here.
+    """
 
-        Args:
-            label: What the stamp will name; None for bookkeeping that is not timed.
-            work: Dispatches the item and returns arrays that are ready when it has run.
-            duration_s: How long a paced queue makes the op last; None: as long as it takes.
+    duration_s: Mapping[OpKind, float] = field(default_factory=dict)
+    host_copy_bytes_per_s: float | None = None
+
+    @classmethod
+    def of_stage(
+        cls,
+        forward_ms: float,
+        backward_input_ms: float,
+        backward_weight_ms: float,
+        num_chunks: int = 1,
+    ) -> "Pace":
+        """The pace of a stage whose ops last this long; a full backward lasts as both its parts.
+
+        An op of one of several chunks lasts its share of the stage's time.
         """
-        ...
+        stage_ms = {
+            OpKind.F: forward_ms,
+            OpKind.B: backward_input_ms,
+            OpKind.W: backward_weight_ms,
+            OpKind.BW: backward_input_ms + backward_weight_ms,
+        }
+        return cls({kind: time_ms / num_chunks / 1000 for kind, time_ms in stage_ms.items()})
 
-    def enqueue_transfer(self, label: Any, work: TransferWork) -> None:
-        """Add a transfer.
-
-        Args:
-            label: What the stamp will name.
-            work: Runs this end of the transfer, given the time at which the queue came to it.
-        """
-        ...
-
-    def enqueue_after(self, work: Callable[[float], None]) -> None:
-        """Have something done once all that was added before is over, beside the queue.
-
-        Args:
-            work: Is given when that was, by the queue's clock; it must not take long.
-        """
-        ...
-
-    def enqueue_wait(self, wait: Callable[[], float]) -> None:
-        """Have nothing that is added later start before something ends that runs beside the queue.
-
-        Args:
-            wait: Waits until it is over, and says when that was.
-        """
-        ...
-
-    def raise_error(self) -> None:
-        """Raise what has gone wrong on the queue, if anything has; waits for nothing."""
-        ...
-
-    def drain(self) -> list[Stamp]:
-        """Wait until all has run; the stamps since the last drain, in order.
-
-        Raises:
-            Exception: What has gone wrong, again and again until a restart: the rest is lost.
-        """
-        ...
-
-    def restart(self) -> None:
-        """Drop what has not run, and forget what has gone wrong; waits for nothing."""
-        ...
-
-    def close(self) -> None:
-        """Stop the queue's thread; what has not run is dropped."""
-        ...
+    def of(self, kind: OpKind) -> float | None:
+        """Seconds that an op of this kind lasts, or None: as long as it takes."""
+        return self.duration_s.get(kind)
 
 
 @dataclass(frozen=True)
@@ -159,17 +140,79 @@ class _WorkerThread:
                     self._error = life, error
 
 
-class AsynchronousQueue:
+class DeviceQueue(ABC):
+    """Runs work in order; a thread of its own follows it, or runs it."""
+
+    _thread_name: str
+
+    def __init__(self) -> None:
+        self._stamps: list[Stamp] = []
+        self._previous_end_s = 0.0
+        self._worker = _WorkerThread(self._thread_name, self._handle)
+
+    @abstractmethod
+    def enqueue(self, label: Any, work: Work, duration_s: float | None = None) -> None:
+        """Add an op, or bookkeeping.
+
+        Args:
+            label: What the stamp will name; None for bookkeeping that is not timed.
+            work: Dispatches the item and returns arrays that are ready when it has run.
+            duration_s: How long a paced queue makes the op last; None: as long as it takes.
+        """
+
+    @abstractmethod
+    def enqueue_transfer(self, label: Any, work: TransferWork) -> None:
+        """Add a transfer; its work runs this end, given when the queue came to it."""
+
+    @abstractmethod
+    def enqueue_after(self, work: Callable[[float], None]) -> None:
+        """Have something done, beside the queue, once all that was added before is over.
+
+        It is given when that was, by the queue's clock, and must not take long.
+        """
+
+    @abstractmethod
+    def enqueue_wait(self, wait: Callable[[], float]) -> None:
+        """Have nothing that is added later start before something beside the queue has ended.
+
+        What is given waits until that is over, and says when it was.
+        """
+
+    @abstractmethod
+    def _handle(self, item: _Item) -> None:
+        """What the queue's thread does with an item."""
+
+    def raise_error(self) -> None:
+        """Raise what has gone wrong on the queue, if anything has; waits for nothing."""
+        self._worker.raise_error()
+
+    def drain(self) -> list[Stamp]:
+        """Wait until all has run; the stamps since the last drain, in order.
+
+        What has gone wrong is raised again and again until a restart: the rest is lost.
+        """
+        self._worker.wait()
+        stamps, self._stamps = self._stamps, []
+        return stamps
+
+    def restart(self) -> None:
+        """Drop what has not run, and forget what has gone wrong; waits for nothing."""
+        self._worker.restart()
+        self._stamps = []
+
+    def close(self) -> None:
+        """Stop the queue's thread; what has not run is dropped."""
+        self._worker.close()
+
+
+class AsynchronousQueue(DeviceQueue):
     """XLA's own queue: items are dispatched at once, and a watcher stamps when they are done.
 
     An item's start is taken as the end of the one before it or its dispatch, whichever is later:
     what it would be on a device that runs one item at a time.
     """
 
-    def __init__(self) -> None:
-        self._stamps: list[Stamp] = []
-        self._previous_end_s = 0.0
-        self._watcher = _WorkerThread("jaxmorph-watcher", self._watch)
+    _thread_name = "jaxmorph-watcher"
 
     def enqueue(self, label: Any, work: Work, duration_s: float | None = None) -> None:
         """Dispatch now; the duration is the device's own."""
@@ -177,7 +220,7 @@ class AsynchronousQueue:
         dispatched_s = time.monotonic()
         arrays = work()
         if label is not None:
-            self._watcher.put(_Item(label, lambda: arrays, dispatched_s))
+            self._worker.put(_Item(label, lambda: arrays, dispatched_s))
 
     def enqueue_transfer(self, label: Any, work: TransferWork) -> None:
         """Dispatch now; on CPU this returns when the peer has come.
@@ -188,17 +231,17 @@ class AsynchronousQueue:
         moved = work(dispatched_s)
         if moved.over_s is not None:
             sleep_until(moved.over_s)
-        self._watcher.put(_Item(label, lambda: moved.value, dispatched_s))
+        self._worker.put(_Item(label, lambda: moved.value, dispatched_s))
 
     def enqueue_after(self, work: Callable[[float], None]) -> None:
         """Have the watcher do it, once it has seen all before."""
-        self._watcher.put(_Item(None, work, 0.0))
+        self._worker.put(_Item(None, work, 0.0))
 
     def enqueue_wait(self, wait: Callable[[], float]) -> None:
         """Wait now, before anything else is dispatched."""
         wait()
 
-    def _watch(self, item: _Item) -> None:
+    def _handle(self, item: _Item) -> None:
         stamps = self._stamps  # those of this life of the queue
         if item.label is None:
             item.work(self._previous_end_s)
@@ -208,27 +251,8 @@ class AsynchronousQueue:
         stamps.append(Stamp(item.label, max(self._previous_end_s, item.enqueued_s), end_s))
         self._previous_end_s = end_s
 
-    def raise_error(self) -> None:
-        """Raise what the watcher has seen go wrong."""
-        self._watcher.raise_error()
 
-    def drain(self) -> list[Stamp]:
-        """Wait until all dispatched items are done."""
-        self._watcher.wait()
-        stamps, self._stamps = self._stamps, []
-        return stamps
-
-    def restart(self) -> None:
-        """Watch no more of what was dispatched before."""
-        self._watcher.restart()
-        self._stamps = []
-
-    def close(self) -> None:
-        """Stop the watcher."""
-        self._watcher.close()
-
-
-class PacedQueue:
+class PacedQueue(DeviceQueue):
     """One worker that makes each op last as long as on the accelerator it stands for.
 
     The queue has a clock of its own, which is carried from item to item so that late wake-ups
@@ -242,11 +266,11 @@ class PacedQueue:
     Both ends' clocks are this machine's monotonic one.
     """
 
+    _thread_name = "jaxmorph-paced-queue"
+
     def __init__(self) -> None:
-        self._stamps: list[Stamp] = []
-        self._previous_end_s = 0.0
         self._follows_transfer = False
-        self._worker = _WorkerThread("jaxmorph-paced-queue", self._run)
+        super().__init__()
 
     def enqueue(self, label: Any, work: Work, duration_s: float | None = None) -> None:
         """Add an op or bookkeeping; the caller doesn't wait."""
@@ -267,7 +291,7 @@ class PacedQueue:
     def _not_before(self, time_s: float) -> None:
         self._previous_end_s = max(self._previous_end_s, time_s)
 
-    def _run(self, item: _Item) -> None:
+    def _handle(self, item: _Item) -> None:
         stamps = self._stamps  # those of this life of the queue
         if item.label is None:
             item.work()
@@ -303,25 +327,6 @@ class PacedQueue:
             end_s = max(end_s, start_s + item.duration_s)
             sleep_until(end_s)
         return end_s, took_s
-
-    def raise_error(self) -> None:
-        """Raise what has gone wrong in the worker."""
-        self._worker.raise_error()
-
-    def drain(self) -> list[Stamp]:
-        """Wait until all enqueued items have run."""
-        self._worker.wait()
-        stamps, self._stamps = self._stamps, []
-        return stamps
-
-    def restart(self) -> None:
-        """Run no more of what was enqueued before."""
-        self._worker.restart()
-        self._stamps = []
-
-    def close(self) -> None:
-        """Stop the worker."""
-        self._worker.close()
 
 
 def sleep_until(deadline_s: float) -> None:

@@ -58,11 +58,7 @@ class RankArguments:
 
 
 class LauncherLink:
-    """The rank's end of the pipes to its launcher.
-
-    Attributes:
-        stop_asked: Set once the launcher has asked the rank to save its state and end.
-    """
+    """The rank's end of the pipes to its launcher; `stop_asked` once it is to save and end."""
 
     def __init__(self, arguments: RankArguments) -> None:
         self._messages = os.fdopen(arguments.messages_fd, "w", encoding="utf-8")
@@ -90,9 +86,7 @@ def _end_with_launcher(lifeline_fd: int, stop_asked: threading.Event) -> None:
 def run_rank(body: Callable[[RankArguments, LauncherLink, list[str]], None]) -> None:
     """Run a rank that the launcher started; a failure is told to the launcher before the end.
 
-    Args:
-        body: What the rank does, given its arguments, the link to the launcher and the rest of
-            the command line.
+    The body is given the launcher's arguments, the link to it and the rest of the command line.
     """
     arguments, rest = RankArguments.parse(sys.argv[1:])
     link = LauncherLink(arguments)

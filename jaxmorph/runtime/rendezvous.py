@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from jaxmorph.records import Message
 from jaxmorph.runtime.connection import Connection, ConnectionLostError, identify, introduce
-from jaxmorph.runtime.coordination import KeyValueStore
 
 DETAIL = "detail"
 _KEY = "jaxmorph/rendezvous"
@@ -22,6 +21,18 @@ class RendezvousError(RuntimeError):
     """A rank didn't come to a meeting in time, or is gone."""
 
 
+class KeyValueStore(Protocol):
+    """The part of the coordination service that is used."""
+
+    def key_value_set(self, key: str, value: str) -> None:
+        """Store a value once under a new key."""
+        ...
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """Wait for a key; a deadline that passes raises `jax.errors.JaxRuntimeError`."""
+        ...
+
+
 class Rendezvous(Protocol):
     """How ranks exchange control messages; every rank calls the same methods in the same order."""
 
@@ -29,15 +40,11 @@ class Rendezvous(Protocol):
     num_ranks: int
 
     def exchange(self, message: Message, detail: Any = None) -> list[Message]:
-        """All ranks' messages, in rank order; also a barrier.
+        """All ranks' messages, in rank order, this rank's own included; also a barrier.
 
         Args:
             message: What this rank says to all; anything JSON can hold.
-            detail: What it says to rank 0 alone, which finds it as JSON text, unread, under the
-                message's key `DETAIL`.
-
-        Returns:
-            One message per rank, this rank's own included.
+            detail: What it says to rank 0 alone, which finds it, as JSON text, under `DETAIL`.
 
         Raises:
             RendezvousError: If a rank is gone or doesn't come within the deadline; it names it.

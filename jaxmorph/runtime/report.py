@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
 NOT_FINITE = "not_finite"
 """The key under which a rank says what of its step is not finite; elsewhere it is left out."""
+
+_PEAK = "peak_device_bytes"
 
 
 @dataclass(frozen=True)
@@ -54,17 +57,14 @@ def rank_report(
     compilations: int,
     events: Sequence[Message] = (),
 ) -> tuple[Message, Message]:
-    """What one rank says of its step.
+    """What one rank says of its step: scalars for all ranks, and a detail for rank 0.
+
+    That has the timings, in milliseconds since the step began, and the events of delegated links.
 
     Args:
         squared_norm: Its part of the squared gradient norm.
         began_s: When the step began on this rank, on the monotonic clock.
         compilations: How many programs it has compiled so far.
-        events: What its delegated links have told since the last step, by the monotonic clock.
-
-    Returns:
-        A message and a detail for `Rendezvous.exchange`: scalars for all ranks, and for rank 0
-        the timings, in milliseconds since the step began, and the events.
     """
     ops = [_span(stamp, began_s) for stamp in outcome.stamps if isinstance(stamp.label, Op)]
     held = [_span(stamp, began_s) for stamp in outcome.stamps if not isinstance(stamp.label, Op)]
@@ -92,11 +92,7 @@ def _copy_span(stamp: Stamp, began_s: float) -> tuple[str, int, int, float, floa
 
 
 def total(reports: Sequence[Message]) -> StepTotals:
-    """The step's loss and gradient norm, and what of them is not finite.
-
-    Args:
-        reports: All ranks' reports, in rank order.
-    """
+    """The step's loss and gradient norm, and what of them is not finite, of all ranks' reports."""
     loss = sum(report["loss"] for report in reports)
     squared_norm = sum(report["squared_norm"] for report in reports)
     told = ((rank, report.get(NOT_FINITE)) for rank, report in enumerate(reports))
@@ -105,14 +101,7 @@ def total(reports: Sequence[Message]) -> StepTotals:
 
 
 def measured_timeline(reports: Sequence[Message]) -> Timeline:
-    """When every op, transfer and copy of the step ran.
-
-    Args:
-        reports: All ranks' reports, in rank order, as rank 0 has them.
-
-    Returns:
-        Each rank's times since its own step began, which is when the meeting before it ended.
-    """
+    """When ops, transfers and copies ran, on each rank since its own step began; on rank 0."""
     timings = [json.loads(report[DETAIL]) for report in reports]
     ops = [row["ops"] for row in timings]
     return Timeline(
@@ -137,28 +126,16 @@ _parse_op = lru_cache(maxsize=1 << 14)(Op.parse)  # the same names come step by 
 
 
 def reported_events(reports: Sequence[Message]) -> list[tuple[int, Message]]:
-    """What the ranks' delegated links have told in a step, each with its rank.
-
-    Times are seconds since the step began.
-
-    Args:
-        reports: All ranks' reports, in rank order, as rank 0 has them.
-    """
+    """What ranks' delegated links report of a step, each with its rank; seconds since it began."""
     told = (json.loads(report[DETAIL])["events"] for report in reports)
     return [(rank, event) for rank, events in enumerate(told) for event in events]
 
 
 def probe_times(reports: Sequence[Message]) -> dict[str, float]:
-    """What a message of a probe took each way, in milliseconds, by its name (see `Transfer`).
+    """What messages of a probe took each way, milliseconds, by the name of a direction's first one.
 
     The end that came later to one waited for nobody: the smaller time is the link's. Of those of a
     direction the median counts.
-
-    Args:
-        reports: All ranks' reports, in rank order, as rank 0 has them.
-
-    Returns:
-        One time for each direction, under the name of its first message.
     """
     took_ms: dict[str, float] = {}
     for report in reports:
@@ -173,3 +150,23 @@ def probe_times(reports: Sequence[Message]) -> dict[str, float]:
 def total_compilations(reports: Sequence[Message]) -> int:
     """How many programs all ranks have compiled so far."""
     return sum(report["compilations"] for report in reports)
+
+
+def free_bytes(device: Any) -> int | None:
+    """What is free of the memory that JAX may take on a device, or None where it doesn't tell."""
+    statistics = device.memory_stats()
+    if not statistics or "bytes_limit" not in statistics:
+        return None
+    return statistics["bytes_limit"] - statistics.get("bytes_in_use", 0)
+
+
+def told_peak(device: Any) -> dict[str, int]:
+    """A part of a report: the most that has been in use on a device, if it says so."""
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    return {} if peak is None else {_PEAK: peak}
+
+
+def peaks_of(reports: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
+    """The most that has been in use on every rank's device, or None where one doesn't say."""
+    peaks = [report.get(_PEAK) for report in reports]
+    return tuple(peak for peak in peaks if peak is not None) if None not in peaks else None

@@ -2,12 +2,32 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-from jaxmorph.runtime.identity import TransferIdentity
+from jaxmorph.program.instructions import Payload, Transfer
+
+_WORD = 0xFFFFFFFF
+_PAYLOAD_CODES = {payload: code for code, payload in enumerate(Payload)}
+
+
+class TransferIdentity(NamedTuple):
+    """Which message this is, among all of a run: what the ends of a transfer check."""
+
+    epoch: int
+    step: int
+    transfer: Transfer
+
+    def words(self) -> tuple[int, ...]:
+        """Six numbers below 2**32 that name the message on the wire; epoch and step come first."""
+        payload, source, destination, microbatch, chunk = self.transfer
+        code = _PAYLOAD_CODES[payload] + len(_PAYLOAD_CODES) * chunk
+        return (self.epoch, self.step & _WORD, code, source, destination, microbatch)
+
+    def __str__(self) -> str:
+        return f"{self.transfer} of step {self.step}, epoch {self.epoch}"
 
 
 class TransferMismatchError(RuntimeError):
@@ -19,14 +39,7 @@ class AbandonedEpochError(RuntimeError):
 
 
 def require_live(identity: TransferIdentity, ended: int) -> None:
-    """Refuse a transfer of a life that has ended.
-
-    Args:
-        ended: The last epoch that is over.
-
-    Raises:
-        AbandonedEpochError: If the transfer is of that one, or of an earlier one.
-    """
+    """Refuse a transfer of a life that has ended: of the last epoch that is over, or before."""
     if identity.epoch <= ended:
         raise AbandonedEpochError(
             f"{identity}: this life of the route has ended, expected an epoch after {ended}"
@@ -66,31 +79,17 @@ class Route(Protocol):
     def reserve(self, identity: TransferIdentity, deadline_s: float) -> Iterator[Posting]:
         """What the queue is to run for a message, one posting for each of its parts.
 
-        Where a part needs room that isn't there this waits for it, on the host: a posting waits for
-        nothing but what the route's queue is held by.
-
-        Args:
-            deadline_s: When to give up waiting for room, by the monotonic clock.
-
-        Raises:
-            TimeoutError: If there is no room by then.
+        Where a part needs room that isn't there this waits for it, on the host, up to the deadline:
+        a posting waits for nothing but what the route's queue is held by.
         """
         ...
 
     def post(self, identity: TransferIdentity, value: jax.Array, arrived_s: float) -> Moved:
-        """Send a message.
-
-        Args:
-            arrived_s: When this end came to the transfer, by the queue's clock.
-        """
+        """Send a message; `arrived_s` is when this end came to it, by the queue's clock."""
         ...
 
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
         """Receive the expected message, checked to be that one.
-
-        Args:
-            arrived_s: When this end came to the transfer, by the queue's clock.
-            deadline_s: When to give up, by the same clock.
 
         Raises:
             TransferMismatchError: If another message came in its place.

@@ -11,15 +11,12 @@ from jaxmorph.copies.payload import PayloadShape, SlotUse
 from jaxmorph.copies.stage_copies import StageCopies, open_copies
 from jaxmorph.program.instructions import Channel
 from jaxmorph.runtime.delegated import DelegatedRoute
-from jaxmorph.runtime.direct import DirectRoute
-from jaxmorph.runtime.direct_programs import direct_programs
+from jaxmorph.runtime.direct import DirectRoute, LinkProgram, direct_programs
 from jaxmorph.runtime.emulated_links import EmulatedLinks
-from jaxmorph.runtime.failover_route import FailoverRoute
+from jaxmorph.runtime.failover_route import FailoverRoute, OtherPaths
 from jaxmorph.runtime.link_connections import LinkLines
-from jaxmorph.runtime.links import LinkProgram
-from jaxmorph.runtime.other_paths import OtherPaths
 from jaxmorph.runtime.payloads import slot_use
-from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
+from jaxmorph.runtime.queue import DeviceQueue
 from jaxmorph.runtime.routes import Route
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.schedule.costs import Link
@@ -28,22 +25,16 @@ from jaxmorph.transport.plane import DataPlane
 _HANGS_AFTER = 0.5  # of the time after which a direct transfer is given up
 
 Payloads = Mapping[Channel, PayloadShape]
-Queue = AsynchronousQueue | PacedQueue
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where a rank's routes are.
-
-    Attributes:
-        placement: Of what the rank computes on.
-        is_cut: Whether one is emulated to be cut now.
-    """
+    """Where a rank's routes are."""
 
     rank: int
     mesh: Mesh
     placement: NamedSharding
-    queue: Queue
+    queue: DeviceQueue
     payloads: Payloads
     links: EmulatedLinks
     is_cut: Callable[[Link], bool]
@@ -80,15 +71,11 @@ class StageRoutes:
 def open_routes(
     site: Site, settings: StageSettings, plane: DataPlane | None, lines: LinkLines | None
 ) -> StageRoutes:
-    """Make a rank's routes.
+    """Make a rank's routes; to be closed.
 
     Args:
-        plane: What carries delegated transfers; None: no link of this rank is ever delegated. It is
-            not closed with them.
+        plane: What carries delegated transfers; None: no link of this rank is ever delegated.
         lines: To the other end of each of its links that fail over; None: none does.
-
-    Returns:
-        The routes; to be closed.
 
     Raises:
         UserError: If payloads can't be copied as the configuration says.

@@ -10,8 +10,8 @@ from jaxmorph.copies.choosing import AUTO
 from jaxmorph.copies.payload import PayloadShape
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.runtime.optimizer import OptimizerSettings
-from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.payloads import channel_payloads
+from jaxmorph.runtime.queue import Pace
 from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.stage.model import PipelineModel

@@ -19,11 +19,7 @@ _OPTIMIZER = "optimizer"
 
 
 def stage_parts(params: tuple[Tree, ...], optimizer_state: Tree) -> tuple[Tree, ...]:
-    """One tree of nested dictionaries for each chunk.
-
-    Args:
-        optimizer_state: Optax's, of all of them.
-    """
+    """One tree of nested dictionaries for each chunk, with its part of Optax's state."""
     of_all_chunks = _is_like(params)
     return tuple(
         {PARAMS: own, _OPTIMIZER: _nested(_of_chunk(optimizer_state, chunk, of_all_chunks))}
@@ -34,14 +30,11 @@ def stage_parts(params: tuple[Tree, ...], optimizer_state: Tree) -> tuple[Tree, 
 def from_parts(
     parts: Sequence[Tree], params: tuple[Tree, ...], optimizer_state: Tree
 ) -> tuple[tuple[Tree, ...], Tree]:
-    """Parameters and optimizer state from what `stage_parts` made.
+    """Parameters and optimizer state from what `stage_parts` made, in memory of their own.
 
     Args:
         parts: One for each chunk; numpy arrays.
         params: Parameters of the structure and the shapes that are expected.
-
-    Returns:
-        Both, in memory of their own, as training donates them.
 
     Raises:
         UserError: The parts are of another model, cut or optimizer, or no parts at all.

@@ -19,8 +19,7 @@ from jaxmorph.runtime.failover_route import FailoverRoute
 from jaxmorph.runtime.host_copies import HostCopies
 from jaxmorph.runtime.link_connections import LinkLines
 from jaxmorph.runtime.optimizer import StageOptimizer
-from jaxmorph.runtime.pacing import Pace
-from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue, Stamp
+from jaxmorph.runtime.queue import AsynchronousQueue, Pace, PacedQueue, Stamp
 from jaxmorph.runtime.stage_routes import Site, open_routes
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_state import from_parts, stage_parts
@@ -123,14 +122,7 @@ class StageTrainer:
         return self._accumulators
 
     def run(self, program: RankProgram, inputs: StepInputs, step: int) -> StepOutcome:
-        """Run a step's ops and transfers; the gradients wait for `update` or `discard`.
-
-        Args:
-            step: The step's number, part of every message's identity.
-
-        Returns:
-            Loss and timings of this rank.
-        """
+        """Run a step's ops and transfers; the gradients wait for `update` or `discard`."""
         self._step = step
         outcome = self.executor.execute(
             program, self._weights, self._accumulators, inputs, step=step
@@ -139,23 +131,14 @@ class StageTrainer:
         return outcome
 
     def make_room(self, slots: Mapping[Channel, int]) -> None:
-        """Give delegated links the slots that a plan needs.
-
-        Every rank does so between two meetings, while nothing is under way.
-
-        Args:
-            slots: How many messages each channel may have under way (`program.slots_needed`).
-        """
+        """Give delegated links the slots that a plan needs, while nothing is under way."""
         if self.delegated is not None:
             self.delegated.make_room(slots)
 
     def probe(self, link: Link, step: int) -> list[Stamp]:
-        """Send some messages each way over a direct link that no plan uses now.
+        """Send some messages each way over a direct link that no plan uses; what each took.
 
-        Both its ranks do so at the same point between two steps.
-
-        Returns:
-            What this rank's end took for each; nothing where it is no end of the link.
+        Both its ranks do so at the same point between two steps; for others it does nothing.
         """
         if self._rank not in link:
             return []
@@ -173,22 +156,14 @@ class StageTrainer:
         )
 
     def link_failures(self) -> list[dict[str, Any]]:
-        """The links of this rank whose direct path has failed since the last call.
-
-        Returns:
-            For each the `link`; `detail`: what failed; `held_up_s`: for how long that held up this
-            rank's queue; `resent`: how many messages this end sent again; `began`: whether the
-            failed transfer had begun here; `lives_left`: how often the link can still be restored.
-        """
+        """The links whose direct path has failed here since the last call: see `PathFailure`."""
         return [] if self._failover is None else self._failover.failures()
 
     def path_is_up(self, link: Link) -> bool | None:
         """Whether the direct path of a link that has failed seems to be whole again.
 
-        The other end's host is asked beside training; nothing is waited for.
-
-        Returns:
-            None where this rank is no end of a link that has failed.
+        The other end's host is asked beside training; nothing is waited for. None where this rank
+        is no end of a link that has failed.
         """
         if self._lines is None or self._failover is None:
             return None
@@ -201,13 +176,10 @@ class StageTrainer:
         return self._links.is_cut(link, self._step)
 
     def take_for_failed(self, link: Link) -> None:
-        """Take note that a direct path has failed, though not in this process.
+        """Take note that a direct path of this rank's has failed, though not in this process.
 
         Both its ranks do so before the first step in which a plan could use it, and until
-        `restore_direct` its messages go by hosts, as after a failure.
-
-        Args:
-            link: One of this rank that fails over.
+        `restore_direct` its messages are delegated, as after a failure.
         """
         if self._failover is not None:
             self._failover.begin_switched(link)
@@ -220,9 +192,6 @@ class StageTrainer:
         """Have a link that has failed begin again on its direct path.
 
         Both its ranks do so at the same boundary; for others it does nothing.
-
-        Raises:
-            LinkExhaustedError: If it can't begin again.
         """
         if self._failover is None or self._lines is None or not self._failover.has_switched(link):
             return
@@ -262,15 +231,9 @@ class StageTrainer:
         return stage_parts(self.params, self._optimizer_state)
 
     def restore(self, parts: Sequence[Any]) -> None:
-        """Go on from parameters and optimizer state that were those of `state`.
+        """Go on from parameters and optimizer state that were those of `state`, as numpy arrays.
 
-        The present ones make room for them first; they stay if these don't fit.
-
-        Args:
-            parts: Each chunk's, as numpy arrays.
-
-        Raises:
-            UserError: If they are of another model or optimizer.
+        The present ones make room for them first; they stay if these don't fit: a `UserError`.
         """
         present = self.params, self._optimizer_state
         expected = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), present)

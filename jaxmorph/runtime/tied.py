@@ -46,7 +46,6 @@ class TiedGradients:
         """The accumulators with the sum of both copies' gradients in place of each.
 
         Args:
-            accumulators: Those of each of the stage's chunks.
             peer: The gradient of the peer's copy, as its route gave it: on CPUs it may be an array
                 of numpy. None where this rank holds both.
 

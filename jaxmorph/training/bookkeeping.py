@@ -13,25 +13,26 @@ Messages are dictionaries of JSON's types with a `kind`:
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
 from jaxmorph.adapting.control_events import Morph
 from jaxmorph.adapting.control_loop import ControlLoop
-from jaxmorph.adapting.path_books import PathBooks
+from jaxmorph.adapting.path_reports import read_paths
 from jaxmorph.config import Config
+from jaxmorph.control.failed_paths import FailedPaths
 from jaxmorph.control.measurements import link_medians_ms, link_samples
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.planning.plan_in_force import PlanInForce
 from jaxmorph.program.instructions import parse_program
 from jaxmorph.records import Message
 from jaxmorph.reporting.records import CHANGES
-from jaxmorph.runtime.device_memory import peaks_of
 from jaxmorph.runtime.report import (
     StepTotals,
     measured_timeline,
+    peaks_of,
     probe_times,
     reported_events,
     total_compilations,
@@ -53,7 +54,6 @@ class Bookkeeper:
         active: False on ranks that keep no books: then every call does nothing.
         first_step: The step that training begins with.
         loop: What watches steps and decides on morphs; None: the plan stays.
-        failed: The links that do without their direct paths from the start.
         known_links: Says what there is to tell of links that aren't well; None: nothing is.
     """
 
@@ -67,7 +67,6 @@ class Bookkeeper:
         active: bool,
         first_step: int = 0,
         loop: ControlLoop | None = None,
-        failed: Iterable[Link] = (),
         known_links: KnownLinks | None = None,
     ) -> None:
         self._config = config
@@ -78,7 +77,7 @@ class Bookkeeper:
         self._tell = self._traced.pass_on
         self._first_step = first_step
         self._loop = loop
-        self._paths = PathBooks(loop, failed)
+        self._paths = FailedPaths() if loop is None else loop.paths
         self._known_links = known_links
         self._began_s = time.monotonic()
         self._error: BaseException | None = None
@@ -129,10 +128,6 @@ class Bookkeeper:
             step: The first step that runs it.
         """
         self._submit(self._adopt, morph, step)
-
-    def begin_again(self, links: Sequence[Link]) -> None:
-        """Take note that direct paths have begun again after the last step that was told."""
-        self._submit(self._paths.begin_again, links)
 
     def event(self, step: int, kind: str, detail: str) -> None:
         """Tell of something that happened."""
@@ -215,7 +210,7 @@ class Bookkeeper:
     ) -> None:
         profile = self._expected_profile()
         measured = measured_timeline(reports)
-        paths = self._paths.read(reports, link_samples(measured), self._plan.routes)
+        paths = read_paths(self._paths, reports, link_samples(measured), self._plan.routes)
         if not paths.news.is_disturbed:
             self._profiler.observe(measured, paths.samples)
         # Before all else, as a decision may wait for it.

@@ -9,13 +9,12 @@ from jaxmorph.emulation.link_settings import transport_settings
 from jaxmorph.errors import UserError
 from jaxmorph.planning.plan_in_force import PlanInForce, op_kinds, possible_routes
 from jaxmorph.program.instructions import Channel
-from jaxmorph.runtime.coordination import coordinator_host
-from jaxmorph.runtime.data_plane import open_data_plane
 from jaxmorph.runtime.emulated_links import EmulatedLinks
-from jaxmorph.runtime.link_connections import LinkLines, open_link_lines
+from jaxmorph.runtime.join import coordinator_host
+from jaxmorph.runtime.link_connections import LinkLines, open_data_plane, open_link_lines
 from jaxmorph.runtime.optimizer import OptimizerSettings
-from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.payloads import channel_specs
+from jaxmorph.runtime.queue import Pace
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer

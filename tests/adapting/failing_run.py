@@ -143,7 +143,6 @@ class FailingRun:
             self.told.append,
             active=True,
             loop=self.loop,
-            failed=dead,
         )
         stages = []
         stages += [Stage(rank, self.wires, stages) for rank in range(3)]

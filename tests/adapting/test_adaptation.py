@@ -75,9 +75,6 @@ class Books:
     def adopt(self, morph, step):
         self.adopted.append((morph, step))
 
-    def begin_again(self, links):
-        self.begun = links
-
 
 class Loop:
     def __init__(self, *morphs, probes=(), known=()):
@@ -142,27 +139,26 @@ FAILED = {"link_failures": [{"link": "1-2", "detail": "no answer in 3 s"}]}
 
 def after_failure(rank, loop=None):
     """A rank that has heard of the failure of link 1-2 in the step before."""
-    adaptation, _, stage, books = on_rank(rank, loop, Stage())
+    adaptation, _, stage, _ = on_rank(rank, loop, Stage())
     adaptation.heed(6, [{}, FAILED, FAILED])
-    return adaptation, stage, books
+    return adaptation, stage
 
 
 @pytest.mark.parametrize(("rank", "is_end"), [(0, False), (1, True), (2, True)])
 def test_a_path_that_is_to_be_probed_begins_again_before_it_at_its_ends_alone(rank, is_end):
     told = over_the_network(after_failure(0, Loop(probes=(LINK,), known=(LINK,)))[0].told(7))
     assert told == {"probe": ["1-2"], "restore": ["1-2"]}
-    adaptation, stage, books = after_failure(rank)
+    adaptation, stage = after_failure(rank)
     assert adaptation.heed(7, [told, UP, UP]) is None
     probed = ("probe", "1-2")  # what no end is asked to, answers with nothing
     assert stage.done == ([("restore", "1-2"), probed] if is_end else [probed])
-    assert books.begun == (LINK,)
 
 
 def test_a_path_that_no_probe_can_try_begins_again_with_the_morph_that_uses_it():
     back = Morph(PLAN, MORPH.programs, SLOTS, "well", {LINK: "direct"}, {})
     told = after_failure(0, Loop(back, known=(LINK,)))[0].told(7)
     assert told["restore"] == ["1-2"]
-    adaptation, stage, _ = after_failure(1)
+    adaptation, stage = after_failure(1)
     assert adaptation.heed(7, [over_the_network(told), UP, UP]) == PROGRAMS[1]
     assert stage.done == [("restore", "1-2")]
 
@@ -174,7 +170,7 @@ def test_a_path_that_failed_since_the_loop_knew_of_it_is_neither_probed_nor_begu
 
 
 def test_a_path_that_an_end_finds_down_by_then_is_neither_probed_nor_begun_again():
-    adaptation, stage, _ = after_failure(1)
+    adaptation, stage = after_failure(1)
     down = {"paths_up": {"1-2": False}}
     adaptation.heed(7, [{"probe": ["1-2"], "restore": ["1-2"]}, UP, down])
     assert stage.done == []
@@ -188,7 +184,7 @@ def test_a_link_that_failed_in_the_step_at_whose_end_it_was_to_be_probed_is_not(
 
 def test_a_path_begins_again_once_however_long_the_loop_takes_to_know():
     loop = Loop(probes=(LINK,), known=(LINK,))
-    adaptation, _, _ = after_failure(0, loop)
+    adaptation, _ = after_failure(0, loop)
     adaptation.heed(7, [adaptation.told(7), UP, UP])
     loop.probes = (LINK,)
     assert adaptation.told(8) == {"probe": ["1-2"]}

@@ -229,7 +229,7 @@ class Watched(FailingRun):
     """A run that says if a path begins again too early."""
 
     def on_begun(self, link, found_up):
-        least = self.loop._paths._fail_back.steps_after(self.wires.failures[link])
+        least = self.loop.paths.steps_after(self.wires.failures[link])
         assert found_up >= least
 
 

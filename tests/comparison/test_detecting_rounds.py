@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxmorph.adapting.adaptation import Adaptation
 from jaxmorph.comparison.detecting_rounds import Following, MorphBooks
+from jaxmorph.control.failed_paths import FailedPaths
 from jaxmorph.control.profiler import Profile
 from jaxmorph.planning.plan_in_force import PlanInForce
 from jaxmorph.planning.step_programs import lower_step
@@ -23,14 +24,12 @@ class Loop:
     """What a control loop is told."""
 
     def __init__(self):
-        self.seen, self.begun = [], []
+        self.seen, self.paths = [], FailedPaths()
 
     def observe(self, step, timeline, samples, probes, paths):
         self.seen.append((step, [each.link for each in paths.failures], len(samples)))
+        self.paths.begin_again(paths.restored)
         return []
-
-    def begin_again(self, links):
-        self.begun += links
 
 
 class Stage:
@@ -56,12 +55,10 @@ def test_a_failure_is_counted_once_and_what_goes_by_hosts_is_no_measure():
     books = MorphBooks(IN_FORCE, loop)
     books.note(0, reports())
     books.note(1, reports(link_failures=[{"link": "0-1", "detail": "no answer in 3 s"}]))
-    books.note(2, reports())
-    books.begin_again([LINK])
+    books.note(2, reports(paths_up={"0-1": True}, restore=["0-1"]))
     books.note(3, reports())
     books.finish()
     assert loop.seen == [(0, [], 1), (1, [LINK], 0), (2, [], 0), (3, [], 1)]
-    assert loop.begun == [LINK]
     assert books.events == {"link_failed": 1, "link_restored": 1}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxmorph.comparison.rounds import FailedPaths
+from jaxmorph.comparison.rounds import RoundPaths
 from jaxmorph.schedule.costs import Link
 
 LINKS = (Link(0, 1), Link(1, 2), Link(0, 2))
@@ -43,7 +43,7 @@ class Rank:
         self.untold = [{"link": str(link), "detail": "cut"} for link in self.by_hosts]
         self.paused_s = 0.0
         own: Any = self
-        self.paths = FailedPaths(own, own, LINKS, self._pause)
+        self.paths = RoundPaths(own, own, LINKS, self._pause)
 
     def exchange(self, message):
         return self._meeting.exchange(self._rank, message)

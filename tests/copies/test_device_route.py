@@ -31,9 +31,8 @@ from jaxmorph.copies.registered_landing import RegisteredLandingTier
 from jaxmorph.copies.registered_memory import RegisteredMemory
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.runtime.delegated import DelegatedRoute
-from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.payloads import channel_name
-from jaxmorph.runtime.routes import TransferMismatchError
+from jaxmorph.runtime.routes import TransferIdentity, TransferMismatchError
 from jaxmorph.transport.plane import ChannelSpec
 
 PLACEMENT = SingleDeviceSharding(jax.devices()[0])

@@ -9,13 +9,10 @@ import numpy as np
 
 from jaxmorph.copies.payload import PayloadShape
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
-from jaxmorph.runtime.direct import DirectRoute
-from jaxmorph.runtime.direct_programs import LinkExhaustedError, direct_programs
-from jaxmorph.runtime.identity import TransferIdentity
+from jaxmorph.runtime.direct import DirectRoute, KeptOutputs, LinkExhaustedError, direct_programs
 from jaxmorph.runtime.join import join_as_told
-from jaxmorph.runtime.kept_outputs import KeptOutputs
 from jaxmorph.runtime.rank_process import run_rank
-from jaxmorph.runtime.routes import AbandonedEpochError
+from jaxmorph.runtime.routes import AbandonedEpochError, TransferIdentity
 from jaxmorph.schedule.costs import Link
 from jaxmorph.stage.mesh import make_mesh
 

@@ -14,14 +14,13 @@ from compiled_once import compile_alike_once
 
 from jaxmorph.program.check import check
 from jaxmorph.program.lowering import lower
-from jaxmorph.runtime.data_plane import open_data_plane
 from jaxmorph.runtime.emulated_links import EmulatedLinks, never
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.join import join_as_told
-from jaxmorph.runtime.link_connections import open_link_lines
+from jaxmorph.runtime.link_connections import open_data_plane, open_link_lines
 from jaxmorph.runtime.optimizer import OptimizerSettings
-from jaxmorph.runtime.pacing import Pace
 from jaxmorph.runtime.payloads import channel_specs
+from jaxmorph.runtime.queue import Pace
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer

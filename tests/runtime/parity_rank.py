@@ -17,10 +17,10 @@ from told_reference import ToldReference, norm
 from jaxmorph.program.check import check
 from jaxmorph.program.lowering import forward_only, lower
 from jaxmorph.program.slots_needed import slots_needed
-from jaxmorph.runtime.compilations import CompilationCounter
-from jaxmorph.runtime.data_plane import Start, open_data_plane
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.join import join_as_told
+from jaxmorph.runtime.kept_programs import CompilationCounter
+from jaxmorph.runtime.link_connections import Start, open_data_plane
 from jaxmorph.runtime.optimizer import OptimizerSettings, clip_scale
 from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.rank_process import run_rank

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 
 from jaxmorph.copies.payload import PayloadShape
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
-from jaxmorph.runtime.direct import DirectRoute
+from jaxmorph.runtime.direct import DirectRoute, LinkProgram
 from jaxmorph.runtime.emulated_links import EmulatedLinks
-from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.join import join_as_told
-from jaxmorph.runtime.links import LinkProgram
 from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
 from jaxmorph.runtime.rank_process import run_rank
+from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.stage.mesh import link_mesh, make_mesh
 from jaxmorph.transport.link_emulator import LinkCondition
 

@@ -1,6 +1,4 @@
-"""What a probe waits for and sends, and what becomes of both ends' times."""
-
-import json
+"""What a probe waits for and sends."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +9,6 @@ from jaxmorph.copies.payload import PayloadShape
 from jaxmorph.program.instructions import channel_of
 from jaxmorph.runtime.direct_probe import probe_direct, probe_transfers
 from jaxmorph.runtime.queue import PacedQueue
-from jaxmorph.runtime.rendezvous import DETAIL
-from jaxmorph.runtime.report import probe_times
 from jaxmorph.runtime.routes import Moved
 from jaxmorph.schedule.costs import Link
 
@@ -68,31 +64,3 @@ def test_a_rank_ends_its_own_work_and_meets_its_peer_before_what_counts(rank):
     ways = [label.split()[-1] for label in counted]
     assert ways == ["1>2", "2>1"] * 3
     assert len({meeting, *counted}) == 7
-
-
-def reports(*ends):
-    return [{DETAIL: json.dumps({"probes": end} if end else {})} for end in ends]
-
-
-def pairs(up_ms, down_ms):
-    """One end's times of three messages each way."""
-    labels = [map(str, probe_transfers(LINK, number)) for number in (1, 2, 3)]
-    times = zip(up_ms, down_ms, strict=True)
-    return [
-        told
-        for (up, down), (up_took_ms, down_took_ms) in zip(labels, times, strict=True)
-        for told in ((up, up_took_ms), (down, down_took_ms))
-    ]
-
-
-def test_of_both_ends_the_later_counts_and_of_three_messages_the_middle_one():
-    one = pairs((0.5, 45.0, 0.7), (20.0, 21.0, 1.0))
-    other = pairs((30.0, 44.0, 0.9), (22.0, 20.5, 19.5))
-    took_ms = probe_times(reports(None, one, other, None))
-    assert sorted(took_ms.values()) == [0.7, 20.0]
-    first_up, first_down = map(str, probe_transfers(LINK, 1))
-    assert took_ms == {first_up: 0.7, first_down: 20.0}
-
-
-def test_without_a_probe_there_are_no_times():
-    assert probe_times(reports(None, None)) == {}

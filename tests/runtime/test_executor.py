@@ -12,10 +12,8 @@ from jaxmorph.program.dataflow import received_buffer
 from jaxmorph.program.instructions import Free, Payload, RankProgram, Receive, Transfer
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.executor import Executor, StepInputs
-from jaxmorph.runtime.identity import TransferIdentity
-from jaxmorph.runtime.pacing import Pace
-from jaxmorph.runtime.queue import PacedQueue, Stamp
-from jaxmorph.runtime.routes import AbandonedEpochError, Moved
+from jaxmorph.runtime.queue import Pace, PacedQueue, Stamp
+from jaxmorph.runtime.routes import AbandonedEpochError, Moved, TransferIdentity
 
 TRANSFER = Transfer(Payload.GRADIENT, 1, 0, 0)
 INPUTS = StepInputs(None, None, 1.0)

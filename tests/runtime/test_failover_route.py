@@ -5,6 +5,7 @@ Both ends are threads here; collectives fail as they are told, the data plane is
 
 import re
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +21,10 @@ from two_ends import (
     up,
 )
 
-from jaxmorph.runtime.direct_programs import LIVES
-from jaxmorph.runtime.identity import TransferIdentity
-from jaxmorph.runtime.routes import AbandonedEpochError, TransferMismatchError
+from jaxmorph.runtime.direct import LIVES
+from jaxmorph.runtime.failover_route import OtherPaths
+from jaxmorph.runtime.routes import AbandonedEpochError, TransferIdentity, TransferMismatchError
+from jaxmorph.schedule.costs import Link
 from jaxmorph.transport.link_emulator import LinkCondition
 from jaxmorph.transport.names import PeerGoneError
 
@@ -271,3 +273,107 @@ def test_a_path_that_is_found_dead_is_given_up_without_a_transfer(make_ends, fin
         ends.routes[rank].let_go()
         assert ends.routes[rank]._others.settled == [[LINK]]
         assert ends.routes[rank]._others.entered == []
+
+
+OTHER, THIRD = Link(1, 2), Link(1, 3)
+
+
+class FakeEchoes:
+    """Other ends that answer unless they are down."""
+
+    def __init__(self, down=()):
+        self.down, self.watched, self.of_others = set(down), [], set()
+        self.changed = threading.Condition()
+
+    def reaches(self, link):
+        return link not in self.down
+
+    def watch(self, link, answer_s):
+        assert answer_s < 0.05
+        with self.changed:
+            if link in {*self.watched, *self.of_others}:
+                return False
+            self.watched.append(link)
+            self.changed.notify_all()
+            return True
+
+    def is_down(self, link):
+        return link in self.watched and link in self.down
+
+    def forget(self, link):
+        self.watched.remove(link)
+
+    def wait_until_watched(self, *links):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.watched == list(links), LIMIT_S)
+
+
+@pytest.fixture
+def look(monkeypatch):
+    monkeypatch.setattr("jaxmorph.runtime.failover_route._BETWEEN_S", 0.001)
+    made = []
+
+    def look(echoes: Any, after_s=0.05, cut=()):
+        made.append(OtherPaths([LINK, OTHER, THIRD], echoes, after_s, cut.__contains__))
+        return made[-1]
+
+    yield look
+    for others in made:
+        others.close()
+
+
+def test_paths_that_are_dead_are_found_while_a_transfer_hangs(look):
+    others = look(echoes := FakeEchoes())
+    others.enter(LINK)
+    echoes.wait_until_watched(OTHER, THIRD)
+    assert not others.is_dead(OTHER)
+    echoes.down.add(OTHER)
+    others.leave()
+    assert [others.is_dead(link) for link in (LINK, OTHER, THIRD)] == [False, True, False]
+
+
+def test_an_emulated_cut_counts_once_a_transfer_of_another_link_hangs(look):
+    others = look(echoes := FakeEchoes(), cut=[OTHER])
+    assert not others.is_dead(OTHER)
+    others.enter(LINK)
+    echoes.wait_until_watched(OTHER, THIRD)
+    assert others.is_dead(OTHER)
+
+
+def test_what_never_answered_is_not_taken_for_dead(look):
+    others = look(echoes := FakeEchoes(down=[OTHER]))
+    others.enter(LINK)
+    echoes.wait_until_watched(OTHER, THIRD)
+    assert echoes.is_down(OTHER)
+    assert not others.is_dead(OTHER)
+
+
+def test_transfers_in_time_have_nobody_asked(look):
+    others = look(echoes := FakeEchoes(), after_s=3600.0)
+    for _ in range(3):
+        others.enter(LINK)
+        others.leave()
+    assert echoes.watched == []
+
+
+def test_after_the_step_nobody_is_watched_but_for_links_that_failed(look):
+    others = look(echoes := FakeEchoes())
+    others.enter(LINK)
+    echoes.wait_until_watched(OTHER, THIRD)
+    echoes.down.add(OTHER)
+    others.leave()
+    others.settle([OTHER])
+    assert echoes.watched == [OTHER]
+    assert not others.is_dead(OTHER)  # what becomes of it is not for this to say
+
+
+def test_what_somebody_else_watches_stays_theirs(look):
+    echoes = FakeEchoes()
+    echoes.of_others.add(OTHER)
+    others = look(echoes)
+    others.enter(LINK)
+    echoes.wait_until_watched(THIRD)
+    assert not others.is_dead(OTHER)
+    others.leave()
+    others.settle([])
+    assert echoes.watched == []

@@ -12,12 +12,11 @@ from jaxmorph.program.check import check
 from jaxmorph.program.instructions import Buffer, BufferKind, Fetch, RankProgram
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.offload import count_offloads, offload
-from jaxmorph.runtime.compilations import CompilationCounter
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies, wait_for
+from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.optimizer import OptimizerSettings
-from jaxmorph.runtime.pacing import Pace
-from jaxmorph.runtime.queue import PacedQueue
+from jaxmorph.runtime.queue import Pace, PacedQueue
 from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.runtime.report import measured_timeline, rank_report
 from jaxmorph.runtime.stage_settings import StageSettings

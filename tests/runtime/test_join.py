@@ -1,12 +1,13 @@
-"""What a rank tells XLA before JAX begins."""
+"""What a rank tells XLA before JAX begins, and what it says where JAX has no device."""
 
 import os
 
 import jax
 import pytest
 
+from jaxmorph.errors import UserError
 from jaxmorph.runtime import join
-from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.join import device_kind, join_run, own_devices
 from jaxmorph.runtime.rendezvous import SoleRank
 
 
@@ -40,3 +41,44 @@ def test_what_the_user_says_of_compiling_stands(flags_of):
     of_user = "--xla_gpu_shard_autotuning=true"
     told = [flag for flag in flags_of(of_user) if flag.startswith("--xla_gpu_shard_autotuning")]
     assert told[-1] == of_user  # of two the last counts
+
+
+@pytest.fixture
+def fails(monkeypatch):
+    """Has JAX fail to find devices."""
+
+    def fails(error):
+        def local_devices():
+            raise error
+
+        monkeypatch.setattr(jax, "local_devices", local_devices)
+
+    return fails
+
+
+def test_devices_are_those_of_jax():
+    assert own_devices() == jax.local_devices()
+    assert device_kind() == jax.local_devices()[0].device_kind
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (AssertionError(), "it has no such platform installed"),
+        (RuntimeError("Unable to initialize backend 'cuda':\nno GPU"), "backend 'cuda': no GPU"),
+    ],
+)
+def test_a_platform_that_is_missing_is_named(fails, error, reason):
+    fails(error)
+    with pytest.raises(UserError) as raised:
+        own_devices()
+    said = str(raised.value)
+    assert said.startswith(f"JAX_PLATFORMS: got {jax.config.values['jax_platforms']!r}, of which")
+    assert reason in said
+    assert "\n" not in said
+
+
+def test_other_failures_stay_what_they_are(fails):
+    fails(RuntimeError("DEADLINE_EXCEEDED: rank 1 did not come"))
+    with pytest.raises(RuntimeError, match="rank 1 did not come"):
+        own_devices()

@@ -1,4 +1,4 @@
-"""A program that was kept is the program that was compiled, and a wrong one is never run."""
+"""A program that was kept is the one that was compiled, and a wrong one is never run."""
 
 import logging
 
@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmorph.runtime.compilations import CompilationCounter
-from jaxmorph.runtime.kept_programs import KeptPrograms
+from jaxmorph.config import check_config
+from jaxmorph.runtime import kept_programs
+from jaxmorph.runtime.kept_programs import CompilationCounter, KeptPrograms, keep_compiled
 from jaxmorph.stage.build import OP_KINDS, build_stage
 from jaxmorph.stage.compiling import compile_by
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
@@ -48,12 +49,6 @@ def test_another_process_finds_what_was_kept_and_compiles_nothing(tmp_path, coun
     assert given.is_deleted()
 
 
-def test_another_program_is_another_entry(tmp_path):
-    kept = KeptPrograms(tmp_path)
-    assert results(kept.compile(lowered(2.0))) != results(kept.compile(lowered(3.0)))
-    assert len(list(tmp_path.iterdir())) == 2
-
-
 def test_what_a_program_does_not_read_is_part_of_its_name(tmp_path):
     def casts_nothing(weights, x):
         return {"half": x.astype(jnp.bfloat16)}
@@ -65,21 +60,21 @@ def test_what_a_program_does_not_read_is_part_of_its_name(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_other_flags_are_another_entry(tmp_path, monkeypatch):
-    KeptPrograms(tmp_path).compile(lowered(2.0))
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_timeout_seconds=7")
-    KeptPrograms(tmp_path).compile(lowered(2.0))
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-@pytest.mark.parametrize("threads", [{"NPROC": "3"}, {"NPROC": "64"}])
-def test_another_number_of_threads_is_another_entry(tmp_path, monkeypatch, threads):
-    """XLA cuts the loops of a CPU's programs into as many parts."""
+@pytest.mark.parametrize(
+    ("changed", "scale"),
+    [
+        ({}, 3.0),
+        ({"XLA_FLAGS": "--xla_cpu_collective_timeout_seconds=7"}, 2.0),
+        ({"NPROC": "3"}, 2.0),  # XLA cuts the loops of a CPU's programs into as many parts
+    ],
+)
+def test_another_program_or_platform_is_another_entry(tmp_path, monkeypatch, changed, scale):
     monkeypatch.delenv("NPROC", raising=False)
-    KeptPrograms(tmp_path).compile(lowered(2.0))
-    for name, value in threads.items():
+    before = results(KeptPrograms(tmp_path).compile(lowered(2.0)))
+    for name, value in changed.items():
         monkeypatch.setenv(name, value)
-    KeptPrograms(tmp_path).compile(lowered(2.0))
+    after = results(KeptPrograms(tmp_path).compile(lowered(scale)))
+    assert (after == before) == (scale == 2.0)
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -138,3 +133,50 @@ def test_a_stage_that_is_built_again_compiles_no_program_and_computes_the_same(t
     assert again == expected
     assert len(list(tmp_path.iterdir())) == len(("prepare", "zero", *OP_KINDS))
     assert second <= first - len(OP_KINDS)
+
+
+SAVES = {"checkpoint": {"every_steps": 5}}
+DIR, LEAST_S = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Where programs are kept by what the rank has set, for this test alone."""
+    before, told = {name: jax.config.values[name] for name in (DIR, LEAST_S)}, []
+    monkeypatch.setattr(kept_programs, "compile_by", lambda how: told.append(how.__self__))
+    jax.config.update(DIR, None)
+    yield told
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.parametrize(("wanted", "name"), [(True, "run/compilation_cache"), ("kept", "kept")])
+def test_a_run_that_may_restart_keeps_what_its_ranks_compile(
+    told, tmp_path, monkeypatch, wanted, name
+):
+    monkeypatch.chdir(tmp_path)
+    config = check_config(SAVES | {"restart_policy": {"compilation_cache": wanted}})
+    keep_compiled(config, tmp_path / "run", 2)
+    (programs,) = told
+    assert isinstance(programs, KeptPrograms)
+    assert programs.folder == tmp_path / name / "rank_2"
+    assert jax.config.values[DIR] == str(tmp_path / name)
+    assert jax.config.values[LEAST_S] == 0.0
+
+
+def test_a_cache_that_is_set_already_stays(told, tmp_path):
+    jax.config.update(DIR, "/elsewhere")
+    keep_compiled(check_config(SAVES), tmp_path, 0)
+    assert jax.config.values[DIR] == "/elsewhere"
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{}, SAVES | {"restart_policy": {"compilation_cache": False}},
+     SAVES | {"restart_policy": {"max_restarts": 0}}],
+)  # fmt: skip
+def test_a_run_that_will_not_restart_keeps_nothing(told, tmp_path, sections):
+    keep_compiled(check_config(sections), tmp_path, 0)
+    assert told == []
+    assert jax.config.values[DIR] is None

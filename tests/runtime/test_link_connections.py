@@ -4,12 +4,19 @@ import socket
 import threading
 import time
 
+import pytest
+from oracles.loopback import LoopbackNetwork
 from test_rendezvous import in_threads
 
-from jaxmorph.runtime.link_connections import open_link_connections
-from jaxmorph.runtime.path_echo import open_path_echoes
+from jaxmorph.runtime.link_connections import (
+    open_data_plane,
+    open_link_connections,
+    open_path_echoes,
+)
 from jaxmorph.runtime.rendezvous import RendezvousError
 from jaxmorph.schedule.costs import Link
+from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.plane import ChannelSpec
 
 LIMIT_S = 20.0
 HOST = "127.0.0.1"
@@ -104,3 +111,64 @@ def test_a_path_is_up_while_the_other_end_answers():
 
     assert in_threads(2, watch) == [None, None]
     assert has_closed.is_set()
+
+
+SPEC = ChannelSpec(ChannelName(0, 0, 2), 64, 2)
+
+
+@pytest.fixture
+def with_plane():
+    """Has each of three ranks do something with its plane; gives results, and what planes saw."""
+    network, notes = LoopbackNetwork(), [{} for _ in range(3)]
+
+    def start(rank, outgoing, incoming, settings):
+        plane = network.plane(rank, outgoing, incoming, settings)
+        connect, close = plane.connect, plane.close
+
+        def note_connection(peers, secret):
+            notes[rank].update(peers=set(peers), secret=secret)
+            connect(peers, secret)
+
+        def note_end(*, flush=True):
+            notes[rank]["closed"] = "flushed" if flush else "at once"
+            close(flush=flush)
+
+        plane.connect, plane.close = note_connection, note_end
+        return plane
+
+    def with_plane(use):
+        def body(rendezvous):
+            ends = {0: ([SPEC], []), 2: ([], [SPEC])}.get(rendezvous.rank, ([], []))
+            with open_data_plane(rendezvous, *ends, start=start) as plane:
+                return use(rendezvous.rank, plane)
+
+        return in_threads(3, body), notes
+
+    return with_plane
+
+
+def test_ranks_with_channels_share_a_data_plane(with_plane):
+    def use(rank, plane):
+        if rank == 0:
+            slot = plane.reserve(SPEC.name, float("inf"))
+            slot.payload[:3] = (1, 2, 3)
+            slot.post(3, (0,))
+            slot.complete()
+        if rank == 2:
+            return plane.take(SPEC.name, float("inf")).payload.tolist()
+        return plane is None
+
+    results, (first, none, last) = with_plane(use)
+    assert results == [False, True, [1, 2, 3]]
+    assert (first["peers"], none, last["peers"]) == ({2}, {}, {0})
+    assert first["secret"] == last["secret"]
+    assert len(first["secret"]) == 32
+    assert first["closed"] == last["closed"] == "flushed"
+
+
+def test_a_data_plane_is_closed_when_the_run_fails(with_plane):
+    def use(rank, plane):
+        raise RendezvousError("the run fails")
+
+    _, notes = with_plane(use)
+    assert [notes[rank]["closed"] for rank in (0, 2)] == ["at once", "at once"]

@@ -6,8 +6,7 @@ import time
 import pytest
 from two_ends import CHANNELS, LIMIT_S, LINK, wires
 
-from jaxmorph.runtime.link_messages import EndState, Word
-from jaxmorph.runtime.link_switch import LinkEnd, LinkSwitchError
+from jaxmorph.runtime.link_switch import EndState, LinkEnd, LinkSwitchError, Word
 from jaxmorph.transport.names import PeerGoneError
 
 ACTIVATIONS, GRADIENTS, _ = CHANNELS
@@ -164,16 +163,10 @@ def test_a_peer_that_dies_before_it_tells_its_state_is_gone(make_end):
         one.end.await_switch("a transfer")
 
 
-def test_what_makes_no_sense_is_an_error(make_end):
+@pytest.mark.parametrize("wire", ["words", "states"])
+def test_what_makes_no_sense_is_an_error(make_end, wire):
     one = make_end()
-    one.peer.states.send(b"?")
-    with pytest.raises(LinkSwitchError):
-        one.end.meet("a transfer")
-
-
-def test_a_word_that_makes_no_sense_is_an_error(make_end):
-    one = make_end()
-    one.peer.words.send(b"?")
+    getattr(one.peer, wire).send(b"?")
     with pytest.raises(LinkSwitchError):
         one.end.meet("a transfer")
 

@@ -1,13 +1,19 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from jaxmorph.errors import UserError
 from jaxmorph.runtime.optimizer import (
     OptimizerSettings,
     StageOptimizer,
     clip_scale,
+    is_matrix,
     learning_rate_schedule,
+    require_elementwise,
 )
 
 SETTINGS = OptimizerSettings(learning_rate=0.1, warmup_steps=4, total_steps=20, weight_decay=0.5)
@@ -20,15 +26,12 @@ def params():
     return ({"layers": layers}, {"layers": jax.tree.map(jnp.copy, layers), "head": head})
 
 
-def test_the_learning_rate_warms_up_from_the_first_step_and_ends_at_its_fraction():
+def test_the_learning_rate_warms_up_and_ends_at_its_fraction():
     rate = learning_rate_schedule(SETTINGS)
     assert [np.asarray(rate(step)) for step in (0, 2, 4)] == pytest.approx([0.02, 0.06, 0.1])
     assert np.asarray(rate(20)) == pytest.approx(0.01)
-
-
-def test_without_a_warm_up_the_first_step_has_the_full_rate():
-    rate = learning_rate_schedule(OptimizerSettings(0.1, warmup_steps=0, total_steps=10))
-    assert np.asarray(rate(0)) == pytest.approx(0.1)
+    at_once = learning_rate_schedule(OptimizerSettings(0.1, warmup_steps=0, total_steps=10))
+    assert np.asarray(at_once(0)) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -67,3 +70,55 @@ def test_a_scale_that_is_not_finite_is_refused():
     optimizer = StageOptimizer(SETTINGS, params())
     with pytest.raises(ValueError, match="can't be scaled by nan"):
         optimizer.update(params(), optimizer.initial_state(params()), params(), float("nan"))
+
+
+# Of one chunk; every leaf that could hide a norm or a product in its own shape is there.
+PARAMS = (
+    {
+        "layers": {"w": jnp.ones((2, 3, 3)), "b": jnp.ones((2, 3))},
+        "head": {"square": jnp.ones((4, 4)), "gain": jnp.ones(())},
+    },
+)
+SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 5, 50)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.sgd(1e-2, momentum=0.9, nesterov=True),
+        optax.adam(SCHEDULE),
+        optax.adamw(SCHEDULE, weight_decay=0.1, mask=is_matrix),
+        optax.lion(1e-4),
+        optax.rmsprop(1e-3),
+        optax.adagrad(1e-3),
+        optax.radam(1e-3),
+        optax.chain(optax.clip(1.0), optax.nadamw(1e-3), optax.ema(0.9)),
+        optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+        optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
+    ],
+    ids=lambda optimizer: None,
+)
+def test_optimizers_that_update_each_number_alone_are_taken(optimizer):
+    require_elementwise(optimizer, PARAMS)
+
+
+SQUARE = {"square": jnp.ones((4, 4))}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "params", "computes"),
+    [
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), PARAMS, "reduce_sum"),
+        (optax.lamb(1e-3), PARAMS, "reduce_sum"),
+        (optax.adafactor(1e-3), PARAMS, "reduce_"),
+        (optax.apply_if_finite(optax.sgd(1e-3), 2), PARAMS, "reduce_"),
+        (optax.contrib.muon(1e-3), PARAMS, "(reshape|dot_general|transpose|reduce_sum)"),
+        (optax.stateless(lambda updates, _: jax.tree.map(jnp.cumsum, updates)), PARAMS, "cumsum"),
+        # A product of squares keeps the shape.
+        (optax.stateless(partial(jax.tree.map, jnp.matmul)), SQUARE, "dot_general"),
+    ],
+)
+def test_optimizers_that_read_whole_arrays_are_refused(optimizer, params, computes):
+    says = rf"^optimizer: got one that computes {computes}.*clip_norm"
+    with pytest.raises(UserError, match=says):
+        require_elementwise(optimizer, params)

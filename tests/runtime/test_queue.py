@@ -6,8 +6,9 @@ from itertools import pairwise
 import jax.numpy as jnp
 import pytest
 
-from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
+from jaxmorph.runtime.queue import AsynchronousQueue, Pace, PacedQueue
 from jaxmorph.runtime.routes import Moved
+from jaxmorph.schedule.ops import OpKind
 
 
 @pytest.fixture(params=[AsynchronousQueue, PacedQueue])
@@ -221,3 +222,12 @@ def test_on_a_paced_queue_waking_up_late_is_charged_to_nobody(paced):
         paced.enqueue("after", lambda: None, 0.2)
     before, after = paced.drain()
     assert after.start_s == before.end_s
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_an_op_of_one_chunk_lasts_its_share_of_the_stages_time(num_chunks):
+    pace = Pace.of_stage(8.0, 6.0, 4.0, num_chunks)
+    stage_ms = {OpKind.F: 8.0, OpKind.B: 6.0, OpKind.W: 4.0, OpKind.BW: 10.0}
+    for kind, time_ms in stage_ms.items():
+        assert pace.of(kind) == pytest.approx(time_ms / num_chunks / 1e3)
+    assert Pace().of(OpKind.F) is None  # as long as it takes

@@ -1,9 +1,17 @@
+"""What ranks say to one another over TCP, and which of them is named where one is missing."""
+
 import contextlib
+import errno
 import json
+import os
 import socket
 import threading
 import time
+from typing import Any, cast
 
+import pytest
+
+from jaxmorph.runtime.connection import Connection, ConnectionLostError
 from jaxmorph.runtime.rendezvous import DETAIL, HostRendezvous, RendezvousError, SoleRank
 
 LOOPBACK = "127.0.0.1"
@@ -30,7 +38,7 @@ class Store:
 def in_threads(num_ranks, body, store=None, deadline_s=20.0, absent=()):
     """What `body(rendezvous)` returned or raised on each rank."""
     store = store or Store()
-    results = [None] * num_ranks
+    results: list[Any] = [None] * num_ranks
 
     def run(rank):
         try:
@@ -53,13 +61,17 @@ def without_details(messages):
     return [{key: said for key, said in m.items() if key != DETAIL} for m in messages]
 
 
-def test_every_rank_hears_all_in_rank_order():
+@pytest.mark.parametrize("text", ["x", "x" * 3_000_000], ids=["short", "long"])
+def test_every_rank_hears_all_in_rank_order_and_rank_0_details(text):
     def meet_twice(meeting):
-        rounds = [{"rank": meeting.rank, "round": number} for number in range(2)]
-        return [without_details(meeting.exchange(message)) for message in rounds]
+        rounds = [{"rank": meeting.rank, "text": text, "round": number} for number in range(2)]
+        return [meeting.exchange(message, {"of": meeting.rank}) for message in rounds]
 
-    expected = [[{"rank": rank, "round": number} for rank in range(3)] for number in range(2)]
-    assert in_threads(3, meet_twice) == [expected] * 3
+    heard = in_threads(3, meet_twice)
+    expected = [[{"rank": r, "text": text, "round": n} for r in range(3)] for n in range(2)]
+    assert [[*map(without_details, of_rank)] for of_rank in heard] == [expected] * 3
+    details = [[message.get(DETAIL) for message in of_rank[1]] for of_rank in heard]
+    assert details == [['{"of": 0}', '{"of": 1}', '{"of": 2}'], [None] * 3, [None] * 3]
 
 
 def test_a_meeting_is_a_barrier():
@@ -73,26 +85,6 @@ def test_a_meeting_is_a_barrier():
 
     in_threads(3, meet)
     assert min(released_s) >= max(latest_arrival_s)
-
-
-def test_details_reach_rank_0_alone():
-    def meet(meeting):
-        return [m.get(DETAIL) for m in meeting.exchange({}, {"of": meeting.rank})]
-
-    assert in_threads(3, meet) == [
-        ['{"of": 0}', '{"of": 1}', '{"of": 2}'],
-        [None, None, None],
-        [None, None, None],
-    ]
-
-
-def test_large_messages_arrive_whole():
-    text = "x" * 3_000_000
-
-    def meet(meeting):
-        return without_details(meeting.exchange({"text": text, "rank": meeting.rank}))
-
-    assert in_threads(2, meet) == [[{"text": text, "rank": 0}, {"text": text, "rank": 1}]] * 2
 
 
 def test_a_rank_that_never_connects_is_named():
@@ -161,3 +153,45 @@ def test_strangers_are_turned_away_and_the_ranks_still_meet():
 
 def test_a_rank_alone_hears_itself_as_if_from_the_network():
     assert SoleRank().exchange({"x": (1, 2)}, "aside") == [{"x": [1, 2], DETAIL: '"aside"'}]
+
+
+class Failing:
+    """A socket on which nothing goes any more."""
+
+    def __init__(self, number):
+        self.error = OSError(number, os.strerror(number))
+
+    def setsockopt(self, *arguments): ...
+
+    def settimeout(self, deadline_s): ...
+
+    def sendall(self, message):
+        raise self.error
+
+    def recv(self, length):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "number",
+    [errno.EHOSTUNREACH, errno.ENETDOWN, errno.ETIMEDOUT, errno.ECONNRESET, errno.EPIPE],
+)
+def test_a_connection_that_the_kernel_gives_up_is_lost(number):
+    connection = Connection(cast(Any, Failing(number)), 1.0)
+    says = os.strerror(number)
+    with pytest.raises(ConnectionLostError, match=says):
+        connection.send(b"1")
+    with pytest.raises(ConnectionLostError, match=says):
+        connection.receive()
+
+
+def test_a_peer_that_is_silent_is_not_lost():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = socket.create_connection(listener.getsockname())
+        there, _ = listener.accept()
+    with here, there:
+        connection = Connection(there, 0.05)
+        with pytest.raises(TimeoutError):
+            connection.receive()
+        here.sendall(b"\0\0\0\1x")
+        assert connection.receive() == b"x"

@@ -20,17 +20,16 @@ def accumulators(*, embed, head, num_chunks=1):
     return tuple(trees)
 
 
-def test_a_leaf_is_found_and_replaced_by_its_path():
-    tree = {"a": {"b": 1, "c": 2}, "d": 3}
-    assert leaf_at(tree, ("a", "b")) == 1
-    assert with_leaf(tree, ("a", "b"), 9) == {"a": {"b": 9, "c": 2}, "d": 3}
-    assert tree["a"]["b"] == 1
-
-
-def test_a_leaf_of_one_chunk_is_found_and_replaced():
-    chunks = ({"a": {"b": 1}}, {"a": {"b": 2}})
-    assert leaf_at(chunks, (1, "a", "b")) == 2
-    assert with_leaf(chunks, (1, "a", "b"), 9) == ({"a": {"b": 1}}, {"a": {"b": 9}})
+@pytest.mark.parametrize(
+    ("tree", "path", "replaced"),
+    [
+        ({"a": {"b": 1, "c": 2}, "d": 3}, ("a", "b"), {"a": {"b": 9, "c": 2}, "d": 3}),
+        (({"a": {"b": 2}}, {"a": {"b": 1}}), (1, "a", "b"), ({"a": {"b": 2}}, {"a": {"b": 9}})),
+    ],
+)
+def test_a_leaf_is_found_and_replaced_by_its_path(tree, path, replaced):
+    assert with_leaf(tree, path, 9) == replaced
+    assert leaf_at(tree, path) == 1  # as it was
 
 
 @pytest.mark.parametrize("come_as", [jnp.float32, np.float32])

@@ -21,9 +21,9 @@ from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.failover_route import FailoverRoute
-from jaxmorph.runtime.identity import TransferIdentity
-from jaxmorph.runtime.link_messages import LinkWires
+from jaxmorph.runtime.link_switch import LinkWires
 from jaxmorph.runtime.payloads import channel_name
+from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.schedule.costs import Link
 from jaxmorph.transport.plane import ChannelSpec
 
@@ -91,7 +91,7 @@ def wires():
     return tuple(LinkWires(*each) for each in zip(words, states, strict=True))
 
 
-def _wire():
+def _wire() -> tuple[Any, Any]:
     one, other = queue.SimpleQueue(), queue.SimpleQueue()
     return QueueWire(one, other), QueueWire(other, one)
 

@@ -12,12 +12,11 @@ import numpy as np
 
 from jaxmorph.copies.payload import PayloadShape
 from jaxmorph.program.instructions import Buffer, BufferKind, Payload, Transfer, channel_of
-from jaxmorph.runtime.direct import DirectRoute
-from jaxmorph.runtime.direct_programs import direct_programs
+from jaxmorph.runtime.direct import DirectRoute, direct_programs
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies
-from jaxmorph.runtime.identity import TransferIdentity
 from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.rank_process import run_rank
+from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.stage.mesh import make_mesh
 
 PATIENCE_S = 5.0

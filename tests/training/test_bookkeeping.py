@@ -7,6 +7,7 @@ import pytest
 
 from jaxmorph.adapting.control_events import Morph
 from jaxmorph.config import Config
+from jaxmorph.control.failed_paths import FailedPaths
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.planning.plan_in_force import PlanInForce
 from jaxmorph.planning.step_programs import lower_step
@@ -202,7 +203,7 @@ class OneMorph:
     """A control loop that has seen all, and says what it was called with."""
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.paths = [], FailedPaths()
 
     def profile(self, profile):
         return profile

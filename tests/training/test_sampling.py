@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmorph.errors import UserError
-from jaxmorph.runtime.compilations import CompilationCounter
+from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.stage.model import cut_layers, join_stages, with_logits
 from jaxmorph.stage.parameters import init_stage_params
 from jaxmorph.training.saved_model import SamplingSettings, continuation, drawing

@@ -1,22 +1,24 @@
-"""When a failed path has been up for long enough, by what its ends tell step by step."""
+"""Which links do without their direct paths, and when a path has been up for long enough."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmorph.control.fail_back import FailBack
-from jaxmorph.schedule.costs import Link
+from jaxmorph.control.failed_paths import FailedPaths, PathFailure
+from jaxmorph.control.measurements import LinkSample
+from jaxmorph.schedule.costs import Link, Routes
 
-LINK, OTHER = Link(2, 3), Link(0, 1)
+LINK, OTHER, TIED = Link(1, 2), Link(0, 1), Link(0, 2)
+DIRECT: Routes = {OTHER: "direct", LINK: "direct"}
+DELEGATED: Routes = {OTHER: "direct", LINK: "delegated"}
+FAILURE = PathFailure(LINK, "no answer in 3 s")
 UP, DOWN, SILENT = {LINK: True}, {LINK: False}, {}
 
 
 def failed(*links, steps=4, most_steps=64, lives_left=None):
-    made = FailBack(steps, most_steps)
-    for link in links or (LINK,):
-        made.fail(link)
-        if lives_left is not None:
-            made.limit(link, lives_left)
+    made = FailedPaths(links or (LINK,), steps, most_steps)
+    if lives_left is not None:
+        made.limit(LINK, lives_left)
     return made
 
 
@@ -59,11 +61,11 @@ def test_after_each_further_failure_it_takes_twice_as_many_up_to_a_limit():
     watch, took = failed(most_steps=10), []
     for _ in range(4):
         took.append(returns_after(watch, [UP] * 99))
-        watch.begin_again(LINK)
+        watch.begin_again([LINK])
         assert watch.failed == frozenset()
-        watch.fail(LINK)
+        watch.note([FAILURE])
     assert took == [4, 8, 10, 10]
-    assert FailBack(20, 8).steps_after(3) == 20
+    assert FailedPaths((), 20, 8).steps_after(3) == 20
 
 
 def test_one_without_a_life_left_never_returns():
@@ -83,7 +85,7 @@ def test_the_least_that_an_end_says_of_lives_counts_and_the_last_one_goes_once()
 def test_what_never_failed_is_not_counted_and_links_count_each_for_itself():
     watch = failed(LINK, OTHER)
     for _ in range(3):
-        watch.observe({LINK: True, Link(1, 2): True}, (LINK, OTHER, Link(1, 2)))
+        watch.observe({LINK: True, TIED: True}, (LINK, OTHER, TIED))
     turns = watch.observe({LINK: True, OTHER: True}, (LINK, OTHER))
     assert turns.returned == {LINK: 4}
 
@@ -101,3 +103,60 @@ def test_a_path_returns_with_exactly_as_many_reports_in_a_row_as_are_enough(told
         assert (LINK in turns.returned) == (is_enough and not has_returned)
         assert (LINK in turns.lost) == (has_returned and up != UP)
         has_returned = is_enough
+
+
+def test_a_link_counts_as_delegated_from_its_failure_until_its_path_begins_again():
+    links = FailedPaths()
+    assert links.as_run(DIRECT) == DIRECT
+    links.note([FAILURE])
+    assert links.as_run(DIRECT) == links.as_run(DELEGATED) == DELEGATED
+    links.begin_again([LINK])
+    assert links.as_run(DIRECT) == DIRECT
+    assert links.as_run(DELEGATED) == DELEGATED
+
+
+def test_a_link_that_no_plan_names_is_named_once_it_has_failed():
+    links = FailedPaths()
+    links.note([PathFailure(TIED, "")])
+    assert links.as_run(DIRECT) == {**DIRECT, TIED: "delegated"}
+    assert links.in_words() == {"0-2": "direct path failed, delegated"}
+
+
+def test_an_end_that_tells_later_tells_nothing_new():
+    links = FailedPaths()
+    assert links.note([FAILURE]) == (FAILURE,)
+    assert links.note([FAILURE]) == ()
+    links.begin_again([LINK])
+    assert links.note([FAILURE]) == (FAILURE,)
+
+
+def test_a_link_is_restored_once_with_its_first_step_on_the_direct_path():
+    links = FailedPaths()
+    links.note([FAILURE])
+    assert links.restored(DIRECT) == ()
+    links.begin_again([LINK, OTHER])
+    assert links.restored(DELEGATED) == ()
+    assert links.restored(DIRECT) == (LINK,)
+    assert links.restored(DIRECT) == ()
+
+
+def test_a_path_that_fails_as_it_begins_again_was_not_restored():
+    links = FailedPaths()
+    links.note([FAILURE])
+    links.begin_again([LINK])
+    links.note([FAILURE])
+    assert links.restored(DIRECT) == ()
+
+
+def test_messages_that_held_a_queue_and_went_by_hosts_tell_nothing():
+    held = LinkSample(1, 2, 0, 0.0, 10.0, is_held=True)
+    back = LinkSample(2, 1, 0, 3000.0, 3100.0, is_held=True)
+    delegated = LinkSample(1, 2, 1, 1.5, 12.0, is_held=False)
+    other = LinkSample(0, 1, 0, 0.5, 10.0, is_held=True)
+    samples = (held, back, delegated, other)
+    links = FailedPaths()
+    assert links.of_paths(samples) == samples
+    links.note([FAILURE])
+    assert links.of_paths(samples) == (delegated, other)
+    links.begin_again([LINK])
+    assert links.of_paths(samples) == samples

@@ -1,22 +1,52 @@
+"""Which message a direct transfer is, and what its sender keeps until it is known to have come."""
+
+from itertools import product
+
 import jax.numpy as jnp
 import pytest
 
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
-from jaxmorph.runtime.identity import TransferIdentity
-from jaxmorph.runtime.kept_outputs import KeptOutputs
+from jaxmorph.runtime.direct import KeptOutputs
+from jaxmorph.runtime.routes import TransferIdentity
 
 
-def activation(microbatch, epoch=0):
-    return TransferIdentity(epoch, 0, Transfer(Payload.ACTIVATION, 0, 1, microbatch))
+def test_messages_that_differ_have_different_words():
+    transfers = [
+        Transfer(*fields) for fields in product(Payload, range(2), range(2, 4), range(3), range(4))
+    ]
+    identities = [
+        TransferIdentity(epoch, step, transfer)
+        for epoch, step, transfer in product(range(2), (-1, 0, 1), transfers)
+    ]
+    words = {identity.words() for identity in identities}
+    assert len(words) == len(identities)
+    assert all(len(name) == 6 and 0 <= min(name) <= max(name) < 2**32 for name in words)
+
+
+def test_chunks_share_a_channel_and_each_payload_and_direction_has_its_own():
+    def channel(text):
+        return channel_of(Transfer.parse(text))
+
+    assert channel("activation[0] 0>1") == channel("1.activation[3] 0>1")
+    assert channel("activation[0] 1>0") != channel("gradient[0] 1>0")
+    assert channel("tied[0] 0>1") != channel("tied[1] 0>1")
+
+
+def activation(microbatch, epoch=0, source=0):
+    transfer = Transfer(Payload.ACTIVATION, source, source + 1, microbatch)
+    return TransferIdentity(epoch, 0, transfer)
 
 
 CHANNEL = channel_of(activation(0).transfer)
+OTHER = activation(0, source=1)
 
 
-def kept(count):
+def kept(count, other=None):
     outputs = KeptOutputs()
     for microbatch in range(count):
         outputs.keep(activation(microbatch), jnp.full(4, microbatch, jnp.float32))
+    if other is not None:
+        outputs.keep(other, jnp.zeros(4))
     return outputs
 
 
@@ -24,7 +54,7 @@ def microbatches(rest):
     return [(identity.transfer.microbatch, int(value[0])) for identity, value in rest]
 
 
-def test_what_the_receiver_has_is_let_go_and_the_rest_is_sent_again_in_order():
+def test_what_the_receiver_has_is_let_go_and_the_rest_sent_again():
     outputs = kept(5)
     assert outputs.num_bytes == 5 * 16
     outputs.cover(CHANNEL, 2)
@@ -33,7 +63,7 @@ def test_what_the_receiver_has_is_let_go_and_the_rest_is_sent_again_in_order():
     assert outputs.num_bytes == 0
 
 
-def test_numbers_go_on_through_epochs():
+def test_counts_go_on_through_epochs():
     outputs = kept(3)
     for identity, value in outputs.take_uncovered(CHANNEL, 1):
         outputs.keep(identity._replace(epoch=1), value)
@@ -43,7 +73,7 @@ def test_numbers_go_on_through_epochs():
 
 
 @pytest.mark.parametrize("count", [0, 4])
-def test_a_count_that_goes_back_or_covers_what_was_never_sent_is_an_error(count):
+def test_a_count_that_can_not_be_is_an_error(count):
     outputs = kept(3)
     outputs.cover(CHANNEL, 1)
     with pytest.raises(ValueError, match=f"got a count of {count}, expected 1 up to 3"):
@@ -51,17 +81,14 @@ def test_a_count_that_goes_back_or_covers_what_was_never_sent_is_an_error(count)
 
 
 def test_channels_are_counted_apart():
-    outputs = kept(2)
     down = TransferIdentity(0, 0, Transfer(Payload.GRADIENT, 0, 1, 0))
-    outputs.keep(down, jnp.zeros(4))
+    outputs = kept(2, down)
     outputs.cover(CHANNEL, 2)
     assert outputs.take_uncovered(channel_of(down.transfer), 0)[0][0] == down
 
 
 def test_all_of_a_link_is_let_go_and_counts_as_taken():
-    outputs = kept(2)
-    other = TransferIdentity(0, 0, Transfer(Payload.ACTIVATION, 1, 2, 0))
-    outputs.keep(other, jnp.zeros(4))
+    outputs = kept(2, OTHER)
     outputs.let_go(CHANNEL.link)
     assert outputs.num_bytes == 16  # the other link's
     outputs.keep(activation(2), jnp.full(4, 2, jnp.float32))
