@@ -17,6 +17,8 @@ from jaxmorph.runtime.optimizer import OptimizerSettings, StageOptimizer, adamw
 from jaxmorph.runtime.stage_state import from_parts, stage_parts
 from jaxmorph.stage.parameters import init_stage_params
 
+SETTINGS = OptimizerSettings(learning_rate=1e-2, warmup_steps=2, total_steps=10)
+
 
 def cut(*counts):
     return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
@@ -114,9 +116,6 @@ class Model:
 
     def init_head(self, key):
         return {"gain": jnp.ones(3), "output": {"token": jnp.zeros((5, 3))}}
-
-
-SETTINGS = OptimizerSettings(learning_rate=1e-2, warmup_steps=2, total_steps=10)
 
 
 def params_of(layers):

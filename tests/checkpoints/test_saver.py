@@ -3,7 +3,7 @@
 import errno
 import resource
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
@@ -15,12 +15,22 @@ import pytest
 from jaxmorph.checkpoints.checksums import write_settled
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, stage_path
-from jaxmorph.checkpoints.saver import CheckpointSaver
+from jaxmorph.checkpoints.saver import CheckpointError, CheckpointSaver, require_shared
 from jaxmorph.checkpoints.tree_files import TreeFiles
-from jaxmorph.config import Config
+from jaxmorph.config import Config, check_config
+from jaxmorph.errors import UserError
 from jaxmorph.runtime.rendezvous import SoleRank
+from jaxmorph.train import train
 
 LIMIT_S = 30
+CONFIG = {
+    "run": {"steps": 1},
+    "model": {"preset": "tiny", "width": 8, "num_layers": 1, "num_heads": 1},
+    "data": {"sequence_length": 4},
+    "parallelism": {"stages": 1},
+    "batch": {"microbatches": 1, "microbatch_size": 1},
+    "checkpoint": {"every_steps": 1},
+}
 
 
 class Meeting(SoleRank):
@@ -344,3 +354,88 @@ def test_a_failed_save_before_the_last_one_is_no_failure_of_the_run(tmp_path):
         saver.save(2, [{"array": jnp.zeros(1)}])
         assert saver.finish() == ""
     assert [kind for _, kind, _ in events] == ["checkpoint_failed", "checkpoint_saved"]
+
+
+class Thread(SoleRank):
+    """A rank among several, each a thread that meets the others."""
+
+    def __init__(self, rank, said, barrier):
+        self.rank, self.num_ranks, self._said, self._barrier = rank, len(said), said, barrier
+
+    def exchange(self, message, detail=None):
+        self._said[self.rank] = message
+        self._barrier.wait(LIMIT_S)
+        everything = list(self._said)
+        self._barrier.wait(LIMIT_S)
+        return everything
+
+
+def outcomes(*folders):
+    """What each rank, with its own folder, says."""
+    said, barrier = [{} for _ in folders], threading.Barrier(len(folders))
+
+    def ask(rank):
+        try:
+            require_shared(folders[rank], Thread(rank, said, barrier))
+        except UserError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(folders)) as threads:
+        return list(threads.map(ask, range(len(folders))))
+
+
+def test_a_shared_folder_is_left_as_it_was(tmp_path):
+    assert outcomes(tmp_path, tmp_path, tmp_path) == [""] * 3
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_one_ranks_own_is_told_by_all(tmp_path):
+    (tmp_path / "own").mkdir()
+    one, other, third = outcomes(tmp_path, tmp_path / "own", tmp_path)
+    for line, folder in ((one, tmp_path), (other, tmp_path / "own"), (third, tmp_path)):
+        assert line == (
+            f"checkpoint.dir: {folder}: rank 0 does not see all files: none of rank 1; expected a "
+            "folder that all ranks share (checkpoint.every_steps=0 saves nothing)"
+        )
+    assert [path.name for path in tmp_path.rglob("*")] == ["own"]
+
+
+def test_a_folder_that_one_rank_cannot_write_to_is_told_by_all(tmp_path):
+    one, other = outcomes(tmp_path, tmp_path / "none")
+    assert one.startswith(f"checkpoint.dir: {tmp_path}: rank 1 cannot write there: No such file")
+    assert "rank 1 cannot write there: No such file" in other
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_rank_leaves_that_is_killed_goes_with_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "jaxmorph.checkpoints.saver._remove", lambda path: None
+    )  # as if it came to no more
+    assert outcomes(tmp_path, tmp_path) == ["", ""]
+    (tmp_path / ".rank_0_of_mine").touch()
+    assert len(list(tmp_path.iterdir())) == 3
+    CheckpointFolder(tmp_path).clean()
+    assert [path.name for path in tmp_path.iterdir()] == [".rank_0_of_mine"]
+
+
+def test_a_sole_rank_needs_a_folder_too(tmp_path):
+    require_shared(tmp_path, SoleRank())
+    with pytest.raises(UserError, match="rank 0 cannot write there"):
+        require_shared(tmp_path / "none", SoleRank())
+
+
+def test_a_run_fails_once_its_last_save_is_told_to_have_failed(tmp_path, monkeypatch):
+    def write(files, path, tree):
+        path.mkdir()
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(TreeFiles, "write", write)
+    monkeypatch.setattr("jaxmorph.train.settle_garbage", lambda: None)  # other tests' it isn't
+    (tmp_path / "checkpoints").mkdir()
+    told = []
+    with pytest.raises(CheckpointError, match="rank 0: No space left on device"):
+        train(check_config(CONFIG), SoleRank(), told.append, tmp_path)
+    assert [message["record"]["step"] for message in told if message["kind"] == "step"] == [0]
+    assert "checkpoint_failed" in [m["event"]["kind"] for m in told if m["kind"] == "event"]
+    assert [*(tmp_path / "checkpoints").iterdir()] == []

@@ -2,7 +2,14 @@
 
 import pytest
 
-from jaxmorph.comparison.condition_plans import HOLDS_QUEUES, OVERLAPS, ConditionPlanner
+from jaxmorph.comparison.condition_links import RoundLinks
+from jaxmorph.comparison.condition_plans import (
+    HOLDS_QUEUES,
+    OVERLAPS,
+    RECENT_S,
+    ConditionPlanner,
+    Replanner,
+)
 from jaxmorph.comparison.systems import SYSTEMS, system_config
 from jaxmorph.config import Config
 from jaxmorph.config.link_sections import Routes
@@ -21,6 +28,7 @@ CONFIG = Config.model_validate(
         "compare": {"conditions": [{"name": "healthy"}]},
     }
 )
+STEADY = LinkCondition((2, 3), 5.0)
 
 
 def planner(name: str, costs: StageCosts | None = None) -> ConditionPlanner:
@@ -120,3 +128,52 @@ def test_one_that_detects_and_may_delegate_any_link_begins_like_one_that_is_told
     config = system_config(CONFIG, system).model_copy(update={"routes": routes})
     own = plan_step(config, Profile(uneven, {}))
     assert (own.schedule, own.routes) == (told.schedule, told.routes)
+
+
+class RecordingPlanner:
+    def __init__(self):
+        self.told = []
+
+    def make(self, conditions):
+        self.told.append(conditions)
+        return f"plan {len(self.told)}", None
+
+
+def replanner(*traced: LinkCondition) -> tuple[Replanner, list]:
+    planner = RecordingPlanner()
+    links = RoundLinks((STEADY,), traced)
+    return Replanner(planner, links), planner.told  # pyright: ignore[reportArgumentType]
+
+
+def test_an_event_is_planned_for_from_the_step_after_its_first_and_again_when_it_is_over():
+    replan, told = replanner(LinkCondition((0, 1), 30.0, from_step=10, to_step=13))
+    plans = [replan(step, 0.5 * step) for step in range(8, 16)]
+    assert plans == [None, None, None, "plan 1", None, None, "plan 2", None]
+    slow = (LinkCondition((0, 1), 30.0, source=0), LinkCondition((0, 1), 30.0, source=1))
+    assert told == [(STEADY, *slow), (STEADY,)]
+
+
+def test_delays_of_the_last_seconds_are_told_and_none_of_the_future():
+    first = LinkCondition((0, 1), 100.0, from_s=0.0, to_s=1.0, source=0)
+    second = LinkCondition((0, 1), 20.0, from_s=1.0, to_s=30.0, source=0)
+    third = LinkCondition((0, 1), 900.0, from_s=30.0, source=0)
+    replan, told = replanner(first, second, third)
+    assert replan(0, 0.0) is None
+    assert replan(1, 1.0) == "plan 1"
+    assert replan(2, 1.0 + RECENT_S) == "plan 2"
+    assert replan(9, 30.0) is None
+    assert [each[1:] for each in told] == [
+        (LinkCondition((0, 1), 100.0, source=0),),
+        (LinkCondition((0, 1), 20.0, source=0),),
+    ]
+
+
+def test_a_plan_stays_while_what_it_is_for_has_hardly_changed():
+    delays_ms = (40.0, 43.9, 50.0, 50.5)
+    replan, _ = replanner(
+        *(
+            LinkCondition((0, 1), delay_ms, from_step=step, to_step=step + 1)
+            for step, delay_ms in enumerate(delays_ms)
+        )
+    )
+    assert [replan(step, 0.0) for step in range(1, 5)] == ["plan 1", None, "plan 2", None]

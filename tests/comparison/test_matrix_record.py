@@ -1,9 +1,13 @@
+import json
 from math import nan
 
 import numpy as np
 import pytest
 
-from jaxmorph.comparison.matrix_record import MatrixRecord, one_slow_link
+import jaxmorph.compare
+from jaxmorph.compare import _Books
+from jaxmorph.comparison.matrix_record import MatrixRecord, comparison_notes, one_slow_link
+from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.reporting.matrix_table import matrix_markdown
 from jaxmorph.schedule.ops import Op
@@ -27,6 +31,15 @@ PLAN = {
     "predicted_ms": 390.0, "lower_bound_ms": 380.0, "schedule": "zb-h2", "warmup_forwards": [3, 1],
     "routes": {"0-1": "direct"}, "regime": "holds queues",
 }  # fmt: skip
+TRACED = Compare.model_validate(
+    {
+        "systems": ["zb"],
+        "conditions": [{"name": "healthy"}, {"name": "A", "trace": {"regime": "A"}}],
+        "steps": 3,
+        "repeats": 1,
+    }
+)
+FEW = Compare.model_validate({"systems": ["zb"], "conditions": [{"name": "healthy"}]})
 
 
 def steps(condition: int, *step_ms: float) -> dict:
@@ -134,16 +147,6 @@ def test_the_kept_timeline_is_of_the_step_nearest_to_the_median_of_all_rounds():
     assert (step_ms, timeline.makespan_ms) == (403.0, 404.0)
 
 
-TRACED = Compare.model_validate(
-    {
-        "systems": ["zb"],
-        "conditions": [{"name": "healthy"}, {"name": "A", "trace": {"regime": "A"}}],
-        "steps": 3,
-        "repeats": 1,
-    }
-)
-
-
 def test_under_a_trace_what_was_expected_in_the_end_stands_and_steps_may_differ():
     books = MatrixRecord(TRACED, "made up")
     books.take("zb", {"kind": "plans", "plans": [PLAN, PLAN]})
@@ -189,3 +192,100 @@ def test_conditions_of_which_one_has_a_trace_differ_in_more_than_a_latency():
     conditions = [latency(), latency((1, 2, 10.0)), latency((1, 2, 60.0)) | {"trace": "x.csv"}]
     compare = Compare.model_validate({"conditions": conditions})
     assert one_slow_link(compare.conditions) == ("", ())
+
+
+def test_a_reader_is_told_what_is_needed_to_judge_and_to_repeat_it():
+    tree = {
+        "emulation": {
+            "accelerator": {"forward_ms": 10.0, "backward_input_ms": 9.0, "backward_weight_ms": 8.0}
+        },
+        "compare": {
+            "systems": ["zb", "zb-delegated"],
+            "conditions": [{"name": "healthy"}],
+            "steps": 5,
+            "repeats": 3,
+            "largest_spread": 1.25,
+        },
+    }
+    config = Config.model_validate(tree)
+    assert config.compare is not None
+    notes = comparison_notes(config, config.compare, "jaxmorph compare x.yaml")
+    assert notes["systems"].startswith("zb: zero bubbles while links are healthy; zb-delegated: ")
+    assert "paced: F 10 ms, B 9 ms, W 8 ms" in notes["regime"]
+    assert "'holds queues'" in notes["regime"]
+    assert "'overlaps'" in notes["regime"]
+    assert "3 rounds of 5 steps a condition" in notes["steps"]
+    assert "above 1.25" in notes["steps"]
+    assert notes["command"] == "`jaxmorph compare x.yaml`"
+    assert "jax " in notes["versions"]
+    assert len(notes["load at the start"].split()) > 3
+    assert "left aside" not in notes
+
+
+def test_what_the_configuration_says_for_other_commands_is_named():
+    tree = {
+        "parallelism": {"stages": 4},
+        "routes": {"2-3": "delegated"},
+        "schedule": {"link_ms": {"2-3": 30}},
+        "emulation": {"links": [{"between": [2, 3], "latency_ms": 30}]},
+        "data": {"held_out_fraction": 0.1},
+        "evaluation": {"every_steps": 5},
+        "compare": {"conditions": [{"name": "healthy"}], "profiling_steps": 0},
+    }
+    config = Config.model_validate(tree)
+    assert config.compare is not None
+    notes = comparison_notes(config, config.compare, "jaxmorph compare x.yaml")
+    assert notes["left aside"].startswith(
+        "routes, schedule.link_ms, emulation.links, evaluation: systems "
+    )
+    assert notes["steps"].startswith("planned and predicted from warm-up; ")
+
+
+def test_traces_are_named_with_what_they_mean_for_the_table():
+    of_regime = {"name": "A", "trace": {"regime": "A", "seed": 3}}
+    of_file = {"name": "mine", "trace": {"file": "x.csv", "time_scale": 0.2, "latency_scale": 0.5}}
+    tree = {"compare": {"conditions": [{"name": "healthy"}, of_regime, of_file]}}
+    config = Config.model_validate(tree)
+    assert config.compare is not None
+    notes = comparison_notes(config, config.compare, "jaxmorph compare x.yaml")
+    assert notes["traces"].startswith(
+        "A: regime A, seed 3; mine: x.csv, times or steps times 0.2, delays times 0.5; begun anew"
+    )
+
+
+def test_whole_runs_are_told_as_such():
+    compare = {"systems": ["restart"], "conditions": [{"name": "cut"}], "steps": 40}
+    tree = {"compare": compare, "checkpoint": {"every_steps": 10}}
+    config = Config.model_validate(tree)
+    assert config.compare is not None
+    notes = comparison_notes(config, config.compare, "jaxmorph compare x.yaml")
+    assert notes["steps"].startswith("each system under each condition is a run of 40 steps")
+    assert "restart: 1f1b that starts again" in notes["systems"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"),
+    [
+        ("write_report", "report.html"),
+        ("save_matrix_figure", "figure.png"),
+        ("matrix_markdown", "table.md"),
+    ],
+)
+def test_what_cannot_be_made_of_the_results_is_one_line_and_the_rest_is_there(
+    tmp_path, monkeypatch, broken, name
+):
+    def fail(*_: object) -> None:
+        raise ValueError("no such shape\nin line 2")
+
+    monkeypatch.setattr(jaxmorph.compare, broken, fail)
+    books = _Books("few", FEW, tmp_path, {})
+    books.record.finish("zb", "rank 0 failed: no memory")
+    assert books.write() == [f"could not write {name}: ValueError: no such shape"]
+    (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert run["failed"].endswith("rank 0 failed: no memory")
+    written = {"results.json", "table.md", "timelines.json", "figure.png", "report.html"}
+    assert {path.name for path in tmp_path.iterdir()} == written - {name}
+
+
+def test_what_can_be_made_is_no_complaint(tmp_path):
+    assert _Books("few", FEW, tmp_path, {}).write() == []

@@ -47,6 +47,7 @@ RECOVERY = {
     "restart": 1, "reason": "rank 2 failed", "step": 12, "from_step": 10, "steps_again": 2,
     "cut_off": False, "total_s": 22.5, "phases_s": {"detect": 15.0, "start": 5.5, "replay": 2.0},
 }  # fmt: skip
+SUMMARY = RunSummary((5.0,), 4.0, 0.5, None, None, None, 100.0, Path("run"))
 
 
 @pytest.mark.parametrize("name", COMPARE.systems)
@@ -180,9 +181,6 @@ def test_a_run_says_what_befell_it():
     progress.event(Event(1.0, 12, "checkpoint_saved", detail="step_10"))
     progress.event(Event(1.0, 12, "rank_failed", detail="rank 2 failed: link 2-3 is cut"))
     assert said == ["restart, cut: rank failed: rank 2 failed: link 2-3 is cut"]
-
-
-SUMMARY = RunSummary((5.0,), 4.0, 0.5, None, None, None, 100.0, Path("run"))
 
 
 class Runs:

@@ -9,6 +9,7 @@ from jaxmorph.recovery.supervisor import Supervisor
 from jaxmorph.runtime.launcher import RankFailedError
 
 KILLED = "rank 1 failed: ended by SIGKILL\nits log: logs/rank_1.log\n  | last words"
+NUM_STEPS = 40
 
 
 class Books:
@@ -32,9 +33,6 @@ class Books:
 
     def of_kind(self, kind):
         return [each for each in self.told if each[0] == kind]
-
-
-NUM_STEPS = 40
 
 
 class World:
