@@ -2,11 +2,7 @@
 
 
 def in_bytes(count: float) -> str:
-    """A number of bytes with a unit that suits it, such as `1.5 MiB`.
-
-    Args:
-        count: How many; a mean need not be whole.
-    """
+    """A number of bytes with a unit that suits it, such as `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

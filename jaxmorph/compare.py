@@ -36,7 +36,6 @@ def start_comparison(path: Path, overrides: Sequence[str]) -> int:
         How many systems could not be run to their end; what they did is in the results.
 
     Raises:
-        UserError: If the configuration, its data or its model are at fault.
         RunStoppedError: If it was asked to end while a whole run was saved.
     """
     config = load_config(path, overrides)

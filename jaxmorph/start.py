@@ -111,10 +111,6 @@ def start_training(path: Path, overrides: Sequence[str], launch: str = "auto") -
     Args:
         launch: "local" starts one process per stage here; "cluster" makes this process one rank
             of a job; "auto" looks whether a cluster has started this process.
-
-    Raises:
-        UserError: If the configuration, its data or its model are at fault.
-        RankFailedError: If a rank died or raised.
     """
     config = with_absolute_folder(load_config(path, overrides))
     with placing_errors(path, overrides):
@@ -129,10 +125,6 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
 
     Returns:
         Why nothing was done, of a run that had come to its end, for one task to tell; else "".
-
-    Raises:
-        UserError: If there is no such run, or it can't go on from its last checkpoint.
-        RankFailedError: If a rank died or raised.
     """
     _check_launch(launch)
     # In a job of many tasks the first alone decides on the checkpoint, and reads all of it.
@@ -161,8 +153,6 @@ def run_here(config: Config, reporter: Reporter) -> bool:
         Whether it was asked to end when only its last step was left to do.
 
     Raises:
-        UserError: If the configuration, its data or its model are at fault.
-        RankFailedError: If a rank died or raised, and no restart has helped.
         RunStoppedError: If it was asked to end before, and has saved.
     """
     return _run_here(_Start(config), reporter)
@@ -170,9 +160,6 @@ def run_here(config: Config, reporter: Reporter) -> bool:
 
 def check_run(config: Config) -> "RunParts":
     """Find out whether a configuration can be run, without running any of it.
-
-    Returns:
-        What it names.
 
     Raises:
         UserError: If data, model, sizes or memory caps don't fit one another.

@@ -96,11 +96,9 @@ def train(
     """Train as one rank of a run.
 
     Args:
-        rendezvous: The meeting place of all ranks; this process's rank is the one it names.
         tell: Takes what rank 0 has to say of the run (see `bookkeeping`), and of each rank when it
             has come to the end of a phase of its start (see `recovery.ledger`).
         first_step: The step to begin with: 0, or how many the checkpoint to go on from has done.
-        restarts: How often the ranks have been started again.
         stop_asked: Whether this process has been asked to save and end; asked at each step's end.
 
     Returns:

@@ -147,7 +147,6 @@ class Trainer:
 
         Args:
             state: What `state` was on this rank, copied with `jax.device_get`.
-            next_step: The number of the step that comes next.
 
         Raises:
             UserError: If it is of another model, cut or optimizer.
@@ -173,9 +172,6 @@ class Trainer:
         Args:
             batch: Tokens and targets, the same on every rank: whole numbers [batch.microbatches *
                 batch.microbatch_size, data.sequence_length] each. Targets below 0 don't count.
-
-        Returns:
-            Loss, gradient norm and time.
 
         Raises:
             UserError: If the batch is no such pair; nothing has been changed then.

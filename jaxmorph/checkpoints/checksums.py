@@ -61,14 +61,8 @@ def sum_of(content: bytes) -> FileSum:
 def list_files(folder: Path) -> bytes:
     """The list of all files in a folder with their checksums, once they are all on the disk.
 
-    Args:
-        folder: The folder; folders in it included.
-
     Returns:
         A JSON object from paths, relative to the folder, to `FileSum`s.
-
-    Raises:
-        OSError: One can't be read.
     """
     sums = {f"{path.relative_to(folder)}": asdict(_settled(path)) for path in _files(folder)}
     for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
@@ -78,11 +72,7 @@ def list_files(folder: Path) -> bytes:
 
 
 def read_list(content: bytes) -> dict[str, FileSum]:
-    """Reads what `list_files` made.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Reads what `list_files` made."""
     try:
         return {name: FileSum(**told) for name, told in json.loads(content).items()}
     except (TypeError, AttributeError) as error:
@@ -93,8 +83,6 @@ def find_damage(folder: Path, expected: Mapping[str, FileSum], *, thorough: bool
     """The first file that isn't what it must be; None: all are.
 
     Args:
-        folder: Where they are.
-        expected: What they must be, by their paths in the folder.
         thorough: Whether to read them; else only their lengths are compared.
     """
     paths = [folder / name for name in expected]
@@ -106,11 +94,7 @@ def find_damage(folder: Path, expected: Mapping[str, FileSum], *, thorough: bool
 
 
 def write_settled(path: Path, content: bytes) -> None:
-    """Write a file, and have it on the disk before this returns.
-
-    Raises:
-        OSError: It can't be written.
-    """
+    """Write a file, and have it on the disk before this returns."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()

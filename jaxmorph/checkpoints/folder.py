@@ -83,9 +83,6 @@ class CheckpointFolder:
     def manifest(self, step: int) -> Manifest:
         """What a checkpoint says of itself.
 
-        Args:
-            step: After how many steps it was made.
-
         Raises:
             UserError: It can't be read, or is another version's.
         """
@@ -98,14 +95,7 @@ class CheckpointFolder:
             raise UserError(f"{path}: {' '.join(str(error).split())}") from error
 
     def begin(self, manifest: Manifest) -> None:
-        """Write down what a checkpoint will say of itself, before its parts are written.
-
-        Args:
-            manifest: That, but for its parts' checksums.
-
-        Raises:
-            OSError: It can't be written.
-        """
+        """Write down what a checkpoint will say of itself, before its parts are written."""
         unfinished = self.unfinished(manifest.step)
         unfinished.mkdir(parents=True, exist_ok=True)
         write_settled(unfinished / DRAFT, json.dumps(manifest.to_json()).encode())
@@ -143,11 +133,7 @@ class CheckpointFolder:
         return True
 
     def seal_part(self, step: int, virtual_stage: int) -> None:
-        """List the files of a part that has been written, before anybody says that it has been.
-
-        Raises:
-            OSError: It can't be read, or the list can't be written.
-        """
+        """List the files of a part that has been written, before anybody says that it has been."""
         unfinished = self.unfinished(step)
         files = list_files(stage_path(unfinished, virtual_stage))
         write_settled(list_path(unfinished, virtual_stage), files)
@@ -202,14 +188,8 @@ class CheckpointFolder:
     def set_aside(self, step: int) -> Path:
         """Keep a damaged checkpoint from being read, counted, and in the way of the next one.
 
-        Args:
-            step: After how many steps it was made.
-
         Returns:
             Where it is from now on. Nothing removes it there.
-
-        Raises:
-            UserError: It can't be renamed.
         """
         names = (f"step_{step}.damaged{f'-{n}' if n > 1 else ''}" for n in count(1))
         aside = next(self.path / name for name in names if not (self.path / name).exists())

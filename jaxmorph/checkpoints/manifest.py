@@ -23,11 +23,7 @@ TiedPaths = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 
 
 def stage_path(checkpoint: Path, virtual_stage: int) -> Path:
-    """Where a checkpoint has a virtual stage.
-
-    Args:
-        virtual_stage: Its number, in the order of the pipeline.
-    """
+    """Where a checkpoint has a virtual stage."""
     return checkpoint / f"virtual_stage_{virtual_stage}"
 
 
@@ -53,7 +49,6 @@ class Manifest:
     Attributes:
         step: How many steps have been done. The next one has this number, and so has its batch.
         layers: The layers of each virtual stage, in the order of the pipeline.
-        vocab_size: The data's, which the model was built for.
         tied: Pairs (path in the embedding's parameters, path in the head's) of one parameter.
         config: The run's, resolved; its seed is where all randomness comes from.
         data: What it was trained on; None: not remembered.
@@ -93,9 +88,6 @@ class Manifest:
     @classmethod
     def from_json(cls, data: Any) -> "Manifest":
         """Reads what `to_json` wrote.
-
-        Returns:
-            The manifest.
 
         Raises:
             ValueError: It is something else, or of another version's format.

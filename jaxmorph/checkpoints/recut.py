@@ -60,11 +60,6 @@ def rows_to_read(
 ) -> dict[Names, Rows]:
     """What of a saved part a new virtual stage needs.
 
-    Args:
-        stored: All leaves of the part.
-        embed: Whether the new virtual stage has the embedding.
-        head: Whether it has the head.
-
     Returns:
         For each leaf that is needed its rows: `slice`s of those that have an axis of layers.
     """
@@ -83,7 +78,6 @@ def joined(
     """A new virtual stage's part.
 
     Args:
-        parts: What was read of each saved part, in the model's order.
         stacked: The leaves that have an axis of layers.
 
     Raises:
@@ -134,9 +128,6 @@ def read_part(files: TreeFiles, checkpoint: Path, saved: Sequence[range], wanted
     Nothing else is read: no stage without these layers, no embedding but for the first, no head but
     for the last. Layers are stacked, so that those of a saved stage come together, a leaf at a
     time; what isn't wanted of them is dropped at once.
-
-    Args:
-        saved: The model's layers on each saved virtual stage, in the order of the pipeline.
 
     Returns:
         The tree that the same virtual stage would have saved, of numpy arrays.

@@ -43,9 +43,7 @@ class _Save:
 
     Attributes:
         held_up_s: How long training has waited for it on this rank.
-        began_s: When it began.
         committed: The second phase, on rank 0 once it has begun.
-        manifest: What the checkpoint will say of itself, on rank 0.
     """
 
     step: int
@@ -61,10 +59,7 @@ class CheckpointSaver:
     """One rank's part in saving; every rank makes the same calls at the same points.
 
     Args:
-        folder: Where to; the same one for all ranks.
-        rendezvous: The meeting place of all ranks.
         describe: Gives the manifest of a checkpoint after so many steps.
-        own_stages: The numbers of this rank's virtual stages.
         write: Writes a tree of arrays to a folder that isn't there yet.
         tell: Takes what rank 0 has to say: an event's step, kind and detail.
         told_so_far: Gives what is done once the records of all steps so far have been told: a
@@ -101,7 +96,6 @@ class CheckpointSaver:
         One save is under way at a time: it waits for the one before.
 
         Args:
-            step: How many steps have been done.
             parts: The state of each of this rank's virtual stages.
         """
         began_s = time.monotonic()
@@ -236,7 +230,6 @@ def require_shared(folder: Path, rendezvous: Rendezvous) -> None:
     That of a rank which is killed meanwhile does, until `CheckpointFolder.clean`.
 
     Args:
-        folder: Where all ranks will write.
         rendezvous: The meeting place of all ranks; they all call this at the same point.
 
     Raises:

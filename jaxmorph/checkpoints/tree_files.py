@@ -88,9 +88,6 @@ class TreeFiles:
         Args:
             path: A folder that isn't there yet; it appears once it is whole.
             tree: `jax.Array`s, each on one device.
-
-        Raises:
-            OSError: It can't be written there.
         """
         whole = jax.tree.map(_as_orbax_takes_it, tree)
         save = self._orbax.args.PyTreeSave(whole)
@@ -100,7 +97,6 @@ class TreeFiles:
         """A tree as it was written, of numpy arrays.
 
         Args:
-            path: The folder that was written.
             branches: The keys at the tree's root to read; None: all.
 
         Raises:
@@ -111,28 +107,15 @@ class TreeFiles:
             return self._read(path, stored if branches is None else _only(stored, branches))
 
     def names(self, path: Path) -> tuple[Names, ...]:
-        """The names of a tree's leaves, of which nothing else is read.
-
-        Args:
-            path: The folder that was written.
-
-        Raises:
-            UserError: As for `read`.
-        """
+        """The names of a tree's leaves, of which nothing else is read."""
         with _naming(path):
             return tuple(leaves_of(self._stored(path)))
 
     def read_rows(self, path: Path, rows: Mapping[Names, Rows]) -> dict[Names, np.ndarray]:
         """Some leaves of a tree, or some rows of them.
 
-        Args:
-            path: The folder that was written.
-
         Returns:
             Them alone: no more than some leaves are ever held whole.
-
-        Raises:
-            UserError: As for `read`.
         """
         found: dict[Names, np.ndarray] = {}
         with _naming(path):

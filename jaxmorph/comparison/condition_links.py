@@ -26,9 +26,6 @@ def declared_states(
         conditions: How links behave; spans of steps and times are not looked at.
         message_bytes: Length of an activation or a gradient.
         margin_of_jitter: How many standard deviations of a link's jitter to add to its latency.
-
-    Returns:
-        The state of each link that a condition names.
     """
     states: dict[Link, LinkState] = {}
     for link in sorted({Link(*condition.between) for condition in conditions}):
@@ -43,11 +40,7 @@ def declared_states(
 
 
 def delayed(links: Links, added: Mapping[Link, LinkState]) -> dict[Link, LinkState]:
-    """Links with delays on top of what they have.
-
-    Args:
-        added: What each of some links gets on top.
-    """
+    """Links with delays on top of what they have."""
     both = dict(links)
     for link, more in added.items():
         own = both.get(link, LinkState())
@@ -101,7 +94,6 @@ def round_links(
     Args:
         key: Where the condition stands in the configuration, for errors.
         number: Of the round, from 0: each has its own draw of a regime.
-        first_step: The number of its first step.
 
     Raises:
         UserError: If its trace can't be read, or names a link that the pipeline doesn't have.
@@ -111,11 +103,7 @@ def round_links(
 
 
 class DelayHistory:
-    """The past of links that behave as told.
-
-    Args:
-        conditions: How links behave, each by steps or by time.
-    """
+    """The past of links that behave as told."""
 
     def __init__(self, conditions: Iterable[LinkCondition]) -> None:
         self._of_direction = by_direction(conditions)
@@ -126,7 +114,6 @@ class DelayHistory:
         Args:
             steps: The steps to look at, for what goes by steps; they count alike.
             from_s: When the stretch began, in seconds since the origin, for what goes by time.
-            to_s: When it ended.
 
         Returns:
             For each direction that was slow, the mean latency, and as jitter the standard

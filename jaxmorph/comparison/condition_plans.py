@@ -33,8 +33,6 @@ class ConditionPlanner:
     """Plans a system's step for one condition after another.
 
     Attributes:
-        config: What the system runs under on healthy links.
-        rendezvous: The meeting place of its ranks; they all plan for the same conditions.
         profile: What ops and healthy links cost; only rank 0's is read.
         num_tied: How many tied parameters the first and the last stage hold copies of.
     """
@@ -51,9 +49,6 @@ class ConditionPlanner:
 
         Args:
             conditions: How links behave; a system that adapts is told of them.
-
-        Returns:
-            The plan, the same on all ranks, and its prediction.
         """
         actual = self._profile_under(conditions, margin_of_jitter=0.0)
         believed = self.profile
@@ -76,9 +71,6 @@ class ConditionPlanner:
         Args:
             first: The system's own first plan, with which one that detects begins: it is told
                 nothing of the condition.
-
-        Returns:
-            The plan, the same on all ranks, and its prediction.
         """
         if self.system.detects:
             return first, self.expect(first, conditions)
@@ -134,10 +126,6 @@ class Replanner:
     Before a step it sees the delays of the last ``RECENT_S`` seconds of the round, and those by
     step of the step before: their means, and as jitter their standard deviations. It plans for
     these where they have changed by enough to matter.
-
-    Args:
-        planner: Makes the plans of a system that adapts.
-        links: How links behave in the round.
     """
 
     def __init__(self, planner: ConditionPlanner, links: RoundLinks) -> None:
@@ -147,11 +135,7 @@ class Replanner:
         self._planned_ms: dict[tuple[int, int], float] = {}
 
     def __call__(self, step: int, elapsed_s: float) -> PlanInForce | None:
-        """A plan for the step to come; None where the one in force will do.
-
-        Args:
-            elapsed_s: Seconds since the round began.
-        """
+        """A plan for the step to come; None where the one in force will do."""
         since_s = max(0.0, elapsed_s - RECENT_S)
         recent = self._history.over(range(step - 1, step), since_s, elapsed_s)
         planned_ms = {

@@ -70,8 +70,6 @@ class ConditionRunner:
     """Trains on, step by step, while plans and links change.
 
     Args:
-        rendezvous: The meeting place of all ranks; they all make the same calls.
-        inputs: The data of the steps to come.
         clip_norm: Largest global norm of gradients; None: no clipping.
     """
 
@@ -175,8 +173,6 @@ def summarize_steps(
 
     Args:
         steps: At least one, with the reports that rank 0 has.
-        events: How often what else has happened.
-        live_until: The op that ends a microbatch's stash.
 
     Returns:
         JSON's types: `step_ms`, `loss`, `bubble_rate`, `blocking`, `dependency` and `other` (of

@@ -25,7 +25,6 @@ class MorphBooks:
     """What a round's morphs have made of its plan; worked out beside the steps.
 
     Args:
-        in_force: The plan that the round begins with.
         loop: What watches the steps; None on all ranks but rank 0: then nothing is kept.
     """
 
@@ -77,7 +76,6 @@ class Following:
     """One rank's adaptation in a round, as `ConditionRunner` calls it.
 
     Args:
-        books: Where rank 0 keeps what becomes of the plan.
         failed: This rank's ends without a direct path from the round's first step on, each as it
             would tell of a new failure.
     """
@@ -97,12 +95,7 @@ class Following:
         return told, self._adaptation.probed()
 
     def heed(self, step: int, reports: Sequence[Message]) -> RankProgram | None:
-        """This rank's instructions from the next step on; None: those that it has.
-
-        Args:
-            step: The step that is over.
-            reports: All ranks' reports of it.
-        """
+        """This rank's instructions from the next step on; None: those that it has."""
         self.books.note(step, reports)
         return self._adaptation.heed(step, reports)
 
@@ -118,13 +111,6 @@ def following(
     failed: Sequence[Message] = (),
 ) -> Iterator[Following]:
     """A round that begins with the plan for healthy links, and morphs by what it detects.
-
-    Args:
-        config: What the system runs under; it adapts.
-        first: The plan, and what it was made for.
-        rendezvous: The meeting place of all ranks; they all make the same calls.
-        num_tied: How many tied parameters the first and the last stage hold copies of.
-        failed: This rank's ends that are without a direct path from before: see `Following`.
 
     Yields:
         What is to be asked after every step. Its books are whole once this is over.

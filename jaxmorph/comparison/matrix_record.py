@@ -46,11 +46,7 @@ class MatrixRecord:
         self._whole: dict[Key, Run] = {}
 
     def take(self, system: str, message: Message) -> None:
-        """Handle one message (see `compare_rank`).
-
-        Args:
-            message: What rank 0 told.
-        """
+        """Handle one message (see `comparison.rank`)."""
         match message:
             case {"kind": "plans", "plans": plans}:
                 for name, fields in zip(self._names, plans, strict=True):
@@ -75,11 +71,7 @@ class MatrixRecord:
         self._whole[run.system, run.condition] = run
 
     def finish(self, system: str, failure: str | None = None) -> None:
-        """Note that a system has ended.
-
-        Args:
-            failure: Why it could not be run to its end.
-        """
+        """Note that a system has ended."""
         self._finished.add(system)
         if failure is not None:
             self._failures[system] = failure
@@ -104,11 +96,7 @@ class MatrixRecord:
         return step_ms, Timeline.from_json(nearest)
 
     def matrix(self, notes: Mapping[str, str]) -> Matrix:
-        """All runs so far.
-
-        Args:
-            notes: What else the reader must know, by its label.
-        """
+        """All runs so far."""
         compare = self._compare
         link, latencies_ms = one_slow_link(compare.conditions)
         systems = compare.systems

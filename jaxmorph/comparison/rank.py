@@ -47,12 +47,7 @@ def serve(
     rendezvous: Rendezvous,
     tell: Callable[[Message], None],
 ) -> None:
-    """Run one system under every condition, as one rank.
-
-    Args:
-        rendezvous: The meeting place of all ranks of the system.
-        tell: Takes what rank 0 has to say.
-    """
+    """Run one system under every condition, as one rank."""
     rank, healthy = rendezvous.rank, system_config(config, system)
     parts = load_parts(healthy)
     sizes = healthy.batch.microbatch_size, healthy.data.sequence_length
@@ -116,9 +111,6 @@ def measured_anew(usual: UsualLinks, measured: Links, routes: Mapping[Link, Rout
     Args:
         measured: What links have done since, each on its own route.
         routes: Each link's route; one that is not named is direct.
-
-    Returns:
-        The same with what was measured in the place of what links did on the routes that they had.
     """
     return {
         route: {

@@ -30,13 +30,7 @@ _LOOK_AGAIN_S = 0.02
 
 
 class RoundPaths:
-    """One rank's direct paths that failed in one round, before the next one begins.
-
-    Args:
-        rendezvous: The meeting place of all ranks; they all make the same calls.
-        links: All links of the pipeline.
-        pause: Lets some seconds pass.
-    """
+    """One rank's direct paths that failed in one round, before the next one begins."""
 
     def __init__(
         self,
@@ -71,11 +65,7 @@ class RoundPaths:
         return stay
 
     def failures(self, stayed: Sequence[Message]) -> Mapping[str, int]:
-        """How many direct paths failed in a round that nobody else watched, as events.
-
-        Args:
-            stayed: What `begin_again` has returned before it.
-        """
+        """How many direct paths failed in a round that nobody else watched, as events."""
         own = [*stayed, *self._trainer.link_failures()]
         failures = path_news(self._rendezvous.exchange({FAILURES: own})).failures
         return {"link_failed": len(failures)} if failures else {}
@@ -99,11 +89,7 @@ class Rounds:
     """One rank's rounds of one system.
 
     Attributes:
-        config: What the system runs under on healthy links.
-        rendezvous: The meeting place of all ranks of the system.
         paths: This rank's direct paths between rounds; None where none fails over.
-        first: The plan for healthy links, and what it was made for.
-        num_tied: How many tied parameters the first and the last stage hold copies of.
     """
 
     config: Config
@@ -121,11 +107,7 @@ class Rounds:
         """Run a round.
 
         Args:
-            number: Which round of the condition.
             in_force: The plan to begin with: of a system that detects, its first.
-
-        Yields:
-            On rank 0 what it has to tell: see `compare_rank`.
         """
         failed = self._begin_paths_again()
         links = self._links(number, index)

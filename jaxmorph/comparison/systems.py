@@ -131,9 +131,6 @@ def _offload(system: System) -> dict[str, bool]:
 def route_choices(config: Config, system: System, slow: Sequence[Link]) -> Iterator[Config]:
     """The routes among which a system chooses, the ones with the fewest delegated links first.
 
-    Args:
-        config: What it runs under on healthy links, of `system_config`.
-
     Yields:
         For one that is told of links and reroutes: only slow links delegated, and all of them;
         else what it has.

@@ -75,7 +75,6 @@ def whole_config(config: Config, system: System, condition: Condition, directory
 
     Args:
         condition: How links behave; a cut one is as good as new for ranks that start again.
-        directory: Where the run writes.
     """
     own = system_config(config, system)
     steps = config.compare.steps if config.compare else config.run.steps
@@ -112,9 +111,7 @@ def run_whole(
         put: Takes what was measured, until it failed or somebody ended it if that was so.
 
     Raises:
-        UserError: If the configuration, its data or its model are at fault.
         RunStoppedError: If it was asked to end; the comparison is to end with it.
-        KeyboardInterrupt: On Ctrl-C, likewise.
     """
     progress = Progress(say, f"{system.name}, {condition.name}")
 
@@ -158,9 +155,7 @@ def read_whole(
     """A run, by what its directory says.
 
     Args:
-        directory: Where it wrote.
         elapsed_s: From its first step's start to its last one's end; None where it had no end.
-        failure: Why; None where it had one.
     """
     steps, events = _lines(directory / METRICS), _lines(directory / EVENTS)
     kinds = Counter(event["kind"] for event in events if event["kind"] in _COUNTED)

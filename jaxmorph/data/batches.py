@@ -64,28 +64,16 @@ class Batches:
     def inputs(self, step: int) -> np.ndarray:
         """Only the inputs of a step, for the first stage.
 
-        Args:
-            step: counted from 0.
-
         Returns:
             int32 [microbatches, microbatch_size, sequence_length].
-
-        Raises:
-            UserError: a token is not in the vocabulary.
         """
         return self._part(self._ids(step)[:, :-1])
 
     def targets(self, step: int) -> np.ndarray:
         """Only the targets of a step (each input's next token), for the last stage.
 
-        Args:
-            step: counted from 0.
-
         Returns:
             int32 [microbatches, microbatch_size, sequence_length].
-
-        Raises:
-            UserError: a token is not in the vocabulary.
         """
         return self._part(self._ids(step)[:, 1:])
 
@@ -105,7 +93,6 @@ class ReadAhead(Generic[T]):
 
     Args:
         read: gives a step's data, such as `Batches.inputs`; its errors reach the caller of `next`.
-        first_step: the step of the first `next`.
     """
 
     def __init__(self, read: Callable[[int], T], first_step: int = 0):

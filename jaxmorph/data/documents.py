@@ -21,9 +21,6 @@ def standard_library_documents() -> list[bytes]:
     Files come in the order of their paths, up to 8 MiB altogether; tests, installed packages and
     files that cannot be read as UTF-8 are left out.
 
-    Returns:
-        One document for each source file.
-
     Raises:
         UserError: this Python keeps no sources on disk.
     """
@@ -46,9 +43,6 @@ def text_documents(path: Path) -> list[bytes]:
 
     In a folder, files with one of `TEXT_SUFFIXES` are read, in the order of their paths; hidden
     files and folders, empty files and links to folders are left out.
-
-    Returns:
-        One document for each file, valid UTF-8.
 
     Raises:
         UserError: there is no such path, nothing to read in it, or a file is not UTF-8 text.

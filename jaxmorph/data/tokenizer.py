@@ -44,9 +44,6 @@ class ByteTokenizer:
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
         """Joins the documents.
 
-        Args:
-            documents: UTF-8 text.
-
         Returns:
             uint8 ids, 1-D.
         """
@@ -81,9 +78,6 @@ class FileTokenizer:
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
         """Encodes the documents, without the special tokens a template would add.
-
-        Args:
-            documents: UTF-8 text.
 
         Returns:
             uint16 ids (uint32 for a vocabulary that needs it), 1-D.
@@ -120,12 +114,6 @@ def open_tokenizer(name: str) -> Tokenizer:
 
     Args:
         name: `bytes`, or the path of a `tokenizer.json`.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        UserError: the file is missing or no tokenizer.
     """
     return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(name))
 

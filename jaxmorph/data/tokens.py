@@ -24,7 +24,6 @@ class Tokens:
     Attributes:
         ids: unsigned integers, 1-D; on disk (memory-mapped) for a token array.
         vocab_size: the vocabulary a model of this text needs.
-        source: where the tokens come from, in a few words.
     """
 
     ids: np.ndarray
@@ -49,9 +48,6 @@ def load_tokens(
         token_dtype: `uint16` or `uint32`, the ids' type in a token array.
         vocab_size: the vocabulary to train with. None is the tokenizer's own; for a token array
             without one it is one more than the largest id. All of the array is read once for it.
-
-    Returns:
-        The tokens, at least one.
 
     Raises:
         UserError: the path, the tokenizer or the vocabulary cannot be used, in one line.
@@ -102,10 +98,6 @@ def hold_out(tokens: Tokens, fraction: float) -> tuple[Tokens, Tokens | None]:
 
 def check_ids(ids: np.ndarray, vocab_size: int, source: str) -> None:
     """Checks that every id is in the vocabulary.
-
-    Args:
-        ids: unsigned integers, any shape.
-        source: where the ids come from, for the error.
 
     Raises:
         UserError: an id is not below `vocab_size`.

@@ -33,7 +33,6 @@ class Recovery:
 
     Attributes:
         restart: Which one of the run, from 1.
-        reason: What failed, in one line.
         step: The step that the failure cut off.
         from_step: The first step that is done after it.
         steps_again: How many steps had been done, and must be done again.
@@ -72,11 +71,7 @@ class PhaseEnds:
     _ends_s: dict[str, float] = field(default_factory=dict)
 
     def end(self, phase: str, at_s: float) -> None:
-        """Note that a phase has ended; of several ranks' times the last one counts.
-
-        Args:
-            at_s: When, on the monotonic clock.
-        """
+        """Note that a phase has ended; of several ranks' times the last one counts."""
         self._ends_s[phase] = max(at_s, self._ends_s.get(phase, at_s))
 
     def lengths_s(self) -> dict[str, float]:
@@ -99,7 +94,6 @@ class Goodput:
     Attributes:
         productive_s: In steps that stayed: one that was done again counts once.
         wall_s: From when the ranks were first started to the end of the last step.
-        recoveries: What failures have cost of it.
     """
 
     productive_s: float
@@ -151,7 +145,6 @@ class Ledger:
 
     Args:
         now_s: When the ranks are started, on the monotonic clock.
-        first_step: The step that they begin with.
     """
 
     def __init__(self, now_s: float, first_step: int = 0) -> None:
@@ -180,9 +173,6 @@ class Ledger:
     def step_done(self, step: int, at_s: float) -> Recovery | None:
         """Note a step.
 
-        Args:
-            at_s: When it was told.
-
         Returns:
             The recovery that is over with it, if one is.
         """
@@ -200,7 +190,6 @@ class Ledger:
         Args:
             noticed_s: When that was first seen.
             ended_s: When no rank was left.
-            from_step: The step that they will go on from.
         """
         restart = len(self._closed) + 1  # a recovery that it cuts off has been closed
         ends = PhaseEnds(self._well_s)
@@ -225,11 +214,7 @@ class Ledger:
         return self._close(self._open, cut_off=True)
 
     def goodput(self, productive_s: float) -> Goodput:
-        """The books so far.
-
-        Args:
-            productive_s: What the steps took that stayed.
-        """
+        """The books so far."""
         return Goodput(productive_s, self._last_step_s - self._launched_s, tuple(self._closed))
 
     def _close(self, opened: _Open, *, cut_off: bool = False) -> Recovery:

@@ -38,11 +38,7 @@ class Attempts:
     from_step: int = -1
 
     def again(self, from_step: int) -> "Attempts":
-        """With one more; a newer checkpoint begins the count anew.
-
-        Args:
-            from_step: The step that it goes on from.
-        """
+        """With one more; a newer checkpoint begins the count anew."""
         came_further = from_step > self.from_step
         return Attempts(1 if came_further else self.count + 1, from_step)
 
@@ -83,13 +79,9 @@ class Supervisor:
     """One run, through all of its lives.
 
     Args:
-        policy: When to start again.
         last_checkpoint: How many steps the last checkpoint that is whole has done; None: there is
             none.
-        num_steps: How many steps the run has in all.
-        books: What is written of the run.
         clock: Seconds, monotonic; the one by which ranks tell times.
-        wait: Waits so many seconds.
     """
 
     def __init__(
@@ -114,16 +106,11 @@ class Supervisor:
     def run(self, launch: Launch, first_step: int) -> bool:
         """Run the ranks, again and again if need be, until they have come to their end.
 
-        Args:
-            first_step: The step to begin with.
-
         Returns:
             Whether they were asked to end, which in their last step changes nothing.
 
         Raises:
             RankFailedError: One has failed, and another restart is not possible or not allowed.
-            UserError: They found a mistake of the user's.
-            KeyboardInterrupt: Somebody wants it to end.
         """
         self._ledger = Ledger(self._clock(), first_step)
         restarts = 0

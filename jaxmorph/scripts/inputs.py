@@ -105,13 +105,9 @@ def cut_batch(batch: Sequence[Any], config: Config, rank: int) -> StepInputs:
     Args:
         batch: Tokens and targets, whole numbers [batch, sequence] each, or already cut:
             [microbatches, microbatch size, sequence]. Targets below 0 don't count.
-        config: The run, whose sizes they must have.
 
     Returns:
         The microbatches, int32; the loss is the mean over the targets that count.
-
-    Raises:
-        UserError: If a batch is no such pair.
     """
     try:
         tokens, targets = batch

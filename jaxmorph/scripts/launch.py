@@ -71,11 +71,7 @@ def _log_folder(wanted: Path | None) -> Iterator[Path]:
 
 
 def note_launch(arguments: RankArguments) -> None:
-    """Keep what the launcher said.
-
-    Args:
-        arguments: The rank's; a process has one launcher.
-    """
+    """Keep what the launcher said."""
     _told[:] = [arguments]
 
 

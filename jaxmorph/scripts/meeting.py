@@ -45,8 +45,6 @@ def meet(start_timeout_s: float, direct_timeout_s: float, least_threads: int = 1
     the tasks of a cluster's job. A process that was started by itself is alone.
 
     Args:
-        start_timeout_s: How long to wait for the others.
-        direct_timeout_s: How long a transfer on CPU waits for its other end.
         least_threads: How many threads XLA's pools need, of processes that `jaxmorph launch` has
             started.
 

@@ -52,7 +52,6 @@ class Bookkeeper:
     Args:
         profiler: What has been measured before the first step; it learns from every step.
         active: False on ranks that keep no books: then every call does nothing.
-        first_step: The step that training begins with.
         loop: What watches steps and decides on morphs; None: the plan stays.
         known_links: Says what there is to tell of links that aren't well; None: nothing is.
     """
@@ -94,8 +93,6 @@ class Bookkeeper:
         """Tell what runs.
 
         Args:
-            data: Where the text comes from.
-            layers: Of each virtual stage, in the order of the pipeline.
             cut_reason: Why these; empty where there was nothing to choose.
             equipped: What rank 0 computes on, what delegated links have got for the plan, what the
                 model takes of its device, and what stashes may take where the devices say so.
@@ -112,11 +109,7 @@ class Bookkeeper:
         step_s: float,
         held_out: HeldOutLoss = NOT_EVALUATED,
     ) -> None:
-        """Tell how a step went.
-
-        Args:
-            held_out: What was evaluated after it.
-        """
+        """Tell how a step went."""
         step_began_s = time.monotonic() - self._began_s - step_s - held_out.took_s
         self._submit(self._tell_step, step, totals, reports, step_s, held_out.loss)
         self._submit(self._tell_link_events, step, reports, step_began_s)
@@ -331,11 +324,7 @@ class _Held:
 
 
 class TracedSteps:
-    """Keeps the last steps' timelines in memory, and tells those that shall be kept for good.
-
-    Args:
-        tell: Takes the messages (see `bookkeeping`).
-    """
+    """Keeps the last steps' timelines in memory, and tells those that shall be kept for good."""
 
     def __init__(self, config: Config, tell: Callable[[Message], None]) -> None:
         self._config = config
@@ -355,11 +344,7 @@ class TracedSteps:
             self._untold.clear()
 
     def note(self, step: int, planned: Timeline, measured: Timeline) -> None:
-        """Tell a step's timelines, or keep them for a while.
-
-        Args:
-            measured: The step as it ran.
-        """
+        """Tell a step's timelines, or keep them for a while."""
         held = _Held(step, planned, measured)
         is_around = step <= self._until_step
         if is_around or self.is_sampled(step):

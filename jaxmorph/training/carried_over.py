@@ -22,9 +22,6 @@ FILE = "layers.json"
 def chosen_before(directory: Path, config: Config, num_layers: int) -> tuple[int, ...] | None:
     """The number of layers of each virtual stage, as an earlier life of the run has chosen them.
 
-    Args:
-        config: The run, as it goes on.
-
     Returns:
         None where there was no such life, or it had other stages.
     """
@@ -40,11 +37,7 @@ def chosen_before(directory: Path, config: Config, num_layers: int) -> tuple[int
 
 
 def keep_choice(directory: Path, config: Config, layers: Sequence[range]) -> None:
-    """Write down how the layers are cut, where that was not for the configuration to say.
-
-    Args:
-        layers: Of each virtual stage, in the order of the pipeline.
-    """
+    """Write down how the layers are cut, where that was not for the configuration to say."""
     cut = config.parallelism
     if cut.layers != "auto":
         return
@@ -59,7 +52,6 @@ class KnownLinks:
 
     Args:
         directory: The run's: where nothing is written, nothing is to be taken back.
-        layers: Of each virtual stage, in the order of the pipeline.
     """
 
     def __init__(self, config: Config, directory: Path, layers: Sequence[range]) -> None:
@@ -70,7 +62,6 @@ class KnownLinks:
         """What is to be written down.
 
         Args:
-            step: The step that is over.
             ways: The directions of links that are slow or dead.
 
         Returns:
@@ -95,7 +86,6 @@ def known_links(
     Args:
         rendezvous: The meeting place of all ranks; they all call this at the same point.
         directory: The run's; rank 0 reads there.
-        layers: Of each virtual stage, in the order of the pipeline.
 
     Returns:
         The directions of links that were slow or dead. None where the run doesn't adapt, for it

@@ -57,9 +57,6 @@ def join_cluster(start_timeout_s: float, step_timeout_s: float, otherwise: str) 
 def require_one_host(config: Config, rendezvous: "Rendezvous") -> None:
     """Refuse what is timed by one machine's clock where ranks are on several.
 
-    Args:
-        rendezvous: The meeting place of all ranks; they all call this at the same point.
-
     Raises:
         UserError: If ops are paced, or links follow a trace by time, over several hosts.
     """

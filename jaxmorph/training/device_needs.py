@@ -27,13 +27,9 @@ class StageNeeds:
     """What one stage keeps, whatever the schedule.
 
     Attributes:
-        layers: The layers of each of its chunks.
         parameter_bytes: Bytes of its parameters, which are float32.
-        gradient_bytes: Bytes of the gradients' accumulators.
-        optimizer_bytes: Bytes of the optimizer's state.
         prepared_bytes: Bytes of what is computed from the parameters once a step: most often
             nothing, or the same in the type that the model computes in.
-        stashes: What one microbatch keeps in each chunk.
     """
 
     layers: tuple[range, ...]
@@ -78,7 +74,6 @@ class StepNeeds:
         num_parameters: Of the whole model, a tied one counted once.
         message_bytes: Bytes of a microbatch's activation between two stages, and of its gradient; 0
             where there is but one stage.
-        stages: Each one's part that no schedule changes.
         plan: The step as it is planned when all ops take as long and links take no time.
     """
 
@@ -103,7 +98,6 @@ def needs_of_step(
 
     Args:
         config: The run; `layers: auto` counts as even.
-        model: Its model, which is traced for the default device.
         device_bytes: What JAX may take of each stage's device; None: that isn't known.
 
     Returns:

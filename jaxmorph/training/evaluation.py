@@ -54,14 +54,7 @@ class RunsPrograms(Protocol):
 
 
 def held_out_batches(config: Config, held_out: Tokens | None) -> Batches | None:
-    """The batches that are evaluated, each time the same ones; None where none are.
-
-    Args:
-        held_out: What training is kept from.
-
-    Raises:
-        UserError: If there is too little of it.
-    """
+    """The batches that are evaluated, each time the same ones; None where none are."""
     if held_out is None or config.evaluation.every_steps is None:
         return None
     batch, length = config.batch, config.data.sequence_length
@@ -97,8 +90,6 @@ class Evaluation:
     """Computes the held-out loss after some of a run's steps.
 
     Args:
-        rendezvous: The meeting place of all ranks; they all make the same calls.
-        programs: Every rank's instructions for a step, of the plan in force.
         batches: What to evaluate; None: nothing, ever.
     """
 
@@ -119,11 +110,7 @@ class Evaluation:
             self.adopt(programs[rendezvous.rank])
 
     def adopt(self, program: RankProgram) -> None:
-        """Run the forwards of another plan from now on.
-
-        Args:
-            program: This rank's instructions for a step of it.
-        """
+        """Run the forwards of another plan from now on."""
         if self._batches is None:
             return
         # Messages of a step are told apart by their microbatches: these come after its own.
@@ -135,9 +122,6 @@ class Evaluation:
 
     def after(self, step: int) -> HeldOutLoss:
         """The held-out loss with the parameters that a step's update has made.
-
-        Args:
-            step: The step, which is over on this rank.
 
         Returns:
             The loss, the same on every rank, after the steps that are to be evaluated.

@@ -21,10 +21,6 @@ _ADVICE = (
 def apply_gradients(trainer: StageTrainer, totals: StepTotals, clip_norm: float | None) -> bool:
     """Update the stage's parameters, unless the loss or a gradient of any stage is not finite.
 
-    Args:
-        totals: The step's scalars, the same on every rank, so that all decide alike.
-        clip_norm: Largest global norm; None: no clipping.
-
     Returns:
         Whether the parameters were updated; if not, optimizer state and learning rate stay too.
     """
@@ -41,11 +37,6 @@ def told_not_finite(trainer: StageTrainer, loss: float, squared_norm: float) -> 
     Args:
         trainer: The stage, with its gradients; they are looked at only where their norm asks for
             it, on the host and one after another: nothing is compiled.
-        loss: This rank's part of the loss.
-        squared_norm: Its part of the squared gradient norm.
-
-    Returns:
-        A part of its report; nothing where all is finite.
     """
     found = [] if math.isfinite(loss) else [f"loss {loss}"]
     if not math.isfinite(squared_norm):
@@ -112,10 +103,6 @@ class SkippedSteps:
         While steps are skipped parameters stay as they are: saved again and again they would push
         the checkpoints from before, which may be what helps, out of those that are kept. What falls
         due then is saved after the next update, or with the run's last step.
-
-        Args:
-            is_due: Whether it should be saved, but for that.
-            is_last: Whether the run ends with the step.
         """
         self._save_is_owed = self._save_is_owed or is_due
         saves = self._save_is_owed and (is_last or self._in_a_row == 0)

@@ -21,9 +21,6 @@ def build_model(config: Config, vocab_size: int) -> "PipelineModel":
     The factory is a module with a function `build`; it is looked for among the installed packages
     and in the current directory.
 
-    Returns:
-        What the factory built.
-
     Raises:
         UserError: If there is no such factory, or it refuses its options.
     """
@@ -49,19 +46,12 @@ def device_options(factory: str) -> tuple[str, ...]:
 
     Args:
         factory: The model's module; in its `DEVICE_OPTIONS` they stand.
-
-    Raises:
-        UserError: If there is no such module.
     """
     return tuple(getattr(load_factory(factory), "DEVICE_OPTIONS", ()))
 
 
 def for_any_device(config: Config) -> Config:
-    """The configuration without what it says of its device.
-
-    Raises:
-        UserError: If there is no such model.
-    """
+    """The configuration without what it says of its device."""
     left_out = device_options(config.model.factory)
     kept = {key: value for key, value in config.model.model_dump().items() if key not in left_out}
     return config.model_copy(update={"model": type(config.model).model_validate(kept)})
@@ -73,9 +63,6 @@ def load_factory(name: str, where: str = "model.factory") -> Any:
     Args:
         name: As Python imports it; the current directory is searched too.
         where: What an error says the name was read from.
-
-    Returns:
-        A module with a function `build`.
 
     Raises:
         UserError: If there is no such module, or it has no such function.

@@ -29,7 +29,6 @@ def stage_settings(
     """What a rank's stage is built from.
 
     Args:
-        layers: The layers of each virtual stage.
         adapts: Whether routes may change from plan to plan: both of every link are made ready.
     """
     optimizer = config.optimizer
@@ -97,9 +96,6 @@ def open_stage(
             started, on that link's ranks.
         links: What is emulated; the data plane is told from the next time on.
 
-    Yields:
-        The stage's trainer.
-
     Raises:
         UserError: If some rank's host can't carry messages as the configuration says; the same on
             all ranks.
@@ -149,15 +145,7 @@ def _open_lines(
 
 
 def adopt_plan(rendezvous: Rendezvous, trainer: StageTrainer, in_force: PlanInForce) -> str:
-    """Make ready for a plan: the slots that it needs. Nothing is compiled.
-
-    Args:
-        rendezvous: The meeting place of all ranks; they all call this at the same point, while no
-            step runs.
-
-    Returns:
-        What delegated links have got, in a few words; nothing where no link is delegated.
-    """
+    """Make ready for a plan: the slots that it needs. Nothing is compiled."""
     return make_room(rendezvous, trainer, in_force.slots)
 
 

@@ -31,8 +31,6 @@ class RunRecord:
     Of many traces the latest stay; half of them may be those around changes, whatever came later.
 
     Args:
-        directory: Where the run writes.
-        clock: Seconds, monotonic.
         first_step: The step that it begins with. Traces of earlier steps count among those that are
             kept; those of later ones, which are done again, are removed.
 
@@ -83,11 +81,7 @@ class RunRecord:
         return self._history.productive_s
 
     def take(self, message: Message) -> None:
-        """Handle one message (see `bookkeeping`).
-
-        Args:
-            message: What rank 0 told.
-        """
+        """Handle one message (see `bookkeeping`)."""
         match message:
             case {"kind": "started", "header": header}:
                 self._start(header)

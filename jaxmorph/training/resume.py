@@ -24,7 +24,6 @@ class Resumption:
 
     Attributes:
         config: The run's, with the overrides that it is resumed with.
-        manifest: The checkpoint that it goes on from.
         passed_over: Later ones that aren't whole, the newest first.
     """
 
@@ -48,9 +47,6 @@ def last_whole(
     config: Config, directory: Path, *, thorough: bool = True
 ) -> tuple[int | None, tuple[PassedOver, ...]]:
     """How many steps a run's last whole checkpoint has done.
-
-    Args:
-        thorough: Whether to read all files of checkpoints, to find out whether they are whole.
 
     Returns:
         (the steps, None where there is no such checkpoint; the damaged ones that are newer).
@@ -78,11 +74,7 @@ def with_absolute_folder(config: Config) -> Config:
 
 
 def prepare_checkpoints(config: Config, directory: Path) -> None:
-    """Make the folder of a run's checkpoints, without what an earlier run left half-done there.
-
-    Raises:
-        UserError: If it can't be made.
-    """
+    """Make the folder of a run's checkpoints, without what an earlier run left half-done there."""
     folder = checkpoint_folder(config, directory)
     if config.checkpoint.saves:
         _make(folder.path)
@@ -90,11 +82,7 @@ def prepare_checkpoints(config: Config, directory: Path) -> None:
 
 
 def try_named_folder(config: Config) -> None:
-    """Make the folder that `checkpoint.dir` names, if one that is used, and write to it.
-
-    Raises:
-        UserError: If it can't be made or written to.
-    """
+    """Make the folder that `checkpoint.dir` names, if one that is used, and write to it."""
     named = folder_apart(config)
     if named is None or not config.checkpoint.saves:
         return
@@ -135,14 +123,7 @@ def without_weights(config: Config) -> Config:
 
 
 def saved_config(directory: Path, overrides: Sequence[str] = (), where: str = "run") -> Config:
-    """The configuration in a run's directory.
-
-    Args:
-        where: What named the directory, for errors.
-
-    Raises:
-        UserError: There is none, or it can't be read.
-    """
+    """The configuration in a run's directory."""
     if not (directory / CONFIG).is_file():
         raise UserError(f"{where}: got {directory}, expected a run's directory, with a {CONFIG}")
     return load_config(directory / CONFIG, overrides)
@@ -155,7 +136,6 @@ def find_resumption(
 
     Args:
         overrides: `section.key=value` each; for some keys only the value that they have.
-        thorough: Whether to read all files of checkpoints, to find out whether they are whole.
 
     Raises:
         UserError: There is no such run, no whole checkpoint, or it is another model's; in one line.
@@ -188,14 +168,8 @@ def _none_to_go_on_from(folder: CheckpointFolder, passed_over: Sequence[PassedOv
 def set_aside(config: Config, directory: Path, passed_over: Sequence[PassedOver]) -> Iterator[str]:
     """Rename damaged checkpoints, so that nothing reads or counts them, and the next can be there.
 
-    Args:
-        passed_over: Those that it doesn't go on from as they aren't whole.
-
     Yields:
         A line for each: what is wrong with it, and where it is now.
-
-    Raises:
-        UserError: One can't be renamed.
     """
     folder = checkpoint_folder(config, directory)
     for each in passed_over:
@@ -208,10 +182,6 @@ def kept_cut(config: Config, manifest: Manifest) -> tuple[range, ...] | None:
     What is measured may come out another time; so with `parallelism.layers: auto` the cut stays,
     for as long as there are as many stages.
 
-    Args:
-        config: The run as it goes on.
-        manifest: The checkpoint that it goes on from.
-
     Returns:
         Each virtual stage's; None: cut them as the configuration says.
     """
@@ -221,14 +191,7 @@ def kept_cut(config: Config, manifest: Manifest) -> tuple[range, ...] | None:
 
 
 def check_vocabulary(manifest: Manifest, vocab_size: int) -> None:
-    """Compare the model's vocabulary with that of the checkpoint.
-
-    Args:
-        vocab_size: That of the data as they are now.
-
-    Raises:
-        UserError: It is another one.
-    """
+    """Compare the model's vocabulary with that of the checkpoint."""
     if vocab_size != manifest.vocab_size:
         raise UserError(
             f"data.vocab_size: got {vocab_size:,}, expected {manifest.vocab_size:,}, that of the "
@@ -241,10 +204,6 @@ def check_data(manifest: Manifest, config: Config, data: DataDigest) -> None:
 
     Args:
         config: The run's; with another path or tokenizer, other data are meant.
-        data: The data as they are now.
-
-    Raises:
-        UserError: They have changed.
     """
     now, then = config.data, manifest.config.data
     names = [(section.path, section.tokenizer, section.token_dtype) for section in (now, then)]

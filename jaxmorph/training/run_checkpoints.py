@@ -44,20 +44,13 @@ class RunCheckpoints:
         self._files = TreeFiles() if resumes or config.checkpoint.saves else None
 
     def origin(self, layers: Sequence[range]) -> str:
-        """The checkpoint that the run goes on from, and what is known of it, for people.
-
-        Args:
-            layers: Of each virtual stage, as they are now.
-        """
+        """The checkpoint that the run goes on from, and what is known of it, for people."""
         if self._manifest is None:
             return "from the beginning"
         return "; ".join(_described(self._folder, self._manifest, layers))
 
     def require_shared(self, rendezvous: Rendezvous) -> None:
         """Find out, if anything will be saved, whether all ranks can do so in one folder.
-
-        Args:
-            rendezvous: The meeting place of all ranks.
 
         Raises:
             UserError: If they can't; the same on all ranks.
@@ -66,14 +59,7 @@ class RunCheckpoints:
             require_shared(self._folder.path, rendezvous)
 
     def restore(self, trainer: StageTrainer, own_layers: Sequence[range]) -> None:
-        """Put the checkpoint's state, if there is one, in place of the initial one.
-
-        Args:
-            own_layers: The layers of each of its virtual stages.
-
-        Raises:
-            UserError: If it is another model's.
-        """
+        """Put the checkpoint's state, if there is one, in place of the initial one."""
         if self._manifest is not None and self._files is not None:
             checkpoint = self._folder.finished(self._manifest.step)
             saved = self._manifest.layers
@@ -94,11 +80,6 @@ class RunCheckpoints:
         """What saves the run.
 
         Args:
-            rendezvous: The meeting place of all ranks.
-            settings: What the stage is built from.
-            tell: Takes what rank 0 has to say: an event's step, kind and detail.
-            told_so_far: Gives what is done once the records of all steps so far have been told.
-            data: What the run is trained on.
             knows: Gives what is in force: `plan` and `link_states`, as a `Manifest` has them.
         """
         describe = partial(

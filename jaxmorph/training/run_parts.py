@@ -20,10 +20,7 @@ class RunParts:
     """What a configuration names, loaded and fitting together.
 
     Attributes:
-        batches: The data of every step.
         held_out: What is evaluated; None: nothing.
-        source: Where the data comes from, in a few words.
-        vocab_size: The data's, which the model is built for.
         data: What tells whether they are still the same data.
     """
 
@@ -36,11 +33,7 @@ class RunParts:
 
 
 def load_parts(config: Config) -> RunParts:
-    """Load what a configuration names.
-
-    Raises:
-        UserError: If there is no such data or model, or sizes don't fit one another.
-    """
+    """Load what a configuration names."""
     data, batch, cut = config.data, config.batch, config.parallelism
     whole = load_tokens(data.path, data.tokenizer, data.token_dtype, data.vocab_size)
     tokens, held_out = hold_out(whole, data.held_out_fraction)

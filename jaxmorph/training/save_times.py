@@ -39,15 +39,7 @@ class AfterStep:
 
 
 class SaveTimes:
-    """One rank's part in the agreement.
-
-    Args:
-        settings: When to save.
-        num_steps: How many steps the run has in all.
-        leads: Whether this is rank 0.
-        stop_asked: Whether this rank's process has been asked to end.
-        clock: Seconds, monotonic.
-    """
+    """One rank's part in the agreement."""
 
     def __init__(
         self,
@@ -74,7 +66,6 @@ class SaveTimes:
         """What comes after a step.
 
         Args:
-            step: How many steps have been done.
             reports: What all ranks said in its meeting, in rank order: `told` among it.
         """
         within_s = self._settings.stop_within_s

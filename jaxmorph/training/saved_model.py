@@ -31,7 +31,6 @@ class SavedModel:
     Attributes:
         config: The run's, as it was when it saved.
         model: The model, as it can be computed on any device.
-        step: How many steps it was trained for.
         stages: Each virtual stage's layers and parameters, float32 numpy arrays, in the order of
             the pipeline: {"embed": (first stage), "layers": leaves stacked over the layers, "head":
             (last stage)}.
@@ -129,12 +128,7 @@ def continuation(
         model: The model; it looks at no later token when it predicts one.
         params: Of all of it: see `join_stages`.
         prompt: Ids of the text so far, at least one.
-        settings: How tokens are drawn, and how many.
-        sequence_length: What the model was built for.
         num_known: Ids from this one on are never drawn: the tokenizer doesn't know them.
-
-    Yields:
-        Ids.
     """
     params = jax.device_put(params)
     draw = jax.jit(drawing(model, settings, num_known))
@@ -151,9 +145,6 @@ def drawing(
     model: GivesLogits, settings: SamplingSettings, num_known: int
 ) -> Callable[[Params, ArrayLike, ArrayLike, ArrayLike], jax.Array]:
     """How the next token is drawn, as a function that can be compiled.
-
-    Args:
-        num_known: Ids from this one on are never drawn.
 
     Returns:
         A function of the model's parameters, a window of int32 tokens [1, sequence_length], how
