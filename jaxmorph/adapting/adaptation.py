@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import Protocol
 
-from jaxmorph.adapting.control_events import Morph, OwnPart
+from jaxmorph.adapting.control_events import Morph, own_part
 from jaxmorph.adapting.control_loop import ControlLoop
 from jaxmorph.adapting.path_reports import RESTORE, OwnEnds
 from jaxmorph.adapting.planning_client import PlanningProcess
@@ -155,11 +155,11 @@ class Adaptation:
         told = reports[0].get(_MORPH)
         if told is None:
             return None
-        own = OwnPart.from_json(told, self._rendezvous.rank)
-        make_room(self._rendezvous, self._trainer, own.slots)
+        program, slots = own_part(told, self._rendezvous.rank)
+        make_room(self._rendezvous, self._trainer, slots)
         if self._told is not None:
             self._bookkeeper.adopt(self._told, step + 1)
-        return own.program
+        return program
 
 
 def _named(kind: str, links: Iterable[Link]) -> Message:

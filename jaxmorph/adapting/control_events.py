@@ -54,17 +54,9 @@ class Morph:
         }
 
 
-@dataclass(frozen=True)
-class OwnPart:
-    """What a rank needs of a morph."""
-
-    program: RankProgram
-    slots: Mapping[Channel, int]
-
-    @classmethod
-    def from_json(cls, told: Message, rank: int) -> "OwnPart":
-        """A rank's part of what `Morph.to_json` told."""
-        return cls(parse_program(told["programs"][rank]), slots_from_json(told["slots"]))
+def own_part(told: Message, rank: int) -> tuple[RankProgram, dict[Channel, int]]:
+    """A rank's instructions, and the slots that channels need, of what `Morph.to_json` told."""
+    return parse_program(told["programs"][rank]), slots_from_json(told["slots"])
 
 
 def slots_from_json(told: list[list[Any]]) -> dict[Channel, int]:
