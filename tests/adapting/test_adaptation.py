@@ -103,14 +103,14 @@ def over_the_network(message):
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_every_rank_swaps_to_its_own_program_once_all_have_made_room(rank):
+def test_every_rank_swaps_once_all_have_made_room(rank):
     told = over_the_network(on_rank(0, Loop(MORPH))[0].told(7))
     adaptation, meeting, stage, _ = on_rank(rank)
     assert adaptation.heed(7, [told, {}, {}]) == PROGRAMS[rank]
     assert (stage.room, meeting.met) == ([SLOTS], 1)
 
 
-def test_rank_0_has_it_booked_for_the_next_step_and_tells_of_it_once():
+def test_rank_0_records_a_morph_once_for_the_next_step():
     adaptation, _, _, books = on_rank(0, Loop(MORPH))
     told = over_the_network(adaptation.told(7))
     adaptation.heed(7, [told, {}, {}])
@@ -145,7 +145,7 @@ def after_failure(rank, loop=None):
 
 
 @pytest.mark.parametrize(("rank", "is_end"), [(0, False), (1, True), (2, True)])
-def test_a_path_that_is_to_be_probed_begins_again_before_it_at_its_ends_alone(rank, is_end):
+def test_a_path_begins_again_before_its_probe(rank, is_end):
     told = over_the_network(after_failure(0, Loop(probes=(LINK,), known=(LINK,)))[0].told(7))
     assert told == {"probe": ["1-2"], "restore": ["1-2"]}
     adaptation, stage = after_failure(rank)
@@ -154,7 +154,7 @@ def test_a_path_that_is_to_be_probed_begins_again_before_it_at_its_ends_alone(ra
     assert stage.done == ([("restore", "1-2"), probed] if is_end else [probed])
 
 
-def test_a_path_that_no_probe_can_try_begins_again_with_the_morph_that_uses_it():
+def test_an_unprobed_path_begins_again_with_its_morph():
     back = Morph(PLAN, MORPH.programs, SLOTS, "well", {LINK: "direct"}, {})
     told = after_failure(0, Loop(back, known=(LINK,)))[0].told(7)
     assert told["restore"] == ["1-2"]
@@ -163,26 +163,26 @@ def test_a_path_that_no_probe_can_try_begins_again_with_the_morph_that_uses_it()
     assert stage.done == [("restore", "1-2")]
 
 
-def test_a_path_that_failed_since_the_loop_knew_of_it_is_neither_probed_nor_begun_again():
+def test_a_newly_failed_path_is_not_probed():
     assert after_failure(0, Loop(probes=(LINK,)))[0].told(7) == {}
     back = Morph(PLAN, MORPH.programs, SLOTS, "well", {LINK: "direct"}, {})
     assert "restore" not in after_failure(0, Loop(back))[0].told(7)
 
 
-def test_a_path_that_an_end_finds_down_by_then_is_neither_probed_nor_begun_again():
+def test_a_path_found_down_is_not_probed():
     adaptation, stage = after_failure(1)
     down = {"paths_up": {"1-2": False}}
     adaptation.heed(7, [{"probe": ["1-2"], "restore": ["1-2"]}, UP, down])
     assert stage.done == []
 
 
-def test_a_link_that_failed_in_the_step_at_whose_end_it_was_to_be_probed_is_not():
+def test_a_link_that_fails_in_that_step_is_not_probed():
     adaptation, _, stage, _ = on_rank(1)
     adaptation.heed(7, [{"probe": ["1-2"]}, FAILED, FAILED])
     assert stage.done == []
 
 
-def test_a_path_begins_again_once_however_long_the_loop_takes_to_know():
+def test_a_path_begins_again_only_once():
     loop = Loop(probes=(LINK,), known=(LINK,))
     adaptation, _ = after_failure(0, loop)
     adaptation.heed(7, [adaptation.told(7), UP, UP])
@@ -190,7 +190,7 @@ def test_a_path_begins_again_once_however_long_the_loop_takes_to_know():
     assert adaptation.told(8) == {"probe": ["1-2"]}
 
 
-def test_failures_are_told_with_the_last_step_too_and_where_nothing_adapts():
+def test_failures_are_reported_whether_or_not_anything_adapts():
     for loop in (Loop(MORPH), None):
         stage = Stage(*FAILED["link_failures"])
         assert on_rank(1, loop, stage)[0].told(9) == FAILED | UP

@@ -20,7 +20,7 @@ from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.schedule.costs import Link
 
 
-def test_a_slow_link_is_delegated_and_comes_back_with_the_first_plan(run):
+def test_a_slow_link_is_delegated_and_comes_back(run):
     run.steps(6)
     assert (run.events, run.plans.asked) == ([], 0)
     run.steps(6, slow_ms=40.0)
@@ -52,7 +52,7 @@ def test_what_is_expected_of_a_step_follows_verdict_and_route(run):
     assert run.loop.link_states() == {}
 
 
-def test_while_one_thing_is_weighed_nothing_else_is_and_then_the_latest_counts(run):
+def test_one_thing_is_weighed_at_a_time_the_latest_counts(run):
     run.steps(6)
     run.plans.may_answer.clear()
     run.steps(1, slow_ms=40.0)
@@ -67,14 +67,14 @@ def test_while_one_thing_is_weighed_nothing_else_is_and_then_the_latest_counts(r
     assert run.of_kind("plan_changed") == []  # the delay is over by then
 
 
-def test_a_delay_that_is_absorbed_is_told_with_its_reason_and_changes_nothing(begin_run):
+def test_an_absorbed_delay_is_reported_and_changes_nothing(begin_run):
     run = begin_run(PlansHere(), CONFIG.adaptation.model_copy(update={"worth": 0.9}))
     run.steps(6)
     run.steps(3, slow_ms=10.0)
     assert run.events == [(6, "straggler_detected", "1-2"), (7, "plan_kept", None)]
 
 
-def test_a_planning_error_is_told_and_planning_tried_again_with_a_process_of_its_own(begin_run):
+def test_planning_that_failed_is_retried_with_a_new_process(begin_run):
     run = begin_run(FailingPlans(0, 1))
     run.steps(6)
     run.steps(20, slow_ms=40.0)
@@ -129,7 +129,7 @@ def test_a_link_that_turns_slow_waits_four_steps_at_most(begin_run, steps_later,
     assert run.delegated() == {"0-1", "1-2"}
 
 
-def test_that_a_link_turns_slow_makes_one_more_attempt_and_no_more_than_one(begin_run):
+def test_a_link_that_turns_slow_adds_one_attempt(begin_run):
     run = begin_run(FailingPlans(*range(99)))
     run.steps(6)
     run.steps(14, slow_ms=40.0)
@@ -139,7 +139,7 @@ def test_that_a_link_turns_slow_makes_one_more_attempt_and_no_more_than_one(begi
     assert run.plans.asked == 5
 
 
-def test_what_a_failed_attempt_was_to_weigh_is_weighed_by_the_next(begin_run):
+def test_the_next_attempt_weighs_what_the_failed_one_had(begin_run):
     run = begin_run(FailingPlans(0))
     run.steps(6)
     run.steps(12, costs=replace(COSTS, forward_ms=(10.0, 20.0, 10.0)))
@@ -147,7 +147,7 @@ def test_what_a_failed_attempt_was_to_weigh_is_weighed_by_the_next(begin_run):
     assert "stage 1's F takes 20.0 ms, not 10.0" in run.details[happened]
 
 
-def test_after_five_failures_in_a_row_planning_is_given_up_and_training_goes_on(begin_run):
+def test_after_five_failures_planning_is_given_up(begin_run):
     run = begin_run(FailingPlans(*range(99)))
     run.steps(6)
     run.steps(90, slow_ms=40.0)
@@ -161,7 +161,7 @@ def test_after_five_failures_in_a_row_planning_is_given_up_and_training_goes_on(
     assert (run.plans.asked, run.routes) == (5, FIRST.routes)
 
 
-def test_a_link_stays_delegated_while_probes_of_the_direct_one_are_late_and_they_get_rarer(run):
+def test_late_probes_keep_a_link_delegated_and_get_rarer(run):
     run.steps(6)
     run.steps(6, slow_ms=40.0)
     run.direct_late_ms = 40.0
@@ -198,7 +198,7 @@ def test_a_newly_slow_link_is_delegated_while_another_one_dwells(run):
     assert run.routes == FIRST.routes
 
 
-def test_a_newly_slow_link_is_delegated_while_a_probe_of_another_one_is_awaited(run):
+def test_a_newly_slow_link_waits_for_no_other_probe(run):
     run.steps(6)
     run.steps(6, slow_ms=40.0)
     run.sends_probes = False
@@ -233,7 +233,7 @@ class Beginning:
             raise self._error
 
 
-def test_what_happens_while_planning_begins_is_weighed_once_it_has_begun(run):
+def test_news_before_planning_has_begun_is_weighed_after(run):
     beginning = Beginning(run)
     run.steps(6)
     run.steps(2, slow_ms=40.0)
@@ -246,7 +246,7 @@ def test_what_happens_while_planning_begins_is_weighed_once_it_has_begun(run):
     assert run.plans.asked == 1
 
 
-def test_what_happens_while_planning_fails_to_begin_is_weighed_with_the_next_attempt(run):
+def test_news_while_planning_fails_to_begin_is_not_lost(run):
     beginning = Beginning(run, PlanningError("the planning process has died"))
     run.steps(6)
     run.steps(2, slow_ms=40.0)
@@ -259,7 +259,7 @@ def test_what_happens_while_planning_fails_to_begin_is_weighed_with_the_next_att
     assert run.of_kind("plan_changed") == [(failed_after + 5, "plan_changed", None)]
 
 
-def test_that_a_plan_is_kept_replaces_no_morph_that_ranks_have_yet_to_be_told(run):
+def test_a_kept_plan_replaces_no_pending_morph(run):
     pending = Morph(FIRST, ("a", "b", "c"), {}, "", {}, {})
     situation = run.loop._weigh(*run.loop._latest, ())
     run.loop._morph = pending
@@ -268,7 +268,7 @@ def test_that_a_plan_is_kept_replaces_no_morph_that_ranks_have_yet_to_be_told(ru
     assert run.loop.ready() is pending
 
 
-def test_how_long_things_are_to_stand_is_changed_by_one_thread_at_a_time(run):
+def test_dwell_is_changed_by_one_thread_at_a_time(run):
     unguarded = []
 
     class Guarded(Dwell):
@@ -288,7 +288,7 @@ def test_how_long_things_are_to_stand_is_changed_by_one_thread_at_a_time(run):
     assert unguarded == []
 
 
-def test_no_probe_is_sent_of_a_link_that_an_earlier_one_has_found_well(run):
+def test_a_link_an_earlier_probe_found_well_needs_none(run):
     run.steps(6)
     run.steps(6, slow_ms=40.0)
     run.sends_probes = False

@@ -47,7 +47,7 @@ def delegated(candidate):
     return [str(link) for link, route in candidate.plan.routes.items() if route == "delegated"]
 
 
-def test_a_slow_link_has_three_plans_each_with_its_predicted_step_and_programs_that_run():
+def test_a_slow_link_has_three_plans_that_run():
     plans, profile = planner()
     weighed = plans.weigh(profile, verdicts(2, 3, 30.0))
     assert weighed.undisturbed_ms == pytest.approx(390.0)
@@ -69,7 +69,7 @@ def test_healthy_links_leave_the_first_plan_alone():
     assert only.plan.schedule.name == "zb-h2"
 
 
-def test_after_a_morph_it_predicts_for_the_new_plan_and_its_routes():
+def test_after_a_morph_it_predicts_for_the_new_plan():
     plans, profile = planner()
     adapted = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates[2]
     assert plans.adopt(adapted) == slots_needed(adapted.programs)
@@ -81,7 +81,7 @@ def test_after_a_morph_it_predicts_for_the_new_plan_and_its_routes():
     assert healed.candidates[0].step_ms == pytest.approx(390.0)
 
 
-def test_slower_ops_alone_call_for_another_order_and_noise_does_not():
+def test_slower_ops_call_for_another_order_noise_does_not():
     plans, profile = planner()
     noisy = replace(profile, costs=replace(COSTS, forward_ms=(10.5, 9.6, 10.0, 10.0)))
     assert len(plans.weigh(noisy, []).candidates) == 1
@@ -90,7 +90,7 @@ def test_slower_ops_alone_call_for_another_order_and_noise_does_not():
     assert (delegated(anew), anew.plan.schedule.name) == ([], "adaptive")
 
 
-def test_with_healthy_links_delegable_all_of_them_are_one_candidate_more():
+def test_delegable_healthy_links_add_one_candidate():
     plans, profile = planner(adaptation={"enabled": True, "delegates": "any"})
     *_, every = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates
     assert delegated(every) == ["0-1", "1-2", "2-3"]
@@ -103,7 +103,7 @@ def test_routes_that_the_configuration_names_stay():
     assert found == [["0-1"], ["0-1", "2-3"], ["0-1", "2-3"]]
 
 
-def test_a_tied_gradients_link_is_delegated_too_where_there_is_one():
+def test_a_tied_gradients_link_is_delegated_too():
     slow = verdicts(0, 3, 30.0)
     plans, profile = planner(num_tied=1)
     assert delegated(plans.weigh(profile, slow).candidates[1]) == ["0-3"]
@@ -126,7 +126,7 @@ def test_caps_hold_for_plans_made_anew():
     assert max(anew.plan.schedule.peak_live("B")) <= 7
 
 
-def test_caps_hold_for_plans_made_anew_also_where_the_first_plan_is_beyond_them():
+def test_new_plans_keep_caps_that_the_first_exceeds():
     """As with a fixed schedule, which runs as it is, on devices that tell their memory."""
     sizes = StashBytes((10,) * 4, (5,) * 4)
     profile = Profile(COSTS, USUAL["direct"], stash_bytes=sizes)
@@ -153,7 +153,7 @@ def routes_and_orders(weighed):
     return [(delegated(each), each.plan.schedule) for each in weighed.candidates]
 
 
-def test_a_link_that_turns_slow_has_plans_that_leave_others_delegated_and_their_order():
+def test_a_newly_slow_link_has_plans_that_keep_others():
     plans, profile = planner()
     adapted = plans.weigh(profile, verdicts(0, 1, 30.0)).candidates[2]
     plans.adopt(adapted)
@@ -170,7 +170,7 @@ def test_a_link_that_turns_slow_has_plans_that_leave_others_delegated_and_their_
             assert candidate.step_ms < 0.6 * weighed.in_force_ms
 
 
-def test_one_link_goes_back_in_the_order_in_force_while_another_has_to_stay():
+def test_one_link_goes_back_while_another_stays():
     plans, profile = planner()
     slow = [*verdicts(0, 1, 30.0), *verdicts(2, 3, 30.0)]
     adapted = plans.weigh(profile, slow).candidates[2]
@@ -181,7 +181,7 @@ def test_one_link_goes_back_in_the_order_in_force_while_another_has_to_stay():
     assert same_order.plan.schedule == adapted.plan.schedule != first_order.plan.schedule
 
 
-def test_a_run_may_begin_with_another_plan_than_that_for_healthy_links():
+def test_a_run_may_begin_with_another_plan():
     plans, profile = planner()
     begun = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates[2].plan
     first = plans.weigh(profile, []).candidates[0].plan
@@ -192,7 +192,7 @@ def test_a_run_may_begin_with_another_plan_than_that_for_healthy_links():
 
 
 @pytest.mark.parametrize("delegates", ["slow", "any"])
-def test_a_link_without_a_direct_path_has_plans_that_change_no_other_link(delegates):
+def test_a_dead_link_has_plans_that_change_no_other(delegates):
     plans, profile = planner(adaptation={"enabled": True, "delegates": delegates})
     adapted = plans.weigh(profile, verdicts(0, 1, 30.0)).candidates[2]
     plans.adopt(adapted)
@@ -211,7 +211,7 @@ FIRST = plan_step(RUN, PROFILE)
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(60)
-def test_the_process_plans_what_is_lowered_elsewhere_alike_and_ends_when_nobody_can_ask():
+def test_the_process_plans_and_ends_when_nobody_can_ask():
     process = PlanningProcess()
     try:
         with pytest.raises(PlanningError, match="asked before it was told what runs"):
@@ -238,7 +238,7 @@ def test_the_process_plans_what_is_lowered_elsewhere_alike_and_ends_when_nobody_
 
 
 @pytest.mark.timeout(60)
-def test_a_process_that_died_between_two_requests_is_told_of_and_closed():
+def test_a_process_that_died_is_reported_and_replaced():
     process = PlanningProcess()
     try:
         process._process.kill()
@@ -261,7 +261,7 @@ def test_a_process_that_died_between_two_requests_is_told_of_and_closed():
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(60)
-def test_it_plans_within_what_devices_of_tens_of_gigabytes_have_free():
+def test_plans_keep_within_tens_of_gigabytes():
     capped = config(schedule={"name": "zb-h2", "max_stash_bytes": [60 * 10**9] * 4})
     profile = replace(PROFILE, stash_bytes=StashBytes((8 * 10**9,) * 4, (4 * 10**9,) * 4))
     first = plan_step(RUN, profile)
@@ -276,7 +276,7 @@ def test_it_plans_within_what_devices_of_tens_of_gigabytes_have_free():
     assert max(anew.peak_live("B")) <= 60 // 8
 
 
-def test_a_request_that_goes_wrong_is_answered_and_so_is_the_next_one():
+def test_a_wrong_request_is_answered_so_is_the_next():
     requests = [{"kind": "sing"}, {"kind": "weigh", "profile": {}, "verdicts": [], "held": []}, {}]
     answers = io.StringIO()
     serve(iter(map(json.dumps, requests)), answers)

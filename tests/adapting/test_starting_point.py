@@ -92,14 +92,14 @@ def ailing(start):
     return {way for way, each in verdicts if each.health is not LinkHealth.HEALTHY}
 
 
-def test_healthy_links_are_what_they_are_and_the_first_plan_is_the_one_to_come_back():
+def test_healthy_links_leave_the_first_plan_as_home():
     first = first_plan_of(USUAL, FIRST.routes)
     start = starting_point(CONFIG, first, 0)
     assert (start.home, start.usual, ailing(start)) == (first.in_force.plan, USUAL, set())
 
 
 @pytest.mark.parametrize("measured", [MEASURED, DIRECT_ALONE])
-def test_a_link_that_is_slow_from_the_start_is_judged_by_the_others(measured):
+def test_slow_from_the_start_is_judged_by_the_others(measured):
     start = starting_point(CONFIG, first_plan_of(measured, DELEGATED_ROUTES), 0)
     assert ailing(start) == {(1, 2)}
     slow = start.detector.verdicts[1, 2]
@@ -114,7 +114,7 @@ def test_a_link_that_is_slow_from_the_start_is_judged_by_the_others(measured):
         assert usual.baseline_ms == pytest.approx(usual_ms)
 
 
-def test_it_is_told_once_stays_delegated_while_it_ails_and_goes_back_when_it_is_well(run_from):
+def test_it_stays_delegated_while_slow_and_goes_back(run_from):
     run = run_from(MEASURED)
     run.steps(8, slow_ms=40.0)
     assert run.of_kind("straggler_detected") == [(0, "straggler_detected", "1-2")]
@@ -130,7 +130,7 @@ def test_it_is_told_once_stays_delegated_while_it_ails_and_goes_back_when_it_is_
     assert run.delegated() == {"1-2"}
 
 
-def test_what_a_step_is_expected_to_take_is_what_was_measured_until_there_was_one(run_from):
+def test_before_any_step_the_measured_times_are_expected(run_from):
     run = run_from(DIRECT_ALONE)
     assert run.expected_ms() == pytest.approx(0.5)  # the profile's, which is asked for
     run.steps(1)
@@ -144,7 +144,7 @@ def test_few_microbatches_and_two_links_are_enough_to_tell():
     assert ailing(starting_point(CONFIG, first, 0)) == {(1, 2)}
 
 
-def test_where_healthy_links_may_be_delegated_the_plan_to_come_back_is_the_best_of_either():
+def test_home_is_best_of_direct_and_delegated_where_allowed():
     all_delegated = dict.fromkeys(FIRST.routes, "delegated")
     start = starting_point(ANY, first_plan_of(BETTER_BUT_SLOW, all_delegated), 0)
     assert start.usual == BETTER_DELEGATED
@@ -156,7 +156,7 @@ def test_where_healthy_links_may_be_delegated_the_plan_to_come_back_is_the_best_
     assert start.home.routes == all_delegated
 
 
-def test_where_healthy_links_are_not_worth_delegating_they_come_back_direct_though_they_may_be():
+def test_home_is_direct_where_delegating_gains_too_little():
     little = ANY.adaptation.model_copy(update={"worth": 0.5})
     config = ANY.model_copy(update={"adaptation": little})
     assert starting_point(config, first_plan_of(MEASURED, DELEGATED_ROUTES), 0).home == FIRST
@@ -164,7 +164,7 @@ def test_where_healthy_links_are_not_worth_delegating_they_come_back_direct_thou
     assert not_allowed.home.routes == FIRST.routes
 
 
-def test_all_links_stay_delegated_and_the_order_for_healthy_ones_comes_once_they_are(run_on):
+def test_all_stay_delegated_the_healthy_order_comes_back(run_on):
     anew = {"name": "adaptive"}
     slow = Profile(COSTS, BETTER_BUT_SLOW["delegated"])
     config = ANY.model_copy(update={"schedule": ANY.schedule.model_copy(update=anew)})
@@ -256,7 +256,7 @@ def begin(monkeypatch, run_on):
     return begun
 
 
-def test_without_anything_known_the_first_plan_is_the_usual_one(begin):
+def test_with_nothing_known_the_first_plan_is_usual(begin):
     run, start, _ = begin(())
     assert run.delegated() == set()
     assert start.home.routes == FIRST.routes
@@ -265,7 +265,7 @@ def test_without_anything_known_the_first_plan_is_the_usual_one(begin):
 
 
 @pytest.mark.parametrize("is_slow", [True, False])
-def test_a_link_that_was_slow_is_delegated_from_the_first_step_on(begin, is_slow):
+def test_a_link_that_was_slow_begins_delegated(begin, is_slow):
     run, start, _ = begin(known((1, 2)), [LINK] if is_slow else [])
     assert run.delegated() == {"1-2"}
     assert milliseconds(start.usual) == pytest.approx(milliseconds(USUAL))
@@ -284,7 +284,7 @@ def test_a_link_that_was_slow_is_delegated_from_the_first_step_on(begin, is_slow
         assert run.expected_ms() == pytest.approx(0.5)
 
 
-def test_links_that_are_all_slow_are_told_by_what_was_known_alone(begin):
+def test_links_all_slow_are_told_by_what_was_known(begin):
     run, start, _ = begin((), [OTHER, LINK])
     assert run.delegated() == set()  # none is slower than most
     run, start, _ = begin(known((0, 1), (1, 2)), [OTHER, LINK])
@@ -295,7 +295,7 @@ def test_links_that_are_all_slow_are_told_by_what_was_known_alone(begin):
     assert run.routes == FIRST.routes
 
 
-def test_a_link_that_was_dead_is_on_its_direct_path_in_no_step(begin):
+def test_a_dead_link_is_never_on_its_direct_path(begin):
     run, start, measured_on = begin(DEAD)
     assert {routes[LINK] for routes in measured_on} == {"delegated"}
     assert run.delegated() == {"1-2"}

@@ -34,7 +34,7 @@ def notices(*steps, costs=COSTS):
     return list(chain(*(watch.observe(number, each) for number, each in enumerate(steps))))
 
 
-def test_a_stage_that_has_become_slower_is_told_once_with_what_it_takes():
+def test_a_slower_stage_is_reported_once_with_its_times():
     found = notices(step(), *[step(1, 1.5)] * 12)
     assert [(each.stage, each.kind, each.step) for each in found] == [
         (1, OpKind.B, 5),
@@ -56,7 +56,7 @@ def test_a_stage_that_gets_faster_again_is_told_too():
     ]
 
 
-def test_steps_in_which_half_of_the_ops_were_held_up_say_nothing():
+def test_steps_with_half_of_the_ops_held_up_count_not():
     assert notices(*[step(busy=range(6))] * 20) == []
 
 

@@ -30,18 +30,18 @@ def under(planned, *verdicts, now=None, **margin):
     return links_under(verdicts, USUAL, now or {}, planned, **margin)[LINK]
 
 
-def test_on_the_route_on_which_it_was_judged_a_slow_link_takes_what_it_takes():
+def test_a_slow_link_keeps_its_latency_on_the_judged_route():
     assert under({}, verdict(1, 2, 30.5)) == LinkState(30.5, 0.6)
 
 
-def test_on_the_other_route_it_adds_to_what_is_usual_there_and_delegation_has_its_price():
+def test_on_the_other_route_the_delay_adds_to_the_usual():
     assert under(DELEGATED, verdict(1, 2, 30.5)) == LinkState(32.0, 2.5)
     back = under({}, verdict(2, 1, 32.5), now=DELEGATED)
     assert (back.forward_latency_ms, back.backward_latency_ms) == (0.5, pytest.approx(30.6))
     assert under(DELEGATED) == LinkState(2.0, 2.5)
 
 
-def test_planning_has_a_margin_for_jitter_and_a_prediction_none():
+def test_planning_adds_a_margin_for_jitter_predictions_none():
     unsteady = verdict(1, 2, 30.5, jitter=10.0)
     assert under({}, unsteady).forward_latency_ms == pytest.approx(37.5)
     assert under({}, unsteady, margin_of_jitter=0.0).forward_latency_ms == pytest.approx(30.5)
@@ -49,7 +49,7 @@ def test_planning_has_a_margin_for_jitter_and_a_prediction_none():
     assert under({}, well) == LinkState(0.5, 0.6)
 
 
-def test_a_link_is_never_faster_than_usual_and_one_that_is_dead_is_finite():
+def test_latencies_stay_between_the_usual_and_a_finite_most():
     assert under({}, verdict(1, 2, 0.1)) == LinkState(0.5, 0.6)
     dead = verdict(1, 2, float("inf"), LinkHealth.DEAD)
     assert under({}, dead).forward_latency_ms == 10_000.0
@@ -65,7 +65,7 @@ def outlying(links, routes=NO_ROUTES):
     return {Link(min(way), max(way)) for way in outlying_ways(links, routes)}
 
 
-def test_links_that_differ_from_most_are_found_before_anything_has_changed():
+def test_links_that_differ_from_most_are_found():
     def found(*latencies_ms):
         return {str(link) for link in outlying(chain_links(latencies_ms))}
 
@@ -78,7 +78,7 @@ def test_links_that_differ_from_most_are_found_before_anything_has_changed():
     assert outlying({**one_way, Link(2, 3): LinkState(0.5, 0.5)}) == {Link(0, 1)}
 
 
-def test_of_two_links_the_quicker_one_says_what_is_usual():
+def test_of_two_links_the_quicker_is_the_usual():
     assert outlying(chain_links((0.5, 30.0))) == {Link(1, 2)}
     assert outlying(chain_links((30.0, 31.0))) == set()  # both may be slow: nobody knows
     assert outlying(chain_links((30.0,))) == set()
@@ -90,7 +90,7 @@ def test_links_on_different_routes_are_not_compared():
     assert outlying(links) == {Link(0, 1)}
 
 
-def test_a_slow_direction_is_taken_to_do_what_the_others_do_once_it_is_well():
+def test_a_healed_direction_takes_what_the_others_do():
     links = {**chain_links((0.5, 30.0, 0.7)), Link(1, 2): LinkState(30.0, 0.9)}
     ways = outlying_ways(links)
     assert ways == {(1, 2)}

@@ -54,7 +54,7 @@ class Steps:
         return [(verdict.health, verdict.step) for verdict in self.said]
 
 
-def test_a_jump_is_found_in_its_step_and_its_end_too():
+def test_a_jump_and_its_end_are_found_at_once():
     steps = Steps().run([1.0] * 4 + [31.0] * 8, [31.0] * 12, [31.0] * 4 + [1.0] * 8)
     steps.run(*[[1.0] * 12] * 5)
     assert steps.path() == [(SLOW, 6), (RECOVERING, 8), (HEALTHY, 11)]
@@ -139,7 +139,7 @@ def test_a_delay_that_creeps_in_is_found():
     assert steps.said[0].latency_ms < 20.0
 
 
-def test_a_delay_that_grows_more_and_more_unsteady_doesnt_widen_its_own_threshold():
+def test_a_growing_unsteady_delay_widens_no_threshold():
     drawn = random.Random(4)
     delays_ms = [0.25 * step for step in range(200)]
     steps = Steps(40)
@@ -161,7 +161,7 @@ WAYS = ((0, 1), (1, 0), (1, 2), (2, 1), (3, 2))
         (1.0, WAYS[-1:], []),  # one other doesn't say which of the two is slow
     ],
 )
-def test_one_slow_from_the_first_step_is_told_by_enough_others(others_ms, ways, path):
+def test_slow_from_the_first_step_is_judged_by_others(others_ms, ways, path):
     steps = Steps(healthy=0)
     for route in (DELEGATED, DELEGATED, DELEGATED, DIRECT, DIRECT, DIRECT):
         others = [each for way in ways for each in messages([others_ms] * 12, route, way)]
@@ -189,13 +189,13 @@ def begun_slow():
     return steps
 
 
-def test_one_that_began_slow_is_slow_again_in_the_step_in_which_it_goes_back():
+def test_one_that_began_slow_is_found_slow_again_at_once():
     steps = begun_slow().run([1.0] * 4 + [31.0] * 8, route=DIRECT)
     assert steps.path()[2:] == [(SLOW, 8)]
     assert len(steps.now.evidence.samples_ms) == Sensitivity().settled_run
 
 
-def test_one_that_began_slow_has_chance_late_messages_as_any_other_once_it_is_well():
+def test_one_that_began_slow_may_have_chance_late_messages():
     steps = begun_slow()
     steps.run([1.0, 31.0, 1.0, 31.0, 31.0, 31.0, 31.0, 1.0, 1.0, 1.0, 1.0, 1.0], route=DIRECT)
     steps.run(*[WELL] * 4, [1.0] * 6 + [9.0] * 6, route=DIRECT)
@@ -213,7 +213,7 @@ def test_an_unsteady_link_needs_more_to_be_slow():
     assert steps.now.jitter_ms > 1.0
 
 
-def test_a_link_that_often_has_late_messages_in_a_row_needs_more_of_them():
+def test_a_link_with_late_bursts_needs_longer_ones():
     jump = [1.0] * 4 + [14.0] * 8
     assert Steps(20).run(jump).path() == [(SLOW, 20)]
     bursts = Steps().run(*[[1.0] * 9 + [14.0] * 3] * 22)
@@ -237,24 +237,24 @@ def test_a_slow_link_whose_delay_changes_is_told_again(other_ms):
     assert steps.said[1].reason.startswith("link 2>3 is slow by another amount")
 
 
-def test_a_delay_that_never_stays_is_told_less_and_less_often():
+def test_a_delay_that_never_settles_is_reported_less_and_less():
     levels = [[ms] * 12 for ms in (20.0, 40.0) * 20]
     assert len(Steps().run(*levels).said) <= 12
 
 
 class TestRoutes:
-    def test_a_direct_links_time_says_nothing_of_the_delegated_one(self):
+    def test_direct_times_say_nothing_of_delegated_ones(self):
         steps = Steps(route=DIRECT, usual_ms=0.0).run(*[[12.0] * 12] * 9)
         assert steps.said == []
         assert steps.baseline_ms(DIRECT) == 0.0
         assert steps.baseline_ms(DELEGATED) == 12.0
 
-    def test_late_messages_before_another_route_was_taken_are_in_no_run_after_it(self):
+    def test_a_run_of_late_messages_ends_with_its_route(self):
         steps = Steps(route=DIRECT).run([1.0] * 8 + [31.0] * 4, route=DIRECT)
         steps.run(*[[1.0] * 12] * 3).run([31.0] * 4 + [1.0] * 8, route=DIRECT)
         assert steps.said == []
 
-    def test_a_link_that_was_delegated_since_it_is_slow_is_judged_by_other_delegated_links(self):
+    def test_a_delegated_slow_link_is_judged_by_other_delegated_ones(self):
         steps = Steps(route=DIRECT, usual_ms=0.0).run(*[[9.0] * 12] * 6, way=(5, 6))
         steps.run([30.0] * 12, route=DIRECT)
         steps.run(*[[39.0] * 12] * 4)
@@ -262,12 +262,12 @@ class TestRoutes:
         steps.run(*[[9.5] * 12] * 4)
         assert [health for health, _ in steps.path()][-2:] == [RECOVERING, HEALTHY]
 
-    def test_without_other_delegated_links_it_is_judged_by_its_own_direct_time(self):
+    def test_alone_it_is_judged_by_its_own_direct_time(self):
         steps = Steps(route=DIRECT, usual_ms=0.0).run([30.0] * 12, route=DIRECT)
         steps.run(*[[31.0] * 12] * 4, *[[1.0] * 12] * 4)
         assert [health for health, _ in steps.path()] == [SLOW, RECOVERING, HEALTHY]
 
-    def test_a_probe_shows_that_the_direct_route_is_back_where_the_delegated_one_is_unknown(self):
+    def test_a_probe_shows_the_direct_route_back(self):
         steps = Steps(route=DIRECT, usual_ms=0.0).run([30.0] * 12, route=DIRECT)
         steps.run(*[[20.0] * 12] * 4)
         probe = [each._replace(at_ms=each.at_ms + 900) for each in messages([0.0] * 5, DIRECT)]
@@ -279,7 +279,7 @@ class TestRoutes:
         steps.observe([*messages([31.0] * 12), *messages([0.0] * 5, DIRECT)])
         assert steps.now.health is SLOW
 
-    def test_a_probe_shows_that_the_direct_route_is_still_slow(self):
+    def test_a_probe_shows_the_direct_route_still_slow(self):
         steps = Steps(route=DIRECT, usual_ms=0.0).run(*[[1.0] * 12] * 6)
         steps.observe([*messages([1.0] * 12), *messages([30.0] * 6, DIRECT)])
         assert steps.now.health is SLOW
@@ -287,7 +287,7 @@ class TestRoutes:
 
 
 class TestFailures:
-    def test_no_message_brings_a_link_back_that_was_given_up_and_its_path_does(self):
+    def test_only_its_path_brings_a_dead_link_back(self):
         steps = Steps(route=DIRECT, usual_ms=0.0)
         (dead,) = steps.detector.observe_failure(6, 2, 3, "activation[3] 2>3 did not come in 3 s")
         assert (dead.health, dead.step) == (DEAD, 6)
@@ -307,7 +307,7 @@ class TestFailures:
         assert steps.run([1.0] * 12).now.health is HEALTHY
         assert steps.now.reason.startswith("link 2>3 is healthy again: 1.0 ms")
 
-    def test_what_its_delegated_messages_take_is_told_anew_where_that_changes(self):
+    def test_other_delegated_times_of_a_dead_link_are_reported(self):
         steps = Steps(route=DIRECT, usual_ms=0.0)
         steps.detector.observe_failure(6, 2, 3, "")
         steps.run([1.0] * 12, [31.0] * 12, [31.0] * 12, [1.0] * 12, [2.0] * 12)
@@ -325,7 +325,7 @@ class TestFailures:
         steps.detector.observe_return(6, 2, 3, 20)
         assert steps.run([31.0] * 12).path() == [(SLOW, 6)]
 
-    def test_a_path_that_was_up_for_a_while_may_be_found_down_again(self):
+    def test_a_returned_path_may_fail_again(self):
         steps = Steps()
         steps.detector.observe_failure(6, 2, 3, "")
         steps.detector.observe_return(7, 2, 3, 20)
@@ -337,7 +337,7 @@ class TestFailures:
         assert steps.detector.observe_return(6, 2, 3, 20) == []
         assert steps.now.health is HEALTHY
 
-    def test_where_no_message_is_watched_the_path_alone_says_that_a_link_is_healthy(self):
+    def test_an_unwatched_link_is_healthy_by_its_path_alone(self):
         detector = Detector()
         detector.observe_failure(0, 0, 3, "")
         back, healthy = detector.observe_return(20, 0, 3, 20)

@@ -41,7 +41,7 @@ def test_median_and_spread_of_values_in_any_order(seen):
 @given(
     st.lists(st.floats(0, 10), min_size=3, max_size=20), st.lists(st.floats(0, 1e9), max_size=20)
 )
-def test_spikes_that_are_the_minority_leave_the_median_among_the_others(usual, spikes):
+def test_a_minority_of_spikes_leaves_the_median_alone(usual, spikes):
     spikes = spikes[: len(usual) - 1]
     assert min(usual) <= median([*usual, *spikes]) <= max(usual)
 

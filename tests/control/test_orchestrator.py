@@ -48,7 +48,7 @@ def with_slow_link(now_ms=912.0, delegated_ms=700.0, anew_ms=420.0, **more):
     )
 
 
-def test_a_slow_link_is_delegated_with_the_plan_that_is_shortest_and_a_sentence_says_why():
+def test_a_slow_link_is_delegated_by_the_shortest_plan():
     decision = decide(with_slow_link())
     assert decision.chosen == 2
     assert decision.reason == (
@@ -57,7 +57,7 @@ def test_a_slow_link_is_delegated_with_the_plan_that_is_shortest_and_a_sentence_
     )
 
 
-def test_the_order_stays_where_another_one_gains_next_to_nothing():
+def test_the_order_stays_where_another_gains_little():
     assert decide(with_slow_link(delegated_ms=424.0)).chosen == 1
     assert decide(with_slow_link(delegated_ms=425.0)).chosen == 2
 
@@ -70,13 +70,13 @@ def test_a_morph_must_gain_what_it_is_worth(now_ms, chosen):
     assert decide(found).chosen == chosen
 
 
-def test_healthy_links_are_no_reason_for_another_plan_that_gains_nothing():
+def test_with_healthy_links_no_gain_no_morph():
     now, another = option(OTHER, 100.0), replace(OTHER, name="initial")
     found = situation(healthy(4), now, option(FIRST, 104.0), option(another, 100.3))
     assert decide(found).chosen is None
 
 
-def test_a_delay_that_the_plan_absorbs_is_reported_and_changes_nothing():
+def test_an_absorbed_delay_is_reported_and_changes_nothing():
     decision = decide(with_slow_link(now_ms=395.0, delegated_ms=391.0, anew_ms=390.0))
     assert (decision.chosen, decision.wait_steps) == (None, 0)
     assert decision.reason == (
@@ -110,7 +110,7 @@ def test_a_healthy_link_is_never_delegated_unless_that_is_allowed():
     assert decide(allowed).chosen == 3
 
 
-def test_once_all_links_are_healthy_the_first_plan_comes_back_though_it_gains_nothing():
+def test_the_first_plan_comes_back_once_links_are_healthy():
     in_force = option(OTHER, 385.0, "2-3")
     decision = decide(situation(healthy(4), in_force, option(FIRST, 390.0)))
     assert decision.chosen == 0
@@ -139,7 +139,7 @@ def test_a_link_that_only_begins_to_recover_stays_delegated():
     assert decision.chosen is None
 
 
-def test_going_back_waits_for_its_dwell_and_leaving_a_slow_link_does_not():
+def test_going_back_waits_leaving_a_slow_link_does_not():
     dwell = Dwell(4, 64).after([Link(2, 3), SCHEDULE], 6)
     back = situation(healthy(4), option(OTHER, 390.0, "2-3"), option(FIRST, 390.0), dwell=dwell)
     decision = decide(back)
@@ -149,7 +149,7 @@ def test_going_back_waits_for_its_dwell_and_leaving_a_slow_link_does_not():
     assert decide(with_slow_link(dwell=dwell)).chosen == 2
 
 
-def test_another_order_on_the_same_routes_waits_for_the_dwell_of_the_last_morph():
+def test_another_order_waits_for_the_last_morphs_dwell():
     in_force, anew = option(FIRST, 700.0, "2-3"), option(OTHER, 420.0, "2-3")
     dwell = dwell_after(Dwell(4, 64), option(FIRST, 912.0), in_force, 7)
     found = situation(SLOW, in_force, option(FIRST, 912.0), in_force, anew, dwell=dwell)
@@ -179,9 +179,7 @@ class TestDeadLinks:
 
     @pytest.mark.parametrize("may_delegate_healthy", [False, True])
     @pytest.mark.parametrize("delegated_ms", [300.0, 391.0, 5000.0])
-    def test_they_are_delegated_whatever_that_gains_and_a_sentence_says_so(
-        self, delegated_ms, may_delegate_healthy
-    ):
+    def test_they_are_delegated_whatever_that_gains(self, delegated_ms, may_delegate_healthy):
         now, then = option(FIRST, 390.0), option(FIRST, delegated_ms, "2-3")
         decision = decide(
             self.situation(now, now, then, may_delegate_healthy=may_delegate_healthy, worth=0.9)
@@ -228,22 +226,22 @@ class TestLinksThatDwell:
         given = {"dwell": self.DWELL, **more}
         return situation(SLOW, self.NOW, self.HOME, self.SLOW_ALONE, *candidates, **given)
 
-    def test_a_newly_slow_link_is_taken_off_at_once_and_the_other_stays_as_long_as_it_dwells(self):
+    def test_a_newly_slow_link_never_waits_the_other_dwells(self):
         decision = decide(self.situation(self.BOTH))
         assert (decision.chosen, decision.wait_steps) == (2, 22)
         assert "2-3 delegated, the same order; predicted step 913 -> 421 ms" in decision.reason
 
-    def test_nor_does_it_wait_for_the_probe_of_a_link_that_could_go_back(self):
+    def test_nor_does_it_wait_for_another_links_probe(self):
         decision = decide(self.situation(self.BOTH, dwell=Dwell(4, 64)))
         assert (decision.chosen, decision.wait_steps) == (2, 1)
 
-    def test_where_no_plan_keeps_the_other_delegated_one_that_takes_it_back_is_better_than_none(
+    def test_without_a_plan_that_keeps_both_one_goes_back(
         self,
     ):
         assert decide(self.situation(dwell=Dwell(4, 64))).chosen == 1
         assert decide(self.situation()).wait_steps == 22
 
-    def test_a_healthy_link_is_not_kept_delegated_beyond_its_dwell_for_the_sake_of_a_step(self):
+    def test_a_healthy_link_goes_back_though_steps_get_longer(self):
         in_force = option(FIRST, 421.0, "0-1", "2-3")
         tempting = replace(self.situation(option(OTHER, 300.0, "0-1", "2-3")), in_force=in_force)
         assert decide(replace(tempting, step=30)).chosen == 1
@@ -258,7 +256,7 @@ class TestLinksThatDwell:
         other_dwells = self.DWELL.after([Link(1, 2)], 0)
         assert decide(replace(found, dwell=other_dwells)).wait_steps == 14  # the sooner of the two
 
-    def test_dwelling_links_are_the_delegated_ones_whose_time_is_not_over(self):
+    def test_dwelling_links_are_delegated_and_not_over(self):
         routes = self.BOTH.routes
         assert dwelling_links(self.DWELL, routes, 29) == {Link(0, 1)}
         assert dwelling_links(self.DWELL, routes, 30) == set()
@@ -276,13 +274,13 @@ class TestTheSchedulesOwnDwell:
             dwell = dwell_after(dwell, delegated, self.DIRECT, step + 6)
         return dwell
 
-    def test_four_links_one_after_another_dont_make_the_first_plans_return_wait_longer(self):
+    def test_links_in_turn_make_the_schedule_wait_no_longer(self):
         dwell = self.after_links(Dwell(4, 64), 0, 10, 20, 30)
         found = situation(healthy(4), self.ANEW, self.DIRECT, dwell=dwell, step=36)
         assert decide(found).wait_steps == 4
         assert decide(replace(found, step=40)).chosen == 0
 
-    def test_other_orders_on_the_same_routes_flap_whatever_links_do_meanwhile(self):
+    def test_other_orders_flap_whatever_links_do(self):
         dwell = dwell_after(Dwell(4, 64), self.DIRECT, self.ANEW, 0)
         dwell = self.after_links(dwell, 4)
         dwell = dwell_after(dwell, self.ANEW, self.DIRECT, 14)
@@ -312,15 +310,15 @@ def stays(*steps):
     return found
 
 
-def test_what_keeps_changing_stands_twice_as_long_each_time_up_to_the_most():
+def test_what_flaps_stands_twice_as_long_each_time():
     assert stays(0, 16, 48, 60, 90) == [4, 8, 16, 20, 20]
 
 
-def test_a_while_without_a_change_is_neither_flapping_nor_calm():
+def test_a_while_is_neither_flapping_nor_calm():
     assert stays(0, 17, 49) == [4, 4, 4]
 
 
-def test_after_a_calm_it_stands_half_as_long_down_to_the_least():
+def test_after_a_calm_it_stands_half_as_long():
     assert stays(0, 16, 48, 48 + 129, 48 + 129 + 65, 1000, 2000) == [4, 8, 16, 8, 4, 4, 4]
 
 
@@ -329,7 +327,7 @@ def test_things_flap_each_for_itself():
     assert (dwell.waits(["2-3"], 5), dwell.waits(["0-1"], 5)) == (8, 4)
 
 
-def test_what_changes_for_another_things_sake_stands_as_long_as_at_first_and_flaps_no_more():
+def test_what_changes_for_anothers_sake_does_not_flap():
     dwell = DWELL.after(["order"], 0)
     for step in (4, 8, 12):
         dwell = dwell.standing(["order"], step)

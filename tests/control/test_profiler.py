@@ -44,7 +44,7 @@ def test_a_stage_costs_what_a_microbatch_takes_through_all_its_chunks():
     assert costs.backward_input_ms == (12.0, 2.0)
 
 
-def test_a_links_latency_is_what_the_later_end_saw_in_each_direction():
+def test_a_links_latency_is_what_the_later_end_saw():
     transfers = [
         TransferSpan(0, "activation[0] 0>1", 0.0, 7.0),
         TransferSpan(1, "activation[0] 0>1", 4.0, 7.0),
@@ -102,7 +102,7 @@ def test_a_stage_that_has_moved_nothing_takes_as_long_as_the_slowest():
     assert found == CopyCosts((2.0, 7.0, 7.0), (1.0, 1.0, 1.0))
 
 
-def test_a_few_messages_on_another_route_are_probes_of_it_and_dont_count():
+def test_a_few_messages_on_another_route_dont_count():
     def steps(probed):
         delegated = [
             TransferSpan(1, f"activation[{m}] 0>1", 0.0, 30.0, holds_queue=False) for m in range(3)

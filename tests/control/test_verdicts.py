@@ -24,14 +24,14 @@ LINKS = {Link(1, 2): LinkState(0.4, 0.4), LINK: LinkState(0.6, 0.7)}
 BY_HOSTS: Routes = dict.fromkeys(LINKS, "delegated")
 
 
-def test_healthy_links_and_those_that_recover_are_nothing_to_remember():
+def test_healthy_and_recovering_links_are_not_remembered():
     steps = Steps().run([31.0] * 12, [1.0] * 12)
     assert steps.now.health is LinkHealth.RECOVERING
     assert steps.detector.known_ways() == ()
 
 
 @pytest.mark.parametrize("route", [DIRECT, DELEGATED])
-def test_a_slow_way_is_remembered_with_what_it_took_and_what_is_usual_on_either_route(route):
+def test_a_slow_way_is_remembered_with_its_usual_times(route):
     steps = Steps(route=route).run([31.0] * 12, route=route)
     (known,) = steps.detector.known_ways()
     measured, other = ("direct", "delegated") if route is DIRECT else ("delegated", "direct")
@@ -57,7 +57,7 @@ def test_what_is_remembered_can_be_written_and_read():
         assert KnownWay.from_json(json.loads(json.dumps(known.to_json()))) == known
 
 
-def test_a_way_that_was_slow_is_planned_for_as_if_it_were_still_unless_it_is_slower():
+def test_a_way_that_was_slow_is_planned_as_slow():
     assert still_slow(LINKS, {}, [SLOW])[LINK] == LinkState(40.5, 0.7)
     assert still_slow(LINKS, BY_HOSTS, [SLOW])[LINK] == LinkState(41.5, 0.7)
     slower = {LINK: LinkState(60.0, 0.7)}
@@ -65,7 +65,7 @@ def test_a_way_that_was_slow_is_planned_for_as_if_it_were_still_unless_it_is_slo
     assert still_slow(LINKS, {}, [SLOW])[Link(1, 2)] == LINKS[Link(1, 2)]
 
 
-def test_a_dead_way_and_one_of_a_link_that_is_gone_are_as_they_were_measured():
+def test_dead_ways_and_unknown_links_stay_as_measured():
     assert still_slow(LINKS, {}, [DEAD]) == LINKS
     assert still_slow({}, {}, [SLOW]) == as_when_healthy({}, {}, [SLOW]) == {}
 

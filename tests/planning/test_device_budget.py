@@ -62,13 +62,13 @@ ENABLED = {"offload": {"enabled": True, "device_memory_fraction": 0.5}}
 TELLS = {"bytes_limit": 1000, "bytes_in_use": 200}
 
 
-def test_each_stage_gets_a_fraction_of_what_its_device_has_free():
+def test_each_stage_gets_a_fraction_of_its_free_memory():
     told = {"free_bytes": 800, "least_bytes": 1}
     assert budget(config(**ENABLED), TELLS) == ((400, 250), [told])
 
 
 @pytest.mark.parametrize("name", ["adaptive", "paper", "initial"])
-def test_a_schedule_that_is_planned_keeps_to_it_without_offload(name):
+def test_a_planned_schedule_keeps_to_it_without_offload(name):
     asked = config(schedule={"name": name}, offload={"device_memory_fraction": 0.1})
     caps, told = budget(asked, TELLS, least=70)
     assert told == [{"free_bytes": 800, "least_bytes": 60}]
@@ -87,7 +87,7 @@ def test_a_budget_that_the_devices_have_set_is_told():
         assert budget_in_words(same, WithinDevices(same, same)) == ""
 
 
-def test_plans_that_replace_a_fixed_schedule_keep_to_it_and_the_schedule_runs_as_it_is():
+def test_plans_replacing_a_fixed_schedule_keep_to_it():
     adapts = {"schedule": {"name": "zb-h2"}, "adaptation": {"enabled": True}}
     asked = config(**adapts, offload={"device_memory_fraction": 0.5})
     meeting = Meeting({"free_bytes": 500, "least_bytes": 1})
@@ -102,7 +102,7 @@ def test_plans_that_replace_a_fixed_schedule_keep_to_it_and_the_schedule_runs_as
 
 @pytest.mark.parametrize("silent", [(None, 500), (TELLS, None)])
 @pytest.mark.parametrize("sections", [ENABLED, {}])
-def test_where_a_device_does_not_tell_there_is_no_cap(sections, silent):
+def test_a_device_that_does_not_tell_gives_no_cap(sections, silent):
     assert budget(config(**sections), *silent)[0] is None
 
 
@@ -115,7 +115,7 @@ def test_where_a_device_does_not_tell_there_is_no_cap(sections, silent):
         {**ENABLED, "schedule": {"max_stash_bytes": 7}},
     ],
 )
-def test_nobody_asks_where_there_is_a_cap_or_nothing_can_heed_one(sections):
+def test_nobody_asks_where_a_cap_exists_or_helps_nothing(sections):
     asked = config(**sections)
     assert budget(asked, TELLS) == (asked.schedule.max_stash_bytes, [])
 

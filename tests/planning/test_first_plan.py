@@ -19,7 +19,7 @@ USUAL: UsualLinks = {"direct": chain_links((0.5, 30.0, 0.4)), "delegated": {}}
         ({"enabled": True, "delegates": "any"}, [Link(0, 1), Link(1, 2), Link(2, 3)]),
     ],
 )
-def test_links_that_are_slow_already_or_any_where_that_is_allowed(adaptation, links):
+def test_slow_links_are_delegable_or_any_where_allowed(adaptation, links):
     config = check_config({"parallelism": {"stages": 4}, "adaptation": adaptation})
     assert _agree_on_delegable(config, SoleRank(), USUAL, ()) == links
 

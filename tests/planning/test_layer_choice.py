@@ -61,7 +61,7 @@ def test_the_even_cut_stays_unless_another_is_clearly_faster(head_ms, layers):
     assert reason.startswith("even: slowest stage 10") == (layers == (4, 4))
 
 
-def test_rank_0_measures_once_all_are_idle_and_the_others_take_its_answer():
+def test_rank_0_measures_and_the_others_take_its_answer():
     rank_0 = Rank(0)
     first = choose_layers(config_of(), rank_0, 8, lambda: HEAVY_HEAD)
     second = choose_layers(config_of(), Rank(1, heard=rank_0.said), 8, not_measured)
@@ -97,6 +97,6 @@ def test_nothing_is_measured_where_it_does_not_matter(config, cut, reason):
     assert bool(choice.reason) == bool(reason)
 
 
-def test_more_stages_than_layers_is_told_before_anything_is_measured():
+def test_more_stages_than_layers_is_refused_before_measuring():
     with pytest.raises(UserError, match=r"parallelism.stages: got 9, expected between 1 and"):
         choose_layers(config_of(stages=9), SoleRank(), 8, not_measured)

@@ -59,7 +59,7 @@ def simulated(plan: Plan, known: Profile) -> tuple[Timeline, int]:
     ],
     ids=["7B 2-3", "7B 0-1", "14B 6-7"],
 )
-def test_adapted_to_60_ms_a_budget_of_2s_minus_1_costs_at_most_3_percent(costs, slow):
+def test_a_budget_of_2s_minus_1_costs_at_most_3_percent(costs, slow):
     known, budget = profile(costs, slow), 2 * costs.num_stages - 1
     free, _ = simulated(plan_step(config(costs, offload=False), known), known)
     capped, _ = simulated(plan_step(config(costs, offload=False, max_live=budget), known), known)
@@ -94,7 +94,7 @@ def test_a_plan_that_fits_moves_nothing():
         assert made.offloading is None
 
 
-def test_where_copies_would_cost_more_than_they_gain_the_plan_within_the_budget_is_taken():
+def test_copies_that_cost_more_than_they_gain_are_not_made():
     known = profile(SEVEN_B, Link(2, 3), copy_ms=500)
     made = plan_step(config(SEVEN_B, offload=True, max_live=7), known)
     assert made == plan_step(config(SEVEN_B, offload=False, max_live=7), known)
@@ -120,7 +120,7 @@ def test_only_stages_that_hold_too_much_move_stashes():
     assert [count_offloads([program]) > 0 for program in programs] == [True, False, False, False]
 
 
-def test_what_can_be_made_to_fit_in_no_way_is_told_with_stage_and_need():
+def test_what_can_not_fit_is_refused_with_stage_and_need():
     known = profile(SEVEN_B, Link(2, 3))
     held_until_w = config(SEVEN_B, offload=True, name="zb-h2", max_live=2, live_until="W")
     with pytest.raises(
@@ -139,7 +139,7 @@ def test_a_budget_in_bytes_is_kept_with_the_stages_own_sizes():
     assert step.peak_live()[0] == 4
 
 
-def test_what_b_leaves_for_w_has_room_and_stashes_make_it():
+def test_what_b_leaves_for_w_has_room():
     sizes = StashBytes((100,) * 4, (60,) * 4)
     slow = {Link(2, 3): LinkState(60.0, 60.0)}
     known = Profile(SEVEN_B, slow, sizes, copies=CopyCosts.uniform(4, COPY_MS))
@@ -151,7 +151,7 @@ def test_what_b_leaves_for_w_has_room_and_stashes_make_it():
     assert made.makespan_ms - free.makespan_ms < 0.2 * (capped.makespan_ms - free.makespan_ms)
 
 
-def test_before_measuring_a_copy_is_taken_for_an_op_and_every_stage_moves_some():
+def test_before_measuring_every_stage_moves_some_stashes():
     asked = config(SEVEN_B, offload=True)
     assert unmeasured_profile(asked).copies == CopyCosts.uniform(4, 1.0)
     assert unmeasured_profile(config(SEVEN_B, offload=False)).copies is None

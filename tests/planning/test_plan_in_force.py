@@ -38,7 +38,7 @@ def test_a_cap_in_bytes_is_kept_with_the_sizes_the_stages_tell():
     assert schedule.peak_live("B")[0] == 2  # three would be 900 bytes
 
 
-def test_before_the_sizes_are_known_a_cap_in_bytes_is_not_heeded():
+def test_without_sizes_a_cap_in_bytes_is_ignored():
     capped = config(max_stash_bytes=1, name="zb-h2")
     assert plan_step(capped, unmeasured_profile(capped)).schedule.peak_live("B")[0] == 5
 
@@ -70,7 +70,7 @@ def routed(routes, num_tied=0):
     return named, {str(link) for link in direct}, {str(link) for link in delegated}
 
 
-def test_a_plan_has_the_configured_routes_and_each_link_may_be_what_it_is():
+def test_a_plan_has_the_configured_routes():
     assert routed({}) == ({"0-1": "direct", "1-2": "direct"}, {"0-1", "1-2", "0-2"}, set())
     assert routed({"1-2": "delegated"}) == (
         {"0-1": "direct", "1-2": "delegated"}, {"0-1", "0-2"}, {"1-2"},
@@ -89,7 +89,7 @@ def test_where_routes_may_change_every_link_may_be_either():
     assert direct == delegated == {Link(0, 1), Link(1, 2), Link(0, 2)}
 
 
-def test_an_adaptive_plan_for_delegated_links_is_judged_without_held_queues():
+def test_delegated_links_are_judged_without_held_queues():
     slow = chain_links([0.0, 3.0])
     for route in ("delegated", "direct"):
         made = config().model_copy(update={"routes": Routes(default=route)})
