@@ -4,5 +4,5 @@ From a link's measurement to a morph, in order: `measurements` (what each messag
 `profiler` (what planning is told), `route_record` (what the messages of one route say), `verdicts`
 (what may be said of a link, and what follows from what), `detector` (says it), `conditions` (what
 links would do on other routes), `orchestrator` (whether to morph). `compute_watch` watches ops,
-`failed_links` and `fail_back` direct paths.
+`failed_paths` direct paths that failed.
 """
