@@ -159,12 +159,6 @@ def test_single_ops_and_messages_can_take_other_times(route, first, last):
     assert picture(timeline) == [first, last]
 
 
-def test_an_op_of_one_of_two_chunks_takes_half_the_time():
-    steps = tuple(Run(Op.parse(name)) for name in ("F0", "1.F0", "1.BW0", "BW0"))
-    timeline = simulate_blocking([RankProgram(0, 1, 1, steps)], StageCosts.uniform(1, 4, 2, 8))
-    assert timeline.end_ms[0].tolist() == [2, 4, 9, 14]
-
-
 def test_tied_gradients_are_exchanged_after_the_last_op_and_outside_the_makespan():
     schedule = Schedule.from_rows("hand", ["F0 B0 W0", "F0 B0 W0"])
     links = chain_links([4])

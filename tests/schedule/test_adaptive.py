@@ -263,11 +263,3 @@ def test_a_search_visits_no_more_ops_than_it_may_but_for_its_last_move(graphs, e
     for allowed in (effort, 2 * effort):
         search.run(effort)
         assert max(allowed, made) <= graph.visits <= max(allowed + most, made)
-
-
-def test_a_schedule_without_any_move_ends_the_search(graphs):
-    workload = make_workload(StageCosts((1.0,), (1.0,), (1.0,)), {}, Limits(), 3)
-    search = _search(workload, _paper(workload))
-    search.run(10**9)
-    assert search.best.makespan == 9 * PS
-    assert graphs[0].visits < 100

@@ -1,7 +1,6 @@
 """No rule's schedule with given warm-ups is shorter than their bound, and many are as short."""
 
-from functools import cache
-from itertools import accumulate, product
+from itertools import accumulate
 from random import Random
 
 import pytest
@@ -12,59 +11,10 @@ from jaxmorph.schedule.bound import WarmupBound, certified_ms, lower_bound_ms
 from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, StashBytes, chain_links
 from jaxmorph.schedule.fixed import interleaved
 from jaxmorph.schedule.list_schedule import Rule, list_schedule, make_workload
-from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.schedule.schedule import Schedule, ScheduleError
 from jaxmorph.schedule.simulate import simulate
+from tests.oracles.brute_force import shortest_ms
 from tests.oracles.optimum import optimal_schedule
-
-
-@cache
-def _rows(microbatches: int) -> list[tuple[Op, ...]]:
-    """Every order one stage could run its F, B and W in."""
-    rows: list[tuple[Op, ...]] = []
-
-    def extend(row: tuple[Op, ...], f: int, b: int, w: int) -> None:
-        if w == microbatches:
-            rows.append(row)
-        if f < microbatches:
-            extend((*row, Op(OpKind.F, f)), f + 1, b, w)
-        if b < f:
-            extend((*row, Op(OpKind.B, b)), f, b + 1, w)
-        if w < b:
-            extend((*row, Op(OpKind.W, w)), f, b, w + 1)
-
-    extend((), 0, 0, 0)
-    return rows
-
-
-def _optimum_ms(costs, links, microbatches, limits) -> float:
-    """The shortest step of all schedules there are."""
-    allowed = [
-        [row for row in _rows(microbatches) if memory.peak(row) <= memory.room]
-        for memory in limits.stage_memory(costs.num_stages, microbatches)
-    ]
-    best = float("inf")
-    for orders in product(*allowed):
-        try:
-            timeline = simulate(Schedule("any", microbatches, orders), costs, links)
-        except ScheduleError:
-            continue
-        best = min(best, timeline.makespan_ms)
-    return best
-
-
-@pytest.mark.parametrize(
-    ("link_ms", "bound_ms"),
-    [
-        ([0.0, 0.0, 0.0], 390.0),
-        ([10.0, 0.0, 0.0], 400.0),
-        ([20.0, 0.0, 0.0], 410.0),
-        ([0.0, 0.0, 30.0], 420.0),
-    ],
-)
-def test_the_bound_of_figures_4_and_5(link_ms, bound_ms):
-    costs = StageCosts.uniform(4, 10.0, 10.0, 10.0)
-    assert lower_bound_ms(costs, 12, chain_links(link_ms)) == bound_ms
+from tests.schedule.strategies import costs_of, limits_of, links_of
 
 
 def test_one_microbatch_takes_its_whole_way_down_and_up():
@@ -105,13 +55,6 @@ def test_with_few_places_microbatches_take_turns(limits, weight_ms, microbatches
     assert lower_bound_ms(costs, microbatches, FAR, limits) == bound_ms
 
 
-def test_places_for_all_microbatches_are_no_limit():
-    costs = StageCosts.uniform(2, 1.0, 2.0, 1.0)
-    free_ms = lower_bound_ms(costs, 5, FAR)
-    assert lower_bound_ms(costs, 5, FAR, Limits((5, 5))) == free_ms
-    assert lower_bound_ms(costs, 5, FAR, Limits((4, 5))) > free_ms
-
-
 def test_with_a_cap_late_forwards_run_after_the_first_backward_came():
     # Stage 0 runs 3 forwards, idles until 7, then 7 forwards and 10 B; of W there is time enough.
     costs = StageCosts((1.0, 0.0), (1.0, 0.0), (0.0, 0.0))
@@ -127,11 +70,8 @@ _MS = st.integers(0, 5).map(float)
 def _chunked(draw):
     stages = draw(st.integers(2, 4))
     microbatches = draw(st.integers(1, 3)) * stages
-    per_stage = st.tuples(*[_MS] * stages)
-    costs = StageCosts(draw(per_stage), draw(per_stage), draw(per_stage))
     around = {Link(0, stages - 1): LinkState(draw(_MS), draw(_MS))}
-    chain = {Link(stage, stage + 1): LinkState(draw(_MS), draw(_MS)) for stage in range(stages - 1)}
-    return costs, around | chain, microbatches
+    return draw(costs_of(stages, _MS)), around | draw(links_of(stages, _MS)), microbatches
 
 
 @given(_chunked(), st.integers(2, 3))
@@ -164,27 +104,15 @@ _SIZES = st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2)
 @st.composite
 def _small_problems(draw):
     stages, microbatches = draw(_SIZES)
-    per_stage = st.tuples(*[_MS] * stages)
-    costs = StageCosts(draw(per_stage), draw(per_stage), draw(per_stage))
-    links = {Link(stage, stage + 1): LinkState(draw(_MS), draw(_MS)) for stage in range(stages - 1)}
-    return costs, links, microbatches, draw(_limits(stages, microbatches))
-
-
-@st.composite
-def _limits(draw, stages: int, microbatches: int) -> Limits:
-    if draw(st.booleans()):
-        caps = draw(st.none() | st.tuples(*[st.integers(1, microbatches)] * stages))
-        return Limits(caps, draw(st.sampled_from(["B", "W"])))
-    sizes = [draw(st.tuples(*[st.integers(0, 3)] * stages)) for _ in range(2)]
-    spare = draw(st.tuples(*[st.integers(0, 5)] * stages))
-    room = tuple(map(sum, zip(map(max, *sizes), spare, strict=True)))
-    return Limits(max_stash_bytes=room, stash_bytes=StashBytes(*sizes))
+    limits = limits_of(stages, microbatches, most_spare=5)
+    costs, links = draw(costs_of(stages, _MS)), draw(links_of(stages, _MS))
+    return costs, links, microbatches, draw(limits)
 
 
 @given(_small_problems())
 def test_no_schedule_of_all_there_are_beats_the_bound(problem):
     costs, links, microbatches, limits = problem
-    optimum_ms = _optimum_ms(costs, links, microbatches, limits)
+    optimum_ms = shortest_ms(costs, links, microbatches, limits)
     assert lower_bound_ms(costs, microbatches, links, limits) <= optimum_ms + 1e-9
 
 
@@ -237,9 +165,8 @@ def makespans(workload, warmup):
 @st.composite
 def problems(draw):
     stages, microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 9))
-    times = st.tuples(*[st.sampled_from([0.0, 0.1, 1.0, 2.3, 5.5])] * stages)
-    costs = StageCosts(draw(times), draw(times), draw(times))
-    links = chain_links(draw(st.tuples(*[st.sampled_from([0.0, 0.7, 9.0])] * (stages - 1))))
+    costs = draw(costs_of(stages, st.sampled_from([0.0, 0.1, 1.0, 2.3, 5.5])))
+    links = draw(links_of(stages, st.sampled_from([0.0, 0.7, 9.0])))
     warmup = accumulate(draw(st.tuples(*[st.integers(1, microbatches)] * stages)), min)
     return make_workload(costs, links, Limits(), microbatches), tuple(warmup)
 

@@ -19,7 +19,7 @@ from jaxmorph.schedule.bubbles import (
     step_shares,
 )
 from jaxmorph.schedule.costs import Link, LinkState, StageCosts, chain_links
-from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, one_forward_one_backward, zb_h2
+from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, one_forward_one_backward
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
@@ -49,27 +49,6 @@ def test_bubbles_of_1f1b_over_a_slow_link():
         "140-145 waits for B, 145-150 link delay",
         "0-10 warm-up, 10-15 link delay, 75-80 waits for F, 80-85 link delay, 145-170 cool-down",
     ]
-
-
-def test_a_healthy_zero_bubble_step_only_fills_and_drains():
-    costs = StageCosts.uniform(4, 10.0, 10.0, 10.0)
-    assert _rows(simulate(zb_h2(4, 12), costs)) == [
-        "360-390 cool-down",
-        "0-10 warm-up, 370-390 cool-down",
-        "0-20 warm-up, 380-390 cool-down",
-        "0-30 warm-up",
-    ]
-
-
-def test_only_the_ends_of_a_slow_link_wait_for_it_and_stages_wait_for_those():
-    costs = StageCosts.uniform(4, 10.0, 10.0, 10.0)
-    timeline = simulate(zb_h2(4, 12), costs, chain_links([0.0, 30.0, 0.0]))
-    of_cause: dict[BubbleCause, set[int]] = {cause: set() for cause in BubbleCause}
-    for bubble in find_bubbles(timeline):
-        of_cause[bubble.cause].add(bubble.stage)
-    assert of_cause[BubbleCause.LINK] == {1, 2}
-    assert of_cause[BubbleCause.FORWARD] == {2, 3}
-    assert of_cause[BubbleCause.BACKWARD] == {0, 1}
 
 
 def test_chunks_wait_for_the_link_around():

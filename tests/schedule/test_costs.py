@@ -17,6 +17,7 @@ from jaxmorph.schedule.costs import (
     neighbour_links,
 )
 from jaxmorph.schedule.ops import Op, OpKind
+from tests.oracles.brute_force import every_row
 
 
 def test_a_full_backward_takes_as_long_as_both_halves():
@@ -58,18 +59,18 @@ def _order(text: str) -> list[Op]:
 @pytest.mark.parametrize(
     ("memory", "order", "peak"),
     [
-        ((4, 1), "F0 F1 B0 B1 W0 W1", 8),
-        ((4, 1), "F0 B0 W0 F1 B1 W1", 4),
-        ((4, 1), "F0 B0 F1 W0 B1 W1", 5),
-        ((4, 1), "F0 F1 F2 B0 B1 B2 W0 W1 W2", 12),
-        ((4, 1), "F0 F1 BW0 BW1", 8),
-        ((1, 3), "F0 F1 B0 W0 B1 W1", 4),
-        ((1, 3), "F0 F1 B0 B1 W0 W1", 6),
-        ((4, 1), "", 0),
+        (StageMemory(4, 1, 99), "F0 F1 B0 B1 W0 W1", 8),
+        (StageMemory(4, 1, 99), "F0 B0 W0 F1 B1 W1", 4),
+        (StageMemory(4, 1, 99), "F0 B0 F1 W0 B1 W1", 5),
+        (StageMemory(4, 1, 99), "F0 F1 F2 B0 B1 B2 W0 W1 W2", 12),
+        (StageMemory(4, 1, 99), "F0 F1 BW0 BW1", 8),
+        (StageMemory(1, 3, 99), "F0 F1 B0 W0 B1 W1", 4),
+        (StageMemory(1, 3, 99), "F0 F1 B0 B1 W0 W1", 6),
+        (StageMemory(4, 1, 99), "", 0),
     ],
 )
 def test_the_peak_counts_what_is_held_until_b_and_until_w(memory, order, peak):
-    assert StageMemory(*memory, 99).peak(_order(order)) == peak
+    assert memory.peak(_order(order)) == peak
 
 
 @given(_MEMORIES, st.integers(0, 2**32).map(Random))
@@ -122,25 +123,9 @@ def test_places_for_five_microbatches_until_b_and_until_w(memory, slots):
     assert list(memory.slots(5)) == slots
 
 
-def _rows(count: int) -> list[list[Op]]:
-    """Every order of one stage's F, B and W in which ops of a kind keep microbatch order."""
-
-    def extended(row: tuple[str, ...], f: int, b: int, w: int) -> list[tuple[str, ...]]:
-        if w == count:
-            return [row]
-        rows = extended((*row, f"F{f}"), f + 1, b, w) if f < count else []
-        rows += extended((*row, f"B{b}"), f, b + 1, w) if b < f else []
-        return rows + (extended((*row, f"W{w}"), f, b, w + 1) if w < b else [])
-
-    return [_order(" ".join(row)) for row in extended((), 0, 0, 0)]
-
-
-_ROWS_OF_3 = _rows(3)
-
-
 @given(_MEMORIES)
 def test_no_order_that_fits_uses_more_places_than_there_are(memory):
-    fitting = [row for row in _ROWS_OF_3 if memory.peak(row) <= memory.room]
+    fitting = [row for row in every_row(3) if memory.peak(row) <= memory.room]
     assert fitting
     for places, until_weight in memory.slots(3):
         counted = StageMemory(1, int(until_weight), 3)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, StashBytes, chain_links
+from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
 from jaxmorph.schedule.list_schedule import Rule, list_schedule, make_workload
 from jaxmorph.schedule.paper import (
     adapted_warmup_forwards,
@@ -19,6 +19,7 @@ from jaxmorph.schedule.paper import (
 from jaxmorph.schedule.planner import plan, require_room
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
+from tests.schedule.strategies import costs_of, limits_of, links_of
 
 EQUAL = StageCosts.uniform(4, 10.0, 10.0, 10.0)
 NO_CAPS = (64,) * 4
@@ -163,17 +164,9 @@ def _largest_smallest_slackness(caps) -> int:
 @st.composite
 def _problems(draw):
     stages, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 7))
-    times = st.tuples(*[st.sampled_from([0.0, 1.0, 2.0, 5.5])] * stages)
-    costs = StageCosts(draw(times), draw(times), draw(times))
-    links = chain_links(draw(st.tuples(*[st.sampled_from([0.0, 3.0])] * (stages - 1))))
-    if draw(st.booleans()):
-        caps = draw(st.none() | st.tuples(*[st.integers(1, 9)] * stages))
-        return costs, links, Limits(caps, draw(st.sampled_from(["B", "W"]))), microbatches
-    sizes = [draw(st.tuples(*[st.integers(0, 3)] * stages)) for _ in range(2)]
-    spare = draw(st.tuples(*[st.integers(0, 9)] * stages))
-    room = tuple(map(sum, zip(map(max, *sizes), spare, strict=True)))
-    limits = Limits(max_stash_bytes=room, stash_bytes=StashBytes(*sizes))
-    return costs, links, limits, microbatches
+    costs = draw(costs_of(stages, st.sampled_from([0.0, 1.0, 2.0, 5.5])))
+    links = draw(links_of(stages, st.sampled_from([0.0, 3.0])))
+    return costs, links, draw(limits_of(stages)), microbatches
 
 
 @given(_problems())

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.schedule.bound import lower_bound_ms
-from jaxmorph.schedule.costs import Limits, Link, Links, LinkState, StageCosts, StashBytes
+from jaxmorph.schedule.costs import Limits, Links, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.planner import INTERLEAVED, PLANNED_SCHEDULES, SCHEDULE_NAMES, plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
+from tests.schedule.strategies import costs_of, limits_of, links_of
 
 _MS = st.one_of(
     st.just(10.0), st.just(0.0), st.floats(0.0, 50.0, allow_subnormal=False), st.floats(1e-3, 1e3)
@@ -33,38 +34,12 @@ class _Case(NamedTuple):
 
 
 @st.composite
-def _limits(draw, stages: int) -> Limits:
-    """No caps, caps in microbatches, or caps in bytes that at least one microbatch fits."""
-    live_until = draw(st.sampled_from(["B", "W"]))
-    kind = draw(st.sampled_from(["none", "live", "bytes"]))
-    if kind == "none":
-        return Limits(None, live_until)
-    if kind == "live":
-        return Limits(draw(st.tuples(*[st.integers(1, 12)] * stages)), live_until)
-    sizes = [draw(st.tuples(*[st.integers(0, 9)] * stages)) for _ in range(2)]
-    room = draw(st.tuples(*[st.integers(0, 40)] * stages))
-    needed = map(max, *sizes)
-    caps = tuple(max(most, least) for most, least in zip(room, needed, strict=True))
-    return Limits(max_stash_bytes=caps, stash_bytes=StashBytes(*sizes))
-
-
-@st.composite
 def _cases(draw, names=_NAMES) -> _Case:
     stages, microbatches = draw(st.integers(1, 7)), draw(st.integers(1, 20))
-    per_stage = st.tuples(*[_MS] * stages)
     name = draw(st.sampled_from(names))
-    limits = draw(_limits(stages)) if name in PLANNED_SCHEDULES else Limits()
-    return _Case(
-        name,
-        microbatches,
-        StageCosts(draw(per_stage), draw(per_stage), draw(per_stage)),
-        {
-            Link(stage, stage + 1): LinkState(draw(_MS), draw(_MS))
-            for stage in range(stages - 1)
-            if draw(st.booleans())
-        },
-        limits,
-    )
+    costs, links = draw(costs_of(stages, _MS)), draw(links_of(stages, _MS))
+    limits = draw(limits_of(stages, 12, 9, 30)) if name in PLANNED_SCHEDULES else Limits()
+    return _Case(name, microbatches, costs, links, limits)
 
 
 @given(_cases())

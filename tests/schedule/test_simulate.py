@@ -5,12 +5,10 @@ import pytest
 
 from jaxmorph.schedule.costs import Link, LinkState, StageCosts, chain_links
 from jaxmorph.schedule.fixed import gpipe, interleaved, one_forward_one_backward, zb_h2
-from jaxmorph.schedule.replay import Direction, LinkQueue, outgoing, stage_queues
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import (
     in_whole_steps,
     jittered_makespans_ms,
-    links_in_whole_steps,
     simulate,
 )
 
@@ -117,49 +115,6 @@ def test_a_time_step_rounds_every_duration_and_delay_up():
     assert timeline.makespan_ms == 8.0
 
 
-NOWHERE = Direction(0.0, 0.0)
-
-
-def test_a_chain_sends_nothing_beyond_its_ends():
-    ways = outgoing({Link(0, 1): LinkState(1.0, 2.0, 3.0, 4.0), Link(0, 2): LinkState(9.0)}, 3)
-    assert [way.forward for way in ways] == [Direction(1.0, 3.0), NOWHERE, NOWHERE]
-    assert [way.backward for way in ways] == [NOWHERE, Direction(2.0, 4.0), NOWHERE]
-
-
-@pytest.mark.parametrize("stages", [2, 3])
-def test_chunks_wrap_around_over_the_link_of_the_first_and_last_stage(stages):
-    around = LinkState(1.0, 2.0, 3.0, 4.0)
-    ways = outgoing({Link(0, stages - 1): around}, stages, num_chunks=2)
-    assert ways[-1].forward == Direction(2.0, 4.0)
-    assert ways[0].backward == Direction(1.0, 3.0)
-
-
-def test_one_stage_sends_to_itself_over_no_link():
-    assert outgoing({}, 1, num_chunks=3) == [(NOWHERE, NOWHERE)]
-
-
-def test_a_message_gets_the_link_when_those_before_it_have_left_it():
-    queue = LinkQueue(5.0)
-    assert [queue.enter(at) for at in (1.0, 2.0, 20.0, 20.0)] == [1.0, 6.0, 20.0, 25.0]
-
-
-def test_no_queue_is_kept_for_messages_that_never_wait():
-    assert stage_queues(outgoing(chain_links([5.0, 0.0]), 3), "latency") is None
-    queues = stage_queues(outgoing(chain_links([5.0, 0.0]), 3), "serialized")
-    assert queues is not None
-    waits = [(queue.forward is not None, queue.backward is not None) for queue in queues]
-    assert waits == [(True, False), (False, True), (False, False)]
-
-
-def test_ways_between_the_same_two_stages_are_one_queue():
-    links = {Link(0, 1): LinkState(forward_occupancy_ms=1.0, backward_occupancy_ms=1.0)}
-    queues = stage_queues(outgoing(links, 2, num_chunks=2), "latency")
-    assert queues is not None
-    lower, upper = queues
-    assert lower.forward is lower.backward is not upper.forward
-    assert upper.forward is upper.backward
-
-
 @pytest.mark.parametrize(
     ("value_ms", "step_ms", "rounded_ms"),
     [(0.0, 0.5, 0.0), (1.0, 0.5, 1.0), (1.01, 0.5, 1.5), (0.2, 0.5, 0.5), (7.0, 3.0, 9.0)],
@@ -177,11 +132,6 @@ def test_whole_steps_stay_what_they_are_when_floating_point_divides_them_unevenl
 def test_a_step_that_is_no_length_of_time_is_named(step_ms):
     with pytest.raises(ValueError, match=r"time_step_ms: got (0.0|-1.0|nan|inf), expected"):
         in_whole_steps(1.0, step_ms)
-
-
-def test_all_of_a_links_state_is_rounded():
-    links = {Link(0, 1): LinkState(0.1, 0.6, 1.1, 1.5)}
-    assert links_in_whole_steps(links, 0.5) == {Link(0, 1): LinkState(0.5, 1.0, 1.5, 1.5)}
 
 
 def test_one_message_each_way_adds_its_two_latencies():
@@ -228,20 +178,6 @@ def test_the_same_seed_gives_the_same_steps():
     )
     assert first == again != other
     assert len(set(first)) == 50
-
-
-def test_a_makespan_is_linear_in_a_jitter_too_small_to_change_what_waits_for_what():
-    schedule, costs, links = (
-        zb_h2(4, 8),
-        StageCosts.uniform(4, 1.0, 1.0, 1.0),
-        chain_links([9.0] * 3),
-    )
-    exact = simulate(schedule, costs, links).makespan_ms
-    small, smaller = (
-        jittered_makespans_ms(schedule, costs, links, [sigma] * 3, 20, seed=5) - exact
-        for sigma in (1e-4, 1e-5)
-    )
-    assert small == pytest.approx(10 * smaller, rel=1e-3, abs=1e-12)
 
 
 def test_only_links_of_neighbours_jitter():
