@@ -29,9 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmorph.copies.at_once import AtOnceTier
-from jaxmorph.copies.choosing import choose_tier
-from jaxmorph.copies.payload import PayloadShape, SlotUse
+from jaxmorph.copies.host_memory import AtOnceTier, host_callback_tiers
+from jaxmorph.copies.programs import PayloadShape, SlotUse
 from jaxmorph.program.instructions import Channel, Payload, Transfer
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute, direct_programs
@@ -156,7 +155,7 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
     uses = {channel: SlotUse(each, each.shape[0]) for channel, each in payloads.items()}
     specs = [ChannelSpec(channel_name(channel), uses[channel].slot_bytes, 2) for channel in uses]
     programs = direct_programs(payloads, mesh, answered=False)
-    tier = AtOnceTier(choose_tier(placement))
+    tier = AtOnceTier(host_callback_tiers()[0])
     outgoing, incoming = (specs, []) if rank == 0 else ([], specs)
     with open_data_plane(rendezvous, outgoing, incoming, start=StampedPlane.start) as plane:
         assert isinstance(plane, StampedPlane)

@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,13 +22,64 @@ from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 REPEATS, MICROBATCHES = 200, 16
 
 
+def microseconds(
+    work: Callable[[], Any], repeats: int, prepare: Callable[[], Any] = lambda: None
+) -> float:
+    """Median time of a call.
+
+    Args:
+        prepare: What is called before each, and not counted.
+    """
+    times_s = []
+    for _ in range(repeats):
+        prepare()
+        began_s = time.perf_counter()
+        work()
+        times_s.append(time.perf_counter() - began_s)
+    return 1e6 * median(times_s)
+
+
+def call_costs(
+    stage: Any, weights: Any, batch: tuple[Any, ...], gradient: Any, repeats: int
+) -> dict[str, float]:
+    """Microseconds until a call of each of a stage's programs returns, not until it has run.
+
+    Args:
+        stage: Its compiled programs, those of F, B, W and BW.
+        gradient: What B takes as the output's gradient.
+        repeats: How often each is called.
+    """
+    import jax
+
+    _, stash = stage.forward(weights, *batch)
+    _, weight_stash = stage.backward_input(weights, stash, gradient)
+    sums = [stage.zero_accumulators()]
+
+    def run_w() -> None:
+        sums[0] = stage.backward_weight(weights, weight_stash, sums[0])
+
+    def run_bw() -> None:
+        sums[0] = stage.backward(weights, stash, gradient, sums[0])[1]
+
+    calls = {
+        "call F": lambda: stage.forward(weights, *batch),
+        "call B": lambda: stage.backward_input(weights, stash, gradient),
+        "call W": run_w,
+        "call BW": run_bw,
+    }
+
+    def settle() -> None:
+        jax.block_until_ready((sums[0], stage.forward(weights, *batch)))
+
+    return {name: microseconds(call, repeats, settle) for name, call in calls.items()}
+
+
 def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
     """One of the two ranks; both make the same transfers, and rank 0 tells the figures."""
     import jax
     import numpy as np
 
     from benchmarks.instruction_kinds import TimedExecutor
-    from jaxmorph.gpu_check.instruction_cost import call_costs, microseconds
     from jaxmorph.program.instructions import Free, Payload, Transfer
     from jaxmorph.program.lowering import lower
     from jaxmorph.runtime.executor import StepInputs

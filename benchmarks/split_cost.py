@@ -1,6 +1,6 @@
 """What splitting the backward into B and W costs, against backwards that are not split.
 
-    python benchmarks/split_cost.py [--json FILE]
+    python -m benchmarks.split_cost [--json FILE]
 
 Times one stage of GPT-2 layers: F, B, W and BW as compiled by `build_stage`, and a plain jitted
 `jax.value_and_grad` of the same layers. Every backward adds its gradients into donated float32
@@ -17,8 +17,7 @@ from pathlib import Path
 
 import jax
 
-from jaxmorph.gpu_check.settings import Sizes, build_gpt2
-from jaxmorph.gpu_check.stage_ops import StageOps, build_lone_stage, median_times_s
+from benchmarks.gpu.stage import Sizes, StageOps, build_gpt2, build_lone_stage, median_times_s
 
 ON_CPU = {"(B+W)/BW": 1.20, "(F+BW)/plain": 1.10, "B/BW": 0.70, "compile 32/4 layers": 1.50}
 ON_GPU = {**ON_CPU, "(B+W)/BW": 1.10, "(F+BW)/plain": 1.05}

@@ -3,12 +3,13 @@
 import json
 import os
 from collections.abc import Iterable, Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from jaxmorph.machine.facts import Fact, Section, find_out
+if TYPE_CHECKING:  # the command line starts without what facts need
+    from jaxmorph.machine.host import Fact, Section
 
 _WORKS = {None: "", True: "ok", False: "no"}
 _SAYS_NO_MORE = ("yes", "no", "none")
@@ -28,11 +29,16 @@ def doctor(
     return 0
 
 
-def look_at_machine() -> Iterator[Section]:
+def look_at_machine() -> Iterator["Section"]:
     """All that there is to know, by what it is about."""
-    from jaxmorph.machine.host import host_facts, privilege_facts
-    from jaxmorph.machine.network import cluster_facts, network_facts
-    from jaxmorph.machine.software import software_facts
+    from jaxmorph.machine.host import (
+        cluster_facts,
+        find_out,
+        host_facts,
+        network_facts,
+        privilege_facts,
+        software_facts,
+    )
 
     return find_out(
         {
@@ -47,7 +53,7 @@ def look_at_machine() -> Iterator[Section]:
     )
 
 
-def print_sections(sections: Iterable[Section], console: Console) -> None:
+def print_sections(sections: Iterable["Section"], console: Console) -> None:
     """Print a table, each part of it as soon as it is found out."""
     for section in sections:
         console.print(section.about, style="bold", soft_wrap=True)
@@ -55,25 +61,25 @@ def print_sections(sections: Iterable[Section], console: Console) -> None:
             console.print(_line(fact), soft_wrap=True)
 
 
-def _line(fact: Fact) -> str:
+def _line(fact: "Fact") -> str:
     """A fact in columns; what is long comes last, where nothing is cut or broken."""
     says_no_more = fact.works is not None and fact.note and fact.found in _SAYS_NO_MORE
     told = ": ".join(text for text in ("" if says_no_more else fact.found, fact.note) if text)
     return f"  {fact.name:{_NAME_WIDTH}}  {_WORKS[fact.works]:2}  {told}".rstrip()
 
 
-def _device_facts() -> Iterator[Fact]:
+def _device_facts() -> Iterator["Fact"]:
     # A GPU that a run computes on is to be looked at, not to be taken.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jaxmorph.machine.accelerators import attention_fact, device_facts
-    from jaxmorph.machine.nvidia import nvidia_facts
+    from jaxmorph.machine.host import nvidia_facts
 
     yield from nvidia_facts()
     yield from device_facts()
     yield attention_fact()
 
 
-def _copy_facts() -> Iterator[Fact]:
+def _copy_facts() -> Iterator["Fact"]:
     from jaxmorph.machine.accelerators import copy_facts
 
     yield from copy_facts()

@@ -1,4 +1,6 @@
-"""The few calls of the CUDA driver by which copies go beside JAX's own streams.
+"""The few calls of the CUDA driver by which copies go beside JAX's own streams, and what it knows.
+
+A driver must know the memory of slots before a device copies to it: `RegisteredMemory`.
 
 Importing this loads nothing: `CudaDriver.open` does, and says what is missing. None of it has run
 on a GPU yet: it was written from the driver's documentation, and is tested with a library that
@@ -6,9 +8,16 @@ stands for the driver's.
 """
 
 import ctypes
+import logging
+import threading
+from bisect import bisect_right
 from collections.abc import Callable
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
-from typing import Any
+from typing import Any, NamedTuple
+
+from jaxmorph.transport.plane import OutgoingSlot
+
+_log = logging.getLogger(__name__)
 
 LIBRARY = "libcuda.so.1"
 
@@ -127,17 +136,6 @@ class CudaDriver:
         sizes = (c_uint64(source), c_size_t(num_bytes))
         self._call("cuMemcpyDtoHAsync_v2", c_void_p(address), *sizes, c_void_p(stream))
 
-    def copy_to_device(self, address: int, source: int, num_bytes: int, stream: int) -> None:
-        """Enqueue a copy.
-
-        Args:
-            address: Where to, on the device.
-            source: Where from, in registered memory of this process.
-        """
-        self._bind()
-        sizes = (c_void_p(source), c_size_t(num_bytes))
-        self._call("cuMemcpyHtoDAsync_v2", c_uint64(address), *sizes, c_void_p(stream))
-
     def write_word(self, address: int, value: int, stream: int) -> None:
         """Enqueue the writing of 32 bits, seen after all that the stream has written before.
 
@@ -213,3 +211,81 @@ class CudaDriver:
         except AttributeError:
             return "no name"
         return (name.value or b"no name").decode()
+
+
+class _Region(NamedTuple):
+    start: int
+    num_bytes: int
+    device_start: int
+
+
+class RegisteredMemory:
+    """Registers the memory that a data plane tells of; see `transport.plane.MemoryKeeper`.
+
+    Attributes:
+        trouble: Why some memory could not be registered; None as long as all could. Copies that
+            need it go another way from then on.
+    """
+
+    def __init__(self, driver: CudaDriver) -> None:
+        self.trouble: CudaError | None = None
+        self._driver = driver
+        self._regions: list[_Region] = []  # by where they start; replaced as a whole
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def add(self, address: int, num_bytes: int) -> None:
+        """Register memory; where that can't be done any more, a warning says so once."""
+        if self._is_closed:
+            return
+        try:
+            region = _Region(address, num_bytes, self._driver.register(address, num_bytes))
+        except CudaError as error:
+            if self.trouble is None and self._regions:  # of the first, who asks for `trouble` tells
+                _log.warning("the device can't use slots of %s bytes: %s", num_bytes, error)
+            self.trouble = self.trouble or error
+            return
+        with self._lock:
+            self._regions = sorted([*self._regions, region])
+
+    def remove(self, address: int) -> None:
+        """Forget memory that is about to go."""
+        with self._lock:
+            left = [region for region in self._regions if region.start != address]
+            was_known, self._regions = len(left) < len(self._regions), left
+        if not was_known:
+            return
+        try:
+            self._driver.unregister(address)
+        except CudaError as error:  # the memory goes all the same, and with the process all of it
+            _log.warning("slots could not be unregistered: %s", error)
+
+    def close(self) -> None:
+        """Forget all of it, once nothing of the device's uses it; what comes later is nobody's."""
+        self._is_closed = True
+        for region in self._regions:
+            self.remove(region.start)
+
+    def device_address(self, address: int) -> int | None:
+        """Where the device finds what is at an address here; None where it doesn't know it."""
+        regions = self._regions
+        index = bisect_right(regions, (address, float("inf"))) - 1
+        if index < 0:
+            return None
+        region = regions[index]
+        offset = address - region.start
+        return region.device_start + offset if offset < region.num_bytes else None
+
+
+def signal_on_device(memory: RegisteredMemory, slot: OutgoingSlot, num_bytes: int) -> int:
+    """Where the device writes a slot's signal; from now on it is looked for without being rung.
+
+    Raises:
+        ValueError: If that is more than the slot holds, or the device doesn't know the signal.
+    """
+    if num_bytes > len(slot.payload):
+        raise ValueError(f"{num_bytes} bytes, expected at most {len(slot.payload)}")
+    address = memory.device_address(slot.signal_address)
+    if address is None:
+        raise ValueError(f"the signal of message {slot.sequence} is not in registered memory")
+    return address

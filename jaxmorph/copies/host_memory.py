@@ -1,8 +1,32 @@
-"""Where stages keep their arrays in the host's own memory, as on CPUs: what that spares."""
+"""Copies by the host: at once, by callbacks in compiled programs, by way of JAX's pinned memory.
+
+On CPUs, whose arrays lie in memory that this process reads, there are no others. On GPUs, where
+none of them has run yet, they stand behind those that need the driver.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
+
+from jaxmorph.copies.programs import (
+    CopyProgram,
+    CopyTier,
+    Landing,
+    SlotUse,
+    Ticket,
+    is_ready,
+    signal_of,
+)
+from jaxmorph.transport.plane import IncomingSlot, OutgoingSlot
+
+_CACHE_LINE = 64  # what JAX wants of memory that it takes over without a copy
+_NUMBER = jax.ShapeDtypeStruct((1,), jnp.uint32)
 
 
 def is_on_host(placement: Sharding) -> bool:
@@ -23,3 +47,258 @@ def for_program(values: np.ndarray, placement: Sharding) -> jax.Array | np.ndarr
         about 40 us, and one after placing them 230 (float32 [1, 32, 64], JAX 0.10.2).
     """
     return values if is_on_host(placement) else jax.device_put(values, placement)
+
+
+def fill(slot: OutgoingSlot, tag: Sequence[int], payload: np.ndarray) -> None:
+    """Copy a payload to where its slot is, post the message and complete it.
+
+    Raises:
+        ValueError: If it is longer than the slot.
+    """
+    payload = np.ascontiguousarray(payload)
+    if payload.nbytes > len(slot.payload):
+        raise ValueError(f"{payload.nbytes} bytes, expected at most {len(slot.payload)}")
+    ctypes.memmove(slot.address, payload.ctypes.data, payload.nbytes)
+    slot.post(payload.nbytes, tag)
+    slot.complete()
+
+
+def fill_in_place(value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]) -> None:
+    """Fill a slot with part of an array that is in host memory and has been computed."""
+    payload = np.asarray(value).reshape(-1)  # the same memory
+    fill(slot, tag, payload[part.start : part.stop])
+
+
+class AtOnceTier:
+    """Copies what lies computed in host memory without any program, which would cost far more.
+
+    The copy is over, or has failed, when `start` returns.
+
+    Args:
+        otherwise: The tier for what is still being computed, and for other memory.
+    """
+
+    def __init__(self, otherwise: CopyTier) -> None:
+        self.name = otherwise.name
+        self._otherwise = otherwise
+
+    def compile(self, use: SlotUse, placement: Sharding) -> CopyProgram:
+        """The program for payloads of a shape, compiled for where they are kept."""
+        program = self._otherwise.compile(use, placement)
+        return _AtOnce(program) if is_on_host(placement) else program
+
+
+class _AtOnce:
+    """Copies at once where it can."""
+
+    def __init__(self, otherwise: CopyProgram) -> None:
+        self._otherwise = otherwise
+
+    def start(
+        self, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
+    ) -> Ticket | jax.Array:
+        """Copy now, or dispatch a copy; see `CopyProgram`."""
+        if not is_ready(value):
+            return self._otherwise.start(value, part, slot, tag)
+        fill_in_place(value, part, slot, tag)
+        return value
+
+
+class HostCallbackTier:
+    """A host callback inside a compiled program copies; it works wherever JAX has such callbacks.
+
+    Callbacks never wait: what they would wait for may be dispatched behind them.
+
+    Args:
+        embed: Makes a traceable function of a callback that is given an array and a number.
+    """
+
+    def __init__(self, name: str, embed: Callable[[Callable[..., None]], Any]) -> None:
+        self.name, self._embed = name, embed
+
+    def compile(self, use: SlotUse, placement: Sharding) -> CopyProgram:
+        """The program for payloads of a shape, compiled for where they are kept."""
+        return _CallbackProgram(self._embed, use, placement)
+
+
+class _CallbackProgram:
+    """One callback for all messages of a channel: it finds the slot by the signal's number.
+
+    Where arrays lie in the host's memory it hears only that the payload has been computed, and
+    reads that where it is. On CPUs JAX 0.10 hands long arrays to `io_callback` as copies that
+    another thread of its pool fills: a callback that looks at one waits for that thread, and for
+    ever if the pool has no other. (Short ones, as the first element, are copied at once.)
+    """
+
+    def __init__(
+        self, embed: Callable[[Callable[..., None]], Any], use: SlotUse, placement: Sharding
+    ) -> None:
+        self._open: dict[int, tuple[OutgoingSlot, Sequence[int], jax.Array, range]] = {}
+        self._is_in_place = is_on_host(placement)
+        call = embed(self._copy)
+        payload = jax.ShapeDtypeStruct(use.payload.shape, use.payload.dtype, sharding=placement)
+        shapes = (payload, jax.ShapeDtypeStruct((), jnp.int32), _NUMBER)
+        lengths = {1 if self._is_in_place else len(part) for part in use.parts}
+        self._programs: dict[int, jax.stages.Compiled] = {}
+        for length in lengths:
+            copy = _of_part(call, length, is_whole=length == use.num_elements)
+            self._programs[length] = jax.jit(copy).lower(*shapes).compile()
+
+    def start(
+        self, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
+    ) -> jax.Array:
+        """Dispatch one copy; see `CopyProgram`."""
+        number = signal_of(slot)
+        self._open[number] = (slot, tag, value, part)
+        program = self._programs[1 if self._is_in_place else len(part)]
+        return program(value, np.int32(part.start), np.array([number], np.uint32))
+
+    def _copy(self, payload: np.ndarray, number: int) -> None:
+        slot, tag, value, part = self._open.pop(number)
+        if self._is_in_place:
+            fill_in_place(value, part, slot, tag)
+        else:
+            fill(slot, tag, payload)
+
+
+def _of_part(call: Any, length: int, *, is_whole: bool) -> Callable[..., jax.Array]:
+    def copy(value: jax.Array, first: jax.Array, number: jax.Array) -> jax.Array:
+        if not is_whole:
+            value = jax.lax.dynamic_slice_in_dim(value.reshape(-1), first, length)
+        return call(value, number)
+
+    return copy
+
+
+def _embed_buffer_callback(copy: Callable[..., None]) -> Any:
+    from jax.experimental.buffer_callback import buffer_callback
+
+    def called(context: Any, ticket: Any, payload: Any, number: Any) -> None:
+        del context
+        copy(np.asarray(payload), int(np.asarray(number)[0]))
+        np.asarray(ticket)[...] = np.asarray(number)
+
+    return buffer_callback(called, _NUMBER, has_side_effect=True)
+
+
+def _embed_io_callback(copy: Callable[..., None]) -> Any:
+    from jax.experimental import io_callback
+
+    def called(payload: Any, number: Any) -> np.ndarray:
+        copy(np.asarray(payload), int(np.asarray(number)[0]))
+        return np.array(number)
+
+    return lambda payload, number: io_callback(called, _NUMBER, payload, number, ordered=False)
+
+
+def host_callback_tiers() -> list[CopyTier]:
+    """The tiers with host callbacks, the cheapest first."""
+    return [
+        HostCallbackTier("buffer_callback", _embed_buffer_callback),
+        HostCallbackTier("io_callback", _embed_io_callback),
+    ]
+
+
+class PinnedHostTier:
+    """Copies by way of JAX's own pinned memory: one copy more, and no driver of our own.
+
+    JAX copies a payload to `pinned_host` memory, beside what the device computes, and one thread
+    for all channels copies it from there into its slot.
+    """
+
+    name = "pinned_host"
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="slot-copies")
+
+    def compile(self, use: SlotUse, placement: Sharding) -> CopyProgram:
+        """The program for payloads of a shape: nothing is compiled."""
+        return _PinnedHostProgram(self._thread, use, placement.with_memory_kind(self.name))
+
+    def close(self) -> None:
+        """End the thread, once all copies are over."""
+        self._thread.shutdown()
+
+
+class _PinnedHostProgram:
+    def __init__(self, thread: ThreadPoolExecutor, use: SlotUse, pinned: Sharding) -> None:
+        self._thread, self._use, self._pinned = thread, use, pinned
+        self._last: tuple[jax.Array, jax.Array] | None = None  # a payload that leaves in parts
+
+    def start(
+        self, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
+    ) -> "FutureTicket":
+        """Begin one copy; see `CopyProgram`."""
+        pinned = self._in_host_memory(value, is_last=part.stop == self._use.num_elements)
+        return FutureTicket(self._thread.submit(fill_in_place, pinned, part, slot, tag))
+
+    def _in_host_memory(self, value: jax.Array, *, is_last: bool) -> jax.Array:
+        if self._last is not None and self._last[0] is value:
+            pinned = self._last[1]
+        else:
+            pinned = jax.device_put(value, self._pinned)
+        self._last = None if is_last else (value, pinned)
+        return pinned
+
+
+class FutureTicket:
+    """A copy that a thread makes; behaves like an array that is ready when it is over."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def is_ready(self) -> bool:
+        """Whether the copy is over, or has failed."""
+        return self._future.done()
+
+    def block_until_ready(self) -> "FutureTicket":
+        """Wait until the copy is over; where it failed, its error is raised."""
+        self._future.result()
+        return self
+
+
+class HostLandingTier:
+    """Works everywhere; on CPUs programs take over what has been copied as it is."""
+
+    name = "host"
+
+    def compile(self, use: SlotUse, placement: Sharding) -> Landing:
+        """What receives payloads of a shape, for where the stage keeps its arrays."""
+        return _HostLanding(use, placement)
+
+    def settle(self) -> None:
+        """Nothing to wait for: a slot is released as soon as it has been copied."""
+
+
+class _HostLanding:
+    def __init__(self, use: SlotUse, placement: Sharding) -> None:
+        self._use, self._placement = use, placement
+
+    def begin(self) -> "_HostArrival":
+        """New memory for a message."""
+        return _HostArrival(self._use, self._placement)
+
+
+class _HostArrival:
+    """A message in memory of its own: no array may see a slot's."""
+
+    def __init__(self, use: SlotUse, placement: Sharding) -> None:
+        self._shape, self._placement = use.payload.shape, placement
+        self._whole = _aligned(use)
+
+    def add(self, part: range, slot: IncomingSlot) -> None:
+        """Copy a part to its place, and release its slot."""
+        self._whole[part.start : part.stop].view(np.uint8)[:] = slot.payload
+        slot.release()
+
+    def value(self) -> jax.Array | np.ndarray:
+        """The payload, as a program is to be given it."""
+        return for_program(self._whole.reshape(self._shape), self._placement)
+
+
+def _aligned(use: SlotUse) -> np.ndarray:
+    """New memory for a payload, flat, that JAX can take over as it is."""
+    dtype, num_bytes = use.payload.dtype, use.num_elements * use.payload.dtype.itemsize
+    memory = np.empty(num_bytes + _CACHE_LINE, np.uint8)
+    start = -memory.ctypes.data % _CACHE_LINE
+    return memory[start : start + num_bytes].view(dtype)

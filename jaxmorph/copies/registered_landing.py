@@ -1,35 +1,130 @@
-"""Receives payloads straight from registered slots, by the device's copy engine.
+"""Copies out of registered slots straight to the device; each slot is released by a thread.
 
-JAX takes the slot as an array in `pinned_host` memory, and places it on the device. The slot is
-released once the device has it. It has not run on a GPU yet.
+None of it has run on a GPU yet.
 """
 
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Sharding
 
+from jaxmorph.copies.cuda_driver import RegisteredMemory
 from jaxmorph.copies.dlpack_memory import CUDA_HOST, HostTensor
-from jaxmorph.copies.payload import PayloadShape, SlotUse
-from jaxmorph.copies.programs import Landing, LandingTier
-from jaxmorph.copies.registered_memory import RegisteredMemory
-from jaxmorph.copies.slot_releases import ReleasingTier
-from jaxmorph.copies.whole_landing import WholeLanding
+from jaxmorph.copies.programs import Arrival, Landing, LandingTier, PayloadShape, SlotUse
 from jaxmorph.transport.plane import IncomingSlot
 
+Fetch = Callable[[IncomingSlot], jax.Array | None]
 Place = Callable[[jax.Array, Sharding], jax.Array]
 
 
-class RegisteredLandingTier(ReleasingTier):
-    """Copies from slots to the device and nowhere else, where a message is whole in its slot.
+class SlotReleases:
+    """A thread that releases slots in their order, each when what was copied out of it is ready."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="slot-releases")
+        self._under_way: deque[Future[None]] = deque()
+
+    def once_ready(self, copied: Any, slot: IncomingSlot) -> None:
+        """Release a slot when an array is ready, or what behaves like one; after an error too.
+
+        Raises:
+            Exception: The error of an earlier copy, if one has failed.
+        """
+        self._under_way.append(self._thread.submit(_release, copied, slot))
+        while self._under_way and self._under_way[0].done():
+            self._under_way.popleft().result()
+
+    def settle(self) -> None:
+        """Wait until every slot has been released; an error of any copy is raised, once."""
+        while self._under_way:
+            self._under_way.popleft().result()
+
+    def close(self) -> None:
+        """End the thread, once every slot has been released."""
+        self._thread.shutdown()
+        while self._under_way:
+            with suppress(Exception):  # it was for `settle` to raise it
+                self._under_way.popleft().result()
+
+
+class ReleasingTier:
+    """What ways of copying out of slots have in common that release them by a thread."""
+
+    def __init__(self, otherwise: LandingTier) -> None:
+        self._otherwise, self._releases = otherwise, SlotReleases()
+
+    def settle(self) -> None:
+        """Wait until every slot has been released; an error of any copy is raised, once."""
+        self._releases.settle()
+        self._otherwise.settle()
+
+    def close(self) -> None:
+        """End the thread, once every slot has been released."""
+        self._releases.close()
+
+
+def _release(copied: Any, slot: IncomingSlot) -> None:
+    try:
+        jax.block_until_ready(copied)
+    finally:
+        slot.release()
+
+
+class WholeLanding:
+    """Receives payloads of one shape, each whole in its slot.
 
     Args:
-        memory: The slots, as the device knows them.
+        fetch: Begins to copy a slot's message to the device, and sees to the slot's release; it
+            gives None for a slot that the device doesn't know, of which `otherwise` takes it.
+    """
+
+    def __init__(self, fetch: Fetch, otherwise: Landing) -> None:
+        self.fetch, self.otherwise = fetch, otherwise
+
+    def begin(self) -> "_WholeArrival":
+        """Begin with a message."""
+        return _WholeArrival(self)
+
+
+class _WholeArrival:
+    """A message of one part."""
+
+    def __init__(self, landing: WholeLanding) -> None:
+        self._landing = landing
+        self._value: jax.Array | None = None
+        self._other: Arrival | None = None
+
+    def add(self, part: range, slot: IncomingSlot) -> None:
+        """Have the payload copied to the device."""
+        self._value = self._landing.fetch(slot)
+        if self._value is None:
+            self._other = self._landing.otherwise.begin()
+            self._other.add(part, slot)
+
+    def value(self) -> jax.Array | np.ndarray:
+        """The payload, or what will be it."""
+        if self._value is not None:
+            return self._value
+        if self._other is None:
+            raise ValueError("nothing of the message has been added")
+        return self._other.value()
+
+
+class RegisteredLandingTier(ReleasingTier):
+    """Copies by the device's copy engine, where a message is whole in its slot.
+
+    JAX takes a slot as an array in `pinned_host` memory, and places it on the device.
+
+    Args:
         device_number: The device's, as JAX's `local_hardware_id`.
         otherwise: What takes messages in parts, and from slots that could not be registered.
         kind: What DLPack calls such memory.
-        place: Copies an array to where the stage keeps its own.
     """
 
     name = "copy_engine"

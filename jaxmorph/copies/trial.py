@@ -14,8 +14,15 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxmorph.copies.host_memory import is_on_host
-from jaxmorph.copies.payload import PayloadShape, SlotUse
-from jaxmorph.copies.programs import CopyTier, Landing, LandingTier, Ticket, is_ready
+from jaxmorph.copies.programs import (
+    CopyTier,
+    Landing,
+    LandingTier,
+    PayloadShape,
+    SlotUse,
+    Ticket,
+    is_ready,
+)
 from jaxmorph.transport.names import TAG_WORDS, ChannelName, add
 from jaxmorph.transport.plane import (
     ChannelSpec,

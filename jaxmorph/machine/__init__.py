@@ -1,1 +1,1 @@
-"""Finds out what this machine can do for a run, and why not what it can't."""
+"""What `jaxmorph doctor` finds out: `host` without JAX, `accelerators` of what JAX computes on."""

@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from jaxmorph.copies.choosing import why_not
+from jaxmorph.copies.choosing import OpenDriver, WaysToCopy, ways_to_copy, why_not
 from jaxmorph.copies.copy_engine import CopyEngineTier
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
-from jaxmorph.copies.kernel_copies import KernelTier
+from jaxmorph.copies.kernels import KernelTier
 from jaxmorph.copies.trial import try_landing, try_tier
-from jaxmorph.copies.ways import OpenDriver, WaysToCopy, ways_to_copy
-from jaxmorph.machine.facts import Fact
+from jaxmorph.machine.host import Fact
 from jaxmorph.runtime.join import own_devices
 
 _GIB = 1 << 30
@@ -33,11 +32,7 @@ def device_facts() -> Iterator[Fact]:
 
 
 def attention_fact(compile_: Callable[[Any], None] | None = None) -> Fact:
-    """Whether cuDNN's attention can be had on the first device: a small one is compiled.
-
-    Args:
-        compile_: Compiles it for a device; None: forward and backward, by JAX.
-    """
+    """Whether cuDNN's attention can be had on the first device: a small one is compiled."""
     device, name = own_devices()[0], "attention by cuDNN"
     if device.platform == "cpu":
         return Fact(name, "no", False, "JAX computes on cpu, not on a GPU")
@@ -60,11 +55,7 @@ def _compile_attention(device: Any) -> None:
 
 
 def driver_fact(open_driver: OpenDriver = CudaDriver.open, number: int = 0) -> Fact:
-    """Whether there is a CUDA driver that copies could use.
-
-    Args:
-        open_driver: Opens it, given a device's number.
-    """
+    """Whether there is a CUDA driver that copies could use."""
     try:
         driver = open_driver(number)
     except CudaError as error:
@@ -78,12 +69,7 @@ def driver_fact(open_driver: OpenDriver = CudaDriver.open, number: int = 0) -> F
 def copy_facts(
     ways_of: Callable[..., WaysToCopy] = ways_to_copy, open_driver: OpenDriver = CudaDriver.open
 ) -> Iterator[Fact]:
-    """Which ways of copying work on the first device, the best first, and why others don't.
-
-    Args:
-        ways_of: Says which there are, given where arrays are kept.
-        open_driver: Opens the driver, given the device's number.
-    """
+    """Which ways of copying work on the first device, the best first, and why others don't."""
     yield driver_fact(open_driver)
     device = own_devices()[0]
     placement = SingleDeviceSharding(device)

@@ -1,16 +1,30 @@
-"""Cores, memory, and what a process may do with them."""
+"""What this machine is and has, without JAX: software, cores and memory, network, cluster, GPUs."""
 
 import os
+import platform
 import resource
 import shutil
+import socket
 import subprocess
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
-from jaxmorph.machine.facts import Fact
+from jaxmorph.errors import UserError
+from jaxmorph.transport.network_cards import card_addresses, interface_address
+from jaxmorph.transport.nixl_lanes import missing
 from jaxmorph.transport.slots import Slots
 
+_NEEDED = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "grain", "crc32c")
+_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+_CUDA_LIBRARIES = tuple(
+    f"nvidia-{library}-cu{cuda}" for library in ("cudnn", "nccl") for cuda in (13, 12)
+)
 _MEMORY = Path("/proc/meminfo")
 _SHARED = Path("/dev/shm")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -19,6 +33,90 @@ _TRIAL_BYTES = 1 << 20
 _NAMESPACES = ("unshare", "--user", "--map-root-user", "--net", "--uts", "--mount", "true")
 _PATIENCE_S = 10.0
 _GIB = 1 << 30
+_NETWORK_CLASS = Path("/sys/class/net")
+_RDMA_CLASS = Path("/sys/class/infiniband")
+_CLUSTERS = {
+    "Slurm": ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NODELIST"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "Kubernetes": ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"),
+}
+_PREFIXES = ("JAX_", "XLA_", "NCCL_", "CUDA_", "UCX_")
+_NVIDIA = Path("/proc/driver/nvidia")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing about a machine.
+
+    Attributes:
+        found: What it is, with its unit.
+        works: Whether it can be used; None where that isn't the question.
+        note: Why not, or what it is for.
+    """
+
+    name: str
+    found: str
+    works: bool | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Facts about one thing."""
+
+    about: str
+    facts: tuple[Fact, ...]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The facts in JSON's types."""
+        return [asdict(fact) for fact in self.facts]
+
+
+def find_out(looks: Mapping[str, Callable[[], Iterable[Fact]]]) -> Iterator[Section]:
+    """Look at everything; what can't be looked at is a fact too, and keeps nothing else back.
+
+    Each section comes as soon as it is known: a device may keep who looks at it for ever.
+    """
+    for about, look in looks.items():
+        yield Section(about, tuple(_looked(look)))
+
+
+def _looked(look: Callable[[], Iterable[Fact]]) -> Iterable[Fact]:
+    facts = []
+    try:
+        facts.extend(look())
+    except Exception as error:  # the rest is told all the same
+        own = isinstance(error, UserError)  # which says all
+        reason = " ".join(str(error).split() if own else f"{type(error).__name__}: {error}".split())
+        facts.append(Fact("this could not be looked at", "", False, reason))
+    return facts
+
+
+def software_facts() -> Iterator[Fact]:
+    """Python, the system, and the packages that matter most."""
+    yield Fact("python", platform.python_version())
+    yield Fact("system", f"{platform.system()} {platform.release()} {platform.machine()}")
+    version, folder = _installed("jaxmorph"), Path(__file__).parents[2]
+    yield Fact("jaxmorph", version or f"not installed, run from {folder}")
+    for name in _NEEDED:
+        version = _installed(name)
+        if version is None:
+            yield Fact(name, "not installed", False, f"pip install {name}")
+        else:
+            yield Fact(name, version)
+    plugins = {name: version for name in _PLUGINS if (version := _installed(name))}
+    if not plugins:
+        yield Fact("JAX for CUDA", "none", False, "pip install 'jax[cuda13]', where there is a GPU")
+    libraries = {name: version for name in _CUDA_LIBRARIES if (version := _installed(name))}
+    for name, version in (plugins | libraries).items():
+        yield Fact(name, version)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def host_facts(
@@ -28,14 +126,7 @@ def host_facts(
     quota: Path = _QUOTA,
     memory_limit: Path = _MEMORY_LIMIT,
 ) -> Iterator[Fact]:
-    """The host's size, and the limits that slots and their registration meet.
-
-    Args:
-        memory: Where Linux tells its memory.
-        shared: Where POSIX shared memory is; ranks' slots need none of it.
-        quota: Where a container's share of the processors is told.
-        memory_limit: Where its share of the memory is.
-    """
+    """The host's size, and the limits that slots and their registration meet."""
     yield _cores(quota)
     yield Fact("memory", f"{_total_memory(memory)}{_container_memory(memory_limit)}")
     yield _slots()
@@ -111,3 +202,96 @@ def _no_namespaces() -> str | None:
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
     return None if tried.returncode == 0 else " ".join(tried.stderr.split())
+
+
+def network_facts(
+    *,
+    network_class: Path = _NETWORK_CLASS,
+    rdma_class: Path = _RDMA_CLASS,
+    address_of: Callable[[str], str | None] = interface_address,
+    nixl_missing: Callable[[], str | None] = missing,
+    look_up: Callable[[str], str] = socket.gethostbyname,
+) -> Iterator[Fact]:
+    """The cards that the data plane would use, and whether RDMA could be."""
+    yield _host_name(look_up)
+    used = set(card_addresses(network_class, address_of))
+    for card in _entries(network_class):
+        address = address_of(card.name)
+        note = "carries delegated messages between hosts" if address in used else ""
+        yield Fact(f"card {card.name}", f"{address or 'no address'}{_speed(card)}", note=note)
+    devices = ", ".join(device.name for device in _entries(rdma_class))
+    note = "" if devices else f"there are none in {rdma_class}"
+    yield Fact("RDMA devices", devices or "none", bool(devices), note)
+    reason = nixl_missing()
+    yield Fact("NIXL", "installed" if reason is None else "none", reason is None, reason or "")
+
+
+def cluster_facts(environment: Mapping[str, str] | None = None) -> Iterator[Fact]:
+    """What a cluster has told this process, and what JAX and NCCL are told."""
+    told = os.environ if environment is None else environment
+    for cluster, names in _CLUSTERS.items():
+        found = [f"{name}={told[name]}" for name in names if name in told]
+        yield Fact(cluster, ", ".join(found) or "no")
+    for name in sorted(told):
+        if name.startswith(_PREFIXES):
+            yield Fact(name, told[name])
+
+
+def _host_name(look_up: Callable[[str], str]) -> Fact:
+    name = socket.gethostname()
+    try:
+        address = look_up(name)
+    except OSError as error:
+        note = f"Gloo wants to look it up: {error}"
+        return Fact("host", f"{name}, which has no address", False, note)
+    if ip_address(address).is_loopback:  # Debian's /etc/hosts has it so
+        note = "enough for runs on this machine; Gloo's direct links don't reach other hosts by it"
+        return Fact("host", f"{name}, {address}", None, note)
+    return Fact("host", f"{name}, {address}", True)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _speed(card: Path) -> str:
+    """A card's rate as its driver tells it; nothing where it doesn't."""
+    try:
+        megabits = int((card / "speed").read_text())
+    except (OSError, ValueError):
+        return ""
+    return f", {megabits:,} Mbit/s" if megabits > 0 else ""
+
+
+def nvidia_facts(driver: Path = _NVIDIA) -> Iterator[Fact]:
+    """The driver in the kernel and the GPUs that it has found, whether or not JAX can use them.
+
+    Nothing where it isn't loaded.
+    """
+    if (version := _driver_version(driver)) is None:
+        return
+    yield Fact("NVIDIA's driver", version)
+    models = Counter(map(_model, sorted(driver.glob("gpus/*/information"))))
+    told = ", ".join(f"{count} x {model}" for model, count in models.items())
+    yield Fact("its GPUs", told or "none", bool(models), "" if models else "it has found none")
+
+
+def _driver_version(driver: Path) -> str | None:
+    """The number in `NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun ...`."""
+    try:
+        words = (driver / "version").read_text().splitlines()[0].split()
+    except (OSError, IndexError):
+        return None
+    return next((word for word in words if word[0].isdigit()), " ".join(words))
+
+
+def _model(information: Path) -> str:
+    try:
+        lines = information.read_text().splitlines()
+    except OSError:
+        return "unknown"
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("Model:"))
+    return next(named, "unknown")

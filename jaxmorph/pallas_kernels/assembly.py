@@ -24,8 +24,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxmorph.pallas_kernels.control import NUMBER_AT
-from jaxmorph.pallas_kernels.tiling import Tiling
-from jaxmorph.pallas_kernels.tuning import VECTOR_BYTES
+from jaxmorph.pallas_kernels.tuning import VECTOR_BYTES, Tiling
 
 # The second word of the arrivals: set while a launch runs in which a CTA has given up waiting.
 FAILED_AT = 4

@@ -1,6 +1,7 @@
-"""What a copy is told of a slot, in eight words that lie in the device's memory.
+"""What a kernel is told of a slot, in eight words, and what it asks of its operands.
 
-uint32 [8], of which each address takes its low and then its high half:
+A wrong operand is told before it becomes a wrong address. The words are uint32 [8], of which each
+address takes its low and then its high half:
 
 =====  ==============================================================================
 words  hold
@@ -18,11 +19,14 @@ equality, so a slot that holds another message, earlier or later, never passes f
 makes the memory gives signal and acknowledgement a number that is not the first message's.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 CONTROL_WORDS = 8
+ARRIVAL_WORDS = 2
 PAYLOAD_ALIGNMENT = 16
 WORD_ALIGNMENT = 4
 LONGEST_SPIN_US = 1_000_000
@@ -76,17 +80,6 @@ def pack(control: SlotControl) -> np.ndarray:
     return np.array([*halves, number & _WORD, spin_us], np.uint32)
 
 
-def unpack(words: np.ndarray) -> SlotControl:
-    """What `pack` was told, the number below 2**32.
-
-    Args:
-        words: uint32 [8].
-    """
-    low, high, signal_low, signal_high, ack_low, ack_high, number, spin_us = words.tolist()
-    signal, acknowledgement = signal_high << 32 | signal_low, ack_high << 32 | ack_low
-    return SlotControl(high << 32 | low, number, signal, acknowledgement, spin_us)
-
-
 def not_ready(number: int) -> int:
     """The status of a copy out of a slot whose signal was not `number` in time."""
     return (number - 1) & _WORD
@@ -98,3 +91,67 @@ def _check_address(name: str, address: int, alignment: int) -> None:
             f"control words: got {name} address {address:#x}, "
             f"expected a multiple of {alignment} below 2**64"
         )
+
+
+def new_arrivals() -> jax.Array:
+    """The counter by which a kernel's CTAs know which of them is the last, uint32 [2], zero.
+
+    Every launch leaves it as it found it. Two launches must not use one at the same time, so make
+    one for each channel, keep it on the device, and hand it over as an argument that is not donated
+    (a constant of the program would be every call's).
+    """
+    return jnp.zeros(ARRIVAL_WORDS, jnp.uint32)
+
+
+def check_words(where: str, control: Any, arrivals: Any) -> None:
+    """Raise unless both are uint32 of the right length.
+
+    Args:
+        where: The kernel's name, for the message.
+    """
+    for name, words, length in (
+        ("control", control, CONTROL_WORDS),
+        ("arrivals", arrivals, ARRIVAL_WORDS),
+    ):
+        if words.dtype != np.uint32:
+            raise TypeError(f"{where}: got {name} of {words.dtype}, expected uint32")
+        if words.shape != (length,):
+            raise ValueError(f"{where}: got {name} of shape {words.shape}, expected ({length},)")
+
+
+def checked_bytes(where: str, shape: tuple[int, ...], dtype: Any, slot_bytes: int) -> int:
+    """The bytes of an array that fits a slot.
+
+    Args:
+        where: The kernel's name, for the message.
+        dtype: Any whose elements are whole bytes, but no complex one.
+
+    Raises:
+        TypeError: If the dtype is another.
+        ValueError: If the array is empty, or longer than the slot.
+    """
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * _element_bytes(where, dtype)
+    if not 1 <= num_bytes <= slot_bytes:
+        raise ValueError(
+            f"{where}: got {num_bytes} bytes ({jnp.dtype(dtype).name}{list(shape)}), "
+            f"expected 1 to {slot_bytes}, the slot's"
+        )
+    return num_bytes
+
+
+def _element_bytes(where: str, dtype: Any) -> int:
+    bits = 0
+    if not jnp.issubdtype(dtype, jax.dtypes.extended):
+        bits = _bits(jnp.dtype(dtype))
+    if bits < 8:
+        raise TypeError(
+            f"{where}: got elements of {dtype}, expected integers or floating-point numbers "
+            "of whole bytes"
+        )
+    return bits // 8
+
+
+def _bits(dtype: np.dtype) -> int:
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits
+    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 0

@@ -1,7 +1,8 @@
-"""The one place that knows Pallas's Mosaic GPU backend, and how its versions differ.
+"""The one place that knows Pallas's Mosaic GPU backend, how its versions differ, and what it needs.
 
 Nothing of it is imported before a kernel is traced, or asked for, so JAX without that backend runs
 all the rest.
+
 What is not public API of JAX, and why it is used all the same:
 
 - `jaxlib.mlir`: the bindings by which a kernel's body emits `llvm.inline_asm`. Pallas documents
@@ -14,6 +15,8 @@ first, where `Lane` (a body is what each thread does) is the default; later the 
 """
 
 import functools
+import platform
+import re
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +24,9 @@ from typing import Any
 import jax
 
 from jaxmorph.pallas_kernels.tuning import WARPGROUP_THREADS
+
+_LEAST = (9, 0)
+_HOSTS = ("x86_64", "amd64")
 
 
 def assembled_kernel(
@@ -81,15 +87,6 @@ def _parameters(plgpu: Any) -> Any:
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
-def require_mosaic() -> None:
-    """Raise unless this JAX has a Mosaic GPU backend that can be imported.
-
-    Raises:
-        ImportError: It names JAX's version and what went wrong.
-    """
-    _mosaic()
-
-
 @functools.cache
 def _mosaic() -> SimpleNamespace:
     try:
@@ -103,3 +100,55 @@ def _mosaic() -> SimpleNamespace:
             f"importing it fails here: {error!r}"
         ) from error
     return SimpleNamespace(plgpu=plgpu, utils=utils, ir=ir, llvm=llvm)
+
+
+class NoKernelsError(RuntimeError):
+    """The kernels are not for this device, or not for its host."""
+
+
+def require_kernels(device: Any, host: str | None = None) -> None:
+    """Raise unless the kernels can be traced for a device, and their order holds on its host.
+
+    Args:
+        device: Where they would run, one of JAX's.
+        host: The kind of machine that sees what they write, as `platform.machine()`; None: this.
+
+    Raises:
+        NoKernelsError: If they are for other devices or hosts; it says which.
+        ImportError: If JAX has no Mosaic GPU backend here.
+    """
+    _require_cuda(device)
+    _require_capability(device)
+    _require_order(platform.machine() if host is None else host)
+    _mosaic()
+
+
+def _require_cuda(device: Any) -> None:
+    try:
+        is_cuda = device in jax.devices("cuda")
+    except RuntimeError:  # JAX has no such platform
+        is_cuda = False
+    if not is_cuda:
+        raise NoKernelsError(f"got {device.device_kind} ({device.platform}), expected a CUDA GPU")
+
+
+def _require_capability(device: Any) -> None:
+    told = str(getattr(device, "compute_capability", None))
+    found = re.fullmatch(r"(\d+)\.(\d+)", told)
+    if found is None:
+        raise NoKernelsError(
+            f"got compute capability {told} ({device.device_kind}), expected 9.0 or later"
+        )
+    major, minor = map(int, found.groups())
+    if (major, minor) < _LEAST:
+        raise NoKernelsError(
+            f"got sm_{major}{minor} ({device.device_kind}), expected sm_90 or later"
+        )
+
+
+def _require_order(host: str) -> None:
+    if host.lower() not in _HOSTS:
+        raise NoKernelsError(
+            f"got a host of {host}, expected x86_64: that who sees a signal there sees the payload "
+            "is argued for that alone"
+        )

@@ -18,13 +18,13 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxmorph.copies.host_landing import HostLandingTier
-from jaxmorph.copies.payload import SlotUse
+from jaxmorph.copies.host_memory import HostLandingTier
 from jaxmorph.copies.programs import (
     CopyProgram,
     CopyTier,
     Landing,
     LandingTier,
+    SlotUse,
     Ticket,
     is_ready,
 )

@@ -7,8 +7,8 @@ from functools import partial
 
 from jax.sharding import Mesh, NamedSharding
 
-from jaxmorph.copies.payload import PayloadShape, SlotUse
-from jaxmorph.copies.stage_copies import StageCopies, open_copies
+from jaxmorph.copies.choosing import StageCopies, open_copies
+from jaxmorph.copies.programs import PayloadShape, SlotUse
 from jaxmorph.program.instructions import Channel
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute, LinkProgram, direct_programs

@@ -7,7 +7,7 @@ from typing import Literal
 import optax
 
 from jaxmorph.copies.choosing import AUTO
-from jaxmorph.copies.payload import PayloadShape
+from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.payloads import channel_payloads

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmorph.copies.payload import PayloadShape
+from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.program.instructions import Channel, RankProgram
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct_probe import probe_direct

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jaxmorph.copies.host_callbacks import host_callback_tiers
-from jaxmorph.copies.payload import PayloadShape, SlotUse
+from jaxmorph.copies.host_memory import host_callback_tiers
+from jaxmorph.copies.programs import PayloadShape, SlotUse
 
 LIMIT_S = 60
 WIDTH = 128

@@ -1,10 +1,21 @@
+"""Which ways of copying a stage takes: on a CPU, and where a driver does or doesn't do its part."""
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
+from oracles.fake_gpu import FakeKernels, FakeLibrary
+from oracles.loopback import LoopbackNetwork
 
-from jaxmorph.copies.choosing import choose_tier
-from jaxmorph.copies.host_callbacks import host_callback_tiers
+from jaxmorph.copies import choosing, host_memory, trial
+from jaxmorph.copies.choosing import first_that_works, open_copies
+from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
+from jaxmorph.copies.host_memory import host_callback_tiers
+from jaxmorph.copies.kernels import KernelLandingTier, KernelTier
+from jaxmorph.copies.trial import try_tier
+from jaxmorph.errors import UserError
+from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.plane import ChannelSpec
 
 PLACEMENT = SingleDeviceSharding(jax.devices()[0])
 
@@ -30,13 +41,213 @@ class Forgetful:
         return jnp.zeros(1, jnp.uint32)
 
 
+def tried(tier):
+    try_tier(tier, PLACEMENT)
+
+
 def test_the_first_tier_that_really_copies_is_chosen_and_the_others_are_named(caplog):
     working = host_callback_tiers()[1]
-    assert choose_tier(PLACEMENT, [Broken(), Forgetful(), working]) is working
+    assert first_that_works([Broken(), Forgetful(), working], tried, "into") is working
     assert "copies into slots by broken don't work here: NotImpl" in caplog.text
     assert "copies into slots by forgetful don't work here: RuntimeError" in caplog.text
 
 
 def test_without_any_that_works_the_error_says_why_of_each():
     with pytest.raises(RuntimeError, match=r"broken: .*no such device.*; forgetful: .*bytes that"):
-        choose_tier(PLACEMENT, [Broken(), Forgetful()])
+        first_that_works([Broken(), Forgetful()], tried, "into")
+
+
+@pytest.fixture
+def plane():
+    specs = [ChannelSpec(ChannelName(code, 0, 1), 1000, 2) for code in range(2)]
+    plane = LoopbackNetwork().plane(0, specs, [])
+    yield plane
+    plane.close()
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Arrays are taken to be on a GPU, though they are on a CPU."""
+    for module in (choosing, trial, host_memory):
+        monkeypatch.setattr(module, "is_on_host", lambda placement: False)
+    monkeypatch.setattr(trial, "_WIDTH", 8)  # a CPU is busy with less
+
+
+@pytest.fixture
+def opened():
+    """Opens copies, and closes them at the end."""
+    made = []
+
+    def opened(plane, *arguments):
+        made.append(open_copies(PLACEMENT, plane.tell_of_memory, *arguments))
+        return made[-1]
+
+    yield opened
+    for copies in made:
+        copies.close()
+
+
+def no_driver(number):
+    raise CudaError("loading libcuda.so.1", None, "no such file")
+
+
+def never(number):
+    pytest.fail("a driver was opened")
+
+
+def test_on_a_cpu_callbacks_copy_and_no_driver_is_asked(plane, opened, caplog):
+    copies = opened(plane, "auto", never)
+    assert (copies.outgoing.name, copies.incoming.name) == ("buffer_callback", "host")
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("name", ["buffer_callback", "io_callback", "pinned_host"])
+def test_another_way_can_be_chosen(plane, opened, name):
+    assert opened(plane, name, never).outgoing.name == name
+
+
+def test_a_way_that_is_not_for_this_device_is_refused_with_those_that_are(plane, opened):
+    with pytest.raises(UserError) as raised:
+        opened(plane, "copy_engine", never)
+    assert str(raised.value) == (
+        "transport.copies: got copy_engine, which doesn't work here (it is not for the "
+        "device that JAX computes on), expected auto, buffer_callback, io_callback, pinned_host"
+    )
+
+
+def test_without_a_driver_copies_go_by_pinned_memory_and_a_warning_says_why(
+    plane, opened, elsewhere, caplog
+):
+    copies = opened(plane, "auto", no_driver)
+    assert (copies.outgoing.name, copies.incoming.name) == ("pinned_host", "host")
+    into, out_of = [record.getMessage() for record in caplog.records]
+    reason, names = "CudaError('loading libcuda.so.1: no such file')", "copy_engine, pallas"
+    assert into.endswith(f"into slots by {names} and buffer_callback don't work here: {reason}")
+    assert out_of.endswith(f"out of slots by copy_engine and pallas don't work here: {reason}")
+
+
+@pytest.mark.parametrize("name", ["copy_engine", "pallas", "buffer_callback"])
+def test_a_way_that_needs_the_driver_is_refused_with_the_drivers_reason(
+    plane, opened, elsewhere, name
+):
+    with pytest.raises(UserError, match=rf"got {name}, .*no such file.*expected auto, pinned"):
+        opened(plane, name, no_driver)
+
+
+@pytest.fixture
+def kernels(elsewhere, monkeypatch):
+    """Kernels can be had, where a driver that stands for a GPU's knows the slots."""
+    fake = FakeKernels(FakeLibrary())
+
+    class Into(KernelTier):
+        def __init__(self, memory, otherwise):
+            super().__init__(memory, otherwise, fake.copy_to_host, lambda _: None)
+
+    class OutOf(KernelLandingTier):
+        def __init__(self, memory, otherwise):
+            super().__init__(memory, otherwise, fake.copy_from_host, lambda _: None)
+
+    monkeypatch.setattr(choosing, "KernelTier", Into)
+    monkeypatch.setattr(choosing, "KernelLandingTier", OutOf)
+    return fake
+
+
+def test_kernels_are_taken_where_the_copy_engine_does_not_work(plane, opened, kernels, caplog):
+    """A CPU's arrays can't wait on a stream, nor can its JAX take memory that CUDA knows."""
+    copies = opened(plane, "auto", lambda number: CudaDriver(kernels.library, number))
+    assert (copies.outgoing.name, copies.incoming.name) == ("pallas", "pallas")
+    into, out_of = [record.getMessage() for record in caplog.records]
+    assert into.startswith("copies into slots by copy_engine don't work here: ")
+    assert out_of.startswith("copies out of slots by copy_engine don't work here: ")
+
+
+def test_who_names_kernels_has_them_both_ways_and_nothing_else_is_tried(
+    plane, opened, kernels, caplog
+):
+    copies = opened(plane, "pallas", lambda number: CudaDriver(kernels.library, number))
+    assert (copies.outgoing.name, copies.incoming.name) == ("pallas", "pallas")
+    assert "cuMemcpyDtoHAsync_v2" not in kernels.library.names()
+    assert caplog.text == ""
+
+
+def test_kernels_that_go_wrong_out_of_slots_are_warned_of_and_the_next_way_is_taken(
+    plane, opened, kernels, caplog
+):
+    kernels.status_off = 1
+    copies = opened(plane, "pallas", lambda number: CudaDriver(kernels.library, number))
+    assert (copies.outgoing.name, copies.incoming.name) == ("pallas", "host")
+    assert "copies out of slots by pallas don't work here: RuntimeError('message" in caplog.text
+
+
+def test_kernels_that_are_not_for_the_device_are_refused_with_the_reason(plane, opened, elsewhere):
+    library = FakeLibrary()
+    with pytest.raises(UserError, match=r"got pallas, .*got cpu \(cpu\), expected a CUDA GPU"):
+        opened(plane, "pallas", lambda number: CudaDriver(library, number))
+    assert library.registered == {}
+
+
+def test_who_wants_no_driver_has_none(plane, opened, elsewhere):
+    assert opened(plane, "pinned_host", never).outgoing.name == "pinned_host"
+
+
+def test_slots_that_can_not_be_registered_are_a_reason_too(plane, opened, elsewhere, caplog):
+    library = FakeLibrary(failing={"cuMemHostRegister_v2": 304})
+    copies = opened(plane, "auto", lambda number: CudaDriver(library, number))
+    assert copies.outgoing.name == "pinned_host"
+    assert (
+        "by copy_engine, pallas and buffer_callback don't work here: CudaError('cuMemH"
+        in caplog.text
+    )
+
+
+class Registrar(FakeLibrary):
+    """Says what was registered at any time."""
+
+    def __init__(self):
+        super().__init__()
+        self.ever = 0
+
+    def _cuMemHostRegister_v2(self, *arguments):  # noqa: N802
+        super()._cuMemHostRegister_v2(*arguments)
+        self.ever += 1
+
+
+def test_slots_are_registered_as_long_as_copies_are_open(plane, opened, elsewhere):
+    """A CPU's arrays can't wait on a stream, so both ways by the driver fail their trials."""
+    library = Registrar()
+    copies = opened(plane, "auto", lambda number: CudaDriver(library, number))
+    assert copies.outgoing.name == "pinned_host"
+    assert len(library.registered) == 2
+    assert library.ever > 2  # those of the trials
+    plane.grow(ChannelName(0, 0, 1), 8)
+    assert len(library.registered) == 2
+    copies.close()
+    assert library.registered == {}
+    assert library.names()[-1] == "cuDevicePrimaryCtxRelease_v2"
+
+
+def test_a_device_that_has_failed_does_not_keep_the_rest_from_ending(
+    plane, opened, elsewhere, caplog
+):
+    library = Registrar()
+    copies = opened(plane, "auto", lambda number: CudaDriver(library, number))
+    library.failing["cuStreamSynchronize"] = 700
+    copies.close()
+    assert "copies could not be ended as they should: cuStreamSynchronize gave 700" in caplog.text
+    assert library.registered == {}
+    assert library.names()[-1] == "cuDevicePrimaryCtxRelease_v2"
+
+
+def test_slots_are_unregistered_when_the_plane_goes_first(plane, opened, elsewhere):
+    library = Registrar()
+    opened(plane, "auto", lambda number: CudaDriver(library, number))
+    plane.close()
+    assert library.registered == {}
+
+
+def test_nothing_stays_registered_where_no_way_works(plane, opened, elsewhere, monkeypatch):
+    library = Registrar()
+    monkeypatch.setattr(trial, "_check_announced", lambda *_: 1 / 0)
+    with pytest.raises(RuntimeError, match="no way to copy into a slot works here: copy_engine"):
+        opened(plane, "auto", lambda number: CudaDriver(library, number))
+    assert library.registered == {}

@@ -12,23 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_cuda import LIMIT_S, FakeLibrary
-from fake_kernels import FakeKernels
 from jax.sharding import SingleDeviceSharding
-from later_device import LaterDevice
+from oracles.fake_gpu import LIMIT_S, FakeKernels, FakeLibrary, LaterDevice
 from oracles.loopback import LoopbackNetwork
 
 from jaxmorph.copies.copy_engine import CopyEngineTier
-from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
+from jaxmorph.copies.cuda_driver import CudaDriver, CudaError, RegisteredMemory
 from jaxmorph.copies.dlpack_memory import CPU, view_on_device
-from jaxmorph.copies.host_landing import HostLandingTier
-from jaxmorph.copies.kernel_copies import KernelTier
-from jaxmorph.copies.kernel_landing import KernelLandingTier
-from jaxmorph.copies.kernel_programs import KernelProgram
-from jaxmorph.copies.payload import PayloadShape, SlotUse
-from jaxmorph.copies.pinned_host import PinnedHostTier
+from jaxmorph.copies.host_memory import HostLandingTier, PinnedHostTier
+from jaxmorph.copies.kernels import KernelLandingTier, KernelProgram, KernelTier
+from jaxmorph.copies.programs import PayloadShape, SlotUse
 from jaxmorph.copies.registered_landing import RegisteredLandingTier
-from jaxmorph.copies.registered_memory import RegisteredMemory
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.payloads import channel_name

@@ -11,7 +11,7 @@ import pytest
 
 from jaxmorph.copies import dlpack_memory
 from jaxmorph.copies.dlpack_memory import HostTensor, address_on_device, view_on_device
-from jaxmorph.copies.payload import PayloadShape
+from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.transport.slots import Slots
 
 

@@ -1,6 +1,10 @@
-"""What programs are given of the host's arrays: as they are on a CPU, placed anywhere else."""
+"""Copies by the host: at once, by callbacks, by pinned memory; and what programs are given."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,11 +12,149 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
+from oracles.fake_gpu import Slot
 
 from jaxmorph.copies import host_memory
-from jaxmorph.copies.host_memory import for_program, is_on_host
+from jaxmorph.copies.host_memory import (
+    AtOnceTier,
+    PinnedHostTier,
+    for_program,
+    host_callback_tiers,
+    is_on_host,
+)
+from jaxmorph.copies.programs import PayloadShape, SlotUse, is_ready
+from jaxmorph.copies.trial import try_tier
 
-ON_CPU = SingleDeviceSharding(jax.devices()[0])
+PLACEMENT = SingleDeviceSharding(jax.devices()[0])
+TICKET = jnp.zeros(1, jnp.uint32)
+
+
+class Counting:
+    """Counts what it is asked to copy."""
+
+    name = "counting"
+
+    def __init__(self):
+        self.started = 0
+
+    def compile(self, use, placement):
+        return self
+
+    def start(self, value, part, slot, tag):
+        self.started += 1
+        return TICKET
+
+
+class NotReady:
+    """An array that is still being computed."""
+
+    def is_ready(self):
+        return False
+
+
+def test_what_lies_computed_in_host_memory_is_copied_by_no_program():
+    use = SlotUse(PayloadShape((2, 3), jnp.dtype("float32")), 4)
+    program = AtOnceTier(Counting()).compile(use, PLACEMENT)
+    values = jax.block_until_ready(jnp.arange(6, dtype=jnp.float32).reshape(2, 3))
+    slots = [Slot(sequence, 16) for sequence in (0, 1)]
+    for slot, part in zip(slots, use.parts, strict=True):
+        assert is_ready(program.start(values, part, slot, (7,)))
+    assert [slot.said for slot in slots] == [
+        [("post", 16, (7,), np.True_), "complete"],
+        [("post", 8, (7,), np.True_), "complete"],
+    ]
+    arrived = np.concatenate([slot.payload.view(np.float32) for slot in slots])[:6]
+    assert arrived.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_what_is_being_computed_is_left_to_the_program_behind_it():
+    use = SlotUse(PayloadShape((2,), jnp.dtype("float32")), 2)
+    behind = Counting()
+    program = AtOnceTier(behind).compile(use, PLACEMENT)
+    slot = Slot(0, 8)
+    value: Any = NotReady()
+    assert program.start(value, range(2), slot, (7,)) is TICKET
+    assert (behind.started, slot.said) == (1, [])
+
+
+LARGE_COPIES = Path(__file__).with_name("large_copies.py")
+
+
+@pytest.mark.parametrize("tier", host_callback_tiers(), ids=lambda tier: tier.name)
+def test_a_message_is_posted_and_completed_once_its_payload_is_there(tier):
+    use = SlotUse(PayloadShape((2, 3), jnp.dtype("float32")), 6)
+    program = tier.compile(use, PLACEMENT)
+    values = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
+    slots = [Slot(sequence, 24) for sequence in (0xFFFFFFFF, 0, 1)]
+    tickets = [
+        program.start(jnp.asarray(values + at), range(6), slot, (at, 9))
+        for at, slot in enumerate(slots)
+    ]
+    assert [np.asarray(ticket).tolist() for ticket in tickets] == [[0], [1], [2]]
+    for at, slot in enumerate(slots):
+        assert slot.said == [("post", 24, (at, 9), True), "complete"]
+        assert np.array_equal(slot.payload.view(np.float32).reshape(2, 3), values + at)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("num_threads", ["1", pytest.param("4", marks=pytest.mark.one_jax)])
+def test_large_results_arrive_though_several_are_still_being_computed(num_threads):
+    """A callback that waits for JAX's pool of threads hangs in its only one."""
+    environment = {**os.environ, "NPROC": num_threads}
+    done = subprocess.run(
+        [sys.executable, str(LARGE_COPIES)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3 * len(host_callback_tiers())
+
+
+@pytest.fixture
+def tier():
+    tier = PinnedHostTier()
+    yield tier
+    tier.close()
+
+
+def test_it_passes_its_trial(tier):
+    try_tier(tier, PLACEMENT)
+
+
+def test_a_payload_in_parts_goes_to_host_memory_once(tier, monkeypatch):
+    placed, place = [], jax.device_put
+
+    def device_put(value, where):
+        placed.append(where.memory_kind)
+        return place(value, where)
+
+    monkeypatch.setattr(host_memory.jax, "device_put", device_put)
+    use = SlotUse(PayloadShape((3, 5), jnp.dtype("float32")), 7)
+    program = tier.compile(use, PLACEMENT)
+    for seed in range(2):
+        value = jnp.asarray(np.random.default_rng(seed).normal(size=(3, 5)), jnp.float32)
+        slots = [Slot(index, use.slot_bytes) for index in range(3)]
+        tickets = [
+            program.start(value, part, slot, (seed,))
+            for part, slot in zip(use.parts, slots, strict=True)
+        ]
+        jax.block_until_ready(tickets)
+        arrived = np.concatenate([slot.payload.view(np.float32) for slot in slots])[:15]
+        assert np.array_equal(arrived, np.asarray(value).reshape(-1))
+        assert [slot.said[0][:3] for slot in slots] == [
+            ("post", 28, (seed,)),
+            ("post", 28, (seed,)),
+            ("post", 4, (seed,)),
+        ]
+    assert placed == ["pinned_host"] * 2
+
+
+def test_a_copy_that_fails_is_an_error_of_its_ticket(tier):
+    use = SlotUse(PayloadShape((3, 5), jnp.dtype("float32")), 15)
+    slot = Slot(0, 59)
+    ticket = tier.compile(use, PLACEMENT).start(jnp.ones((3, 5)), range(15), slot, (0,))
+    with pytest.raises(ValueError, match="60 bytes, expected at most 59"):
+        jax.block_until_ready(ticket)
+    assert is_ready(ticket)
+    assert slot.said == []
 
 
 @dataclass(frozen=True)
@@ -48,7 +190,7 @@ def read_only(dtype):
 
 
 def test_one_cpu_is_the_hosts_memory():
-    assert is_on_host(ON_CPU)
+    assert is_on_host(PLACEMENT)
     assert is_on_host(placement(Device("cpu")))
     assert [is_on_host(each) for each in ELSEWHERE] == [False] * len(ELSEWHERE)
 
@@ -57,11 +199,11 @@ def test_one_cpu_is_the_hosts_memory():
 def test_on_a_cpu_a_program_takes_over_what_nobody_may_write_to_as_it_is(dtype):
     values = read_only(dtype)
     program = jax.jit(lambda x: (x, x * x + 1)).lower(values[1]).compile()  # part of a batch
-    given = for_program(values[1], ON_CPU)
+    given = for_program(values[1], PLACEMENT)
     assert isinstance(given, np.ndarray)
     assert given.base is values
     before = values.tobytes()
-    expected = program(jax.device_put(values[1], ON_CPU))
+    expected = program(jax.device_put(values[1], PLACEMENT))
     for got, due in zip(program(given), expected, strict=True):
         assert (got.dtype, got.sharding) == (due.dtype, due.sharding)
         assert np.asarray(got).tobytes() == np.asarray(due).tobytes()

@@ -5,13 +5,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jaxmorph.copies.kernel_programs import program_from_host, program_to_host
-from jaxmorph.copies.payload import PayloadShape, SlotUse
+from jaxmorph.copies.kernels import program_from_host, program_to_host
+from jaxmorph.copies.programs import PayloadShape, SlotUse
 from jaxmorph.pallas_kernels import copy_from_host, copy_to_host
-from jaxmorph.pallas_kernels.copy_from_host import assembly as from_host_assembly
-from jaxmorph.pallas_kernels.copy_to_host import assembly as to_host_assembly
-from jaxmorph.pallas_kernels.tiling import tile
-from jaxmorph.pallas_kernels.tuning import FROM_HOST, TO_HOST
+from jaxmorph.pallas_kernels.kernels import from_host_assembly, to_host_assembly
+from jaxmorph.pallas_kernels.tuning import FROM_HOST, TO_HOST, tile
 
 PLACEMENT = SingleDeviceSharding(jax.devices()[0])
 SHAPE = (2, 37, 129)

@@ -7,10 +7,9 @@ from typing import Any
 import jax
 import pytest
 
+from jaxmorph.copies.choosing import AbsentTier, WaysToCopy
 from jaxmorph.copies.cuda_driver import CudaError
-from jaxmorph.copies.host_landing import HostLandingTier
-from jaxmorph.copies.pinned_host import PinnedHostTier
-from jaxmorph.copies.ways import AbsentTier, WaysToCopy
+from jaxmorph.copies.host_memory import HostLandingTier, PinnedHostTier
 from jaxmorph.machine.accelerators import attention_fact, copy_facts, device_facts, driver_fact
 
 

@@ -1,7 +1,47 @@
+"""What is told of a host: by what Linux, its network, a cluster and NVIDIA's driver say of it."""
+
 import pytest
 
 from jaxmorph.machine import host
-from jaxmorph.machine.host import host_facts, privilege_facts
+from jaxmorph.machine.host import (
+    Fact,
+    Section,
+    cluster_facts,
+    find_out,
+    host_facts,
+    network_facts,
+    nvidia_facts,
+    privilege_facts,
+)
+
+
+def test_what_can_not_be_looked_at_is_a_fact_and_keeps_nothing_else_back():
+    def broken():
+        yield Fact("first", "1")
+        raise OSError("no such\nthing")
+
+    sections = [*find_out({"a": broken, "b": lambda: [Fact("second", "2", True)]})]
+    assert sections == [
+        Section(
+            "a",
+            (
+                Fact("first", "1"),
+                Fact("this could not be looked at", "", False, "OSError: no such thing"),
+            ),
+        ),
+        Section("b", (Fact("second", "2", True),)),
+    ]
+    assert sections[1].to_json() == [{"name": "second", "found": "2", "works": True, "note": ""}]
+
+
+def test_what_is_found_is_told_before_the_next_thing_is_looked_at():
+    def hangs():
+        raise KeyboardInterrupt
+
+    found = find_out({"a": lambda: [Fact("first", "1")], "b": hangs})
+    assert next(found) == Section("a", (Fact("first", "1"),))
+    with pytest.raises(KeyboardInterrupt):
+        next(found)
 
 
 @pytest.fixture
@@ -66,3 +106,110 @@ def test_whether_namespaces_can_be_made_is_tried(monkeypatch, command, works, no
     monkeypatch.setattr(host, "_NAMESPACES", command)
     fact = {fact.name: fact for fact in privilege_facts()}["network namespaces"]
     assert (fact.works, fact.note) == (works, note)
+
+
+@pytest.fixture
+def cards(tmp_path):
+    for name, flags, speed in (("eth0", "0x1003", "25000"), ("lo", "0x9", None)):
+        card = tmp_path / "net" / name
+        (card / "device").mkdir(parents=True)
+        (card / "flags").write_text(flags)
+        if speed:
+            (card / "speed").write_text(speed)
+    return tmp_path
+
+
+def network(cards, **kind):
+    addresses = {"eth0": "10.0.0.7", "lo": "127.0.0.1"}
+    places = {"network_class": cards / "net", "rdma_class": cards / "infiniband"}
+    known = {"address_of": addresses.get, "nixl_missing": lambda: "none of its packages is here"}
+    return {fact.name: fact for fact in network_facts(**places, **{**known, **kind})}
+
+
+def test_each_card_is_told_with_its_address_and_rate_and_whether_it_is_used(cards):
+    found = network(cards)
+    assert found["card eth0"].found == "10.0.0.7, 25,000 Mbit/s"
+    assert found["card eth0"].note.startswith("carries")
+    assert (found["card lo"].found, found["card lo"].note) == ("127.0.0.1", "")
+
+
+@pytest.mark.parametrize(
+    ("address", "works", "note"),
+    [("10.0.0.7", True, ""), ("127.0.1.1", None, "enough for runs on this machine")],
+)
+def test_a_host_whose_name_is_its_loopbacks_is_not_said_to_reach_others(
+    cards, address, works, note
+):
+    host = network(cards, look_up=lambda name: address)["host"]
+    assert host.found.endswith(f", {address}")
+    assert host.works is works
+    assert host.note.startswith(note)
+
+
+def test_a_host_whose_name_has_no_address_is_told_so(cards):
+    def look_up(name):
+        raise OSError("Name or service not known")
+
+    host = network(cards, look_up=look_up)["host"]
+    assert (host.works, host.note) == (False, "Gloo wants to look it up: Name or service not known")
+
+
+def test_rdma_needs_devices_and_nixl(cards):
+    found = network(cards)
+    assert (found["RDMA devices"].found, found["RDMA devices"].works) == ("none", False)
+    assert (found["NIXL"].works, found["NIXL"].note) == (False, "none of its packages is here")
+    for name in ("mlx5_0", "mlx5_1"):
+        (cards / "infiniband" / name).mkdir(parents=True)
+    found = network(cards, nixl_missing=lambda: None)
+    assert (found["RDMA devices"].found, found["RDMA devices"].works) == ("mlx5_0, mlx5_1", True)
+    assert found["NIXL"].works
+
+
+def test_a_cluster_is_known_by_what_it_tells_its_processes():
+    told = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "NCCL_DEBUG": "INFO", "HOME": "/root"}
+    found = {fact.name: fact.found for fact in cluster_facts(told)}
+    assert found == {
+        "Slurm": "SLURM_JOB_ID=7, SLURM_PROCID=1",
+        "Open MPI": "no",
+        "Kubernetes": "no",
+        "NCCL_DEBUG": "INFO",
+    }
+
+
+VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 2025\n"
+INFORMATION = "Model: \t\t NVIDIA H800\nIRQ:   \t\t 191\nBus Type: \t PCIe\n"
+
+
+@pytest.fixture
+def driver(tmp_path):
+    (tmp_path / "version").write_text(VERSION + "GCC version:  gcc 13\n")
+    for number in range(2):
+        folder = tmp_path / "gpus" / f"0000:{number}8:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(INFORMATION)
+    return tmp_path
+
+
+def told(driver):
+    return {fact.name: fact for fact in nvidia_facts(driver)}
+
+
+def test_the_driver_is_told_with_its_gpus(driver):
+    found = told(driver)
+    assert found["NVIDIA's driver"].found == "580.65.06"
+    assert (found["its GPUs"].found, found["its GPUs"].works) == ("2 x NVIDIA H800", True)
+
+
+def test_without_the_driver_there_is_nothing_to_tell(tmp_path):
+    assert told(tmp_path) == {}
+
+
+def test_a_driver_without_a_gpu_is_no_good(tmp_path):
+    (tmp_path / "version").write_text(VERSION)
+    fact = told(tmp_path)["its GPUs"]
+    assert (fact.found, fact.works, fact.note) == ("none", False, "it has found none")
+
+
+def test_a_gpu_that_does_not_say_what_it_is_is_counted(driver):
+    (driver / "gpus" / "0000:08:00.0" / "information").write_text("IRQ: 1\n")
+    assert told(driver)["its GPUs"].found == "1 x unknown, 1 x NVIDIA H800"

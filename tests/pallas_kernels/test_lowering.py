@@ -7,9 +7,8 @@ import pytest
 from jax import export
 
 from jaxmorph.pallas_kernels import CopyTuning, copy_from_host, copy_to_host, new_arrivals
-from jaxmorph.pallas_kernels.copy_from_host import assembly as from_host_assembly
-from jaxmorph.pallas_kernels.copy_to_host import assembly as to_host_assembly
-from jaxmorph.pallas_kernels.tiling import tile
+from jaxmorph.pallas_kernels.kernels import from_host_assembly, to_host_assembly
+from jaxmorph.pallas_kernels.tuning import tile
 
 CONTROL = jax.ShapeDtypeStruct((8,), jnp.uint32)
 ARRIVALS = jax.ShapeDtypeStruct((2,), jnp.uint32)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmorph.copies.payload import PayloadShape
+from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.runtime.direct import DirectRoute, KeptOutputs, LinkExhaustedError, direct_programs
 from jaxmorph.runtime.join import join_as_told

@@ -7,7 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxmorph.copies.payload import PayloadShape
+from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.runtime.direct import DirectRoute, LinkProgram
 from jaxmorph.runtime.emulated_links import EmulatedLinks

@@ -11,10 +11,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 from oracles.loopback import LoopbackNetwork
 
-from jaxmorph.copies.at_once import AtOnceTier
-from jaxmorph.copies.choosing import choose_tier
-from jaxmorph.copies.host_callbacks import host_callback_tiers
-from jaxmorph.copies.payload import PayloadShape, SlotUse
+from jaxmorph.copies.host_memory import AtOnceTier, host_callback_tiers
+from jaxmorph.copies.programs import PayloadShape, SlotUse
 from jaxmorph.program.instructions import Channel, Payload, Transfer, channel_of
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.payloads import channel_name
@@ -79,7 +77,7 @@ class Pair:
 
 @cache
 def chosen_tier():
-    return choose_tier(SingleDeviceSharding(jax.devices()[0]))
+    return host_callback_tiers()[0]
 
 
 @pytest.fixture(params=["at once", "by callback"])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jaxmorph.copies.payload import PayloadShape
+from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.program.instructions import channel_of
 from jaxmorph.runtime.direct_probe import probe_direct, probe_transfers
 from jaxmorph.runtime.queue import PacedQueue

@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 import pytest
 
-from jaxmorph.copies.payload import PayloadShape
+from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.runtime.payloads import (
     LARGEST_TIED_SLOT_BYTES,

@@ -12,9 +12,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from oracles.loopback import LoopbackNetwork
 
-from jaxmorph.copies.at_once import AtOnceTier
-from jaxmorph.copies.choosing import choose_tier
-from jaxmorph.copies.payload import PayloadShape, SlotUse
+from jaxmorph.copies.host_memory import AtOnceTier, host_callback_tiers
+from jaxmorph.copies.programs import PayloadShape, SlotUse
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.runtime.connection import ConnectionLostError
 from jaxmorph.runtime.delegated import DelegatedRoute
@@ -52,7 +51,7 @@ def payload_of(transfer, step=0):
 
 @cache
 def tier():
-    return AtOnceTier(choose_tier(SingleDeviceSharding(jax.devices()[0])))
+    return AtOnceTier(host_callback_tiers()[0])
 
 
 class QueueWire:

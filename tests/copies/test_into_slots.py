@@ -1,0 +1,532 @@
+"""Copies into slots by a device, for which a driver or callbacks stand: what is there when."""
+
+import threading
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.buffer_callback import buffer_callback
+from jax.sharding import SingleDeviceSharding
+from oracles.fake_gpu import AWAY, LIMIT_S, FakeKernels, FakeLibrary, LaterDevice
+
+from jaxmorph.copies.choosing import why_not
+from jaxmorph.copies.copy_engine import CopyEngineTier, StreamCallbackTier
+from jaxmorph.copies.cuda_driver import CudaDriver, CudaError, RegisteredMemory
+from jaxmorph.copies.dlpack_memory import view_on_device
+from jaxmorph.copies.host_memory import PinnedHostTier
+from jaxmorph.copies.kernels import KernelProgram, KernelTier
+from jaxmorph.copies.programs import PayloadShape, SlotUse, is_ready
+from jaxmorph.copies.trial import try_tier
+from jaxmorph.pallas_kernels import SlotControl
+from jaxmorph.transport.names import ChannelName
+from jaxmorph.transport.plane import ChannelSpec, OutgoingEnd
+
+PLACEMENT = SingleDeviceSharding(jax.devices()[0])
+FLOATS = PayloadShape((3, 5), jnp.dtype("float32"))
+HALVES = PayloadShape((3, 5), jnp.dtype("bfloat16"))
+USE = SlotUse(FLOATS, 10)
+LAST = 2**32 - 1
+SOON_S = 5.0
+STREAM = 77
+ENGINE, KERNELS, CALLBACK = WAYS = "copy_engine", "pallas", "buffer_callback"
+
+
+def view_here(value, stream):
+    """On a CPU: an array's own address, once it has been computed."""
+    assert stream
+    return view_on_device(jax.block_until_ready(value), None)
+
+
+def on_a_stream(called):
+    """Calls back as on a GPU, where an execution has a stream."""
+
+    def call(context, ticket, payload):
+        called(SimpleNamespace(stream=STREAM), ticket, payload)
+        np.asarray(ticket)[...] = 0
+
+    ticket = jax.ShapeDtypeStruct((1,), jnp.uint32)
+    return buffer_callback(call, ticket, has_side_effect=True)
+
+
+class Sender:
+    """A channel's end and what copies into its slots."""
+
+    def __init__(self, way, library=None, *, use=USE, is_registered=True, embed=on_a_stream):
+        self.library = library or FakeLibrary()
+        self.fake = FakeKernels(self.library)
+        driver = CudaDriver(self.library, 0)
+        self.memory, self.pinned = RegisteredMemory(driver), PinnedHostTier()
+        self.rings = []
+        spec = ChannelSpec(ChannelName(0, 0, 1), use.slot_bytes, 8)
+        self.end = OutgoingEnd(spec, LAST, lambda: self.rings.append(1))
+        if is_registered:
+            self.end.tell_of_memory(self.memory)
+        make: dict[str, Any] = {
+            ENGINE: lambda: CopyEngineTier(driver, self.memory, self.pinned, view_here),
+            KERNELS: lambda: KernelTier(
+                self.memory, self.pinned, self.fake.copy_to_host, lambda _: None
+            ),
+            CALLBACK: lambda: StreamCallbackTier(driver, self.memory, self.pinned, embed),
+        }
+        self.tier = make[way]()
+        self.program = self.tier.compile(use, PLACEMENT)
+
+    def start(self, value, part):
+        slot = self.end.reserve(0.0)
+        return slot, partial(self.program.start, value, part, slot, (slot.sequence, 7))
+
+    def send(self, value, part):
+        slot, start = self.start(value, part)
+        return slot, start()
+
+    def is_complete(self, slot):
+        return self.end.slots.is_complete(slot.sequence)
+
+    def announced_bytes(self, slot):
+        return self.end.slots.read_about(slot.sequence).num_bytes
+
+    def close(self):
+        if hasattr(self.tier, "close"):
+            self.tier.close()
+        self.pinned.close()
+        self.end.close()
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def make(*arguments, **kind):
+        made.append(Sender(*arguments, **kind))
+        return made[-1]
+
+    yield make
+    for sender in made:
+        sender.close()
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """Programs that are compiled from now on run when this says so."""
+    device = LaterDevice(KernelProgram.compile)
+    monkeypatch.setattr(KernelProgram, "compile", lambda program: device.compile(program))
+    return device
+
+
+def values(seed=0, payload=FLOATS):
+    drawn = np.random.default_rng(seed).normal(size=payload.shape)
+    return jax.block_until_ready(jnp.asarray(drawn, payload.dtype))
+
+
+def sent_bytes(value, part):
+    return np.asarray(value).reshape(-1)[part.start : part.stop].tobytes()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_message_is_announced_before_its_copy_and_complete_after_it(make, way):
+    sender = make(way, FakeLibrary(held=True))
+    value, part = values(), USE.parts[0]
+    slot, ticket = sender.send(value, part)
+    if way == ENGINE:
+        assert not is_ready(ticket)
+    else:
+        jax.block_until_ready(ticket)  # the callback has been; its device takes its time
+    assert slot.is_posted
+    assert sender.rings  # the sidecar is to look for a signal that nobody rings for
+    about = sender.end.slots.read_about(slot.sequence)
+    assert (about.num_bytes, about.tag[:2]) == (40, (LAST, 7))
+    assert not sender.is_complete(slot)
+    sender.library.run()
+    assert sender.is_complete(slot)
+    assert bytes(slot.payload) == sent_bytes(value, part)
+    assert is_ready(ticket)
+    assert jax.block_until_ready(ticket) is ticket
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("payload", [FLOATS, HALVES], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("part_elements", [15, 20, 7, 1])
+def test_each_part_arrives_in_its_slot_and_nothing_behind_it(make, way, payload, part_elements):
+    use = SlotUse(payload, part_elements)
+    sender, value = make(way, use=use), values(payload=payload)
+    for part in use.parts:
+        sender.end.slots.left = sender.end.slots.entered  # what came before has been delivered
+        slot, start = sender.start(value, part)
+        slot.payload[:] = 0xEE
+        jax.block_until_ready(start())
+        expected = sent_bytes(value, part)
+        assert bytes(slot.payload) == expected + b"\xee" * (use.slot_bytes - len(expected))
+        assert sender.announced_bytes(slot) == len(expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_message_gets_its_own_payload_though_numbers_wrap(make, way):
+    sender = make(way)
+    payloads = [values(seed) for seed in range(6)]
+    sent = [sender.send(value, USE.parts[0]) for value in payloads]
+    jax.block_until_ready([ticket for _, ticket in sent])
+    assert [slot.sequence for slot, _ in sent] == [LAST, 0, 1, 2, 3, 4]
+    for (slot, _), value in zip(sent, payloads, strict=True):
+        assert sender.is_complete(slot)
+        assert bytes(slot.payload) == sent_bytes(value, USE.parts[0])
+        assert sender.end.slots.read_about(slot.sequence).tag[0] == slot.sequence
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_that_is_refused_is_unannounced_and_the_next_one_goes(make, way):
+    sender = make(way)
+    sender.fake.error = ZeroDivisionError("gave 1")
+    sender.library.failing["cuMemcpyDtoHAsync_v2"] = 1
+    slot, start = sender.start(values(), USE.parts[0])
+    with pytest.raises(Exception, match="gave 1"):
+        jax.block_until_ready(start())
+    assert not slot.is_posted
+    sender.fake.error = None
+    sender.library.failing.clear()
+    slot, ticket = sender.send(values(), USE.parts[0])
+    jax.block_until_ready(ticket)
+    assert bytes(slot.payload) == sent_bytes(values(), USE.parts[0])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_payload_longer_than_its_slot_is_refused(make, way):
+    sender = make(way)
+    _, start = sender.start(values(), range(15))
+    with pytest.raises(Exception, match="60 bytes, expected at most 40"):
+        jax.block_until_ready(start())
+    assert "cuMemcpyDtoHAsync_v2" not in sender.library.names()
+    assert sender.fake.told == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_slots_that_the_device_does_not_know_are_filled_another_way(make, way):
+    sender = make(way, is_registered=False)
+    slot, ticket = sender.send(values(), USE.parts[0])
+    jax.block_until_ready(ticket)
+    assert bytes(slot.payload) == sent_bytes(values(), USE.parts[0])
+    assert "cuMemcpyDtoHAsync_v2" not in sender.library.names()
+    assert sender.fake.told == []
+
+
+def trial_of(way, library, fake=None):
+    driver = CudaDriver(library, 0)
+    memory, pinned = RegisteredMemory(driver), PinnedHostTier()
+    kernel = (fake or FakeKernels(library)).copy_to_host
+    make: dict[str, Any] = {
+        ENGINE: lambda: CopyEngineTier(driver, memory, pinned, view_here),
+        KERNELS: lambda: KernelTier(memory, pinned, kernel, lambda _: None),
+        CALLBACK: lambda: StreamCallbackTier(driver, memory, pinned, on_a_stream),
+    }
+    tier = make[way]()
+    try:
+        try_tier(tier, PLACEMENT, memory)
+    finally:
+        if way != CALLBACK:
+            tier.close()
+        pinned.close()
+    assert library.registered == {}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_passes_its_trial_and_leaves_nothing_registered(way):
+    trial_of(way, FakeLibrary())
+
+
+class HastyLibrary(FakeLibrary):
+    """Writes words before the copies that stand in front of them."""
+
+    def _cuMemcpyDtoHAsync_v2(self, *arguments):  # noqa: N802
+        self.copies = [lambda: FakeLibrary._cuMemcpyDtoHAsync_v2(self, *arguments)]
+
+    def _cuEventSynchronize(self, event):  # noqa: N802
+        while self.copies:
+            self.copies.pop()()
+
+
+class SilentLibrary(FakeLibrary):
+    """Never writes a word."""
+
+    def _cuStreamWriteValue32_v2(self, *arguments):  # noqa: N802
+        pass
+
+
+class HastyKernels(FakeKernels):
+    """Signals before it copies."""
+
+    def copy(self, payload, told):
+        super().copy(payload[:1], told)
+
+
+class SilentKernels(FakeKernels):
+    """Signals nothing."""
+
+    def copy(self, payload, told):
+        super().copy(payload, told._replace(signal_address=0))
+
+
+@pytest.mark.parametrize(
+    ("way", "library", "kernels", "reason"),
+    [
+        (ENGINE, HastyLibrary, FakeKernels, "the bytes that came"),
+        (ENGINE, SilentLibrary, FakeKernels, "has signalled nothing"),
+        (KERNELS, FakeLibrary, HastyKernels, "the bytes that came"),
+        (KERNELS, FakeLibrary, SilentKernels, "has signalled nothing"),
+    ],
+)
+def test_a_device_that_signals_wrongly_fails_the_trial(way, library, kernels, reason):
+    with pytest.raises(RuntimeError, match=reason):
+        trial_of(way, device := library(), kernels(device))
+
+
+# What only the copy engine does.
+
+
+def test_the_signal_is_written_behind_the_copy_on_the_same_stream(make):
+    engine = make(ENGINE)
+    slot, _ = engine.send(values(), USE.parts[0])
+    calls = {name: call for call in engine.library.calls for name in call[:1]}
+    order = ["cuMemcpyDtoHAsync_v2", "cuStreamWriteValue32_v2", "cuEventRecord"]
+    assert [name for name in engine.library.names() if name in order] == order
+    _, address, _, num_bytes, stream = calls["cuMemcpyDtoHAsync_v2"]
+    assert (address, num_bytes) == (slot.address, 40)
+    written = calls["cuStreamWriteValue32_v2"]
+    assert written == ("cuStreamWriteValue32_v2", stream, slot.signal_address + AWAY, 0, 0)
+    assert calls["cuEventRecord"][2] == stream
+
+
+def test_whoever_sees_the_signal_sees_the_whole_payload(make):
+    """The copies run in a thread of their own, as a device's do."""
+    engine = make(ENGINE, FakeLibrary(held=True))
+    seen, begun = [], threading.Event()
+
+    def look(slot, value):
+        begun.set()
+        while not engine.is_complete(slot):
+            pass
+        seen.append(bytes(slot.payload) == sent_bytes(value, USE.parts[0]))
+
+    for seed in range(3):
+        begun.clear()
+        slot, _ = engine.send(values(seed), USE.parts[0])
+        looking = threading.Thread(target=look, args=(slot, values(seed)))
+        looking.start()
+        assert begun.wait(LIMIT_S)
+        running = threading.Thread(target=engine.library.run)
+        running.start()
+        looking.join(LIMIT_S)
+        running.join(LIMIT_S)
+    assert seen == [True] * 3
+
+
+def test_a_copy_that_fails_is_an_error_of_its_ticket_and_arrives_empty(make):
+    engine = make(ENGINE, FakeLibrary(held=True))
+    slot, ticket = engine.send(values(), USE.parts[0])
+    engine.library.failing.update(cuEventQuery=700, cuEventSynchronize=700)
+    assert is_ready(ticket)
+    for _ in range(2):
+        with pytest.raises(CudaError, match="cuEventSynchronize gave 700"):
+            jax.block_until_ready(ticket)
+    assert engine.is_complete(slot)
+    assert engine.announced_bytes(slot) == 0
+
+
+@pytest.mark.parametrize("call", ["cuStreamWriteValue32_v2", "cuEventRecord"])
+def test_nothing_goes_into_a_slot_once_its_copy_was_given_up(make, call):
+    engine = make(ENGINE, FakeLibrary(held=True))
+    engine.library.failing[call] = 1
+    slot, start = engine.start(values(), USE.parts[0])
+    with pytest.raises(CudaError, match=f"{call} gave 1"):
+        start()
+    slot.payload[:] = 0
+    engine.library.run()
+    assert not slot.payload.any()
+    assert not slot.is_posted
+
+
+def test_events_are_used_again_and_all_let_go(make):
+    engine = make(ENGINE)
+    for seed in range(3):
+        _, ticket = engine.send(values(seed), USE.parts[0])
+        jax.block_until_ready(ticket)
+    assert engine.library.names().count("cuEventCreate") == 1
+    engine.tier.close()
+    assert engine.library.names().count("cuEventDestroy_v2") == 1
+    assert engine.library.names().count("cuStreamDestroy_v2") == 1
+
+
+class Gated(FakeLibrary):
+    """Who waits for an event goes on when its own gate is opened, in the order of the waits."""
+
+    def __init__(self):
+        super().__init__(held=True)
+        self.gates = [threading.Event() for _ in range(2)]
+        self.entered = [threading.Event() for _ in self.gates]
+        self._order = iter(range(len(self.gates)))
+
+    def _cuEventSynchronize(self, event, /):  # noqa: N802
+        at = next(self._order)
+        self.entered[at].set()
+        assert self.gates[at].wait(LIMIT_S)
+
+
+def waiting_for(ticket):
+    thread = threading.Thread(target=jax.block_until_ready, args=(ticket,))
+    thread.start()
+    return thread
+
+
+def test_asking_whether_a_copy_is_over_waits_for_nobody(make):
+    library = Gated()
+    _, ticket = make(ENGINE, library).send(values(), USE.parts[0])
+    waiting = waiting_for(ticket)
+    assert library.entered[0].wait(LIMIT_S)
+    answers, answered = [], threading.Event()
+
+    def ask():
+        answers.append(is_ready(ticket))
+        answered.set()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        assert answered.wait(SOON_S)
+        assert answers == [False]
+    finally:
+        library.run()
+        library.gates[0].set()
+        waiting.join(LIMIT_S)
+        asking.join(LIMIT_S)
+    assert is_ready(ticket)
+
+
+def test_an_event_is_not_used_again_while_anybody_waits_for_it(make):
+    library = Gated()
+    engine = make(ENGINE, library)
+    _, ticket = engine.send(values(), USE.parts[0])
+    waiting = []
+    for entered in library.entered:
+        waiting.append(waiting_for(ticket))
+        assert entered.wait(LIMIT_S)
+    library.run()
+    for thread, gate in zip(waiting, library.gates, strict=True):
+        gate.set()
+        thread.join(LIMIT_S)
+        engine.send(values(), USE.parts[0])
+        # The second message can't have the first one's event; the third can.
+        assert library.names().count("cuEventCreate") == 2
+
+
+# What only callbacks on a stream do.
+
+
+def test_a_callback_enqueues_on_the_programs_own_stream(make):
+    callbacks = make(CALLBACK)
+    jax.block_until_ready([callbacks.send(values(), part)[1] for part in USE.parts])
+    streams = [call[4] for call in callbacks.library.calls if call[0] == "cuMemcpyDtoHAsync_v2"]
+    assert streams == [STREAM, STREAM]
+
+
+def test_a_program_that_fails_once_its_message_was_announced_sends_it_empty(make):
+    def then_fails(called):
+        def announced(*arguments):
+            called(*arguments)
+            raise ZeroDivisionError("on the device")
+
+        return on_a_stream(announced)
+
+    callbacks = make(CALLBACK, FakeLibrary(held=True), embed=then_fails)
+    slot, start = callbacks.start(values(), USE.parts[0])
+    with pytest.raises(Exception, match="on the device"):
+        jax.block_until_ready(start())
+    assert slot.is_posted
+    assert callbacks.is_complete(slot)
+    assert callbacks.announced_bytes(slot) == 0
+
+
+# What only kernels do.
+
+
+def test_kernels_are_told_the_devices_addresses_and_numbers_that_wrap(make):
+    kernels = make(KERNELS)
+    sent = [kernels.send(values(), USE.parts[0]) for _ in range(3)]
+    jax.block_until_ready([ticket for _, ticket in sent])
+    assert kernels.fake.told == [
+        SlotControl(slot.address + AWAY, number, slot.signal_address + AWAY)
+        for number, (slot, _) in enumerate(sent)
+    ]
+
+
+def test_a_channels_launches_have_one_counter_of_their_own(make):
+    kernels = make(KERNELS)
+    other = kernels.tier.compile(USE, PLACEMENT)
+    for part in [*USE.parts, USE.parts[0]]:
+        jax.block_until_ready(kernels.send(values(), part)[1])
+    jax.block_until_ready(other.start(values(), USE.parts[0], kernels.end.reserve(0.0), (7,)))
+    *own, others = kernels.fake.arrivals
+    assert len(own) == 3
+    assert len(set(own)) == 1
+    assert others not in own
+
+
+def test_a_kernels_message_is_announced_before_it_runs(later, make):
+    kernels = make(KERNELS)
+    slot, ticket = kernels.send(values(), USE.parts[0])
+    assert slot.is_posted
+    assert not is_ready(ticket)
+    assert not kernels.is_complete(slot)
+    later.run_next()
+    assert is_ready(ticket)
+    assert jax.block_until_ready(ticket) is ticket
+    assert bytes(slot.payload) == sent_bytes(values(), USE.parts[0])
+
+
+@pytest.mark.parametrize(("was_signalled", "left"), [(False, 0), (True, 40)])
+def test_a_kernel_that_fails_sends_its_message_empty_unless_signalled(
+    later, make, was_signalled, left
+):
+    kernels = make(KERNELS)
+    slot, ticket = kernels.send(values(), USE.parts[0])
+    if was_signalled:
+        slot.complete()
+    later.run_next(ZeroDivisionError("at last"))
+    assert is_ready(ticket)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError, match="at last"):
+            jax.block_until_ready(ticket)
+    assert kernels.is_complete(slot)
+    assert kernels.announced_bytes(slot) == left
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError("at last")], ids=["whole", "failing"])
+def test_closing_waits_for_what_is_on_its_way_into_slots(later, make, error):
+    kernels = make(KERNELS)
+    for _ in range(2):
+        kernels.send(values(), USE.parts[0])
+    closing = threading.Thread(target=kernels.tier.close)
+    closing.start()
+    later.run_next(error)
+    assert closing.is_alive()
+    later.run_next(error)
+    closing.join(LIMIT_S)
+    assert not closing.is_alive()
+
+
+def test_nothing_is_compiled_for_payloads_of_nothing(make):
+    use = SlotUse(PayloadShape((0, 4), jnp.dtype("float32")), 4)
+    make(KERNELS).tier.compile(use, PLACEMENT)
+
+
+def test_where_there_are_no_kernels_the_reason_is_told():
+    tier = KernelTier(RegisteredMemory(CudaDriver(FakeLibrary(), 0)), PinnedHostTier())
+    reason = why_not(tier, partial(try_tier, placement=PLACEMENT))
+    assert reason == "NoKernelsError('got cpu (cpu), expected a CUDA GPU')"
+
+
+def test_arrays_on_several_devices_are_refused(make):
+    placement: Any = SimpleNamespace(device_set={1, 2})
+    with pytest.raises(ValueError, match="got arrays on 2 devices, expected one"):
+        make(KERNELS).tier.compile(USE, placement)

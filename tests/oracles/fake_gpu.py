@@ -1,0 +1,299 @@
+"""What stands for a GPU in tests of copies: driver, kernels, programs that run later, slots."""
+
+import ctypes
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
+
+from jaxmorph.pallas_kernels import SlotControl
+from jaxmorph.pallas_kernels.control import check_words, checked_bytes
+
+WORD = jax.ShapeDtypeStruct((1,), jnp.uint32)
+AWAY = 1 << 44  # between an address here and the device's of the same memory
+NOT_READY = 600
+LIMIT_S = 20.0
+
+
+class FakeLibrary:
+    """A library that stands for libcuda: it notes what it is called with, and copies on the host.
+
+    Streams run what is enqueued at once, or, while `held`, when `run` is called.
+
+    Args:
+        held: Whether streams wait for `run`.
+        missing: Functions that the library doesn't have.
+        failing: What others return.
+    """
+
+    def __init__(self, *, held=False, missing=(), failing=None):
+        self.held, self.missing, self.failing = held, set(missing), dict(failing or {})
+        self.calls = []
+        self.current = {}  # each thread's context
+        self.registered = {}
+        self.happened = {}
+        self.lock = threading.RLock()
+        self._waiting = []
+        self._next_handle = 1
+
+    def __getattr__(self, name):
+        if not name.startswith("cu") or name in self.missing:
+            raise AttributeError(name)
+
+        def call(*arguments):
+            plain = [getattr(each, "value", None) for each in arguments]
+            with self.lock:
+                self.calls.append((name, *plain))
+            if name in self.failing:
+                return self.failing[name]
+            return getattr(self, f"_{name}", lambda *_: 0)(*arguments) or 0
+
+        return call
+
+    def names(self):
+        return [call[0] for call in self.calls]
+
+    def run(self):
+        """Run what streams hold, in the order in which it was enqueued."""
+        with self.lock:
+            waiting, self._waiting = self._waiting, []
+        for work in waiting:
+            work()
+
+    def enqueue(self, work):
+        if self.held:
+            with self.lock:
+                self._waiting.append(work)
+        else:
+            work()
+
+    def _cuDriverGetVersion(self, found, /):  # noqa: N802
+        found._obj.value = 13000
+
+    def _cuGetErrorName(self, code, found, /):  # noqa: N802
+        found._obj.value = {304: b"CUDA_ERROR_OPERATING_SYSTEM"}.get(code.value, b"CUDA_ERROR")
+
+    def _cuDeviceGet(self, device, number, /):  # noqa: N802
+        device._obj.value = number.value
+
+    def _cuDevicePrimaryCtxRetain(self, context, device, /):  # noqa: N802
+        context._obj.value = 1 + device.value
+
+    def _cuCtxSetCurrent(self, context, /):  # noqa: N802
+        self.current[threading.get_ident()] = context.value
+
+    def _cuMemHostRegister_v2(self, address, num_bytes, flags, /):  # noqa: N802
+        assert threading.get_ident() in self.current
+        assert flags.value == 3
+        assert address.value not in self.registered
+        self.registered[address.value] = num_bytes.value
+
+    def _cuMemHostUnregister(self, address, /):  # noqa: N802
+        del self.registered[address.value]
+
+    def _cuMemHostGetDevicePointer_v2(self, found, address, flags, /):  # noqa: N802
+        found._obj.value = address.value + AWAY
+
+    def _cuStreamCreate(self, made, flags, /):  # noqa: N802
+        self._make(made)
+
+    def _cuEventCreate(self, made, flags, /):  # noqa: N802
+        self._make(made)
+
+    def _make(self, made):
+        made._obj.value, self._next_handle = self._next_handle, self._next_handle + 1
+
+    def _cuMemcpyDtoHAsync_v2(self, address, source, num_bytes, stream, /):  # noqa: N802
+        self.require_registered(address.value, num_bytes.value)
+        self.enqueue(lambda: ctypes.memmove(address.value, source.value, num_bytes.value))
+
+    def _cuStreamWriteValue32_v2(self, stream, address, value, flags, /):  # noqa: N802
+        self.require_registered(address.value - AWAY, 4)
+        word = ctypes.c_uint32.from_address(address.value - AWAY)
+        self.enqueue(lambda: setattr(word, "value", value.value))
+
+    def _cuEventRecord(self, event, stream, /):  # noqa: N802
+        happened = self.happened[event.value] = threading.Event()
+        self.enqueue(happened.set)
+
+    def _cuEventQuery(self, event, /):  # noqa: N802
+        return 0 if self.happened[event.value].is_set() else NOT_READY
+
+    def _cuEventSynchronize(self, event, /):  # noqa: N802
+        assert self.happened[event.value].wait(LIMIT_S)
+
+    def _cuStreamSynchronize(self, stream, /):  # noqa: N802
+        self.run()
+
+    def require_registered(self, address, num_bytes):
+        assert any(
+            start <= address and address + num_bytes <= start + length
+            for start, length in self.registered.items()
+        )
+
+
+class FakeKernels:
+    """Callbacks that stand for the copy kernels, on a device that a `FakeLibrary` stands for.
+
+    They ask of their operands what the kernels ask, are told of slots by the device's addresses,
+    and their copies into slots run on its streams.
+
+    Attributes:
+        told: What every launch was told of its slot.
+        arrivals: Where every launch counted its arrivals.
+        error: What launches raise.
+        status_off: By how much the status of a copy out of a slot is wrong.
+    """
+
+    def __init__(self, library):
+        self.library = library
+        self.told, self.arrivals = [], []
+        self.error, self.status_off = None, 0
+
+    def copy_to_host(self, payload, control, arrivals, *, slot_bytes):
+        check_words("copy_to_host", control, arrivals)
+        num_bytes = checked_bytes("copy_to_host", payload.shape, payload.dtype, slot_bytes)
+
+        def called(_, ticket, payload, control, arrivals):
+            told = self._launched(control, arrivals, num_bytes)
+            assert payload.shape == (num_bytes,)
+            copied = np.asarray(payload).copy()
+            self.library.enqueue(lambda: self.copy(copied, told))
+            np.asarray(ticket)[...] = told.number
+
+        flat = jax.lax.bitcast_convert_type(payload.reshape(-1), jnp.uint8).reshape(-1)
+        return buffer_callback(called, WORD, has_side_effect=True)(flat, control, arrivals)
+
+    def copy(self, payload, told):
+        """Fill a slot, and only then give the signal its number."""
+        ctypes.memmove(told.payload_address, payload.ctypes.data, payload.nbytes)
+        if told.signal_address:
+            ctypes.c_uint32.from_address(told.signal_address).value = told.number
+
+    def copy_from_host(self, control, arrivals, *, shape, dtype, slot_bytes):
+        check_words("copy_from_host", control, arrivals)
+        num_bytes = checked_bytes("copy_from_host", shape, dtype, slot_bytes)
+
+        def called(_, out, control, arrivals):
+            into, status = map(np.asarray, out)
+            told = self._launched(control, arrivals, num_bytes)
+            ctypes.memmove(into.ctypes.data, told.payload_address, into.nbytes)
+            status[...] = (told.number - self.status_off) & 0xFFFFFFFF
+
+        outputs = (jax.ShapeDtypeStruct((num_bytes,), jnp.uint8), WORD)
+        flat, status = buffer_callback(called, outputs, has_side_effect=True)(control, arrivals)
+        item_bytes = jnp.dtype(dtype).itemsize
+        rows = flat.reshape(-1, item_bytes) if item_bytes > 1 else flat
+        return jax.lax.bitcast_convert_type(rows, dtype).reshape(shape), status
+
+    def _launched(self, control, arrivals, num_bytes):
+        """The slot as the host finds it."""
+        told, counter = unpack(np.asarray(control)), np.asarray(arrivals)
+        assert counter.tolist() == [0, 0]
+        self.told.append(told)
+        self.arrivals.append(counter.ctypes.data)
+        if self.error is not None:
+            raise self.error
+        payload, signal = told.payload_address - AWAY, told.signal_address
+        self.library.require_registered(payload, num_bytes)
+        if signal:
+            self.library.require_registered(signal - AWAY, 4)
+        return told._replace(payload_address=payload, signal_address=signal and signal - AWAY)
+
+
+def unpack(words):
+    """What control words say: the inverse of `pack`, with the number below 2**32."""
+    low, high, signal_low, signal_high, ack_low, ack_high, number, spin_us = words.tolist()
+    signal, acknowledgement = signal_high << 32 | signal_low, ack_high << 32 | ack_low
+    return SlotControl(high << 32 | low, number, signal, acknowledgement, spin_us)
+
+
+class LaterDevice:
+    """Compiles programs that run when `run_next` is called. (A CPU runs callbacks' at once.)
+
+    Args:
+        compiling: Compiles a program that runs at once.
+    """
+
+    def __init__(self, compiling):
+        self._compiling = compiling
+        self._launches = []
+
+    def compile(self, program):
+        compiled = self._compiling(program)
+
+        def launch(*operands):
+            self._launches.append(_Launch(lambda: compiled(*operands)))
+            return self._launches[-1].results(jax.eval_shape(program.traceable, *program.operands))
+
+        return launch
+
+    def run_next(self, error=None):
+        """Run the first program that has not run, or have it fail."""
+        self._launches.pop(0).run(error)
+
+
+class _Launch:
+    def __init__(self, work):
+        self.over, self.error, self.given = threading.Event(), None, None
+        self._work = work
+
+    def run(self, error):
+        self.error = error
+        if error is None:
+            self.given = self._work()
+        self.over.set()
+
+    def results(self, like):
+        if isinstance(like, tuple):
+            return tuple(_Result(self, index) for index in range(len(like)))
+        return _Result(self)
+
+
+class _Result:
+    """Behaves like an array that is being computed."""
+
+    def __init__(self, launch, index=None):
+        self._launch, self._index = launch, index
+
+    def is_ready(self):
+        return self._launch.over.is_set()
+
+    def block_until_ready(self):
+        assert self._launch.over.wait(LIMIT_S)
+        if self._launch.error is not None:
+            raise self._launch.error
+        return self
+
+    def __array__(self, dtype=None, copy=None):
+        self.block_until_ready()
+        given = self._launch.given
+        return np.asarray(given if self._index is None else given[self._index])
+
+
+class _Slot:
+    """Memory that notes what it is told."""
+
+    def __init__(self, sequence, num_bytes):
+        self.sequence = sequence
+        self.payload = np.zeros(num_bytes, np.uint8)
+        self.address = self.payload.ctypes.data
+        self.signal_address = 0
+        self.is_posted = False
+        self.said = []
+
+    def post(self, num_bytes, tag):
+        self.is_posted = True
+        self.said.append(("post", num_bytes, tag, self.payload[:num_bytes].any()))
+
+    def complete(self):
+        self.said.append("complete")
+
+    def withdraw(self):
+        self.said.append("withdraw")
+
+
+Slot: Any = _Slot  # where an `OutgoingSlot` is expected
