@@ -22,7 +22,7 @@ from jaxmorph.transport.slots import Slots
 
 _ASK_AGAIN_S = 0.002
 _LONGEST_S = 0.25
-_FLUSH_S = 2.0
+_FLUSH_S = 5.0
 _NEVER = math.inf
 
 

@@ -1,26 +1,33 @@
-"""Channels between two ranks, and messages that go through them, for tests of data planes."""
+"""Two ranks' data planes, channels between them, and messages that go through them."""
 
+import contextlib
 import threading
 import time
 import zlib
 
 import numpy as np
+import pytest
 
+from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.link_emulator import LinkCondition
 from jaxmorph.transport.names import ChannelName
-from jaxmorph.transport.plane import ChannelSpec
+from jaxmorph.transport.plane import ChannelSpec, TransportSettings
 
 THERE, BACK = ChannelName(1, 0, 1), ChannelName(1, 1, 0)
-BESIDE, BEHIND = ChannelName(2, 0, 1), ChannelName(3, 0, 1)  # more channels of the same direction
 SECRET = bytes(range(32))
 PATIENCE_S = 30.0
-NEAR_THE_WRAP = 2**32 - 3
 CLOCK_ERROR_S = 0.05
-FLUSH_S = 2.0  # `close` waits at least so long for messages that can't arrive
 
 
 def soon(seconds=PATIENCE_S):
     return time.monotonic() + seconds
+
+
+def wait_for(condition, what, seconds=PATIENCE_S):
+    deadline_s = soon(seconds)
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{what} didn't happen in time"
+        time.sleep(0.01)
 
 
 def spec(name=THERE, slot_bytes=1000, num_slots=4):
@@ -32,9 +39,24 @@ def link(**condition):
     return LinkCondition(between=(0, 1), **condition)
 
 
-def emulate(plane, *conditions, origin_s=None):
-    """Returns once messages that are posted from now on are subject to it."""
-    plane.emulate(conditions, origin_s)
+@contextlib.contextmanager
+def joined(*specs, start=SidecarPlane.start, flush=True, **settings):
+    """Rank 0 and rank 1 with these channels, connected."""
+    with contextlib.ExitStack() as closing:
+        planes = []
+        for rank in (0, 1):
+            outgoing = [each for each in specs if each.name.source == rank]
+            incoming = [each for each in specs if each.name.destination == rank]
+            planes.append(start(rank, outgoing, incoming, TransportSettings(**settings)))
+            closing.callback(planes[-1].close, flush=flush)
+        connect(planes)
+        yield planes
+
+
+def connect(planes, by_way_of=None):
+    """Have both ranks meet; rank 0 reaches rank 1 at another address, if one is given."""
+    planes[0].connect({1: [by_way_of] if by_way_of else planes[1].addresses()}, SECRET)
+    planes[1].connect({0: planes[0].addresses()}, SECRET)
 
 
 def content(number, num_bytes):
@@ -49,8 +71,8 @@ def send(plane, channel, number, num_bytes):
     return slot.sequence
 
 
-def receive(plane, channel, number, num_bytes, deadline_s=None):
-    slot = plane.take(channel, deadline_s or soon())
+def receive(plane, channel, number, num_bytes):
+    slot = plane.take(channel, soon())
     assert slot.tag == (0, number, num_bytes, 0, 0, 0, 0, 0)
     assert slot.payload.shape == (num_bytes,)
     assert zlib.crc32(slot.payload) == zlib.crc32(content(number, num_bytes))
@@ -62,6 +84,29 @@ def reserve_all(plane, channel):
     """One slot more than `spec` has."""
     for _ in range(5):
         plane.reserve(channel, soon())
+
+
+def exchange(planes, number, num_bytes=10, channel=THERE):
+    """Send one message there and receive it."""
+    send(planes[channel.source], channel, number, num_bytes)
+    return receive(planes[channel.destination], channel, number, num_bytes)
+
+
+def traffic(planes, count, disturb=lambda number: None, num_bytes=100_000, first=0):
+    """Send messages one way, and disturb after each that has arrived; then no more come."""
+    numbers = range(first, first + count)
+    sender = in_thread(lambda: [send(planes[0], THERE, number, num_bytes) for number in numbers])
+    for number in numbers:
+        receive(planes[1], THERE, number, num_bytes)
+        disturb(number)
+    sender.join()
+    with pytest.raises(TimeoutError):
+        planes[1].take(THERE, soon(0.1))
+
+
+def kinds(plane):
+    """The kinds of a plane's events since the last call."""
+    return [event["kind"] for event in plane.events()]
 
 
 def await_clock(plane, peer=0):
@@ -76,41 +121,20 @@ def await_clock(plane, peer=0):
         time.sleep(0.01)
 
 
-def in_thread(work, *arguments):
+def in_thread(work):
     """Run beside the test; `join` raises what it raised."""
-    return _Thread(work, arguments)
-
-
-class Keeper:
-    """Keeps the memory that it is told of."""
-
-    def __init__(self):
-        self.known = {}
-
-    def add(self, address, num_bytes):
-        assert address not in self.known
-        self.known[address] = num_bytes
-
-    def remove(self, address):
-        del self.known[address]
-
-    def has(self, address, num_bytes):
-        """Whether it is told of all of a piece."""
-        return any(
-            start <= address and address + num_bytes <= start + length
-            for start, length in self.known.items()
-        )
+    return _Thread(work)
 
 
 class _Thread:
-    def __init__(self, work, arguments):
+    def __init__(self, work):
         self._error = None
-        self._thread = threading.Thread(target=self._run, args=(work, arguments), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
         self._thread.start()
 
-    def _run(self, work, arguments):
+    def _run(self, work):
         try:
-            work(*arguments)
+            work()
         except BaseException as error:
             self._error = error
 
