@@ -183,6 +183,8 @@ def test_a_slot_is_the_receivers_until_its_release(planes, channel):
     with pytest.raises(ValueError, match="read-only"):
         held[0].payload[0] = 1
     held[1].release()  # out of order: nothing is free before the first is released, too
+    with pytest.raises(TimeoutError):
+        second.take(there, soon(0.1))
     held[0].release()
     for number in (2, 3):
         receive(second, there, number, 500)

@@ -1,13 +1,14 @@
 """A member of the run that claims what can't be: its connection is dropped, and nothing is lost."""
 
 import contextlib
+import queue
 import socket
 import time
 from typing import Any, cast
 
 import pytest
-from exchanges import SECRET, THERE, send, spec
-from handmade_receiver import HandmadeReceiver
+from exchanges import BACK, PATIENCE_S, SECRET, THERE, send, spec
+from handmade import HandmadeReceiver
 from hostile_lanes import Connection, Loop
 from lone_sender import CHUNK_BYTES, NAME, NUM_SLOTS, SLOT_BYTES, LoneSender
 
@@ -175,22 +176,73 @@ def test_a_sender_is_believed_no_more(frame):
     assert link.statistics()["violations"] == 1
 
 
-def test_a_sidecar_survives_a_receiver_that_counts_what_was_never_posted():
-    settings = TransportSettings(lanes=1)
+@pytest.fixture
+def dialling():
+    """Rank 0, which has been told to dial a listener of the test's."""
     with contextlib.ExitStack() as closing:
-        plane = SidecarPlane.start(0, [spec()], [], settings)
-        closing.callback(lambda: plane.close(flush=False))
+        settings = TransportSettings(lanes=1)
+        plane = SidecarPlane.start(0, [spec(THERE)], [spec(BACK)], settings)
+        closing.callback(plane.close, flush=False)
         listener = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
-        listener.settimeout(20)
-        plane.connect({1: [listener.getsockname()]}, SECRET)
-        with HandmadeReceiver(listener) as receiver:
-            receiver.say(Resume(THERE, 1, 5))
-            assert receiver.is_dropped()
-        with HandmadeReceiver(listener) as receiver:
-            receiver.say(Resume(THERE, 0, 4))
-            send(plane, THERE, 0, 10)
-            assert receiver.hear(Chunk).sequence == 0
-            receiver.say(Acknowledge(THERE, 0, 0, 1, 5))
-            for number in range(1, 5):  # the last has the slot of the first
-                send(plane, THERE, number, 10)
-            assert plane.statistics()["peers"]["1"]["sending"]["violations"] == 1
+        listener.settimeout(PATIENCE_S)
+        yield plane, listener
+
+
+def test_a_sidecar_survives_counts_of_what_was_never_posted(dialling):
+    plane, listener = dialling
+    plane.connect({1: [listener.getsockname()]}, SECRET)
+    with HandmadeReceiver(listener) as receiver:
+        receiver.say(Resume(THERE, 1, 5))
+        assert receiver.is_dropped()
+    with HandmadeReceiver(listener) as receiver:
+        receiver.say(Resume(THERE, 0, 4))
+        send(plane, THERE, 0, 10)
+        assert receiver.hear_next(Chunk).sequence == 0
+        receiver.say(Acknowledge(THERE, 0, 0, 1, 5))
+        for number in range(1, 5):  # the last has the slot of the first
+            send(plane, THERE, number, 10)
+        assert plane.statistics()["peers"]["1"]["sending"]["violations"] == 1
+
+
+class HeldRecords:
+    """What a plane's sidecar says, which the plane hears when the test lets it."""
+
+    def __init__(self, plane):
+        self._plane, self._said = plane, queue.SimpleQueue()
+        plane._sidecar._heard = self._said.put
+
+    def next_of(self, kind):
+        while (record := self._said.get(timeout=PATIENCE_S))["kind"] != kind:
+            pass
+        return record
+
+    def let(self, record):
+        self._plane._hear(record)
+
+
+def met(plane):
+    """The peers of which a new sidecar would be told that they have been there."""
+    (peers,) = (record["peers"] for record, _ in plane._set_up(2) if record["kind"] == "met")
+    return peers
+
+
+def test_late_reports_are_not_believed_of_peers_connected_anew(dialling):
+    plane, listener = dialling
+    records = HeldRecords(plane)
+    plane.connect({1: [listener.getsockname()]}, SECRET)
+    with HandmadeReceiver(listener) as receiver:
+        late = [records.next_of("lane_up")]
+        receiver.say(Gone(1, "its trainer has ended"))
+        late.append(records.next_of("peer_gone"))
+        first_generation = receiver.introduction.generation
+    plane.connect({1: [listener.getsockname()]}, SECRET)
+    for record in late:
+        records.let(record)
+    assert met(plane) == []
+    with pytest.raises(TimeoutError):
+        plane.take(BACK, time.monotonic())
+    with HandmadeReceiver(listener) as receiver:
+        # Its new engines know nothing of chunks that were acknowledged before.
+        assert receiver.introduction.generation > first_generation
+        records.let(records.next_of("lane_up"))
+    assert met(plane) == [1]

@@ -7,7 +7,8 @@ import socket
 import pytest
 from lone_sender import CHUNK_BYTES, NAME, NUM_SLOTS, LoneSender
 
-from jaxmorph.transport import connecting, sending_link
+from jaxmorph.transport import connecting, link, sending_link
+from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator
 from jaxmorph.transport.outgoing_lanes import LEAST_PATIENCE_S, PING_S
 from jaxmorph.transport.wire import Acknowledge, Ping, Resume
 
@@ -61,23 +62,11 @@ class TimedSender(LoneSender):
         self.say(Acknowledge(NAME, chunk.sequence, chunk.offset, 0, NUM_SLOTS))
 
 
-class Held:
-    """A link that lets go of every message after a while."""
-
-    def __init__(self, hold_s):
-        self.hold_s = hold_s
-
-    def departure_s(self, source, destination, tag, num_bytes, now_s):
-        return now_s + self.hold_s
-
-    def is_cut(self, source, destination, step, now_s):
-        return False
-
-
 @pytest.fixture
 def sender(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(sending_link, "time", clock)
+    for module in (sending_link, link):
+        monkeypatch.setattr(module, "time", clock)
     with contextlib.closing(TimedSender(clock)) as sender:
         yield sender
 
@@ -103,25 +92,25 @@ def test_an_idle_lane_is_asked_for_a_sign_of_life_at_its_time_and_not_before(joi
     assert [type(frame) for frame in joined.go_on(0.01 * PING_S)] == [Ping]
 
 
-def test_a_connection_for_a_lane_that_is_wanted_no_more_is_given_up_in_time(joined, monkeypatch):
+def test_lanes_that_are_wanted_are_dialled_and_given_up_when_not(joined, monkeypatch):
     joined.welcome(1)
-    wanted = [3]
+    wanted = [4]
     monkeypatch.setattr(connecting, "_HANDSHAKE_S", 0.5)  # less than a lane without answers lives
     monkeypatch.setattr(joined.link, "_fixed", None)
     monkeypatch.setattr(joined.link.engine, "lanes_wanted", lambda *_: wanted[0])
-    with socket.create_server(("127.0.0.1", 0)) as silent:
+    with socket.create_server(("127.0.0.1", 0)) as silent, contextlib.ExitStack() as closing:
         joined.link._addresses = [silent.getsockname()]
         joined.go_on()
         silent.settimeout(10)
-        connection, _ = silent.accept()
-        with connection:
-            wanted[0] = 2
-            for _ in range(3):
-                joined.go_on(0.3)
+        connections = [closing.enter_context(silent.accept()[0]) for _ in range(2)]
+        wanted[0] = 2
+        for _ in range(3):
+            joined.go_on(0.3)
+        for connection in connections:
             connection.settimeout(10)
             assert connection.recv(1) == b""
     joined.look()
-    assert joined.next_after_s() > 0  # and nothing is to be done for it
+    assert joined.next_after_s() > 0  # and nothing is to be done for them
 
 
 def test_a_new_lane_is_gone_on_with_at_once(joined):
@@ -155,7 +144,7 @@ def test_what_has_been_heard_lets_the_next_chunk_leave_before_the_time_has_come(
 
 
 def test_an_emulated_link_lets_go_of_a_message_exactly_when_it_says(joined):
-    joined.link.engine.emulate(Held(0.0305))
+    joined.link.engine.emulate(LinkEmulator([LinkCondition((0, 1), latency_ms=30.5)]))
     joined.link.next_s = 0.0  # as the sidecar does then
     joined.go_on()
     joined.post(10)

@@ -7,254 +7,168 @@ import socket
 import time
 from pathlib import Path
 
+import exchanges
 import pytest
-from exchanges import BACK, SECRET, THERE, receive, send, soon, spec
+from exchanges import BACK, SECRET, THERE, joined, soon, spec
+from handmade import CHUNK_BYTES, Guest
 
-from jaxmorph.transport.client import SidecarPlane
-from jaxmorph.transport.connecting import new_nonce, sign_introduction
-from jaxmorph.transport.plane import TransportSettings
-from jaxmorph.transport.wire import (
-    TO_DIALLER,
-    Challenge,
-    Chunk,
-    FrameReader,
-    Gone,
-    Introduce,
-    Ping,
-    Welcome,
-    pack,
-)
-
-CHUNK_BYTES = TransportSettings().chunk_bytes
+from jaxmorph.transport import connecting
+from jaxmorph.transport.connecting import Greeter, Identity
+from jaxmorph.transport.event_loop import EventLoop
+from jaxmorph.transport.wire import Chunk, Gone, Ping, pack
 
 
-@contextlib.contextmanager
-def joined_planes():
-    with contextlib.ExitStack() as closing:
-        planes = []
-        for rank, (outgoing, incoming) in enumerate([(THERE, BACK), (BACK, THERE)]):
-            planes.append(SidecarPlane.start(rank, [spec(outgoing)], [spec(incoming)]))
-            closing.callback(planes[-1].close)
-        for rank, plane in enumerate(planes):
-            plane.connect({1 - rank: planes[1 - rank].addresses()}, SECRET)
-        yield planes
+class Pair:
+    """Two ranks that go on to exchange messages, of which the second is bothered."""
+
+    def __init__(self, planes):
+        self.planes, self.bothered, self.number, self._strangers = planes, planes[1], 0, 0
+
+    def exchange(self):
+        exchanges.exchange(self.planes, self.number, 500)
+        self.number += 1
+
+    def received(self):
+        return self.bothered.statistics()["peers"]["0"]["receiving"]
+
+    def new_strangers(self):
+        before, self._strangers = self._strangers, self.bothered.statistics()["strangers"]
+        return self._strangers - before
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pair():
-    with joined_planes() as planes:
-        yield planes
+    with joined(spec(THERE), spec(BACK)) as planes:
+        pair = Pair(planes)
+        pair.exchange()
+        yield pair
 
 
 @pytest.fixture
-def logged(capfd):
-    """Two planes whose sidecars inherit a log, made by the test: captures begin anew with it."""
-
-    @contextlib.contextmanager
-    def joined():
-        with joined_planes() as planes:
-            yield planes, lambda: capfd.readouterr().err
-
-    return joined
-
-
-def exchange(planes, number):
-    send(planes[0], THERE, number, 500)
-    receive(planes[1], THERE, number, 500)
-
-
-def strangers(plane):
-    return plane.statistics()["strangers"]
-
-
-class Guest:
-    """A connection to a sidecar, made by hand."""
-
-    def __init__(self, plane):
-        self._socket = socket.create_connection(plane.addresses()[0], timeout=20)
-        self._reader = FrameReader(TO_DIALLER)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._socket.close()
-
-    def say(self, data):
-        with contextlib.suppress(ConnectionError):
-            self._socket.sendall(data)
-
-    def hear(self):
-        while (frame := self._reader.next_frame()) is None:
-            data = self._socket.recv(4096)
-            if not data:
-                return None
-            self._reader.feed(data)
-        return frame
-
-    def is_dropped(self):
-        with contextlib.suppress(ConnectionError):
-            while self._socket.recv(4096):
-                pass
-        return True
-
-    def introduce(self, **changed):
-        challenge = self.hear()
-        assert isinstance(challenge, Challenge)
-        said = {
-            "rank": 0,
-            "destination": 1,
-            "generation": 1,
-            "lane": 9,
-            "chunk_bytes": CHUNK_BYTES,
-            "algorithms": (2,),
-            **changed,
-        }
-        secret = said.pop("secret", SECRET)
-        frame = sign_introduction(secret, challenge, Introduce(nonce=new_nonce(), **said))
-        self.say(pack(frame))
-        return frame
+def guest(pair):
+    """A stranger, at first; after it all goes on."""
+    with Guest(pair.bothered) as guest:
+        yield guest
+    pair.exchange()
 
 
 def test_random_bytes_are_dropped_and_counted(pair):
-    exchange(pair, 0)
     rng = random.Random(5)
-    for number in range(1, 21):
-        with Guest(pair[1]) as guest:
+    for _ in range(20):
+        with Guest(pair.bothered) as guest:
             guest.say(rng.randbytes(rng.randrange(50, 5000)))
             assert guest.is_dropped()
-        if number % 5 == 0:
-            exchange(pair, number)
-    assert strangers(pair[1]) == 20
+    pair.exchange()
+    assert pair.new_strangers() == 20
 
 
-def test_many_strangers_are_one_line_in_the_log(logged):
-    with logged() as (planes, log):
-        for _ in range(12):
-            with Guest(planes[1]) as guest:
-                guest.say(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
-                assert guest.is_dropped()
-        assert strangers(planes[1]) == 12
-        lines = [line for line in log().splitlines() if "stranger" in line]
-    assert len(lines) == 1
-    assert "sidecar of rank 1: a stranger was turned away" in lines[0]
+def test_a_wrong_secret_gets_no_answer(pair, guest):
+    guest.introduce(secret=bytes(32))
+    assert guest.hear() is None
+    assert pair.new_strangers() == 1
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/environ").exists(), reason="processes can't be looked into here"
-)
-def test_the_secret_is_in_no_argument_no_environment_and_no_log(logged):
-    with logged() as (planes, log):
-        exchange(planes, 0)
-        with Guest(planes[1]) as guest:  # something to be logged
-            guest.introduce(secret=bytes(32))
-            assert guest.is_dropped()
-        processes = [Path(f"/proc/{plane.sidecar_pid}") for plane in planes]
-        arguments = [(process / "cmdline").read_bytes() for process in processes]
-        environments = [(process / "environ").read_bytes() for process in processes]
-    logs = [log().encode()]
-    assert b"a stranger was turned away" in logs[0]
-    assert all(b"jaxmorph.transport.sidecar" in each for each in arguments)
-    assert all(b"PYTHONPATH=" in each for each in environments)
-    for written in (SECRET, SECRET.hex().encode(), base64.b64encode(SECRET), repr(SECRET).encode()):
-        told = [*arguments, *environments, *logs]
-        assert not any(written.lower() in each.lower() for each in told)
-
-
-def test_a_wrong_secret_gets_no_answer(pair):
-    with Guest(pair[1]) as guest:
-        guest.introduce(secret=bytes(32))
-        assert guest.hear() is None
-    assert strangers(pair[1]) == 1
-    exchange(pair, 0)
-
-
-def test_a_right_secret_is_welcomed_once_and_its_bytes_are_worth_nothing_again(pair):
-    exchange(pair, 0)
-    with Guest(pair[1]) as guest:
-        said = guest.introduce()
-        assert isinstance(guest.hear(), Welcome)
-    with Guest(pair[1]) as guest:
-        guest.say(pack(said))
-        assert guest.is_dropped()
-    assert strangers(pair[1]) == 1
-    exchange(pair, 1)
+def test_what_a_member_said_is_worth_nothing_again(pair, guest):
+    with Guest(pair.bothered) as member:
+        said = member.introduce()
+        assert member.hear() is not None
+    guest.say(said)
+    assert guest.is_dropped()
+    assert pair.new_strangers() == 1
 
 
 @pytest.mark.parametrize(
     "changed", [{"destination": 0}, {"rank": 7}, {"chunk_bytes": 1}, {"lane": 999}]
 )
-def test_an_introduction_that_makes_no_sense_is_turned_away(pair, changed):
-    with Guest(pair[1]) as guest:
-        guest.introduce(**changed)
-        assert guest.is_dropped()
-    assert strangers(pair[1]) == 1
-    exchange(pair, 0)
+def test_an_introduction_without_sense_is_turned_away(pair, guest, changed):
+    guest.introduce(**changed)
+    assert guest.is_dropped()
+    assert pair.new_strangers() == 1
 
 
-def test_half_a_handshake_and_silence_end_in_time_and_hold_nobody_up(pair):
-    exchange(pair, 0)
-    began_s = time.monotonic()
-    with Guest(pair[1]) as silent, Guest(pair[1]) as half:
-        half.say(pack(Gone(0, "x"))[:3])
-        exchange(pair, 1)
-        assert silent.is_dropped()
-        assert half.is_dropped()
-    assert time.monotonic() - began_s < 15
-    assert strangers(pair[1]) == 2
+@pytest.mark.parametrize("frame", [Gone(0, "not said by rank 0"), Ping(1)])
+def test_only_the_handshake_is_heard_before_its_end(pair, guest, frame):
+    guest.say(frame)
+    assert guest.is_dropped()
+    assert pair.new_strangers() == 1
 
 
-def test_only_the_handshake_is_heard_before_it_is_done(pair):
-    for frame in (Gone(0, "not said by rank 0"), Ping(1)):
-        with Guest(pair[1]) as guest:
-            guest.say(pack(frame))
-            assert guest.is_dropped()
-    exchange(pair, 0)
-    assert strangers(pair[1]) == 2
-
-
-CHUNK = Chunk(THERE, 1000, 500, 0, 500, (0,) * 8, 1)
+def test_silence_and_half_a_handshake_end_in_time(monkeypatch):
+    monkeypatch.setattr(connecting, "_HANDSHAKE_S", 0.05)
+    identity, turned_away = Identity(1, 1, SECRET, CHUNK_BYTES, checksum=True), []
+    loop = EventLoop()
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as guests:
+        greeter = Greeter(loop, [listener], identity, lambda *_: None, turned_away.append)
+        silent, half = (
+            guests.enter_context(socket.create_connection(listener.getsockname())) for _ in range(2)
+        )
+        half.sendall(pack(Gone(0, "x"))[:3])
+        deadline_s = soon()
+        while len(turned_away) < 2:
+            assert time.monotonic() < deadline_s
+            loop.turn(min(greeter.next_s, deadline_s))
+            greeter.turn(time.monotonic())
+        for each in (silent, half):
+            each.settimeout(20)
+            with contextlib.suppress(ConnectionError):
+                while each.recv(4096):
+                    pass
+        greeter.close()
 
 
 @pytest.mark.parametrize(
-    "chunk",
+    ("changed", "counted"),
     [
-        CHUNK,  # beyond the limit
-        CHUNK._replace(sequence=0, total=1 << 40, length=CHUNK_BYTES),  # longer than a slot
-        CHUNK._replace(sequence=0, offset=1, length=499),  # not where chunks begin
-        CHUNK._replace(sequence=0, channel=THERE._replace(kind=77)),
-        CHUNK._replace(sequence=0, channel=BACK),
+        ({"sequence": 1000}, "violations"),  # no room
+        ({"channel": THERE._replace(kind=77)}, "violations"),  # unknown
+        ({"channel": BACK}, "violations"),
+        ({"total": 1 << 40, "length": CHUNK_BYTES}, "violations"),  # longer than a slot
+        ({"offset": 1, "length": 499}, "violations"),  # not where chunks begin
+        ({"checksum": 1}, "wrong_checksums"),
     ],
-    ids=["no room", "too long", "askew", "unknown channel", "wrong direction"],
 )
-def test_a_member_that_breaks_the_rules_loses_its_lane_and_harms_nobody(pair, chunk):
-    with Guest(pair[1]) as guest:
-        guest.introduce()
-        assert isinstance(guest.hear(), Welcome)
-        guest.say(pack(chunk) + bytes(500))
-        assert guest.is_dropped()
-    assert pair[1].statistics()["peers"]["0"]["receiving"]["violations"] == 1
-    for number in range(6):
-        exchange(pair, number)
+def test_a_member_that_breaks_the_rules_loses_its_lane(pair, guest, changed, counted):
+    before = pair.received()[counted]
+    guest.become_member()
+    chunk = Chunk(THERE, pair.number, 500, 0, 500, (0,) * 8, 1)
+    guest.say(pack(chunk._replace(**changed)) + bytes(500))
+    assert guest.is_dropped()
+    assert pair.received()[counted] == before + 1
 
 
-def test_a_wrong_checksum_ends_the_lane_and_is_counted(pair):
-    with Guest(pair[1]) as guest:
-        guest.introduce()
-        assert isinstance(guest.hear(), Welcome)
-        guest.say(pack(CHUNK._replace(sequence=0, checksum=1)) + bytes(500))
-        assert guest.is_dropped()
-    assert pair[1].statistics()["peers"]["0"]["receiving"]["wrong_checksums"] == 1
-
-
-def test_more_connections_than_are_waited_for_hold_nobody_up(pair):
-    exchange(pair, 0)
+def test_many_connections_hold_nobody_up(pair):
     with contextlib.ExitStack() as guests:
         for _ in range(100):
-            guests.enter_context(Guest(pair[1]))
-        exchange(pair, 1)
-        with Guest(pair[1]) as member:
-            member.introduce()
-            assert isinstance(member.hear(), Welcome)
+            guests.enter_context(Guest(pair.bothered))
+        pair.exchange()
+        with Guest(pair.bothered) as member:
+            member.become_member()
     with pytest.raises(TimeoutError):
-        pair[1].take(THERE, soon(0.05))
+        pair.bothered.take(THERE, soon(0.05))
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="processes can't be looked into here"
+)
+def test_strangers_are_one_line_in_the_log_and_the_secret_nowhere(capfd):
+    with joined(spec(THERE), spec(BACK)) as planes:
+        exchanges.exchange(planes, 0)
+        for _ in range(12):
+            with Guest(planes[1]) as guest:
+                guest.say(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
+                assert guest.is_dropped()
+        with Guest(planes[1]) as guest:
+            guest.introduce(secret=bytes(32))
+            assert guest.is_dropped()
+        assert planes[1].statistics()["strangers"] == 13
+        processes = [Path(f"/proc/{plane.sidecar_pid}") for plane in planes]
+        arguments = [(process / "cmdline").read_bytes() for process in processes]
+        environments = [(process / "environ").read_bytes() for process in processes]
+    log = capfd.readouterr().err
+    (line,) = (line for line in log.splitlines() if "stranger" in line)
+    assert "sidecar of rank 1: a stranger was turned away" in line
+    assert all(b"jaxmorph.transport.sidecar" in each for each in arguments)
+    assert all(b"PYTHONPATH=" in each for each in environments)
+    seen = [each.lower() for each in (*arguments, *environments, log.encode())]
+    for written in (SECRET, SECRET.hex().encode(), base64.b64encode(SECRET), repr(SECRET).encode()):
+        assert not any(written.lower() in each for each in seen)

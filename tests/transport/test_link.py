@@ -1,7 +1,16 @@
-import random
+"""What both halves of a link share: the peer's clock, and when it is asked for."""
 
+import math
+import random
+from typing import Any, cast
+
+from hostile_lanes import Connection, Loop
+from lone_sender import CHUNK_BYTES
+
+from jaxmorph.transport.lanes import TcpLane
 from jaxmorph.transport.link import ClockOffset
-from jaxmorph.transport.wire import Pong
+from jaxmorph.transport.receiving_link import ReceivingLink
+from jaxmorph.transport.wire import TO_RECEIVER, FrameReader, Pong
 
 AHEAD_NS = 7_000_000_123
 
@@ -17,13 +26,9 @@ def answered(clock, sent_ns, there_ns, back_ns, own_ns=1000, ahead_ns=AHEAD_NS):
     clock.learn(Pong(sent_ns, received_ns, received_ns + own_ns), now_ns)
 
 
-def test_nothing_is_known_at_first():
-    clock = ClockOffset()
-    assert (clock.offset_ns, clock.error_ns) == (0, None)
-
-
 def test_equal_ways_give_the_offset():
     clock = ClockOffset()
+    assert (clock.offset_ns, clock.error_ns) == (0, None)
     answered(clock, 0, 50_000, 50_000)
     assert clock.offset_ns == AHEAD_NS
     assert clock.error_ns == 50_000
@@ -53,3 +58,23 @@ def test_an_answer_before_its_question_is_not_believed():
     clock = ClockOffset()
     clock.learn(Pong(100, 0, 1000), 200)
     assert clock.error_ns is None
+
+
+def asked_s(link, until_s):
+    """When it asks, for who lets it as soon as it wants to."""
+    moments_s = []
+    while link.next_s < until_s:
+        moments_s.append(link.next_s)
+        link.turn(link.next_s)
+    return moments_s
+
+
+def test_the_clock_is_asked_for_often_at_first():
+    connection = Connection()
+    link = ReceivingLink(cast(Any, Loop()), 1, 0, lambda kind, **details: None)
+    link.turn(0.0)
+    assert link.next_s == math.inf  # nobody to ask
+    link.take(0, TcpLane(cast(Any, connection), FrameReader(TO_RECEIVER)), 1, CHUNK_BYTES)
+    assert len(asked_s(link, 1.0)) == 10
+    assert len(asked_s(link, 11.0)) == 10
+    assert connection.sent

@@ -1,3 +1,5 @@
+import zlib
+
 import pytest
 
 from jaxmorph.transport.connecting import (
@@ -6,6 +8,14 @@ from jaxmorph.transport.connecting import (
     new_nonce,
     sign_introduction,
     sign_welcome,
+)
+from jaxmorph.transport.lanes import (
+    CHECKSUMS,
+    CRC32,
+    CRC32C,
+    NONE,
+    chosen_checksum,
+    offered_checksums,
 )
 from jaxmorph.transport.wire import Challenge, FrameError, Introduce, Welcome
 
@@ -34,7 +44,7 @@ def test_another_secret_is_refused_on_both_sides(spoken):
         check_welcome(b"another", challenge, frame, answer)
 
 
-def test_an_old_introduction_is_worth_nothing_to_a_new_challenge(spoken):
+def test_an_old_introduction_answers_no_new_challenge(spoken):
     _, frame, _ = spoken
     with pytest.raises(FrameError, match="proof"):
         check_introduction(SECRET, Challenge(new_nonce()), frame)
@@ -62,8 +72,29 @@ def test_a_proof_cannot_be_sent_back_to_its_maker(spoken):
         check_welcome(SECRET, challenge, frame, answer._replace(proof=frame.proof))
 
 
-def test_another_rank_than_the_one_dialled_is_refused(spoken):
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [(Welcome(7, 5, 2), "rank 7 answered"), (Welcome(2, 5, 3), "checksum 3 was not offered")],
+)
+def test_a_welcome_keeps_to_what_was_said(spoken, answer, says):
     challenge, frame, _ = spoken
-    answer = sign_welcome(SECRET, challenge, frame, Welcome(7, 5, 2))
-    with pytest.raises(FrameError, match="rank 7 answered"):
-        check_welcome(SECRET, challenge, frame, answer)
+    with pytest.raises(FrameError, match=says):
+        check_welcome(SECRET, challenge, frame, sign_welcome(SECRET, challenge, frame, answer))
+
+
+def test_the_best_checksum_that_both_can_do_is_used():
+    assert chosen_checksum((CRC32C, CRC32), (CRC32,)) == CRC32
+    assert chosen_checksum((CRC32C, CRC32), (CRC32C, CRC32)) == CRC32C
+    assert chosen_checksum((NONE,), (CRC32,)) == NONE
+    assert chosen_checksum((CRC32,), offered_checksums(wanted=False)) == NONE
+    with pytest.raises(ValueError, match="9"):
+        chosen_checksum((9,), (CRC32,))
+
+
+def test_every_checksum_goes_on_from_what_came_before():
+    assert CRC32 in offered_checksums()
+    for number in offered_checksums():
+        check = CHECKSUMS[number]
+        assert check(b"world", check(b"hello ")) == check(b"hello world")
+    assert CHECKSUMS[CRC32](b"abc") == zlib.crc32(b"abc")
+    assert CHECKSUMS[NONE](b"abc") == 0
