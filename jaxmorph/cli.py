@@ -175,7 +175,7 @@ def sample(
 ) -> int:
     """Print a prompt and how a run's model goes on."""
     from jaxmorph.commands.models import sample as sample_text
-    from jaxmorph.reporting.console import open_console
+    from jaxmorph.reporting.terminal import open_console
     from jaxmorph.training.saved_model import SamplingSettings
 
     settings = SamplingSettings(tokens, temperature, top_k, seed)

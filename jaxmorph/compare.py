@@ -15,14 +15,11 @@ from jaxmorph.config import Config, load_config, placed_error, placing_errors
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.reporting import claim_run_directory
-from jaxmorph.reporting.matrix_figure import save_matrix_figure
 from jaxmorph.reporting.matrix_table import matrix_markdown
-from jaxmorph.reporting.matrix_view import MatrixView, open_matrix_view
 from jaxmorph.reporting.page import REPORT, write_report
-from jaxmorph.reporting.page.comparison_files import RESULTS, TIMELINES
-from jaxmorph.reporting.recovery_figure import save_recovery_figure
 from jaxmorph.reporting.run_directory import plain_json
-from jaxmorph.reporting.run_matrix import Matrix, Run
+from jaxmorph.reporting.run_matrix import RESULTS, TIMELINES, Matrix, Run
+from jaxmorph.reporting.terminal import MatrixView
 from jaxmorph.runtime.launcher import OFFLOADING_THREADS, run_ranks
 from jaxmorph.start import check_run
 
@@ -44,7 +41,7 @@ def start_comparison(path: Path, overrides: Sequence[str]) -> int:
     command = shlex.join(["jaxmorph", "compare", str(path), *overrides])
     notes = comparison_notes(config, wanted, command)
     books = _Books(path.stem, wanted, directory, notes)
-    with closing(open_matrix_view()) as view:
+    with closing(MatrixView()) as view:
         view.say(f"writes {directory}")
         if "left aside" in notes:
             view.say(f"left aside: {notes['left aside']}")
@@ -109,6 +106,9 @@ class _Books:
         Returns:
             What of the rest could not be made, and why, a line each.
         """
+        # Imported here: an error in the configuration need not wait for Matplotlib.
+        from jaxmorph.reporting.matrix_figure import save_matrix_figure, save_recovery_figure
+
         matrix, directory = self.matrix(), self.directory
         _write(directory / RESULTS, json.dumps(plain_json(matrix.to_json()), indent=1) + "\n")
         made_of_them: dict[str, Callable[[], object]] = {

@@ -1,14 +1,26 @@
-"""The runs of a comparison as a table: in Markdown, for a file, and in plain cells."""
+"""The runs of a comparison in plain cells, and as tables in Markdown for a file."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from jaxmorph.reporting.recovery_table import WHOLE_COLUMNS, whole_rows, whole_runs_legend
-from jaxmorph.reporting.run_matrix import Matrix, PlannedRun, Run
+from jaxmorph.recovery.ledger import PHASES
+from jaxmorph.reporting.run_matrix import Matrix, Run
 from jaxmorph.reporting.text import describe_routes
+
+RUN_COLUMNS = (
+    "system", "condition", "schedule", "warm-up forwards", "routes", "delays", "lower bound ms",
+    "on device", "bubble", "dependency", "blocking", "other", "most blocked", "loss",
+)  # fmt: skip
+"""What ran and why its stages idled: the heads of `run_cells`."""
+WHOLE_COLUMNS = (
+    "system", "condition", "total s", "more s", "goodput", "held up s", "restarts", "lost s",
+    *PHASES,
+)  # fmt: skip
+"""What whole runs took, and what failures have cost of it: the heads of `whole_rows`."""
 
 _NOT_YET = "…"
 _FAILED = "FAILED"
+_UNKNOWN = "-"
 
 
 def matrix_markdown(matrix: Matrix) -> str:
@@ -26,7 +38,7 @@ def matrix_markdown(matrix: Matrix) -> str:
         "yet or on its way; *blocking*: a ready op behind a transfer; *other*: dispatch and "
         "copies. Means of the stages, and the stage that is blocked most. *On device*: the most "
         "microbatches whose stash each stage's device held at once.\n",
-        _table(_RUN_COLUMNS, _run_rows(matrix)),
+        _table(RUN_COLUMNS, map(run_cells, _measured(matrix))),
         *([whole_runs_markdown(matrix)] if matrix.has_whole_runs else []),
         *_complaints(matrix),
         "\n".join(f"- {label}: {text}" for label, text in matrix.notes.items()) + "\n",
@@ -53,10 +65,67 @@ def short_cell(run: Run | None) -> str:
     return f"{run.step_ms.median:,.0f}{slowdown}{' noisy' if run.noisy else ''}"
 
 
-_RUN_COLUMNS = (
-    "system", "condition", "schedule", "warm-up forwards", "routes", "delays", "lower bound ms",
-    "on device", "bubble", "dependency", "blocking", "other", "most blocked", "loss",
-)  # fmt: skip
+def run_cells(run: Run) -> list[str]:
+    """A cell for each of `RUN_COLUMNS`."""
+    plan, blocking = run.plan, run.blocking_stall_rate
+    most = max(blocking, default=0.0)
+    return [
+        run.system,
+        run.condition,
+        plan.schedule if plan else _UNKNOWN,
+        " ".join(map(str, plan.warmup_forwards)) if plan else _UNKNOWN,
+        describe_routes(plan.routes) if plan else _UNKNOWN,
+        plan.regime if plan else _UNKNOWN,
+        f"{plan.lower_bound_ms:,.1f}" if plan else _UNKNOWN,
+        " ".join(map(str, run.peak_on_device)) or _UNKNOWN,
+        _share(run.bubble_rate),
+        _share(_mean(run.dependency_bubble_rate)),
+        _share(_mean(blocking)),
+        _share(_mean(run.other_idle_rate)),
+        f"{_share(most)} (stage {blocking.index(most)})" if blocking else _UNKNOWN,
+        _UNKNOWN if run.loss is None else f"{run.loss:.6f}",
+    ]
+
+
+def whole_runs_legend(matrix: Matrix) -> str:
+    """What `WHOLE_COLUMNS` mean."""
+    return (
+        "Whole runs, from the first step to the end of the last one, failures included. More: "
+        f"than the same system under '{matrix.conditions[0]}'. What failures after which the ranks "
+        "were started again have cost, in seconds, by what it was spent on. Held up: for how long "
+        "direct paths that failed stopped both their ends, until their links were delegated; of "
+        "those that failed in one step the longest."
+    )
+
+
+def whole_rows(matrix: Matrix) -> Iterator[list[str]]:
+    """A row for each whole run, a cell for each of `WHOLE_COLUMNS`."""
+    for _, row in matrix.rows():
+        for run in row:
+            if run is not None and run.goodput is not None:
+                yield _whole_cells(run, row[0])
+
+
+def _whole_cells(run: Run, first: Run | None) -> list[str]:
+    costs = [recovery["phases_s"] for recovery in run.recoveries]
+    sums = [sum(cost.get(phase, 0.0) for cost in costs) for phase in PHASES]
+    return [
+        run.system,
+        run.condition,
+        _FAILED if run.total_s is None else f"{run.total_s:,.1f}",
+        _more(run, first),
+        _share(run.goodput),
+        _UNKNOWN if run.held_up_s is None else f"{run.held_up_s:,.2f}",
+        str(len(costs)),
+        f"{sum(sums):,.1f}",
+        *(f"{length_s:,.2f}" if costs else _UNKNOWN for length_s in sums),
+    ]
+
+
+def _more(run: Run, first: Run | None) -> str:
+    if run is first or run.total_s is None or first is None or first.total_s is None:
+        return _UNKNOWN
+    return f"{run.total_s - first.total_s:+,.1f}"
 
 
 def _legend(matrix: Matrix) -> str:
@@ -88,31 +157,9 @@ def _times_cell(run: Run | None) -> str:
     return "<br>".join(lines)
 
 
-def _run_rows(matrix: Matrix) -> Iterator[list[str]]:
-    for _, row in matrix.rows():
-        for run in row:
-            if run is not None and run.plan is not None and run.step_ms is not None:
-                yield _run_cells(run, run.plan)
-
-
-def _run_cells(run: Run, plan: PlannedRun) -> list[str]:
-    blocking = run.blocking_stall_rate or (0.0,)
-    return [
-        run.system,
-        run.condition,
-        plan.schedule,
-        " ".join(map(str, plan.warmup_forwards)),
-        describe_routes(plan.routes),
-        plan.regime,
-        f"{plan.lower_bound_ms:,.1f}",
-        " ".join(map(str, run.peak_on_device)) or "-",
-        _share(run.bubble_rate),
-        _share(_mean(run.dependency_bubble_rate)),
-        _share(_mean(blocking)),
-        _share(_mean(run.other_idle_rate)),
-        f"{_share(max(blocking))} (stage {blocking.index(max(blocking))})",
-        "-" if run.loss is None else f"{run.loss:.6f}",
-    ]
+def _measured(matrix: Matrix) -> Iterator[Run]:
+    runs = (run for _, row in matrix.rows() for run in row if run is not None)
+    return (run for run in runs if run.plan is not None and run.step_ms is not None)
 
 
 def _complaints(matrix: Matrix) -> Iterator[str]:
@@ -135,7 +182,7 @@ def _complaints(matrix: Matrix) -> Iterator[str]:
             yield f"- {run.system}, {run.condition}: {told}\n"
 
 
-def _table(heads: Sequence[str], rows: Iterator[list[str]]) -> str:
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
     return "".join(f"| {' | '.join(map(_escaped, line))} |\n" for line in lines)
 
@@ -149,4 +196,4 @@ def _mean(shares: Sequence[float]) -> float | None:
 
 
 def _share(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
+    return _UNKNOWN if share is None else f"{share:.1%}"

@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 
+RESULTS, TIMELINES = "results.json", "timelines.json"
+"""Files in a comparison's directory: the matrix, and by condition each system's typical step."""
+
 
 @dataclass(frozen=True)
 class StepTimes:

@@ -18,7 +18,7 @@ from jaxmorph.reporting import (
     StepRecord,
     describe_regime,
 )
-from jaxmorph.schedule.draw import chrome_trace, save_gantt
+from jaxmorph.schedule.draw import chrome_trace, save_timelines
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.save_times import STOPPED
 
@@ -131,7 +131,7 @@ class RunRecord:
         picture = None  # a run that was asked to end may have come to no such step
         if self._last_timelines:
             picture = self._directory.path / PICTURE
-            save_gantt(picture, self._last_timelines)
+            save_timelines(picture, self._last_timelines)
         summary = self._history.summary(
             elapsed_s=self._last_step_s - self._began_s,
             run_directory=self._directory.path,

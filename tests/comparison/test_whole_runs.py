@@ -17,11 +17,10 @@ from jaxmorph.config import check_config, dump_config, load_config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.errors import RunFailedError, RunStoppedError
 from jaxmorph.reporting import Event, RunSummary
-from jaxmorph.reporting.matrix_table import matrix_markdown
-from jaxmorph.reporting.page.comparison_files import ComparisonFiles
+from jaxmorph.reporting.matrix_figure import save_recovery_figure
+from jaxmorph.reporting.matrix_table import WHOLE_COLUMNS, matrix_markdown, whole_rows
 from jaxmorph.reporting.page.comparison_page import comparison_page
-from jaxmorph.reporting.recovery_figure import save_recovery_figure
-from jaxmorph.reporting.recovery_table import WHOLE_COLUMNS, whole_rows
+from jaxmorph.reporting.page.files import ComparisonFiles
 from jaxmorph.reporting.run_matrix import Matrix, Run
 from jaxmorph.runtime.launcher import RankFailedError
 

@@ -7,8 +7,14 @@ import pytest
 from rich.console import Console
 
 from jaxmorph.reporting import Event, RunHeader, RunHistory, StepRecord, open_reporter
-from jaxmorph.reporting.render import header_panel, live_view
-from jaxmorph.reporting.terminal import LiveReporter, PlainReporter
+from jaxmorph.reporting.terminal import (
+    LiveReporter,
+    MatrixView,
+    PlainReporter,
+    header_panel,
+    live_view,
+    matrix_view,
+)
 
 HEADER = RunHeader(
     model="gpt2 tiny", num_parameters=1_234_567, layers_per_stage=(2, 2), schedule="zb-h2",
@@ -43,9 +49,6 @@ def test_the_header_says_what_runs():
     text = drawn(header_panel(HEADER))
     for part in ("1.23 M parameters", "2, layers 2 2", "warm-up forwards 3 1", "4,096 tokens"):
         assert part in text
-
-
-def test_the_header_says_why_layers_are_cut_as_they_are():
     text = drawn(header_panel(replace(HEADER, cut_reason="even: ops are paced")))
     assert "2, layers 2 2 (even: ops are paced)" in text
 
@@ -58,6 +61,8 @@ def test_the_live_view_shows_the_last_ten_steps_and_the_time_left():
     assert "24  2.6000      1.500    10,240   400.0 / 390.0  12.5 / 11.0 %  direct" in text
     assert "5.0000 → 2.6000" in text
     assert "25 of 30, 2.0 s left" in text
+    resumed = drawn(live_view(history_of(*STEPS[20:25]), 30))
+    assert "25 of 30, 2.0 s left" in resumed
 
 
 def test_the_plans_name_and_the_state_of_links_change_as_it_happens():
@@ -104,11 +109,6 @@ def test_a_run_without_a_plan_or_a_finite_loss_can_be_shown():
     assert "nan" in text
     assert "400.0 / -" in text
     assert "finished" in text
-
-
-def test_a_run_that_went_on_from_a_checkpoint_has_done_what_came_before():
-    text = drawn(live_view(history_of(*STEPS[20:25]), 30))
-    assert "25 of 30, 2.0 s left" in text
 
 
 def test_held_out_losses_have_a_course_of_their_own_beside_that_of_the_loss():
@@ -202,3 +202,34 @@ def test_a_terminal_that_cannot_redraw_gets_plain_lines(monkeypatch):
     assert isinstance(open_reporter(Console(force_terminal=True)), PlainReporter)
     monkeypatch.setenv("TERM", "xterm")
     assert isinstance(open_reporter(Console(force_terminal=True)), LiveReporter)
+
+
+def test_a_comparisons_table_has_a_cell_for_each_run(made_up):
+    lines = [" ".join(line.split()) for line in drawn(matrix_view(made_up, "busy")).splitlines()]
+    assert "step ms healthy slow" in lines
+    assert "zb 402 1.00x 1,150 2.86x noisy" in lines
+    assert "adaptive FAILED …" in lines
+    assert "busy" in lines
+
+
+def test_a_comparison_says_once_in_plain_lines_what_is_being_run(made_up):
+    shown = io.StringIO()
+    view = MatrixView(Console(file=shown, width=20))
+    for doing in ("zb is starting", "zb is running", "zb is running", ""):
+        view.update(made_up, doing)
+    view.say("a line that is longer than the console is wide")
+    view.close()
+    assert shown.getvalue().splitlines() == [
+        "zb is starting", "zb is running", "a line that is longer than the console is wide",
+    ]  # fmt: skip
+
+
+def test_a_terminal_shows_the_last_table_of_a_comparison(made_up):
+    shown = io.StringIO()
+    view = MatrixView(Console(file=shown, force_terminal=True, width=80))
+    view.say("writes runs/x")
+    view.update(made_up, "zb is running")
+    view.close()
+    view.close()
+    assert "writes runs/x" in shown.getvalue()
+    assert "402 1.00x" in shown.getvalue()

@@ -40,7 +40,7 @@ def test_a_run_lasts_from_its_start_to_its_last_step_and_no_picture_is_timed(
     def draw_slowly(*_):
         now[0] += 50.0
 
-    monkeypatch.setattr(record, "save_gantt", draw_slowly)
+    monkeypatch.setattr(record, "save_timelines", draw_slowly)
     shown = io.StringIO()
     books = record.RunRecord(Config(), directory, PlainReporter(shown), lambda: now[0])
     now[0] = 110.0
@@ -114,7 +114,7 @@ def test_the_picture_shows_no_step_that_was_taken_back(
     directory, monkeypatch, back_to, again, drawn
 ):
     pictures = []
-    monkeypatch.setattr(record, "save_gantt", lambda path, drawn: pictures.append([*drawn]))
+    monkeypatch.setattr(record, "save_timelines", lambda path, drawn: pictures.append([*drawn]))
     books = record.RunRecord(Config(), directory, PlainReporter(io.StringIO()))
     books.take({"kind": "started", "header": HEADER})
     books.take({"kind": "step", "record": asdict(STEP)})
@@ -144,7 +144,7 @@ def test_the_last_picture_is_of_the_last_step_though_earlier_ones_are_told_later
     directory, monkeypatch
 ):
     drawn = []
-    monkeypatch.setattr(record, "save_gantt", lambda _, timelines: drawn.append(list(timelines)))
+    monkeypatch.setattr(record, "save_timelines", lambda _, steps: drawn.append(list(steps)))
     books = record.RunRecord(Config(), directory, PlainReporter(io.StringIO()))
     books.take({"kind": "step", "record": asdict(STEP)})
     books.take(_timelines(9, False))
@@ -169,7 +169,7 @@ def test_a_run_that_goes_on_keeps_as_many_traces_as_one_that_did_not_stop(direct
 def test_a_run_that_goes_back_takes_its_steps_again_and_lasts_from_its_first_start(
     directory, monkeypatch
 ):
-    monkeypatch.setattr(record, "save_gantt", lambda path, timelines: None)
+    monkeypatch.setattr(record, "save_timelines", lambda path, timelines: None)
     now, shown = [100.0], io.StringIO()
     books = record.RunRecord(Config(), directory, PlainReporter(shown), lambda: now[0])
     for now[0], step in ((110.0, None), (111.0, 0), (112.0, 1), (113.0, 2)):
@@ -205,7 +205,7 @@ def test_a_run_that_goes_back_takes_its_steps_again_and_lasts_from_its_first_sta
 
 def test_traces_of_steps_that_are_done_again_are_drawn_again(directory, monkeypatch):
     drawn = {}
-    monkeypatch.setattr(record, "save_gantt", lambda path, timelines: drawn.update(timelines))
+    monkeypatch.setattr(record, "save_timelines", lambda path, timelines: drawn.update(timelines))
     books = record.RunRecord(Config(), directory, PlainReporter(io.StringIO()))
     books.take({"kind": "step", "record": asdict(STEP)})
     for step in (2, 4):

@@ -4,7 +4,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from jaxmorph.reporting.page.run_files import EventLine, StepLine
+from jaxmorph.reporting.page.files import EventLine, StepLine
 from jaxmorph.reporting.records import CHANGES
 
 MORPHS = frozenset({"plan_changed", "route_changed"})
@@ -33,6 +33,11 @@ class Change:
     first_step: int
     new_step: int | None
     last_step: int
+
+    @property
+    def marked_at(self) -> int:
+        """The step at which plots mark it."""
+        return self.first_step if self.new_step is None else self.new_step
 
 
 def is_decision(event: EventLine) -> bool:

@@ -1,47 +1,57 @@
-"""A comparison as a page, section by section."""
+"""A comparison as a page: what `templates/comparison.html` shows, section by section."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from jaxmorph.reporting.page.comparison_bars import bars_section
-from jaxmorph.reporting.page.comparison_files import ComparisonFiles
-from jaxmorph.reporting.page.elements import Html, element
-from jaxmorph.reporting.page.frame import page
-from jaxmorph.reporting.page.gantt import gantt_legend
-from jaxmorph.reporting.page.shares import causes_explained
-from jaxmorph.reporting.page.tables import UNKNOWN, folded, milliseconds, share, table
-from jaxmorph.reporting.page.timelines import show_steps
-from jaxmorph.reporting.recovery_table import WHOLE_COLUMNS, whole_rows, whole_runs_legend
+from jaxmorph.reporting.matrix_figure import matrix_figure, recovery_figure
+from jaxmorph.reporting.matrix_table import (
+    RUN_COLUMNS,
+    WHOLE_COLUMNS,
+    run_cells,
+    whole_rows,
+    whole_runs_legend,
+)
+from jaxmorph.reporting.page.files import ComparisonFiles
+from jaxmorph.reporting.page.html import UNKNOWN, inline_svg, milliseconds, render
+from jaxmorph.reporting.page.timelines import MEANINGS, SHARES, show_steps
 from jaxmorph.reporting.run_matrix import Matrix, Run
-from jaxmorph.reporting.text import describe_routes
 
 MOST_CONDITIONS = 12
 """Of more conditions, so many are drawn, lest the page grow without bound."""
 
+_PLAN_COLUMNS = 6  # of RUN_COLUMNS; the step's times stand after them
+
 
 def comparison_page(files: ComparisonFiles) -> str:
-    """The page of a comparison.
-
-    Returns:
-        A whole HTML document.
-    """
+    """The page of a comparison: a whole HTML document."""
     matrix = files.matrix
-    sections = [
-        element(
-            "section",
-            element("p", result_sentence(matrix), class_="result"),
-            *(element("p", line, class_="what") for line in _complaints(matrix)),
-            aria_label="Summary",
+    return render(
+        "comparison.html",
+        title=f"Comparison {matrix.name}",
+        sentence=result_sentence(matrix),
+        complaints=list(_complaints(matrix)),
+        bars=inline_svg(f"Median steps of {matrix.name}", lambda: matrix_figure(matrix)),
+        heads=_around_times(
+            RUN_COLUMNS,
+            ["step", "p10", "p90", "predicted", "slowdown"]
+            + ([matrix.reference_source or "reference"] if matrix.has_reference else []),
         ),
-        bars_section(matrix),
-        _table_section(matrix),
-        _failures_section(matrix) if matrix.has_whole_runs else None,
-        _timelines_section(files),
-        _notes_section(matrix),
-    ]
-    contents = [
-        ("Step time", "steps"), ("Runs", "runs"), ("Timelines", "timelines"), ("Notes", "notes"),
-    ]  # fmt: skip
-    return page(f"Comparison {matrix.name}", sections, contents)
+        rows=[
+            _around_times(run_cells(run), list(_times(run, has_reference=matrix.has_reference)))
+            for _, row in matrix.rows()
+            for run in row
+            if run is not None
+        ],
+        whole=_whole_runs(matrix) if matrix.has_whole_runs else None,
+        conditions=[
+            (condition, show_steps(steps, f"condition {condition!r}"))
+            for condition, steps in list(files.steps.items())[:MOST_CONDITIONS]
+            if steps
+        ],
+        conditions_left_out=max(0, len(files.steps) - MOST_CONDITIONS),
+        shares=SHARES,
+        meanings=MEANINGS,
+        notes=matrix.notes,
+    )
 
 
 def result_sentence(matrix: Matrix) -> str:
@@ -51,9 +61,7 @@ def result_sentence(matrix: Matrix) -> str:
     if not measured:
         return f"{size}; no run is complete."
     worst = max(measured, key=lambda run: run.slowdown or 0.0).condition
-    there = sorted(
-        (run for run in measured if run.condition == worst), key=lambda run: _median_ms(run)
-    )
+    there = sorted((run for run in measured if run.condition == worst), key=_median_ms)
     first = f"under '{worst}' {there[0].system} takes {_took(there[0])}"
     last = f", {there[-1].system} {_took(there[-1])}" if len(there) > 1 else ""
     return f"{size}: {first}{last}."
@@ -75,94 +83,23 @@ def _complaints(matrix: Matrix) -> Iterator[str]:
                 yield f"{run.system}, {run.condition}, {what}: {' '.join(reason.split())}"
 
 
-def _table_section(matrix: Matrix) -> Html:
-    heads = ["system", "condition", "schedule", "routes", "warm-up forwards", "step", "p10", "p90"]
-    heads += ["predicted", "slowdown", *([matrix.reference_source] if matrix.has_reference else [])]
-    heads += ["bubble", "dependency", "blocking", "other", "loss"]
-    rows = [
-        _cells(run, has_reference=matrix.has_reference)
-        for _, row in matrix.rows()
-        for run in row
-        if run is not None
-    ]
-    note = (
-        "Steps from barrier to barrier, milliseconds: median, and what a tenth is below and above. "
-        "The slowdown is against the system's own healthy step. Shares are means of the stages: "
-        "blocking is a ready op behind a transfer."
-    )
-    return element(
-        "section",
-        element("h2", "Runs"),
-        element("p", note, class_="note"),
-        element("div", table(heads, rows, text_columns=5, label="Runs"), class_="wide"),
-        id="runs",
-    )
+def _around_times(cells: Sequence[str], times: list[str]) -> list[str]:
+    return [*cells[:_PLAN_COLUMNS], *times, *cells[_PLAN_COLUMNS:]]
 
 
-def _failures_section(matrix: Matrix) -> Html:
-    rows = table(WHOLE_COLUMNS, whole_rows(matrix), text_columns=2, label="Whole runs")
-    return element(
-        "section",
-        element("h2", "Failures"),
-        element("p", whole_runs_legend(matrix), class_="note"),
-        element("div", rows, class_="wide"),
-        id="failures",
-    )
-
-
-def _cells(run: Run, *, has_reference: bool) -> list[str]:
+def _times(run: Run, *, has_reference: bool) -> Iterator[str]:
     times, plan = run.step_ms, run.plan
-    reference = [milliseconds(run.reference_ms, 0)] if has_reference else []
-    return [
-        run.system,
-        run.condition,
-        plan.schedule if plan else UNKNOWN,
-        describe_routes(plan.routes) if plan else UNKNOWN,
-        " ".join(map(str, plan.warmup_forwards)) if plan else UNKNOWN,
-        *(map(milliseconds, (times.median, times.p10, times.p90) if times else 3 * [None])),
-        milliseconds(plan.predicted_ms if plan else None),
-        UNKNOWN if run.slowdown is None else f"{run.slowdown:.2f}",
-        *reference,
-        share(run.bubble_rate),
-        *(
-            share(sum(shares) / len(shares) if shares else None)
-            for shares in (
-                run.dependency_bubble_rate, run.blocking_stall_rate, run.other_idle_rate,
-            )
-        ),
-        UNKNOWN if run.loss is None else f"{run.loss:.4f}",
-    ]  # fmt: skip
+    yield from map(milliseconds, (times.median, times.p10, times.p90) if times else 3 * [None])
+    yield milliseconds(plan.predicted_ms if plan else None)
+    yield UNKNOWN if run.slowdown is None else f"{run.slowdown:.2f}"
+    if has_reference:
+        yield milliseconds(run.reference_ms, 0)
 
 
-def _timelines_section(files: ComparisonFiles) -> Html:
-    drawn = list(files.steps.items())[:MOST_CONDITIONS]
-    note = "The measured step nearest to the median of each run. A row is a stage."
-    left_out = len(files.steps) - len(drawn)
-    if left_out:
-        note += f" {left_out} conditions are left out."
-    measured = [step.measured for steps in files.steps.values() for step in steps.values()]
-    legend = gantt_legend(measured)
-    parts = (
-        folded(condition, show_steps(list(steps.values()), legend), open_=at == len(drawn) - 1)
-        for at, (condition, steps) in enumerate(drawn)
-        if steps
-    )
-    return element(
-        "section",
-        element("h2", "Typical timelines"),
-        element("p", note, class_="note"),
-        folded("What the causes mean", causes_explained()),
-        *parts,
-        id="timelines",
-    )
-
-
-def _notes_section(matrix: Matrix) -> Html:
-    entries = (
-        part
-        for label, text in matrix.notes.items()
-        for part in (element("dt", label), element("dd", text))
-    )
-    return element(
-        "section", element("h2", "Notes"), element("dl", *entries, class_="meanings"), id="notes"
-    )
+def _whole_runs(matrix: Matrix) -> dict[str, object]:
+    return {
+        "legend": whole_runs_legend(matrix),
+        "bars": inline_svg(f"Whole runs of {matrix.name}", lambda: recovery_figure(matrix)),
+        "heads": WHOLE_COLUMNS,
+        "rows": list(whole_rows(matrix)),
+    }

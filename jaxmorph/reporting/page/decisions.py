@@ -1,100 +1,92 @@
-"""The section of decisions: what was found out and decided, with the evidence it rests on."""
+"""Events as a page tells them: what was found out and decided, and the evidence it rests on."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from textwrap import shorten
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxmorph.reporting.page.changes import Change, is_decision
-from jaxmorph.reporting.page.elements import Html, element, joined, number
-from jaxmorph.reporting.page.run_files import EventLine
-from jaxmorph.reporting.page.tables import UNKNOWN, folded, milliseconds, table
+from markupsafe import Markup
+
+from jaxmorph.reporting.page.charts import plot_samples
+from jaxmorph.reporting.page.files import EventLine, finite
+from jaxmorph.reporting.page.html import UNKNOWN, inline_svg, milliseconds
 from jaxmorph.reporting.text import describe_routes
 
 MOST_ROWS = 200
 """Of more events, so many of the first and last are in a table."""
 
-_STRIP_WIDTH, _STRIP_HEIGHT, _STRIP_EDGE = 120.0, 34.0, 4.0
 _MOST_SAMPLES = 24
 _MOST_CHARACTERS = 500
 _MOST_CANDIDATES = 12
 
 
-def decisions_section(events: Sequence[EventLine], changes: Sequence[Change]) -> Html:
-    """The table of decisions, and that of everything else that happened.
+class Evidence(NamedTuple):
+    """One thing that an event rests on.
 
-    Args:
-        changes: The run's; decisions say which of them they belong to.
+    Attributes:
+        picture: Samples drawn against the threshold, where the text tells of samples.
+        plans: Or the plans that were weighed: what each is, in words, and whether it was chosen.
     """
-    decisions = [event for event in events if is_decision(event)]
-    others = [event for event in events if not is_decision(event)]
-    number_of = {id(event): change.number for change in changes for event in change.events}
-    return element(
-        "section",
-        element("h2", "Decisions"),
-        events_table(decisions, label="Decisions with their evidence", number_of=number_of)
-        if decisions
-        else element("p", "None is recorded.", class_="note"),
-        folded(
-            f"Everything else that happened: {len(others):,}",
-            events_table(others, label="Other events"),
-        )
-        if others
-        else None,
-        id="decisions",
-    )
+
+    text: str = ""
+    picture: Markup | None = None
+    plans: Sequence[tuple[str, str, bool]] = ()
 
 
-def events_table(
-    events: Sequence[EventLine], *, label: str, number_of: Mapping[int, int] | None = None
-) -> Html:
+class EventRow(NamedTuple):
+    """An event's cells; `change` is the number of the change that it belongs to."""
+
+    step: str
+    time: str
+    what: str
+    change: int | None
+    link: str
+    why: str
+    evidence: Sequence[Evidence]
+
+
+class EventTable(NamedTuple):
+    """Rows, and how many between the first and the last ones are left out."""
+
+    rows: Sequence[EventRow]
+    left_out: int
+
+
+def event_table(
+    events: Sequence[EventLine], number_of: Mapping[int, int] | None = None
+) -> EventTable:
     """Events with what they rest on.
 
     Args:
-        events: In their order.
-        number_of: The numbers of the changes that events belong to, by their `id`; None: of none.
+        number_of: The numbers of the changes that events belong to, by their `id`.
     """
     half = MOST_ROWS // 2
     shown = events if len(events) <= MOST_ROWS else [*events[:half], *events[-half:]]
-    heads = ["step", "time", "what", "link", "why", "evidence"]
-    rows = [_cells(event, number_of or {}) for event in shown]
-    left_out = len(events) - len(shown)
-    note = f"{left_out:,} events between are left out." if left_out else None
-    return joined(
-        [
-            element("div", _table(heads, rows, label), class_="events"),
-            element("p", note, class_="note") if note else None,
-        ]
-    )
+    rows = [
+        EventRow(
+            f"{event.step:,}",
+            UNKNOWN if event.time_s is None else f"{event.time_s:,.1f} s",
+            event.kind.replace("_", " "),
+            (number_of or {}).get(id(event)),
+            event.link or UNKNOWN,
+            event.detail or UNKNOWN,
+            list(_evidence(event)),
+        )
+        for event in shown
+    ]
+    return EventTable(rows, len(events) - len(shown))
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], label: str) -> Html:
-    return table(heads, rows, text_columns=len(heads), label=label)
-
-
-def _cells(event: EventLine, number_of: Mapping[int, int]) -> list[str]:
-    kind = element("b", event.kind.replace("_", " "))
-    if id(event) in number_of:
-        at = number_of[id(event)]
-        leads = element("a", f"change {at}", href=f"#change-{at}")
-        kind = joined([kind, " (", leads, ")"])
-    time = UNKNOWN if event.time_s is None else f"{event.time_s:,.1f} s"
-    return [
-        f"{event.step:,}", time, kind, event.link or UNKNOWN, event.detail or UNKNOWN,
-        joined(_evidence(event.more)) or UNKNOWN,
-    ]  # fmt: skip
-
-
-def _evidence(more: Mapping[str, Any]) -> Iterator[Html]:
-    """What an event carries beside its usual fields: samples drawn, all else in words."""
-    for name, value in more.items():
-        found = list(_with_samples(value))
+def _evidence(event: EventLine) -> Iterator[Evidence]:
+    """What an event carries beside its usual fields: samples and plans, all else in words."""
+    for name, value in event.more.items():
+        samples = list(_with_samples(value))
         if isinstance(value, Mapping) and _plans(value.get("candidates")):
-            yield _candidates(value)
-        elif found:
-            yield from (_samples(evidence) for evidence in found)
+            yield Evidence(plans=list(_candidates(value)))
+        elif samples:
+            yield from (_samples(each, event) for each in samples)
         elif value not in (None, "", [], {}):
             text = f"{name.replace('_', ' ')}: {_in_words(value)}"
-            yield element("div", shorten(text, _MOST_CHARACTERS, placeholder=" ..."))
+            yield Evidence(shorten(text, _MOST_CHARACTERS, placeholder=" ..."))
 
 
 def _plans(value: Any) -> list[Mapping[str, Any]]:
@@ -103,24 +95,19 @@ def _plans(value: Any) -> list[Mapping[str, Any]]:
     return [each for each in listed if isinstance(each, Mapping) and "predicted_ms" in each]
 
 
-def _candidates(evidence: Mapping[str, Any]) -> Html:
-    """The plans that were weighed, the one in force first and the chosen one in bold."""
+def _candidates(evidence: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
+    """The plans that were weighed, the one in force first."""
     rows = [("in force", each) for each in _plans([evidence.get("from")])]
     rows += [("or", each) for each in _plans(evidence["candidates"])]
-    chosen = evidence.get("to")
-    entries = (
-        element("li", f"{what}: ", element("b" if each == chosen else "span", _plan(each)))
-        for what, each in rows[:_MOST_CANDIDATES]
-    )
-    return element("ul", *entries, class_="candidates")
+    for what, plan in rows[:_MOST_CANDIDATES]:
+        yield what, _plan_in_words(plan), plan == evidence.get("to")
 
 
-def _plan(option: Mapping[str, Any]) -> str:
-    name = f"{option.get('schedule', '')} {_in_words(option.get('warmup_forwards', ''))}".strip()
-    routes, predicted_ms = option.get("routes"), option["predicted_ms"]
-    told = f", {describe_routes(routes)}" if isinstance(routes, Mapping) and routes else ""
-    known = isinstance(predicted_ms, int | float)
-    return f"{name}{told}: {milliseconds(float(predicted_ms) if known else None)}"
+def _plan_in_words(plan: Mapping[str, Any]) -> str:
+    name = f"{plan.get('schedule', '')} {_in_words(plan.get('warmup_forwards', ''))}".strip()
+    routes, predicted_ms = plan.get("routes"), plan["predicted_ms"]
+    some = f", {describe_routes(routes)}" if isinstance(routes, Mapping) and routes else ""
+    return f"{name}{some}: {milliseconds(finite(predicted_ms))}"
 
 
 def _with_samples(value: Any) -> Iterator[Mapping[str, Any]]:
@@ -139,56 +126,24 @@ def _with_samples(value: Any) -> Iterator[Mapping[str, Any]]:
 def _numbers(value: Any) -> list[float]:
     if not isinstance(value, list | tuple):
         return []
-    return [float(number_) for number_ in value if isinstance(number_, int | float)]
+    return [known for each in value if (known := finite(each)) is not None]
 
 
-def _samples(evidence: Mapping[str, Any]) -> Html:
+def _samples(evidence: Mapping[str, Any], event: EventLine) -> Evidence:
     samples = _numbers(evidence["samples_ms"])[-_MOST_SAMPLES:]
     levels = {
-        name: float(evidence[f"{name}_ms"])
+        name: known
         for name in ("baseline", "threshold", "spread")
-        if isinstance(evidence.get(f"{name}_ms"), int | float)
+        if (known := finite(evidence.get(f"{name}_ms"))) is not None
     }
-    told = [f"samples {', '.join(f'{sample:.1f}' for sample in samples)} ms"]
-    told += [f"{name} {milliseconds(level, 2)}" for name, level in levels.items()]
-    return element(
-        "div",
-        _strip(samples, levels.get("baseline"), levels.get("threshold"), "; ".join(told)),
-        element("div", "; ".join(told)),
-        class_="evidence",
+    parts = [f"samples {', '.join(f'{sample:.1f}' for sample in samples)} ms"]
+    parts += [f"{name} {milliseconds(level, 2)}" for name, level in levels.items()]
+    text = "; ".join(parts)
+    drawn = inline_svg(
+        f"Step {event.step}, {event.link or 'all links'}: {text}",
+        lambda: plot_samples(samples, levels.get("baseline"), levels.get("threshold")),
     )
-
-
-def _strip(
-    samples: Sequence[float], baseline: float | None, threshold: float | None, label: str
-) -> Html:
-    """Samples as dots over the levels they are judged by."""
-    highest = max([*samples, baseline or 0.0, threshold or 0.0]) or 1.0
-
-    def down(ms: float) -> str:
-        room = _STRIP_HEIGHT - 2 * _STRIP_EDGE
-        return number(_STRIP_EDGE + room * (1.0 - max(0.0, ms) / highest))
-
-    apart = (_STRIP_WIDTH - 2 * _STRIP_EDGE) / len(samples)
-    dots = "".join(
-        f"M{number(_STRIP_EDGE + apart * (at + 0.5))} {down(sample)}h0"
-        for at, sample in enumerate(samples)
-    )
-    levels = (("baseline", baseline), ("threshold", threshold))
-    return element(
-        "svg",
-        *(
-            element("path", class_=name, d=f"M0 {down(level)}H{number(_STRIP_WIDTH)}")
-            for name, level in levels
-            if level is not None
-        ),
-        element("path", class_="dots", d=dots),
-        viewBox=f"0 0 {number(_STRIP_WIDTH)} {number(_STRIP_HEIGHT)}",
-        width=_STRIP_WIDTH,
-        height=_STRIP_HEIGHT,
-        role="img",
-        aria_label=label,
-    )
+    return Evidence(text, drawn)
 
 
 def _in_words(value: Any) -> str:

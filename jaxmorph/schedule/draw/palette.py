@@ -1,8 +1,9 @@
-"""The colours of ops and bubbles: Okabe and Ito's, which colour-blind readers can tell apart."""
+"""Colours, patterns and fonts of all pictures: Okabe and Ito's, which the colour-blind can tell."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from jaxmorph.schedule.bubbles import BubbleCause
+from jaxmorph.schedule.bubbles import BubbleCause, IdleCause
 from jaxmorph.schedule.ops import OpKind
 
 COLOURS = {
@@ -21,37 +22,44 @@ MEANINGS = {
 
 
 class Shading(NamedTuple):
-    """How a bubble is filled; the pattern tells causes apart without colour."""
+    """How idle time is filled; the pattern tells causes apart without colour."""
 
     face: str
     hatch: str = ""
     line: str = "#ffffff"
 
 
-SHADINGS = {
+SHADINGS: Mapping[str, Shading] = {
     BubbleCause.WARM_UP: Shading("#e3e3e3"),
     BubbleCause.FORWARD: Shading("#e4f2fb", "////", "#4a9fd0"),
     BubbleCause.BACKWARD: Shading("#fdf0d8", "\\\\\\\\", "#c98a00"),
+    IdleCause.DEPENDENCY: Shading("#e4f2fb", "////", "#4a9fd0"),
     BubbleCause.LINK: Shading("#F0E442", "....", "#7a7200"),
+    IdleCause.TRANSFER: Shading("#F0E442", "..", "#7a7200"),
     BubbleCause.BLOCKING: Shading("#8c8c8c", "xxxx", "#333333"),
     BubbleCause.COPIES: Shading("#f6dcec", "++++", "#b05c8a"),
+    IdleCause.DISPATCH: Shading("#ffffff", "||", "#bbbbbb"),
     BubbleCause.COOL_DOWN: Shading("#f1f1f1"),
     BubbleCause.OTHER: Shading("#ffffff", "||", "#bbbbbb"),
+    IdleCause.OPTIMIZER: Shading("#eadcf1", "---", "#9a6fb5"),
 }
+"""By cause, in the order of legends."""
+
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "hatch.linewidth": 0.7,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "jaxmorph",  # the same picture is the same file
+    "text.parse_math": False,  # a name may hold a $
+}
+"""Settings of Matplotlib, for its ``rc_context``."""
 
 _LIGHTEST = 0.45
 
 
 def shade(kind: OpKind, chunk: int, num_chunks: int) -> str:
-    """The colour of an op: the kind's, and lighter the later the chunk.
-
-    Args:
-        chunk: Its virtual stage on the rank.
-        num_chunks: Virtual stages a rank runs.
-
-    Returns:
-        A colour such as ``#56b4e9``.
-    """
+    """The colour of an op, such as ``#56b4e9``: the kind's, and lighter the later the chunk."""
     strength = 1.0 - (1.0 - _LIGHTEST) * chunk / max(1, num_chunks - 1)
     parts = (int(COLOURS[kind][at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(255 - strength * (255 - part)):02x}" for part in parts)

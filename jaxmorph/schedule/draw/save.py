@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxmorph.errors import UserError
+from jaxmorph.schedule.bubbles import find_bubbles
 from jaxmorph.schedule.costs import NO_LATENCY, Links
-from jaxmorph.schedule.draw.picture import save_gantt
+from jaxmorph.schedule.draw.palette import STYLE
 from jaxmorph.schedule.draw.text import fitting_width, gantt_text
 from jaxmorph.schedule.draw.trace import chrome_trace
 from jaxmorph.schedule.replay import LinkModel
@@ -38,7 +39,7 @@ def save_timelines(
     """Writes a picture (.png, .svg), a text chart (.txt) or a Chrome trace (.json).
 
     Args:
-        timelines: Timelines by name, such as ``planned`` and ``measured``.
+        timelines: At least one, by names such as ``planned`` and ``measured``.
         links: State of the links, milliseconds: what a picture shows of messages in flight.
 
     Raises:
@@ -47,19 +48,35 @@ def save_timelines(
     require_format(path)
     try:
         if path.suffix == ".txt":
-            path.write_text(_as_text(timelines), encoding="utf-8")
+            charts = (
+                f"{_title(name, timeline)}\n{gantt_text(timeline, fitting_width(timeline))}\n"
+                for name, timeline in timelines.items()
+            )
+            path.write_text("\n".join(charts), encoding="utf-8")
         elif path.suffix == ".json":
             path.write_text(json.dumps(chrome_trace(timelines)), encoding="utf-8")
         else:
-            save_gantt(path, timelines, links, link_model)
+            _save_picture(path, timelines, links, link_model)
     except OSError as error:
         raise UserError(f"output file: cannot write {path}: {error.strerror or error}") from error
 
 
-def _as_text(timelines: Mapping[str, Timeline]) -> str:
-    charts = (
-        f"{name}: {timeline.makespan_ms:,.1f} ms, bubble rate {timeline.bubble_rate:.1%}\n"
-        f"{gantt_text(timeline, fitting_width(timeline))}\n"
+def _save_picture(
+    path: Path, timelines: Mapping[str, Timeline], links: Links, link_model: LinkModel
+) -> None:
+    # Imported here, since matplotlib takes longer to import than most plans take to make.
+    from matplotlib import rc_context
+
+    from jaxmorph.schedule.draw.gantt import Panel, gantt_figure
+
+    panels = [
+        Panel(_title(name, timeline), timeline, find_bubbles(timeline), timeline.makespan_ms)
         for name, timeline in timelines.items()
-    )
-    return "\n".join(charts)
+    ]
+    with rc_context(STYLE):
+        figure = gantt_figure(panels, links, link_model)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _title(name: str, timeline: Timeline) -> str:
+    return f"{name}: {timeline.makespan_ms:,.1f} ms, bubble rate {timeline.bubble_rate:.1%}"

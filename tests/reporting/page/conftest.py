@@ -1,6 +1,5 @@
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -88,79 +87,66 @@ def morphed_run(make_run) -> Path:
     return make_run(morphing_steps(), EVENTS, traced=[0, 10, 18, 19, 20, 21, 22, 23, 24, 39])
 
 
-WITHOUT_END = {"meta", "path", "rect", "line", "br", "col", "link"}
-
-
-@dataclass
-class Tag:
-    """An element with its attributes and the text in it."""
-
-    name: str
-    attributes: dict[str, str | None]
-    text: str = ""
-
-    @property
-    def looks(self) -> list[str]:
-        return (self.attributes.get("class") or "").split()
-
-
-@dataclass
 class PageFacts(HTMLParser):
-    """A parsed page.
+    """A parsed page: its elements as (name, attributes, texts in it), in their order.
 
     Raises:
         AssertionError: An element ends that isn't open, or never does.
     """
 
-    source: str
-    tags: list[Tag] = field(default_factory=list)
-
-    def __post_init__(self):
+    def __init__(self, source: str):
         super().__init__()
-        self._open: list[Tag] = []
-        self.feed(self.source)
+        self.source = source
+        self.tags: list[tuple[str, dict[str, str | None], list[str]]] = []
+        self._open: list[tuple[str, dict[str, str | None], list[str]]] = []
+        self.feed(source)
         self.close()
-        assert not self._open, f"never closed: {[tag.name for tag in self._open]}"
+        assert not self._open, f"never closed: {[name for name, *_ in self._open]}"
 
     def handle_starttag(self, tag, attrs):
-        self.tags.append(Tag(tag, dict(attrs)))
-        if tag not in WITHOUT_END:
+        self.tags.append((tag, dict(attrs), []))
+        if tag != "meta":
             self._open.append(self.tags[-1])
 
     def handle_startendtag(self, tag, attrs):
-        self.tags.append(Tag(tag, dict(attrs)))
+        self.tags.append((tag, dict(attrs), []))
 
     def handle_endtag(self, tag):
         assert self._open, f"</{tag}> ends nothing"
-        opened = self._open.pop()
-        assert opened.name == tag, f"</{tag}> where </{opened.name}> was due"
+        opened = self._open.pop()[0]
+        assert opened == tag, f"</{tag}> where </{opened}> was due"
 
     def handle_data(self, data):
-        for tag in self._open:
-            tag.text += data
-
-    def named(self, name: str, look: str = "") -> list[Tag]:
-        """All elements of a name, or those of them with a class."""
-        return [tag for tag in self.tags if tag.name == name and (not look or look in tag.looks)]
+        for *_, texts in self._open:
+            texts.append(data)
 
     def texts(self, name: str, look: str = "") -> list[str]:
-        return [tag.text for tag in self.named(name, look)]
+        """What stands in the elements of a name, or in those of them of a class."""
+        return [
+            "".join(texts).strip()
+            for tag, attributes, texts in self.tags
+            if tag == name and look in (attributes.get("class") or "")
+        ]
+
+    def values(self, attribute: str) -> list[str]:
+        """What elements have as an attribute."""
+        return [of[attribute] or "" for _, of, _ in self.tags if attribute in of]
 
     def rows(self, label: str) -> list[list[str]]:
-        """The cells of the tables in the box of a label, row by row, without their heads."""
+        """The cells of the table in the box of a label, row by row, without its heads."""
         rows: list[list[str]] = []
-        at = next(i for i, tag in enumerate(self.tags) if tag.attributes.get("aria-label") == label)
-        for tag in self.tags[at + 1 :]:
-            if tag.attributes.get("role") == "region":
+        labels = [attributes.get("aria-label") for _, attributes, _ in self.tags]
+        for tag, attributes, texts in self.tags[labels.index(label) + 1 :]:
+            if attributes.get("role") == "region":
                 break
-            if tag.name == "tr":
+            if tag == "tr":
                 rows.append([])
-            elif tag.name == "td":
-                rows[-1].append(tag.text)
+            elif tag == "td":
+                rows[-1].append("".join(texts).strip())
         return [row for row in rows if row]
 
 
 @pytest.fixture
 def parse() -> Callable[[str], PageFacts]:
-    """Parses a page, or a part of one."""
+    """Parses a page."""
     return PageFacts

@@ -6,7 +6,7 @@ from jaxmorph.reporting.page.changes import (
     is_decision,
     steps_to_show,
 )
-from jaxmorph.reporting.page.run_files import EventLine, StepLine
+from jaxmorph.reporting.page.files import EventLine, StepLine
 
 
 def _steps(plans: str) -> list[StepLine]:

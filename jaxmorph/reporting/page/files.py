@@ -1,15 +1,16 @@
-"""What a run directory says, of a run that goes on, was cut off, or has ended."""
+"""What the directory of a run says, which goes on, was cut off, or has ended; or a comparison's."""
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jaxmorph.config import Config, load_config
 from jaxmorph.errors import UserError
 from jaxmorph.reporting.run_directory import CONFIG, EVENTS, METRICS, RECOVERY, find_traces
+from jaxmorph.reporting.run_matrix import RESULTS, TIMELINES, Matrix
 from jaxmorph.schedule.draw import read_chrome_trace
 from jaxmorph.schedule.timeline import Timeline
 
@@ -85,7 +86,9 @@ def read_run_files(path: Path) -> RunFiles:
         path=path,
         config_text=config_text,
         config=_config(path / CONFIG),
-        steps=tuple({line.step: line for line in sorted(steps, key=_by_step)}.values()),
+        steps=tuple(
+            {line.step: line for line in sorted(steps, key=lambda line: line.step)}.values()
+        ),
         events=tuple(events),
         traces=find_traces(path),
         num_unreadable=unreadable_steps + unreadable_events,
@@ -106,10 +109,6 @@ def read_trace(path: Path) -> dict[str, Timeline]:
     return {name.split(",")[0]: timeline for name, timeline in found.items()}
 
 
-def _by_step(line: StepLine) -> int:
-    return line.step
-
-
 def _config(path: Path) -> Config | None:
     try:
         return load_config(path)
@@ -119,7 +118,7 @@ def _config(path: Path) -> Config | None:
 
 def _goodput(path: Path) -> float | None:
     try:
-        return _finite(json.loads(path.read_text(encoding="utf-8"))["goodput"])
+        return finite(json.loads(path.read_text(encoding="utf-8"))["goodput"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -143,23 +142,23 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def _step_line(told: Mapping[str, Any]) -> StepLine:
-    step_s = _finite(told["step_s"])
+    step_s = finite(told["step_s"])
     if step_s is None:
         raise ValueError(f"got a step of {told['step_s']} s")
     return StepLine(
         step=int(told["step"]),
         step_ms=1e3 * step_s,
-        predicted_ms=_in_ms(_finite(told.get("predicted_step_s"))),
-        loss=_finite(told.get("loss")),
-        held_out_loss=_finite(told.get("held_out_loss")),
-        bubble_rate=_finite(told.get("bubble_rate")),
+        predicted_ms=_in_ms(finite(told.get("predicted_step_s"))),
+        loss=finite(told.get("loss")),
+        held_out_loss=finite(told.get("held_out_loss")),
+        bubble_rate=finite(told.get("bubble_rate")),
         schedule=str(told.get("schedule", "")),
         warmup_forwards=tuple(map(int, told.get("warmup_forwards") or ())),
         routes={str(link): str(route) for link, route in (told.get("routes") or {}).items()},
         link_ms={
             str(way): known
             for way, ms in (told.get("link_ms") or {}).items()
-            if (known := _finite(ms)) is not None
+            if (known := finite(ms)) is not None
         },
     )
 
@@ -167,7 +166,7 @@ def _step_line(told: Mapping[str, Any]) -> StepLine:
 def _event_line(told: Mapping[str, Any]) -> EventLine:
     usual = ("time_s", "step", "kind", "link", "detail")
     return EventLine(
-        time_s=_finite(told.get("time_s")),
+        time_s=finite(told.get("time_s")),
         step=int(told["step"]),
         kind=str(told["kind"]),
         link=str(told.get("link") or ""),
@@ -176,9 +175,81 @@ def _event_line(told: Mapping[str, Any]) -> EventLine:
     )
 
 
-def _finite(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
+    """A number; None for what is none, or not finite."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _in_ms(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
+
+
+class ShownStep(NamedTuple):
+    """A step whose timelines are drawn.
+
+    Attributes:
+        name: Such as `step 41, during`.
+        planned: As the plan in force had it; None where that isn't known.
+        step_ms: From barrier to barrier; None where that isn't known.
+    """
+
+    name: str
+    measured: Timeline
+    planned: Timeline | None = None
+    step_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class ComparisonFiles:
+    """A comparison's directory as read.
+
+    Attributes:
+        steps: By condition, a typical step of each system.
+    """
+
+    matrix: Matrix
+    steps: Mapping[str, Sequence[ShownStep]]
+
+
+def is_comparison(path: Path) -> bool:
+    """Whether a directory is a comparison's, though it may have no results yet.
+
+    Every run has a `metrics.jsonl` from its start, even one of a configuration that compares.
+    """
+    if (path / RESULTS).is_file():
+        return True
+    if not (path / CONFIG).is_file() or (path / METRICS).exists():
+        return False
+    config = _config(path / CONFIG)
+    return config is not None and config.compare is not None
+
+
+def read_comparison_files(path: Path) -> ComparisonFiles:
+    """Read a comparison's directory.
+
+    Raises:
+        UserError: It has no results yet, or can't be read.
+    """
+    if not (path / RESULTS).is_file():
+        raise UserError(
+            f"report: {path}: no {RESULTS}, expected one: jaxmorph compare writes it after its "
+            "first system"
+        )
+    at = path / RESULTS
+    try:
+        matrix = Matrix.from_json(json.loads(at.read_text(encoding="utf-8")))
+        at = path / TIMELINES
+        timelines = json.loads(at.read_text(encoding="utf-8")) if at.is_file() else {}
+        steps = {
+            condition: [
+                ShownStep(system, Timeline.from_json(timeline), step_ms=timeline.get("step_ms"))
+                for system, timeline in of_systems.items()
+            ]
+            for condition, of_systems in timelines.items()
+        }
+    except OSError as error:
+        raise UserError(f"report: cannot read {at}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        expected = "expected what jaxmorph compare writes"
+        raise UserError(f"report: {at}: got {error!r}, {expected}") from error
+    return ComparisonFiles(matrix, steps)

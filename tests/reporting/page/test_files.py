@@ -1,7 +1,7 @@
 import pytest
 
 from jaxmorph.errors import UserError
-from jaxmorph.reporting.page.run_files import read_run_files, read_trace
+from jaxmorph.reporting.page.files import read_comparison_files, read_run_files, read_trace
 
 
 def test_a_run_is_read_with_its_steps_events_and_traces(morphed_run):
@@ -63,3 +63,10 @@ def test_a_trace_that_is_cut_off_is_no_timelines(morphed_run):
 def test_what_is_no_run_directory_is_refused(tmp_path):
     with pytest.raises(UserError, match="expected a run directory, with a config"):
         read_run_files(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{}", "[1", '{"runs": [{}]}'])
+def test_results_that_are_no_comparison_are_refused(tmp_path, text):
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(UserError, match=r"results.json: got .*, expected what"):
+        read_comparison_files(tmp_path)
