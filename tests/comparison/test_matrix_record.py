@@ -4,7 +4,6 @@ from math import nan
 import numpy as np
 import pytest
 
-import jaxmorph.compare
 from jaxmorph.compare import _Books
 from jaxmorph.comparison.matrix_record import MatrixRecord, comparison_notes, one_slow_link
 from jaxmorph.config import Config
@@ -266,9 +265,9 @@ def test_whole_runs_are_told_as_such():
 @pytest.mark.parametrize(
     ("broken", "name"),
     [
-        ("write_report", "report.html"),
-        ("save_matrix_figure", "figure.png"),
-        ("matrix_markdown", "table.md"),
+        ("compare.write_report", "report.html"),
+        ("reporting.matrix_figure.save_matrix_figure", "figure.png"),
+        ("compare.matrix_markdown", "table.md"),
     ],
 )
 def test_what_cannot_be_made_of_the_results_is_one_line_and_the_rest_is_there(
@@ -277,7 +276,7 @@ def test_what_cannot_be_made_of_the_results_is_one_line_and_the_rest_is_there(
     def fail(*_: object) -> None:
         raise ValueError("no such shape\nin line 2")
 
-    monkeypatch.setattr(jaxmorph.compare, broken, fail)
+    monkeypatch.setattr(f"jaxmorph.{broken}", fail)
     books = _Books("few", FEW, tmp_path, {})
     books.record.finish("zb", "rank 0 failed: no memory")
     assert books.write() == [f"could not write {name}: ValueError: no such shape"]
