@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.check import check
-from jaxmorph.program.dataflow import feeder, output_transfer, reads
+from jaxmorph.program.dataflow import feeder, output_transfer
 from jaxmorph.program.instructions import BufferKind, Free, Pipeline, Receive, Run, Send, Transfer
 from jaxmorph.program.lowering import forward_only, global_order, lower, lower_in_step
 from jaxmorph.program.slots_needed import slots_needed
@@ -142,20 +142,6 @@ def test_a_transfer_goes_to_the_receivers_nearer_boundary(late_ms, before_the_op
     _, receiver = lower(schedule, shifted)
     words = picture(receiver).split()
     assert (words.index("<F1") < words.index("BW0")) == before_the_op
-
-
-def test_a_buffer_is_freed_right_after_its_last_reader():
-    for program in lowered(TWO_STAGES):
-        steps = program.instructions
-        for position, step in enumerate(steps):
-            if isinstance(step, Free):
-                earlier = steps[:position]
-                reader = max(
-                    i
-                    for i, other in enumerate(earlier)
-                    if step.buffer in reads(other, program.rank, program.pipeline)
-                )
-                assert all(isinstance(other, Free) for other in steps[reader + 1 : position])
 
 
 durations = st.floats(0.0, 20.0, allow_nan=False)

@@ -92,12 +92,6 @@ def test_a_stage_waits_no_longer_than_its_part_of_the_time_it_can_spare():
         list_schedule(workload, rule)
 
 
-def test_nobody_waits_for_what_comes_too_late_for_its_patience():
-    # At 8 stage 0 has done all its forwards; B0 arrives at 11, B1 at 13.
-    workload = _workload(2, [(4, 1, 1), (1, 1, 1)], [(0, 5)])
-    assert _picture(workload, Rule(weight_patience=0.9))[0] == "F0 F1 B0 W0 B1 W1"
-
-
 def test_a_mirrored_rule_is_busy_to_the_end_and_idles_earlier():
     # From the end back both stages run W2, then stage 0 its B2, for which stage 1 must wait: it
     # runs W1. Both end the step at once, at 20.
