@@ -6,7 +6,7 @@ Only forwards run, by the programs that training runs, in the order and on the r
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,8 +19,9 @@ from jaxmorph.program.check import check
 from jaxmorph.program.instructions import RankProgram
 from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import most_slots, slots_needed
-from jaxmorph.runtime.executor import StepInputs, StepOutcome
+from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.stage_trainer import StageTrainer
 
 _SEED = 0  # runs of any seed are compared on the same text
 
@@ -38,19 +39,6 @@ class HeldOutLoss(NamedTuple):
 
 
 NOT_EVALUATED = HeldOutLoss(None, 0.0)
-
-
-class RunsPrograms(Protocol):
-    """What is needed of a rank's stage (`runtime.stage_trainer`)."""
-
-    @property
-    def params(self) -> Any:
-        """Its parameters, which the last update may still be making."""
-        ...
-
-    def run(self, program: RankProgram, inputs: StepInputs, step: int) -> StepOutcome:
-        """Runs a program."""
-        ...
 
 
 def held_out_batches(config: Config, held_out: Tokens | None) -> Batches | None:
@@ -97,7 +85,7 @@ class Evaluation:
         self,
         config: Config,
         rendezvous: Rendezvous,
-        trainer: RunsPrograms,
+        trainer: StageTrainer,
         programs: Sequence[RankProgram],
         batches: Batches | None,
     ) -> None:

@@ -1,6 +1,7 @@
 """Which steps are evaluated, on what, and what comes of it; the ranks are told by hand."""
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,7 +59,8 @@ class FakeTrainer:
 
 
 def evaluation_of(config, num_tokens=49):
-    trainer, batches = FakeTrainer(), held_out_batches(config, held_out_of(num_tokens))
+    trainer: Any = FakeTrainer()
+    batches = held_out_batches(config, held_out_of(num_tokens))
     programs = plan_of(config).programs
     return Evaluation(config, SoleRank(), trainer, programs, batches), trainer, batches
 
