@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -39,7 +40,7 @@ def names(folder):
 def test_no_folder_has_no_checkpoints(tmp_path):
     folder = CheckpointFolder(tmp_path / "none")
     folder.clean()
-    assert folder.steps() == ()
+    assert folder.steps() == folder.commit_written(9) == ()
 
 
 def test_what_is_being_written_is_no_checkpoint_until_it_is_committed(tmp_path):
@@ -69,49 +70,28 @@ def test_what_all_ranks_had_written_when_they_were_ended_becomes_a_checkpoint(tm
     assert folder.commit_written(8) == (8,)
 
 
-def _without_draft(folder):
-    (folder.unfinished(7) / "manifest.draft").unlink()
-
-
-def _with_half_a_draft(folder):
-    draft = folder.unfinished(7) / "manifest.draft"
-    draft.write_bytes(draft.read_bytes()[:-5])
-
-
-def _with_half_a_list(folder):
-    files = folder.unfinished(7) / "virtual_stage_1.files"
-    files.write_bytes(files.read_bytes()[:-5])
-
-
-def _without_a_list(folder):
-    (folder.unfinished(7) / "virtual_stage_1.files").unlink()
-
-
-def _with_another_byte(folder):
-    (stage_path(folder.unfinished(7), 1) / "array").write_text("8")
-
-
-def _beside_a_finished_one(folder):
-    commit(CheckpointFolder(folder.path / "other"), 7)
-    CheckpointFolder(folder.path / "other").finished(7).rename(folder.finished(7))
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:-5])
 
 
 @pytest.mark.parametrize(
-    "harm",
-    [_without_draft, _with_half_a_draft, _with_half_a_list, _without_a_list, _with_another_byte,
-     _beside_a_finished_one],
-)  # fmt: skip
-def test_what_was_not_all_written_stays_no_checkpoint(tmp_path, harm):
+    ("name", "harm"),
+    [
+        ("manifest.draft", Path.unlink),
+        ("manifest.draft", cut_short),
+        ("virtual_stage_1.files", Path.unlink),
+        ("virtual_stage_1.files", cut_short),
+        ("virtual_stage_1/array", lambda path: path.write_text("8")),
+        ("../step_7", lambda path: (path / "of_another").mkdir(parents=True)),
+    ],
+)
+def test_what_was_not_all_written_stays_no_checkpoint(tmp_path, name, harm):
     folder = CheckpointFolder(tmp_path)
     folder.begin(manifest(7))
     write_parts(folder, 7)
-    harm(folder)
+    harm(folder.unfinished(7) / name)
     assert folder.commit_written(7) == ()
     assert folder.unfinished(7).is_dir()
-
-
-def test_where_nothing_was_written_nothing_is_to_be_finished(tmp_path):
-    assert CheckpointFolder(tmp_path / "none").commit_written(9) == ()
 
 
 def test_a_checkpoint_with_a_part_missing_is_refused(tmp_path):
@@ -122,18 +102,13 @@ def test_a_checkpoint_with_a_part_missing_is_refused(tmp_path):
     assert folder.steps() == ()
 
 
-def test_the_manifest_reads_back(tmp_path):
+def test_the_manifest_reads_back_and_says_where_data_and_randomness_go_on(tmp_path):
     folder = CheckpointFolder(tmp_path)
     commit(folder, 7)
     read = folder.manifest(7)
     assert replace(read, parts=None) == manifest(7)
     assert read.parts is not None
     assert len(read.parts) == 2
-
-
-def test_the_manifest_says_where_data_and_randomness_go_on(tmp_path):
-    folder = CheckpointFolder(tmp_path)
-    commit(folder, 7)
     told = json.loads((folder.finished(7) / "manifest.json").read_text())
     assert (told["step"], told["data_position"], told["random_seed"]) == (7, 7, 7)
     assert told["layers"] == [[0, 1], [1, 3]]

@@ -316,15 +316,19 @@ def test_a_disk_that_is_full_after_the_parts_is_told_as_well(tmp_path, monkeypat
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_run_whose_last_state_is_not_saved_has_failed(tmp_path):
-    disk, events = Disk(), []
+def test_only_a_failed_last_save_is_a_failure_of_the_run(tmp_path):
+    disk, events, failed = Disk(), [], (0, "checkpoint_failed", "rank 0: No space left on device")
     disk.free.set()
     disk.error = OSError("No space left on device")
     with alone(tmp_path, disk.write, events) as saver:
         saver.save(1, [{"array": jnp.zeros(1)}])
         assert saver.finish() == "rank 0: No space left on device"
-    assert events == [(0, "checkpoint_failed", "rank 0: No space left on device")]
-    assert [*tmp_path.iterdir()] == []
+        assert events == [failed]
+        disk.error = None
+        saver.save(2, [{"array": jnp.zeros(1)}])
+        assert saver.finish() == ""
+    assert [kind for _, kind, _ in events] == ["checkpoint_failed", "checkpoint_saved"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_told_and_the_run_goes_on(tmp_path):
@@ -340,20 +344,6 @@ def test_a_checkpoint_that_cannot_be_removed_is_told_and_the_run_goes_on(tmp_pat
     assert [step for step, _ in told] == [2, 3]
     assert "step_1.removed" in told[0][1]
     assert CheckpointFolder(tmp_path).steps() == (1, 3, 4)
-
-
-def test_a_failed_save_before_the_last_one_is_no_failure_of_the_run(tmp_path):
-    disk, events = Disk(), []
-    disk.free.set()
-    disk.error = OSError("No space left on device")
-    with alone(tmp_path, disk.write, events) as saver:
-        saver.save(1, [{"array": jnp.zeros(1)}])
-        while not events:  # a step's meetings
-            saver.heed([saver.told()])
-        disk.error = None
-        saver.save(2, [{"array": jnp.zeros(1)}])
-        assert saver.finish() == ""
-    assert [kind for _, kind, _ in events] == ["checkpoint_failed", "checkpoint_saved"]
 
 
 class Thread(SoleRank):
@@ -417,12 +407,6 @@ def test_what_a_rank_leaves_that_is_killed_goes_with_the_next_start(tmp_path, mo
     assert len(list(tmp_path.iterdir())) == 3
     CheckpointFolder(tmp_path).clean()
     assert [path.name for path in tmp_path.iterdir()] == [".rank_0_of_mine"]
-
-
-def test_a_sole_rank_needs_a_folder_too(tmp_path):
-    require_shared(tmp_path, SoleRank())
-    with pytest.raises(UserError, match="rank 0 cannot write there"):
-        require_shared(tmp_path / "none", SoleRank())
 
 
 def test_a_run_fails_once_its_last_save_is_told_to_have_failed(tmp_path, monkeypatch):

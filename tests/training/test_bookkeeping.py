@@ -30,77 +30,81 @@ FAILED = {"link": "0-1", "detail": "activation[0] 0>1 got no answer in 3 s", "re
 TIMELINE = simulate(Schedule.from_rows("hand", ["F0 B0 W0"]), StageCosts.uniform(1, 1.0, 1.0, 1.0))
 
 
-def _report(forward_ms: float, events=()) -> dict:
+SOUND = StepTotals(1.0, 1.0)
+
+
+def _report(forward_ms: float = 1.0, events=()) -> dict:
     ops = [["F0", 0.0, forward_ms], ["B0", forward_ms, 20.0], ["W0", 20.0, 30.0]]
     timings = {"ops": ops, "transfers": [], "arrivals": [], "events": list(events)}
     return {"compilations": 0, DETAIL: json.dumps(timings)}
 
 
-@pytest.fixture
-def told():
-    """What rank 0 tells of four steps, every second of which is sampled; F grows by 1 ms each."""
-    config = Config.model_validate({"run": {"steps": 4}, "trace": {"every_steps": 2}})
+def bookkeeper_of(tell, in_force=IN_FORCE, profiler=None, loop=None, active=True, **sections):
+    config = Config.model_validate({"run": {"steps": 9}} | sections)
+    return Bookkeeper(config, in_force, profiler or Profiler(1), tell, active=active, loop=loop)
+
+
+def note(bookkeeper, *steps):
+    for step in steps:
+        bookkeeper.note(step, SOUND, [_report()], 0.03)
+
+
+def of_kind(messages, kind, field):
+    return [message[field] for message in messages if message["kind"] == kind]
+
+
+def test_sampled_steps_and_the_last_one_tell_what_ops_cost_by_then():
+    """Every second of four steps is sampled; F grows by 1 ms each."""
     messages = []
-    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
+    with bookkeeper_of(messages.append, run={"steps": 4}, trace={"every_steps": 2}) as bookkeeper:
         for step in range(4):
-            report = _report(10.0 + step)
-            bookkeeper.note(step, StepTotals(1.0, 1.0), [report], 0.03)
-    return messages
-
-
-def test_sampled_steps_and_the_last_one_tell_what_ops_cost_by_then(told):
-    kinds = [message["kind"] for message in told]
+            bookkeeper.note(step, SOUND, [_report(10.0 + step)], 0.03)
     step = ["step", "timelines", "profile"]
-    assert kinds == [*step, "step", *step, *step]
-    profiles = [
-        Profile.from_json(message["profile"]) for message in told if message["kind"] == "profile"
-    ]
+    assert [message["kind"] for message in messages] == [*step, "step", *step, *step]
+    profiles = map(Profile.from_json, of_kind(messages, "profile", "profile"))
     assert [profile.costs.forward_ms for profile in profiles] == [(10.0,), (11.0,), (11.5,)]
 
 
 def test_a_step_tells_what_its_transfers_took_if_there_were_any():
-    arrival = ["gradient[0] 1>0", 3.0, 35.0]
-    timings = json.loads(_report(1.0)[DETAIL]) | {"arrivals": [arrival]}
-    config, messages = Config.model_validate({"run": {"steps": 9}}), []
-    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
-        for step, report in enumerate([_report(1.0), _report(1.0) | {DETAIL: json.dumps(timings)}]):
-            bookkeeper.note(step, StepTotals(1.0, 1.0), [report], 0.03)
-    told = [m["record"]["link_ms"] for m in messages if m["kind"] == "step"]
+    timings = json.loads(_report()[DETAIL]) | {"arrivals": [["gradient[0] 1>0", 3.0, 35.0]]}
+    messages = []
+    with bookkeeper_of(messages.append) as bookkeeper:
+        note(bookkeeper, 0)
+        bookkeeper.note(1, SOUND, [_report() | {DETAIL: json.dumps(timings)}], 0.03)
+    told = [record["link_ms"] for record in of_kind(messages, "step", "record")]
     assert told == [None, {"1>0": 32.0}]
 
 
 def test_steps_around_a_change_leave_their_timelines():
-    config, messages = Config.model_validate({"run": {"steps": 99}}), []
-    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
-        for step in range(10, 19):
-            bookkeeper.note(step, StepTotals(1.0, 1.0), [_report(1.0)], 0.03)
-            if step == 14:
-                bookkeeper.event(step, "plan_changed", "another plan")
-    assert [m["step"] for m in messages if m["kind"] == "timelines"] == [12, 13, 14, 15, 16]
+    messages = []
+    with bookkeeper_of(messages.append, run={"steps": 99}) as bookkeeper:
+        note(bookkeeper, *range(10, 15))
+        bookkeeper.event(14, "plan_changed", "another plan")
+        note(bookkeeper, *range(15, 19))
+    assert of_kind(messages, "timelines", "step") == [12, 13, 14, 15, 16]
 
 
 def test_a_step_that_was_evaluated_tells_its_held_out_loss_and_no_time_of_it():
-    config, messages = Config.model_validate({"run": {"steps": 9}}), []
-    event = {"time_s": 0.01, "kind": "lane_up", "peer": 1}
-    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
-        told = (StepTotals(1.0, 1.0), [_report(1.0, [event])], 0.03)
+    messages, event = [], {"time_s": 0.01, "kind": "lane_up", "peer": 1}
+    with bookkeeper_of(messages.append) as bookkeeper:
+        told = (SOUND, [_report(1.0, [event])], 0.03)
         bookkeeper.note(3, *told, HeldOutLoss(2.5, took_s=100.0))
         bookkeeper.note(4, *told)
-    first, second = [m["record"] for m in messages if m["kind"] == "step"]
+    first, second = of_kind(messages, "step", "record")
     assert (first["held_out_loss"], second["held_out_loss"]) == (2.5, None)
     assert first["step_s"] == 0.03
-    at_s = [m["event"]["time_s"] for m in messages if m["kind"] == "event"]
+    at_s = [event["time_s"] for event in of_kind(messages, "event", "event")]
     assert at_s[1] - at_s[0] > 99  # the first step was over before it was evaluated
 
 
 def test_a_step_that_was_skipped_says_so_and_what_was_not_finite_where():
-    config, messages = Config.model_validate({"run": {"steps": 9}}), []
-    skipped = StepTotals(math.nan, math.inf, {1: "loss nan"})
-    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
-        for step, totals in ((3, StepTotals(1.0, 1.0)), (4, skipped), (5, StepTotals(math.inf, 1))):
-            bookkeeper.note(step, totals, [_report(1.0)], 0.03)
-    assert [m["record"]["skipped"] for m in messages if m["kind"] == "step"] == [False, True, True]
-    first, second = [m["event"] for m in messages if m["kind"] == "event"]
+    messages, skipped = [], StepTotals(math.nan, math.inf, {1: "loss nan"})
+    with bookkeeper_of(messages.append) as bookkeeper:
+        for step, totals in ((3, SOUND), (4, skipped), (5, StepTotals(math.inf, 1))):
+            bookkeeper.note(step, totals, [_report()], 0.03)
+    records = of_kind(messages, "step", "record")
+    assert [record["skipped"] for record in records] == [False, True, True]
+    first, second = of_kind(messages, "event", "event")
     assert (first["step"], first["kind"]) == (4, "step_skipped")
     assert first["detail"] == "loss nan, gradient norm inf; stage 1: loss nan"
     stages = {"1": "loss nan"}
@@ -119,16 +123,14 @@ class SlowPipe:
         self.messages.append(message)
 
     def steps(self):
-        return [m["record"]["step"] for m in self.messages if m["kind"] == "step"]
+        return [record["step"] for record in of_kind(self.messages, "step", "record")]
 
 
 def test_all_so_far_is_told_only_when_every_step_before_is():
-    config, pipe = Config.model_validate({"run": {"steps": 9}}), SlowPipe()
-    with Bookkeeper(config, IN_FORCE, Profiler(1), pipe.tell, active=True) as bookkeeper:
-        for step in range(3):
-            bookkeeper.note(step, StepTotals(1.0, 1.0), [_report(1.0)], 0.03)
+    pipe, seen = SlowPipe(), []
+    with bookkeeper_of(pipe.tell) as bookkeeper:
+        note(bookkeeper, 0, 1, 2)
         told = bookkeeper.told_so_far()
-        seen = []
         told.add_done_callback(lambda _: seen.extend(pipe.steps()))
         assert not told.done()
         pipe.free.set()
@@ -140,8 +142,7 @@ def test_what_could_not_be_told_is_not_told_so_far():
     def refuse(message):
         raise OSError("Broken pipe")
 
-    config = Config.model_validate({"run": {"steps": 9}})
-    bookkeeper = Bookkeeper(config, IN_FORCE, Profiler(1), refuse, active=True)
+    bookkeeper = bookkeeper_of(refuse)
     bookkeeper.event(0, "kind", "detail")
     assert isinstance(bookkeeper.told_so_far().exception(30), OSError)
     with pytest.raises(OSError, match="Broken pipe"):
@@ -149,18 +150,16 @@ def test_what_could_not_be_told_is_not_told_so_far():
 
 
 def test_a_rank_without_books_has_told_all():
-    config = Config.model_validate({})
-    with Bookkeeper(config, IN_FORCE, Profiler(1), print, active=False) as bookkeeper:
+    with bookkeeper_of(print, active=False) as bookkeeper:
         assert bookkeeper.told_so_far().done()
 
 
 def test_steps_that_were_done_are_told_though_the_run_fails():
-    config, pipe = Config.model_validate({"run": {"steps": 9}}), SlowPipe()
+    pipe = SlowPipe()
 
     def run():
-        with Bookkeeper(config, IN_FORCE, Profiler(1), pipe.tell, active=True) as bookkeeper:
-            for step in range(3):
-                bookkeeper.note(step, StepTotals(1.0, 1.0), [_report(1.0)], 0.03)
+        with bookkeeper_of(pipe.tell) as bookkeeper:
+            note(bookkeeper, 0, 1, 2)
             threading.Timer(0.05, pipe.free.set).start()
             raise RuntimeError("a peer is gone")
 
@@ -172,35 +171,28 @@ def test_steps_that_were_done_are_told_though_the_run_fails():
 def test_what_links_tell_becomes_events_of_the_run_with_link_and_time():
     restarted = {"time_s": 0.25, "kind": "sidecar_restarted", "generation": 2}
     lost = {"time_s": 0.5, "kind": "lane_down", "peer": 1, "reason": "reset"}
-    config, messages = Config.model_validate({"run": {"steps": 9}}), []
-    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
-        report = _report(1.0, [restarted, lost])
-        bookkeeper.note(3, StepTotals(1.0, 1.0), [report], 0.03)
-    first, second = [m["event"] for m in messages if m["kind"] == "event"]
+    messages = []
+    with bookkeeper_of(messages.append) as bookkeeper:
+        bookkeeper.note(3, SOUND, [_report(1.0, [restarted, lost])], 0.03)
+    first, second = of_kind(messages, "event", "event")
     assert second["time_s"] - first["time_s"] == pytest.approx(0.25)
-    assert [e["step"] for e in (first, second)] == [3, 3]
-    assert (first["kind"], first["link"]) == ("sidecar_restarted", None)
-    assert first["detail"] == "rank 0: generation 2"
-    assert (second["kind"], second["link"]) == ("lane_down", "0-1")
-    assert second["detail"] == "rank 0: reason reset"
+    told = [(e["step"], e["kind"], e["link"], e["detail"]) for e in (first, second)]
+    assert told == [
+        (3, "sidecar_restarted", None, "rank 0: generation 2"),
+        (3, "lane_down", "0-1", "rank 0: reason reset"),
+    ]
 
 
-def test_a_plan_is_adopted_with_what_its_delegated_links_have_got():
-    config, messages = Config.model_validate({}), []
-    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
+def test_a_plan_is_adopted_with_what_its_delegated_links_have_got_and_what_is_in_vain_is_told():
+    messages, one_stage = [], {"stages": 1}
+    with bookkeeper_of(
+        messages.append, adaptation={"enabled": True}, parallelism=one_stage
+    ) as bookkeeper:
         bookkeeper.start("text", 7, [range(1)], equipped="slots: 9 bytes")
-    (adopted,) = [m["event"] for m in messages if m["kind"] == "event"]
+    adopted, in_vain = of_kind(messages, "event", "event")
     assert adopted["detail"] == f"{PLAN.reason}; slots: 9 bytes"
-
-
-def test_what_is_asked_of_adapting_in_vain_is_an_event():
-    asked = {"adaptation": {"enabled": True}, "parallelism": {"stages": 1}}
-    config, messages = Config.model_validate(asked), []
-    with Bookkeeper(config, IN_FORCE, Profiler(1), messages.append, active=True) as bookkeeper:
-        bookkeeper.start("text", 7, [range(1)])
-    *_, told = [m["event"] for m in messages if m["kind"] == "event"]
-    assert told["kind"] == "without_effect"
-    assert told["detail"].startswith("adaptation.enabled: true: a pipeline of one stage")
+    assert in_vain["kind"] == "without_effect"
+    assert in_vain["detail"].startswith("adaptation.enabled: true: a pipeline of one stage")
 
 
 class OneMorph:
@@ -227,25 +219,21 @@ class OneMorph:
 
 
 def test_another_plan_counts_from_the_step_that_runs_it_and_its_events_have_that_step():
-    config, messages = Config.model_validate({"run": {"steps": 9}}), []
     loop: Any = OneMorph()
     other = plan(COSTS, {}, Limits(), 1, "adaptive")
     programs = tuple(map(program_text, IN_FORCE.programs))
-    morph = Morph(other, programs, {}, "it is shorter", {}, {})
-    with Bookkeeper(
-        config, IN_FORCE, Profiler(1), messages.append, active=True, loop=loop
-    ) as bookkeeper:
-        for step in (3, 4):
-            bookkeeper.note(step, StepTotals(1.0, 1.0), [_report(1.0)], 0.03)
-            if step == 3:
-                bookkeeper.adopt(morph, 4)
+    messages = []
+    with bookkeeper_of(messages.append, loop=loop) as bookkeeper:
+        note(bookkeeper, 3)
+        bookkeeper.adopt(Morph(other, programs, {}, "it is shorter", {}, {}), 4)
+        note(bookkeeper, 4)
     assert loop.calls == [("observe", 3, 3), ("adopted", "adaptive"), ("observe", 4, 3)]
-    records = [m["record"] for m in messages if m["kind"] == "step"]
+    records = of_kind(messages, "step", "record")
     assert [record["schedule"] for record in records] == ["zb-h2", "adaptive"]
     assert records[0]["link_states"] == {"0-1": "slow"}
-    events = [m["event"] for m in messages if m["kind"] == "event"]
     told = [
-        (event["step"], event["kind"], event["link"], event.get("evidence")) for event in events
+        (event["step"], event["kind"], event["link"], event.get("evidence"))
+        for event in of_kind(messages, "event", "event")
     ]
     detected = ("straggler_detected", "0-1", {"n": 1})
     assert told == [(3, *detected), (4, "plan_changed", None, None), (4, *detected)]
@@ -271,13 +259,12 @@ def _two_reports(took_ms=1.0, waited_ms=0.0, **told):
 
 def _two_stages(*steps):
     """What rank 0 tells of a run of two stages on a direct link that doesn't adapt."""
-    config, messages = Config.model_validate({"run": {"steps": 9}}), []
+    messages, profiler = [], Profiler(2)
     programs = lower_step(TWO_STAGES.schedule, Profile(TWO, {}), TWO_STAGES.routes)
-    profiler = Profiler(2)
     in_force = PlanInForce(TWO_STAGES, programs, rank=0)
-    with Bookkeeper(config, in_force, profiler, messages.append, active=True) as bookkeeper:
+    with bookkeeper_of(messages.append, in_force, profiler) as bookkeeper:
         for step, reports in enumerate(steps):
-            bookkeeper.note(step, StepTotals(1.0, 1.0), reports, 0.03)
+            bookkeeper.note(step, SOUND, reports, 0.03)
     return messages, profiler.profile()
 
 
