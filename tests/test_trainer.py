@@ -104,72 +104,75 @@ def test_a_file_without_stages_may_say_what_is_per_stage_or_link(tmp_path, monke
     assert str(caught.value).startswith(f"{path}: routes.2-3: ")
 
 
-@pytest.fixture
-def waits_of(monkeypatch):
-    """How long processes are told to wait for a transfer, where so many of them meet."""
-
-    def waits_of(num_ranks, sections):
-        told = []
-
-        def meet(start_s, direct_s, least_threads):
-            told.append(direct_s)
-            return SimpleNamespace(num_ranks=num_ranks)
-
-        monkeypatch.setattr(script_config, "meet", meet)
-        configure(sections)
-        return told
-
-    return waits_of
+FAILS_OVER = {"failover": {"enabled": True}}
 
 
 @pytest.mark.parametrize(
-    ("sections", "waits_s"),
+    ("num_ranks", "sections", "waits_s", "known_by"),
     [
-        ({}, 60.0),
-        ({"failover": {"enabled": True}}, 15.0),
-        ({"failover": {"enabled": True}, "parallelism": {"stages": 6}}, 10.0),
-        ({"failover": {"enabled": True}, "timeouts": {"direct_s": 2}}, 2.0),
-        ({"timeouts": {"direct_s": 2}}, 60.0),  # a deadline of links that fail over
+        (6, {}, 60.0, None),
+        (6, FAILS_OVER, 15.0, None),
+        (6, FAILS_OVER | {"parallelism": {"stages": 6}}, 10.0, None),
+        (6, FAILS_OVER | {"timeouts": {"direct_s": 2}}, 2.0, None),
+        (6, {"timeouts": {"direct_s": 2}}, 60.0, None),  # a deadline of links that fail over
+        (8, FAILS_OVER, 7.5, "job"),
+        (10, FAILS_OVER, 6.0, "launcher"),
     ],
 )
-def test_a_transfer_waits_as_long_as_the_configuration_says(waits_of, sections, waits_s):
-    assert waits_of(6, sections) == [waits_s]
+def test_a_transfer_waits_as_long_as_the_configuration_and_the_number_of_ranks_say(
+    monkeypatch, num_ranks, sections, waits_s, known_by
+):
+    told_s = []
+
+    def meet(start_s, direct_s, least_threads):
+        told_s.append(direct_s)
+        return SimpleNamespace(num_ranks=num_ranks)
+
+    monkeypatch.setattr(script_config, "meet", meet)
+    if known_by == "job":
+        monkeypatch.setenv("SLURM_NTASKS", str(num_ranks))
+    if known_by == "launcher":
+        launched = RankArguments(0, num_ranks, "127.0.0.1:1", 0, 0)
+        monkeypatch.setattr(script_config, "launch_told", lambda: launched)
+    configure(sections)
+    assert told_s == [waits_s]
 
 
-def test_a_transfer_waits_as_long_as_among_so_many_as_a_job_has_tasks(waits_of, monkeypatch):
-    monkeypatch.setenv("SLURM_NTASKS", "8")
-    assert waits_of(8, {"failover": {"enabled": True}}) == [7.5]
-
-
-def test_a_transfer_waits_as_long_as_among_so_many_as_were_launched(waits_of, monkeypatch):
-    launched = RankArguments(0, 10, "127.0.0.1:1", 0, 0)
-    monkeypatch.setattr(script_config, "launch_told", lambda: launched)
-    assert waits_of(10, {"failover": {"enabled": True}}) == [6.0]
-
-
-def test_after_an_error_in_a_trainer_of_several_the_next_one_says_so(monkeypatch):
-    class OfTwo(SoleRank):
-        num_ranks = 2
-
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_after_an_error_in_a_trainer_of_several_the_next_one_says_so(monkeypatch, num_ranks):
+    met = SoleRank()
+    met.num_ranks = num_ranks
     monkeypatch.setattr(meeting, "_left", [])
-    monkeypatch.setattr(meeting, "_met", [OfTwo()])
+    monkeypatch.setattr(meeting, "_met", [met])
     meeting.leave()
+    if num_ranks == 1:
+        assert configure({})[0].parallelism.stages == 1
+        return
     with pytest.raises(UserError, match=r"^Trainer: an earlier trainer .* ended with an error"):
         Trainer(MODEL, {})
 
 
-def test_after_an_error_in_a_trainer_of_one_another_can_be_made(monkeypatch):
-    monkeypatch.setattr(meeting, "_left", [])
-    monkeypatch.setattr(meeting, "_met", [SoleRank()])
-    meeting.leave()
-    assert configure({})[0].parallelism.stages == 1
+@pytest.fixture
+def trainer_of(monkeypatch):
+    """A trainer whose stage and meeting place are given, and whose batches and updates are none."""
+
+    def trainer_of(rendezvous, next_step=0, stop_after=None, **stage):
+        whole = {"squared_norm": lambda: 4.0, "update": print, "events": list}
+        trainer: Any = Trainer.__new__(Trainer)
+        trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, next_step
+        trainer._in_force = SimpleNamespace(program=None)
+        trainer._skipped = SkippedSteps(stop_after)
+        trainer._rendezvous = rendezvous
+        trainer._stage = SimpleNamespace(**{**whole, "link_failures": list, **stage})
+        trainer._own_ends = OwnEnds(0, trainer._stage, is_watched=False)
+        trainer._failed = FailedPaths()
+        return trainer
+
+    monkeypatch.setattr("jaxmorph.trainer.cut_batch", lambda batch, config, rank: None)
+    return trainer_of
 
 
-def told_by(trainer):
-    return OwnEnds(trainer.rank, trainer._stage, is_watched=False)
-
-
-def test_a_step_begins_when_all_ranks_have_called(monkeypatch):
+def test_a_step_begins_when_all_ranks_have_called(monkeypatch, trainer_of):
     clock_s, details = [0.0], []
 
     def wait_for_the_last_rank():
@@ -185,60 +188,35 @@ def test_a_step_begins_when_all_ranks_have_called(monkeypatch):
         clock_s[0] += 1.0
         return StepOutcome(0.5, (), [Stamp(Op(OpKind.F, 0), clock_s[0] - 0.25, clock_s[0])])
 
-    clock = SimpleNamespace(monotonic=lambda: clock_s[0])
-    monkeypatch.setattr("jaxmorph.trainer.time", clock)
-    monkeypatch.setattr("jaxmorph.trainer.cut_batch", lambda batch, config, rank: None)
-    monkeypatch.setattr("jaxmorph.trainer.apply_gradients", lambda stage, totals, norm: True)
-    trainer: Any = Trainer.__new__(Trainer)
-    trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, 7
-    trainer._in_force, trainer._skipped = SimpleNamespace(program=None), SkippedSteps(None)
-    trainer._rendezvous = SimpleNamespace(exchange=exchange)
-    trainer._stage = SimpleNamespace(
-        run=run, squared_norm=lambda: 4.0, events=list, link_failures=list
-    )
-    trainer._own_ends, trainer._failed = told_by(trainer), FailedPaths()
-    metrics = trainer.step(None)
+    monkeypatch.setattr("jaxmorph.trainer.time", SimpleNamespace(monotonic=lambda: clock_s[0]))
+    metrics = trainer_of(SimpleNamespace(exchange=exchange), 7, run=run).step(None)
     assert (metrics.step, metrics.grad_norm, metrics.step_s) == (7, 2.0, 1.0)
     assert metrics.failed_links == ()
     assert details[-1]["ops"] == [("F0", 750.0, 1000.0)]
 
 
-def test_a_link_that_failed_is_told_in_one_step_though_its_ends_tell_in_two(monkeypatch):
+def test_a_link_that_failed_is_told_in_one_step_though_its_ends_tell_in_two(trainer_of):
     """A receiver may know of it at the end of a step, and its sender after that."""
     failure = {"link": "0-1", "detail": "its cable"}
     told = [[failure], [failure], []]
-    monkeypatch.setattr("jaxmorph.trainer.cut_batch", lambda batch, config, rank: None)
-    monkeypatch.setattr("jaxmorph.trainer.apply_gradients", lambda stage, totals, norm: True)
-    trainer: Any = Trainer.__new__(Trainer)
-    trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, 0
-    trainer._in_force, trainer._skipped = SimpleNamespace(program=None), SkippedSteps(None)
-    trainer._rendezvous = SoleRank()
-    trainer._stage = SimpleNamespace(
+    trainer = trainer_of(
+        SoleRank(),
         run=lambda program, inputs, step: StepOutcome(0.5, (), []),
-        squared_norm=lambda: 4.0,
-        events=list,
         link_failures=lambda: told.pop(0),
     )
-    trainer._own_ends, trainer._failed = told_by(trainer), FailedPaths()
     assert [trainer.step(None).failed_links for _ in range(3)] == [("0-1",), (), ()]
 
 
-def test_too_many_steps_that_are_not_finite_end_in_an_error_and_nothing_is_updated(monkeypatch):
+def test_too_many_steps_that_are_not_finite_end_in_an_error_and_nothing_is_updated(trainer_of):
     discarded = []
-    monkeypatch.setattr("jaxmorph.trainer.cut_batch", lambda batch, config, rank: None)
-    trainer: Any = Trainer.__new__(Trainer)
-    trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, 0
-    trainer._in_force, trainer._skipped = SimpleNamespace(program=None), SkippedSteps(2)
-    trainer._rendezvous = SoleRank()
-    trainer._stage = SimpleNamespace(
+    trainer = trainer_of(
+        SoleRank(),
+        stop_after=2,
         run=lambda program, inputs, step: StepOutcome(math.inf, (), []),
         squared_norm=lambda: math.nan,
         gradients=({"layers": {"kernel": np.full(3, math.nan)}},),
         discard=lambda: discarded.append(True),
-        events=list,
-        link_failures=list,
     )
-    trainer._own_ends, trainer._failed = told_by(trainer), FailedPaths()
     assert trainer.step(None).updated is False
     with pytest.raises(RunFailedError, match=r"^2 steps in a row .* stage 0: loss inf, gradients"):
         trainer.step(None)
