@@ -113,6 +113,11 @@ def test_results_keep_what_failures_cost(matrix):
     again = Matrix.from_json(json.loads(json.dumps(matrix.to_json())))
     assert again.runs["restart", "cut"].recoveries == (RECOVERY,)
     assert again.has_whole_runs
+    fields = matrix.runs["restart", "cut"].to_json()
+    del fields["held_up_s"]  # as older results have it
+    older = replace(matrix, runs={("restart", "cut"): Run.from_json(fields)})
+    (cells,) = whole_rows(older)
+    assert dict(zip(WHOLE_COLUMNS, cells, strict=True))["held up s"] == "-"
 
 
 def test_the_table_says_what_a_failure_cost_and_where(matrix):
@@ -149,29 +154,16 @@ def test_the_table_says_what_failed_paths_held_up(matrix, tmp_path):
     assert dict(zip(WHOLE_COLUMNS, calm, strict=True))["held up s"] == "0.00"
 
 
-def test_an_older_comparisons_runs_say_nothing_of_what_was_held_up(matrix):
-    fields = matrix.runs["restart", "cut"].to_json()
-    del fields["held_up_s"]
-    again = Run.from_json(fields)
-    older = replace(matrix, runs={("restart", "cut"): again})
-    (cells,) = whole_rows(older)
-    assert dict(zip(WHOLE_COLUMNS, cells, strict=True))["held up s"] == "-"
-
-
-def test_the_page_has_the_same_table(matrix):
+def test_the_page_has_the_same_table_and_a_picture_is_drawn_without_failures_too(matrix, tmp_path):
     page = comparison_page(ComparisonFiles(matrix, {}))
     assert page.count("<th") > len(WHOLE_COLUMNS)
     for cell in ("+22.5", "FAILED", "40.0%", "Whole runs, from the first step"):
         assert cell in page
-
-
-def test_the_picture_is_drawn_with_and_without_failures(matrix, tmp_path):
-    save_recovery_figure(tmp_path / "a.png", matrix)
     healthy = {key: run for key, run in matrix.runs.items() if key[1] == "healthy"}
     calm = Matrix("calm", matrix.systems, ("healthy",), healthy)
-    save_recovery_figure(tmp_path / "b.png", calm)
-    for name in ("a.png", "b.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    for each in (matrix, calm):
+        save_recovery_figure(tmp_path / "a.png", each)
+        assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_says_what_befell_it():
@@ -228,42 +220,34 @@ def test_only_a_cold_run_hears_of_no_cache_whatever_the_environment_says(
     assert runs.caches == ["/warm", None, "/warm"]
 
 
+FULL = "rank 1 failed: disk full"
+
+
 @pytest.mark.parametrize(
-    ("end", "says"),
-    [(RunStoppedError("asked to end after 8 of 20 steps, saved"), "asked to end"),
-     (KeyboardInterrupt(), "interrupted")],
-)  # fmt: skip
-def test_a_run_that_somebody_ends_is_told_of_and_ends_the_comparison(runs, tmp_path, end, says):
+    ("end", "raised", "failed"),
+    [
+        (RunStoppedError("saved"), pytest.raises(RunStoppedError, match="saved"), "asked to end"),
+        (KeyboardInterrupt(), pytest.raises(KeyboardInterrupt), "interrupted"),
+        *(
+            (kind(FULL, asked_to_end=True), pytest.raises(RunStoppedError, match="disk full"), FULL)
+            for kind in (RankFailedError, RunFailedError)
+        ),
+        *((kind(FULL), nullcontext(), FULL) for kind in (RankFailedError, RunFailedError)),
+        (None, pytest.raises(RunStoppedError, match="restart, healthy: asked to end in its"), None),
+    ],
+)
+def test_a_run_that_is_asked_to_end_ends_the_comparison_and_is_told(
+    runs, tmp_path, end, raised, failed
+):
     told: list[Run] = []
-    runs.ends = [end]
-    with pytest.raises(type(end)):
+    runs.ends, runs.asked_to_end = [end], end is None
+    with raised:
         run_as("restart", tmp_path / "a", told.append)
     (run,) = told
-    assert (run.failed, run.total_s) == (f"8 steps done: {says}", None)
+    assert run.failed == (failed and f"8 steps done: {failed}")
+    assert (run.total_s is None) == (failed is not None)
     assert run.step_ms is not None
     assert run.step_ms.n == 8
-
-
-@pytest.mark.parametrize("was_asked", [True, False])
-@pytest.mark.parametrize("failure", [RankFailedError, RunFailedError])
-def test_what_fails_once_it_was_asked_to_end_ends_the_comparison_too(
-    runs, tmp_path, failure, was_asked
-):
-    told: list[Run] = []
-    runs.ends = [failure("rank 1 failed: disk full", asked_to_end=was_asked)]
-    with pytest.raises(RunStoppedError, match="disk full") if was_asked else nullcontext():
-        run_as("restart", tmp_path / "a", told.append)
-    assert [run.failed for run in told] == ["8 steps done: rank 1 failed: disk full"]
-
-
-def test_a_run_that_is_asked_to_end_in_its_last_step_is_whole_and_ends_the_comparison(
-    runs, tmp_path
-):
-    told: list[Run] = []
-    runs.ends, runs.asked_to_end = [None], True
-    with pytest.raises(RunStoppedError, match="restart, healthy: asked to end in its last step"):
-        run_as("restart", tmp_path / "a", told.append)
-    assert [run.failed for run in told] == [None]
 
 
 def test_what_was_measured_before_a_comparison_is_asked_to_end_is_written(
