@@ -25,6 +25,7 @@ from jaxmorph.trainer import Trainer
 from jaxmorph.training.gradients import SkippedSteps
 
 MODEL: Any = SimpleNamespace(num_layers=2, tied=())
+FAILS_OVER = {"failover": {"enabled": True}}
 
 
 @pytest.mark.parametrize(
@@ -102,9 +103,6 @@ def test_a_file_without_stages_may_say_what_is_per_stage_or_link(tmp_path, monke
     with pytest.raises(UserError) as caught:
         configure(path)
     assert str(caught.value).startswith(f"{path}: routes.2-3: ")
-
-
-FAILS_OVER = {"failover": {"enabled": True}}
 
 
 @pytest.mark.parametrize(

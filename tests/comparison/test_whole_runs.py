@@ -47,6 +47,7 @@ RECOVERY = {
     "cut_off": False, "total_s": 22.5, "phases_s": {"detect": 15.0, "start": 5.5, "replay": 2.0},
 }  # fmt: skip
 SUMMARY = RunSummary((5.0,), 4.0, 0.5, None, None, None, 100.0, Path("run"))
+FULL = "rank 1 failed: disk full"
 
 
 @pytest.mark.parametrize("name", COMPARE.systems)
@@ -218,9 +219,6 @@ def test_only_a_cold_run_hears_of_no_cache_whatever_the_environment_says(
             run_as(name, tmp_path / name)
         assert os.environ["JAX_COMPILATION_CACHE_DIR"] == "/warm"
     assert runs.caches == ["/warm", None, "/warm"]
-
-
-FULL = "rank 1 failed: disk full"
 
 
 @pytest.mark.parametrize(

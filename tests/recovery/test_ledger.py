@@ -23,11 +23,17 @@ def begin(ledger, *ends_s):
         ledger.phase_ended(phase, at_s)
 
 
-def test_a_recovery_is_split_from_the_last_step_before_it_to_the_lost_steps_done_again():
+def live(steps, *ends_s):
+    """A ledger after some steps of a second each, and the starts before them."""
     ledger = Ledger(0.0)
-    begin(ledger, 5.0, 8.0, 8.0, 10.0)
-    for step in range(5):
-        assert ledger.step_done(step, 11.0 + step) is None
+    begin(ledger, *ends_s)
+    for step in range(steps):
+        assert ledger.step_done(step, ends_s[-1] + 1.0 + step) is None
+    return ledger
+
+
+def test_a_recovery_is_split_from_the_last_step_before_it_to_the_lost_steps_done_again():
+    ledger = live(5, 5.0, 8.0, 8.0, 10.0)
     ledger.failed("rank 1 failed: ended by SIGKILL", 15.2, 16.2, from_step=3)
     ledger.launched(17.2)
     begin(ledger, 22.0, 23.0, 23.5, 25.5)
@@ -46,9 +52,7 @@ def test_a_recovery_is_split_from_the_last_step_before_it_to_the_lost_steps_done
 
 
 def test_where_no_step_was_lost_the_recovery_ends_with_the_plan():
-    ledger = Ledger(0.0)
-    begin(ledger, 1.0, 1.0, 1.0, 1.0)
-    ledger.step_done(0, 2.0)
+    ledger = live(1, 1.0, 1.0, 1.0, 1.0)
     ledger.failed("rank 0 failed", 2.5, 3.0, from_step=1)
     ledger.launched(3.0)
     begin(ledger, 4.0, 5.0, 6.0, 7.0)
@@ -60,10 +64,7 @@ def test_where_no_step_was_lost_the_recovery_ends_with_the_plan():
 
 
 def test_a_recovery_that_fails_too_is_cut_off_and_the_next_begins_where_it_ended():
-    ledger = Ledger(0.0)
-    begin(ledger, 1.0, 1.0, 1.0, 1.0)
-    for step in range(6):
-        ledger.step_done(step, 2.0 + step)
+    ledger = live(6, 1.0, 1.0, 1.0, 1.0)
     ledger.failed("rank 2 failed", 7.5, 8.0, from_step=4)
     ledger.launched(9.0)
     begin(ledger, 10.0, 11.0, 12.0, 13.0)

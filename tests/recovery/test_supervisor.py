@@ -137,14 +137,25 @@ def test_a_newer_checkpoint_begins_the_count_and_the_waits_anew():
     assert world.launched == [(2 * number, number) for number in range(10)]
 
 
-@pytest.mark.parametrize("from_start", [False, True])
-def test_a_run_that_had_come_to_its_end_is_not_done_again(from_start):
-    world = World([(NUM_STEPS, KILLED), (1, False)], from_start=from_start)
+@pytest.mark.parametrize(
+    ("num_steps", "end", "policy"),
+    [
+        (1, KILLED, {}),  # there is no checkpoint
+        (5, KILLED, {"max_restarts": 0}),
+        (NUM_STEPS, KILLED, {}),  # all is done
+        (NUM_STEPS, KILLED, {"from_start": True}),
+        (5, RankFailedError(KILLED, asked_to_end=True), {}),
+    ],
+)
+def test_where_no_restart_helps_or_is_wanted_the_run_ends_as_it_failed(num_steps, end, policy):
+    world = World([(num_steps, end), (1, False)], **policy)
     with pytest.raises(RankFailedError) as raised:
         world.run()
     assert str(raised.value) == KILLED
-    assert world.launched == [(0, 0)]
+    assert (world.launched, world.waits) == ([(0, 0)], [])
     assert not world.books.of_kind("go_back")
+    detail = "rank 1 failed: ended by SIGKILL; its log: logs/rank_1.log"
+    assert world.books.of_kind("rank_failed") == [("rank_failed", num_steps, detail, None)]
 
 
 @pytest.mark.parametrize("error", [OSError("stale file handle"), UserError("format 3")])
@@ -158,28 +169,9 @@ def test_a_failure_is_told_where_no_checkpoint_can_be_looked_for(error):
     assert detail.endswith(f"no checkpoint can be looked for: {error}")
 
 
-def test_a_run_that_was_asked_to_end_is_not_started_again():
-    world = World([(5, RankFailedError(KILLED, asked_to_end=True)), (4, False)])
-    with pytest.raises(RankFailedError):
-        world.run()
-    assert (world.launched, world.waits) == ([(0, 0)], [])
-    assert len(world.books.of_kind("rank_failed")) == 1
-
-
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_run_that_was_asked_to_end_in_its_last_step_says_so(asked):
     assert World([(5, KILLED), (4, asked)]).run() is asked
-
-
-def test_a_run_without_a_checkpoint_ends_as_it_failed():
-    world = World([(1, KILLED)])
-    with pytest.raises(RankFailedError) as raised:
-        world.run()
-    assert str(raised.value) == KILLED
-    assert world.waits == []
-    assert world.books.of_kind("rank_failed") == [
-        ("rank_failed", 1, "rank 1 failed: ended by SIGKILL; its log: logs/rank_1.log", None)
-    ]
 
 
 def test_from_start_a_run_without_a_checkpoint_begins_again():
@@ -188,13 +180,6 @@ def test_from_start_a_run_without_a_checkpoint_begins_again():
     assert world.launched == [(0, 0), (0, 1)]
     assert ("go_back", 0) in world.books.told
     assert "starts again from the start in 1 s" in world.books.of_kind("rank_failed")[0][2]
-
-
-def test_a_policy_without_restarts_ends_the_run_at_once():
-    world = World([(5, KILLED)], max_restarts=0)
-    with pytest.raises(RankFailedError) as raised:
-        world.run()
-    assert str(raised.value) == KILLED
 
 
 @pytest.mark.parametrize("error", [UserError("data.path: nothing there"), KeyboardInterrupt()])

@@ -23,6 +23,8 @@ HEADER = {
     "data": "some text", "num_parameters": 1, "layers_per_stage": (1,), "schedule": "zb-h2",
     "warmup_forwards": (1,),
 }  # fmt: skip
+STARTED = {"kind": "started", "header": HEADER}
+TIMELINE = simulate(Schedule.from_rows("hand", ["F0 B0 W0"]), StageCosts.uniform(1, 1.0, 1.0, 1.0))
 
 
 @pytest.fixture
@@ -32,75 +34,83 @@ def directory(tmp_path):
         yield opened
 
 
-def test_a_run_lasts_from_its_start_to_its_last_step_and_no_picture_is_timed(
-    directory, monkeypatch
-):
-    now = [100.0]
+@pytest.fixture
+def now():
+    """The one time of the books' clock."""
+    return [100.0]
 
+
+@pytest.fixture
+def books_of(directory, monkeypatch, now):
+    """Books of a run, with what they show and which pictures they would have drawn."""
+
+    def books_of(first_step=0, **sections):
+        config, shown = Config.model_validate(sections), io.StringIO()
+        reporter = PlainReporter(shown)
+        books = record.RunRecord(config, directory, reporter, lambda: now[0], first_step)
+        return books, shown, pictures
+
+    pictures = []
+    monkeypatch.setattr(record, "save_timelines", lambda path, drawn: pictures.append([*drawn]))
+    return books_of
+
+
+def _step(step=0):
+    return {"kind": "step", "record": asdict(STEP) | {"step": step}}
+
+
+def test_a_run_lasts_from_its_start_to_its_last_step_and_no_picture_is_timed(
+    books_of, now, monkeypatch
+):
     def draw_slowly(*_):
         now[0] += 50.0
 
     monkeypatch.setattr(record, "save_timelines", draw_slowly)
-    shown = io.StringIO()
-    books = record.RunRecord(Config(), directory, PlainReporter(shown), lambda: now[0])
+    books, shown, _ = books_of()
     now[0] = 110.0
-    books.take({"kind": "started", "header": HEADER})
+    books.take(STARTED)
     for now[0] in (111.0, 113.0):
-        books.take({"kind": "step", "record": asdict(STEP)})
+        books.take(_step())
     now[0] = 120.0
-    books.take(_timelines(0, False))
+    books.take(_timelines(0))
     books.finish()
     assert now == [170.0]
     assert "2 in 3.0 s" in shown.getvalue()
 
 
-def test_a_run_that_ended_before_any_sampled_step_has_no_picture_and_says_why_it_ended(directory):
-    shown = io.StringIO()
-    books = record.RunRecord(Config(), directory, PlainReporter(shown))
-    books.take({"kind": "started", "header": HEADER})
-    books.take({"kind": "step", "record": asdict(STEP)})
+def test_a_run_that_ended_before_any_sampled_step_has_no_picture_and_says_why_it_ended(books_of):
+    books, shown, pictures = books_of()
+    books.take(STARTED)
+    books.take(_step())
     event = Event(time_s=0.0, step=0, kind="stopped", detail="asked to end after 1 of 9 steps")
     books.take({"kind": "event", "event": asdict(event)})
     books.finish()
     assert books.stopped == "asked to end after 1 of 9 steps"
     assert "picture" not in shown.getvalue()
+    assert pictures == []
 
 
-def test_a_profile_is_written_to_the_run_directory(directory):
-    books = record.RunRecord(Config(), directory, PlainReporter(io.StringIO()))
+def test_a_profile_is_written_to_the_run_directory(directory, books_of):
+    books, *_ = books_of()
     books.take({"kind": "profile", "profile": {"costs": {}, "links": {}}})
     assert json.loads((directory.path / "profile.json").read_text()) == {"costs": {}, "links": {}}
 
 
-def test_of_many_traces_the_latest_stay(directory):
-    schedule = Schedule.from_rows("hand", ["F0 B0 W0"])
-    timeline = simulate(schedule, StageCosts.uniform(1, 1.0, 1.0, 1.0)).to_json()
-    config = Config.model_validate({"trace": {"keep": 2}})
-    books = record.RunRecord(config, directory, PlainReporter(io.StringIO()))
-    for step in range(5):
-        timelines = {"planned": timeline, "measured": timeline}
-        books.take({"kind": "timelines", "step": step, "timelines": timelines})
-    names = sorted(path.name for path in (directory.path / "trace").iterdir())
-    assert names == ["step_3.json", "step_4.json"]
-
-
-def _timelines(step: int, around_change: bool) -> dict:
-    schedule = Schedule.from_rows("hand", ["F0 B0 W0"])
-    timeline = simulate(schedule, StageCosts.uniform(1, 1.0, 1.0, 1.0)).to_json()
+def _timelines(step: int, around_change: bool = False) -> dict:
     return {
-        "kind": "timelines", "step": step, "timelines": {"planned": timeline},
+        "kind": "timelines", "step": step, "timelines": {"planned": TIMELINE.to_json()},
         "around_change": around_change,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("around", "left"), [({1, 2}, [1, 2, 8, 9]), ({0, 1, 2, 3, 4}, [3, 4, 8, 9])]
+    ("keep", "around", "left"),
+    [(2, (), [8, 9]), (4, {1, 2}, [1, 2, 8, 9]), (4, {0, 1, 2, 3, 4}, [3, 4, 8, 9])],
 )
-def test_of_many_traces_those_around_a_change_stay_longest_but_no_more_than_half(
-    directory, around, left
+def test_of_many_traces_the_latest_stay_and_those_around_changes_in_half_of_the_room(
+    directory, books_of, keep, around, left
 ):
-    config = Config.model_validate({"trace": {"keep": 4}})
-    books = record.RunRecord(config, directory, PlainReporter(io.StringIO()))
+    books, *_ = books_of(trace={"keep": keep})
     for step in range(10):
         books.take(_timelines(step, step in around))
     assert list(directory.traces()) == left
@@ -110,80 +120,62 @@ def test_of_many_traces_those_around_a_change_stay_longest_but_no_more_than_half
     ("back_to", "again", "drawn"),
     [(3, [3], ["planned, step 3"]), (3, [], None), (6, [], ["planned, step 5"])],
 )
-def test_the_picture_shows_no_step_that_was_taken_back(
-    directory, monkeypatch, back_to, again, drawn
-):
-    pictures = []
-    monkeypatch.setattr(record, "save_timelines", lambda path, drawn: pictures.append([*drawn]))
-    books = record.RunRecord(Config(), directory, PlainReporter(io.StringIO()))
-    books.take({"kind": "started", "header": HEADER})
-    books.take({"kind": "step", "record": asdict(STEP)})
-    books.take(_timelines(5, False))
+def test_the_picture_shows_no_step_that_was_taken_back(directory, books_of, back_to, again, drawn):
+    books, _, pictures = books_of()
+    for told in (STARTED, _step(), _timelines(2), _timelines(5)):
+        books.take(told)
     books.go_back(back_to)
+    assert [*directory.traces()] == ([2] if back_to == 3 else [2, 5])
     for step in again:
-        books.take(_timelines(step, False))
+        books.take(_timelines(step))
     books.finish()
     assert pictures == ([drawn] if drawn else [])
 
 
 @pytest.mark.parametrize("change", [7, 8, 9])
-def test_the_last_steps_trace_stays_whatever_changes_where_one_is_kept(directory, change):
-    config = Config.model_validate({"run": {"steps": 10}, "trace": {"keep": 1, "every_steps": 4}})
-    books = record.RunRecord(config, directory, PlainReporter(io.StringIO()))
-    traced = TracedSteps(config, books.take)
-    timeline = simulate(Schedule.from_rows("hand", ["F0 B0 W0"]), StageCosts.uniform(1, 1, 1, 1))
+def test_the_last_steps_trace_stays_whatever_changes_where_one_is_kept(directory, books_of, change):
+    sections = {"run": {"steps": 10}, "trace": {"keep": 1, "every_steps": 4}}
+    books, *_ = books_of(**sections)
+    traced = TracedSteps(Config.model_validate(sections), books.take)
     for step in range(10):
-        traced.note(step, timeline, timeline)
+        traced.note(step, TIMELINE, TIMELINE)
         if step == change:
             event = Event(time_s=0.0, step=step, kind="plan_changed")
             traced.pass_on({"kind": "event", "event": asdict(event)})
     assert list(directory.traces()) == [9]
 
 
-def test_the_last_picture_is_of_the_last_step_though_earlier_ones_are_told_later(
-    directory, monkeypatch
-):
-    drawn = []
-    monkeypatch.setattr(record, "save_timelines", lambda _, steps: drawn.append(list(steps)))
-    books = record.RunRecord(Config(), directory, PlainReporter(io.StringIO()))
-    books.take({"kind": "step", "record": asdict(STEP)})
-    books.take(_timelines(9, False))
-    books.take(_timelines(7, True))
+def test_the_last_picture_is_of_the_last_step_though_earlier_ones_are_told_later(books_of):
+    books, _, pictures = books_of()
+    for told in (_step(), _timelines(9), _timelines(7, around_change=True)):
+        books.take(told)
     books.finish()
-    assert drawn == [["planned, step 9"]]
+    assert pictures == [["planned, step 9"]]
 
 
-def test_a_run_that_goes_on_keeps_as_many_traces_as_one_that_did_not_stop(directory):
+def test_a_run_that_goes_on_keeps_as_many_traces_as_one_that_did_not_stop(directory, books_of):
     for step in (2, 9, 10, 30):
         directory.trace_path(step).write_text("{}")
-    timeline = simulate(
-        Schedule.from_rows("hand", ["F0 B0 W0"]), StageCosts.uniform(1, 1.0, 1.0, 1.0)
-    ).to_json()
-    config = Config.model_validate({"trace": {"keep": 2}})
-    books = record.RunRecord(config, directory, PlainReporter(io.StringIO()), first_step=20)
+    books, *_ = books_of(first_step=20, trace={"keep": 2})
     assert list(directory.traces()) == [2, 9, 10]
-    books.take({"kind": "timelines", "step": 20, "timelines": {"planned": timeline}})
+    books.take(_timelines(20))
     assert list(directory.traces()) == [10, 20]
 
 
 def test_a_run_that_goes_back_takes_its_steps_again_and_lasts_from_its_first_start(
-    directory, monkeypatch
+    directory, books_of, now
 ):
-    monkeypatch.setattr(record, "save_timelines", lambda path, timelines: None)
-    now, shown = [100.0], io.StringIO()
-    books = record.RunRecord(Config(), directory, PlainReporter(shown), lambda: now[0])
-    for now[0], step in ((110.0, None), (111.0, 0), (112.0, 1), (113.0, 2)):
-        told = {"kind": "step", "record": asdict(STEP) | {"step": step}}
-        books.take({"kind": "started", "header": HEADER} if step is None else told)
+    books, shown, _ = books_of()
+    for now[0], told in ((110.0, STARTED), (111.0, _step(0)), (112.0, _step(1)), (113.0, _step(2))):
+        books.take(told)
     now[0] = 114.0
     books.write_event(3, "rank_failed", "rank 1 failed")
     books.go_back(1)
     assert (books.num_steps, books.num_recorded) == (1, 1)
     now[0] = 130.0
     books.take({"kind": "phase_ended", "phase": "plan", "time_s": 130.0})
-    books.take({"kind": "started", "header": HEADER})
-    for now[0], step in ((131.0, 1), (132.5, 2)):
-        books.take({"kind": "step", "record": asdict(STEP) | {"step": step}})
+    for now[0], told in ((130.0, STARTED), (131.0, _step(1)), (132.5, _step(2))):
+        books.take(told)
     books.write_event(1, "restarted", "19.5 s lost", evidence={"total_s": 19.5})
     assert books.productive_s == pytest.approx(3 * 0.4)
     books.keep_goodput(Goodput(1.5, 30.0))
@@ -201,18 +193,3 @@ def test_a_run_that_goes_back_takes_its_steps_again_and_lasts_from_its_first_sta
     ]  # fmt: skip
     assert events[1]["evidence"] == {"total_s": 19.5}
     assert json.loads((directory.path / "recovery.json").read_text())["goodput"] == 0.05
-
-
-def test_traces_of_steps_that_are_done_again_are_drawn_again(directory, monkeypatch):
-    drawn = {}
-    monkeypatch.setattr(record, "save_timelines", lambda path, timelines: drawn.update(timelines))
-    books = record.RunRecord(Config(), directory, PlainReporter(io.StringIO()))
-    books.take({"kind": "step", "record": asdict(STEP)})
-    for step in (2, 4):
-        books.take(_timelines(step, around_change=False))
-    books.go_back(3)
-    assert [*directory.traces()] == [2]
-    books.take(_timelines(3, around_change=False))
-    books.take({"kind": "step", "record": asdict(STEP)})
-    books.finish()
-    assert list(drawn) == ["planned, step 3"]

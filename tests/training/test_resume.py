@@ -2,6 +2,7 @@
 
 import errno
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +59,8 @@ def test_a_run_goes_on_from_its_last_checkpoint_with_its_overrides(tmp_path):
     assert found.config.run.steps == 30
     assert found.config.optimizer.learning_rate == 1e-4
     assert found.config.model.options == {"width": 32, "num_layers": 4}
+    assert without_weights(found.config).model.weights is None
+    assert without_weights(found.config).model.options == found.config.model.options
 
 
 @pytest.mark.parametrize(
@@ -140,12 +143,9 @@ def test_where_no_checkpoint_is_whole_each_ones_damage_is_told(tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_a_directory_that_is_no_runs_is_told_of(tmp_path):
+def test_no_run_and_a_run_without_a_checkpoint_are_told_apart(tmp_path):
     with pytest.raises(UserError, match=r"^--resume: got \S+/none, expected a run's directory, w"):
         find_resumption(tmp_path / "none", [])
-
-
-def test_a_run_without_a_whole_checkpoint_is_told_of(tmp_path):
     run = write_run(tmp_path, [])
     (tmp_path / "checkpoints" / "step_7.unfinished").mkdir(parents=True)
     with pytest.raises(UserError, match=r"^--resume: got no checkpoint in \S+/checkpoints, expect"):
@@ -178,22 +178,15 @@ def test_what_was_left_half_done_goes_before_a_run_begins(tmp_path):
     assert [path.name for path in folder.path.iterdir()] == ["step_7"]
 
 
-def test_a_run_that_saves_nothing_has_no_folder_for_it(tmp_path):
-    prepare_checkpoints(Config.model_validate({"checkpoint": {"every_steps": 0}}), tmp_path)
-    assert not list(tmp_path.iterdir())
+def named_folder(folder, **sections):
+    return Config.model_validate({"checkpoint": {"dir": str(folder)}, **sections})
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_training(tmp_path):
+@pytest.mark.parametrize("make", [try_named_folder, lambda own: prepare_checkpoints(own, Path())])
+def test_a_folder_that_cannot_be_made_is_told_before_training(tmp_path, make):
     (tmp_path / "file").write_text("precious")
-    config = Config.model_validate({"checkpoint": {"dir": str(tmp_path / "file" / "in")}})
     with pytest.raises(UserError, match=r"^checkpoint.dir: \S+/file/in: cannot be made: Not a dir"):
-        prepare_checkpoints(config, tmp_path)
-
-
-def test_a_run_that_goes_on_reads_no_initial_weights():
-    config = without_weights(Config.model_validate(CONFIG))
-    assert config.model.weights is None
-    assert config.model.options == {"width": 32, "num_layers": 4}
+        make(named_folder(tmp_path / "file" / "in"))
 
 
 def test_data_that_changed_under_the_same_name_are_not_gone_on_with(tmp_path):
@@ -218,20 +211,12 @@ def test_a_named_folder_is_the_same_from_another_directory(tmp_path, monkeypatch
         find_resumption(run, ["checkpoint.dir=saved"])
 
 
-def test_a_named_folder_is_tried_before_anything_is_begun(tmp_path):
-    (tmp_path / "file").write_text("precious")
-    named = Config.model_validate({"checkpoint": {"dir": str(tmp_path / "file" / "in")}})
-    with pytest.raises(UserError, match=r"^checkpoint.dir: \S+/file/in: cannot be made: Not a dir"):
-        try_named_folder(named)
-    good = {"run": {"dir": str(tmp_path / "run")}, "checkpoint": {"dir": str(tmp_path / "saved")}}
-    try_named_folder(Config.model_validate(good))
-    assert not list((tmp_path / "saved").iterdir())
-
-
-def test_nothing_is_made_in_a_directory_that_the_run_has_yet_to_claim(tmp_path):
-    inside = {"run": {"dir": str(tmp_path / "run")}, "checkpoint": {"dir": f"{tmp_path}/run/saved"}}
-    try_named_folder(Config.model_validate(inside))
+def test_a_named_folder_is_made_and_left_empty_but_not_one_in_a_run_that_is_yet_to_be(tmp_path):
+    prepare_checkpoints(Config.model_validate({"checkpoint": {"every_steps": 0}}), tmp_path)
+    try_named_folder(named_folder(tmp_path / "run" / "saved", run={"dir": f"{tmp_path}/run"}))
     assert not list(tmp_path.iterdir())
+    try_named_folder(named_folder(tmp_path / "saved", run={"dir": f"{tmp_path}/run"}))
+    assert not list((tmp_path / "saved").iterdir())
 
 
 def test_a_folder_that_cannot_be_written_to_is_told(tmp_path, monkeypatch):
@@ -239,11 +224,10 @@ def test_a_folder_that_cannot_be_written_to_is_told(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(resume, "TemporaryFile", full)
-    named = Config.model_validate({"checkpoint": {"dir": str(tmp_path / "saved")}})
     with pytest.raises(
         UserError, match=r"^checkpoint.dir: \S+/saved: cannot be written to: No spa"
     ):
-        try_named_folder(named)
+        try_named_folder(named_folder(tmp_path / "saved"))
 
 
 def test_a_folder_in_use_is_refused_until_it_is_let_go(tmp_path):
