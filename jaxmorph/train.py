@@ -231,7 +231,7 @@ def _open_beside_steps(
             loop=loop,
             known_links=KnownLinks(config, run.directory, run.cut.layers),
         ) as bookkeeper,
-        _open_saver(run, bookkeeper) as saver,
+        run.checkpoints.saver(rendezvous, run.settings, run.parts, bookkeeper) as saver,
     ):
         adaptation = Adaptation(
             rendezvous,
@@ -245,19 +245,6 @@ def _open_beside_steps(
         times = SaveTimes(config.checkpoint, config.run.steps, leads=leads, stop_asked=stop_asked)
         skipped = SkippedSteps(config.optimizer.stop_after_skipped)
         yield _BesideSteps(compilations, evaluation, bookkeeper, saver, times, adaptation, skipped)
-
-
-def _open_saver(run: _Run, bookkeeper: Bookkeeper) -> CheckpointSaver:
-    return run.checkpoints.saver(
-        run.rendezvous,
-        run.settings,
-        bookkeeper.event,
-        bookkeeper.told_so_far,
-        vocab_size=run.parts.vocab_size,
-        tied=run.parts.model.tied,
-        data=run.parts.data,
-        knows=bookkeeper.in_force,
-    )
 
 
 def _tell_start(run: _Run, first: FirstPlan, bookkeeper: Bookkeeper) -> None:

@@ -57,24 +57,20 @@ class Batches:
         self._windows = windows.shuffle(seed=seed).repeat().batch(microbatches * microbatch_size)
 
     def __getitem__(self, step: int) -> Batch:
-        """The inputs and targets of a step, counted from 0."""
+        """The inputs and targets of a step, counted from 0.
+
+        Raises:
+            UserError: a token is not in the vocabulary; so for `inputs` and `targets`.
+        """
         ids = self._ids(step)
         return Batch(self._part(ids[:, :-1]), self._part(ids[:, 1:]))
 
     def inputs(self, step: int) -> np.ndarray:
-        """Only the inputs of a step, for the first stage.
-
-        Returns:
-            int32 [microbatches, microbatch_size, sequence_length].
-        """
+        """Only the inputs of a step, for the first stage, shaped as in `Batch`."""
         return self._part(self._ids(step)[:, :-1])
 
     def targets(self, step: int) -> np.ndarray:
-        """Only the targets of a step (each input's next token), for the last stage.
-
-        Returns:
-            int32 [microbatches, microbatch_size, sequence_length].
-        """
+        """Only the targets of a step (each input's next token), for the last stage."""
         return self._part(self._ids(step)[:, 1:])
 
     def _ids(self, step: int) -> np.ndarray:

@@ -1,24 +1,24 @@
 """The checkpoints of one run, as one of its ranks uses them: where it begins and what it saves."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
-from jaxmorph.checkpoints.manifest import Manifest, TiedPaths
+from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.checkpoints.recut import read_part
 from jaxmorph.checkpoints.saver import CheckpointSaver, require_shared
 from jaxmorph.checkpoints.tree_files import TreeFiles
 from jaxmorph.config import Config
-from jaxmorph.data.tokens import DataDigest
 from jaxmorph.planning.layer_choice import LayerChoice
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.planner import Plan
+from jaxmorph.training.bookkeeping import Bookkeeper
 from jaxmorph.training.resume import checkpoint_folder, kept_cut, without_weights
+from jaxmorph.training.run_parts import RunParts
 
 
 class RunCheckpoints:
@@ -69,36 +69,27 @@ class RunCheckpoints:
         self,
         rendezvous: Rendezvous,
         settings: StageSettings,
-        tell: Callable[[int, str, str], None],
-        told_so_far: Callable[[], Future[None]],
-        *,
-        vocab_size: int,
-        tied: TiedPaths,
-        data: DataDigest,
-        knows: Callable[[], Mapping[str, Any]],
+        parts: RunParts,
+        bookkeeper: Bookkeeper,
     ) -> CheckpointSaver:
-        """What saves the run.
-
-        Args:
-            knows: Gives what is in force: `plan` and `link_states`, as a `Manifest` has them.
-        """
+        """What saves the run, and has rank 0's bookkeeper tell of it."""
         describe = partial(
             Manifest,
             layers=settings.layers,
-            vocab_size=vocab_size,
-            tied=tied,
+            vocab_size=parts.vocab_size,
+            tied=parts.model.tied,
             config=self._config,
-            data=data,
+            data=parts.data,
         )
         return CheckpointSaver(
             self._folder,
             rendezvous,
-            describe=lambda step: describe(step, **knows()),
+            describe=lambda step: describe(step, **bookkeeper.in_force()),
             own_stages=settings.own_stages(rendezvous.rank),
             write=self._write,
             keep=self._config.checkpoint.keep,
-            tell=tell,
-            told_so_far=told_so_far,
+            tell=bookkeeper.event,
+            told_so_far=bookkeeper.told_so_far,
         )
 
     def _write(self, path: Path, tree: Any) -> None:
