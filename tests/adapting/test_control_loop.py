@@ -184,6 +184,22 @@ def test_slower_ops_are_told_and_weighed(run):
     assert run.plans.asked == 1
 
 
+def test_news_of_ops_drop_a_decision_that_awaits_a_probe(run):
+    run.steps(6)
+    run.steps(6, slow_ms=40.0)
+    run.sends_probes = False
+    run.steps(9)
+    asked = run.plans.asked
+    slower = replace(COSTS, forward_ms=(10.0, 20.0, 10.0))
+    run.steps(6, costs=slower)
+    assert (run.plans.asked, run.delegated()) == (asked, {"1-2"})  # it still waits
+    run.sends_probes = True
+    run.steps(3, costs=slower)
+    assert run.plans.asked == asked + 1
+    assert "stage 1's F takes 20.0 ms, not 10.0" in run.morphs[1].reason
+    assert run.delegated() == set()
+
+
 def test_a_newly_slow_link_is_delegated_while_another_one_dwells(run):
     run.steps(6)
     run.steps(6, slow_ms=40.0)
