@@ -55,7 +55,7 @@ class Backend:
         self._copy = copy
 
     def compile(self, use, placement):
-        return self
+        return self.start
 
     def start(self, value, part, slot, tag):
         contents = np.asarray(value).reshape(-1)[part.start : part.stop].view(np.uint8)
@@ -102,10 +102,8 @@ class Landing:
         self._too_early, self._payload = too_early, payload
 
     def compile(self, use, placement):
-        return Landing(too_early=self._too_early, payload=use.payload)
-
-    def begin(self):
-        return self
+        arrival = Landing(too_early=self._too_early, payload=use.payload)
+        return lambda: arrival
 
     def add(self, part, slot):
         memory = slot.payload

@@ -194,7 +194,7 @@ class Outgoing(_End[_Sent]):
         value = message.on_device()
         self.num_early += not is_ready(value)
         tag = (slot.sequence,)
-        return _Sent(slot, value, message.program.start(value, range(value.size), slot, tag))
+        return _Sent(slot, value, message.program(value, range(value.size), slot, tag))
 
     def _has_come(self, sent: _Sent) -> bool:
         return self._end.slots.is_complete(sent.slot.sequence)
@@ -275,7 +275,7 @@ class Incoming(_End[_Landed]):
         slots.write_about(sequence, about)
         slots.mark_complete(sequence)
         slots.entered = add(sequence, 1)
-        arrival = message.program.begin()
+        arrival = message.program()
         arrival.add(range(message.num_elements), self._end.take(0.0))
         return _Landed(sequence, arrival.value())
 

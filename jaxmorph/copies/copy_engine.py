@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jax.sharding import Sharding
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError, RegisteredMemory, signal_on_device
 from jaxmorph.copies.dlpack_memory import DeviceView, address_on_device, view_on_device
 from jaxmorph.copies.programs import (
-    CopyProgram,
+    Copy,
     CopyTier,
     ProgramTicket,
     SlotUse,
@@ -53,47 +54,43 @@ class CopyEngineTier:
         otherwise: CopyTier,
         view: View = view_on_device,
     ) -> None:
-        self.driver, self.memory, self.view = driver, memory, view
-        self.events = StreamEvents(driver)
+        self._driver, self._memory, self._view = driver, memory, view
+        self._events = StreamEvents(driver)
         self._otherwise = otherwise
         self._streams: list[int] = []
 
-    def compile(self, use: SlotUse, placement: Sharding) -> CopyProgram:
-        """The program for payloads of a shape: nothing is compiled, it gets a stream."""
+    def compile(self, use: SlotUse, placement: Sharding) -> Copy:
+        """What copies payloads of a shape: nothing is compiled, it gets a stream."""
         otherwise = self._otherwise.compile(use, placement)
-        self._streams.append(self.driver.create_stream())
-        return _CopyEngineProgram(self, self._streams[-1], use, otherwise)
+        self._streams.append(self._driver.create_stream())
+        return partial(self._copy, self._streams[-1], use.payload.dtype.itemsize, otherwise)
+
+    def _copy(
+        self,
+        stream: int,
+        item_bytes: int,
+        otherwise: Copy,
+        value: jax.Array,
+        part: range,
+        slot: OutgoingSlot,
+        tag: Sequence[int],
+    ) -> Ticket | jax.Array:
+        if self._memory.device_address(slot.address) is None:
+            return otherwise(value, part, slot, tag)
+        view = self._view(value, stream)
+        source, num_bytes = view.address + part.start * item_bytes, len(part) * item_bytes
+        with _over_after_an_error(self._driver, stream):
+            enqueue_copy(self._driver, self._memory, slot, source, num_bytes, stream)
+            ticket = self._events.ticket(stream, slot, view)
+        slot.post(num_bytes, tag)
+        return ticket
 
     def close(self) -> None:
         """Let go of streams and events, once all copies are over."""
         streams, self._streams = self._streams, []
         for stream in streams:
-            self.driver.destroy_stream(stream)
-        self.events.close()
-
-
-class _CopyEngineProgram:
-    def __init__(
-        self, tier: CopyEngineTier, stream: int, use: SlotUse, otherwise: CopyProgram
-    ) -> None:
-        self._tier, self._stream, self._otherwise = tier, stream, otherwise
-        self._item_bytes = use.payload.dtype.itemsize
-
-    def start(
-        self, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
-    ) -> Ticket | jax.Array:
-        """Enqueue one copy; see `CopyProgram`."""
-        tier, stream = self._tier, self._stream
-        if tier.memory.device_address(slot.address) is None:
-            return self._otherwise.start(value, part, slot, tag)
-        view = tier.view(value, stream)
-        source = view.address + part.start * self._item_bytes
-        num_bytes = len(part) * self._item_bytes
-        with _over_after_an_error(tier.driver, stream):
-            enqueue_copy(tier.driver, tier.memory, slot, source, num_bytes, stream)
-            ticket = tier.events.ticket(stream, slot, view)
-        slot.post(num_bytes, tag)
-        return ticket
+            self._driver.destroy_stream(stream)
+        self._events.close()
 
 
 @contextmanager
@@ -269,9 +266,9 @@ class StreamCallbackTier:
         self.driver, self.memory, self._otherwise = driver, memory, otherwise
         self.embed, self.address_of = embed, address_of
 
-    def compile(self, use: SlotUse, placement: Sharding) -> CopyProgram:
-        """The program for payloads of a shape, compiled for where they are kept."""
-        return _StreamCallbackProgram(self, use, placement, self._otherwise)
+    def compile(self, use: SlotUse, placement: Sharding) -> Copy:
+        """What copies payloads of a shape, compiled for where they are kept."""
+        return _StreamCallbackProgram(self, use, placement, self._otherwise).start
 
 
 class _StreamCallbackProgram:
@@ -295,9 +292,9 @@ class _StreamCallbackProgram:
     def start(
         self, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
     ) -> Ticket | jax.Array:
-        """Dispatch one copy; see `CopyProgram`."""
+        """Dispatch one copy; see `Copy`."""
         if self._tier.memory.device_address(slot.address) is None:
-            return self._otherwise.start(value, part, slot, tag)
+            return self._otherwise(value, part, slot, tag)
         address = self._tier.address_of(value)
         announced = _Announced(slot, tuple(tag), part)
         with self._lock:

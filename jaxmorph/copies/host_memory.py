@@ -7,6 +7,7 @@ none of them has run yet, they stand behind those that need the driver.
 import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxmorph.copies.programs import (
-    CopyProgram,
+    Copy,
     CopyTier,
     Landing,
     SlotUse,
@@ -72,7 +73,7 @@ def fill_in_place(value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequen
 class AtOnceTier:
     """Copies what lies computed in host memory without any program, which would cost far more.
 
-    The copy is over, or has failed, when `start` returns.
+    Then the copy is over, or has failed, when the call returns.
 
     Args:
         otherwise: The tier for what is still being computed, and for other memory.
@@ -82,26 +83,20 @@ class AtOnceTier:
         self.name = otherwise.name
         self._otherwise = otherwise
 
-    def compile(self, use: SlotUse, placement: Sharding) -> CopyProgram:
-        """The program for payloads of a shape, compiled for where they are kept."""
-        program = self._otherwise.compile(use, placement)
-        return _AtOnce(program) if is_on_host(placement) else program
+    def compile(self, use: SlotUse, placement: Sharding) -> Copy:
+        """What copies payloads of a shape, compiled for where they are kept."""
+        copy = self._otherwise.compile(use, placement)
+        return partial(_copy_at_once, copy) if is_on_host(placement) else copy
 
 
-class _AtOnce:
-    """Copies at once where it can."""
-
-    def __init__(self, otherwise: CopyProgram) -> None:
-        self._otherwise = otherwise
-
-    def start(
-        self, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
-    ) -> Ticket | jax.Array:
-        """Copy now, or dispatch a copy; see `CopyProgram`."""
-        if not is_ready(value):
-            return self._otherwise.start(value, part, slot, tag)
-        fill_in_place(value, part, slot, tag)
-        return value
+def _copy_at_once(
+    otherwise: Copy, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
+) -> Ticket | jax.Array:
+    """Copy now where that can be done, or have it copied otherwise."""
+    if not is_ready(value):
+        return otherwise(value, part, slot, tag)
+    fill_in_place(value, part, slot, tag)
+    return value
 
 
 class HostCallbackTier:
@@ -116,9 +111,9 @@ class HostCallbackTier:
     def __init__(self, name: str, embed: Callable[[Callable[..., None]], Any]) -> None:
         self.name, self._embed = name, embed
 
-    def compile(self, use: SlotUse, placement: Sharding) -> CopyProgram:
-        """The program for payloads of a shape, compiled for where they are kept."""
-        return _CallbackProgram(self._embed, use, placement)
+    def compile(self, use: SlotUse, placement: Sharding) -> Copy:
+        """What copies payloads of a shape, compiled for where they are kept."""
+        return _CallbackProgram(self._embed, use, placement).start
 
 
 class _CallbackProgram:
@@ -147,7 +142,7 @@ class _CallbackProgram:
     def start(
         self, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
     ) -> jax.Array:
-        """Dispatch one copy; see `CopyProgram`."""
+        """Dispatch one copy; see `Copy`."""
         number = signal_of(slot)
         self._open[number] = (slot, tag, value, part)
         program = self._programs[1 if self._is_in_place else len(part)]
@@ -211,9 +206,9 @@ class PinnedHostTier:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="slot-copies")
 
-    def compile(self, use: SlotUse, placement: Sharding) -> CopyProgram:
-        """The program for payloads of a shape: nothing is compiled."""
-        return _PinnedHostProgram(self._thread, use, placement.with_memory_kind(self.name))
+    def compile(self, use: SlotUse, placement: Sharding) -> Copy:
+        """What copies payloads of a shape: nothing is compiled."""
+        return _PinnedHostProgram(self._thread, use, placement.with_memory_kind(self.name)).start
 
     def close(self) -> None:
         """End the thread, once all copies are over."""
@@ -228,7 +223,7 @@ class _PinnedHostProgram:
     def start(
         self, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
     ) -> "FutureTicket":
-        """Begin one copy; see `CopyProgram`."""
+        """Begin one copy; see `Copy`."""
         pinned = self._in_host_memory(value, is_last=part.stop == self._use.num_elements)
         return FutureTicket(self._thread.submit(fill_in_place, pinned, part, slot, tag))
 
@@ -264,19 +259,10 @@ class HostLandingTier:
 
     def compile(self, use: SlotUse, placement: Sharding) -> Landing:
         """What receives payloads of a shape, for where the stage keeps its arrays."""
-        return _HostLanding(use, placement)
+        return partial(_HostArrival, use, placement)
 
     def settle(self) -> None:
         """Nothing to wait for: a slot is released as soon as it has been copied."""
-
-
-class _HostLanding:
-    def __init__(self, use: SlotUse, placement: Sharding) -> None:
-        self._use, self._placement = use, placement
-
-    def begin(self) -> "_HostArrival":
-        """New memory for a message."""
-        return _HostArrival(self._use, self._placement)
 
 
 class _HostArrival:

@@ -22,7 +22,7 @@ from jax.sharding import Sharding
 
 from jaxmorph.copies.cuda_driver import RegisteredMemory, signal_on_device
 from jaxmorph.copies.programs import (
-    CopyProgram,
+    Copy,
     CopyTier,
     Landing,
     LandingTier,
@@ -31,7 +31,7 @@ from jaxmorph.copies.programs import (
     Ticket,
     signal_of,
 )
-from jaxmorph.copies.registered_landing import ReleasingTier, WholeLanding
+from jaxmorph.copies.registered_landing import ReleasingTier, WholeArrival
 from jaxmorph.pallas_kernels import (
     CONTROL_WORDS,
     SlotControl,
@@ -148,12 +148,12 @@ class KernelTier:
         self._kernel, self._require = kernel, require
         self._programs: list[_KernelCopies] = []
 
-    def compile(self, use: SlotUse, placement: Sharding) -> CopyProgram:
-        """The program for payloads of a shape, compiled for where they are kept."""
+    def compile(self, use: SlotUse, placement: Sharding) -> Copy:
+        """What copies payloads of a shape, compiled for where they are kept."""
         self._require(only_device(placement))
         otherwise = self._otherwise.compile(use, placement)
         self._programs.append(_KernelCopies(self._memory, use, placement, otherwise, self._kernel))
-        return self._programs[-1]
+        return self._programs[-1].start
 
     def close(self) -> None:
         """Wait until no kernel writes into slots any more: the device is to forget them."""
@@ -170,7 +170,7 @@ class _KernelCopies:
         memory: RegisteredMemory,
         use: SlotUse,
         placement: Sharding,
-        otherwise: CopyProgram,
+        otherwise: Copy,
         kernel: Kernel,
     ) -> None:
         self._memory, self._otherwise = memory, otherwise
@@ -186,10 +186,10 @@ class _KernelCopies:
     def start(
         self, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
     ) -> Ticket | jax.Array:
-        """Dispatch one copy; see `CopyProgram`."""
+        """Dispatch one copy; see `Copy`."""
         address = self._memory.device_address(slot.address)
         if address is None:
-            return self._otherwise.start(value, part, slot, tag)
+            return self._otherwise(value, part, slot, tag)
         num_bytes = len(part) * self._item_bytes
         signal = signal_on_device(self._memory, slot, num_bytes)
         control = pack(SlotControl(address, signal_of(slot), signal))
@@ -240,7 +240,7 @@ class KernelLandingTier(ReleasingTier):
             return otherwise
         program = program_from_host(use, placement, self._kernel).compile()
         arrivals = arrivals_on_device(placement)
-        return WholeLanding(partial(self._fetch, program, arrivals), otherwise)
+        return partial(WholeArrival, partial(self._fetch, program, arrivals), otherwise)
 
     def _fetch(self, program: Any, arrivals: jax.Array, slot: IncomingSlot) -> jax.Array | None:
         """A message on the device, or on its way there; its slot is released after that."""

@@ -1,7 +1,7 @@
 """What a message carries, and what copies it into slots and out of them, whichever backend does."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -72,36 +72,23 @@ class Ticket(Protocol):
         ...
 
 
-class CopyProgram(Protocol):
-    """Copies payloads of one shape into slots."""
+Copy = Callable[[jax.Array, range, OutgoingSlot, Sequence[int]], Ticket | jax.Array]
+"""Copies part of a payload into a slot: dispatches the copy, or makes it on the caller's thread.
 
-    def start(
-        self, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
-    ) -> Ticket | jax.Array:
-        """Dispatch one copy, or make it on the caller's thread; waits for no other work.
-
-        Args:
-            part: Which of its elements, as a flat array.
-            slot: Where to; it is posted and completed when they are all there.
-            tag: What the message is posted with.
-
-        Returns:
-            A ticket: ready when the copy is over, an error where it failed. Value and ticket must
-            be kept until then, and the value must not be donated.
-
-        Raises:
-            Exception: Where a copy that is made here fails.
-        """
-        ...
+It waits for no other work. It is given the payload, which of its elements (as a flat array), where
+to (the slot is posted and completed when they are all there), and what the message is posted with.
+It gives a ticket: ready when the copy is over, an error where it failed. Payload and ticket must be
+kept until then, and the payload must not be donated. An error of a copy made here is raised.
+"""
 
 
 class CopyTier(Protocol):
-    """One way to make copy programs."""
+    """One way to copy payloads into slots."""
 
     name: str
 
-    def compile(self, use: SlotUse, placement: Sharding) -> CopyProgram:
-        """The program for payloads of a shape, compiled for where they are kept."""
+    def compile(self, use: SlotUse, placement: Sharding) -> Copy:
+        """What copies payloads of a shape, compiled for where they are kept."""
         ...
 
 
@@ -122,12 +109,8 @@ class Arrival(Protocol):
         ...
 
 
-class Landing(Protocol):
-    """Receives payloads of one shape."""
-
-    def begin(self) -> Arrival:
-        """Begin with a message."""
-        ...
+Landing = Callable[[], Arrival]
+"""Begins with a message."""
 
 
 class LandingTier(Protocol):

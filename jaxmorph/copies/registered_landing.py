@@ -76,8 +76,8 @@ def _release(copied: Any, slot: IncomingSlot) -> None:
         slot.release()
 
 
-class WholeLanding:
-    """Receives payloads of one shape, each whole in its slot.
+class WholeArrival:
+    """A message that is whole in its slot.
 
     Args:
         fetch: Begins to copy a slot's message to the device, and sees to the slot's release; it
@@ -85,26 +85,15 @@ class WholeLanding:
     """
 
     def __init__(self, fetch: Fetch, otherwise: Landing) -> None:
-        self.fetch, self.otherwise = fetch, otherwise
-
-    def begin(self) -> "_WholeArrival":
-        """Begin with a message."""
-        return _WholeArrival(self)
-
-
-class _WholeArrival:
-    """A message of one part."""
-
-    def __init__(self, landing: WholeLanding) -> None:
-        self._landing = landing
+        self._fetch, self._otherwise = fetch, otherwise
         self._value: jax.Array | None = None
         self._other: Arrival | None = None
 
     def add(self, part: range, slot: IncomingSlot) -> None:
         """Have the payload copied to the device."""
-        self._value = self._landing.fetch(slot)
+        self._value = self._fetch(slot)
         if self._value is None:
-            self._other = self._landing.otherwise.begin()
+            self._other = self._otherwise()
             self._other.add(part, slot)
 
     def value(self) -> jax.Array | np.ndarray:
@@ -146,7 +135,8 @@ class RegisteredLandingTier(ReleasingTier):
         otherwise = self._otherwise.compile(use, placement)
         if len(use.parts) > 1:
             return otherwise
-        return WholeLanding(partial(self._fetch, use.payload, placement), otherwise)
+        fetch = partial(self._fetch, use.payload, placement)
+        return partial(WholeArrival, fetch, otherwise)
 
     def _fetch(
         self, payload: PayloadShape, placement: Sharding, slot: IncomingSlot

@@ -55,13 +55,13 @@ def try_tier(tier: CopyTier, placement: Sharding, keeper: MemoryKeeper | None = 
         Exception: Where it doesn't work; the message says why.
     """
     values, use = _payload(placement, in_parts=True)
-    program, value = tier.compile(use, placement), _being_computed(values, placement)
+    copy, value = tier.compile(use, placement), _being_computed(values, placement)
     end = OutgoingEnd(ChannelSpec(_CHANNEL, use.slot_bytes, 2), _WRAPS, lambda: None)
     arrived = []
     with _known_to(keeper, end):
         for part in use.parts:
             slot = end.reserve(0.0)
-            ticket = program.start(value, part, slot, (len(part),))
+            ticket = copy(value, part, slot, (len(part),))
             _wait_for_signal(end, slot, ticket)
             arrived.append(slot.payload.view(np.float32)[: len(part)].copy())
             jax.block_until_ready(ticket)
@@ -95,7 +95,7 @@ def try_landing(tier: LandingTier, placement: Sharding, keeper: MemoryKeeper | N
 def _received(landing: Landing, tier: LandingTier, end: IncomingEnd, values: np.ndarray) -> Any:
     """What comes out of a slot, which has been released by then."""
     _deliver(end, values)
-    arrival = landing.begin()
+    arrival = landing()
     arrival.add(range(values.size), end.take(0.0))
     value = arrival.value()
     tier.settle()

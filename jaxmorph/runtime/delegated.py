@@ -20,7 +20,7 @@ from jax.sharding import Sharding
 
 from jaxmorph.copies.host_memory import HostLandingTier
 from jaxmorph.copies.programs import (
-    CopyProgram,
+    Copy,
     CopyTier,
     Landing,
     LandingTier,
@@ -145,7 +145,7 @@ class DelegatedRoute:
         """Wait on the host; tells when the first part was posted and the last one landed."""
         del arrived_s
         receiver = self._receivers[self._channel(identity)]
-        arrival = receiver.landing.begin()
+        arrival = receiver.landing()
         posted_s, landed_s = np.inf, -np.inf
         for index, part in enumerate(receiver.use.parts):
             tag = _tag(identity, index, len(receiver.use.parts))
@@ -248,7 +248,7 @@ class DelegatedRoute:
         if self._reserved.pop((sender.name, slot.sequence), None) is None:
             raise AbandonedEpochError(f"{sender.name}: message {slot.sequence} was abandoned")
         with _posted_whatever_happens(slot, tag):
-            ticket: Any = sender.program.start(value, part, slot, tag)
+            ticket: Any = sender.copy(value, part, slot, tag)
         with self._lock:
             self._copying.append(_Copy(ticket, value, slot, tag))
         self._finish_what_is_over()
@@ -299,7 +299,7 @@ class _Sender:
 
     name: ChannelName
     use: SlotUse
-    program: CopyProgram
+    copy: Copy
 
 
 @dataclass(frozen=True)

@@ -46,13 +46,13 @@ def long_computation(values, rounds):
     return jax.lax.fori_loop(0, rounds, lambda _, v: jnp.sin(v @ turn + 1.0), values)
 
 
-def copy_while_computing(program, use, inputs, rounds):
+def copy_while_computing(copy, use, inputs, rounds):
     """Start to copy all results; returns whether the last was still being computed then."""
     numbers = itertools.count()
     values = [long_computation(each, rounds) for each in inputs]
     slots = [[Slot(next(numbers), 4 * len(part)) for part in use.parts] for _ in values]
     tickets = [
-        program.start(value, part, slot, (at,))
+        copy(value, part, slot, (at,))
         for at, (value, its_slots) in enumerate(zip(values, slots, strict=True))
         for part, slot in zip(use.parts, its_slots, strict=True)
     ]
@@ -70,11 +70,11 @@ def check(tier, megabytes, num_parts):
     rows = megabytes * 2**20 // (4 * WIDTH)
     payload = PayloadShape((rows, WIDTH), jnp.dtype("float32"))
     use = SlotUse(payload, rows * WIDTH // num_parts)
-    program = tier.compile(use, SingleDeviceSharding(jax.devices()[0]))
+    copy = tier.compile(use, SingleDeviceSharding(jax.devices()[0]))
     inputs = [jax.random.normal(jax.random.key(at), payload.shape) for at in range(AT_ONCE)]
     rounds = 2
     # To compute takes far longer than to start copies; should it not, it's made to.
-    while not copy_while_computing(program, use, inputs, rounds):
+    while not copy_while_computing(copy, use, inputs, rounds):
         rounds *= 2
         assert rounds < LONGEST_ROUNDS
     print(tier.name, megabytes, num_parts, flush=True)

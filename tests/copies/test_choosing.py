@@ -33,7 +33,7 @@ class Forgetful:
     name = "forgetful"
 
     def compile(self, use, placement):
-        return self
+        return self.start
 
     def start(self, value, part, slot, tag):
         slot.post(4 * len(part), tag)

@@ -73,11 +73,11 @@ class Sender:
             CALLBACK: lambda: StreamCallbackTier(driver, self.memory, self.pinned, embed),
         }
         self.tier = make[way]()
-        self.program = self.tier.compile(use, PLACEMENT)
+        self.copy = self.tier.compile(use, PLACEMENT)
 
     def start(self, value, part):
         slot = self.end.reserve(0.0)
-        return slot, partial(self.program.start, value, part, slot, (slot.sequence, 7))
+        return slot, partial(self.copy, value, part, slot, (slot.sequence, 7))
 
     def send(self, value, part):
         slot, start = self.start(value, part)
@@ -465,7 +465,7 @@ def test_a_channels_launches_have_one_counter_of_their_own(make):
     other = kernels.tier.compile(USE, PLACEMENT)
     for part in [*USE.parts, USE.parts[0]]:
         jax.block_until_ready(kernels.send(values(), part)[1])
-    jax.block_until_ready(other.start(values(), USE.parts[0], kernels.end.reserve(0.0), (7,)))
+    jax.block_until_ready(other(values(), USE.parts[0], kernels.end.reserve(0.0), (7,)))
     *own, others = kernels.fake.arrivals
     assert len(own) == 3
     assert len(set(own)) == 1

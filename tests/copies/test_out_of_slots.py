@@ -73,7 +73,7 @@ class Receiver:
         slots.write_about(sequence, About(values.nbytes, (0,) * TAG_WORDS, 1, 1))
         slots.mark_complete(sequence)
         slots.entered = add(sequence, 1)
-        arrival = self.landing.begin()
+        arrival = self.landing()
         arrival.add(range(values.size), self.end.take(0.0))
         return arrival.value()
 
@@ -139,7 +139,7 @@ def test_slots_that_the_device_does_not_know_are_copied_in_host_memory(make, way
 @pytest.mark.parametrize("way", WAYS)
 def test_messages_in_parts_are_put_together_in_host_memory(make, way):
     receiver = make(way, use=SlotUse(USE.payload, 7))
-    assert type(receiver.landing) is type(HostLandingTier().compile(USE, PLACEMENT))
+    assert type(receiver.landing()) is type(HostLandingTier().compile(USE, PLACEMENT)())
 
 
 @pytest.mark.parametrize("way", WAYS)
