@@ -142,9 +142,9 @@ def direct_programs(
     mesh: Mesh,
     *,
     answered: bool,
-    failures: Mapping[Link, int] | None = None,
+    failures: int = 0,
 ) -> dict[Channel, LinkProgram]:
-    """A compiled program for each channel of a rank's direct links.
+    """A compiled program for each channel of direct links that have failed so many times.
 
     A communicator whose transfer has failed stays closed, and XLA has one for each tuple of
     devices: after a failure the link's devices are taken in the other order.
@@ -152,14 +152,12 @@ def direct_programs(
     Args:
         payloads: What a message of each channel carries.
         answered: Whether the sender learns when its peer has come.
-        failures: How often each link has failed; a link that isn't named hasn't.
 
     Raises:
         LinkExhaustedError: If a link has failed before with either order.
     """
-    failed = Counter(failures or {})
     return {
-        channel: _program(channel, payload, mesh, answered, failed[channel.link])
+        channel: _program(channel, payload, mesh, answered, failures)
         for channel, payload in payloads.items()
     }
 
@@ -190,12 +188,6 @@ class KeptOutputs:
         self._kept: dict[Channel, deque[tuple[TransferIdentity, jax.Array]]] = {}
         self._covered: Counter[Channel] = Counter()
         self._lock = threading.Lock()  # the queue's thread keeps, the host covers
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that is held."""
-        with self._lock:
-            return sum(value.nbytes for outputs in self._kept.values() for _, value in outputs)
 
     def keep(self, identity: TransferIdentity, value: jax.Array) -> None:
         """Hold an output that is about to be sent."""

@@ -140,7 +140,7 @@ def _programs_of_link(
 ) -> Mapping[Channel, LinkProgram]:
     """The direct programs of a link that has been closed so many times."""
     own = {channel: payload for channel, payload in site.payloads.items() if channel.link == link}
-    return direct_programs(own, site.mesh, answered=answered, failures={link: times_closed})
+    return direct_programs(own, site.mesh, answered=answered, failures=times_closed)
 
 
 def _slot_uses(payloads: Payloads, settings: StageSettings) -> dict[Channel, SlotUse]:

@@ -38,8 +38,7 @@ class End:
 
     def programs(self, failures):
         payloads = {channel_of(transfer): SHAPE for transfer in (UP[0], DOWN)}
-        times = {Link(0, 1): failures}
-        return direct_programs(payloads, make_mesh(2), answered=False, failures=times)
+        return direct_programs(payloads, make_mesh(2), answered=False, failures=failures)
 
     def move(self, transfer, epoch):
         """Do this end's part, whichever it is; returns whether what came is what was sent."""
@@ -78,7 +77,9 @@ def main(arguments, link, rest):
     told: dict[str, Any] = {"first": [end.move(transfer, 0) for transfer in UP[:2]]}
     if end.rank == 0:  # its peer doesn't come to this one
         told["alone"] = end.failure_of(UP[2], 0)
-        told["kept_bytes"] = end.kept.num_bytes
+        told["kept_bytes"] = sum(
+            value.nbytes for sent in end.kept._kept.values() for _, value in sent
+        )
     rendezvous.exchange({})
     told["closed"] = end.failure_of(DOWN, 0)  # neither direction works any more
     rest_of_outputs = end.begin_again()

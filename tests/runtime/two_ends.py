@@ -49,6 +49,10 @@ def payload_of(transfer, step=0):
     return np.random.default_rng(seed).normal(size=SHAPE).astype(np.float32)
 
 
+def kept_bytes(outputs):
+    return sum(value.nbytes for sent in outputs._kept.values() for _, value in sent)
+
+
 @cache
 def tier():
     return AtOnceTier(host_callback_tiers()[0])
