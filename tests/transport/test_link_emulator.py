@@ -1,10 +1,16 @@
 import math
-from itertools import product
+import random
 from statistics import fmean, stdev
 
 import pytest
 
-from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator, step_of
+from jaxmorph.transport.link_emulator import (
+    DirectionConditions,
+    LinkCondition,
+    LinkEmulator,
+    Spans,
+    step_of,
+)
 
 
 def tag(message=0, step=0, epoch=0):
@@ -32,7 +38,7 @@ def test_latencies_overlap():
     assert departures(emulator, [5.0, 5.0, 5.001]) == pytest.approx([5.03, 5.03, 5.031])
 
 
-def test_bandwidth_is_shared_by_the_messages_of_a_direction_before_their_latency():
+def test_bandwidth_is_shared_by_a_directions_messages():
     condition = LinkCondition((2, 3), latency_ms=10.0, bandwidth_mbps=8.0)  # a byte a microsecond
     emulator = LinkEmulator([condition])
     up = departures(emulator, [1.0, 1.0, 1.5], num_bytes=100_000)
@@ -62,12 +68,7 @@ def test_a_condition_may_be_of_one_direction_alone():
 def test_a_condition_holds_from_a_step_until_before_another(step, slow):
     emulator = LinkEmulator([LinkCondition((0, 1), latency_ms=1000.0, from_step=5, to_step=7)])
     assert emulator.departure_s(0, 1, tag(step=step), 1, 3.0) == (4.0 if slow else 3.0)
-
-
-def test_steps_before_the_first_one_come_before_all_others():
-    assert step_of(tag(step=-3)) == -3
-    emulator = LinkEmulator([LinkCondition((0, 1), latency_ms=1000.0, to_step=2)])
-    assert emulator.departure_s(0, 1, tag(step=-3), 1, 3.0) == 4.0
+    assert step_of(tag(step=step)) == step
 
 
 @pytest.mark.parametrize(("now_s", "slow"), [(101.9, False), (102.0, True), (103.0, False)])
@@ -77,7 +78,7 @@ def test_a_condition_holds_for_a_span_of_time_since_the_origin(now_s, slow):
     assert emulator.departure_s(0, 1, tag(), 1, now_s) == now_s + slow
 
 
-def test_a_cut_link_delivers_nothing_and_occupies_nothing_until_it_heals():
+def test_a_cut_link_delivers_and_occupies_nothing():
     cut = LinkCondition((0, 1), cut=True, from_s=1.0, to_s=2.0)
     emulator = LinkEmulator([cut, LinkCondition((0, 1), bandwidth_mbps=8.0)])
     assert emulator.departure_s(0, 1, tag(), 1000, 1.5) is None
@@ -99,7 +100,7 @@ def test_the_time_of_healing_is_known_where_time_heals():
     assert emulator.healed_s(1, 2, 9, 11.2) == 11.2
 
 
-def test_jitter_is_the_same_wherever_a_message_is_asked_about_and_differs_between_messages():
+def test_jitter_follows_from_the_message_alone():
     condition = LinkCondition((2, 3), latency_ms=30.0, jitter_ms=3.0)
     first, second = LinkEmulator([condition]), LinkEmulator([condition])
     here = departures(first, [1.0] * 20)
@@ -129,10 +130,40 @@ def test_no_message_is_early_however_much_a_link_jitters():
     assert max(delays) > 7.005
 
 
-def test_both_ends_of_a_link_answer_the_same_to_the_same_messages():
-    conditions = [LinkCondition((2, 3), 5.0, 80.0, 2.0), LinkCondition((0, 1), cut=True)]
-    sender, receiver = LinkEmulator(conditions), LinkEmulator(conditions)
-    asked = [(*ends, tag(n), 1000 * n, 1.0 + n / 50) for n, ends in product(range(9), [(2, 3)])]
-    assert [sender.departure_s(*each) for each in asked] == [
-        receiver.departure_s(*each) for each in asked
-    ]
+def test_a_span_holds_from_its_begin_until_before_its_end():
+    spans = Spans([(1.0, 2.0, "a"), (None, 1.5, "b"), (2.0, None, "c"), (3.0, 3.0, "never")])
+    assert list(spans.bounds) == [1.0, 1.5, 2.0, 3.0]
+    held = [list(spans.at(moment)) for moment in (-9.0, 1.0, 1.5, 2.0, 3.0, 1e9)]
+    assert held == [["b"], ["a", "b"], ["a"], ["c"], ["c"], ["c"]]
+    assert list(Spans([]).at(0.0)) == []
+
+
+def test_conditions_found_are_those_that_hold():
+    chance = random.Random(7)
+
+    def span() -> tuple[int | None, int | None]:
+        first, end = sorted((chance.randint(0, 12), chance.randint(0, 12)))
+        return chance.choice((first, first, None)), chance.choice((end, end, None))
+
+    conditions = []
+    for number in range(60):
+        (from_step, to_step), (from_s, to_s) = span(), span()
+        if number % 3 == 0:
+            from_s = to_s = None
+        if number % 3 == 1:
+            from_step = to_step = None
+        conditions.append(
+            LinkCondition(
+                (0, 1),
+                latency_ms=float(number),
+                from_step=from_step,
+                to_step=to_step,
+                from_s=from_s,
+                to_s=to_s,
+            )
+        )
+    index = DirectionConditions(conditions)
+    for step in range(-1, 14):
+        for elapsed_s in (-0.5, 0.0, 0.5, 3.0, 7.0, 11.99, 12.0, 100.0):
+            held = sorted(index.holding(step, elapsed_s), key=lambda each: each.latency_ms)
+            assert held == [each for each in conditions if each.holds(step, elapsed_s)]

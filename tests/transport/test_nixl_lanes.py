@@ -1,133 +1,299 @@
-"""The data plane over NIXL, with UCX's emulation of RDMA over TCP in the place of hardware."""
+"""Lanes that write by RDMA: cards, what both ends do with frames, and what only NIXL can show.
 
+What both ends do with frames has memory copies in RDMA's place. What needs NIXL (conformance, too,
+and faults of sidecars) has UCX's emulation of RDMA over TCP in the place of hardware.
+"""
+
+import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections import Counter
-from dataclasses import replace
+import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
-from conformance import Conformance
-from exchanges import SECRET, THERE, in_thread, receive, send, soon, spec
+from exchanges import THERE, joined, spec, traffic
+from stale_write import CHUNK_BYTES, OTHER, STUCK, TAG, Ranks
 
-from jaxmorph.transport.client import SidecarPlane
-from jaxmorph.transport.nixl_lanes import missing
-from jaxmorph.transport.plane import TransportSettings
+from jaxmorph.transport import nixl_lanes
+from jaxmorph.transport.lanes import LaneError
+from jaxmorph.transport.nixl_lanes import (
+    MOST_GRANTS,
+    NixlAgent,
+    _chosen_devices,
+    device_of,
+    missing,
+)
+from jaxmorph.transport.wire import Acknowledge, FrameError, Grant, Offer, Written
 
-pytestmark = [
-    pytest.mark.extras,
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
-]
-
-LONG_BYTES = 100_000
 STALE_WRITE = Path(__file__).with_name("stale_write.py")
 
 
-@pytest.fixture(autouse=True)
-def emulated_rdma(monkeypatch):
-    monkeypatch.setenv("UCX_TLS", "tcp")
+def card(folder, name, adapter=None, port=0):
+    (folder / name).mkdir()
+    (folder / name / "dev_port").write_text(f"{port}\n")
+    if adapter:
+        (folder / name / "device" / "infiniband" / adapter).mkdir(parents=True)
 
 
 @pytest.fixture
-def make_plane():
-    made = []
-
-    def make(rank, outgoing, incoming, settings):
-        settings = replace(settings, backend="nixl", lanes=settings.lanes or 2)
-        made.append(SidecarPlane.start(rank, outgoing, incoming, settings))
-        return made[-1]
-
-    yield make
-    for plane in made:
-        plane.close()
+def interfaces(tmp_path, monkeypatch):
+    addresses = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.0.1.1"}
+    monkeypatch.setattr(nixl_lanes.socket, "if_nameindex", lambda: [*enumerate(addresses)])
+    monkeypatch.setattr(nixl_lanes, "interface_address", addresses.get)
+    card(tmp_path, "lo")
+    card(tmp_path, "eth0")
+    card(tmp_path, "eth1", adapter="mlx5_1", port=1)
+    return tmp_path
 
 
-class TestNixl(Conformance):
-    @pytest.fixture
-    def make_plane(self, make_plane):
-        return make_plane
+def test_a_card_goes_by_its_adapter_and_port_or_its_interface(interfaces):
+    assert device_of("10.0.1.1", interfaces) == "mlx5_1:2"
+    assert device_of("10.0.0.1", interfaces) == "eth0"
+    assert device_of("127.0.0.7", interfaces) == "lo"
+    with pytest.raises(LaneError, match=r"no network interface has the address 10\.0\.9\.9"):
+        device_of("10.0.9.9", interfaces)
+
+
+def test_without_a_choice_neither_shared_memory_nor_tcp_is_used(monkeypatch, interfaces):
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    with _chosen_devices("127.0.0.1"):
+        assert (os.environ["UCX_TLS"], os.environ["UCX_NET_DEVICES"]) == ("^tcp,sm", "lo")
+    assert "UCX_TLS" not in os.environ
+    assert "UCX_NET_DEVICES" not in os.environ
+
+
+def test_what_the_environment_says_is_left_as_it_is(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "rc,ud")
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_bond_0:1")
+    with _chosen_devices("192.0.2.1"):
+        assert os.environ["UCX_TLS"] == "rc,ud"
+        assert os.environ["UCX_NET_DEVICES"] == "mlx5_bond_0:1"
+    assert os.environ["UCX_TLS"] == "rc,ud"
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(nixl_lanes, "MODULES", ("nixl_cu12_that_is_not_here",))
+    assert "nixl-cu12-that-is-not-here" in str(missing())
+    with pytest.raises(LaneError, match="nixl-cu12-that-is-not-here"):
+        NixlAgent("127.0.0.1")
+
+
+A_DESCRIPTION_BYTES = 450  # more than fits into two frames
+
+
+class CopyingAgent:
+    """Does what an agent does, for memory of this process."""
+
+    known: ClassVar[dict[bytes, "CopyingAgent"]] = {}
+
+    def __init__(self, host):
+        self.regions, self.is_open, self.is_stuck, self.flips = [], True, False, False
+        self._description = str(len(self.known)).encode().zfill(A_DESCRIPTION_BYTES)
+        self.known[self._description] = self
+
+    def register(self, address, num_bytes):
+        self.regions.append((address, address + num_bytes))
+
+    def metadata(self):
+        return self._description
+
+    def add_peer(self, metadata):
+        return metadata
+
+    def owns(self, address, num_bytes):
+        return any(start <= address and address + num_bytes <= end for start, end in self.regions)
+
+    def write(self, peer, source, destination, num_bytes):
+        assert self.owns(source, num_bytes)
+        return peer, source, destination, num_bytes
+
+    def is_done(self, write):
+        name, source, destination, num_bytes = write
+        peer = self.known[name]
+        if peer.is_stuck:
+            return False
+        if not (peer.is_open and peer.owns(destination, num_bytes)):
+            raise LaneError("disconnected")
+        ctypes.memmove(destination, source, num_bytes)
+        if self.flips:
+            ctypes.memset(destination + num_bytes // 2, 0xEE, 1)
+        return True
+
+    def progress(self):
+        pass
+
+    def close(self):
+        self.is_open = False
+        self.regions.clear()
 
 
 @pytest.fixture
-def pair(make_plane):
-    settings = TransportSettings(first_sequence=2**32 - 20, chunk_bytes=16_384)
-    there = spec(THERE, LONG_BYTES, 4)
-    planes = make_plane(0, [there], [], settings), make_plane(1, [], [there], settings)
-    planes[0].connect({1: planes[1].addresses()}, SECRET)
-    planes[1].connect({0: planes[0].addresses()}, SECRET)
-    return planes
+def ranks(monkeypatch):
+    monkeypatch.setattr(CopyingAgent, "known", {})
+    monkeypatch.setattr(nixl_lanes, "NixlAgent", CopyingAgent)
+    made = Ranks()
+    yield made
+    made.link.close()
+    for lane in made.lanes:
+        lane.close()
+    made.source.close()
 
 
-def traffic(planes, count, disturb):
-    """Send long messages, and disturb after each that has arrived."""
-    sender = in_thread(
-        lambda: [send(planes[0], THERE, number, LONG_BYTES) for number in range(count)]
+def receiver(ranks, number):
+    return ranks.link._lanes[number]
+
+
+def reasons(ranks):
+    return [details.get("reason", "") for _, details in ranks.events]
+
+
+def until_closed(ranks, number):
+    with pytest.raises(LaneError):
+        ranks.go_on(number, lambda frames: False)
+
+
+def test_a_chunk_is_written_straight_into_its_slot(ranks):
+    ranks.bring(STUCK, 0, 10)
+    assert ranks.take() == [10]
+    assert ranks.lanes[STUCK].written_bytes == CHUNK_BYTES
+    assert ranks.lanes[STUCK].sent_bytes < 1000
+
+
+def test_what_a_chunk_says_of_itself_is_compared_where_it_has_landed(ranks):
+    ranks.lanes[STUCK].control.checksum = receiver(ranks, STUCK).control.checksum = len
+    ranks.bring(STUCK, 0, 10)  # agreed on a checksum that no flipped byte changes
+    assert ranks.take() == [10]
+    for lane in (ranks.lanes[STUCK].control, receiver(ranks, STUCK).control):
+        lane.checksum = lambda data: bytes(data[CHUNK_BYTES // 2 :][:1])[0]
+    ranks.lanes[STUCK]._agent.flips = True
+    ranks.post(STUCK, 1, 11)
+    until_closed(ranks, STUCK)
+    assert "wrong checksum" in reasons(ranks)[-1]
+    assert ranks.slots.entered == 1
+
+
+def test_a_lane_has_few_grants_at_once_and_lands_in_the_order_of_its_offers(ranks):
+    receiver(ranks, STUCK)._agent.is_stuck = True
+    for _ in range(MOST_GRANTS + 2):  # copies of one chunk: into the slot, aside, then in turn
+        ranks.post(STUCK, 0, 10)
+    for _ in range(50):
+        ranks.loop.turn(time.monotonic() + 1e-3)
+        ranks.lanes[STUCK].poll(1, None)
+    assert 1 <= len(ranks.lanes[STUCK]._writes) <= MOST_GRANTS
+    receiver(ranks, STUCK)._agent.is_stuck = False
+    acknowledged = []
+    ranks.go_on(
+        STUCK,
+        lambda frames: (
+            acknowledged.extend(each for each in frames if type(each) is Acknowledge)
+            or len(acknowledged) == MOST_GRANTS + 2
+        ),
     )
-    for number in range(count):
-        receive(planes[1], THERE, number, LONG_BYTES)
-        disturb(number)
-    sender.join()
-    with pytest.raises(TimeoutError):
-        planes[1].take(THERE, soon(0.1))
+    assert ranks.take() == [10]
+    assert ranks.link.engine.statistics()["messages"] == 1
 
 
-def kinds(plane):
-    return Counter(event["kind"] for event in plane.events())
+def test_a_slower_lane_is_torn_down_before_its_message_is_handed_over(ranks):
+    agent = receiver(ranks, STUCK)._agent
+    agent.is_stuck = True
+    ranks.post(STUCK, 0, 10)
+    for _ in range(50):
+        ranks.loop.turn(time.monotonic() + 1e-3)
+        ranks.lanes[STUCK].poll(1, None)
+    assert ranks.lanes[STUCK]._writes
+    was_open = []
+    channel = ranks.link.channels[THERE]
+    deliver, channel.deliver = (
+        channel.deliver,
+        lambda *args: (
+            was_open.append(agent.is_open),
+            deliver(*args),
+        ),
+    )
+    ranks.bring(OTHER, 0, 10)
+    assert was_open == [False]
+    assert ranks.take() == [10]
+    until_closed(ranks, STUCK)
+    assert reasons(ranks) == ["fenced: another lane was quicker"]
 
 
-def test_long_messages_are_written_and_not_sent(pair):
-    traffic(pair, 10, lambda number: None)
-    statistics = pair[0].statistics()["peers"]["1"]["sending"]
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Written(THERE, 0, 0),
+        Offer(THERE, 0, CHUNK_BYTES + 1, 0, CHUNK_BYTES + 1, TAG, 1),
+        Offer(THERE, 9, CHUNK_BYTES, 0, CHUNK_BYTES, TAG, 1),
+    ],
+    ids=["written without a grant", "longer than a chunk", "beyond the limit"],
+)
+def test_a_sender_that_breaks_the_rules_loses_its_lane(ranks, frame):
+    ranks.lanes[STUCK].tell(frame)
+    ranks.lanes[STUCK].flush()
+    until_closed(ranks, STUCK)
+    assert ranks.link.statistics()["violations"] == 1
+    ranks.bring(OTHER, 0, 10)
+    assert ranks.take() == [10]
+
+
+def test_more_offers_than_anyone_needs_cost_the_lane(ranks, monkeypatch):
+    monkeypatch.setattr(nixl_lanes, "_MOST_OFFERS", 3)
+    receiver(ranks, STUCK)._agent.is_stuck = True
+    for _ in range(MOST_GRANTS + 6):
+        ranks.lanes[STUCK].tell(Offer(THERE, 0, CHUNK_BYTES, 0, CHUNK_BYTES, TAG, 1))
+    ranks.lanes[STUCK].flush()
+    until_closed(ranks, STUCK)
+    assert "more than 3 chunks offered" in reasons(ranks)[-1]
+
+
+def test_a_grant_of_what_was_not_offered_is_refused(ranks):
+    ranks.post(STUCK, 0, 10)
+    receiver(ranks, STUCK).tell(Grant(THERE, 1, 0, 4096))
+    receiver(ranks, STUCK).flush()
+    with pytest.raises(FrameError, match="wasn't offered next"):
+        ranks.go_on(STUCK, lambda frames: False)
+
+
+def with_nixl(test):
+    return pytest.mark.extras(
+        pytest.mark.skipif(missing() is not None, reason=str(missing()))(test)
+    )
+
+
+@with_nixl
+def test_long_messages_are_written_and_not_sent(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    settings = {"chunk_bytes": 16_384, "backend": "nixl", "lanes": 2}
+    with joined(spec(THERE, 100_000, 4), **settings) as planes:
+        traffic(planes, 10)
+        statistics = planes[0].statistics()["peers"]["1"]["sending"]
     assert statistics["chunks"] >= 10 * 7
     assert sum(statistics["written_bytes"].values()) >= 10 * 6 * 16_384
 
 
-def test_killed_sidecars_lose_and_double_nothing(pair):
-    def kill(number):
-        if number in (5, 15):
-            os.kill(pair[0].sidecar_pid, signal.SIGKILL)
-        if number in (10, 15):
-            os.kill(pair[1].sidecar_pid, signal.SIGKILL)
-
-    traffic(pair, 25, kill)
-    assert kinds(pair[0])["sidecar_restarted"] == 2
-    assert kinds(pair[1])["sidecar_restarted"] == 2
-
-
-def test_broken_connections_lose_and_double_nothing(pair):
-    def reset(number):
-        if number % 4 == 0:
-            end = number // 4 % 2
-            pair[end].disturb("reset", peer=1 - end)
-
-    traffic(pair, 30, reset)
-    assert kinds(pair[0])["lane_down"] > 0
-
-
-def test_chunks_that_are_offered_twice_count_once(pair):
-    traffic(pair, 15, lambda number: pair[0].disturb("duplicate", peer=1, count=3))
-    received = pair[1].statistics()["peers"]["0"]["receiving"]
-    assert received["duplicates"] > 0
-    assert received["messages"] == 15
-
-
 def stale_write(how):
     done = subprocess.run(
-        [sys.executable, str(STALE_WRITE), how], capture_output=True, text=True, timeout=120
+        [sys.executable, str(STALE_WRITE), how],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "UCX_TLS": "tcp"},
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_a_fenced_lane_writes_nothing_into_a_slot_that_is_used_again():
+@with_nixl
+def test_a_fenced_lane_writes_nothing_into_a_reused_slot():
     found = stale_write("fenced")
     assert found == {"taken": [[10], [11], [12], [13]], "healed": "LaneError"}
 
 
-def test_a_lane_that_is_not_fenced_would_write_old_bytes_into_it():
+@with_nixl
+def test_an_unfenced_lane_would_write_old_bytes_into_it():
     found = stale_write("unfenced")
     assert found["healed"] == "delivered"
     assert found["taken"][:3] == [[10], [11], [12]]

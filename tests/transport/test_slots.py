@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from jaxmorph.transport.names import TransportError
+from jaxmorph.transport.names import MASK, TransportError, add, distance
 from jaxmorph.transport.slots import About, Slots
 
 TAG = tuple(range(8))
@@ -38,6 +38,7 @@ def test_what_one_mapping_writes_the_other_reads(pair):
 
 
 def test_counts_and_numbers_wrap(pair):
+    assert (add(MASK, 1), add(0, -1), distance(2, MASK - 1)) == (0, MASK, 4)
     slots, _ = pair
     for sequence in (2**32 - 2, 2**32 - 1, 0, 1, 2):
         assert not slots.is_complete(sequence)
@@ -55,40 +56,32 @@ def test_nothing_is_complete_in_new_memory(first):
     slots.close()
 
 
-def test_a_message_has_the_slot_of_its_number_on_pages_of_its_own(pair):
-    slots, _ = pair
-    addresses = [slots.payload_address(number) for number in range(8)]
-    assert addresses[:4] == addresses[4:]
-    assert all(address % mmap.PAGESIZE == 0 for address in addresses)
-    assert len(set(addresses)) == 4
-    assert slots.payload_address(2) == slots.payload(2).ctypes.data
-
-
-def test_a_signal_has_a_line_of_its_own_and_can_be_written_by_address(pair):
+def test_payloads_and_signals_have_places_of_their_own(pair):
     slots, other = pair
-    addresses = [slots.signal_address(number) for number in range(4)]
-    assert all(address % 64 == 0 for address in addresses)
-    ctypes.c_uint32.from_address(addresses[1]).value = 2
+    payloads = [slots.payload_address(number) for number in range(8)]
+    assert payloads[:4] == payloads[4:]
+    assert all(address % mmap.PAGESIZE == 0 for address in payloads)
+    assert len(set(payloads)) == 4
+    assert slots.payload_address(2) == slots.payload(2).ctypes.data
+    signals = [slots.signal_address(number) for number in range(4)]
+    assert all(address % 64 == 0 for address in signals)
+    ctypes.c_uint32.from_address(signals[1]).value = 2
     assert other.is_complete(1)
-
-
-def test_a_slot_ends_where_its_message_may_end(pair):
-    slots, _ = pair
     assert slots.payload(0).shape == (100,)
     assert len(slots.view(0, 10**9)) == 100
 
 
-@pytest.mark.parametrize("num_slots", [0, 3, 12, -4])
-def test_a_number_of_slots_that_is_no_power_of_two_is_refused(num_slots):
-    with pytest.raises(TransportError, match=rf"has {num_slots} slots; expected a power of two"):
-        Slots.create(num_slots, 100)
-
-
-def test_empty_and_enormous_slots_are_refused():
-    with pytest.raises(TransportError, match="has 0 bytes"):
-        Slots.create(2, 0)
-    with pytest.raises(TransportError, match="more than memory holds"):
-        Slots.create(2, 1 << 60)
+@pytest.mark.parametrize(
+    ("num_slots", "slot_bytes", "says"),
+    [
+        *((number, 100, f"has {number} slots; expected a power of two") for number in (0, 3, -4)),
+        (2, 0, "has 0 bytes"),
+        (2, 1 << 60, "more than memory holds"),
+    ],
+)
+def test_impossible_slots_are_refused(num_slots, slot_bytes, says):
+    with pytest.raises(TransportError, match=says):
+        Slots.create(num_slots, slot_bytes)
 
 
 def test_memory_of_other_sizes_is_refused(pair):
@@ -100,13 +93,10 @@ def test_memory_of_other_sizes_is_refused(pair):
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no anonymous memory files here")
-def test_the_memory_can_not_be_made_shorter(pair):
+def test_the_memory_is_its_owners_and_keeps_its_length(pair):
+    assert os.fstat(pair[0].fd).st_mode & 0o777 == 0o600
     with pytest.raises(PermissionError):
         os.ftruncate(pair[0].fd, 0)
-
-
-def test_the_memory_is_its_owners_alone(pair):
-    assert os.fstat(pair[0].fd).st_mode & 0o777 == 0o600
 
 
 def test_a_time_that_no_clock_tells_is_the_last_there_is(pair):

@@ -1,6 +1,87 @@
 import pytest
 
-from jaxmorph.transport.outgoing_lanes import LaneGain, Production, lanes_needed
+from jaxmorph.transport.outgoing_lanes import LaneGain, LaneRate, Production, lanes_needed
+
+CHUNK = 256 * 1024
+
+
+def drive(rate, bytes_per_s, latency_s, chunks, start_s=0.0, depth=1):
+    """Keeps `depth` chunks in flight on a lane of that rate; returns when the last is here."""
+    sent, free_s, now_s = [start_s] * depth, start_s, start_s
+    for _ in range(chunks):
+        sent_s = sent.pop(0)
+        free_s = max(free_s, sent_s) + CHUNK / bytes_per_s
+        now_s = free_s + latency_s
+        rate.acknowledged(CHUNK, sent_s, now_s)
+        sent.append(now_s)
+    return now_s
+
+
+@pytest.mark.parametrize("depth", [1, 2, 8])
+@pytest.mark.parametrize("bytes_per_s", [1.25e6, 125e6])
+@pytest.mark.parametrize("latency_s", [1e-4, 60e-3])
+def test_the_rate_is_the_lanes_whatever_its_latency(bytes_per_s, latency_s, depth):
+    rate = LaneRate()
+    rate.round_trip(latency_s)
+    drive(rate, bytes_per_s, latency_s, 40, depth=depth)
+    share = rate.bytes_per_s / bytes_per_s
+    filled = min(1.0, depth * CHUNK / (latency_s * bytes_per_s))  # of the way, by what is in flight
+    assert 0.7 * filled < share < 1.3
+
+
+def test_a_lane_that_turns_slow_is_seen_by_its_first_slow_chunk():
+    rate = LaneRate()
+    rate.round_trip(1e-4)
+    end_s = drive(rate, 125e6, 1e-4, 40)
+    drive(rate, 1.25e6, 1e-4, 1, start_s=end_s)
+    assert rate.bytes_per_s == pytest.approx(1.25e6, rel=0.1)
+
+
+def test_small_chunks_tell_nothing():
+    rate = LaneRate()
+    rate.acknowledged(4096, 0.0, 1.0)
+    assert rate.bytes_per_s is None
+    assert rate.window_bytes(CHUNK) == CHUNK
+    assert rate.expected_s(CHUNK) is None
+
+
+def test_in_flight_is_what_a_lane_does_in_30_ms_and_a_round_trip_but_one_chunk_at_least():
+    quick, slow = LaneRate(), LaneRate()
+    for rate, speed in ((quick, 125e6), (slow, 1.25e6)):
+        rate.round_trip(0.010)
+        drive(rate, speed, 0.010, 40, depth=8)
+    assert quick.window_bytes(CHUNK) == pytest.approx(125e6 * 0.040, rel=0.1)
+    assert slow.window_bytes(CHUNK) == CHUNK
+
+
+def test_a_long_round_trip_is_believed_slowly_and_a_short_one_at_once():
+    rate = LaneRate()
+    rate.round_trip(0.010)
+    rate.round_trip(1.0)
+    assert rate.round_trip_s == pytest.approx(0.0595)
+    rate.round_trip(0.001)
+    assert rate.round_trip_s == 0.001
+
+
+def test_one_long_stop_is_no_reason_to_doubt_a_regular_lane_for_long():
+    rate, num_bytes, now_s = LaneRate(), 16 * 1024, 0.0
+    for takes_s in [1e-4] * 1000 + [10e-3] + [1e-4] * 12:
+        sent_s, now_s = now_s, now_s + takes_s
+        rate.acknowledged(num_bytes, sent_s, now_s)
+        assert takes_s < 10e-3 or rate.doubt == 4.0
+    assert rate.doubt < 2.0
+
+
+def test_a_regular_lane_is_doubted_sooner_than_one_that_is_not():
+    regular, irregular = LaneRate(), LaneRate()
+    assert regular.doubt == 4.0  # as long as nothing is known
+    drive(regular, 12.5e6, 1e-4, 40)
+    assert regular.doubt == 1.5
+    now_s = 0.0
+    for number in range(40):
+        sent_s, now_s = now_s, now_s + (0.01 if number % 2 else 0.05)
+        irregular.acknowledged(CHUNK, sent_s, now_s)
+    assert irregular.doubt > 2.5
 
 
 @pytest.mark.parametrize(
@@ -9,11 +90,8 @@ from jaxmorph.transport.outgoing_lanes import LaneGain, Production, lanes_needed
 )
 def test_lanes_drain_what_is_produced(production, drain, expected):
     assert lanes_needed(production, drain) == expected
-
-
-def test_limits_hold():
-    assert lanes_needed(1, 1, fewest=2) == 2
-    assert lanes_needed(100, 1, most=4) == 4
+    assert lanes_needed(production, drain, fewest=5) == max(expected, 5)
+    assert lanes_needed(production, drain, most=3) == min(expected, 3)
 
 
 @pytest.mark.parametrize(("production", "drain"), [(1, 0), (-1, 1), (1, float("nan"))])
@@ -30,7 +108,6 @@ def test_production_is_that_of_the_last_second():
     assert production.per_s(9.0) == 0
 
 
-CHUNK = 16 * 1024
 WAITING = 1 << 20
 
 
@@ -38,7 +115,7 @@ class Lanes:
     """Lanes that take away so much, from a heap that stays as high as it is."""
 
     def __init__(self):
-        self.gain, self.now_s, self.landed_bytes = LaneGain(CHUNK), 5.0, 0
+        self.gain, self.now_s, self.landed_bytes = LaneGain(16 * 1024), 5.0, 0
 
     def may_grow(self, lanes, bytes_per_s, seconds=1.6, piles_up=True, drained=0):
         """What is said after so long."""
