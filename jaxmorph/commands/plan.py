@@ -16,12 +16,11 @@ from jaxmorph.errors import UserError
 from jaxmorph.planning.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.schedule.answer import Answer, answer_lines, simulate_links, solve
-from jaxmorph.schedule.comparison import print_comparison
 from jaxmorph.schedule.draw.save import require_format
 from jaxmorph.schedule.files import require_schedule_file, save_schedule
 from jaxmorph.schedule.planner import INTERLEAVED, SCHEDULE_NAMES
 from jaxmorph.schedule.problem import Problem, parse_problem
-from jaxmorph.schedule.report import print_answer, save_answers
+from jaxmorph.schedule.report import print_answer, print_comparison, save_answers
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.schedule.what_if import changed, parse_change

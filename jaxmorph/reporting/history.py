@@ -14,14 +14,9 @@ RECENT = 20
 """How many of the last records are kept whole."""
 
 _KEPT = (
-    "loss",
-    "held_out_loss",
-    "step_s",
-    "tokens_per_s",
-    "predicted_step_s",
-    "bubble_rate",
+    "loss", "held_out_loss", "step_s", "tokens_per_s", "predicted_step_s", "bubble_rate",
     "planned_bubble_rate",
-)
+)  # fmt: skip
 
 
 class RunHistory:
@@ -37,11 +32,7 @@ class RunHistory:
         self._peak_device_bytes: tuple[int, ...] | None = None
 
     def add(self, record: StepRecord) -> None:
-        """Adds a step.
-
-        Args:
-            record: the step after the one added last.
-        """
+        """Adds the step after the one added last."""
         self.recent.append(record)
         for name, numbers in self._numbers.items():
             if (number := getattr(record, name)) is not None:
@@ -96,16 +87,10 @@ class RunHistory:
         picture: Path | None = None,
         traces: Sequence[Path] = (),
     ) -> RunSummary:
-        """Sums the run up, once a step has been added.
+        """Sums the run up, once a step has been added, with medians over the steps.
 
         Args:
-            elapsed_s: from the first step's start to the last one's end, seconds.
-            run_directory: where the run wrote.
-            picture: the picture of planned against measured, if drawn.
-            traces: Chrome traces of sampled steps.
-
-        Returns:
-            The summary, with medians over the steps.
+            elapsed_s: From the first step's start to the last one's end.
         """
         return RunSummary(
             losses=tuple(self.losses),

@@ -53,7 +53,9 @@ def matrix_figure(matrix: Matrix) -> Figure:
         _mark(axes, *draw(axes, matrix, index, system, row), _colour(index))
     _finish_steps(axes, matrix)
     entries = len(matrix.systems) + matrix.has_reference
-    figure.legend(loc="outside lower center", ncols=min(entries, 5), frameon=False, fontsize=8.5)
+    if matrix.runs:
+        look = {"loc": "outside lower center", "frameon": False, "fontsize": 8.5}
+        figure.legend(ncols=min(entries, 5), **look)
     return figure
 
 

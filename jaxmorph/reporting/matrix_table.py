@@ -30,6 +30,7 @@ def matrix_markdown(matrix: Matrix) -> str:
         Systems in rows and conditions in columns; under them what each run was, what is wrong with
         runs that failed or are noisy, and the notes.
     """
+    whole = f"{whole_runs_legend(matrix)}\n\n{_table(WHOLE_COLUMNS, whole_rows(matrix))}"
     parts = [
         f"# {matrix.name}\n",
         _legend(matrix),
@@ -39,24 +40,15 @@ def matrix_markdown(matrix: Matrix) -> str:
         "copies. Means of the stages, and the stage that is blocked most. *On device*: the most "
         "microbatches whose stash each stage's device held at once.\n",
         _table(RUN_COLUMNS, map(run_cells, _measured(matrix))),
-        *([whole_runs_markdown(matrix)] if matrix.has_whole_runs else []),
+        *([whole] if matrix.has_whole_runs else []),
         *_complaints(matrix),
         "\n".join(f"- {label}: {text}" for label, text in matrix.notes.items()) + "\n",
     ]
     return "\n".join(parts)
 
 
-def whole_runs_markdown(matrix: Matrix) -> str:
-    """What whole runs took, and what failures have cost of that, by phases of a recovery."""
-    return f"{whole_runs_legend(matrix)}\n\n{_table(WHOLE_COLUMNS, whole_rows(matrix))}"
-
-
 def short_cell(run: Run | None) -> str:
-    """A run in a few characters: median milliseconds and slowdown, or that it failed.
-
-    Args:
-        run: The run; None where it is still to come.
-    """
+    """A run in a few characters: median milliseconds and slowdown, or why there are none."""
     if run is None:
         return _NOT_YET
     if run.step_ms is None or run.failed:

@@ -17,16 +17,10 @@ RANK_FAILED = "rank_failed"
 """The kind of event that says which rank failed, why, and whether the run goes on."""
 RESTARTED = "restarted"
 """The kind of event that says what a failure has cost, once the run is again where it was."""
-CHANGES = frozenset(
-    {
-        "straggler_detected",
-        "straggler_cleared",
-        "plan_changed",
-        "route_changed",
-        "link_failed",
-        "link_restored",
-    }
-)
+CHANGES = frozenset({
+    "straggler_detected", "straggler_cleared", "plan_changed", "route_changed", "link_failed",
+    "link_restored",
+})  # fmt: skip
 """The kinds of event around which steps leave timelines."""
 
 
@@ -36,12 +30,9 @@ class RunHeader:
 
     Attributes:
         model: the model in a few words, such as `gpt2 tiny`.
-        layers_per_stage: how the model is cut.
         warmup_forwards: forwards before the first backward, for each stage.
-        num_steps: optimizer steps of the run.
         data: where the text comes from, in a few words.
         regime: whether ops are paced, in a few words (`describe_regime`).
-        run_directory: where the run writes.
         cut_reason: why the model is cut so; empty where there was nothing to choose.
         evaluates: whether some steps will have a held-out loss.
     """
@@ -72,7 +63,6 @@ class StepRecord:
     """One optimizer step, planned and measured.
 
     Attributes:
-        step: counted from 0.
         loss: mean loss of a token.
         grad_norm: global norm of the gradient, before clipping.
         step_s: from step barrier to step barrier.
@@ -161,16 +151,13 @@ class RunSummary:
     """What a finished run achieved.
 
     Attributes:
-        losses: the loss of each step.
         elapsed_s: from the first step's start to the last one's end.
         predicted_step_s: median planned step, if steps had plans.
         bubble_rate: median measured idle share, if measured.
         planned_bubble_rate: median planned idle share, if steps had plans.
-        run_directory: where the run wrote.
         picture: the picture of planned against measured, if drawn.
         traces: Chrome traces of sampled steps.
         held_out_losses: the held-out losses of the steps that were evaluated.
-        skipped_steps: how many steps were skipped.
         morph_steps: the first step of each plan after the first one.
         longer_than_planned: by which share the median step was longer than its own plan, if steps
             had plans.

@@ -37,9 +37,9 @@ class RunDirectory:
     """An open run directory; each line is on its way to disk when its call returns.
 
     Args:
-        path: an existing directory that belongs to this run alone.
-        resumed: whether lines come after those that are there already.
-        tensorboard: where steps are written to besides; closed with the directory.
+        path: An existing directory that belongs to this run alone.
+        resumed: Whether lines come after those that are there already.
+        tensorboard: Where steps are written to besides; closed with the directory.
     """
 
     def __init__(
@@ -54,11 +54,7 @@ class RunDirectory:
         self._events = (self.path / EVENTS).open(mode, encoding="utf-8", buffering=1)
 
     def write_step(self, record: StepRecord) -> None:
-        """Appends a step to `metrics.jsonl`.
-
-        Args:
-            record: the step; numbers that are not finite are written as null.
-        """
+        """Appends a step to `metrics.jsonl`; numbers that are not finite are written as null."""
         self._metrics.write(_json_line(record.metrics()))
         if self._tensorboard is not None:
             self._tensorboard.write_step(record)
@@ -84,11 +80,10 @@ class RunDirectory:
     def go_back(self, step: int) -> None:
         """Takes out what is said of steps from one on, since these steps will be done again.
 
-        Args:
-            step: the first of them; see `reopen_run_directory`.
+        See `reopen_run_directory`.
 
         Raises:
-            UserError: it can't be written to.
+            UserError: It can't be written to.
         """
         self.close()
         try:
@@ -100,14 +95,7 @@ class RunDirectory:
             raise UserError(f"run.dir: {self.path}: cannot write: {error.strerror}") from error
 
     def trace_path(self, step: int) -> Path:
-        """The file for a step's Chrome trace, in a directory that exists.
-
-        Args:
-            step: counted from 0.
-
-        Returns:
-            `trace/step_N.json` below the run directory.
-        """
+        """The file for a step's Chrome trace, `trace/step_N.json`, in a directory that exists."""
         directory = self.path / _TRACES
         directory.mkdir(exist_ok=True)
         return directory / f"step_{step}.json"
@@ -137,16 +125,10 @@ def find_traces(path: Path) -> dict[int, Path]:
 
 
 def open_run_directory(config: Config) -> RunDirectory:
-    """Makes a run's own directory, and writes its configuration there.
-
-    Args:
-        config: the run's; `run.dir` names the directory.
-
-    Returns:
-        The open directory, whose `path` is the one chosen (see `claim_run_directory`).
+    """Makes a run's own directory (`claim_run_directory`), and opens it.
 
     Raises:
-        UserError: no directory can be made there, or what writes for TensorBoard is missing.
+        UserError: No directory can be made there, or what writes for TensorBoard is missing.
     """
     if config.metrics.tensorboard:
         load_writer()  # before anything is written
@@ -165,14 +147,11 @@ def reopen_run_directory(path: Path, config: Config, step: int) -> RunDirectory:
     ended them stay.
 
     Args:
-        config: the run's, which takes the place of the one that is there.
-        step: how many steps have been done.
-
-    Returns:
-        The open directory.
+        config: Takes the place of the one that is there.
+        step: How many steps have been done.
 
     Raises:
-        UserError: it can't be written to, or what writes for TensorBoard is missing.
+        UserError: It can't be written to, or what writes for TensorBoard is missing.
     """
     if config.metrics.tensorboard:
         load_writer()  # before anything is written
@@ -218,14 +197,8 @@ def claim_run_directory(config: Config) -> Path:
     A directory that holds anything is left alone: the run goes into the first free one of
     `runs/demo`, `runs/demo-2`, `runs/demo-3`, and so on.
 
-    Args:
-        config: the run's; `run.dir` names the directory.
-
-    Returns:
-        The directory, which holds `config.yaml`.
-
     Raises:
-        UserError: no directory can be made there.
+        UserError: No directory can be made there.
     """
     text = dump_config(config)
     try:
@@ -263,11 +236,7 @@ def _json_line(values: Mapping[str, Any]) -> str:
 
 
 def plain_json(value: Any) -> Any:
-    """The value in JSON's types: arrays and their scalars unpacked, NaN and infinities as null.
-
-    Args:
-        value: Mappings, lists, tuples, numbers and text, within each other.
-    """
+    """The value in JSON's types: arrays and their scalars unpacked, NaN and infinities as null."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):

@@ -8,14 +8,9 @@ from jaxmorph.reporting.records import StepRecord
 
 FOLDER = "tensorboard"
 _SCALARS = (
-    "loss",
-    "held_out_loss",
-    "grad_norm",
-    "step_s",
-    "tokens_per_s",
-    "bubble_rate",
+    "loss", "held_out_loss", "grad_norm", "step_s", "tokens_per_s", "bubble_rate",
     "predicted_step_s",
-)
+)  # fmt: skip
 _FLUSH_S = 10
 
 

@@ -77,24 +77,13 @@ class Reporter(Protocol):
 
 
 def open_reporter(console: Console | None = None) -> Reporter:
-    """Chooses how to report.
-
-    Args:
-        console: where to write; None for standard output.
-
-    Returns:
-        A live table when the console is a terminal that can redraw, else plain lines.
-    """
+    """Reports to a console (standard output when None): live where it can redraw, else in lines."""
     console, can_redraw = open_console(console)
     return LiveReporter(console) if can_redraw else PlainReporter(console.file)
 
 
 class LiveReporter:
-    """Redraws a table in place, above which events scroll by.
-
-    Args:
-        clock: seconds, monotonic.
-    """
+    """Redraws a table in place, above which events scroll by."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
         self._console = console
@@ -143,11 +132,7 @@ class LiveReporter:
 
 
 class PlainReporter:
-    """Writes aligned lines, each one at once, for files, pipes and logs.
-
-    Args:
-        file: where to write.
-    """
+    """Writes aligned lines, each one at once, for files, pipes and logs."""
 
     def __init__(self, file: IO[str]):
         self._file = file
@@ -206,33 +191,17 @@ class PlainReporter:
 
 
 def header_panel(header: RunHeader) -> RenderableType:
-    """What is about to run, in a frame.
-
-    Returns:
-        A panel of labels and texts.
-    """
+    """What is about to run, in a frame."""
     return _panel("jaxmorph", header_rows(header), "cyan")
 
 
 def summary_panel(summary: RunSummary) -> RenderableType:
-    """What the run achieved, in a frame.
-
-    Returns:
-        A panel of labels and texts.
-    """
+    """What the run achieved, in a frame."""
     return _panel("done", summary_rows(summary), "green")
 
 
 def live_view(history: RunHistory, num_steps: int) -> RenderableType:
-    """The run so far: its last steps, the course of the loss and how long it will still take.
-
-    Args:
-        num_steps: steps of the whole run.
-
-    Returns:
-        A table above three lines, and more if the run has held-out losses or links that are not
-        healthy.
-    """
+    """The run so far: its last steps, the course of the loss and how long it will still take."""
     if not history:
         return Text("waiting for the first step", style="dim")
     below = Table.grid(padding=(0, 2))
@@ -245,11 +214,7 @@ def live_view(history: RunHistory, num_steps: int) -> RenderableType:
 
 
 def step_table(records: Sequence[StepRecord]) -> Table:
-    """Steps as a table, a row each.
-
-    Returns:
-        The table, measured values beside planned ones.
-    """
+    """Steps as a table, a row each, measured values beside planned ones."""
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), show_edge=False)
     for name in ("step", "loss", "grad norm", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -262,11 +227,7 @@ def step_table(records: Sequence[StepRecord]) -> Table:
 
 
 def event_line(event: Event) -> Text:
-    """An event on one line.
-
-    Returns:
-        The line.
-    """
+    """An event on one line."""
     where = f" {event.link}" if event.link else ""
     line = Text.assemble(
         (f"step {event.step} ", "dim"), (event.kind.replace("_", " ") + where, "bold yellow")
@@ -332,11 +293,7 @@ def _progress(history: RunHistory, num_steps: int) -> tuple[RenderableType, ...]
 
 
 class MatrixView:
-    """Shows a comparison: a table redrawn in place, or a line whenever another system's turn comes.
-
-    Args:
-        console: Where to write; None for standard output.
-    """
+    """Shows a comparison: a table redrawn in place, or a line when another system's turn comes."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console, can_redraw = open_console(console)
@@ -364,11 +321,7 @@ class MatrixView:
 
 
 def matrix_view(matrix: Matrix, doing: str = "") -> RenderableType:
-    """The runs so far as a table, and what is being run.
-
-    Returns:
-        Systems in rows and conditions in columns: median milliseconds and slowdown.
-    """
+    """The runs so far, systems in rows and conditions in columns, and what is being run."""
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("step ms", no_wrap=True)
     for condition in matrix.conditions:

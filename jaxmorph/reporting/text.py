@@ -17,14 +17,7 @@ _MOST_MORPHS = 12  # named in a summary
 
 
 def header_rows(header: RunHeader) -> list[tuple[str, str]]:
-    """A header as labels and texts.
-
-    Args:
-        header: what is about to run.
-
-    Returns:
-        (label, text) pairs, in reading order.
-    """
+    """A header as (label, text) pairs, in reading order."""
     layers = numbers(header.layers_per_stage)
     reason = f" ({header.cut_reason})" if header.cut_reason else ""
     warmup = numbers(header.warmup_forwards)
@@ -44,11 +37,7 @@ def header_rows(header: RunHeader) -> list[tuple[str, str]]:
 
 
 def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
-    """A summary as labels and texts.
-
-    Returns:
-        (label, text) pairs, in reading order.
-    """
+    """A summary as (label, text) pairs, in reading order."""
     losses = summary.losses
     rows = [
         ("steps", f"{len(losses)} in {duration(summary.elapsed_s)}{_skipped(summary)}"),
@@ -83,29 +72,19 @@ def _memory(peaks: Sequence[int]) -> str:
 
 
 def describe_regime(emulation: Emulation) -> str:
-    """Says whether ops are paced, as tables of results must.
-
-    Returns:
-        A few words.
-    """
+    """Says in a few words whether ops are paced, as tables of results must."""
     accelerator = emulation.accelerator
     if accelerator is None:
         return "unpaced: ops run as fast as this machine computes them"
-    kinds = {
-        "F": accelerator.forward_ms,
-        "B": accelerator.backward_input_ms,
-        "W": accelerator.backward_weight_ms,
-    }
-    durations = [f"{kind} {numbers(value)} ms" for kind, value in kinds.items()]
-    return f"paced: {', '.join(durations)}"
+    return (
+        f"paced: F {numbers(accelerator.forward_ms)} ms, "
+        f"B {numbers(accelerator.backward_input_ms)} ms, "
+        f"W {numbers(accelerator.backward_weight_ms)} ms"
+    )
 
 
 def describe_trace(trace: LinkTrace) -> str:
-    """Says where a trace of links comes from, and how it is scaled.
-
-    Returns:
-        A few words.
-    """
+    """Says where a trace of links comes from, and how it is scaled."""
     source = trace.file or f"regime {trace.regime}, seed {trace.seed}"
     scales = {"times or steps": trace.time_scale, "delays": trace.latency_scale}
     scaled = [f"{what} times {scale:g}" for what, scale in scales.items() if scale != 1.0]
@@ -113,11 +92,7 @@ def describe_trace(trace: LinkTrace) -> str:
 
 
 def describe_routes(routes: Mapping[str, str]) -> str:
-    """Says how the links' transfers travel: the links that differ, then the commonest route.
-
-    Returns:
-        Such as `direct` or `2-3 delegated, else direct`.
-    """
+    """Says how the links' transfers travel, such as `direct` or `2-3 delegated, else direct`."""
     if not routes:
         return _UNKNOWN
     usual = Counter(routes.values()).most_common(1)[0][0]
@@ -129,11 +104,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     """Draws values as a row of bars, from the lowest to the highest.
 
     Args:
-        values: the values; ones that are not finite leave a gap.
-        width: most characters; more values are averaged together.
-
-    Returns:
-        One character for each value, or for each group of neighbouring values.
+        values: Ones that are not finite leave a gap.
+        width: Most characters; of more values, neighbours are averaged together.
     """
     columns = min(width, len(values))
     cuts = [len(values) * column // max(columns, 1) for column in range(columns + 1)]
@@ -153,10 +125,7 @@ def longer_than_planned(steps: Iterable[tuple[float, float | None]]) -> float | 
     Not the medians of steps and plans are compared: a run that morphs has several plans.
 
     Args:
-        steps: what each took and was planned to take, in one unit; None or 0 without a plan.
-
-    Returns:
-        Such as 0.018; None where no step has a plan.
+        steps: What each took and was planned to take, in one unit; None or 0 without a plan.
     """
     ratios = [took / planned for took, planned in steps if planned]
     return median(ratios) - 1.0 if ratios else None

@@ -1,4 +1,4 @@
-"""An answer as a person reads it: a chart in the terminal, the numbers under it, a picture."""
+"""Answers as a person reads them: a chart with numbers, several in one table, a picture."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -80,6 +80,46 @@ def listed(values: Sequence[int], *, thousands: bool = False) -> str:
         word = f"{value:,}" if thousands else str(value)
         words.extend([f"{word}x{count}"] if count > 2 else [word] * count)
     return " ".join(words)
+
+
+def print_comparison(
+    answers: Mapping[str, Answer], refused: Mapping[str, str], console: Console
+) -> None:
+    """Prints one row for each answer: step, gap to the bound, bubble, and what stages hold.
+
+    Args:
+        answers: Answers by the name of their row.
+        refused: Why there is no answer, by the name of the row that is missing.
+        console: Where to; lines are never cut.
+    """
+    rows = [{"": name} | _values(answer) for name, answer in answers.items()]
+    columns = []
+    for heading in rows[0]:
+        cells = [heading, *(row[heading] for row in rows)]
+        width = max(map(len, cells))
+        to_left = heading in ("", "warm-ups", "peak live")
+        columns.append([cell.ljust(width) if to_left else cell.rjust(width) for cell in cells])
+    for at, cells in enumerate(zip(*columns, strict=True)):
+        line = Text("  ".join(cells).rstrip(), style="" if at else "dim")
+        console.print(line, soft_wrap=True)
+    for name, reason in refused.items():
+        console.print(Text(f"{name}: not there, {reason}", style="dim"), soft_wrap=True)
+
+
+def _values(answer: Answer) -> dict[str, str]:
+    schedule, jittered = answer.schedule, answer.jittered
+    with_jitter = {} if jittered is None else {"with jitter": f"{jittered.mean_ms:,.1f} ms"}
+    held = listed(schedule.peak_live(answer.limits.live_until))
+    each = "" if schedule.num_chunks == 1 else f" (each 1/{schedule.num_chunks})"
+    return {
+        "makespan": f"{answer.timeline.makespan_ms:,.1f} ms",
+        "lower bound": f"{answer.lower_bound_ms:,.1f} ms",
+        "gap": f"{answer.gap:.1%}",
+        **with_jitter,
+        "bubble rate": f"{answer.timeline.bubble_rate:.1%}",
+        "warm-ups": listed(schedule.warmup_forwards),
+        "peak live": f"{held}{each}",
+    }
 
 
 def save_answers(path: Path, answers: Mapping[str, Answer], problem: Problem | None) -> None:

@@ -3,15 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxmorph.reporting import Event, RunHistory, StepRecord
+from jaxmorph.reporting import Event, RunHistory, RunSummary
 from jaxmorph.reporting.history import RECENT
 from jaxmorph.reporting.text import longer_than_planned, summary_rows
-
-STEP = StepRecord(
-    step=0, loss=5.0, grad_norm=1.5, step_s=0.4, tokens_per_s=10_240.0, schedule="zb-h2",
-    warmup_forwards=(3, 1), routes={"0-1": "direct"}, predicted_step_s=0.39, bubble_rate=0.125,
-    peak_live=(3, 1), compilations=0, planned_bubble_rate=0.11,
-)  # fmt: skip
 
 
 def history_of(*records):
@@ -21,66 +15,63 @@ def history_of(*records):
     return history
 
 
-def test_only_the_last_records_are_kept_whole_and_every_loss():
-    history = history_of(*(replace(STEP, step=n, loss=float(n)) for n in range(3 * RECENT)))
+def summed_up(history) -> RunSummary:
+    return history.summary(elapsed_s=2.0, run_directory=Path("runs/a"))
+
+
+def test_only_the_last_records_are_kept_whole_and_every_loss(step):
+    history = history_of(*(replace(step, step=n, loss=float(n)) for n in range(3 * RECENT)))
     assert [record.step for record in history.recent] == list(range(2 * RECENT, 3 * RECENT))
     assert list(history.losses) == [float(n) for n in range(3 * RECENT)]
     assert len(history) == 3 * RECENT
 
 
-def test_a_summary_has_medians_of_what_is_known():
+def test_a_summary_has_medians_of_what_is_known(step):
     history = history_of(
-        replace(STEP, step_s=0.1, predicted_step_s=None, held_out_loss=5.5),
-        replace(STEP, step_s=0.2, predicted_step_s=0.3, loss=4.0),
-        replace(STEP, step_s=0.9, predicted_step_s=0.5, loss=3.0, held_out_loss=3.5),
+        replace(step, step_s=0.1, predicted_step_s=None, held_out_loss=5.5),
+        replace(step, step_s=0.2, predicted_step_s=0.3, loss=4.0),
+        replace(step, step_s=0.9, predicted_step_s=0.5, loss=3.0, held_out_loss=3.5),
     )
-    summary = history.summary(elapsed_s=2.0, run_directory=Path("runs/a"))
+    summary = summed_up(history)
     assert (summary.losses, summary.held_out_losses) == ((5.0, 4.0, 3.0), (5.5, 3.5))
     assert (summary.step_s, summary.predicted_step_s) == (0.2, 0.4)
-
-
-def test_a_summary_counts_the_steps_that_were_skipped():
-    skipped = replace(STEP, loss=float("nan"), skipped=True)
-    summary = history_of(STEP, skipped, STEP, skipped).summary(
-        elapsed_s=2.0, run_directory=Path("runs/a")
-    )
-    assert summary.skipped_steps == 2
-    assert summary_rows(summary)[0] == ("steps", "4 in 2.0 s, 2 of them skipped: not finite")
-
-
-def test_a_summary_has_the_most_that_was_in_use_whichever_life_it_was_in():
-    records = [replace(STEP, peak_device_bytes=peaks) for peaks in ((5 << 20, 4), (9, 7 << 20))]
-    summary = history_of(*records).summary(elapsed_s=2.0, run_directory=Path("runs/a"))
-    assert summary.peak_device_bytes == (5 << 20, 7 << 20)
-    assert dict(summary_rows(summary))["memory"] == "at most 7.0 MiB in use on a device (stage 1)"
-    silent = history_of(STEP).summary(elapsed_s=2.0, run_directory=Path("runs/a"))
-    assert "memory" not in dict(summary_rows(silent))
-
-
-def test_steps_are_held_against_their_own_plans():
-    """Medians of all steps and of all plans would say 10 %."""
-    history = history_of(
-        replace(STEP, step_s=0.1, predicted_step_s=0.1),
-        replace(STEP, step_s=0.4, predicted_step_s=None),
-        *[replace(STEP, step_s=0.4, predicted_step_s=0.4)] * 2,
-        *[replace(STEP, step_s=0.11, predicted_step_s=0.1)] * 3,
-    )
-    summary = history.summary(elapsed_s=2.0, run_directory=Path("runs/a"))
-    assert summary.longer_than_planned == pytest.approx(0.05)
-    assert longer_than_planned([]) is None
-
-
-def test_what_no_step_knows_the_summary_does_not_know():
-    bare = replace(STEP, predicted_step_s=None, bubble_rate=None, planned_bubble_rate=None)
-    summary = history_of(bare).summary(elapsed_s=2.0, run_directory=Path("runs/a"))
+    bare = replace(step, predicted_step_s=None, bubble_rate=None, planned_bubble_rate=None)
+    summary = summed_up(history_of(bare))
     assert summary.predicted_step_s is summary.bubble_rate is summary.planned_bubble_rate is None
     assert summary.held_out_losses == ()
 
 
-def test_steps_that_will_be_done_again_are_forgotten():
+def test_a_summary_counts_the_steps_that_were_skipped(step):
+    skipped = replace(step, loss=float("nan"), skipped=True)
+    summary = summed_up(history_of(step, skipped, step, skipped))
+    assert summary.skipped_steps == 2
+    assert summary_rows(summary)[0] == ("steps", "4 in 2.0 s, 2 of them skipped: not finite")
+
+
+def test_a_summary_has_the_most_memory_of_any_life(step):
+    records = [replace(step, peak_device_bytes=peaks) for peaks in ((5 << 20, 4), (9, 7 << 20))]
+    summary = summed_up(history_of(*records))
+    assert summary.peak_device_bytes == (5 << 20, 7 << 20)
+    assert dict(summary_rows(summary))["memory"] == "at most 7.0 MiB in use on a device (stage 1)"
+    assert "memory" not in dict(summary_rows(summed_up(history_of(step))))
+
+
+def test_steps_are_held_against_their_own_plans(step):
+    """Medians of all steps and of all plans would say 10 %."""
+    history = history_of(
+        replace(step, step_s=0.1, predicted_step_s=0.1),
+        replace(step, step_s=0.4, predicted_step_s=None),
+        *[replace(step, step_s=0.4, predicted_step_s=0.4)] * 2,
+        *[replace(step, step_s=0.11, predicted_step_s=0.1)] * 3,
+    )
+    assert summed_up(history).longer_than_planned == pytest.approx(0.05)
+    assert longer_than_planned([]) is None
+
+
+def test_steps_that_will_be_done_again_are_forgotten(step):
     steps = [
         replace(
-            STEP,
+            step,
             step=n,
             loss=float(n),
             step_s=0.1 * (n + 1),
@@ -90,16 +81,12 @@ def test_steps_that_will_be_done_again_are_forgotten():
         )
         for n in range(8)
     ]
-    history = history_of(*steps)
-    for step in (2, 4, 6):
-        history.note(Event(1.0, step, "plan_changed"))
+    history, expected = history_of(*steps), history_of(*steps[:4])
+    for at in (2, 4, 6):
+        history.note(Event(1.0, at, "plan_changed"))
     history.go_back(4)
-    expected = history_of(*steps[:4])
     expected.note(Event(1.0, 2, "plan_changed"))
-    summaries = [
-        each.summary(elapsed_s=1.0, run_directory=Path("a")) for each in (history, expected)
-    ]
-    assert summaries[0] == summaries[1]
+    assert summed_up(history) == summed_up(expected)
     assert [record.step for record in history.recent] == [0, 1, 2, 3]
     assert history.productive_s == pytest.approx(0.1 + 0.2 + 0.3 + 0.4)
     history.add(steps[4])

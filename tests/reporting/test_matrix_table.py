@@ -10,7 +10,7 @@ def rows(markdown: str) -> list[str]:
     return [line for line in markdown.splitlines() if line.startswith("|")]
 
 
-def test_a_page_has_systems_in_rows_and_conditions_in_columns(made_up):
+def test_a_page_says_what_each_run_took_and_why_its_stages_idled(made_up):
     assert rows(matrix_markdown(made_up))[:4] == [
         "|  | healthy | slow |",
         "| --- | --- | --- |",
@@ -18,9 +18,6 @@ def test_a_page_has_systems_in_rows_and_conditions_in_columns(made_up):
         "| **1,150.0** (900.0 to 1,400.0) noisy<br>predicted 1,110.0, 2.86x<br>*703* |",
         "| adaptive | FAILED<br>*400* | … |",
     ]
-
-
-def test_each_measured_run_says_what_ran_and_why_stages_idled(made_up):
     assert rows(matrix_markdown(made_up))[6] == (
         "| zb | healthy | zb-h2 | 3 1 | direct | holds queues | 390.0 | 3 1 | 8.0% | 6.0% | 2.0% "
         "| 0.0% | 3.0% (stage 1) | 4.250000 |"
@@ -32,10 +29,6 @@ def test_failed_and_noisy_runs_are_counted_and_explained_on_one_line_each(made_u
     assert "Of 3 runs 1 failed and 1 is too noisy." in page
     assert "- zb, slow: p90 / p10 is 1.556, above 1.15\n" in page
     assert "rank 1 failed: ended by SIGKILL its log: | here\n" in page
-
-
-def test_notes_and_the_source_of_the_reference_are_told(made_up):
-    page = matrix_markdown(made_up)
     assert "*the paper*" in page
     assert "- command: `jaxmorph compare x.yaml`\n- load at the start: 0.10\n" in page
     bare = {key: replace(run, reference_ms=None) for key, run in made_up.runs.items()}

@@ -3,8 +3,8 @@ import io
 from rich.console import Console
 
 from jaxmorph.schedule.answer import solve
-from jaxmorph.schedule.comparison import print_comparison
 from jaxmorph.schedule.problem import parse_problem
+from jaxmorph.schedule.report import print_comparison
 
 FIELDS = {
     "name": "x", "num_stages": 4, "num_microbatches": 12, "forward_ms": 10,
