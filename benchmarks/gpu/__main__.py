@@ -71,7 +71,6 @@ def run_parts(
     Args:
         limit_s: When no part is begun any more, and the one that runs is ended.
         path: Where to write all outcomes, after every part.
-        run: Runs one; see `run_part`.
 
     Raises:
         OSError: If the file can't be written.
@@ -105,7 +104,6 @@ def summary(direction: str, outcomes: Mapping[str, Outcome]) -> Iterator[Row]:
     """Which backend runs take in a direction, and which they should.
 
     Args:
-        direction: "into" or "out-of".
         outcomes: Of the backends' parts, in the order in which runs try them.
     """
     right: dict[str, dict[str, Any]] = {}

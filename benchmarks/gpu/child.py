@@ -54,8 +54,6 @@ class Part:
     """A part of the check: a function that yields rows, given whether small sizes were asked for.
 
     Attributes:
-        module: Of this package.
-        arguments: The function's first arguments.
         limit_s: When its process is ended.
     """
 

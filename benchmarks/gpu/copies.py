@@ -111,9 +111,6 @@ def check_tier(
 ) -> Iterator[Row]:
     """A backend's rows, each as soon as it is known.
 
-    Args:
-        end: What has it copy.
-
     Raises:
         Exception: Whatever goes wrong, unless the backend is not for this machine.
     """

@@ -72,7 +72,6 @@ def build_gpt2(sizes: Sizes, compute_dtype: str, attention: str = "auto") -> GPT
 
     Args:
         compute_dtype: "float32" or "bfloat16".
-        attention: As the configuration's `model.attention`.
     """
     return build(
         preset="tiny",

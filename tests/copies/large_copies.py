@@ -1,8 +1,7 @@
-"""Copies of large results that are still being computed; `test_host_callbacks` runs it.
+"""Copies of large results that are still being computed, by every tier with host callbacks.
 
-By every tier with host callbacks.
-
-A process of its own, for JAX sizes its pool of threads by the environment variable NPROC.
+`test_host_memory` runs it. A process of its own, for JAX sizes its pool of threads by the
+environment variable NPROC.
 """
 
 import faulthandler
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
+from oracles.fake_gpu import Slot
 
 from jaxmorph.copies.host_memory import host_callback_tiers
 from jaxmorph.copies.programs import PayloadShape, SlotUse
@@ -21,23 +21,6 @@ WIDTH = 128
 LONGEST_ROUNDS = 4096
 AT_ONCE = 6
 MEGABYTES_AND_PARTS = ((1, 1), (4, 1), (4, 4))
-
-
-class Slot:
-    """Memory that stands for a slot."""
-
-    def __init__(self, sequence, num_bytes):
-        self.sequence = sequence
-        self.payload = np.zeros(num_bytes, np.uint8)
-        self.address = self.payload.ctypes.data
-        self.signal_address = 0
-        self.said = []
-
-    def post(self, num_bytes, tag):
-        self.said.append((num_bytes, tag))
-
-    def complete(self):
-        self.said.append("complete")
 
 
 @jax.jit
@@ -62,7 +45,7 @@ def copy_while_computing(copy, use, inputs, rounds):
         arrived = np.concatenate([slot.payload for slot in its_slots])
         assert np.array_equal(arrived, np.asarray(value).reshape(-1).view(np.uint8))
         for part, slot in zip(use.parts, its_slots, strict=True):
-            assert slot.said == [(4 * len(part), (at,)), "complete"]
+            assert slot.said == [("post", 4 * len(part), (at,), True), "complete"]
     return was_running
 
 

@@ -98,7 +98,8 @@ def test_a_message_is_posted_and_completed_once_its_payload_is_there(tier):
 @pytest.mark.timeout(120)
 def test_large_results_arrive_though_several_are_still_being_computed():
     """A callback that waits for JAX's pool of threads hangs in its only one."""
-    environment = {**os.environ, "NPROC": "1"}
+    path = f"{LARGE_COPIES.parents[1]}:{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "NPROC": "1", "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, str(LARGE_COPIES)], env=environment, capture_output=True, text=True
     )
