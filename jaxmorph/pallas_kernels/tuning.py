@@ -49,11 +49,6 @@ class CopyTuning:
                 f"expected 1 to {_MOST_VECTORS // self.threads}"
             )
 
-    @property
-    def bytes_in_flight(self) -> int:
-        """How much is on its way while no block waits."""
-        return self.ctas * self.threads * self.loads * VECTOR_BYTES
-
 
 # Reasoned, not measured: PCIe 5 x16 moves about 53 GB/s to the host and 35 GB/s from it for threads
 # that copy (nvbandwidth's figures for the H100), with round trips of about 0.9 and 1.3 us, so some
