@@ -155,14 +155,14 @@ def trainer_of(monkeypatch):
     """A trainer whose stage and meeting place are given, and whose batches and updates are none."""
 
     def trainer_of(rendezvous, next_step=0, stop_after=None, **stage):
-        whole = {"squared_norm": lambda: 4.0, "update": print, "events": list}
+        whole = {"squared_norm": lambda: 4.0, "update": lambda scale: None, "events": list}
         trainer: Any = Trainer.__new__(Trainer)
         trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, next_step
         trainer._in_force = SimpleNamespace(program=None)
         trainer._skipped = SkippedSteps(stop_after)
         trainer._rendezvous = rendezvous
-        trainer._stage = SimpleNamespace(**{**whole, "link_failures": list, **stage})
-        trainer._own_ends = OwnEnds(0, trainer._stage, is_watched=False)
+        own: Any = SimpleNamespace(**{**whole, "link_failures": list, **stage})
+        trainer._stage, trainer._own_ends = own, OwnEnds(0, own, is_watched=False)
         trainer._failed = FailedPaths()
         return trainer
 
