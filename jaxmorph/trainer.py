@@ -5,11 +5,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import optax
 
 from jaxmorph.adapting.path_reports import OwnEnds, path_news
@@ -19,8 +19,8 @@ from jaxmorph.emulation.link_settings import agree_on_origin_s, emulated_conditi
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.planning.device_budget import with_device_budget
 from jaxmorph.planning.first_plan import plan_by_timings
-from jaxmorph.planning.layer_choice import choose_layers
-from jaxmorph.planning.plan_in_force import PlanInForce, op_kinds, plan_step, unmeasured_profile
+from jaxmorph.planning.layer_choice import choose_layers, measured_on_rank_0
+from jaxmorph.planning.plan_in_force import PlanInForce, plan_step, unmeasured_profile
 from jaxmorph.program.lowering import forward_only
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import StepInputs
@@ -30,8 +30,6 @@ from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.scripts.inputs import configure, cut_batch, sections_without_effect
 from jaxmorph.scripts.meeting import end_if_failed, leave
-from jaxmorph.stage.layer_costs import LayerCosts, measure_layer_costs
-from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import Params, PipelineModel, taken_on_device
 from jaxmorph.stage.parameters import check_weights
 from jaxmorph.training.cluster import require_one_host
@@ -260,7 +258,7 @@ class Trainer:
         if taken := taken_on_device(model, *sizes):
             _log.info("rank %d: %s", self.rank, taken)
         choice = choose_layers(
-            config, self._rendezvous, model.num_layers, lambda: _measured(config, model)
+            config, self._rendezvous, model.num_layers, partial(measured_on_rank_0, config, model)
         )
         settings = stage_settings(config, choice.layers, self.rank)
         return settings if optimizer is None else replace(settings, optimizer=optimizer)
@@ -279,16 +277,3 @@ class Trainer:
     def _log_events(self) -> None:
         for event in self._stage.events():
             _log.info("rank %d, step %d: %s", self.rank, self._next_step - 1, event)
-
-
-def _measured(config: Config, model: PipelineModel) -> LayerCosts:
-    """What layers cost, on token 0 throughout: before the first step there are no others."""
-    shape = (config.batch.microbatch_size, config.data.sequence_length)
-    return measure_layer_costs(
-        model,
-        stage_submesh(make_mesh(config.parallelism.stages), 0),
-        np.zeros(shape, np.int32),
-        np.zeros(shape, np.int32),
-        stash=config.stash,
-        kinds=op_kinds(config),
-    )

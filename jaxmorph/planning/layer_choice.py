@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxmorph.config import Config
 from jaxmorph.data import Batches
 from jaxmorph.planning.plan_in_force import op_kinds
@@ -91,13 +93,19 @@ def cut_by_costs(
     return layers, f"{says}; {_described(costs)}"
 
 
-def measured_on_rank_0(config: Config, model: PipelineModel, batches: Batches) -> LayerCosts:
-    """What the model's layers cost on this process's device, on the run's first microbatch."""
+def measured_on_rank_0(
+    config: Config, model: PipelineModel, batches: Batches | None = None
+) -> LayerCosts:
+    """What the model's layers cost on this process's device, on the run's first microbatch.
+
+    Without batches that is token 0 throughout: a user's script has no others before its first step.
+    """
+    nothing = np.zeros((config.batch.microbatch_size, config.data.sequence_length), np.int32)
     return measure_layer_costs(
         model,
         stage_submesh(make_mesh(config.parallelism.stages), 0),
-        batches.inputs(0)[0],
-        batches.targets(0)[0],
+        nothing if batches is None else batches.inputs(0)[0],
+        nothing if batches is None else batches.targets(0)[0],
         stash=config.stash,
         kinds=op_kinds(config),
     )
