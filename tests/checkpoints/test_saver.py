@@ -179,13 +179,31 @@ def test_there_is_no_checkpoint_before_its_steps_have_been_told(ranks):
     assert ranks.folder.steps() == (7,)
 
 
-def test_without_its_steps_there_is_no_checkpoint(ranks):
+def _untold(ranks):
     ranks.told = Future()
     ranks.told.set_exception(OSError("Broken pipe"))
+
+
+def _elsewhere(ranks):
+    ranks.disks[1].elsewhere = True
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (_untold, "rank 0: Broken pipe"),
+        (_elsewhere, "virtual_stage_1 isn't here: do all ranks share this folder?"),
+    ],
+)
+def test_without_its_steps_or_a_part_there_is_no_checkpoint(ranks, harm, says):
+    harm(ranks)
     ranks.save(7)
     ranks.free(0, 1)
     ranks.meet_until([None, None])
-    assert ranks.events == [(6, "checkpoint_failed", "rank 0: Broken pipe")]
+    ((step, kind, detail),) = ranks.events
+    assert (step, kind) == (6, "checkpoint_failed")
+    assert detail.startswith("rank 0: ")
+    assert detail.endswith(says)
     assert ranks.folder.steps() == ()
 
 
@@ -204,18 +222,6 @@ def test_a_part_that_fails_leaves_none_and_the_next_one_succeeds(ranks):
     assert ranks.folder.steps() == (14,)
     ranks.close()
     assert [path.name for path in ranks.folder.path.iterdir()] == ["step_14"]
-
-
-def test_a_part_that_is_not_where_the_others_are_leaves_none(ranks):
-    ranks.disks[1].elsewhere = True
-    ranks.save(7)
-    ranks.free(0, 1)
-    ranks.meet_until([None, None])
-    ((step, kind, detail),) = ranks.events
-    assert (step, kind) == (6, "checkpoint_failed")
-    assert detail.startswith("rank 0: ")
-    assert "virtual_stage_1 isn't here: do all ranks share this folder?" in detail
-    assert ranks.folder.steps() == ()
 
 
 def test_the_oldest_are_removed_only_after_the_new_one_is_there(tmp_path):

@@ -325,24 +325,25 @@ def _traced(events: dict[int, list[dict]], every_steps: int = 0, steps: int = 20
     return [(message["step"], message["around_change"]) for message in timelines]
 
 
-def test_without_a_change_those_of_the_grid_and_the_last_one_are_told():
-    assert _traced({}, every_steps=8) == [(0, False), (8, False), (16, False), (19, False)]
+def _around(*steps):
+    return [(step, True) for step in steps]
 
 
-@pytest.mark.parametrize("kind", ["straggler_detected", "plan_changed", "route_changed"])
-def test_two_steps_before_a_change_and_two_after_it_are_told_once(kind):
-    around = [(step, True) for step in range(5, 10)]
-    assert _traced({7: [_event(7, kind), _event(7, kind)]}) == [*around, (19, False)]
-
-
-def test_a_change_that_is_told_ahead_keeps_the_steps_around_its_own_step():
-    around = [(step, True) for step in range(7, 12)]
-    assert _traced({8: [_event(9, "plan_changed")]}) == [*around, (19, False)]
-
-
-def test_the_last_step_is_told_as_such_though_it_is_around_a_change():
-    told = _traced({18: [_event(18, "plan_changed")]})
-    assert told == [(16, True), (17, True), (18, True), (19, False)]
+@pytest.mark.parametrize(
+    ("events", "every_steps", "told"),
+    [
+        ({}, 8, [(0, False), (8, False), (16, False), (19, False)]),
+        *(
+            ({7: [_event(7, kind)] * 2}, 0, [*_around(5, 6, 7, 8, 9), (19, False)])
+            for kind in ("straggler_detected", "plan_changed", "route_changed")
+        ),
+        # A change that is told ahead, and one by the run's end.
+        ({8: [_event(9, "plan_changed")]}, 0, [*_around(7, 8, 9, 10, 11), (19, False)]),
+        ({18: [_event(18, "plan_changed")]}, 0, [*_around(16, 17, 18), (19, False)]),
+    ],
+)
+def test_the_grid_the_last_step_and_two_steps_around_a_change_are_told(events, every_steps, told):
+    assert _traced(events, every_steps) == told
 
 
 def test_other_events_are_passed_on_and_leave_no_trace():
