@@ -15,6 +15,7 @@ on; only when its last one fails, the run has failed.
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -244,7 +245,8 @@ def require_shared(folder: Path, rendezvous: Rendezvous) -> None:
         said = rendezvous.exchange(_unseen(missing))
         _require_none(folder, said, "does not see all files")
     finally:
-        _remove(own)
+        with suppress(OSError):  # nor could it be written
+            own.unlink(missing_ok=True)
 
 
 def _written(path: Path) -> Message:
@@ -266,10 +268,3 @@ def _require_none(folder: Path, said: list[Message], what: str) -> None:
                 f"checkpoint.dir: {folder}: rank {rank} {what}: {message['why']}; expected a "
                 "folder that all ranks share (checkpoint.every_steps=0 saves nothing)"
             )
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:  # nor could it be written
-        return

@@ -104,7 +104,8 @@ class TreeFiles:
         """
         with _naming(path):
             stored = self._stored(path)
-            return self._read(path, stored if branches is None else _only(stored, branches))
+            wanted = stored if branches is None else {key: stored[key] for key in branches}
+            return self._read(path, wanted)
 
     def names(self, path: Path) -> tuple[Names, ...]:
         """The names of a tree's leaves, of which nothing else is read."""
@@ -149,10 +150,6 @@ def _naming(path: Path) -> Iterator[None]:
     except (OSError, ValueError, KeyError) as error:
         why = " ".join(str(error).split())[:300]
         raise UserError(f"{path}: not a whole part of a checkpoint: {why}") from error
-
-
-def _only(stored: Tree, branches: Collection[str]) -> Tree:
-    return {key: stored[key] for key in branches}
 
 
 def _batches(leaves: Mapping[Names, Any]) -> Iterator[dict[Names, Any]]:

@@ -31,56 +31,53 @@ class System:
     name: str
     schedule: str
     route: Route
-    adapts: bool
-    reroutes: bool
-    detects: bool
     meaning: str
+    adapts: bool = False
+    reroutes: bool = False
+    detects: bool = False
     memory: Memory = "config"
     restarts: Restarts = "never"
 
 
-_TABLE: Sequence[tuple[str, str, Route, bool, bool, bool]] = (
-    # name                  schedule       route        adapts  reroutes  detects
-    ("gpipe",               "gpipe",       "direct",    False,  False,    False),
-    ("1f1b",                "1f1b",        "direct",    False,  False,    False),
-    ("interleaved",         "interleaved", "direct",    False,  False,    False),
-    ("zb",                  "zb-h2",       "direct",    False,  False,    False),
-    ("zb-delegated",        "zb-h2",       "delegated", False,  False,    False),
-    ("adaptive-direct",     "adaptive",    "direct",    True,   False,    False),
-    ("adaptive",            "adaptive",    "direct",    True,   True,     False),
-    ("adaptive-detecting",  "adaptive",    "direct",    False,  True,     True),
-    ("adaptive-capped",     "adaptive",    "direct",    True,   True,     False),
-    ("adaptive-offload",    "adaptive",    "direct",    True,   True,     False),
-    ("restart",             "1f1b",        "direct",    False,  False,    False),
-    ("restart-cold",        "1f1b",        "direct",    False,  False,    False),
+_LISTED = (
+    System("gpipe", "gpipe", "direct", "all forwards, then all backwards"),
+    System("1f1b", "1f1b", "direct", "one forward, one backward"),
+    System("interleaved", "interleaved", "direct", "1f1b with two chunks on each stage"),
+    System("zb", "zb-h2", "direct", "zero bubbles while links are healthy"),
+    System("zb-delegated", "zb-h2", "delegated", "zb in the same order, no queue held"),
+    System(
+        "adaptive-direct", "adaptive", "direct",
+        "planned for the links as they are, none of them delegated", adapts=True,
+    ),
+    System(
+        "adaptive", "adaptive", "direct",
+        "planned for the links as they are", adapts=True, reroutes=True,
+    ),
+    System(
+        "adaptive-detecting", "adaptive", "direct",
+        "told nothing of links: what it detects, it morphs for", reroutes=True, detects=True,
+    ),
+    System(
+        "adaptive-capped", "adaptive", "direct",
+        "adaptive within a cap on what devices hold",
+        adapts=True, reroutes=True, memory="capped",
+    ),
+    System(
+        "adaptive-offload", "adaptive", "direct",
+        "the same cap, stashes beyond it in host memory",
+        adapts=True, reroutes=True, memory="offload",
+    ),
+    System(
+        "restart", "1f1b", "direct",
+        "1f1b that starts again from its last checkpoint, with what was compiled kept",
+        restarts="warm",
+    ),
+    System(
+        "restart-cold", "1f1b", "direct",
+        "the same, with everything compiled again", restarts="cold",
+    ),
 )  # fmt: skip
-_MEANINGS = {
-    "gpipe": "all forwards, then all backwards",
-    "1f1b": "one forward, one backward",
-    "interleaved": "1f1b with two chunks on each stage",
-    "zb": "zero bubbles while links are healthy",
-    "zb-delegated": "zb in the same order, no queue held",
-    "adaptive-direct": "planned for the links as they are, none of them delegated",
-    "adaptive": "planned for the links as they are",
-    "adaptive-detecting": "told nothing of links: what it detects, it morphs for",
-    "adaptive-capped": "adaptive within a cap on what devices hold",
-    "adaptive-offload": "the same cap, stashes beyond it in host memory",
-    "restart": "1f1b that starts again from its last checkpoint, with what was compiled kept",
-    "restart-cold": "the same, with everything compiled again",
-}
-
-_MEMORY: Mapping[str, Memory] = {"adaptive-capped": "capped", "adaptive-offload": "offload"}
-_RESTARTS: Mapping[str, Restarts] = {"restart": "warm", "restart-cold": "cold"}
-
-SYSTEMS: Mapping[str, System] = {
-    row[0]: System(
-        *row,
-        _MEANINGS[row[0]],
-        memory=_MEMORY.get(row[0], "config"),
-        restarts=_RESTARTS.get(row[0], "never"),
-    )
-    for row in _TABLE
-}
+SYSTEMS: Mapping[str, System] = {system.name: system for system in _LISTED}
 
 
 def system_config(config: Config, system: System) -> Config:
