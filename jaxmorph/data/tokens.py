@@ -1,4 +1,4 @@
-"""The run's whole text as one array of token ids, whatever it was made from."""
+"""The run's whole text as one array of token ids, and a digest that tells whether it changed."""
 
 from dataclasses import dataclass, replace
 from hashlib import blake2b
