@@ -1,20 +1,273 @@
-"""A member of the run that says whatever it likes, to a real receiver without a network."""
+"""A member of the run that says whatever it likes, to a real receiver without a network.
+
+After each piece of what it says all of the receiver's memory is compared with what it was before.
+"""
 
 import contextlib
+import ctypes
 import random
-from collections import Counter
+from collections import Counter, deque
 from typing import Any, cast
+from zlib import crc32
 
-from guarded_slots import CHUNK_BYTES, GuardedSlots, Shape
-from hostile_frames import HostileFrames
-from hostile_lanes import Connection, HostileLane, HostileWritingLane, Loop
+from hostile_frames import CHUNK_BYTES, GuardedSlots, HostileFrames, Shape
 
 from jaxmorph.transport.channel import ProtocolError
-from jaxmorph.transport.lanes import TcpLane
+from jaxmorph.transport.event_loop import READ
+from jaxmorph.transport.lanes import CHECKSUMS, CRC32, TcpLane
 from jaxmorph.transport.link import NIXL
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.receiving_link import ReceivingLink
-from jaxmorph.transport.wire import TO_RECEIVER, FrameReader
+from jaxmorph.transport.wire import (
+    TO_RECEIVER,
+    TO_WRITER,
+    Chunk,
+    FrameReader,
+    Grant,
+    Offer,
+    Written,
+    pack,
+)
+
+
+class Connection:
+    """What a socket is to a lane: bytes that have come, and bytes that have been sent."""
+
+    def __init__(self) -> None:
+        self.came, self.sent = bytearray(), bytearray()
+        self.has_ended = self.is_closed = False
+
+    def recv_into(self, space: memoryview) -> int:
+        return self.recvmsg_into((space,))[0]
+
+    def recvmsg_into(self, buffers: tuple[memoryview, ...]) -> tuple[int, None]:
+        if not self.came and not self.has_ended:
+            raise BlockingIOError
+        taken = 0
+        for buffer in buffers:
+            piece = self.came[taken : taken + len(buffer)]
+            buffer[: len(piece)] = piece
+            taken += len(piece)
+        del self.came[:taken]
+        return taken, None
+
+    def sendmsg(self, pieces: list[bytes]) -> int:
+        self.sent += b"".join(pieces)
+        return sum(map(len, pieces))
+
+    def getsockname(self) -> tuple[str, int]:
+        return "127.0.0.1", 0
+
+    def fileno(self) -> int:
+        return 0
+
+    def setblocking(self, flag: bool) -> None: ...
+
+    def setsockopt(self, *args: int) -> None: ...
+
+    def shutdown(self, how: int) -> None:
+        self.has_ended = True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Loop:
+    """Waits for nothing: lanes are polled when something has been sent."""
+
+    def add(self, fd: int, mask: int, handler: Any) -> None: ...
+
+    def change(self, fd: int, mask: int) -> None: ...
+
+    def remove(self, fd: int) -> None: ...
+
+
+class Agent:
+    """Knows memory that a peer may write to, as a NIXL agent does."""
+
+    def __init__(self, host: str) -> None:
+        self.regions: list[tuple[int, int]] = []
+        self.is_open = True
+
+    def register(self, address: int, num_bytes: int) -> None:
+        self.regions.append((address, num_bytes))
+
+    def metadata(self) -> bytes:
+        return bytes(450)
+
+    def progress(self) -> None: ...
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class HostileLane:
+    """One of the peer's connections; what it has begun to say it says to the end, piece by piece.
+
+    Attributes:
+        rest: What is still to be said.
+        frame: What it begins with; None: nothing that has a meaning.
+        payload: What belongs to the frame.
+        is_last: Whether the connection ends after it.
+    """
+
+    def __init__(self, peer: Any, number: int) -> None:
+        self.peer, self.number = peer, number
+        self.connection = Connection()
+        self.connection.is_closed = True
+        self.rest = self.payload = b""
+        self.frame: Any = None
+        self.is_last = False
+
+    @property
+    def is_up(self) -> bool:
+        return not self.connection.is_closed
+
+    def open(self) -> None:
+        """Connect, and be welcome."""
+        self.connection, self.rest = Connection(), b""
+        lane = TcpLane(cast(Any, self.connection), FrameReader(TO_RECEIVER))
+        lane.checksum = CHECKSUMS[CRC32]
+        self.peer.link.take(self.number, lane, self.peer.generation, CHUNK_BYTES)
+
+    def begin(self, frame: Any, data: bytes, payload: bytes, is_last: bool) -> None:
+        """Say a frame with these bytes, in one piece or in several."""
+        self.frame, self.payload, self.is_last = frame, payload, is_last
+        self.rest = data + payload
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Say the next piece."""
+        rng, rest = self.peer.rng, self.rest
+        piece = rest if rng.random() < 0.6 else rest[: rng.randrange(len(rest)) + 1]
+        self.rest = rest[len(piece) :]
+        chunk = self.frame if type(self.frame) is Chunk else None
+        is_whole = not self.rest and not self.is_last
+        self.say(piece, chunk, self.payload if is_whole else None)
+        if self.is_last and not self.rest:
+            self.end()
+
+    def say(self, data: bytes, chunk: Any, payload: bytes | None) -> None:
+        """Send bytes of a chunk (None: of something else) and see what has become of the slots.
+
+        Args:
+            data: The bytes.
+            chunk: What they belong to.
+            payload: All of its payload, if it is whole with these bytes.
+        """
+        memory = self.peer.memories.get(chunk.channel) if chunk else None
+        wanted = memory is not None and memory.may_land(chunk)
+        landings = self.peer.landings
+        self.connection.came += data
+        self.poll()
+        if memory is not None and wanted and payload is not None:
+            # A lane may be closed after it, for an offer that has been waiting behind it.
+            has_landed = self.peer.landings > landings
+            assert has_landed or not self.is_up, "a chunk was dropped"
+            assert crc32(payload) == chunk.checksum or not has_landed, "it let a wrong one pass"
+            if has_landed:
+                memory.took(chunk, payload)
+                self.peer.counts["landed"] += 1
+        self.peer.check(memory, chunk if wanted else None)
+
+    def end(self) -> None:
+        """Break off."""
+        self.connection.has_ended = True
+        self.poll()
+        assert not self.is_up
+        self.peer.check(None, None)
+
+    def poll(self) -> None:
+        """Let the receiver read what has come."""
+        if self.is_up:
+            self.peer.link._polled[self.number](READ)
+
+
+class HostileWritingLane(HostileLane):
+    """One that offers chunks, and writes them where it is granted a place."""
+
+    def open(self) -> None:
+        super().open()
+        self.reader = FrameReader(TO_WRITER)
+        self.offers: deque[tuple[Offer, bytes]] = deque()
+        self.granted: deque[tuple[Offer, bytes, int]] = deque()
+        self.agent = self.peer.link._lanes[self.number]._agent
+        self._hear()
+
+    def begin(self, frame: Any, data: bytes, payload: bytes, is_last: bool) -> None:
+        # That something is written is right by chance where a copy before it has been written.
+        if self.granted and (self._is_granted(frame) or self.peer.rng.random() < 0.6):
+            self._write()
+            return
+        if type(frame) is Chunk and self.peer.rng.random() < 0.7:
+            frame = Offer(*frame)
+            data = pack(frame)
+        if type(frame) is Offer:
+            self.offers.append((frame, payload))
+            payload, is_last = b"", False
+        super().begin(frame, data, payload, is_last)
+
+    def poll(self) -> None:
+        super().poll()
+        if not self.is_up:
+            self.agent.close()
+
+    def say(self, data: bytes, chunk: Any, payload: bytes | None) -> None:
+        super().say(data, chunk, payload)
+        self._hear()
+
+    def _hear(self) -> None:
+        """Take grants; each is of the chunk's own place in its slot, or of the lane's memory."""
+        sent = memoryview(bytes(self.connection.sent))
+        self.connection.sent.clear()
+        while sent:
+            sent = sent[self.reader.feed(sent) :]
+            while (frame := self.reader.next_frame()) is not None:
+                if type(frame) is Grant:
+                    self._take_grant(frame)
+
+    def _take_grant(self, grant: Grant) -> None:
+        offer, payload = self.offers.popleft()
+        assert grant[:3] == (offer.channel, offer.sequence, offer.offset)
+        memory = self.peer.memories[offer.channel]
+        if any(each.holds(grant.address, offer.length) for each in self.peer.memories.values()):
+            assert grant.address == memory.address(offer)
+            assert memory.may_land(offer), "a place in a slot was granted that nobody may write"
+            writers = [lane for lane in self.peer.lanes if lane.may_write(grant.address)]
+            assert not writers, "a place in a slot was granted twice"
+        else:
+            start, num_bytes = self.agent.regions[0]  # its own is registered first
+            assert start <= grant.address
+            assert grant.address + offer.length <= start + num_bytes
+        self.granted.append((offer, payload, grant.address))
+        self.peer.counts["granted"] += 1
+
+    def may_write(self, address: int) -> bool:
+        """Whether it has been granted that place, and can still write there."""
+        return (
+            self.is_up and self.agent.is_open and any(each[2] == address for each in self.granted)
+        )
+
+    def _is_granted(self, frame: Any) -> bool:
+        """Whether a frame says of a chunk that was granted here that it's written."""
+        granted = {(offer.channel, offer.sequence, offer.offset) for offer, *_ in self.granted}
+        return type(frame) is Written and tuple(frame) in granted
+
+    def _write(self) -> None:
+        offer, payload, address = self.granted.popleft()
+        memory = self.peer.memories[offer.channel]
+        if self.agent.is_open:
+            is_slot = memory.holds(address, offer.length)
+            assert not is_slot or memory.may_land(offer), "a stale writer was not fenced"
+            ctypes.memmove(address, payload, len(payload))
+            self.peer.check(memory, offer if is_slot else None)
+        written = Written(offer.channel, offer.sequence, offer.offset)
+        beside = written._replace(offset=offer.offset ^ CHUNK_BYTES)
+        if self.peer.rng.random() < 0.05 and not self._is_granted(beside):
+            written, payload = beside, None
+        self.frame = written
+        self.say(pack(written), offer, payload)
+
 
 NAMES = (ChannelName(1, 0, 1), ChannelName(7, 0, 1, 3))
 

@@ -3,7 +3,7 @@
 from collections import deque
 from typing import Any, cast
 
-from hostile_lanes import Connection, Loop
+from hostile_peer import Connection, Loop
 
 from jaxmorph.transport.connecting import Identity
 from jaxmorph.transport.doorbell import Doorbell

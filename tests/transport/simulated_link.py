@@ -1,4 +1,4 @@
-"""Two ranks' engines joined by simulated lanes, for tests: events in order of a simulated time.
+"""Two ranks' engines joined by simulated lanes: events in order of a simulated time.
 
 Lanes are as TCP is: bytes arrive in order, a lane that is stopped keeps what it has and goes on
 when it is let, and one that breaks loses what was on its way. A payload is read from the sender's
@@ -7,18 +7,87 @@ is reused too early or written too late shows in the messages.
 """
 
 import heapq
+import random
 import zlib
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from simulated_ends import Memory, Pipe, Wire, content, there_and_back
-
 from jaxmorph.transport.channel import ProtocolError
 from jaxmorph.transport.incoming import Delivery, Incoming, Landing, Place
-from jaxmorph.transport.names import Tag, distance
+from jaxmorph.transport.names import ChannelName, Tag, add, distance
 from jaxmorph.transport.outgoing import Outgoing
-from jaxmorph.transport.wire import Chunk, Ping, Pong
+from jaxmorph.transport.wire import Chunk, Frame, Ping, Pong, frame_bytes, pack, unpack
+
+
+def there_and_back(frame: Frame) -> Frame:
+    """The frame as it is after a way through bytes."""
+    data = pack(frame)
+    number, num_bytes = frame_bytes(data, 0)
+    assert num_bytes == len(data)
+    return unpack(data, 0, number, num_bytes)
+
+
+def content(name: ChannelName, sequence: int, length: int) -> bytes:
+    """What a message of that number says."""
+    return random.Random(hash((name, sequence))).randbytes(length)
+
+
+@dataclass
+class Memory:
+    """One channel's slots at both ends, and what the trainers at both ends know."""
+
+    name: ChannelName
+    num_slots: int
+    slot_bytes: int
+    first: int
+    lengths: list[int]
+    posted: int = 0
+    released: int = 0
+    delivered: int = 0
+    consumed: int = 0
+    source: list[bytearray] = field(default_factory=list)
+    target: list[bytearray] = field(default_factory=list)
+    waiting: deque[Delivery] = field(default_factory=deque)
+    delivered_s: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.source = [bytearray(self.slot_bytes) for _ in range(self.num_slots)]
+        self.target = [bytearray(self.slot_bytes) for _ in range(self.num_slots)]
+
+    def number(self, at: int) -> int:
+        return add(self.first, at)
+
+
+@dataclass
+class Wire:
+    """What a lane's network card can do now."""
+
+    bytes_per_s: float
+    latency_s: float
+    flowing: bool = True
+    reachable: bool = True
+
+
+@dataclass
+class Pipe:
+    """One connection of a lane."""
+
+    lane: int
+    aside: bytearray
+    sender_open: bool = False
+    receiver_open: bool = False
+    broken: bool = False
+    forward: deque[tuple[Chunk, int, int, int]] = field(default_factory=deque)
+    queued_bytes: int = 0
+    busy: bool = False
+    held: list[Callable[[], Any]] = field(default_factory=list)
+    landing: Landing | None = None
+    received_check: int = 0
+    spoilt: bool = False
+
 
 TAG: Tag = (1, 2, 3, 4, 5, 6, 7, 8)
 PIECES = 4
@@ -163,9 +232,7 @@ class Link:
         if not (wire.flowing and wire.reachable):
             self.after(0.05, lambda: self.dial(lane))
             return
-        pipe = Pipe(lane)
-        pipe.aside = bytearray(self.chunk_bytes)
-        self.pipes[lane] = pipe
+        pipe = self.pipes[lane] = Pipe(lane, bytearray(self.chunk_bytes))
         self.after(2 * wire.latency_s, lambda: self._connected(pipe))
 
     def _connected(self, pipe: Pipe) -> None:

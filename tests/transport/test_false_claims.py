@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from exchanges import BACK, PATIENCE_S, SECRET, THERE, send, spec
 from handmade import HandmadeReceiver
-from hostile_lanes import Connection, Loop
+from hostile_peer import Connection, Loop
 from lone_sender import CHUNK_BYTES, NAME, NUM_SLOTS, SLOT_BYTES, LoneSender
 
 from jaxmorph.transport.client import SidecarPlane

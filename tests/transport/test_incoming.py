@@ -45,7 +45,7 @@ def test_a_chunk_lands_at_its_place_in_its_messages_slot(incoming):
     )  # fmt: skip
 
 
-def test_messages_are_delivered_in_order_across_the_wrap_once_each_is_whole(incoming):
+def test_whole_messages_are_delivered_in_order_across_the_wrap(incoming):
     assert delivered(land(incoming, 0, chunk(2, 0, total=5))) == []
     assert delivered(land(incoming, 0, chunk(1, 0))) == []
     assert delivered(land(incoming, 1, chunk(0, 1))) == []
@@ -62,21 +62,18 @@ def test_an_empty_message_is_a_message(incoming):
     assert delivered(land(incoming, 0, chunk(0, total=0))) == [0]
 
 
-def test_what_has_landed_is_junk_when_it_comes_again(incoming):
+def test_what_has_come_is_junk_when_it_comes_again(incoming):
     land(incoming, 0, chunk(0, 0))
     assert incoming.begin(1, chunk(0, 0)).place is Place.JUNK
     again = incoming.landed(1)
     assert (again.copy, again.deliveries, again.fenced) == (None, (), ())
     assert again.acknowledge.offset == 0
-
-
-def test_what_is_delivered_is_junk_when_it_comes_again(incoming):
-    land(incoming, 0, chunk(0, total=5))
-    assert incoming.begin(0, chunk(0, total=5)).place is Place.JUNK
+    land(incoming, 0, chunk(0, 1))  # which delivers it
+    assert incoming.begin(0, chunk(0, 1)).place is Place.JUNK
     assert incoming.landed(0).acknowledge.delivered == (FIRST + 1) % 2**32
 
 
-def test_a_copy_of_a_chunk_under_way_lands_aside_and_fences_the_first_when_it_is_sooner(incoming):
+def test_a_sooner_copy_lands_aside_and_fences_the_first(incoming):
     first = incoming.begin(0, chunk(0, 0))
     copy = incoming.begin(1, chunk(0, 0))
     assert (first.place, copy.place) == (Place.SLOT, Place.ASIDE)
@@ -134,13 +131,16 @@ def test_a_new_generation_of_the_sender_begins_its_messages_anew(incoming):
         (chunk(0, total=4 * SIZE + 1), "slots have 4096"),
         (chunk(0, offset=5), "no chunk"),
         (chunk(0, length=7), "no chunk"),
+        (chunk(0, offset=1, length=SIZE - 1), "no chunk"),
+        (chunk(0, total=SIZE, offset=SIZE, length=0), "no chunk"),
         (chunk(0, channel=ChannelName(1, 0, 1, 9)), "doesn't end here"),
         (chunk(0, channel=ChannelName(1, 1, 0)), "doesn't end here"),
     ],
 )
-def test_what_may_not_come_is_refused(incoming, frame, says):
+def test_what_may_not_come_is_refused_and_binds_nobody(incoming, frame, says):
     with pytest.raises(ProtocolError, match=says):
         incoming.begin(0, frame)
+    assert delivered(land(incoming, 1, chunk(total=5))) == [0]
 
 
 @pytest.mark.parametrize("change", [{"total": SIZE + 1}, {"posted_ns": 5}, {"tag": (0,) * 8}])
@@ -150,13 +150,10 @@ def test_a_message_cannot_change_on_the_way(incoming, change):
         incoming.begin(0, chunk(0, 1)._replace(**change))
 
 
-def test_a_lane_lands_one_chunk_at_a_time(incoming):
+def test_a_lane_lands_one_chunk_at_a_time_of_its_senders_size(incoming):
     incoming.begin(0, chunk(0, 0))
     with pytest.raises(ProtocolError, match="while landing"):
         incoming.begin(0, chunk(0, 1))
-
-
-def test_lanes_of_one_sender_agree_on_chunks(incoming):
     with pytest.raises(ProtocolError, match="chunks of 2048"):
         incoming.lane_up(3, 0, 2 * SIZE)
 
@@ -202,20 +199,6 @@ def test_channels_are_this_pairs_and_each_is_there_once(incoming):
         incoming.add_channel(NAME, 1, 1, 0, 0)
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        chunk()._replace(offset=1, length=SIZE - 1),
-        chunk(total=SIZE)._replace(offset=SIZE, length=0),
-    ],
-    ids=["askew", "empty"],
-)
-def test_a_chunk_that_is_none_is_refused_and_binds_nobody(incoming, frame):
-    with pytest.raises(ProtocolError, match="no chunk of"):
-        incoming.begin(0, frame)
-    assert delivered(land(incoming, 1, chunk(total=5))) == [0]
-
-
 def test_what_a_broken_lane_announced_binds_nobody(incoming):
     incoming.begin(0, chunk(total=SIZE, posted_ns=77))
     incoming.lane_down(0)
@@ -229,7 +212,7 @@ def test_a_message_is_kept_while_another_lane_lands_a_copy(incoming):
     assert delivered(incoming.landed(1)) == [0]
 
 
-def test_a_lane_may_be_lost_while_it_lands_several_chunks_of_a_message():
+def test_a_lane_may_be_lost_while_landing_several_chunks():
     incoming = Incoming(0, 1, landings_at_once=2)
     incoming.add_channel(NAME, 4 * SIZE, 4, FIRST, FIRST)
     incoming.lane_up(0, 0, SIZE)

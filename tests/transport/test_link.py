@@ -4,7 +4,7 @@ import math
 import random
 from typing import Any, cast
 
-from hostile_lanes import Connection, Loop
+from hostile_peer import Connection, Loop
 from lone_sender import CHUNK_BYTES
 
 from jaxmorph.transport.lanes import TcpLane

@@ -9,8 +9,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from simulated_ends import Memory, Wire
-from simulated_link import Link
+from simulated_link import Link, Memory, Wire
 
 from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.names import ChannelName
@@ -94,7 +93,7 @@ def heal(link):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_whatever_fails_every_message_comes_once_in_order_and_intact(seed):
+def test_whatever_fails_every_message_comes_once_and_intact(seed):
     rng = random.Random(seed)
     link = random_link(rng)
     emulated = Emulated(rng.choice([0, 0, 0.01]))
@@ -143,14 +142,10 @@ def test_a_slow_lane_does_not_hold_up_a_good_one(slow):
     _, beside, gap_s = stream(wires_of(GIGABIT, slow))
     assert beside >= 0.9 * alone
     assert gap_s <= 2 * gap_alone_s
-
-
-@pytest.mark.parametrize("slow", [GIGABIT / 1000, GIGABIT / 100, GIGABIT / 20])
-def test_a_lane_that_turns_slow_does_not_hold_up_a_good_one(slow):
-    _, alone, _ = stream(wires_of(GIGABIT))
-    _, throughput, gap_s = stream(wires_of(GIGABIT, GIGABIT), faults=[(0.3, throttled(0, slow))])
-    assert throughput >= 0.9 * alone
-    assert gap_s < 0.25
+    if slow < GIGABIT / 5:  # and one that turns slow does not, either
+        _, turned, gap_s = stream(wires_of(GIGABIT, GIGABIT), faults=[(0.3, throttled(0, slow))])
+        assert turned >= 0.9 * alone
+        assert gap_s < 0.25
 
 
 def test_a_slow_lane_is_not_taken_for_a_dead_one():
@@ -173,7 +168,7 @@ def test_a_lane_that_turns_quick_again_is_used_again():
 
 
 @pytest.mark.parametrize("lost", [[0], [0, 1], [0, 1, 2]])
-def test_lanes_lost_in_mid_message_leave_a_gap_below_half_a_second(lost):
+def test_lanes_lost_in_mid_message_leave_a_short_gap(lost):
     link, _, gap_s = stream(
         wires_of(*[GIGABIT / 4] * 4),
         faults=[(0.31, lambda link: [link.stop(lane) for lane in lost])],
@@ -184,9 +179,7 @@ def test_lanes_lost_in_mid_message_leave_a_gap_below_half_a_second(lost):
 
 @pytest.mark.parametrize("after_s", [1.0, 1.013, 1.029, 1.041])
 @pytest.mark.parametrize("lanes_of_a_card", [1, 2])
-def test_a_card_of_100_mbit_lost_in_mid_message_costs_less_than_what_it_would_have_carried(
-    lanes_of_a_card, after_s
-):
+def test_a_lost_slow_card_costs_less_than_its_share(lanes_of_a_card, after_s):
     card, message_bytes = GIGABIT / 10, 4 * MEGABYTE
     lost = range(0, 2 * lanes_of_a_card, 2)
     _, _, gap_s = stream(
@@ -198,7 +191,7 @@ def test_a_card_of_100_mbit_lost_in_mid_message_costs_less_than_what_it_would_ha
     assert gap_s < 1.1 * message_bytes / card  # which is how long one takes over the other card
 
 
-def test_all_lanes_lost_for_two_seconds_come_back_by_themselves():
+def test_all_lanes_lost_come_back_by_themselves():
     _, _, gap_s = stream(
         wires_of(GIGABIT, GIGABIT),
         faults=[
@@ -229,7 +222,7 @@ def test_a_copy_that_overtakes_fences_the_lane_that_is_stuck():
     assert link.copied >= link.redirected
 
 
-def test_pings_bring_room_that_was_told_on_a_lane_that_died(monkeypatch):
+def test_pings_bring_room_told_on_a_dead_lane(monkeypatch):
     memory = Memory(NAME, 1, 4096, 0, [4096] * 4)
     link = Link(wires_of(1e7, 1e7), [memory], 1024, consume_s=lambda: 0.2)
     consumed = link.incoming.consumed
@@ -296,9 +289,7 @@ class SharedCard(Link):
 @pytest.mark.parametrize("card", [GIGABIT, GIGABIT / 10])
 @pytest.mark.parametrize(("lanes", "stuck"), [(2, 0.05), (4, 0.0)])
 @pytest.mark.parametrize("load", [1.5, 0.5])
-def test_lanes_that_share_a_card_send_few_copies_though_they_are_irregular(
-    card, lanes, stuck, load
-):
+def test_irregular_lanes_of_a_card_send_few_copies(card, lanes, stuck, load):
     num_bytes, num_messages = 4 * MEGABYTE, 50
     memory = Memory(NAME, 4, num_bytes, 0, [num_bytes] * num_messages)
     link = SharedCard(card, lanes, memory, num_bytes / card / load, stuck)
@@ -307,15 +298,12 @@ def test_lanes_that_share_a_card_send_few_copies_though_they_are_irregular(
     assert counts["hedged"] <= 0.1 * counts["chunks"]
 
 
-PRODUCED_EVERY_S = 64 * 1024 / 3.5e6
-
-
-def test_lanes_grow_to_what_production_needs_where_each_adds_its_own():
-    assert lanes_after(6, PRODUCED_EVERY_S) == 4
-
-
-def test_lanes_grow_to_the_most_there_may_be_where_production_never_waits():
-    assert lanes_after(9, 0) == 8
+@pytest.mark.parametrize(
+    ("seconds", "every_s", "expected"),
+    [(6, 64 * 1024 / 3.5e6, 4), (9, 0, 8)],  # as many as it needs, or as there may be
+)
+def test_lanes_grow_to_what_production_needs(seconds, every_s, expected):
+    assert lanes_after(seconds, every_s) == expected
 
 
 def test_lanes_that_share_a_card_are_not_made_more_and_more():

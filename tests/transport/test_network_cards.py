@@ -40,28 +40,32 @@ def machine(folder, **cards):
     return folder
 
 
-def test_hardware_that_is_up_and_has_an_address_is_found_in_order(tmp_path):
+def test_hardware_with_an_address_is_found_in_order(tmp_path):
     place = machine(tmp_path, **SOME_OF_ALL)
     assert card_addresses(place, ADDRESSES.get) == ("10.0.0.1", "10.0.1.1")
 
 
 def test_without_hardware_a_containers_own_interfaces_count(tmp_path):
-    place = machine(
-        tmp_path, lo=(UP_LOOPBACK,), veth0=(UP,), br0=(UP, "bridge"), eth9=(UP, "device")
-    )
-    assert card_addresses(place, ADDRESSES.get) == ("10.9.0.1",)
-
-
-def test_a_system_that_describes_no_interfaces_has_none(tmp_path):
+    cards = {"lo": (UP_LOOPBACK,), "veth0": (UP,), "br0": (UP, "bridge"), "eth9": (UP, "device")}
+    assert card_addresses(machine(tmp_path, **cards), ADDRESSES.get) == ("10.9.0.1",)
     assert card_addresses(tmp_path / "nowhere") == ()
 
 
-def test_what_is_configured_is_used_and_one_loopback_needs_no_network():
-    towards = {"coordinator_host": "127.0.0.1", "find": lambda: ("10.0.0.1", "10.0.1.1")}
-    chosen = listening_addresses(("10.7.0.1",), one_loopback=True, **towards)
-    assert chosen == ("10.7.0.1",)
-    assert listening_addresses(None, one_loopback=True, **towards) == ("127.0.0.1",)
-    assert listening_addresses(None, one_loopback=False, **towards) == ("10.0.0.1", "10.0.1.1")
+@pytest.mark.parametrize(
+    ("configured", "one_loopback", "found", "chosen"),
+    [
+        (("10.7.0.1",), True, ("10.0.0.1", "10.0.1.1"), ("10.7.0.1",)),
+        (None, True, ("10.0.0.1", "10.0.1.1"), ("127.0.0.1",)),
+        (None, False, ("10.0.0.1", "10.0.1.1"), ("10.0.0.1", "10.0.1.1")),
+        (None, False, (), ("127.0.0.1",)),  # that towards the coordinator
+    ],
+)
+def test_addresses_are_those_configured_found_or_towards(configured, one_loopback, found, chosen):
+    addresses = listening_addresses(
+        configured, one_loopback=one_loopback, coordinator_host="127.0.0.1", find=lambda: found
+    )
+    assert addresses == chosen
+    assert address_towards("no such host") == "127.0.0.1"
 
 
 def test_a_subnet_stands_for_what_this_host_has_in_it(tmp_path):
@@ -83,22 +87,14 @@ def test_subnets_and_addresses_may_be_configured_together(monkeypatch):
     assert chosen == ("10.0.1.1", "10.0.0.1")
 
 
-def test_without_cards_it_is_the_address_towards_the_coordinator():
-    chosen = listening_addresses(
-        None, one_loopback=False, coordinator_host="127.0.0.1", find=lambda: ()
-    )
-    assert chosen == ("127.0.0.1",)
-    assert address_towards("no such host") == "127.0.0.1"
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux's kernel")
-def test_the_kernel_knows_the_loopbacks_address_and_not_that_of_what_does_not_exist():
+def test_the_kernel_knows_addresses_of_interfaces():
     assert interface_address("lo") == "127.0.0.1"
     assert interface_address("none-such") is None
     assert "127.0.0.1" not in card_addresses()
 
 
-def test_processes_of_one_machine_share_their_loopback_unless_a_namespace_parts_them():
+def test_a_loopback_is_shared_within_a_namespace():
     asked = "from jaxmorph.transport.network_cards import loopback_identity as i; print(i())"
     command = [sys.executable, "-c", asked]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
