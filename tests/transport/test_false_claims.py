@@ -87,7 +87,7 @@ def test_no_more_is_delivered_than_was_posted(sender, posted, frame):
     assert (released(sender), violations(sender)) == (posted, 1)
 
 
-def test_an_acknowledgement_counts_no_more_deliveries_than_there_are_messages(sender):
+def test_an_acknowledgement_delivers_no_more_than_was_posted(sender):
     chunk = first_chunk(sender, 5)
     lie = room(2)
     sender.say(Acknowledge(NAME, chunk.sequence, 0, lie.delivered, lie.limit))

@@ -85,7 +85,7 @@ def test_without_lanes_and_messages_there_is_nothing_to_go_on_with(sender):
     assert sender.link.next_s == sender.link.exact_s == math.inf
 
 
-def test_an_idle_lane_is_asked_for_a_sign_of_life_at_its_time_and_not_before(joined):
+def test_an_idle_lane_is_asked_at_its_time(joined):
     assert joined.next_after_s() == pytest.approx(PING_S)
     assert joined.go_on(0.99 * PING_S) == []
     assert joined.next_after_s() == pytest.approx(0.01 * PING_S)
@@ -126,7 +126,7 @@ def test_a_message_leaves_when_the_trainer_rings(joined):
     assert joined.look() == []
 
 
-def test_as_long_as_chunks_wait_for_room_it_goes_on_every_few_milliseconds(joined):
+def test_while_chunks_wait_it_goes_on_often(joined):
     joined.post(2 * CHUNK_BYTES)
     assert [frame.offset for frame in joined.look()] == [0]
     assert joined.next_after_s() == pytest.approx(TURN_S)
@@ -134,7 +134,7 @@ def test_as_long_as_chunks_wait_for_room_it_goes_on_every_few_milliseconds(joine
     assert joined.next_after_s() == pytest.approx(TURN_S)
 
 
-def test_what_has_been_heard_lets_the_next_chunk_leave_before_the_time_has_come(joined):
+def test_an_acknowledgement_lets_the_next_chunk_leave(joined):
     joined.post(2 * CHUNK_BYTES)
     (chunk,) = joined.look()
     assert joined.go_on(TURN_S / 2) == []
@@ -143,7 +143,7 @@ def test_what_has_been_heard_lets_the_next_chunk_leave_before_the_time_has_come(
     assert joined.go_on() == []
 
 
-def test_an_emulated_link_lets_go_of_a_message_exactly_when_it_says(joined):
+def test_an_emulated_link_lets_go_exactly_in_time(joined):
     joined.link.engine.emulate(LinkEmulator([LinkCondition((0, 1), latency_ms=30.5)]))
     joined.link.next_s = 0.0  # as the sidecar does then
     joined.go_on()
@@ -176,7 +176,7 @@ def test_a_payload_that_is_awaited_is_looked_for_less_and_less_often(joined):
     assert joined.next_after_s() <= 2 * FIRST_LOOK_S + 1e-9
 
 
-def test_a_lane_that_says_nothing_is_given_up_when_it_is_late_and_its_chunk_sent_on_the_next(
+def test_a_late_lane_is_given_up_and_its_chunk_sent_again(
     joined,
 ):
     joined.post(10)
