@@ -123,9 +123,7 @@ class DirectionConditions:
         return [condition for condition in near if condition.holds(step, elapsed_s)]
 
 
-def by_direction(
-    conditions: Iterable[LinkCondition],
-) -> dict[tuple[int, int], DirectionConditions]:
+def by_direction(conditions: Iterable[LinkCondition]) -> dict[tuple[int, int], DirectionConditions]:
     """Conditions by the (source, destination) that they hold for."""
     found: dict[tuple[int, int], list[LinkCondition]] = {}
     for condition in conditions:

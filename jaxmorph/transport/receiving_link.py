@@ -57,12 +57,7 @@ class ReceivingLink(LinkHalf):
     """
 
     def __init__(
-        self,
-        loop: EventLoop,
-        rank: int,
-        peer: int,
-        report: Callable[..., None],
-        backend: str = TCP,
+        self, loop: EventLoop, rank: int, peer: int, report: Callable[..., None], backend: str = TCP
     ) -> None:
         super().__init__(loop, rank, peer, report, backend)
         self.engine = Incoming(peer, rank, MOST_GRANTS + 1 if backend == NIXL else 1)
@@ -100,9 +95,7 @@ class ReceivingLink(LinkHalf):
             return
         self._lanes[number], self._pings[number] = lane, OpenPings()
         chunks = Chunks(
-            partial(self.engine.begin, number),
-            self._memory,
-            partial(self._landed, number, lane),
+            partial(self.engine.begin, number), self._memory, partial(self._landed, number, lane)
         )
         for frame in frames:
             lane.tell(frame)

@@ -36,10 +36,7 @@ from jaxmorph.transport.nixl_lanes import missing
 NEAR_THE_WRAP = 2**32 - 3
 FLUSH_S = 5.0  # `close` waits at least so long for messages that can't arrive
 SHAPES_AND_COUNTS = {(1000, 1): 1, (1000, 2): 2, (1000, 4): 20, (1000, 8): 1, (200_000, 2): 2}
-with_nixl = [
-    pytest.mark.extras,
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
-]
+with_nixl = [pytest.mark.extras, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 
 def start_nixl(rank, outgoing, incoming, settings):

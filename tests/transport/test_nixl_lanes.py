@@ -209,10 +209,7 @@ def test_a_slower_lane_is_torn_down_before_its_message_is_handed_over(ranks):
     channel = ranks.link.channels[THERE]
     deliver, channel.deliver = (
         channel.deliver,
-        lambda *args: (
-            was_open.append(agent.is_open),
-            deliver(*args),
-        ),
+        lambda *args: (was_open.append(agent.is_open), deliver(*args)),
     )
     ranks.bring(OTHER, 0, 10)
     assert was_open == [False]

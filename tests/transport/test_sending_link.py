@@ -176,9 +176,7 @@ def test_a_payload_that_is_awaited_is_looked_for_less_and_less_often(joined):
     assert joined.next_after_s() <= 2 * FIRST_LOOK_S + 1e-9
 
 
-def test_a_late_lane_is_given_up_and_its_chunk_sent_again(
-    joined,
-):
+def test_a_late_lane_is_given_up_and_its_chunk_sent_again(joined):
     joined.post(10)
     (chunk,) = joined.look()
     began_s = joined.clock.now_s

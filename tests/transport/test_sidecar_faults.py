@@ -40,10 +40,7 @@ from jaxmorph.transport.sidecar_process import MAX_RESTARTS_A_MINUTE
 
 LONG = {"first_sequence": 2**32 - 20, "chunk_bytes": 16_384}
 LONG_SPECS = spec(THERE, 100_000, 4), spec(BACK, 100_000, 4)
-with_nixl = [
-    pytest.mark.extras,
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
-]
+with_nixl = [pytest.mark.extras, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 
 @pytest.fixture
