@@ -1,11 +1,10 @@
 """The text a run trains on: its tokens, and the batch of each step."""
 
-from jaxmorph.data.batches import Batch, Batches, ReadAhead
+from jaxmorph.data.batches import Batches, ReadAhead
 from jaxmorph.data.tokenizer import Tokenizer, open_tokenizer
 from jaxmorph.data.tokens import Tokens, hold_out, is_token_array, load_tokens
 
 __all__ = [
-    "Batch",
     "Batches",
     "ReadAhead",
     "Tokenizer",

@@ -6,7 +6,7 @@ it imports JAX, which a process that only checks its data has no need of.
 
 import sys
 from collections.abc import Callable
-from typing import Generic, NamedTuple, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 
@@ -16,13 +16,6 @@ from jaxmorph.errors import UserError
 _STEPS_AHEAD = 2
 
 T = TypeVar("T")
-
-
-class Batch(NamedTuple):
-    """One step's data, int32 [microbatches, microbatch_size, sequence_length] each."""
-
-    inputs: np.ndarray
-    targets: np.ndarray
 
 
 class Batches:
@@ -56,21 +49,19 @@ class Batches:
         windows = grain.MapDataset.source(_Windows(tokens.ids, sequence_length))
         self._windows = windows.shuffle(seed=seed).repeat().batch(microbatches * microbatch_size)
 
-    def __getitem__(self, step: int) -> Batch:
-        """The inputs and targets of a step, counted from 0.
+    def inputs(self, step: int) -> np.ndarray:
+        """The inputs of a step, counted from 0, which the first stage reads.
+
+        Returns:
+            int32 [microbatches, microbatch_size, sequence_length]; so for `targets`.
 
         Raises:
-            UserError: a token is not in the vocabulary; so for `inputs` and `targets`.
+            UserError: a token is not in the vocabulary.
         """
-        ids = self._ids(step)
-        return Batch(self._part(ids[:, :-1]), self._part(ids[:, 1:]))
-
-    def inputs(self, step: int) -> np.ndarray:
-        """Only the inputs of a step, for the first stage, shaped as in `Batch`."""
         return self._part(self._ids(step)[:, :-1])
 
     def targets(self, step: int) -> np.ndarray:
-        """Only the targets of a step (each input's next token), for the last stage."""
+        """The targets of a step, each input's next token, which the last stage reads."""
         return self._part(self._ids(step)[:, 1:])
 
     def _ids(self, step: int) -> np.ndarray:

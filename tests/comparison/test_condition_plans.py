@@ -29,6 +29,7 @@ CONFIG = Config.model_validate(
     }
 )
 STEADY = LinkCondition((2, 3), 5.0)
+UNEVEN = StageCosts((8.0, *[9.0] * 3), (10.0, 10.0, 10.0, 9.0), (5.0, *[6.0] * 3))
 
 
 def planner(name: str, costs: StageCosts | None = None) -> ConditionPlanner:
@@ -90,8 +91,7 @@ def test_nothing_is_delegated_on_healthy_links_unless_it_is_worth_it():
     _, planned = planner("adaptive").make(())
     assert set(planned.routes.values()) == {"direct"}
     assert planned.regime == HOLDS_QUEUES
-    uneven = StageCosts((8.0, *[9.0] * 3), (10.0, 10.0, 10.0, 9.0), (5.0, *[6.0] * 3))
-    _, planned = planner("adaptive", uneven).make(())
+    _, planned = planner("adaptive", UNEVEN).make(())
     assert set(planned.routes.values()) == {"delegated"}
 
 
@@ -121,12 +121,11 @@ def test_one_that_detects_begins_with_its_own_first_plan_whatever_the_condition(
 
 
 def test_one_that_detects_and_may_delegate_any_link_begins_like_one_that_is_told():
-    uneven = StageCosts((8.0, *[9.0] * 3), (10.0, 10.0, 10.0, 9.0), (5.0, *[6.0] * 3))
-    told = planner("adaptive", uneven).make(())[0].plan
+    told = planner("adaptive", UNEVEN).make(())[0].plan
     system = SYSTEMS["adaptive-detecting"]
     routes = Routes.model_validate({"default": "delegated"})
     config = system_config(CONFIG, system).model_copy(update={"routes": routes})
-    own = plan_step(config, Profile(uneven, {}))
+    own = plan_step(config, Profile(UNEVEN, {}))
     assert (own.schedule, own.routes) == (told.schedule, told.routes)
 
 

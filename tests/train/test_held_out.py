@@ -74,8 +74,8 @@ def test_the_last_one_is_the_loss_on_one_device_of_the_same_batches(evaluated):
     model, params = with_logits(saved.model), jax.device_put(join_stages(saved.stages))
     logits_of = jax.jit(lambda tokens: model_logits(model, params, tokens))
     losses = []
-    for batch in (batches[number] for number in range(BATCHES)):
-        for inputs, targets in zip(*batch, strict=True):
+    for number in range(BATCHES):
+        for inputs, targets in zip(batches.inputs(number), batches.targets(number), strict=True):
             logits = np.float64(logits_of(inputs))
             chosen = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
             losses.append(np.logaddexp.reduce(logits, -1) - chosen)

@@ -81,11 +81,11 @@ def test_the_loss_is_the_mean_over_all_tokens_of_the_same_batches():
     assert second.loss == (3.0 + 4.0) / (2 * MICROBATCHES * 2 * 4)
     assert 0 < first.took_s + second.took_s <= time.monotonic() - began_s
     for at, (_, inputs, _) in enumerate(trainer.ran):
-        np.testing.assert_array_equal(inputs.tokens, batches[at % 2].inputs)
-        np.testing.assert_array_equal(inputs.targets, batches[at % 2].targets)
+        np.testing.assert_array_equal(inputs.tokens, batches.inputs(at % 2))
+        np.testing.assert_array_equal(inputs.targets, batches.targets(at % 2))
         assert inputs.loss_weight == 1.0
-    assert batches[0].inputs.min() >= 49  # the other half is for training
-    assert np.any(batches[0].inputs != batches[1].inputs)
+    assert batches.inputs(0).min() >= 49  # the other half is for training
+    assert np.any(batches.inputs(0) != batches.inputs(1))
 
 
 def test_no_message_of_an_evaluation_has_a_name_of_the_steps():
