@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 import pytest
+from test_stage_trainer import trainer_of
 
 from jaxmorph.program.check import check
 from jaxmorph.program.instructions import Buffer, BufferKind, Fetch, RankProgram
@@ -15,19 +17,15 @@ from jaxmorph.program.offload import count_offloads, offload
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies, wait_for
 from jaxmorph.runtime.kept_programs import CompilationCounter
-from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.queue import Pace, PacedQueue
 from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.runtime.report import measured_timeline, rank_report
-from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import StageCosts, StageMemory
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.schedule.timeline import Timeline, peak_on_device
-from jaxmorph.stage.model import cut_layers
-from models.gpt2 import build
 
 SPLIT = "F0 F1 F2 F3 B0 W0 F4 B1 B2 W1 W2 B3 B4 W3 W4"
 WHOLE = "F0 F1 F2 F3 BW0 F4 BW1 BW2 BW3 BW4"
@@ -42,20 +40,8 @@ def stash(microbatch: int) -> Buffer:
 @pytest.fixture(scope="module")
 def trainer() -> Iterator[StageTrainer]:
     """Of one rank that has the whole model."""
-    model = build(
-        preset="tiny", sequence_length=4, vocab_size=8, width=8, num_heads=1, num_layers=2
-    )
-    settings = StageSettings(
-        layers=cut_layers(2, 1),
-        microbatch_size=1,
-        sequence_length=4,
-        seed=0,
-        kinds=frozenset(OpKind),
-        optimizer=OptimizerSettings(1e-3, 0, 1),
-    )
-    trainer = StageTrainer(model, settings, rank=0)
-    yield trainer
-    trainer.close()
+    with closing(trainer_of(num_layers=2, num_chunks=1, kinds=OpKind)) as trainer:
+        yield trainer
 
 
 @pytest.fixture
