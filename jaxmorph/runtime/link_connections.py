@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxmorph.runtime.connection import Connection, ConnectionLostError, identify, introduce
 from jaxmorph.runtime.link_switch import LinkWires
-from jaxmorph.runtime.rendezvous import Rendezvous, RendezvousError
+from jaxmorph.runtime.rendezvous import Rendezvous, RendezvousError, accept_ranks
 from jaxmorph.schedule.costs import Link
 from jaxmorph.transport.plane import ChannelSpec, DataPlane, TransportSettings
 
@@ -30,7 +30,6 @@ Start = Callable[
 
 _SECRET_BYTES = 32
 _CONNECTIONS = 2
-_IDENTIFY_S = 2.0  # a stranger that says nothing must not use up the others' time
 _IS_UP = b"up"
 _ANSWER_S = 1.0
 _BETWEEN_S = 0.5
@@ -269,7 +268,8 @@ def open_link_connections(
                 found[peer].append(_call(rank, peer, addresses[peer], secret, until_s))
                 opened.callback(found[peer][-1].close)
         above = [peer for peer in peers if peer > rank] * _CONNECTIONS
-        for peer, connection in _answer(listener, above, secret, until_s):
+        purpose = "speak of their links"
+        for peer, connection in accept_ranks(listener, above, secret, until_s, purpose):
             found[peer].append(connection)
             opened.callback(connection.close)
         listener.close()
@@ -291,25 +291,3 @@ def _call(rank: int, peer: int, address: Address, secret: bytes, until_s: float)
             f"link: {error}"
         ) from error
     return connection
-
-
-def _answer(
-    listener: socket.socket, ranks: Sequence[int], secret: bytes, until_s: float
-) -> Iterator[tuple[int, Connection]]:
-    """The connections of those that call, each as often as it stands in `ranks`; no strangers'."""
-    awaited = list(ranks)
-    while awaited:
-        listener.settimeout(max(until_s - time.monotonic(), 0.001))
-        try:
-            connection = Connection(listener.accept()[0], _IDENTIFY_S)
-        except TimeoutError:
-            late = sorted(set(awaited))
-            raise RendezvousError(f"ranks {late} did not come to speak of their links") from None
-        rank = None
-        with contextlib.suppress(ConnectionLostError, OSError):
-            rank = identify(connection, secret)
-        if rank not in awaited:
-            connection.close()
-            continue
-        awaited.remove(rank)
-        yield rank, connection

@@ -5,6 +5,7 @@ import json
 import secrets
 import socket
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from jaxmorph.records import Message
@@ -150,36 +151,45 @@ class HostRendezvous:
 def _gather(
     store: KeyValueStore, host: str, num_ranks: int, deadline_s: float
 ) -> dict[int, Connection]:
-    """Listen until all other ranks have connected; strangers are turned away."""
+    """Listen until all other ranks have connected."""
     secret = secrets.token_bytes(32)
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
     bound = host if host in _LOOPBACK else ""
     until_s = time.monotonic() + deadline_s
-    peers: dict[int, Connection] = {}
     with socket.create_server((bound, 0), family=family, backlog=num_ranks) as listener:
         where = {"host": host, "port": listener.getsockname()[1], "secret": secret.hex()}
         store.key_value_set(_KEY, json.dumps(where))
-        while len(peers) < num_ranks - 1:
-            listener.settimeout(max(0.001, until_s - time.monotonic()))
-            try:
-                connection = Connection(listener.accept()[0], _IDENTIFY_S)
-            except TimeoutError:
-                for peer in peers.values():  # they hear at once that rank 0 waits no longer
-                    peer.close()
-                missing = sorted(set(range(1, num_ranks)) - set(peers))
-                raise RendezvousError(f"ranks {missing} did not come to the rendezvous") from None
-            rank = _identified(connection, secret)
-            if rank is None or rank in peers or not 0 < rank < num_ranks:
-                connection.close()
-            else:
-                peers[rank] = connection
-    return peers
+        others = range(1, num_ranks)
+        return dict(accept_ranks(listener, others, secret, until_s, "the rendezvous"))
 
 
-def _identified(connection: Connection, secret: bytes) -> int | None:
-    with contextlib.suppress(ConnectionLostError, TimeoutError):
-        return identify(connection, secret)
-    return None
+def accept_ranks(
+    listener: socket.socket, ranks: Iterable[int], secret: bytes, until_s: float, purpose: str
+) -> Iterator[tuple[int, Connection]]:
+    """The connections of ranks that call, each as often as it is named; strangers are turned away.
+
+    Raises:
+        RendezvousError: If some haven't come in time, to what is the purpose.
+    """
+    awaited, accepted = list(ranks), []
+    while awaited:
+        listener.settimeout(max(until_s - time.monotonic(), 0.001))
+        try:
+            connection = Connection(listener.accept()[0], _IDENTIFY_S)
+        except TimeoutError:
+            for each in accepted:  # they hear at once that nobody waits any longer
+                each.close()
+            late = sorted(set(awaited))
+            raise RendezvousError(f"ranks {late} did not come to {purpose}") from None
+        rank = None
+        with contextlib.suppress(ConnectionLostError, OSError):
+            rank = identify(connection, secret)
+        if rank not in awaited:
+            connection.close()
+            continue
+        awaited.remove(rank)
+        accepted.append(connection)
+        yield rank, connection
 
 
 def _connect(store: KeyValueStore, rank: int, deadline_s: float) -> Connection:
