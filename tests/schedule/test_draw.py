@@ -186,56 +186,20 @@ def test_chrome_trace_has_a_process_per_timeline_and_a_thread_per_stage():
     }
 
 
-def test_chrome_trace_keeps_overlapping_transfers_on_threads_of_their_own():
-    plain = _timeline(2, 2)
-    transfers = (
-        TransferSpan(0, "F0", 10.0, 30.0),
-        TransferSpan(0, "F1", 20.0, 40.0),
-        TransferSpan(0, "F2", 30.0, 50.0),
-        TransferSpan(1, "B0", 20.0, 21.0),
+def test_chrome_trace_keeps_what_overlaps_on_threads_of_their_own():
+    timeline = replace(
+        _timeline(2, 2),
+        transfers=(
+            TransferSpan(0, "F0", 10.0, 30.0),
+            TransferSpan(0, "F1", 20.0, 40.0),
+            TransferSpan(0, "F2", 30.0, 50.0),
+            TransferSpan(1, "B0", 20.0, 21.0),
+        ),
+        copies=(CopySpan(1, "offload", 3, 0, 5.0, 15.0), CopySpan(1, "fetch", 3, 1, 20.0, 24.0)),
     )
-    timeline = Timeline(plain.orders, plain.start_ms, plain.end_ms, transfers)
     events = chrome_trace({"measured": timeline})["traceEvents"]
     threads = {event["name"]: event["tid"] for event in events if event.get("cat") == "transfer"}
     assert threads == {"F0": 2, "F1": 3, "F2": 2, "B0": 1002}
-
-
-def test_timelines_can_be_read_back_from_a_chrome_trace():
-    costs = StageCosts.uniform(3, 1.5, 1.1, 0.7)
-    timeline = simulate(interleaved(3, 3, 2), costs)
-    delegated = TransferSpan(1, "activation[0] 0>1", 0.25, 2.125, holds_queue=False)
-    held = TransferSpan(1, "gradient[0] 2>1", 1.0, 3.0)
-    timeline = replace(timeline, transfers=(delegated, held))
-    trace = json.loads(json.dumps(chrome_trace({"planned, step 3": timeline, "b": timeline})))
-    read = read_chrome_trace(trace)
-    assert list(read) == ["planned, step 3", "b"]
-    for found in read.values():
-        assert found.orders == timeline.orders
-        assert found.transfers == timeline.transfers
-        for got, expected in zip(found.end_ms, timeline.end_ms, strict=True):
-            np.testing.assert_allclose(got, expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("trace", [{}, {"traceEvents": [{"pid": 1}]}, {"traceEvents": 3}])
-def test_what_is_no_trace_of_timelines_is_refused(trace):
-    with pytest.raises(ValueError, match="got a trace"):
-        read_chrome_trace(trace)
-
-
-def test_copies_come_back_from_a_trace():
-    copies = CopySpan(1, "offload", 3, 0, 5.0, 15.0), CopySpan(0, "fetch", 3, 1, 20.0, 24.5)
-    timeline = replace(_timeline(2), copies=copies)
-    trace = json.loads(json.dumps(chrome_trace({"planned": _timeline(2), "measured": timeline})))
-    read = read_chrome_trace(trace)
-    assert set(read["measured"].copies) == set(copies)
-    assert read["planned"].copies == ()
-
-
-def test_chrome_trace_has_a_row_for_each_direction_of_a_stages_copies():
-    timeline = replace(_timeline(2), copies=(
-        CopySpan(1, "offload", 3, 0, 5.0, 15.0), CopySpan(1, "fetch", 3, 1, 20.0, 24.0),
-    ))  # fmt: skip
-    events = chrome_trace({"measured": timeline})["traceEvents"]
     rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     copies = [e for e in events if e.get("cat") == "copy"]
     assert [(rows[e["tid"]], e["name"], e["ts"], e["dur"]) for e in copies] == [
@@ -245,6 +209,29 @@ def test_chrome_trace_has_a_row_for_each_direction_of_a_stages_copies():
     stages = {name: tid for tid, name in rows.items()}
     assert stages["stage 1"] < stages["stage 1 offload"] < stages["stage 1 fetch"]
     assert "stage 0 offload" not in stages
+
+
+def test_timelines_can_be_read_back_from_a_chrome_trace():
+    costs = StageCosts.uniform(3, 1.5, 1.1, 0.7)
+    timeline = simulate(interleaved(3, 3, 2), costs)
+    delegated = TransferSpan(1, "activation[0] 0>1", 0.25, 2.125, holds_queue=False)
+    held = TransferSpan(1, "gradient[0] 2>1", 1.0, 3.0)
+    copies = CopySpan(0, "fetch", 3, 1, 20.0, 24.5), CopySpan(1, "offload", 3, 0, 5.0, 15.0)
+    timeline = replace(timeline, transfers=(delegated, held), copies=copies)
+    trace = json.loads(json.dumps(chrome_trace({"planned, step 3": timeline, "b": timeline})))
+    read = read_chrome_trace(trace)
+    assert list(read) == ["planned, step 3", "b"]
+    for found in read.values():
+        assert found.orders == timeline.orders
+        assert (found.transfers, set(found.copies)) == (timeline.transfers, set(copies))
+        for got, expected in zip(found.end_ms, timeline.end_ms, strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("trace", [{}, {"traceEvents": [{"pid": 1}]}, {"traceEvents": 3}])
+def test_what_is_no_trace_of_timelines_is_refused(trace):
+    with pytest.raises(ValueError, match="got a trace"):
+        read_chrome_trace(trace)
 
 
 def test_a_chrome_trace_keeps_to_what_perfetto_reads():

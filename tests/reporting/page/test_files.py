@@ -25,17 +25,13 @@ def test_a_line_that_was_cut_off_is_left_out_and_counted(morphed_run):
     assert files.num_unreadable == 2
 
 
-def test_numbers_that_were_not_finite_are_unknown(make_run):
-    told = {"step": 3, "step_s": 0.5, "loss": None, "predicted_step_s": None, "bubble_rate": None}
-    (step,) = read_run_files(make_run([told])).steps
-    assert (step.loss, step.predicted_ms, step.bubble_rate, step.link_ms) == (None, None, None, {})
-
-
-def test_lines_that_say_nothing_of_a_step_are_left_out(make_run):
+def test_numbers_that_are_no_numbers_are_unknown_and_lines_without_a_step_left_out(make_run):
+    odd = {"step": 3, "step_s": 0.5, "loss": None, "predicted_step_s": None, "bubble_rate": "x"}
     whole = {"step": 1, "step_s": 0.5, "link_ms": {"0>1": None, "1>0": 2}}
-    files = read_run_files(make_run([{"step": 0, "step_s": None}, {"loss": 1.0}, [1], whole]))
-    (step,) = files.steps
-    assert (step.step, step.link_ms) == (1, {"1>0": 2.0})
+    files = read_run_files(make_run([odd, {"step": 0, "step_s": None}, {"loss": 1.0}, [1], whole]))
+    first, last = files.steps
+    assert (first.step, first.link_ms) == (1, {"1>0": 2.0})
+    assert (last.loss, last.predicted_ms, last.bubble_rate, last.link_ms) == (None, None, None, {})
     assert files.num_unreadable == 3
 
 
