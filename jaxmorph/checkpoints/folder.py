@@ -8,10 +8,10 @@ to the other is one renaming, so whatever is killed at whatever time, a checkpoi
 none. What happens to its files later, their checksums tell (`checksums`).
 """
 
-import contextlib
 import json
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -67,9 +67,12 @@ class CheckpointFolder:
 
     def steps(self) -> tuple[int, ...]:
         """After how many steps there is a checkpoint, in rising order."""
+        return self._steps_named(_FINISHED)
+
+    def _steps_named(self, name: re.Pattern[str]) -> tuple[int, ...]:
         if not self.path.is_dir():
             return ()
-        found = (_FINISHED.fullmatch(path.name) for path in self.path.iterdir())
+        found = (name.fullmatch(path.name) for path in self.path.iterdir())
         return tuple(sorted(int(match[1]) for match in found if match))
 
     def finished(self, step: int) -> Path:
@@ -112,10 +115,7 @@ class CheckpointFolder:
         Returns:
             After how many steps the checkpoints are that came to be.
         """
-        if not self.path.is_dir():
-            return ()
-        found = (_UNFINISHED.fullmatch(path.name) for path in self.path.iterdir())
-        steps = sorted(int(match[1]) for match in found if match)
+        steps = self._steps_named(_UNFINISHED)
         return tuple(step for step in steps if step <= num_recorded and self._commits(step))
 
     def _commits(self, step: int) -> bool:
@@ -156,12 +156,12 @@ class CheckpointFolder:
         told = json.dumps(replace(manifest, parts=parts).to_json(), indent=1).encode()
         write_settled(unfinished / MANIFEST, told)
         write_settled(unfinished / SEAL, seal_of(told))
-        with contextlib.suppress(OSError):  # not every file system can, and the files are there
+        with suppress(OSError):  # not every file system can, and the files are there
             sync_folder(unfinished)
         unfinished.rename(self.finished(manifest.step))
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             (self.finished(manifest.step) / DRAFT).unlink()
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             sync_folder(self.path)
 
     def newest_whole(self, *, thorough: bool = True) -> tuple[int | None, tuple[PassedOver, ...]]:
@@ -236,5 +236,5 @@ class CheckpointFolder:
             if _LEFT_OVER.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
             elif is_rank_file(path):
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     path.unlink()
