@@ -60,10 +60,7 @@ class Doorbell:
         Args:
             condition: Cheap; looked at first, after every ring, and a few times a second, so that
                 a ring lost with a killed sidecar costs a moment only.
-            deadline_s: When to give up, by the monotonic clock.
-
-        Returns:
-            Whether the condition held.
+            deadline_s: When to give up, by the monotonic clock, and return False.
         """
         if condition() or self._spin(condition, deadline_s):
             return True

@@ -115,7 +115,11 @@ class Lane(Protocol):
         """No more will be sent; what has been is still delivered."""
 
     def discard_received(self) -> None:
-        """Read and drop what has come, so that closing doesn't look like a failure."""
+        """Read and drop what has come, so that closing doesn't look like a failure.
+
+        Raises:
+            LaneError: If the peer has closed its end.
+        """
 
     def close(self) -> None:
         """Give up the connection; after this the lane neither reads nor writes a slot."""
@@ -174,11 +178,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def dial(local_host: str, address: Address) -> socket.socket:
-    """A socket that is connecting, from a local address, without waiting for it.
-
-    Raises:
-        OSError: If that can't even begin.
-    """
+    """A socket that is connecting, from a local address; `OSError` if that can't even begin."""
     connecting = socket.socket(family_of(address[0]), socket.SOCK_STREAM)
     try:
         connecting.setblocking(False)
@@ -194,16 +194,10 @@ def dial(local_host: str, address: Address) -> socket.socket:
 
 
 class TcpLane:
-    """A `Lane` over a TCP connection that is being made, or has been accepted.
-
-    Args:
-        connection: The socket; it belongs to the lane from now on.
+    """A `Lane` over a TCP connection that is being made, or has been accepted, and is its own now.
 
     Attributes:
         checksum: Of payloads, as agreed in the handshake.
-        poll_s: When to `poll` without anything being ready; infinity: never.
-        written_bytes: How many go another way: none.
-        sent_bytes: How many have been handed to the system.
     """
 
     poll_s = math.inf
@@ -241,11 +235,7 @@ class TcpLane:
         """Nothing: the kernel copies from and to any memory."""
 
     def check_connected(self) -> None:
-        """Pass if connecting has succeeded.
-
-        Raises:
-            OSError: Why not.
-        """
+        """Pass if connecting has succeeded; else `OSError` says why not."""
         problem = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if problem:
             raise OSError(problem, "can't connect")
@@ -273,11 +263,7 @@ class TcpLane:
         self._out.append(pack(frame))
 
     def flush(self) -> bool:
-        """Send what the socket takes; returns whether that is all.
-
-        Raises:
-            LaneError: If the connection is lost.
-        """
+        """Send what the socket takes; returns whether that is all."""
         out = self._out
         while out:
             pieces = list(out) if len(out) <= _MAX_PIECES else list(islice(out, _MAX_PIECES))
@@ -301,13 +287,7 @@ class TcpLane:
         return True
 
     def poll(self, mask: int, chunks: Chunks | None, most: int = _MAX_FRAMES) -> list[Any]:
-        """Go on with what is under way; returns the frames that have come, without chunks.
-
-        Args:
-            mask: What the socket is ready for.
-            chunks: The receiving side; None at the sender.
-            most: Leave frames beyond so many unread, for the next time.
-        """
+        """As in `Lane`; frames beyond `most` are left unread, for the next time."""
         if mask & WRITE:
             self.flush()
         frames: list[Any] = []
@@ -338,11 +318,7 @@ class TcpLane:
             self._socket.shutdown(socket.SHUT_WR)
 
     def discard_received(self) -> None:
-        """Read and drop what has come, so that closing doesn't look like a failure.
-
-        Raises:
-            LaneError: If the peer has closed its end.
-        """
+        """Read and drop what has come; an error once the peer has closed its end."""
         try:
             while self._socket.recv_into(_junk(_TURN_BYTES)):
                 pass
@@ -396,8 +372,7 @@ class TcpLane:
     def _parse(self, frames: list[Any], chunks: Chunks | None, most: int) -> bool:
         """Take what has been received: frames into the list, payloads to their places.
 
-        Returns:
-            Whether more must be received before anything else can be taken.
+        Whether more must be received before anything else can be taken.
         """
         reader = self.reader
         while len(frames) < most:

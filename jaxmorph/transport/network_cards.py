@@ -25,15 +25,12 @@ def listening_addresses(
     *,
     one_loopback: bool,
     coordinator_host: str,
-    find: Callable[[], Sequence[str]] | None = None,
 ) -> tuple[str, ...]:
     """The addresses of this host that the data plane uses.
 
     Args:
         configured: What the user chose, addresses or subnets; None: what fits.
         one_loopback: Whether all ranks share this loopback: then nothing leaves the machine.
-        coordinator_host: Where the run's first rank is.
-        find: Finds the network cards' addresses, by default `card_addresses`.
 
     Returns:
         One for each network card: those configured; or the loopback; or the cards that are found,
@@ -47,8 +44,7 @@ def listening_addresses(
         return tuple(dict.fromkeys(chain.from_iterable(own)))
     if one_loopback:
         return (LOOPBACK,)
-    found = tuple((find or card_addresses)())
-    return found or (address_towards(coordinator_host),)
+    return card_addresses() or (address_towards(coordinator_host),)
 
 
 def loopback_identity() -> str:
@@ -71,12 +67,9 @@ def card_addresses(
     Cards that are down, without an address, bridges or loopbacks don't count; where some are
     hardware, those that aren't (containers' own, tunnels) don't either.
 
-    Args:
-        network_class: Where Linux describes its network interfaces.
-        address_of: Finds an interface's address, by its name; by default it asks the kernel.
-
     Returns:
-        One for each card, in the order of their names; none where the system has no such place.
+        One for each card, in the order of their names; none where the system doesn't describe its
+        interfaces.
     """
     ask = address_of or interface_address
     cards = [card for card in _interfaces(network_class) if _is_usable(card)]
@@ -94,10 +87,7 @@ def addresses_within(
     network_class: Path = _NETWORK_CLASS,
     address_of: Callable[[str], str | None] | None = None,
 ) -> tuple[str, ...]:
-    """The IPv4 addresses that this host's network interfaces have in a subnet.
-
-    Args:
-        subnet: Such as `10.0.0.0/16`.
+    """The IPv4 addresses that this host's interfaces have in a subnet such as `10.0.0.0/16`.
 
     Returns:
         In the order of the names of the interfaces that are up, whatever they are; of one that has
@@ -137,11 +127,7 @@ def interface_address(name: str) -> str | None:
 def address_towards(host: str) -> str:
     """The address of this host from which it reaches another one; nothing is sent.
 
-    Args:
-        host: The other one's name or address.
-
-    Returns:
-        The address; the loopback's where the other one isn't known, or can't be reached.
+    The loopback's where the other one isn't known, or can't be reached.
     """
     with contextlib.suppress(OSError):
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]

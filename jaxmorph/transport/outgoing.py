@@ -57,9 +57,6 @@ class Outgoing:
     asks what is `due`, then offers lanes whose last chunk is wholly written a `next_chunk`, one
     each and in `lane_order`, until none takes any.
 
-    Args:
-        chunk_bytes: Length of every chunk but a message's last.
-
     Raises:
         ValueError: If chunks are too short or too long for a frame.
     """

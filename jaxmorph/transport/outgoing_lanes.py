@@ -241,10 +241,8 @@ class Flight:
 class OutgoingLane:
     """One lane's state; its chunks are acknowledged in the order in which they were sent.
 
-    Args:
-        patience_s: How long to wait while its rate isn't known.
-
     Attributes:
+        patience_s: How long to wait while its rate isn't known.
         flights: What is in flight, oldest first.
         progress_s: When it last did something: an acknowledgement, or work after none.
         parked: It is so slow that it gets probes alone.
@@ -319,11 +317,7 @@ class OutgoingLane:
         return bound if rate is None else min(rate, bound)
 
     def late_s(self, moved_s: float) -> float:
-        """When the lane is to be given up, if nothing comes before.
-
-        Args:
-            moved_s: When any lane did something last.
-        """
+        """When to give the lane up, if nothing comes before; some lane moved last at `moved_s`."""
         if self.flights:
             expected_s = self.rate.expected_s(self.in_flight_bytes)
             if expected_s is None:

@@ -60,9 +60,12 @@ def test_without_hardware_a_containers_own_interfaces_count(tmp_path):
         (None, False, (), ("127.0.0.1",)),  # that towards the coordinator
     ],
 )
-def test_addresses_are_those_configured_found_or_towards(configured, one_loopback, found, chosen):
+def test_addresses_are_those_configured_found_or_towards(
+    monkeypatch, configured, one_loopback, found, chosen
+):
+    monkeypatch.setattr(network_cards, "card_addresses", lambda: found)
     addresses = listening_addresses(
-        configured, one_loopback=one_loopback, coordinator_host="127.0.0.1", find=lambda: found
+        configured, one_loopback=one_loopback, coordinator_host="127.0.0.1"
     )
     assert addresses == chosen
     assert address_towards("no such host") == "127.0.0.1"
