@@ -45,6 +45,7 @@ def trainer_of(num_layers, num_chunks, kinds=(), plane=None, **others):
     return StageTrainer(model, settings, rank=0, plane=plane)
 
 
+@pytest.mark.long
 def test_chunks_that_are_built_alike_share_their_programs():
     trainer = trainer_of(num_layers=4, num_chunks=4)
     trainer.close()
@@ -116,6 +117,7 @@ def same_bits(one, other):
     return all(a.tobytes() == b.tobytes() for a, b in pairs)
 
 
+@pytest.mark.long
 def test_a_restored_stage_holds_no_more_than_a_fresh_one():
     before = live_bytes()
     fresh = trainer_of(num_layers=1, num_chunks=1)

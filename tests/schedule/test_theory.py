@@ -62,7 +62,7 @@ def test_evenly_slack_schedules_are_as_fast_as_can_be_on_healthy_links():
         assert makespan_ms == (3 * microbatches + stages - 1) * OP_MS
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("stages", [2, 3, 4, pytest.param(8, marks=pytest.mark.long)])
 def test_theorem_1_a_latency_up_to_the_threshold_costs_itself_and_one_beyond_multiplies(stages):
     for _, microbatches, slackness in (size for size in PIPELINES if size[0] == stages):
         schedule = evenly_slack_schedule(stages, microbatches, slackness)
@@ -77,7 +77,7 @@ def test_theorem_1_a_latency_up_to_the_threshold_costs_itself_and_one_beyond_mul
                 assert _delay_ms(schedule, stage, latency_ms) == pytest.approx(expected_ms)
 
 
-@pytest.mark.parametrize("slackness", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("slackness", [1, pytest.param(2, marks=pytest.mark.long), 3, 4, 5, 7])
 def test_theorem_1_the_growth_is_n_over_slackness_plus_one_round_trips(slackness):
     # Many microbatches, so that neither warm-up nor the rounding to whole round trips counts.
     schedule = evenly_slack_schedule(4, 2400, slackness)

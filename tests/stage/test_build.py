@@ -83,7 +83,9 @@ def reference(model_of, initial_params):
 @pytest.mark.parametrize("split", [True, False], ids=["B and W", "BW"])
 @pytest.mark.parametrize("stash", ["full", "recompute"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.one_jax), 3])
+@pytest.mark.parametrize(
+    "num_stages", [pytest.param(1, marks=[pytest.mark.long, pytest.mark.one_jax]), 3]
+)
 def test_gradients_are_those_of_the_whole_model(
     num_stages, tied, stash, split, pipeline_of, reference
 ):

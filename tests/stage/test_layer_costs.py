@@ -25,7 +25,9 @@ def measured(vocab_size, **settings):
     [
         pytest.param({}, id="split"),
         pytest.param({"kinds": ("F", "BW")}, id="full", marks=pytest.mark.one_jax),
-        pytest.param({"stash": "recompute"}, id="recompute", marks=pytest.mark.one_jax),
+        pytest.param(
+            {"stash": "recompute"}, id="recompute", marks=[pytest.mark.long, pytest.mark.one_jax]
+        ),
     ],
 )
 def test_every_piece_costs_some_time_and_nothing_of_it_stays_on_the_device(settings):
