@@ -7,5 +7,5 @@ of a rank; `payloads` says what they carry, `emulated_links` how links are made 
 A direct path that fails: `failover_route` (what takes its place at once), `link_switch` (how the
 two ends agree), `link_connections` (what they have to each other), `direct_probe`.
 The end of a step: `tied`, `optimizer`, `stage_state`, and `report` over the `rendezvous`.
-Processes: `launcher`, `rank_process`, `join`, `connection`, `kept_programs`; `host_copies`.
+Processes: `launcher`, `rank_process`, `join`, `kept_programs`; `host_copies` beside the queue.
 """

@@ -16,9 +16,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from jaxmorph.runtime.connection import Connection, ConnectionLostError, identify, introduce
 from jaxmorph.runtime.link_switch import LinkWires
-from jaxmorph.runtime.rendezvous import Rendezvous, RendezvousError, accept_ranks
+from jaxmorph.runtime.rendezvous import (
+    Connection,
+    ConnectionLostError,
+    Rendezvous,
+    RendezvousError,
+    accept_ranks,
+    identify,
+    introduce,
+)
 from jaxmorph.schedule.costs import Link
 from jaxmorph.transport.plane import ChannelSpec, DataPlane, TransportSettings
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from jaxmorph.control.failed_paths import PathFailure
 from jaxmorph.program.instructions import Channel, Payload
-from jaxmorph.runtime.connection import Connection, ConnectionLostError
+from jaxmorph.runtime.rendezvous import Connection, ConnectionLostError
 from jaxmorph.schedule.costs import Link
 from jaxmorph.transport.names import PeerGoneError
 

@@ -11,8 +11,14 @@ from typing import Any, cast
 
 import pytest
 
-from jaxmorph.runtime.connection import Connection, ConnectionLostError
-from jaxmorph.runtime.rendezvous import DETAIL, HostRendezvous, RendezvousError, SoleRank
+from jaxmorph.runtime.rendezvous import (
+    DETAIL,
+    Connection,
+    ConnectionLostError,
+    HostRendezvous,
+    RendezvousError,
+    SoleRank,
+)
 
 LOOPBACK = "127.0.0.1"
 
