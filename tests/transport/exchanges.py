@@ -39,7 +39,7 @@ def link(**condition):
 
 
 @contextlib.contextmanager
-def joined(*specs, start=SidecarPlane.start, flush=True, **settings):
+def joined(*specs, start=SidecarPlane.start, **settings):
     """Rank 0 and rank 1 with these channels, connected."""
     with contextlib.ExitStack() as closing:
         planes = []
@@ -47,7 +47,7 @@ def joined(*specs, start=SidecarPlane.start, flush=True, **settings):
             outgoing = [each for each in specs if each.name.source == rank]
             incoming = [each for each in specs if each.name.destination == rank]
             planes.append(start(rank, outgoing, incoming, TransportSettings(**settings)))
-            closing.callback(planes[-1].close, flush=flush)
+            closing.callback(planes[-1].close)
         connect(planes)
         yield planes
 
