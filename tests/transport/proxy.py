@@ -1,24 +1,15 @@
-"""A network between two sidecars, for tests: it passes connections on, slowly, or breaks them."""
+"""A network between two sidecars, for tests: it passes connections on, spoils or breaks them."""
 
 import contextlib
 import socket
 import threading
-import time
-
-_LATE_S = 0.02
 
 
 class Proxy:
-    """Passes connections on to an address, and breaks them on demand.
+    """Passes connections on to an address, and breaks them on demand."""
 
-    Args:
-        target: The address.
-        bytes_per_s: What goes there on each connection; None: as much as can.
-    """
-
-    def __init__(self, target, bytes_per_s=None):
+    def __init__(self, target):
         self._target, self._left, self._open = target, None, True
-        self._bytes_per_s, self._ended = bytes_per_s, threading.Event()
         self._spoils_every, self._until_spoilt, self.spoilt = None, 0, 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = self._listener.getsockname()
@@ -31,7 +22,6 @@ class Proxy:
 
     def __exit__(self, *_):
         self._open = False
-        self._ended.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._break()
@@ -54,20 +44,14 @@ class Proxy:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._lock:
                     self._connections += [ours, theirs]
-                there = (ours, theirs, self._bytes_per_s, self._spoil)
-                back = (theirs, ours, None, lambda data: data)
+                there = (ours, theirs, self._spoil)
+                back = (theirs, ours, lambda data: data)
                 for way in (there, back):
                     threading.Thread(target=self._pass, args=way, daemon=True).start()
 
-    def _pass(self, source, sink, bytes_per_s, change):
-        free_s = time.monotonic()
+    def _pass(self, source, sink, change):
         with contextlib.suppress(OSError):
             while data := source.recv(4096):
-                if bytes_per_s is not None:
-                    now_s = time.monotonic()
-                    # What waking takes too long is caught up with.
-                    free_s = max(free_s, now_s - _LATE_S) + len(data) / bytes_per_s
-                    self._ended.wait(max(free_s - now_s, 0.0))
                 sink.sendall(self._allowed(change(data)))
         for connection in (source, sink):
             with contextlib.suppress(OSError):
