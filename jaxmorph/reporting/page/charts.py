@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from jaxmorph.reporting.page.changes import Change
-from jaxmorph.reporting.page.html import printable
 from jaxmorph.schedule.bubbles import IdleCause, StepShares
 from jaxmorph.schedule.draw.palette import SHADINGS
 
@@ -162,5 +161,4 @@ def plot_samples(
 
 def shortened(text: str) -> str:
     """A name as a chart can show it."""
-    text = printable(text)
     return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 3]}..."

@@ -103,7 +103,7 @@ def read_trace(path: Path) -> dict[str, Timeline]:
         What there is of them; nothing where the file can't be read.
     """
     try:
-        found = read_chrome_trace(json.loads(path.read_text(encoding="utf-8")))
+        found = read_chrome_trace(_parsed(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}
     return {name.split(",")[0]: timeline for name, timeline in found.items()}
@@ -118,7 +118,7 @@ def _config(path: Path) -> Config | None:
 
 def _goodput(path: Path) -> float | None:
     try:
-        return finite(json.loads(path.read_text(encoding="utf-8"))["goodput"])
+        return finite(_parsed(path.read_text(encoding="utf-8"))["goodput"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -129,10 +129,18 @@ def _read_lines(path: Path, read: Callable[[Mapping[str, Any]], _Line]) -> tuple
     unreadable = 0
     for text in _texts(path):
         try:
-            lines.append(read(json.loads(text)))
+            lines.append(read(_parsed(text)))
         except (ValueError, KeyError, TypeError, AttributeError):
             unreadable += 1
     return lines, unreadable
+
+
+def _parsed(text: str) -> Any:
+    """JSON without what no page and no font can hold: halves of surrogate pairs."""
+    found = json.loads(text)
+    if "\\ud" not in text.lower():
+        return found
+    return json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 def _texts(path: Path) -> Iterator[str]:
@@ -237,9 +245,9 @@ def read_comparison_files(path: Path) -> ComparisonFiles:
         )
     at = path / RESULTS
     try:
-        matrix = Matrix.from_json(json.loads(at.read_text(encoding="utf-8")))
+        matrix = Matrix.from_json(_parsed(at.read_text(encoding="utf-8")))
         at = path / TIMELINES
-        timelines = json.loads(at.read_text(encoding="utf-8")) if at.is_file() else {}
+        timelines = _parsed(at.read_text(encoding="utf-8")) if at.is_file() else {}
         steps = {
             condition: [
                 ShownStep(system, Timeline.from_json(timeline), step_ms=timeline.get("step_ms"))

@@ -6,6 +6,7 @@ from functools import cache
 from importlib import metadata
 from io import StringIO
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -61,7 +62,8 @@ def inline_svg(label: str, draw: Callable[[], Figure]) -> Markup:
         draw: Makes the figure, in `palette.STYLE`.
     """
     written = StringIO()
-    with rc_context(STYLE):
+    with rc_context(STYLE), catch_warnings():
+        filterwarnings("ignore", "Glyph")  # the reader's browser has fonts of its own
         figure = draw()
         figure.savefig(written, format="svg", transparent=True)
     start, inner = written.getvalue().partition("<svg")[2].split(">", 1)
@@ -81,8 +83,3 @@ def inline_svg(label: str, draw: Callable[[], Figure]) -> Markup:
 def milliseconds(value: float | None, digits: int = 1) -> str:
     """Milliseconds with their unit; a dash for None."""
     return UNKNOWN if value is None else f"{value:,.{digits}f} ms"
-
-
-def printable(text: str) -> str:
-    """Text without what no font can measure, such as half of a surrogate pair."""
-    return text.encode("utf-8", "replace").decode("utf-8")

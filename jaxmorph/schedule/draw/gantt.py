@@ -35,7 +35,8 @@ _OP, _EDGED_OP = 0.22, 0.045  # width wanted for a typical op, and needed for ed
 _LEGEND_ROW, _LEGEND_ENTRY, _LEGEND_LETTER = 0.2, 0.44, 0.067
 _LEAST_LABEL = 0.11  # height of a label beside a row
 _POINTS, _DIGIT_EM = 72.0, 0.636
-_INK, _FAINT, _LANE, _ON_COLOUR = "#222222", "#666666", "#fbfbe8", "#000001"
+_INK, _FAINT, _LANE = "#222222", "#666666", "#fbfbe8"
+_ON_COLOUR = "#000001"  # unlike black, it stays as it is on a dark page
 _WARMUP_POINTS, _SLACKNESS_POINTS = 26, 72  # from the axes' right edge
 
 _BAR_CODES = (Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY)

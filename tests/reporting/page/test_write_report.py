@@ -32,10 +32,14 @@ def test_text_that_is_no_unicode_is_no_error(make_run, capsys):
     assert "?" in (path / "report.html").read_text()
 
 
-def test_a_comparison_has_a_page_too(tmp_path, made_up, capsys):
-    (tmp_path / "results.json").write_text(json.dumps(plain_json(made_up.to_json())))
+@pytest.mark.parametrize(
+    ("name", "shown"), [("made up", "made up"), ("$ \ud800<i>\u6587", "$ ?&lt;i&gt;\u6587")]
+)
+def test_a_comparison_has_a_page_too(tmp_path, made_up, capsys, name, shown):
+    told = json.dumps(plain_json(made_up.to_json()))
+    (tmp_path / "results.json").write_text(told.replace('"made up"', json.dumps(name)))
     assert _main(capsys, str(tmp_path))[0] == 0
-    assert "<title>Comparison made up</title>" in (tmp_path / "report.html").read_text()
+    assert f"<title>Comparison {shown}</title>" in (tmp_path / "report.html").read_text()
 
 
 COMPARES = Config.model_validate({"compare": {"conditions": [{"name": "healthy"}]}})
