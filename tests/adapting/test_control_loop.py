@@ -10,7 +10,6 @@ from adapting_run import (
     COSTS,
     FIRST,
     FailingPlans,
-    PlansHere,
 )
 
 from jaxmorph.adapting.control_events import Morph
@@ -65,13 +64,6 @@ def test_one_thing_is_weighed_at_a_time_the_latest_counts(run):
     run.steps(12)
     assert run.plans.asked == 2
     assert run.of_kind("plan_changed") == []  # the delay is over by then
-
-
-def test_an_absorbed_delay_is_reported_and_changes_nothing(begin_run):
-    run = begin_run(PlansHere(), CONFIG.adaptation.model_copy(update={"worth": 0.9}))
-    run.steps(6)
-    run.steps(3, slow_ms=10.0)
-    assert run.events == [(6, "straggler_detected", "1-2"), (7, "plan_kept", None)]
 
 
 def test_planning_that_failed_is_retried_with_a_new_process(begin_run):

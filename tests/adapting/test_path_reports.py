@@ -10,6 +10,7 @@ from jaxmorph.schedule.costs import Link
 
 LINK = Link(1, 2)
 UP = {"paths_up": {"1-2": True}}
+DOWN = {"paths_up": {"1-2": False}}
 RESTORE = {"restore": ["1-2"]}
 FAILURE = {
     "link": "1-2",
@@ -61,9 +62,6 @@ def test_both_ends_tell_of_one_failure():
     assert (found.held_up_s, found.resent, found.began) == (3.2, 3, True)
     assert (found.lives_left, found.told_by) == (0, (1, 2))
     assert found.to_json()["link"] == "1-2"
-
-
-def test_an_end_may_say_no_more_than_which_link_it_was():
     (found,) = path_news([{}, {"link_failures": [{"link": "1-2"}]}, {}]).failures
     assert (found.detail, found.lives_left, found.told_by) == ("", None, (1,))
 
@@ -78,56 +76,32 @@ def test_a_path_is_up_and_begins_again_where_both_ends_say_so(lower, upper, is_u
     assert (news.up, news.restored) == ({LINK: is_up}, (LINK,) if is_up else ())
 
 
-def test_where_nothing_failed_nothing_is_told():
-    assert path_news([{"loss": 1.0}] * 3) == NO_NEWS
-    own, _ = own_ends(1)
-    assert own.told() == {}
-    own.heed([{}] * 3)
-    assert own.failed == frozenset()
-
-
-def test_an_end_tells_of_its_path_from_the_failure_until_it_begins_again():
-    own, paths = own_ends(1, FAILURE, is_up=False)
-    assert own.told() == FAILED | {"paths_up": {"1-2": False}}
+@pytest.mark.parametrize("how", ["own", "heard", "in an earlier life"])
+@pytest.mark.parametrize("rank", range(3))
+def test_ends_tell_of_their_path_from_its_failure_until_it_begins_again(rank, how):
+    is_end = rank in LINK
+    own, paths = own_ends(rank, is_up=False, failed=[LINK] if how == "in an earlier life" else [])
+    assert paths.failed_before == ([LINK] if is_end and how == "in an earlier life" else [])
+    if how == "heard":
+        own.heed([{}, FAILED, {}])
+    if how == "own":
+        paths.failures = [FAILURE] if is_end else []
+        assert own.told() == (FAILED | DOWN if is_end else {})
+        own.heed([{}, FAILED, {}])
+    assert own.failed == {LINK}
+    assert own.told() == (DOWN if is_end else {})
     paths.is_up = True
-    assert own.told() == UP
+    assert own.told() == (UP if is_end else {})
+    for upper in (DOWN, {}):  # by then that end finds it down again
+        own.heed([RESTORE, UP, upper])
+        assert (own.failed, paths.restored) == ({LINK}, [])
     own.heed([RESTORE, UP, UP])
-    assert (paths.restored, own.told(), own.failed) == ([LINK], {}, frozenset())
-
-
-@pytest.mark.parametrize("upper", [{"paths_up": {"1-2": False}}, {}])
-def test_a_path_that_an_end_finds_down_by_then_does_not_begin_again(upper):
-    own, paths = own_ends(1, FAILURE)
-    own.told()
-    own.heed([RESTORE, UP, upper])
-    assert (own.failed, paths.restored) == ({LINK}, [])
-
-
-def test_an_end_that_only_heard_of_the_failure_tells_of_its_path_too():
-    own, _ = own_ends(2)
-    own.heed([{}, FAILED, {}])
-    assert own.told() == UP
-
-
-def test_a_rank_that_is_no_end_knows_of_the_failure_and_has_nothing_to_begin_again():
-    own, paths = own_ends(0)
-    own.heed([{}, FAILED, {}])
-    assert (own.failed, own.told()) == ({LINK}, {})
-    own.heed([RESTORE, UP, UP])
-    assert (own.failed, paths.restored) == (frozenset(), [])
-
-
-@pytest.mark.parametrize(("rank", "told"), [(0, {}), (1, UP), (2, UP)])
-def test_a_path_that_failed_in_an_earlier_life_is_told_of_until_it_begins_again(rank, told):
-    own, paths = own_ends(rank, failed=[LINK])
-    assert paths.failed_before == ([LINK] if told else [])
-    assert own.told() == told
-    own.heed([RESTORE, UP, UP])
-    assert own.failed == frozenset()
-    assert paths.restored == paths.failed_before
+    assert (own.failed, own.told()) == (frozenset(), {})
+    assert paths.restored == ([LINK] if is_end else [])
 
 
 def test_where_nobody_watches_paths_they_are_not_asked_about():
     own, _ = own_ends(1, FAILURE, is_watched=False)
     assert own.told() == FAILED
     assert own.told() == {}
+    assert path_news([{"loss": 1.0}] * 3) == NO_NEWS

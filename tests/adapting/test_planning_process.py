@@ -61,12 +61,24 @@ def test_a_slow_link_has_three_plans_that_run():
     assert anew.step_ms < same_order.step_ms < first.step_ms
     for candidate in weighed.candidates:
         check(candidate.programs)
-
-
-def test_healthy_links_leave_the_first_plan_alone():
-    plans, profile = planner()
     (only,) = plans.weigh(profile, verdicts(2, 3, 0.0, LinkHealth.HEALTHY)).candidates
     assert only.plan.schedule.name == "zb-h2"
+
+
+@pytest.mark.parametrize(
+    ("sections", "links"),
+    [
+        ({"routes": {"0-1": "delegated"}}, [["0-1"], ["0-1", "2-3"], ["0-1", "2-3"]]),
+        (
+            {"adaptation": {"enabled": True, "delegates": "any"}},
+            [[], ["2-3"], ["2-3"], ["0-1", "1-2", "2-3"]],
+        ),
+    ],
+)
+def test_candidates_delegate_what_the_configuration_lets(sections, links):
+    plans, profile = planner(**sections)
+    candidates = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates
+    assert [delegated(each) for each in candidates] == links
 
 
 def test_after_a_morph_it_predicts_for_the_new_plan():
@@ -75,10 +87,13 @@ def test_after_a_morph_it_predicts_for_the_new_plan():
     assert plans.adopt(adapted) == slots_needed(adapted.programs)
     # Judged on the delegated route: what is usual there is in the latency.
     assert plans.weigh(profile, verdicts(2, 3, 31.0)).in_force_ms == adapted.step_ms
-    healed = plans.weigh(profile, verdicts(2, 3, 1.0, LinkHealth.HEALTHY))
-    assert healed.in_force_ms == pytest.approx(391.0)
-    assert [delegated(each) for each in healed.candidates] == [[]]
-    assert healed.candidates[0].step_ms == pytest.approx(390.0)
+    first = plans.weigh(profile, []).candidates[0].plan
+    begun = CandidatePlanner(config(), 0, first, profile, USUAL, adapted.plan)
+    for each in (plans, begun):  # as well where a run begins with that plan
+        healed = each.weigh(profile, verdicts(2, 3, 1.0, LinkHealth.HEALTHY))
+        assert healed.in_force_ms == pytest.approx(391.0)
+        assert [delegated(candidate) for candidate in healed.candidates] == [[]]
+        assert healed.candidates[0].step_ms == pytest.approx(390.0)
 
 
 def test_slower_ops_call_for_another_order_noise_does_not():
@@ -88,19 +103,6 @@ def test_slower_ops_call_for_another_order_noise_does_not():
     slower = replace(profile, costs=replace(COSTS, forward_ms=(10.0, 14.0, 10.0, 10.0)))
     _, anew = plans.weigh(slower, []).candidates
     assert (delegated(anew), anew.plan.schedule.name) == ([], "adaptive")
-
-
-def test_delegable_healthy_links_add_one_candidate():
-    plans, profile = planner(adaptation={"enabled": True, "delegates": "any"})
-    *_, every = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates
-    assert delegated(every) == ["0-1", "1-2", "2-3"]
-
-
-def test_routes_that_the_configuration_names_stay():
-    plans, profile = planner(routes={"0-1": "delegated"})
-    weighed = plans.weigh(profile, verdicts(2, 3, 30.0))
-    found = [delegated(each) for each in weighed.candidates]
-    assert found == [["0-1"], ["0-1", "2-3"], ["0-1", "2-3"]]
 
 
 def test_a_tied_gradients_link_is_delegated_too():
@@ -179,16 +181,6 @@ def test_one_link_goes_back_while_another_stays():
     _, first_order, same_order = plans.weigh(profile, healed, [Link(2, 3)]).candidates
     assert delegated(first_order) == delegated(same_order) == ["2-3"]
     assert same_order.plan.schedule == adapted.plan.schedule != first_order.plan.schedule
-
-
-def test_a_run_may_begin_with_another_plan():
-    plans, profile = planner()
-    begun = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates[2].plan
-    first = plans.weigh(profile, []).candidates[0].plan
-    again = CandidatePlanner(config(), 0, first, profile, USUAL, begun)
-    weighed = again.weigh(profile, verdicts(2, 3, 1.0, LinkHealth.HEALTHY))
-    assert weighed.in_force_ms == pytest.approx(391.0)
-    assert [delegated(each) for each in weighed.candidates] == [[]]
 
 
 @pytest.mark.parametrize("delegates", ["slow", "any"])

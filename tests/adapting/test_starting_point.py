@@ -9,7 +9,6 @@ from adapting_run import CONFIG, COSTS, FIRST, PLANNED_FOR, USUAL, PlansHere
 
 from jaxmorph.adapting.starting_point import starting_point
 from jaxmorph.control.conditions import UsualLinks
-from jaxmorph.control.measurements import link_samples
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.verdicts import Evidence, KnownWay, LinkHealth, Verdict
 from jaxmorph.planning import first_plan
@@ -135,13 +134,6 @@ def test_before_any_step_the_measured_times_are_expected(run_from):
     assert run.expected_ms() == pytest.approx(0.5)  # the profile's, which is asked for
     run.steps(1)
     assert run.expected_ms() == pytest.approx(1.5)
-
-
-def test_few_microbatches_and_two_links_are_enough_to_tell():
-    first = first_plan_of(MEASURED, DELEGATED_ROUTES)
-    samples = link_samples(first.timelines[-1])
-    assert len([each for each in samples if each.source == 1]) < 24  # no baseline of its own
-    assert ailing(starting_point(CONFIG, first, 0)) == {(1, 2)}
 
 
 def test_home_is_best_of_direct_and_delegated_where_allowed():

@@ -56,21 +56,22 @@ def test_a_stage_that_gets_faster_again_is_told_too():
     ]
 
 
-def test_steps_with_half_of_the_ops_held_up_count_not():
-    assert notices(*[step(busy=range(6))] * 20) == []
-
-
-def test_four_bad_steps_in_a_row_say_nothing():
-    assert notices(*[step(), *[step(0, 3.0)] * 4] * 8) == []
-
-
-def test_steps_slower_and_faster_in_turn_say_nothing():
-    assert notices(*[*[step(0, 1.5, "F")] * 4, step(0, 0.5, "F")] * 5) == []
-
-
-def test_noise_says_nothing():
+def noise():
     rng = np.random.default_rng(0)
-    assert notices(*(step(rng=rng) for _ in range(100))) == []
+    return [step(rng=rng) for _ in range(100)]
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [step(busy=range(6))] * 20,  # half of the ops held up
+        [step(), *[step(0, 3.0)] * 4] * 8,  # four in a row
+        [*[step(0, 1.5, "F")] * 4, step(0, 0.5, "F")] * 5,  # slower and faster in turn
+        noise(),
+    ],
+)
+def test_what_does_not_last_is_not_reported(steps):
+    assert notices(*steps) == []
 
 
 def test_full_backwards_are_compared_with_both_parts():

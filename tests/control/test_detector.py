@@ -82,15 +82,6 @@ def test_a_verdict_keeps_its_evidence():
     assert json.loads(json.dumps(slow.to_json()))["health"] == "slow"
 
 
-def test_the_other_directions_verdict_is_its_own():
-    steps = Steps().run(*[[1.0] * 12] * 6, way=(3, 2))
-    steps.run([31.0] * 12)
-    assert {way: each.health for way, each in steps.detector.verdicts.items()} == {
-        (2, 3): SLOW,
-        (3, 2): HEALTHY,
-    }
-
-
 @given(st.data())
 def test_spikes_that_stand_alone_change_nothing(data):
     steps = Steps()
@@ -118,6 +109,8 @@ STALL = [1.0] * 2 + [300.0 - 30.0 * k for k in range(10)]  # all land when it is
         ([[31.0] * 3, [31.0] * 3], [(SLOW, 7)]),  # the run goes on in the next step
         ([LATE, *[[36.0] * 12] * 6], [(SLOW, 6)]),  # another delay, but hardly
         ([LATE, *[[5.0] * 12] * 9], [(SLOW, 6)]),  # 4 would be in time, over 6 is late
+        ([[1.0] * 4 + [11.1] * 7], []),  # one more would be a run
+        ([[1.0] * 4 + [11.1] * 8], [(SLOW, 6)]),
         ([LATE, WELL, WELL, LATE], [(SLOW, 6), (RECOVERING, 7), (SLOW, 9)]),
         (
             [LATE, *[WELL] * 3, LATE, *[WELL] * 4],  # good steps before another jump don't count
@@ -130,13 +123,6 @@ def test_a_directions_states_follow_its_messages(steps, path):
     assert found.path() == path
     if steps[-1] == [36.0] * 12:  # the latest verdict alone says so
         assert (found.now.latency_ms, found.now.step) == (36.0, 6)
-
-
-def test_a_delay_that_creeps_in_is_found():
-    creep = [[1.0 + 0.25 * step] * 12 for step in range(80)]
-    steps = Steps().run(*creep)
-    assert steps.said[0].health is SLOW
-    assert steps.said[0].latency_ms < 20.0
 
 
 def test_a_growing_unsteady_delay_widens_no_threshold():
@@ -231,7 +217,7 @@ def test_a_slow_links_jitter_is_not_another_delay():
 
 @pytest.mark.parametrize("other_ms", [60.0, 15.0])
 def test_a_slow_link_whose_delay_changes_is_told_again(other_ms):
-    steps = Steps().run(*[[31.0] * 12] * 3, [31.0] * 4 + [other_ms] * 8, *[[other_ms] * 12] * 3)
+    steps = Steps().run(*[LATE] * 3, [31.0] * 4 + [other_ms] * 8, *[[other_ms] * 12] * 3)
     assert steps.path() == [(SLOW, 6), (SLOW, 9)]
     assert steps.said[1].latency_ms == other_ms
     assert steps.said[1].reason.startswith("link 2>3 is slow by another amount")
@@ -274,11 +260,6 @@ class TestRoutes:
         steps.observe([*messages([20.0] * 12), *probe])
         assert steps.path()[-1] == (RECOVERING, steps.step - 1)
 
-    def test_a_probe_of_a_measured_link_cannot_clear_it(self):
-        steps = Steps(route=DIRECT, usual_ms=0.0).run(*[[1.0] * 12] * 6).run([31.0] * 12)
-        steps.observe([*messages([31.0] * 12), *messages([0.0] * 5, DIRECT)])
-        assert steps.now.health is SLOW
-
     def test_a_probe_shows_the_direct_route_still_slow(self):
         steps = Steps(route=DIRECT, usual_ms=0.0).run(*[[1.0] * 12] * 6)
         steps.observe([*messages([1.0] * 12), *messages([30.0] * 6, DIRECT)])
@@ -319,23 +300,18 @@ class TestFailures:
             "for 5 in a row, was 1.0"
         )
 
-    def test_it_may_come_back_slow(self):
+    def test_a_link_fails_and_returns_but_once_at_a_time(self):
         steps = Steps()
-        steps.detector.observe_failure(6, 2, 3, "")
-        steps.detector.observe_return(6, 2, 3, 20)
-        assert steps.run([31.0] * 12).path() == [(SLOW, 6)]
-
-    def test_a_returned_path_may_fail_again(self):
-        steps = Steps()
-        steps.detector.observe_failure(6, 2, 3, "")
-        steps.detector.observe_return(7, 2, 3, 20)
-        (dead,) = steps.detector.observe_failure(8, 2, 3, "its direct path is down again")
-        assert (dead.health, dead.step) == (DEAD, 8)
-
-    def test_only_a_dead_link_comes_back(self):
-        steps = Steps()
-        assert steps.detector.observe_return(6, 2, 3, 20) == []
+        detector = steps.detector
+        assert detector.observe_return(6, 2, 3, 20) == []  # it isn't dead
         assert steps.now.health is HEALTHY
+        assert len(detector.observe_failure(6, 2, 3, "")) == 1
+        assert detector.observe_failure(6, 2, 3, "") == []
+        detector.observe_return(6, 2, 3, 20)
+        (dead,) = detector.observe_failure(6, 2, 3, "its direct path is down again")
+        assert (dead.health, dead.step) == (DEAD, 6)
+        detector.observe_return(6, 2, 3, 20)
+        assert steps.run(LATE).path() == [(SLOW, 6)]  # it may come back slow
 
     def test_an_unwatched_link_is_healthy_by_its_path_alone(self):
         detector = Detector()
@@ -343,20 +319,6 @@ class TestFailures:
         back, healthy = detector.observe_return(20, 0, 3, 20)
         assert (back.health, healthy.health) == (RECOVERING, HEALTHY)
         assert detector.verdicts[0, 3] is healthy
-
-    def test_a_second_failure_says_nothing_new(self):
-        detector = Steps().detector
-        assert len(detector.observe_failure(6, 2, 3, "")) == 1
-        assert detector.observe_failure(7, 2, 3, "") == []
-
-    def test_a_link_that_fails_before_its_first_message(self):
-        steps = Steps(healthy=0)
-        steps.detector.observe_failure(0, 2, 3, "")
-        steps.run(*[[1.0] * 12] * 6)
-        assert steps.now.health is DEAD
-        steps.detector.observe_return(6, 2, 3, 20)
-        steps.run(*[[1.0] * 12] * 6)
-        assert steps.now.health is HEALTHY
 
 
 steps_of_a_link = st.lists(
@@ -409,11 +371,3 @@ def test_a_calm_hour_says_little_of_a_busy_moments_run():
     assert calm.unlikely_end(busy, 6.4) == ()
     for count in range(3, 17):
         assert calm.run_chance(9.3, count, 6.4) > unseen.run_chance(9.3, count, 6.4)
-
-
-@pytest.mark.parametrize(("delay_ms", "in_a_row"), [(10.1, 8), (30.0, 5), (80.0, 4)])
-def test_how_many_messages_in_a_row_make_a_quiet_link_slow(delay_ms, in_a_row):
-    healthy = HealthyMessages(Sensitivity())
-    healthy.learn([1.0] * 256)
-    assert healthy.unlikely_end([delay_ms] * (in_a_row - 1), 6.0) == ()
-    assert healthy.unlikely_end([delay_ms] * 9, 6.0) == (delay_ms,) * in_a_row

@@ -30,31 +30,19 @@ def returns_after(watch, reports, delegated=(LINK,)):
     return None
 
 
-def test_a_path_returns_once_it_has_been_up_for_so_many_steps_in_a_row():
+@pytest.mark.parametrize(
+    ("reports", "steps"),
+    [
+        ([UP] * 40, [4]),  # said once
+        *[([UP] * 3 + [gap] + [UP] * 9, [8]) for gap in (DOWN, SILENT)],  # counts anew
+        *[([UP, UP, UP, gap] * 20, []) for gap in (DOWN, SILENT)],
+    ],
+)
+def test_a_path_returns_after_enough_steps_up_in_a_row(reports, steps):
     watch = failed()
-    assert returns_after(watch, [UP] * 9) == 4
+    turns = [watch.observe(up, (LINK,)) for up in reports]
+    assert [at for at, each in enumerate(turns, start=1) if LINK in each.returned] == steps
     assert watch.failed == {LINK}  # until it has begun again
-
-
-@pytest.mark.parametrize("gap", [DOWN, SILENT])
-def test_a_step_in_which_an_end_finds_it_down_or_says_nothing_begins_the_count_anew(gap):
-    assert returns_after(failed(), [UP, UP, UP, gap, UP, UP, UP, UP]) == 8
-    assert returns_after(failed(), [UP, UP, UP, gap] * 20) is None
-
-
-def test_it_returns_only_once_a_plan_has_taken_the_link_off_it():
-    watch = failed()
-    assert returns_after(watch, [UP] * 9, delegated=()) is None
-    assert returns_after(watch, [UP]) == 1
-
-
-def test_that_it_has_returned_is_said_once_and_that_it_is_lost_again_too():
-    watch = failed()
-    assert returns_after(watch, [UP] * 4) == 4
-    assert returns_after(watch, [UP] * 40) is None
-    assert watch.observe(DOWN, (LINK,)).lost == (LINK,)
-    assert watch.observe(DOWN, (LINK,)).lost == ()
-    assert returns_after(watch, [UP] * 9) == 4
 
 
 def test_after_each_further_failure_it_takes_twice_as_many_up_to_a_limit():
@@ -66,11 +54,6 @@ def test_after_each_further_failure_it_takes_twice_as_many_up_to_a_limit():
         watch.note([FAILURE])
     assert took == [4, 8, 10, 10]
     assert FailedPaths((), 20, 8).steps_after(3) == 20
-
-
-def test_one_without_a_life_left_never_returns():
-    assert returns_after(failed(lives_left=1), [UP] * 9) == 4
-    assert returns_after(failed(lives_left=0), [UP] * 99) is None
 
 
 def test_the_least_that_an_end_says_of_lives_counts_and_the_last_one_goes_once():
@@ -108,6 +91,10 @@ def test_a_path_returns_with_exactly_as_many_reports_in_a_row_as_are_enough(told
 def test_a_link_counts_as_delegated_from_its_failure_until_its_path_begins_again():
     links = FailedPaths()
     assert links.as_run(DIRECT) == DIRECT
+    other = FailedPaths()
+    other.note([PathFailure(TIED, "")])
+    assert other.as_run(DIRECT) == {**DIRECT, TIED: "delegated"}  # though no plan names it
+    assert other.in_words() == {"0-2": "direct path failed, delegated"}
     links.note([FAILURE])
     assert links.as_run(DIRECT) == links.as_run(DELEGATED) == DELEGATED
     links.begin_again([LINK])
@@ -115,36 +102,17 @@ def test_a_link_counts_as_delegated_from_its_failure_until_its_path_begins_again
     assert links.as_run(DELEGATED) == DELEGATED
 
 
-def test_a_link_that_no_plan_names_is_named_once_it_has_failed():
-    links = FailedPaths()
-    links.note([PathFailure(TIED, "")])
-    assert links.as_run(DIRECT) == {**DIRECT, TIED: "delegated"}
-    assert links.in_words() == {"0-2": "direct path failed, delegated"}
-
-
-def test_an_end_that_tells_later_tells_nothing_new():
-    links = FailedPaths()
-    assert links.note([FAILURE]) == (FAILURE,)
-    assert links.note([FAILURE]) == ()
-    links.begin_again([LINK])
-    assert links.note([FAILURE]) == (FAILURE,)
-
-
 def test_a_link_is_restored_once_with_its_first_step_on_the_direct_path():
     links = FailedPaths()
-    links.note([FAILURE])
+    assert links.note([FAILURE]) == (FAILURE,)
+    assert links.note([FAILURE]) == ()  # by the other end
+    assert links.restored(DIRECT) == ()
+    links.begin_again([LINK])
+    assert links.note([FAILURE]) == (FAILURE,)  # as it began again: it wasn't restored
     assert links.restored(DIRECT) == ()
     links.begin_again([LINK, OTHER])
     assert links.restored(DELEGATED) == ()
     assert links.restored(DIRECT) == (LINK,)
-    assert links.restored(DIRECT) == ()
-
-
-def test_a_path_that_fails_as_it_begins_again_was_not_restored():
-    links = FailedPaths()
-    links.note([FAILURE])
-    links.begin_again([LINK])
-    links.note([FAILURE])
     assert links.restored(DIRECT) == ()
 
 

@@ -83,12 +83,9 @@ def test_an_absorbed_delay_is_reported_and_changes_nothing():
         "link 2-3 takes 31.2 ms each way (healthy: 1.1): the plan in force absorbs it, predicted "
         "step 395 ms, with another plan 391"
     )
-
-
-def test_what_no_plan_helps_against_is_said_to_cost():
-    decision = decide(with_slow_link(delegated_ms=902.0, anew_ms=900.0))
-    assert decision.chosen is None
-    assert decision.reason.endswith(
+    costs = decide(with_slow_link(delegated_ms=902.0, anew_ms=900.0))
+    assert costs.chosen is None
+    assert costs.reason.endswith(
         "the plan in force stays, predicted step 912 ms (390 healthy), with another plan 902"
     )
 
@@ -230,16 +227,15 @@ class TestLinksThatDwell:
         decision = decide(self.situation(self.BOTH))
         assert (decision.chosen, decision.wait_steps) == (2, 22)
         assert "2-3 delegated, the same order; predicted step 913 -> 421 ms" in decision.reason
-
-    def test_nor_does_it_wait_for_another_links_probe(self):
-        decision = decide(self.situation(self.BOTH, dwell=Dwell(4, 64)))
-        assert (decision.chosen, decision.wait_steps) == (2, 1)
-
-    def test_without_a_plan_that_keeps_both_one_goes_back(
-        self,
-    ):
-        assert decide(self.situation(dwell=Dwell(4, 64))).chosen == 1
+        # Nor does it wait for the other's probe; without a plan that keeps both, that goes back.
+        probed = {"dwell": Dwell(4, 64)}
+        waits = decide(self.situation(self.BOTH, **probed))
+        assert (waits.chosen, waits.wait_steps) == (2, 1)
+        assert decide(self.situation(**probed)).chosen == 1
         assert decide(self.situation()).wait_steps == 22
+        for step, dwelling in ((29, {Link(0, 1)}), (30, set())):
+            assert dwelling_links(self.DWELL, self.BOTH.routes, step) == dwelling
+        assert dwelling_links(self.DWELL, self.SLOW_ALONE.routes, 8) == set()
 
     def test_a_healthy_link_goes_back_though_steps_get_longer(self):
         in_force = option(FIRST, 421.0, "0-1", "2-3")
@@ -255,12 +251,6 @@ class TestLinksThatDwell:
         assert "1-2 direct again" in decision.reason
         other_dwells = self.DWELL.after([Link(1, 2)], 0)
         assert decide(replace(found, dwell=other_dwells)).wait_steps == 14  # the sooner of the two
-
-    def test_dwelling_links_are_delegated_and_not_over(self):
-        routes = self.BOTH.routes
-        assert dwelling_links(self.DWELL, routes, 29) == {Link(0, 1)}
-        assert dwelling_links(self.DWELL, routes, 30) == set()
-        assert dwelling_links(self.DWELL, self.SLOW_ALONE.routes, 8) == set()
 
 
 class TestTheSchedulesOwnDwell:
@@ -290,41 +280,30 @@ class TestTheSchedulesOwnDwell:
 DWELL = Dwell(least_steps=4, most_steps=20)
 
 
-def test_what_has_never_changed_may_change():
-    assert DWELL.waits(["2-3"], 0) == 0
-
-
-def test_a_change_stands_for_the_least_number_of_steps():
-    changed = DWELL.after(["2-3"], 10)
-    assert [changed.waits(["2-3"], step) for step in (10, 13, 14, 50)] == [4, 1, 0, 0]
-    assert changed.waits(["0-1"], 10) == 0
-    assert changed.waits(["0-1", "2-3"], 11) == 3
-
-
-def stays(*steps):
-    """How long each of several changes of one thing stands."""
+@pytest.mark.parametrize(
+    ("steps", "stand"),
+    [
+        ([0, 16, 48, 60, 90], [4, 8, 16, 20, 20]),  # flapping: twice as long each time
+        ([0, 17, 49], [4, 4, 4]),  # neither flapping nor calm
+        ([0, 16, 48, 177, 242, 1000, 2000], [4, 8, 16, 8, 4, 4, 4]),  # calm: half as long
+    ],
+)
+def test_how_long_a_change_stands_follows_the_earlier_ones(steps, stand):
     dwell, found = DWELL, []
     for step in steps:
         dwell = dwell.after(["2-3"], step)
         found.append(dwell.waits(["2-3"], step))
-    return found
+    assert found == stand
 
 
-def test_what_flaps_stands_twice_as_long_each_time():
-    assert stays(0, 16, 48, 60, 90) == [4, 8, 16, 20, 20]
-
-
-def test_a_while_is_neither_flapping_nor_calm():
-    assert stays(0, 17, 49) == [4, 4, 4]
-
-
-def test_after_a_calm_it_stands_half_as_long():
-    assert stays(0, 16, 48, 48 + 129, 48 + 129 + 65, 1000, 2000) == [4, 8, 16, 8, 4, 4, 4]
-
-
-def test_things_flap_each_for_itself():
-    dwell = DWELL.after(["2-3"], 0).after(["2-3", "0-1"], 5)
-    assert (dwell.waits(["2-3"], 5), dwell.waits(["0-1"], 5)) == (8, 4)
+def test_a_change_stands_for_itself_and_ends():
+    assert DWELL.waits(["2-3"], 0) == 0
+    changed = DWELL.after(["2-3"], 10)
+    assert [changed.waits(["2-3"], step) for step in (10, 13, 14, 50)] == [4, 1, 0, 0]
+    assert changed.waits(["0-1"], 10) == 0
+    assert changed.waits(["0-1", "2-3"], 11) == 3
+    changed = changed.after(["2-3", "0-1"], 15)
+    assert (changed.waits(["2-3"], 15), changed.waits(["0-1"], 15)) == (8, 4)
 
 
 def test_what_changes_for_anothers_sake_does_not_flap():
