@@ -95,12 +95,13 @@ class Stage:
 
 
 class Meeting:
-    num_ranks = 3
+    """A rendezvous in which every rank says the same."""
 
     def __init__(self, rank):
-        self.rank = rank
+        self.rank, self.num_ranks, self.met = rank, 3, 0
 
     def exchange(self, message, detail=None):
+        self.met += 1
         return [message] * 3
 
     def limit(self, deadline_s):
@@ -136,14 +137,8 @@ class FailingRun:
         self.routes = dict(plan.routes)
         in_force = PlanInForce(plan, tuple(self.programs), 0)
         self.profiler = Profiler(3)
-        self.books = Bookkeeper(
-            config,
-            in_force,
-            self.profiler,
-            self.told.append,
-            active=True,
-            loop=self.loop,
-        )
+        told = self.told.append
+        self.books = Bookkeeper(config, in_force, self.profiler, told, active=True, loop=self.loop)
         stages = []
         stages += [Stage(rank, self.wires, stages) for rank in range(3)]
         self.stages = stages
@@ -154,12 +149,7 @@ class FailingRun:
         ]
 
     def steps(self, count, slow_ms=None):
-        """Some steps.
-
-        Args:
-            count: How many.
-            slow_ms: Delays of links, on either route.
-        """
+        """Some steps; `slow_ms` has delays of links, on either route."""
         for _ in range(count):
             self._step(slow_ms or {})
 

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from failing_run import Meeting
 
 from jaxmorph.adapting.adaptation import Adaptation
 from jaxmorph.adapting.control_events import Morph
@@ -20,23 +21,6 @@ ROUTES: dict[Link, Route] = {Link(0, 1): "direct", Link(1, 2): "delegated"}
 PROGRAMS = lower_step(PLAN.schedule, Profile(COSTS, {}), ROUTES)
 SLOTS = slots_needed(PROGRAMS)
 MORPH = Morph(PLAN, tuple(map(program_text, PROGRAMS)), SLOTS, "slow", ROUTES, {})
-
-
-class Meeting:
-    """A rendezvous in which every rank says the same."""
-
-    def __init__(self, rank):
-        self.rank, self.num_ranks, self.met = rank, 3, 0
-
-    def limit(self, deadline_s):
-        pass
-
-    def close(self):
-        pass
-
-    def exchange(self, message, detail=None):
-        self.met += 1
-        return [message] * 3
 
 
 class Stage:

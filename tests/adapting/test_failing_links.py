@@ -26,14 +26,25 @@ def begin():
         run.close()
 
 
+@pytest.fixture
+def cut(begin):
+    """Begins runs whose second link's path is cut after six steps."""
+
+    def cut(**settings):
+        run = begin(**settings)
+        run.steps(6)
+        run.cut(LINK)
+        return run
+
+    return cut
+
+
 def routes_of(run, link=LINK):
     return [record["routes"][str(link)] for record in run.records()]
 
 
-def test_a_link_that_fails_is_told_once_and_a_plan_delegates_it_two_steps_later(begin):
-    run = begin(worth=0.9)  # no gain is worth a morph
-    run.steps(6)
-    run.cut(LINK)
+def test_a_link_that_fails_is_told_once_and_a_plan_delegates_it_two_steps_later(cut):
+    run = cut(worth=0.9)  # no gain is worth a morph
     run.steps(6)
     assert run.events("link_failed", "plan_changed", "route_changed", "straggler_detected") == [
         (6, "link_failed", "1-2"),
@@ -47,10 +58,8 @@ def test_a_link_that_fails_is_told_once_and_a_plan_delegates_it_two_steps_later(
     assert run.records()[7]["link_states"] == {"1-2": "direct path failed, delegated"}
 
 
-def test_a_link_goes_back_after_its_path_was_up_for_long_enough_and_a_probe_was_in_time(begin):
-    run = begin(failback_steps=5)
-    run.steps(6)
-    run.cut(LINK)
+def test_a_link_goes_back_after_its_path_was_up_for_long_enough_and_a_probe_was_in_time(cut):
+    run = cut(failback_steps=5)
     run.steps(6)
     run.heal(LINK)
     run.steps(20)
@@ -93,25 +102,8 @@ def test_a_link_that_turns_slow_in_the_very_step_of_a_failure_is_found_in_the_ne
     assert run.routes == dict.fromkeys(LINKS, "delegated")
 
 
-def test_a_path_that_flaps_is_never_tried(begin):
-    run = begin(failback_steps=6)
-    run.steps(6)
-    run.cut(LINK)
-    for _ in range(8):
-        run.steps(2)
-        run.heal(LINK)
-        run.steps(5)
-        run.cut(LINK)
-    run.steps(2)
-    assert run.wires.begun == []
-    assert len(run.events("link_failed")) == 1
-    assert set(routes_of(run)[6:]) == {"delegated"}
-
-
-def test_a_path_that_is_down_again_before_it_is_used_counts_from_the_beginning(begin):
-    run = begin(failback_steps=4, dwell_steps=60)
-    run.steps(6)
-    run.cut(LINK)
+def test_a_path_that_is_down_again_before_it_is_used_counts_from_the_beginning(cut):
+    run = cut(failback_steps=4, dwell_steps=60)
     run.steps(3)
     run.heal(LINK)
     run.steps(12)
@@ -158,10 +150,8 @@ def test_a_path_whose_probe_fails_is_dead_again_and_must_be_up_for_twice_as_long
     run.close()
 
 
-def test_a_link_whose_path_has_no_life_left_stays_delegated_and_one_event_says_so(begin):
-    run = begin(lives=1, failback_steps=3)
-    run.steps(6)
-    run.cut(LINK)
+def test_a_link_whose_path_has_no_life_left_stays_delegated_and_one_event_says_so(cut):
+    run = cut(lives=1, failback_steps=3)
     run.steps(3)
     run.heal(LINK)
     run.steps(40)

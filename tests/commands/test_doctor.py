@@ -5,30 +5,25 @@ import re
 
 import pytest
 
-from jaxmorph import cli
-
 ABOUT = [
-    "software",
-    "host",
-    "privileges",
-    "network",
-    "cluster and environment",
-    "devices",
-    "copies",
-]
+    "software", "host", "privileges", "network", "cluster and environment", "devices", "copies",
+]  # fmt: skip
 
 
-def told_by(*words, capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main(["doctor", *words])
-    assert exit_info.value.code == 0
-    return capsys.readouterr().out
+@pytest.fixture
+def told(run):
+    def told(*words):
+        code, out, _ = run("doctor", *words)
+        assert code == 0
+        return out
+
+    return told
 
 
-def test_as_json_every_fact_says_whether_it_works_and_why_not(capsys):
-    told = json.loads(told_by("--json", capsys=capsys))
-    assert list(told) == ABOUT
-    facts = {fact["name"]: fact for facts in told.values() for fact in facts}
+def test_as_json_every_fact_says_whether_it_works_and_why_not(told):
+    sections = json.loads(told("--json"))
+    assert list(sections) == ABOUT
+    facts = {fact["name"]: fact for facts in sections.values() for fact in facts}
     assert "this could not be looked at" not in facts
     assert facts["attention by cuDNN"]["works"] is False
     assert facts["jax"]["found"].count(".") >= 2
@@ -36,18 +31,15 @@ def test_as_json_every_fact_says_whether_it_works_and_why_not(capsys):
     assert all(fact["note"] for fact in facts.values() if fact["works"] is False)
 
 
-def test_the_table_has_a_line_for_every_fact_however_narrow_the_terminal(capsys, monkeypatch):
+def test_the_table_has_a_line_for_every_fact_however_narrow_the_terminal(told, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    lines = told_by(capsys=capsys).splitlines()
+    lines = told().splitlines()
     assert [line for line in lines if not line.startswith("  ")] == ABOUT
     names = ("python", "cores", "CUDA driver", "into slots by buffer_callback", "NIXL")
     for name in names:
         (line,) = [line for line in lines if line.startswith(f"  {name}  ")]
         assert line.split("  ")[-1].strip()
-
-
-def test_a_verdict_is_not_told_twice(capsys):
-    lines = told_by(capsys=capsys).splitlines()
+    # A verdict is not told twice.
     assert not [line for line in lines if re.search("  no  none?(:|$)|  ok  yes:", line)]
     (line,) = [line for line in lines if line.startswith("  attention by cuDNN ")]
     assert line.endswith("  no  JAX computes on cpu, not on a GPU")

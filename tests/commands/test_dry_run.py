@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from jaxmorph import cli
 from models.gpt2.stages import GPT2
 
 TINY = """
@@ -17,7 +16,7 @@ schedule: {name: 1f1b}
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
+def run(run, tmp_path, monkeypatch):
     """Runs the command where there is nothing but a configuration, and gives all that it said."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "60")
@@ -25,11 +24,9 @@ def run(tmp_path, monkeypatch, capsys):
     (tmp_path / "tiny.yaml").write_text(TINY)
 
     def run_(*words):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["train", *words])
+        said = run("train", *words)
         assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
-        said = capsys.readouterr()
-        return ended.value.code, said.out, said.err
+        return said
 
     return run_
 

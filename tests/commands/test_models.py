@@ -1,6 +1,5 @@
 """Text from saved models that stand here, without a run, and the sizes of presets."""
 
-import io
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,6 @@ import tokenizers
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from jaxmorph import cli
 from jaxmorph.commands import models
 from jaxmorph.config import Config
 from jaxmorph.errors import UserError
@@ -87,29 +85,17 @@ def test_it_is_the_same_from_any_number_of_stages(load):
     assert text() == alone
 
 
-def test_bytes_that_are_no_text_are_marked(load):
-    load(saved(never=range(128)))
-    assert text().startswith("def �")
-
-
-def test_it_ends_where_the_model_ends_the_document(load):
+def test_it_ends_where_the_model_ends_the_document(load, monkeypatch):
     load(saved(never=range(1, 256)))
     assert text() == "def "
-
-
-def test_nothing_of_what_comes_after_the_document_is_shown(load, monkeypatch):
-    load(saved())
+    load(saved())  # and nothing of what comes after the document is shown
     monkeypatch.setattr(models, "continuation", lambda *_, **__: iter([97, 98, 0, 99]))
     assert text() == "def ab"
 
 
-def test_an_empty_prompt_is_the_beginning_of_a_document(load):
-    load(saved(never=[0, *range(128, 256)]))
-    assert len(text("")) == 12
-
-
 def test_a_text_longer_than_the_model_sees_goes_on(load):
     load(saved(never=[0, *range(128, 256)]))
+    assert len(text("")) == 12  # the beginning of a document
     prompt = "x" * 50
     assert len(text(prompt)) == 62
     assert text(prompt)[50:] == text("x" * LENGTH)[LENGTH:]
@@ -144,48 +130,24 @@ def test_what_cannot_be_encoded_is_one_line(load, words):
         text("\udcff", tokenizer="bytes")
 
 
-def test_the_command_prints_the_text(load, monkeypatch):
+def test_the_command_prints_the_text_or_a_users_mistake(load, run, expect_mistake):
     load(saved(never=[0, *range(128, 256)]))
-    shown = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", shown)
-    words = ["sample", "runs/a", "--prompt", "[red]def", "--tokens", "90", "--temperature", "3"]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(words)
-    assert ended.value.code == 0
-    assert shown.getvalue() == text("[red]def", num_tokens=90) + "\n"
-
-
-def test_the_commands_user_mistake_is_one_line_and_exit_code_2(load, capsys):
-    load(saved())
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["sample", "runs/a", "--prompt", "x", "--temperature", "-1"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == (
-        "error: --temperature: got -1.0, expected a number of at least 0\n"
-    )
-
-
-def _run(capsys, *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main(["model", *arguments])
-    captured = capsys.readouterr()
-    code = exit_info.value.code
-    assert isinstance(code, int)
-    return code, captured.out, captured.err
-
-
-def _refuse(**_):
-    raise ValueError("width: got 5, expected an even number")
+    words = ["sample", "runs/a", "--prompt", "[red]def", "--tokens", "90", "--temperature"]
+    assert run(*words, "3") == (0, text("[red]def", num_tokens=90) + "\n", "")
+    expect_mistake("--temperature: got -1.0, expected a number of at least 0", *words, "-1")
 
 
 @pytest.fixture
 def odd_factory(monkeypatch):
-    monkeypatch.setitem(sys.modules, "odd_model", SimpleNamespace(build=_refuse))
+    def refuse(**_):
+        raise ValueError("width: got 5, expected an even number")
+
+    monkeypatch.setitem(sys.modules, "odd_model", SimpleNamespace(build=refuse))
 
 
-def test_every_preset_has_a_row_of_80_columns(capsys, monkeypatch):
+def test_every_preset_has_a_row_of_80_columns(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, err = _run(capsys, "--stages", "4")
+    code, out, err = run("model", "--stages", "4")
     assert (code, err) == (0, "")
     lines = [line.split(maxsplit=3) for line in out.splitlines() if line.strip()]
     rows = {line[0]: [word.rstrip() for word in line] for line in lines}
@@ -193,8 +155,8 @@ def test_every_preset_has_a_row_of_80_columns(capsys, monkeypatch):
     assert len(rows) == 15  # twelve presets, the title, the names of the columns and a rule
 
 
-def test_another_factorys_presets_are_listed_the_same_way(capsys):
-    code, out, err = _run(capsys, "--factory", "models.llama", "--vocab-size", "32000")
+def test_another_factorys_presets_are_listed_the_same_way(run):
+    code, out, err = run("model", "--factory", "models.llama", "--vocab-size", "32000")
     assert (code, err) == (0, "")
     counts = {words[0]: words[2] for line in out.splitlines() if len(words := line.split()) == 3}
     assert counts["7B"] == "6,738,415,616"
@@ -213,8 +175,6 @@ def test_another_factorys_presets_are_listed_the_same_way(capsys):
         ),
     ],
 )
-def test_mistakes_are_one_line_that_names_the_option(capsys, odd_factory, arguments, message):
-    code, out, err = _run(capsys, *arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: {message}")
-    assert err.count("\n") == 1
+@pytest.mark.usefixtures("odd_factory")
+def test_mistakes_are_one_line_that_names_the_option(expect_mistake, arguments, message):
+    expect_mistake(message, "model", *arguments)

@@ -2,18 +2,8 @@ import json
 
 import pytest
 
-from jaxmorph import cli
 from jaxmorph.schedule.files import save_schedule
 from jaxmorph.schedule.fixed import one_forward_one_backward, zb_h2
-
-
-def _run(capsys, *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main(["validate", *map(str, arguments)])
-    captured = capsys.readouterr()
-    code = exit_info.value.code
-    assert isinstance(code, int)
-    return code, captured.out, captured.err
 
 
 @pytest.fixture
@@ -23,8 +13,8 @@ def saved(tmp_path):
     return path
 
 
-def test_a_sound_schedule_is_ok_and_drawn_with_its_numbers(capsys, saved):
-    code, out, err = _run(capsys, saved, "--link-ms", "0,0,20")
+def test_a_sound_schedule_is_ok_and_drawn_with_its_numbers(run, saved):
+    code, out, err = run("validate", saved, "--link-ms", "0,0,20")
     assert (code, err) == (0, "")
     assert out.splitlines()[:2] == ["ok: every op runs", "mine: 4 stages, 12 microbatches"]
     assert out.splitlines()[-5:] == [
@@ -37,20 +27,20 @@ def test_a_sound_schedule_is_ok_and_drawn_with_its_numbers(capsys, saved):
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".json", ".txt"])
-def test_every_kind_of_file_gives_the_same_answer(capsys, tmp_path, suffix):
+def test_every_kind_of_file_gives_the_same_answer(run, tmp_path, suffix):
     path = tmp_path / f"1f1b{suffix}"
     save_schedule(path, one_forward_one_backward(4, 12))
-    code, out, err = _run(capsys, path, "--json", "--backward-weight-ms", "20")
+    code, out, err = run("validate", path, "--json", "--backward-weight-ms", "20")
     answer = json.loads(out)
     assert (code, err) == (0, "")
     assert (answer["valid"], answer["name"], answer["makespan_ms"]) == (True, "1f1b", 600.0)
     assert answer["peak_live"] == [4, 3, 2, 1]
 
 
-def test_a_deadlock_is_shown_in_the_grid_and_is_exit_code_2(capsys, tmp_path):
+def test_a_deadlock_is_shown_in_the_grid_and_is_exit_code_2(run, tmp_path):
     path = tmp_path / "stuck.csv"
     path.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
-    code, out, err = _run(capsys, path)
+    code, out, err = run("validate", path)
     assert (code, err) == (2, "")
     assert out.splitlines() == [
         "deadlock: the stages wait for each other in a circle: stage 0 at BW0, stage 1 at F1",
@@ -60,10 +50,10 @@ def test_a_deadlock_is_shown_in_the_grid_and_is_exit_code_2(capsys, tmp_path):
     ]
 
 
-def test_a_missing_op_in_json(capsys, tmp_path):
+def test_a_missing_op_in_json(run, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("short: 1 stages, 2 microbatches\nstage 0  F0 F1 BW0\n")
-    code, out, _ = _run(capsys, path, "--json")
+    code, out, _ = run("validate", path, "--json")
     assert code == 2
     assert json.loads(out) == {
         "name": "short",
@@ -74,17 +64,17 @@ def test_a_missing_op_in_json(capsys, tmp_path):
     }
 
 
-def test_torchs_virtual_stages_are_chunks_and_go_around(capsys, tmp_path):
+def test_torchs_virtual_stages_are_chunks_and_go_around(run, tmp_path):
     path = tmp_path / "loop.csv"
     path.write_text("0F0,,3F0,,,,,3B0,,0B0\n,1F0,,4F0,,,4B0,,1B0,\n,,2F0,,5F0,5B0,,2B0,,\n")
-    code, out, _ = _run(capsys, path, "--link-ms", "0,0,7", "--json")
+    code, out, _ = run("validate", path, "--link-ms", "0,0,7", "--json")
     answer = json.loads(out)
     assert (code, answer["makespan_ms"]) == (0, 3 * 30.0 + 2 * 7.0)
     assert answer["peak_live"] == [2, 2, 2]
 
 
-def test_a_picture_is_drawn(capsys, saved, tmp_path):
-    assert _run(capsys, saved, "--out", tmp_path / "mine.svg")[0] == 0
+def test_a_picture_is_drawn(run, saved, tmp_path):
+    assert run("validate", saved, "--out", tmp_path / "mine.svg")[0] == 0
     assert (tmp_path / "mine.svg").read_text().lstrip().startswith("<?xml")
 
 
@@ -97,24 +87,20 @@ def test_a_picture_is_drawn(capsys, saved, tmp_path):
         (["--out", "a.pdf"], "--out: got a.pdf, expected a name that ends in"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_2(capsys, saved, arguments, message):
-    code, out, err = _run(capsys, saved, *arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: {message}")
-    assert err.count("\n") == 1
+def test_mistakes_are_one_line(expect_mistake, saved, arguments, message):
+    expect_mistake(message, "validate", saved, *arguments)
 
 
-def test_a_file_that_is_no_schedule_is_named(capsys, tmp_path):
+def test_a_file_that_is_no_schedule_is_named(expect_mistake, tmp_path):
     path = tmp_path / "v.csv"
     path.write_text("0F0,3F0\n1F0,2F0\n")
-    code, out, err = _run(capsys, path)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: {path}: row 0: got stage 3 on rank 0, expected it on rank 1")
-    assert _run(capsys, tmp_path / "none.csv")[2].startswith(f"error: {tmp_path}/none.csv: cannot")
+    says = f"{path}: row 0: got stage 3 on rank 0, expected it on rank 1"
+    expect_mistake(says, "validate", path)
+    expect_mistake(f"{tmp_path}/none.csv: cannot", "validate", tmp_path / "none.csv")
 
 
-def test_who_gives_a_runs_configuration_is_told_what_checks_it(capsys):
-    code, _, error = _run(capsys, "configs/demo.yaml")
+def test_who_gives_a_runs_configuration_is_told_what_checks_it(run):
+    code, _, error = run("validate", "configs/demo.yaml")
     assert code == 2
     assert error.startswith("error: configs/demo.yaml: got a run's configuration by its name, ")
     assert error.endswith("; jaxmorph train configs/demo.yaml --dry-run checks a configuration\n")

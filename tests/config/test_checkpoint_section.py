@@ -21,22 +21,18 @@ def test_where_nothing_is_saved_no_minutes_are_and_nobody_waits_for_a_save():
     assert Checkpoint(every_steps=0).stop_within_s is None
 
 
-@pytest.mark.parametrize(
-    ("settings", "within_s"),
-    [({}, 120.0), ({"sigterm_deadline_s": 30}, 30.0), ({"on_sigterm": False}, None)],
-)
-def test_a_run_that_is_asked_to_end_has_so_long(settings, within_s):
-    assert Checkpoint(**settings).stop_within_s == within_s
+def test_a_run_that_is_asked_to_end_has_so_long():
+    assert Checkpoint().stop_within_s == 120.0
+    assert Checkpoint(sigterm_deadline_s=30).stop_within_s == 30.0
+    assert Checkpoint(on_sigterm=False).stop_within_s is None
 
 
 SAVES = {"checkpoint": {"every_steps": 5}}
 
 
-@pytest.mark.parametrize(
-    ("attempt", "wait_s"), [(1, 1.5), (2, 3.0), (3, 6.0), (4, 10.0), (10**9, 10.0)]
-)
-def test_each_wait_is_twice_the_one_before_up_to_the_longest(attempt, wait_s):
-    assert RestartPolicy(backoff_s=1.5, longest_backoff_s=10.0).wait_s(attempt) == wait_s
+def test_each_wait_is_twice_the_one_before_up_to_the_longest():
+    policy = RestartPolicy(backoff_s=1.5, longest_backoff_s=10.0)
+    assert [policy.wait_s(attempt) for attempt in (1, 2, 3, 4, 10**9)] == [1.5, 3, 6, 10, 10]
 
 
 @pytest.mark.parametrize(
@@ -119,15 +115,9 @@ def test_systems_that_could_not_restart_or_be_told_apart_are_refused(systems, se
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("systems", "sections"),
-    [
-        (("restart", "restart-cold"), SAVES),
-        (("restart",), {"checkpoint": {"every_minutes": 0.5}}),
-        (("restart",), {POLICY: {"from_start": True}}),
-        (("restart-cold",), SAVES | {POLICY: {"compilation_cache": False}}),
-        (("1f1b",), {POLICY: {"max_restarts": 0, "compilation_cache": False}}),
-    ],
-)
-def test_systems_that_can_are_not(systems, sections):
-    assert compared(*systems, **sections).compare is not None
+def test_systems_that_can_are_not():
+    compared("restart", "restart-cold", **SAVES)
+    compared("restart", checkpoint={"every_minutes": 0.5})
+    compared("restart", restart_policy={"from_start": True})
+    compared("restart-cold", **SAVES, restart_policy={"compilation_cache": False})
+    compared("1f1b", restart_policy={"max_restarts": 0, "compilation_cache": False})

@@ -74,12 +74,8 @@ def test_a_comparison_with_a_system_that_restarts_is_of_whole_runs_and_may_cut_l
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_configuration_loads_and_says_claim_command_and_expectation(path):
+def test_every_configuration_loads(path):
     load_config(path)
-    head = path.read_text().splitlines()
-    assert head[0].startswith("# Claim:    ")
-    assert any(line.startswith("# Command:  ") for line in head)
-    assert any(line.startswith("# Expected: ") for line in head)
 
 
 @pytest.mark.parametrize(

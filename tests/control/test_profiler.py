@@ -93,21 +93,6 @@ def test_a_few_messages_on_another_route_dont_count():
     assert links[Link(0, 1)].forward_latency_ms == 30.0
 
 
-def test_tied_gradients_are_no_latency_of_their_link():
-    spans = [TransferSpan(end, "tied[0] 0>1", 0.0, 50.0) for end in (0, 1)]
-    assert profile(timeline(["F0:1", "F0:1"], spans)).links == {}
-
-
-def test_a_delegated_message_takes_from_its_sending_to_its_landing():
-    transfers = [
-        TransferSpan(1, f"activation[{m}] 0>1", 10 * m, 10 * m + took, holds_queue=False)
-        for m, took in enumerate((3, 4, 90))
-    ]
-    links = profile(timeline(["F0:1", "F0:1"], transfers)).links
-    assert links[Link(0, 1)].forward_latency_ms == 4
-    assert links[Link(0, 1)].backward_latency_ms == 0
-
-
 def test_a_link_on_another_route_is_measured_anew():
     def steps(held, took_ms):
         ends = (0, 1) if held else (1,)

@@ -33,17 +33,6 @@ def by_name(facts):
     return {fact.name: fact for fact in facts}
 
 
-def test_on_a_cpu_that_is_what_jax_computes_on():
-    found = by_name(device_facts())
-    assert found["JAX computes on"].found == "cpu"
-    assert found["device 0"].found.startswith("cpu")
-
-
-def test_on_a_cpu_there_is_no_attention_by_cudnn():
-    fact = attention_fact()
-    assert (fact.works, fact.note) == (False, "JAX computes on cpu, not on a GPU")
-
-
 @pytest.mark.parametrize(
     ("raised", "works", "note"),
     [
@@ -81,15 +70,16 @@ def test_a_driver_is_told_with_its_version_and_let_go():
     fact = driver_fact(lambda number: driver)
     assert (fact.found, fact.works) == ("for CUDA 13.0", True)
     assert driver.is_closed
-
-
-def test_why_there_is_no_driver_is_told():
     fact = driver_fact(no_driver)
     assert (fact.works, fact.note) == (False, "loading libcuda.so.1: no such file")
 
 
 def test_on_a_cpu_every_way_that_works_is_named_and_that_which_runs_take():
-    found = by_name(copy_facts(open_driver=no_driver))
+    found = by_name([*device_facts(), attention_fact(), *copy_facts(open_driver=no_driver)])
+    assert found["JAX computes on"].found == "cpu"
+    assert found["device 0"].found.startswith("cpu")
+    attention = found["attention by cuDNN"]
+    assert (attention.works, attention.note) == (False, "JAX computes on cpu, not on a GPU")
     ways = ("buffer_callback", "io_callback", "pinned_host")
     assert all(found[f"into slots by {name}"].works for name in ways)
     assert found["into slots by buffer_callback"].note == "what runs take here"

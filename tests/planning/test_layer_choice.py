@@ -40,43 +40,39 @@ def counts(choice):
     return [len(layers) for layers in choice.layers]
 
 
-def test_the_stage_with_a_heavy_head_gets_fewer_layers():
-    layers, reason = cut_by_costs(HEAVY_HEAD, 8, 2)
-    assert layers == (5, 3)
-    assert reason == (
-        "slowest stage 11 ms a microbatch, 13 ms under the even cut 4 4; "
-        "embedding 0.5, a layer 2, the head 5 ms"
-    )
-
-
-def test_a_heavy_embedding_counts_as_well():
-    layers, _ = cut_by_costs(LayerCosts(embed_ms=4.0, layer_ms=2.0, head_ms=6.0), 9, 3)
-    assert layers == (3, 4, 2)
-
-
-@pytest.mark.parametrize(("head_ms", "layers"), [(2.05, (4, 4)), (2.25, (5, 3))])
-def test_the_even_cut_stays_unless_another_is_clearly_faster(head_ms, layers):
-    chosen, reason = cut_by_costs(LayerCosts(0.0, 2.0, head_ms), 8, 2)
+@pytest.mark.parametrize(
+    ("costs", "num_layers", "layers", "reason"),
+    [
+        (
+            HEAVY_HEAD, 8, (5, 3),
+            "slowest stage 11 ms a microbatch, 13 ms under the even cut 4 4; "
+            "embedding 0.5, a layer 2, the head 5 ms",
+        ),
+        (LayerCosts(4.0, 2.0, 6.0), 9, (3, 4, 2), "slowest stage 10 ms"),
+        (LayerCosts(0.0, 2.0, 2.05), 8, (4, 4), "even: slowest stage 10"),  # hardly faster
+        (LayerCosts(0.0, 2.0, 2.25), 8, (5, 3), "slowest stage 10"),
+    ],
+)  # fmt: skip
+def test_stages_with_a_heavy_end_get_fewer_layers(costs, num_layers, layers, reason):
+    chosen, why = cut_by_costs(costs, num_layers, len(layers))
     assert chosen == layers
-    assert reason.startswith("even: slowest stage 10") == (layers == (4, 4))
+    assert why.startswith(reason)
 
 
-def test_rank_0_measures_and_the_others_take_its_answer():
+@pytest.mark.parametrize(
+    ("before", "measure", "cut"),
+    [(None, lambda: HEAVY_HEAD, [5, 3]), ((6, 2), not_measured, [6, 2])],
+)
+def test_rank_0_measures_unless_it_was_cut_before_and_the_others_take_its_answer(
+    before, measure, cut
+):
     rank_0 = Rank(0)
-    first = choose_layers(config_of(), rank_0, 8, lambda: HEAVY_HEAD)
+    first = choose_layers(config_of(), rank_0, 8, measure, before)
     second = choose_layers(config_of(), Rank(1, heard=rank_0.said), 8, not_measured)
-    assert counts(first) == [5, 3]
+    assert counts(first) == cut
     assert first == second
-    assert rank_0.said[0] == {}
-
-
-def test_what_was_chosen_before_stays_and_nothing_is_measured():
-    rank_0 = Rank(0)
-    first = choose_layers(config_of(), rank_0, 8, not_measured, (6, 2))
-    second = choose_layers(config_of(), Rank(1, heard=rank_0.said), 8, not_measured)
-    assert counts(first) == [6, 2]
-    assert first == second
-    assert first.reason == "as the run was cut before"
+    assert (first.reason == "as the run was cut before") is (before is not None)
+    assert before or rank_0.said[0] == {}
 
 
 @pytest.mark.parametrize(

@@ -2,34 +2,24 @@ import re
 
 import pytest
 
-from jaxmorph import cli
 from jaxmorph.emulation import link_trace
 from jaxmorph.emulation.delay_traces import draw_regime
 from jaxmorph.emulation.link_trace import read_link_trace
 from jaxmorph.schedule.costs import Link
 
 
-def _run(capsys, *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main(["trace", *map(str, arguments)])
-    captured = capsys.readouterr()
-    code = exit_info.value.code
-    assert isinstance(code, int)
-    return code, captured.out, captured.err
-
-
-def test_a_regime_is_written_as_a_table_and_summed_up(capsys, tmp_path):
+def test_a_regime_is_written_as_a_table_and_summed_up(run, tmp_path):
     path = tmp_path / "c.csv"
     options = ("--seed", 3, "--duration-s", 60, "--links", "1-2 0-1", "--out", path)
-    code, out, err = _run(capsys, "C", *options)
+    code, out, err = run("trace", "C", *options)
     assert (code, err) == (0, "")
     drawn = draw_regime("C", (Link(1, 2), Link(0, 1)), 60.0, seed=3)
     assert read_link_trace(path) == drawn.conditions()
     assert out.startswith(f"wrote {path}: {len(drawn.changes)} changes of 2 links; delays above 0 ")
 
 
-def test_events_are_printed_by_step(capsys):
-    code, out, _ = _run(capsys, "events", "--stages", 8, "--steps", 300, "--seed", 1)
+def test_events_are_printed_by_step(run):
+    code, out, _ = run("trace", "events", "--stages", 8, "--steps", 300, "--seed", 1)
     header, *rows = out.splitlines()
     assert (code, header) == (0, "step,links,latency_ms")
     assert len(rows) >= 4
@@ -48,18 +38,13 @@ def test_events_are_printed_by_step(capsys):
         (["A", "--out", "nowhere/x.csv"], "--out: nowhere/x.csv: No such file or directory"),
     ],
 )
-def test_a_users_mistake_is_one_line_and_exit_code_2(
-    capsys, tmp_path, monkeypatch, arguments, says
-):
+def test_mistakes_are_one_line(expect_mistake, tmp_path, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
-    code, out, err = _run(capsys, *arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: {says}")
-    assert err.count("\n") == 1
+    expect_mistake(says, "trace", *arguments)
 
 
-def test_links_may_be_those_of_any_pipeline_where_no_stages_are_given(capsys):
-    code, out, _ = _run(capsys, "A", "--links", "6-7", "--duration-s", 1)
+def test_links_may_be_those_of_any_pipeline_where_no_stages_are_given(run):
+    code, out, _ = run("trace", "A", "--links", "6-7", "--duration-s", 1)
     assert (code, {row.split(",")[1] for row in out.splitlines()[1:]}) == (0, {"6-7"})
 
 
@@ -68,10 +53,10 @@ def test_links_may_be_those_of_any_pipeline_where_no_stages_are_given(capsys):
     [(["A", "--duration-s", 8], "--duration-s"), (["events", "--steps", 9000], "--steps")],
 )
 def test_what_no_configuration_would_take_is_not_written(
-    capsys, tmp_path, monkeypatch, arguments, option
+    run, tmp_path, monkeypatch, arguments, option
 ):
     monkeypatch.setattr(link_trace, "MOST_CHANGES", 50)
     path = tmp_path / "long.csv"
-    code, _, err = _run(capsys, *arguments, "--out", path)
+    code, _, err = run("trace", *arguments, "--out", path)
     assert (code, path.exists()) == (2, False)
     assert re.match(rf"error: {option}: got \d+ changes of link \d-\d, expected at most 50: ", err)

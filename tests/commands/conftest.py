@@ -1,0 +1,32 @@
+"""Commands in this process, and what they say to a user's mistake."""
+
+import pytest
+
+from jaxmorph import cli
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command: its exit code, and what it wrote to either stream."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*map(str, words)])
+        said = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def expect_mistake(run):
+    """Runs a command that ends with exit code 2 and one line that begins with a message."""
+
+    def expect_mistake(message, *words: object):
+        code, out, err = run(*words)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"error: {message}")
+        assert err.count("\n") == 1
+
+    return expect_mistake
