@@ -153,14 +153,6 @@ def test_a_link_found_down_or_failed_in_that_step_is_not_probed():
         assert stage.done == []
 
 
-def test_a_path_begins_again_only_once():
-    loop = Loop(probes=(LINK,), known=(LINK,))
-    adaptation, _ = after_failure(0, loop)
-    adaptation.heed(7, [adaptation.told(7), UP, UP])
-    loop.probes = (LINK,)
-    assert adaptation.told(8) == {"probe": ["1-2"]}
-
-
 def test_failures_are_reported_whether_or_not_anything_adapts():
     for loop in (Loop(MORPH), None):
         stage = Stage(*FAILED["link_failures"])

@@ -62,13 +62,12 @@ def run_on(begin_run):
 
 
 @pytest.fixture
-def run_from(run_on):
-    """Begins a run by what was measured."""
+def run_by(run_on):
+    """Begins a run by what was measured, with its slow link delegated."""
 
-    def begin(measured, routes=DELEGATED_ROUTES):
-        first = first_plan_of(measured, routes)
-        start = starting_point(CONFIG, first, 0)
-        return run_on(start, first.in_force.plan)
+    def begin(measured):
+        first = first_plan_of(measured, DELEGATED_ROUTES)
+        return run_on(starting_point(CONFIG, first, 0), first.in_force.plan)
 
     return begin
 
@@ -113,8 +112,8 @@ def test_slow_from_the_start_is_judged_by_the_others(measured):
         assert usual.baseline_ms == pytest.approx(usual_ms)
 
 
-def test_it_stays_delegated_while_slow_and_goes_back(run_from):
-    run = run_from(MEASURED)
+def test_it_stays_delegated_while_slow_and_goes_back(run_by):
+    run = run_by(MEASURED)
     run.steps(8, slow_ms=40.0)
     assert run.of_kind("straggler_detected") == [(0, "straggler_detected", "1-2")]
     assert run.of_kind("straggler_recovering", "route_changed") == []
@@ -129,8 +128,8 @@ def test_it_stays_delegated_while_slow_and_goes_back(run_from):
     assert run.delegated() == {"1-2"}
 
 
-def test_before_any_step_the_measured_times_are_expected(run_from):
-    run = run_from(DIRECT_ALONE)
+def test_before_any_step_the_measured_times_are_expected(run_by):
+    run = run_by(DIRECT_ALONE)
     assert run.expected_ms() == pytest.approx(0.5)  # the profile's, which is asked for
     run.steps(1)
     assert run.expected_ms() == pytest.approx(1.5)
@@ -246,14 +245,6 @@ def begin(monkeypatch, run_on):
         return run_on(start, first.in_force.plan), start, measured_on
 
     return begun
-
-
-def test_with_nothing_known_the_first_plan_is_usual(begin):
-    run, start, _ = begin(())
-    assert run.delegated() == set()
-    assert start.home.routes == FIRST.routes
-    run.steps(1)
-    assert run.events == []
 
 
 @pytest.mark.parametrize("is_slow", [True, False])

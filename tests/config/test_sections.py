@@ -36,11 +36,6 @@ def test_a_cap_is_none_or_one_for_each_stage():
     assert Schedule(max_live=(4, 2)).max_live_per_stage(2) == (4, 2)
 
 
-def test_a_section_cannot_be_changed():
-    with pytest.raises(ValueError, match="frozen"):
-        Schedule().name = "gpipe"
-
-
 def test_planning_is_told_of_links_as_measured_but_for_those_that_are_named():
     measured = {Link(0, 1): LinkState(0.5, 0.4), Link(1, 2): LinkState(9.0, 9.0)}
     assert Schedule().links_told(measured) == measured

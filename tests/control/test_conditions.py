@@ -15,7 +15,7 @@ from jaxmorph.control.conditions import (
     usual_to_json,
 )
 from jaxmorph.control.verdicts import LinkHealth, Verdict, ailing_links
-from jaxmorph.schedule.costs import Link, LinkState, Routes, StageCosts, chain_links
+from jaxmorph.schedule.costs import Link, LinkState, StageCosts, chain_links
 
 LINK = Link(1, 2)
 USUAL: UsualLinks = {
@@ -23,7 +23,6 @@ USUAL: UsualLinks = {
     "delegated": {LINK: LinkState(2.0, 2.5)},
 }
 DELEGATED = {LINK: "delegated"}
-NO_ROUTES: Routes = {}
 
 
 def under(planned, *verdicts, now=None, **margin):
@@ -61,33 +60,28 @@ def test_whatever_is_not_healthy_ails():
     assert ailing_links(verdicts) == {Link(0, 1), Link(2, 3)}
 
 
-def outlying(links, routes=NO_ROUTES):
-    return {Link(min(way), max(way)) for way in outlying_ways(links, routes)}
+ONE_WAY = {**chain_links((0.5, 0.5, 0.5)), Link(0, 1): LinkState(0.5, 30.0)}
 
 
-def test_links_that_differ_from_most_are_found():
-    def found(*latencies_ms):
-        return {str(link) for link in outlying(chain_links(latencies_ms))}
-
-    assert found() == set()
-    assert found(0.5, 0.6, 30.0, 0.4) == {"2-3"}
-    assert found(0.5, 0.5, 5.9) == set()
-    assert found(30.0, 31.0, 30.0, 66.0) == set()  # that is how links are here
-    assert found(30.0, 31.0, 30.0, 67.0) == {"3-4"}
-    one_way = {Link(0, 1): LinkState(0.5, 30.0), Link(1, 2): LinkState(0.5, 0.5)}
-    assert outlying({**one_way, Link(2, 3): LinkState(0.5, 0.5)}) == {Link(0, 1)}
-
-
-def test_of_two_links_the_quicker_is_the_usual():
-    assert outlying(chain_links((0.5, 30.0))) == {Link(1, 2)}
-    assert outlying(chain_links((30.0, 31.0))) == set()  # both may be slow: nobody knows
-    assert outlying(chain_links((30.0,))) == set()
-
-
-def test_links_on_different_routes_are_not_compared():
-    links = chain_links((8.0, 0.5, 0.5))
-    assert outlying(links, {Link(0, 1): "delegated"}) == set()
-    assert outlying(links) == {Link(0, 1)}
+@pytest.mark.parametrize(
+    ("links", "routes", "differ"),
+    [
+        (chain_links(()), {}, set()),
+        (chain_links((0.5, 0.6, 30.0, 0.4)), {}, {"2-3"}),
+        (chain_links((0.5, 0.5, 5.9)), {}, set()),
+        (chain_links((30.0, 31.0, 30.0, 66.0)), {}, set()),  # that is how links are here
+        (chain_links((30.0, 31.0, 30.0, 67.0)), {}, {"3-4"}),
+        (ONE_WAY, {}, {"0-1"}),
+        (chain_links((0.5, 30.0)), {}, {"1-2"}),  # of two the quicker is the usual
+        (chain_links((30.0, 31.0)), {}, set()),  # both may be slow: nobody knows
+        (chain_links((30.0,)), {}, set()),
+        (chain_links((8.0, 0.5, 0.5)), {}, {"0-1"}),
+        (chain_links((8.0, 0.5, 0.5)), {Link(0, 1): "delegated"}, set()),
+    ],
+)
+def test_links_that_differ_from_most_on_their_route_are_found(links, routes, differ):
+    ways = outlying_ways(links, routes)
+    assert {f"{min(way)}-{max(way)}" for way in ways} == differ
 
 
 def test_a_healed_direction_takes_what_the_others_do():

@@ -188,17 +188,6 @@ def test_one_that_began_slow_may_have_chance_late_messages():
     assert len(steps.said) == 2
 
 
-def test_an_unsteady_link_needs_more_to_be_slow():
-    drawn = random.Random(1)
-    noise = [[1.0 + drawn.expovariate(0.3) for _ in range(12)] for _ in range(60)]
-    steps = Steps(0).run(*noise)
-    assert steps.said == []
-    steps.run(*([ms + 30.0 for ms in each] for each in noise[:2]))
-    assert steps.path() == [(SLOW, 60)]
-    assert steps.now.latency_ms == pytest.approx(33.5, abs=1.0)
-    assert steps.now.jitter_ms > 1.0
-
-
 def test_a_link_with_late_bursts_needs_longer_ones():
     jump = [1.0] * 4 + [14.0] * 8
     assert Steps(20).run(jump).path() == [(SLOW, 20)]
@@ -361,13 +350,3 @@ def test_the_longer_and_the_later_a_run_the_less_likely(least_ms, more):
 
     assert chance(least_ms, 4) < chance(least_ms, 3)
     assert chance(more * least_ms, 4) <= chance(least_ms, 4)
-
-
-def test_a_calm_hour_says_little_of_a_busy_moments_run():
-    calm, unseen = HealthyMessages(Sensitivity()), HealthyMessages(Sensitivity())
-    calm.learn([1.0] * 12 + [12.0] + ([1.0] * 12 + [12.0]) * 18)  # one in thirteen, each alone
-    unseen.learn([1.0] * 256)
-    busy = [9.4, 9.3, 14.4, 10.4, 19.2, 12.1, 12.0]
-    assert calm.unlikely_end(busy, 6.4) == ()
-    for count in range(3, 17):
-        assert calm.run_chance(9.3, count, 6.4) > unseen.run_chance(9.3, count, 6.4)

@@ -1,6 +1,5 @@
 """Which links do without their direct paths, and when a path has been up for long enough."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,21 +27,6 @@ def returns_after(watch, reports, delegated=(LINK,)):
         if LINK in watch.observe(up, delegated).returned:
             return number
     return None
-
-
-@pytest.mark.parametrize(
-    ("reports", "steps"),
-    [
-        ([UP] * 40, [4]),  # said once
-        *[([UP] * 3 + [gap] + [UP] * 9, [8]) for gap in (DOWN, SILENT)],  # counts anew
-        *[([UP, UP, UP, gap] * 20, []) for gap in (DOWN, SILENT)],
-    ],
-)
-def test_a_path_returns_after_enough_steps_up_in_a_row(reports, steps):
-    watch = failed()
-    turns = [watch.observe(up, (LINK,)) for up in reports]
-    assert [at for at, each in enumerate(turns, start=1) if LINK in each.returned] == steps
-    assert watch.failed == {LINK}  # until it has begun again
 
 
 def test_after_each_further_failure_it_takes_twice_as_many_up_to_a_limit():

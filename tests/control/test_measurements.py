@@ -38,11 +38,6 @@ def test_median_and_spread_of_values_in_any_order(seen):
     assert robust_spread(seen) == pytest.approx(1.4826 * median(distances))
 
 
-def test_the_spread_of_normal_values_is_their_standard_deviation():
-    drawn = np.random.default_rng(0).normal(50, 3, 4001)
-    assert robust_spread(drawn.tolist()) == pytest.approx(3, rel=0.05)
-
-
 def samples(*spans, num_stages=4):
     rows = (np.zeros(0),) * num_stages
     return link_samples(Timeline(((),) * num_stages, rows, rows, spans))
