@@ -116,8 +116,9 @@ def test_systems_that_could_not_restart_or_be_told_apart_are_refused(systems, se
 
 
 def test_systems_that_can_are_not():
-    compared("restart", "restart-cold", **SAVES)
+    compared("restart", "restart-cold", checkpoint={"every_steps": 5})
     compared("restart", checkpoint={"every_minutes": 0.5})
     compared("restart", restart_policy={"from_start": True})
-    compared("restart-cold", **SAVES, restart_policy={"compilation_cache": False})
+    kept = {"compilation_cache": False}
+    compared("restart-cold", checkpoint={"every_steps": 5}, restart_policy=kept)
     compared("1f1b", restart_policy={"max_restarts": 0, "compilation_cache": False})
