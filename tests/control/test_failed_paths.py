@@ -29,7 +29,7 @@ def returns_after(watch, reports, delegated=(LINK,)):
     return None
 
 
-def test_after_each_further_failure_it_takes_twice_as_many_up_to_a_limit():
+def test_each_further_failure_doubles_the_steps_to_a_limit():
     watch, took = failed(most_steps=10), []
     for _ in range(4):
         took.append(returns_after(watch, [UP] * 99))
@@ -40,7 +40,7 @@ def test_after_each_further_failure_it_takes_twice_as_many_up_to_a_limit():
     assert FailedPaths((), 20, 8).steps_after(3) == 20
 
 
-def test_the_least_that_an_end_says_of_lives_counts_and_the_last_one_goes_once():
+def test_the_least_lives_that_an_end_says_count():
     watch = failed()
     assert [watch.limit(LINK, lives) for lives in (2, 3, 0, 0, 1)] == [
         False, False, True, False, False,
@@ -49,7 +49,7 @@ def test_the_least_that_an_end_says_of_lives_counts_and_the_last_one_goes_once()
     assert not watch.limit(OTHER, 0)  # it hasn't failed
 
 
-def test_what_never_failed_is_not_counted_and_links_count_each_for_itself():
+def test_links_count_each_for_itself():
     watch = failed(LINK, OTHER)
     for _ in range(3):
         watch.observe({LINK: True, TIED: True}, (LINK, OTHER, TIED))
@@ -61,7 +61,7 @@ reports = st.lists(st.sampled_from([UP, UP, UP, UP, DOWN, SILENT]), max_size=60)
 
 
 @given(reports, st.integers(1, 6), st.integers(0, 60))
-def test_a_path_returns_with_exactly_as_many_reports_in_a_row_as_are_enough(told, steps, since):
+def test_a_path_returns_after_exactly_as_many_reports_as_enough(told, steps, since):
     watch, in_a_row, has_returned = failed(steps=steps), 0, False
     for number, up in enumerate(told):
         in_a_row = in_a_row + 1 if up == UP else 0
@@ -72,7 +72,7 @@ def test_a_path_returns_with_exactly_as_many_reports_in_a_row_as_are_enough(told
         has_returned = is_enough
 
 
-def test_a_link_counts_as_delegated_from_its_failure_until_its_path_begins_again():
+def test_a_failed_link_counts_as_delegated():
     links = FailedPaths()
     assert links.as_run(DIRECT) == DIRECT
     other = FailedPaths()
@@ -86,7 +86,7 @@ def test_a_link_counts_as_delegated_from_its_failure_until_its_path_begins_again
     assert links.as_run(DELEGATED) == DELEGATED
 
 
-def test_a_link_is_restored_once_with_its_first_step_on_the_direct_path():
+def test_a_link_is_restored_with_its_first_direct_step():
     links = FailedPaths()
     assert links.note([FAILURE]) == (FAILURE,)
     assert links.note([FAILURE]) == ()  # by the other end
@@ -100,7 +100,7 @@ def test_a_link_is_restored_once_with_its_first_step_on_the_direct_path():
     assert links.restored(DIRECT) == ()
 
 
-def test_messages_that_held_a_queue_and_went_by_hosts_tell_nothing():
+def test_messages_delegated_on_the_queue_are_no_samples():
     held = LinkSample(1, 2, 0, 0.0, 10.0, is_held=True)
     back = LinkSample(2, 1, 0, 3000.0, 3100.0, is_held=True)
     delegated = LinkSample(1, 2, 1, 1.5, 12.0, is_held=False)

@@ -147,7 +147,7 @@ def test_a_payload_that_has_been_taken_is_not_the_slots_memory(pair):
 
 
 @pytest.mark.parametrize("part_elements", [4, 5, 7, 14])
-def test_a_message_longer_than_a_slot_travels_in_parts_through_few_slots(make_pair, part_elements):
+def test_a_long_message_travels_in_parts_through_few_slots(make_pair, part_elements):
     pair = make_pair(part_elements=part_elements)
     sent = values(3)
     sending = threading.Thread(target=pair.send, args=(tied(), sent))
@@ -158,7 +158,7 @@ def test_a_message_longer_than_a_slot_travels_in_parts_through_few_slots(make_pa
     assert pair.sender.counts.slot_waits == 0  # waiting between parts is no plan's fault
 
 
-def test_a_slot_is_reserved_before_anything_is_sent_and_the_wait_is_counted(pair):
+def test_a_wait_for_a_slot_is_counted(pair):
     held = [pair.reserve(microbatch) for microbatch in range(2)]
     assert pair.sender.counts.slot_waits == 0
     with pytest.raises(TimeoutError, match=r"activation\[2\] 0>1 of step 0, epoch 0: .*slot"):
@@ -192,7 +192,7 @@ def test_what_comes_of_an_abandoned_epoch_is_skipped(pair):
     assert pair.receiver.statistics()["skipped"] == 1
 
 
-def test_what_has_been_taken_before_is_skipped_and_so_is_an_earlier_step(pair):
+def test_repeated_messages_and_earlier_steps_are_skipped(pair):
     pair.send(activation(0, step=-1), values(0))
     pair.take(activation(0, step=-1))
     pair.send(activation(0, step=-1), values(0))
@@ -271,7 +271,7 @@ def test_a_copy_that_failed_ends_a_wait_and_holds_up_nothing(make_pair):
 
 
 @pytest.mark.parametrize("fails_first", [True, False])
-def test_a_copy_of_an_abandoned_epoch_fails_unheard_and_holds_up_nothing(make_pair, fails_first):
+def test_a_failed_copy_of_an_abandoned_epoch_is_unheard(make_pair, fails_first):
     tier = FailingCopies()
     pair = make_pair(tier=tier)
     pair.send(activation(0), values(0))
@@ -284,7 +284,7 @@ def test_a_copy_of_an_abandoned_epoch_fails_unheard_and_holds_up_nothing(make_pa
     assert pair.receiver.counts.skipped == 1
 
 
-def test_a_message_that_does_not_come_is_named_when_its_time_is_over(pair):
+def test_a_message_that_does_not_come_is_named(pair):
     with pytest.raises(TimeoutError, match=r"activation\[4\] 0>1 of step 0, epoch 0: "):
         pair.take(activation(4), wait_s=0.02)
 
@@ -308,7 +308,7 @@ def test_what_goes_wrong_elsewhere_on_the_rank_ends_a_wait(make_pair):
     assert len(asked) == 1
 
 
-def test_a_late_message_of_an_earlier_step_is_skipped_and_a_wrong_one_is_an_error(pair):
+def test_a_wrong_message_is_an_error_a_late_one_skipped(pair):
     pair.send(activation(0, step=-1), values(0))
     pair.send(activation(3), values(1))
     with pytest.raises(TransferMismatchError, match=r"expected activation\[2\]"):

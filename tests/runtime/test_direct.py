@@ -55,7 +55,7 @@ def microbatches(rest):
     return [(identity.transfer.microbatch, int(value[0])) for identity, value in rest]
 
 
-def test_what_the_receiver_has_is_let_go_and_the_rest_sent_again():
+def test_what_the_receiver_lacks_is_sent_again():
     outputs = kept(5)
     assert kept_bytes(outputs) == 5 * 16
     outputs.cover(CHANNEL, 2)

@@ -56,7 +56,7 @@ def probed(rank):
 
 
 @pytest.mark.parametrize("rank", LINK)
-def test_a_rank_ends_its_own_work_and_meets_its_peer_before_what_counts(rank):
+def test_a_probe_measures_once_both_ends_are_idle(rank):
     (update, meeting, *counted), told = probed(rank)
     assert update == "update"
     assert meeting == str(probe_transfers(LINK)[0])

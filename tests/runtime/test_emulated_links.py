@@ -80,7 +80,7 @@ def test_only_the_direction_and_the_steps_that_are_slow_are_slow():
     assert links.over_s(identity("gradient[3] 1>0"), 100, 5.0, 6.0) == 5.0
 
 
-def test_a_cut_that_has_healed_by_now_is_over_at_the_time_it_healed():
+def test_a_healed_cut_is_over_when_it_healed():
     links = EmulatedLinks()
     origin_s = time.monotonic() - 10.0
     links.emulate([LinkCondition((0, 1), cut=True, to_s=4.0)], origin_s)

@@ -108,7 +108,7 @@ def test_wherever_a_collective_fails_everything_is_taken_once(
     move(ends, step=1)  # and the next step's go the same way
 
 
-def test_what_was_lost_is_sent_again_while_its_senders_queue_is_held_up_elsewhere(make_ends):
+def test_lost_messages_are_sent_again_though_the_queue_is_held_up(make_ends):
     ends = make_ends(Collectives(fails_at=0, raises_at=("destination",)))
     has_come = threading.Event()
 
@@ -136,7 +136,7 @@ def test_a_cut_that_outlasts_the_deadline_is_a_failure_of_the_path(make_ends):
     assert not any(failure["began"] for failure in told)
 
 
-def test_an_end_that_had_begun_and_one_that_had_not_come_together_again(make_ends):
+def test_an_end_that_had_begun_agrees_with_one_that_had_not(make_ends):
     ends = make_ends(Collectives(timeout_s=0.2))
     ends.links[1].emulate([CUT])  # the other end sees no cut, and waits in the collective
     move(ends)
@@ -145,7 +145,7 @@ def test_an_end_that_had_begun_and_one_that_had_not_come_together_again(make_end
     assert [failure["lives_left"] for failure in told] == [LIVES - 1] * 2
 
 
-def test_who_waits_for_a_cut_link_stops_when_the_other_end_has_given_it_up(make_ends):
+def test_a_wait_for_a_cut_link_ends_when_the_peer_gives_up(make_ends):
     ends = make_ends(direct_s=(LONG_S, 0.05))
     for links in ends.links:
         links.emulate([CUT])
@@ -211,7 +211,7 @@ def test_a_link_is_restored_over_other_devices_under_a_new_epoch(make_ends):
     move(ends, step=2)
 
 
-def test_a_link_that_was_only_cut_is_restored_over_the_same_devices(make_ends):
+def test_a_cut_link_is_restored_over_the_same_devices(make_ends):
     ends = make_ends(Collectives())
     for links in ends.links:
         links.emulate([CUT])

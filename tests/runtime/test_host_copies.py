@@ -93,7 +93,7 @@ def run(trainer: StageTrainer, program: RankProgram) -> Result:
 
 @pytest.mark.parametrize("row", [SPLIT, WHOLE], ids=["split", "whole"])
 @pytest.mark.parametrize("queue", ["trainer", "paced"])
-def test_offloading_changes_no_bit_compiles_nothing_and_keeps_within_its_room(queue, row, request):
+def test_offloading_changes_no_bit_and_keeps_within_its_room(queue, row, request):
     trainer = request.getfixturevalue(queue)
     resident = run(trainer, program_of(row, None))
     assert resident.outcome.copies == []
@@ -108,7 +108,7 @@ def test_offloading_changes_no_bit_compiles_nothing_and_keeps_within_its_room(qu
     assert compilations.count == 0
 
 
-def test_on_a_paced_queue_copies_take_their_bytes_and_what_needs_them_waits(paced):
+def test_paced_copies_take_the_time_of_their_bytes(paced):
     (programs,) = paced.programs
     copy_ms = 1e3 * programs.memory.after_forward_bytes / COPY_BYTES_PER_S
     timeline = run(paced, program_of(WHOLE, 2)).timeline  # F1 >1 ~1 F2 >2 ~2 F3 BW0 F4 >4 <1:4
@@ -152,7 +152,7 @@ def test_a_fetch_waits_for_the_offload_whose_place_it_takes(trainer):
     copies.close()
 
 
-def test_an_error_on_the_queue_ends_the_wait_for_a_copy_that_will_not_begin():
+def test_an_error_on_the_queue_ends_the_wait_for_a_copy():
     def failed() -> None:
         raise ArithmeticError("the op before has failed")
 

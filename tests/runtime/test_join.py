@@ -30,7 +30,7 @@ def flags_of(monkeypatch):
     jax.config.update("jax_cpu_collectives_implementation", before)
 
 
-def test_a_transfer_has_a_deadline_and_no_rank_waits_for_another_to_compile(flags_of):
+def test_transfers_have_a_deadline_and_ranks_compile_alone(flags_of):
     assert set(flags_of("")) == {
         "--xla_cpu_collective_timeout_seconds=7",
         "--xla_gpu_shard_autotuning=false",

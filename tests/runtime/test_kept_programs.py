@@ -90,7 +90,7 @@ def test_a_damaged_entry_is_told_and_compiled_again(tmp_path, caplog, damage):
     assert results(KeptPrograms(tmp_path).compile(lowered(2.0))) == expected
 
 
-def test_a_folder_that_cannot_be_written_to_costs_nothing_but_the_time(tmp_path, caplog):
+def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path, caplog):
     (tmp_path / "file").write_text("precious")
     with caplog.at_level(logging.WARNING):
         program = KeptPrograms(tmp_path / "file").compile(lowered(2.0))
@@ -119,7 +119,7 @@ def one_step(model):
     return [leaf.tobytes() for leaf in jax.device_get(jax.tree.leaves((gradient, sums)))]
 
 
-def test_a_stage_that_is_built_again_compiles_no_program_and_computes_the_same(tmp_path, counter):
+def test_a_stage_built_again_compiles_no_program(tmp_path, counter):
     model = build(
         preset="tiny", width=16, num_heads=2, num_layers=2, sequence_length=8, vocab_size=32
     )

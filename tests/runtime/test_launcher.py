@@ -39,7 +39,7 @@ def open_descriptors():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_a_reserved_port_is_nobody_elses_and_can_be_served_by_those_who_share():
+def test_a_reserved_port_can_be_served_by_those_who_share():
     with reserved_port() as port, socket.socket() as stranger, socket.socket() as server:
         with pytest.raises(OSError, match="in use"):
             stranger.bind(("127.0.0.1", port))
@@ -136,9 +136,7 @@ def test_ranks_share_the_processors_that_this_process_may_use(
 
 
 @pytest.mark.parametrize(("of_user", "told"), [(None, 2), ("1", None)])
-def test_ranks_are_told_their_share_unless_the_user_has_said_how_many_threads(
-    monkeypatch, tmp_path, of_user, told
-):
+def test_the_users_number_of_threads_stands(monkeypatch, tmp_path, of_user, told):
     class Process:
         pid = os.getpid()
 
@@ -194,7 +192,7 @@ class Finalized:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.timeout(60)
-def test_a_ctrl_c_that_comes_while_something_is_finalized_is_not_lost(tmp_path):
+def test_a_ctrl_c_during_a_finalizer_is_not_lost(tmp_path):
     heard = []
 
     def hear(message):
@@ -208,7 +206,7 @@ def test_a_ctrl_c_that_comes_while_something_is_finalized_is_not_lost(tmp_path):
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_ctrl_c_does_not_wait_for_ranks_that_will_not_end(tmp_path, monkeypatch):
+def test_a_second_ctrl_c_waits_for_no_rank(tmp_path, monkeypatch):
     before, pids = open_descriptors(), []
 
     def interrupt_once_all_are_deaf(message):
@@ -274,7 +272,7 @@ def stop_when_it_has_begun(behaviour, log_dir, within_s):
     return was_asked, heard
 
 
-def test_rank_0_is_asked_to_end_and_what_it_says_then_is_heard(tmp_path):
+def test_rank_0_is_asked_to_end_and_heard_out(tmp_path):
     was_asked, heard = stop_when_it_has_begun("wait until asked", tmp_path, 60.0)
     assert was_asked
     assert heard[1:] == [{"kind": "word", "asked": True}]
@@ -286,7 +284,7 @@ def test_a_failure_tells_that_ranks_had_been_asked_to_end(tmp_path):
     assert raised.value.asked_to_end
 
 
-def test_once_a_rank_has_failed_it_is_too_late_to_ask_the_others_to_end(tmp_path, monkeypatch):
+def test_after_a_failure_nobody_is_asked_to_end(tmp_path, monkeypatch):
     def asked(watch, deadline_s):
         signal.raise_signal(signal.SIGTERM)  # as a scheduler may while the others are ended
 

@@ -90,7 +90,7 @@ def test_an_end_in_a_transfer_answers_when_it_has_left_it(make_end):
     assert one.end.has_switched
 
 
-def test_ends_that_give_up_at_the_same_time_switch_with_one_message_each(make_end):
+def test_ends_that_give_up_together_send_one_message_each(make_end):
     one = make_end()
     one.meet()
     one.end.leave("no answer", is_closed=True)
@@ -105,7 +105,7 @@ def test_ends_that_give_up_at_the_same_time_switch_with_one_message_each(make_en
     assert one.peer.words.incoming.empty()
 
 
-def test_a_path_that_is_given_up_between_two_transfers_carries_no_more_of_them(make_end):
+def test_a_path_may_be_given_up_between_two_transfers(make_end):
     one = make_end()
     one.meet()
     one.end.leave()
@@ -146,7 +146,7 @@ def test_counts_that_can_not_be_are_an_error_of_whoever_waits(make_end):
         one.end.raise_error()
 
 
-def test_a_peer_that_never_tells_its_state_is_waited_for_until_the_deadline(make_end):
+def test_a_peers_state_is_awaited_until_the_deadline(make_end):
     one = make_end(timeout_s=0.05)
     one.meet()
     one.end.leave("no answer")
@@ -178,7 +178,7 @@ def test_a_word_is_awaited_until_the_deadline(make_end):
 
 
 @pytest.mark.parametrize("wire", ["words", "states"])
-def test_who_waits_for_a_word_hears_that_a_connection_is_gone(make_end, wire):
+def test_a_wait_for_a_word_ends_with_the_connection(make_end, wire):
     one = make_end()
     began_s = time.monotonic()
     threading.Timer(0.02, getattr(one.peer, wire).close).start()
@@ -187,7 +187,7 @@ def test_who_waits_for_a_word_hears_that_a_connection_is_gone(make_end, wire):
     assert time.monotonic() - began_s < LIMIT_S / 2  # though it might wait for longer
 
 
-def test_who_waits_for_a_word_hears_that_the_path_is_given_up(make_end):
+def test_a_wait_for_a_word_ends_with_the_path(make_end):
     one = make_end()
     threading.Timer(0.02, one.give_up).start()
     assert not one.end.meet("a transfer")

@@ -114,13 +114,13 @@ def test_paced_ops_last_their_duration_against_carried_deadlines(paced):
     assert starts[1:] == ends[:-1]  # late wake-ups don't add up
 
 
-def test_a_paced_op_that_computes_longer_than_its_duration_is_charged_in_full(paced):
+def test_a_paced_op_that_computes_longer_is_charged(paced):
     paced.enqueue("op", lambda: time.sleep(0.03), duration_s=0.01)
     (stamp,) = paced.drain()
     assert stamp.duration_s >= 0.03
 
 
-def test_what_an_op_waited_for_bytes_to_move_is_not_its_own(paced):
+def test_waiting_for_bytes_is_not_the_ops_own_time(paced):
     with all_enqueued_first(paced):
         paced.enqueue_transfer("slow bytes", lambda arrived_s: moved(arrived_s, takes_s=0.1))
         paced.enqueue("op", lambda: None, duration_s=0.01)
@@ -140,7 +140,7 @@ def test_what_an_op_computes_after_a_transfer_is_its_own(paced):
     assert op.duration_s >= 0.05
 
 
-def test_a_transfer_ends_when_the_later_end_came_and_holds_up_what_is_behind_it(paced):
+def test_a_transfer_lasts_until_the_later_end_has_come(paced):
     """Head-of-line blocking: an op that is ready waits for the peer of the transfer before it."""
     peer_arrived_s = time.monotonic() + 60.0
     with all_enqueued_first(paced):
@@ -152,7 +152,7 @@ def test_a_transfer_ends_when_the_later_end_came_and_holds_up_what_is_behind_it(
     assert early.start_s == early.end_s == op.end_s
 
 
-def test_a_transfer_over_an_emulated_link_holds_the_queue_until_that_lets_it_pass(queue):
+def test_an_emulated_link_holds_the_queue(queue):
     overs_s = []
 
     def pass_slowly(arrived_s):
@@ -200,7 +200,7 @@ def test_what_comes_after_something_is_told_when_all_before_was_over(queue):
     assert told == [stamp.end_s]
 
 
-def test_an_op_starts_no_earlier_than_what_it_was_made_to_wait_for(queue):
+def test_an_op_starts_after_what_it_waits_for(queue):
     over, ends_s = threading.Event(), []
 
     def wait() -> float:

@@ -109,7 +109,7 @@ def test_a_rank_that_leaves_is_named_at_once():
     assert time.monotonic() - began_s < 15
 
 
-def test_the_rank_that_does_not_come_to_a_meeting_is_named_and_no_other():
+def test_only_the_rank_that_misses_a_meeting_is_named():
     released = threading.Event()
 
     def meet(meeting):

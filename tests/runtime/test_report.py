@@ -28,7 +28,7 @@ def pairs(up_ms, down_ms):
     ]
 
 
-def test_of_both_ends_the_later_counts_and_of_three_messages_the_middle_one():
+def test_a_probe_counts_the_later_end_and_the_median():
     one = pairs((0.5, 45.0, 0.7), (20.0, 21.0, 1.0))
     other = pairs((30.0, 44.0, 0.9), (22.0, 20.5, 19.5))
     took_ms = probe_times(reports(None, one, other, None))

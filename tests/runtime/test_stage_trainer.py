@@ -175,7 +175,7 @@ def test_a_stages_own_state_may_be_what_it_goes_on_from(updated):
     assert same_bits(trainer.state, saved)
 
 
-def test_what_is_freed_is_free_though_the_device_has_not_come_so_far(monkeypatch):
+def test_memory_is_freed_while_the_device_lags(monkeypatch):
     trainer = trainer_of(num_layers=1, num_chunks=1, kinds=(OpKind.F, OpKind.B, OpKind.W))
     row = " ".join(f"F{i} B{i} W{i}" for i in range(4))
     schedule = Schedule.from_rows("one by one", [row])
