@@ -79,6 +79,12 @@ def receive(plane, channel, number, num_bytes):
     return slot
 
 
+def nothing_comes(plane, channel=THERE, seconds=0.1):
+    with contextlib.suppress(TimeoutError):
+        plane.take(channel, soon(seconds))
+        raise AssertionError(f"a message came on {channel}")
+
+
 def reserve_all(plane, channel):
     """One slot more than `spec` has."""
     for _ in range(5):
@@ -99,9 +105,7 @@ def traffic(planes, count, disturb=lambda number: None, num_bytes=100_000, first
         receive(planes[1], THERE, number, num_bytes)
         disturb(number)
     sender.join()
-    with contextlib.suppress(TimeoutError):
-        planes[1].take(THERE, soon(0.1))
-        raise AssertionError("a message came twice")
+    nothing_comes(planes[1])
 
 
 def kinds(plane):

@@ -1,4 +1,4 @@
-"""Faults in any order, drawn by a model of what must have arrived, and a short run of many."""
+"""Faults in any order, drawn by a model of what must have arrived; and frames tampered with."""
 
 import hypothesis.strategies as st
 import pytest
@@ -6,7 +6,7 @@ from exchanges import receive, send
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from benchmarks.transport_faults import CHANNELS, NUM_SLOTS, FaultyLink, fuzz_and_go_on, run
+from benchmarks.transport_faults import CHANNELS, NUM_SLOTS, FaultyLink, fuzz_and_go_on
 from jaxmorph.transport.nixl_lanes import missing
 
 has_nixl = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -85,16 +85,6 @@ FaultsInAnyOrder.TestCase.settings = FaultsInAnyOrderOverNixl.TestCase.settings 
 )
 TestFaultsInAnyOrder = FaultsInAnyOrder.TestCase
 TestFaultsInAnyOrderOverNixl = pytest.mark.extras(has_nixl(FaultsInAnyOrderOverNixl.TestCase))
-
-
-@pytest.mark.parametrize(
-    "backend", ["tcp", pytest.param("nixl", marks=[pytest.mark.extras, has_nixl])]
-)
-def test_tens_of_faults_lose_double_and_change_no_message(backend):
-    outcome = run(400, 40, seed=3, tell=lambda line: None, backend=backend)
-    assert outcome.wrong == []
-    assert outcome.received >= 400
-    assert sum(outcome.faults.values()) - outcome.faults["heal"] >= 40
 
 
 def test_tampered_frames_do_a_sidecar_no_harm():
