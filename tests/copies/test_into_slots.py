@@ -9,14 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import SingleDeviceSharding
-from oracles.fake_gpu import AWAY, LIMIT_S, FakeKernels, FakeLibrary, LaterDevice
+from oracles.fake_gpu import (
+    AWAY,
+    LIMIT_S,
+    STREAM,
+    FakeKernels,
+    FakeLibrary,
+    LaterDevice,
+    on_a_stream,
+    view_here,
+)
 
 from jaxmorph.copies.choosing import why_not
 from jaxmorph.copies.copy_engine import CopyEngineTier, StreamCallbackTier
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError, RegisteredMemory
-from jaxmorph.copies.dlpack_memory import view_on_device
 from jaxmorph.copies.host_memory import PinnedHostTier
 from jaxmorph.copies.kernels import KernelProgram, KernelTier
 from jaxmorph.copies.programs import PayloadShape, SlotUse, is_ready
@@ -31,25 +38,7 @@ HALVES = PayloadShape((3, 5), jnp.dtype("bfloat16"))
 USE = SlotUse(FLOATS, 10)
 LAST = 2**32 - 1
 SOON_S = 5.0
-STREAM = 77
 ENGINE, KERNELS, CALLBACK = WAYS = "copy_engine", "pallas", "buffer_callback"
-
-
-def view_here(value, stream):
-    """On a CPU: an array's own address, once it has been computed."""
-    assert stream
-    return view_on_device(jax.block_until_ready(value), None)
-
-
-def on_a_stream(called):
-    """Calls back as on a GPU, where an execution has a stream."""
-
-    def call(context, ticket, payload):
-        called(SimpleNamespace(stream=STREAM), ticket, payload)
-        np.asarray(ticket)[...] = 0
-
-    ticket = jax.ShapeDtypeStruct((1,), jnp.uint32)
-    return buffer_callback(call, ticket, has_side_effect=True)
 
 
 class Sender:
@@ -210,76 +199,6 @@ def test_slots_that_the_device_does_not_know_are_filled_another_way(make, way):
     assert bytes(slot.payload) == sent_bytes(values(), USE.parts[0])
     assert "cuMemcpyDtoHAsync_v2" not in sender.library.names()
     assert sender.fake.told == []
-
-
-def trial_of(way, library, fake=None):
-    driver = CudaDriver(library, 0)
-    memory, pinned = RegisteredMemory(driver), PinnedHostTier()
-    kernel = (fake or FakeKernels(library)).copy_to_host
-    make: dict[str, Any] = {
-        ENGINE: lambda: CopyEngineTier(driver, memory, pinned, view_here),
-        KERNELS: lambda: KernelTier(memory, pinned, kernel, lambda _: None),
-        CALLBACK: lambda: StreamCallbackTier(driver, memory, pinned, on_a_stream),
-    }
-    tier = make[way]()
-    try:
-        try_tier(tier, PLACEMENT, memory)
-    finally:
-        if way != CALLBACK:
-            tier.close()
-        pinned.close()
-    assert library.registered == {}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_it_passes_its_trial_and_leaves_nothing_registered(way):
-    trial_of(way, FakeLibrary())
-
-
-class HastyLibrary(FakeLibrary):
-    """Writes words before the copies that stand in front of them."""
-
-    def _cuMemcpyDtoHAsync_v2(self, *arguments):  # noqa: N802
-        self.copies = [lambda: FakeLibrary._cuMemcpyDtoHAsync_v2(self, *arguments)]
-
-    def _cuEventSynchronize(self, event):  # noqa: N802
-        while self.copies:
-            self.copies.pop()()
-
-
-class SilentLibrary(FakeLibrary):
-    """Never writes a word."""
-
-    def _cuStreamWriteValue32_v2(self, *arguments):  # noqa: N802
-        pass
-
-
-class HastyKernels(FakeKernels):
-    """Signals before it copies."""
-
-    def copy(self, payload, told):
-        super().copy(payload[:1], told)
-
-
-class SilentKernels(FakeKernels):
-    """Signals nothing."""
-
-    def copy(self, payload, told):
-        super().copy(payload, told._replace(signal_address=0))
-
-
-@pytest.mark.parametrize(
-    ("way", "library", "kernels", "reason"),
-    [
-        (ENGINE, HastyLibrary, FakeKernels, "the bytes that came"),
-        (ENGINE, SilentLibrary, FakeKernels, "has signalled nothing"),
-        (KERNELS, FakeLibrary, HastyKernels, "the bytes that came"),
-        (KERNELS, FakeLibrary, SilentKernels, "has signalled nothing"),
-    ],
-)
-def test_a_device_that_signals_wrongly_fails_the_trial(way, library, kernels, reason):
-    with pytest.raises(RuntimeError, match=reason):
-        trial_of(way, device := library(), kernels(device))
 
 
 # What only the copy engine does.

@@ -99,16 +99,8 @@ class Link:
     """A sending and a receiving rank, and the lanes between them.
 
     Args:
-        wires: What each lane runs on.
-        memories: The channels.
-        chunk_bytes: As for `Outgoing`.
-        carries: Whether payloads are carried, or their lengths alone.
-        buffer_bytes: How much a lane takes before it sends on.
-        consume_s: How long the receiver holds a message.
-        post_every_s: How long after each message the next one is posted, if there is room; a wait
-            for room isn't made up for.
-        grows_from: How many lanes there are at first; the others come as they are wanted. None:
-            all of them at once.
+        post_every_s: How long after each message the next one is posted, if there is room.
+        grows_from: How many lanes there are at first; None: all of them.
     """
 
     def __init__(
