@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from models.sizes import AttentionSizes
-from models.softmax import causal_softmax
 
 _CUDNN_DTYPES = ("bfloat16", "float16")
 
@@ -141,3 +140,33 @@ def _by_xla(q: jax.Array, k_BGTK: jax.Array, v_BGTK: jax.Array) -> jax.Array:
     scores_BGQT = rows_BGQK @ k_BGTK.swapaxes(2, 3) * (1 / math.sqrt(K))
     weights = causal_softmax(scores_BGQT.reshape(*q.shape[:-1], T))
     return (weights.reshape(scores_BGQT.shape) @ v_BGTK).reshape(q.shape)
+
+
+@jax.custom_vjp
+def causal_softmax(scores: jax.Array) -> jax.Array:
+    """Returns probabilities over the last axis, zero above the diagonal of the last two.
+
+    Computed in float32 and returned in the dtype of the scores. Its backward needs the
+    probabilities alone, as they are returned: they are kept for the product with the values anyway.
+    """
+    masked = jnp.where(_is_past(scores), scores.astype(jnp.float32), -jnp.inf)
+    return jax.nn.softmax(masked, -1).astype(scores.dtype)
+
+
+def _causal_softmax_forward(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    probabilities = causal_softmax(scores)
+    return probabilities, probabilities
+
+
+def _causal_softmax_backward(probabilities: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    wide, gradient = probabilities.astype(jnp.float32), gradient.astype(jnp.float32)
+    mean = (wide * gradient).sum(-1, keepdims=True)
+    return ((wide * (gradient - mean)).astype(probabilities.dtype),)
+
+
+causal_softmax.defvjp(_causal_softmax_forward, _causal_softmax_backward)
+
+
+def _is_past(scores: jax.Array) -> jax.Array:
+    queries, keys = scores.shape[-2:]
+    return jnp.arange(queries)[:, None] >= jnp.arange(keys)

@@ -14,7 +14,6 @@ from flax import nnx
 
 from models.attention import causal_attention
 from models.llama.config import LlamaConfig
-from models.llama.rotary import rotate
 from models.loss import summed_loss
 
 _INIT_SCALE = 0.02
@@ -132,3 +131,28 @@ def _heads(x_BTU: jax.Array, head_width: int) -> jax.Array:
 def _residual_scale(config: LlamaConfig) -> float:
     # Every block adds to the residual stream twice; so their sum starts as large as one of them.
     return _INIT_SCALE / math.sqrt(2 * config.num_layers)
+
+
+def rotate(x_BNTK: jax.Array, base: float) -> jax.Array:
+    """Returns heads turned by their positions, 0 to T - 1.
+
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", section 3.2. A pair
+    is number i of the head's first half with number i of its second half, as in the published
+    Llamas' weights for Hugging Face.
+
+    Args:
+      x_BNTK: [batch, heads, sequence, head width], of an even width.
+      base: pair i of P pairs turns by position / base ** (i / P).
+
+    Returns:
+      The same shape and dtype; computed in float32.
+    """
+    half = x_BNTK.shape[-1] // 2
+    inverse_periods_P = 1.0 / base ** (jnp.arange(half, dtype=jnp.float32) / half)
+    positions_T = jnp.arange(x_BNTK.shape[-2], dtype=jnp.float32)
+    angles_TP = positions_T[:, None] * inverse_periods_P
+    cosine_TP, sine_TP = jnp.cos(angles_TP), jnp.sin(angles_TP)
+    wide = x_BNTK.astype(jnp.float32)
+    first, second = wide[..., :half], wide[..., half:]
+    turned = (first * cosine_TP - second * sine_TP, second * cosine_TP + first * sine_TP)
+    return jnp.concatenate(turned, -1).astype(x_BNTK.dtype)

@@ -14,12 +14,12 @@ from models import attention
 from models.attention import (
     AttentionChoice,
     causal_attention,
+    causal_softmax,
     choose_attention,
     default_device,
     why_not_cudnn,
 )
 from models.sizes import AttentionSizes
-from models.softmax import causal_softmax
 
 BATCH, LENGTH, HEADS, WIDTH = 2, 16, 6, 8
 GPU: Any = SimpleNamespace(platform="gpu")

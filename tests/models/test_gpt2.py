@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxmorph.stage.parameters import parameter_count
+from models.attention import causal_softmax
 from models.gpt2 import PRESETS, build
 from models.gpt2.config import preset_config
 from models.gpt2.stages import GPT2
-from models.softmax import causal_softmax
 
 KEY = jax.random.key(0)
 LENGTH, VOCAB, WIDTH, HEADS, LAYERS = 8, 32, 16, 2, 3

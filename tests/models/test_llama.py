@@ -9,7 +9,7 @@ import pytest
 from jaxmorph.stage.parameters import parameter_count
 from models.llama import PRESETS, build
 from models.llama.config import preset_config
-from models.llama.rotary import rotate
+from models.llama.model import rotate
 from models.llama.stages import Llama
 
 KEY = jax.random.key(0)
