@@ -191,10 +191,10 @@ def main() -> int:
                 f"{case['ratio']:9.3f}  {least:.3f} to {most:.3f}  {unit}",
                 flush=True,
             )
-    result["load_after"] = os.getloadavg()
-    print(f"load average after: {result['load_after'][0]:.2f}")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+            result["load_after"] = os.getloadavg()
+            if options.json:
+                options.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"load average after: {os.getloadavg()[0]:.2f}")
     return 0
 
 
