@@ -100,7 +100,7 @@ class Manifest:
                 layers=tuple(range(start, stop) for start, stop in data["layers"]),
                 vocab_size=int(data["vocab_size"]),
                 tied=tuple((tuple(embed), tuple(head)) for embed, head in data["tied"]),
-                config=Config.model_validate(data["config"]),
+                config=_config(data["config"]),
                 data=DataDigest(**data["data"]) if data.get("data") else None,
                 plan=data.get("plan"),
                 link_states=data.get("link_states") or {},
@@ -108,6 +108,13 @@ class Manifest:
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"got no manifest of a checkpoint: {error!r}") from error
+
+
+def _config(data: Any) -> Config:
+    # Ranks could once take another op in place of a late one: whatever a run said of that, its
+    # state is the same bits.
+    adaptation = {**data.get("adaptation", {}), "intra_step": "off"}
+    return Config.model_validate({**data, "adaptation": adaptation})
 
 
 def _parts(data: Any) -> tuple[FileSum, ...] | None:

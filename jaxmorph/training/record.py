@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxmorph.config import Config
+from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.records import Message
 from jaxmorph.recovery.ledger import Goodput
 from jaxmorph.reporting import (
@@ -127,11 +128,18 @@ class RunRecord:
         self._directory.write_recovery(goodput.to_json())
 
     def finish(self) -> None:
-        """Draw the picture of the last sampled step and show what the run achieved."""
+        """Draw the picture of the last sampled step and show what the run achieved.
+
+        Raises:
+            RunFailedError: If the picture can't be written.
+        """
         picture = None  # a run that was asked to end may have come to no such step
         if self._last_timelines:
             picture = self._directory.path / PICTURE
-            save_timelines(picture, self._last_timelines)
+            try:
+                save_timelines(picture, self._last_timelines)
+            except UserError as error:  # such as a full disk: no mistake of the user's
+                raise RunFailedError(str(error)) from error
         summary = self._history.summary(
             elapsed_s=self._last_step_s - self._began_s,
             run_directory=self._directory.path,

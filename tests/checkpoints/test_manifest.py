@@ -175,6 +175,15 @@ def test_another_versions_checkpoint_is_not_taken_for_a_damaged_one(tmp_path):
         folder.newest_whole()
 
 
+def test_a_checkpoint_of_a_run_with_reordered_steps_is_read(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 7)
+    config = folder.manifest(7).to_json()["config"]
+    rewrite(folder, 7, {"config": config | {"adaptation": {"intra_step": "auto"}}})
+    assert folder.newest_whole() == (7, ())
+    assert folder.manifest(7).config == Config()
+
+
 def test_a_checkpoint_from_before_there_were_checksums_is_whole_if_its_parts_are_there(tmp_path):
     folder = CheckpointFolder(tmp_path)
     save(folder, 7)

@@ -5,6 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from jaxmorph.config import Config
+from jaxmorph.errors import RunFailedError
 from jaxmorph.recovery.ledger import Goodput
 from jaxmorph.reporting import Event, StepRecord, open_run_directory
 from jaxmorph.reporting.terminal import PlainReporter
@@ -193,3 +194,12 @@ def test_a_run_that_goes_back_takes_its_steps_again_and_lasts_from_its_first_sta
     ]  # fmt: skip
     assert events[1]["evidence"] == {"total_s": 19.5}
     assert json.loads((directory.path / "recovery.json").read_text())["goodput"] == 0.05
+
+
+def test_a_picture_that_cannot_be_written_fails_the_run(directory):
+    books = record.RunRecord(Config(), directory, PlainReporter(io.StringIO()))
+    for told in (STARTED, _step(), _timelines(0)):
+        books.take(told)
+    (directory.path / record.PICTURE).mkdir()
+    with pytest.raises(RunFailedError, match=r"cannot write .*png: Is a directory"):
+        books.finish()
