@@ -1,1 +1,1 @@
-
+"""Models, which know nothing of pipelines, stages or schedules."""
