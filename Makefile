@@ -91,7 +91,8 @@ goldens: setup
 # Long measurements on an otherwise idle machine; none of them runs in CI.
 bench: setup
 	@status=0; \
-	for benchmark in speed_table blocking all_delegated head_of_line delegated_message; do \
+	for benchmark in split_cost dispatch pace training_speed blocking all_delegated \
+	    head_of_line delegated_message; do \
 	    $(BIN)/python -m benchmarks.$$benchmark || status=1; \
 	done; \
 	exit $$status
