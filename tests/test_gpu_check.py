@@ -422,6 +422,7 @@ def test_a_file_that_cannot_be_written_ends_the_check_first(capsys):
     assert "No such file or directory" in captured.err
 
 
+@pytest.mark.long
 def run_check(path, *options):
     command = [sys.executable, "-m", "benchmarks.gpu", f"--json={path}", *options]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}

@@ -95,6 +95,7 @@ def test_a_message_is_posted_and_completed_once_its_payload_is_there(tier):
         assert np.array_equal(slot.payload.view(np.float32).reshape(2, 3), values + at)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_large_results_arrive_though_several_are_still_being_computed():
     """A callback that waits for JAX's pool of threads hangs in its only one."""

@@ -68,6 +68,7 @@ def test_messages_are_copied_as_the_user_says_or_it_is_an_error():
         assert set(threading.enumerate()) <= set(before)  # what had begun has been stopped
 
 
+@pytest.mark.long
 def test_a_ranks_virtual_stages_are_a_number_of_ranks_apart():
     settings = settings_of(num_layers=6, num_stages=3, num_chunks=2)
     assert settings.num_ranks == 3

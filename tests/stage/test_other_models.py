@@ -81,7 +81,7 @@ def pipeline_of(model, whole, stash: StashPolicy = "full", kinds=OP_KINDS):
     ("name", "stash"),
     [
         ("llama", "full"),
-        pytest.param("llama, tied", "recompute", marks=pytest.mark.one_jax),
+        pytest.param("llama, tied", "recompute", marks=[pytest.mark.long, pytest.mark.one_jax]),
         ("causal mixer", "full"),
     ],
 )

@@ -53,7 +53,9 @@ def built(config, model, rank):
     ("config", "rank"),
     [
         (config_of(2), 0),
-        (config_of(2, compute="bfloat16", stash="recompute"), 1),
+        pytest.param(
+            config_of(2, compute="bfloat16", stash="recompute"), 1, marks=pytest.mark.long
+        ),
         pytest.param(config_of(2, chunks=2, compute="bfloat16"), 0, marks=pytest.mark.long),
     ],
     ids=["float32", "bfloat16-recompute", "bfloat16-chunks"],

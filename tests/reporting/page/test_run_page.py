@@ -170,6 +170,7 @@ def test_a_cut_off_line_is_told(morphed_run, page_of):
     assert any("1 line is incomplete" in text for text in page_of(morphed_run).texts("p"))
 
 
+@pytest.mark.long
 def test_a_long_run_with_many_changes_has_a_page_of_bounded_size(make_run):
     steps = [
         {"step": step, "step_s": 0.1 + 0.001 * (step % 7), "loss": 4.0, "predicted_step_s": 0.1}
