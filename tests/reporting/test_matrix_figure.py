@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from matplotlib.collections import LineCollection
+from matplotlib.patches import Rectangle
 
 from jaxmorph.reporting.matrix_figure import matrix_figure, save_matrix_figure
 
@@ -10,7 +11,8 @@ from jaxmorph.reporting.matrix_figure import matrix_figure, save_matrix_figure
 def test_conditions_are_groups_of_bars_with_error_bars_and_the_reference_dashed(made_up):
     figure = matrix_figure(made_up)
     (axes,) = figure.axes
-    assert [round(bar.get_height(), 2) for bar in axes.patches] == [402.25, 1150.0]
+    bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+    assert [round(bar.get_height(), 2) for bar in bars] == [402.25, 1150.0]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["healthy", "slow"]
     lines = [each for each in axes.collections if isinstance(each, LineCollection)]
     heights = [ends[0][1] for each in lines for ends in each.get_segments()]
