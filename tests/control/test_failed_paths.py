@@ -1,5 +1,6 @@
 """Which links do without their direct paths, and when a path has been up for long enough."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +28,12 @@ def returns_after(watch, reports, delegated=(LINK,)):
         if LINK in watch.observe(up, delegated).returned:
             return number
     return None
+
+
+@pytest.mark.parametrize("gap", [DOWN, SILENT])
+def test_a_gap_begins_the_count_anew(gap):
+    assert returns_after(failed(), [UP, UP, UP, gap, UP, UP, UP, UP]) == 8
+    assert returns_after(failed(), [UP, UP, UP, gap] * 20) is None
 
 
 def test_each_further_failure_doubles_the_steps_to_a_limit():
