@@ -9,14 +9,17 @@ The messages of the meetings that end steps carry:
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from jaxmorph.adapting.control_events import Happening, of_verdict
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.failed_paths import FailedPaths, PathFailure
 from jaxmorph.control.measurements import LinkSample
 from jaxmorph.records import Message
-from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import Link, Route, Routes
+
+if TYPE_CHECKING:  # rank 0's control loop imports this module, and needs no JAX
+    from jaxmorph.runtime.stage_trainer import StageTrainer
 
 FAILURES, UP, RESTORE = "link_failures", "paths_up", "restore"
 
@@ -88,7 +91,7 @@ class OwnEnds:
     """
 
     def __init__(
-        self, rank: int, trainer: StageTrainer, *, is_watched: bool, failed: Iterable[Link] = ()
+        self, rank: int, trainer: "StageTrainer", *, is_watched: bool, failed: Iterable[Link] = ()
     ) -> None:
         self._rank, self._trainer, self._is_watched = rank, trainer, is_watched
         self.failed = frozenset(failed)
