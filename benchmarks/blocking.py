@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from jaxmorph.commands.measured_run import read_run
+from jaxmorph.cli.measured_run import read_run
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile
-from jaxmorph.planning.step_programs import lower_step
+from jaxmorph.control.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.schedule.costs import Link, LinkState
+from jaxmorph.records import Link
+from jaxmorph.schedule.costs import LinkState
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES
 from jaxmorph.schedule.simulate import simulate
 

@@ -8,12 +8,13 @@ import argparse
 import json
 from pathlib import Path
 
-from jaxmorph.compare import TIMELINES
-from jaxmorph.comparison.condition_links import declared_states, link_conditions
+from jaxmorph.compare.comparison import TIMELINES
+from jaxmorph.compare.condition_links import declared_states, link_conditions
 from jaxmorph.config import load_config
+from jaxmorph.records import Link
+from jaxmorph.report.draw import save_timelines
 from jaxmorph.schedule.bubbles import bubble_ms, idle_shares
-from jaxmorph.schedule.costs import Link, LinkState
-from jaxmorph.schedule.draw import save_timelines
+from jaxmorph.schedule.costs import LinkState
 from jaxmorph.schedule.timeline import Timeline
 
 

@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.connecting import new_nonce, sign_introduction
 from jaxmorph.transport.link import BACKENDS, TCP
-from jaxmorph.transport.link_emulator import LinkCondition
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec, TransportSettings
 from jaxmorph.transport.wire import (

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxmorph.config import Config, load_config
     from jaxmorph.errors import RunFailedError, UserError
+    from jaxmorph.records import Link
     from jaxmorph.runtime.optimizer import is_matrix
-    from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
+    from jaxmorph.schedule.costs import Limits, LinkState, StageCosts, chain_links
     from jaxmorph.schedule.planner import Plan, plan
     from jaxmorph.schedule.schedule import Schedule
     from jaxmorph.schedule.simulate import simulate
     from jaxmorph.schedule.timeline import Timeline
-    from jaxmorph.scripts.meeting import join
-    from jaxmorph.trainer import StepMetrics, Trainer
+    from jaxmorph.training.script_meeting import join
+    from jaxmorph.training.trainer import StepMetrics, Trainer
 
 __all__ = [
     "Config",
@@ -43,19 +44,19 @@ __all__ = [
 _HOMES = {
     "Config": "config",
     "Limits": "schedule.costs",
-    "Link": "schedule.costs",
+    "Link": "records",
     "LinkState": "schedule.costs",
     "Plan": "schedule.planner",
     "RunFailedError": "errors",
     "Schedule": "schedule.schedule",
     "StageCosts": "schedule.costs",
-    "StepMetrics": "trainer",
+    "StepMetrics": "training.trainer",
     "Timeline": "schedule.timeline",
-    "Trainer": "trainer",
+    "Trainer": "training.trainer",
     "UserError": "errors",
     "chain_links": "schedule.costs",
     "is_matrix": "runtime.optimizer",
-    "join": "scripts.meeting",
+    "join": "training.script_meeting",
     "load_config": "config",
     "plan": "schedule.planner",
     "simulate": "schedule.simulate",

@@ -1,5 +1,5 @@
 """`python -m jaxmorph` is the `jaxmorph` command."""
 
-from jaxmorph.cli import main
+from jaxmorph.cli.app import main
 
 main()

@@ -17,10 +17,10 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from benchmarks.gpu.child import ABSENT, Row
 from benchmarks.gpu.copy_ends import Incoming, Message, Outgoing, Site, wait_until
 from benchmarks.gpu.stage import is_small
-from jaxmorph.byte_sizes import in_bytes
 from jaxmorph.copies.choosing import AbsentTier, ways_to_copy
 from jaxmorph.copies.programs import CopyTier, LandingTier, PayloadShape
 from jaxmorph.pallas_kernels import NoKernelsError
+from jaxmorph.report.text import in_bytes
 from jaxmorph.transport.names import WRAP
 
 _TYPES = (jnp.bfloat16, jnp.float32, jnp.uint8)

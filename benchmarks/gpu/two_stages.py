@@ -26,6 +26,7 @@ from jaxmorph.program.check import check
 from jaxmorph.program.instructions import RankProgram
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.slots_needed import slots_needed
+from jaxmorph.records import Link
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.launcher import run_ranks
 from jaxmorph.runtime.link_connections import open_data_plane
@@ -35,7 +36,7 @@ from jaxmorph.runtime.rendezvous import HostRendezvous
 from jaxmorph.runtime.report import rank_report, total
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
-from jaxmorph.schedule.costs import Link, StageCosts
+from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.simulate import simulate

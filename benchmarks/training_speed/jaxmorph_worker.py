@@ -7,7 +7,7 @@ import numpy as np
 import jaxmorph
 from benchmarks.training_speed.worker import WorkerOptions, confine, serve
 from benchmarks.training_speed.workload import VOCAB_SIZE, Workload
-from jaxmorph.scripts.launch import launch_told
+from jaxmorph.training.script_launch import launch_told
 from models.gpt2 import build
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from jaxmorph.config.link_sections import EmulatedLink, LinkTrace, Routes
 from jaxmorph.config.problems import Problem, mismatch, unknown_key
 from jaxmorph.config.sections import Schedule
-from jaxmorph.schedule.costs import Link
+from jaxmorph.records import Link
 
 
 def possible_links(num_stages: int) -> tuple[Link, ...]:

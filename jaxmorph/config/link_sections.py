@@ -15,7 +15,7 @@ from jaxmorph.config.sections import (
     Positive,
     Section,
 )
-from jaxmorph.schedule.costs import Link, Route
+from jaxmorph.records import Link, Route
 
 
 class Routes(Section):

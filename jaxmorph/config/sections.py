@@ -9,8 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from jaxmorph.schedule.costs import Link, Links, LinkState
-
 
 @dataclass(frozen=True)
 class Expected:
@@ -193,18 +191,6 @@ class Schedule(Section):
         dict[str, NotNegative] | None,
         Expected("null, or milliseconds of at least 0 by link, such as {2-3: 30}"),
     ] = None
-
-    def links_told(self, measured: Links) -> dict[Link, LinkState]:
-        """What planning is told of links.
-
-        Returns:
-            The same, but for the links that `link_ms` names.
-        """
-        told = {
-            Link.parse(name): LinkState(latency_ms, latency_ms)
-            for name, latency_ms in (self.link_ms or {}).items()
-        }
-        return {**measured, **told}
 
     @property
     def is_capped(self) -> bool:

@@ -7,15 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxmorph.control.verdicts import LinkHealth, Verdict, Way
-from jaxmorph.schedule.costs import (
-    MARGIN_OF_JITTER,
-    Link,
-    Links,
-    LinkState,
-    Route,
-    Routes,
-    StageCosts,
-)
+from jaxmorph.records import Link, Route, Routes
+from jaxmorph.schedule.costs import MARGIN_OF_JITTER, Links, LinkState, StageCosts
 
 UsualLinks = Mapping[Route, Links]
 """What healthy links do to messages on either route, as measured before the first step."""

@@ -21,7 +21,7 @@ from jaxmorph.control.verdicts import (
     Verdict,
     Way,
 )
-from jaxmorph.schedule.costs import Route
+from jaxmorph.records import Route
 
 _ENOUGH_OTHERS = 3  # directions: those of one other link could be the slow ones
 _CALMING = 0.8  # what is left of a slow link's unrest after another step

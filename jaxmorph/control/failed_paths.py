@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jaxmorph.control.measurements import LinkSample
-from jaxmorph.schedule.costs import Link, Route, Routes
+from jaxmorph.records import Link, Route, Routes
 
 
 @dataclass(frozen=True)

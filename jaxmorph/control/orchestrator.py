@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from jaxmorph.control.verdicts import LinkHealth, Verdict, ailing_links, dead_links
-from jaxmorph.schedule.costs import Link, Route
+from jaxmorph.records import Link, Route
 from jaxmorph.schedule.planner import Plan
 
 SCHEDULE = "schedule"

@@ -13,7 +13,8 @@ from jaxmorph.control.measurements import (
     median,
     op_times,
 )
-from jaxmorph.schedule.costs import CopyCosts, Link, Links, LinkState, StageCosts, StashBytes
+from jaxmorph.records import Link
+from jaxmorph.schedule.costs import CopyCosts, Links, LinkState, StageCosts, StashBytes
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.timeline import Timeline
 

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from jaxmorph.schedule.costs import Link, Links, LinkState, Route, Routes
+from jaxmorph.records import Link, Route, Routes
+from jaxmorph.schedule.costs import Links, LinkState
 
 Way = tuple[int, int]
 """A direction of a link: the rank that sends and the rank that receives."""

@@ -11,9 +11,9 @@ from typing import Literal
 
 import numpy as np
 
+from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.emulation.link_trace import LINKS, STEP, TIME, until_next
-from jaxmorph.schedule.costs import Link
-from jaxmorph.transport.link_emulator import LinkCondition
+from jaxmorph.records import Link
 
 Regime = Literal["A", "B", "C", "bursty"]
 REGIMES: tuple[Regime, ...] = ("A", "B", "C", "bursty")

@@ -1,20 +1,15 @@
 """What a configuration says of links, as those who emulate them or carry messages are told it."""
 
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from jaxmorph.config import Config
 from jaxmorph.config.link_sections import LinkTrace
 from jaxmorph.emulation.delay_traces import Regime, draw_regime
+from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.emulation.link_trace import read_link_trace, require_few_changes, require_links_of
 from jaxmorph.errors import UserError
-from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.schedule.costs import Link, pipeline_links
-from jaxmorph.transport.link_emulator import LinkCondition
-from jaxmorph.transport.network_cards import listening_addresses
-from jaxmorph.transport.plane import TransportSettings
+from jaxmorph.records import Link, pipeline_links
 
 
 def trace_conditions(
@@ -44,18 +39,6 @@ def trace_conditions(
     require_few_changes((Link(*each.between) for each in found), key)
     scaled = partial(_scaled, time_scale=trace.time_scale, latency_scale=trace.latency_scale)
     return tuple(map(scaled, found))
-
-
-def begun_at(conditions: Sequence[LinkCondition], step: int) -> tuple[LinkCondition, ...]:
-    """Conditions whose step 0 becomes another one."""
-
-    def later(first: int | None) -> int | None:
-        return None if first is None else first + step
-
-    return tuple(
-        replace(each, from_step=later(each.from_step), to_step=later(each.to_step))
-        for each in conditions
-    )
 
 
 def _read(path: str, num_stages: int, key: str) -> list[LinkCondition]:
@@ -101,30 +84,3 @@ def emulated_conditions(config: Config, restarts: int = 0) -> tuple[LinkConditio
     trace, stages = config.emulation.trace, config.parallelism.stages
     found = (*listed, *trace_conditions(trace, stages, "emulation.trace"))
     return tuple(each for each in found if not (restarts and each.cut))
-
-
-def untimed(conditions: Sequence[LinkCondition]) -> tuple[LinkCondition, ...]:
-    """Those that hold before the time has begun that the others go by."""
-    return tuple(each for each in conditions if each.from_s is None and each.to_s is None)
-
-
-def agree_on_origin_s(rendezvous: Rendezvous) -> float:
-    """A time from which all ranks count, by the clock of their machine; all call this at once."""
-    return rendezvous.exchange({"now_s": time.monotonic()})[0]["now_s"]
-
-
-def transport_settings(
-    config: Config, *, one_loopback: bool, coordinator_host: str
-) -> TransportSettings:
-    """How this host's end of the data plane travels; see `listening_addresses`."""
-    transport = config.transport
-    configured = None if transport.addresses == "auto" else transport.addresses
-    return TransportSettings(
-        addresses=listening_addresses(
-            configured, one_loopback=one_loopback, coordinator_host=coordinator_host
-        ),
-        lanes=None if transport.lanes == "auto" else transport.lanes,
-        chunk_bytes=transport.chunk_bytes,
-        checksum=transport.checksum,
-        backend=transport.backend,
-    )

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxmorph.config.link_problems import possible_links
+from jaxmorph.emulation.link_conditions import AffectedRoute, LinkCondition
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.costs import Link
-from jaxmorph.transport.link_emulator import AffectedRoute, LinkCondition
+from jaxmorph.records import Link
 
 TIME, STEP = "time_s", "step"
 LINKS, OLDER_LINKS = "links", "between"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
-from jaxmorph.schedule.costs import Link, Route
+from jaxmorph.records import Link, Route
 from jaxmorph.schedule.ops import Op
 
 

@@ -33,7 +33,8 @@ from jaxmorph.program.instructions import (
     Transfer,
     Update,
 )
-from jaxmorph.schedule.costs import Link, Links, LinkState, Routes, StageCosts
+from jaxmorph.records import Link, Routes
+from jaxmorph.schedule.costs import Links, LinkState, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.program.instructions import Channel, channel_of
+from jaxmorph.records import Link
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.routes import (
     Moved,
@@ -28,7 +29,6 @@ from jaxmorph.runtime.routes import (
     TransferMismatchError,
     require_live,
 )
-from jaxmorph.schedule.costs import Link
 from jaxmorph.stage.mesh import DATA, STAGE, link_mesh
 
 _WORD = 0xFFFFFFFF

@@ -12,9 +12,9 @@ from jax.sharding import Sharding
 
 from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.program.instructions import Channel, Payload, Transfer, channel_of
+from jaxmorph.records import Link
 from jaxmorph.runtime.queue import DeviceQueue, Stamp
 from jaxmorph.runtime.routes import Route, TransferIdentity
-from jaxmorph.schedule.costs import Link
 
 _MICROBATCH = 2**30  # from here on: no step's, and none that is evaluated
 _MEASURED = 3  # each way: one may be held up by the machine

@@ -4,10 +4,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from jaxmorph.emulation.link_conditions import LinkCondition, of_route
 from jaxmorph.program.instructions import Transfer
+from jaxmorph.records import Link
+from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.routes import TransferIdentity
-from jaxmorph.schedule.costs import Link
-from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator, of_route
+from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.plane import DataPlane
 
 Asked = Callable[[], bool]
@@ -126,3 +128,8 @@ class EmulatedLinks:
 def _cut_error(identity: TransferIdentity, waited_s: float) -> TimeoutError:
     waited = f"{max(waited_s, 0.0):.3g} s"
     return TimeoutError(f"{identity}: link {identity.transfer.link} is cut, still after {waited}")
+
+
+def agree_on_origin_s(rendezvous: Rendezvous) -> float:
+    """A time from which all ranks count, by the clock of their machine; all call this at once."""
+    return rendezvous.exchange({"now_s": time.monotonic()})[0]["now_s"]

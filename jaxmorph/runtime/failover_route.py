@@ -19,12 +19,12 @@ from typing import Any
 import jax
 
 from jaxmorph.program.instructions import Channel
+from jaxmorph.records import Link
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import LIVES, DirectRoute, KeptOutputs, LinkProgram
 from jaxmorph.runtime.link_connections import PathEchoes
 from jaxmorph.runtime.link_switch import Counts, LinkEnd, LinkWires
 from jaxmorph.runtime.routes import Moved, Posting, TransferIdentity, require_live
-from jaxmorph.schedule.costs import Link
 
 Programs = Mapping[Channel, LinkProgram]
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from jaxmorph.records import Link
 from jaxmorph.runtime.link_switch import LinkWires
 from jaxmorph.runtime.rendezvous import (
     Connection,
@@ -26,7 +27,6 @@ from jaxmorph.runtime.rendezvous import (
     identify,
     introduce,
 )
-from jaxmorph.schedule.costs import Link
 from jaxmorph.transport.plane import ChannelSpec, DataPlane, TransportSettings
 
 Address = tuple[str, int]

@@ -28,8 +28,8 @@ from typing import NamedTuple
 
 from jaxmorph.control.failed_paths import PathFailure
 from jaxmorph.program.instructions import Channel, Payload
+from jaxmorph.records import Link
 from jaxmorph.runtime.rendezvous import Connection, ConnectionLostError
-from jaxmorph.schedule.costs import Link
 from jaxmorph.transport.names import PeerGoneError
 
 Counts = Mapping[Channel, int]

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxmorph.copies.programs import PayloadShape, SlotUse
 from jaxmorph.program.instructions import Channel, Payload
-from jaxmorph.schedule.costs import Link
+from jaxmorph.records import Link
 from jaxmorph.stage.model import PipelineModel
 from jaxmorph.stage.parameters import leaf_at
 from jaxmorph.transport.names import ChannelName

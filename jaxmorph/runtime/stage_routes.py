@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxmorph.copies.choosing import StageCopies, open_copies
 from jaxmorph.copies.programs import PayloadShape, SlotUse
 from jaxmorph.program.instructions import Channel
+from jaxmorph.records import Link
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute, LinkProgram, direct_programs
 from jaxmorph.runtime.emulated_links import EmulatedLinks
@@ -19,7 +20,6 @@ from jaxmorph.runtime.payloads import slot_use
 from jaxmorph.runtime.queue import DeviceQueue
 from jaxmorph.runtime.routes import Route
 from jaxmorph.runtime.stage_settings import StageSettings
-from jaxmorph.schedule.costs import Link
 from jaxmorph.transport.plane import DataPlane
 
 _HANGS_AFTER = 0.5  # of the time after which a direct transfer is given up

@@ -9,10 +9,10 @@ import optax
 from jaxmorph.copies.choosing import AUTO
 from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.program.instructions import Channel, Payload
+from jaxmorph.records import Link
 from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.payloads import channel_payloads
 from jaxmorph.runtime.queue import Pace
-from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.stage.model import PipelineModel
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.program.instructions import Channel, RankProgram
+from jaxmorph.records import Link
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct_probe import probe_direct
 from jaxmorph.runtime.emulated_links import EmulatedLinks
@@ -24,7 +25,6 @@ from jaxmorph.runtime.stage_routes import Site, open_routes
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_state import from_parts, stage_parts
 from jaxmorph.runtime.tied import HEAD, TiedGradients
-from jaxmorph.schedule.costs import Link
 from jaxmorph.stage.build import StagePrograms, build_stage
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
 from jaxmorph.stage.model import Params, PipelineModel

@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
+from jaxmorph.records import Link
 from jaxmorph.schedule.ops import LiveUntil, Op, OpKind
 
 
@@ -65,35 +66,6 @@ class StageCosts:
                 return self.backward_weight_ms[stage]
             case OpKind.BW:
                 return self.backward_input_ms[stage] + self.backward_weight_ms[stage]
-
-
-class Link(NamedTuple):
-    """A pair of stages that exchange data, the lower one first; printed as ``2-3``."""
-
-    lower: int
-    upper: int
-
-    def __str__(self) -> str:
-        return f"{self.lower}-{self.upper}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Link":
-        """Reads a link back from its text form, such as ``2-3``.
-
-        Raises:
-            ValueError: The text is not two stages, the lower one first.
-        """
-        lower, dash, upper = text.partition("-")
-        if not (dash and lower.isdecimal() and upper.isdecimal() and int(lower) < int(upper)):
-            raise ValueError(f"got {text!r}, expected a link such as 2-3, the lower stage first")
-        return cls(int(lower), int(upper))
-
-
-Route: TypeAlias = Literal["direct", "delegated"]
-"""How a link's transfers travel: on the accelerators' queues, or by the hosts."""
-
-Routes: TypeAlias = Mapping[Link, Route]
-"""The route of each link; a link that is not in the mapping is direct."""
 
 
 @dataclass(frozen=True)
@@ -161,16 +133,6 @@ def neighbour_links(links: Links, num_stages: int) -> tuple[LinkState, ...]:
             raise ValueError(f"link {link}: expected two of the stages 0 to {num_stages - 1}")
     healthy = LinkState()
     return tuple(links.get(Link(stage, stage + 1), healthy) for stage in range(num_stages - 1))
-
-
-def pipeline_links(num_stages: int, num_chunks: int = 1) -> tuple[Link, ...]:
-    """The links that activations and gradients take: 0-1, 1-2, ...
-
-    With several chunks (virtual stages per rank) then 0-(S-1), unless that is link 0-1 itself.
-    """
-    chain = tuple(Link(stage, stage + 1) for stage in range(num_stages - 1))
-    wraps = num_chunks > 1 and num_stages > 2
-    return (*chain, Link(0, num_stages - 1)) if wraps else chain
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxmorph.errors import UserError
+from jaxmorph.records import Link, Routes, pipeline_links
 from jaxmorph.schedule.adaptive import adaptive_schedule
 from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
-from jaxmorph.schedule.costs import (
-    Limits,
-    Link,
-    Links,
-    Routes,
-    StageCosts,
-    StageMemory,
-    pipeline_links,
-)
+from jaxmorph.schedule.costs import Limits, Links, StageCosts, StageMemory
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.list_schedule import make_workload, to_picoseconds, to_schedule
 from jaxmorph.schedule.paper import (

@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from jaxmorph.errors import UserError
+from jaxmorph.records import Link, pipeline_links
 from jaxmorph.schedule.costs import (
     MARGIN_OF_JITTER,
     Limits,
-    Link,
     Links,
     LinkState,
     StageCosts,
     StashBytes,
-    pipeline_links,
 )
 from jaxmorph.schedule.ops import LiveUntil, Op
 from jaxmorph.schedule.schedule import Schedule, ScheduleError

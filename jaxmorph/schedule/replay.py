@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from jaxmorph.schedule.costs import Link, Links, LinkState, neighbour_links
+from jaxmorph.records import Link
+from jaxmorph.schedule.costs import Links, LinkState, neighbour_links
 from jaxmorph.schedule.ops import Op, OpKind
 
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.costs import Link, LinkState, StageCosts
+from jaxmorph.records import Link
+from jaxmorph.schedule.costs import LinkState, StageCosts
 from jaxmorph.schedule.problem import Problem
 
 _LINK = re.compile(r"link=(\d+)(?:-(\d+))?:(\S+)ms", re.ASCII)

@@ -1,10 +1,11 @@
-"""What a training run is made of, from its start to its record.
+"""A training run, from the command that starts it to its last step.
 
-`train.py` is one rank's run, top to bottom. In the order in which it needs them: `resume` (what a
-run goes on from, and whether it can), `model_factory` and `run_parts` (model and data),
-`open_stage` (a rank's stage), `run_checkpoints` and `carried_over` (what an earlier life of the run
-left), `gradients` (the end of a step), `evaluation`, `save_times` (when to save, and to end),
-`bookkeeping` (what rank 0 tells of the steps) and `record` (who writes it down). `cluster` knows
-the jobs that start ranks, `device_needs` what stages would keep, and `saved_model` continues a
-text.
+- The process that the user started: `start`, `supervisor` (starts ranks again), `ledger` (what
+  failures cost), `record` (writes what rank 0 reports), `resume`.
+- One rank: `rank`, `train` (the run, top to bottom), `run_parts`, `open_stage`, `first_plan`,
+  `evaluation`, `gradients`, `save_times`, `run_checkpoints`, `bookkeeping`, `carried_over`.
+- Agreeing on a plan: `plan_in_force`, `layer_choice`, `device_budget`.
+- Adapting: `adaptation` (every rank), `control_loop` and `starting_point` (rank 0),
+  `planning_client` and `planning_process` (plans are made beside training).
+- A user's own loop: `trainer`; `script_launch`, `script_rank`, `script_meeting`, `script_inputs`.
 """

@@ -18,17 +18,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
-from jaxmorph.adapting.control_events import Morph
-from jaxmorph.adapting.control_loop import ControlLoop
-from jaxmorph.adapting.path_reports import read_paths
 from jaxmorph.config import Config
+from jaxmorph.control.events import Morph
 from jaxmorph.control.failed_paths import FailedPaths
 from jaxmorph.control.measurements import link_medians_ms, link_samples
+from jaxmorph.control.path_reports import read_paths
 from jaxmorph.control.profiler import Profile, Profiler
-from jaxmorph.planning.plan_in_force import PlanInForce
 from jaxmorph.program.instructions import parse_program
-from jaxmorph.records import Message
-from jaxmorph.reporting.records import CHANGES
+from jaxmorph.records import CHANGES, Link, Message
 from jaxmorph.runtime.report import (
     StepTotals,
     measured_timeline,
@@ -37,10 +34,11 @@ from jaxmorph.runtime.report import (
     reported_events,
     total_compilations,
 )
-from jaxmorph.schedule.costs import Link
 from jaxmorph.schedule.timeline import Timeline, peak_on_device
 from jaxmorph.training.carried_over import KnownLinks
+from jaxmorph.training.control_loop import ControlLoop
 from jaxmorph.training.evaluation import NOT_EVALUATED, HeldOutLoss
+from jaxmorph.training.plan_in_force import PlanInForce
 
 AROUND = 2
 """How many steps before and after a change leave timelines."""

@@ -13,7 +13,7 @@ from typing import Any
 from jaxmorph.config import Config
 from jaxmorph.control.verdicts import KnownWay
 from jaxmorph.records import Message
-from jaxmorph.reporting.run_directory import LINKS
+from jaxmorph.report.run_directory import LINKS
 from jaxmorph.runtime.rendezvous import Rendezvous
 
 FILE = "layers.json"

@@ -9,8 +9,6 @@ import jax
 
 from jaxmorph.config import Config
 from jaxmorph.errors import UserError
-from jaxmorph.planning.device_budget import heeds_budget, with_stash_caps
-from jaxmorph.planning.plan_in_force import plan_step, unmeasured_profile
 from jaxmorph.runtime.optimizer import OptimizerSettings, adamw
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.schedule.costs import StashBytes
@@ -19,7 +17,9 @@ from jaxmorph.schedule.planner import Plan
 from jaxmorph.stage.model import PipelineModel, cut_layers
 from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.stage.stage_functions import StashMemory, TracedStage, total_bytes, trace_stage
+from jaxmorph.training.device_budget import heeds_budget, with_stash_caps
 from jaxmorph.training.open_stage import stage_settings
+from jaxmorph.training.plan_in_force import plan_step, unmeasured_profile
 
 
 @dataclass(frozen=True)

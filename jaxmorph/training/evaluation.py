@@ -14,7 +14,6 @@ import numpy as np
 from jaxmorph.config import Config
 from jaxmorph.data import Batches, Tokens
 from jaxmorph.errors import UserError
-from jaxmorph.planning.plan_in_force import PlanInForce
 from jaxmorph.program.check import check
 from jaxmorph.program.instructions import RankProgram
 from jaxmorph.program.lowering import forward_only
@@ -22,6 +21,7 @@ from jaxmorph.program.slots_needed import most_slots, slots_needed
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.training.plan_in_force import PlanInForce
 
 _SEED = 0  # runs of any seed are compared on the same text
 

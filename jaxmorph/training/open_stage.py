@@ -5,9 +5,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 
 from jaxmorph.config import Config, per_stage
-from jaxmorph.emulation.link_settings import transport_settings
 from jaxmorph.errors import UserError
-from jaxmorph.planning.plan_in_force import PlanInForce, op_kinds, possible_routes
 from jaxmorph.program.instructions import Channel
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.join import coordinator_host
@@ -19,7 +17,8 @@ from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.stage.model import PipelineModel
-from jaxmorph.transport.network_cards import loopback_identity
+from jaxmorph.training.plan_in_force import PlanInForce, op_kinds, possible_routes
+from jaxmorph.transport.network_cards import listening_addresses, loopback_identity
 from jaxmorph.transport.plane import TransportSettings
 
 
@@ -169,3 +168,20 @@ def make_room(rendezvous: Rendezvous, trainer: StageTrainer, slots: Mapping[Chan
     tiers = " and ".join(sorted({rank["tier"] for rank in told}))
     slot_bytes = sum(rank["slot_bytes"] for rank in told)
     return f"delegated messages are copied by {tiers}; slots for them: {slot_bytes:,} bytes"
+
+
+def transport_settings(
+    config: Config, *, one_loopback: bool, coordinator_host: str
+) -> TransportSettings:
+    """How this host's end of the data plane travels; see `listening_addresses`."""
+    transport = config.transport
+    configured = None if transport.addresses == "auto" else transport.addresses
+    return TransportSettings(
+        addresses=listening_addresses(
+            configured, one_loopback=one_loopback, coordinator_host=coordinator_host
+        ),
+        lanes=None if transport.lanes == "auto" else transport.lanes,
+        chunk_bytes=transport.chunk_bytes,
+        checksum=transport.checksum,
+        backend=transport.backend,
+    )

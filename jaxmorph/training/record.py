@@ -9,8 +9,7 @@ from pathlib import Path
 from jaxmorph.config import Config
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.records import Message
-from jaxmorph.recovery.ledger import Goodput
-from jaxmorph.reporting import (
+from jaxmorph.report import (
     Event,
     Reporter,
     RunDirectory,
@@ -19,8 +18,9 @@ from jaxmorph.reporting import (
     StepRecord,
     describe_regime,
 )
-from jaxmorph.schedule.draw import chrome_trace, save_timelines
+from jaxmorph.report.draw import chrome_trace, save_timelines
 from jaxmorph.schedule.timeline import Timeline
+from jaxmorph.training.ledger import Goodput
 from jaxmorph.training.save_times import STOPPED
 
 PICTURE = "planned_and_measured.png"

@@ -12,7 +12,7 @@ from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.config import Config, load_config, placed_error
 from jaxmorph.data.tokens import DataDigest
 from jaxmorph.errors import UserError
-from jaxmorph.reporting.run_directory import CONFIG
+from jaxmorph.report.run_directory import CONFIG
 from jaxmorph.training.model_factory import device_options
 
 _LOCK = ".in_use"

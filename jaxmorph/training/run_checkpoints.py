@@ -11,12 +11,12 @@ from jaxmorph.checkpoints.recut import read_part
 from jaxmorph.checkpoints.saver import CheckpointSaver, require_shared
 from jaxmorph.checkpoints.tree_files import TreeFiles
 from jaxmorph.config import Config
-from jaxmorph.planning.layer_choice import LayerChoice
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.training.bookkeeping import Bookkeeper
+from jaxmorph.training.layer_choice import LayerChoice
 from jaxmorph.training.resume import checkpoint_folder, kept_cut, without_weights
 from jaxmorph.training.run_parts import RunParts
 

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.errors import UserError
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.lanes import family_of
 from jaxmorph.transport.link import check_backend
-from jaxmorph.transport.link_emulator import LinkCondition
 from jaxmorph.transport.names import TransportError
 from jaxmorph.transport.plane import (
     Address,

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.transport.doorbell import Doorbell
-from jaxmorph.transport.link_emulator import LinkCondition
 from jaxmorph.transport.names import (
     MASK,
     TAG_WORDS,

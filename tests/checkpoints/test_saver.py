@@ -20,7 +20,7 @@ from jaxmorph.checkpoints.tree_files import TreeFiles
 from jaxmorph.config import Config, check_config
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.rendezvous import SoleRank
-from jaxmorph.train import train
+from jaxmorph.training.train import train
 
 LIMIT_S = 30
 CONFIG = {
@@ -418,7 +418,8 @@ def test_a_run_fails_once_its_last_save_is_told_to_have_failed(tmp_path, monkeyp
         raise OSError("No space left on device")
 
     monkeypatch.setattr(TreeFiles, "write", write)
-    monkeypatch.setattr("jaxmorph.train.settle_garbage", lambda: None)  # other tests' it isn't
+    # Other tests' garbage stays.
+    monkeypatch.setattr("jaxmorph.training.train.settle_garbage", lambda: None)
     (tmp_path / "checkpoints").mkdir()
     told = []
     with pytest.raises(CheckpointError, match="rank 0: No space left on device"):

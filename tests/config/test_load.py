@@ -4,7 +4,7 @@ import pytest
 
 from jaxmorph.config import Config, dump_config, load_config, placed_error
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.costs import Link
+from jaxmorph.records import Link
 
 TEN_LINES = """
 run: {steps: 40, seed: 7}

@@ -7,7 +7,7 @@ from jaxmorph.config import Config, check_config, per_stage
 from jaxmorph.config.link_sections import Routes, Transport
 from jaxmorph.config.sections import Model, Schedule, ScheduleName
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.costs import Link, LinkState
+from jaxmorph.records import Link
 from jaxmorph.schedule.planner import SCHEDULE_NAMES
 from jaxmorph.transport.wire import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 
@@ -34,17 +34,6 @@ def test_a_cap_is_none_or_one_for_each_stage():
     assert Schedule().max_live_per_stage(3) is None
     assert Schedule(max_live=4).max_live_per_stage(2) == (4, 4)
     assert Schedule(max_live=(4, 2)).max_live_per_stage(2) == (4, 2)
-
-
-def test_planning_is_told_of_links_as_measured_but_for_those_that_are_named():
-    measured = {Link(0, 1): LinkState(0.5, 0.4), Link(1, 2): LinkState(9.0, 9.0)}
-    assert Schedule().links_told(measured) == measured
-    told = Schedule(link_ms={"1-2": 30.0, "2-3": 5.0}).links_told(measured)
-    assert told == {
-        Link(0, 1): LinkState(0.5, 0.4),
-        Link(1, 2): LinkState(30.0, 30.0),
-        Link(2, 3): LinkState(5.0, 5.0),
-    }
 
 
 def test_a_link_without_a_route_of_its_own_takes_the_default():

@@ -15,7 +15,8 @@ from jaxmorph.control.conditions import (
     usual_to_json,
 )
 from jaxmorph.control.verdicts import LinkHealth, Verdict, ailing_links
-from jaxmorph.schedule.costs import Link, LinkState, StageCosts, chain_links
+from jaxmorph.records import Link
+from jaxmorph.schedule.costs import LinkState, StageCosts, chain_links
 
 LINK = Link(1, 2)
 USUAL: UsualLinks = {

@@ -22,7 +22,8 @@ from jaxmorph.control.verdicts import LinkHealth
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import Transfer
 from jaxmorph.program.lowering import lower
-from jaxmorph.schedule.costs import Link, Route, StageCosts, chain_links
+from jaxmorph.records import Link, Route
+from jaxmorph.schedule.costs import StageCosts, chain_links
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES
 from jaxmorph.schedule.simulate import simulate
 

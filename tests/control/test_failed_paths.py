@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from jaxmorph.control.failed_paths import FailedPaths, PathFailure
 from jaxmorph.control.measurements import LinkSample
-from jaxmorph.schedule.costs import Link, Routes
+from jaxmorph.records import Link, Routes
 
 LINK, OTHER, TIED = Link(1, 2), Link(0, 1), Link(0, 2)
 DIRECT: Routes = {OTHER: "direct", LINK: "direct"}

@@ -15,7 +15,7 @@ from jaxmorph.control.orchestrator import (
     dwelling_links,
 )
 from jaxmorph.control.verdicts import LinkHealth
-from jaxmorph.schedule.costs import Link, Route
+from jaxmorph.records import Link, Route
 from jaxmorph.schedule.fixed import zb_h1, zb_h2
 from jaxmorph.schedule.planner import Plan
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from jaxmorph.control.profiler import Profile, Profiler
-from jaxmorph.schedule.costs import CopyCosts, Link, StageCosts
+from jaxmorph.records import Link
+from jaxmorph.schedule.costs import CopyCosts, StageCosts
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 

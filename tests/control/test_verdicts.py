@@ -15,7 +15,8 @@ from jaxmorph.control.verdicts import (
     slow_of,
     still_slow,
 )
-from jaxmorph.schedule.costs import Link, LinkState, Routes
+from jaxmorph.records import Link, Routes
+from jaxmorph.schedule.costs import LinkState
 
 LINK = Link(2, 3)
 SLOW = KnownWay(verdict(2, 3, 41.5), "delegated", {"direct": 0.5, "delegated": 1.5})

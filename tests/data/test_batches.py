@@ -91,7 +91,7 @@ def test_reading_happens_before_it_is_asked_for_and_ends_when_closed():
 
 
 def test_looking_at_the_data_imports_no_jax():
-    program = "import sys, jaxmorph.data, jaxmorph.config, jaxmorph.reporting; " \
+    program = "import sys, jaxmorph.data, jaxmorph.config, jaxmorph.report; " \
         "jaxmorph.data.load_tokens(None); print('jax' in sys.modules)"  # fmt: skip
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert done.stdout.strip() == b"False"

@@ -20,9 +20,9 @@ from jaxmorph.emulation.delay_traces import (
     draw_regime,
     events_trace,
 )
+from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.emulation.link_trace import read_link_trace
-from jaxmorph.schedule.costs import Link, pipeline_links
-from jaxmorph.transport.link_emulator import LinkCondition
+from jaxmorph.records import Link, pipeline_links
 
 LINKS = pipeline_links(4)
 TABLE_3 = Path(__file__).parents[2] / "configs/traces/adaptra-table3.csv"

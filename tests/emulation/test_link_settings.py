@@ -6,16 +6,11 @@ from jaxmorph.config import load_config
 from jaxmorph.config.link_sections import LinkTrace
 from jaxmorph.emulation import link_trace
 from jaxmorph.emulation.delay_traces import draw_regime
-from jaxmorph.emulation.link_settings import (
-    begun_at,
-    emulated_conditions,
-    trace_conditions,
-    transport_settings,
-    untimed,
-)
+from jaxmorph.emulation.link_conditions import LinkCondition, begun_at, untimed
+from jaxmorph.emulation.link_settings import emulated_conditions, trace_conditions
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.costs import pipeline_links
-from jaxmorph.transport.link_emulator import LinkCondition
+from jaxmorph.records import pipeline_links
+from jaxmorph.training.open_stage import transport_settings
 from jaxmorph.transport.plane import TransportSettings
 
 KEY = "emulation.trace"

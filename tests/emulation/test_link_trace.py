@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.emulation.link_trace import (
     MOST_CHANGES,
     read_link_trace,
@@ -9,8 +10,8 @@ from jaxmorph.emulation.link_trace import (
     require_links_of,
 )
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.costs import Link
-from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator
+from jaxmorph.records import Link
+from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.sidecar_process import _MAX_RECORD_BYTES
 
 HEADER = "time_s,between,latency_ms,bandwidth_mbps,jitter_ms,cut\n"

@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.transport.doorbell import Doorbell
-from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator
+from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.names import ChannelName, TransportError, add, distance
 from jaxmorph.transport.plane import (
     Address,

@@ -26,7 +26,7 @@ from jaxmorph.program.instructions import (
     Transfer,
     channel_of,
 )
-from jaxmorph.schedule.costs import Link
+from jaxmorph.records import Link
 
 
 @dataclass

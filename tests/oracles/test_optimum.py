@@ -6,8 +6,9 @@ import sys
 import pytest
 
 from jaxmorph.errors import UserError
+from jaxmorph.records import Link
 from jaxmorph.schedule.bound import lower_bound_ms
-from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, StashBytes, chain_links
+from jaxmorph.schedule.costs import Limits, LinkState, StageCosts, StashBytes, chain_links
 from jaxmorph.schedule.fixed import gpipe, interleaved, zb_h1, zb_h2
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.planner import plan, require_room

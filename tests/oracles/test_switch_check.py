@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from jaxmorph.program.check import ProgramError
 from jaxmorph.program.instructions import RankProgram, Receive, Send, Transfer
 from jaxmorph.program.lowering import lower
-from jaxmorph.schedule.costs import Limits, Link, StageCosts, chain_links
+from jaxmorph.records import Link
+from jaxmorph.schedule.costs import Limits, StageCosts, chain_links
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.simulate import simulate

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator
 
-from jaxmorph.schedule.costs import Link, LinkState, StageCosts
+from jaxmorph.records import Link
+from jaxmorph.schedule.costs import LinkState, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate

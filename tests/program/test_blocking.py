@@ -11,13 +11,12 @@ from jaxmorph.program.check import ProgramError
 from jaxmorph.program.instructions import Payload, RankProgram, Receive, Run, Send, Transfer
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.offload import offload, offload_these, waiting_longest
+from jaxmorph.records import Link, Route
 from jaxmorph.schedule.costs import (
     NO_LATENCY,
     CopyCosts,
     Limits,
-    Link,
     LinkState,
-    Route,
     StageCosts,
     StageMemory,
     chain_links,

@@ -17,7 +17,8 @@ from jaxmorph.program.instructions import (
     Transfer,
 )
 from jaxmorph.program.lowering import lower
-from jaxmorph.schedule.costs import Link, Route, StageCosts
+from jaxmorph.records import Link, Route
+from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.fixed import interleaved
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.schedule import Schedule

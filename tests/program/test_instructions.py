@@ -3,7 +3,7 @@
 import pytest
 
 from jaxmorph.control.profiler import Profile
-from jaxmorph.planning.step_programs import lower_step
+from jaxmorph.control.step_programs import lower_step
 from jaxmorph.program.instructions import (
     AwaitRoom,
     Buffer,
@@ -18,7 +18,8 @@ from jaxmorph.program.instructions import (
     parse_program,
     program_text,
 )
-from jaxmorph.schedule.costs import Link, StageCosts
+from jaxmorph.records import Link
+from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.fixed import interleaved, zb_h2
 
 

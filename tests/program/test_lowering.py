@@ -15,7 +15,8 @@ from jaxmorph.program.dataflow import feeder, output_transfer
 from jaxmorph.program.instructions import BufferKind, Free, Pipeline, Receive, Run, Send, Transfer
 from jaxmorph.program.lowering import forward_only, global_order, lower, lower_in_step
 from jaxmorph.program.slots_needed import slots_needed
-from jaxmorph.schedule.costs import Limits, Link, LinkState, Route, Routes, StageCosts, chain_links
+from jaxmorph.records import Link, Route, Routes
+from jaxmorph.schedule.costs import Limits, LinkState, StageCosts, chain_links
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, one_forward_one_backward
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan

@@ -19,7 +19,8 @@ from jaxmorph.program.instructions import (
 )
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.slots_needed import power_of_two, slots_needed
-from jaxmorph.schedule.costs import Limits, Link, LinkState, Route, StageCosts, chain_links
+from jaxmorph.records import Link, Route
+from jaxmorph.schedule.costs import Limits, LinkState, StageCosts, chain_links
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.simulate import simulate

@@ -9,11 +9,11 @@ import numpy as np
 
 from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
+from jaxmorph.records import Link
 from jaxmorph.runtime.direct import DirectRoute, KeptOutputs, LinkExhaustedError, direct_programs
 from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.runtime.routes import AbandonedEpochError, TransferIdentity
-from jaxmorph.schedule.costs import Link
 from jaxmorph.stage.mesh import make_mesh
 
 TIMEOUT_S = 2

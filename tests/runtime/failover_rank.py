@@ -12,8 +12,10 @@ import jax
 import numpy as np
 from compiled_once import compile_alike_once
 
+from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.program.check import check
 from jaxmorph.program.lowering import lower
+from jaxmorph.records import Link
 from jaxmorph.runtime.emulated_links import EmulatedLinks, never
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.join import join_as_told
@@ -24,12 +26,11 @@ from jaxmorph.runtime.queue import Pace
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
-from jaxmorph.schedule.costs import Limits, Link, StageCosts
+from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.stage.model import cut_layers
-from jaxmorph.transport.link_emulator import LinkCondition
 from models.gpt2 import build
 from tests.oracles.switch_check import check_every_switch
 

@@ -17,6 +17,7 @@ from told_reference import ToldReference, norm
 from jaxmorph.program.check import check
 from jaxmorph.program.lowering import forward_only, lower
 from jaxmorph.program.slots_needed import slots_needed
+from jaxmorph.records import Link
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.kept_programs import CompilationCounter
@@ -27,7 +28,7 @@ from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.runtime.report import rank_report, total
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
-from jaxmorph.schedule.costs import Limits, Link, StageCosts, chain_links
+from jaxmorph.schedule.costs import Limits, StageCosts, chain_links
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.simulate import simulate

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmorph.copies.programs import PayloadShape
+from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.runtime.direct import DirectRoute, LinkProgram
 from jaxmorph.runtime.emulated_links import EmulatedLinks
@@ -16,7 +17,6 @@ from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.stage.mesh import link_mesh, make_mesh
-from jaxmorph.transport.link_emulator import LinkCondition
 
 NUM_BYTES = 4000
 OP_S = 0.03  # far longer than a busy machine takes to wake a queue

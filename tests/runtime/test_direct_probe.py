@@ -7,10 +7,10 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.program.instructions import channel_of
+from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_direct, probe_transfers
 from jaxmorph.runtime.queue import PacedQueue
 from jaxmorph.runtime.routes import Moved
-from jaxmorph.schedule.costs import Link
 
 LINK = Link(1, 2)
 

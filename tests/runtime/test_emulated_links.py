@@ -5,11 +5,11 @@ import time
 
 import pytest
 
+from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.program.instructions import Transfer
+from jaxmorph.records import Link
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.routes import TransferIdentity
-from jaxmorph.schedule.costs import Link
-from jaxmorph.transport.link_emulator import LinkCondition
 
 CUT = LinkCondition((0, 1), cut=True)
 LIMIT_S = 30.0

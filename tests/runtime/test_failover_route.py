@@ -26,11 +26,11 @@ from two_ends import (
     up,
 )
 
+from jaxmorph.emulation.link_conditions import LinkCondition
+from jaxmorph.records import Link
 from jaxmorph.runtime.direct import LIVES
 from jaxmorph.runtime.failover_route import OtherPaths
 from jaxmorph.runtime.routes import AbandonedEpochError, TransferIdentity, TransferMismatchError
-from jaxmorph.schedule.costs import Link
-from jaxmorph.transport.link_emulator import LinkCondition
 from jaxmorph.transport.names import PeerGoneError
 
 ORDER = [up(0), up(1), down(0), up(2), down(1), TIED, down(2)]

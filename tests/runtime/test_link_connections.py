@@ -8,13 +8,13 @@ import pytest
 from oracles.loopback import LoopbackNetwork
 from test_rendezvous import in_threads
 
+from jaxmorph.records import Link
 from jaxmorph.runtime.link_connections import (
     open_data_plane,
     open_link_connections,
     open_path_echoes,
 )
 from jaxmorph.runtime.rendezvous import RendezvousError
-from jaxmorph.schedule.costs import Link
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec
 

@@ -3,6 +3,7 @@ import pytest
 
 from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.program.instructions import Channel, Payload
+from jaxmorph.records import Link
 from jaxmorph.runtime.payloads import (
     LARGEST_TIED_SLOT_BYTES,
     channel_name,
@@ -10,7 +11,6 @@ from jaxmorph.runtime.payloads import (
     channel_specs,
     slot_use,
 )
-from jaxmorph.schedule.costs import Link
 from models.gpt2 import build
 
 ACTIVATION = Channel(Payload.ACTIVATION, 0, 1)

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import jax
 
+from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.runtime.report import free_bytes, peaks_of, probe_times, told_peak
-from jaxmorph.schedule.costs import Link
 
 LINK = Link(1, 2)
 

@@ -15,6 +15,7 @@ from oracles.loopback import LoopbackNetwork
 from jaxmorph.copies.host_memory import AtOnceTier, host_callback_tiers
 from jaxmorph.copies.programs import PayloadShape, SlotUse
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
+from jaxmorph.records import Link
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.emulated_links import EmulatedLinks
@@ -23,7 +24,6 @@ from jaxmorph.runtime.link_switch import LinkWires
 from jaxmorph.runtime.payloads import channel_name
 from jaxmorph.runtime.rendezvous import ConnectionLostError
 from jaxmorph.runtime.routes import TransferIdentity
-from jaxmorph.schedule.costs import Link
 from jaxmorph.transport.plane import ChannelSpec
 
 SHAPE = (3, 5)

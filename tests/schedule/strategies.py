@@ -2,7 +2,8 @@
 
 from hypothesis import strategies as st
 
-from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, StashBytes
+from jaxmorph.records import Link
+from jaxmorph.schedule.costs import Limits, LinkState, StageCosts, StashBytes
 
 
 def costs_of(stages: int, ms: st.SearchStrategy[float]) -> st.SearchStrategy[StageCosts]:

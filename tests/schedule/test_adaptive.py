@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmorph.records import Link
 from jaxmorph.schedule import adaptive
 from jaxmorph.schedule.adaptive import Search, adaptive_schedule
 from jaxmorph.schedule.bound import lower_bound_ms
-from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, StashBytes, chain_links
+from jaxmorph.schedule.costs import Limits, LinkState, StageCosts, StashBytes, chain_links
 from jaxmorph.schedule.list_schedule import (
     ListSchedule,
     Rule,

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmorph.records import Link
 from jaxmorph.schedule.bound import WarmupBound, certified_ms, lower_bound_ms
-from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, StashBytes, chain_links
+from jaxmorph.schedule.costs import Limits, LinkState, StageCosts, StashBytes, chain_links
 from jaxmorph.schedule.fixed import interleaved
 from jaxmorph.schedule.list_schedule import Rule, list_schedule, make_workload
 from jaxmorph.schedule.simulate import simulate

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmorph.records import Link
 from jaxmorph.schedule.bubbles import (
     Bubble,
     BubbleCause,
@@ -18,7 +19,7 @@ from jaxmorph.schedule.bubbles import (
     mean_shares,
     step_shares,
 )
-from jaxmorph.schedule.costs import Link, LinkState, StageCosts, chain_links
+from jaxmorph.schedule.costs import LinkState, StageCosts, chain_links
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, one_forward_one_backward
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.simulate import simulate

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmorph.records import Link
 from jaxmorph.schedule.costs import (
     CopyCosts,
     Limits,
-    Link,
     LinkState,
     StageCosts,
     StageMemory,

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, StageMemory, StashBytes
+from jaxmorph.records import Link
+from jaxmorph.schedule.costs import Limits, LinkState, StageCosts, StageMemory, StashBytes
 from jaxmorph.schedule.list_schedule import (
     PAPER,
     ListSchedule,

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmorph.schedule.costs import Limits, Link, LinkState, StageCosts, chain_links
+from jaxmorph.records import Link
+from jaxmorph.schedule.costs import Limits, LinkState, StageCosts, chain_links
 from jaxmorph.schedule.list_schedule import Rule, list_schedule, make_workload
 from jaxmorph.schedule.paper import (
     adapted_warmup_forwards,

@@ -3,8 +3,9 @@ import json
 import pytest
 
 from jaxmorph.errors import UserError
+from jaxmorph.records import Link
 from jaxmorph.schedule.answer import solve
-from jaxmorph.schedule.costs import Limits, Link, StageCosts, StashBytes, chain_links
+from jaxmorph.schedule.costs import Limits, StageCosts, StashBytes, chain_links
 from jaxmorph.schedule.fixed import gpipe, interleaved
 from jaxmorph.schedule.planner import SCHEDULE_NAMES, Plan, plan, require_feasible, require_room
 from jaxmorph.schedule.problem import parse_problem

@@ -3,8 +3,9 @@ import json
 import pytest
 
 from jaxmorph.errors import UserError
+from jaxmorph.records import Link
 from jaxmorph.schedule.answer import answer_lines, solve
-from jaxmorph.schedule.costs import Link, LinkState
+from jaxmorph.schedule.costs import LinkState
 from jaxmorph.schedule.problem import parse_problem
 from jaxmorph.schedule.simulate import simulate
 

@@ -3,7 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from jaxmorph.schedule.costs import Link, LinkState, StageCosts, chain_links
+from jaxmorph.records import Link
+from jaxmorph.schedule.costs import LinkState, StageCosts, chain_links
 from jaxmorph.schedule.fixed import gpipe, interleaved, one_forward_one_backward, zb_h2
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import (

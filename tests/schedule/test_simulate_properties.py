@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmorph.schedule.costs import Link, Links, LinkState, StageCosts
+from jaxmorph.records import Link
+from jaxmorph.schedule.costs import Links, LinkState, StageCosts
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.replay import LinkModel

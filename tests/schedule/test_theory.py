@@ -6,8 +6,9 @@ import pytest
 
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.lowering import lower
+from jaxmorph.records import Link
 from jaxmorph.schedule.bubbles import BubbleCause, bubble_ms
-from jaxmorph.schedule.costs import NO_LATENCY, Limits, Link, LinkState, StageCosts, chain_links
+from jaxmorph.schedule.costs import NO_LATENCY, Limits, LinkState, StageCosts, chain_links
 from jaxmorph.schedule.fixed import one_forward_one_backward, zb_h2
 from jaxmorph.schedule.paper import select_ops
 from jaxmorph.schedule.planner import plan

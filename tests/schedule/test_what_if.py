@@ -1,7 +1,8 @@
 import pytest
 
 from jaxmorph.errors import UserError
-from jaxmorph.schedule.costs import Link, LinkState
+from jaxmorph.records import Link
+from jaxmorph.schedule.costs import LinkState
 from jaxmorph.schedule.problem import parse_problem
 from jaxmorph.schedule.what_if import LinkChange, StageChange, changed, parse_change
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from in_this_process import jaxmorph
 
-from jaxmorph.scripts import launch as script_launch
+from jaxmorph.training import script_launch
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(60)]
 
 GIVEN = """
 import json, sys
 from pathlib import Path
-from jaxmorph.scripts.launch import launch_told
+from jaxmorph.training.script_launch import launch_told
 told = launch_told()
 found = {
     "words": sys.argv, "name": __name__, "path": sys.path[0], "rank": told.rank,

@@ -15,7 +15,7 @@ from processes import children, is_running
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.config import load_config
 from jaxmorph.control.profiler import Profile
-from jaxmorph.schedule.costs import Link
+from jaxmorph.records import Link
 
 METRICS = {
     "step", "loss", "grad_norm", "step_s", "tokens_per_s", "schedule", "warmup_forwards", "routes",

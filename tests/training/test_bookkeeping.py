@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from jaxmorph.adapting.control_events import Morph
 from jaxmorph.config import Config
+from jaxmorph.control.events import Morph
 from jaxmorph.control.failed_paths import FailedPaths
 from jaxmorph.control.profiler import Profile, Profiler
-from jaxmorph.planning.plan_in_force import PlanInForce
-from jaxmorph.planning.step_programs import lower_step
+from jaxmorph.control.step_programs import lower_step
 from jaxmorph.program.instructions import program_text
 from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.runtime.report import StepTotals
@@ -20,6 +19,7 @@ from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.training.bookkeeping import Bookkeeper, TracedSteps
 from jaxmorph.training.evaluation import HeldOutLoss
+from jaxmorph.training.plan_in_force import PlanInForce
 
 TWO = StageCosts.uniform(2, 1.0, 1.0, 1.0)
 TWO_STAGES = plan(TWO, {}, Limits(), 1, "zb-h2")

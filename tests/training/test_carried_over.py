@@ -10,8 +10,8 @@ from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.config import check_config
 from jaxmorph.control.verdicts import Evidence, KnownWay, LinkHealth, Verdict
-from jaxmorph.reporting import open_run_directory
-from jaxmorph.reporting.run_directory import LINKS
+from jaxmorph.report import open_run_directory
+from jaxmorph.report.run_directory import LINKS
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.stage.layer_costs import LayerCosts
 from jaxmorph.training.carried_over import FILE, KnownLinks, chosen_before, keep_choice, known_links

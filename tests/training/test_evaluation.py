@@ -8,15 +8,15 @@ import pytest
 
 from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile
+from jaxmorph.control.step_programs import lower_step
 from jaxmorph.data import Tokens, hold_out
 from jaxmorph.errors import UserError
-from jaxmorph.planning.plan_in_force import PlanInForce, plan_step
-from jaxmorph.planning.step_programs import lower_step
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.training.evaluation import Evaluation, held_out_batches, with_room_to_evaluate
+from jaxmorph.training.plan_in_force import PlanInForce, plan_step
 
 MICROBATCHES = 3
 

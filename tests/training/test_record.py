@@ -6,14 +6,14 @@ import pytest
 
 from jaxmorph.config import Config
 from jaxmorph.errors import RunFailedError
-from jaxmorph.recovery.ledger import Goodput
-from jaxmorph.reporting import Event, StepRecord, open_run_directory
-from jaxmorph.reporting.terminal import PlainReporter
+from jaxmorph.report import Event, StepRecord, open_run_directory
+from jaxmorph.report.terminal import PlainReporter
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.training import record
 from jaxmorph.training.bookkeeping import TracedSteps
+from jaxmorph.training.ledger import Goodput
 
 STEP = StepRecord(
     step=0, loss=5.0, grad_norm=1.5, step_s=0.4, tokens_per_s=10_240.0, schedule="zb-h2",

@@ -7,8 +7,8 @@ import zlib
 
 import numpy as np
 
+from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.transport.client import SidecarPlane
-from jaxmorph.transport.link_emulator import LinkCondition
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec, TransportSettings
 

@@ -4,13 +4,8 @@ from statistics import fmean, stdev
 
 import pytest
 
-from jaxmorph.transport.link_emulator import (
-    DirectionConditions,
-    LinkCondition,
-    LinkEmulator,
-    Spans,
-    step_of,
-)
+from jaxmorph.emulation.link_conditions import LinkCondition
+from jaxmorph.transport.link_emulator import DirectionConditions, LinkEmulator, Spans, step_of
 
 
 def tag(message=0, step=0, epoch=0):

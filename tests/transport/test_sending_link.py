@@ -7,8 +7,9 @@ import socket
 import pytest
 from lone_sender import CHUNK_BYTES, NAME, NUM_SLOTS, LoneSender
 
+from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.transport import connecting, link, sending_link
-from jaxmorph.transport.link_emulator import LinkCondition, LinkEmulator
+from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.outgoing_lanes import LEAST_PATIENCE_S, PING_S
 from jaxmorph.transport.wire import Acknowledge, Ping, Resume
 

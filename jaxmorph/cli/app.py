@@ -1,0 +1,230 @@
+"""The ``jaxmorph`` command: parses its arguments and calls what they ask for."""
+
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from jaxmorph.cli.doctor import doctor
+from jaxmorph.cli.plan import plan
+from jaxmorph.cli.trace import trace
+from jaxmorph.cli.validate import validate
+from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
+
+# Typer brings its own copy of click or click itself, by version: this is that one's UsageError.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+_Abort: type[Exception] = typer.Abort  # what Ctrl-C has become by then
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line; the entry point of ``jaxmorph``.
+
+    Args:
+        arguments: Words after the command's name; those of this process when None.
+
+    Raises:
+        SystemExit: Always: 0 when done, 1 when the run failed, 2 for the user's mistake, which is
+            told in one line on standard error, 130 on Ctrl-C, 143 when the run was asked to end
+            and has saved its state.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        sys.exit(app(words or ["--help"], prog_name="jaxmorph", standalone_mode=False))
+    except UserError as error:
+        _fail(2, " ".join(str(error).split()))
+    except _UsageError as error:
+        message = error.format_message()  # pyright: ignore[reportAttributeAccessIssue]
+        _fail(2, " ".join(message.split()))
+    except RunFailedError as error:
+        _fail(1, str(error))
+    except RunStoppedError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        sys.exit(143)
+    except (KeyboardInterrupt, _Abort):
+        _fail(130, "interrupted")
+
+
+def _fail(code: int, message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)  # noqa: T201
+    sys.exit(code)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"jaxmorph {metadata.version('jaxmorph')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _jaxmorph(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Plan pipeline-parallel training around slow links, and train with the plan in JAX."""
+
+
+app.command()(plan)
+app.command()(validate)
+app.command()(trace)
+app.command()(doctor)
+
+
+@app.command()
+def train(
+    config: Annotated[
+        str | None, typer.Argument(help="The run's YAML file; none with --resume.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value, the value read as YAML.")
+    ] = None,
+    launch: Annotated[
+        str,
+        typer.Option(help="local: start the stages here; cluster: be one rank; auto: find out."),
+    ] = "auto",
+    resume: Annotated[
+        Path | None, typer.Option(help="A run's directory, to go on from its last checkpoint.")
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Start nothing: check it, and say what stages will keep."),
+    ] = False,
+) -> int:
+    """Train a model through a pipeline."""
+    from jaxmorph.cli.dry_run import print_dry_run
+    from jaxmorph.training.start import resume_training, start_training
+
+    words = [*([config] if config is not None else []), *(overrides or [])]
+    if dry_run:
+        if config is None or resume is not None or launch != "auto":
+            got = "--resume" if resume is not None else f"--launch {launch}"
+            got = "no configuration" if config is None and resume is None else got
+            raise UserError(f"--dry-run: got {got}, expected a configuration's YAML file alone")
+        print_dry_run(Path(config), overrides or [], Console(highlight=False, markup=False))
+    elif resume is not None:
+        if said := resume_training(resume, words, launch):
+            typer.echo(said)
+    elif config is None:
+        raise UserError("train: got no configuration, expected a YAML file, or --resume RUN_DIR")
+    else:
+        start_training(Path(config), overrides or [], launch)
+    return 0
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="A run's directory.")],
+    step: Annotated[
+        int | None, typer.Option(help="The checkpoint after so many steps; if not given, the last.")
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option(help="Where to; if not given, exported/step_N in RUN_DIR.")
+    ] = None,
+) -> int:
+    """Write a run's model in its own format: for GPT-2, Hugging Face's."""
+    from jaxmorph.cli.models import export_model
+
+    typer.echo(export_model(run_dir, step, to))
+    return 0
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def launch(
+    script: Annotated[Path, typer.Argument(help="A Python script that makes a jaxmorph.Trainer.")],
+    stages: Annotated[int, typer.Option(min=1, help="Processes, one for each stage.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
+    logs: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the processes' logs; if not given, kept only on failure."),
+    ] = None,
+) -> int:
+    """Run a script of your own on this machine, once for each stage."""
+    from jaxmorph.training.script_launch import launch_script
+
+    launch_script(script, arguments or [], stages, logs)
+    return 0
+
+
+@app.command()
+def sample(
+    run_dir: Annotated[Path, typer.Argument(help="A run's directory.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue; empty: begin a document.")],
+    tokens: Annotated[int, typer.Option(help="Most tokens to add.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(help="Below 1 the likely gets likelier; 0: always the likeliest.")
+    ] = 1.0,
+    top_k: Annotated[
+        int | None, typer.Option(help="Draw from so many of the likeliest tokens only.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
+    step: Annotated[
+        int | None, typer.Option(help="The checkpoint after so many steps; if not given, the last.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="bytes or a tokenizer.json, in place of the run's.")
+    ] = None,
+) -> int:
+    """Print a prompt and how a run's model goes on."""
+    from jaxmorph.cli.models import sample as sample_text
+    from jaxmorph.report.terminal import open_console
+    from jaxmorph.training.saved_model import SamplingSettings
+
+    settings = SamplingSettings(tokens, temperature, top_k, seed)
+    text = sample_text(run_dir, prompt, settings, step=step, tokenizer=tokenizer)
+    console, _ = open_console()
+    console.file.write(text + "\n")
+    return 0
+
+
+@app.command()
+def compare(
+    config: Annotated[Path, typer.Argument(help="A YAML file with a section `compare`.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value, the value read as YAML.")
+    ] = None,
+) -> int:
+    """Run systems under conditions of links, and table and draw their steps."""
+    from jaxmorph.compare.comparison import start_comparison
+
+    return 1 if start_comparison(config, overrides or []) else 0
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="What train or compare has written.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The file; if not given, report.html in RUN_DIR.")
+    ] = None,
+) -> int:
+    """Write one HTML page that says how a run or a comparison went."""
+    from jaxmorph.report.page import write_report
+
+    typer.echo(write_report(run_dir, out))
+    return 0
+
+
+@app.command()
+def model(
+    factory: Annotated[str, typer.Option(help="The model's Python module.")] = "models.gpt2",
+    preset: Annotated[
+        str | None, typer.Option(help="One preset; if not given, all of them.")
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(min=1, help="Tokens in the vocabulary.")] = 50257,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 1024,
+    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages to cut it into.")] = 1,
+) -> int:
+    """Print how many parameters presets have."""
+    from jaxmorph.cli.models import print_model_table
+
+    names = [preset] if preset is not None else None
+    print_model_table(Console(highlight=False), factory, names, vocab_size, sequence_length, stages)
+    return 0

@@ -1,0 +1,121 @@
+"""Devices, the CUDA driver, and the ways to copy between a device and slots: each is tried."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from jaxmorph.cli.doctor_host import Fact
+from jaxmorph.copies.choosing import OpenDriver, WaysToCopy, ways_to_copy, why_not
+from jaxmorph.copies.copy_engine import CopyEngineTier
+from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
+from jaxmorph.copies.kernels import KernelTier
+from jaxmorph.copies.trial import try_landing, try_tier
+from jaxmorph.runtime.join import own_devices
+
+_GIB = 1 << 30
+_KERNELS = KernelTier.name
+_HEADS = (1, 128, 1, 64)  # [batch, sequence, heads, head width]: a small one of what models have
+
+
+def device_facts() -> Iterator[Fact]:
+    """What JAX computes on."""
+    devices = own_devices()
+    yield Fact("JAX computes on", jax.default_backend(), True)
+    for device in devices:
+        told = f"{device.device_kind}{_capability(device)}{_memory(device)}"
+        yield Fact(f"device {device.id}", told)
+
+
+def attention_fact(compile_: Callable[[Any], None] | None = None) -> Fact:
+    """Whether cuDNN's attention can be had on the first device: a small one is compiled."""
+    device, name = own_devices()[0], "attention by cuDNN"
+    if device.platform == "cpu":
+        return Fact(name, "no", False, "JAX computes on cpu, not on a GPU")
+    try:
+        (compile_ or _compile_attention)(device)
+    except Exception as error:  # whatever it is, it is the answer
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return Fact(name, "no", False, reason)
+    return Fact(name, "yes", True, "what models take here in bfloat16")
+
+
+def _compile_attention(device: Any) -> None:
+    def total(*heads: jax.Array) -> jax.Array:
+        context = jax.nn.dot_product_attention(*heads, is_causal=True, implementation="cudnn")
+        return context.astype(jnp.float32).sum()
+
+    placed = SingleDeviceSharding(device)
+    heads = [jax.ShapeDtypeStruct(_HEADS, jnp.bfloat16, sharding=placed)] * 3
+    jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*heads).compile()
+
+
+def driver_fact(open_driver: OpenDriver = CudaDriver.open, number: int = 0) -> Fact:
+    """Whether there is a CUDA driver that copies could use."""
+    try:
+        driver = open_driver(number)
+    except CudaError as error:
+        return Fact("CUDA driver", "none", False, str(error))
+    try:
+        return Fact("CUDA driver", f"for CUDA {driver.version()}", True)
+    finally:
+        driver.close()
+
+
+def copy_facts(
+    ways_of: Callable[..., WaysToCopy] = ways_to_copy, open_driver: OpenDriver = CudaDriver.open
+) -> Iterator[Fact]:
+    """Which ways of copying work on the first device, the best first, and why others don't."""
+    yield driver_fact(open_driver)
+    device = own_devices()[0]
+    placement = SingleDeviceSharding(device)
+    ways = ways_of(placement, lambda keeper: None, open_driver=open_driver)
+    with closing(ways):
+        tiers = [
+            *((f"into slots by {tier.name}", tier, _into) for tier in ways.outgoing),
+            *((f"out of slots by {tier.name}", tier, _out_of) for tier in ways.incoming),
+        ]
+        facts = {
+            name: _fact(name, why_not(tier, attempt(placement, ways)))
+            # Kernels last: after one that goes wrong nothing else works in this process.
+            for name, tier, attempt in sorted(tiers, key=lambda each: each[1].name == _KERNELS)
+        }
+    yield from _best_first([facts[name] for name, _, attempt in tiers if attempt is _into])
+    yield from _best_first([facts[name] for name, _, attempt in tiers if attempt is _out_of])
+    there = {tier.name for tier in ways.outgoing}
+    for name in (CopyEngineTier.name, _KERNELS):
+        if name not in there:
+            yield _fact(f"by {name}", f"JAX computes on {device.platform}, not on a GPU")
+
+
+def _into(placement: Any, ways: WaysToCopy) -> Callable[[Any], None]:
+    return lambda tier: try_tier(tier, placement, ways.memory)
+
+
+def _out_of(placement: Any, ways: WaysToCopy) -> Callable[[Any], None]:
+    return lambda tier: try_landing(tier, placement, ways.memory)
+
+
+def _fact(name: str, reason: str | None) -> Fact:
+    return Fact(name, "yes" if reason is None else "no", reason is None, reason or "")
+
+
+def _best_first(facts: Sequence[Fact]) -> Iterator[Fact]:
+    """The same facts; that which a run takes is marked."""
+    taken = next((fact for fact in facts if fact.works), None)
+    for fact in facts:
+        yield replace(fact, note="what runs take here") if fact is taken else fact
+
+
+def _capability(device: Any) -> str:
+    capability = getattr(device, "compute_capability", None)
+    return "" if capability is None else f", compute capability {capability}"
+
+
+def _memory(device: Any) -> str:
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return "" if limit is None else f", {limit / _GIB:.1f} GiB for JAX"

@@ -1,0 +1,127 @@
+"""What a run directory says of its run, as a planning problem."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxmorph.config import Config, load_config
+from jaxmorph.control.profiler import Profile
+from jaxmorph.errors import UserError
+from jaxmorph.records import pipeline_links
+from jaxmorph.report.run_directory import PROFILE
+from jaxmorph.schedule.costs import LinkState
+from jaxmorph.schedule.problem import usual_chunks
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run's configuration and what it has measured.
+
+    Args:
+        profile: What its ops and links cost.
+    """
+
+    path: Path
+    config: Config
+    profile: Profile
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of virtual stages each stage of the run has."""
+        return self.config.parallelism.chunks
+
+
+def read_run(path: Path) -> MeasuredRun:
+    """Reads a run directory.
+
+    Args:
+        path: The directory; the run may still be going on.
+
+    Returns:
+        The run.
+
+    Raises:
+        UserError: No such directory, or one without a readable configuration or profile.
+    """
+    if not (path / "config.yaml").is_file():
+        raise UserError(f"profile: got {path}, expected a run directory, with a config.yaml")
+    config = load_config(path / "config.yaml")
+    profile = _read_profile(path / PROFILE)
+    if profile.costs.num_stages != config.parallelism.stages:
+        raise UserError(
+            f"profile: {path / PROFILE}: got costs of {profile.costs.num_stages} stages, expected "
+            f"parallelism.stages, {config.parallelism.stages}"
+        )
+    return MeasuredRun(path, config, profile)
+
+
+def run_fields(
+    run: MeasuredRun, schedule: str | None = None, num_chunks: int | None = None
+) -> dict[str, Any]:
+    """A run as the fields of a problem (see ``parse_problem``).
+
+    Args:
+        schedule: The schedule to plan; the run's own when None.
+        num_chunks: Number of virtual stages to plan for; the run's own, or else what is usual for
+            another schedule, when None.
+
+    Returns:
+        Sizes, costs, caps, schedule and links, with latencies of both directions.
+    """
+    config, costs, own = run.config, run.profile.costs, run.config.schedule
+    if num_chunks is None:
+        other = schedule is not None and schedule != own.name
+        num_chunks = usual_chunks(schedule or "") if other else run.num_chunks
+    stages = config.parallelism.stages
+    links = list(_links(run, num_chunks))
+    return _stash_fields(run) | {
+        "num_stages": stages,
+        "num_microbatches": config.batch.microbatches,
+        "schedule": schedule or own.name,
+        "chunks": num_chunks,
+        "max_live": _listed(own.max_live_per_stage(stages)),
+        "live_until": own.live_until,
+        "forward_ms": list(costs.forward_ms),
+        "backward_input_ms": list(costs.backward_input_ms),
+        "backward_weight_ms": list(costs.backward_weight_ms),
+        "link_forward_ms": [link.forward_latency_ms for link in links],
+        "link_backward_ms": [link.backward_latency_ms for link in links],
+    }
+
+
+def _stash_fields(run: MeasuredRun) -> dict[str, Any]:
+    sizes, own = run.profile.stash_bytes, run.config.schedule
+    if sizes is None:
+        return {}
+    return {
+        "stash_bytes_after_forward": list(sizes.after_forward),
+        "stash_bytes_after_backward": list(sizes.after_backward_input),
+        "max_stash_bytes": _listed(own.max_stash_bytes_per_stage(run.config.parallelism.stages)),
+    }
+
+
+def _links(run: MeasuredRun, num_chunks: int) -> Iterator[LinkState]:
+    """The states of the pipeline's links; one that the run has not measured delays nothing."""
+    for link in pipeline_links(run.config.parallelism.stages, num_chunks):
+        yield run.profile.links.get(link, LinkState())
+
+
+def _listed(values: tuple[int, ...] | None) -> list[int] | None:
+    return None if values is None else list(values)
+
+
+def _read_profile(path: Path) -> Profile:
+    try:
+        return Profile.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise UserError(
+            f"profile: got {path.parent} without {PROFILE}, expected a run that has recorded a "
+            "step (see trace.every_steps), by this version of jaxmorph"
+        ) from None
+    except OSError as error:
+        raise UserError(f"profile: cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        expected = "expected measured costs and links"
+        raise UserError(f"profile: {path}: got {error!r}, {expected}") from error

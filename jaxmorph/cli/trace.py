@@ -1,0 +1,106 @@
+"""``jaxmorph trace``: draws delays of links from a seed, as a table for ``emulation.trace``."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from jaxmorph.emulation.delay_traces import (
+    REGIMES,
+    DelayTrace,
+    draw_events,
+    draw_regime,
+    events_trace,
+)
+from jaxmorph.emulation.link_trace import require_few_changes, require_links_of
+from jaxmorph.errors import UserError
+from jaxmorph.records import Link, pipeline_links
+
+EVENTS = "events"
+KINDS = (*REGIMES, EVENTS)
+_STAGES = 4
+_SHORTEST_S, _LONGEST_S = 0.1, 1e5
+
+
+def trace(
+    kind: Annotated[str, typer.Argument(metavar="REGIME", help=f"One of {', '.join(KINDS)}.")],
+    seed: Annotated[int, typer.Option(min=0, help="The same seed draws the same delays.")] = 0,
+    stages: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            show_default=str(_STAGES),
+            help="Pipeline stages; all links between neighbours are drawn.",
+        ),
+    ] = None,
+    links: Annotated[
+        str | None, typer.Option(help="Draw these links alone, such as '0-1 2-3'.")
+    ] = None,
+    duration_s: Annotated[
+        float, typer.Option(help="Seconds of a regime that goes by time.")
+    ] = 120.0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of events, which go by step.")] = 1200,
+    out: Annotated[
+        Path | None, typer.Option(help="The CSV file to write; if not given, it is printed.")
+    ] = None,
+) -> int:
+    """Draw delays of links that change while a run lasts."""
+    _require_duration(duration_s)
+    drawn = _draw(kind, _links(links, stages), duration_s, steps, seed)
+    option = "--steps" if kind == EVENTS else "--duration-s"
+    require_few_changes((link for change in drawn.changes for link in change.links), option)
+    if out is None:
+        typer.echo(drawn.to_csv(), nl=False)
+        return 0
+    try:
+        out.write_text(drawn.to_csv(), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out: {out}: {error.strerror or error}") from error
+    typer.echo(f"wrote {out}: {_summary(drawn)}")
+    return 0
+
+
+def _draw(
+    kind: str, links: tuple[Link, ...], duration_s: float, steps: int, seed: int
+) -> DelayTrace:
+    if kind == EVENTS:
+        return events_trace(draw_events(links, steps, seed))
+    for regime in REGIMES:
+        if kind == regime:
+            return draw_regime(regime, links, duration_s, seed)
+    raise UserError(f"REGIME: got {kind!r}, expected one of {', '.join(KINDS)}")
+
+
+def _require_duration(duration_s: float) -> None:
+    if not _SHORTEST_S <= duration_s <= _LONGEST_S:  # nor is NaN, which some parsers let pass
+        expected = f"a number from {_SHORTEST_S:g} to {_LONGEST_S:g}"
+        raise UserError(f"--duration-s: got {duration_s:g}, expected {expected}")
+
+
+def _links(text: str | None, stages: int | None) -> tuple[Link, ...]:
+    if text is None:
+        return pipeline_links(stages or _STAGES)
+    try:
+        links = tuple(map(Link.parse, text.split()))
+    except ValueError as error:
+        raise UserError(f"--links: {error}") from error
+    if not links or len(set(links)) < len(links):
+        raise UserError(f"--links: got {text!r}, expected each link once, such as '0-1 2-3'")
+    if stages is not None:
+        require_links_of(stages, links, "--links")
+    return links
+
+
+def _summary(drawn: DelayTrace) -> str:
+    """How many delays of how many links there are, and what they are like."""
+    of_links = Counter(link for change in drawn.changes for link in change.links)
+    delays_ms = [change.latency_ms for change in drawn.changes if change.latency_ms > 0]
+    if not delays_ms:
+        return "no delays"
+    p50, p99 = np.percentile(delays_ms, (50, 99))
+    return (
+        f"{of_links.total()} changes of {len(of_links)} links; delays above 0 have a median of "
+        f"{p50:.1f}, a mean of {np.mean(delays_ms):.1f} and a 99th percentile of {p99:.1f} ms"
+    )

@@ -1,1 +1,0 @@
-"""What the commands beside `train` and `compare` do: from their options to what they print."""

@@ -1,0 +1,224 @@
+"""Runs systems under conditions of links, one system after another, and writes what it measures."""
+
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from jaxmorph.compare.condition_links import round_links
+from jaxmorph.compare.matrix_record import MatrixRecord, comparison_notes, load_averages
+from jaxmorph.compare.systems import SYSTEMS, System, system_config
+from jaxmorph.compare.whole_runs import RUNS, run_whole, whole_config
+from jaxmorph.config import Config, load_config, placed_error, placing_errors
+from jaxmorph.config.compare_section import Compare
+from jaxmorph.errors import RunFailedError, UserError
+from jaxmorph.report import claim_run_directory
+from jaxmorph.report.matrix_table import matrix_markdown
+from jaxmorph.report.page import REPORT, write_report
+from jaxmorph.report.run_directory import plain_json
+from jaxmorph.report.run_matrix import RESULTS, TIMELINES, Matrix, Run
+from jaxmorph.report.terminal import MatrixView
+from jaxmorph.runtime.launcher import OFFLOADING_THREADS, run_ranks
+from jaxmorph.training.start import check_run
+
+TABLE, FIGURE, RECOVERY_FIGURE = "table.md", "figure.png", "recovery.png"
+
+
+def start_comparison(path: Path, overrides: Sequence[str]) -> int:
+    """Run a configuration's comparison.
+
+    Returns:
+        How many systems could not be run to their end; what they did is in the results.
+
+    Raises:
+        RunStoppedError: If it was asked to end while a whole run was saved.
+    """
+    config = load_config(path, overrides)
+    wanted = _checked(path, overrides, config)
+    directory = claim_run_directory(config)
+    command = shlex.join(["jaxmorph", "compare", str(path), *overrides])
+    notes = comparison_notes(config, wanted, command)
+    books = _Books(path.stem, wanted, directory, notes)
+    with closing(MatrixView()) as view:
+        view.say(f"writes {directory}")
+        if "left aside" in notes:
+            view.say(f"left aside: {notes['left aside']}")
+        for system in wanted.systems:
+            if wanted.has_whole_runs:
+                _run_whole_system(system, config, wanted, books, view)
+            else:
+                _run_system(system, config, books, view)
+        names = RESULTS, TABLE, FIGURE, RECOVERY_FIGURE, TIMELINES, REPORT
+        written = [str(directory / name) for name in names if (directory / name).is_file()]
+        view.say(f"wrote {', '.join(written)}")
+    return len(books.record.failures)
+
+
+def _checked(path: Path, overrides: Sequence[str], config: Config) -> Compare:
+    """The section, once every system is known to fit model, data and caps."""
+    if config.compare is None:
+        raise UserError(f"{path}: compare: missing, expected a section with conditions")
+    for system in config.compare.systems:
+        try:
+            for planned in _configs(config, config.compare, SYSTEMS[system]):
+                check_run(planned)
+        except UserError as error:
+            placed = placed_error(path, overrides, error)
+            raise UserError(f"{placed} (as system {system!r} needs it)") from error
+    _check_traces(path, overrides, config.compare, config.parallelism.stages)
+    return config.compare
+
+
+def _configs(config: Config, wanted: Compare, system: System) -> Iterator[Config]:
+    """What a system runs under."""
+    if wanted.has_whole_runs:
+        for condition in wanted.conditions:
+            yield whole_config(config, system, condition, Path(config.run.dir))
+    else:
+        yield system_config(config, system)
+
+
+def _check_traces(path: Path, overrides: Sequence[str], wanted: Compare, num_stages: int) -> None:
+    for index, condition in enumerate(wanted.conditions):
+        with placing_errors(path, overrides):
+            round_links(condition, num_stages, f"compare.conditions.{index}")
+
+
+class _Books:
+    """The record of a comparison, and the files made of it."""
+
+    def __init__(
+        self, name: str, wanted: Compare, directory: Path, notes: Mapping[str, str]
+    ) -> None:
+        self.record = MatrixRecord(wanted, name)
+        self.directory = directory
+        self._notes = dict(notes)
+
+    def matrix(self) -> Matrix:
+        """The runs so far."""
+        return self.record.matrix(self._notes | {"load at the end": load_averages()})
+
+    def write(self) -> list[str]:
+        """Write all files anew, with what is known by now, the results first.
+
+        Returns:
+            What of the rest could not be made, and why, a line each.
+        """
+        # Imported here: an error in the configuration need not wait for Matplotlib.
+        from jaxmorph.report.matrix_figure import save_matrix_figure, save_recovery_figure
+
+        matrix, directory = self.matrix(), self.directory
+        _write(directory / RESULTS, json.dumps(plain_json(matrix.to_json()), indent=1) + "\n")
+        made_of_them: dict[str, Callable[[], object]] = {
+            TABLE: lambda: _write(directory / TABLE, matrix_markdown(matrix)),
+            TIMELINES: lambda: _write(directory / TIMELINES, _timelines(self.record, matrix)),
+            FIGURE: lambda: save_matrix_figure(directory / FIGURE, matrix),
+            REPORT: lambda: write_report(directory),
+        }
+        if matrix.has_whole_runs:
+            made_of_them[RECOVERY_FIGURE] = lambda: save_recovery_figure(
+                directory / RECOVERY_FIGURE, matrix
+            )
+        return [*filter(None, map(_failure, made_of_them, made_of_them.values()))]
+
+
+def _failure(name: str, make: Callable[[], object]) -> str | None:
+    """Why a file that is made of the results could not be; None once it is."""
+    try:
+        make()
+    except Exception as error:  # the results are safe, and other systems still to be run
+        first_line = (str(error).splitlines() or [""])[0]
+        return f"could not write {name}: {type(error).__name__}: {first_line}"
+    return None
+
+
+def _run_system(system: str, config: Config, books: _Books, view: MatrixView) -> None:
+    def take(message: dict[str, Any]) -> None:
+        books.record.take(system, message)
+        view.update(books.matrix(), f"{system} is running")
+
+    view.update(books.matrix(), f"{system} is starting")
+    arguments = [str(books.directory / "config.yaml"), system]
+    logs = books.directory / "logs" / system
+    failure: str | None = "interrupted"
+    try:
+        moves_stashes = system_config(config, SYSTEMS[system]).offload.enabled
+        run_ranks(
+            "jaxmorph.compare.rank",
+            arguments,
+            config.parallelism.stages,
+            logs,
+            take,
+            least_threads=OFFLOADING_THREADS if moves_stashes else 1,
+        )
+        failure = None
+    except (RunFailedError, UserError) as error:
+        view.say(f"{system} failed: {error}")
+        failure = "; ".join(str(error).splitlines()[:2])  # who, why and the log; not its last lines
+        if isinstance(error, UserError):
+            raise
+    finally:
+        books.record.finish(system, failure)
+        for complaint in books.write():
+            view.say(complaint)
+        view.update(books.matrix(), "")
+        _say_results(system, books.matrix(), view)
+
+
+def _run_whole_system(
+    name: str, config: Config, wanted: Compare, books: _Books, view: MatrixView
+) -> None:
+    """Each condition is a run of its own; the others are run if one fails."""
+    failures: list[str] = []
+
+    def put(run: Run) -> None:
+        books.record.put(run)
+        failures.extend([] if run.failed is None else [f"{run.condition}: {run.failed}"])
+        for complaint in books.write():
+            view.say(complaint)
+        if run.total_s is not None:
+            told = f"{name:19} {run.condition:20} {run.total_s:8.1f} s in all"
+            view.say(f"{told}, {len(run.recoveries)} restarts, goodput {run.goodput or 0.0:.1%}")
+
+    for number, condition in enumerate(wanted.conditions):
+        view.update(books.matrix(), f"{name} is running under '{condition.name}'")
+        directory = books.directory / RUNS / f"{name}-{number}"
+        run_whole(config, SYSTEMS[name], condition, directory, view.say, put)
+    books.record.finish(name, "; ".join(failures) or None)
+    for complaint in books.write():
+        view.say(complaint)
+    view.update(books.matrix(), "")
+
+
+def _say_results(system: str, matrix: Matrix, view: MatrixView) -> None:
+    for condition in matrix.conditions:
+        run = matrix.runs.get((system, condition))
+        if run is not None and run.step_ms is not None and run.plan is not None:
+            times = run.step_ms
+            view.say(
+                f"{system:19} {condition:20} {times.median:8.1f} ms "
+                f"({times.p10:.1f} to {times.p90:.1f}), predicted {run.plan.predicted_ms:.1f}"
+                f"{', noisy' if run.noisy else ''}"
+            )
+
+
+def _timelines(record: MatrixRecord, matrix: Matrix) -> str:
+    """By condition and system, the measured step that is nearest to the median, and its length."""
+    typical_steps = {
+        condition: {
+            system: typical[1].to_json() | {"step_ms": typical[0]}
+            for system in matrix.systems
+            if (typical := record.typical_step(system, condition)) is not None
+        }
+        for condition in matrix.conditions
+    }
+    return json.dumps(typical_steps) + "\n"
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file at once: a reader, or an interruption, never meets half of it."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)

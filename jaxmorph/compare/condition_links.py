@@ -1,0 +1,166 @@
+"""How links behave under a condition of a comparison: as declared, in one round, and so far."""
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from jaxmorph.config.compare_section import Condition
+from jaxmorph.emulation.link_conditions import LinkCondition, begun_at
+from jaxmorph.emulation.link_settings import trace_conditions
+from jaxmorph.records import Link
+from jaxmorph.schedule.costs import Links, LinkState
+from jaxmorph.transport.link_emulator import DirectionConditions, by_direction
+
+
+def link_conditions(condition: Condition) -> tuple[LinkCondition, ...]:
+    """A configured condition as those who emulate links are told of it."""
+    return tuple(LinkCondition(**dict(link)) for link in condition.links)
+
+
+def declared_states(
+    conditions: Sequence[LinkCondition], message_bytes: int, margin_of_jitter: float = 0.0
+) -> dict[Link, LinkState]:
+    """What links that behave as told do to messages.
+
+    Args:
+        conditions: How links behave; spans of steps and times are not looked at.
+        message_bytes: Length of an activation or a gradient.
+        margin_of_jitter: How many standard deviations of a link's jitter to add to its latency.
+    """
+    states: dict[Link, LinkState] = {}
+    for link in sorted({Link(*condition.between) for condition in conditions}):
+        own = [condition for condition in conditions if Link(*condition.between) == link]
+        up, down = (
+            _direction_ms([c for c in own if c.source in (None, source)], margin_of_jitter)
+            for source in link
+        )
+        occupied = (_occupancy_ms(own, source, message_bytes) for source in link)
+        states[link] = LinkState(up, down, *occupied)
+    return states
+
+
+def delayed(links: Links, added: Mapping[Link, LinkState]) -> dict[Link, LinkState]:
+    """Links with delays on top of what they have."""
+    both = dict(links)
+    for link, more in added.items():
+        own = both.get(link, LinkState())
+        both[link] = LinkState(
+            own.forward_latency_ms + more.forward_latency_ms,
+            own.backward_latency_ms + more.backward_latency_ms,
+            own.forward_occupancy_ms + more.forward_occupancy_ms,
+            own.backward_occupancy_ms + more.backward_occupancy_ms,
+        )
+    return both
+
+
+def _direction_ms(conditions: Sequence[LinkCondition], margin: float) -> float:
+    jitter_ms = math.hypot(*(condition.jitter_ms for condition in conditions))
+    latency_ms = math.fsum(condition.latency_ms for condition in conditions)
+    return max(0.0, latency_ms + margin * jitter_ms)
+
+
+def _occupancy_ms(conditions: Sequence[LinkCondition], source: int, message_bytes: int) -> float:
+    limits = [
+        condition.bandwidth_mbps
+        for condition in conditions
+        if condition.source in (None, source) and condition.bandwidth_mbps is not None
+    ]
+    return 8e-3 * message_bytes / min(limits) if limits else 0.0
+
+
+@dataclass(frozen=True)
+class RoundLinks:
+    """How links behave in a round.
+
+    Attributes:
+        steady: Throughout; a system that adapts is told of it.
+        traced: From time to time, or step to step; it is told of what is over.
+    """
+
+    steady: tuple[LinkCondition, ...]
+    traced: tuple[LinkCondition, ...]
+
+    @property
+    def all(self) -> tuple[LinkCondition, ...]:
+        """Both, as those who emulate links are told."""
+        return (*self.steady, *self.traced)
+
+
+def round_links(
+    condition: Condition, num_stages: int, key: str, number: int = 0, first_step: int = 0
+) -> RoundLinks:
+    """How links behave in one round of a condition.
+
+    Args:
+        key: Where the condition stands in the configuration, for errors.
+        number: Of the round, from 0: each has its own draw of a regime.
+
+    Raises:
+        UserError: If its trace can't be read, or names a link that the pipeline doesn't have.
+    """
+    traced = trace_conditions(condition.trace, num_stages, f"{key}.trace", number)
+    return RoundLinks(link_conditions(condition), begun_at(traced, first_step))
+
+
+class DelayHistory:
+    """The past of links that behave as told."""
+
+    def __init__(self, conditions: Iterable[LinkCondition]) -> None:
+        self._of_direction = by_direction(conditions)
+
+    def over(self, steps: range, from_s: float, to_s: float) -> tuple[LinkCondition, ...]:
+        """What was met in a stretch of the past, as conditions that hold always.
+
+        Args:
+            steps: The steps to look at, for what goes by steps; they count alike.
+            from_s: When the stretch began, in seconds since the origin, for what goes by time.
+
+        Returns:
+            For each direction that was slow, the mean latency, and as jitter the standard
+            deviation of latencies about it.
+        """
+        found = (
+            _seen(way, own, steps, from_s, to_s) for way, own in sorted(self._of_direction.items())
+        )
+        return tuple(seen for seen in found if seen.latency_ms or seen.bandwidth_mbps is not None)
+
+
+def _seen(
+    way: tuple[int, int], own: DirectionConditions, steps: range, from_s: float, to_s: float
+) -> LinkCondition:
+    holding = [(1.0, own.by_step.at(step)) for step in steps]
+    times_s = [from_s, *(bound for bound in own.by_time.bounds if from_s < bound < to_s), to_s]
+    timed = [
+        (end_s - begin_s, own.by_time.at(begin_s))
+        for begin_s, end_s in pairwise(times_s)
+        if end_s > begin_s
+    ]
+    (by_step, step_ms2), (by_time, time_ms2) = map(_mean_and_variance, (holding, timed))
+    return LinkCondition(
+        between=(min(way), max(way)),
+        latency_ms=by_step + by_time,
+        jitter_ms=math.sqrt(step_ms2 + time_ms2),
+        bandwidth_mbps=_narrowest(each for _, held in (*holding, *timed) for each in held),
+        source=way[0],
+    )
+
+
+def _mean_and_variance(
+    stretches: Sequence[tuple[float, Sequence[LinkCondition]]],
+) -> tuple[float, float]:
+    """Of the latencies of stretches, each with its weight and what held; their own jitter too."""
+    whole = math.fsum(weight for weight, _ in stretches)
+    if not whole:
+        return 0.0, 0.0
+    shares = [weight / whole for weight, _ in stretches]
+    latencies_ms = [math.fsum(each.latency_ms for each in held) for _, held in stretches]
+    own_ms2 = [math.fsum(each.jitter_ms**2 for each in held) for _, held in stretches]
+    mean = math.fsum(map(operator.mul, shares, latencies_ms))
+    spread_ms2 = [(each - mean) ** 2 + own for each, own in zip(latencies_ms, own_ms2, strict=True)]
+    return mean, math.fsum(map(operator.mul, shares, spread_ms2))
+
+
+def _narrowest(held: Iterable[LinkCondition]) -> float | None:
+    return min((c.bandwidth_mbps for c in held if c.bandwidth_mbps is not None), default=None)

@@ -1,0 +1,124 @@
+"""Rounds of a comparison in which a system is told nothing of its links, and finds out."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from jaxmorph.config import Config
+from jaxmorph.control.events import Morph
+from jaxmorph.control.measurements import link_samples
+from jaxmorph.control.path_reports import FAILURES, read_paths
+from jaxmorph.program.instructions import RankProgram, parse_program
+from jaxmorph.records import Message
+from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.report import measured_timeline, probe_times
+from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.training.adaptation import Adaptation, open_control_loop
+from jaxmorph.training.control_loop import ControlLoop
+from jaxmorph.training.first_plan import FirstPlan
+from jaxmorph.training.plan_in_force import PlanInForce
+
+
+class MorphBooks:
+    """What a round's morphs have made of its plan; worked out beside the steps.
+
+    Args:
+        loop: What watches the steps; None on all ranks but rank 0: then nothing is kept.
+    """
+
+    def __init__(self, in_force: PlanInForce, loop: ControlLoop | None) -> None:
+        self.in_force = in_force
+        self.events: Counter[str] = Counter()
+        self._loop = loop
+        self._thread = ThreadPoolExecutor(1, "jaxmorph-morphs")
+        self._done: list[Any] = []
+
+    def note(self, step: int, reports: Sequence[Message]) -> None:
+        """Have the loop look at a step."""
+        if self._loop is not None:
+            self._done.append(self._thread.submit(self._observe, self._loop, step, reports))
+
+    def adopt(self, morph: Morph, step: int) -> None:
+        """Take note of another plan.
+
+        Args:
+            step: The first step that runs it.
+        """
+        if self._loop is not None:
+            self._done.append(self._thread.submit(self._adopt, self._loop, morph))
+
+    def finish(self) -> None:
+        """Wait until all is noted.
+
+        Raises:
+            Exception: What has gone wrong with it.
+        """
+        self._thread.shutdown()
+        for done in self._done:
+            done.result()
+
+    def _observe(self, loop: ControlLoop, step: int, reports: Sequence[Message]) -> None:
+        measured = measured_timeline(reports)
+        routes = self.in_force.plan.routes
+        of_step = read_paths(loop.paths, reports, link_samples(measured), routes)
+        happened = loop.observe(step, measured, of_step.samples, probe_times(reports), of_step.news)
+        self.events.update(each["kind"] for each in [*of_step.happened, *happened])
+
+    def _adopt(self, loop: ControlLoop, morph: Morph) -> None:
+        programs = tuple(map(parse_program, morph.programs))
+        self.in_force = PlanInForce(morph.plan, programs, self.in_force.rank, morph.slots)
+        self.events.update(each["kind"] for each in loop.adopted(morph))
+
+
+class Following:
+    """One rank's adaptation in a round, as `ConditionRunner` calls it.
+
+    Args:
+        failed: This rank's ends without a direct path from the round's first step on, each as it
+            would tell of a new failure.
+    """
+
+    def __init__(
+        self, adaptation: Adaptation, books: MorphBooks, failed: Sequence[Message] = ()
+    ) -> None:
+        self._adaptation = adaptation
+        self.books = books
+        self._failed = list(failed)
+
+    def told(self, step: int) -> tuple[Message, Message]:
+        """What this rank adds to its message and to its timings in the meeting that ends a step."""
+        told = self._adaptation.told(step)
+        if self._failed:  # with the first step; who begins with the round hasn't heard of it
+            told, self._failed = told | {FAILURES: self._failed + told.get(FAILURES, [])}, []
+        return told, self._adaptation.probed()
+
+    def heed(self, step: int, reports: Sequence[Message]) -> RankProgram | None:
+        """This rank's instructions from the next step on; None: those that it has."""
+        self.books.note(step, reports)
+        return self._adaptation.heed(step, reports)
+
+
+@contextmanager
+def following(
+    config: Config,
+    first: FirstPlan,
+    rendezvous: Rendezvous,
+    trainer: StageTrainer,
+    num_tied: int,
+    last_step: int,
+    failed: Sequence[Message] = (),
+) -> Iterator[Following]:
+    """A round that begins with the plan for healthy links, and morphs by what it detects.
+
+    Yields:
+        What is to be asked after every step. Its books are whole once this is over.
+    """
+    leads = rendezvous.rank == 0
+    with open_control_loop(config, first, num_tied, active=leads, to_plan=config) as loop:
+        books = MorphBooks(first.in_force, loop)
+        try:
+            yield Following(Adaptation(rendezvous, trainer, books, loop, last_step), books, failed)
+        finally:
+            books.finish()

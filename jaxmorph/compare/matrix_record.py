@@ -1,0 +1,275 @@
+"""The record of a comparison: its runs, made of what ranks tell, and its fine print."""
+
+import math
+import os
+import platform
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib import metadata
+from statistics import median
+
+from jaxmorph.compare.systems import SYSTEMS
+from jaxmorph.config import Config
+from jaxmorph.config.compare_section import Compare, Condition
+from jaxmorph.config.link_sections import Routes
+from jaxmorph.records import Message
+from jaxmorph.report import describe_regime
+from jaxmorph.report.run_matrix import Matrix, PlannedRun, Run, StepTimes
+from jaxmorph.report.text import describe_trace
+from jaxmorph.schedule.timeline import Timeline
+
+Key = tuple[str, str]
+_LISTED = (
+    "step_ms", "loss", "bubble_rate", "blocking", "dependency", "other", "peak_on_device",
+)  # fmt: skip
+_WHOLE = (
+    "each system under each condition is a run of {} steps, as `jaxmorph train` makes it, with its "
+    "checkpoints; what is emulated of links by steps comes in the same steps for all, but ranks "
+    "that were started again meet no cut link: they would use another card"
+)
+
+
+class MatrixRecord:
+    """The books of a comparison, in the process that the user started."""
+
+    def __init__(self, compare: Compare, name: str) -> None:
+        self._compare = compare
+        self._name = name
+        self._names = [condition.name for condition in compare.conditions]
+        self._plans: dict[Key, PlannedRun] = {}
+        self._failures: dict[str, str] = {}
+        self._finished: set[str] = set()
+        self._measured: dict[Key, dict[str, list]] = defaultdict(lambda: defaultdict(list))
+        self._events: dict[Key, Counter[str]] = defaultdict(Counter)
+        self._timelines: dict[Key, list[tuple[float, Message]]] = defaultdict(list)
+        self._whole: dict[Key, Run] = {}
+
+    def take(self, system: str, message: Message) -> None:
+        """Handle one message (see `comparison.rank`)."""
+        match message:
+            case {"kind": "plans", "plans": plans}:
+                for name, fields in zip(self._names, plans, strict=True):
+                    self._plans[system, name] = _planned(fields)
+            case {"kind": "plan", "condition": index, "plan": fields}:
+                self._plans[system, self._names[index]] = _planned(fields)
+            case {"kind": "steps", "condition": index, "timeline": timeline, "timeline_ms": at_ms}:
+                key = (system, self._names[index])
+                for field in _LISTED:
+                    self._measured[key][field].extend(message[field])
+                self._events[key].update(message["events"])
+                self._timelines[key].append((at_ms, timeline))
+            case _:
+                raise ValueError(f"a message of no known kind: {message}")
+
+    def put(self, run: Run) -> None:
+        """Add a whole run.
+
+        Args:
+            run: All that is known of it, but what it is held against.
+        """
+        self._whole[run.system, run.condition] = run
+
+    def finish(self, system: str, failure: str | None = None) -> None:
+        """Note that a system has ended."""
+        self._finished.add(system)
+        if failure is not None:
+            self._failures[system] = failure
+
+    @property
+    def failures(self) -> Mapping[str, str]:
+        """Why systems could not be run to their end."""
+        return self._failures
+
+    def typical_step(self, system: str, condition: str) -> tuple[float, Timeline] | None:
+        """The measured step nearest to the run's median.
+
+        Returns:
+            What it took from barrier to barrier, milliseconds, and its timeline; None where nothing
+            was measured.
+        """
+        seen = self._timelines.get((system, condition))
+        if not seen:
+            return None
+        middle_ms = median(self._measured[system, condition]["step_ms"])
+        step_ms, nearest = min(seen, key=lambda pair: abs(pair[0] - middle_ms))
+        return step_ms, Timeline.from_json(nearest)
+
+    def matrix(self, notes: Mapping[str, str]) -> Matrix:
+        """All runs so far."""
+        compare = self._compare
+        link, latencies_ms = one_slow_link(compare.conditions)
+        systems = compare.systems
+        runs = [self._run(system, name) for system in systems for name in self._names]
+        return Matrix(
+            name=self._name,
+            systems=tuple(systems),
+            conditions=tuple(self._names),
+            runs={(run.system, run.condition): run for run in runs if run is not None},
+            latencies_ms=latencies_ms,
+            link=link,
+            reference_source=compare.reference_source,
+            notes=dict(notes),
+        )
+
+    def _run(self, system: str, condition: str) -> Run | None:
+        if (whole := self._whole.get((system, condition))) is not None:
+            reference = self._whole.get((system, self._names[self._compare.healthy]))
+            return replace(whole, slowdown=_times_as_long(whole, reference))
+        seen = self._measured.get((system, condition), {})
+        if not seen and system not in self._finished:
+            return None
+        step_ms = StepTimes.of(seen["step_ms"]) if seen else None
+        index = self._names.index(condition)
+        return Run(
+            system=system,
+            condition=condition,
+            step_ms=step_ms,
+            plan=self._plans.get((system, condition)),
+            slowdown=self._slowdown(system, step_ms),
+            bubble_rate=median(seen["bubble_rate"]) if seen else None,
+            blocking_stall_rate=_medians(seen["blocking"]) if seen else (),
+            dependency_bubble_rate=_medians(seen["dependency"]) if seen else (),
+            other_idle_rate=_medians(seen["other"]) if seen else (),
+            loss=seen["loss"][-1] if seen else None,
+            reference_ms=self._reference_ms(system, index),
+            failed=self._failure(system, step_ms) or _divergence(seen.get("loss", ())),
+            noisy=None if self._compare.conditions[index].trace else self._noise(step_ms),
+            events=dict(self._events[system, condition]),
+            total_s=sum(seen["step_ms"]) / 1e3 if seen else None,
+            peak_on_device=_most(seen["peak_on_device"]) if seen else (),
+        )
+
+    def _slowdown(self, system: str, step_ms: StepTimes | None) -> float | None:
+        healthy = self._measured.get((system, self._names[self._compare.healthy]))
+        if step_ms is None or not healthy:
+            return None
+        return step_ms.median / median(healthy["step_ms"])
+
+    def _reference_ms(self, system: str, index: int) -> float | None:
+        steps_ms = {str(name): values for name, values in self._compare.reference.items()}
+        return steps_ms[system][index] if system in steps_ms else None
+
+    def _failure(self, system: str, step_ms: StepTimes | None) -> str | None:
+        wanted = self._compare.steps * self._compare.repeats
+        if system not in self._finished or (step_ms is not None and step_ms.n >= wanted):
+            return None
+        got = f"{step_ms.n if step_ms else 0} of {wanted} steps measured"
+        return f"{got}: {self._failures.get(system, 'its ranks ended early')}"
+
+    def _noise(self, step_ms: StepTimes | None) -> str | None:
+        largest = self._compare.largest_spread
+        if step_ms is None or step_ms.spread <= largest:
+            return None
+        return f"p90 / p10 is {step_ms.spread:.3f}, above {largest:g}"
+
+
+def _times_as_long(run: Run, reference: Run | None) -> float | None:
+    """How many times as long a whole run took as another."""
+    if run.total_s is None or reference is None or not reference.total_s:
+        return None
+    return run.total_s / reference.total_s
+
+
+def _divergence(losses: Sequence[float]) -> str | None:
+    """That training came to nothing, where it did: such steps are no comparison."""
+    wrong = sum(not math.isfinite(loss) for loss in losses)
+    return f"the loss is not finite in {wrong} of {len(losses)} steps" if wrong else None
+
+
+def one_slow_link(conditions: Sequence[Condition]) -> tuple[str, tuple[float, ...]]:
+    """The link in whose latency alone conditions differ.
+
+    Returns:
+        The link's name and its latency under each condition, in rising order; nothing where the
+        conditions differ in more than that, or are fewer than three.
+    """
+    if any(condition.trace for condition in conditions):
+        return "", ()
+    slow = [link for condition in conditions for link in condition.links]
+    kinds = {(link.between, link.bandwidth_mbps, link.jitter_ms, link.source) for link in slow}
+    if len(conditions) < 3 or len(kinds) != 1 or any(len(c.links) > 1 for c in conditions):
+        return "", ()
+    latencies_ms = tuple(sum(link.latency_ms for link in c.links) for c in conditions)
+    (between, *others) = next(iter(kinds))
+    if others != [None, 0.0, None] or list(latencies_ms) != sorted(set(latencies_ms)):
+        return "", ()
+    return f"{between[0]}-{between[1]}", latencies_ms
+
+
+def _planned(fields: Message) -> PlannedRun:
+    return PlannedRun(**{**fields, "warmup_forwards": tuple(fields["warmup_forwards"])})
+
+
+def _medians(steps: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The median of each stage."""
+    return tuple(median(stage) for stage in zip(*steps, strict=True))
+
+
+def _most(steps: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The most of each stage."""
+    return tuple(max(stage) for stage in zip(*steps, strict=True))
+
+
+def comparison_notes(config: Config, wanted: Compare, command: str) -> dict[str, str]:
+    """What a reader must know to judge and repeat a comparison, by its label."""
+    versions = [f"{name} {metadata.version(name)}" for name in ("jaxmorph", "jax", "numpy")]
+    emulated = (
+        "latency and bandwidth of links are emulated: on direct routes a transfer holds the queues "
+        "of both its stages for as long ('holds queues'); on delegated ones messages on their way "
+        "overlap and hold nobody up ('overlaps')"
+    )
+    rounds = f"{wanted.repeats} rounds of {wanted.steps} steps a condition, in turn"
+    left_out = f"{wanted.warmup_steps} steps before each are left out"
+    noisy = f"noisy: p90 / p10 above {wanted.largest_spread:g}"
+    healthy = f"{wanted.profiling_steps} healthy steps" if wanted.profiling_steps else "warm-up"
+    profiled = f"planned and predicted from {healthy}"
+    predicted = "a prediction ends with the last op: tied gradients and the update come after it"
+    systems = (SYSTEMS[name] for name in wanted.systems)
+    return {
+        "systems": "; ".join(f"{system.name}: {system.meaning}" for system in systems),
+        "regime": f"{describe_regime(config.emulation)}; {emulated}",
+        "steps": _WHOLE.format(wanted.steps)
+        if wanted.has_whole_runs
+        else f"{profiled}; {rounds}; {left_out}; {noisy}; {predicted}",
+        **_traces(wanted),
+        **_left_aside(config),
+        "command": f"`{command}`",
+        "versions": ", ".join([*versions, f"Python {platform.python_version()}"]),
+        "machine": f"{os.cpu_count()} processors, {platform.system()} {platform.machine()}",
+        "load at the start": load_averages(),
+    }
+
+
+def _traces(wanted: Compare) -> dict[str, str]:
+    """What traces there are, if any, and what they mean for the columns."""
+    said = "; ".join(
+        f"{condition.name}: {describe_trace(condition.trace)}"
+        for condition in wanted.conditions
+        if condition.trace is not None
+    )
+    meaning = (
+        "begun anew in each round, the same for all systems; those that adapt are told the recent "
+        "delays of each link before every step; a prediction is for the means of the delays that "
+        "there were in the last round"
+    )
+    return {"traces": f"{said}; {meaning}"} if said else {}
+
+
+def _left_aside(config: Config) -> dict[str, str]:
+    """What the configuration says for other commands, if anything."""
+    said = {
+        "routes": config.routes != Routes(),
+        "schedule.link_ms": config.schedule.link_ms is not None,
+        "emulation.links": bool(config.emulation.links),
+        "emulation.trace": config.emulation.trace is not None,
+        "evaluation": config.evaluation.every_steps is not None,
+    }
+    names = [name for name, is_said in said.items() if is_said]
+    reason = "systems have their own routes and plans, conditions their own links; only steps run"
+    return {"left aside": f"{', '.join(names)}: {reason}"} if names else {}
+
+
+def load_averages() -> str:
+    """How busy the machine is."""
+    return " ".join(f"{load:.2f}" for load in os.getloadavg()) + " (averages of 1, 5, 15 minutes)"

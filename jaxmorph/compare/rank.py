@@ -1,0 +1,143 @@
+"""One rank of one system of a comparison, for all conditions: `python -m jaxmorph.compare.rank`.
+
+What rank 0 tells are dictionaries of JSON's types with a `kind`:
+
+- `plans`: a `PlannedRun` for each condition, in their order, before any of them is run.
+- `plan`: the number of a `condition` under a trace, or of one that the system had to detect, and
+  the `PlannedRun` of what ran at the end of a round of it, expected by the means of the delays that
+  there were.
+- `steps`: the number of a `condition`, and `summarize_steps` of the steps of one round of it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+from jaxmorph.compare.condition_links import link_conditions
+from jaxmorph.compare.condition_plans import ConditionPlanner
+from jaxmorph.compare.condition_steps import ConditionRunner
+from jaxmorph.compare.rounds import RoundPaths, Rounds
+from jaxmorph.compare.systems import SYSTEMS, System, system_config
+from jaxmorph.config import Config, load_config
+from jaxmorph.config.compare_section import Compare
+from jaxmorph.config.link_problems import possible_links
+from jaxmorph.control.conditions import UsualLinks
+from jaxmorph.data import ReadAhead
+from jaxmorph.records import Link, Message, Route
+from jaxmorph.runtime.emulated_links import EmulatedLinks
+from jaxmorph.runtime.join import join_as_told
+from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
+from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.report import measured_timeline
+from jaxmorph.schedule.costs import Links
+from jaxmorph.stage.model import taken_on_device
+from jaxmorph.training.device_budget import with_device_budget
+from jaxmorph.training.first_plan import FirstPlan, plan_by_timings, settle_garbage
+from jaxmorph.training.layer_choice import choose_layers, measured_on_rank_0
+from jaxmorph.training.open_stage import open_stage, stage_settings
+from jaxmorph.training.run_parts import load_parts, step_reader
+
+
+def serve(
+    config: Config,
+    wanted: Compare,
+    system: System,
+    rendezvous: Rendezvous,
+    tell: Callable[[Message], None],
+) -> None:
+    """Run one system under every condition, as one rank."""
+    rank, healthy = rendezvous.rank, system_config(config, system)
+    parts = load_parts(healthy)
+    sizes = healthy.batch.microbatch_size, healthy.data.sequence_length
+    taken_on_device(parts.model, *sizes)
+    measure = partial(measured_on_rank_0, healthy, parts.model, parts.batches)
+    cut = choose_layers(healthy, rendezvous, parts.model.num_layers, measure)
+    read = step_reader(healthy, parts.batches, rank)
+    settings = stage_settings(healthy, cut.layers, rank, adapts=system.reroutes)
+    links, num_tied = EmulatedLinks(), len(parts.model.tied)
+    with (
+        open_stage(healthy, rendezvous, parts.model, settings, links) as trainer,
+        ReadAhead(read) as inputs,
+    ):
+        healthy = with_device_budget(healthy, rendezvous, trainer).first
+        links.emulate(())
+        first = plan_by_timings(healthy, rendezvous, trainer, read(0), num_tied, lambda plan: plan)
+        settle_garbage()
+        rendezvous.limit(config.timeouts.step_s)
+        runner = ConditionRunner(rendezvous, trainer, links, inputs, healthy.optimizer.clip_norm)
+        first = _profiled(first, runner, wanted.profiling_steps, rank)
+        message_bytes = settings.message_bytes(parts.model)
+        planner = ConditionPlanner(
+            healthy, system, rendezvous, first.planned_for, num_tied, message_bytes
+        )
+        made = [
+            planner.begin(first.in_force, link_conditions(condition))
+            for condition in wanted.conditions
+        ]
+        if rank == 0:
+            tell({"kind": "plans", "plans": [asdict(planned) for _, planned in made]})
+        every_link = possible_links(healthy.parallelism.stages)
+        paths = RoundPaths(rendezvous, trainer, every_link) if healthy.fails_over else None
+        rounds = Rounds(
+            healthy, wanted, system, rendezvous, trainer, runner, planner, paths, first, num_tied
+        )
+        for number, index in _turns(wanted):
+            for message in rounds.run(number, index, made[index][0]):
+                tell(message)
+
+
+def _profiled(first: FirstPlan, runner: ConditionRunner, num_steps: int, rank: int) -> FirstPlan:
+    """The same with what some steps on healthy links have added to what is known of them."""
+    steps = runner.run(first.in_force, (), num_steps).steps
+    if rank != 0 or not steps:
+        return first
+    timelines = [measured_timeline(step.reports) for step in steps]
+    for timeline in timelines:
+        first.profiler.observe(timeline)
+    profile = first.profiler.profile()
+    return replace(
+        first,
+        planned_for=profile,
+        usual=measured_anew(first.usual, profile.links, first.in_force.plan.routes),
+        timelines=(*first.timelines, *timelines),
+    )
+
+
+def measured_anew(usual: UsualLinks, measured: Links, routes: Mapping[Link, Route]) -> UsualLinks:
+    """What links do on either route, by newer measurements where there are any.
+
+    Args:
+        measured: What links have done since, each on its own route.
+        routes: Each link's route; one that is not named is direct.
+    """
+    return {
+        route: {
+            **links,
+            **{link: at for link, at in measured.items() if routes.get(link, "direct") == route},
+        }
+        for route, links in usual.items()
+    }
+
+
+def _turns(wanted: Compare) -> Iterator[tuple[int, int]]:
+    """Rounds and conditions: each once a round, as what disturbs the machine then disturbs all."""
+    return product(range(wanted.repeats), range(len(wanted.conditions)))
+
+
+def _serve_as_told(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
+    config_path, system = rest
+    config = load_config(Path(config_path))
+    rendezvous = join_as_told(
+        arguments,
+        start_timeout_s=config.timeouts.start_s,
+        step_timeout_s=system_config(config, SYSTEMS[system]).direct_timeout_s,
+    )
+    if config.compare is None:
+        raise ValueError(f"{config_path} compares nothing")
+    serve(config, config.compare, SYSTEMS[system], rendezvous, link.send)
+
+
+if __name__ == "__main__":
+    run_rank(_serve_as_told)

@@ -1,0 +1,144 @@
+"""The systems that `jaxmorph compare` runs side by side: how each one plans and sends."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxmorph.config import Config
+from jaxmorph.config.link_sections import Routes
+from jaxmorph.records import Link, Route, pipeline_links
+
+Memory = Literal["config", "capped", "offload"]
+Restarts = Literal["never", "cold", "warm"]
+
+
+@dataclass(frozen=True)
+class System:
+    """One way to run a pipeline.
+
+    Attributes:
+        route: How all links' transfers travel, unless it reroutes.
+        adapts: Whether it plans anew for a condition; else it keeps the order that it planned for
+            healthy links.
+        reroutes: Whether routes may change too, for each link.
+        detects: Whether it is told nothing, and morphs by what it detects while it runs.
+        memory: What devices may hold: what the configuration says; or as much as a cap, to which
+            plans keep (`capped`), or beyond which stashes go to host memory (`offload`).
+        restarts: Whether it starts again from its last checkpoint when a rank fails, and whether
+            what has been compiled is kept for that.
+    """
+
+    name: str
+    schedule: str
+    route: Route
+    meaning: str
+    adapts: bool = False
+    reroutes: bool = False
+    detects: bool = False
+    memory: Memory = "config"
+    restarts: Restarts = "never"
+
+
+_LISTED = (
+    System("gpipe", "gpipe", "direct", "all forwards, then all backwards"),
+    System("1f1b", "1f1b", "direct", "one forward, one backward"),
+    System("interleaved", "interleaved", "direct", "1f1b with two chunks on each stage"),
+    System("zb", "zb-h2", "direct", "zero bubbles while links are healthy"),
+    System("zb-delegated", "zb-h2", "delegated", "zb in the same order, no queue held"),
+    System(
+        "adaptive-direct", "adaptive", "direct",
+        "planned for the links as they are, none of them delegated", adapts=True,
+    ),
+    System(
+        "adaptive", "adaptive", "direct",
+        "planned for the links as they are", adapts=True, reroutes=True,
+    ),
+    System(
+        "adaptive-detecting", "adaptive", "direct",
+        "told nothing of links: what it detects, it morphs for", reroutes=True, detects=True,
+    ),
+    System(
+        "adaptive-capped", "adaptive", "direct",
+        "adaptive within a cap on what devices hold",
+        adapts=True, reroutes=True, memory="capped",
+    ),
+    System(
+        "adaptive-offload", "adaptive", "direct",
+        "the same cap, stashes beyond it in host memory",
+        adapts=True, reroutes=True, memory="offload",
+    ),
+    System(
+        "restart", "1f1b", "direct",
+        "1f1b that starts again from its last checkpoint, with what was compiled kept",
+        restarts="warm",
+    ),
+    System(
+        "restart-cold", "1f1b", "direct",
+        "the same, with everything compiled again", restarts="cold",
+    ),
+)  # fmt: skip
+SYSTEMS: Mapping[str, System] = {system.name: system for system in _LISTED}
+
+
+def system_config(config: Config, system: System) -> Config:
+    """The configuration under which a system runs on healthy links.
+
+    Returns:
+        The same with the system's schedule and routes, and no link emulated or declared: conditions
+        of links come and go while it runs, and a system that adapts is told of them. The cap of one
+        that is capped, if the configuration names none, is 2 S - 1 microbatches on each of S
+        stages.
+    """
+    steps = config.compare.total_steps if config.compare else config.run.steps
+    warmup_steps = min(config.optimizer.warmup_steps, steps)
+    chunks = max(2, config.parallelism.chunks) if system.schedule == "interleaved" else 1
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"steps": steps}),
+            "optimizer": config.optimizer.model_copy(update={"warmup_steps": warmup_steps}),
+            "schedule": config.schedule.model_copy(
+                update={"name": system.schedule, "link_ms": None, **_cap(config, system)}
+            ),
+            "offload": config.offload.model_copy(update=_offload(system)),
+            "failover": config.failover.model_copy(update=_failover(system)),
+            "parallelism": config.parallelism.model_copy(update={"chunks": chunks}),
+            "routes": Routes.model_validate({"default": system.route}),
+            "adaptation": config.adaptation.model_copy(update={"enabled": system.detects}),
+            "emulation": config.emulation.model_copy(update={"links": (), "trace": None}),
+        }
+    )
+
+
+def _cap(config: Config, system: System) -> dict[str, int]:
+    """What devices may hold, of a system that is capped where the configuration names no cap."""
+    if system.memory == "config" or config.schedule.is_capped:
+        return {}
+    return {"max_live": 2 * config.parallelism.stages - 1}
+
+
+def _failover(system: System) -> dict[str, bool]:
+    """A system that restarts has no other answer to a path that fails."""
+    return {} if system.restarts == "never" else {"enabled": False}
+
+
+def _offload(system: System) -> dict[str, bool]:
+    return {} if system.memory == "config" else {"enabled": system.memory == "offload"}
+
+
+def route_choices(config: Config, system: System, slow: Sequence[Link]) -> Iterator[Config]:
+    """The routes among which a system chooses, the ones with the fewest delegated links first.
+
+    Yields:
+        For one that is told of links and reroutes: only slow links delegated, and all of them;
+        else what it has.
+    """
+    if not (system.adapts and system.reroutes):
+        yield config
+        return
+    cut = config.parallelism
+    links = list(pipeline_links(cut.stages, cut.chunks))
+    for delegated in (set(slow), set(links)):
+        routes = {str(link): "delegated" for link in links if link in delegated}
+        if len(routes) == len(links):
+            routes = {"default": "delegated"}
+        yield config.model_copy(update={"routes": Routes.model_validate(routes)})

@@ -1,0 +1,198 @@
+"""Whole runs of systems: each under each condition by itself, with the failures that there are.
+
+A step of a comparison begins and ends with all ranks alive. What a failure costs only a run as
+`jaxmorph train` makes it can show: its checkpoints, its restarts, its first steps.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from jaxmorph.compare.systems import Restarts, System, system_config
+from jaxmorph.config import Config
+from jaxmorph.config.compare_section import Condition
+from jaxmorph.errors import RunFailedError, RunStoppedError
+from jaxmorph.report import Event, RunHeader, RunSummary, StepRecord
+from jaxmorph.report.run_directory import EVENTS, METRICS, RECOVERY
+from jaxmorph.report.run_matrix import Run, StepTimes
+from jaxmorph.training.start import run_here
+
+RUNS = "runs"
+"""The folder of a comparison's directory in which its runs have theirs."""
+_COUNTED = (
+    "rank_failed", "restarted", "checkpoint_saved", "checkpoint_failed", "link_failed",
+    "link_restored", "straggler_detected", "plan_changed", "route_changed",
+)  # fmt: skip
+_ENDED = "the comparison has ended with it, and what it has measured is written"
+_JAX_CACHE = "JAX_COMPILATION_CACHE_DIR"
+
+
+class Progress:
+    """A run's reporter that says how far it is, and keeps how long it took.
+
+    Attributes:
+        elapsed_s: From the first step's start to the last one's end; None until it has ended.
+    """
+
+    def __init__(self, say: Callable[[str], None], name: str) -> None:
+        self._say = say
+        self.name = name
+        self._num_steps = 0
+        self.elapsed_s: float | None = None
+
+    def start(self, header: RunHeader) -> None:
+        """Keeps how many steps there will be."""
+        self._num_steps = header.num_steps
+
+    def step(self, record: StepRecord) -> None:
+        """Says so of every tenth part of the run."""
+        if (record.step + 1) % max(1, self._num_steps // 10) == 0:
+            self._say(f"{self.name}: step {record.step + 1} of {self._num_steps}")
+
+    def event(self, event: Event) -> None:
+        """Says what befell the ranks and the links."""
+        if event.kind in ("rank_failed", "restarted", "link_failed", "link_restored"):
+            self._say(f"{self.name}: {event.kind.replace('_', ' ')}: {event.detail}")
+
+    def go_back(self, step: int) -> None:
+        """Has nothing to take back."""
+
+    def finish(self, summary: RunSummary) -> None:
+        """Keeps how long the run took."""
+        self.elapsed_s = summary.elapsed_s
+
+    def close(self) -> None:
+        """Has nothing to give back."""
+
+
+def whole_config(config: Config, system: System, condition: Condition, directory: Path) -> Config:
+    """The configuration of a system's run under a condition.
+
+    Args:
+        condition: How links behave; a cut one is as good as new for ranks that start again.
+    """
+    own = system_config(config, system)
+    steps = config.compare.steps if config.compare else config.run.steps
+    restarts = {"never": {"max_restarts": 0}, "cold": {"compilation_cache": False}, "warm": {}}
+    return own.model_copy(
+        update={
+            "run": own.run.model_copy(update={"dir": str(directory), "steps": steps}),
+            "optimizer": own.optimizer.model_copy(
+                update={"warmup_steps": min(steps, own.optimizer.warmup_steps)}
+            ),
+            "emulation": own.emulation.model_copy(
+                update={"links": condition.links, "trace": condition.trace}
+            ),
+            "checkpoint": own.checkpoint.model_copy(update={"dir": None}),
+            "restart_policy": own.restart_policy.model_copy(update=restarts[system.restarts]),
+            "compare": None,
+        }
+    )
+
+
+def run_whole(
+    config: Config,
+    system: System,
+    condition: Condition,
+    directory: Path,
+    say: Callable[[str], None],
+    put: Callable[[Run], None],
+) -> None:
+    """Run a system under a condition from its start to its end.
+
+    Args:
+        directory: Where the run writes; it doesn't exist yet.
+        say: Takes a line on how it goes.
+        put: Takes what was measured, until it failed or somebody ended it if that was so.
+
+    Raises:
+        RunStoppedError: If it was asked to end; the comparison is to end with it.
+    """
+    progress = Progress(say, f"{system.name}, {condition.name}")
+
+    def put_what_is_there(failure: str | None) -> None:
+        elapsed_s = None if failure else progress.elapsed_s
+        put(read_whole(system.name, condition.name, directory, elapsed_s, failure))
+
+    try:
+        with _caches_of(system.restarts):
+            asked_to_end = run_here(whole_config(config, system, condition, directory), progress)
+    except RunFailedError as error:
+        put_what_is_there("; ".join(str(error).splitlines()[:2]))
+        if error.asked_to_end:
+            raise RunStoppedError(f"{progress.name}: {error}; {_ENDED}") from error
+    except RunStoppedError as error:
+        put_what_is_there("asked to end")
+        raise RunStoppedError(f"{progress.name}: {error}; {_ENDED}") from error
+    except KeyboardInterrupt:
+        put_what_is_there("interrupted")
+        raise
+    else:
+        put_what_is_there(None)
+        if asked_to_end:
+            raise RunStoppedError(f"{progress.name}: asked to end in its last step; {_ENDED}")
+
+
+@contextmanager
+def _caches_of(restarts: Restarts) -> Iterator[None]:
+    """While this lasts, a cold system's ranks hear of no cache that this process was told of."""
+    hidden = os.environ.pop(_JAX_CACHE, None) if restarts == "cold" else None
+    try:
+        yield
+    finally:
+        if hidden is not None:
+            os.environ[_JAX_CACHE] = hidden
+
+
+def read_whole(
+    system: str, condition: str, directory: Path, elapsed_s: float | None, failure: str | None
+) -> Run:
+    """A run, by what its directory says.
+
+    Args:
+        elapsed_s: From its first step's start to its last one's end; None where it had no end.
+    """
+    steps, events = _lines(directory / METRICS), _lines(directory / EVENTS)
+    kinds = Counter(event["kind"] for event in events if event["kind"] in _COUNTED)
+    bubbles = [step["bubble_rate"] for step in steps if step["bubble_rate"] is not None]
+    books = _books(directory / RECOVERY)
+    return Run(
+        system=system,
+        condition=condition,
+        step_ms=StepTimes.of([1e3 * step["step_s"] for step in steps]) if steps else None,
+        bubble_rate=median(bubbles) if bubbles else None,
+        loss=steps[-1]["loss"] if steps else None,
+        failed=failure and f"{len(steps)} steps done: {failure}",
+        events=dict(kinds),
+        total_s=elapsed_s,
+        goodput=books.get("goodput"),
+        recoveries=tuple(books.get("recoveries", ())),
+        held_up_s=_held_up_s(events),
+    )
+
+
+def _held_up_s(events: Iterable[Mapping[str, Any]]) -> float:
+    """How long direct paths that failed held up their ends' queues.
+
+    Of those that failed in one step the longest counts: a card's links share one deadline.
+    """
+    of_steps: dict[int, float] = {}
+    for event in events:
+        if event["kind"] == "link_failed":
+            held_up_s = (event.get("evidence") or {}).get("held_up_s", 0.0)
+            of_steps[event["step"]] = max(held_up_s, of_steps.get(event["step"], 0.0))
+    return sum(of_steps.values(), 0.0)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def _books(path: Path) -> Mapping[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

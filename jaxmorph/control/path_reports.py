@@ -1,0 +1,180 @@
+"""What ranks report of direct paths that fail and come back, and what follows from it on rank 0.
+
+The messages of the meetings that end steps carry:
+
+- `link_failures`: of each link whose direct path this rank gave up in the step, what happened.
+- `paths_up`: of each link whose direct path has failed, whether this end finds it up.
+- `restore`: from rank 0, the links whose direct paths are to begin again after the step.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from jaxmorph.control.detector import Detector
+from jaxmorph.control.events import Happening, of_verdict
+from jaxmorph.control.failed_paths import FailedPaths, PathFailure
+from jaxmorph.control.measurements import LinkSample
+from jaxmorph.records import Link, Message, Route, Routes
+
+if TYPE_CHECKING:  # rank 0's control loop imports this module, and needs no JAX
+    pass
+
+FAILURES, UP, RESTORE = "link_failures", "paths_up", "restore"
+
+
+@dataclass(frozen=True)
+class PathNews:
+    """What all ranks have reported of direct paths in a step.
+
+    Attributes:
+        failures: One for each link that failed.
+        up: Of links that failed before, whether both ends find their direct paths up.
+        restored: The links whose direct paths begin again after the step.
+        lives_left: Of links of which that was reported, how often their direct paths can begin
+            again; by an end that reported a failure later than the other, too.
+        is_disturbed: Whether any end reported a failure: what waited for its link may have waited
+            in the step's times.
+    """
+
+    failures: tuple[PathFailure, ...] = ()
+    up: Mapping[Link, bool] = field(default_factory=dict)
+    restored: tuple[Link, ...] = ()
+    lives_left: Mapping[Link, int] = field(default_factory=dict)
+    is_disturbed: bool = False
+
+
+NO_NEWS = PathNews()
+
+
+def path_news(reports: Sequence[Message]) -> PathNews:
+    """What all ranks have reported; all of them come to the same.
+
+    Args:
+        reports: All ranks' messages of the meeting that ended the step, in rank order.
+    """
+    failures: dict[Link, PathFailure] = {}
+    for rank, report in enumerate(reports):
+        for message in report.get(FAILURES, ()):
+            told = PathFailure.from_json(message, rank)
+            before = failures.get(told.link)
+            failures[told.link] = told if before is None else before.joined(told)
+    named = {Link.parse(name) for report in reports for name in report.get(UP, ())}
+    up = {link: _is_up_at_both_ends(link, reports) for link in sorted(named)}
+    due = map(Link.parse, reports[0].get(RESTORE, ()))
+    lives = ((link, failure.lives_left) for link, failure in sorted(failures.items()))
+    return PathNews(
+        tuple(failure for _, failure in sorted(failures.items())),
+        up,
+        tuple(link for link in due if up.get(link, False)),  # an end may have found it down since
+        {link: left for link, left in lives if left is not None},
+        is_disturbed=bool(failures),
+    )
+
+
+def _is_up_at_both_ends(link: Link, reports: Sequence[Message]) -> bool:
+    return all(reports[rank].get(UP, {}).get(str(link)) is True for rank in link)
+
+
+@dataclass(frozen=True)
+class PathsOfStep:
+    """What a step has shown of direct paths, to rank 0.
+
+    Attributes:
+        news: What ranks have reported; a failure that was reported before is not among it.
+        happened: Of failures and of links that are back on their direct paths.
+        samples: What the step's messages took, apart from those that were delegated for want of a
+            direct path.
+        routes: The routes that messages took by the end of the step.
+    """
+
+    news: PathNews
+    happened: tuple[Happening, ...]
+    samples: Sequence[LinkSample]
+    routes: dict[Link, Route]
+
+
+def read_paths(
+    paths: FailedPaths,
+    reports: Sequence[Message],
+    samples: Sequence[LinkSample],
+    routes: Routes,
+) -> PathsOfStep:
+    """Take in a step, whether or not the run adapts.
+
+    Args:
+        reports: All ranks' messages of the meeting that ended it, in rank order.
+        routes: Those of the plan that it ran.
+    """
+    told = path_news(reports)
+    news = replace(told, failures=paths.note(told.failures))
+    restored = map(_of_restored, paths.restored(routes))
+    happened = (*map(_of_failure, news.failures), *restored)
+    return PathsOfStep(news, happened, paths.of_paths(samples), paths.as_run(routes))
+
+
+def judge_paths(
+    paths: FailedPaths, detector: Detector, step: int, news: PathNews, routes: Routes
+) -> list[Happening]:
+    """Turn what ranks have reported of direct paths into verdicts on both directions of a link.
+
+    Args:
+        news: Its failures are new ones.
+        routes: Those of the plan in force.
+
+    Returns:
+        What follows; the failures themselves are events of `read_paths`.
+    """
+    for failure in news.failures:
+        _take_for_dead(detector, step, failure.link, failure.detail)
+    lives = sorted(news.lives_left.items())
+    happened = [_of_no_life_left(link) for link, left in lives if paths.limit(link, left)]
+    delegated = {link for link, route in routes.items() if route == "delegated"}
+    turns = paths.observe(news.up, delegated)
+    for link in turns.lost:
+        _take_for_dead(detector, step, link, "its direct path is down again")
+        happened.append(_of_path_down(link))
+    for link, up_steps in turns.returned.items():
+        happened += _return(detector, step, link, up_steps)
+    return happened
+
+
+def _take_for_dead(detector: Detector, step: int, link: Link, detail: str) -> None:
+    for source, destination in (link, link[::-1]):
+        detector.observe_failure(step, source, destination, detail)
+
+
+def _return(detector: Detector, step: int, link: Link, up_steps: int) -> Iterator[Happening]:
+    for source, destination in (link, link[::-1]):
+        before = detector.verdicts
+        for verdict in detector.observe_return(step, source, destination, up_steps):
+            told = of_verdict(verdict, before)
+            if told is not None:
+                yield told
+
+
+def _of_failure(failure: PathFailure) -> Happening:
+    resent = f"{failure.resent} message{'' if failure.resent == 1 else 's'} sent again"
+    return {
+        "kind": "link_failed",
+        "link": str(failure.link),
+        "detail": f"{failure.detail}; delegated from there on, {resent}",
+        "evidence": failure.to_json(),
+    }
+
+
+def _of_restored(link: Link) -> Happening:
+    return {"kind": "link_restored", "link": str(link), "detail": "on its direct path again"}
+
+
+def _of_path_down(link: Link) -> Happening:
+    detail = "the direct path, which had come back, is down again; the link stays delegated"
+    return {"kind": "link_path_down", "link": str(link), "detail": detail}
+
+
+def _of_no_life_left(link: Link) -> Happening:
+    detail = (
+        "the direct path has failed as often as it can begin while these processes live: the link "
+        "stays delegated until the run is started again"
+    )
+    return {"kind": "link_given_up", "link": str(link), "detail": detail}

@@ -1,0 +1,129 @@
+"""A timeline as a Gantt chart of letters, for the terminal."""
+
+import math
+from collections.abc import Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+from rich.text import Text
+
+from jaxmorph.report.draw.messages import num_chunks
+from jaxmorph.report.draw.palette import shade
+from jaxmorph.schedule.ops import Op
+from jaxmorph.schedule.timeline import Timeline
+
+_LEAST_COLUMNS = 20
+_TICK_COLUMNS = 12
+
+
+class _Run(NamedTuple):
+    """Neighbouring columns of one stage that show the same op, or none."""
+
+    op: Op | None
+    columns: int
+
+    @property
+    def text(self) -> str:
+        if self.op is None:
+            return "." * self.columns
+        label = str(self.op)
+        return (label if len(label) <= self.columns else self.op.kind[0]).ljust(self.columns)
+
+
+def gantt_text(timeline: Timeline, width: int = 100) -> str:
+    """Draws a timeline as plain text: a row per stage, time from left to right.
+
+    Returns:
+        One line per stage and two of time axis. A cell is an op's name, or its letter where the
+        name does not fit; dots are idle time.
+    """
+    return styled_gantt(timeline, width).plain
+
+
+def styled_gantt(timeline: Timeline, width: int = 100) -> Text:
+    """Draws a timeline as ``gantt_text`` does, in colours.
+
+    Returns:
+        The drawing; its plain text is that of ``gantt_text``.
+    """
+    digits = len(str(timeline.num_stages - 1))
+    margin = len("stage ") + digits + 1
+    columns = _even_columns(timeline, max(width - margin, _LEAST_COLUMNS))
+    drawing = Text(no_wrap=True, overflow="crop")
+    chunks = num_chunks(timeline)
+    for stage in range(timeline.num_stages):
+        drawing.append(f"stage {stage:>{digits}} ", style="bold")
+        for run in _runs(timeline, stage, columns):
+            drawing.append(run.text, style=_style(run.op, chunks))
+        drawing.append("\n")
+    for line in _axis(timeline.makespan_ms, columns):
+        drawing.append(f"{' ' * margin}{line}\n", style="dim")
+    drawing.rstrip()
+    return drawing
+
+
+def fitting_width(timeline: Timeline) -> int:
+    """The width at which the shortest op's name would still fit, up to 400 characters."""
+    shortest_ms = min(_durations_ms(timeline), default=0.0)
+    if not shortest_ms:
+        return _LEAST_COLUMNS
+    letters = max(len(str(op)) for order in timeline.orders for op in order)
+    return min(400, 20 + math.ceil((letters + 1) * timeline.makespan_ms / shortest_ms))
+
+
+def _even_columns(timeline: Timeline, most: int) -> int:
+    """Columns that give the shortest op a whole number of them, when it has two or more."""
+    shortest_ms = min(_durations_ms(timeline), default=0.0)
+    if not shortest_ms:
+        return most
+    cell = int(most * shortest_ms / timeline.makespan_ms)
+    return round(timeline.makespan_ms / shortest_ms * cell) if cell >= 2 else most
+
+
+def _durations_ms(timeline: Timeline) -> list[float]:
+    return [end - start for _, _, start, end in timeline.spans() if end > start]
+
+
+def _runs(timeline: Timeline, stage: int, columns: int) -> Iterator[_Run]:
+    """What each column of a stage shows: the op that runs at the column's middle."""
+    order, start, end = (
+        timeline.orders[stage],
+        timeline.start_ms[stage],
+        timeline.end_ms[stage],
+    )
+    middles = (np.arange(columns) + 0.5) * timeline.makespan_ms / columns
+    running = np.searchsorted(start, middles, side="right") - 1
+    shown = [
+        int(at) if at >= 0 and middle < end[at] else -1
+        for at, middle in zip(running, middles, strict=True)
+    ]
+    for at, group in groupby(shown):
+        yield _Run(order[at] if at >= 0 else None, len(list(group)))
+
+
+def _style(op: Op | None, chunks: int) -> str:
+    return f"black on {shade(op.kind, op.chunk, chunks)}" if op else "dim"
+
+
+def _axis(makespan_ms: float, columns: int) -> tuple[str, str]:
+    """Tick marks, and under them the times they stand for."""
+    marks, times = ["-"] * columns, [" "] * columns
+    per_column = makespan_ms / columns
+    for tick in _ticks(makespan_ms, most=max(2, columns // _TICK_COLUMNS)):
+        at = min(columns - 1, round(tick / per_column)) if per_column else 0
+        label = f"{tick:g} ms" if tick == 0 else f"{tick:g}"
+        marks[at] = "|"
+        if at + len(label) <= columns:
+            times[at : at + len(label)] = label
+    return "".join(marks), "".join(times).rstrip()
+
+
+def _ticks(makespan_ms: float, most: int) -> list[float]:
+    """Round times from 0 on, at most ``most`` of them."""
+    if makespan_ms <= 0:
+        return [0.0]
+    least = makespan_ms / most
+    power = 10.0 ** np.floor(np.log10(least))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
+    return [float(index * step) for index in range(int(makespan_ms / step) + 1)]

@@ -1,0 +1,191 @@
+"""The runs of a comparison in plain cells, and as tables in Markdown for a file."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from jaxmorph.records import PHASES
+from jaxmorph.report.run_matrix import Matrix, Run
+from jaxmorph.report.text import describe_routes
+
+RUN_COLUMNS = (
+    "system", "condition", "schedule", "warm-up forwards", "routes", "delays", "lower bound ms",
+    "on device", "bubble", "dependency", "blocking", "other", "most blocked", "loss",
+)  # fmt: skip
+"""What ran and why its stages idled: the heads of `run_cells`."""
+WHOLE_COLUMNS = (
+    "system", "condition", "total s", "more s", "goodput", "held up s", "restarts", "lost s",
+    *PHASES,
+)  # fmt: skip
+"""What whole runs took, and what failures have cost of it: the heads of `whole_rows`."""
+
+_NOT_YET = "…"
+_FAILED = "FAILED"
+_UNKNOWN = "-"
+
+
+def matrix_markdown(matrix: Matrix) -> str:
+    """A comparison as a page of Markdown.
+
+    Returns:
+        Systems in rows and conditions in columns; under them what each run was, what is wrong with
+        runs that failed or are noisy, and the notes.
+    """
+    whole = f"{whole_runs_legend(matrix)}\n\n{_table(WHOLE_COLUMNS, whole_rows(matrix))}"
+    parts = [
+        f"# {matrix.name}\n",
+        _legend(matrix),
+        _table(["", *matrix.conditions], _times_rows(matrix)),
+        "What ran, and why its stages idled, as shares of the step: *dependency*: data not made "
+        "yet or on its way; *blocking*: a ready op behind a transfer; *other*: dispatch and "
+        "copies. Means of the stages, and the stage that is blocked most. *On device*: the most "
+        "microbatches whose stash each stage's device held at once.\n",
+        _table(RUN_COLUMNS, map(run_cells, _measured(matrix))),
+        *([whole] if matrix.has_whole_runs else []),
+        *_complaints(matrix),
+        "\n".join(f"- {label}: {text}" for label, text in matrix.notes.items()) + "\n",
+    ]
+    return "\n".join(parts)
+
+
+def short_cell(run: Run | None) -> str:
+    """A run in a few characters: median milliseconds and slowdown, or why there are none."""
+    if run is None:
+        return _NOT_YET
+    if run.step_ms is None or run.failed:
+        return _FAILED
+    slowdown = f" {run.slowdown:.2f}x" if run.slowdown is not None else ""
+    return f"{run.step_ms.median:,.0f}{slowdown}{' noisy' if run.noisy else ''}"
+
+
+def run_cells(run: Run) -> list[str]:
+    """A cell for each of `RUN_COLUMNS`."""
+    plan, blocking = run.plan, run.blocking_stall_rate
+    most = max(blocking, default=0.0)
+    return [
+        run.system,
+        run.condition,
+        plan.schedule if plan else _UNKNOWN,
+        " ".join(map(str, plan.warmup_forwards)) if plan else _UNKNOWN,
+        describe_routes(plan.routes) if plan else _UNKNOWN,
+        plan.regime if plan else _UNKNOWN,
+        f"{plan.lower_bound_ms:,.1f}" if plan else _UNKNOWN,
+        " ".join(map(str, run.peak_on_device)) or _UNKNOWN,
+        _share(run.bubble_rate),
+        _share(_mean(run.dependency_bubble_rate)),
+        _share(_mean(blocking)),
+        _share(_mean(run.other_idle_rate)),
+        f"{_share(most)} (stage {blocking.index(most)})" if blocking else _UNKNOWN,
+        _UNKNOWN if run.loss is None else f"{run.loss:.6f}",
+    ]
+
+
+def whole_runs_legend(matrix: Matrix) -> str:
+    """What `WHOLE_COLUMNS` mean."""
+    return (
+        "Whole runs, from the first step to the end of the last one, failures included. More: "
+        f"than the same system under '{matrix.conditions[0]}'. What failures after which the ranks "
+        "were started again have cost, in seconds, by what it was spent on. Held up: for how long "
+        "direct paths that failed stopped both their ends, until their links were delegated; of "
+        "those that failed in one step the longest."
+    )
+
+
+def whole_rows(matrix: Matrix) -> Iterator[list[str]]:
+    """A row for each whole run, a cell for each of `WHOLE_COLUMNS`."""
+    for _, row in matrix.rows():
+        for run in row:
+            if run is not None and run.goodput is not None:
+                yield _whole_cells(run, row[0])
+
+
+def _whole_cells(run: Run, first: Run | None) -> list[str]:
+    costs = [recovery["phases_s"] for recovery in run.recoveries]
+    sums = [sum(cost.get(phase, 0.0) for cost in costs) for phase in PHASES]
+    return [
+        run.system,
+        run.condition,
+        _FAILED if run.total_s is None else f"{run.total_s:,.1f}",
+        _more(run, first),
+        _share(run.goodput),
+        _UNKNOWN if run.held_up_s is None else f"{run.held_up_s:,.2f}",
+        str(len(costs)),
+        f"{sum(sums):,.1f}",
+        *(f"{length_s:,.2f}" if costs else _UNKNOWN for length_s in sums),
+    ]
+
+
+def _more(run: Run, first: Run | None) -> str:
+    if run is first or run.total_s is None or first is None or first.total_s is None:
+        return _UNKNOWN
+    return f"{run.total_s - first.total_s:+,.1f}"
+
+
+def _legend(matrix: Matrix) -> str:
+    reference = f"; *{matrix.reference_source or 'reference'}*" if matrix.has_reference else ""
+    return (
+        "Step in ms, barrier to barrier: **median** (p10 to p90); predicted step; slowdown against "
+        f"the system's own healthy step{reference}.\n"
+    )
+
+
+def _times_rows(matrix: Matrix) -> Iterator[list[str]]:
+    for system, row in matrix.rows():
+        yield [system, *(_times_cell(run) for run in row)]
+
+
+def _times_cell(run: Run | None) -> str:
+    if run is None:
+        return _NOT_YET
+    lines = [_FAILED] if run.failed else []
+    if run.step_ms is not None:
+        times = run.step_ms
+        noisy = " noisy" if run.noisy else ""
+        lines.append(f"**{times.median:,.1f}** ({times.p10:,.1f} to {times.p90:,.1f}){noisy}")
+    if run.plan is not None:
+        slowdown = f", {run.slowdown:.2f}x" if run.slowdown is not None else ""
+        lines.append(f"predicted {run.plan.predicted_ms:,.1f}{slowdown}")
+    if run.reference_ms is not None:
+        lines.append(f"*{run.reference_ms:,g}*")
+    return "<br>".join(lines)
+
+
+def _measured(matrix: Matrix) -> Iterator[Run]:
+    runs = (run for _, row in matrix.rows() for run in row if run is not None)
+    return (run for run in runs if run.plan is not None and run.step_ms is not None)
+
+
+def _complaints(matrix: Matrix) -> Iterator[str]:
+    runs = [run for _, row in matrix.rows() for run in row if run is not None]
+    counts = Counter("failed" if run.failed else "noisy" if run.noisy else "sound" for run in runs)
+    yield (
+        f"Of {len(runs)} runs {counts['failed']} failed and {counts['noisy']} "
+        f"{'is' if counts['noisy'] == 1 else 'are'} too noisy.\n"
+    )
+    if matrix.loss_difference is not None:
+        yield (
+            "Systems trained on the same data; under one condition their losses differ by at most "
+            f"{matrix.loss_difference:.1g} of the loss.\n"
+        )
+    for run in runs:
+        for reason in filter(None, (run.failed, run.noisy)):
+            yield f"- {run.system}, {run.condition}: {' '.join(reason.split())}\n"
+        if run.events:
+            told = ", ".join(f"{count} x {kind}" for kind, count in sorted(run.events.items()))
+            yield f"- {run.system}, {run.condition}: {told}\n"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(f"| {' | '.join(map(_escaped, line))} |\n" for line in lines)
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", "\\|")
+
+
+def _mean(shares: Sequence[float]) -> float | None:
+    return sum(shares) / len(shares) if shares else None
+
+
+def _share(share: float | None) -> str:
+    return _UNKNOWN if share is None else f"{share:.1%}"

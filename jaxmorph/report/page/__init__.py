@@ -1,0 +1,47 @@
+"""A run or a comparison as one HTML page that needs nothing else: no network, no script.
+
+Read `run_page` with `templates/run.html`, or `comparison_page` with `templates/comparison.html`.
+`files` reads what runs have written, `changes` and `decisions` say what happened to them,
+`timelines` and `charts` draw it, and `html` turns templates and charts into a page.
+"""
+
+from pathlib import Path
+
+from jaxmorph.errors import UserError
+
+REPORT = "report.html"
+
+
+def write_report(directory: Path, out: Path | None = None) -> Path:
+    """Write one HTML file that says how a run or a comparison went.
+
+    Args:
+        directory: What `jaxmorph train` or `jaxmorph compare` has written, or is still writing.
+        out: The file; `report.html` in the directory when None.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: The directory is neither's, or the file can't be written.
+    """
+    # Imported here: whoever only wants to know the file's name needs neither Matplotlib nor Jinja.
+    from jaxmorph.report.page.comparison_page import comparison_page
+    from jaxmorph.report.page.files import is_comparison, read_comparison_files, read_run_files
+    from jaxmorph.report.page.run_page import run_page
+
+    path = directory / REPORT if out is None else out
+    if path.is_dir():
+        raise UserError(f"report: --out: got the directory {path}, expected a file")
+    text = (
+        comparison_page(read_comparison_files(directory))
+        if is_comparison(directory)
+        else run_page(read_run_files(directory))
+    )
+    written = path.with_name(f"{path.name}.new")
+    try:
+        written.write_text(text, encoding="utf-8", errors="replace")
+        written.replace(path)
+    except OSError as error:
+        raise UserError(f"report: cannot write {path}: {error.strerror or error}") from error
+    return path

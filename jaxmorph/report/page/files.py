@@ -1,0 +1,263 @@
+"""What the directory of a run says, which goes on, was cut off, or has ended; or a comparison's."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from jaxmorph.config import Config, load_config
+from jaxmorph.errors import UserError
+from jaxmorph.report.draw import read_chrome_trace
+from jaxmorph.report.run_directory import CONFIG, EVENTS, METRICS, RECOVERY, find_traces
+from jaxmorph.report.run_matrix import RESULTS, TIMELINES, Matrix
+from jaxmorph.schedule.timeline import Timeline
+
+_Line = TypeVar("_Line")
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """What a line of `metrics.jsonl` says; None where a number is missing or was not finite."""
+
+    step: int
+    step_ms: float
+    predicted_ms: float | None = None
+    loss: float | None = None
+    held_out_loss: float | None = None
+    bubble_rate: float | None = None
+    schedule: str = ""
+    warmup_forwards: tuple[int, ...] = ()
+    routes: Mapping[str, str] = field(default_factory=dict)
+    link_ms: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EventLine:
+    """What a line of `events.jsonl` says; `more` is what it has beside the usual fields."""
+
+    time_s: float | None
+    step: int
+    kind: str
+    link: str = ""
+    detail: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run directory as read.
+
+    Attributes:
+        config_text: Its configuration, as it stands there.
+        config: The same; None where this version can't read it.
+        events: In the order they were written.
+        num_unreadable: Lines that could not be read, such as the last of a run that was cut off.
+        goodput: Which share of the time since its last launch was spent in steps that stayed; None
+            where it isn't known.
+    """
+
+    path: Path
+    config_text: str
+    config: Config | None
+    steps: tuple[StepLine, ...]
+    events: tuple[EventLine, ...]
+    traces: Mapping[int, Path]
+    num_unreadable: int = 0
+    goodput: float | None = None
+
+
+def read_run_files(path: Path) -> RunFiles:
+    """Read a run directory.
+
+    Raises:
+        UserError: It is no run's, or can't be read.
+    """
+    if not (path / CONFIG).is_file():
+        raise UserError(f"report: got {path}, expected a run directory, with a {CONFIG}")
+    try:
+        steps, unreadable_steps = _read_lines(path / METRICS, _step_line)
+        events, unreadable_events = _read_lines(path / EVENTS, _event_line)
+        config_text = (path / CONFIG).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"report: {path}: cannot read: {error.strerror}") from error
+    return RunFiles(
+        path=path,
+        config_text=config_text,
+        config=_config(path / CONFIG),
+        steps=tuple(
+            {line.step: line for line in sorted(steps, key=lambda line: line.step)}.values()
+        ),
+        events=tuple(events),
+        traces=find_traces(path),
+        num_unreadable=unreadable_steps + unreadable_events,
+        goodput=_goodput(path / RECOVERY),
+    )
+
+
+def read_trace(path: Path) -> dict[str, Timeline]:
+    """A step's timelines, `planned` and `measured`.
+
+    Returns:
+        What there is of them; nothing where the file can't be read.
+    """
+    try:
+        found = read_chrome_trace(_parsed(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+    return {name.split(",")[0]: timeline for name, timeline in found.items()}
+
+
+def _config(path: Path) -> Config | None:
+    try:
+        return load_config(path)
+    except UserError:
+        return None
+
+
+def _goodput(path: Path) -> float | None:
+    try:
+        return finite(_parsed(path.read_text(encoding="utf-8"))["goodput"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _read_lines(path: Path, read: Callable[[Mapping[str, Any]], _Line]) -> tuple[list[_Line], int]:
+    """The lines that can be read, and how many can't."""
+    lines: list[_Line] = []
+    unreadable = 0
+    for text in _texts(path):
+        try:
+            lines.append(read(_parsed(text)))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            unreadable += 1
+    return lines, unreadable
+
+
+def _parsed(text: str) -> Any:
+    """JSON without what no page and no font can hold: halves of surrogate pairs."""
+    found = json.loads(text)
+    if "\\ud" not in text.lower():
+        return found
+    return json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
+
+
+def _texts(path: Path) -> Iterator[str]:
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            yield from (line for line in file if line.strip())
+
+
+def _step_line(told: Mapping[str, Any]) -> StepLine:
+    step_s = finite(told["step_s"])
+    if step_s is None:
+        raise ValueError(f"got a step of {told['step_s']} s")
+    return StepLine(
+        step=int(told["step"]),
+        step_ms=1e3 * step_s,
+        predicted_ms=_in_ms(finite(told.get("predicted_step_s"))),
+        loss=finite(told.get("loss")),
+        held_out_loss=finite(told.get("held_out_loss")),
+        bubble_rate=finite(told.get("bubble_rate")),
+        schedule=str(told.get("schedule", "")),
+        warmup_forwards=tuple(map(int, told.get("warmup_forwards") or ())),
+        routes={str(link): str(route) for link, route in (told.get("routes") or {}).items()},
+        link_ms={
+            str(way): known
+            for way, ms in (told.get("link_ms") or {}).items()
+            if (known := finite(ms)) is not None
+        },
+    )
+
+
+def _event_line(told: Mapping[str, Any]) -> EventLine:
+    usual = ("time_s", "step", "kind", "link", "detail")
+    return EventLine(
+        time_s=finite(told.get("time_s")),
+        step=int(told["step"]),
+        kind=str(told["kind"]),
+        link=str(told.get("link") or ""),
+        detail=str(told.get("detail") or ""),
+        more={key: value for key, value in told.items() if key not in usual},
+    )
+
+
+def finite(value: Any) -> float | None:
+    """A number; None for what is none, or not finite."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _in_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
+class ShownStep(NamedTuple):
+    """A step whose timelines are drawn.
+
+    Attributes:
+        name: Such as `step 41, during`.
+        planned: As the plan in force had it; None where that isn't known.
+        step_ms: From barrier to barrier; None where that isn't known.
+    """
+
+    name: str
+    measured: Timeline
+    planned: Timeline | None = None
+    step_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class ComparisonFiles:
+    """A comparison's directory as read.
+
+    Attributes:
+        steps: By condition, a typical step of each system.
+    """
+
+    matrix: Matrix
+    steps: Mapping[str, Sequence[ShownStep]]
+
+
+def is_comparison(path: Path) -> bool:
+    """Whether a directory is a comparison's, though it may have no results yet.
+
+    Every run has a `metrics.jsonl` from its start, even one of a configuration that compares.
+    """
+    if (path / RESULTS).is_file():
+        return True
+    if not (path / CONFIG).is_file() or (path / METRICS).exists():
+        return False
+    config = _config(path / CONFIG)
+    return config is not None and config.compare is not None
+
+
+def read_comparison_files(path: Path) -> ComparisonFiles:
+    """Read a comparison's directory.
+
+    Raises:
+        UserError: It has no results yet, or can't be read.
+    """
+    if not (path / RESULTS).is_file():
+        raise UserError(
+            f"report: {path}: no {RESULTS}, expected one: jaxmorph compare writes it after its "
+            "first system"
+        )
+    at = path / RESULTS
+    try:
+        matrix = Matrix.from_json(_parsed(at.read_text(encoding="utf-8")))
+        at = path / TIMELINES
+        timelines = _parsed(at.read_text(encoding="utf-8")) if at.is_file() else {}
+        steps = {
+            condition: [
+                ShownStep(system, Timeline.from_json(timeline), step_ms=timeline.get("step_ms"))
+                for system, timeline in of_systems.items()
+            ]
+            for condition, of_systems in timelines.items()
+        }
+    except OSError as error:
+        raise UserError(f"report: cannot read {at}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        expected = "expected what jaxmorph compare writes"
+        raise UserError(f"report: {at}: got {error!r}, {expected}") from error
+    return ComparisonFiles(matrix, steps)

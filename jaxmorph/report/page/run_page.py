@@ -1,0 +1,360 @@
+"""A run as a page: what `templates/run.html` shows, section by section."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from statistics import median
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
+
+from jaxmorph.records import PHASES, RESTARTED
+from jaxmorph.report.page.changes import (
+    Change,
+    count_morphs,
+    find_changes,
+    is_decision,
+    steps_to_show,
+)
+from jaxmorph.report.page.charts import FULL, LOW, SMALL, Line, Points, plot_over_steps
+from jaxmorph.report.page.decisions import EventTable, event_table
+from jaxmorph.report.page.files import EventLine, RunFiles, ShownStep, StepLine, read_trace
+from jaxmorph.report.page.html import UNKNOWN, inline_svg, milliseconds, render
+from jaxmorph.report.page.timelines import MEANINGS, SHARES, Shown, show_steps
+from jaxmorph.report.text import describe_regime, describe_routes, longer_than_planned, percent
+
+MOST_DRAWN = 8
+"""Of more changes, so many of the first and last are drawn, lest the page grow without bound."""
+
+_OUTLIER, _NEARLY_ALL_STEPS = 4.0, 0.98
+"""Steps so much longer than nearly all others are cut off at the top, lest all others look flat."""
+_MOST_PLANS = 40
+_MOST_LINKS, _NEARLY_ALL_TRANSFERS = 8, 0.995
+"""Of more links, those whose transfers were slowest are drawn; one stray step flattens none."""
+
+
+def run_page(files: RunFiles) -> str:
+    """The page of a run: a whole HTML document."""
+    steps, events = files.steps, files.events
+    changes = find_changes(steps, events)
+    number_of = {id(event): change.number for change in changes for event in change.events}
+    plans = list(_plan_rows(steps))
+    others = [event for event in events if not is_decision(event)]
+    failures = recoveries(events)
+    return render(
+        "run.html",
+        title=f"Run {files.path.resolve().name}",
+        config_text=files.config_text,
+        sentence=result_sentence(files),
+        what_ran=list(_what_ran(files)),
+        figures=list(_figures(files)),
+        plots=list(_plots(steps, changes)) if steps else [],
+        plans=plans[:_MOST_PLANS],
+        plans_left_out=max(0, len(plans) - _MOST_PLANS),
+        links=_links(steps, changes),
+        phases=[phase.replace("_", " ") for phase in PHASES],
+        failures=list(_failure_rows(failures)),
+        changes=[_shown_change(change, files) for change in _to_draw(changes)],
+        changes_left_out=len(changes) - len(_to_draw(changes)),
+        unchanged=None if changes else _unchanged(files),
+        shares=SHARES,
+        meanings=MEANINGS,
+        decisions=event_table([event for event in events if is_decision(event)], number_of),
+        others=event_table(others),
+        num_others=len(others),
+    )
+
+
+def result_sentence(files: RunFiles) -> str:
+    """The run in one sentence, such as `120 steps, median 412.0 ms; 2 morphs; ...`."""
+    if not files.steps:
+        return "No step has been recorded yet."
+    morphs = count_morphs(files.steps, files.events)
+    parts = [
+        f"{_num_steps(files)}, median {milliseconds(median(_step_ms(files.steps).values()))}",
+        f"{morphs} morph{'' if morphs == 1 else 's'}" if morphs else "no morph",
+    ]
+    longer = longer_than_planned((step.step_ms, step.predicted_ms) for step in files.steps)
+    if longer is not None:
+        than = f"{percent(abs(longer))} {'longer' if longer > 0 else 'shorter'} than"
+        parts.append(f"steps took {'as long as' if abs(longer) < 0.0005 else than} predicted")
+    return f"{'; '.join(parts)}."
+
+
+def _step_ms(steps: Sequence[StepLine]) -> dict[int, float]:
+    return {step.step: step.step_ms for step in steps}
+
+
+def _num_steps(files: RunFiles) -> str:
+    count, wanted = len(files.steps), files.config.run.steps if files.config else None
+    if wanted is None or files.steps[-1].step + 1 >= wanted:
+        return f"{count:,} step{'' if count == 1 else 's'}"
+    return f"{count:,} of {wanted:,} steps so far"
+
+
+def _what_ran(files: RunFiles) -> Iterator[str]:
+    if files.config is not None:
+        config = files.config
+        stages, batch = config.parallelism.stages, config.batch
+        yield (
+            f"{config.model.factory} {config.model.preset}, "
+            f"{stages} stage{'' if stages == 1 else 's'}, "
+            f"{batch.microbatches} microbatches of {batch.microbatch_size}; "
+            f"{describe_regime(config.emulation)}."
+        )
+    if files.num_unreadable:
+        count = files.num_unreadable
+        lines = "1 line is" if count == 1 else f"{count} lines are"
+        yield f"{lines} incomplete and left out, such as the last of a run that was cut off."
+
+
+def _figures(files: RunFiles) -> Iterator[tuple[str, str]]:
+    steps = files.steps
+    if not steps:
+        return
+    yield "median step", milliseconds(median(step.step_ms for step in steps))
+    yield "slowest step", milliseconds(max(step.step_ms for step in steps))
+    if predicted := _known(step.predicted_ms for step in steps):
+        yield "median prediction", milliseconds(median(predicted))
+    if bubbles := _known(step.bubble_rate for step in steps):
+        yield "median bubble", percent(median(bubbles))
+    if files.goodput is not None:
+        yield "goodput", percent(files.goodput)
+    if losses := _known(step.loss for step in steps):
+        yield "loss", f"{losses[0]:.3f} → {losses[-1]:.3f}"
+    if held_out := _known(step.held_out_loss for step in steps):
+        yield "held-out loss", f"{held_out[0]:.3f} → {held_out[-1]:.3f}"
+    yield "plan at the end", f"{steps[-1].schedule} {_warmups(steps[-1])}".strip() or UNKNOWN
+
+
+def _known(values: Iterator[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _warmups(step: StepLine) -> str:
+    return " ".join(map(str, step.warmup_forwards))
+
+
+def _span(steps: Sequence[StepLine]) -> tuple[int, int]:
+    return steps[0].step, steps[-1].step
+
+
+def _plots(steps: Sequence[StepLine], changes: Sequence[Change]) -> Iterator[tuple[str, Markup]]:
+    """Caption and picture of step times, and of the loss where it is known."""
+    measured = [(step.step, step.step_ms) for step in steps]
+    predicted = [(step.step, step.predicted_ms) for step in steps]
+    highest = _highest(_known(ms for _, ms in (*measured, *predicted)))
+    cut = [step.step_ms for step in steps if step.step_ms > highest]
+    caption = "Milliseconds from barrier to barrier."
+    if cut:
+        caption += f" Cut off at the upper edge: {len(cut)} longer, up to {milliseconds(max(cut))}."
+    lines = [Line("predicted by the plan in force", predicted, True), Line("measured", measured)]
+    yield (
+        caption,
+        inline_svg(
+            f"Step time in milliseconds over {len(steps)} steps, measured and predicted",
+            lambda: plot_over_steps(lines, _span(steps), FULL, (0.0, 1.05 * highest), changes),
+        ),
+    )
+    trained: Points = [(step.step, step.loss) for step in steps]
+    held_out = [(step.step, step.held_out_loss) for step in steps if step.held_out_loss is not None]
+    if any(loss is not None for _, loss in (*trained, *held_out)):
+        courses = [Line("training", trained)]
+        courses += [Line("held out", held_out, True)] if held_out else []
+        yield (
+            "Mean loss of a token.",
+            inline_svg(
+                f"Loss over {len(steps)} steps",
+                lambda: plot_over_steps(courses, _span(steps), LOW, (None, None)),
+            ),
+        )
+
+
+def _highest(values: Sequence[float]) -> float:
+    """The top of an axis: the largest value, unless it stands far above nearly all."""
+    nearly_all = sorted(values)[int(_NEARLY_ALL_STEPS * (len(values) - 1))]
+    return min(max(values), _OUTLIER * nearly_all) or 1.0
+
+
+def _plan_rows(steps: Sequence[StepLine]) -> Iterator[list[str]]:
+    """The plans that were in force, one after another."""
+    for (schedule, _, routes), group in groupby(steps, _plan_of):
+        run = list(group)
+        predicted = sorted(_known(step.predicted_ms for step in run))
+        times = sorted(step.step_ms for step in run)
+        yield [
+            schedule, _warmups(run[0]), describe_routes(dict(routes)), f"{len(run):,}",
+            f"{run[0].step:,}", f"{run[-1].step:,}", milliseconds(times[len(times) // 2]),
+            milliseconds(predicted[len(predicted) // 2] if predicted else None),
+        ]  # fmt: skip
+
+
+def _plan_of(step: StepLine) -> tuple[str, tuple[int, ...], tuple[tuple[str, str], ...]]:
+    return step.schedule, step.warmup_forwards, tuple(step.routes.items())
+
+
+class Links(NamedTuple):
+    """What a page says of links: pictures with their captions, and a table of directions."""
+
+    plots: list[tuple[str, Markup]]
+    left_out: int
+    rows: list[list[str]]
+
+
+def _links(steps: Sequence[StepLine], changes: Sequence[Change]) -> Links | None:
+    """A small plot for each link, with both directions, all on one scale; None without any."""
+    directions = {direction for step in steps for direction in step.link_ms}
+    if not directions:
+        return None
+    courses: dict[str, Points] = {
+        direction: [(step.step, step.link_ms.get(direction)) for step in steps]
+        for direction in sorted(directions, key=_ends)
+    }
+    links: dict[tuple[int, int], list[str]] = {}
+    for direction in courses:
+        links.setdefault(_ends(direction)[:2], []).append(direction)
+    high = {direction: _high(course) for direction, course in courses.items()}
+    slowest = sorted(links.values(), key=lambda of_link: -max(high[way] for way in of_link))
+    top = 1.1 * max(high.values()) or 1.0
+    plots = [
+        (
+            f"Link {_link_name(of_link[0])}, ms",
+            inline_svg(
+                f"Milliseconds of transfers {' and '.join(of_link)} over steps",
+                lambda of_link=of_link: plot_over_steps(
+                    [_course_line(way, courses[way], way != of_link[0]) for way in of_link[:2]],
+                    _span(steps), SMALL, (0.0, top), changes,
+                ),
+            ),
+        )
+        for of_link in slowest[:_MOST_LINKS]
+    ]  # fmt: skip
+    rows = [_direction_cells(way, course) for way, course in courses.items()]
+    return Links(plots, max(0, len(links) - _MOST_LINKS), rows)
+
+
+def _ends(direction: str) -> tuple[int, int, str]:
+    """What directions are sorted by: the lower stage, the upper one, the direction."""
+    source, _, destination = direction.partition(">")
+    if not (source.isdecimal() and destination.isdecimal()):
+        return -1, -1, direction
+    lower, upper = sorted((int(source), int(destination)))
+    return lower, upper, direction
+
+
+def _link_name(direction: str) -> str:
+    lower, upper, _ = _ends(direction)
+    return f"{lower}-{upper}" if lower >= 0 else direction
+
+
+def _high(course: Points) -> float:
+    """Nearly the largest number of a course: one stray step doesn't flatten all plots."""
+    known = sorted(_known(ms for _, ms in course))
+    return known[int(_NEARLY_ALL_TRANSFERS * (len(known) - 1))] if known else 0.0
+
+
+def _course_line(direction: str, course: Points, is_second: bool) -> Line:
+    median_ms = milliseconds(median(_known(ms for _, ms in course)), 2)
+    return Line(f"{direction.replace('>', ' to ')}, median {median_ms}", course, is_second)
+
+
+def _direction_cells(direction: str, course: Points) -> list[str]:
+    known = sorted(_known(ms for _, ms in course))
+    numbers = (known[0], median(known), known[-1])
+    name = direction.replace(">", " to ", 1)
+    return [name, f"{len(known):,}", *(milliseconds(ms, 2) for ms in numbers)]
+
+
+def recoveries(events: Sequence[EventLine]) -> list[Mapping[str, Any]]:
+    """What events say of failures after which the ranks were started again."""
+    found = (event.more.get("evidence") for event in events if event.kind == RESTARTED)
+    return [each for each in found if isinstance(each, Mapping) and _phases_s(each)]
+
+
+def _failure_rows(failures: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """What each failure cost, by what the time was spent on, and all of them together."""
+    for each in failures:
+        lengths_s = _phases_s(each)
+        yield [
+            _count(each.get("step")),
+            f"{each.get('reason', '')}{' (not over)' if each.get('cut_off') else ''}",
+            _count(each.get("from_step")),
+            *(_seconds(lengths_s.get(phase)) for phase in PHASES),
+            _seconds(sum(lengths_s.values())),
+        ]
+    if len(failures) > 1:
+        every = list(map(_phases_s, failures))
+        sums = [sum(lengths_s.get(phase, 0.0) for lengths_s in every) for phase in PHASES]
+        yield ["", f"all {len(failures)}", "", *map(_seconds, sums), _seconds(sum(sums))]
+
+
+def _phases_s(failure: Mapping[str, Any]) -> dict[str, float]:
+    lengths_s = failure.get("phases_s")
+    if not isinstance(lengths_s, Mapping):
+        return {}
+    return {
+        phase: float(length_s)
+        for phase, length_s in lengths_s.items()
+        if phase in PHASES and isinstance(length_s, int | float)
+    }
+
+
+def _count(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else UNKNOWN
+
+
+def _seconds(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:,.2f}"
+
+
+class ShownChange(NamedTuple):
+    """A change with its events and, if any of them left a trace, the steps around it."""
+
+    number: int
+    title: str
+    events: EventTable
+    shown: Shown | None
+
+
+def _to_draw(changes: Sequence[Change]) -> list[Change]:
+    """So many of the first and the last; of too many, those that led to a new plan."""
+    if len(changes) <= MOST_DRAWN:
+        return list(changes)
+    half = MOST_DRAWN // 2
+    morphs = [change for change in changes if change.new_step is not None]
+    wanted = morphs if len(morphs) >= MOST_DRAWN else changes
+    return [*wanted[:half], *wanted[-half:]]
+
+
+def _shown_change(change: Change, files: RunFiles) -> ShownChange:
+    chosen = steps_to_show(change, files.traces, _step_ms(files.steps))
+    return ShownChange(
+        change.number,
+        f"Change {change.number}: {_in_words(change)}",
+        event_table(change.events),
+        _shown({f"step {step}, {when}": step for when, step in chosen.items()}, files, change),
+    )
+
+
+def _in_words(change: Change) -> str:
+    if change.new_step is None:
+        return f"step {change.first_step}, the plan stays"
+    new = f"new plan from step {change.new_step}"
+    return new if change.new_step == change.first_step else f"step {change.first_step}, {new}"
+
+
+def _unchanged(files: RunFiles) -> Shown | None:
+    """Of a run without changes, the first traced step after the very first, and the last."""
+    traced = list(files.traces)
+    chosen = [*traced[1:2], *traced[-1:]] or traced
+    return _shown({f"step {step}": step for step in chosen}, files, None)
+
+
+def _shown(chosen: Mapping[str, int], files: RunFiles, change: Change | None) -> Shown | None:
+    step_ms = _step_ms(files.steps)
+    read = ((name, step, read_trace(files.traces[step])) for name, step in chosen.items())
+    steps = [
+        ShownStep(name, found["measured"], found.get("planned"), step_ms.get(step))
+        for name, step, found in read
+        if "measured" in found
+    ]
+    return show_steps(steps, f"change {change.number}" if change else "the run") if steps else None

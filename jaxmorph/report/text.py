@@ -1,0 +1,226 @@
+"""Numbers, and whole blocks of a report, as the words both kinds of terminal output show."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from math import isfinite
+from pathlib import Path
+from statistics import fmean, median
+
+from jaxmorph.config.link_sections import Emulation, LinkTrace
+from jaxmorph.records import RunHeader, RunSummary, StepRecord
+
+_BARS = "▁▂▃▄▅▆▇█"
+_UNKNOWN = "-"
+_MOST_MORPHS = 12  # named in a summary
+
+
+def header_rows(header: RunHeader) -> list[tuple[str, str]]:
+    """A header as (label, text) pairs, in reading order."""
+    layers = numbers(header.layers_per_stage)
+    reason = f" ({header.cut_reason})" if header.cut_reason else ""
+    warmup = numbers(header.warmup_forwards)
+    batch = (
+        f"{header.microbatches} microbatches of {header.microbatch_size} sequences "
+        f"of {header.sequence_length}: {header.tokens_per_step:,} tokens a step"
+    )
+    return [
+        ("model", f"{header.model}, {short_count(header.num_parameters)} parameters"),
+        ("stages", f"{len(header.layers_per_stage)}, layers {layers}{reason}"),
+        ("schedule", f"{header.schedule}, warm-up forwards {warmup}"),
+        ("batch", batch),
+        ("data", header.data),
+        ("regime", header.regime),
+        ("writes", str(header.run_directory)),
+    ]
+
+
+def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
+    """A summary as (label, text) pairs, in reading order."""
+    losses = summary.losses
+    rows = [
+        ("steps", f"{len(losses)} in {duration(summary.elapsed_s)}{_skipped(summary)}"),
+        ("speed", f"{summary.tokens_per_s:,.0f} tokens/s"),
+        ("loss", _course(losses)),
+        *([("held out", _course(summary.held_out_losses))] if summary.held_out_losses else []),
+        ("step time", _step_against_plan(summary)),
+    ]
+    if summary.bubble_rate is not None:
+        planned = f", {percent(summary.planned_bubble_rate)} planned"
+        known = summary.planned_bubble_rate is not None
+        rows.append(
+            ("bubble", f"{percent(summary.bubble_rate)} measured{planned if known else ''}")
+        )
+    if summary.peak_device_bytes is not None:
+        rows.append(("memory", _memory(summary.peak_device_bytes)))
+    if summary.goodput is not None:
+        rows.append(("goodput", _goodput(summary)))
+    if summary.morph_steps:
+        rows.append(("morphs", _morphs(summary.morph_steps)))
+    rows.append(("metrics", str(summary.run_directory / "metrics.jsonl")))
+    if summary.picture:
+        rows.append(("picture", str(summary.picture)))
+    if summary.traces:
+        rows.append(("traces", f"{_span_of(summary.traces)} (open in ui.perfetto.dev)"))
+    return rows
+
+
+def _memory(peaks: Sequence[int]) -> str:
+    most = max(peaks)
+    return f"at most {in_bytes(most)} in use on a device (stage {peaks.index(most)})"
+
+
+def describe_regime(emulation: Emulation) -> str:
+    """Says in a few words whether ops are paced, as tables of results must."""
+    accelerator = emulation.accelerator
+    if accelerator is None:
+        return "unpaced: ops run as fast as this machine computes them"
+    return (
+        f"paced: F {numbers(accelerator.forward_ms)} ms, "
+        f"B {numbers(accelerator.backward_input_ms)} ms, "
+        f"W {numbers(accelerator.backward_weight_ms)} ms"
+    )
+
+
+def describe_trace(trace: LinkTrace) -> str:
+    """Says where a trace of links comes from, and how it is scaled."""
+    source = trace.file or f"regime {trace.regime}, seed {trace.seed}"
+    scales = {"times or steps": trace.time_scale, "delays": trace.latency_scale}
+    scaled = [f"{what} times {scale:g}" for what, scale in scales.items() if scale != 1.0]
+    return ", ".join([source, *scaled])
+
+
+def describe_routes(routes: Mapping[str, str]) -> str:
+    """Says how the links' transfers travel, such as `direct` or `2-3 delegated, else direct`."""
+    if not routes:
+        return _UNKNOWN
+    usual = Counter(routes.values()).most_common(1)[0][0]
+    others = [f"{link} {route}" for link, route in routes.items() if route != usual]
+    return f"{', '.join(others)}, else {usual}" if others else usual
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draws values as a row of bars, from the lowest to the highest.
+
+    Args:
+        values: Ones that are not finite leave a gap.
+        width: Most characters; of more values, neighbours are averaged together.
+    """
+    columns = min(width, len(values))
+    cuts = [len(values) * column // max(columns, 1) for column in range(columns + 1)]
+    means = [fmean(values[low:high]) for low, high in pairwise(cuts)]
+    finite = [mean for mean in means if isfinite(mean)]
+    lowest = min(finite, default=0.0)
+    span = max(finite, default=0.0) - lowest
+    scale = (len(_BARS) - 1) / span if span else 0.0
+    return "".join(
+        _BARS[round((mean - lowest) * scale)] if isfinite(mean) else " " for mean in means
+    )
+
+
+def longer_than_planned(steps: Iterable[tuple[float, float | None]]) -> float | None:
+    """By which share the median step was longer than its own plan.
+
+    Not the medians of steps and plans are compared: a run that morphs has several plans.
+
+    Args:
+        steps: What each took and was planned to take, in one unit; None or 0 without a plan.
+    """
+    ratios = [took / planned for took, planned in steps if planned]
+    return median(ratios) - 1.0 if ratios else None
+
+
+def numbers(values: float | Sequence[float]) -> str:
+    """Numbers side by side, or just one when it is alone or all of many are the same."""
+    if isinstance(values, int | float):
+        return f"{values:g}"
+    if len(values) > 8 and len(set(values)) == 1:
+        return f"{values[0]:g} each"
+    return " ".join(f"{value:g}" for value in values)
+
+
+def loss_text(value: float | None) -> str:
+    """A loss to four places; a dash for None."""
+    return _UNKNOWN if value is None else f"{value:.4f}"
+
+
+def short_count(number: int) -> str:
+    """A count to two or three digits: `842`, `1.24 M`, `6.7 B`."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= 0.9995 * size:  # what rounds to the unit is written in it
+            return f"{number / size:.3g} {letter}"
+    return str(number)
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Seconds as milliseconds without the unit; a dash for None."""
+    return _UNKNOWN if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def percent(share: float | None) -> str:
+    """A share as `12.3 %`; a dash for None."""
+    return _UNKNOWN if share is None else f"{share:.1%}".replace("%", " %")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `42.1 s`, `3:07` or `1:02:07`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _course(losses: Sequence[float]) -> str:
+    return f"{losses[0]:.4f} → {losses[-1]:.4f}  {sparkline(losses, 32)}"
+
+
+def describe_plan(record: StepRecord) -> str:
+    """Says which plan a step ran: schedule, warm-ups and the links that are not direct."""
+    delegated = [link for link, route in record.routes.items() if route == "delegated"]
+    some = f", {' '.join(delegated)} delegated" if len(delegated) < len(record.routes) else ""
+    route = (some if delegated else "") or f", {describe_routes(record.routes)}"
+    return f"{record.schedule}, warm-up forwards {numbers(record.warmup_forwards)}{route}"
+
+
+def _skipped(summary: RunSummary) -> str:
+    number = summary.skipped_steps
+    return f", {number} of them skipped: not finite" if number else ""
+
+
+def _morphs(steps: Sequence[int]) -> str:
+    shown = [*map(str, steps[:_MOST_MORPHS]), *(["..."] if len(steps) > _MOST_MORPHS else [])]
+    return f"{len(steps)}, in force from step {', '.join(shown)}"
+
+
+def _goodput(summary: RunSummary) -> str:
+    share = f"{percent(summary.goodput)}: {duration(summary.productive_s)} in steps that stayed"
+    all_of_it = f"{share}, of {duration(summary.wall_s)} since the launch"
+    if not summary.num_restarts:
+        return all_of_it
+    restarts = "1 restart" if summary.num_restarts == 1 else f"{summary.num_restarts} restarts"
+    return f"{all_of_it}; {restarts} cost {duration(summary.lost_s)}"
+
+
+def _step_against_plan(summary: RunSummary) -> str:
+    measured = f"{milliseconds(summary.step_s)} ms measured (median)"
+    if not summary.predicted_step_s:
+        return measured
+    planned = f"{measured}, {milliseconds(summary.predicted_step_s)} ms planned"
+    if summary.longer_than_planned is None:
+        return planned
+    return f"{planned} ({summary.longer_than_planned:+.1%})".replace("%", " %")
+
+
+def _span_of(paths: Sequence[Path]) -> str:
+    first, last = paths[0], paths[-1]
+    return str(first) if len(paths) == 1 else f"{first} … {last.name}"
+
+
+def in_bytes(count: float) -> str:
+    """A number of bytes with a unit that suits it, such as `1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

@@ -1,0 +1,118 @@
+"""How the layers of a run are cut into stages, and how all ranks come to the same cut."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxmorph.config import Config
+from jaxmorph.data import Batches
+from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.schedule.partition import even_cut, partition, stage_times_ms
+from jaxmorph.stage.layer_costs import LayerCosts, measure_layer_costs
+from jaxmorph.stage.mesh import make_mesh, stage_submesh
+from jaxmorph.stage.model import PipelineModel, cut_layers
+from jaxmorph.training.plan_in_force import op_kinds
+
+_WORTH_IT = 0.02  # measured costs are no better than that: below, cuts would change by chance
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """How the layers are cut.
+
+    Attributes:
+        layers: Those of each virtual stage, in the order of the pipeline.
+        reason: Why, in one line; empty where the configuration left nothing to choose.
+    """
+
+    layers: tuple[range, ...]
+    reason: str = ""
+
+
+def choose_layers(
+    config: Config,
+    rendezvous: Rendezvous,
+    num_layers: int,
+    measure: Callable[[], LayerCosts],
+    chosen: Sequence[int] | None = None,
+) -> LayerChoice:
+    """Decides on the cut; every rank calls this at the same point, and all get the same answer.
+
+    With ``parallelism.layers: auto`` rank 0 measures while the others wait, so that nothing else
+    runs on this machine's cores, and cuts so that the slowest stage is as fast as can be.
+
+    Args:
+        measure: Measures what layers cost; called on rank 0 alone, and only where it matters.
+        chosen: The number of layers of each stage, as an earlier life of the run has chosen them,
+            which takes the place of measuring; None: there was none. Only rank 0's is read.
+
+    Raises:
+        UserError: Stages and layers don't fit one another.
+    """
+    cut = config.parallelism
+    layers = cut_layers(num_layers, cut.stages, cut.layers, cut.chunks)
+    if cut.layers != "auto" or cut.stages in (1, num_layers):
+        return LayerChoice(layers)
+    if cut.chunks > 1:
+        return LayerChoice(layers, "even: a stage's chunks are planned as equally long")
+    if config.emulation.accelerator is not None:
+        return LayerChoice(layers, "even: paced ops last as long whatever the layers")
+    rendezvous.exchange({})  # all ranks have started, and are idle from here on
+    message = {}
+    if rendezvous.rank == 0:
+        if chosen is None:
+            counts, reason = cut_by_costs(measure(), num_layers, cut.stages)
+        else:
+            counts, reason = chosen, "as the run was cut before"
+        message = {"layers": counts, "reason": reason}
+    agreed = rendezvous.exchange(message)[0]
+    return LayerChoice(cut_layers(num_layers, cut.stages, agreed["layers"]), agreed["reason"])
+
+
+def cut_by_costs(
+    costs: LayerCosts, num_layers: int, num_stages: int
+) -> tuple[tuple[int, ...], str]:
+    """The cut whose slowest stage is as fast as can be, unless the even one is all but as good.
+
+    Returns:
+        The number of layers of each stage, and the reason, beside the even cut.
+    """
+    model_costs = ([costs.layer_ms] * num_layers, costs.embed_ms, costs.head_ms)
+    even, best = even_cut(num_layers, num_stages), partition(*model_costs, num_stages)
+    even_ms, best_ms = (max(stage_times_ms(layers, *model_costs)) for layers in (even, best))
+    if best_ms > (1 - _WORTH_IT) * even_ms:
+        says = f"even: slowest stage {even_ms:.3g} ms a microbatch, and none is much faster"
+        layers = even
+    else:
+        says = (
+            f"slowest stage {best_ms:.3g} ms a microbatch, {even_ms:.3g} ms under the even cut "
+            f"{' '.join(map(str, even))}"
+        )
+        layers = best
+    return layers, f"{says}; {_described(costs)}"
+
+
+def measured_on_rank_0(
+    config: Config, model: PipelineModel, batches: Batches | None = None
+) -> LayerCosts:
+    """What the model's layers cost on this process's device, on the run's first microbatch.
+
+    Without batches that is token 0 throughout: a user's script has no others before its first step.
+    """
+    nothing = np.zeros((config.batch.microbatch_size, config.data.sequence_length), np.int32)
+    return measure_layer_costs(
+        model,
+        stage_submesh(make_mesh(config.parallelism.stages), 0),
+        nothing if batches is None else batches.inputs(0)[0],
+        nothing if batches is None else batches.targets(0)[0],
+        stash=config.stash,
+        kinds=op_kinds(config),
+    )
+
+
+def _described(costs: LayerCosts) -> str:
+    return (
+        f"embedding {costs.embed_ms:.3g}, a layer {costs.layer_ms:.3g}, "
+        f"the head {costs.head_ms:.3g} ms"
+    )

@@ -1,0 +1,206 @@
+"""What is told of a host: by what Linux, its network, a cluster and NVIDIA's driver say of it."""
+
+import shutil
+
+import pytest
+
+from jaxmorph.cli import doctor_host as host
+from jaxmorph.cli.doctor_host import (
+    Fact,
+    Section,
+    cluster_facts,
+    find_out,
+    host_facts,
+    network_facts,
+    nvidia_facts,
+    privilege_facts,
+)
+
+
+def test_what_can_not_be_looked_at_is_a_fact_and_keeps_nothing_else_back():
+    def broken():
+        yield Fact("first", "1")
+        raise OSError("no such\nthing")
+
+    sections = [*find_out({"a": broken, "b": lambda: [Fact("second", "2", True)]})]
+    assert sections == [
+        Section(
+            "a",
+            (
+                Fact("first", "1"),
+                Fact("this could not be looked at", "", False, "OSError: no such thing"),
+            ),
+        ),
+        Section("b", (Fact("second", "2", True),)),
+    ]
+    assert sections[1].to_json() == [{"name": "second", "found": "2", "works": True, "note": ""}]
+
+    def hangs():
+        raise KeyboardInterrupt
+
+    found = find_out({"b": lambda: [Fact("second", "2", True)], "a": hangs})
+    assert next(found) == sections[1]  # before the next thing is looked at
+
+
+@pytest.fixture
+def facts(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal:       33554432 kB\nMemFree: 1 kB\n")
+    (tmp_path / "cpu.max").write_text("250000 100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+
+    def facts(**places):
+        found = {"memory": tmp_path / "meminfo", "quota": tmp_path / "cpu.max", "shared": tmp_path}
+        found |= {"memory_limit": tmp_path / "memory.max"}
+        return {fact.name: fact for fact in host_facts(**{**found, **places})}
+
+    return facts
+
+
+def test_the_hosts_size_is_told_as_linux_tells_it(facts):
+    found = facts()
+    assert found["memory"].found == "32.0 GiB"
+    assert found["cores"].found.endswith(", by quota 2.5")
+    assert found["/dev/shm"].found.endswith("GiB free")
+    assert found["shared memory for slots"].works
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "name", "found"),
+    [
+        ("memory.max", f"{3 << 29}\n", "memory", "32.0 GiB, by limit 1.5 GiB"),
+        ("meminfo", None, "memory", "unknown"),
+        ("cpu.max", None, "cores", ""),
+        ("cpu.max", "max 100000\n", "cores", ""),
+    ],
+)
+def test_limits_and_what_the_system_does_not_tell(facts, tmp_path, file, text, name, found):
+    (tmp_path / file).unlink()
+    if text is not None:
+        (tmp_path / file).write_text(text)
+    told = facts()[name].found
+    assert told.startswith(found)
+    assert "quota" not in told
+    assert facts(shared=tmp_path / "none")["/dev/shm"].found == "none"
+
+
+def test_why_no_slots_can_be_had_is_told(facts, monkeypatch):
+    def none(num_slots, slot_bytes):
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(host.Slots, "create", none)
+    fact = facts()["shared memory for slots"]
+    assert (fact.works, fact.note) == (False, "too many open files")
+
+
+@pytest.mark.parametrize(
+    ("command", "works", "note"),
+    [
+        (("true",), True, ""),
+        (("sh", "-c", "echo not permitted >&2; exit 1"), False, "not permitted"),
+        (("jaxmorph-no-such-command",), False, "there is no command unshare"),
+    ],
+    ids=["can", "may not", "has no command"],
+)
+def test_whether_namespaces_can_be_made_is_tried(monkeypatch, command, works, note):
+    monkeypatch.setattr(host, "_NAMESPACES", command)
+    fact = {fact.name: fact for fact in privilege_facts()}["network namespaces"]
+    assert (fact.works, fact.note) == (works, note)
+
+
+@pytest.fixture
+def cards(tmp_path):
+    for name, flags, speed in (("eth0", "0x1003", "25000"), ("lo", "0x9", None)):
+        card = tmp_path / "net" / name
+        (card / "device").mkdir(parents=True)
+        (card / "flags").write_text(flags)
+        if speed:
+            (card / "speed").write_text(speed)
+    return tmp_path
+
+
+def network(cards, **kind):
+    addresses = {"eth0": "10.0.0.7", "lo": "127.0.0.1"}
+    places = {"network_class": cards / "net", "rdma_class": cards / "infiniband"}
+    known = {"address_of": addresses.get, "nixl_missing": lambda: "none of its packages is here"}
+    return {fact.name: fact for fact in network_facts(**places, **{**known, **kind})}
+
+
+def test_each_card_is_told_with_its_address_and_rate_and_whether_it_is_used(cards):
+    found = network(cards)
+    assert found["card eth0"].found == "10.0.0.7, 25,000 Mbit/s"
+    assert found["card eth0"].note.startswith("carries")
+    assert (found["card lo"].found, found["card lo"].note) == ("127.0.0.1", "")
+
+
+@pytest.mark.parametrize(
+    ("address", "works", "note"),
+    [
+        ("10.0.0.7", True, ""),
+        ("127.0.1.1", None, "enough for runs on this machine"),
+        (None, False, "Gloo wants to look it up: Name or service not known"),
+    ],
+)
+def test_a_host_whose_name_is_its_loopbacks_is_not_said_to_reach_others(
+    cards, address, works, note
+):
+    def look_up(name):
+        if address is None:
+            raise OSError("Name or service not known")
+        return address
+
+    host = network(cards, look_up=look_up)["host"]
+    assert address is None or host.found.endswith(f", {address}")
+    assert host.works is works
+    assert host.note.startswith(note)
+
+
+def test_rdma_needs_devices_and_nixl(cards):
+    found = network(cards)
+    assert (found["RDMA devices"].found, found["RDMA devices"].works) == ("none", False)
+    assert (found["NIXL"].works, found["NIXL"].note) == (False, "none of its packages is here")
+    for name in ("mlx5_0", "mlx5_1"):
+        (cards / "infiniband" / name).mkdir(parents=True)
+    found = network(cards, nixl_missing=lambda: None)
+    assert (found["RDMA devices"].found, found["RDMA devices"].works) == ("mlx5_0, mlx5_1", True)
+    assert found["NIXL"].works
+
+
+def test_a_cluster_is_known_by_what_it_tells_its_processes():
+    told = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "NCCL_DEBUG": "INFO", "HOME": "/root"}
+    found = {fact.name: fact.found for fact in cluster_facts(told)}
+    assert found == {
+        "Slurm": "SLURM_JOB_ID=7, SLURM_PROCID=1",
+        "Open MPI": "no",
+        "Kubernetes": "no",
+        "NCCL_DEBUG": "INFO",
+    }
+
+
+VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 2025\n"
+INFORMATION = "Model: \t\t NVIDIA H800\nIRQ:   \t\t 191\nBus Type: \t PCIe\n"
+
+
+@pytest.fixture
+def driver(tmp_path):
+    (tmp_path / "version").write_text(VERSION + "GCC version:  gcc 13\n")
+    for number in range(2):
+        folder = tmp_path / "gpus" / f"0000:{number}8:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(INFORMATION)
+    return tmp_path
+
+
+def told(driver):
+    return {fact.name: fact for fact in nvidia_facts(driver)}
+
+
+def test_the_driver_is_told_with_its_gpus(driver):
+    found = told(driver)
+    assert found["NVIDIA's driver"].found == "580.65.06"
+    assert (found["its GPUs"].found, found["its GPUs"].works) == ("2 x NVIDIA H800", True)
+    (driver / "gpus" / "0000:08:00.0" / "information").write_text("IRQ: 1\n")
+    assert told(driver)["its GPUs"].found == "1 x unknown, 1 x NVIDIA H800"
+    shutil.rmtree(driver / "gpus")
+    none = told(driver)["its GPUs"]
+    assert (none.found, none.works, none.note) == ("none", False, "it has found none")
+    assert told(driver / "nowhere") == {}

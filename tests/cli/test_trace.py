@@ -1,0 +1,62 @@
+import re
+
+import pytest
+
+from jaxmorph.emulation import link_trace
+from jaxmorph.emulation.delay_traces import draw_regime
+from jaxmorph.emulation.link_trace import read_link_trace
+from jaxmorph.records import Link
+
+
+def test_a_regime_is_written_as_a_table_and_summed_up(run, tmp_path):
+    path = tmp_path / "c.csv"
+    options = ("--seed", 3, "--duration-s", 60, "--links", "1-2 0-1", "--out", path)
+    code, out, err = run("trace", "C", *options)
+    assert (code, err) == (0, "")
+    drawn = draw_regime("C", (Link(1, 2), Link(0, 1)), 60.0, seed=3)
+    assert read_link_trace(path) == drawn.conditions()
+    assert out.startswith(f"wrote {path}: {len(drawn.changes)} changes of 2 links; delays above 0 ")
+
+
+def test_events_are_printed_by_step(run):
+    code, out, _ = run("trace", "events", "--stages", 8, "--steps", 300, "--seed", 1)
+    header, *rows = out.splitlines()
+    assert (code, header) == (0, "step,links,latency_ms")
+    assert len(rows) >= 4
+    assert all(int(row.split(",")[0]) <= 300 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["D"], "REGIME: got 'D', expected one of A, B, C, bursty, events"),
+        (["A", "--links", "0-1 0-1"], "--links: got '0-1 0-1', expected each link once, such as"),
+        (["A", "--links", "1-0"], "--links: got '1-0', expected a link such as 2-3"),
+        (["A", "--stages", "4", "--links", "6-7"], "--links: got link 6-7, expected one of 0-1,"),
+        (["A", "--duration-s", "nan"], "--duration-s: got nan, expected a number from 0.1 to"),
+        (["A", "--duration-s", "1e6"], "--duration-s: got 1e+06, expected a number from 0.1 to"),
+        (["A", "--out", "nowhere/x.csv"], "--out: nowhere/x.csv: No such file or directory"),
+    ],
+)
+def test_mistakes_are_one_line(expect_mistake, tmp_path, monkeypatch, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    expect_mistake(says, "trace", *arguments)
+
+
+def test_links_may_be_those_of_any_pipeline_where_no_stages_are_given(run):
+    code, out, _ = run("trace", "A", "--links", "6-7", "--duration-s", 1)
+    assert (code, {row.split(",")[1] for row in out.splitlines()[1:]}) == (0, {"6-7"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [(["A", "--duration-s", 8], "--duration-s"), (["events", "--steps", 9000], "--steps")],
+)
+def test_what_no_configuration_would_take_is_not_written(
+    run, tmp_path, monkeypatch, arguments, option
+):
+    monkeypatch.setattr(link_trace, "MOST_CHANGES", 50)
+    path = tmp_path / "long.csv"
+    code, _, err = run("trace", *arguments, "--out", path)
+    assert (code, path.exists()) == (2, False)
+    assert re.match(rf"error: {option}: got \d+ changes of link \d-\d, expected at most 50: ", err)

@@ -1,0 +1,139 @@
+import pytest
+
+from jaxmorph.compare.condition_links import (
+    DelayHistory,
+    declared_states,
+    delayed,
+    link_conditions,
+    round_links,
+)
+from jaxmorph.config.compare_section import Condition
+from jaxmorph.emulation.delay_traces import draw_regime
+from jaxmorph.emulation.link_conditions import LinkCondition
+from jaxmorph.errors import UserError
+from jaxmorph.records import Link, pipeline_links
+from jaxmorph.schedule.costs import LinkState
+
+LISTED = {"between": [2, 3], "latency_ms": 30.0}
+NEVER = range(0)
+
+
+def test_a_condition_is_told_to_those_who_emulate_links_key_by_key():
+    condition = Condition.model_validate(
+        {
+            "name": "narrow",
+            "links": [
+                {"between": [2, 3], "latency_ms": 30.0, "jitter_ms": 2.0, "source": 3},
+                {"between": [0, 1], "bandwidth_mbps": 100.0},
+            ],
+        }
+    )
+    assert link_conditions(condition) == (
+        LinkCondition((2, 3), latency_ms=30.0, jitter_ms=2.0, source=3),
+        LinkCondition((0, 1), bandwidth_mbps=100.0),
+    )
+
+
+def test_latencies_of_a_direction_add_up_and_jitters_as_independent_ones():
+    conditions = (
+        LinkCondition((1, 2), latency_ms=10.0, jitter_ms=3.0),
+        LinkCondition((1, 2), latency_ms=5.0, jitter_ms=4.0, source=1),
+    )
+    assert declared_states(conditions, 0) == {Link(1, 2): LinkState(15.0, 10.0)}
+    assert declared_states(conditions, 0, 1.0) == {Link(1, 2): LinkState(20.0, 13.0)}
+
+
+def test_a_bandwidth_occupies_the_link_for_a_messages_bytes():
+    conditions = (
+        LinkCondition((0, 1), bandwidth_mbps=100.0),
+        LinkCondition((0, 1), bandwidth_mbps=10.0, source=0),
+    )
+    # 10 Mbit/s carry 1250 bytes in a millisecond.
+    assert declared_states(conditions, 2500) == {Link(0, 1): LinkState(0.0, 0.0, 2.0, 0.2)}
+
+
+def test_delays_come_on_top_of_what_links_have():
+    links = {Link(0, 1): LinkState(1.0, 2.0, 0.5), Link(1, 2): LinkState(3.0, 3.0)}
+    added = {Link(0, 1): LinkState(10.0, 20.0, 1.0, 4.0), Link(2, 3): LinkState(7.0)}
+    assert delayed(links, added) == {
+        Link(0, 1): LinkState(11.0, 22.0, 1.5, 4.0),
+        Link(1, 2): LinkState(3.0, 3.0),
+        Link(2, 3): LinkState(7.0),
+    }
+
+
+def test_a_round_has_what_is_listed_and_its_own_draw_of_the_trace():
+    condition = Condition.model_validate(
+        {"name": "A", "links": [LISTED], "trace": {"regime": "A", "seed": 2, "duration_s": 3}}
+    )
+    links = round_links(condition, 4, "compare.conditions.0", number=1, first_step=40)
+    assert links.steady == (LinkCondition((2, 3), 30.0),)
+    assert links.traced == tuple(draw_regime("A", pipeline_links(4), 3.0, seed=3).conditions())
+    assert links.all == (*links.steady, *links.traced)
+
+
+def test_a_trace_by_step_begins_with_the_round(tmp_path):
+    path = tmp_path / "events.csv"
+    path.write_text("step,links,latency_ms\n0,0-1,9\n2,0-1,0\n")
+    condition = Condition.model_validate({"name": "mine", "trace": str(path)})
+    assert round_links(condition, 4, "compare.conditions.0", first_step=40).traced == (
+        LinkCondition((0, 1), 9.0, from_step=40, to_step=42),
+        LinkCondition((0, 1), from_step=42),
+    )
+
+
+def test_a_wrong_trace_is_told_under_its_conditions_key():
+    condition = Condition.model_validate({"name": "mine", "trace": "nowhere.csv"})
+    with pytest.raises(UserError, match=r"^compare\.conditions\.1\.trace: nowhere\.csv: No such f"):
+        round_links(condition, 4, "compare.conditions.1")
+
+
+def test_the_mean_and_the_jitter_are_over_time():
+    history = DelayHistory(
+        [
+            LinkCondition((0, 1), 10.0, from_s=0.0, to_s=1.0),
+            LinkCondition((0, 1), 30.0, from_s=1.0, to_s=4.0),
+            LinkCondition((0, 1), 900.0, from_s=4.0),
+        ]
+    )
+    up, down = history.over(NEVER, 0.0, 4.0)
+    assert (up.between, up.source, down.source) == ((0, 1), 0, 1)
+    assert up.latency_ms == pytest.approx(25.0)
+    assert up.jitter_ms == pytest.approx((0.25 * 15**2 + 0.75 * 5**2) ** 0.5)
+    assert (down.latency_ms, down.jitter_ms) == (up.latency_ms, up.jitter_ms)
+    assert history.over(NEVER, 0.5, 1.5)[0].latency_ms == pytest.approx(20.0)
+    assert history.over(NEVER, 2.0, 3.5)[0] == LinkCondition((0, 1), 30.0, source=0)
+
+
+def test_what_is_still_to_come_is_not_seen():
+    slow_later = DelayHistory([LinkCondition((0, 1), 50.0, from_s=2.0)])
+    assert slow_later.over(NEVER, 0.0, 2.0) == ()
+    assert slow_later.over(NEVER, 0.0, 0.0) == ()
+    by_step = DelayHistory([LinkCondition((0, 1), 50.0, from_step=5)])
+    assert by_step.over(range(4, 5), 0.0, 9.0) == ()
+    assert by_step.over(range(5, 6), 0.0, 0.0)[0].latency_ms == 50.0
+
+
+def test_steps_count_alike_and_add_to_what_goes_by_time():
+    history = DelayHistory(
+        [
+            LinkCondition((1, 2), 40.0, jitter_ms=3.0, from_step=0, to_step=2, source=1),
+            LinkCondition((1, 2), 7.0, jitter_ms=4.0, from_s=0.0),
+        ]
+    )
+    up, down = history.over(range(4), 0.0, 1.0)
+    assert up.latency_ms == pytest.approx(27.0)
+    assert up.jitter_ms == pytest.approx((20**2 + 3**2 / 2 + 4**2) ** 0.5)
+    assert down == LinkCondition((1, 2), 7.0, jitter_ms=4.0, source=2)
+
+
+def test_the_narrowest_bandwidth_counts():
+    history = DelayHistory(
+        [
+            LinkCondition((0, 1), bandwidth_mbps=100.0, from_s=0.0, to_s=1.0),
+            LinkCondition((0, 1), bandwidth_mbps=10.0, from_s=1.0, to_s=2.0),
+            LinkCondition((0, 1), from_s=2.0),
+        ]
+    )
+    assert [seen.bandwidth_mbps for seen in history.over(NEVER, 0.0, 3.0)] == [10.0, 10.0]
+    assert history.over(NEVER, 2.0, 3.0) == ()

@@ -1,0 +1,88 @@
+"""What a round makes of direct paths that fail in it, or have failed before it."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+from jaxmorph.compare.detecting_rounds import Following, MorphBooks
+from jaxmorph.control.failed_paths import FailedPaths
+from jaxmorph.control.profiler import Profile
+from jaxmorph.control.step_programs import lower_step
+from jaxmorph.records import Link
+from jaxmorph.runtime.rendezvous import DETAIL
+from jaxmorph.schedule.costs import Limits, StageCosts
+from jaxmorph.schedule.planner import plan
+from jaxmorph.training.adaptation import Adaptation
+from jaxmorph.training.plan_in_force import PlanInForce
+
+COSTS = StageCosts.uniform(2, 1.0, 1.0, 1.0)
+PLAN = plan(COSTS, {}, Limits(), 1, "zb-h2")
+IN_FORCE = PlanInForce(PLAN, lower_step(PLAN.schedule, Profile(COSTS, {}), PLAN.routes), 0)
+LINK = Link(0, 1)
+
+
+class Loop:
+    """What a control loop is told."""
+
+    def __init__(self):
+        self.seen, self.paths = [], FailedPaths()
+
+    def observe(self, step, timeline, samples, probes, paths):
+        self.seen.append((step, [each.link for each in paths.failures], len(samples)))
+        self.paths.begin_again(paths.restored)
+        return []
+
+
+class Stage:
+    """A rank's end of a link that goes by hosts since an earlier round, though its path is up."""
+
+    def link_failures(self):
+        return []
+
+    def path_is_up(self, link):
+        return True
+
+
+def reports(*of_ranks, **told):
+    """Both ranks' reports of a step in which one message held both queues."""
+    held = [["activation[0] 0>1", 1.0, 2.0]]
+    timings = {"ops": [["F0", 0.0, 1.0]], "transfers": held, "arrivals": [], "events": []}
+    of_both = {"compilations": 0, DETAIL: json.dumps(timings)} | told
+    return [of_both | own for own in of_ranks or ({}, {})]
+
+
+def test_a_failure_is_counted_once_and_what_goes_by_hosts_is_no_measure():
+    loop: Any = Loop()
+    books = MorphBooks(IN_FORCE, loop)
+    books.note(0, reports())
+    books.note(1, reports(link_failures=[{"link": "0-1", "detail": "no answer in 3 s"}]))
+    books.note(2, reports(paths_up={"0-1": True}, restore=["0-1"]))
+    books.note(3, reports())
+    books.finish()
+    assert loop.seen == [(0, [], 1), (1, [LINK], 0), (2, [], 0), (3, [], 1)]
+    assert books.events == {"link_failed": 1, "link_restored": 1}
+
+
+def test_a_link_that_failed_before_a_round_is_known_from_its_first_step_on():
+    loop: Any = Loop()
+    books = MorphBooks(IN_FORCE, loop)
+    before = [{"link": str(LINK), "detail": "its direct path failed in an earlier round"}]
+
+    def follower(rank, kept):
+        place: Any = SimpleNamespace(rank=rank)
+        stage: Any = Stage()
+        return Following(Adaptation(place, stage, books, None, last_step=9), kept, before)
+
+    nobodys = MorphBooks(IN_FORCE, None)
+    followers = [follower(0, books), follower(1, nobodys)]
+    told = []
+    for step in range(3):
+        told.append([each.told(step)[0] for each in followers])
+        for each in followers:
+            each.heed(step, reports(*told[-1]))
+    books.finish()
+    nobodys.finish()
+    assert told[0] == [{"link_failures": before}] * 2
+    assert told[1:] == [[{"paths_up": {str(LINK): True}}] * 2] * 2  # so that it can come back
+    assert loop.seen == [(0, [LINK], 0), (1, [], 0), (2, [], 0)]  # none of it is a measure
+    assert books.events == {"link_failed": 1}

@@ -1,0 +1,250 @@
+import json
+from math import nan
+
+import numpy as np
+import pytest
+
+from jaxmorph.compare.comparison import _Books
+from jaxmorph.compare.matrix_record import MatrixRecord, comparison_notes, one_slow_link
+from jaxmorph.config import Config
+from jaxmorph.config.compare_section import Compare
+from jaxmorph.report.matrix_table import matrix_markdown
+from jaxmorph.schedule.ops import Op
+from jaxmorph.schedule.timeline import Timeline
+
+CONDITIONS = [
+    {"name": "healthy"},
+    {"name": "slow", "links": [{"between": [0, 1], "latency_ms": 30.0}]},
+]
+COMPARE = Compare.model_validate(
+    {
+        "systems": ["1f1b", "zb"],
+        "conditions": CONDITIONS,
+        "steps": 3,
+        "repeats": 2,
+        "largest_spread": 1.2,
+        "reference": {"zb": [390.0, None]},
+    }
+)
+PLAN = {
+    "predicted_ms": 390.0, "lower_bound_ms": 380.0, "schedule": "zb-h2", "warmup_forwards": [3, 1],
+    "routes": {"0-1": "direct"}, "regime": "holds queues",
+}  # fmt: skip
+TRACED = Compare.model_validate(
+    {
+        "systems": ["zb"],
+        "conditions": [{"name": "healthy"}, {"name": "A", "trace": {"regime": "A"}}],
+        "steps": 3,
+        "repeats": 1,
+    }
+)
+FEW = Compare.model_validate({"systems": ["zb"], "conditions": [{"name": "healthy"}]})
+
+
+def steps(condition: int, *step_ms: float) -> dict:
+    """What rank 0 tells of a round, of two stages of which the second is blocked a tenth."""
+    count = len(step_ms)
+    end = np.array([max(step_ms)])
+    timeline = Timeline(((Op.parse("F0"),),), (np.array([0.0]),), (end,))
+    return {
+        "kind": "steps", "condition": condition, "step_ms": list(step_ms),
+        "loss": [5.0 - at for at in range(count)], "bubble_rate": [0.25] * count,
+        "blocking": [[0.0, 0.1]] * count, "dependency": [[0.2, 0.1]] * count,
+        "other": [[0.01, 0.02]] * count, "events": {"lane_down": 1},
+        "peak_on_device": [[3, 1]] * (count - 1) + [[2, 2]],
+        "timeline": timeline.to_json(), "timeline_ms": sorted(step_ms)[count // 2],
+    }  # fmt: skip
+
+
+def record(*rounds, compare=COMPARE) -> MatrixRecord:
+    """What was told of rounds of `zb`, and what was planned for them."""
+    books = MatrixRecord(compare, "made up")
+    books.take("zb", {"kind": "plans", "plans": [PLAN, PLAN | {"predicted_ms": 1110.0}]})
+    for told in rounds:
+        books.take("zb", told)
+    return books
+
+
+def test_rounds_of_a_condition_are_one_run_held_against_the_healthy_one():
+    books = record(
+        steps(0, 400, 402, 404), steps(1, 800, 804, 808), steps(0, 396, 398, 400),
+        steps(1, 802, 806, 810),
+    )  # fmt: skip
+    books.finish("zb")
+    matrix = books.matrix({"load": "none"})
+    run = matrix.runs["zb", "slow"]
+    assert run.step_ms is not None
+    assert (run.step_ms.median, run.step_ms.n) == (805.0, 6)
+    assert (run.step_ms.p10, run.step_ms.p90) == (801.0, 809.0)
+    assert run.slowdown == pytest.approx(805 / 400)
+    assert (run.bubble_rate, run.loss) == (0.25, 3.0)
+    assert run.blocking_stall_rate == (0.0, 0.1)
+    assert run.peak_on_device == (3, 2)
+    assert (run.failed, run.noisy) == (None, None)
+    assert run.plan is not None
+    assert run.plan.predicted_ms == 1110.0
+    assert matrix.runs["zb", "healthy"].reference_ms == 390.0
+    assert run.reference_ms is None
+    assert ("1f1b", "slow") not in matrix.runs
+    assert matrix.runs["zb", "healthy"].events == {"lane_down": 2}
+    assert "- zb, healthy: 2 x lane_down\n" in matrix_markdown(matrix)
+
+
+def test_training_that_comes_to_nothing_is_a_failed_run():
+    books = record(steps(0, 400, 402, 404), steps(0, 396, 398, 400) | {"loss": [5.0, nan, nan]})
+    books.finish("zb")
+    matrix = books.matrix({})
+    assert matrix.runs["zb", "healthy"].failed == "the loss is not finite in 2 of 6 steps"
+    assert matrix.loss_difference is None
+
+
+def test_results_are_the_contracts_fields_and_more():
+    (run,) = record(steps(0, 400, 402, 404)).matrix({}).to_json()["runs"]
+    assert run["step_ms"] == {"median": 402.0, "p10": 400.4, "p90": 403.6, "n": 3}
+    assert {"system", "condition", "predicted_ms", "bubble_rate", "slowdown", "loss"} <= set(run)
+    assert (run["regime"], run["failed"], run["noisy"]) == ("holds queues", None, None)
+
+
+def test_what_a_failed_system_did_before_stays_and_the_rest_is_there_as_failed():
+    healthy = steps(0, 400, 402, 404)
+    books = record(healthy, steps(1, 800, 801, 802), healthy)
+    books.finish("zb", "rank 1 failed: ended by SIGKILL")
+    books.finish("1f1b", "rank 0 failed: no memory")
+    runs = books.matrix({}).runs
+    assert runs["zb", "healthy"].failed is None
+    assert runs["zb", "slow"].failed == ("3 of 6 steps measured: rank 1 failed: ended by SIGKILL")
+    assert runs["1f1b", "slow"].step_ms is None
+    assert runs["1f1b", "slow"].failed == "0 of 6 steps measured: rank 0 failed: no memory"
+    assert set(books.failures) == {"zb", "1f1b"}
+
+
+def test_times_that_spread_too_much_are_noisy():
+    books = record(steps(0, 400, 400, 480), steps(0, 400, 500, 500))
+    assert books.matrix({}).runs["zb", "healthy"].noisy == "p90 / p10 is 1.250, above 1.2"
+
+
+def test_the_kept_timeline_is_of_the_step_nearest_to_the_median_of_all_rounds():
+    assert record().typical_step("zb", "healthy") is None
+    books = record(steps(0, 500, 510, 520), steps(0, 400, 401, 402), steps(0, 400, 403, 404))
+    kept = books.typical_step("zb", "healthy")
+    assert kept is not None
+    step_ms, timeline = kept
+    assert (step_ms, timeline.makespan_ms) == (403.0, 404.0)
+
+
+def test_under_a_trace_what_was_expected_in_the_end_stands_and_steps_may_differ():
+    planned = {"kind": "plan", "condition": 1, "plan": PLAN | {"predicted_ms": 900.0}}
+    of_both = [steps(condition, 400, 800, 1200) for condition in (0, 1)]
+    runs = record(planned, *of_both, compare=TRACED).matrix({}).runs
+    predicted_ms = [getattr(runs["zb", name].plan, "predicted_ms", 0) for name in ("healthy", "A")]
+    assert predicted_ms == [390.0, 900.0]
+    assert runs["zb", "healthy"].noisy is not None
+    assert runs["zb", "A"].noisy is None
+    assert runs["zb", "A"].total_s == pytest.approx(2.4)
+
+
+def test_a_message_of_no_known_kind_is_refused():
+    with pytest.raises(ValueError, match="no known kind"):
+        record().take("zb", {"kind": "step"})
+
+
+def latency(*between_ms: tuple[int, int, float]) -> dict:
+    links = [{"between": [low, high], "latency_ms": ms} for low, high, ms in between_ms]
+    return {"name": str(between_ms), "links": links}
+
+
+HEALTHY, SLOW = latency(), latency((1, 2, 10.0))
+
+
+@pytest.mark.parametrize(
+    ("conditions", "expected"),
+    [
+        ([HEALTHY, SLOW, latency((1, 2, 60.0))], ("1-2", (0.0, 10.0, 60.0))),
+        ([HEALTHY, SLOW], ("", ())),
+        ([HEALTHY, latency((1, 2, 60.0)), SLOW], ("", ())),
+        ([HEALTHY, SLOW, latency((2, 3, 20.0))], ("", ())),
+        ([HEALTHY, latency((1, 2, 1.0)), latency((1, 2, 2.0), (1, 2, 3.0))], ("", ())),
+        ([HEALTHY, SLOW, latency((1, 2, 60.0)) | {"trace": "x.csv"}], ("", ())),
+    ],
+)
+def test_conditions_that_differ_in_one_links_latency_are_found(conditions, expected):
+    compare = Compare.model_validate({"conditions": conditions})
+    assert one_slow_link(compare.conditions) == expected
+
+
+def notes_of(compare, **sections):
+    config = Config.model_validate(
+        {"compare": {"conditions": [{"name": "healthy"}], **compare}, **sections}
+    )
+    assert config.compare is not None
+    return comparison_notes(config, config.compare, "jaxmorph compare x.yaml")
+
+
+def test_a_reader_is_told_what_is_needed_to_judge_and_to_repeat_it():
+    paced = {"forward_ms": 10.0, "backward_input_ms": 9.0, "backward_weight_ms": 8.0}
+    compare = {"systems": ["zb", "zb-delegated"], "steps": 5, "repeats": 3, "largest_spread": 1.25}
+    notes = notes_of(compare, emulation={"accelerator": paced})
+    assert notes["systems"].startswith("zb: zero bubbles while links are healthy; zb-delegated: ")
+    for said in ("paced: F 10 ms, B 9 ms, W 8 ms", "'holds queues'", "'overlaps'"):
+        assert said in notes["regime"]
+    for said in ("3 rounds of 5 steps a condition", "above 1.25"):
+        assert said in notes["steps"]
+    assert notes["command"] == "`jaxmorph compare x.yaml`"
+    assert "jax " in notes["versions"]
+    assert len(notes["load at the start"].split()) > 3
+    assert "left aside" not in notes
+
+
+def test_what_the_configuration_says_for_other_commands_is_named():
+    notes = notes_of(
+        {"profiling_steps": 0},
+        parallelism={"stages": 4},
+        routes={"2-3": "delegated"},
+        schedule={"link_ms": {"2-3": 30}},
+        emulation={"links": [{"between": [2, 3], "latency_ms": 30}]},
+        data={"held_out_fraction": 0.1},
+        evaluation={"every_steps": 5},
+    )
+    assert notes["left aside"].startswith(
+        "routes, schedule.link_ms, emulation.links, evaluation: systems "
+    )
+    assert notes["steps"].startswith("planned and predicted from warm-up; ")
+
+
+def test_traces_and_whole_runs_are_told_as_such():
+    of_regime = {"name": "A", "trace": {"regime": "A", "seed": 3}}
+    of_file = {"name": "mine", "trace": {"file": "x.csv", "time_scale": 0.2, "latency_scale": 0.5}}
+    notes = notes_of({"conditions": [{"name": "healthy"}, of_regime, of_file]})
+    assert notes["traces"].startswith(
+        "A: regime A, seed 3; mine: x.csv, times or steps times 0.2, delays times 0.5; begun anew"
+    )
+    notes = notes_of({"systems": ["restart"], "steps": 40}, checkpoint={"every_steps": 10})
+    assert notes["steps"].startswith("each system under each condition is a run of 40 steps")
+    assert "restart: 1f1b that starts again" in notes["systems"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"),
+    [
+        ("compare.write_report", "report.html"),
+        ("reporting.matrix_figure.save_matrix_figure", "figure.png"),
+        ("compare.matrix_markdown", "table.md"),
+        (None, None),
+    ],
+)
+def test_what_cannot_be_made_of_the_results_is_one_line_and_the_rest_is_there(
+    tmp_path, monkeypatch, broken, name
+):
+    def fail(*_: object) -> None:
+        raise ValueError("no such shape\nin line 2")
+
+    if broken:
+        monkeypatch.setattr(f"jaxmorph.{broken}", fail)
+    books = _Books("few", FEW, tmp_path, {})
+    books.record.finish("zb", "rank 0 failed: no memory")
+    complaints = [f"could not write {name}: ValueError: no such shape"] if broken else []
+    assert books.write() == complaints
+    (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert run["failed"].endswith("rank 0 failed: no memory")
+    written = {"results.json", "table.md", "timelines.json", "figure.png", "report.html"}
+    assert {path.name for path in tmp_path.iterdir()} == written - {name}

@@ -1,0 +1,93 @@
+from typing import get_args
+
+import pytest
+
+from jaxmorph.compare.systems import SYSTEMS, route_choices, system_config
+from jaxmorph.config import Config
+from jaxmorph.config.compare_section import SystemName
+from jaxmorph.records import Link
+from jaxmorph.training.plan_in_force import plan_step, unmeasured_profile
+
+CONFIG = Config.model_validate(
+    {
+        "run": {"steps": 7},
+        "parallelism": {"stages": 4},
+        "batch": {"microbatches": 8},
+        "optimizer": {"warmup_steps": 5},
+        "routes": {"0-1": "delegated"},
+        "schedule": {"link_ms": {"1-2": 9}},
+        "emulation": {"links": [{"between": [1, 2], "latency_ms": 9.0}]},
+        "compare": {"conditions": [{"name": "healthy"}], "steps": 3, "warmup_steps": 0},
+    }
+)
+
+
+def test_the_configuration_and_the_table_name_the_same_systems():
+    assert set(SYSTEMS) == set(get_args(SystemName))
+    assert all(name == system.name for name, system in SYSTEMS.items())
+
+
+@pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
+def test_a_system_is_its_schedule_and_its_routes_whatever_the_configuration_has(system):
+    own = system_config(CONFIG, system)
+    assert own.schedule.name == system.schedule
+    assert (own.routes.default, own.routes.by_link) == (system.route, {})
+    assert (own.emulation.links, own.schedule.link_ms) == ((), None)
+    assert own.run.steps == 14  # of the comparison, and the warm-up of the rate fits into it
+    assert own.optimizer.warmup_steps == 5
+    made = plan_step(own, unmeasured_profile(own))
+    assert made.schedule.num_chunks == (2 if system.name == "interleaved" else 1)
+
+
+@pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
+def test_only_a_system_that_detects_runs_as_one_that_adapts_by_itself(system):
+    asked = CONFIG.adaptation.model_copy(update={"enabled": True})
+    own = system_config(CONFIG.model_copy(update={"adaptation": asked}), system)
+    assert own.adapts == system.detects
+
+
+def test_healthy_links_may_be_delegated_by_one_that_detects_if_the_configuration_says_so():
+    asked = CONFIG.adaptation.model_copy(update={"delegates": "any"})
+    config = CONFIG.model_copy(update={"adaptation": asked})
+    own = system_config(config, SYSTEMS["adaptive-detecting"])
+    assert (own.adaptation.enabled, own.adaptation.delegates) == (True, "any")
+
+
+def test_the_cap_of_one_that_is_capped_is_the_configured_one_or_that_of_1f1b_twice_over():
+    held = {name: system_config(CONFIG, system) for name, system in SYSTEMS.items()}
+    caps = {name: own.schedule.max_live for name, own in held.items()}
+    assert {name for name, cap in caps.items() if cap} == {"adaptive-capped", "adaptive-offload"}
+    assert caps["adaptive-capped"] == caps["adaptive-offload"] == 7
+    assert [name for name, own in held.items() if own.offload.enabled] == ["adaptive-offload"]
+    named = CONFIG.schedule.model_copy(update={"max_stash_bytes": 99})
+    own = system_config(
+        CONFIG.model_copy(update={"schedule": named}), SYSTEMS["adaptive-offload"]
+    ).schedule
+    assert (own.max_live, own.max_stash_bytes) == (None, 99)
+
+
+def delegated(system: str, *slow: Link) -> list[set[str]]:
+    """The delegated links of each choice that a system has."""
+    own = system_config(CONFIG, SYSTEMS[system])
+    links = [Link(stage, stage + 1) for stage in range(3)]
+    return [
+        {str(link) for link, route in choice.routes.of_links(links).items() if route != "direct"}
+        for choice in route_choices(own, SYSTEMS[system], slow)
+    ]
+
+
+def test_only_one_that_reroutes_has_a_choice_of_routes():
+    assert delegated("zb", Link(2, 3)) == [set()]
+    assert delegated("zb-delegated", Link(2, 3)) == [{"0-1", "1-2", "2-3"}]
+    assert delegated("adaptive-direct", Link(2, 3)) == [set()]
+    assert delegated("adaptive-detecting", Link(2, 3)) == [set()]  # it is told of no slow link
+    assert delegated("adaptive") == [set(), {"0-1", "1-2", "2-3"}]
+    assert delegated("adaptive", Link(2, 3)) == [{"2-3"}, {"0-1", "1-2", "2-3"}]
+
+
+def test_systems_that_restart_do_not_fail_over_whatever_the_others_do():
+    config = Config.model_validate({"parallelism": {"stages": 2}, "failover": {"enabled": True}})
+    fails_over = {
+        name: system_config(config, system).fails_over for name, system in SYSTEMS.items()
+    }
+    assert {name for name, does in fails_over.items() if not does} == {"restart", "restart-cold"}

@@ -1,0 +1,268 @@
+"""Comparisons of whole runs: what each system runs under, and what is made of what it wrote."""
+
+import json
+import os
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxmorph import compare
+from jaxmorph.compare import whole_runs
+from jaxmorph.compare.matrix_record import MatrixRecord
+from jaxmorph.compare.systems import SYSTEMS
+from jaxmorph.compare.whole_runs import Progress, read_whole, run_whole, whole_config
+from jaxmorph.config import check_config, dump_config, load_config
+from jaxmorph.config.compare_section import Compare
+from jaxmorph.errors import RunFailedError, RunStoppedError
+from jaxmorph.report import Event, RunSummary
+from jaxmorph.report.matrix_figure import save_recovery_figure
+from jaxmorph.report.matrix_table import WHOLE_COLUMNS, matrix_markdown, whole_rows
+from jaxmorph.report.page.comparison_page import comparison_page
+from jaxmorph.report.page.files import ComparisonFiles
+from jaxmorph.report.run_matrix import Matrix, Run
+from jaxmorph.runtime.launcher import RankFailedError
+
+CONFIG = check_config(
+    {
+        "parallelism": {"stages": 4},
+        "optimizer": {"warmup_steps": 50},
+        "checkpoint": {"every_steps": 5, "dir": "elsewhere"},
+        "restart_policy": {"max_restarts": 7},
+        "compare": {
+            "systems": ["restart", "restart-cold", "adaptive-detecting"],
+            "conditions": [
+                {"name": "healthy"},
+                {"name": "cut", "links": [{"between": [2, 3], "cut": True, "from_step": 12}]},
+            ],
+            "steps": 20,
+        },
+    }
+)
+assert CONFIG.compare is not None
+COMPARE: Compare = CONFIG.compare
+RECOVERY = {
+    "restart": 1, "reason": "rank 2 failed", "step": 12, "from_step": 10, "steps_again": 2,
+    "cut_off": False, "total_s": 22.5, "phases_s": {"detect": 15.0, "start": 5.5, "replay": 2.0},
+}  # fmt: skip
+SUMMARY = RunSummary((5.0,), 4.0, 0.5, None, None, None, 100.0, Path("run"))
+FULL = "rank 1 failed: disk full"
+
+
+@pytest.mark.parametrize("name", COMPARE.systems)
+def test_a_run_is_the_systems_under_the_condition_with_its_own_policy(tmp_path, name):
+    own = whole_config(CONFIG, SYSTEMS[name], COMPARE.conditions[1], tmp_path / "a")
+    (tmp_path / "run.yaml").write_text(dump_config(own))  # as ranks will read it
+    assert load_config(tmp_path / "run.yaml") == own
+    assert (own.run.steps, own.run.dir, own.compare) == (20, str(tmp_path / "a"), None)
+    assert own.optimizer.warmup_steps <= 20
+    assert own.emulation.links[0].cut
+    assert (own.checkpoint.every_steps, own.checkpoint.dir) == (5, None)
+    policy = own.restart_policy
+    assert (policy.max_restarts, policy.compilation_cache) == {
+        "restart": (7, True), "restart-cold": (7, False), "adaptive-detecting": (0, True),
+    }[name]  # fmt: skip
+    assert own.adapts == (name == "adaptive-detecting")
+
+
+def written(path, num_steps, recoveries=(), held_up_s=()):
+    path.mkdir(parents=True)
+    steps = [
+        {"step": n, "step_s": 0.5, "loss": 5.0 - n, "bubble_rate": 0.25} for n in range(num_steps)
+    ]
+    events = [
+        {"kind": "rank_failed"},
+        {"kind": "plan_adopted"},
+        {"kind": "restarted"},
+        *(
+            {"kind": "link_failed", "step": step, "evidence": {"held_up_s": each_s}}
+            for step, each_s in held_up_s
+        ),
+    ]
+    for name, lines in (("metrics.jsonl", steps), ("events.jsonl", events)):
+        (path / name).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step"')
+    (path / "recovery.json").write_text(json.dumps({"goodput": 0.4, "recoveries": [*recoveries]}))
+    return path
+
+
+@pytest.fixture
+def matrix(tmp_path):
+    """One system that was restarted, one that failed, and one that has still to be run."""
+    record = MatrixRecord(COMPARE, "few")
+    for system, totals_s in (("restart", (10.0, 32.5)), ("restart-cold", (11.0, None))):
+        for name, total_s in zip(("healthy", "cut"), totals_s, strict=True):
+            path = written(tmp_path / f"{system}-{name}", 20, [RECOVERY] if name == "cut" else [])
+            failure = None if total_s else "rank 2 failed: in vain"
+            record.put(read_whole(system, name, path, total_s, failure))
+    return record.matrix({"load": "2.0"})
+
+
+def test_a_run_is_held_against_the_same_systems_without_the_failure(matrix):
+    run = matrix.runs["restart", "cut"]
+    assert (run.total_s, run.slowdown, run.goodput) == (32.5, 3.25, 0.4)
+    assert run.step_ms is not None
+    assert (run.step_ms.median, run.step_ms.n, run.loss) == (500.0, 20, -14.0)
+    assert run.events == {"rank_failed": 1, "restarted": 1}
+    failed = matrix.runs["restart-cold", "cut"]
+    assert failed.failed == "20 steps done: rank 2 failed: in vain"
+    assert failed.slowdown is None
+    assert ("adaptive-detecting", "cut") not in matrix.runs
+
+
+def test_results_keep_what_failures_cost(matrix):
+    again = Matrix.from_json(json.loads(json.dumps(matrix.to_json())))
+    assert again.runs["restart", "cut"].recoveries == (RECOVERY,)
+    assert again.has_whole_runs
+    fields = matrix.runs["restart", "cut"].to_json()
+    del fields["held_up_s"]  # as older results have it
+    older = replace(matrix, runs={("restart", "cut"): Run.from_json(fields)})
+    (cells,) = whole_rows(older)
+    assert dict(zip(WHOLE_COLUMNS, cells, strict=True))["held up s"] == "-"
+
+
+def test_the_table_says_what_a_failure_cost_and_where(matrix):
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in matrix_markdown(matrix).splitlines()
+        if line.startswith("|")
+    ]
+    heads = next(row for row in rows if "goodput" in row)
+    told = {
+        (row[0], row[1]): dict(zip(heads, row, strict=True))
+        for row in rows
+        if len(row) == len(heads)
+    }
+    cut = told["restart", "cut"]
+    assert (cut["total s"], cut["more s"], cut["goodput"], cut["restarts"], cut["lost s"]) == (
+        "32.5", "+22.5", "40.0%", "1", "22.5",
+    )  # fmt: skip
+    assert (cut["detect"], cut["compile"], cut["replay"]) == ("15.00", "0.00", "2.00")
+    assert told["restart", "healthy"]["more s"] == "-"
+    assert told["restart-cold", "cut"]["total s"] == "FAILED"
+
+
+def test_the_table_says_what_failed_paths_held_up(matrix, tmp_path):
+    held_up_s = ((6, 2.0), (6, 1.9), (11, 0.01))  # one card with both its links, then one link
+    delegated = written(tmp_path / "delegated", 20, held_up_s=held_up_s)
+    run = read_whole("adaptive-detecting", "cut", delegated, 21.0, None)
+    assert run.held_up_s == pytest.approx(2.01)
+    assert run.events["link_failed"] == 3
+    with_it = replace(matrix, runs=dict(matrix.runs) | {(run.system, run.condition): run})
+    (cells,) = (row for row in whole_rows(with_it) if row[0] == run.system)
+    assert dict(zip(WHOLE_COLUMNS, cells, strict=True))["held up s"] == "2.01"
+    calm = next(row for row in whole_rows(matrix) if row[0] == "restart")
+    assert dict(zip(WHOLE_COLUMNS, calm, strict=True))["held up s"] == "0.00"
+
+
+def test_the_page_has_the_same_table_and_a_picture_is_drawn_without_failures_too(matrix, tmp_path):
+    page = comparison_page(ComparisonFiles(matrix, {}))
+    assert page.count("<th") > len(WHOLE_COLUMNS)
+    for cell in ("+22.5", "FAILED", "40.0%", "Whole runs, from the first step"):
+        assert cell in page
+    healthy = {key: run for key, run in matrix.runs.items() if key[1] == "healthy"}
+    calm = Matrix("calm", matrix.systems, ("healthy",), healthy)
+    for each in (matrix, calm):
+        save_recovery_figure(tmp_path / "a.png", each)
+        assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_says_what_befell_it():
+    said: list[str] = []
+    progress = Progress(said.append, "restart, cut")
+    progress.event(Event(1.0, 12, "checkpoint_saved", detail="step_10"))
+    progress.event(Event(1.0, 12, "rank_failed", detail="rank 2 failed: link 2-3 is cut"))
+    assert said == ["restart, cut: rank failed: rank 2 failed: link 2-3 is cut"]
+
+
+class Runs:
+    """Stands in for `run_here`: a run does eight steps, and may end in its own way.
+
+    Attributes:
+        ends: By what each run ends, one after another; the others come to their ends.
+        asked_to_end: Whether those that come to their ends were asked to.
+        caches: What JAX would have taken for its cache in each of them.
+    """
+
+    def __init__(self, *ends):
+        self.ends, self.asked_to_end, self.caches = [*ends], False, []
+
+    def __call__(self, config, reporter):
+        self.caches.append(os.environ.get("JAX_COMPILATION_CACHE_DIR"))
+        written(Path(config.run.dir), 8)
+        reporter.finish(SUMMARY)
+        end = self.ends.pop(0) if self.ends else None
+        if end is not None:
+            raise end
+        return self.asked_to_end
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    stand_in = Runs()
+    monkeypatch.setattr(whole_runs, "run_here", stand_in)
+    return stand_in
+
+
+def run_as(name, directory, put=lambda run: None):
+    run_whole(CONFIG, SYSTEMS[name], COMPARE.conditions[0], directory, lambda line: None, put)
+
+
+@pytest.mark.parametrize("end", [None, RunFailedError("rank 1 failed"), KeyboardInterrupt()])
+def test_only_a_cold_run_hears_of_no_cache_whatever_the_environment_says(
+    runs, tmp_path, monkeypatch, end
+):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/warm")
+    for name in COMPARE.systems:
+        runs.ends = [end]
+        with suppress(KeyboardInterrupt):
+            run_as(name, tmp_path / name)
+        assert os.environ["JAX_COMPILATION_CACHE_DIR"] == "/warm"
+    assert runs.caches == ["/warm", None, "/warm"]
+
+
+@pytest.mark.parametrize(
+    ("end", "raised", "failed"),
+    [
+        (RunStoppedError("saved"), pytest.raises(RunStoppedError, match="saved"), "asked to end"),
+        (KeyboardInterrupt(), pytest.raises(KeyboardInterrupt), "interrupted"),
+        *(
+            (kind(FULL, asked_to_end=True), pytest.raises(RunStoppedError, match="disk full"), FULL)
+            for kind in (RankFailedError, RunFailedError)
+        ),
+        *((kind(FULL), nullcontext(), FULL) for kind in (RankFailedError, RunFailedError)),
+        (None, pytest.raises(RunStoppedError, match="restart, healthy: asked to end in its"), None),
+    ],
+)
+def test_a_run_that_is_asked_to_end_ends_the_comparison_and_is_told(
+    runs, tmp_path, end, raised, failed
+):
+    told: list[Run] = []
+    runs.ends, runs.asked_to_end = [end], end is None
+    with raised:
+        run_as("restart", tmp_path / "a", told.append)
+    (run,) = told
+    assert run.failed == (failed and f"8 steps done: {failed}")
+    assert (run.total_s is None) == (failed is not None)
+    assert run.step_ms is not None
+    assert run.step_ms.n == 8
+
+
+def test_what_was_measured_before_a_comparison_is_asked_to_end_is_written(
+    runs, tmp_path, monkeypatch
+):
+    runs.ends = [None, None, RunStoppedError("asked to end after 8 of 20 steps, saved")]
+    monkeypatch.setattr(compare, "check_run", lambda config: None)
+    (tmp_path / "few.yaml").write_text(dump_config(CONFIG))
+    with pytest.raises(RunStoppedError) as raised:
+        compare.start_comparison(tmp_path / "few.yaml", [f"run.dir={tmp_path / 'out'}"])
+    assert str(raised.value) == (
+        "restart-cold, healthy: asked to end after 8 of 20 steps, saved; the comparison has ended "
+        "with it, and what it has measured is written"
+    )
+    results = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    assert [(each["system"], each["condition"], each["failed"]) for each in results] == [
+        ("restart", "healthy", None),
+        ("restart", "cut", None),
+        ("restart-cold", "healthy", "8 steps done: asked to end"),
+    ]

@@ -1,0 +1,108 @@
+"""What ranks tell one another of direct paths that have failed."""
+
+import json
+from typing import Any
+
+import pytest
+
+from jaxmorph.control.path_reports import NO_NEWS, path_news
+from jaxmorph.records import Link
+from jaxmorph.training.adaptation import OwnEnds
+
+LINK = Link(1, 2)
+UP = {"paths_up": {"1-2": True}}
+DOWN = {"paths_up": {"1-2": False}}
+RESTORE = {"restore": ["1-2"]}
+FAILURE = {
+    "link": "1-2",
+    "detail": "activation[3] 1>2 got no answer in 3 s",
+    "held_up_s": 3.0,
+    "resent": 1,
+    "began": False,
+    "lives_left": 1,
+}
+FAILED = {"link_failures": [FAILURE]}
+
+
+class Ends:
+    """One rank's ends, whose path is up or not."""
+
+    def __init__(self, *failures, is_up=True):
+        self.failures, self.is_up, self.restored = [*failures], is_up, []
+        self.failed_before: list[Link] = []
+
+    def link_failures(self):
+        failures, self.failures = self.failures, []
+        return failures
+
+    def take_for_failed(self, link):
+        self.failed_before.append(link)
+
+    def path_is_up(self, link):
+        return self.is_up
+
+    def restore_direct(self, link):
+        self.restored.append(link)
+
+
+def own_ends(rank, *failures, is_watched=True, is_up=True, failed=()):
+    paths: Any = Ends(*failures, is_up=is_up)
+    return OwnEnds(rank, paths, is_watched=is_watched, failed=failed), paths
+
+
+def over_the_network(*messages):
+    return json.loads(json.dumps(messages))
+
+
+def test_both_ends_tell_of_one_failure():
+    later = FAILURE | {"held_up_s": 3.2, "resent": 2, "lives_left": 0, "began": True}
+    news = path_news(over_the_network({}, FAILED, {"link_failures": [later]}))
+    (found,) = news.failures
+    assert news.lives_left == {LINK: 0}
+    assert (found.link, found.detail) == (LINK, "activation[3] 1>2 got no answer in 3 s")
+    assert (found.held_up_s, found.resent, found.began) == (3.2, 3, True)
+    assert (found.lives_left, found.told_by) == (0, (1, 2))
+    assert found.to_json()["link"] == "1-2"
+    (found,) = path_news([{}, {"link_failures": [{"link": "1-2"}]}, {}]).failures
+    assert (found.detail, found.lives_left, found.told_by) == ("", None, (1,))
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "is_up"),
+    [(True, True, True), (True, False, False), (False, True, False), (True, None, False)],
+)
+def test_a_path_is_up_and_begins_again_where_both_ends_say_so(lower, upper, is_up):
+    said = [{} if up is None else {"paths_up": {"1-2": up}} for up in (lower, upper)]
+    news = path_news([RESTORE, *said])
+    assert (news.up, news.restored) == ({LINK: is_up}, (LINK,) if is_up else ())
+
+
+@pytest.mark.parametrize("how", ["own", "heard", "in an earlier life"])
+@pytest.mark.parametrize("rank", range(3))
+def test_ends_tell_of_their_path_from_its_failure_until_it_begins_again(rank, how):
+    is_end = rank in LINK
+    own, paths = own_ends(rank, is_up=False, failed=[LINK] if how == "in an earlier life" else [])
+    assert paths.failed_before == ([LINK] if is_end and how == "in an earlier life" else [])
+    if how == "heard":
+        own.heed([{}, FAILED, {}])
+    if how == "own":
+        paths.failures = [FAILURE] if is_end else []
+        assert own.told() == (FAILED | DOWN if is_end else {})
+        own.heed([{}, FAILED, {}])
+    assert own.failed == {LINK}
+    assert own.told() == (DOWN if is_end else {})
+    paths.is_up = True
+    assert own.told() == (UP if is_end else {})
+    for upper in (DOWN, {}):  # by then that end finds it down again
+        own.heed([RESTORE, UP, upper])
+        assert (own.failed, paths.restored) == ({LINK}, [])
+    own.heed([RESTORE, UP, UP])
+    assert (own.failed, own.told()) == (frozenset(), {})
+    assert paths.restored == ([LINK] if is_end else [])
+
+
+def test_where_nobody_watches_paths_they_are_not_asked_about():
+    own, _ = own_ends(1, FAILURE, is_watched=False)
+    assert own.told() == FAILED
+    assert own.told() == {}
+    assert path_news([{"loss": 1.0}] * 3) == NO_NEWS

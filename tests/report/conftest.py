@@ -1,0 +1,61 @@
+import pytest
+
+from jaxmorph.report import StepRecord
+from jaxmorph.report.run_matrix import Matrix, PlannedRun, Run, StepTimes
+
+STEP = StepRecord(
+    step=0, loss=5.0, grad_norm=1.5, step_s=0.4, tokens_per_s=10_240.0, schedule="zb-h2",
+    warmup_forwards=(3, 1), routes={"0-1": "direct"}, predicted_step_s=0.39, bubble_rate=0.125,
+    peak_live=(3, 1), compilations=0, planned_bubble_rate=0.11,
+)  # fmt: skip
+
+
+@pytest.fixture
+def step() -> StepRecord:
+    """A step of a run that has a plan."""
+    return STEP
+
+
+def _planned(
+    predicted_ms: float, regime: str = "holds queues", route: str = "direct"
+) -> PlannedRun:
+    return PlannedRun(
+        predicted_ms=predicted_ms,
+        lower_bound_ms=390.0,
+        schedule="zb-h2",
+        warmup_forwards=(3, 1),
+        routes={"0-1": route},
+        regime=regime,
+    )
+
+
+_SOUND = Run(
+    system="zb", condition="healthy", step_ms=StepTimes(402.25, 399.0, 405.0, 20),
+    plan=_planned(390.0), slowdown=1.0, bubble_rate=0.08, blocking_stall_rate=(0.01, 0.03),
+    dependency_bubble_rate=(0.05, 0.07), other_idle_rate=(0.0, 0.0), loss=4.25, reference_ms=368.0,
+    peak_on_device=(3, 1),
+)  # fmt: skip
+_NOISY = Run(
+    system="zb", condition="slow", step_ms=StepTimes(1150.0, 900.0, 1400.0, 20),
+    plan=_planned(1110.0), slowdown=2.859, bubble_rate=0.7, blocking_stall_rate=(0.4, 0.6),
+    dependency_bubble_rate=(0.1, 0.1), other_idle_rate=(0.0, 0.0), loss=4.0, reference_ms=703.0,
+    noisy="p90 / p10 is 1.556, above 1.15",
+)  # fmt: skip
+_FAILED = Run(
+    system="adaptive", condition="healthy", reference_ms=400.0,
+    failed="0 of 20 steps measured: rank 1 failed: ended by SIGKILL\nits log: | here",
+)  # fmt: skip
+_MATRIX = Matrix(
+    name="made up",
+    systems=("zb", "adaptive"),
+    conditions=("healthy", "slow"),
+    runs={(run.system, run.condition): run for run in (_SOUND, _NOISY, _FAILED)},
+    reference_source="the paper",
+    notes={"command": "`jaxmorph compare x.yaml`", "load at the start": "0.10"},
+)
+
+
+@pytest.fixture
+def made_up() -> Matrix:
+    """A comparison: one run sound, one noisy, one failed, one still to come."""
+    return _MATRIX

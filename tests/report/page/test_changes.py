@@ -1,0 +1,78 @@
+from jaxmorph.report.page.changes import (
+    count_morphs,
+    find_changes,
+    is_decision,
+    steps_to_show,
+)
+from jaxmorph.report.page.files import EventLine, StepLine
+
+
+def _steps(plans: str) -> list[StepLine]:
+    """A step for each letter, which names its schedule."""
+    return [StepLine(step, 100.0, schedule=plan) for step, plan in enumerate(plans)]
+
+
+def _event(step: int, kind: str, **more) -> EventLine:
+    return EventLine(1.0, step, kind, more=more)
+
+
+DETECTED, CHANGED = _event(10, "straggler_detected"), _event(12, "plan_changed")
+
+
+def test_detection_and_the_plan_that_follows_are_one_change():
+    (change,) = find_changes(_steps("a" * 12 + "b" * 9), [DETECTED, CHANGED])
+    assert change.events == (DETECTED, CHANGED)
+    assert (change.number, change.first_step, change.new_step, change.last_step) == (1, 10, 12, 12)
+
+
+def test_what_is_far_apart_is_several_changes():
+    cleared = _event(30, "straggler_cleared")
+    first, second = find_changes(_steps("a" * 40), [DETECTED, CHANGED, cleared])
+    assert (first.new_step, second.new_step) == (12, None)
+    assert second.events == (cleared,)
+
+
+def test_a_change_ends_with_its_plan_and_has_what_came_shortly_before():
+    slower, first = _event(7, "compute_changed"), _event(9, "plan_changed")
+    events = [_event(2, "plan_kept"), slower, first, DETECTED, CHANGED]
+    one, two = find_changes(_steps("a" * 9 + "b" * 3 + "c" * 9), events)
+    assert (one.events, one.first_step, one.new_step) == ((slower, first), 9, 9)
+    assert (two.events, two.first_step, two.new_step) == ((DETECTED, CHANGED), 10, 12)
+
+
+def test_a_plan_that_changed_without_an_event_is_a_change_too():
+    (change,) = find_changes(_steps("aaabbb"), [])
+    assert (change.first_step, change.new_step, change.events) == (3, 3, ())
+
+
+def test_the_first_plan_and_the_transport_are_no_changes():
+    events = [_event(0, "plan_adopted"), _event(0, "layers_cut"), _event(5, "lane_down")]
+    assert find_changes(_steps("aaaaaa"), events) == ()
+
+
+def test_decisions_that_change_nothing_belong_to_a_change_but_make_none():
+    kept, probed = _event(11, "plan_kept"), _event(25, "link_probed")
+    (change,) = find_changes(_steps("a" * 40), [DETECTED, kept, CHANGED, probed])
+    assert change.events == (DETECTED, kept, CHANGED)
+
+
+def test_morphs_are_counted_by_their_steps_or_by_the_plans_that_ran():
+    events = [DETECTED, CHANGED, _event(12, "route_changed"), _event(30, "plan_changed")]
+    assert count_morphs(_steps("a" * 40), events) == 2
+    assert count_morphs(_steps("aabba"), []) == 2
+    assert count_morphs(_steps("aaa"), []) == 0
+
+
+def test_decisions_are_told_apart_from_what_was_done():
+    kinds = ("route_changed", "compute_changed", "planning_failed", "lane_down", "checkpoint_saved")
+    assert [is_decision(_event(1, kind)) for kind in kinds] == [True, True, True, False, False]
+    assert is_decision(_event(1, "something", evidence={}))
+
+
+def test_the_steps_shown_are_well_before_the_slowest_and_the_second_of_the_new_plan():
+    (change,) = find_changes(_steps("a" * 12 + "b" * 9), [DETECTED, CHANGED])
+    step_ms = {9: 200.0, 10: 300.0, 11: 290.0}
+    traced = [0, 8, 9, 10, 11, 12, 13, 14, 20]
+    assert steps_to_show(change, traced, step_ms) == {"before": 8, "during": 10, "after": 13}
+    assert steps_to_show(change, [0, 20], {}) == {"before": 0}
+    assert steps_to_show(change, [12], {}) == {"after": 12}

@@ -1,0 +1,60 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from jaxmorph.report.page.comparison_page import comparison_page, result_sentence
+from jaxmorph.report.page.files import read_comparison_files
+from jaxmorph.report.run_directory import plain_json
+from jaxmorph.report.run_matrix import Matrix
+from jaxmorph.schedule.costs import StageCosts
+from jaxmorph.schedule.fixed import zb_h2
+from jaxmorph.schedule.simulate import simulate
+
+TIMELINE = simulate(zb_h2(2, 3), StageCosts.uniform(2, 10.0, 10.0, 10.0)).to_json()
+
+
+@pytest.fixture
+def page(tmp_path, made_up, parse):
+    """The parsed page of a comparison's directory."""
+    (tmp_path / "results.json").write_text(json.dumps(plain_json(made_up.to_json())))
+    timelines = {"healthy": {"zb": TIMELINE | {"step_ms": 125.0}}, "slow": {"zb": TIMELINE}}
+    (tmp_path / "timelines.json").write_text(json.dumps(timelines))
+    return parse(comparison_page(read_comparison_files(tmp_path)))
+
+
+def test_a_matrix_comes_back_from_its_json(made_up):
+    told = json.loads(json.dumps(plain_json(made_up.to_json())))
+    assert Matrix.from_json(told) == replace(made_up, conditions=("healthy", "slow"))
+
+
+def test_the_sentence_says_who_does_best_where_slowdowns_are_greatest(made_up):
+    assert result_sentence(made_up) == (
+        "2 systems under 2 conditions: under 'slow' zb takes 1,150.0 ms (2.86 times its healthy "
+        "step)."
+    )
+    assert result_sentence(replace(made_up, runs={})).endswith("no run is complete.")
+
+
+def test_each_run_has_a_row_and_what_failed_says_why(page):
+    rows = page.rows("Runs")
+    assert [row[:2] for row in rows] == [["zb", "healthy"], ["zb", "slow"], ["adaptive", "healthy"]]
+    assert rows[0][2:] == [
+        "zb-h2", "3 1", "direct", "holds queues", "402.2 ms", "399.0 ms", "405.0 ms", "390.0 ms",
+        "1.00", "368 ms", "390.0", "3 1", "8.0%", "6.0%", "2.0%", "0.0%", "3.0% (stage 1)",
+        "4.250000",
+    ]  # fmt: skip
+    assert set(rows[2][2:]) == {"-", "400 ms"}
+    assert any("ended by SIGKILL its log: | here" in text for text in page.texts("p", "what"))
+
+
+def test_steps_are_drawn_and_notes_are_there(page):
+    drawn = [text for text in page.values("aria-label") if text.startswith("Timelines of")]
+    assert drawn == [
+        "Timelines of condition 'healthy': zb, measured: 125.0 ms, 2 stages",
+        "Timelines of condition 'slow': zb, measured: 100.0 ms, 2 stages",
+    ]
+    charts = page.texts("svg", "chart")
+    assert "(1 of 4 runs still to come)" in charts[0]
+    assert "noisy" in charts[0]
+    assert "`jaxmorph compare x.yaml`" in page.texts("dd")

@@ -1,0 +1,84 @@
+import json
+
+import pytest
+
+from jaxmorph.cli.app import main
+from jaxmorph.config import Config, dump_config
+from jaxmorph.report.run_directory import plain_json
+
+
+def _main(capsys, *words: str) -> tuple[int | str | None, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *words])
+    return ended.value.code, *capsys.readouterr()
+
+
+def test_the_page_is_written_beside_the_run_and_its_path_printed(morphed_run, capsys):
+    assert _main(capsys, str(morphed_run)) == (0, f"{morphed_run / 'report.html'}\n", "")
+    assert (morphed_run / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_the_page_may_be_written_elsewhere_again_and_again(morphed_run, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    for _ in range(2):
+        assert _main(capsys, str(morphed_run), "--out", str(out))[:2] == (0, f"{out}\n")
+    assert not (morphed_run / "report.html").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "page.html"]
+
+
+def test_text_that_is_no_unicode_is_no_error(make_run, capsys):
+    path = make_run([], [{"step": 1, "kind": "odd", "detail": "\ud800"}])
+    assert _main(capsys, str(path))[0] == 0
+    assert "?" in (path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"), [("made up", "made up"), ("$ \ud800<i>\u6587", "$ ?&lt;i&gt;\u6587")]
+)
+def test_a_comparison_has_a_page_too(tmp_path, made_up, capsys, name, shown):
+    told = json.dumps(plain_json(made_up.to_json()))
+    (tmp_path / "results.json").write_text(told.replace('"made up"', json.dumps(name)))
+    assert _main(capsys, str(tmp_path))[0] == 0
+    assert f"<title>Comparison {shown}</title>" in (tmp_path / "report.html").read_text()
+
+
+COMPARES = Config.model_validate({"compare": {"conditions": [{"name": "healthy"}]}})
+
+
+def test_a_comparison_without_results_is_no_run(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(dump_config(COMPARES))
+    code, _, error = _main(capsys, str(tmp_path))
+    assert code == 2
+    assert error.startswith(f"error: report: {tmp_path}: no results.json, expected one")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_run_of_a_configuration_that_compares_is_a_run(morphed_run, capsys):
+    (morphed_run / "config.yaml").write_text(dump_config(COMPARES))
+    assert _main(capsys, str(morphed_run))[0] == 0
+    assert "<title>Comparison" not in (morphed_run / "report.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["missing", "no_run"])
+def test_what_is_no_run_is_one_line_and_the_users_mistake(tmp_path, capsys, name):
+    (tmp_path / "no_run").mkdir()
+    code, _, error = _main(capsys, str(tmp_path / name))
+    assert (code, error.count("\n")) == (2, 1)
+    assert "expected a run directory" in error
+
+
+@pytest.mark.parametrize(
+    ("out", "says"),
+    [
+        (".", "--out: got the directory ., expected a file"),
+        ("/", "--out: got the directory /, expected a file"),
+        ("none/a.html", "cannot write none/a.html: No such file or directory"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_the_users_mistake(
+    morphed_run, tmp_path, monkeypatch, capsys, out, says
+):
+    monkeypatch.chdir(tmp_path)
+    code, _, error = _main(capsys, str(morphed_run), "--out", out)
+    assert (code, error) == (2, f"error: report: {says}\n")

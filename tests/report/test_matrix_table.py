@@ -1,0 +1,78 @@
+from dataclasses import replace
+
+import pytest
+
+from jaxmorph.report.matrix_table import matrix_markdown, short_cell
+from jaxmorph.report.run_matrix import StepTimes
+
+
+def rows(markdown: str) -> list[str]:
+    return [line for line in markdown.splitlines() if line.startswith("|")]
+
+
+def test_a_page_says_what_each_run_took_and_why_its_stages_idled(made_up):
+    assert rows(matrix_markdown(made_up))[:4] == [
+        "|  | healthy | slow |",
+        "| --- | --- | --- |",
+        "| zb | **402.2** (399.0 to 405.0)<br>predicted 390.0, 1.00x<br>*368* "
+        "| **1,150.0** (900.0 to 1,400.0) noisy<br>predicted 1,110.0, 2.86x<br>*703* |",
+        "| adaptive | FAILED<br>*400* | … |",
+    ]
+    assert rows(matrix_markdown(made_up))[6] == (
+        "| zb | healthy | zb-h2 | 3 1 | direct | holds queues | 390.0 | 3 1 | 8.0% | 6.0% | 2.0% "
+        "| 0.0% | 3.0% (stage 1) | 4.250000 |"
+    )
+
+
+def test_failed_and_noisy_runs_are_counted_and_explained_on_one_line_each(made_up):
+    page = matrix_markdown(made_up)
+    assert "Of 3 runs 1 failed and 1 is too noisy." in page
+    assert "- zb, slow: p90 / p10 is 1.556, above 1.15\n" in page
+    assert "rank 1 failed: ended by SIGKILL its log: | here\n" in page
+    assert "*the paper*" in page
+    assert "- command: `jaxmorph compare x.yaml`\n- load at the start: 0.10\n" in page
+    bare = {key: replace(run, reference_ms=None) for key, run in made_up.runs.items()}
+    assert "*the paper*" not in matrix_markdown(replace(made_up, runs=bare))
+
+
+def test_a_bar_in_a_name_does_not_split_its_cell(made_up):
+    page = matrix_markdown(replace(made_up, conditions=("a|b", "c"), runs={}))
+    assert rows(page)[0] == "|  | a\\|b | c |"
+
+
+@pytest.mark.parametrize(
+    ("key", "cell"),
+    [
+        (("zb", "healthy"), "402 1.00x"),
+        (("zb", "slow"), "1,150 2.86x noisy"),
+        (("adaptive", "healthy"), "FAILED"),
+        (("adaptive", "slow"), "…"),
+    ],
+)
+def test_a_run_in_a_few_characters(made_up, key, cell):
+    assert short_cell(made_up.runs.get(key)) == cell
+
+
+def test_a_run_that_failed_half_way_shows_what_it_measured(made_up):
+    half = replace(made_up.runs["zb", "healthy"], failed="5 of 20 steps measured: no memory")
+    page = matrix_markdown(replace(made_up, runs={("zb", "healthy"): half}))
+    assert "| zb | FAILED<br>**402.2** (399.0 to 405.0)" in page
+    assert short_cell(half) == "FAILED"
+
+
+def test_step_times_are_percentiles_of_all_steps():
+    times = StepTimes.of([float(step) for step in range(101)])
+    assert times == StepTimes(50.0, 10.0, 90.0, 101)
+    assert times.spread == 9.0
+
+
+def test_losses_of_systems_that_trained_on_the_same_data_are_held_against_each_other(made_up):
+    assert made_up.loss_difference is None
+    assert "their losses differ" not in matrix_markdown(made_up)
+    other = replace(made_up.runs["zb", "healthy"], system="adaptive", loss=4.0)
+    both = replace(made_up, runs={**made_up.runs, ("adaptive", "healthy"): other})
+    assert both.loss_difference == pytest.approx(0.25 / 4.25)
+    assert "their losses differ by at most 0.06 of the loss" in matrix_markdown(both)
+    failed = replace(other, failed="1 of 20 steps measured: no memory")
+    runs = {**made_up.runs, ("adaptive", "healthy"): failed}
+    assert replace(made_up, runs=runs).loss_difference is None

@@ -1,0 +1,181 @@
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmorph.config import Config, load_config
+from jaxmorph.errors import UserError
+from jaxmorph.report import Event, open_run_directory
+from jaxmorph.report.run_directory import reopen_run_directory
+
+
+def config_for(path: Path) -> Config:
+    return Config.model_validate({"run": {"dir": str(path)}})
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A run's directory, open."""
+    with open_run_directory(config_for(tmp_path / "run")) as opened:
+        yield opened
+
+
+def lines(path: Path) -> list[dict]:
+    def refuse(constant: str):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_a_fresh_directory_holds_the_config_that_loads_back(tmp_path):
+    config = config_for(tmp_path / "deep" / "run")
+    with open_run_directory(config) as directory:
+        assert directory.path == tmp_path / "deep" / "run"
+        assert load_config(directory.path / "config.yaml") == config
+
+
+def test_a_second_run_goes_beside_the_first_and_touches_nothing(tmp_path, step):
+    paths = []
+    for number in range(3):
+        with open_run_directory(config_for(tmp_path / "demo")) as directory:
+            directory.write_step(replace(step, step=number))
+            paths.append(directory.path)
+    assert [path.name for path in paths] == ["demo", "demo-2", "demo-3"]
+    assert [lines(path / "metrics.jsonl")[0]["step"] for path in paths] == [0, 1, 2]
+
+
+def test_an_empty_directory_is_used_and_a_file_in_the_way_is_passed_by(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("precious")
+    for wanted, got in (("empty", "empty"), ("file", "file-2")):
+        with open_run_directory(config_for(tmp_path / wanted)) as directory:
+            assert directory.path.name == got
+    assert (tmp_path / "file").read_text() == "precious"
+    with pytest.raises(UserError, match=r"^run.dir: \S+/file/run: cannot write \S+: Not a dir"):
+        open_run_directory(config_for(tmp_path / "file" / "run"))
+
+
+def test_a_step_is_one_line_with_exactly_the_metrics(directory, step):
+    directory.write_step(step)
+    directory.write_step(replace(step, held_out_loss=5.75))
+    directory.write_step(replace(step, held_out_loss=float("nan")))
+    # Before closing: nothing is held back.
+    line, evaluated, diverged = lines(directory.path / "metrics.jsonl")
+    assert list(line.items()) == [
+        ("step", 0),
+        ("loss", 5.0),
+        ("grad_norm", 1.5),
+        ("step_s", 0.4),
+        ("tokens_per_s", 10_240.0),
+        ("schedule", "zb-h2"),
+        ("warmup_forwards", [3, 1]),
+        ("routes", {"0-1": "direct"}),
+        ("predicted_step_s", 0.39),
+        ("bubble_rate", 0.125),
+        ("peak_live", [3, 1]),
+        ("compilations", 0),
+        ("skipped", False),
+    ]
+    assert {**evaluated, "held_out_loss": None} == diverged == line | {"held_out_loss": None}
+    assert evaluated["held_out_loss"] == 5.75
+
+
+def test_numbers_that_are_not_finite_or_not_pythons_are_still_json(directory, step):
+    odd = replace(step, loss=float("nan"), grad_norm=np.float32("inf"), step=np.int64(3))
+    directory.write_step(odd)
+    [line] = lines(directory.path / "metrics.jsonl")
+    assert (line["loss"], line["grad_norm"], line["step"]) == (None, None, 3)
+
+
+def test_events_have_their_own_file(directory):
+    directory.write_event(Event(1.5, 4, "route_changed", "2-3", "slow"))
+    directory.write_event(Event(2.5, 5, "checkpoint_saved"))
+    directory.write_event(Event(3.5, 6, "plan_changed", evidence={"samples_ms": [31.0]}))
+    *events, last = lines(directory.path / "events.jsonl")
+    assert last["evidence"] == {"samples_ms": [31.0]}
+    assert events == [
+        {"time_s": 1.5, "step": 4, "kind": "route_changed", "link": "2-3", "detail": "slow"},
+        {"time_s": 2.5, "step": 5, "kind": "checkpoint_saved", "link": None, "detail": ""},
+    ]
+
+
+def test_a_profile_and_costs_take_the_place_of_those_before(directory):
+    for number in (1.5, 2.5):
+        directory.write_profile({"links": {"0-1": {"forward_latency_ms": number}}})
+        directory.write_recovery({"goodput": number / 4, "recoveries": []})
+    assert directory.trace_path(20) == directory.path / "trace" / "step_20.json"
+    names = sorted(path.name for path in directory.path.iterdir())
+    assert lines(directory.path / "profile.json") == [
+        {"links": {"0-1": {"forward_latency_ms": 2.5}}}
+    ]
+    told = json.loads((directory.path / "recovery.json").read_text())
+    assert told == {"goodput": 0.625, "recoveries": []}
+    assert names == [
+        "config.yaml", "events.jsonl", "metrics.jsonl", "profile.json", "recovery.json", "trace",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def stopped(tmp_path, step) -> Path:
+    """The directory of a run that was killed in its fourth step, and had a checkpoint after two."""
+    with open_run_directory(config_for(tmp_path / "run")) as directory:
+        for number in range(3):
+            directory.write_step(replace(step, step=number, loss=1.0))
+        for time_s, number, kind in (
+            (0.0, 0, "plan_adopted"), (0.2, 1, "checkpoint_saved"), (0.3, 2, "step_skipped"),
+            (0.0, 2, "resumed"),
+        ):  # fmt: skip
+            directory.write_event(Event(time_s, number, kind))
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    return tmp_path / "run"
+
+
+def test_a_run_that_goes_on_has_each_step_once_and_loses_nothing_else(stopped, step):
+    longer = Config.model_validate({"run": {"dir": str(stopped), "steps": 500}})
+    with reopen_run_directory(stopped, longer, 2) as directory:
+        directory.write_step(replace(step, step=2, loss=2.0))
+        directory.write_event(Event(0.1, 2, "resumed"))
+    metrics = lines(stopped / "metrics.jsonl")
+    assert [(line["step"], line["loss"]) for line in metrics] == [(0, 1.0), (1, 1.0), (2, 2.0)]
+    events = lines(stopped / "events.jsonl")
+    assert [(event["kind"], event["time_s"]) for event in events] == [
+        ("plan_adopted", 0.0), ("checkpoint_saved", 0.2), ("resumed", 0.0), ("resumed", 0.1),
+    ]  # fmt: skip
+    assert load_config(stopped / "config.yaml").run.steps == 500
+
+
+def test_a_run_that_cannot_be_written_to_is_told_of(stopped):
+    (stopped / "events.jsonl").unlink()
+    (stopped / "events.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"^--resume: \S+/run: cannot write: Is a directory"):
+        reopen_run_directory(stopped, config_for(stopped), 2)
+
+
+def test_a_run_that_cannot_write_for_tensorboard_goes_on_with_nothing_changed(stopped, monkeypatch):
+    before = {path.name: path.read_bytes() for path in stopped.iterdir()}
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    wanted = {"run": {"dir": str(stopped)}, "metrics": {"tensorboard": True}}
+    with pytest.raises(UserError, match=r"tensorboardX is not installed"):
+        reopen_run_directory(stopped, Config.model_validate(wanted), 2)
+    assert {path.name: path.read_bytes() for path in stopped.iterdir()} == before
+
+
+def test_a_run_that_goes_back_forgets_what_it_will_do_again_but_not_why(directory, step):
+    for number in range(6):
+        directory.write_step(replace(step, step=number, loss=float(number)))
+    for number, kind in (
+        (1, "plan_adopted"), (4, "plan_changed"), (5, "link_failed"), (5, "rank_failed"),
+    ):  # fmt: skip
+        directory.write_event(Event(1.0, number, kind))
+    directory.go_back(4)
+    directory.write_event(Event(2.0, 4, "resumed"))
+    directory.write_step(replace(step, step=4, loss=44.0))
+    told = lines(directory.path / "metrics.jsonl")
+    events = lines(directory.path / "events.jsonl")
+    assert [line["loss"] for line in told] == [0.0, 1.0, 2.0, 3.0, 44.0]
+    kinds = [event["kind"] for event in events]
+    assert kinds == ["plan_adopted", "link_failed", "rank_failed", "resumed"]

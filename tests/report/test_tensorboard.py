@@ -1,0 +1,89 @@
+"""Events are read back as TensorBoard reads them: records of protobufs."""
+
+import struct
+import sys
+from dataclasses import replace
+
+import pytest
+from tensorboardX.proto import event_pb2
+
+from jaxmorph.errors import UserError
+from jaxmorph.report import Event, RunDirectory, StepRecord
+from jaxmorph.report.tensorboard import TensorBoardEvents, load_writer
+
+STEP = StepRecord(
+    step=3, loss=5.0, grad_norm=1.5, step_s=0.5, tokens_per_s=10_240.0, schedule="zb-h2",
+    warmup_forwards=(3, 1), routes={"0-1": "direct"}, predicted_step_s=0.25, bubble_rate=0.125,
+    peak_live=(3, 1), compilations=0, held_out_loss=5.25,
+)  # fmt: skip
+
+
+def events_of(folder):
+    """Every event of the folder's files, in their order."""
+    for path in sorted((folder / "tensorboard").iterdir()):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])  # then a checksum, the event, and another
+            event = data[12 : 12 + length]
+            yield event_pb2.Event.FromString(event)  # pyright: ignore[reportAttributeAccessIssue]
+            data = data[16 + length :]
+
+
+def scalars(folder):
+    return [
+        (event.step, value.tag, value.simple_value)
+        for event in events_of(folder)
+        for value in event.summary.value
+    ]
+
+
+def test_a_step_is_a_scalar_for_each_number_that_was_measured(tmp_path):
+    events = TensorBoardEvents(tmp_path)
+    events.write_step(STEP)
+    events.write_step(replace(STEP, step=4, grad_norm=0.0, held_out_loss=None, bubble_rate=None))
+    events.close()
+    events.close()
+    found = scalars(tmp_path)
+    assert {tag: value for step, tag, value in found if step == 3} == {
+        "loss": 5.0, "held_out_loss": 5.25, "grad_norm": 1.5, "step_s": 0.5,
+        "tokens_per_s": 10_240.0, "bubble_rate": 0.125, "predicted_step_s": 0.25,
+    }  # fmt: skip
+    assert {tag for step, tag, _ in found if step == 4} == {
+        "loss", "grad_norm", "step_s", "tokens_per_s", "predicted_step_s",
+    }  # fmt: skip
+
+
+def test_a_loss_that_is_not_finite_is_written_as_it_is(tmp_path):
+    events = TensorBoardEvents(tmp_path)
+    events.write_step(replace(STEP, loss=float("inf")))
+    events.close()
+    assert (3, "loss", float("inf")) in scalars(tmp_path)
+
+
+def test_a_checkpoints_steps_are_on_disk_when_it_is_told_of(tmp_path):
+    with RunDirectory(tmp_path, tensorboard=TensorBoardEvents(tmp_path)) as directory:
+        directory.write_step(STEP)
+        directory.write_event(Event(0.5, 3, "checkpoint_saved"))
+        assert (3, "loss", 5.0) in scalars(tmp_path)
+        directory.write_step(replace(STEP, step=4))
+    assert [step for step, tag, _ in scalars(tmp_path) if tag == "loss"] == [3, 4]
+
+
+def test_a_run_that_goes_on_takes_back_what_it_will_write_again(tmp_path):
+    for first_step in (0, 3):
+        events = TensorBoardEvents(tmp_path, first_step)
+        events.write_step(STEP)
+        events.close()
+    starts = [event for event in events_of(tmp_path) if event.HasField("session_log")]
+    assert [event.step for event in starts][-1] == 3
+    assert len([1 for step, tag, _ in scalars(tmp_path) if (step, tag) == (3, "loss")]) == 2
+
+
+def test_a_missing_library_is_one_line_that_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(UserError) as caught:
+        load_writer()
+    assert str(caught.value) == (
+        "metrics.tensorboard: got true, but tensorboardX is not installed, expected it: "
+        "pip install -e '.[tensorboard]'"
+    )

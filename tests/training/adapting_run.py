@@ -1,0 +1,143 @@
+"""A run of three stages under a loop that may change its plan; plans are made in this process."""
+
+import threading
+from dataclasses import replace
+
+from jaxmorph.config import Config
+from jaxmorph.control.compute_watch import ComputeWatch
+from jaxmorph.control.conditions import UsualLinks
+from jaxmorph.control.detector import Detector
+from jaxmorph.control.measurements import link_samples
+from jaxmorph.control.orchestrator import Option
+from jaxmorph.control.profiler import Profile
+from jaxmorph.control.step_programs import lower_step
+from jaxmorph.program.blocking import simulate_blocking
+from jaxmorph.program.instructions import parse_program, program_text
+from jaxmorph.records import Link
+from jaxmorph.runtime.direct_probe import probe_transfers
+from jaxmorph.schedule.costs import LinkState, StageCosts, chain_links
+from jaxmorph.training.control_loop import ControlLoop
+from jaxmorph.training.plan_in_force import plan_step
+from jaxmorph.training.planning_client import Chosen, Options, PlanningError
+from jaxmorph.training.planning_process import CandidatePlanner
+
+COSTS = StageCosts.uniform(3, 10.0, 10.0, 10.0)
+USUAL: UsualLinks = {"direct": chain_links((0.5, 0.5)), "delegated": chain_links((1.5, 1.5))}
+SIZES = {
+    "parallelism": {"stages": 3},
+    "batch": {"microbatches": 8},
+    "schedule": {"name": "zb-h2"},
+}
+CONFIG = Config.model_validate({**SIZES, "adaptation": {"enabled": True}})
+PLANNED_FOR = Profile(COSTS, USUAL["direct"])
+FIRST = plan_step(CONFIG, PLANNED_FOR)
+
+
+class PlansHere:
+    """Plans as the planning process does, in this one, when it is let."""
+
+    def __init__(self, usual=USUAL, first=FIRST, in_force=None, config=CONFIG):
+        self._known = config, 0, first, PLANNED_FOR, usual
+        self._planner = CandidatePlanner(*self._known, in_force)
+        self.may_answer, self.is_asked = threading.Event(), threading.Event()
+        self.may_answer.set()
+        self.asked, self.restarted, self.weighed = 0, [], []
+
+    def weigh(self, profile, verdicts, held):
+        self.asked += 1
+        self.is_asked.set()
+        assert self.may_answer.wait(30)
+        weighed = self._planner.weigh(profile, verdicts, held)
+        self._candidates = weighed.candidates
+        options = tuple(Option(each.plan, each.step_ms) for each in weighed.candidates)
+        self.weighed.append(weighed)
+        return Options(weighed.in_force_ms, weighed.undisturbed_ms, options)
+
+    def adopt(self, chosen):
+        candidate = self._candidates[chosen]
+        slots = self._planner.adopt(candidate)
+        return Chosen(tuple(map(program_text, candidate.programs)), slots)
+
+    def restart(self, in_force, programs):
+        self.restarted.append(in_force.routes)
+        told = None if programs is None else tuple(map(parse_program, programs))
+        self._planner = CandidatePlanner(*self._known, in_force, told)
+
+
+class FailingPlans(PlansHere):
+    """Plans that can't be had some times: which, by how often they have been asked for before."""
+
+    def __init__(self, *failing, config=CONFIG):
+        super().__init__(config=config)
+        self.failing = failing
+
+    def weigh(self, profile, verdicts, held):
+        if self.asked in self.failing:
+            self.asked += 1
+            raise PlanningError("the planning process has died")
+        return super().weigh(profile, verdicts, held)
+
+
+class Run:
+    """A run whose steps last what the simulator says.
+
+    `direct_late_ms` is what a probe of a direct link takes beyond the usual; probes are sent as
+    long as `sends_probes`.
+    """
+
+    def __init__(
+        self, plans, settings=CONFIG.adaptation, in_force=FIRST, usual=USUAL, detector=None
+    ):
+        self.plans = plans
+        watches = detector or Detector(), ComputeWatch(COSTS)
+        self.loop = ControlLoop(settings, in_force, PLANNED_FOR, usual, *watches, plans)
+        self.programs = lower_step(in_force.schedule, PLANNED_FOR, in_force.routes)
+        self.routes, self.step, self.events, self.details = in_force.routes, 0, [], []
+        self.morphs = []
+        self.probed, self.direct_late_ms, self.sends_probes = {}, 0.0, True
+
+    def steps(self, count, slow_ms=0.0, costs=COSTS, other_ms=0.0):
+        """Some steps with a delay on the way 1>2, and another one on 0>1."""
+        for _ in range(count):
+            links = {Link(0, 1): self._state(0, other_ms), Link(1, 2): self._state(1, slow_ms)}
+            timeline = simulate_blocking(self.programs, costs, links)
+            samples = link_samples(timeline)
+            self._note(self.loop.observe(self.step, timeline, samples, self.probed), self.step)
+            self.settle()
+            self._swap()
+            self.step += 1
+
+    def settle(self):
+        """Wait until what was asked for is decided."""
+        if self.plans.may_answer.is_set():
+            self.loop._thread.submit(lambda: None).result(30)
+
+    def expected_ms(self):
+        return self.loop.profile(PLANNED_FOR).links[Link(1, 2)].forward_latency_ms
+
+    def delegated(self):
+        return {str(link) for link, route in self.routes.items() if route == "delegated"}
+
+    def of_kind(self, *kinds):
+        return [event for event in self.events if event[1] in kinds]
+
+    def _state(self, lower, delay_ms) -> LinkState:
+        link = Link(lower, lower + 1)
+        usual = USUAL[self.routes[link]][link]
+        return replace(usual, forward_latency_ms=usual.forward_latency_ms + delay_ms)
+
+    def _swap(self):
+        took_ms = 0.5 + self.direct_late_ms
+        due = self.loop.due_probes() if self.sends_probes else ()
+        probes = [each for link in due for each in probe_transfers(link)]
+        self.probed = {str(transfer): took_ms for transfer in probes}
+        morph = self.loop.ready()
+        if morph is not None:
+            self.morphs.append(morph)
+            self.programs = tuple(map(parse_program, morph.programs))
+            self.routes = morph.plan.routes
+            self._note(self.loop.adopted(morph), self.step + 1)
+
+    def _note(self, happened, step):
+        self.events += [(step, each["kind"], each.get("link")) for each in happened]
+        self.details += [each["detail"] for each in happened]

@@ -1,0 +1,239 @@
+"""A run of three stages whose direct paths fail and come back, as all of its ranks see it.
+
+What carries messages is made up here; what tells, decides and books is the program's own.
+"""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+from adapting_run import CONFIG, COSTS, FIRST, PLANNED_FOR, USUAL, PlansHere
+
+from jaxmorph.control.compute_watch import ComputeWatch
+from jaxmorph.control.detector import Detector
+from jaxmorph.control.profiler import Profiler
+from jaxmorph.control.step_programs import lower_step
+from jaxmorph.program.blocking import simulate_blocking
+from jaxmorph.records import Link
+from jaxmorph.runtime.direct_probe import probe_transfers
+from jaxmorph.runtime.queue import Stamp
+from jaxmorph.runtime.rendezvous import DETAIL
+from jaxmorph.runtime.report import StepTotals
+from jaxmorph.schedule.costs import LinkState
+from jaxmorph.training.adaptation import Adaptation
+from jaxmorph.training.bookkeeping import Bookkeeper
+from jaxmorph.training.control_loop import ControlLoop
+from jaxmorph.training.plan_in_force import PlanInForce
+
+LINKS = (Link(0, 1), Link(1, 2))
+HOLD_MS = 3000.0
+"""How long a transfer on a path that is down holds both queues before its link goes by hosts."""
+
+
+class Wires:
+    """The direct paths: which are up, and which links do without theirs.
+
+    Attributes:
+        down: The links whose paths are down now.
+        by_hosts: The links that go by hosts, whatever programs say.
+        lives: How often each path can begin, again or at all.
+        failures: How often each link's path was given up.
+        begun: After which step each path began again.
+        found_up: In how many steps in a row both ends have found a path up, by link.
+    """
+
+    def __init__(self, lives=99):
+        self.down, self.by_hosts = set(), set()
+        self.lives = dict.fromkeys(LINKS, lives)
+        self.failures, self.begun, self.found_up = Counter(), [], Counter()
+
+    def fail(self, link, stages):
+        self.by_hosts.add(link)
+        self.failures[link] += 1
+        self.found_up[link] = 0
+        self.lives[link] -= 1
+        told = {"link": str(link), "detail": f"no answer in {HOLD_MS:.0f} ms", "resent": 1}
+        for rank in link:
+            stages[rank].untold.append(told | {"lives_left": self.lives[link]})
+
+
+class Stage:
+    """What a rank runs, and its ends of the paths."""
+
+    delegated = None
+
+    def __init__(self, rank, wires, stages):
+        self._rank, self._wires, self._stages = rank, wires, stages
+        self.untold, self.failed_before = [], []
+
+    def take_for_failed(self, link):
+        self.failed_before.append(link)
+
+    def link_failures(self):
+        told, self.untold = self.untold, []
+        return told
+
+    def path_is_up(self, link):
+        return None if self._rank not in link else link not in self._wires.down
+
+    def restore_direct(self, link):
+        assert link in self._wires.by_hosts  # once for each failure, and by both ends
+        if self._rank == link.upper:
+            self._wires.by_hosts.discard(link)
+            self._wires.begun.append(link)
+
+    def probe(self, link, step):
+        if self._rank not in link:
+            return []
+        if link in self._wires.down:
+            if self._rank == link.upper:
+                self._wires.fail(link, self._stages)
+            return []
+        return [Stamp(transfer, 0.0, 0.5e-3) for transfer in probe_transfers(link, 1)]
+
+    def make_room(self, slots):
+        pass
+
+
+class Meeting:
+    """A rendezvous in which every rank says the same."""
+
+    def __init__(self, rank):
+        self.rank, self.num_ranks, self.met = rank, 3, 0
+
+    def exchange(self, message, detail=None):
+        self.met += 1
+        return [message] * 3
+
+    def limit(self, deadline_s):
+        pass
+
+    def close(self):
+        pass
+
+
+class FailingRun:
+    """Steps of all three ranks, one after another, with whatever was asked for decided in between.
+
+    Attributes:
+        log: Of each step: its number, the plan's routes, and the links that went by hosts at its
+            beginning and at its end.
+    """
+
+    def __init__(self, lives=99, dead=(), **settings):
+        """Links that are dead were found so in an earlier life of the run."""
+        adaptation = CONFIG.adaptation.model_copy(update=settings)
+        config = CONFIG.model_copy(update={"adaptation": adaptation})
+        self.wires, self.told, self.log, self.step = Wires(lives), [], [], 0
+        self.wires.by_hosts.update(dead)
+        self.detector = Detector()
+        for low, high in dead:
+            self.detector.observe_failure(-1, low, high, "it had failed before")
+            self.detector.observe_failure(-1, high, low, "it had failed before")
+        plan = replace(FIRST, routes={**FIRST.routes, **dict.fromkeys(dead, "delegated")})
+        self.plans = PlansHere(config=config, in_force=plan)
+        watches = self.detector, ComputeWatch(COSTS)
+        self.loop = ControlLoop(adaptation, plan, PLANNED_FOR, USUAL, *watches, self.plans)
+        self.programs = list(lower_step(plan.schedule, PLANNED_FOR, plan.routes))
+        self.routes = dict(plan.routes)
+        in_force = PlanInForce(plan, tuple(self.programs), 0)
+        self.profiler = Profiler(3)
+        told = self.told.append
+        self.books = Bookkeeper(config, in_force, self.profiler, told, active=True, loop=self.loop)
+        stages = []
+        stages += [Stage(rank, self.wires, stages) for rank in range(3)]
+        self.stages = stages
+        loops = (self.loop, None, None)
+        self.ranks = [
+            Adaptation(Meeting(rank), stages[rank], self.books, loops[rank], 10**6, failed=dead)
+            for rank in range(3)
+        ]
+
+    def steps(self, count, slow_ms=None):
+        """Some steps; `slow_ms` has delays of links, on either route."""
+        for _ in range(count):
+            self._step(slow_ms or {})
+
+    def cut(self, link):
+        self.wires.down.add(link)
+
+    def heal(self, link):
+        self.wires.down.discard(link)
+
+    def events(self, *kinds):
+        """Step, kind and link of what has happened."""
+        found = [m["event"] for m in self.told if m["kind"] == "event"]
+        return [(e["step"], e["kind"], e["link"]) for e in found if e["kind"] in kinds]
+
+    def details(self, kind):
+        events = [m["event"] for m in self.told if m["kind"] == "event"]
+        return [event["detail"] for event in events if event["kind"] == kind]
+
+    def records(self):
+        return [m["record"] for m in self.told if m["kind"] == "step"]
+
+    def close(self):
+        self.books.__exit__(None)
+        self.loop.close()
+
+    def _step(self, slow_ms):
+        wires, before = self.wires, set(self.wires.by_hosts)
+        used = {link for link, route in self.routes.items() if route == "direct"}
+        failing = (used & wires.down) - wires.by_hosts
+        links = {link: self._state(link, slow_ms.get(link, 0.0), failing) for link in LINKS}
+        timeline = simulate_blocking(self.programs, COSTS, links)
+        for link in sorted(failing):
+            wires.fail(link, self.stages)
+        routes, after = dict(self.routes), set(wires.by_hosts)
+        self.log.append((self.step, routes, before, after))
+        waited_ms = HOLD_MS if failing else 0.0
+        reports = [self._report(rank, timeline, waited_ms) for rank in range(3)]
+        for link in after:
+            wires.found_up[link] = 0 if link in wires.down else wires.found_up[link] + 1
+        self.books.note(self.step, StepTotals(1.0, 1.0), reports, 0.3)
+        self._heed(reports)
+        self.books.told_so_far().result(30)
+        self.loop._thread.submit(lambda: None).result(30)
+        self.step += 1
+
+    def _heed(self, reports):
+        begun = len(self.wires.begun)
+        for rank in range(3):
+            program = self.ranks[rank].heed(self.step, reports)
+            self.programs[rank] = program or self.programs[rank]
+        for link in self.wires.begun[begun:]:
+            self.on_begun(link, self.wires.found_up[link])
+        self.books.told_so_far().result(30)
+        self.routes = dict(self.loop._plan.routes)
+
+    def on_begun(self, link, found_up):
+        """Is called when a path begins again, with the steps in a row that it was found up."""
+
+    def _state(self, link, slow_ms, failing):
+        usual = USUAL[self.routes[link]][link].forward_latency_ms
+        if link in failing:
+            return LinkState(HOLD_MS, HOLD_MS)
+        if self.routes[link] == "direct" and link in self.wires.by_hosts:
+            return LinkState()  # whoever sends waits for nobody
+        return LinkState(usual + slow_ms, usual + slow_ms)
+
+    def _report(self, rank, timeline, waited_ms):
+        """A rank's report; what it waited for a link is in all of its times, at the worst."""
+        told = self.ranks[rank].told(self.step)
+        ops = zip(
+            timeline.orders[rank], timeline.start_ms[rank], timeline.end_ms[rank], strict=True
+        )
+        spans = [span for span in timeline.transfers if span.stage == rank]
+        timings = {
+            "ops": [[str(op), float(start), float(end) + waited_ms] for op, start, end in ops],
+            "transfers": [_times(span, waited_ms) for span in spans if span.holds_queue],
+            "arrivals": [_times(span, waited_ms) for span in spans if not span.holds_queue],
+            "events": [],
+            **self.ranks[rank].probed(),
+        }
+        message = json.loads(json.dumps({"compilations": 0, **told}))
+        return message | {DETAIL: json.dumps(timings)}
+
+
+def _times(span, waited_ms):
+    return [span.label, float(span.start_ms), float(span.end_ms) + waited_ms]

@@ -1,0 +1,163 @@
+"""A rank's part of a morph: told by rank 0, swapped to by all."""
+
+import json
+from typing import Any
+
+import pytest
+from failing_run import Meeting
+
+from jaxmorph.control.events import Morph
+from jaxmorph.control.profiler import Profile
+from jaxmorph.control.step_programs import lower_step
+from jaxmorph.program.instructions import program_text
+from jaxmorph.program.slots_needed import slots_needed
+from jaxmorph.records import Link, Route
+from jaxmorph.schedule.costs import Limits, StageCosts
+from jaxmorph.schedule.planner import plan
+from jaxmorph.training.adaptation import Adaptation
+
+COSTS = StageCosts.uniform(3, 1.0, 1.0, 1.0)
+PLAN = plan(COSTS, {}, Limits(), 6, "zb-h2")
+ROUTES: dict[Link, Route] = {Link(0, 1): "direct", Link(1, 2): "delegated"}
+PROGRAMS = lower_step(PLAN.schedule, Profile(COSTS, {}), ROUTES)
+SLOTS = slots_needed(PROGRAMS)
+MORPH = Morph(PLAN, tuple(map(program_text, PROGRAMS)), SLOTS, "slow", ROUTES, {})
+
+
+class Stage:
+    """One whose link 1-2 may fail; it keeps what it was told to do, in order."""
+
+    delegated = None
+
+    def __init__(self, *failures):
+        self.room, self.failures, self.done = [], [*failures], []
+
+    def make_room(self, slots):
+        self.room.append(dict(slots))
+
+    def link_failures(self):
+        failures, self.failures = self.failures, []
+        return failures
+
+    def take_for_failed(self, link):
+        self.done.append(("failed before", str(link)))
+
+    def path_is_up(self, link):
+        return True
+
+    def restore_direct(self, link):
+        self.done.append(("restore", str(link)))
+
+    def probe(self, link, step):
+        self.done.append(("probe", str(link)))
+        return []
+
+
+class Books:
+    def __init__(self):
+        self.adopted = []
+
+    def adopt(self, morph, step):
+        self.adopted.append((morph, step))
+
+
+class Loop:
+    def __init__(self, *morphs, probes=(), known=()):
+        self.morphs, self.probes, self.known = [*morphs], probes, frozenset(known)
+
+    def ready(self):
+        return self.morphs.pop(0) if self.morphs else None
+
+    def due_probes(self):
+        links, self.probes = self.probes, ()
+        return links
+
+    def without_path(self, links):
+        return self.known.intersection(links)
+
+
+def on_rank(rank, loop: Any = None, stage: Any = None):
+    meeting = Meeting(rank)
+    stage = stage or Stage()
+    books: Any = Books()
+    return Adaptation(meeting, stage, books, loop, last_step=9), meeting, stage, books
+
+
+def over_the_network(message):
+    return json.loads(json.dumps(message))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_every_rank_swaps_once_all_have_made_room(rank):
+    told = over_the_network(on_rank(0, Loop(MORPH))[0].told(7))
+    adaptation, meeting, stage, _ = on_rank(rank)
+    assert adaptation.heed(7, [told, {}, {}]) == PROGRAMS[rank]
+    assert (stage.room, meeting.met) == ([SLOTS], 1)
+
+
+def test_rank_0_records_a_morph_once_for_the_next_step():
+    adaptation, _, _, books = on_rank(0, Loop(MORPH))
+    told = over_the_network(adaptation.told(7))
+    adaptation.heed(7, [told, {}, {}])
+    assert books.adopted == [(MORPH, 8)]
+    assert adaptation.told(8) == {}
+    assert adaptation.heed(8, [{"loss": 1.0}] * 3) is None
+    assert books.adopted == [(MORPH, 8)]
+    assert on_rank(0, Loop(MORPH))[0].told(9) == {}  # it would be for the step after the last one
+
+
+LINK = Link(1, 2)
+UP = {"paths_up": {"1-2": True}}
+FAILED = {"link_failures": [{"link": "1-2", "detail": "no answer in 3 s"}]}
+
+
+def after_failure(rank, loop=None):
+    """A rank that has heard of the failure of link 1-2 in the step before."""
+    adaptation, _, stage, _ = on_rank(rank, loop, Stage())
+    adaptation.heed(6, [{}, FAILED, FAILED])
+    return adaptation, stage
+
+
+@pytest.mark.parametrize(("rank", "is_end"), [(0, False), (1, True), (2, True)])
+def test_a_path_begins_again_before_its_probe(rank, is_end):
+    told = over_the_network(after_failure(0, Loop(probes=(LINK,), known=(LINK,)))[0].told(7))
+    assert told == {"probe": ["1-2"], "restore": ["1-2"]}
+    adaptation, stage = after_failure(rank)
+    assert adaptation.heed(7, [told, UP, UP]) is None
+    probed = ("probe", "1-2")  # what no end is asked to, answers with nothing
+    assert stage.done == ([("restore", "1-2"), probed] if is_end else [probed])
+
+
+def test_an_unprobed_path_begins_again_with_its_morph():
+    back = Morph(PLAN, MORPH.programs, SLOTS, "well", {LINK: "direct"}, {})
+    told = after_failure(0, Loop(back, known=(LINK,)))[0].told(7)
+    assert told["restore"] == ["1-2"]
+    adaptation, stage = after_failure(1)
+    assert adaptation.heed(7, [over_the_network(told), UP, UP]) == PROGRAMS[1]
+    assert stage.done == [("restore", "1-2")]
+
+
+def test_a_newly_failed_path_is_not_probed():
+    assert after_failure(0, Loop(probes=(LINK,)))[0].told(7) == {}
+    back = Morph(PLAN, MORPH.programs, SLOTS, "well", {LINK: "direct"}, {})
+    assert "restore" not in after_failure(0, Loop(back))[0].told(7)
+
+
+def test_a_link_found_down_or_failed_in_that_step_is_not_probed():
+    down = {"paths_up": {"1-2": False}}
+    adaptation, stage = after_failure(1)
+    adaptation.heed(7, [{"probe": ["1-2"], "restore": ["1-2"]}, UP, down])
+    assert stage.done == []
+    adaptation, _, stage, _ = on_rank(1)
+    adaptation.heed(7, [{"probe": ["1-2"]}, FAILED, FAILED])
+    assert stage.done == []
+
+
+def test_failures_are_reported_whether_or_not_anything_adapts():
+    for loop in (Loop(MORPH), None):
+        stage = Stage(*FAILED["link_failures"])
+        assert on_rank(1, loop, stage)[0].told(9) == FAILED | UP
+    stage: Any = Stage(*FAILED["link_failures"])
+    books: Any = Books()
+    fixed = Adaptation(Meeting(1), stage, books, None, last_step=9, adapts=False)
+    assert (fixed.told(8), fixed.told(9)) == (FAILED, {})

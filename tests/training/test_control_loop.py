@@ -1,0 +1,293 @@
+"""From measured steps to morphs, with plans that are made without a process."""
+
+import threading
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from adapting_run import CONFIG, COSTS, FIRST, FailingPlans, PlansHere
+
+from jaxmorph.control.events import Morph
+from jaxmorph.control.orchestrator import Decision, Dwell
+from jaxmorph.records import Link
+from jaxmorph.runtime.direct_probe import probe_transfers
+from jaxmorph.training.planning_client import PlanningError
+
+
+@pytest.fixture
+def slow_run(run):
+    """A run that has just delegated its slow link."""
+    run.steps(6)
+    run.steps(6, slow_ms=40.0)
+    return run
+
+
+def test_a_slow_link_is_delegated_and_comes_back(run):
+    run.steps(6)
+    assert (run.events, run.plans.asked) == ([], 0)
+    run.steps(6, slow_ms=40.0)
+    assert run.events == [
+        (6, "straggler_detected", "1-2"),
+        (7, "plan_changed", None),
+        (7, "route_changed", "1-2"),
+    ]
+    assert run.routes == {Link(0, 1): "direct", Link(1, 2): "delegated"}
+    run.steps(10)
+    kinds = run.events[3:]
+    assert [kind for _, kind, _ in kinds] == [
+        "straggler_recovering", "straggler_cleared", "link_probed", "plan_changed", "route_changed",
+    ]  # fmt: skip
+    assert kinds[-1][0] <= 12 + 10
+    assert run.routes == FIRST.routes
+
+
+def test_what_is_expected_of_a_step_follows_verdict_and_route(run):
+    run.steps(6)
+    assert run.expected_ms() == pytest.approx(0.5)
+    run.steps(1, slow_ms=40.0)  # judged on the direct route, and delegated from now on
+    assert run.expected_ms() == pytest.approx(41.5)
+    run.steps(1, slow_ms=40.0)
+    assert run.expected_ms() == pytest.approx(41.5)
+    assert run.loop.link_states() == {"1-2": "slow, 41.5 ms (healthy: 0.5)"}
+    run.steps(12)
+    assert run.expected_ms() == pytest.approx(0.5)
+    assert run.loop.link_states() == {}
+
+
+def test_one_thing_is_weighed_at_a_time_the_latest_counts(run):
+    run.steps(6)
+    run.plans.may_answer.clear()
+    run.steps(1, slow_ms=40.0)
+    run.steps(5)
+    assert run.plans.is_asked.wait(30)
+    assert run.plans.asked == 1
+    assert run.of_kind("plan_changed") == []
+    run.plans.may_answer.set()
+    run.settle()
+    run.steps(12)
+    assert run.plans.asked == 2
+    assert run.of_kind("plan_changed") == []  # the delay is over by then
+
+
+def test_an_absorbed_delay_is_reported_and_changes_nothing(begin_run):
+    run = begin_run(PlansHere(), CONFIG.adaptation.model_copy(update={"worth": 0.9}))
+    run.steps(6)
+    run.steps(3, slow_ms=10.0)
+    assert run.events == [(6, "straggler_detected", "1-2"), (7, "plan_kept", None)]
+
+
+def test_planning_that_failed_is_retried_with_a_new_process(begin_run):
+    run = begin_run(FailingPlans(0, 1))
+    run.steps(6)
+    run.steps(20, slow_ms=40.0)
+    assert run.of_kind("planning_failed", "plan_changed") == [
+        (7, "planning_failed", None),  # 4 steps after the one that it was for
+        (11, "planning_failed", None),  # 8 steps after that
+        (19, "plan_changed", None),
+    ]
+    assert run.details[1:3] == [
+        "the planning process has died; the plan in force stays, and planning is tried again in "
+        + steps
+        for steps in ("4 steps", "8 steps, sooner if a link turns slow")
+    ]
+    assert run.plans.restarted == [FIRST.routes] * 2
+
+
+def test_after_a_restart_plans_are_weighed_against_what_ranks_run(begin_run):
+    run = begin_run(FailingPlans(1))
+    run.steps(6)
+    run.steps(4, slow_ms=40.0)
+    (adopted,) = run.morphs
+    assert set(adopted.plan.routes.values()) == {"direct", "delegated"}
+    latest = run.loop._latest
+    before = run.plans._planner.weigh(*latest[1:])
+    run.loop._thread.submit(run.loop._keep_error, run.loop._decide, *latest, ())
+    run.settle()  # planning fails
+    run.steps(6, slow_ms=40.0)
+    assert len(run.plans.restarted) == 1
+    assert run.plans.weighed[-1].in_force_ms == before.in_force_ms
+    assert run.morphs == [adopted]
+
+
+def test_after_a_success_a_failure_is_the_first_one_again(begin_run):
+    run = begin_run(FailingPlans(0, 1, 3))
+    run.steps(6)
+    run.steps(20, slow_ms=40.0)
+    run.steps(20)
+    assert run.of_kind("planning_failed")[-1][0] + 4 <= run.of_kind("link_probed")[0][0]
+    assert run.routes == FIRST.routes
+    assert run.plans.restarted[-1][Link(1, 2)] == "delegated"
+
+
+@pytest.mark.parametrize(("steps_later", "told_after"), [(2, 23), (6, 26)])
+def test_a_link_that_turns_slow_waits_four_steps_at_most(begin_run, steps_later, told_after):
+    run = begin_run(FailingPlans(0, 1, 2))
+    run.steps(6)
+    run.steps(14, slow_ms=40.0)
+    assert [step for step, _, _ in run.of_kind("planning_failed")] == [7, 11, 19]
+    run.steps(steps_later - 1, slow_ms=40.0)  # the failure was after step 18, the next try after 34
+    run.steps(4, slow_ms=40.0, other_ms=40.0)
+    assert run.of_kind("plan_changed") == [(told_after, "plan_changed", None)]
+    assert run.delegated() == {"0-1", "1-2"}
+
+
+def test_the_next_attempt_weighs_what_the_failed_one_had(begin_run):
+    run = begin_run(FailingPlans(0))
+    run.steps(6)
+    run.steps(12, costs=replace(COSTS, forward_ms=(10.0, 20.0, 10.0)))
+    (happened,) = [at for at, event in enumerate(run.events) if event[1].startswith("plan_")]
+    assert "stage 1's F takes 20.0 ms, not 10.0" in run.details[happened]
+
+
+@pytest.mark.parametrize(
+    ("other_ms", "waits"),
+    [(0.0, [4, 8, 16, 32]), (40.0, [4, 8, 4, 32])],  # a link that turns slow adds one attempt
+)
+def test_after_five_failures_planning_is_given_up(begin_run, other_ms, waits):
+    run = begin_run(FailingPlans(*range(99)))
+    run.steps(6)
+    run.steps(14, slow_ms=40.0)
+    run.steps(70, slow_ms=40.0, other_ms=other_ms)
+    told = [step for step, _, _ in run.of_kind("planning_failed")]
+    assert [later - before for before, later in pairwise(told)] == waits
+    assert run.details[-1] == (
+        "the planning process has died; that was attempt 5 in a row: planning is given up, and the "
+        "plan in force stays for the rest of the run"
+    )
+    run.steps(9)
+    assert (run.plans.asked, run.routes) == (5, FIRST.routes)
+
+
+def test_late_probes_keep_a_link_delegated_and_get_rarer(slow_run):
+    slow_run.direct_late_ms = 40.0
+    slow_run.steps(40)
+    probed = [step for step, _, _ in slow_run.of_kind("link_probed")]
+    assert slow_run.routes[Link(1, 2)] == "delegated"
+    waits = [later - before for before, later in pairwise(probed)]
+    assert len(waits) >= 2
+    assert waits == sorted(waits)
+    assert waits[-1] >= 8
+    slow_run.direct_late_ms = 0.0
+    slow_run.steps(40)
+    assert slow_run.routes == FIRST.routes
+
+
+def test_slower_ops_are_told_and_weighed(run):
+    run.steps(6)
+    run.steps(6, costs=replace(COSTS, forward_ms=(10.0, 20.0, 10.0)))
+    assert len(run.of_kind("compute_changed")) == 1
+    assert run.plans.asked == 1
+
+
+def test_news_of_ops_drop_a_decision_that_awaits_a_probe(slow_run):
+    slow_run.sends_probes = False
+    slow_run.steps(9)
+    asked = slow_run.plans.asked
+    slower = replace(COSTS, forward_ms=(10.0, 20.0, 10.0))
+    slow_run.steps(6, costs=slower)
+    assert (slow_run.plans.asked, slow_run.delegated()) == (asked, {"1-2"})  # it still waits
+    slow_run.sends_probes = True
+    slow_run.steps(3, costs=slower)
+    assert slow_run.plans.asked == asked + 1
+    assert "stage 1's F takes 20.0 ms, not 10.0" in slow_run.morphs[1].reason
+    assert slow_run.delegated() == set()
+
+
+def test_a_newly_slow_link_waits_for_no_other_probe(slow_run):
+    slow_run.sends_probes = False
+    slow_run.steps(9)
+    began = slow_run.step
+    slow_run.steps(3, other_ms=40.0)
+    assert slow_run.of_kind("route_changed")[-1] == (began + 1, "route_changed", "0-1")
+    assert slow_run.delegated() == {"0-1", "1-2"}
+    slow_run.sends_probes = True
+    slow_run.steps(3, other_ms=40.0)
+    assert slow_run.delegated() == {"0-1"}
+    slow_run.steps(20)
+    assert slow_run.routes == FIRST.routes
+
+
+class Beginning:
+    """A planning process that takes its time to begin, and then has begun, or failed to."""
+
+    def __init__(self, run, error=None):
+        self._may_end, self._run, self._error = threading.Event(), run, error
+        run.plans.may_answer.clear()  # steps don't wait for what is queued
+        run.loop.begin(self._begin)
+
+    def end(self):
+        self._run.plans.may_answer.set()
+        self._may_end.set()
+        self._run.settle()
+
+    def _begin(self):
+        assert self._may_end.wait(30)
+        if self._error is not None:
+            raise self._error
+
+
+def test_news_before_planning_has_begun_is_weighed_after(run):
+    beginning = Beginning(run)
+    run.steps(6)
+    run.steps(2, slow_ms=40.0)
+    assert run.plans.asked == 0
+    beginning.end()
+    run.settle()
+    assert run.plans.asked == 1
+    run.steps(2, slow_ms=40.0)
+    assert run.delegated() == {"1-2"}
+    assert run.plans.asked == 1
+
+
+def test_news_while_planning_fails_to_begin_is_not_lost(run):
+    beginning = Beginning(run, PlanningError("the planning process has died"))
+    run.steps(6)
+    run.steps(2, slow_ms=40.0)
+    beginning.end()
+    failed_after = run.step - 1
+    run.steps(3, slow_ms=40.0)
+    assert (run.plans.asked, len(run.of_kind("planning_failed"))) == (0, 1)
+    run.steps(3, slow_ms=40.0)
+    assert (run.plans.asked, run.plans.restarted) == (1, [FIRST.routes])
+    assert run.of_kind("plan_changed") == [(failed_after + 5, "plan_changed", None)]
+
+
+def test_a_kept_plan_replaces_no_pending_morph(run):
+    pending = Morph(FIRST, ("a", "b", "c"), {}, "", {}, {})
+    situation = run.loop._weigh(*run.loop._latest, ())
+    run.loop._morph = pending
+    run.loop._keep(Decision(None, "all is well"), situation)
+    assert run.loop._is_busy
+    assert run.loop.ready() is pending
+
+
+def test_dwell_is_changed_by_one_thread_at_a_time(run):
+    unguarded = []
+
+    class Guarded(Dwell):
+        def after(self, subjects, step):
+            if not run.loop._lock.locked():
+                unguarded.append((subjects, step))
+            return super().after(subjects, step)
+
+    settings = CONFIG.adaptation
+    run.loop._dwell = Guarded(settings.dwell_steps, settings.longest_dwell_steps)
+    run.steps(6)
+    run.steps(6, slow_ms=40.0)  # by the thread that decides
+    run.direct_late_ms = 40.0
+    run.steps(12)  # by the one that hears of probes
+    assert run.of_kind("link_probed") != []
+    assert isinstance(run.loop._dwell, Guarded)
+    assert unguarded == []
+
+
+def test_a_link_an_earlier_probe_found_well_needs_none(slow_run):
+    slow_run.sends_probes = False
+    slow_run.steps(9)
+    assert slow_run.delegated() == {"1-2"}  # it waits for a probe
+    slow_run.probed = {
+        str(each): 0.5 for each in probe_transfers(Link(1, 2))
+    }  # of something earlier
+    slow_run.steps(1)
+    assert slow_run.routes == FIRST.routes
+    assert slow_run.loop.due_probes() == ()

@@ -1,0 +1,267 @@
+"""Direct paths that fail while a run adapts: delegated at once, and back once they are well."""
+
+import random
+
+import pytest
+from failing_run import LINKS, FailingRun
+
+from jaxmorph.records import Link
+from jaxmorph.training.planning_client import PlanningError
+
+FIRST_LINK, LINK = LINKS
+STEPS_TO_MORPH = 2
+
+
+@pytest.fixture
+def begin():
+    """Begins runs, and ends them with the test."""
+    runs = []
+
+    def begun(**settings):
+        runs.append(FailingRun(**settings))
+        return runs[-1]
+
+    yield begun
+    for run in runs:
+        run.close()
+
+
+@pytest.fixture
+def cut(begin):
+    """Begins runs whose second link's path is cut after six steps."""
+
+    def cut(**settings):
+        run = begin(**settings)
+        run.steps(6)
+        run.cut(LINK)
+        return run
+
+    return cut
+
+
+def routes_of(run, link=LINK):
+    return [record["routes"][str(link)] for record in run.records()]
+
+
+def test_a_link_that_fails_is_told_once_and_a_plan_delegates_it_two_steps_later(cut):
+    run = cut(worth=0.9)  # no gain is worth a morph
+    run.steps(6)
+    assert run.events("link_failed", "plan_changed", "route_changed", "straggler_detected") == [
+        (6, "link_failed", "1-2"),
+        (8, "plan_changed", None),
+        (8, "route_changed", "1-2"),
+    ]
+    assert run.details("plan_changed")[0].startswith("link 1-2 has no direct path: 1-2 delegated")
+    assert run.details("plan_changed")[0].endswith("without a direct path there is no choice")
+    assert [routes[LINK] for _, routes, _, _ in run.log] == ["direct"] * 8 + ["delegated"] * 4
+    assert routes_of(run) == ["direct"] * 6 + ["delegated"] * 6
+    assert run.records()[7]["link_states"] == {"1-2": "direct path failed, delegated"}
+
+
+def test_a_link_goes_back_after_its_path_was_up_for_long_enough_and_a_probe_was_in_time(cut):
+    run = cut(failback_steps=5)
+    run.steps(6)
+    run.heal(LINK)
+    run.steps(20)
+    told = run.events(
+        "link_failed", "straggler_recovering", "straggler_cleared", "link_probed", "link_restored"
+    )
+    # Up in steps 12 to 16, in time in 16 to 18, probed after 19, found well in 20.
+    assert told == [
+        (6, "link_failed", "1-2"),
+        *[(16, "straggler_recovering", "1-2")] * 2,
+        *[(18, "straggler_cleared", "1-2")] * 2,
+        (20, "link_probed", "1-2"),
+        (22, "link_restored", "1-2"),
+    ]
+    assert run.wires.begun == [LINK]
+    assert routes_of(run) == ["direct"] * 6 + ["delegated"] * 16 + ["direct"] * 10
+
+
+def test_what_waited_for_a_failing_link_moves_no_estimate(begin):
+    run, undisturbed = begin(), begin()
+    for each in (run, undisturbed):
+        each.steps(12)
+    run.cut(LINK)
+    run.steps(12)
+    for way in ((0, 1), (1, 0), (1, 2), (2, 1)):
+        usual = undisturbed.detector.usual(*way, is_held=True)
+        assert run.detector.usual(*way, is_held=True) == usual
+    assert run.events("straggler_detected", "compute_changed") == []
+    assert run.profiler.profile().costs == undisturbed.profiler.profile().costs
+    other = undisturbed.profiler.profile().links[FIRST_LINK]
+    assert run.profiler.profile().links[FIRST_LINK] == other
+
+
+def test_a_link_that_turns_slow_in_the_very_step_of_a_failure_is_found_in_the_next(begin):
+    run = begin()
+    run.steps(8)
+    run.cut(LINK)
+    run.steps(6, {FIRST_LINK: 40.0})
+    assert {step for step, _, _ in run.events("straggler_detected")} == {9}
+    assert run.routes == dict.fromkeys(LINKS, "delegated")
+
+
+def test_a_path_that_is_down_again_before_it_is_used_counts_from_the_beginning(cut):
+    run = cut(failback_steps=4, dwell_steps=60)
+    run.steps(3)
+    run.heal(LINK)
+    run.steps(12)
+    assert len(run.events("straggler_cleared")) == 2
+    run.cut(LINK)
+    run.steps(3)
+    assert run.events("link_path_down") == [(21, "link_path_down", "1-2")]
+    assert run.wires.begun == []
+    run.heal(LINK)
+    run.steps(70)
+    assert run.wires.begun == [LINK]
+    assert len(run.events("link_failed")) == 1
+    assert len(run.events("link_restored")) == 1
+
+
+class DownAgain(FailingRun):
+    """A run in which a path is cut, once, right after both ends have found it up for a probe."""
+
+    is_due = True
+
+    def _heed(self, reports):
+        probed = reports[0].get("probe", ())
+        if probed and self.is_due:
+            self.is_due = False
+            self.wires.down.update(map(Link.parse, probed))
+        super()._heed(reports)
+
+
+def test_a_path_whose_probe_fails_is_dead_again_and_must_be_up_for_twice_as_long():
+    run = DownAgain(failback_steps=5)
+    run.steps(6)
+    run.cut(LINK)
+    run.steps(3)
+    run.heal(LINK)
+    run.steps(16)
+    assert [step for step, _, _ in run.events("link_failed")] == [6, 17]
+    assert run.events("link_restored") == []
+    assert set(routes_of(run)[6:]) == {"delegated"}
+    run.heal(LINK)
+    run.steps(30)
+    began = [step for step, _, _ in run.events("straggler_recovering")][::2]
+    assert began == [13, 34]  # after 5 steps, and after 10
+    assert len(run.events("link_restored")) == 1
+    run.close()
+
+
+def test_a_link_whose_path_has_no_life_left_stays_delegated_and_one_event_says_so(cut):
+    run = cut(lives=1, failback_steps=3)
+    run.steps(3)
+    run.heal(LINK)
+    run.steps(40)
+    assert run.events("link_given_up") == [(6, "link_given_up", "1-2")]
+    assert run.wires.begun == []
+    assert set(routes_of(run)[6:]) == {"delegated"}
+
+
+def test_while_no_plan_can_be_had_the_link_goes_by_hosts_and_is_not_taken_back(begin):
+    run = begin(failback_steps=3)
+    weigh, run.plans.weigh = run.plans.weigh, failing
+    run.steps(6)
+    run.cut(LINK)
+    run.steps(2)
+    run.heal(LINK)
+    run.steps(10)
+    assert run.wires.begun == []
+    assert set(routes_of(run)[6:]) == {"delegated"}
+    run.plans.weigh = weigh
+    run.steps(30)
+    assert run.wires.begun == [LINK]
+    assert len(run.events("link_restored")) == 1
+    assert run.routes[LINK] == "direct"
+
+
+def failing(*_):
+    raise PlanningError("the planning process has died")
+
+
+def test_a_delegated_link_whose_probe_finds_no_path_is_told_as_failed(begin):
+    run = begin(failback_steps=3)
+    run.steps(6)
+    run.steps(6, {LINK: 40.0})
+    assert run.routes[LINK] == "delegated"
+    run.cut(LINK)
+    run.steps(20)
+    assert len(run.events("link_failed")) == 1
+    assert run.events("link_restored", "link_given_up") == []
+    assert run.routes[LINK] == "delegated"
+    run.heal(LINK)
+    run.steps(30)
+    assert len(run.events("link_restored")) == 1
+    assert run.routes[LINK] == "direct"
+
+
+def test_a_link_that_was_dead_before_goes_back_once_its_path_was_up_for_long_enough(begin):
+    run = begin(dead=[LINK], failback_steps=5)
+    run.cut(LINK)
+    run.steps(6)
+    assert [stage.failed_before for stage in run.stages] == [[], [LINK], [LINK]]
+    assert run.events("straggler_detected") == [(0, "straggler_detected", "1-2")] * 2
+    assert run.records()[5]["link_states"] == {"1-2": "direct path failed, delegated"}
+    run.heal(LINK)
+    run.steps(20)
+    # Up in steps 6 to 10, and from there as any link that was dead.
+    assert run.events("link_failed", "straggler_recovering", "link_probed", "link_restored") == [
+        *[(10, "straggler_recovering", "1-2")] * 2,
+        (14, "link_probed", "1-2"),
+        (16, "link_restored", "1-2"),
+    ]
+    assert routes_of(run) == ["delegated"] * 16 + ["direct"] * 10
+
+
+class Watched(FailingRun):
+    """A run that says if a path begins again too early."""
+
+    def on_begun(self, link, found_up):
+        least = self.loop.paths.steps_after(self.wires.failures[link])
+        assert found_up >= least
+
+
+@pytest.mark.parametrize("delegates", ["slow", "any"])
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_fails_and_when_no_link_is_used_without_its_path(seed, delegates):
+    drawn = random.Random(seed)
+    run = Watched(failback_steps=6, longest_dwell_steps=12, delegates=delegates)
+    slow_ms = {}
+    run.steps(6)
+    for _ in range(14):
+        link = drawn.choice(LINKS)
+        match drawn.choice(["cut", "cut", "heal", "slow", "well"]):
+            case "cut":
+                run.cut(link)
+            case "heal":
+                run.heal(link)
+            case "slow":
+                slow_ms[link] = drawn.choice([20.0, 40.0])
+            case "well":
+                slow_ms.pop(link, None)
+        run.steps(drawn.randint(1, 9), slow_ms)
+    for link in LINKS:
+        run.heal(link)
+    run.steps(80)
+    expect_sound(run)
+    assert {run.routes[link] for link in run.wires.by_hosts} <= {"delegated"}
+    if delegates == "slow":  # else delegation may be worth it
+        assert set(run.routes.values()) == {"direct"}
+    run.close()
+
+
+def expect_sound(run):
+    """Each failure told once, routes told as they were, and no plan that uses a failed path."""
+    told = run.events("link_failed")
+    for link in LINKS:
+        assert len([each for each in told if each[2] == str(link)]) == run.wires.failures[link]
+    for record, (_, routes, _, after) in zip(run.records(), run.log, strict=True):
+        as_run = {**routes, **dict.fromkeys(after, "delegated")}
+        assert record["routes"] == {str(link): route for link, route in as_run.items()}
+    for link in LINKS:
+        waited = 0
+        for _, routes, before, _ in run.log:
+            waited = waited + 1 if link in before and routes[link] == "direct" else 0
+            assert waited <= STEPS_TO_MORPH

@@ -1,0 +1,39 @@
+"""Which links a run that adapts may delegate before its first step."""
+
+import pytest
+
+from jaxmorph.config import check_config
+from jaxmorph.control.conditions import UsualLinks
+from jaxmorph.records import Link
+from jaxmorph.runtime.rendezvous import SoleRank
+from jaxmorph.schedule.costs import LinkState, chain_links
+from jaxmorph.training.first_plan import _agree_on_delegable, links_told
+
+FOUR = (0.5, 30.0, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("adaptation", "latencies_ms", "links"),
+    [
+        ({}, FOUR, []),
+        ({"enabled": True}, FOUR, [Link(1, 2)]),
+        ({"enabled": True}, (0.5, 30.0), [Link(1, 2)]),
+        ({"enabled": True, "delegates": "any"}, FOUR, [Link(0, 1), Link(1, 2), Link(2, 3)]),
+    ],
+)
+def test_slow_links_are_delegable_or_any_where_allowed(adaptation, latencies_ms, links):
+    stages = {"stages": len(latencies_ms) + 1}
+    config = check_config({"parallelism": stages, "adaptation": adaptation})
+    usual: UsualLinks = {"direct": chain_links(latencies_ms), "delegated": {}}
+    assert _agree_on_delegable(config, SoleRank(), usual, ()) == links
+
+
+def test_links_are_planned_as_measured_unless_named():
+    measured = {Link(0, 1): LinkState(0.5, 0.4), Link(1, 2): LinkState(9.0, 9.0)}
+    assert links_told(None, measured) == measured
+    told = links_told({"1-2": 30.0, "2-3": 5.0}, measured)
+    assert told == {
+        Link(0, 1): LinkState(0.5, 0.4),
+        Link(1, 2): LinkState(30.0, 30.0),
+        Link(2, 3): LinkState(5.0, 5.0),
+    }

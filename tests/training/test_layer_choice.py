@@ -1,0 +1,98 @@
+import pytest
+
+from jaxmorph.config import Config
+from jaxmorph.errors import UserError
+from jaxmorph.runtime.rendezvous import SoleRank
+from jaxmorph.stage.layer_costs import LayerCosts
+from jaxmorph.training.layer_choice import choose_layers, cut_by_costs
+
+HEAVY_HEAD = LayerCosts(embed_ms=0.5, layer_ms=2.0, head_ms=5.0)
+PACED = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1}
+
+
+class Rank(SoleRank):
+    """One of several ranks: rank 0's messages are kept, another rank hears them."""
+
+    def __init__(self, rank, heard=()):
+        self.rank, self.num_ranks = rank, 2
+        self.said, self._heard = [], list(heard)
+
+    def exchange(self, message, detail=None):
+        self.said.append(message)
+        return [message if self.rank == 0 else self._heard.pop(0), {}]
+
+
+def config_of(stages=2, accelerator=None, schedule="zb-h2", **parallelism):
+    return Config.model_validate(
+        {
+            "parallelism": {"stages": stages, "layers": "auto"} | parallelism,
+            "emulation": {"accelerator": accelerator},
+            "schedule": {"name": schedule},
+        }
+    )
+
+
+def not_measured():
+    raise AssertionError("nothing needs to be measured")
+
+
+def counts(choice):
+    return [len(layers) for layers in choice.layers]
+
+
+@pytest.mark.parametrize(
+    ("costs", "num_layers", "layers", "reason"),
+    [
+        (
+            HEAVY_HEAD, 8, (5, 3),
+            "slowest stage 11 ms a microbatch, 13 ms under the even cut 4 4; "
+            "embedding 0.5, a layer 2, the head 5 ms",
+        ),
+        (LayerCosts(4.0, 2.0, 6.0), 9, (3, 4, 2), "slowest stage 10 ms"),
+        (LayerCosts(0.0, 2.0, 2.05), 8, (4, 4), "even: slowest stage 10"),  # hardly faster
+        (LayerCosts(0.0, 2.0, 2.25), 8, (5, 3), "slowest stage 10"),
+    ],
+)  # fmt: skip
+def test_stages_with_a_heavy_end_get_fewer_layers(costs, num_layers, layers, reason):
+    chosen, why = cut_by_costs(costs, num_layers, len(layers))
+    assert chosen == layers
+    assert why.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("before", "measure", "cut"),
+    [(None, lambda: HEAVY_HEAD, [5, 3]), ((6, 2), not_measured, [6, 2])],
+)
+def test_rank_0_measures_unless_it_was_cut_before_and_the_others_take_its_answer(
+    before, measure, cut
+):
+    rank_0 = Rank(0)
+    first = choose_layers(config_of(), rank_0, 8, measure, before)
+    second = choose_layers(config_of(), Rank(1, heard=rank_0.said), 8, not_measured)
+    assert counts(first) == cut
+    assert first == second
+    assert (first.reason == "as the run was cut before") is (before is not None)
+    assert before or rank_0.said[0] == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "cut", "reason"),
+    [
+        (config_of(accelerator=PACED), [4, 4], "even: paced ops last as long"),
+        (config_of(chunks=2, schedule="interleaved"), [2, 2, 2, 2], "even: a stage's chunks"),
+        (config_of(layers="even"), [4, 4], ""),
+        (config_of(layers=[3, 5]), [3, 5], ""),
+        (config_of(stages=8), [1] * 8, ""),
+        (config_of(stages=1), [8], ""),
+    ],
+)
+def test_nothing_is_measured_where_it_does_not_matter(config, cut, reason):
+    choice = choose_layers(config, SoleRank(), 8, not_measured)
+    assert counts(choice) == cut
+    assert choice.reason.startswith(reason)
+    assert bool(choice.reason) == bool(reason)
+
+
+def test_more_stages_than_layers_is_refused_before_measuring():
+    with pytest.raises(UserError, match=r"parallelism.stages: got 9, expected between 1 and"):
+        choose_layers(config_of(stages=9), SoleRank(), 8, not_measured)

@@ -1,0 +1,106 @@
+"""What failures cost: every second between two signs of health is in exactly one recovery."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmorph.records import COMPILE, PHASES, PLAN, RESTORE, START
+from jaxmorph.training.ledger import Goodput, Ledger, PhaseEnds
+
+TIMES = st.floats(0, 1000)
+
+
+def begin(ledger, *ends_s):
+    for phase, at_s in zip((START, COMPILE, RESTORE, PLAN), ends_s, strict=False):
+        ledger.phase_ended(phase, at_s)
+
+
+def live(steps, *ends_s):
+    """A ledger after some steps of a second each, and the starts before them."""
+    ledger = Ledger(0.0)
+    begin(ledger, *ends_s)
+    for step in range(steps):
+        assert ledger.step_done(step, ends_s[-1] + 1.0 + step) is None
+    return ledger
+
+
+def test_a_recovery_is_split_from_the_last_step_before_it_to_the_lost_steps_done_again():
+    ledger = live(5, 5.0, 8.0, 8.0, 10.0)
+    ledger.failed("rank 1 failed: ended by SIGKILL", 15.2, 16.2, from_step=3)
+    ledger.launched(17.2)
+    begin(ledger, 22.0, 23.0, 23.5, 25.5)
+    assert ledger.step_done(3, 26.5) is None
+    recovery = ledger.step_done(4, 27.5)
+    assert recovery is not None
+    assert (recovery.step, recovery.from_step, recovery.steps_again) == (5, 3, 2)
+    assert recovery.phases_s == pytest.approx(
+        {
+            "detect": 0.2, "tear_down": 1.0, "back_off": 1.0, "start": 4.8, "compile": 1.0,
+            "restore": 0.5, "plan": 2.0, "replay": 2.0,
+        }
+    )  # fmt: skip
+    assert recovery.total_s == pytest.approx(27.5 - 15.0)
+    assert not recovery.cut_off
+
+
+@st.composite
+def lives(draw):
+    """How long each part of each life takes, how many steps it does, and what the next keeps."""
+    parts = st.lists(st.floats(0, 10), min_size=4, max_size=4)
+    steps = st.integers(0, 6)
+    kept = st.floats(0, 1)
+    failure = st.tuples(*[st.floats(0, 5)] * 3)
+    return draw(st.lists(st.tuples(parts, steps, kept, failure), min_size=1, max_size=5))
+
+
+@given(lives(), st.integers(1, 3))
+def test_all_time_is_of_first_start_of_new_steps_or_of_one_recovery(lives, num_last_steps):
+    now_s, from_step, furthest, fresh_s = 0.0, 0, -1, 0.0
+    ledger, step_s = Ledger(0.0), 1.0
+
+    def live(parts, num_steps, is_first=False):
+        nonlocal now_s, furthest, fresh_s
+        for phase, took_s in zip((START, COMPILE, RESTORE, PLAN), parts, strict=True):
+            now_s += took_s
+            fresh_s += took_s if is_first else 0.0
+            ledger.phase_ended(phase, now_s)
+        for step in range(from_step, from_step + num_steps):
+            now_s += step_s
+            fresh_s += step_s if step > furthest else 0.0
+            furthest = max(furthest, step)
+            ledger.step_done(step, now_s)
+
+    for number, (parts, num_steps, kept, failure) in enumerate(lives):
+        live(parts, num_steps, is_first=number == 0)
+        ledger.cut_off()
+        kept_step = round(from_step + kept * (ledger.next_step - from_step))
+        ends_s = [now_s := now_s + took_s for took_s in failure]
+        ledger.failed("rank 0 failed", ends_s[0], ends_s[1], kept_step)
+        ledger.launched(ends_s[2])
+        from_step = kept_step
+    live([1.0] * 4, max(0, furthest - from_step + 1) + num_last_steps)
+    lost_s = sum(recovery.total_s for recovery in ledger.recoveries)
+    assert [each.restart for each in ledger.recoveries] == [*range(1, len(lives) + 1)]
+    assert not ledger.recoveries[-1].cut_off
+    assert lost_s + fresh_s == pytest.approx(now_s)
+    assert ledger.goodput(fresh_s).wall_s == pytest.approx(now_s)
+
+
+def test_goodput_is_the_share_of_steps_that_stayed():
+    assert Goodput(productive_s=30.0, wall_s=40.0).share == 0.75
+    assert Goodput(productive_s=0.0, wall_s=0.0).share == 0.0
+    assert Goodput(30.0, 40.0).to_json() == {
+        "goodput": 0.75, "productive_s": 30.0, "wall_s": 40.0, "lost_s": 0, "recoveries": [],
+    }  # fmt: skip
+
+
+@given(TIMES, st.lists(st.tuples(st.sampled_from(PHASES), TIMES)))
+def test_phases_add_up_to_the_time_until_the_last_of_them_ended(began_s, told):
+    ends = PhaseEnds(began_s)
+    for phase, at_s in told:
+        ends.end(phase, at_s)
+    lengths_s = ends.lengths_s()
+    assert set(lengths_s) == {phase for phase, _ in told}
+    assert min(lengths_s.values(), default=0.0) >= 0.0
+    last_s = max([began_s, *(at_s for _, at_s in told)])
+    assert sum(lengths_s.values()) == pytest.approx(last_s - began_s, abs=1e-9)

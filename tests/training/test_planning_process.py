@@ -1,0 +1,281 @@
+"""The plans that there are to choose from, and the process beside training that makes them."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+
+from jaxmorph.config import Config
+from jaxmorph.control.conditions import UsualLinks
+from jaxmorph.control.profiler import Profile
+from jaxmorph.control.step_programs import lower_step
+from jaxmorph.control.verdicts import Evidence, LinkHealth, Verdict
+from jaxmorph.program.check import check
+from jaxmorph.program.instructions import parse_program
+from jaxmorph.program.lowering import forward_only
+from jaxmorph.program.slots_needed import slots_needed
+from jaxmorph.records import Link
+from jaxmorph.schedule.costs import Limits, StageCosts, StashBytes, chain_links
+from jaxmorph.training.plan_in_force import plan_step
+from jaxmorph.training.planning_client import PlanningError, PlanningProcess
+from jaxmorph.training.planning_process import CandidatePlanner, serve
+
+LINKS = (Link(0, 1), Link(1, 2), Link(2, 3))
+COSTS = StageCosts.uniform(4, 10.0, 10.0, 10.0)
+USUAL: UsualLinks = {"direct": chain_links((0.0,) * 3), "delegated": chain_links((1.0,) * 3)}
+
+
+def config(**sections):
+    sizes = {"parallelism": {"stages": 4}, "batch": {"microbatches": 12}}
+    return Config.model_validate({**sizes, "schedule": {"name": "zb-h2"}, **sections})
+
+
+def planner(num_tied=0, **sections):
+    run = config(**sections)
+    profile = Profile(COSTS, USUAL["direct"])
+    first = plan_step(run, profile, num_tied)
+    return CandidatePlanner(run, num_tied, first, profile, USUAL), profile
+
+
+def verdicts(lower, upper, latency_ms, health=LinkHealth.SLOW):
+    evidence = Evidence((latency_ms,), 0.0, 0.0, 5.0)
+    ways = ((lower, upper), (upper, lower))
+    return [Verdict(*way, health, latency_ms, 0.0, 6, evidence, "slow") for way in ways]
+
+
+def delegated(candidate):
+    return [str(link) for link, route in candidate.plan.routes.items() if route == "delegated"]
+
+
+def test_a_slow_link_has_three_plans_that_run():
+    plans, profile = planner()
+    weighed = plans.weigh(profile, verdicts(2, 3, 30.0))
+    assert weighed.undisturbed_ms == pytest.approx(390.0)
+    assert weighed.in_force_ms == pytest.approx(1110.0)
+    first, same_order, anew = weighed.candidates
+    assert [delegated(each) for each in weighed.candidates] == [[], ["2-3"], ["2-3"]]
+    assert first.step_ms == weighed.in_force_ms
+    assert same_order.plan.schedule == first.plan.schedule
+    assert anew.plan.schedule.name == "adaptive"
+    assert anew.step_ms == pytest.approx(421.0)  # 30 ms, and what delegation costs, once
+    assert anew.step_ms < same_order.step_ms < first.step_ms
+    for candidate in weighed.candidates:
+        check(candidate.programs)
+    (only,) = plans.weigh(profile, verdicts(2, 3, 0.0, LinkHealth.HEALTHY)).candidates
+    assert only.plan.schedule.name == "zb-h2"
+
+
+@pytest.mark.parametrize(
+    ("sections", "links"),
+    [
+        ({"routes": {"0-1": "delegated"}}, [["0-1"], ["0-1", "2-3"], ["0-1", "2-3"]]),
+        (
+            {"adaptation": {"enabled": True, "delegates": "any"}},
+            [[], ["2-3"], ["2-3"], ["0-1", "1-2", "2-3"]],
+        ),
+    ],
+)
+def test_candidates_delegate_what_the_configuration_lets(sections, links):
+    plans, profile = planner(**sections)
+    candidates = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates
+    assert [delegated(each) for each in candidates] == links
+
+
+def test_after_a_morph_it_predicts_for_the_new_plan():
+    plans, profile = planner()
+    adapted = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates[2]
+    assert plans.adopt(adapted) == slots_needed(adapted.programs)
+    # Judged on the delegated route: what is usual there is in the latency.
+    assert plans.weigh(profile, verdicts(2, 3, 31.0)).in_force_ms == adapted.step_ms
+    first = plans.weigh(profile, []).candidates[0].plan
+    begun = CandidatePlanner(config(), 0, first, profile, USUAL, adapted.plan)
+    for each in (plans, begun):  # as well where a run begins with that plan
+        healed = each.weigh(profile, verdicts(2, 3, 1.0, LinkHealth.HEALTHY))
+        assert healed.in_force_ms == pytest.approx(391.0)
+        assert [delegated(candidate) for candidate in healed.candidates] == [[]]
+        assert healed.candidates[0].step_ms == pytest.approx(390.0)
+
+
+def test_slower_ops_call_for_another_order_noise_does_not():
+    plans, profile = planner()
+    noisy = replace(profile, costs=replace(COSTS, forward_ms=(10.5, 9.6, 10.0, 10.0)))
+    assert len(plans.weigh(noisy, []).candidates) == 1
+    slower = replace(profile, costs=replace(COSTS, forward_ms=(10.0, 14.0, 10.0, 10.0)))
+    _, anew = plans.weigh(slower, []).candidates
+    assert (delegated(anew), anew.plan.schedule.name) == ([], "adaptive")
+
+
+def test_a_tied_gradients_link_is_delegated_too():
+    slow = verdicts(0, 3, 30.0)
+    plans, profile = planner(num_tied=1)
+    assert delegated(plans.weigh(profile, slow).candidates[1]) == ["0-3"]
+    plans, profile = planner()
+    assert len(plans.weigh(profile, slow).candidates) == 1
+
+
+def test_evaluation_has_its_slots():
+    plans, profile = planner(evaluation={"every_steps": 5}, data={"held_out_fraction": 0.1})
+    adapted = plans.weigh(profile, verdicts(2, 3, 30.0)).candidates[2]
+    forwards = slots_needed([*map(forward_only, adapted.programs)])
+    slots = plans.adopt(adapted)
+    assert all(slots[channel] >= number for channel, number in forwards.items())
+    assert any(slots[channel] >= number > 1 for channel, number in forwards.items())
+
+
+def test_caps_hold_for_plans_made_anew():
+    plans, profile = planner(schedule={"name": "adaptive", "max_live": 7})
+    anew = plans.weigh(profile, verdicts(2, 3, 60.0)).candidates[-1]
+    assert max(anew.plan.schedule.peak_live("B")) <= 7
+
+
+def test_new_plans_keep_caps_that_the_first_exceeds():
+    """As with a fixed schedule, which runs as it is, on devices that tell their memory."""
+    sizes = StashBytes((10,) * 4, (5,) * 4)
+    profile = Profile(COSTS, USUAL["direct"], stash_bytes=sizes)
+    first = plan_step(config(), profile, 0)
+    assert held_bytes(first, sizes) > 60
+    capped = config(schedule={"name": "zb-h2", "max_stash_bytes": 60})
+    for run, keeps in ((config(), False), (capped, True)):
+        plans = CandidatePlanner(run, 0, first, profile, USUAL)
+        *same, anew = plans.weigh(profile, verdicts(2, 3, 60.0)).candidates
+        assert all(each.plan.schedule == first.schedule for each in same)
+        assert anew.plan.schedule.name == "adaptive"
+        assert (held_bytes(anew.plan, sizes) <= 60) is keeps
+
+
+def held_bytes(plan, sizes):
+    """The most that any stage holds."""
+    memories = Limits(max_stash_bytes=(0,) * 4, stash_bytes=sizes).stage_memory(4, 12)
+    return max(
+        memory.peak(order) for memory, order in zip(memories, plan.schedule.orders, strict=True)
+    )
+
+
+def routes_and_orders(weighed):
+    return [(delegated(each), each.plan.schedule) for each in weighed.candidates]
+
+
+def test_a_newly_slow_link_has_plans_that_keep_others():
+    plans, profile = planner()
+    adapted = plans.weigh(profile, verdicts(0, 1, 30.0)).candidates[2]
+    plans.adopt(adapted)
+    slow = [*verdicts(0, 1, 1.0, LinkHealth.HEALTHY), *verdicts(2, 3, 30.0)]
+    for held in ((), [Link(0, 1)]):  # whether it could go back, but for a probe, or not
+        weighed = plans.weigh(profile, slow, held)
+        found = [delegated(each) for each in weighed.candidates]
+        alone, both = [["2-3"]] * 2, [["0-1", "2-3"]] * 3
+        assert found == [[], *alone, *both]
+        first, now = weighed.candidates[0].plan.schedule, adapted.plan.schedule
+        assert [each.plan.schedule for each in weighed.candidates[3:5]] == [first, now]
+        for candidate in weighed.candidates[3:]:
+            check(candidate.programs)
+            assert candidate.step_ms < 0.6 * weighed.in_force_ms
+
+
+def test_one_link_goes_back_while_another_stays():
+    plans, profile = planner()
+    slow = [*verdicts(0, 1, 30.0), *verdicts(2, 3, 30.0)]
+    adapted = plans.weigh(profile, slow).candidates[2]
+    plans.adopt(adapted)
+    healed = [each for at in (0, 2) for each in verdicts(at, at + 1, 1.0, LinkHealth.HEALTHY)]
+    _, first_order, same_order = plans.weigh(profile, healed, [Link(2, 3)]).candidates
+    assert delegated(first_order) == delegated(same_order) == ["2-3"]
+    assert same_order.plan.schedule == adapted.plan.schedule != first_order.plan.schedule
+
+
+@pytest.mark.parametrize("delegates", ["slow", "any"])
+def test_a_dead_link_has_plans_that_change_no_other(delegates):
+    plans, profile = planner(adaptation={"enabled": True, "delegates": delegates})
+    adapted = plans.weigh(profile, verdicts(0, 1, 30.0)).candidates[2]
+    plans.adopt(adapted)
+    dead = [*verdicts(0, 1, 1.0, LinkHealth.HEALTHY), *verdicts(2, 3, 0.0, LinkHealth.DEAD)]
+    candidates = plans.weigh(profile, dead, [Link(0, 1)]).candidates
+    assert any(delegated(each) == ["0-1", "2-3"] for each in candidates)
+    assert any("2-3" in delegated(each) for each in candidates)
+    for candidate in candidates:
+        check(candidate.programs)
+
+
+RUN, SLOW = config(), verdicts(1, 2, 30.0)
+PROFILE = Profile(COSTS, USUAL["direct"])
+FIRST = plan_step(RUN, PROFILE)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(60)
+def test_the_process_plans_and_ends_when_nobody_can_ask():
+    process = PlanningProcess()
+    try:
+        with pytest.raises(PlanningError, match="asked before it was told what runs"):
+            process.weigh(PROFILE, SLOW)
+        process.begin(RUN, 1, FIRST, PROFILE, USUAL)
+        options = process.weigh(PROFILE, SLOW)
+        assert options.in_force_ms > 1.5 * options.undisturbed_ms
+        chosen = options.candidates[1]
+        assert chosen.plan.schedule == FIRST.schedule
+        assert chosen.plan.routes == {
+            link: "delegated" if link == LINKS[1] else "direct" for link in LINKS
+        }
+        adopted = process.adopt(1)
+        programs = tuple(map(parse_program, adopted.programs))
+        told = Profile(COSTS, chain_links((0.0, 31.0, 0.0)))
+        assert programs == lower_step(FIRST.schedule, told, chosen.plan.routes, num_tied=1)
+        ways = {(channel.source, channel.destination) for channel in adopted.slots}
+        assert ways == {(1, 2), (2, 1)}
+        assert process.end() == 0  # as it ends when the process that has started it does
+        with pytest.raises(PlanningError, match="the planning process is gone"):
+            process.weigh(PROFILE, SLOW)
+    finally:
+        process.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_died_is_reported_and_replaced():
+    process = PlanningProcess()
+    try:
+        process._process.kill()
+        process._process.wait(30)
+        with pytest.raises(PlanningError, match="the planning process is gone"):
+            process.begin(RUN, 1, FIRST, PROFILE, USUAL)
+        process.restart(FIRST)  # another one takes its place
+        assert process.weigh(PROFILE, SLOW).in_force_ms > 0
+        slow = process.weigh(PROFILE, SLOW).candidates[1]
+        adopted = process.adopt(1)
+        morphed = process.weigh(PROFILE, SLOW)
+        process.restart(slow.plan, adopted.programs)
+        again = process.weigh(PROFILE, SLOW)
+        assert again.in_force_ms == morphed.in_force_ms
+    finally:
+        process.close()  # what it never read is of no interest to anyone
+    with pytest.raises(PlanningError, match="has been closed"):
+        process.restart(FIRST)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(60)
+def test_plans_keep_within_tens_of_gigabytes():
+    capped = config(schedule={"name": "zb-h2", "max_stash_bytes": [60 * 10**9] * 4})
+    profile = replace(PROFILE, stash_bytes=StashBytes((8 * 10**9,) * 4, (4 * 10**9,) * 4))
+    first = plan_step(RUN, profile)
+    process = PlanningProcess()
+    try:
+        process.begin(capped, 0, first, profile, USUAL)
+        candidates = process.weigh(profile, SLOW).candidates
+    finally:
+        process.close()
+    anew = candidates[-1].plan.schedule
+    assert anew.name == "adaptive"
+    assert max(anew.peak_live("B")) <= 60 // 8
+
+
+def test_a_wrong_request_is_answered_so_is_the_next():
+    requests = [{"kind": "sing"}, {"kind": "weigh", "profile": {}, "verdicts": [], "held": []}, {}]
+    answers = io.StringIO()
+    serve(iter(map(json.dumps, requests)), answers)
+    errors = [json.loads(line)["error"] for line in answers.getvalue().splitlines()]
+    assert errors == [
+        "ValueError: a request of no known kind: sing",
+        "ValueError: asked before it was told what runs",
+        "ValueError: a request of no known kind: None",
+    ]

@@ -1,0 +1,57 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmorph.config import Config, check_config
+from jaxmorph.errors import UserError
+from jaxmorph.training.script_inputs import cut_batch
+
+CONFIG = check_config(
+    {
+        "batch": {"microbatches": 3, "microbatch_size": 2},
+        "data": {"sequence_length": 4},
+        "parallelism": {"stages": 3},
+    }
+)
+TOKENS = np.arange(24).reshape(6, 4)
+
+
+def test_the_first_stage_gets_tokens_the_last_targets_and_all_the_weight_of_a_target():
+    targets = np.where(TOKENS % 4 == 0, -1, TOKENS)
+    first, middle, last = (cut_batch((TOKENS, targets), CONFIG, rank) for rank in range(3))
+    assert first.targets is middle.tokens is middle.targets is last.tokens is None
+    assert first.tokens is not None
+    assert last.targets is not None
+    assert first.tokens.tolist() == TOKENS.reshape(3, 2, 4).tolist()
+    assert last.targets.tolist() == targets.reshape(3, 2, 4).tolist()
+    assert first.tokens.dtype == last.targets.dtype == np.int32
+    assert first.loss_weight == middle.loss_weight == last.loss_weight == 1 / 18
+
+
+def test_one_stage_gets_both_and_batches_may_be_of_jax_and_already_cut():
+    one = Config(batch=CONFIG.batch, data=CONFIG.data)
+    given = jnp.asarray(TOKENS.reshape(3, 2, 4), jnp.uint8)
+    inputs = cut_batch([given, given], one, 0)
+    assert inputs.tokens is not None
+    assert inputs.targets is not None
+    assert inputs.tokens.tolist() == inputs.targets.tolist() == given.tolist()
+
+
+def test_a_batch_without_any_target_that_counts_weighs_nothing():
+    assert cut_batch((TOKENS, TOKENS * 0 - 1), CONFIG, 2).loss_weight == 1.0
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        (TOKENS, "got ndarray, expected a pair of tokens and targets"),
+        (7, "got int, expected a pair of tokens and targets"),
+        ((TOKENS[:5], TOKENS), r"got tokens of shape \[5, 4\], expected \[6, 4\]: batch.micro"),
+        ((TOKENS, TOKENS.T), r"got targets of shape \[4, 6\], expected \[6, 4\]"),
+        ((TOKENS, TOKENS * 1.0), "got targets of float64, expected whole numbers"),
+        ((TOKENS > 3, TOKENS), "got tokens of bool, expected whole numbers"),
+    ],
+)
+def test_anything_else_is_refused_in_one_line(batch, says):
+    with pytest.raises(UserError, match=f"^batch: {says}"):
+        cut_batch(batch, CONFIG, 0)

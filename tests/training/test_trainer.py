@@ -1,0 +1,248 @@
+"""What a trainer refuses before it compiles anything."""
+
+import math
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmorph.config import check_config
+from jaxmorph.control.failed_paths import FailedPaths
+from jaxmorph.errors import RunFailedError, UserError
+from jaxmorph.runtime.executor import StepOutcome
+from jaxmorph.runtime.queue import Stamp
+from jaxmorph.runtime.rank_process import RankArguments
+from jaxmorph.runtime.rendezvous import SoleRank
+from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.training import script_inputs as script_config
+from jaxmorph.training import script_meeting as meeting
+from jaxmorph.training.adaptation import OwnEnds
+from jaxmorph.training.gradients import SkippedSteps
+from jaxmorph.training.script_inputs import configure, sections_without_effect
+from jaxmorph.training.trainer import Trainer
+
+MODEL: Any = SimpleNamespace(num_layers=2, tied=())
+FAILS_OVER = {"failover": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            {"parallelism": {"stages": 2}},
+            "parallelism.stages: got 2, expected the number of the script's processes, 1 "
+            "(`jaxmorph launch --stages 2 SCRIPT` starts 2 here)",
+        ),
+        (
+            {"batch": {"microbatchs": 4}},
+            "config: batch.microbatchs: unknown key; did you mean 'microbatches'?",
+        ),
+        (
+            {"timeouts": {"step_s": object}},
+            "config: timeouts.step_s: got <class 'object'>, expected a number above 0",
+        ),
+        ({"parallelism": 3}, "config: parallelism: got 3, expected a section of keys"),
+        (7, "config: got int, expected a mapping of sections, a path or a Config"),
+        ("none.yaml", "none.yaml: no such file, expected a YAML file"),
+        (
+            {"parallelism": {"layers": [3]}},
+            "parallelism.layers: got [3], expected 1 positive counts",
+        ),
+        (
+            {"schedule": {"name": "interleaved"}, "parallelism": {"chunks": 3}},
+            "parallelism.chunks: got 3 chunks on each of 1 stages",
+        ),
+        ({"model": {"weights": "nowhere"}}, "model.weights"),
+        ({"adaptation": {"enabled": True}}, "adaptation.enabled: got true, expected false"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(config, says):
+    with pytest.raises(UserError) as caught:
+        Trainer(MODEL, config)
+    assert str(caught.value).startswith(says)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_may_be_a_mapping_a_file_or_typed(tmp_path):
+    tree = {"batch": {"microbatches": 3}, "routes": {"default": "delegated"}, "run": {"steps": 50}}
+    path = tmp_path / "run.yaml"
+    path.write_text("batch: {microbatches: 3}\nroutes: {default: delegated}\nrun: {steps: 50}\n")
+    given, _ = configure(tree)
+    typed, _ = configure(check_config(tree))
+    assert given == typed
+    assert given.batch.microbatches == 3
+    assert given.routes.default == "delegated"
+    assert given.optimizer.warmup_steps == 5
+    assert given.parallelism.stages == 1
+    assert configure(path)[0].batch == configure(str(path))[0].batch == given.batch
+    assert configure(None)[0].batch.microbatches == 8
+
+
+def test_what_only_runs_do_is_named_where_a_script_asks_for_it(caplog):
+    asked = {"checkpoint": {"every_steps": 100}, "trace": {"every_steps": 5}}
+    with pytest.raises(UserError, match="nowhere"):  # which it comes to after its configuration
+        Trainer(MODEL, {**asked, "model": {"weights": "nowhere"}})
+    assert caplog.messages == [
+        "Trainer ignores checkpoint, trace: only `jaxmorph train` heeds these sections"
+    ]
+    assert not sections_without_effect(check_config({"run": {"steps": 50}}))
+
+
+def test_a_file_without_stages_may_say_what_is_per_stage_or_link(tmp_path, monkeypatch):
+    monkeypatch.setattr(script_config, "meet", lambda *_: SimpleNamespace(num_ranks=3))
+    path = tmp_path / "mine.yaml"
+    path.write_text("schedule: {max_live: [3, 2, 1]}\nroutes: {default: direct, 1-2: delegated}\n")
+    config, _ = configure(path)
+    assert config.parallelism.stages == 3
+    assert config.routes.by_link == {"1-2": "delegated"}
+    assert config.run.dir == "runs/mine"
+    path.write_text("routes: {2-3: delegated}")
+    with pytest.raises(UserError) as caught:
+        configure(path)
+    assert str(caught.value).startswith(f"{path}: routes.2-3: ")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "sections", "waits_s", "known_by"),
+    [
+        (6, {}, 60.0, None),
+        (6, FAILS_OVER, 15.0, None),
+        (6, FAILS_OVER | {"parallelism": {"stages": 6}}, 10.0, None),
+        (6, FAILS_OVER | {"timeouts": {"direct_s": 2}}, 2.0, None),
+        (6, {"timeouts": {"direct_s": 2}}, 60.0, None),  # a deadline of links that fail over
+        (8, FAILS_OVER, 7.5, "job"),
+        (10, FAILS_OVER, 6.0, "launcher"),
+    ],
+)
+def test_a_transfer_waits_as_long_as_the_configuration_and_the_number_of_ranks_say(
+    monkeypatch, num_ranks, sections, waits_s, known_by
+):
+    told_s = []
+
+    def meet(start_s, direct_s, least_threads):
+        told_s.append(direct_s)
+        return SimpleNamespace(num_ranks=num_ranks)
+
+    monkeypatch.setattr(script_config, "meet", meet)
+    if known_by == "job":
+        monkeypatch.setenv("SLURM_NTASKS", str(num_ranks))
+    if known_by == "launcher":
+        launched = RankArguments(0, num_ranks, "127.0.0.1:1", 0, 0)
+        monkeypatch.setattr(script_config, "launch_told", lambda: launched)
+    configure(sections)
+    assert told_s == [waits_s]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_after_an_error_in_a_trainer_of_several_the_next_one_says_so(monkeypatch, num_ranks):
+    met = SoleRank()
+    met.num_ranks = num_ranks
+    monkeypatch.setattr(meeting, "_left", [])
+    monkeypatch.setattr(meeting, "_met", [met])
+    meeting.leave()
+    if num_ranks == 1:
+        assert configure({})[0].parallelism.stages == 1
+        return
+    with pytest.raises(UserError, match=r"^Trainer: an earlier trainer .* ended with an error"):
+        Trainer(MODEL, {})
+
+
+@pytest.fixture
+def trainer_of(monkeypatch):
+    """A trainer whose stage and meeting place are given, and whose batches and updates are none."""
+
+    def trainer_of(rendezvous, next_step=0, stop_after=None, **stage):
+        whole = {"squared_norm": lambda: 4.0, "update": lambda scale: None, "events": list}
+        trainer: Any = Trainer.__new__(Trainer)
+        trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, next_step
+        trainer._in_force = SimpleNamespace(program=None)
+        trainer._skipped = SkippedSteps(stop_after)
+        trainer._rendezvous = rendezvous
+        own: Any = SimpleNamespace(**{**whole, "link_failures": list, **stage})
+        trainer._stage, trainer._own_ends = own, OwnEnds(0, own, is_watched=False)
+        trainer._failed = FailedPaths()
+        return trainer
+
+    monkeypatch.setattr("jaxmorph.training.trainer.cut_batch", lambda batch, config, rank: None)
+    return trainer_of
+
+
+def test_a_step_begins_when_all_ranks_have_called(monkeypatch, trainer_of):
+    clock_s, details = [0.0], []
+
+    def wait_for_the_last_rank():
+        clock_s[0] = max(clock_s[0], 5.0)
+
+    def exchange(message, detail=None):
+        wait_for_the_last_rank()
+        details.append(detail)
+        return [message]
+
+    def run(program, inputs, step):
+        wait_for_the_last_rank()
+        clock_s[0] += 1.0
+        return StepOutcome(0.5, (), [Stamp(Op(OpKind.F, 0), clock_s[0] - 0.25, clock_s[0])])
+
+    clock = SimpleNamespace(monotonic=lambda: clock_s[0])
+    monkeypatch.setattr("jaxmorph.training.trainer.time", clock)
+    metrics = trainer_of(SimpleNamespace(exchange=exchange), 7, run=run).step(None)
+    assert (metrics.step, metrics.grad_norm, metrics.step_s) == (7, 2.0, 1.0)
+    assert metrics.failed_links == ()
+    assert details[-1]["ops"] == [("F0", 750.0, 1000.0)]
+
+
+def test_a_link_that_failed_is_told_in_one_step_though_its_ends_tell_in_two(trainer_of):
+    """A receiver may know of it at the end of a step, and its sender after that."""
+    failure = {"link": "0-1", "detail": "its cable"}
+    told = [[failure], [failure], []]
+    trainer = trainer_of(
+        SoleRank(),
+        run=lambda program, inputs, step: StepOutcome(0.5, (), []),
+        link_failures=lambda: told.pop(0),
+    )
+    assert [trainer.step(None).failed_links for _ in range(3)] == [("0-1",), (), ()]
+
+
+def test_too_many_steps_that_are_not_finite_end_in_an_error_and_nothing_is_updated(trainer_of):
+    discarded = []
+    trainer = trainer_of(
+        SoleRank(),
+        stop_after=2,
+        run=lambda program, inputs, step: StepOutcome(math.inf, (), []),
+        squared_norm=lambda: math.nan,
+        gradients=({"layers": {"kernel": np.full(3, math.nan)}},),
+        discard=lambda: discarded.append(True),
+    )
+    assert trainer.step(None).updated is False
+    with pytest.raises(RunFailedError, match=r"^2 steps in a row .* stage 0: loss inf, gradients"):
+        trainer.step(None)
+    assert len(discarded) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "offloads", "has"),
+    [(1, True, "4"), (1, False, "1"), (6, True, "6"), (None, True, "1")],
+)
+def test_stashes_that_move_have_threads_to_move_by_unless_the_user_has_said_how_many(
+    monkeypatch, given, offloads, has
+):
+    """Given by `jaxmorph launch`, which doesn't know what the script will ask for."""
+    told = RankArguments(0, 1, "127.0.0.1:1", 0, 0, num_threads=given)
+    monkeypatch.setattr(meeting, "_met", [])
+    monkeypatch.setattr(meeting, "launch_told", lambda: told)
+    monkeypatch.setattr(meeting, "join_as_told", lambda *_, **__: SoleRank())
+    monkeypatch.setenv("NPROC", str(given or 1))
+    configure({"offload": {"enabled": offloads}})
+    assert os.environ["NPROC"] == has
+
+
+def test_a_trainer_that_comes_after_jax_has_begun_is_told_to_come_first(monkeypatch):
+    jax.devices()
+    monkeypatch.setattr(meeting, "_met", [])
+    monkeypatch.setattr(meeting, "launch_told", lambda: RankArguments(0, 2, "127.0.0.1:1", 0, 0))
+    monkeypatch.setenv("XLA_FLAGS", "")  # joining adds to them
+    with pytest.raises(UserError, match=r"^Trainer: JAX has computed something already.*join\(\)"):
+        Trainer(MODEL, {})
