@@ -61,8 +61,8 @@ class MorphBooks:
 
     def _observe(self, loop: ControlLoop, step: int, reports: Sequence[Message]) -> None:
         measured = measured_timeline(reports)
-        routes = self.in_force.plan.routes
-        of_step = read_paths(loop.paths, reports, link_samples(measured), routes)
+        samples, routes = link_samples(measured), self.in_force.plan.routes
+        loop.paths, of_step = read_paths(loop.paths, reports, samples, routes)
         happened = loop.observe(step, measured, of_step.samples, probe_times(reports), of_step.news)
         self.events.update(each["kind"] for each in [*of_step.happened, *happened])
 

@@ -1,36 +1,21 @@
 """Finds stages whose ops have become slower, or faster, than the plan takes them to be."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from jaxmorph.control.measurements import OpTime, RunningEstimate, median, op_times
+from jaxmorph.control.measurements import OpTime, median, robust_spread
 from jaxmorph.control.verdicts import Evidence
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.ops import OpKind
-from jaxmorph.schedule.timeline import Timeline
 
-
-@dataclass(frozen=True)
-class ComputeSensitivity:
-    """How far a stage's ops must be from what is expected of them.
-
-    In a busy step half of a stage's ops may take longer. So three quarters of them must be away
-    from what is expected, all to the same side, and `steps` times in a row.
-
-    Attributes:
-        share: Of the expected duration: less makes no better plan.
-        floor_ms: Milliseconds that are noise for ops however short.
-        spreads: Robust standard deviations of the last steps' medians.
-        steps: How many steps in a row.
-        window_steps: Of how many steps the spread is taken.
-    """
-
-    share: float = 0.15
-    floor_ms: float = 1.0
-    spreads: float = 6.0
-    steps: int = 5
-    window_steps: int = 20
+# In a busy step half of a stage's ops may take longer. So three quarters of them must be away from
+# what is expected, all to the same side, and several times in a row.
+_SHARE = 0.15  # of the expected duration: less makes no better plan
+_FLOOR_MS = 1.0  # is noise for ops however short
+_SPREADS = 6.0  # robust standard deviations of the last steps' medians
+_STEPS = 5  # in a row
+_WINDOW_STEPS = 20  # of which the spread is taken
 
 
 @dataclass(frozen=True)
@@ -58,79 +43,87 @@ class ComputeNotice:
         return asdict(self)
 
 
-@dataclass
-class _Watched:
-    """One kind of op on one stage."""
+@dataclass(frozen=True)
+class WatchedOp:
+    """One kind of op on one stage.
 
-    expected_ms: float
-    medians_ms: RunningEstimate
-    away_ms: list[float] = field(default_factory=list)
-    are_slower: bool = False
-
-    def read(self, time: OpTime, margin_ms: float) -> None:
-        """Let a step lengthen the run of those away from what is expected, or end it."""
-        slower = time.low_ms > self.expected_ms + margin_ms
-        faster = time.high_ms < self.expected_ms - margin_ms
-        if not (slower or faster):
-            self.medians_ms.add(time.median_ms)
-        if slower is not self.are_slower or not (slower or faster):
-            self.away_ms.clear()
-        if slower or faster:
-            self.are_slower = slower
-            self.away_ms.append(time.median_ms)
-
-
-class ComputeWatch:
-    """Compares what ops take with what the plan in force was made with.
-
-    After a notice the new duration is what is expected, so a change is told once.
+    Attributes:
+        medians_ms: Of the last steps in which it took what was expected.
+        away_ms: The medians of the steps in a row in which it didn't.
+        is_slower: Whether it took longer in those.
     """
 
-    def __init__(self, costs: StageCosts, sensitivity: ComputeSensitivity | None = None) -> None:
-        self._numbers = sensitivity or ComputeSensitivity()
-        self._costs = costs
-        self._watched: dict[tuple[int, OpKind], _Watched] = {}
+    expected_ms: float
+    medians_ms: tuple[float, ...] = ()
+    away_ms: tuple[float, ...] = ()
+    is_slower: bool = False
 
-    def observe(self, step: int, timeline: Timeline) -> list[ComputeNotice]:
-        """Take in one measured step; the ops that have changed, stage by stage."""
-        found = sorted(op_times(timeline).items())
-        notices = (self._read(step, *key, time) for key, time in found)
-        return [notice for notice in notices if notice is not None]
+    @property
+    def spread_ms(self) -> float:
+        """How much it varies from step to step."""
+        return robust_spread(self.medians_ms)
 
-    def _read(self, step: int, stage: int, kind: OpKind, time: OpTime) -> ComputeNotice | None:
-        watched = self._watch(stage, kind)
-        margin_ms = self._margin_ms(watched)
-        watched.read(time, margin_ms)
-        if len(watched.away_ms) < self._numbers.steps:
-            return None
-        evidence = Evidence(
-            tuple(watched.away_ms), watched.expected_ms, watched.medians_ms.spread, margin_ms
-        )
-        self._watched[stage, kind] = self._new(median(watched.away_ms))
-        return _notice(stage, kind, step, evidence)
+    @property
+    def margin_ms(self) -> float:
+        """How far it may be from what is expected."""
+        return max(_SHARE * self.expected_ms, _FLOOR_MS, _SPREADS * self.spread_ms)
 
-    def _watch(self, stage: int, kind: OpKind) -> _Watched:
-        if (stage, kind) not in self._watched:
-            self._watched[stage, kind] = self._new(self._costs.duration_ms(stage, kind))
-        return self._watched[stage, kind]
-
-    def _new(self, expected_ms: float) -> _Watched:
-        return _Watched(expected_ms, RunningEstimate(self._numbers.window_steps))
-
-    def _margin_ms(self, watched: _Watched) -> float:
-        numbers = self._numbers
-        return max(
-            numbers.share * watched.expected_ms,
-            numbers.floor_ms,
-            numbers.spreads * watched.medians_ms.spread,
-        )
+    def read(self, time: OpTime) -> "WatchedOp":
+        """The same after a step, which lengthens the run of those away, or ends it."""
+        margin_ms = self.margin_ms
+        is_slower = time.low_ms > self.expected_ms + margin_ms
+        if not (is_slower or time.high_ms < self.expected_ms - margin_ms):
+            medians_ms = (*self.medians_ms, time.median_ms)[-_WINDOW_STEPS:]
+            return WatchedOp(self.expected_ms, medians_ms)
+        before_ms = self.away_ms if is_slower is self.is_slower else ()
+        return replace(self, away_ms=(*before_ms, time.median_ms), is_slower=is_slower)
 
 
-def _notice(stage: int, kind: OpKind, step: int, evidence: Evidence) -> ComputeNotice:
-    measured_ms, expected_ms = median(evidence.samples_ms), evidence.baseline_ms
-    way = "slower" if measured_ms > expected_ms else "faster"
+@dataclass(frozen=True)
+class ComputeWatch:
+    """What is known of all stages' ops, compared with what the plan in force was made with.
+
+    After a notice the new duration is what is expected, so a change is reported once.
+
+    Attributes:
+        costs: What the plan was made with.
+        watched: By stage and kind.
+    """
+
+    costs: StageCosts
+    watched: Mapping[tuple[int, OpKind], WatchedOp] = field(default_factory=dict)
+
+    def observe(
+        self, step: int, times: Mapping[tuple[int, OpKind], OpTime]
+    ) -> tuple["ComputeWatch", list[ComputeNotice]]:
+        """Take in one measured step.
+
+        Args:
+            times: By stage and kind (see `op_times`).
+
+        Returns:
+            And the ops that have changed, stage by stage.
+        """
+        watched = dict(self.watched)
+        notices: list[ComputeNotice] = []
+        for (stage, kind), time in sorted(times.items()):
+            before = watched.get((stage, kind))
+            if before is None:
+                before = WatchedOp(self.costs.duration_ms(stage, kind))
+            now = before.read(time)
+            if len(now.away_ms) >= _STEPS:
+                notices.append(_notice(stage, kind, step, now))
+                now = WatchedOp(median(now.away_ms))
+            watched[stage, kind] = now
+        return replace(self, watched=watched), notices
+
+
+def _notice(stage: int, kind: OpKind, step: int, op: WatchedOp) -> ComputeNotice:
+    evidence = Evidence(op.away_ms, op.expected_ms, op.spread_ms, op.margin_ms)
+    measured_ms, expected_ms = median(op.away_ms), op.expected_ms
+    change = "slower" if measured_ms > expected_ms else "faster"
     reason = (
-        f"stage {stage} is {way}: {kind} takes {measured_ms:.1f} ms in {len(evidence.samples_ms)} "
+        f"stage {stage} is {change}: {kind} takes {measured_ms:.1f} ms in {len(op.away_ms)} "
         f"steps in a row, {expected_ms:.1f} was expected"
     )
     return ComputeNotice(stage, kind, expected_ms, measured_ms, step, evidence, reason)

@@ -6,7 +6,8 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any
 
-from jaxmorph.control.verdicts import LinkHealth, Verdict, Way
+from jaxmorph.control.link_state import LinkHealth, Way
+from jaxmorph.control.verdicts import Verdict
 from jaxmorph.records import Link, Route, Routes
 from jaxmorph.schedule.costs import MARGIN_OF_JITTER, Links, LinkState, StageCosts
 
@@ -87,7 +88,7 @@ def links_under(
         verdicts: Of all directions, under the routes now.
         now: The routes now; a link that is not named is direct.
         planned: The routes to tell the latencies under.
-        margin_of_jitter: How many standard deviations of an ailing link's jitter to add.
+        margin_of_jitter: How many standard deviations of a degraded link's jitter to add.
 
     Returns:
         The state of each link that there is a verdict or a usual latency of.

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmorph.control.compute_watch import ComputeNotice
+from jaxmorph.control.link_state import LinkHealth
 from jaxmorph.control.orchestrator import Option, Situation
-from jaxmorph.control.verdicts import LinkHealth, Verdict, ailing_links
+from jaxmorph.control.verdicts import Verdict, degraded_links
 from jaxmorph.program.instructions import Channel, Payload, RankProgram, parse_program
 from jaxmorph.records import PLAN_CHANGED, Link, Message, Route
 from jaxmorph.schedule.ops import OpKind
@@ -19,7 +20,6 @@ DETECTED = "straggler_detected"
 RECOVERING = "straggler_recovering"
 _KINDS = {
     LinkHealth.SLOW: DETECTED,
-    LinkHealth.DEAD: DETECTED,
     LinkHealth.RECOVERING: RECOVERING,
     LinkHealth.HEALTHY: "straggler_cleared",
 }
@@ -112,14 +112,14 @@ def of_probe(link: Link, took_ms: Sequence[float], is_late: bool) -> Happening:
 
 
 def evidence_of(situation: Situation, option: Option) -> Happening:
-    """What was weighed: plans with their predicted steps, and the verdicts on ailing links."""
-    ailing = ailing_links(situation.verdicts)
+    """What was weighed: plans with their predicted steps, and the verdicts on degraded links."""
+    degraded = degraded_links(situation.verdicts)
     return {
         "from": _in_brief(situation.in_force),
         "to": _in_brief(option),
         "candidates": [_in_brief(candidate) for candidate in situation.candidates],
         "undisturbed_ms": situation.undisturbed_ms,
-        "verdicts": [each.to_json() for each in situation.verdicts if each.link in ailing],
+        "verdicts": [each.to_json() for each in situation.verdicts if each.link in degraded],
     }
 
 
@@ -151,5 +151,5 @@ def states_in_words(verdicts: Iterable[Verdict]) -> dict[str, str]:
         str(each.link): f"{each.health}, {each.latency_ms:.1f} ms "
         f"(healthy: {each.evidence.baseline_ms:.1f})"
         for each in verdicts
-        if each.health not in (LinkHealth.HEALTHY, LinkHealth.DEAD)
+        if each.health is not LinkHealth.HEALTHY and not each.is_dead
     }

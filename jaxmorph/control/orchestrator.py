@@ -5,7 +5,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from jaxmorph.control.verdicts import LinkHealth, Verdict, ailing_links, dead_links
+from jaxmorph.control.link_state import LinkHealth
+from jaxmorph.control.verdicts import Verdict, dead_links, degraded_links
 from jaxmorph.records import Link, Route
 from jaxmorph.schedule.planner import Plan
 
@@ -211,14 +212,14 @@ def _held(situation: Situation, then: Option) -> frozenset[Link]:
     """
     now = situation.in_force
     back = _delegated_anew(now, then)
-    if back and _delegated_anew(then, now) & ailing_links(situation.verdicts):
+    if back and _delegated_anew(then, now) & degraded_links(situation.verdicts):
         return _delegated(now)
     dwelling = dwelling_links(situation.dwell, now.routes, situation.step)
     return dwelling if back & dwelling else frozenset()
 
 
 def _is_allowed(option: Option, situation: Situation, held: frozenset[Link] = frozenset()) -> bool:
-    """Whether a plan takes no links off their routes but those that ail, or that have to stay.
+    """Whether a plan takes no links off their routes but those that are degraded, or have to stay.
 
     And leaves none direct that has to be delegated.
     """
@@ -226,8 +227,8 @@ def _is_allowed(option: Option, situation: Situation, held: frozenset[Link] = fr
         return False
     if situation.may_delegate_healthy:
         return True
-    ailing = ailing_links(situation.verdicts)
-    return _delegated_anew(option, situation.candidates[0]) <= ailing | held
+    degraded = degraded_links(situation.verdicts)
+    return _delegated_anew(option, situation.candidates[0]) <= degraded | held
 
 
 def _delegated(option: Option) -> frozenset[Link]:
@@ -257,7 +258,7 @@ def _is_worth_it(candidate: int, situation: Situation, held: frozenset[Link] = f
     if _is_same(then, now):
         return False
     gain = 1 - then.step_ms / now.step_ms if now.step_ms else 0.0
-    back = not ailing_links(situation.verdicts) and candidate == 0  # to the first plan: easy
+    back = not degraded_links(situation.verdicts) and candidate == 0  # to the first plan: easy
     least_gain = -situation.worth if back else situation.worth
     return gain >= least_gain or not _is_allowed(now, situation, held)
 
@@ -270,7 +271,7 @@ def _is_same(one: Option, other: Option) -> bool:
 def _standing(situation: Situation) -> str:
     """How the plan in force takes it."""
     now_ms, healthy_ms = situation.in_force.step_ms, situation.undisturbed_ms
-    if not ailing_links(situation.verdicts):
+    if not degraded_links(situation.verdicts):
         return f"the plan in force stays, predicted step {now_ms:.0f} ms"
     if now_ms <= healthy_ms * (1 + situation.worth):
         return f"the plan in force absorbs it, predicted step {now_ms:.0f} ms"
@@ -285,17 +286,17 @@ def _other_in_words(best: int | None, situation: Situation) -> str:
 
 
 def _links_in_words(verdicts: tuple[Verdict, ...]) -> str:
-    ailing = sorted(ailing_links(verdicts))
-    if not ailing:
+    degraded = sorted(degraded_links(verdicts))
+    if not degraded:
         return "all links are healthy"
-    return ", ".join(_link_in_words(link, verdicts) for link in ailing)
+    return ", ".join(_link_in_words(link, verdicts) for link in degraded)
 
 
 def _link_in_words(link: Link, verdicts: tuple[Verdict, ...]) -> str:
     """Such as `link 6-7 takes 31.2 ms each way (healthy: 1.1)`."""
     ways = [each for each in verdicts if each.link == link]
     ill = [each for each in ways if each.health is not LinkHealth.HEALTHY]
-    if any(each.health is LinkHealth.DEAD for each in ill):
+    if any(each.is_dead for each in ill):
         return f"link {link} has no direct path"
     times = {f"{each.source}>{each.destination}": each for each in ill}
     if len(ill) == len(ways) > 1 and _are_near(*(each.latency_ms for each in ill)):

@@ -7,18 +7,14 @@ The messages of the meetings that end steps carry:
 - `restore`: from rank 0, the links whose direct paths are to begin again after the step.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.events import Happening, of_verdict
-from jaxmorph.control.failed_paths import FailedPaths, PathFailure
+from jaxmorph.control.link_state import FailedPaths, PathFailure
 from jaxmorph.control.measurements import LinkSample
 from jaxmorph.records import Link, Message, Route, Routes
-
-if TYPE_CHECKING:  # rank 0's control loop imports this module, and needs no JAX
-    pass
 
 FAILURES, UP, RESTORE = "link_failures", "paths_up", "restore"
 
@@ -56,9 +52,9 @@ def path_news(reports: Sequence[Message]) -> PathNews:
     failures: dict[Link, PathFailure] = {}
     for rank, report in enumerate(reports):
         for message in report.get(FAILURES, ()):
-            told = PathFailure.from_json(message, rank)
-            before = failures.get(told.link)
-            failures[told.link] = told if before is None else before.joined(told)
+            failure = PathFailure.from_json(message, rank)
+            before = failures.get(failure.link)
+            failures[failure.link] = failure if before is None else before.joined(failure)
     named = {Link.parse(name) for report in reports for name in report.get(UP, ())}
     up = {link: _is_up_at_both_ends(link, reports) for link in sorted(named)}
     due = map(Link.parse, reports[0].get(RESTORE, ()))
@@ -99,23 +95,24 @@ def read_paths(
     reports: Sequence[Message],
     samples: Sequence[LinkSample],
     routes: Routes,
-) -> PathsOfStep:
+) -> tuple[FailedPaths, PathsOfStep]:
     """Take in a step, whether or not the run adapts.
 
     Args:
         reports: All ranks' messages of the meeting that ended it, in rank order.
         routes: Those of the plan that it ran.
     """
-    told = path_news(reports)
-    news = replace(told, failures=paths.note(told.failures))
-    restored = map(_of_restored, paths.restored(routes))
-    happened = (*map(_of_failure, news.failures), *restored)
-    return PathsOfStep(news, happened, paths.of_paths(samples), paths.as_run(routes))
+    news = path_news(reports)
+    paths, new = paths.note(news.failures)
+    paths, restored = paths.restored(routes)
+    happened = (*map(_of_failure, new), *map(_of_restored, restored))
+    news = replace(news, failures=new)
+    return paths, PathsOfStep(news, happened, paths.of_paths(samples), paths.as_run(routes))
 
 
 def judge_paths(
     paths: FailedPaths, detector: Detector, step: int, news: PathNews, routes: Routes
-) -> list[Happening]:
+) -> tuple[FailedPaths, Detector, list[Happening]]:
     """Turn what ranks have reported of direct paths into verdicts on both directions of a link.
 
     Args:
@@ -123,34 +120,31 @@ def judge_paths(
         routes: Those of the plan in force.
 
     Returns:
-        What follows; the failures themselves are events of `read_paths`.
+        And the events that follow; those of the failures themselves are `read_paths`'.
     """
+    happened: list[Happening] = []
     for failure in news.failures:
-        _take_for_dead(detector, step, failure.link, failure.detail)
-    lives = sorted(news.lives_left.items())
-    happened = [_of_no_life_left(link) for link, left in lives if paths.limit(link, left)]
+        detector = _with_failure(detector, step, failure.link, failure.detail)
+    for link, left in sorted(news.lives_left.items()):
+        paths, was_last = paths.limit(link, left)
+        happened += [_of_given_up(link)] if was_last else []
     delegated = {link for link, route in routes.items() if route == "delegated"}
-    turns = paths.observe(news.up, delegated)
+    paths, turns = paths.observe(news.up, delegated)
     for link in turns.lost:
-        _take_for_dead(detector, step, link, "its direct path is down again")
+        detector = _with_failure(detector, step, link, "its direct path is down again")
         happened.append(_of_path_down(link))
     for link, up_steps in turns.returned.items():
-        happened += _return(detector, step, link, up_steps)
-    return happened
+        for source, destination in (link, link[::-1]):
+            before = detector.verdicts
+            detector, changed = detector.observe_return(step, source, destination, up_steps)
+            happened += filter(None, (of_verdict(each, before) for each in changed))
+    return paths, detector, happened
 
 
-def _take_for_dead(detector: Detector, step: int, link: Link, detail: str) -> None:
+def _with_failure(detector: Detector, step: int, link: Link, detail: str) -> Detector:
     for source, destination in (link, link[::-1]):
-        detector.observe_failure(step, source, destination, detail)
-
-
-def _return(detector: Detector, step: int, link: Link, up_steps: int) -> Iterator[Happening]:
-    for source, destination in (link, link[::-1]):
-        before = detector.verdicts
-        for verdict in detector.observe_return(step, source, destination, up_steps):
-            told = of_verdict(verdict, before)
-            if told is not None:
-                yield told
+        detector, _ = detector.observe_failure(step, source, destination, detail)
+    return detector
 
 
 def _of_failure(failure: PathFailure) -> Happening:
@@ -172,7 +166,7 @@ def _of_path_down(link: Link) -> Happening:
     return {"kind": "link_path_down", "link": str(link), "detail": detail}
 
 
-def _of_no_life_left(link: Link) -> Happening:
+def _of_given_up(link: Link) -> Happening:
     detail = (
         "the direct path has failed as often as it can begin while these processes live: the link "
         "stays delegated until the run is started again"

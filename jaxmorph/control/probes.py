@@ -4,8 +4,8 @@ That messages are in time on the delegated route says little of the accelerators
 a link back to direct waits until messages over the direct link itself have been in time.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.events import Happening, of_probe
@@ -56,21 +56,27 @@ def found_by(
     return Found(took_ms, frozenset(late))
 
 
-class Probes:
-    """Keeps the one decision that waits for probes; several threads may use it under one lock."""
+@dataclass(frozen=True)
+class ProvenLinks:
+    """The direct links that a probe has found healthy.
 
-    def __init__(self) -> None:
-        self._due: tuple[Link, ...] = ()
-        self._awaited: tuple[Situation, Decision] | None = None
-        self._found_well: dict[Link, int] = {}  # direct links, after which step a probe said so
+    Attributes:
+        until: The step from which on each is no longer believed to be.
+    """
 
-    @property
-    def are_awaited(self) -> bool:
-        """Whether a decision waits for them."""
-        return self._awaited is not None
+    until: Mapping[Link, int] = field(default_factory=dict)
+
+    def note(self, found: Found, step: int) -> "ProvenLinks":
+        """Believe what was found after a step, for some steps."""
+        healthy = found.took_ms.keys() - found.late
+        return ProvenLinks({**self.until, **dict.fromkeys(healthy, step + _PROBE_HOLDS)})
+
+    def without(self, links: Collection[Link]) -> "ProvenLinks":
+        """Forget what was found of links: their direct paths have failed since."""
+        return ProvenLinks({link: step for link, step in self.until.items() if link not in links})
 
     def unproven(self, situation: Situation, decision: Decision) -> tuple[Link, ...]:
-        """The links that a decision takes back to direct without a probe that found them well."""
+        """The links that a decision takes back to direct, and no probe has found healthy."""
         if decision.chosen is None:
             return ()
         then = situation.candidates[decision.chosen].routes
@@ -80,8 +86,26 @@ class Probes:
             for link, route in sorted(back)
             if route == "direct"
             and link.upper == link.lower + 1
-            and situation.step - self._found_well.get(link, -_PROBE_HOLDS) >= _PROBE_HOLDS
+            and situation.step >= self.until.get(link, 0)
         )
+
+
+class Probes:
+    """Keeps the one decision that waits for probes; several threads may use it under one lock."""
+
+    def __init__(self) -> None:
+        self._due: tuple[Link, ...] = ()
+        self._awaited: tuple[Situation, Decision] | None = None
+        self._proven = ProvenLinks()
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether a decision waits for them."""
+        return self._awaited is not None
+
+    def unproven(self, situation: Situation, decision: Decision) -> tuple[Link, ...]:
+        """The links that a decision takes back to direct, and no probe has found healthy."""
+        return self._proven.unproven(situation, decision)
 
     def ask_for(self, links: tuple[Link, ...], situation: Situation, decision: Decision) -> None:
         """Have links probed for a decision, in place of any that were to be probed before."""
@@ -98,12 +122,11 @@ class Probes:
 
     def note(self, found: Found, step: int) -> None:
         """Believe what was found, for some steps."""
-        self._found_well.update(dict.fromkeys(found.took_ms.keys() - found.late, step))
+        self._proven = self._proven.note(found, step)
 
-    def disbelieve(self, links: Iterable[Link]) -> None:
+    def disbelieve(self, links: Collection[Link]) -> None:
         """Forget what was found of links: their direct paths have failed since."""
-        for link in links:
-            self._found_well.pop(link, None)
+        self._proven = self._proven.without(links)
 
     def take_proven(self) -> tuple[Situation, Decision] | None:
         """What waited, once all of its links were found well; then none of its probes is due.

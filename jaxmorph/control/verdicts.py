@@ -1,90 +1,12 @@
-"""What is said of links: their health, verdicts on it, and what a run's next life is to know."""
+"""What is said of links: verdicts on directions, and what a resumed run is to know of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from typing import Any
 
+from jaxmorph.control.link_state import DEAD, IMPOSSIBLE, LinkHealth, PathState, Way, word
 from jaxmorph.records import Link, Route, Routes
 from jaxmorph.schedule.costs import Links, LinkState
-
-Way = tuple[int, int]
-"""A direction of a link: the rank that sends and the rank that receives."""
-
-
-class LinkHealth(StrEnum):
-    """The states of one direction of a link.
-
-    Attributes:
-        HEALTHY: Messages take about as long as when the link was first measured.
-        SLOW: They take longer, for more than a message or two.
-        DEAD: It has no direct path: what was sent on that did not arrive in time.
-        RECOVERING: It was slow, and messages take no longer than when it was healthy; or dead, and
-            its direct path is up; not for long enough yet.
-    """
-
-    HEALTHY = "healthy"
-    SLOW = "slow"
-    DEAD = "dead"
-    RECOVERING = "recovering"
-
-
-class Sign(StrEnum):
-    """What the messages of a direction, or their absence, have shown.
-
-    Attributes:
-        ROSE: So many in a row were late that chance doesn't do it.
-        MOVED: As many in a row took clearly more, or less, than those before, and were late still.
-        FELL: As many in a row were in time.
-        HELD: They have been in time for several steps.
-        FAILED: The direct path was given up, or is found down.
-        SHIFTED: Delegated messages of a link without a direct path take clearly more, or less.
-        RETURNED: Both ends have found the direct path up for many steps in a row.
-        KNOWN: It was slow when the run was last at work.
-    """
-
-    ROSE = "rose"
-    MOVED = "moved"
-    FELL = "fell"
-    HELD = "held"
-    FAILED = "failed"
-    SHIFTED = "shifted"
-    RETURNED = "returned"
-    KNOWN = "known"
-
-
-TURNS: dict[tuple[LinkHealth, Sign], LinkHealth] = {
-    (LinkHealth.HEALTHY, Sign.ROSE): LinkHealth.SLOW,
-    (LinkHealth.HEALTHY, Sign.KNOWN): LinkHealth.SLOW,
-    (LinkHealth.HEALTHY, Sign.FAILED): LinkHealth.DEAD,
-    (LinkHealth.SLOW, Sign.MOVED): LinkHealth.SLOW,
-    (LinkHealth.SLOW, Sign.FELL): LinkHealth.RECOVERING,
-    (LinkHealth.SLOW, Sign.FAILED): LinkHealth.DEAD,
-    (LinkHealth.DEAD, Sign.SHIFTED): LinkHealth.DEAD,
-    (LinkHealth.DEAD, Sign.RETURNED): LinkHealth.RECOVERING,
-    (LinkHealth.RECOVERING, Sign.ROSE): LinkHealth.SLOW,
-    (LinkHealth.RECOVERING, Sign.HELD): LinkHealth.HEALTHY,
-    (LinkHealth.RECOVERING, Sign.RETURNED): LinkHealth.HEALTHY,
-    (LinkHealth.RECOVERING, Sign.FAILED): LinkHealth.DEAD,
-}
-"""What follows from a sign in a state; a pair that is not here changes nothing.
-
-No message brings a dead link back, as all of them are delegated: only its path itself does. After
-that messages say whether it has recovered, or, where none of them are watched, the path once more.
-"""
-
-SENTENCES: dict[Sign, str] = {
-    Sign.ROSE: "is slow: {took} for {count} messages in a row, {threshold:.1f} is late",
-    Sign.MOVED: "is slow by another amount: {took} for {count} messages in a row, was {before:.1f}",
-    Sign.FELL: "is recovering: {took} for {count} messages in a row, was {before:.1f}",
-    Sign.HELD: "is healthy again: {took} in the last of {steps} good steps",
-    Sign.FAILED: "is dead: {detail}",
-    Sign.SHIFTED: "is dead, and delegated messages take another time: {took} for {count} in a row, "
-    "was {before:.1f}",
-    Sign.RETURNED: "is back: {detail}",
-    Sign.KNOWN: "is taken for slow, as when the run was last at work: {detail}",
-}
-"""What is said of a direction that a sign has turned; `took` names the messages' times."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +35,10 @@ class Verdict:
         jitter_ms: How much that varies now: a robust standard deviation.
         step: The step after which it came to this state.
         reason: The same as a sentence.
+        path: The state of the link's direct path.
+
+    Raises:
+        ValueError: No direction can be in this state.
     """
 
     source: int
@@ -123,37 +49,58 @@ class Verdict:
     step: int
     evidence: Evidence
     reason: str
+    path: PathState = PathState.UP
+
+    def __post_init__(self) -> None:
+        if (self.health, self.path) in IMPOSSIBLE:
+            raise ValueError(f"got a {self.health} direction whose direct path is {self.path}")
 
     @property
     def link(self) -> Link:
         """The link that it is about a direction of."""
         return Link(min(self.source, self.destination), max(self.source, self.destination))
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether the link has no direct path."""
+        return self.path is PathState.FAILED
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether its messages say that it is slow: those of a dead link don't."""
+        return self.health is LinkHealth.SLOW and not self.is_dead
+
     def to_json(self) -> dict[str, Any]:
-        """The verdict as a JSON object."""
-        return asdict(self)
+        """The verdict as a JSON object, in which a dead link's health is `dead`."""
+        fields = asdict(self)
+        del fields["path"]
+        return {**fields, "health": word(self.health, self.path)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Verdict":
-        """The verdict that `to_json` described."""
+        """The verdict that `to_json` described; a path that isn't dead counts as up."""
         evidence = {**data["evidence"], "samples_ms": tuple(data["evidence"]["samples_ms"])}
-        health = LinkHealth(data["health"])
-        return cls(**{**data, "health": health, "evidence": Evidence(**evidence)})
+        is_dead = data["health"] == DEAD
+        state = {
+            "health": LinkHealth.SLOW if is_dead else LinkHealth(data["health"]),
+            "path": PathState.FAILED if is_dead else PathState.UP,
+        }
+        return cls(**{**data, **state, "evidence": Evidence(**evidence)})
 
 
-def ailing_links(verdicts: Iterable[Verdict]) -> frozenset[Link]:
+def degraded_links(verdicts: Iterable[Verdict]) -> frozenset[Link]:
     """The links of which a direction is not healthy: slow, dead, or not yet surely recovered."""
     return frozenset(each.link for each in verdicts if each.health is not LinkHealth.HEALTHY)
 
 
 def dead_links(verdicts: Iterable[Verdict]) -> frozenset[Link]:
     """The links that have no direct path."""
-    return frozenset(each.link for each in verdicts if each.health is LinkHealth.DEAD)
+    return frozenset(each.link for each in verdicts if each.is_dead)
 
 
 @dataclass(frozen=True)
 class KnownWay:
-    """A direction of a slow or dead link as it was last, kept for the next life of its run.
+    """A direction of a slow or dead link as it was last, kept for when its run goes on.
 
     Of the others there is nothing that would not be found again, and one that recovers may be well
     by then.
@@ -177,7 +124,7 @@ class KnownWay:
     @property
     def is_dead(self) -> bool:
         """Whether the link had no direct path."""
-        return self.verdict.health is LinkHealth.DEAD
+        return self.verdict.is_dead
 
     @property
     def _healthy_ms(self) -> float:
@@ -224,14 +171,14 @@ def still_slow(links: Links, routes: Routes, known: Sequence[KnownWay]) -> dict[
         routes: On which routes; a link that is not named is direct.
         known: Directions of links; those that were dead stay as they were measured.
     """
-    told = dict(links)
+    states = dict(links)
     for way, each in slow_of(known).items():
         link = each.verdict.link
         usual_ms = each.usual_ms.get(routes.get(link, "direct"))
-        if link in told and usual_ms is not None:
-            latency_ms = max(way_latency_ms(told[link], way), usual_ms + each.added_ms)
-            told[link] = _with_latency(told[link], way, latency_ms)
-    return told
+        if link in states and usual_ms is not None:
+            latency_ms = max(way_latency_ms(states[link], way), usual_ms + each.added_ms)
+            states[link] = _with_latency(states[link], way, latency_ms)
+    return states
 
 
 def as_when_healthy(
@@ -243,13 +190,13 @@ def as_when_healthy(
         links: What they are taken to do otherwise.
         routes: On which routes; a link that is not named is direct.
     """
-    told = dict(links)
+    states = dict(links)
     for each in known:
         link = each.verdict.link
         usual_ms = each.usual_ms.get(routes.get(link, "direct"))
-        if link in told and usual_ms is not None:
-            told[link] = _with_latency(told[link], each.way, usual_ms)
-    return told
+        if link in states and usual_ms is not None:
+            states[link] = _with_latency(states[link], each.way, usual_ms)
+    return states
 
 
 def way_latency_ms(state: LinkState, way: Way) -> float:

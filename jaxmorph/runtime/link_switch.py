@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxmorph.control.failed_paths import PathFailure
+from jaxmorph.control.link_state import PathFailure
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.records import Link
 from jaxmorph.runtime.rendezvous import Connection, ConnectionLostError

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from jaxmorph.config import Config
 from jaxmorph.control.events import Morph
-from jaxmorph.control.failed_paths import FailedPaths
+from jaxmorph.control.link_state import FailedPaths
 from jaxmorph.control.measurements import link_medians_ms, link_samples
 from jaxmorph.control.path_reports import read_paths
 from jaxmorph.control.profiler import Profile, Profiler
@@ -74,7 +74,7 @@ class Bookkeeper:
         self._tell = self._traced.pass_on
         self._first_step = first_step
         self._loop = loop
-        self._paths = FailedPaths() if loop is None else loop.paths
+        self.paths = FailedPaths()  # where no loop keeps them
         self._known_links = known_links
         self._began_s = time.monotonic()
         self._error: BaseException | None = None
@@ -201,7 +201,9 @@ class Bookkeeper:
     ) -> None:
         profile = self._expected_profile()
         measured = measured_timeline(reports)
-        paths = read_paths(self._paths, reports, link_samples(measured), self._plan.routes)
+        keeper = self._loop or self
+        samples, routes = link_samples(measured), self._plan.routes
+        keeper.paths, paths = read_paths(keeper.paths, reports, samples, routes)
         if not paths.news.is_disturbed:
             self._profiler.observe(measured, paths.samples)
         # Before all else, as a decision may wait for it.
@@ -255,7 +257,7 @@ class Bookkeeper:
 
     def _link_states(self) -> dict[str, str]:
         judged = {} if self._loop is None else self._loop.link_states()
-        return {**self._paths.in_words(), **judged}
+        return {**(self._loop or self).paths.in_words(), **judged}
 
     def _expected_profile(self) -> Profile:
         """What a step should be made of, by all that has been measured before it."""

@@ -67,7 +67,7 @@ class KnownLinks:
         Returns:
             It; None where it is as it was. What a slow link takes may differ a little since.
         """
-        known = tuple((each.way, each.verdict.health, each.verdict.step) for each in ways)
+        known = tuple((each.way, each.is_dead, each.verdict.step) for each in ways)
         if known == self._told:
             return None
         self._told = known

@@ -28,8 +28,8 @@ from jaxmorph.control.events import (
     ops_in_words,
     states_in_words,
 )
-from jaxmorph.control.failed_paths import FailedPaths
-from jaxmorph.control.measurements import LinkSample
+from jaxmorph.control.link_state import FailedPaths
+from jaxmorph.control.measurements import LinkSample, op_times
 from jaxmorph.control.orchestrator import (
     Decision,
     Dwell,
@@ -98,7 +98,8 @@ class ControlLoop:
         self._usual = usual
         self._detector = detector
         dead = dead_links(detector.verdicts.values())
-        self.paths = FailedPaths(dead, settings.failback_steps, settings.longest_dwell_steps)
+        steps = settings.failback_steps, settings.longest_dwell_steps
+        self.paths = FailedPaths.begin(dead, *steps)
         self._compute = compute
         self._profile = planned_for
         self._plans = plans
@@ -166,13 +167,14 @@ class ControlLoop:
             happened = [*of_links, *map(of_notice, notices), *of_probes]
             told, self._untold = [*happened, *self._untold], []
             self._weigh_if_due(step)
-        self.paths.begin_again(paths.restored)
+        self.paths = self.paths.begin_again(paths.restored)
         return told
 
     def _heed_paths(self, step: int, news: PathNews) -> list[Happening]:
         """Judge links by what ranks tell of their direct paths."""
         routes = self._plan.routes
-        happened = judge_paths(self.paths, self._detector, step, news, routes)
+        judged = judge_paths(self.paths, self._detector, step, news, routes)
+        self.paths, self._detector, happened = judged
         failed = [failure.link for failure in news.failures]
         if not failed:
             return happened
@@ -188,9 +190,10 @@ class ControlLoop:
     ) -> tuple[list[Happening], list[ComputeNotice]]:
         """Judge links and ops by what they took."""
         before = self._detector.verdicts
-        changed = self._detector.observe(step, samples)
+        self._detector, changed = self._detector.observe(step, samples)
+        self._compute, notices = self._compute.observe(step, op_times(timeline))
         told = (of_verdict(each, before) for each in changed)
-        return [*filter(None, told)], self._compute.observe(step, timeline)
+        return [*filter(None, told)], notices
 
     def _note_news(
         self,

@@ -31,7 +31,7 @@ from jaxmorph.config.link_sections import Routes
 from jaxmorph.control.conditions import UsualLinks, costs_differ, links_under, usual_from_json
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
-from jaxmorph.control.verdicts import Verdict, ailing_links
+from jaxmorph.control.verdicts import Verdict, degraded_links
 from jaxmorph.errors import UserError
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import Channel, RankProgram, parse_program, program_text
@@ -150,14 +150,20 @@ class CandidatePlanner:
         now, first = self._in_force.plan, self._first
         return now.schedule == first.schedule and now.offloading == first.offloading
 
-    def _delegations(self, ailing: frozenset[Link], held: frozenset[Link]) -> list[frozenset[Link]]:
+    def _delegations(
+        self, degraded: frozenset[Link], held: frozenset[Link]
+    ) -> list[frozenset[Link]]:
         """The sets of links to delegate: those that ail, with those that can't go back, with all.
 
         With all that are delegated where one ails anew: it is not to wait until others are back.
         """
         delegated = _delegated(self._in_force.plan)
         now = delegated - _delegated(self._first)
-        sets = [ailing, ailing | (held & now), *([ailing | now] if ailing - delegated else [])]
+        sets = [
+            degraded,
+            degraded | (held & now),
+            *([degraded | now] if degraded - delegated else []),
+        ]
         return list(dict.fromkeys(sets))
 
     def _made_anew(
@@ -172,7 +178,7 @@ class CandidatePlanner:
         """The links that ail, if messages of every microbatch, or tied gradients, travel them."""
         last = self._config.parallelism.stages - 1
         tied = {Link(0, last)} if self._num_tied and last > 0 else set()
-        return sorted(ailing_links(verdicts) & (self._first.routes.keys() | tied))
+        return sorted(degraded_links(verdicts) & (self._first.routes.keys() | tied))
 
     def _replanning(self, routes: Mapping[Link, Route]) -> Config:
         """The configuration under which to plan anew: the paper's planner stays the paper's."""

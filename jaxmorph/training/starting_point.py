@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks, as_the_others, outlying_ways
 from jaxmorph.control.detector import Detector
+from jaxmorph.control.link_state import LinkHealth, Way
 from jaxmorph.control.measurements import LinkSample, link_samples
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import (
     KnownWay,
-    LinkHealth,
-    Way,
     as_when_healthy,
     dead_of,
     slow_of,
@@ -109,14 +108,15 @@ def _watching(
         for sample in link_samples(timeline):
             way = sample.source, sample.destination
             (last.setdefault(way, []) if way in slow else others).append(sample)
-        detector.observe(step, others)
+        detector, _ = detector.observe(step, others)
     known_slow = slow_of(known)
     for way, samples in sorted(last.items()):
         known_verdict = known_slow[way].verdict if way in known_slow else None
-        detector.begin_slow(-1, samples, _usual_ms(way, usual), known_verdict)
+        expected = _usual_ms(way, usual)
+        detector, _ = detector.begin_slow(-1, samples, expected, known_verdict)
     for each in known:
         if each.is_dead:
-            detector.observe_failure(-1, *each.way, _DEAD_BEFORE)
+            detector, _ = detector.observe_failure(-1, *each.way, _DEAD_BEFORE)
     return detector
 
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 import optax
 
 from jaxmorph.config import Config
-from jaxmorph.control.failed_paths import FailedPaths
+from jaxmorph.control.link_state import FailedPaths
 from jaxmorph.control.path_reports import path_news
 from jaxmorph.emulation.link_conditions import untimed
 from jaxmorph.emulation.link_settings import emulated_conditions
@@ -193,7 +193,7 @@ class Trainer:
         updated = apply_gradients(self._stage, totals, self.config.optimizer.clip_norm)
         self._next_step, self._first_microbatch = step + 1, 0
         self._log_events()
-        failures = self._failed.note(path_news(self._reports).failures)
+        self._failed, failures = self._failed.note(path_news(self._reports).failures)
         for failure in failures if self.rank == 0 else ():
             _log.warning("step %d: link %s failed: %s", step, failure.link, failure.detail)
         if self._skipped.note(step, totals):

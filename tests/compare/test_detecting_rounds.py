@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from jaxmorph.compare.detecting_rounds import Following, MorphBooks
-from jaxmorph.control.failed_paths import FailedPaths
+from jaxmorph.control.link_state import FailedPaths
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.records import Link
@@ -29,7 +29,7 @@ class Loop:
 
     def observe(self, step, timeline, samples, probes, paths):
         self.seen.append((step, [each.link for each in paths.failures], len(samples)))
-        self.paths.begin_again(paths.restored)
+        self.paths = self.paths.begin_again(paths.restored)
         return []
 
 

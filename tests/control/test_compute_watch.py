@@ -1,9 +1,8 @@
-from itertools import chain
-
 import numpy as np
 import pytest
 
 from jaxmorph.control.compute_watch import ComputeWatch, followed
+from jaxmorph.control.measurements import op_times
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.timeline import Timeline
@@ -30,8 +29,11 @@ def step(slow_stage=None, factor=1.0, kinds="FBW", busy=(), rng=None):
 
 
 def notices(*steps, costs=COSTS):
-    watch = ComputeWatch(costs)
-    return list(chain(*(watch.observe(number, each) for number, each in enumerate(steps))))
+    watch, found = ComputeWatch(costs), []
+    for number, each in enumerate(steps):
+        watch, new = watch.observe(number, op_times(each))
+        found += new
+    return found
 
 
 def test_a_slower_stage_is_reported_once_with_its_times():

@@ -14,7 +14,8 @@ from jaxmorph.control.conditions import (
     usual_from_json,
     usual_to_json,
 )
-from jaxmorph.control.verdicts import LinkHealth, Verdict, ailing_links
+from jaxmorph.control.link_state import LinkHealth, PathState
+from jaxmorph.control.verdicts import Verdict, degraded_links
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import LinkState, StageCosts, chain_links
 
@@ -51,14 +52,14 @@ def test_planning_adds_a_margin_for_jitter_predictions_none():
 
 def test_latencies_stay_between_the_usual_and_a_finite_most():
     assert under({}, verdict(1, 2, 0.1)) == LinkState(0.5, 0.6)
-    dead = verdict(1, 2, float("inf"), LinkHealth.DEAD)
+    dead = verdict(1, 2, float("inf"), path=PathState.FAILED)
     assert under({}, dead).forward_latency_ms == 10_000.0
 
 
-def test_whatever_is_not_healthy_ails():
+def test_whatever_is_not_healthy_is_degraded():
     recovering = both_ways(2, 3, 1.0, LinkHealth.RECOVERING)
     verdicts = (*healthy(4, [(2, 3)]), verdict(0, 1, 30.0), *recovering)
-    assert ailing_links(verdicts) == {Link(0, 1), Link(2, 3)}
+    assert degraded_links(verdicts) == {Link(0, 1), Link(2, 3)}
 
 
 ONE_WAY = {**chain_links((0.5, 0.5, 0.5)), Link(0, 1): LinkState(0.5, 30.0)}

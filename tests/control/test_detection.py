@@ -17,8 +17,8 @@ import pytest
 
 from jaxmorph.control.compute_watch import ComputeWatch
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.measurements import link_samples
-from jaxmorph.control.verdicts import LinkHealth
+from jaxmorph.control.link_state import LinkHealth
+from jaxmorph.control.measurements import link_samples, op_times
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import Transfer
 from jaxmorph.program.lowering import lower
@@ -113,9 +113,9 @@ class Run:
         delegated = self.routes[-2]
         machine = Machine(self.drawn, delegated=delegated, late=self.late, **conditions)
         measured = timeline(self.stages, self.microbatches, machine)
-        changes = self.detector.observe(self.step, link_samples(measured))
-        ailing = [each for each in self.detector.verdicts.values() if each.health is not HEALTHY]
-        self.routes.append(frozenset(verdict.link for verdict in ailing))
+        self.detector, changes = self.detector.observe(self.step, link_samples(measured))
+        degraded = [each for each in self.detector.verdicts.values() if each.health is not HEALTHY]
+        self.routes.append(frozenset(verdict.link for verdict in degraded))
         self.step += 1
         return changes
 
@@ -220,7 +220,9 @@ def healthy_steps(seed, count):
             unpaced=True,
             late=late,
         )
-        said += detector.observe(step, link_samples(timeline(4, 12, machine)))
+        samples = link_samples(timeline(4, 12, machine))
+        detector, changes = detector.observe(step, samples)
+        said += changes
     return [change.reason for change in said]
 
 
@@ -255,8 +257,10 @@ def test_a_slow_stage_shows_in_its_ops_alone(delegated):
         slow = {2: 3.0} if step >= 10 else {}
         machine = Machine(drawn, slow_stages=slow, delegated=links, late=late)
         measured = timeline(4, 12, machine)
-        verdicts += detector.observe(step, link_samples(measured))
-        notices += watch.observe(step, measured)
+        detector, changes = detector.observe(step, link_samples(measured))
+        watch, noticed = watch.observe(step, op_times(measured))
+        verdicts += changes
+        notices += noticed
     assert verdicts == []
     assert Counter(notice.stage for notice in notices) == {2: 3}
     assert all(notice.measured_ms == pytest.approx(30.0, rel=0.1) for notice in notices)

@@ -9,13 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmorph.control.detector import Detector
+from jaxmorph.control.link_state import TURNS, LinkHealth, PathState, word
 from jaxmorph.control.measurements import LinkSample
-from jaxmorph.control.route_record import HealthyMessages, Sensitivity
-from jaxmorph.control.verdicts import TURNS, LinkHealth
+from jaxmorph.control.route_record import SETTLED_RUN, HealthyMessages
 
-HEALTHY, SLOW, DEAD, RECOVERING = LinkHealth
+HEALTHY, SLOW, RECOVERING = LinkHealth
+DEAD = "dead"
 DIRECT, DELEGATED = True, False
 EVERY_MS = 30.0
+
+
+def state(verdict):
+    return word(verdict.health, verdict.path)
 
 
 def messages(durations_ms, route=DELEGATED, way=(2, 3), every_ms=EVERY_MS):
@@ -39,8 +44,21 @@ class Steps:
         return self
 
     def observe(self, samples):
-        self.said += self.detector.observe(self.step, samples)
+        self.detector, said = self.detector.observe(self.step, samples)
+        self.said += said
         self.step += 1
+
+    def begin_slow(self, samples, usual_ms, known=None, step=-1):
+        self.detector, said = self.detector.begin_slow(step, samples, usual_ms, known)
+        return said
+
+    def fail(self, step, detail="", way=(2, 3)):
+        self.detector, said = self.detector.observe_failure(step, way[0], way[1], detail)
+        return said
+
+    def come_back(self, step, way=(2, 3)):
+        self.detector, said = self.detector.observe_return(step, way[0], way[1], 20)
+        return said
 
     @property
     def now(self):
@@ -51,7 +69,7 @@ class Steps:
         return None if usual is None else usual.baseline_ms
 
     def path(self):
-        return [(verdict.health, verdict.step) for verdict in self.said]
+        return [(state(verdict), verdict.step) for verdict in self.said]
 
 
 def test_a_jump_and_its_end_are_found_at_once():
@@ -165,7 +183,7 @@ def test_slow_from_the_first_step_is_judged_by_others(others_ms, ways, path):
 def begun_slow():
     """Slow from the start, and well by now, by what a healthy one is said to take."""
     steps = Steps(healthy=0)
-    told = steps.detector.begin_slow(-1, messages([31.0] * 4, DIRECT), {DIRECT: 1.0, DELEGATED: 2})
+    told = steps.begin_slow(messages([31.0] * 4, DIRECT), {DIRECT: 1.0, DELEGATED: 2})
     assert told == [steps.now]
     assert (steps.now.health, steps.now.latency_ms) == (SLOW, 31.0)
     assert steps.run(*[[32.0] * 12] * 4).said == []
@@ -178,7 +196,7 @@ def begun_slow():
 def test_one_that_began_slow_is_found_slow_again_at_once():
     steps = begun_slow().run([1.0] * 4 + [31.0] * 8, route=DIRECT)
     assert steps.path()[2:] == [(SLOW, 8)]
-    assert len(steps.now.evidence.samples_ms) == Sensitivity().settled_run
+    assert len(steps.now.evidence.samples_ms) == SETTLED_RUN
 
 
 def test_one_that_began_slow_may_have_chance_late_messages():
@@ -259,27 +277,28 @@ class TestRoutes:
 class TestFailures:
     def test_only_its_path_brings_a_dead_link_back(self):
         steps = Steps(route=DIRECT, usual_ms=0.0)
-        (dead,) = steps.detector.observe_failure(6, 2, 3, "activation[3] 2>3 did not come in 3 s")
-        assert (dead.health, dead.step) == (DEAD, 6)
+        (dead,) = steps.fail(6, "activation[3] 2>3 did not come in 3 s")
+        assert (state(dead), dead.step) == (DEAD, 6)
         assert dead.reason == "link 2>3 is dead: activation[3] 2>3 did not come in 3 s"
         steps.run(*[[1.0] * 12] * 9, [31.0] * 12, *[[1.0] * 12] * 9)
-        assert steps.now.health is DEAD
+        assert state(steps.now) == DEAD
         assert steps.now.latency_ms == 1.0
         steps.run(*[[0.0] * 12] * 5, route=DIRECT)
-        assert steps.now.health is DEAD
-        (back,) = steps.detector.observe_return(steps.step, 2, 3, 20)
-        assert (back.health, back.step) == (RECOVERING, steps.step)
+        assert state(steps.now) == DEAD
+        (back,) = steps.come_back(steps.step)
+        assert (back.health, back.path, back.step) == (RECOVERING, PathState.RETURNED, steps.step)
         assert back.reason == (
             "link 2>3 is back: both ends have found its direct path up for 20 steps in a row"
         )
         steps.run([1.0] * 12, [1.0] * 12)
         assert steps.now.health is RECOVERING
         assert steps.run([1.0] * 12).now.health is HEALTHY
+        assert steps.now.path is PathState.UP
         assert steps.now.reason.startswith("link 2>3 is healthy again: 1.0 ms")
 
     def test_other_delegated_times_of_a_dead_link_are_reported(self):
         steps = Steps(route=DIRECT, usual_ms=0.0)
-        steps.detector.observe_failure(6, 2, 3, "")
+        steps.fail(6)
         steps.run([1.0] * 12, [31.0] * 12, [31.0] * 12, [1.0] * 12, [2.0] * 12)
         assert steps.path() == [(DEAD, 7), (DEAD, 9)]
         slower, quicker = steps.said
@@ -291,23 +310,23 @@ class TestFailures:
 
     def test_a_link_fails_and_returns_but_once_at_a_time(self):
         steps = Steps()
-        detector = steps.detector
-        assert detector.observe_return(6, 2, 3, 20) == []  # it isn't dead
+        assert steps.come_back(6) == []  # it isn't dead
         assert steps.now.health is HEALTHY
-        assert len(detector.observe_failure(6, 2, 3, "")) == 1
-        assert detector.observe_failure(6, 2, 3, "") == []
-        detector.observe_return(6, 2, 3, 20)
-        (dead,) = detector.observe_failure(6, 2, 3, "its direct path is down again")
-        assert (dead.health, dead.step) == (DEAD, 6)
-        detector.observe_return(6, 2, 3, 20)
+        assert len(steps.fail(6)) == 1
+        assert steps.fail(6) == []
+        steps.come_back(6)
+        (dead,) = steps.fail(6, "its direct path is down again")
+        assert (state(dead), dead.step) == (DEAD, 6)
+        steps.come_back(6)
         assert steps.run(LATE).path() == [(SLOW, 6)]  # it may come back slow
+        assert steps.now.path is PathState.RETURNED
 
     def test_an_unwatched_link_is_healthy_by_its_path_alone(self):
-        detector = Detector()
-        detector.observe_failure(0, 0, 3, "")
-        back, healthy = detector.observe_return(20, 0, 3, 20)
+        steps = Steps(healthy=0)
+        steps.fail(0, way=(0, 3))
+        back, healthy = steps.come_back(20, way=(0, 3))
         assert (back.health, healthy.health) == (RECOVERING, HEALTHY)
-        assert detector.verdicts[0, 3] is healthy
+        assert steps.detector.verdicts[0, 3] is healthy
 
 
 steps_of_a_link = st.lists(
@@ -318,31 +337,38 @@ steps_of_a_link = st.lists(
 )
 
 
-@settings(deadline=None)
-@given(steps_of_a_link, st.randoms(use_true_random=False))
-def test_verdicts_follow_the_table_and_name_what_they_rest_on(told, drawn):
+def run_of(told, drawn):
+    """Three healthy steps and those of a link, with failures and returns among them."""
     steps = Steps(healthy=3)
     for number, (ms, route, count) in enumerate(told):
         steps.run([ms * drawn.uniform(0.9, 1.1) for _ in range(count)], route=route)
         if drawn.random() < 0.1:
-            steps.said += steps.detector.observe_failure(number, 2, 3, "gave up")
+            steps.said += steps.fail(number, "gave up")
         if drawn.random() < 0.1:
-            steps.said += steps.detector.observe_return(number, 2, 3, 20)
-    before = HEALTHY
+            steps.said += steps.come_back(number)
+    return steps
+
+
+@settings(deadline=None)
+@given(steps_of_a_link, st.randoms(use_true_random=False))
+def test_verdicts_follow_the_table_and_name_what_they_rest_on(told, drawn):
+    steps = run_of(told, drawn)
+    before = HEALTHY, PathState.UP
     for verdict in steps.said:
-        assert verdict.health in {to for (since, _), to in TURNS.items() if since is before}
-        if verdict.health is SLOW and before is not SLOW:
+        now = verdict.health, verdict.path
+        assert now in TURNS[before].values()
+        if verdict.is_slow and before[0] is not SLOW:
             assert min(verdict.evidence.samples_ms) > verdict.evidence.threshold_ms
-        if verdict.health is RECOVERING and before is not DEAD:
+        if verdict.health is RECOVERING and before[1] is not PathState.FAILED:
             assert max(verdict.evidence.samples_ms) < verdict.evidence.threshold_ms
         assert verdict.reason.startswith("link 2>3 is ")
-        before = verdict.health
-    assert steps.now.health is before
+        before = now
+    assert (steps.now.health, steps.now.path) == before
 
 
 @given(st.floats(6.1, 200.0), st.floats(1.01, 3.0))
 def test_the_longer_and_the_later_a_run_the_less_likely(least_ms, more):
-    healthy = HealthyMessages(Sensitivity())
+    healthy = HealthyMessages()
     healthy.learn([1.0] * 200 + [10.0, 40.0, 1.0] * 5)
 
     def chance(ms, count):

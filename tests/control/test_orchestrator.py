@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from verdict_examples import both_ways, healthy, verdict
 
+from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.orchestrator import (
     SCHEDULE,
     Dwell,
@@ -14,7 +15,6 @@ from jaxmorph.control.orchestrator import (
     dwell_after,
     dwelling_links,
 )
-from jaxmorph.control.verdicts import LinkHealth
 from jaxmorph.records import Link, Route
 from jaxmorph.schedule.fixed import zb_h1, zb_h2
 from jaxmorph.schedule.planner import Plan
@@ -169,7 +169,7 @@ def test_what_else_has_changed_is_in_the_reason():
 class TestDeadLinks:
     """Link 2-3 has no direct path."""
 
-    DEAD = (*healthy(4, [(2, 3)]), *both_ways(2, 3, 1.1, LinkHealth.DEAD))
+    DEAD = (*healthy(4, [(2, 3)]), *both_ways(2, 3, 1.1, path=PathState.FAILED))
 
     def situation(self, in_force, *candidates, **more):
         return situation(self.DEAD, in_force, *candidates, **more)

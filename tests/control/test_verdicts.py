@@ -7,9 +7,9 @@ from test_detector import DELEGATED, DIRECT, Steps, messages
 from verdict_examples import verdict
 
 from jaxmorph.control.detector import Detector
+from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.verdicts import (
     KnownWay,
-    LinkHealth,
     as_when_healthy,
     dead_of,
     slow_of,
@@ -20,7 +20,7 @@ from jaxmorph.schedule.costs import LinkState
 
 LINK = Link(2, 3)
 SLOW = KnownWay(verdict(2, 3, 41.5), "delegated", {"direct": 0.5, "delegated": 1.5})
-DEAD = KnownWay(verdict(3, 2, 1.5, LinkHealth.DEAD), "delegated", SLOW.usual_ms)
+DEAD = KnownWay(verdict(3, 2, 1.5, path=PathState.FAILED), "delegated", SLOW.usual_ms)
 LINKS = {Link(1, 2): LinkState(0.4, 0.4), LINK: LinkState(0.6, 0.7)}
 BY_HOSTS: Routes = dict.fromkeys(LINKS, "delegated")
 
@@ -42,11 +42,10 @@ def test_a_slow_way_is_remembered_with_its_usual_times(route):
 
 
 def test_a_dead_link_is_remembered_both_ways():
-    detector = Steps().detector
-    low, high = LINK
-    detector.observe_failure(6, low, high, "no answer")
-    detector.observe_failure(6, high, low, "no answer")
-    known = detector.known_ways()
+    steps = Steps()
+    steps.fail(6, "no answer", LINK)
+    steps.fail(6, "no answer", LINK[::-1])
+    known = steps.detector.known_ways()
     assert [each.way for each in known] == [(2, 3), (3, 2)]
     assert dead_of(known) == {LINK}
     assert slow_of(known) == {}
@@ -90,7 +89,7 @@ def test_in_health_ways_take_what_they_once_did():
 def test_one_known_to_be_slow_begins_so_and_goes_on_as_any(now_ms, later, path):
     steps = Steps(healthy=0)
     samples, usual_ms = messages([now_ms] * 8, DIRECT), {DIRECT: 0.5, DELEGATED: 1.5}
-    (told,) = steps.detector.begin_slow(-1, samples, usual_ms, SLOW.verdict)
+    (told,) = steps.begin_slow(samples, usual_ms, SLOW.verdict)
     assert (told.health, told.latency_ms, told.step) == (LinkHealth.SLOW, 41.5, -1)
     assert told.evidence == SLOW.verdict.evidence
     assert told.reason == (
@@ -101,6 +100,6 @@ def test_one_known_to_be_slow_begins_so_and_goes_on_as_any(now_ms, later, path):
 
 def test_nothing_is_taken_back_by_what_was_known():
     steps = Steps().run([31.0] * 12)
-    assert steps.detector.begin_slow(7, messages([31.0]), {}, SLOW.verdict) == []
+    assert steps.begin_slow(messages([31.0]), {}, SLOW.verdict, step=7) == []
     assert steps.now.latency_ms == 31.0
     assert Detector().known_ways() == ()

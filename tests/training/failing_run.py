@@ -126,13 +126,13 @@ class FailingRun:
         config = CONFIG.model_copy(update={"adaptation": adaptation})
         self.wires, self.told, self.log, self.step = Wires(lives), [], [], 0
         self.wires.by_hosts.update(dead)
-        self.detector = Detector()
+        detector = Detector()
         for low, high in dead:
-            self.detector.observe_failure(-1, low, high, "it had failed before")
-            self.detector.observe_failure(-1, high, low, "it had failed before")
+            for way in ((low, high), (high, low)):
+                detector, _ = detector.observe_failure(-1, *way, "it had failed before")
         plan = replace(FIRST, routes={**FIRST.routes, **dict.fromkeys(dead, "delegated")})
         self.plans = PlansHere(config=config, in_force=plan)
-        watches = self.detector, ComputeWatch(COSTS)
+        watches = detector, ComputeWatch(COSTS)
         self.loop = ControlLoop(adaptation, plan, PLANNED_FOR, USUAL, *watches, self.plans)
         self.programs = list(lower_step(plan.schedule, PLANNED_FOR, plan.routes))
         self.routes = dict(plan.routes)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxmorph.config import Config
 from jaxmorph.control.events import Morph
-from jaxmorph.control.failed_paths import FailedPaths
+from jaxmorph.control.link_state import FailedPaths
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.program.instructions import program_text

@@ -5,15 +5,16 @@ from typing import Any
 
 import pytest
 
-from jaxmorph import train
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.config import check_config
-from jaxmorph.control.verdicts import Evidence, KnownWay, LinkHealth, Verdict
+from jaxmorph.control.link_state import LinkHealth, PathState
+from jaxmorph.control.verdicts import Evidence, KnownWay, Verdict
 from jaxmorph.report import open_run_directory
 from jaxmorph.report.run_directory import LINKS
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.stage.layer_costs import LayerCosts
+from jaxmorph.training import train
 from jaxmorph.training.carried_over import FILE, KnownLinks, chosen_before, keep_choice, known_links
 
 HEAVY_HEAD, HEAVY_EMBEDDING = LayerCosts(0.0, 2.0, 5.0), LayerCosts(5.0, 2.0, 0.0)
@@ -84,13 +85,14 @@ def adapting(**sections):
     return check_config(adapts | {"schedule": {"name": "zb-h2"}} | sections)
 
 
-def way(source, destination, health=LinkHealth.SLOW, step=7):
+def way(source, destination, path=PathState.UP, step=7):
     evidence = Evidence((41.0, 42.0), 1.0, 0.5, 6.0)
-    told = Verdict(source, destination, health, 41.5, 0.5, step, evidence, "is slow")
+    state = LinkHealth.SLOW, 41.5, 0.5, step, evidence, "is slow", path
+    told = Verdict(source, destination, *state)
     return KnownWay(told, "delegated", {"direct": 0.5, "delegated": 1.5})
 
 
-KNOWN = (way(1, 2), way(0, 1, LinkHealth.DEAD), way(1, 0, LinkHealth.DEAD))
+KNOWN = (way(1, 2), way(0, 1, PathState.FAILED), way(1, 0, PathState.FAILED))
 
 
 @pytest.fixture

@@ -85,8 +85,8 @@ def test_what_waited_for_a_failing_link_moves_no_estimate(begin):
     run.cut(LINK)
     run.steps(12)
     for way in ((0, 1), (1, 0), (1, 2), (2, 1)):
-        usual = undisturbed.detector.usual(*way, is_held=True)
-        assert run.detector.usual(*way, is_held=True) == usual
+        usual = undisturbed.loop._detector.usual(*way, is_held=True)
+        assert run.loop._detector.usual(*way, is_held=True) == usual
     assert run.events("straggler_detected", "compute_changed") == []
     assert run.profiler.profile().costs == undisturbed.profiler.profile().costs
     other = undisturbed.profiler.profile().links[FIRST_LINK]

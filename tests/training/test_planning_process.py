@@ -8,9 +8,10 @@ import pytest
 
 from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks
+from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
-from jaxmorph.control.verdicts import Evidence, LinkHealth, Verdict
+from jaxmorph.control.verdicts import Evidence, Verdict
 from jaxmorph.program.check import check
 from jaxmorph.program.instructions import parse_program
 from jaxmorph.program.lowering import forward_only
@@ -38,10 +39,11 @@ def planner(num_tied=0, **sections):
     return CandidatePlanner(run, num_tied, first, profile, USUAL), profile
 
 
-def verdicts(lower, upper, latency_ms, health=LinkHealth.SLOW):
+def verdicts(lower, upper, latency_ms, health=LinkHealth.SLOW, path=PathState.UP):
     evidence = Evidence((latency_ms,), 0.0, 0.0, 5.0)
     ways = ((lower, upper), (upper, lower))
-    return [Verdict(*way, health, latency_ms, 0.0, 6, evidence, "slow") for way in ways]
+    state = health, latency_ms, 0.0, 6, evidence, "slow", path
+    return [Verdict(*way, *state) for way in ways]
 
 
 def delegated(candidate):
@@ -189,7 +191,7 @@ def test_a_dead_link_has_plans_that_change_no_other(delegates):
     plans, profile = planner(adaptation={"enabled": True, "delegates": delegates})
     adapted = plans.weigh(profile, verdicts(0, 1, 30.0)).candidates[2]
     plans.adopt(adapted)
-    dead = [*verdicts(0, 1, 1.0, LinkHealth.HEALTHY), *verdicts(2, 3, 0.0, LinkHealth.DEAD)]
+    dead = [*verdicts(0, 1, 1.0, LinkHealth.HEALTHY), *verdicts(2, 3, 0.0, path=PathState.FAILED)]
     candidates = plans.weigh(profile, dead, [Link(0, 1)]).candidates
     assert any(delegated(each) == ["0-1", "2-3"] for each in candidates)
     assert any("2-3" in delegated(each) for each in candidates)

@@ -8,9 +8,10 @@ import pytest
 from adapting_run import CONFIG, COSTS, FIRST, PLANNED_FOR, USUAL, PlansHere
 
 from jaxmorph.control.conditions import UsualLinks
+from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.step_programs import lower_step
-from jaxmorph.control.verdicts import Evidence, KnownWay, LinkHealth, Verdict
+from jaxmorph.control.verdicts import Evidence, KnownWay, Verdict
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.records import Link
 from jaxmorph.runtime.rendezvous import SoleRank
@@ -178,18 +179,15 @@ ADDED_MS = 40.0
 EVIDENCE = Evidence((41.5,) * 5, 1.5, 0, 6.5)
 
 
-def known(*ways, health=LinkHealth.SLOW):
+def known(*ways, path=PathState.UP):
+    state = LinkHealth.SLOW, ADDED_MS + 1.5, 0.0, 20, EVIDENCE, "", path
     return [
-        KnownWay(
-            Verdict(source, destination, health, ADDED_MS + 1.5, 0.0, 20, EVIDENCE, ""),
-            "delegated",
-            {"direct": 0.5, "delegated": 1.5},
-        )
-        for source, destination in ways
+        KnownWay(Verdict(low, high, *state), "delegated", {"direct": 0.5, "delegated": 1.5})
+        for low, high in ways
     ]
 
 
-DEAD = known(LINK, LINK[::-1], health=LinkHealth.DEAD)
+DEAD = known(LINK, LINK[::-1], path=PathState.FAILED)
 
 
 def links_now(slow):
@@ -284,7 +282,7 @@ def test_a_dead_link_is_never_on_its_direct_path(begin):
     assert {routes[LINK] for routes in measured_on} == {"delegated"}
     assert run.delegated() == {"1-2"}
     verdicts = start.detector.verdicts
-    assert {way for way in verdicts if verdicts[way].health is LinkHealth.DEAD} == {(1, 2), (2, 1)}
+    assert {way for way in verdicts if verdicts[way].is_dead} == {(1, 2), (2, 1)}
     assert milliseconds(start.usual) == pytest.approx(milliseconds(USUAL))
     assert start.home.routes == FIRST.routes
     run.steps(12)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmorph.config import check_config
-from jaxmorph.control.failed_paths import FailedPaths
+from jaxmorph.control.link_state import FailedPaths
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.queue import Stamp

@@ -1,0 +1,97 @@
+"""What is kept from step to step survives being written and read."""
+
+import json
+import math
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_compute_watch import COSTS
+from test_compute_watch import step as compute_step
+from test_detector import messages, run_of, steps_of_a_link
+
+from jaxmorph.control.codec import decode, encode
+from jaxmorph.control.compute_watch import ComputeWatch
+from jaxmorph.control.detector import Detector
+from jaxmorph.control.link_state import FailedPaths, PathFailure
+from jaxmorph.control.measurements import op_times
+from jaxmorph.records import Link
+
+LINKS = (Link(0, 1), Link(1, 2))
+
+
+def written_and_read(value):
+    return decode(type(value), json.loads(json.dumps(encode(value), allow_nan=False)))
+
+
+@settings(deadline=None)
+@given(steps_of_a_link, st.randoms(use_true_random=False), steps_of_a_link)
+def test_a_detector_goes_on_as_the_one_written(told, drawn, later):
+    steps = run_of(told, drawn)
+    one, other = steps.detector, written_and_read(steps.detector)
+    assert other == one
+    for number, (ms, route, count) in enumerate(later, start=steps.step):
+        samples = messages([ms] * count, route)
+        one, said = one.observe(number, samples)
+        other, said_by_other = other.observe(number, samples)
+        assert (other, said_by_other) == (one, said)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([0, 1]), st.sampled_from([0.5, 1.0, 1.5])), max_size=12))
+def test_a_compute_watch_goes_on_as_the_one_written(told):
+    watch = ComputeWatch(COSTS)
+    for number, (stage, factor) in enumerate(told):
+        times = op_times(compute_step(stage, factor))
+        other = written_and_read(watch)
+        assert other == watch
+        watch, notices = watch.observe(number, times)
+        assert other.observe(number, times) == (watch, notices)
+
+
+def after(paths, link, what):
+    """What follows from something about a link's path, and what that has shown."""
+    match what:
+        case "fails":
+            return paths.note([PathFailure(link)])
+        case "begins":
+            return paths.begin_again([link]), None
+        case "is used":
+            return paths.restored({})
+        case "has one life":
+            return paths.limit(link, 1)
+    return paths.observe({link: True}, LINKS)
+
+
+whats = st.sampled_from(["fails", "begins", "is used", "has one life", "is up", "is up", "is up"])
+
+
+@given(st.lists(st.tuples(st.sampled_from(LINKS), whats), max_size=30))
+def test_failed_paths_go_on_as_those_written(told):
+    paths = FailedPaths.begin(LINKS[:1], 2, 8)
+    for link, what in told:
+        other = written_and_read(paths)
+        assert other == paths
+        paths, shown = after(paths, link, what)
+        assert after(other, link, what) == (paths, shown)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    most: tuple[float, ...]
+    words: dict[str, int]
+
+
+@pytest.mark.parametrize("words", [{}, {"entries": 1}, {"number": 1}, {"entries": 1, "more": 2}])
+def test_infinities_and_any_words_survive(words):
+    bounds = Bounds((math.inf, -math.inf, 0.1), words)
+    assert written_and_read(bounds) == bounds
+
+
+def test_what_is_wrong_is_named():
+    data = encode(FailedPaths.begin(LINKS))
+    data["steps"] = "many"
+    with pytest.raises(ValueError, match="steps"):
+        decode(FailedPaths, data)
+    assert decode(Detector, {"directions": {}}) == Detector()

@@ -1,0 +1,214 @@
+"""The table of link states; which links do without direct paths, and when one may begin again."""
+
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from verdict_examples import verdict
+
+from jaxmorph.control.link_state import (
+    IMPOSSIBLE,
+    SENTENCES,
+    TURNS,
+    FailedPaths,
+    LinkHealth,
+    PathFailure,
+    PathState,
+    Sign,
+    diagram,
+    word,
+)
+from jaxmorph.control.measurements import LinkSample
+from jaxmorph.records import Link, Routes
+
+PAGE = Path(__file__).parents[2] / "docs" / "detection.md"
+LINK, OTHER, TIED = Link(1, 2), Link(0, 1), Link(0, 2)
+DIRECT: Routes = {OTHER: "direct", LINK: "direct"}
+DELEGATED: Routes = {OTHER: "direct", LINK: "delegated"}
+FAILURE = PathFailure(LINK, "no answer in 3 s")
+UP, DOWN, SILENT = {LINK: True}, {LINK: False}, {}
+
+TURNS_OF_ONE_WORD = """
+healthy     ROSE     -> slow
+healthy     KNOWN    -> slow
+healthy     FAILED   -> dead
+slow        MOVED    -> slow
+slow        FELL     -> recovering
+slow        FAILED   -> dead
+dead        SHIFTED  -> dead
+dead        RETURNED -> recovering
+recovering  ROSE     -> slow
+recovering  HELD     -> healthy
+recovering  RETURNED -> healthy
+recovering  FAILED   -> dead
+"""
+"""What follows from a sign where a state is one word, as people read it."""
+
+
+def test_the_table_leads_people_through_the_same_words():
+    by_word = {}
+    for state, turns in TURNS.items():
+        for sign, to in turns.items():
+            by_word.setdefault((word(*state), sign.name), set()).add(word(*to))
+    rows = (row.replace("->", "").split() for row in TURNS_OF_ONE_WORD.strip().splitlines())
+    assert by_word == {(since, sign): {to} for since, sign, to in rows}
+
+
+def test_states_of_one_word_take_the_same_signs():
+    """But that a path which never failed can't return."""
+    signs = {}
+    for state, turns in TURNS.items():
+        never = {Sign.RETURNED} if state[1] is PathState.UP else set()
+        signs.setdefault(word(*state), []).append((turns.keys(), never))
+    for of_word in signs.values():
+        every = set().union(*(taken for taken, _ in of_word))
+        assert all(taken == every - never for taken, never in of_word)
+
+
+def test_a_state_is_reachable_or_impossible():
+    reached = {(LinkHealth.HEALTHY, PathState.UP)}
+    for _ in TURNS:
+        reached |= {to for state in reached for to in TURNS[state].values()}
+    assert reached == set(TURNS)
+    assert set(product(LinkHealth, PathState)) == reached | IMPOSSIBLE
+    assert not reached & IMPOSSIBLE
+
+
+@pytest.mark.parametrize("state", sorted(IMPOSSIBLE))
+def test_no_verdict_has_an_impossible_state(state):
+    with pytest.raises(ValueError, match="direct path"):
+        verdict(2, 3, 1.0, state[0], path=state[1])
+
+
+def test_every_sign_has_a_sentence_and_turns_something():
+    assert set(SENTENCES) == {sign for turns in TURNS.values() for sign in turns} == set(Sign)
+
+
+def test_the_page_on_detection_has_the_tables_diagram():
+    drawn = re.findall(r"```mermaid\n(stateDiagram.*?)\n```", PAGE.read_text("utf-8"), re.DOTALL)
+    assert drawn == [diagram()]
+
+
+def failed(*links, steps=4, most_steps=64, lives_left=None):
+    made = FailedPaths.begin(links or (LINK,), steps, most_steps)
+    return made if lives_left is None else made.limit(LINK, lives_left)[0]
+
+
+def noted(links, *failures):
+    return links.note(failures)[0]
+
+
+def returns_after(watch, reports, delegated=(LINK,)):
+    """After which of the reports the path returns (None: after none of them), and what is known."""
+    for number, up in enumerate(reports, start=1):
+        watch, turns = watch.observe(up, delegated)
+        if LINK in turns.returned:
+            return number, watch
+    return None, watch
+
+
+@pytest.mark.parametrize("gap", [DOWN, SILENT])
+def test_a_gap_begins_the_count_anew(gap):
+    assert returns_after(failed(), [UP, UP, UP, gap, UP, UP, UP, UP])[0] == 8
+    assert returns_after(failed(), [UP, UP, UP, gap] * 20)[0] is None
+
+
+def test_each_further_failure_doubles_the_steps_to_a_limit():
+    watch, took = failed(most_steps=10), []
+    for _ in range(4):
+        steps, watch = returns_after(watch, [UP] * 99)
+        took.append(steps)
+        watch = watch.begin_again([LINK])
+        assert watch.failed == frozenset()
+        watch = noted(watch, FAILURE)
+    assert took == [4, 8, 10, 10]
+    assert FailedPaths.begin((), 20, 8).steps_after(3) == 20
+
+
+def test_a_failure_and_a_new_beginning_begin_an_epoch_each():
+    watch, epochs = FailedPaths(), []
+    for _ in range(2):
+        watch = noted(watch, FAILURE, FAILURE)
+        epochs.append(watch.links[LINK].epoch)
+        watch = watch.begin_again([LINK])
+        epochs.append(watch.links[LINK].epoch)
+    assert epochs == [1, 2, 3, 4]
+    assert watch.links[LINK].failures == 2
+
+
+def test_the_least_lives_that_an_end_says_count():
+    watch, were_last = failed(), []
+    for lives in (2, 3, 0, 0, 1):
+        watch, was_last = watch.limit(LINK, lives)
+        were_last.append(was_last)
+    assert were_last == [False, False, True, False, False]
+    assert returns_after(watch, [UP] * 99)[0] is None
+    assert watch.limit(OTHER, 0) == (watch, False)  # it hasn't failed
+
+
+def test_links_count_each_for_itself():
+    watch = failed(LINK, OTHER)
+    for _ in range(3):
+        watch, _ = watch.observe({LINK: True, TIED: True}, (LINK, OTHER, TIED))
+    _, turns = watch.observe({LINK: True, OTHER: True}, (LINK, OTHER))
+    assert turns.returned == {LINK: 4}
+
+
+reports = st.lists(st.sampled_from([UP, UP, UP, UP, DOWN, SILENT]), max_size=60)
+
+
+@given(reports, st.integers(1, 6), st.integers(0, 60))
+def test_a_path_returns_after_exactly_as_many_reports_as_enough(told, steps, since):
+    watch, in_a_row, has_returned = failed(steps=steps), 0, False
+    for number, up in enumerate(told):
+        in_a_row = in_a_row + 1 if up == UP else 0
+        watch, turns = watch.observe(up, (LINK,) if number >= since else ())
+        is_enough = number >= since and in_a_row >= steps
+        assert (LINK in turns.returned) == (is_enough and not has_returned)
+        assert (LINK in turns.lost) == (has_returned and up != UP)
+        has_returned = is_enough
+        assert (watch.links[LINK].state is PathState.RETURNED) == has_returned
+
+
+def test_a_failed_link_counts_as_delegated():
+    links = FailedPaths()
+    assert links.as_run(DIRECT) == DIRECT
+    other = noted(FailedPaths(), PathFailure(TIED, ""))
+    assert other.as_run(DIRECT) == {**DIRECT, TIED: "delegated"}  # though no plan names it
+    assert other.in_words() == {"0-2": "direct path failed, delegated"}
+    links = noted(links, FAILURE)
+    assert links.as_run(DIRECT) == links.as_run(DELEGATED) == DELEGATED
+    links = links.begin_again([LINK])
+    assert links.as_run(DIRECT) == DIRECT
+    assert links.as_run(DELEGATED) == DELEGATED
+
+
+def test_a_link_is_restored_with_its_first_direct_step():
+    links, new = FailedPaths().note([FAILURE])
+    assert new == (FAILURE,)
+    assert links.note([FAILURE]) == (links, ())  # by the other end
+    assert links.restored(DIRECT) == (links, ())
+    links, new = links.begin_again([LINK]).note([FAILURE])
+    assert new == (FAILURE,)  # as it began again: it wasn't restored
+    assert links.restored(DIRECT) == (links, ())
+    links = links.begin_again([LINK, OTHER])
+    assert links.restored(DELEGATED) == (links, ())
+    links, restored = links.restored(DIRECT)
+    assert restored == (LINK,)
+    assert links.restored(DIRECT) == (links, ())
+
+
+def test_messages_delegated_on_the_queue_are_no_samples():
+    held = LinkSample(1, 2, 0, 0.0, 10.0, is_held=True)
+    back = LinkSample(2, 1, 0, 3000.0, 3100.0, is_held=True)
+    delegated = LinkSample(1, 2, 1, 1.5, 12.0, is_held=False)
+    other = LinkSample(0, 1, 0, 0.5, 10.0, is_held=True)
+    samples = (held, back, delegated, other)
+    links = FailedPaths()
+    assert links.of_paths(samples) == samples
+    links = noted(links, FAILURE)
+    assert links.of_paths(samples) == (delegated, other)
+    assert links.begin_again([LINK]).of_paths(samples) == samples
