@@ -26,24 +26,23 @@ from jaxmorph.program.check import check
 from jaxmorph.program.instructions import RankProgram
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.slots_needed import slots_needed
-from jaxmorph.records import Link
+from jaxmorph.records import Link, Message
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.launcher import run_ranks
 from jaxmorph.runtime.link_connections import open_data_plane
 from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import HostRendezvous
-from jaxmorph.runtime.report import rank_report, total
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.runtime.step import StepRunner
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES
-from jaxmorph.schedule.ops import Op, OpKind
+from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.stage.mesh import make_mesh
 from jaxmorph.stage.model import Params, PipelineModel, cut_layers
 from jaxmorph.stage.parameters import init_stage_params, leaf_at, with_leaf
-from jaxmorph.training.gradients import apply_gradients
 
 LARGE = Sizes(512, 8, num_layers=4, sequence_length=256, microbatch_size=2, vocab_size=1024)
 SMALL = Sizes(16, 2, num_layers=2, sequence_length=8, microbatch_size=2, vocab_size=32)
@@ -234,22 +233,24 @@ def _train(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Figures of all steps, and the gradients of the first."""
     losses, norms, took_s, waited, gradients = [], [], [], [], {}
+    runner = StepRunner(trainer, rendezvous)
+
+    def keep_gradients(number: int) -> Message:
+        if number == 0:
+            (chunk,) = trainer.gradients
+            gradients.update(_arrays(chunk))
+        return {}
+
     for number in range(_STEPS):
         tokens, targets = _batch_of(sizes, number)
         inputs, began_s = StepInputs(tokens, targets, 1.0 / targets.size), time.monotonic()
-        outcome = trainer.run(program, inputs, number)
-        if number == 0:
-            (chunk,) = trainer.gradients
-            gradients = _arrays(chunk)
-        report, _ = rank_report(outcome, trainer.squared_norm(), began_s, 0)
-        totals = total(rendezvous.exchange(report))
-        apply_gradients(trainer, totals, None)
+        result = runner.run(program, inputs, number, began_s=began_s, report=keep_gradients)
         jax.block_until_ready(trainer.params)
         took_s.append(time.monotonic() - began_s)
-        ran_s = sum(stamp.duration_s for stamp in outcome.stamps if isinstance(stamp.label, Op))
+        ran_s = sum(end_ms - start_ms for _, start_ms, end_ms in result.timings.ops) / 1e3
         waited.append(1 - ran_s / took_s[-1])
-        losses.append(totals.loss)
-        norms.append(totals.grad_norm)
+        losses.append(result.totals.loss)
+        norms.append(result.totals.grad_norm)
     figures = {
         "losses": losses,
         "norms": norms,

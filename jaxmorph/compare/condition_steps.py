@@ -14,33 +14,14 @@ from jaxmorph.records import Message
 from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.runtime.report import (
-    StepTotals,
-    measured_timeline,
-    rank_report,
-    reported_events,
-    total,
-)
+from jaxmorph.runtime.report import measured_timeline, reported_events
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.runtime.step import StepResult, StepRunner, nothing_more
 from jaxmorph.schedule.bubbles import IdleShares, idle_shares
 from jaxmorph.schedule.ops import LiveUntil
 from jaxmorph.schedule.timeline import peak_on_device
-from jaxmorph.training.gradients import apply_gradients
 from jaxmorph.training.open_stage import adopt_plan
 from jaxmorph.training.plan_in_force import PlanInForce
-
-
-@dataclass(frozen=True)
-class MeasuredStep:
-    """One step as all ranks reported it.
-
-    Attributes:
-        reports: All ranks' reports; rank 0's have the timings.
-    """
-
-    step_ms: float
-    totals: StepTotals
-    reports: Sequence[Message]
 
 
 @dataclass(frozen=True)
@@ -52,7 +33,7 @@ class MeasuredRound:
         span_s: When they began and ended, in seconds since the round's origin.
     """
 
-    steps: list[MeasuredStep]
+    steps: list[StepResult]
     in_force: PlanInForce
     numbers: range
     span_s: tuple[float, float]
@@ -82,9 +63,9 @@ class ConditionRunner:
     ) -> None:
         self._rendezvous = rendezvous
         self._trainer = trainer
+        self._runner = StepRunner(trainer, rendezvous, clip_norm)
         self._links = links
         self._inputs = inputs
-        self._clip_norm = clip_norm
         self._step = 0
         self._barrier_s = 0.0
 
@@ -119,7 +100,7 @@ class ConditionRunner:
         origin_s = agree_on_origin_s(self._rendezvous)
         self._links.emulate(conditions, origin_s)
         self._begin()
-        steps: list[MeasuredStep] = []
+        steps: list[StepResult] = []
         began_s, program = self._barrier_s, in_force.program
         for number in range(num_warmup_steps + num_steps):
             if replan is not None:
@@ -129,7 +110,7 @@ class ConditionRunner:
                 began_s = self._barrier_s
             steps.append(self._run_step(program, following))
             if following is not None:
-                program = following.heed(self._step - 1, steps[-1].reports) or program
+                program = following.heed(self._step - 1, steps[-1]) or program
         return MeasuredRound(
             steps=steps[num_warmup_steps:],
             in_force=in_force,
@@ -149,22 +130,18 @@ class ConditionRunner:
         self._trainer.events()  # those of the change
         self._barrier_s = time.monotonic()
 
-    def _run_step(self, program: RankProgram, following: Following | None) -> MeasuredStep:
-        trainer = self._trainer
-        outcome = trainer.run(program, next(self._inputs), self._step)
-        norm, events = trainer.squared_norm(), trainer.events()
-        report, timings = rank_report(outcome, norm, self._barrier_s, 0, events)
-        added = ({}, {}) if following is None else following.told(self._step)
-        reports = self._rendezvous.exchange(report | added[0], timings | added[1])
-        began_s, self._barrier_s = self._barrier_s, time.monotonic()
-        totals = total(reports)
-        apply_gradients(trainer, totals, self._clip_norm)
+    def _run_step(self, program: RankProgram, following: Following | None) -> StepResult:
+        report = nothing_more if following is None else following.told
+        result = self._runner.run(
+            program, next(self._inputs), self._step, began_s=self._barrier_s, report=report
+        )
+        self._barrier_s = result.ended_s
         self._step += 1
-        return MeasuredStep(1e3 * (self._barrier_s - began_s), totals, reports)
+        return result
 
 
 def summarize_steps(
-    steps: Sequence[MeasuredStep],
+    steps: Sequence[StepResult],
     events: Mapping[str, int] = MappingProxyType({}),
     live_until: LiveUntil = "B",
 ) -> Message:
@@ -181,7 +158,7 @@ def summarize_steps(
     """
     timelines = [measured_timeline(step.reports) for step in steps]
     shares = [idle_shares(timeline) for timeline in timelines]
-    step_ms = [step.step_ms for step in steps]
+    step_ms = [1e3 * step.step_s for step in steps]
     middle_ms = median(step_ms)
     typical = min(range(len(steps)), key=lambda index: abs(step_ms[index] - middle_ms))
     return {

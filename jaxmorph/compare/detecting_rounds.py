@@ -13,8 +13,9 @@ from jaxmorph.control.path_reports import FAILURES, read_paths
 from jaxmorph.program.instructions import RankProgram, parse_program
 from jaxmorph.records import Message
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.runtime.report import measured_timeline, probe_times
+from jaxmorph.runtime.report import StepReport, measured_timeline, probe_times
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.runtime.step import StepResult
 from jaxmorph.training.adaptation import Adaptation, open_control_loop
 from jaxmorph.training.control_loop import ControlLoop
 from jaxmorph.training.first_plan import FirstPlan
@@ -35,7 +36,7 @@ class MorphBooks:
         self._thread = ThreadPoolExecutor(1, "jaxmorph-morphs")
         self._done: list[Any] = []
 
-    def note(self, step: int, reports: Sequence[Message]) -> None:
+    def note(self, step: int, reports: Sequence[StepReport]) -> None:
         """Have the loop look at a step."""
         if self._loop is not None:
             self._done.append(self._thread.submit(self._observe, self._loop, step, reports))
@@ -59,10 +60,11 @@ class MorphBooks:
         for done in self._done:
             done.result()
 
-    def _observe(self, loop: ControlLoop, step: int, reports: Sequence[Message]) -> None:
+    def _observe(self, loop: ControlLoop, step: int, reports: Sequence[StepReport]) -> None:
         measured = measured_timeline(reports)
         samples, routes = link_samples(measured), self.in_force.plan.routes
-        loop.paths, of_step = read_paths(loop.paths, reports, samples, routes)
+        parts = [report.parts for report in reports]
+        loop.paths, of_step = read_paths(loop.paths, parts, samples, routes)
         happened = loop.observe(step, measured, of_step.samples, probe_times(reports), of_step.news)
         self.events.update(each["kind"] for each in [*of_step.happened, *happened])
 
@@ -87,17 +89,17 @@ class Following:
         self.books = books
         self._failed = list(failed)
 
-    def told(self, step: int) -> tuple[Message, Message]:
-        """What this rank adds to its message and to its timings in the meeting that ends a step."""
-        told = self._adaptation.told(step)
+    def told(self, step: int) -> Message:
+        """What this rank adds to its report of a step."""
+        told = self._adaptation.told(step) | self._adaptation.probed()
         if self._failed:  # with the first step; who begins with the round hasn't heard of it
             told, self._failed = told | {FAILURES: self._failed + told.get(FAILURES, [])}, []
-        return told, self._adaptation.probed()
+        return told
 
-    def heed(self, step: int, reports: Sequence[Message]) -> RankProgram | None:
+    def heed(self, step: int, result: StepResult) -> RankProgram | None:
         """This rank's instructions from the next step on; None: those that it has."""
-        self.books.note(step, reports)
-        return self._adaptation.heed(step, reports)
+        self.books.note(step, result.reports)
+        return self._adaptation.heed(step, result.parts)
 
 
 @contextmanager

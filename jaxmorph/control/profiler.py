@@ -18,6 +18,8 @@ from jaxmorph.schedule.costs import CopyCosts, Links, LinkState, StageCosts, Sta
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.timeline import Timeline
 
+_RECENT_STEPS = 20
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -61,15 +63,12 @@ class Profiler:
 
     Args:
         stash_bytes: What one microbatch keeps on each stage, if that is known.
-        num_steps: How many of the last steps count.
     """
 
-    def __init__(
-        self, num_stages: int, stash_bytes: StashBytes | None = None, num_steps: int = 20
-    ) -> None:
+    def __init__(self, num_stages: int, stash_bytes: StashBytes | None = None) -> None:
         self._num_stages = num_stages
         self._stash_bytes = stash_bytes
-        estimate = partial(RunningEstimate, num_steps)
+        estimate = partial(RunningEstimate, _RECENT_STEPS)
         self._ops: defaultdict[tuple[int, OpKind], RunningEstimate] = defaultdict(estimate)
         self._links: defaultdict[tuple[int, int], RunningEstimate] = defaultdict(estimate)
         self._held: dict[tuple[int, int], bool] = {}

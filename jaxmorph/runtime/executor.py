@@ -49,6 +49,7 @@ from jaxmorph.stage.build import StagePrograms
 Tree = Any
 Chunks = tuple[Tree, ...]
 """One tree for each virtual stage of a rank, in the order of its chunks."""
+_FIRST_EPOCH = 0  # a failover route counts its own epochs from there
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,6 @@ class _Step:
     inputs: StepInputs
     loss_weight: jax.Array
     step: int
-    epoch: int
     buffers: dict[Buffer, Any] = field(default_factory=dict)
     losses: list[jax.Array] = field(default_factory=list)
     arrivals: list[Stamp] = field(default_factory=list)
@@ -110,7 +110,7 @@ class _Step:
         return self.program.pipeline.after(Place(self.program.rank, op.chunk)) is None
 
     def identity(self, transfer: Transfer) -> TransferIdentity:
-        return TransferIdentity(self.epoch, self.step, transfer)
+        return TransferIdentity(_FIRST_EPOCH, self.step, transfer)
 
     def buffer(self, kind: BufferKind, op: Op) -> Any:
         return self.buffers[Buffer(kind, op.microbatch, op.chunk)]
@@ -157,18 +157,17 @@ class Executor:
         inputs: StepInputs,
         *,
         step: int,
-        epoch: int = 0,
     ) -> StepOutcome:
         """Run a step's ops and transfers, up to its update.
 
-        After an error the epoch is abandoned on every route, as the ends may be out of step, and
-        what is left on the queue is dropped.
+        After an error every route is abandoned, as the ends may be out of step, and what is left on
+        the queue is dropped.
 
         Args:
             weights: What each chunk's `prepare` made of its parameters.
             accumulators: Each chunk's zeroed gradient accumulators; they are donated.
             inputs: Tokens and targets of all microbatches.
-            step: The step's number, part of every message's identity, as is the routes' epoch.
+            step: The step's number, part of every message's identity.
 
         Raises:
             TransferMismatchError: If a message came that is not the one expected.
@@ -176,7 +175,7 @@ class Executor:
             PeerGoneError: If a rank at the other end of a delegated link is gone.
         """
         loss_weight = jax.device_put(np.float32(inputs.loss_weight), self.placement)
-        state = _Step(program, weights, list(accumulators), inputs, loss_weight, step, epoch)
+        state = _Step(program, weights, list(accumulators), inputs, loss_weight, step)
         try:
             for instruction in program.instructions:
                 self._enqueue(instruction, state)
@@ -185,7 +184,7 @@ class Executor:
                 route.settle()
         except BaseException:
             for route in self.routes.values():
-                route.abandon(epoch)
+                route.abandon(_FIRST_EPOCH)
             for away in state.away.values():
                 away.cancel()
             self.queue.restart()

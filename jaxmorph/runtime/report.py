@@ -1,14 +1,17 @@
-"""What a rank tells the others of a step, and the step put together from all ranks' reports."""
+"""What a rank reports of a step, and the step put together from all ranks' reports.
 
-import json
+`StepReport` goes to all ranks with the meeting that ends a step; its timings go to rank 0 alone.
+"""
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from jaxmorph.program.instructions import Channel, Transfer, channel_of
 from jaxmorph.records import Message
@@ -19,10 +22,120 @@ from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
-NOT_FINITE = "not_finite"
-"""The key under which a rank says what of its step is not finite; elsewhere it is left out."""
+PROBES = "probes"
+"""The part of a report that has what the messages of a probe took: (label, milliseconds) each."""
 
-_PEAK = "peak_device_bytes"
+_NO_OTHERS = ConfigDict(extra="forbid")
+Span = tuple[str, float, float]
+"""The label of an op or a transfer, and its start and end: milliseconds since the step began."""
+
+
+@dataclass(frozen=True)
+class StepTimings:
+    """When one rank's ops, transfers and copies ran in a step; milliseconds since it began.
+
+    Attributes:
+        transfers: Those that held the queue.
+        arrivals: Messages that were received beside the queue: when each was sent, and had come.
+        events: Events of delegated links, with `time_s` in seconds since the step began.
+        copies: (kind, microbatch, chunk, start, end) of each copy of a stash.
+    """
+
+    __pydantic_config__ = _NO_OTHERS
+
+    ops: tuple[Span, ...] = ()
+    transfers: tuple[Span, ...] = ()
+    arrivals: tuple[Span, ...] = ()
+    events: tuple[Message, ...] = ()
+    copies: tuple[tuple[str, int, int, float, float], ...] = ()
+
+    @classmethod
+    def of(cls, outcome: StepOutcome, began_s: float, events: Sequence[Message] = ()) -> Self:
+        """The timings of a step that began at `began_s`, on the monotonic clock."""
+        ops, transfers = [], []
+        for stamp in outcome.stamps:
+            (ops if isinstance(stamp.label, Op) else transfers).append(_span(stamp, began_s))
+        return cls(
+            tuple(ops),
+            tuple(transfers),
+            tuple(_span(stamp, began_s) for stamp in outcome.arrivals),
+            tuple({**event, "time_s": event["time_s"] - began_s} for event in events),
+            tuple(_copy_span(stamp, began_s) for stamp in outcome.copies),
+        )
+
+    def to_json(self) -> Message:
+        """The timings as JSON has them, without what there is none of."""
+        return {name: value for name, value in vars(self).items() if value}
+
+
+def _span(stamp: Stamp, began_s: float) -> Span:
+    return str(stamp.label), 1e3 * (stamp.start_s - began_s), 1e3 * (stamp.end_s - began_s)
+
+
+def _copy_span(stamp: Stamp, began_s: float) -> tuple[str, int, int, float, float]:
+    label: CopyLabel = stamp.label
+    _, start_ms, end_ms = _span(stamp, began_s)
+    return label.kind, label.stash.microbatch, label.stash.chunk, start_ms, end_ms
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one rank reports of a step.
+
+    Attributes:
+        loss: Its part of the mean loss of the counted tokens.
+        squared_norm: Its part of the squared gradient norm.
+        compilations: How many programs it has compiled so far.
+        took_s: From the step's beginning to its last gradient.
+        not_finite: What of its loss and gradients is not finite, in a few words.
+        peak_device_bytes: The most that has been in use on its device; None where it doesn't say.
+        parts: What callbacks of the trainer add, by name (such as `control.path_reports`).
+        detail: The timings as JSON text; the reports of other ranks have them on rank 0 alone.
+    """
+
+    __pydantic_config__ = _NO_OTHERS
+
+    loss: float
+    squared_norm: float
+    compilations: int = 0
+    took_s: float = 0.0
+    not_finite: str = ""
+    peak_device_bytes: int | None = None
+    parts: Message = field(default_factory=dict)
+    detail: str = "{}"
+
+    def to_json(self) -> Message:
+        """What goes to all ranks."""
+        return {name: value for name, value in vars(self).items() if name != DETAIL}
+
+    @classmethod
+    def from_json(cls, message: Message, rank: int) -> "StepReport":
+        """The report that a rank made with `to_json`, and `DETAIL` where rank 0 reads it.
+
+        Raises:
+            ValueError: It is no such report; the error names the field.
+        """
+        try:
+            return _REPORT.validate_python(message)
+        except ValidationError as error:
+            raise ValueError(f"rank {rank}'s report of a step: {_problem(error)}") from error
+
+    @cached_property
+    def timings(self) -> StepTimings:
+        """The timings, read from `detail`; a `ValueError` names what is wrong with them."""
+        try:
+            return _TIMINGS.validate_json(self.detail)
+        except ValidationError as error:
+            raise ValueError(f"the timings of a step: {_problem(error)}") from error
+
+
+_REPORT, _TIMINGS = TypeAdapter(StepReport), TypeAdapter(StepTimings)
+
+
+def _problem(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: got {first['input']!r}: {first['msg']}"
 
 
 @dataclass(frozen=True)
@@ -50,74 +163,30 @@ class StepTotals:
         return "; ".join([f"loss {self.loss:g}, gradient norm {self.grad_norm:g}", *stages])
 
 
-def rank_report(
-    outcome: StepOutcome,
-    squared_norm: float,
-    began_s: float,
-    compilations: int,
-    events: Sequence[Message] = (),
-) -> tuple[Message, Message]:
-    """What one rank says of its step: scalars for all ranks, and a detail for rank 0.
-
-    That has the timings, in milliseconds since the step began, and the events of delegated links.
-
-    Args:
-        squared_norm: Its part of the squared gradient norm.
-        began_s: When the step began on this rank, on the monotonic clock.
-        compilations: How many programs it has compiled so far.
-    """
-    ops = [_span(stamp, began_s) for stamp in outcome.stamps if isinstance(stamp.label, Op)]
-    held = [_span(stamp, began_s) for stamp in outcome.stamps if not isinstance(stamp.label, Op)]
-    arrivals = [_span(stamp, began_s) for stamp in outcome.arrivals]
-    message = {
-        "loss": outcome.loss,
-        "squared_norm": squared_norm,
-        "compilations": compilations,
-    }
-    told = [{**event, "time_s": event["time_s"] - began_s} for event in events]
-    timings = {"ops": ops, "transfers": held, "arrivals": arrivals, "events": told}
-    if outcome.copies:
-        timings["copies"] = [_copy_span(stamp, began_s) for stamp in outcome.copies]
-    return message, timings
-
-
-def _span(stamp: Stamp, began_s: float) -> tuple[str, float, float]:
-    return str(stamp.label), 1e3 * (stamp.start_s - began_s), 1e3 * (stamp.end_s - began_s)
-
-
-def _copy_span(stamp: Stamp, began_s: float) -> tuple[str, int, int, float, float]:
-    label: CopyLabel = stamp.label
-    _, start_ms, end_ms = _span(stamp, began_s)
-    return label.kind, label.stash.microbatch, label.stash.chunk, start_ms, end_ms
-
-
-def total(reports: Sequence[Message]) -> StepTotals:
+def total(reports: Sequence[StepReport]) -> StepTotals:
     """The step's loss and gradient norm, and what of them is not finite, of all ranks' reports."""
-    loss = sum(report["loss"] for report in reports)
-    squared_norm = sum(report["squared_norm"] for report in reports)
-    told = ((rank, report.get(NOT_FINITE)) for rank, report in enumerate(reports))
-    not_finite = {rank: what for rank, what in told if what}
+    loss = sum(report.loss for report in reports)
+    squared_norm = sum(report.squared_norm for report in reports)
+    not_finite = {rank: each.not_finite for rank, each in enumerate(reports) if each.not_finite}
     return StepTotals(loss, float(np.sqrt(squared_norm)), not_finite)
 
 
-def measured_timeline(reports: Sequence[Message]) -> Timeline:
+def measured_timeline(reports: Sequence[StepReport]) -> Timeline:
     """When ops, transfers and copies ran, on each rank since its own step began; on rank 0."""
-    timings = [json.loads(report[DETAIL]) for report in reports]
-    ops = [row["ops"] for row in timings]
+    timings = [report.timings for report in reports]
+    ops = [each.ops for each in timings]
     return Timeline(
         orders=tuple(tuple(_parse_op(name) for name, _, _ in row) for row in ops),
         start_ms=tuple(np.array([start for _, start, _ in row], np.float64) for row in ops),
         end_ms=tuple(np.array([end for _, _, end in row], np.float64) for row in ops),
         transfers=tuple(
-            TransferSpan(rank, label, start, end, holds_queue=kind == "transfers")
-            for rank, row in enumerate(timings)
-            for kind in ("transfers", "arrivals")
-            for label, start, end in row[kind]
+            TransferSpan(rank, label, start, end, holds_queue=holds_queue)
+            for rank, each in enumerate(timings)
+            for spans, holds_queue in ((each.transfers, True), (each.arrivals, False))
+            for label, start, end in spans
         ),
         copies=tuple(
-            CopySpan(rank, *copy)
-            for rank, row in enumerate(timings)
-            for copy in row.get("copies", ())
+            CopySpan(rank, *copy) for rank, each in enumerate(timings) for copy in each.copies
         ),
     )
 
@@ -125,13 +194,12 @@ def measured_timeline(reports: Sequence[Message]) -> Timeline:
 _parse_op = lru_cache(maxsize=1 << 14)(Op.parse)  # the same names come step by step
 
 
-def reported_events(reports: Sequence[Message]) -> list[tuple[int, Message]]:
+def reported_events(reports: Sequence[StepReport]) -> list[tuple[int, Message]]:
     """What ranks' delegated links report of a step, each with its rank; seconds since it began."""
-    told = (json.loads(report[DETAIL])["events"] for report in reports)
-    return [(rank, event) for rank, events in enumerate(told) for event in events]
+    return [(rank, event) for rank, each in enumerate(reports) for event in each.timings.events]
 
 
-def probe_times(reports: Sequence[Message]) -> dict[str, float]:
+def probe_times(reports: Sequence[StepReport]) -> dict[str, float]:
     """What messages of a probe took each way, milliseconds, by the name of a direction's first one.
 
     The end that came later to one waited for nobody: the smaller time is the link's. Of those of a
@@ -139,7 +207,7 @@ def probe_times(reports: Sequence[Message]) -> dict[str, float]:
     """
     took_ms: dict[str, float] = {}
     for report in reports:
-        for label, duration_ms in json.loads(report[DETAIL]).get("probes", ()):
+        for label, duration_ms in report.parts.get(PROBES, ()):
             took_ms[label] = min(duration_ms, took_ms.get(label, duration_ms))
     names: dict[Channel, list[str]] = {}
     for label in took_ms:
@@ -147,26 +215,17 @@ def probe_times(reports: Sequence[Message]) -> dict[str, float]:
     return {of[0]: median(took_ms[label] for label in of) for of in names.values()}
 
 
-def total_compilations(reports: Sequence[Message]) -> int:
+def total_compilations(reports: Sequence[StepReport]) -> int:
     """How many programs all ranks have compiled so far."""
-    return sum(report["compilations"] for report in reports)
+    return sum(report.compilations for report in reports)
 
 
-def free_bytes(device: Any) -> int | None:
-    """What is free of the memory that JAX may take on a device, or None where it doesn't tell."""
-    statistics = device.memory_stats()
-    if not statistics or "bytes_limit" not in statistics:
-        return None
-    return statistics["bytes_limit"] - statistics.get("bytes_in_use", 0)
+def peak_bytes(device: Any) -> int | None:
+    """The most that has been in use on a device; None where it doesn't say, as CPUs don't."""
+    return (device.memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def told_peak(device: Any) -> dict[str, int]:
-    """A part of a report: the most that has been in use on a device, if it says so."""
-    peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
-    return {} if peak is None else {_PEAK: peak}
-
-
-def peaks_of(reports: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
+def peaks_of(reports: Sequence[StepReport]) -> tuple[int, ...] | None:
     """The most that has been in use on every rank's device, or None where one doesn't say."""
-    peaks = [report.get(_PEAK) for report in reports]
+    peaks = [report.peak_device_bytes for report in reports]
     return tuple(peak for peak in peaks if peak is not None) if None not in peaks else None

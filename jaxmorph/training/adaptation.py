@@ -19,6 +19,7 @@ from jaxmorph.program.instructions import RankProgram
 from jaxmorph.records import Link, Message
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.report import PROBES
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.training.control_loop import ControlLoop
 from jaxmorph.training.first_plan import FirstPlan
@@ -129,11 +130,11 @@ class Adaptation:
         return _named(_PROBE, links) | _named(RESTORE, failed)
 
     def probed(self) -> Message:
-        """What this rank adds to its timings of the next step: those of a probe since the last."""
+        """What this rank adds to its report of the next step: the times of a probe since then."""
         probed, self._probed = self._probed, []
         if not probed:
             return {}
-        return {"probes": [(str(stamp.label), 1e3 * stamp.duration_s) for stamp in probed]}
+        return {PROBES: [(str(stamp.label), 1e3 * stamp.duration_s) for stamp in probed]}
 
     def heed(self, step: int, reports: Sequence[Message]) -> RankProgram | None:
         """Swap to the plan, or probe the links, that rank 0 has told of, on all ranks alike.

@@ -27,6 +27,7 @@ from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.program.instructions import parse_program
 from jaxmorph.records import CHANGES, Link, Message
 from jaxmorph.runtime.report import (
+    StepReport,
     StepTotals,
     measured_timeline,
     peaks_of,
@@ -103,7 +104,7 @@ class Bookkeeper:
         self,
         step: int,
         totals: StepTotals,
-        reports: Sequence[Message],
+        reports: Sequence[StepReport],
         step_s: float,
         held_out: HeldOutLoss = NOT_EVALUATED,
     ) -> None:
@@ -195,15 +196,16 @@ class Bookkeeper:
         self,
         step: int,
         totals: StepTotals,
-        reports: Sequence[Message],
+        reports: Sequence[StepReport],
         step_s: float,
         held_out_loss: float | None,
     ) -> None:
         profile = self._expected_profile()
         measured = measured_timeline(reports)
         keeper = self._loop or self
+        parts = [report.parts for report in reports]
         samples, routes = link_samples(measured), self._plan.routes
-        keeper.paths, paths = read_paths(keeper.paths, reports, samples, routes)
+        keeper.paths, paths = read_paths(keeper.paths, parts, samples, routes)
         if not paths.news.is_disturbed:
             self._profiler.observe(measured, paths.samples)
         # Before all else, as a decision may wait for it.
@@ -271,7 +273,9 @@ class Bookkeeper:
         for happening in [] if self._loop is None else self._loop.adopted(morph):
             self._tell_event(step, **happening)
 
-    def _tell_link_events(self, step: int, reports: Sequence[Message], step_began_s: float) -> None:
+    def _tell_link_events(
+        self, step: int, reports: Sequence[StepReport], step_began_s: float
+    ) -> None:
         for rank, told in reported_events(reports):
             event = {
                 "time_s": step_began_s + told["time_s"],

@@ -9,7 +9,6 @@ from jaxmorph.errors import UserError
 from jaxmorph.report.text import in_bytes
 from jaxmorph.runtime.host_copies import HOST_MEMORY
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.runtime.report import free_bytes
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES
 
@@ -89,6 +88,14 @@ def budget_in_words(asked: Config, within: WithinDevices) -> str:
         return ""
     whose = "" if within.first == within.new else " of new plans"
     return f"stashes{whose} may take {', '.join(map(in_bytes, caps))} of what the devices have free"
+
+
+def free_bytes(device: Any) -> int | None:
+    """What is free of the memory that JAX may take on a device, or None where it doesn't say."""
+    statistics = device.memory_stats()
+    if not statistics or "bytes_limit" not in statistics:
+        return None
+    return statistics["bytes_limit"] - statistics.get("bytes_in_use", 0)
 
 
 def _require_host_memory(device: Any, rank: int) -> None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from jaxmorph.config import Config
 from jaxmorph.data import Batches, Tokens
@@ -19,8 +18,7 @@ from jaxmorph.program.instructions import RankProgram
 from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import most_slots, slots_needed
 from jaxmorph.runtime.executor import StepInputs
-from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.runtime.step import ForwardTotals, StepRunner
 from jaxmorph.training.plan_in_force import PlanInForce
 
 _SEED = 0  # runs of any seed are compared on the same text
@@ -84,18 +82,17 @@ class Evaluation:
     def __init__(
         self,
         config: Config,
-        rendezvous: Rendezvous,
-        trainer: StageTrainer,
+        runner: StepRunner,
         programs: Sequence[RankProgram],
         batches: Batches | None,
     ) -> None:
         self._config = config
-        self._rendezvous = rendezvous
-        self._trainer = trainer
+        self._runner = runner
+        self._rendezvous = runner.rendezvous
         self._batches = batches
         if batches is not None:
             check([forward_only(program) for program in programs])
-            self.adopt(programs[rendezvous.rank])
+            self.adopt(programs[self._rendezvous.rank])
 
     def adopt(self, program: RankProgram) -> None:
         """Run the forwards of another plan from now on."""
@@ -116,16 +113,15 @@ class Evaluation:
         """
         if self._batches is None or not self._is_due(step):
             return NOT_EVALUATED
-        jax.block_until_ready(self._trainer.params)
+        jax.block_until_ready(self._runner.stage.params)
         self._rendezvous.exchange({})  # every rank's update is over: from now on it isn't its time
         began_s = time.monotonic()
-        told = [
-            report
+        of_batches = [
+            self._run(self._batches, index, first, program, step)
             for index, (first, program) in enumerate(self._programs)
-            for report in self._run(self._batches, index, first, program, step)
         ]
-        loss_sum = sum(report["loss_sum"] for report in told)
-        loss = loss_sum / sum(report["counted"] for report in told)
+        loss_sum = sum(each.loss for each in of_batches)
+        loss = loss_sum / sum(each.counted for each in of_batches)
         return HeldOutLoss(loss, time.monotonic() - began_s)
 
     def _is_due(self, step: int) -> bool:
@@ -135,17 +131,14 @@ class Evaluation:
 
     def _run(
         self, batches: Batches, index: int, first: int, program: RankProgram, step: int
-    ) -> list[dict[str, float]]:
-        """One batch's forwards on all ranks: the sum of its losses, and of how many tokens."""
+    ) -> ForwardTotals:
+        """One batch's forwards on all ranks."""
         rank = self._rendezvous.rank
         is_last = rank == self._rendezvous.num_ranks - 1
-        targets = batches.targets(index) if is_last else None
         inputs = StepInputs(
             tokens=batches.inputs(index) if rank == 0 else None,
-            targets=targets,
+            targets=batches.targets(index) if is_last else None,
             loss_weight=1.0,
             first_microbatch=first,
         )
-        loss_sum = self._trainer.run(program, inputs, step).loss
-        counted = 0 if targets is None else int(np.count_nonzero(targets >= 0))
-        return self._rendezvous.exchange({"loss_sum": loss_sum, "counted": counted})
+        return self._runner.forwards(program, inputs, step)

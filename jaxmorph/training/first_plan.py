@@ -1,7 +1,6 @@
 """The first plan of a run: a few steps for their timings, and what is planned with them."""
 
 import gc
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +15,9 @@ from jaxmorph.control.verdicts import KnownWay, dead_of, slow_of, still_slow
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.runtime.report import measured_timeline, rank_report
+from jaxmorph.runtime.report import measured_timeline
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.runtime.step import StepRunner
 from jaxmorph.schedule.costs import Links, LinkState, StashBytes
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.open_stage import adopt_plan
@@ -200,14 +200,12 @@ def warm_up(
     if config.offload.enabled:
         in_force = replace(in_force, programs=with_sampled_copies(in_force.programs))
     adopt_plan(rendezvous, trainer, in_force)
+    runner = StepRunner(trainer, rendezvous)
     for step in range(first_step, first_step + _WARM_UP_STEPS):
-        began_s = time.monotonic()
         # Numbered before training's first step: no message may pass for one of another step.
-        outcome = trainer.run(in_force.program, inputs, step)
-        trainer.discard()
-        reports = rendezvous.exchange(*rank_report(outcome, 0.0, began_s, 0))
+        result = runner.run(in_force.program, inputs, step, updates=False)
         if step > first_step and rendezvous.rank == 0:
-            timeline = measured_timeline(reports)
+            timeline = measured_timeline(result.reports)
             profiler.observe(timeline)
             note(timeline)
     return profiler

@@ -13,15 +13,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jaxmorph.config.checkpoint_section import Checkpoint
 from jaxmorph.records import Message
 from jaxmorph.runtime.launcher import restore_signal, sigterm_interrupts
 
+if TYPE_CHECKING:  # which imports JAX, and the launcher does without
+    from jaxmorph.runtime.report import StepTotals
+
 STOPPED = "stopped"
 """The kind of event that says that a run has ended before its last step, as it was asked to."""
 _SAVE, _STOP = "time_to_save", "asked_to_stop"
 _S_PER_MINUTE = 60.0
+_ADVICE = (
+    "an earlier checkpoint with a lower optimizer.learning_rate or optimizer.clip_norm, or with "
+    "precision.compute float32 where it is bfloat16"
+)
 EXIT_CODE = 128 + signal.SIGTERM
 """What a shell makes of a process that SIGTERM has ended: not done, and nobody's mistake."""
 
@@ -80,6 +88,60 @@ class SaveTimes:
         minutes = self._settings.every_minutes
         since_s = self._clock() - self._saved_s
         return minutes is not None and since_s >= minutes * _S_PER_MINUTE
+
+
+class SkippedSteps:
+    """Counts the steps that were not finite, by scalars that all ranks share: all count alike.
+
+    Args:
+        stop_after: So many in a row are enough; None: no number is.
+
+    Attributes:
+        why_stop: Why the run ends here, in a line; empty while it may go on.
+    """
+
+    def __init__(self, stop_after: int | None) -> None:
+        self.why_stop = ""
+        self._stop_after = stop_after
+        self._in_a_row = 0
+        self._last_finite: int | None = None
+        self._save_is_owed = False
+
+    def note(self, step: int, totals: "StepTotals") -> bool:
+        """Take note of a step.
+
+        Returns:
+            Whether it was one too many: see `why_stop`.
+        """
+        if totals.is_finite:
+            self._in_a_row, self._last_finite = 0, step
+            return False
+        self._in_a_row += 1
+        if self._stop_after is None or self._in_a_row < self._stop_after:
+            return False
+        self.why_stop = (
+            f"{self._in_a_row} steps in a row were not finite, the latest, step {step}, with "
+            f"{totals.in_words()}; {self._last_in_words()}; try {_ADVICE} "
+            f"(optimizer.stop_after_skipped: {self._stop_after})"
+        )
+        return True
+
+    def lets_save(self, is_due: bool, is_last: bool) -> bool:
+        """Whether the state is saved after the step that was noted last.
+
+        While steps are skipped parameters stay as they are: saved again and again they would push
+        the checkpoints from before, which may be what helps, out of those that are kept. What falls
+        due then is saved after the next update, or with the run's last step.
+        """
+        self._save_is_owed = self._save_is_owed or is_due
+        saves = self._save_is_owed and (is_last or self._in_a_row == 0)
+        self._save_is_owed = self._save_is_owed and not saves
+        return saves
+
+    def _last_in_words(self) -> str:
+        if self._last_finite is None:
+            return "no step since the start was finite, and parameters are as they were then"
+        return f"the last finite step was {self._last_finite}, and parameters are as it left them"
 
 
 @contextmanager

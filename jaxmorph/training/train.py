@@ -19,13 +19,13 @@ from jaxmorph.emulation.link_settings import emulated_conditions
 from jaxmorph.errors import RunFailedError
 from jaxmorph.records import COMPILE, LINKS_KNOWN, PLAN, RESTORE, RESUMED, START, Message
 from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
-from jaxmorph.runtime.executor import StepInputs, StepOutcome
+from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.join import device_kind
 from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.runtime.report import rank_report, told_peak, total
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.runtime.step import StepRunner
 from jaxmorph.stage.model import taken_on_device
 from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.training.adaptation import Adaptation, open_control_loop
@@ -34,12 +34,11 @@ from jaxmorph.training.carried_over import KnownLinks, chosen_before, keep_choic
 from jaxmorph.training.device_budget import WithinDevices, budget_in_words, with_device_budget
 from jaxmorph.training.evaluation import Evaluation, with_room_to_evaluate
 from jaxmorph.training.first_plan import FirstPlan, plan_by_timings, settle_garbage
-from jaxmorph.training.gradients import SkippedSteps, apply_gradients, told_not_finite
 from jaxmorph.training.layer_choice import LayerChoice, choose_layers, measured_on_rank_0
 from jaxmorph.training.open_stage import open_stage, stage_settings
 from jaxmorph.training.run_checkpoints import RunCheckpoints
 from jaxmorph.training.run_parts import RunParts, load_parts, step_reader
-from jaxmorph.training.save_times import STOPPED, SaveTimes
+from jaxmorph.training.save_times import STOPPED, SaveTimes, SkippedSteps
 
 
 @dataclass(frozen=True)
@@ -72,13 +71,18 @@ class _Run:
 class _BesideSteps:
     """What goes along with the steps: it evaluates, tells, saves and adapts."""
 
-    compilations: CompilationCounter
+    runner: StepRunner
     evaluation: Evaluation
     bookkeeper: Bookkeeper
     saver: CheckpointSaver
     times: SaveTimes
     adaptation: Adaptation
     skipped: SkippedSteps
+
+    def report(self, step: int) -> Message:
+        """What they add to this rank's report of a step."""
+        of_links = self.adaptation.told(step) | self.adaptation.probed()
+        return self.saver.told() | self.times.told() | of_links
 
 
 def train(
@@ -122,7 +126,7 @@ def train(
         _tell_end_of(PLAN, tell)
         with _open_beside_steps(run, trainer, first, tell, compilations, stop_asked) as beside:
             _tell_start(run, first, beside.bookkeeper)
-            is_done = _take_steps(run, trainer, inputs, first, beside)
+            is_done = _take_steps(run, inputs, first, beside)
             failure = beside.saver.finish()
         _require_finite(rendezvous, beside.skipped)
         _require_saved(rendezvous, failure)
@@ -214,7 +218,8 @@ def _open_beside_steps(
     """What goes along with the steps; rank 0 decides and tells, and every rank saves."""
     config, rendezvous, in_force = run.config, run.rendezvous, first.in_force
     leads, failed = rendezvous.rank == 0, dead_of(first.known)
-    evaluation = Evaluation(config, rendezvous, trainer, in_force.programs, run.parts.held_out)
+    runner = StepRunner(trainer, rendezvous, config.optimizer.clip_norm, compilations)
+    evaluation = Evaluation(config, runner, in_force.programs, run.parts.held_out)
     with (
         open_control_loop(
             config, first, run.num_tied, active=leads, to_plan=run.within.new
@@ -242,7 +247,7 @@ def _open_beside_steps(
         )
         times = SaveTimes(config.checkpoint, config.run.steps, leads=leads, stop_asked=stop_asked)
         skipped = SkippedSteps(config.optimizer.stop_after_skipped)
-        yield _BesideSteps(compilations, evaluation, bookkeeper, saver, times, adaptation, skipped)
+        yield _BesideSteps(runner, evaluation, bookkeeper, saver, times, adaptation, skipped)
 
 
 def _tell_start(run: _Run, first: FirstPlan, bookkeeper: Bookkeeper) -> None:
@@ -260,7 +265,6 @@ def _tell_start(run: _Run, first: FirstPlan, bookkeeper: Bookkeeper) -> None:
 
 def _take_steps(
     run: _Run,
-    trainer: StageTrainer,
     inputs: ReadAhead[StepInputs],
     first: FirstPlan,
     beside: _BesideSteps,
@@ -274,45 +278,27 @@ def _take_steps(
     config, program = run.config, first.in_force.program
     barrier_s = time.monotonic()
     for step in range(run.first_step, config.run.steps):
-        outcome = trainer.run(program, next(inputs), step)
-        reports = _meet(run, trainer, beside, step, outcome, barrier_s)
-        began_s, barrier_s = barrier_s, time.monotonic()
-        totals = total(reports)
-        apply_gradients(trainer, totals, config.optimizer.clip_norm)
-        step_s, held_out = barrier_s - began_s, beside.evaluation.after(step)
-        barrier_s += held_out.took_s
-        beside.bookkeeper.note(step, totals, reports, step_s, held_out)
-        beside.saver.heed(reports)
-        if beside.skipped.note(step, totals):
+        result = beside.runner.run(
+            program, next(inputs), step, began_s=barrier_s, report=beside.report
+        )
+        held_out = beside.evaluation.after(step)
+        barrier_s = result.ended_s + held_out.took_s
+        beside.bookkeeper.note(step, result.totals, result.reports, result.step_s, held_out)
+        beside.saver.heed(result.parts)
+        if beside.skipped.note(step, result.totals):
             return False
-        after = beside.times.heed(step + 1, reports)
+        after = beside.times.heed(step + 1, result.parts)
         is_last = after.stops or step + 1 == config.run.steps
         if beside.skipped.lets_save(after.saves, is_last=is_last):
-            beside.saver.save(step + 1, trainer.state)
+            beside.saver.save(step + 1, beside.runner.stage.state)
         if after.stops:
             done = f"asked to end after {step + 1} of {config.run.steps} steps"
             beside.bookkeeper.event(step, STOPPED, done)
             return False
-        if (morphed := beside.adaptation.heed(step, reports)) is not None:
+        if (morphed := beside.adaptation.heed(step, result.parts)) is not None:
             program = morphed
             beside.evaluation.adopt(program)
     return True
-
-
-def _meet(
-    run: _Run,
-    trainer: StageTrainer,
-    beside: _BesideSteps,
-    step: int,
-    outcome: StepOutcome,
-    began_s: float,
-) -> list[Message]:
-    """The end of a step: every rank tells its part of it, and hears all ranks' reports."""
-    norm, compiled = trainer.squared_norm(), beside.compilations.count
-    report, timings = rank_report(outcome, norm, began_s, compiled, trainer.events())
-    report |= told_not_finite(trainer, outcome.loss, norm) | told_peak(trainer.device)
-    told = report | beside.saver.told() | beside.times.told() | beside.adaptation.told(step)
-    return run.rendezvous.exchange(told, timings | beside.adaptation.probed())
 
 
 def _require_finite(rendezvous: Rendezvous, skipped: SkippedSteps) -> None:

@@ -1,7 +1,6 @@
 """Training steps for a loop of the user's own, over their own model and batches."""
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -21,8 +20,9 @@ from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.program.lowering import forward_only
 from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
 from jaxmorph.runtime.executor import StepInputs
-from jaxmorph.runtime.report import measured_timeline, rank_report, total
+from jaxmorph.runtime.report import StepReport, measured_timeline
 from jaxmorph.runtime.stage_settings import StageSettings
+from jaxmorph.runtime.step import StepRunner
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.stage.model import Params, PipelineModel, taken_on_device
@@ -32,10 +32,10 @@ from jaxmorph.training.cluster import require_one_host
 from jaxmorph.training.device_budget import with_device_budget
 from jaxmorph.training.evaluation import with_room_for_forwards
 from jaxmorph.training.first_plan import plan_by_timings
-from jaxmorph.training.gradients import SkippedSteps, apply_gradients, told_not_finite
 from jaxmorph.training.layer_choice import choose_layers, measured_on_rank_0
 from jaxmorph.training.open_stage import open_stage, stage_settings
 from jaxmorph.training.plan_in_force import PlanInForce, plan_step, unmeasured_profile
+from jaxmorph.training.save_times import SkippedSteps
 from jaxmorph.training.script_inputs import configure, cut_batch, sections_without_effect
 from jaxmorph.training.script_meeting import end_if_failed, leave
 
@@ -116,12 +116,13 @@ class Trainer:
             opened = open_stage(self.config, self._rendezvous, model, settings, self._links)
             self._stage = opening.enter_context(opened)
             self._opened = opening.pop_all()
+        self._runner = StepRunner(self._stage, self._rendezvous, self.config.optimizer.clip_norm)
         self._links.emulate(untimed(self._conditions))
         self._own_ends = OwnEnds(self.rank, self._stage, is_watched=False)
         self._failed = FailedPaths()
         self._in_force: PlanInForce | None = None
         self._next_step, self._first_microbatch = 0, 0
-        self._reports: Sequence[dict[str, Any]] = ()
+        self._reports: Sequence[StepReport] = ()
         self._skipped = SkippedSteps(self.config.optimizer.stop_after_skipped)
 
     @property
@@ -181,28 +182,24 @@ class Trainer:
         inputs = cut_batch(batch, self.config, self.rank)
         in_force = self._in_force = self._in_force or self._planned(inputs)
         self._rendezvous.exchange({})  # what ranks did since the last step is no part of this one
-        step, began_s = self._next_step, time.monotonic()
-        outcome = self._stage.run(in_force.program, inputs, step)
-        norm = self._stage.squared_norm()
-        message, timings = rank_report(outcome, norm, began_s, 0)
-        took_s = time.monotonic() - began_s
-        message |= told_not_finite(self._stage, outcome.loss, norm) | {"took_s": took_s}
-        message |= self._own_ends.told()
-        self._reports = self._rendezvous.exchange(message, timings)
-        totals = total(self._reports)
-        updated = apply_gradients(self._stage, totals, self.config.optimizer.clip_norm)
+        step = self._next_step
+        result = self._runner.run(
+            in_force.program, inputs, step, report=lambda _: self._own_ends.told()
+        )
+        self._reports, totals = result.reports, result.totals
         self._next_step, self._first_microbatch = step + 1, 0
-        self._log_events()
-        self._failed, failures = self._failed.note(path_news(self._reports).failures)
+        for event in result.events:
+            _log.info("rank %d, step %d: %s", self.rank, step, event)
+        self._failed, failures = self._failed.note(path_news(result.parts).failures)
         for failure in failures if self.rank == 0 else ():
             _log.warning("step %d: link %s failed: %s", step, failure.link, failure.detail)
         if self._skipped.note(step, totals):
             raise RunFailedError(self._skipped.why_stop)
-        step_s = max(report["took_s"] for report in self._reports)
+        step_s = max(report.took_s for report in result.reports)
         tokens_per_s = self.config.tokens_per_step / step_s
         failed = tuple(str(failure.link) for failure in failures)
         return StepMetrics(
-            step, totals.loss, totals.grad_norm, updated, step_s, tokens_per_s, failed
+            step, totals.loss, totals.grad_norm, result.updated, step_s, tokens_per_s, failed
         )
 
     def evaluate(self, batch: Sequence[Any]) -> float:
@@ -223,8 +220,7 @@ class Trainer:
         self._first_microbatch += self.config.batch.microbatches
         program = forward_only(in_force.program, self._first_microbatch)
         inputs = replace(inputs, first_microbatch=self._first_microbatch)
-        loss = self._stage.run(program, inputs, self._next_step).loss
-        return sum(report["loss"] for report in self._rendezvous.exchange({"loss": loss}))
+        return self._runner.forwards(program, inputs, self._next_step).loss
 
     def close(self) -> None:
         """End what the trainer has started; another one may be made afterwards.
@@ -275,7 +271,3 @@ class Trainer:
         rendezvous.limit(config.timeouts.step_s)
         self._links.emulate(self._conditions, agree_on_origin_s(rendezvous))
         return first.in_force
-
-    def _log_events(self) -> None:
-        for event in self._stage.events():
-            _log.info("rank %d, step %d: %s", self.rank, self._next_step - 1, event)

@@ -9,7 +9,7 @@ from jaxmorph.control.link_state import FailedPaths
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.records import Link
-from jaxmorph.runtime.rendezvous import DETAIL
+from jaxmorph.runtime.report import StepReport
 from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.planner import plan
 from jaxmorph.training.adaptation import Adaptation
@@ -46,9 +46,15 @@ class Stage:
 def reports(*of_ranks, **told):
     """Both ranks' reports of a step in which one message held both queues."""
     held = [["activation[0] 0>1", 1.0, 2.0]]
-    timings = {"ops": [["F0", 0.0, 1.0]], "transfers": held, "arrivals": [], "events": []}
-    of_both = {"compilations": 0, DETAIL: json.dumps(timings)} | told
-    return [of_both | own for own in of_ranks or ({}, {})]
+    timings = json.dumps({"ops": [["F0", 0.0, 1.0]], "transfers": held})
+    return [
+        StepReport(1.0, 1.0, parts={**told, **own}, detail=timings) for own in of_ranks or ({}, {})
+    ]
+
+
+def result_of(reported):
+    found: Any = SimpleNamespace(reports=reported, parts=[report.parts for report in reported])
+    return found
 
 
 def test_a_failure_is_counted_once_and_what_goes_by_hosts_is_no_measure():
@@ -77,9 +83,9 @@ def test_a_link_that_failed_before_a_round_is_known_from_its_first_step_on():
     followers = [follower(0, books), follower(1, nobodys)]
     told = []
     for step in range(3):
-        told.append([each.told(step)[0] for each in followers])
+        told.append([each.told(step) for each in followers])
         for each in followers:
-            each.heed(step, reports(*told[-1]))
+            each.heed(step, result_of(reports(*told[-1])))
     books.finish()
     nobodys.finish()
     assert told[0] == [{"link_failures": before}] * 2

@@ -1,7 +1,6 @@
 """One rank of the parity test: runs every schedule in one process and tells how far off each is."""
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,9 +24,10 @@ from jaxmorph.runtime.link_connections import Start, open_data_plane
 from jaxmorph.runtime.optimizer import OptimizerSettings, clip_scale
 from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.rank_process import run_rank
-from jaxmorph.runtime.report import rank_report, total
+from jaxmorph.runtime.report import StepReport, total
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.runtime.step import StepRunner, apply_gradients, not_finite_in_words
 from jaxmorph.schedule.costs import Limits, StageCosts, chain_links
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
@@ -35,7 +35,6 @@ from jaxmorph.schedule.simulate import simulate
 from jaxmorph.stage.compiling import compile_by
 from jaxmorph.stage.model import cut_layers
 from jaxmorph.stage.stage_functions import StashPolicy
-from jaxmorph.training.gradients import apply_gradients, told_not_finite
 from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.plane import TransportSettings
 from models.gpt2 import build
@@ -153,9 +152,10 @@ class Parity:
         program = self.program(schedule_name, len(tokens), routes)
         outcome = self.trainer.run(program, inputs, step)
         squared_norm = self.trainer.squared_norm()
-        report, timings = rank_report(outcome, squared_norm, time.monotonic(), 0)
-        report |= told_not_finite(self.trainer, outcome.loss, squared_norm)
-        return total(self.rendezvous.exchange(report, timings))
+        not_finite = not_finite_in_words(self.trainer, outcome.loss, squared_norm)
+        report = StepReport(outcome.loss, squared_norm, not_finite=not_finite)
+        told = self.rendezvous.exchange(report.to_json(), {})
+        return total([StepReport.from_json(each, rank) for rank, each in enumerate(told)])
 
     def own_part(self, tree):
         """This stage's part of a whole model's tree, chunk by chunk, tied copies filled in."""
@@ -347,10 +347,10 @@ def check_forwards_alone(parity, schedules, compilations):
         before = compilations.count
         program = parity.program(schedule_name, first, routes, narrowed_to=first)
         inputs = StepInputs(tokens, targets, weight, first_microbatch=first)
-        outcome = parity.trainer.run(program, inputs, 0)
+        runner = StepRunner(parity.trainer, parity.rendezvous)
+        told = runner.forwards(program, inputs, 0)
         compiled = compilations.count - before
         gradients = jax.tree.leaves(parity.trainer.gradients)
-        told = total(parity.rendezvous.exchange(*rank_report(outcome, 0.0, time.monotonic(), 0)))
         loss, _ = parity.reference.initial_loss_and_gradients(tokens, targets)
         parity.tell(
             "forwards alone",

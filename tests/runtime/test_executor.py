@@ -49,12 +49,12 @@ def queue():
     queue.close()
 
 
-def execute(queue, route, epoch=0):
+def execute(queue, route):
     placement = SingleDeviceSharding(jax.devices()[0])
     executor = Executor((), placement, queue, {"delegated": route}, Pace(), 5.0)
     receive = Receive(TRANSFER, "delegated")
     program = RankProgram(0, 2, 1, (receive, Free(received_buffer(TRANSFER))))
-    return executor.execute(program, (), (), INPUTS, step=0, epoch=epoch)
+    return executor.execute(program, (), (), INPUTS, step=0)
 
 
 def test_a_receive_that_does_not_hold_the_queue_waits_on_the_host(queue):
@@ -77,8 +77,8 @@ def test_a_receive_that_holds_the_queue_waits_there(queue):
 def test_an_error_abandons_the_epoch(queue, holds_queue):
     route = RecordingRoute(holds_queue, error=TimeoutError("nothing came"))
     with pytest.raises(TimeoutError, match="nothing came"):
-        execute(queue, route, epoch=3)
-    assert route.abandoned == [3]
+        execute(queue, route)
+    assert route.abandoned == [0]
 
 
 def test_a_direct_route_refuses_transfers_of_an_abandoned_epoch():

@@ -18,8 +18,7 @@ from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies, wait_for
 from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.queue import Pace, PacedQueue
-from jaxmorph.runtime.rendezvous import DETAIL
-from jaxmorph.runtime.report import measured_timeline, rank_report
+from jaxmorph.runtime.report import StepReport, StepTimings, measured_timeline
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.costs import StageCosts, StageMemory
 from jaxmorph.schedule.ops import OpKind
@@ -65,8 +64,8 @@ class Result:
 
     @property
     def timeline(self) -> Timeline:
-        message, timings = rank_report(self.outcome, self.norm, 0.0, 0)
-        return measured_timeline([{**message, DETAIL: json.dumps(timings)}])
+        timings = StepTimings.of(self.outcome, 0.0).to_json()
+        return measured_timeline([StepReport(0.0, self.norm, detail=json.dumps(timings))])
 
 
 def program_of(row: str, room: int | None) -> RankProgram:

@@ -1,20 +1,22 @@
-"""What ranks report of a step, put together: times of probes, and what devices hold."""
+"""What ranks report of a step, read and put together."""
 
 import json
+import math
+import re
 from types import SimpleNamespace
 
 import jax
+import pytest
 
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
-from jaxmorph.runtime.rendezvous import DETAIL
-from jaxmorph.runtime.report import free_bytes, peaks_of, probe_times, told_peak
+from jaxmorph.runtime.report import StepReport, peak_bytes, peaks_of, probe_times, total
 
 LINK = Link(1, 2)
 
 
 def reports(*ends):
-    return [{DETAIL: json.dumps({"probes": end} if end else {})} for end in ends]
+    return [StepReport(1.0, 1.0, parts={"probes": end} if end else {}) for end in ends]
 
 
 def pairs(up_ms, down_ms):
@@ -45,21 +47,49 @@ def device(**told):
     return SimpleNamespace(memory_stats=lambda: told or None)
 
 
-def test_what_is_free_is_what_jax_may_take_and_has_not():
-    assert free_bytes(device(bytes_limit=100, bytes_in_use=30)) == 70
-    assert free_bytes(device(bytes_limit=100)) == 100
-    assert free_bytes(device(bytes_in_use=30)) is None
-    assert free_bytes(device()) is None
+def with_peak(device):
+    return StepReport(1.0, 1.0, peak_device_bytes=peak_bytes(device))
 
 
 def test_all_stages_peaks_or_none():
     tells, silent = device(peak_bytes_in_use=40), device(bytes_in_use=30)
-    assert peaks_of([told_peak(tells), told_peak(tells)]) == (40, 40)
+    assert peaks_of([with_peak(tells), with_peak(tells)]) == (40, 40)
     for others in (silent, device()):
-        assert peaks_of([told_peak(tells), told_peak(others)]) is None
+        assert peaks_of([with_peak(tells), with_peak(others)]) is None
 
 
 def test_a_cpu_tells_nothing():
     (cpu, *_) = jax.devices("cpu")
-    assert told_peak(cpu) == {}
-    assert free_bytes(cpu) is None
+    assert peak_bytes(cpu) is None
+
+
+def test_a_report_reads_back_as_it_was_sent():
+    report = StepReport(math.inf, 2.0, 3, 0.5, "loss inf", 7, {"paths_up": {"0-1": True}})
+    assert StepReport.from_json(json.loads(json.dumps(report.to_json())), 1) == report
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"loss": "much"}, "rank 2's report of a step: loss: got 'much': "),
+        ({"squared_norms": 1.0}, "rank 2's report of a step: squared_norms: got 1.0: "),
+        ({"parts": None}, "rank 2's report of a step: parts: got None: "),
+    ],
+)
+def test_a_report_that_is_none_names_its_field(change, says):
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}"):
+        StepReport.from_json(StepReport(1.0, 1.0).to_json() | change, 2)
+
+
+def test_timings_that_are_none_name_their_field():
+    report = StepReport(1.0, 1.0, detail='{"ops": [["F0", 0.0]]}')
+    with pytest.raises(ValueError, match=r"^the timings of a step: ops\.0\.2: got "):
+        _ = report.timings
+
+
+def test_totals_name_the_stage_that_is_not_finite():
+    totals = total([StepReport(0.0, 4.0), StepReport(math.inf, 5.0, not_finite="loss inf")])
+    assert (totals.grad_norm, totals.not_finite) == (3.0, {1: "loss inf"})
+    assert totals.in_words() == "loss inf, gradient norm 3; stage 1: loss inf"
+    assert not totals.is_finite
+    assert total([StepReport(0.0, 4.0), StepReport(2.0, 4.0)]).is_finite

@@ -18,7 +18,7 @@ from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import DETAIL
-from jaxmorph.runtime.report import StepTotals
+from jaxmorph.runtime.report import StepReport, StepTotals
 from jaxmorph.schedule.costs import LinkState
 from jaxmorph.training.adaptation import Adaptation
 from jaxmorph.training.bookkeeping import Bookkeeper
@@ -191,15 +191,15 @@ class FailingRun:
         for link in after:
             wires.found_up[link] = 0 if link in wires.down else wires.found_up[link] + 1
         self.books.note(self.step, StepTotals(1.0, 1.0), reports, 0.3)
-        self._heed(reports)
+        self._heed([report.parts for report in reports])
         self.books.told_so_far().result(30)
         self.loop._thread.submit(lambda: None).result(30)
         self.step += 1
 
-    def _heed(self, reports):
+    def _heed(self, parts):
         begun = len(self.wires.begun)
         for rank in range(3):
-            program = self.ranks[rank].heed(self.step, reports)
+            program = self.ranks[rank].heed(self.step, parts)
             self.programs[rank] = program or self.programs[rank]
         for link in self.wires.begun[begun:]:
             self.on_begun(link, self.wires.found_up[link])
@@ -219,7 +219,7 @@ class FailingRun:
 
     def _report(self, rank, timeline, waited_ms):
         """A rank's report; what it waited for a link is in all of its times, at the worst."""
-        told = self.ranks[rank].told(self.step)
+        told = self.ranks[rank].told(self.step) | self.ranks[rank].probed()
         ops = zip(
             timeline.orders[rank], timeline.start_ms[rank], timeline.end_ms[rank], strict=True
         )
@@ -228,11 +228,10 @@ class FailingRun:
             "ops": [[str(op), float(start), float(end) + waited_ms] for op, start, end in ops],
             "transfers": [_times(span, waited_ms) for span in spans if span.holds_queue],
             "arrivals": [_times(span, waited_ms) for span in spans if not span.holds_queue],
-            "events": [],
-            **self.ranks[rank].probed(),
         }
-        message = json.loads(json.dumps({"compilations": 0, **told}))
-        return message | {DETAIL: json.dumps(timings)}
+        own = StepReport(1.0, 1.0, parts=told)
+        message = json.loads(json.dumps(own.to_json()))
+        return StepReport.from_json(message | {DETAIL: json.dumps(timings)}, rank)
 
 
 def _times(span, waited_ms):

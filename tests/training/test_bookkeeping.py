@@ -11,8 +11,7 @@ from jaxmorph.control.link_state import FailedPaths
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.program.instructions import program_text
-from jaxmorph.runtime.rendezvous import DETAIL
-from jaxmorph.runtime.report import StepTotals
+from jaxmorph.runtime.report import StepReport, StepTotals
 from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.schedule import Schedule
@@ -33,10 +32,10 @@ TIMELINE = simulate(Schedule.from_rows("hand", ["F0 B0 W0"]), StageCosts.uniform
 SOUND = StepTotals(1.0, 1.0)
 
 
-def _report(forward_ms: float = 1.0, events=()) -> dict:
+def _report(forward_ms: float = 1.0, events=(), arrivals=()) -> StepReport:
     ops = [["F0", 0.0, forward_ms], ["B0", forward_ms, 20.0], ["W0", 20.0, 30.0]]
-    timings = {"ops": ops, "transfers": [], "arrivals": [], "events": list(events)}
-    return {"compilations": 0, DETAIL: json.dumps(timings)}
+    timings = {"ops": ops, "arrivals": list(arrivals), "events": list(events)}
+    return StepReport(1.0, 1.0, detail=json.dumps(timings))
 
 
 def bookkeeper_of(tell, in_force=IN_FORCE, profiler=None, loop=None, active=True, **sections):
@@ -66,11 +65,11 @@ def test_sampled_steps_and_the_last_one_tell_what_ops_cost_by_then():
 
 
 def test_a_step_tells_what_its_transfers_took_if_there_were_any():
-    timings = json.loads(_report()[DETAIL]) | {"arrivals": [["gradient[0] 1>0", 3.0, 35.0]]}
     messages = []
     with bookkeeper_of(messages.append) as bookkeeper:
         note(bookkeeper, 0)
-        bookkeeper.note(1, SOUND, [_report() | {DETAIL: json.dumps(timings)}], 0.03)
+        arrived = ["gradient[0] 1>0", 3.0, 35.0]
+        bookkeeper.note(1, SOUND, [_report(arrivals=[arrived])], 0.03)
     told = [record["link_ms"] for record in of_kind(messages, "step", "record")]
     assert told == [None, {"1>0": 32.0}]
 
@@ -252,8 +251,8 @@ def _two_reports(took_ms=1.0, waited_ms=0.0, **told):
             ["activation[0] 0>1", 10.0, 10.0 + took_ms],
             ["gradient[0] 1>0", 30.0 + start_ms, 30.0 + start_ms + took_ms],
         ]
-        timings = {"ops": ops, "transfers": held, "arrivals": [], "events": []}
-        reports.append({"compilations": 0, DETAIL: json.dumps(timings)} | told)
+        timings = json.dumps({"ops": ops, "transfers": held})
+        reports.append(StepReport(1.0, 1.0, parts=dict(told), detail=timings))
     return reports
 
 
@@ -300,9 +299,9 @@ def test_what_waited_for_a_failing_link_and_went_by_hosts_on_its_queue_is_no_mea
 
 def test_a_step_in_which_the_other_end_tells_of_a_failure_is_no_measure_either():
     failing = _two_reports(waited_ms=3000.0)
-    failing[1]["link_failures"] = [FAILED]
+    failing[1].parts["link_failures"] = [FAILED]
     later = _two_reports(waited_ms=3000.0)
-    later[0]["link_failures"] = [FAILED]
+    later[0].parts["link_failures"] = [FAILED]
     messages, profile = _two_stages(_two_reports(), failing, later)
     assert profile.costs.forward_ms == (10.0, 10.0)
     assert len([m for m in messages if m["kind"] == "event"]) == 1

@@ -11,7 +11,12 @@ from jaxmorph.errors import UserError
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.stage.stage_functions import StashMemory
-from jaxmorph.training.device_budget import WithinDevices, budget_in_words, with_device_budget
+from jaxmorph.training.device_budget import (
+    WithinDevices,
+    budget_in_words,
+    free_bytes,
+    with_device_budget,
+)
 
 
 @dataclass
@@ -127,3 +132,10 @@ def test_a_device_without_host_memory_is_refused():
         with_device_budget(config(**ENABLED), meeting, trainer_on(TELLS, "device"))
     fixed = config(schedule={"name": "zb-h2"})
     with_device_budget(fixed, meeting, trainer_on(TELLS, "device"))
+
+
+def test_what_is_free_is_what_jax_may_take_and_has_not():
+    assert free_bytes(Device((("bytes_limit", 100), ("bytes_in_use", 30)))) == 70
+    assert free_bytes(Device((("bytes_limit", 100),))) == 100
+    assert free_bytes(Device((("bytes_in_use", 30),))) is None
+    assert free_bytes(Device(None)) is None

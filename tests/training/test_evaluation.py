@@ -14,6 +14,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.rendezvous import SoleRank
+from jaxmorph.runtime.step import StepRunner
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.training.evaluation import Evaluation, held_out_batches, with_room_to_evaluate
 from jaxmorph.training.plan_in_force import PlanInForce, plan_step
@@ -62,7 +63,8 @@ def evaluation_of(config, num_tokens=49):
     trainer: Any = FakeTrainer()
     batches = held_out_batches(config, held_out_of(num_tokens))
     programs = plan_of(config).programs
-    return Evaluation(config, SoleRank(), trainer, programs, batches), trainer, batches
+    runner = StepRunner(trainer, SoleRank())
+    return Evaluation(config, runner, programs, batches), trainer, batches
 
 
 def test_every_nth_step_and_the_last_one_are_evaluated():

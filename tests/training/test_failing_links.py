@@ -124,12 +124,12 @@ class DownAgain(FailingRun):
 
     is_due = True
 
-    def _heed(self, reports):
-        probed = reports[0].get("probe", ())
+    def _heed(self, parts):
+        probed = parts[0].get("probe", ())
         if probed and self.is_due:
             self.is_due = False
             self.wires.down.update(map(Link.parse, probed))
-        super()._heed(reports)
+        super()._heed(parts)
 
 
 def test_a_path_whose_probe_fails_is_dead_again_and_must_be_up_for_twice_as_long():

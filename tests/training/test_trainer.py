@@ -16,11 +16,12 @@ from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import SoleRank
+from jaxmorph.runtime.step import StepRunner
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.training import script_inputs as script_config
 from jaxmorph.training import script_meeting as meeting
 from jaxmorph.training.adaptation import OwnEnds
-from jaxmorph.training.gradients import SkippedSteps
+from jaxmorph.training.save_times import SkippedSteps
 from jaxmorph.training.script_inputs import configure, sections_without_effect
 from jaxmorph.training.trainer import Trainer
 
@@ -155,14 +156,17 @@ def trainer_of(monkeypatch):
     """A trainer whose stage and meeting place are given, and whose batches and updates are none."""
 
     def trainer_of(rendezvous, next_step=0, stop_after=None, **stage):
+        device = SimpleNamespace(memory_stats=lambda: None)
         whole = {"squared_norm": lambda: 4.0, "update": lambda scale: None, "events": list}
         trainer: Any = Trainer.__new__(Trainer)
         trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, next_step
         trainer._in_force = SimpleNamespace(program=None)
         trainer._skipped = SkippedSteps(stop_after)
         trainer._rendezvous = rendezvous
-        own: Any = SimpleNamespace(**{**whole, "link_failures": list, **stage})
+        given = {**whole, "link_failures": list, "device": device, **stage}
+        own: Any = SimpleNamespace(**given)
         trainer._stage, trainer._own_ends = own, OwnEnds(0, own, is_watched=False)
+        trainer._runner = StepRunner(own, rendezvous, clip_norm=1.0)
         trainer._failed = FailedPaths()
         return trainer
 
@@ -187,11 +191,11 @@ def test_a_step_begins_when_all_ranks_have_called(monkeypatch, trainer_of):
         return StepOutcome(0.5, (), [Stamp(Op(OpKind.F, 0), clock_s[0] - 0.25, clock_s[0])])
 
     clock = SimpleNamespace(monotonic=lambda: clock_s[0])
-    monkeypatch.setattr("jaxmorph.training.trainer.time", clock)
+    monkeypatch.setattr("jaxmorph.runtime.step.time", clock)
     metrics = trainer_of(SimpleNamespace(exchange=exchange), 7, run=run).step(None)
     assert (metrics.step, metrics.grad_norm, metrics.step_s) == (7, 2.0, 1.0)
     assert metrics.failed_links == ()
-    assert details[-1]["ops"] == [("F0", 750.0, 1000.0)]
+    assert [*details[-1]["ops"]] == [("F0", 750.0, 1000.0)]
 
 
 def test_a_link_that_failed_is_told_in_one_step_though_its_ends_tell_in_two(trainer_of):

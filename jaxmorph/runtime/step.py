@@ -1,0 +1,191 @@
+"""One step of training on one rank: run a program, meet the other ranks, apply the gradients.
+
+Every step that is run anywhere is one of these: of training, of a comparison, or for its timings.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmorph.program.instructions import RankProgram
+from jaxmorph.records import Message
+from jaxmorph.runtime.executor import StepInputs
+from jaxmorph.runtime.kept_programs import CompilationCounter
+from jaxmorph.runtime.optimizer import clip_scale
+from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.report import (
+    StepReport,
+    StepTimings,
+    StepTotals,
+    peak_bytes,
+    total,
+)
+from jaxmorph.runtime.stage_trainer import StageTrainer
+
+_NAMED = 2  # of the arrays that are not finite
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step that is over.
+
+    Attributes:
+        program: What this rank ran.
+        totals: The scalars of all ranks together.
+        reports: All ranks' reports, in rank order; rank 0 finds the timings in them.
+        timings: This rank's own.
+        step_s: From the step's beginning to the end of the meeting.
+        ended_s: When the meeting ended, on the monotonic clock.
+        updated: Whether parameters were updated.
+        events: Of this rank's delegated links since the step before; the clock is the monotonic.
+    """
+
+    step: int
+    program: RankProgram
+    totals: StepTotals
+    reports: tuple[StepReport, ...]
+    timings: StepTimings
+    step_s: float
+    ended_s: float
+    updated: bool
+    events: tuple[Message, ...] = ()
+
+    @property
+    def parts(self) -> list[Message]:
+        """What callbacks have added to each rank's report, in rank order."""
+        return [report.parts for report in self.reports]
+
+
+@dataclass(frozen=True)
+class ForwardTotals:
+    """What forwards alone gave, on all ranks together.
+
+    Attributes:
+        loss: The weighted sum of the counted tokens' losses.
+        counted: How many tokens counted.
+    """
+
+    loss: float
+    counted: int
+
+
+def nothing_more(step: int) -> Message:
+    """The parts of a report to which nobody adds any."""
+    del step
+    return {}
+
+
+@dataclass(frozen=True)
+class StepRunner:
+    """Runs steps on one rank; all ranks make the same calls.
+
+    Attributes:
+        clip_norm: Largest global norm of gradients; None: no clipping.
+        compilations: What counts this rank's compilations; None: they are reported as 0.
+    """
+
+    stage: StageTrainer
+    rendezvous: Rendezvous
+    clip_norm: float | None = None
+    compilations: CompilationCounter | None = None
+
+    def run(
+        self,
+        program: RankProgram,
+        inputs: StepInputs,
+        step: int,
+        *,
+        began_s: float | None = None,
+        report: Callable[[int], Message] = nothing_more,
+        updates: bool = True,
+    ) -> StepResult:
+        """Run a step, and update the parameters unless a loss or gradient is not finite.
+
+        Args:
+            began_s: When the step began, on the monotonic clock; None: now.
+            report: What this rank's report has beside the usual; called once the gradients are
+                there.
+            updates: False in a step for its timings alone: its gradients are discarded.
+        """
+        stage, began_s = self.stage, time.monotonic() if began_s is None else began_s
+        outcome = stage.run(program, inputs, step)
+        squared_norm = stage.squared_norm()
+        took_s = time.monotonic() - began_s
+        # What happens before training is reported with its first step.
+        events = tuple(stage.events()) if updates else ()
+        timings = StepTimings.of(outcome, began_s, events)
+        own = StepReport(
+            loss=outcome.loss,
+            squared_norm=squared_norm,
+            compilations=0 if self.compilations is None else self.compilations.count,
+            took_s=took_s,
+            not_finite=not_finite_in_words(stage, outcome.loss, squared_norm),
+            peak_device_bytes=peak_bytes(stage.device),
+            parts=report(step),
+        )
+        told = self.rendezvous.exchange(own.to_json(), timings.to_json())
+        ended_s = time.monotonic()
+        reports = tuple(StepReport.from_json(each, rank) for rank, each in enumerate(told))
+        totals = total(reports)
+        updated = updates and apply_gradients(stage, totals, self.clip_norm)
+        if not updates:
+            stage.discard()
+        step_s = ended_s - began_s
+        return StepResult(step, program, totals, reports, timings, step_s, ended_s, updated, events)
+
+    def forwards(self, program: RankProgram, inputs: StepInputs, step: int) -> ForwardTotals:
+        """Run forwards alone, with the parameters as they are: nothing is learnt from them."""
+        outcome = self.stage.run(program, inputs, step)
+        targets = inputs.targets
+        counted = 0 if targets is None else int(np.count_nonzero(targets >= 0))
+        told = self.rendezvous.exchange({"loss": outcome.loss, "counted": counted})
+        return ForwardTotals(
+            sum(rank["loss"] for rank in told), sum(rank["counted"] for rank in told)
+        )
+
+
+def apply_gradients(stage: StageTrainer, totals: StepTotals, clip_norm: float | None) -> bool:
+    """Update the stage's parameters, unless the loss or a gradient of any stage is not finite.
+
+    Returns:
+        Whether the parameters were updated; if not, optimizer state and learning rate stay too.
+    """
+    if not totals.is_finite:
+        stage.discard()
+        return False
+    stage.update(clip_scale(totals.grad_norm, clip_norm))
+    return True
+
+
+def not_finite_in_words(stage: StageTrainer, loss: float, squared_norm: float) -> str:
+    """What of a rank's loss and gradients is not finite; empty where all of it is finite.
+
+    Gradients are looked at only where their norm asks for it, on the host and one after another:
+    nothing is compiled.
+    """
+    found = [] if math.isfinite(loss) else [f"loss {loss}"]
+    if not math.isfinite(squared_norm):
+        found.append(_gradients_in_words(stage.gradients))
+    return ", ".join(found)
+
+
+def _gradients_in_words(gradients: Any) -> str:
+    leaves = jax.tree.leaves_with_path(gradients)
+    bad = [path for path, leaf in leaves if not np.isfinite(np.asarray(leaf)).all()]
+    if not bad:
+        return "finite gradients, the sum of whose squares is not"
+    names = ", ".join(_name(path, len(gradients)) for path in bad[:_NAMED])
+    others = ", ..." if len(bad) > _NAMED else ""
+    return f"gradients of {len(bad)} of {len(leaves)} arrays ({names}{others})"
+
+
+def _name(path: tuple[Any, ...], num_chunks: int) -> str:
+    """An array's name in the model, such as `layers/attention/qkv/kernel`."""
+    chunk, *rest = path
+    name = "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in rest)
+    return name if num_chunks == 1 else f"chunk {chunk.idx} {name}"

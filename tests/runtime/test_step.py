@@ -1,0 +1,127 @@
+"""What a step makes of gradients on every rank, and what it says where they are not finite."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jaxmorph.runtime.executor import StepInputs, StepOutcome
+from jaxmorph.runtime.queue import Stamp
+from jaxmorph.runtime.rendezvous import SoleRank
+from jaxmorph.runtime.report import StepTotals
+from jaxmorph.runtime.step import StepRunner, apply_gradients, not_finite_in_words
+from jaxmorph.schedule.ops import Op, OpKind
+
+INPUTS = StepInputs(None, None, 1.0)
+PROGRAM: Any = SimpleNamespace()
+
+
+class Stage:
+    """One that notes what is done with its gradients."""
+
+    device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 9})
+
+    def __init__(self, *chunks, loss=2.0):
+        self.gradients, self.loss, self.done = chunks, loss, []
+
+    def run(self, program, inputs, step):
+        self.done.append(f"step {step}")
+        return StepOutcome(self.loss, (), [Stamp(Op(OpKind.F, 0), 7.25, 7.5)])
+
+    def squared_norm(self):
+        return 16.0
+
+    def events(self):
+        return [{"time_s": 7.0, "kind": "lane_up"}]
+
+    def update(self, scale):
+        self.done.append(scale)
+
+    def discard(self):
+        self.done.append("discarded")
+
+
+def run(stage, **options):
+    return StepRunner(stage, SoleRank(), clip_norm=1.0).run(PROGRAM, INPUTS, 3, **options)
+
+
+def test_a_step_updates_by_the_clipped_norm_and_reports():
+    stage: Any = Stage()
+    result = run(stage, began_s=7.0, report=lambda step: {"paths_up": {"0-1": step == 3}})
+    assert stage.done == ["step 3", 0.25]
+    assert (result.step, result.updated) == (3, True)
+    assert (result.totals.loss, result.totals.grad_norm) == (2.0, 4.0)
+    (report,) = result.reports
+    assert report.peak_device_bytes == 9
+    assert result.parts == [{"paths_up": {"0-1": True}}]
+    assert report.timings == result.timings
+    assert result.timings.ops == (("F0", 250.0, 500.0),)
+    assert result.timings.events == ({"time_s": 0.0, "kind": "lane_up"},)
+    assert result.ended_s - 7.0 == result.step_s
+
+
+def test_a_step_that_is_not_finite_updates_nothing():
+    stage: Any = Stage(loss=math.nan)
+    result = run(stage)
+    assert stage.done == ["step 3", "discarded"]
+    assert (result.updated, result.totals.not_finite) == (False, {0: "loss nan"})
+
+
+def test_a_step_for_its_timings_discards_and_keeps_events_for_later():
+    stage: Any = Stage()
+    result = run(stage, updates=False)
+    assert stage.done == ["step 3", "discarded"]
+    assert (result.updated, result.events) == (False, ())
+
+
+def arrays(**values):
+    return {name: jnp.full((2, 3), value) for name, value in values.items()}
+
+
+def test_gradients_of_a_finite_norm_are_not_read():
+    unread: Any = SimpleNamespace()
+    assert not_finite_in_words(unread, 2.5, 1.0) == ""
+
+
+@pytest.mark.parametrize(
+    ("loss", "chunks", "says"),
+    [
+        (
+            0.0,
+            [{"attention": arrays(kernel=math.inf), "norm": arrays(scale=1.0)}],
+            "gradients of 1 of 2 arrays (layers/attention/kernel)",
+        ),
+        (
+            math.nan,
+            [arrays(a=math.nan, b=1.0, c=math.inf, d=math.nan)],
+            "loss nan, gradients of 3 of 4 arrays (layers/a, layers/c, ...)",
+        ),
+        (
+            0.0,
+            [arrays(a=1.0), arrays(a=math.nan)],
+            "gradients of 1 of 2 arrays (chunk 1 layers/a)",
+        ),
+        (0.0, [arrays(a=1e30)], "finite gradients, the sum of whose squares is not"),
+    ],
+)
+def test_what_is_not_finite_is_named_as_the_model_names_it(loss, chunks, says):
+    stage: Any = Stage(*({"layers": chunk} for chunk in chunks))
+    assert not_finite_in_words(stage, loss, math.inf) == says
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "done"),
+    [
+        (1.0, 4.0, 0.25),  # clipped
+        (math.nan, 1.0, "discarded"),
+        (math.inf, 1.0, "discarded"),
+        (1.0, math.nan, "discarded"),
+        (1.0, math.inf, "discarded"),
+    ],
+)
+def test_only_a_finite_loss_and_norm_update_anything(loss, norm, done):
+    stage: Any = Stage()
+    assert apply_gradients(stage, StepTotals(loss, norm), clip_norm=1.0) == (done == 0.25)
+    assert stage.done == [done]
