@@ -5,7 +5,7 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxmorph import cli
+from jaxmorph.cli.app import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +24,7 @@ def jaxmorph(*words: object, cwd: Path = ROOT) -> Done:
     out, err, code = io.StringIO(), io.StringIO(), None
     with chdir(cwd), redirect_stdout(out), redirect_stderr(err):
         try:
-            cli.main([str(word) for word in words])
+            main([str(word) for word in words])
         except SystemExit as ended:
             code = ended.code
     assert isinstance(code, int)
