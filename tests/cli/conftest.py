@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxmorph import cli
+from jaxmorph.cli.app import main
 
 
 @pytest.fixture
@@ -11,7 +11,7 @@ def run(capsys):
 
     def run(*words: object) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
-            cli.main([*map(str, words)])
+            main([*map(str, words)])
         said = capsys.readouterr()
         assert isinstance(ended.value.code, int)
         return ended.value.code, said.out, said.err
