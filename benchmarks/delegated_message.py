@@ -33,7 +33,7 @@ from jaxmorph.copies.host_memory import AtOnceTier, host_callback_tiers
 from jaxmorph.copies.programs import PayloadShape, SlotUse
 from jaxmorph.program.instructions import Channel, Payload, Transfer
 from jaxmorph.runtime.delegated import DelegatedRoute
-from jaxmorph.runtime.direct import DirectRoute, direct_programs
+from jaxmorph.runtime.direct import DirectRoute, LinkCommunicators
 from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.launcher import run_ranks
 from jaxmorph.runtime.link_connections import open_data_plane
@@ -154,7 +154,7 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
     # Each payload is whole in its slot, as activations and gradients are.
     uses = {channel: SlotUse(each, each.shape[0]) for channel, each in payloads.items()}
     specs = [ChannelSpec(channel_name(channel), uses[channel].slot_bytes, 2) for channel in uses]
-    programs = direct_programs(payloads, mesh, answered=False)
+    programs = LinkCommunicators(mesh, payloads, answered=False).first_programs()
     tier = AtOnceTier(host_callback_tiers()[0])
     outgoing, incoming = (specs, []) if rank == 0 else ([], specs)
     with open_data_plane(rendezvous, outgoing, incoming, start=StampedPlane.start) as plane:

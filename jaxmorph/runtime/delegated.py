@@ -49,22 +49,24 @@ _AT_ONCE = 0.0  # a deadline long past
 
 @dataclass
 class DelegatedCounts:
-    """What has happened on a rank's delegated links.
+    """What a rank's delegated links have waited for, and thrown away.
 
     Attributes:
         slot_waits: Whole messages that found no free slot and waited for one, on the host.
-        stream_wait_s: How long messages in parts waited, on the host, for parts before to leave.
         skipped: Messages thrown away: of an abandoned epoch, or come before.
     """
 
     slot_waits: int = 0
     slot_wait_s: float = 0.0
-    stream_wait_s: float = 0.0
     skipped: int = 0
 
 
 class DelegatedRoute:
     """Carries messages by the data plane; see `routes.Route`.
+
+    Training thread: `reserve` and `take` of what is beside the queue, and all else. Queue thread:
+    postings, and of links that fail over `reserve` and `take` too, as has a link's own thread when
+    it sends again. A channel is one thread's at a time. Lock: counts, and copies under way.
 
     Args:
         slot_uses: How the payload of each channel that may be delegated lies in its slots.
@@ -87,14 +89,14 @@ class DelegatedRoute:
     ) -> None:
         landings = landings or HostLandingTier()
         self.tier, self.landing_tier = tier.name, landings.name
-        self.counts, self._told = DelegatedCounts(), DelegatedCounts()
+        self.counts, self._reported = DelegatedCounts(), DelegatedCounts()
         self._plane = plane
         self._landings = landings
         self._check = check
         self._abandoned = -1
         self._reserved: dict[tuple[ChannelName, int], tuple[OutgoingSlot, Tag]] = {}
         self._copying: deque[_Copy] = deque()
-        self._lock = threading.Lock()  # of the line above: the queue's thread and the host
+        self._lock = threading.Lock()
         self._senders: dict[Channel, _Sender] = {}
         self._receivers: dict[Channel, _Receiver] = {}
         for channel, use in slot_uses.items():
@@ -142,7 +144,7 @@ class DelegatedRoute:
         return last
 
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
-        """Wait on the host; tells when the first part was posted and the last one landed."""
+        """Wait on the host; gives when the first part was posted and the last one landed too."""
         del arrived_s
         receiver = self._receivers[self._channel(identity)]
         arrival = receiver.landing()
@@ -174,7 +176,7 @@ class DelegatedRoute:
     def settle(self) -> None:
         """Wait until all copies that were started are over; an error of any is raised."""
         while True:
-            with self._lock:  # a link that fails over sends, and lets go, on a thread of its own
+            with self._lock:
                 if not self._copying:
                     break
                 copy = self._copying.popleft()
@@ -183,12 +185,12 @@ class DelegatedRoute:
 
     def events(self) -> list[dict[str, Any]]:
         """Sends that waited for a slot since the last call; a plan's slots let none of them."""
-        before, self._told = self._told, replace(self.counts)
+        before, self._reported = self._reported, replace(self.counts)
         waits = self.counts.slot_waits - before.slot_waits
         waited_ms = 1e3 * (self.counts.slot_wait_s - before.slot_wait_s)
         detail = f"{waits} sends, {waited_ms:.1f} ms"
-        told = {"kind": "waited_for_slots", "time_s": time.monotonic(), "detail": detail}
-        return [told] if waits else []
+        event = {"kind": "waited_for_slots", "time_s": time.monotonic(), "detail": detail}
+        return [event] if waits else []
 
     def statistics(self) -> dict[str, Any]:
         """What has been counted, and how copies are made."""
@@ -225,14 +227,10 @@ class DelegatedRoute:
         try:
             return self._waited_for(self._plane.reserve, sender.name, identity, deadline_s)
         finally:
-            self._count_wait(time.monotonic() - began_s, is_whole=len(sender.use.parts) == 1)
-
-    def _count_wait(self, waited_s: float, *, is_whole: bool) -> None:
-        if is_whole:
-            self.counts.slot_waits += 1
-            self.counts.slot_wait_s += waited_s
-        else:
-            self.counts.stream_wait_s += waited_s
+            if len(sender.use.parts) == 1:  # parts wait for those before them in any case
+                with self._lock:
+                    self.counts.slot_waits += 1
+                    self.counts.slot_wait_s += time.monotonic() - began_s
 
     def _start(
         self,
@@ -247,7 +245,7 @@ class DelegatedRoute:
         del arrived_s
         if self._reserved.pop((sender.name, slot.sequence), None) is None:
             raise AbandonedEpochError(f"{sender.name}: message {slot.sequence} was abandoned")
-        with _posted_whatever_happens(slot, tag):
+        with _posted_in_any_case(slot, tag):
             ticket: Any = sender.copy(value, part, slot, tag)
         with self._lock:
             self._copying.append(_Copy(ticket, value, slot, tag))
@@ -267,7 +265,8 @@ class DelegatedRoute:
             slot.release()
             if not receiver.is_late(found, identity):
                 raise TransferMismatchError(f"expected {identity}, {tag}, but {found} came")
-            self.counts.skipped += 1
+            with self._lock:
+                self.counts.skipped += 1
 
     def _waited_for(
         self,
@@ -318,7 +317,7 @@ class _Copy:
 
     def finish(self) -> None:
         """Wait until it is over; after an error its slot is no longer waited for by the peer."""
-        with _posted_whatever_happens(self.slot, self.tag):
+        with _posted_in_any_case(self.slot, self.tag):
             jax.block_until_ready(self.ticket)
 
 
@@ -348,7 +347,7 @@ class _Receiver:
 
 
 @contextmanager
-def _posted_whatever_happens(slot: OutgoingSlot, tag: Tag) -> Iterator[None]:
+def _posted_in_any_case(slot: OutgoingSlot, tag: Tag) -> Iterator[None]:
     """After an error while a slot is being filled, it holds up none that come after it."""
     try:
         yield

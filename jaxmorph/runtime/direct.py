@@ -34,14 +34,10 @@ from jaxmorph.stage.mesh import DATA, STAGE, link_mesh
 _WORD = 0xFFFFFFFF
 
 IDENTITY_WORDS = 8
-"""32-bit words by which each end of a transfer tells the other which transfer it is at."""
-
-LIVES = 2
-"""How often a direct link can begin: once over its devices in either order."""
-
+"""32-bit words by which each end of a transfer says to the other which transfer it is at."""
 
 class LinkExhaustedError(RuntimeError):
-    """A direct link has failed as often as it can begin in the life of its processes."""
+    """All communicators of a direct link have failed; its processes can make no other."""
 
 
 class LinkProgram:
@@ -137,44 +133,63 @@ def read_identity(words: jax.Array) -> tuple[int, ...]:
     return tuple(np.asarray(words).view(np.uint32).tolist())
 
 
-def direct_programs(
-    payloads: Mapping[Channel, PayloadShape],
-    mesh: Mesh,
-    *,
-    answered: bool,
-    failures: int = 0,
-) -> dict[Channel, LinkProgram]:
-    """A compiled program for each channel of direct links that have failed so many times.
+Programs = Mapping[Channel, LinkProgram]
 
-    A communicator whose transfer has failed stays closed, and XLA has one for each tuple of
-    devices: after a failure the link's devices are taken in the other order.
+
+class LinkCommunicators:
+    """The communicators that a direct link can use, one after another, and programs over each.
+
+    XLA keeps a communicator for each tuple of devices, and one whose transfer has failed stays
+    closed: then the link's devices are taken in the other order.
 
     Args:
+        mesh: Of all ranks.
         payloads: What a message of each channel carries.
         answered: Whether the sender learns when its peer has come.
-
-    Raises:
-        LinkExhaustedError: If a link has failed before with either order.
     """
-    return {
-        channel: _program(channel, payload, mesh, answered, failures)
-        for channel, payload in payloads.items()
-    }
 
+    def __init__(
+        self, mesh: Mesh, payloads: Mapping[Channel, PayloadShape], *, answered: bool
+    ) -> None:
+        self._mesh, self._payloads, self._answered = mesh, payloads, answered
 
-def _program(
-    channel: Channel, payload: PayloadShape, mesh: Mesh, answered: bool, failures: int
-) -> LinkProgram:
-    lower, upper = channel.link
-    orders = ((lower, upper), (upper, lower))
-    if failures >= LIVES:
-        raise LinkExhaustedError(
-            f"link {channel.link} has failed {failures} times, and a direct link can begin "
-            f"{LIVES} times: delegate it, or start its processes again"
-        )
-    order = orders[failures]
-    source = order.index(channel.source)
-    return LinkProgram(link_mesh(mesh, *order), payload, source=source, answered=answered)
+    def count(self, link: Link) -> int:
+        """How many a link has."""
+        return len(self._orders(link))
+
+    def first_programs(self) -> Programs:
+        """Compile all links' programs over their first communicators."""
+        links = {channel.link for channel in self._payloads}
+        compiled = [self.programs(link, 0) for link in sorted(links)]
+        return {channel: program for each in compiled for channel, program in each.items()}
+
+    def programs(self, link: Link, number: int) -> Programs:
+        """Compile a link's programs over one of its communicators.
+
+        Raises:
+            LinkExhaustedError: If it has no more.
+        """
+        orders = self._orders(link)
+        if number >= len(orders):
+            raise LinkExhaustedError(
+                f"link {link} has failed {number} times, and a direct link can begin {len(orders)} "
+                "times: delegate it, or start its processes again"
+            )
+        order = orders[number]
+        return {
+            channel: LinkProgram(
+                link_mesh(self._mesh, *order),
+                payload,
+                source=order.index(channel.source),
+                answered=self._answered,
+            )
+            for channel, payload in self._payloads.items()
+            if channel.link == link
+        }
+
+    def _orders(self, link: Link) -> list[tuple[int, int]]:
+        lower, upper = link
+        return [(lower, upper), (upper, lower)]
 
 
 class KeptOutputs:
@@ -182,12 +197,14 @@ class KeptOutputs:
 
     The authority is the receiver's count of the messages that it has taken. Counts go on through
     all epochs: what is sent again has the number it had.
+
+    Queue thread: `keep`, `let_go`. A link's own thread: `take_uncovered`. Lock: all of it.
     """
 
     def __init__(self) -> None:
         self._kept: dict[Channel, deque[tuple[TransferIdentity, jax.Array]]] = {}
         self._covered: Counter[Channel] = Counter()
-        self._lock = threading.Lock()  # the queue's thread keeps, the host covers
+        self._lock = threading.Lock()
 
     def keep(self, identity: TransferIdentity, value: jax.Array) -> None:
         """Hold an output that is about to be sent."""
@@ -241,26 +258,29 @@ class DirectRoute:
     before JAX starts (`join`); `take` can't choose another one, but for an emulated link that is
     cut: then neither end begins, and each gives up at its own deadline.
 
+    Queue thread: `post`, `take`. Training thread, while the queue is empty: `replace_programs`. A
+    link's own thread reads `received`, while no transfer of the link is under way here. No lock.
+
     Attributes:
         programs: What moves the payloads of each channel.
-        answered: Whether the programs bring the sender its peer's word too. A paced queue needs to
-            know when the peer came; elsewhere the sender has no reason to wait for it.
+        answered: Whether the programs bring the sender its peer's identity too. A paced queue needs
+            to know when the peer came; elsewhere the sender has no reason to wait for it.
         links: What is emulated on the links; both ends hold their queues for as long as that takes.
         timeout_s: How long either end waits for a cut link to heal.
         kept: What has been sent and may not have come; None: nothing is kept.
         given_up: Whether a link's cut need not be waited for any longer (`EmulatedLinks`).
-        received: How many messages of each channel have come, in all lives of the route together.
+        received: How many messages of each channel have come, in all epochs together.
+        abandoned: Transfers of this epoch, and of earlier ones, are refused.
     """
 
-    programs: Mapping[Channel, LinkProgram]
+    programs: Programs
     answered: bool
     links: EmulatedLinks = field(default_factory=EmulatedLinks)
     timeout_s: float = 60.0
     kept: KeptOutputs | None = None
     given_up: Callable[[Link], bool] = lambda link: False
     received: Counter[Channel] = field(default_factory=Counter, init=False)
-    _abandoned: int = field(default=-1, init=False)
-    _began: Counter[Link] = field(default_factory=Counter, init=False)
+    abandoned: int = field(default=-1, init=False)
 
     @property
     def holds_queue(self) -> bool:
@@ -299,15 +319,10 @@ class DirectRoute:
 
     def abandon(self, epoch: int) -> None:
         """Refuse what is left of an epoch: its ends may be out of step."""
-        self._abandoned = max(self._abandoned, epoch)
+        self.abandoned = max(self.abandoned, epoch)
 
-    def begin_epoch(self, link: Link, epoch: int, programs: Mapping[Channel, LinkProgram]) -> None:
-        """Begin a new life of a link, while the queue is empty; earlier ones are refused.
-
-        If transfers have failed, the programs are over another tuple of devices: with the old one
-        the ends stay closed.
-        """
-        self._began[link] = epoch
+    def replace_programs(self, programs: Programs) -> None:
+        """Take transfers of some channels by other programs, while the queue is empty."""
         self.programs = {**self.programs, **programs}
 
     def settle(self) -> None:
@@ -341,7 +356,7 @@ class DirectRoute:
         return time.monotonic()
 
     def _program(self, identity: TransferIdentity) -> LinkProgram:
-        require_live(identity, max(self._abandoned, self._began[identity.transfer.link] - 1))
+        require_live(identity, self.abandoned)
         return self.programs[channel_of(identity.transfer)]
 
 
@@ -360,5 +375,5 @@ def _time_words(time_s: float) -> tuple[int, int]:
 
 
 def _time_of(high: int, low: int) -> float:
-    """The time that two words tell, in seconds."""
+    """The time that two words stand for, in seconds."""
     return (high << 32 | low) / 1e6

@@ -16,16 +16,19 @@ Asked = Callable[[], bool]
 
 
 def never() -> bool:
-    """Whether to give up a transfer before its deadline, where nobody ever asks for that."""
+    """Whether to give up a transfer before its deadline, where nothing asks for that."""
     return False
 
 
 class EmulatedLinks:
-    """What is emulated on this rank's links: told once, for all routes, and told anew at any time.
+    """What is emulated on this rank's links: set in one place for all routes, at any time.
 
     Direct transfers ask it, at both ends: given the same conditions and the same times, both ends
     get the same answer, so that nothing needs to be said between them. Delegated ones are delayed
-    by the data plane, which is told the same. Without conditions nothing is delayed.
+    by the data plane, which gets the same conditions. Without conditions nothing is delayed.
+
+    Queue thread: `wait_until_whole`, `over_s`, `concern`. Training thread: `join`, `emulate`. Any
+    thread: `is_cut`, `look_again`. Lock (`_changed`): the emulator's state, and its replacement.
     """
 
     def __init__(self) -> None:
@@ -38,11 +41,11 @@ class EmulatedLinks:
         return self._emulator.concerns(transfer.source, transfer.destination)
 
     def join(self, plane: DataPlane) -> None:
-        """Have a data plane told too, from the next time on."""
+        """Have a data plane follow from the next change on."""
         self._planes.append(plane)
 
     def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:
-        """Make links behave so from now on, instead of as they were told before.
+        """Make links behave so from now on, instead of as before.
 
         Args:
             conditions: Of all links; those that this rank is no end of don't matter to it.
@@ -58,7 +61,8 @@ class EmulatedLinks:
     def is_cut(self, link: Link, step: int) -> bool:
         """Whether a link delivers no direct message of a step now, in either direction."""
         now_s, (low, high) = time.monotonic(), link
-        return any(self._emulator.is_cut(*way, step, now_s) for way in ((low, high), (high, low)))
+        both = (low, high), (high, low)
+        return any(self._emulator.is_cut(*direction, step, now_s) for direction in both)
 
     def look_again(self) -> None:
         """Have all that wait for a cut link ask again whether they are to give up."""
@@ -93,7 +97,7 @@ class EmulatedLinks:
                 if given_up() or (healed_s > deadline_s and remaining_s <= 0):
                     raise _cut_error(identity, time.monotonic() - began_s)
                 self._changed.wait(min(remaining_s, threading.TIMEOUT_MAX))
-                if asked is not self._emulator:  # healed by word, not by time: as late as that
+                if asked is not self._emulator:  # healed by a change, not by time: as late as that
                     arrived_s = max(arrived_s, time.monotonic())
         return healed_s
 
@@ -112,10 +116,10 @@ class EmulatedLinks:
             given_up: As for `wait_until_whole`, whose errors are raised.
         """
         transfer, words = identity.transfer, identity.words()
-        way = (transfer.source, transfer.destination)
+        direction = (transfer.source, transfer.destination)
         while True:
             with self._changed:
-                over_s = self._emulator.departure_s(*way, words, num_bytes, met_s)
+                over_s = self._emulator.departure_s(*direction, words, num_bytes, met_s)
             if over_s is not None:
                 return over_s
             met_s = self.wait_until_whole(identity, met_s, deadline_s, given_up)

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,16 +18,12 @@ from typing import Any
 
 import jax
 
-from jaxmorph.program.instructions import Channel
 from jaxmorph.records import Link
 from jaxmorph.runtime.delegated import DelegatedRoute
-from jaxmorph.runtime.direct import LIVES, DirectRoute, KeptOutputs, LinkProgram
+from jaxmorph.runtime.direct import DirectRoute, KeptOutputs, LinkCommunicators, Programs
 from jaxmorph.runtime.link_connections import PathEchoes
-from jaxmorph.runtime.link_switch import Counts, LinkEnd, LinkWires
+from jaxmorph.runtime.link_switch import Counts, EndState, LinkEnd, LinkWires
 from jaxmorph.runtime.routes import Moved, Posting, TransferIdentity, require_live
-
-Programs = Mapping[Channel, LinkProgram]
-
 
 class FailoverRoute:
     """Direct, link by link, until a link's path fails; see `link_switch` for how its ends agree.
@@ -36,12 +32,17 @@ class FailoverRoute:
     A message that isn't the expected one, a peer that doesn't come and one that is gone are not:
     they are raised.
 
+    What a link's state is only its `LinkEnd` knows. A transfer's identity carries its link's epoch.
+
+    Queue thread: `post`, `take`. Training thread, while the queue is empty: all other methods. A
+    link's own thread: `_received`, `_resend`.
+
     Args:
         direct: What carries messages while a link's path is whole; it keeps what it sends.
         wires: To the other end of each link that may be direct.
         timeout_s: How long to wait for the peer.
-        programs_of: Compiles the programs of a link that has been closed so many times.
-        others: Finds out which paths are dead while a transfer of another one hangs; None: nobody.
+        communicators: What a link begins again over.
+        watch: What the hosts at the other ends of links say of paths.
 
     Attributes:
         kept: What was sent directly and may not have come.
@@ -54,20 +55,21 @@ class FailoverRoute:
         wires: Mapping[Link, LinkWires],
         rank: int,
         timeout_s: float,
-        programs_of: Callable[[Link, int], Programs],
-        others: "OtherPaths | None" = None,
+        communicators: LinkCommunicators,
+        watch: "PathWatch",
     ) -> None:
         self._direct, self._delegated = direct, delegated
         self.kept = direct.kept = KeptOutputs()
         self._timeout_s = timeout_s
-        self._abandoned = -1
         self._channels = {
             link: [channel for channel in direct.programs if channel.link == link] for link in wires
         }
-        self._rank, self._others = rank, others
+        self._rank, self._watch = rank, watch
         self._ends = {link: self._make_end(link, to_peer) for link, to_peer in wires.items()}
-        self._next = {link: NextLife(partial(programs_of, link)) for link in wires}
-        direct.given_up = lambda link: self._ends[link].is_given_up
+        self._communicators = communicators
+        self._compiled: dict[tuple[Link, int], Future[Programs]] = {}
+        self._compiler = ThreadPoolExecutor(1, "link programs")
+        direct.given_up = lambda link: self._ends[link].peer_gave_up
 
     @property
     def holds_queue(self) -> bool:
@@ -92,8 +94,8 @@ class FailoverRoute:
             return self._post_delegated(end, identity, value, arrived_s)
         self.kept.let_go(end.link)  # the peer is here: it has all that was before
         try:
-            with self._looked_at(end.link):
-                moved = self._direct.post(_in_epoch(identity, end.epoch), value, arrived_s)
+            with self._watch.transfer(end.link):
+                moved = self._direct.post(identity._replace(epoch=end.epoch), value, arrived_s)
                 jax.block_until_ready(moved.value)
         except _FAILURES as error:
             self._give_up(end, error)
@@ -107,9 +109,9 @@ class FailoverRoute:
         end = self._end(identity)
         if end.meet(str(identity)):
             try:
-                with self._looked_at(end.link):
-                    wire_identity = _in_epoch(identity, end.epoch)
-                    moved = self._direct.take(wire_identity, arrived_s, deadline_s)
+                with self._watch.transfer(end.link):
+                    in_epoch = identity._replace(epoch=end.epoch)
+                    moved = self._direct.take(in_epoch, arrived_s, deadline_s)
             except _FAILURES as error:
                 self._give_up(end, error)
             else:
@@ -117,15 +119,14 @@ class FailoverRoute:
                 return moved
         epoch = end.await_switch(str(identity))
         deadline_s = max(deadline_s, time.monotonic() + self._timeout_s)
-        return self._delegated.take(_in_epoch(identity, epoch), arrived_s, deadline_s)
+        return self._delegated.take(identity._replace(epoch=epoch), arrived_s, deadline_s)
 
     def abandon(self, epoch: int) -> None:
-        """Refuse what is left of an epoch of the run's: its ends may be out of step."""
-        self._abandoned = max(self._abandoned, epoch)
+        """Refuse all that comes: see `DirectRoute.abandon`."""
         self._direct.abandon(epoch)
 
     def settle(self) -> None:
-        """Raise what went wrong in a switch of which nobody waits for the end."""
+        """Raise what went wrong in a switch that no transfer has waited for."""
         for end in self._ends.values():
             end.raise_error()
 
@@ -133,41 +134,51 @@ class FailoverRoute:
         """Keep nothing that was sent: all ranks have met, so everything has been taken."""
         for link in self._ends:
             self.kept.let_go(link)
-        if self._others is not None:
-            self._others.settle([link for link in self._ends if self.has_switched(link)])
+        self._watch.end_step([link for link in self._ends if self.is_delegated(link)])
 
     def failures(self) -> list[dict[str, Any]]:
         """What has failed since the last call, as a rank reports it: see `PathFailure`."""
         found = []
         for link, end in self._ends.items():
             for failure in end.take_failures():
-                self._next[link].prepare(end.times_closed)  # no step waits for it
-                found.append(replace(failure, lives_left=LIVES - end.times_closed).to_json())
+                self._programs(link, end.times_closed)  # no step waits for it
+                lives_left = self._communicators.count(link) - end.times_closed
+                found.append(replace(failure, lives_left=lives_left).to_json())
         return found
 
-    def has_switched(self, link: Link) -> bool:
+    def is_delegated(self, link: Link) -> bool:
         """Whether this rank is an end of a link that has left its direct path."""
-        return link in self._ends and self._ends[link].has_switched
+        return link in self._ends and self._ends[link].is_delegated
 
-    def begin_switched(self, link: Link) -> None:
+    def path_is_up(self, link: Link) -> bool | None:
+        """Whether the direct path of a link that failed seems whole again; None if none failed.
+
+        The other end's host is asked beside training; nothing is waited for.
+        """
+        return self._watch.is_up(link) if self.is_delegated(link) else None
+
+    def begin_delegated(self, link: Link) -> None:
         """Begin a link without its direct path, at both its ends, before anything has been sent."""
-        self._ends[link].begin_switched()
+        self._ends[link].begin_delegated()
 
     def can_restore(self, link: Link) -> bool:
         """Whether a link that has switched can begin again on the direct route."""
-        return self.has_switched(link) and self._ends[link].times_closed < LIVES
+        if not self.is_delegated(link):
+            return False
+        return self._ends[link].times_closed < self._communicators.count(link)
 
     def restore(self, link: Link) -> None:
-        """Begin a link's next direct life, at the same boundary at both its ends."""
+        """Begin a link's next direct epoch, at the same boundary at both its ends."""
         end = self._ends[link]
-        programs = self._next[link].programs(end.times_closed)
-        self._direct.begin_epoch(link, end.epoch + 2, programs)
-        end.begin_again()
+        if end.times_closed:
+            self._direct.replace_programs(self._programs(link, end.times_closed).result())
+        end.begin_direct()
+        self._watch.forget(link)
 
     def close(self) -> None:
-        """Have the other ends hear that this rank is gone."""
-        if self._others is not None:
-            self._others.close()
+        """Let the other ends know that this rank is gone."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self._watch.close()
         for end in self._ends.values():
             end.close()
 
@@ -178,31 +189,26 @@ class FailoverRoute:
             wires,
             received=partial(self._received, link),
             resend=partial(self._resend, link),
-            on_told=self._direct.links.look_again,
+            on_peer_state=self._direct.links.look_again,
             timeout_s=self._timeout_s,
         )
 
+    def _programs(self, link: Link, number: int) -> "Future[Programs]":
+        """What a link begins again with; compiled beside the steps that go on without it."""
+        if (link, number) not in self._compiled:
+            compiled = self._compiler.submit(self._communicators.programs, link, number)
+            self._compiled[link, number] = compiled
+        return self._compiled[link, number]
+
     def _end(self, identity: TransferIdentity) -> LinkEnd:
-        require_live(identity, self._abandoned)
+        require_live(identity, self._direct.abandoned)
         end = self._ends[identity.transfer.link]
-        if self._others is not None and not end.has_switched and self._others.is_dead(end.link):
+        if not end.is_delegated and self._watch.is_dead(end.link):
             found = "its path was found dead while a transfer of another link hung"
             # What a card that is gone has held open may never be heard of again.
             is_closed = not self._direct.links.is_cut(end.link, identity.step)
             end.give_up(found, is_closed=is_closed)
         return end
-
-    @contextmanager
-    def _looked_at(self, link: Link) -> Iterator[None]:
-        """While this lasts, somebody sees whether it hangs."""
-        if self._others is None:
-            yield
-            return
-        self._others.enter(link)
-        try:
-            yield
-        finally:
-            self._others.leave()
 
     def _give_up(self, end: LinkEnd, error: Exception) -> None:
         is_closed = _is_of_backend(error)
@@ -213,7 +219,7 @@ class FailoverRoute:
     def _post_delegated(
         self, end: LinkEnd, identity: TransferIdentity, value: jax.Array, arrived_s: float
     ) -> Moved:
-        identity = _in_epoch(identity, end.await_switch(str(identity)))
+        identity = identity._replace(epoch=end.await_switch(str(identity)))
         has_room = self._delegated.has_room(identity)
         moved = self._send(identity, value, arrived_s)
         return moved if has_room else replace(moved, over_s=time.monotonic())
@@ -231,23 +237,18 @@ class FailoverRoute:
             if channel.destination == self._rank
         }
 
-    def _resend(self, link: Link, counts: Counts) -> int:
-        """Send what the peer hasn't taken once more, in order, as of the epoch that follows."""
+    def _resend(self, link: Link, peer: EndState) -> int:
+        """Send what the peer hasn't taken once more, in order, in the epoch that follows."""
         outgoing = [each for each in self._channels[link] if each.source == self._rank]
-        rest = [self.kept.take_uncovered(channel, counts[channel]) for channel in outgoing]
+        rest = [self.kept.take_uncovered(channel, peer.received[channel]) for channel in outgoing]
         for identity, value in chain.from_iterable(rest):
-            self._send(_in_epoch(identity, 1), value, time.monotonic())
+            self._send(identity._replace(epoch=peer.epoch), value, time.monotonic())
         return sum(map(len, rest))
 
 
 _FAILURES = (TimeoutError, jax.errors.JaxRuntimeError, ValueError)
 _STATUS = re.compile("[A-Z_]+: ")
 _LONGEST_REASON = 200
-
-
-def _in_epoch(identity: TransferIdentity, epoch: int) -> TransferIdentity:
-    """A transfer of the run's epoch as one of a later life of its link."""
-    return identity._replace(epoch=identity.epoch + epoch)
 
 
 def _is_of_backend(error: Exception) -> bool:
@@ -261,53 +262,25 @@ def _in_short(error: Exception) -> str:
     return " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
 
 
-class NextLife:
-    """Compiles what a link needs to begin again, beside the steps that go on without it.
-
-    It is given how often the link's devices were made useless; `LinkExhaustedError` if too often.
-    """
-
-    def __init__(self, compiled: Callable[[int], Programs]) -> None:
-        self._compiled = compiled
-        self._made: dict[int, Future[Programs]] = {}
-
-    def prepare(self, times_closed: int) -> None:
-        """Begin to compile, if that is needed; waits for nothing."""
-        if times_closed == 0 or times_closed in self._made:
-            return
-        self._made[times_closed] = Future()
-        threading.Thread(
-            target=self._make, args=(times_closed,), name="next life of a link", daemon=True
-        ).start()
-
-    def programs(self, times_closed: int) -> Programs:
-        """What the link begins again with, once compiled; nothing new if it was never closed."""
-        self.prepare(times_closed)
-        return self._made[times_closed].result() if times_closed else {}
-
-    def _make(self, times_closed: int) -> None:
-        made = self._made[times_closed]
-        try:
-            made.set_result(self._compiled(times_closed))
-        except Exception as error:  # raised where the programs are wanted
-            made.set_exception(error)
-
-
 _LOOKS = 4  # how often a transfer is looked at before it hangs
 _TRIES, _BETWEEN_S = 10, 0.5
 
 
-class OtherPaths:
-    """Finds out which of a rank's other direct paths are dead while one of its transfers hangs.
+class PathWatch:
+    """What the hosts at the other ends of a rank's links say of its direct paths.
 
     A network card that dies takes all links of its host with it. Each would be found by a transfer
     of its own that hangs until its deadline, one after another; so the other ends are asked while
     the first one hangs, until the end of the step, and dead paths are given up without a transfer.
+    The other end of a path that failed is asked until the link is restored. Which ends are asked
+    only the `PathEchoes` know.
+
+    Queue thread: `transfer`, `is_dead`. Training thread: all other methods. The watch's own thread:
+    `_look`. Lock: asking other ends while a transfer hangs, against the end of the step.
 
     Args:
         links: The rank's direct ones. Those whose hosts don't even answer at the run's start, as
-            where a host knows itself by a name of its own, are never taken for dead; nor are those
-            that somebody else watches, as their paths have failed before.
+            where a host knows itself by a name of its own, are never taken for dead.
         after_s: How long a transfer takes that hangs: half of when it is given up. By then others
             have been asked, and haven't answered.
         is_cut: Whether an emulated link is cut.
@@ -324,33 +297,41 @@ class OtherPaths:
         self._after_s, self._is_cut = after_s, is_cut
         self._inside: tuple[Link, float] | None = None
         self._reached: frozenset[Link] = frozenset()
-        self._watched: set[Link] = set()
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="other paths", daemon=True)
+        self._thread = threading.Thread(target=self._look, name="path watch", daemon=True)
         self._thread.start()
 
-    def enter(self, link: Link) -> None:
-        """Take note that a link's transfer begins, of both its ends."""
+    @contextmanager
+    def transfer(self, link: Link) -> Iterator[None]:
+        """While this lasts, a link's transfer is under way, and may hang."""
         self._inside = link, time.monotonic()
-
-    def leave(self) -> None:
-        """Take note that it is over, or given up."""
-        self._inside = None
+        try:
+            yield
+        finally:
+            self._inside = None
 
     def is_dead(self, link: Link) -> bool:
         """Whether a link's path was found dead while a transfer of another one hung."""
-        with self._lock:
-            if link not in self._watched:
-                return False
+        if not self._echoes.is_watched(link):
+            return False
         return self._is_cut(link) or (link in self._reached and self._echoes.is_down(link))
 
-    def settle(self, failed: Collection[Link]) -> None:
-        """Watch no link any more at the end of a step; somebody else watches those that failed."""
+    def is_up(self, link: Link) -> bool:
+        """Whether the other end of a path that failed answers; it is asked from now on."""
+        self._echoes.watch(link)
+        return self._echoes.is_up(link) and not self._is_cut(link)
+
+    def forget(self, link: Link) -> None:
+        """Ask the other end of a link no more."""
+        self._echoes.forget(link)
+
+    def end_step(self, failed: Collection[Link]) -> None:
+        """Ask no more for the sake of a transfer that hangs; go on with links that failed."""
         with self._lock:
-            for link in self._watched.difference(failed):
-                self._echoes.forget(link)
-            self._watched.clear()
+            for link in self._links:
+                if link not in failed:
+                    self._echoes.forget(link)
 
     def close(self) -> None:
         """Look at no more transfers."""
@@ -362,7 +343,7 @@ class OtherPaths:
         while not self._closed.wait(self._after_s / _LOOKS):
             inside = self._inside
             if inside is not None and time.monotonic() - inside[1] >= self._after_s:
-                self._watch_others(inside)
+                self._ask_others(inside)
 
     def _meet_hosts(self) -> None:
         """Have all hosts answer once; they may be busy, as they start too."""
@@ -372,10 +353,10 @@ class OtherPaths:
             if len(self._reached) == len(self._links) or self._closed.wait(_BETWEEN_S):
                 return
 
-    def _watch_others(self, inside: tuple[Link, float]) -> None:
+    def _ask_others(self, inside: tuple[Link, float]) -> None:
         with self._lock:
             if self._inside != inside:  # it was over meanwhile, and maybe the step
                 return
             for link in self._links:
-                if link != inside[0] and self._echoes.watch(link, self._after_s / 2):
-                    self._watched.add(link)
+                if link != inside[0]:
+                    self._echoes.watch(link, self._after_s / 2)

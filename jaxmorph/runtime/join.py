@@ -1,4 +1,4 @@
-"""How a process joins a run: by JAX's distributed runtime, told where or by a cluster's means."""
+"""How a process joins a run by JAX's distributed runtime: at an address, or in a cluster's job."""
 
 import os
 from typing import Any
@@ -23,7 +23,6 @@ def join_run(
     coordinator: str | None = None,
     num_ranks: int | None = None,
     rank: int | None = None,
-    device: int | None = None,
 ) -> Rendezvous:
     """Join a run as one rank.
 
@@ -35,7 +34,6 @@ def join_run(
             (Slurm, Open MPI, Kubernetes, ...).
         num_ranks: Number of ranks; None: found likewise.
         rank: This process's rank; None: found likewise.
-        device: The number of its GPU on this machine; None: its rank's, or found likewise.
 
     Returns:
         The rendezvous with the other ranks.
@@ -49,12 +47,11 @@ def join_run(
     limit_collectives(step_timeout_s)
     compile_alone()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    own = rank if device is None else device
     jax.distributed.initialize(
         coordinator,
         num_ranks,
         rank,
-        local_device_ids=None if own is None else [own],
+        local_device_ids=None if rank is None else [rank],  # of GPUs, rank k has the k-th
         initialization_timeout=max(1, round(start_timeout_s)),
         coordinator_bind_address=coordinator,  # only where ranks are told to look for it
     )
@@ -76,11 +73,7 @@ def rendezvous_of_joined(start_timeout_s: float) -> Rendezvous:
 
 
 def join_as_told(
-    arguments: RankArguments,
-    *,
-    start_timeout_s: float,
-    step_timeout_s: float,
-    device: int | None = None,
+    arguments: RankArguments, *, start_timeout_s: float, step_timeout_s: float
 ) -> Rendezvous:
     """Join the run that a launcher on this machine has started; see `join_run`."""
     return join_run(
@@ -89,7 +82,6 @@ def join_as_told(
         coordinator=arguments.coordinator,
         num_ranks=arguments.num_ranks,
         rank=arguments.rank,
-        device=device,
     )
 
 

@@ -53,8 +53,8 @@ def open_data_plane(
 ) -> Iterator[DataPlane | None]:
     """A rank's end of the data plane, connected to its peers; it is closed however this ends.
 
-    After an error nothing is waited for: what hasn't arrived is nobody's any more, and the others
-    are to hear of the error soon.
+    After an error nothing is waited for: nobody takes what hasn't arrived, and the others are to
+    learn of the error soon.
 
     Args:
         rendezvous: The meeting place of all ranks; they all call this at the same point.
@@ -71,11 +71,11 @@ def open_data_plane(
         return
     plane = (start or _start_sidecar)(rendezvous.rank, outgoing, incoming, settings)
     try:
-        told, secret = _agree(rendezvous, plane.addresses())
+        found, secret = _agree(rendezvous, plane.addresses())
         channels = (spec.name for spec in (*outgoing, *incoming))
         peers = {rank for name in channels for rank in (name.source, name.destination)}
         peers.discard(rendezvous.rank)
-        addresses = {rank: [(host, port) for host, port in told[rank]] for rank in sorted(peers)}
+        addresses = {rank: [(host, port) for host, port in found[rank]] for rank in sorted(peers)}
         plane.connect(addresses, secret)
         yield plane
     except BaseException:
@@ -98,20 +98,23 @@ def _start_sidecar(
 def _agree(rendezvous: Rendezvous, own: Any) -> tuple[list[Any], bytes]:
     """Where every rank listens, as JSON, and a secret, which rank 0 makes up; all ranks call it."""
     secret = secrets.token_hex(_SECRET_BYTES) if rendezvous.rank == 0 else ""
-    told = rendezvous.exchange({"at": own, "secret": secret})
-    return [rank["at"] for rank in told], bytes.fromhex(told[0]["secret"])
+    reports = rendezvous.exchange({"at": own, "secret": secret})
+    return [each["at"] for each in reports], bytes.fromhex(reports[0]["secret"])
 
 
 def _agree_on_addresses(rendezvous: Rendezvous, own: Address) -> tuple[list[Address], bytes]:
-    told, secret = _agree(rendezvous, own)
-    return [(host, port) for host, port in told], secret
+    found, secret = _agree(rendezvous, own)
+    return [(host, port) for host, port in found], secret
 
 
 class PathEchoes:
     """Answers the other ends of a rank's links, and asks those whose path has failed.
 
     That is a look from the hosts: their own names' addresses, as Gloo's are on CPUs. Whether the
-    link carries collectives again only a probe shows.
+    link carries collectives again only a probe shows. Which ends are asked is known here alone.
+
+    Any thread: all methods. Threads of its own: one that answers, and one for each end that is
+    asked, which alone changes its `_Watch`. Lock: which ends are asked.
     """
 
     def __init__(self, rank: int, listener: socket.socket) -> None:
@@ -127,18 +130,20 @@ class PathEchoes:
         self._addresses, self._secret = addresses, secret
         self._start(self._answer_all)
 
-    def watch(self, link: Link, answer_s: float = _ANSWER_S) -> bool:
-        """Ask a link's other end again and again, beside all else; False if already done."""
+    def watch(self, link: Link, answer_s: float = _ANSWER_S) -> None:
+        """Ask a link's other end again and again, beside all else, unless that is done."""
         with self._lock:
-            if link in self._watches:
-                return False
-            watch = _Watch(self._addresses[sum(link) - self._rank], answer_s)
-            self._watches[link] = watch
-            self._start(partial(self._ask_all, watch))
-            return True
+            if link not in self._watches:
+                watch = _Watch(self._addresses[sum(link) - self._rank], answer_s)
+                self._watches[link] = watch
+                self._start(partial(self._ask_all, watch))
+
+    def is_watched(self, link: Link) -> bool:
+        """Whether a link's other end is asked."""
+        return link in self._watches
 
     def is_down(self, link: Link) -> bool:
-        """Whether the other end is watched, and didn't answer the last time that it was asked."""
+        """Whether the other end is asked, and didn't answer the last time."""
         watch = self._watches.get(link)
         return watch is not None and watch.has_asked and not watch.is_up
 
@@ -198,7 +203,7 @@ class PathEchoes:
 
 @dataclass
 class _Watch:
-    """A link's other end, which is asked until that is over."""
+    """A link's other end, which is asked until `is_over`."""
 
     address: Address
     answer_s: float

@@ -1,16 +1,19 @@
 """How the two ends of a link leave a direct path that has failed, and agree on what has come.
 
+A link's *epochs* count up from 0. A failure of its direct path begins the next epoch, and a restore
+the one after that: in even epochs the link is direct, in odd ones delegated.
+
 Before each direct transfer both ends send a *word*, that they are there, over a connection of their
 own. So the deadline of a transfer begins when both have come, and a late peer isn't taken for a
-dead path; and an end that hears its peer's word knows that all transfers before have been taken.
+dead path; and an end that has its peer's word knows that all transfers before have been taken.
 
-An end whose transfer fails gives the path up, and so does one that hears of it, as soon as it is in
-none of the link's transfers: it completes no more of this epoch, and sends its *state*, how many
-messages of each channel it has taken. An end that has given up and has its peer's state has
-switched: it sends again what the peer's counts don't cover, and all that follows, delegated. No
-third message is needed. An end never goes back on its state, so its counts are final, and with the
-second message each end knows all that the other will ever know of the old epoch. It can't know that
-the peer has this message until the peer sends; until then early messages wait in a slot.
+An end whose transfer fails gives the path up, and so does one that learns of it, as soon as it is
+in none of the link's transfers: it completes no more of this epoch, and sends its *state*, how many
+messages of each channel it has taken. An end that has given up and has its peer's state switches:
+it sends again what the peer's counts don't cover, and all that follows, delegated. No third message
+is needed. An end never goes back on its state, so its counts are final, and with the second message
+each end knows all that the other will ever know of the old epoch. It can't know that the peer has
+this message until the peer sends; until then early messages wait in a slot.
 
 The queue's thread comes to transfers, waits for its peer's words and leaves them; a thread for each
 link waits for its peer's states, and switches when the queue is elsewhere, maybe waiting for a rank
@@ -55,19 +58,20 @@ class LinkWires:
     states: Connection
 
     def close(self) -> None:
-        """Have both ends hear that this one is gone."""
+        """Let both ends know that this one is gone."""
         self.words.close()
         self.states.close()
 
 
 @dataclass(frozen=True)
 class EndState:
-    """What an end tells of a life of its link that is over.
+    """What an end sends when it has given a direct epoch up.
 
     Attributes:
-        received: How many messages of each channel it has taken on the direct route, in all lives.
-        is_closed: Whether a collective failed here: these devices can't begin again as they are.
-        reason: What failed; nothing where the end goes by what its peer has told.
+        epoch: The delegated epoch that follows.
+        received: How many messages of each channel it has taken on the direct route, in all epochs.
+        is_closed: Whether a collective failed here: its communicator can't be used again.
+        reason: What failed; nothing where the end follows its peer.
     """
 
     epoch: int
@@ -78,8 +82,7 @@ class EndState:
     def to_bytes(self) -> bytes:
         """What `from_bytes` reads."""
         counts = [[*channel, count] for channel, count in self.received.items()]
-        told = [self.epoch, counts, self.is_closed, self.reason]
-        return json.dumps(told).encode()
+        return json.dumps([self.epoch, counts, self.is_closed, self.reason]).encode()
 
     @classmethod
     def from_bytes(cls, message: bytes) -> "EndState":
@@ -93,14 +96,14 @@ class EndState:
 
 
 class Word(NamedTuple):
-    """An end has come to the so-manieth transfer of a direct life; later ones are greater."""
+    """An end has come to the so-manieth transfer of a direct epoch; later words are greater."""
 
     epoch: int
     number: int
 
     @classmethod
     def given_up(cls, epoch: int) -> "Word":
-        """The last word of a life: an end has given its path up, and tells its state."""
+        """The last word of an epoch: an end has given its path up, and sends its state."""
         return cls(epoch, _GIVEN_UP)
 
     @property
@@ -119,25 +122,29 @@ class Word(NamedTuple):
 
 
 class LinkSwitchError(RuntimeError):
-    """The ends of a link that failed could not agree: what they say of its messages can't be."""
+    """The ends of a link that failed could not agree: their counts of its messages can't be."""
 
 
 class LinkEnd:
     """One end of a link that may leave its direct path; see the module.
 
-    Epochs are the lives of the link: even ones are direct, and each is followed by a delegated one.
+    It alone holds the link's epoch, whether its path is given up, and how often it failed.
+
+    Queue thread: `meet`, `leave`, `give_up`, `await_switch`. Training thread, while the queue is
+    empty: `begin_delegated`, `begin_direct`, `take_failures`. The link's own thread: `_listen`.
+    Lock (`_changed`): all that changes, but for `_peer_word` and `_here`, which are the queue's.
 
     Args:
         rank: Which of its ranks this is.
         received: Says how many messages of each of the link's channels have been taken here.
-        resend: Sends what the peer's counts don't cover, under the epoch that follows; says how
-            many messages that was.
-        on_told: Called when the peer has given the path up.
+        resend: Sends what the peer's state doesn't cover, in the state's epoch; says how many
+            messages that was.
+        on_peer_state: Called when the peer has given the path up.
         timeout_s: How long to wait for the peer, in a transfer or in a switch.
 
     Attributes:
-        epoch: That of the direct life that it is in, or was in last.
-        times_closed: How often the link's devices have been made useless as they were.
+        epoch: The present one: see the module.
+        times_closed: How many of the link's communicators have failed, and are closed.
     """
 
     def __init__(
@@ -146,21 +153,20 @@ class LinkEnd:
         rank: int,
         wires: LinkWires,
         received: Callable[[], Counts],
-        resend: Callable[[Counts], int],
-        on_told: Callable[[], None],
+        resend: Callable[[EndState], int],
+        on_peer_state: Callable[[], None],
         timeout_s: float,
     ) -> None:
         self.link, self.peer = link, sum(link) - rank
         self.epoch, self.times_closed = 0, 0
         self._wires, self._received, self._resend = wires, received, resend
-        self._on_told, self._timeout_s = on_told, timeout_s
+        self._on_peer_state, self._timeout_s = on_peer_state, timeout_s
         self._changed = threading.Condition()
         self._here, self._peer_word = 0, Word(0, 0)
         self._came_s: float | None = None
         self._is_inside = False
-        self._state: EndState | None = None
-        self._peer_states: dict[int, EndState] = {}
-        self._switching = self._has_switched = False
+        self._state: EndState | None = None  # of the present epoch, once this end has given it up
+        self._peer_states: dict[int, EndState] = {}  # by epoch: a peer may be restored first
         self._failures: list[PathFailure] = []
         self._lost: str | None = None
         self._error: Exception | None = None
@@ -168,14 +174,14 @@ class LinkEnd:
         self._thread.start()
 
     @property
-    def is_given_up(self) -> bool:
-        """Whether the peer has given this life's path up: nothing will come of its transfers."""
-        return self.epoch + 1 in self._peer_states
+    def is_delegated(self) -> bool:
+        """Whether the link's transfers are delegated now."""
+        return self.epoch % 2 == 1
 
     @property
-    def has_switched(self) -> bool:
-        """Whether the link's transfers are delegated now."""
-        return self._has_switched
+    def peer_gave_up(self) -> bool:
+        """Whether the peer has given this epoch's path up: nothing will come of its transfers."""
+        return self.epoch + 1 in self._peer_states
 
     def meet(self, what: str) -> bool:
         """Come to the link's next transfer, and wait until the peer has.
@@ -191,7 +197,7 @@ class LinkEnd:
             self._await_word(time.monotonic() + self._timeout_s)
         with self._changed:
             self.raise_error()
-            if self._state is not None:
+            if self._has_left:
                 return False
             if not self._has_met:
                 self._raise_lost()
@@ -205,28 +211,22 @@ class LinkEnd:
         """Leave the transfer that both have come to; after a failure the path is given up.
 
         Args:
-            is_closed: Whether the link's devices can't begin again as they are.
+            is_closed: Whether the link's communicator can't be used again.
         """
         with self._changed:
             self._is_inside = False
             if not failure:
                 self._came_s = None
-            if failure or self.is_given_up:
+            if failure or self.peer_gave_up:
                 self._give_up(failure, is_closed)
         self._switch_if_due()
 
     def give_up(self, reason: str, *, is_closed: bool) -> None:
-        """Give the path up between two transfers, if nobody has."""
+        """Give the path up between two transfers, unless that is done."""
         with self._changed:
-            if self._state is None:
+            if not self._has_left:
                 self._give_up(reason, is_closed)
         self._switch_if_due()
-
-    def begin_switched(self) -> None:
-        """Begin without a direct path, as the peer does; nothing has been sent so far."""
-        with self._changed:
-            self._state = EndState(self.epoch + 1, {}, False, "")
-            self._switching = self._has_switched = True
 
     def await_switch(self, what: str) -> int:
         """Wait until the link's transfers go on delegated; the epoch that they belong to.
@@ -238,21 +238,28 @@ class LinkEnd:
         with self._changed:
             self._changed.wait_for(self._is_over, self._timeout_s)
             self.raise_error()
-            if not self._has_switched:
+            if not self.is_delegated:
                 self._raise_lost()
                 raise TimeoutError(
                     f"{what}: the direct path failed, and rank {self.peer} did not say within "
                     f"{self._timeout_s:g} s what it has"
                 )
             self._came_s = None
-            return self.epoch + 1
+            return self.epoch
 
-    def begin_again(self) -> None:
-        """Begin a new direct life, at the same boundary as the peer, after a switch."""
+    def begin_delegated(self) -> None:
+        """Begin without a direct path, as the peer does; nothing has been sent so far."""
         with self._changed:
-            self.epoch += 2
-            self._here, self._state = 0, None
-            self._switching = self._has_switched = False
+            self._begin_next_epoch()
+
+    def begin_direct(self) -> None:
+        """Begin on the direct path again, at the same boundary as the peer, after a switch."""
+        with self._changed:
+            self._begin_next_epoch()  # a direct one again
+            self._here = 0
+            if self.peer_gave_up:  # it was restored first, and has failed since
+                self._give_up("", is_closed=False)
+        self._switch_if_due()
 
     def take_failures(self) -> list[PathFailure]:
         """The switches since the last call."""
@@ -266,18 +273,29 @@ class LinkEnd:
             raise LinkSwitchError(f"link {self.link}: {self._error}") from self._error
 
     def close(self) -> None:
-        """End; the peer hears that this end is gone."""
+        """End; the peer learns that this end is gone."""
         self._wires.close()
         self._thread.join(_CLOSING_S)
+
+    @property
+    def _has_left(self) -> bool:
+        """Whether no transfer of the link may begin on the direct path."""
+        return self.is_delegated or self._state is not None
 
     @property
     def _has_met(self) -> bool:
         return not self._peer_word.is_last and self._peer_word >= (self.epoch, self._here)
 
+    def _begin_next_epoch(self) -> None:
+        """The only step that an epoch takes; the lock is held."""
+        self.epoch += 1
+        self._state = None
+        self._changed.notify_all()
+
     def _say_here(self) -> bool:
-        """Tell the peer that this end is at its next transfer; False if this life is over."""
+        """Send the word that this end is at its next transfer; False if the path is given up."""
         with self._changed:
-            if self._state is not None:
+            if self._has_left:
                 return False
             self._came_s = time.monotonic()
             self._here += 1
@@ -295,19 +313,19 @@ class LinkEnd:
             return
         except (ConnectionLostError, OSError) as error:
             lost = str(error)
-            self._wires.states.close()  # so that the other thread hears of it
+            self._wires.states.close()  # so that the other thread sees it too
         except Exception as error:  # what the peer says makes no sense
             self._fail(error)
-        if not self._has_met:  # the other thread hears what has become of the path, or of the peer
+        if not self._has_met:  # the other thread learns what became of the path, or of the peer
             with self._changed:
                 self._changed.wait_for(self._has_ended, max(until_s - time.monotonic(), 0.0))
                 self._lost = self._lost or lost
 
     def _has_ended(self) -> bool:
-        return self._state is not None or self._lost is not None or self._failed
+        return self._has_left or self._lost is not None or self._failed
 
     def _is_over(self) -> bool:
-        return self._has_switched or self._lost is not None or self._failed
+        return self.is_delegated or self._lost is not None or self._failed
 
     @property
     def _failed(self) -> bool:
@@ -324,7 +342,7 @@ class LinkEnd:
             self._lost = self._lost or str(error)
 
     def _give_up(self, reason: str, is_closed: bool) -> None:
-        """Complete no more of this life, and say so; the lock is held."""
+        """Complete no more of this epoch, and say so; the lock is held."""
         self._state = EndState(self.epoch + 1, self._received(), is_closed, reason)
         self._send(self._wires.states, self._state.to_bytes())
         self._send(self._wires.words, Word.given_up(self.epoch).to_bytes())
@@ -333,45 +351,44 @@ class LinkEnd:
     def _listen(self) -> None:
         try:
             while True:
-                self._hear(EndState.from_bytes(self._wires.states.receive()))
+                self._take_peer_state(EndState.from_bytes(self._wires.states.receive()))
         except (ConnectionLostError, OSError) as error:
             with self._changed:
                 self._lost = self._lost or str(error)
                 self._changed.notify_all()
         except Exception as error:  # what the peer says makes no sense
             self._fail(error)
-        self._wires.words.close()  # has the queue's thread look up, if it waits for a word
+        self._wires.words.close()  # wakes the queue's thread, if it waits for a word
 
-    def _hear(self, told: EndState) -> None:
+    def _take_peer_state(self, state: EndState) -> None:
         with self._changed:
-            self._peer_states[told.epoch] = told
-            if self.is_given_up and self._state is None and not self._is_inside:
+            self._peer_states[state.epoch] = state
+            if self.peer_gave_up and self._state is None and not self._is_inside:
                 self._give_up("", is_closed=False)
-        self._on_told()  # the queue may be waiting for an emulated link, in vain
+        self._on_peer_state()  # the queue may be waiting for an emulated link, in vain
         self._switch_if_due()
 
     def _switch_if_due(self) -> None:
         """Switch once both ends have given the path up; on the thread that finds it so."""
         with self._changed:
-            own, other = self._state, self._peer_states.get(self.epoch + 1)
-            if own is None or other is None or self._switching:
+            own = self._state
+            if own is None or not self.peer_gave_up:
                 return
-            self._switching = True
+            other = self._peer_states.pop(own.epoch)  # one thread finds it
         try:
-            resent = self._resend(other.received)
+            resent = self._resend(other)
         except Exception as error:  # raised where the switch is waited for
             self._fail(error)
             return
         with self._changed:
             self._failures.append(self._failure(own, other, resent))
             self.times_closed += own.is_closed or other.is_closed
-            self._has_switched = True
-            self._changed.notify_all()
+            self._begin_next_epoch()
 
     def _failure(self, own: EndState, other: EndState, resent: int) -> PathFailure:
-        told = f"rank {self.peer} tells: {other.reason}"
+        reported = f"rank {self.peer} reports: {other.reason}"
         held_up_s = 0.0 if self._came_s is None else time.monotonic() - self._came_s
-        return PathFailure(self.link, own.reason or told, held_up_s, resent, own.is_closed)
+        return PathFailure(self.link, own.reason or reported, held_up_s, resent, own.is_closed)
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

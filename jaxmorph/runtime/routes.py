@@ -14,7 +14,12 @@ _PAYLOAD_CODES = {payload: code for code, payload in enumerate(Payload)}
 
 
 class TransferIdentity(NamedTuple):
-    """Which message this is, among all of a run: what the ends of a transfer check."""
+    """Which message this is, among all of a run: what the ends of a transfer check.
+
+    Attributes:
+        epoch: That of the message's link: a failure of its direct path begins the next one, and a
+            restore the one after that (`link_switch`). Where no link fails over it stays 0.
+    """
 
     epoch: int
     step: int
@@ -35,14 +40,14 @@ class TransferMismatchError(RuntimeError):
 
 
 class AbandonedEpochError(RuntimeError):
-    """A transfer belongs to a life of its route that has ended."""
+    """A transfer belongs to an epoch of its route that has ended."""
 
 
 def require_live(identity: TransferIdentity, ended: int) -> None:
-    """Refuse a transfer of a life that has ended: of the last epoch that is over, or before."""
+    """Refuse a transfer of an epoch that has ended: of the last one that is over, or before."""
     if identity.epoch <= ended:
         raise AbandonedEpochError(
-            f"{identity}: this life of the route has ended, expected an epoch after {ended}"
+            f"{identity}: this epoch of the route has ended, expected an epoch after {ended}"
         )
 
 
@@ -69,7 +74,11 @@ Posting = Callable[[jax.Array, float], Moved]
 
 
 class Route(Protocol):
-    """Carries messages between this rank and its peers."""
+    """Carries messages between this rank and its peers.
+
+    Its *queue thread* is the one that runs what stands on the rank's queue: a worker where ops are
+    paced, else the training thread itself.
+    """
 
     @property
     def holds_queue(self) -> bool:
@@ -98,7 +107,7 @@ class Route(Protocol):
         ...
 
     def abandon(self, epoch: int) -> None:
-        """End a life of the route: transfers of this epoch and of earlier ones are refused."""
+        """Refuse transfers of this epoch and of earlier ones from now on."""
         ...
 
     def settle(self) -> None:

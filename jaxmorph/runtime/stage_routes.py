@@ -1,9 +1,8 @@
-"""The ways by which one rank's messages go, opened together and closed together."""
+"""The routes of one rank's messages, opened together and closed together."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 
 from jax.sharding import Mesh, NamedSharding
 
@@ -12,9 +11,9 @@ from jaxmorph.copies.programs import PayloadShape, SlotUse
 from jaxmorph.program.instructions import Channel
 from jaxmorph.records import Link
 from jaxmorph.runtime.delegated import DelegatedRoute
-from jaxmorph.runtime.direct import DirectRoute, LinkProgram, direct_programs
+from jaxmorph.runtime.direct import DirectRoute, LinkCommunicators
 from jaxmorph.runtime.emulated_links import EmulatedLinks
-from jaxmorph.runtime.failover_route import FailoverRoute, OtherPaths
+from jaxmorph.runtime.failover_route import FailoverRoute, PathWatch
 from jaxmorph.runtime.link_connections import LinkLines
 from jaxmorph.runtime.payloads import slot_use
 from jaxmorph.runtime.queue import DeviceQueue
@@ -80,7 +79,13 @@ def open_routes(
     Raises:
         UserError: If payloads can't be copied as the configuration says.
     """
-    direct = _direct_route(site, settings)
+    communicators = _communicators(site, settings)
+    direct = DirectRoute(
+        communicators.first_programs(),
+        answered=settings.pace is not None,
+        links=site.links,
+        timeout_s=_given_up_after_s(settings),
+    )
     if plane is None:
         return StageRoutes(direct)
     with ExitStack() as opened:
@@ -97,50 +102,35 @@ def open_routes(
         )
         failover = None
         if lines is not None and lines.wires:
-            failover = _failover_route(site, settings, direct, delegated, lines)
+            failover = FailoverRoute(
+                direct,
+                delegated,
+                lines.wires,
+                site.rank,
+                settings.transfer_timeout_s,
+                communicators,
+                _path_watch(site, settings, lines),
+            )
         opened.pop_all()
     return StageRoutes(direct, delegated, failover, copies)
 
 
-def _direct_route(site: Site, settings: StageSettings) -> DirectRoute:
-    answered = settings.pace is not None
+def _communicators(site: Site, settings: StageSettings) -> LinkCommunicators:
     payloads = {
         channel: payload
         for channel, payload in site.payloads.items()
         if settings.direct is None or channel.link in settings.direct
     }
-    return DirectRoute(
-        direct_programs(payloads, site.mesh, answered=answered),
-        answered=answered,
-        links=site.links,
-        timeout_s=_given_up_after_s(settings),
-    )
+    return LinkCommunicators(site.mesh, payloads, answered=settings.pace is not None)
 
 
-def _failover_route(
-    site: Site,
-    settings: StageSettings,
-    direct: DirectRoute,
-    delegated: DelegatedRoute,
-    lines: LinkLines,
-) -> FailoverRoute:
-    programs_of = partial(_programs_of_link, site, settings.pace is not None)
+def _path_watch(site: Site, settings: StageSettings, lines: LinkLines) -> PathWatch:
     hangs_s = _given_up_after_s(settings) * _HANGS_AFTER
-    others = OtherPaths(lines.wires, lines.echoes, hangs_s, site.is_cut)
-    timeout_s = settings.transfer_timeout_s
-    return FailoverRoute(direct, delegated, lines.wires, site.rank, timeout_s, programs_of, others)
+    return PathWatch(lines.wires, lines.echoes, hangs_s, site.is_cut)
 
 
 def _given_up_after_s(settings: StageSettings) -> float:
     return settings.direct_timeout_s or settings.transfer_timeout_s
-
-
-def _programs_of_link(
-    site: Site, answered: bool, link: Link, times_closed: int
-) -> Mapping[Channel, LinkProgram]:
-    """The direct programs of a link that has been closed so many times."""
-    own = {channel: payload for channel, payload in site.payloads.items() if channel.link == link}
-    return direct_programs(own, site.mesh, answered=answered, failures=times_closed)
 
 
 def _slot_uses(payloads: Payloads, settings: StageSettings) -> dict[Channel, SlotUse]:

@@ -73,7 +73,7 @@ class StageTrainer:
         self._optimizer_state = self.optimizer.initial_state(self.params)
         self._accumulators = self._zero_accumulators()
         self._weights = self._prepare()
-        self._rank, self._plane, self._lines, self._step = rank, plane, lines, 0
+        self._rank, self._plane, self._step = rank, plane, 0
         self._links = links or EmulatedLinks()
         self._payloads = _own_payloads(model, settings, rank)
         placement = NamedSharding(submesh, PartitionSpec())
@@ -165,12 +165,7 @@ class StageTrainer:
         The other end's host is asked beside training; nothing is waited for. None where this rank
         is no end of a link that has failed.
         """
-        if self._lines is None or self._failover is None:
-            return None
-        if not self._failover.has_switched(link):
-            return None
-        self._lines.echoes.watch(link)
-        return self._lines.echoes.is_up(link) and not self._is_cut(link)
+        return None if self._failover is None else self._failover.path_is_up(link)
 
     def _is_cut(self, link: Link) -> bool:
         return self._links.is_cut(link, self._step)
@@ -182,7 +177,7 @@ class StageTrainer:
         `restore_direct` its messages are delegated, as after a failure.
         """
         if self._failover is not None:
-            self._failover.begin_switched(link)
+            self._failover.begin_delegated(link)
 
     def can_restore(self, link: Link) -> bool:
         """Whether a link of this rank, which has failed, can go back to its direct path."""
@@ -193,10 +188,8 @@ class StageTrainer:
 
         Both its ranks do so at the same boundary; for others it does nothing.
         """
-        if self._failover is None or self._lines is None or not self._failover.has_switched(link):
-            return
-        self._failover.restore(link)
-        self._lines.echoes.forget(link)
+        if self._failover is not None and self._failover.is_delegated(link):
+            self._failover.restore(link)
 
     def events(self) -> list[dict[str, Any]]:
         """What has happened to delegated links since the last call: see `DataPlane.events`."""

@@ -1,4 +1,4 @@
-"""One of two ranks whose direct link fails in the middle, and begins anew: tells what came."""
+"""One of two ranks whose direct link fails in the middle, and begins again: reports what came."""
 
 import time
 from typing import Any
@@ -10,13 +10,14 @@ import numpy as np
 from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.records import Link
-from jaxmorph.runtime.direct import DirectRoute, KeptOutputs, LinkExhaustedError, direct_programs
+from jaxmorph.runtime.direct import DirectRoute, KeptOutputs, LinkCommunicators, LinkExhaustedError
 from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.runtime.routes import AbandonedEpochError, TransferIdentity
 from jaxmorph.stage.mesh import make_mesh
 
 TIMEOUT_S = 2
+LINK = Link(0, 1)
 SHAPE = PayloadShape((8, 16), jnp.dtype("float32"))
 UP = [Transfer(Payload.ACTIVATION, 0, 1, microbatch) for microbatch in range(4)]
 DOWN = Transfer(Payload.GRADIENT, 1, 0, 0)
@@ -33,12 +34,11 @@ class End:
     def __init__(self, rendezvous):
         self.rendezvous, self.rank = rendezvous, rendezvous.rank
         self.kept = KeptOutputs()
-        self.route = DirectRoute(self.programs(0), answered=False, kept=self.kept)
-        rendezvous.exchange({})  # nobody's deadline begins while the other compiles
-
-    def programs(self, failures):
         payloads = {channel_of(transfer): SHAPE for transfer in (UP[0], DOWN)}
-        return direct_programs(payloads, make_mesh(2), answered=False, failures=failures)
+        self.communicators = LinkCommunicators(make_mesh(2), payloads, answered=False)
+        programs = self.communicators.first_programs()
+        self.route = DirectRoute(programs, answered=False, kept=self.kept)
+        rendezvous.exchange({})  # nobody's deadline begins while the other compiles
 
     def move(self, transfer, epoch):
         """Do this end's part, whichever it is; returns whether what came is what was sent."""
@@ -60,7 +60,8 @@ class End:
         """What the sender has to send again; the receiver's count says it."""
         counts = self.rendezvous.exchange({"has": self.route.received[channel_of(UP[0])]})
         rest = self.kept.take_uncovered(channel_of(UP[0]), counts[1]["has"] if not self.rank else 0)
-        self.route.begin_epoch(Link(0, 1), 1, self.programs(1))
+        self.route.abandon(0)
+        self.route.replace_programs(self.communicators.programs(LINK, 1))
         self.rendezvous.exchange({})
         return rest
 
@@ -88,7 +89,7 @@ def main(arguments, link, rest):
     told["second"] = [end.move(UP[2], 1)] if end.rank else []
     told["second"] += [end.move(transfer, 1) for transfer in (DOWN, UP[3])]
     try:
-        end.programs(2)
+        end.communicators.programs(LINK, 2)
     except LinkExhaustedError as error:
         told["third"] = str(error)
     told["expected_refusal"] = AbandonedEpochError.__name__

@@ -84,7 +84,7 @@ def test_an_error_abandons_the_epoch(queue, holds_queue):
 def test_a_direct_route_refuses_transfers_of_an_abandoned_epoch():
     route = DirectRoute({}, answered=False)
     route.abandon(1)
-    with pytest.raises(AbandonedEpochError, match="of step 7, epoch 1: this life of the route"):
+    with pytest.raises(AbandonedEpochError, match="of step 7, epoch 1: this epoch of the route"):
         route.take(TransferIdentity(1, 7, TRANSFER), 0.0, 1.0)
     with pytest.raises(AbandonedEpochError, match="expected an epoch after 1"):
         route.post(TransferIdentity(0, 7, TRANSFER), jnp.zeros(()), 0.0)

@@ -1,6 +1,6 @@
 """A link whose direct path fails, wherever that happens: what goes on delegated, and what doesn't.
 
-Both ends are threads here; collectives fail as they are told, the data plane is the one in memory.
+Both ends are threads here; collectives fail where a test says, the data plane is the one in memory.
 """
 
 import re
@@ -15,9 +15,11 @@ import pytest
 from two_ends import (
     LIMIT_S,
     LINK,
+    LIVES,
     SHAPE,
     TIED,
     Collectives,
+    NothingFound,
     RankThread,
     TwoEnds,
     down,
@@ -28,8 +30,7 @@ from two_ends import (
 
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.records import Link
-from jaxmorph.runtime.direct import LIVES
-from jaxmorph.runtime.failover_route import OtherPaths
+from jaxmorph.runtime.failover_route import PathWatch
 from jaxmorph.runtime.routes import AbandonedEpochError, TransferIdentity, TransferMismatchError
 from jaxmorph.transport.names import PeerGoneError
 
@@ -90,7 +91,7 @@ def test_a_whole_path_carries_everything_directly(make_ends):
     ends = make_ends()
     move(ends)
     assert failures(ends) == []
-    assert not any(route.has_switched(LINK) for route in ends.routes)
+    assert not any(route.is_delegated(LINK) for route in ends.routes)
 
 
 @pytest.mark.parametrize("raises_at", [("source", "destination"), ("source",), ("destination",)])
@@ -204,7 +205,7 @@ def test_a_link_is_restored_over_other_devices_under_a_new_epoch(make_ends):
     for route in ends.routes:
         assert route.can_restore(LINK)
         route.restore(LINK)
-        assert not route.has_switched(LINK)
+        assert not route.is_delegated(LINK)
     move(ends, step=1)
     assert [failure["lives_left"] for failure in failures_of_both(ends)] == [0, 0]
     assert not any(route.can_restore(LINK) for route in ends.routes)
@@ -220,7 +221,7 @@ def test_a_cut_link_is_restored_over_the_same_devices(make_ends):
         links.emulate(())
         route.restore(LINK)
     move(ends, step=1)
-    assert not any(route.has_switched(LINK) for route in ends.routes)
+    assert not any(route.is_delegated(LINK) for route in ends.routes)
 
 
 def test_an_end_that_is_restored_first_waits_for_the_other(make_ends):
@@ -234,7 +235,7 @@ def test_an_end_that_is_restored_first_waits_for_the_other(make_ends):
     early.finish()
     ((_, value),) = late.finish()
     assert np.array_equal(value, payload_of(up(0), 1))
-    assert not first.has_switched(LINK)
+    assert not first.is_delegated(LINK)
 
 
 def test_an_abandoned_epoch_is_refused(make_ends):
@@ -253,33 +254,28 @@ def test_nothing_is_kept_of_what_the_peer_is_known_to_have(make_ends):
     assert kept_bytes(kept) == 0
 
 
-class FoundDead:
-    """What finds a path dead that no transfer has tried."""
+class FoundDead(NothingFound):
+    """Hosts that say a path is dead that no transfer has tried."""
 
     def __init__(self):
-        self.entered, self.settled = [], []
+        self.entered, self.failed = [], []
 
-    def enter(self, link):
+    def transfer(self, link):
         self.entered.append(link)
-
-    def leave(self):
-        self.entered.append(None)
+        return super().transfer(link)
 
     def is_dead(self, link):
         return True
 
-    def settle(self, failed):
-        self.settled.append(failed)
-
-    def close(self):
-        self.entered.append("closed")
+    def end_step(self, failed):
+        self.failed.append(failed)
 
 
 @pytest.mark.parametrize("finds", [(0,), (1,), (0, 1)])
 def test_a_path_that_is_found_dead_is_given_up_without_a_transfer(make_ends, finds):
     ends = make_ends(collectives := Collectives())
     for rank in finds:
-        ends.routes[rank]._others = FoundDead()
+        ends.routes[rank]._watch = FoundDead()
     move(ends, step=1)
     assert collectives.counts == [0, 0]
     told = failures_of_both(ends)
@@ -287,8 +283,8 @@ def test_a_path_that_is_found_dead_is_given_up_without_a_transfer(make_ends, fin
     assert [each["lives_left"] for each in told] == [LIVES - 1, LIVES - 1]  # who knows what is open
     for rank in finds:
         ends.routes[rank].let_go()
-        assert ends.routes[rank]._others.settled == [[LINK]]
-        assert ends.routes[rank]._others.entered == []
+        assert ends.routes[rank]._watch.failed == [[LINK]]
+        assert ends.routes[rank]._watch.entered == []
 
 
 OTHER, THIRD = Link(1, 2), Link(1, 3)
@@ -298,26 +294,31 @@ class FakeEchoes:
     """Other ends that answer unless they are down."""
 
     def __init__(self, down=()):
-        self.down, self.watched, self.of_others = set(down), [], set()
+        self.down, self.watched = set(down), []
         self.changed = threading.Condition()
 
     def reaches(self, link):
         return link not in self.down
 
-    def watch(self, link, answer_s):
+    def watch(self, link, answer_s=0.0):
         assert answer_s < 0.05
         with self.changed:
-            if link in {*self.watched, *self.of_others}:
-                return False
-            self.watched.append(link)
-            self.changed.notify_all()
-            return True
+            if link not in self.watched:
+                self.watched.append(link)
+                self.changed.notify_all()
+
+    def is_watched(self, link):
+        return link in self.watched
 
     def is_down(self, link):
         return link in self.watched and link in self.down
 
+    def is_up(self, link):
+        return link in self.watched and link not in self.down
+
     def forget(self, link):
-        self.watched.remove(link)
+        if link in self.watched:
+            self.watched.remove(link)
 
     def wait_until_watched(self, *links):
         with self.changed:
@@ -330,66 +331,69 @@ def look(monkeypatch):
     made = []
 
     def look(echoes: Any, after_s=0.05, cut=()):
-        made.append(OtherPaths([LINK, OTHER, THIRD], echoes, after_s, cut.__contains__))
+        made.append(PathWatch([LINK, OTHER, THIRD], echoes, after_s, cut.__contains__))
         return made[-1]
 
     yield look
-    for others in made:
-        others.close()
+    for watch in made:
+        watch.close()
 
 
 def test_paths_that_are_dead_are_found_while_a_transfer_hangs(look):
-    others = look(echoes := FakeEchoes())
-    others.enter(LINK)
-    echoes.wait_until_watched(OTHER, THIRD)
-    assert not others.is_dead(OTHER)
-    echoes.down.add(OTHER)
-    others.leave()
-    assert [others.is_dead(link) for link in (LINK, OTHER, THIRD)] == [False, True, False]
+    watch = look(echoes := FakeEchoes())
+    with watch.transfer(LINK):
+        echoes.wait_until_watched(OTHER, THIRD)
+        assert not watch.is_dead(OTHER)
+        echoes.down.add(OTHER)
+    assert [watch.is_dead(link) for link in (LINK, OTHER, THIRD)] == [False, True, False]
 
 
 def test_an_emulated_cut_counts_once_a_transfer_of_another_link_hangs(look):
-    others = look(echoes := FakeEchoes(), cut=[OTHER])
-    assert not others.is_dead(OTHER)
-    others.enter(LINK)
-    echoes.wait_until_watched(OTHER, THIRD)
-    assert others.is_dead(OTHER)
+    watch = look(echoes := FakeEchoes(), cut=[OTHER])
+    assert not watch.is_dead(OTHER)
+    with watch.transfer(LINK):
+        echoes.wait_until_watched(OTHER, THIRD)
+        assert watch.is_dead(OTHER)
 
 
 def test_what_never_answered_is_not_taken_for_dead(look):
-    others = look(echoes := FakeEchoes(down=[OTHER]))
-    others.enter(LINK)
-    echoes.wait_until_watched(OTHER, THIRD)
-    assert echoes.is_down(OTHER)
-    assert not others.is_dead(OTHER)
+    watch = look(echoes := FakeEchoes(down=[OTHER]))
+    with watch.transfer(LINK):
+        echoes.wait_until_watched(OTHER, THIRD)
+        assert echoes.is_down(OTHER)
+        assert not watch.is_dead(OTHER)
 
 
 def test_transfers_in_time_have_nobody_asked(look):
-    others = look(echoes := FakeEchoes(), after_s=3600.0)
+    watch = look(echoes := FakeEchoes(), after_s=3600.0)
     for _ in range(3):
-        others.enter(LINK)
-        others.leave()
+        with watch.transfer(LINK):
+            pass
     assert echoes.watched == []
 
 
-def test_after_the_step_nobody_is_watched_but_for_links_that_failed(look):
-    others = look(echoes := FakeEchoes())
-    others.enter(LINK)
-    echoes.wait_until_watched(OTHER, THIRD)
-    echoes.down.add(OTHER)
-    others.leave()
-    others.settle([OTHER])
+def test_after_the_step_only_links_that_failed_are_watched(look):
+    watch = look(echoes := FakeEchoes())
+    with watch.transfer(LINK):
+        echoes.wait_until_watched(OTHER, THIRD)
+        echoes.down.add(OTHER)
+    watch.end_step([OTHER])
     assert echoes.watched == [OTHER]
-    assert not others.is_dead(OTHER)  # what becomes of it is not for this to say
 
 
-def test_what_somebody_else_watches_stays_theirs(look):
-    echoes = FakeEchoes()
-    echoes.of_others.add(OTHER)
-    others = look(echoes)
-    others.enter(LINK)
-    echoes.wait_until_watched(THIRD)
-    assert not others.is_dead(OTHER)
-    others.leave()
-    others.settle([])
+def test_a_path_that_failed_is_watched_until_its_restore(look):
+    watch = look(echoes := FakeEchoes())
+    assert watch.is_up(OTHER)
+    with watch.transfer(LINK):
+        echoes.wait_until_watched(OTHER, THIRD)
+    watch.end_step([OTHER])
+    assert watch.is_up(OTHER)
+    echoes.down.add(OTHER)
+    assert not watch.is_up(OTHER)
+    watch.forget(OTHER)
     assert echoes.watched == []
+
+
+def test_a_path_whose_host_answers_is_not_up_while_it_is_cut(look):
+    watch = look(FakeEchoes(), cut=[OTHER])
+    assert not watch.is_up(OTHER)

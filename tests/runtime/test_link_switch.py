@@ -1,4 +1,4 @@
-"""What one end of a link does with what the other tells it; `test_failover_route` has both."""
+"""What one end of a link does with what the other sends; `test_failover_route` has both."""
 
 import threading
 import time
@@ -17,14 +17,14 @@ class OneEnd:
 
     def __init__(self, resend=lambda counts: 0, timeout_s=LIMIT_S):
         own, self.peer = wires()
-        self.asked, self.told = [], threading.Event()
+        self.asked, self.has_state = [], threading.Event()
         self.end = LinkEnd(
             LINK,
             0,
             own,
             received=lambda: {GRADIENTS: 3},
-            resend=lambda counts: self.asked.append(counts) or resend(counts),
-            on_told=self.told.set,
+            resend=lambda state: self.asked.append(state.received) or resend(state.received),
+            on_peer_state=self.has_state.set,
             timeout_s=timeout_s,
         )
 
@@ -37,7 +37,7 @@ class OneEnd:
         state = EndState(epoch, counts or {ACTIVATIONS: 7}, is_closed, "its cable")
         self.peer.states.send(state.to_bytes())
         self.peer.words.send(Word.given_up(epoch - 1).to_bytes())
-        assert self.told.wait(LIMIT_S)
+        assert self.has_state.wait(LIMIT_S)
 
     def heard(self):
         return EndState.from_bytes(self.peer.states.receive())
@@ -63,7 +63,7 @@ def make_end():
     "message",
     [Word(4, 12345678901), EndState(3, {ACTIVATIONS: 2, GRADIENTS: 0}, True, 'a "cable"')],
 )
-def test_what_is_told_is_what_is_read(message):
+def test_a_message_is_read_as_it_was_written(message):
     assert type(message).from_bytes(message.to_bytes()) == message
 
 
@@ -75,7 +75,7 @@ def test_an_end_in_no_transfer_answers_at_once_and_switches(make_end):
     assert one.end.await_switch("a transfer") == 1
     assert one.asked == [{ACTIVATIONS: 7}]
     (failure,) = one.end.take_failures()
-    assert (failure.detail, failure.resent, failure.began) == ("rank 1 tells: its cable", 2, False)
+    assert (failure.detail, failure.resent, failure.began) == ("rank 1 reports: its cable", 2, False)
     assert not one.end.meet("the next one")
 
 
@@ -83,11 +83,11 @@ def test_an_end_in_a_transfer_answers_when_it_has_left_it(make_end):
     one = make_end()
     one.meet()
     one.give_up()
-    assert one.end.is_given_up
+    assert one.end.peer_gave_up
     assert one.asked == []
     one.end.leave()
     assert one.heard().received == {GRADIENTS: 3}
-    assert one.end.has_switched
+    assert one.end.is_delegated
 
 
 def test_ends_that_give_up_together_send_one_message_each(make_end):
@@ -95,7 +95,7 @@ def test_ends_that_give_up_together_send_one_message_each(make_end):
     one.meet()
     one.end.leave("no answer", is_closed=True)
     assert one.heard().reason == "no answer"
-    assert not one.end.has_switched
+    assert not one.end.is_delegated
     one.give_up(is_closed=True)
     assert one.end.await_switch("a transfer") == 1
     assert one.end.times_closed == 1
@@ -122,17 +122,17 @@ def test_a_path_may_be_given_up_between_two_transfers(make_end):
 
 def test_a_link_may_begin_without_its_path(make_end):
     one = make_end()
-    one.end.begin_switched()
-    assert one.end.has_switched
+    one.end.begin_delegated()
+    assert one.end.is_delegated
     assert not one.end.meet("a transfer")
     assert one.end.await_switch("a transfer") == 1
     assert one.end.take_failures() == []
-    one.end.begin_again()
+    one.end.begin_direct()
     one.peer.words.send(Word(2, 1).to_bytes())
     assert one.end.meet("a transfer")
 
 
-def test_counts_that_can_not_be_are_an_error_of_whoever_waits(make_end):
+def test_counts_that_can_not_be_are_an_error_where_they_are_awaited(make_end):
     def disagree(counts):
         raise ValueError("got a count of 7, expected 1 up to 3")
 
@@ -154,7 +154,7 @@ def test_a_peers_state_is_awaited_until_the_deadline(make_end):
         one.end.await_switch("a transfer")
 
 
-def test_a_peer_that_dies_before_it_tells_its_state_is_gone(make_end):
+def test_a_peer_that_dies_before_it_sends_its_state_is_gone(make_end):
     one = make_end()
     one.meet()
     one.end.leave("connection reset")
@@ -195,12 +195,22 @@ def test_a_wait_for_a_word_ends_with_the_path(make_end):
     assert one.heard_word().is_last
 
 
-def test_words_of_an_earlier_life_are_passed_over(make_end):
+def test_words_of_an_earlier_epoch_are_passed_over(make_end):
     one = make_end()
     one.meet()
     one.end.leave("no answer")
     one.give_up()
     one.end.await_switch("a transfer")
-    one.end.begin_again()
+    one.end.begin_direct()
     one.peer.words.send(Word(2, 1).to_bytes())
     assert one.end.meet("a transfer")
+
+
+def test_a_peer_that_is_restored_first_may_fail_first(make_end):
+    one = make_end()
+    one.end.begin_delegated()
+    one.give_up(epoch=3)
+    assert not one.end.peer_gave_up
+    one.end.begin_direct()
+    assert one.end.await_switch("a transfer") == 3
+    assert one.heard().epoch == 3

@@ -1,10 +1,11 @@
-"""Both ends of a link in one process: collectives that fail as they are told, and all else real."""
+"""Both ends of a link in one process: collectives that fail where a test says, all else real."""
 
 import queue
 import threading
 import time
+from contextlib import nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.transport.plane import ChannelSpec
 
 SHAPE = (3, 5)
-LIMIT_S = 20.0
+LIMIT_S, LIVES = 20.0, 2
 LINK = Link(0, 1)
 FAILED = ValueError("UNKNOWN: Gloo collective permute failed: reset by peer")
 
@@ -157,11 +158,44 @@ class Program:
         return jnp.asarray(np.array(words, np.uint32)), moved
 
 
+class Communicators:
+    """What a rank's programs run over; each may fail once."""
+
+    def __init__(self, collectives, rank):
+        self.collectives, self.rank = collectives, rank
+
+    def count(self, link):
+        return LIVES
+
+    def programs(self, link, number):
+        collectives = self.collectives[number]
+        return {channel: Program(collectives, channel, self.rank) for channel in CHANNELS}
+
+
+class NothingFound:
+    """Hosts that say nothing of paths."""
+
+    def transfer(self, link):
+        return nullcontext()
+
+    def is_dead(self, link):
+        return False
+
+    def forget(self, link):
+        pass
+
+    def end_step(self, failed):
+        pass
+
+    def close(self):
+        pass
+
+
 class TwoEnds:
     """Ranks 0 and 1, each with a route that fails over.
 
     Args:
-        collectives: Of each life of the devices.
+        collectives: Of each communicator, in turn.
         direct_s: When each rank gives up an emulated cut.
         timeout_s: How long to wait for a peer.
         part_elements: How much of a tied gradient fits into a slot.
@@ -187,12 +221,9 @@ class TwoEnds:
             outgoing, incoming = ends
             plane = network.plane(rank, outgoing, incoming)
             delegated = DelegatedRoute(plane, uses, rank, placement, tier())
-            lives: Any = [
-                {channel: Program(life, channel, rank) for channel in CHANNELS}
-                for life in collectives
-            ]
-            emulated = EmulatedLinks()
-            direct = DirectRoute(lives[0], answered=True, links=emulated, timeout_s=direct_s[rank])
+            emulated, communicators = EmulatedLinks(), cast(Any, Communicators(collectives, rank))
+            programs = communicators.programs(LINK, 0)
+            direct = DirectRoute(programs, answered=True, links=emulated, timeout_s=direct_s[rank])
             self.planes.append(plane)
             self.links.append(emulated)
             self.routes.append(
@@ -202,7 +233,8 @@ class TwoEnds:
                     {LINK: self.wires[rank]},
                     rank,
                     timeout_s,
-                    lambda link, times_closed, lives=lives: lives[times_closed],
+                    communicators,
+                    cast(Any, NothingFound()),
                 )
             )
         for rank, plane in enumerate(self.planes):

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.program.instructions import Buffer, BufferKind, Payload, Transfer, channel_of
-from jaxmorph.runtime.direct import DirectRoute, direct_programs
+from jaxmorph.runtime.direct import DirectRoute, LinkCommunicators
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies
 from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.rank_process import run_rank
@@ -41,10 +41,9 @@ def there_and_back(stash):
 
 def main(arguments, link, rest):
     rendezvous = join_as_told(arguments, start_timeout_s=60, step_timeout_s=30)
-    route = DirectRoute(
-        direct_programs({channel_of(DOWN.transfer): SHAPE}, make_mesh(2), answered=False),
-        answered=False,
-    )
+    payloads = {channel_of(DOWN.transfer): SHAPE}
+    communicators = LinkCommunicators(make_mesh(2), payloads, answered=False)
+    route = DirectRoute(communicators.first_programs(), answered=False)
     value = jax.device_put(jnp.ones(SHAPE.shape), jax.local_devices()[0])
     stash = jax.block_until_ready(value + 1)
     rendezvous.exchange({})
