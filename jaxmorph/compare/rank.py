@@ -129,10 +129,12 @@ def _turns(wanted: Compare) -> Iterator[tuple[int, int]]:
 def _serve_as_told(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
     config_path, system = rest
     config = load_config(Path(config_path))
+    healthy = system_config(config, SYSTEMS[system])
     rendezvous = join_as_told(
         arguments,
         start_timeout_s=config.timeouts.start_s,
-        step_timeout_s=system_config(config, SYSTEMS[system]).direct_timeout_s,
+        step_timeout_s=healthy.direct_timeout_s,
+        fails_over=healthy.fails_over,
     )
     if config.compare is None:
         raise ValueError(f"{config_path} compares nothing")

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from jaxmorph.runtime.routes import (
     TransferMismatchError,
     require_live,
 )
-from jaxmorph.stage.mesh import DATA, STAGE, link_mesh
+from jaxmorph.stage.mesh import AXES, DATA, STAGE, link_mesh, spare_mesh
 
 _WORD = 0xFFFFFFFF
 
@@ -51,12 +52,19 @@ class LinkProgram:
         mesh: The link mesh, (stage=2, data, tensor).
         payload: Shape and type of a message on one shard.
         source: Which of the mesh's two stages sends: 0 or 1.
+        home: Where this process keeps payloads; None: on its device of the mesh.
         answered: Whether a message of the same size, with the receiver's identity, goes the other
-            way in the same collective, so that the sender too learns where its peer is.
+            direction in the same collective, so that the sender too learns where its peer is.
     """
 
     def __init__(
-        self, mesh: Mesh, payload: PayloadShape, *, source: int, answered: bool = False
+        self,
+        mesh: Mesh,
+        payload: PayloadShape,
+        *,
+        source: int,
+        home: jax.Device | None = None,
+        answered: bool = False,
     ) -> None:
         self._payload = payload
         # Identity and payload travel as one array of words as wide as the payload's elements.
@@ -64,7 +72,8 @@ class LinkProgram:
         self._identity_length = IDENTITY_WORDS * 4 // payload.dtype.itemsize
         self._sharding = NamedSharding(mesh, PartitionSpec((STAGE, DATA)))
         self._num_shards = mesh.devices.size
-        self._device = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
+        self._device = _own_device(mesh)
+        self._home = home or self._device
         destination = 1 - source
         hops = [(source, destination), (destination, source)]
         self._pack = self._compile_pack()
@@ -115,7 +124,7 @@ class LinkProgram:
 
         Args:
             identity: Eight numbers below 2**32 that say which transfer this end is at.
-            value: The payload, on this process's device, at the sending end; None at the other.
+            value: The payload, where this process keeps it, at the sending end; None at the other.
 
         Returns:
             (the peer's identity as words of the program's width, see `read_identity`; the payload
@@ -123,9 +132,19 @@ class LinkProgram:
             at the sending end of a program that isn't answered.
         """
         words = np.asarray(identity, np.uint32).view(self._word)
-        message = self._pack(words, self._blank if value is None else value)
-        peer, moved = self._program(self._as_shard(message))
-        return peer.addressable_data(0), moved.addressable_data(0)
+        sent = self._blank if value is None else self._put(value, self._device)
+        peer, moved = self._program(self._as_shard(self._pack(words, sent)))
+        received = moved.addressable_data(0)
+        if value is None:
+            received = self._put(received, self._home)
+        return peer.addressable_data(0), received
+
+    def _put(self, value: jax.Array, device: jax.Device) -> jax.Array:
+        return value if self._device == self._home else jax.device_put(value, device)
+
+
+def _own_device(mesh: Mesh) -> jax.Device:
+    return next(each for each in mesh.devices.flat if each.process_index == jax.process_index())
 
 
 def read_identity(words: jax.Array) -> tuple[int, ...]:
@@ -140,7 +159,8 @@ class LinkCommunicators:
     """The communicators that a direct link can use, one after another, and programs over each.
 
     XLA keeps a communicator for each tuple of devices, and one whose transfer has failed stays
-    closed: then the link's devices are taken in the other order.
+    closed: then the link's devices are taken in the other order, and after that with a spare device
+    (`have_spare_device`) in the place of one or both, where processes have one.
 
     Args:
         mesh: Of all ranks.
@@ -151,11 +171,13 @@ class LinkCommunicators:
     def __init__(
         self, mesh: Mesh, payloads: Mapping[Channel, PayloadShape], *, answered: bool
     ) -> None:
-        self._mesh, self._payloads, self._answered = mesh, payloads, answered
+        self._mesh, self._spare = mesh, spare_mesh(mesh)
+        self._home = _own_device(mesh)
+        self._payloads, self._answered = payloads, answered
 
     def count(self, link: Link) -> int:
         """How many a link has."""
-        return len(self._orders(link))
+        return len(self._tuples(link))
 
     def first_programs(self) -> Programs:
         """Compile all links' programs over their first communicators."""
@@ -169,27 +191,36 @@ class LinkCommunicators:
         Raises:
             LinkExhaustedError: If it has no more.
         """
-        orders = self._orders(link)
-        if number >= len(orders):
+        tuples = self._tuples(link)
+        if number >= len(tuples):
             raise LinkExhaustedError(
-                f"link {link} has failed {number} times, and a direct link can begin {len(orders)} "
+                f"link {link} has failed {number} times, and a direct link can begin {len(tuples)} "
                 "times: delegate it, or start its processes again"
             )
-        order = orders[number]
+        mesh, order = tuples[number]
         return {
             channel: LinkProgram(
-                link_mesh(self._mesh, *order),
+                link_mesh(mesh, *order),
                 payload,
                 source=order.index(channel.source),
+                home=self._home,
                 answered=self._answered,
             )
             for channel, payload in self._payloads.items()
             if channel.link == link
         }
 
-    def _orders(self, link: Link) -> list[tuple[int, int]]:
+    def _tuples(self, link: Link) -> list[tuple[Mesh, tuple[int, int]]]:
+        """Each has a mesh, and the order of the link's two stages in it."""
         lower, upper = link
-        return [(lower, upper), (upper, lower)]
+        found = []
+        for ends in product([self._mesh, self._spare] if self._spare else [self._mesh], repeat=2):
+            devices = self._mesh.devices.copy()
+            for rank, mesh in zip(link, ends, strict=True):
+                devices[rank] = mesh.devices[rank]
+            mesh = Mesh(devices, AXES)
+            found += [(mesh, (lower, upper)), (mesh, (upper, lower))]
+        return found
 
 
 class KeptOutputs:

@@ -1,6 +1,7 @@
 """How a process joins a run by JAX's distributed runtime: at an address, or in a cluster's job."""
 
 import os
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ def join_run(
     coordinator: str | None = None,
     num_ranks: int | None = None,
     rank: int | None = None,
+    fails_over: bool = False,
 ) -> Rendezvous:
     """Join a run as one rank.
 
@@ -34,6 +36,7 @@ def join_run(
             (Slurm, Open MPI, Kubernetes, ...).
         num_ranks: Number of ranks; None: found likewise.
         rank: This process's rank; None: found likewise.
+        fails_over: Whether its links may fail, and begin again over a spare device.
 
     Returns:
         The rendezvous with the other ranks.
@@ -46,6 +49,8 @@ def join_run(
         return SoleRank()
     limit_collectives(step_timeout_s)
     compile_alone()
+    if fails_over:
+        have_spare_device()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         coordinator,
@@ -73,7 +78,11 @@ def rendezvous_of_joined(start_timeout_s: float) -> Rendezvous:
 
 
 def join_as_told(
-    arguments: RankArguments, *, start_timeout_s: float, step_timeout_s: float
+    arguments: RankArguments,
+    *,
+    start_timeout_s: float,
+    step_timeout_s: float,
+    fails_over: bool = False,
 ) -> Rendezvous:
     """Join the run that a launcher on this machine has started; see `join_run`."""
     return join_run(
@@ -82,6 +91,7 @@ def join_as_told(
         coordinator=arguments.coordinator,
         num_ranks=arguments.num_ranks,
         rank=arguments.rank,
+        fails_over=fails_over,
     )
 
 
@@ -105,6 +115,19 @@ def limit_collectives(timeout_s: float) -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
+def have_spare_device() -> None:
+    """Have JAX on CPUs show a second device, unless its user has said how many.
+
+    Only links that begin again use it (`LinkCommunicators`): stages compute on the first one. It
+    holds if JAX has computed nothing yet.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax.config.values["jax_num_cpu_devices"] >= 0 or _DEVICES_FLAG in flags:
+        return
+    with suppress(RuntimeError):  # JAX has begun
+        jax.config.update("jax_num_cpu_devices", 2)
+
+
 def compile_alone() -> None:
     """Have XLA choose a GPU's kernels on this rank alone, unless its user's flags say else.
 
@@ -115,6 +138,9 @@ def compile_alone() -> None:
     """
     flag = "--xla_gpu_shard_autotuning=false"
     os.environ["XLA_FLAGS"] = f"{flag} {os.environ.get('XLA_FLAGS', '')}".strip()
+
+
+_DEVICES_FLAG = "xla_force_host_platform_device_count"
 
 
 def _key_value_store() -> KeyValueStore:

@@ -49,3 +49,16 @@ def stage_submesh(mesh: Mesh, stage: int) -> Mesh:
 def link_mesh(mesh: Mesh, a: int, b: int) -> Mesh:
     """Returns the (2, data, tensor) mesh of two stages, in the order given."""
     return Mesh(mesh.devices[[a, b]], AXES)
+
+
+def spare_mesh(mesh: Mesh) -> Mesh | None:
+    """A mesh like this one over further devices of the same processes; None if one has too few."""
+    spares: dict[int, list[Any]] = {}
+    for device in jax.devices():
+        if device not in mesh.devices.flat:
+            spares.setdefault(device.process_index, []).append(device)
+    try:
+        taken = [spares[device.process_index].pop(0) for device in mesh.devices.flat]
+    except (KeyError, IndexError):
+        return None
+    return Mesh(np.array(taken).reshape(mesh.devices.shape), AXES)

@@ -34,7 +34,9 @@ def is_first_task() -> bool:
     return all(os.environ.get(name, "0") == "0" for name in _TASK_VARIABLES)
 
 
-def join_cluster(start_timeout_s: float, step_timeout_s: float, otherwise: str) -> "Rendezvous":
+def join_cluster(
+    start_timeout_s: float, step_timeout_s: float, fails_over: bool, otherwise: str
+) -> "Rendezvous":
     """Join a job whose tasks `jax.distributed` finds by itself.
 
     Args:
@@ -46,7 +48,11 @@ def join_cluster(start_timeout_s: float, step_timeout_s: float, otherwise: str) 
     from jaxmorph.runtime.join import join_run
 
     try:
-        return join_run(start_timeout_s=start_timeout_s, step_timeout_s=step_timeout_s)
+        return join_run(
+            start_timeout_s=start_timeout_s,
+            step_timeout_s=step_timeout_s,
+            fails_over=fails_over,
+        )
     except ValueError as error:  # what `jax.distributed` raises when it finds no cluster
         raise UserError(
             f"this process is no rank that jax.distributed can place ({error}); on Kubernetes it "

@@ -17,6 +17,7 @@ def _train(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> Non
         arguments,
         start_timeout_s=config.timeouts.start_s,
         step_timeout_s=config.direct_timeout_s,
+        fails_over=config.fails_over,
     )
     train(
         config,

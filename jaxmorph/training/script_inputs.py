@@ -39,7 +39,8 @@ def configure(source: Source) -> tuple[Config, Rendezvous]:
     # First without the rest: what is given per stage can be checked when the processes are counted.
     first = check_config(_about_joining(tree), name)
     threads = OFFLOADING_THREADS if first.offload.enabled else 1
-    rendezvous = meet(first.timeouts.start_s, first.direct_timeout_s, threads)
+    start_s, direct_s = first.timeouts.start_s, first.direct_timeout_s
+    rendezvous = meet(start_s, direct_s, threads, first.fails_over)
     config = check_config(_with_stages(tree, rendezvous.num_ranks), name)
     stages, processes = config.parallelism.stages, rendezvous.num_ranks
     if stages != processes:

@@ -8,6 +8,7 @@ import jax
 
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.join import (
+    have_spare_device,
     have_threads,
     join_as_told,
     limit_collectives,
@@ -38,7 +39,12 @@ def join(*, start_timeout_s: float = 120.0, step_timeout_s: float = 60.0) -> Non
     meet(start_timeout_s, step_timeout_s)
 
 
-def meet(start_timeout_s: float, direct_timeout_s: float, least_threads: int = 1) -> Rendezvous:
+def meet(
+    start_timeout_s: float,
+    direct_timeout_s: float,
+    least_threads: int = 1,
+    fails_over: bool = False,
+) -> Rendezvous:
     """The rendezvous of this script's processes: one made before, or a new one.
 
     They are those that `jaxmorph launch` has started, those that `jax.distributed` has joined, or
@@ -47,6 +53,7 @@ def meet(start_timeout_s: float, direct_timeout_s: float, least_threads: int = 1
     Args:
         least_threads: How many threads XLA's pools need, of processes that `jaxmorph launch` has
             started.
+        fails_over: Whether links may fail, and begin again over a spare device.
 
     Raises:
         UserError: If JAX has already computed something, or finds this process no place in its job,
@@ -58,7 +65,7 @@ def meet(start_timeout_s: float, direct_timeout_s: float, least_threads: int = 1
             "told that it goes no further: start the script anew"
         )
     if not _met:
-        _met.append(_join(start_timeout_s, direct_timeout_s, least_threads))
+        _met.append(_join(start_timeout_s, direct_timeout_s, least_threads, fails_over))
     _met[0].limit(start_timeout_s)
     return _met[0]
 
@@ -72,18 +79,22 @@ def leave() -> None:
             _left.append(met)
 
 
-def _join(start_s: float, step_s: float, least_threads: int) -> Rendezvous:
+def _join(start_s: float, step_s: float, least_threads: int, fails_over: bool) -> Rendezvous:
     told = launch_told()
     try:
         if told is not None:
             have_threads(told, least_threads)
-            return join_as_told(told, start_timeout_s=start_s, step_timeout_s=step_s)
+            return join_as_told(
+                told, start_timeout_s=start_s, step_timeout_s=step_s, fails_over=fails_over
+            )
         if jax.distributed.is_initialized():
             limit_collectives(step_s)
+            if fails_over:
+                have_spare_device()
             met = rendezvous_of_joined(start_s)
         elif started_by_cluster():
             otherwise = "`jaxmorph launch` starts a script's stages here"
-            met = join_cluster(start_s, step_s, otherwise)
+            met = join_cluster(start_s, step_s, fails_over, otherwise)
         else:
             return SoleRank()
     except RuntimeError as error:

@@ -253,10 +253,12 @@ def _log_folder(directory: Path, first_step: int) -> Path:
 
 
 def _run_as_rank(start: _Start) -> None:
-    timeouts = start.config.timeouts
+    config, timeouts = start.config, start.config.timeouts
     otherwise = "--launch local starts the stages on this machine instead"
     try:
-        rendezvous = join_cluster(timeouts.start_s, start.config.direct_timeout_s, otherwise)
+        rendezvous = join_cluster(
+            timeouts.start_s, config.direct_timeout_s, config.fails_over, otherwise
+        )
     except UserError as error:
         raise UserError(f"--launch: {error}") from error
     known = [start.directory] if start.directory else []  # the run's, once it is known

@@ -32,7 +32,7 @@ class End:
     """This rank's end of the link."""
 
     def __init__(self, rendezvous):
-        self.rendezvous, self.rank = rendezvous, rendezvous.rank
+        self.rendezvous, self.rank, self.taken = rendezvous, rendezvous.rank, []
         self.kept = KeptOutputs()
         payloads = {channel_of(transfer): SHAPE for transfer in (UP[0], DOWN)}
         self.communicators = LinkCommunicators(make_mesh(2), payloads, answered=False)
@@ -47,6 +47,7 @@ class End:
             moved = self.route.post(identity, output(transfer), now_s)
             return bool(jax.block_until_ready(moved.value) is not None)
         moved = self.route.take(identity, now_s, now_s + TIMEOUT_S)
+        self.taken.append(moved.value)
         return np.array_equal(np.asarray(moved.value), np.asarray(output(transfer)))
 
     def failure_of(self, transfer, epoch):
@@ -65,6 +66,15 @@ class End:
         self.rendezvous.exchange({})
         return rest
 
+    def over_each(self):
+        """Whether a message each way comes over every communicator that is left."""
+        came = []
+        for number in range(2, self.communicators.count(LINK)):
+            self.route.replace_programs(self.communicators.programs(LINK, number))
+            self.rendezvous.exchange({})
+            came.append([self.move(transfer, 1) for transfer in (UP[0], DOWN)])
+        return came
+
     def send_again(self, rest):
         for identity, value in rest:
             moved = self.route.post(identity._replace(epoch=1), value, time.monotonic())
@@ -73,7 +83,8 @@ class End:
 
 
 def main(arguments, link, rest):
-    rendezvous = join_as_told(arguments, start_timeout_s=60, step_timeout_s=TIMEOUT_S)
+    timeouts_s = {"start_timeout_s": 60, "step_timeout_s": TIMEOUT_S}
+    rendezvous = join_as_told(arguments, **timeouts_s, fails_over=True)
     end = End(rendezvous)
     told: dict[str, Any] = {"first": [end.move(transfer, 0) for transfer in UP[:2]]}
     if end.rank == 0:  # its peer doesn't come to this one
@@ -88,10 +99,12 @@ def main(arguments, link, rest):
     told["again"] = end.send_again(rest_of_outputs)
     told["second"] = [end.move(UP[2], 1)] if end.rank else []
     told["second"] += [end.move(transfer, 1) for transfer in (DOWN, UP[3])]
+    told["over_each"] = end.over_each()
+    told["devices"] = [moved.devices() == {jax.local_devices()[0]} for moved in end.taken]
     try:
-        end.communicators.programs(LINK, 2)
+        end.communicators.programs(LINK, end.communicators.count(LINK))
     except LinkExhaustedError as error:
-        told["third"] = str(error)
+        told["exhausted"] = str(error)
     told["expected_refusal"] = AbandonedEpochError.__name__
     link.send({"kind": "told", "rank": end.rank, **told})
 

@@ -1,4 +1,4 @@
-"""One of three ranks whose link 0-1 fails in the middle of steps: tells what each step gave."""
+"""One of three ranks whose link 0-1 fails in the middle of steps: reports what each step gave."""
 
 import hashlib
 import os
@@ -101,7 +101,7 @@ class Rank:
         self.trainer.restore_direct(LINK)
 
     def begin_without_path(self):
-        """As a run does whose life before this one has found the path dead."""
+        """As a run does that has found the path dead before it was started again."""
         if self.rank in LINK:
             assert self.trainer.path_is_up(LINK) is None
             self.trainer.take_for_failed(LINK)
@@ -176,8 +176,18 @@ def stopped_in_mid_transfer(rank):
     rank.run("restored after")
 
 
+def cut_while_one_end_waits(rank, name):
+    """The other end sees no cut, so that its collective fails."""
+    rank.before("activation[2] 0>1", lambda: rank.links.emulate([CUT]), ranks=[1])
+    rank.run(name)
+    rank.links.emulate(())
+    rank.restore()
+    rank.run(f"{name}, restored")
+
+
 def main(arguments, link, rest):
-    rendezvous = join_as_told(arguments, start_timeout_s=60, step_timeout_s=COLLECTIVE_S)
+    timeouts_s = {"start_timeout_s": 60, "step_timeout_s": COLLECTIVE_S}
+    rendezvous = join_as_told(arguments, **timeouts_s, fails_over=True)
     compile_alike_once()
     with opened(rendezvous, link, "unpaced") as rank:
         cut_in_mid_step(rank)
@@ -185,6 +195,8 @@ def main(arguments, link, rest):
         rank.begin_without_path()
         cut_in_mid_step(rank)
         stopped_in_mid_transfer(rank)
+        for number in range(4):
+            cut_while_one_end_waits(rank, f"closed {number}")
 
 
 if __name__ == "__main__":

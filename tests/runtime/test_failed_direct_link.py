@@ -33,6 +33,12 @@ def test_a_new_epoch_refuses_the_old_one_and_carries_both_directions_bit_by_bit(
         assert message["second"] == [True] * (2 + message["rank"])
 
 
-def test_a_link_that_has_used_up_its_devices_orders_says_so(told):
+def test_a_link_has_a_communicator_for_each_tuple_of_devices(told):
     for message in told:
-        assert message["third"].startswith("link 0-1 has failed 2 times, and a direct link can")
+        assert message["over_each"] == [[True, True]] * 6
+        assert message["exhausted"].startswith("link 0-1 has failed 8 times, and a direct link can")
+
+
+def test_what_comes_over_spare_devices_is_where_stages_compute(told):
+    for message in told:
+        assert set(message["devices"]) == {True}

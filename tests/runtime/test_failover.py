@@ -1,14 +1,18 @@
 """Three ranks, and the direct path between two of them fails in mid-step: the step doesn't know.
 
 Once it is cut by emulation, on either queue; once a rank is stopped in a transfer until
-long after the collective's deadline, so that Gloo itself fails.
+long after the collective's deadline, so that Gloo itself fails; then four times it is cut for one
+end alone, so that the other's collective fails, and the link begins again over other devices.
 """
 
 import pytest
 
 CUT = [("unpaced", "cut"), ("paced", "cut")]
 STOPPED = [("paced", "stopped")]
+CLOSED = [("paced", f"closed {number}") for number in range(4)]
+FAILED = [*CUT, *STOPPED, *CLOSED]
 UNDISTURBED = "undisturbed"
+COMMUNICATORS = 8  # of two processes with two devices each
 
 pytestmark = pytest.mark.multiprocess
 
@@ -30,7 +34,7 @@ def test_loss_and_every_gradient_are_those_of_the_undisturbed_step_bit_by_bit(to
         assert each["digest"] == undisturbed["digest"], (each["queue"], each["step"])
 
 
-@pytest.mark.parametrize(("queue", "step"), [*CUT, *STOPPED])
+@pytest.mark.parametrize(("queue", "step"), FAILED)
 def test_both_ends_tell_the_failure_once_and_no_other_link_fails(told, queue, step):
     one, other, bystander = of_step(told, queue, step)
     for end in (one, other):
@@ -38,7 +42,7 @@ def test_both_ends_tell_the_failure_once_and_no_other_link_fails(told, queue, st
         assert not end["on_direct"]
     assert bystander["failures"] == []
     for each in told:
-        if (each["queue"], each["step"]) not in [*CUT, *STOPPED]:
+        if (each["queue"], each["step"]) not in FAILED:
             assert each["failures"] == []
 
 
@@ -47,22 +51,33 @@ def test_a_cut_leaves_the_devices_as_they_were(told, queue, step):
     for end in of_step(told, queue, step)[:2]:
         (failure,) = end["failures"]
         assert not failure["began"]
-        assert failure["lives_left"] == 2
+        assert failure["lives_left"] == COMMUNICATORS
 
 
 def test_a_collective_that_failed_takes_one_of_the_links_lives(told):
     running, stopped, _ = of_step(told, "paced", "stopped")
     assert running["failures"][0]["began"]
-    assert running["failures"][0]["lives_left"] == stopped["failures"][0]["lives_left"] == 1
+    for end in (running, stopped):
+        assert end["failures"][0]["lives_left"] == COMMUNICATORS - 1
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_link_begins_again_after_each_collective_that_failed(told, number):
+    waiting, cut, _ = of_step(told, *CLOSED[number])
+    assert waiting["failures"][0]["began"]
+    assert not cut["failures"][0]["began"]
+    for end in (waiting, cut):
+        assert end["failures"][0]["lives_left"] == COMMUNICATORS - 2 - number
 
 
 @pytest.mark.parametrize(
     ("queue", "step"),
     [
-        ("paced", UNDISTURBED),  # it had failed in an earlier life
+        ("paced", UNDISTURBED),  # it had failed before the run was started again
         ("unpaced", "restored"),
         ("paced", "restored"),
         ("paced", "restored after"),
+        *((queue, f"{step}, restored") for queue, step in CLOSED),
     ],
 )
 def test_a_link_that_is_restored_stays_on_its_direct_path(told, queue, step):

@@ -7,7 +7,7 @@ import pytest
 
 from jaxmorph.errors import UserError
 from jaxmorph.runtime import join
-from jaxmorph.runtime.join import device_kind, join_run, own_devices
+from jaxmorph.runtime.join import device_kind, have_spare_device, join_run, own_devices
 from jaxmorph.runtime.rendezvous import SoleRank
 
 
@@ -82,3 +82,14 @@ def test_other_failures_stay_what_they_are(fails):
     fails(RuntimeError("DEADLINE_EXCEEDED: rank 1 did not come"))
     with pytest.raises(RuntimeError, match="rank 1 did not come"):
         own_devices()
+
+
+@pytest.mark.parametrize(
+    ("of_user", "devices"), [("", 2), ("--xla_force_host_platform_device_count=4", None)]
+)
+def test_a_spare_device_is_added_unless_the_user_says_how_many(monkeypatch, of_user, devices):
+    updated = {}
+    monkeypatch.setenv("XLA_FLAGS", of_user)
+    monkeypatch.setattr(jax.config, "update", updated.__setitem__)
+    have_spare_device()
+    assert updated.get("jax_num_cpu_devices") == devices

@@ -123,7 +123,8 @@ def test_a_transfer_waits_as_long_as_the_configuration_and_the_number_of_ranks_s
 ):
     told_s = []
 
-    def meet(start_s, direct_s, least_threads):
+    def meet(start_s, direct_s, least_threads, fails_over):
+        assert fails_over == ("failover" in sections)
         told_s.append(direct_s)
         return SimpleNamespace(num_ranks=num_ranks)
 
