@@ -30,12 +30,13 @@ from jaxmorph.runtime.routes import (
     TransferMismatchError,
     require_live,
 )
-from jaxmorph.stage.mesh import AXES, DATA, STAGE, link_mesh, spare_mesh
+from jaxmorph.stage.mesh import AXES, DATA, STAGE, spare_mesh
 
 _WORD = 0xFFFFFFFF
 
 IDENTITY_WORDS = 8
 """32-bit words by which each end of a transfer says to the other which transfer it is at."""
+
 
 class LinkExhaustedError(RuntimeError):
     """All communicators of a direct link have failed; its processes can make no other."""
@@ -52,19 +53,13 @@ class LinkProgram:
         mesh: The link mesh, (stage=2, data, tensor).
         payload: Shape and type of a message on one shard.
         source: Which of the mesh's two stages sends: 0 or 1.
-        home: Where this process keeps payloads; None: on its device of the mesh.
+        home: Where this process keeps payloads; its device of the mesh may be a spare one.
         answered: Whether a message of the same size, with the receiver's identity, goes the other
             direction in the same collective, so that the sender too learns where its peer is.
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        payload: PayloadShape,
-        *,
-        source: int,
-        home: jax.Device | None = None,
-        answered: bool = False,
+        self, mesh: Mesh, payload: PayloadShape, *, source: int, home: jax.Device, answered: bool
     ) -> None:
         self._payload = payload
         # Identity and payload travel as one array of words as wide as the payload's elements.
@@ -73,7 +68,7 @@ class LinkProgram:
         self._sharding = NamedSharding(mesh, PartitionSpec((STAGE, DATA)))
         self._num_shards = mesh.devices.size
         self._device = _own_device(mesh)
-        self._home = home or self._device
+        self._home = home
         destination = 1 - source
         hops = [(source, destination), (destination, source)]
         self._pack = self._compile_pack()
@@ -166,18 +161,18 @@ class LinkCommunicators:
         mesh: Of all ranks.
         payloads: What a message of each channel carries.
         answered: Whether the sender learns when its peer has come.
+
+    Attributes:
+        count: How many each link has.
     """
 
     def __init__(
         self, mesh: Mesh, payloads: Mapping[Channel, PayloadShape], *, answered: bool
     ) -> None:
-        self._mesh, self._spare = mesh, spare_mesh(mesh)
+        self._meshes = [each for each in (mesh, spare_mesh(mesh)) if each is not None]
         self._home = _own_device(mesh)
         self._payloads, self._answered = payloads, answered
-
-    def count(self, link: Link) -> int:
-        """How many a link has."""
-        return len(self._tuples(link))
+        self.count = 2 * len(self._meshes) ** 2
 
     def first_programs(self) -> Programs:
         """Compile all links' programs over their first communicators."""
@@ -191,18 +186,17 @@ class LinkCommunicators:
         Raises:
             LinkExhaustedError: If it has no more.
         """
-        tuples = self._tuples(link)
-        if number >= len(tuples):
+        if number >= self.count:
             raise LinkExhaustedError(
-                f"link {link} has failed {number} times, and a direct link can begin {len(tuples)} "
+                f"link {link} has failed {number} times, and a direct link can begin {self.count} "
                 "times: delegate it, or start its processes again"
             )
-        mesh, order = tuples[number]
+        mesh = self._mesh(link, number)
         return {
             channel: LinkProgram(
-                link_mesh(mesh, *order),
+                mesh,
                 payload,
-                source=order.index(channel.source),
+                source=(link.index(channel.source) + number) % 2,
                 home=self._home,
                 answered=self._answered,
             )
@@ -210,17 +204,11 @@ class LinkCommunicators:
             if channel.link == link
         }
 
-    def _tuples(self, link: Link) -> list[tuple[Mesh, tuple[int, int]]]:
-        """Each has a mesh, and the order of the link's two stages in it."""
-        lower, upper = link
-        found = []
-        for ends in product([self._mesh, self._spare] if self._spare else [self._mesh], repeat=2):
-            devices = self._mesh.devices.copy()
-            for rank, mesh in zip(link, ends, strict=True):
-                devices[rank] = mesh.devices[rank]
-            mesh = Mesh(devices, AXES)
-            found += [(mesh, (lower, upper)), (mesh, (upper, lower))]
-        return found
+    def _mesh(self, link: Link, number: int) -> Mesh:
+        """The link's stages: in order where the number is even, and reversed where it is odd."""
+        ends = ([mesh.devices[rank] for mesh in self._meshes] for rank in link)
+        pair = list(product(*ends))[number // 2]
+        return Mesh(np.stack(pair[::-1] if number % 2 else pair), AXES)
 
 
 class KeptOutputs:

@@ -142,7 +142,7 @@ class FailoverRoute:
         for link, end in self._ends.items():
             for failure in end.take_failures():
                 self._programs(link, end.times_closed)  # no step waits for it
-                lives_left = self._communicators.count(link) - end.times_closed
+                lives_left = self._communicators.count - end.times_closed
                 found.append(replace(failure, lives_left=lives_left).to_json())
         return found
 
@@ -165,7 +165,7 @@ class FailoverRoute:
         """Whether a link that has switched can begin again on the direct route."""
         if not self.is_delegated(link):
             return False
-        return self._ends[link].times_closed < self._communicators.count(link)
+        return self._ends[link].times_closed < self._communicators.count
 
     def restore(self, link: Link) -> None:
         """Begin a link's next direct epoch, at the same boundary at both its ends."""

@@ -46,11 +46,6 @@ def stage_submesh(mesh: Mesh, stage: int) -> Mesh:
     return Mesh(mesh.devices[stage : stage + 1], AXES)
 
 
-def link_mesh(mesh: Mesh, a: int, b: int) -> Mesh:
-    """Returns the (2, data, tensor) mesh of two stages, in the order given."""
-    return Mesh(mesh.devices[[a, b]], AXES)
-
-
 def spare_mesh(mesh: Mesh) -> Mesh | None:
     """A mesh like this one over further devices of the same processes; None if one has too few."""
     spares: dict[int, list[Any]] = {}

@@ -69,7 +69,7 @@ class End:
     def over_each(self):
         """Whether a message each way comes over every communicator that is left."""
         came = []
-        for number in range(2, self.communicators.count(LINK)):
+        for number in range(2, self.communicators.count):
             self.route.replace_programs(self.communicators.programs(LINK, number))
             self.rendezvous.exchange({})
             came.append([self.move(transfer, 1) for transfer in (UP[0], DOWN)])
@@ -102,7 +102,7 @@ def main(arguments, link, rest):
     told["over_each"] = end.over_each()
     told["devices"] = [moved.devices() == {jax.local_devices()[0]} for moved in end.taken]
     try:
-        end.communicators.programs(LINK, end.communicators.count(LINK))
+        end.communicators.programs(LINK, end.communicators.count)
     except LinkExhaustedError as error:
         told["exhausted"] = str(error)
     told["expected_refusal"] = AbandonedEpochError.__name__

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
-from jaxmorph.runtime.direct import DirectRoute, LinkProgram
+from jaxmorph.runtime.direct import DirectRoute, LinkCommunicators
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.runtime.routes import TransferIdentity
-from jaxmorph.stage.mesh import link_mesh, make_mesh
+from jaxmorph.stage.mesh import make_mesh
 
 NUM_BYTES = 4000
 OP_S = 0.03  # far longer than a busy machine takes to wake a queue
@@ -36,10 +36,10 @@ class Bench:
         self.rendezvous, self.link, self.queue = rendezvous, link, queue
         self.rank = rendezvous.rank
         shape = PayloadShape((NUM_BYTES // 4,), jnp.dtype("float32"))
-        mesh = link_mesh(make_mesh(2), 0, 1)
-        program = LinkProgram(mesh, shape, source=0, answered=answered)
+        payloads = {channel_of(UP[0]): shape}
+        programs = LinkCommunicators(make_mesh(2), payloads, answered=answered).first_programs()
         self.links = EmulatedLinks()
-        self.route = DirectRoute({channel_of(UP[0]): program}, answered, self.links, LONG_S)
+        self.route = DirectRoute(programs, answered, self.links, LONG_S)
         self.value = jax.device_put(jnp.zeros(shape.shape, shape.dtype), jax.local_devices()[0])
         self.step = 0
         self.arrivals_s = []
