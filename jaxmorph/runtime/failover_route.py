@@ -25,6 +25,7 @@ from jaxmorph.runtime.link_connections import PathEchoes
 from jaxmorph.runtime.link_switch import Counts, EndState, LinkEnd, LinkWires
 from jaxmorph.runtime.routes import Moved, Posting, TransferIdentity, require_live
 
+
 class FailoverRoute:
     """Direct, link by link, until a link's path fails; see `link_switch` for how its ends agree.
 

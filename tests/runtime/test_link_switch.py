@@ -75,7 +75,11 @@ def test_an_end_in_no_transfer_answers_at_once_and_switches(make_end):
     assert one.end.await_switch("a transfer") == 1
     assert one.asked == [{ACTIVATIONS: 7}]
     (failure,) = one.end.take_failures()
-    assert (failure.detail, failure.resent, failure.began) == ("rank 1 reports: its cable", 2, False)
+    assert (failure.detail, failure.resent, failure.began) == (
+        "rank 1 reports: its cable",
+        2,
+        False,
+    )
     assert not one.end.meet("the next one")
 
 
