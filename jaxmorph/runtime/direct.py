@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,7 @@ class LinkProgram:
     """
 
     def __init__(
-        self, mesh: Mesh, payload: PayloadShape, *, source: int, home: jax.Device, answered: bool
+        self, mesh: Mesh, payload: PayloadShape, *, source: int, home: Any, answered: bool
     ) -> None:
         self._payload = payload
         # Identity and payload travel as one array of words as wide as the payload's elements.
@@ -67,17 +68,16 @@ class LinkProgram:
         self._identity_length = IDENTITY_WORDS * 4 // payload.dtype.itemsize
         self._sharding = NamedSharding(mesh, PartitionSpec((STAGE, DATA)))
         self._num_shards = mesh.devices.size
-        self._device = _own_device(mesh)
-        self._home = home
+        self._device, self._home = _own_device(mesh), home
         destination = 1 - source
         hops = [(source, destination), (destination, source)]
         self._pack = self._compile_pack()
         self._program = self._compile(mesh, hops if answered else hops[:1])
-        self._blank = jax.device_put(np.zeros(payload.shape, payload.dtype), self._device)
+        self._blank = jax.device_put(np.zeros(payload.shape, payload.dtype), home)
 
     def _compile_pack(self) -> jax.stages.Compiled:
         """Identity and payload as one message: given to a program, an identity costs least."""
-        place = SingleDeviceSharding(self._device)
+        place = SingleDeviceSharding(self._home)
         payload = self._payload
 
         def pack(identity: jax.Array, value: jax.Array) -> jax.Array:
@@ -127,18 +127,18 @@ class LinkProgram:
             at the sending end of a program that isn't answered.
         """
         words = np.asarray(identity, np.uint32).view(self._word)
-        sent = self._blank if value is None else self._put(value, self._device)
-        peer, moved = self._program(self._as_shard(self._pack(words, sent)))
+        message = self._pack(words, self._blank if value is None else value)
+        peer, moved = self._program(self._as_shard(self._put(message, self._device)))
         received = moved.addressable_data(0)
         if value is None:
             received = self._put(received, self._home)
         return peer.addressable_data(0), received
 
-    def _put(self, value: jax.Array, device: jax.Device) -> jax.Array:
+    def _put(self, value: jax.Array, device: Any) -> jax.Array:
         return value if self._device == self._home else jax.device_put(value, device)
 
 
-def _own_device(mesh: Mesh) -> jax.Device:
+def _own_device(mesh: Mesh) -> Any:
     return next(each for each in mesh.devices.flat if each.process_index == jax.process_index())
 
 

@@ -12,7 +12,7 @@ def compile_alike_once():
 
     Alike is what has the same text, arguments and results. Programs of several devices are left
     out, for a link's text doesn't say which ranks it joins, and those that call Python back, for
-    it doesn't say whom; of one device, a rank has only one.
+    it doesn't say whom; those of one device are all for the rank's first.
     """
     compile_anew, known = jax.stages.Lowered.compile, {}
 

@@ -264,7 +264,7 @@ class FoundDead(NothingFound):
         self.entered.append(link)
         return super().transfer(link)
 
-    def is_dead(self, link):
+    def is_dead(self, link) -> bool:
         return True
 
     def end_step(self, failed):

@@ -177,7 +177,7 @@ class NothingFound:
     def transfer(self, link):
         return nullcontext()
 
-    def is_dead(self, link):
+    def is_dead(self, link) -> bool:
         return False
 
     def forget(self, link):
