@@ -193,8 +193,9 @@ class LinkEnd:
             TimeoutError: If the peer doesn't come; `PeerGoneError` if it is gone.
             LinkSwitchError: If an earlier switch went wrong.
         """
-        if self._say_here():
-            self._await_word(time.monotonic() + self._timeout_s)
+        due = self._say_here()
+        if due is not None:
+            self._await_word(due, time.monotonic() + self._timeout_s)
         with self._changed:
             self.raise_error()
             if self._has_left:
@@ -292,21 +293,25 @@ class LinkEnd:
         self._state = None
         self._changed.notify_all()
 
-    def _say_here(self) -> bool:
-        """Send the word that this end is at its next transfer; False if the path is given up."""
+    def _say_here(self) -> Word | None:
+        """Send the word that this end is at its next transfer; None if the path is given up."""
         with self._changed:
             if self._has_left:
-                return False
+                return None
             self._came_s = time.monotonic()
             self._here += 1
-            self._send(self._wires.words, Word(self.epoch, self._here).to_bytes())
-            return True
+            here = Word(self.epoch, self._here)
+            self._send(self._wires.words, here.to_bytes())
+            return here
 
-    def _await_word(self, until_s: float) -> None:
-        """Wait until the peer has come, has given the path up, or is gone."""
+    def _await_word(self, due: Word, until_s: float) -> None:
+        """Wait until the peer has come, has given the path up, or is gone.
+
+        What is due is fixed before: the link's own thread may begin the next epoch meanwhile.
+        """
         lost = None
         try:
-            while self._peer_word < (self.epoch, self._here):
+            while self._peer_word < due:
                 self._wires.words.limit(max(until_s - time.monotonic(), _SHORTEST_S))
                 self._peer_word = Word.from_bytes(self._wires.words.receive())
         except TimeoutError:

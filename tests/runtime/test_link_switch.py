@@ -218,3 +218,17 @@ def test_a_peer_that_is_restored_first_may_fail_first(make_end):
     one.end.begin_direct()
     assert one.end.await_switch("a transfer") == 3
     assert one.heard().epoch == 3
+
+
+def test_a_wait_for_a_word_outlasts_no_switch(make_end):
+    one = make_end()
+    began_s = time.monotonic()
+
+    def give_up_before_the_word():
+        one.peer.states.send(EndState(1, {ACTIVATIONS: 7}, False, "its cable").to_bytes())
+        one.end.await_switch("the word")
+        one.peer.words.send(Word.given_up(0).to_bytes())
+
+    threading.Timer(0.02, give_up_before_the_word).start()
+    assert not one.end.meet("a transfer")
+    assert time.monotonic() - began_s < LIMIT_S / 2
