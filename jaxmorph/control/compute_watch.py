@@ -83,7 +83,7 @@ class WatchedOp:
 class ComputeWatch:
     """What is known of all stages' ops, compared with what the plan in force was made with.
 
-    After a notice the new duration is what is expected, so a change is reported once.
+    After a notice the new duration is the expected one, so a change is reported once.
 
     Attributes:
         costs: What the plan was made with.

@@ -23,7 +23,7 @@ _NO_EVIDENCE = Evidence((), 0.0, 0.0, 0.0)
 class Detector:
     """What is known of all directions of all links by what their messages have taken.
 
-    Whatever it takes in, it stays as it is: what follows is another one, with the verdicts that
+    It never changes: each step, failure or return gives the next detector, and the verdicts that
     have changed.
     """
 

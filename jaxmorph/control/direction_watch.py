@@ -25,7 +25,7 @@ _CALMING = 0.8  # what is left of a slow link's unrest after another step
 Assume = Callable[[bool, Usual | None], Usual | None]
 """What to go by on a route (held or not) that has not been measured here; None: nothing.
 
-It is called with what is usual of the other route, where that is known.
+Its second argument is the usual of the other route, if that is known.
 """
 
 

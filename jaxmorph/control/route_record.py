@@ -1,7 +1,7 @@
 """What the messages of one route of one direction have taken lately, and what they say.
 
-By which numbers detection goes, what is usual of a healthy link (`Usual`), what is kept of a route
-from step to step (`RouteState`), and the working copy of that which reads a step's messages
+In order: the numbers that detection goes by, what a healthy message takes (`Usual`), what is kept
+of a route from step to step (`RouteState`), and the working copy of it that reads a step's messages
 (`RouteRecord`).
 """
 
@@ -154,11 +154,10 @@ class HealthyMessages:
         """How likely a healthy link has so many messages in a row of some duration or more.
 
         Late messages come in bursts, for what delays one often delays the next. So the first counts
-        with the share of messages that took so long, by Laplace's rule, and each of the
-        others with the share of those that followed one such. That share is at least a third at
-        the threshold, and in proportion less beyond, however seldom it has been seen: it stands to
-        the power of the run's length, so that what a calm hour shows of it, by a handful of late
-        messages, would make of a busy moment's run what never happens by chance.
+        with the share of messages that took so long, by Laplace's rule, and each of the others with
+        the share of those that followed one such. That share is at least a third at the threshold,
+        and in proportion less beyond, however seldom it has been seen: it stands to the power of
+        the run's length, and a calm hour has only a handful of late messages to show it by.
 
         Args:
             threshold_ms: From where on messages are late.

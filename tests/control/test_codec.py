@@ -27,8 +27,8 @@ def written_and_read(value):
 
 @settings(deadline=None)
 @given(steps_of_a_link, st.randoms(use_true_random=False), steps_of_a_link)
-def test_a_detector_goes_on_as_the_one_written(told, drawn, later):
-    steps = run_of(told, drawn)
+def test_a_detector_goes_on_as_the_one_written(messages_ms, drawn, later):
+    steps = run_of(messages_ms, drawn)
     one, other = steps.detector, written_and_read(steps.detector)
     assert other == one
     for number, (ms, route, count) in enumerate(later, start=steps.step):
@@ -40,9 +40,9 @@ def test_a_detector_goes_on_as_the_one_written(told, drawn, later):
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([0, 1]), st.sampled_from([0.5, 1.0, 1.5])), max_size=12))
-def test_a_compute_watch_goes_on_as_the_one_written(told):
+def test_a_compute_watch_goes_on_as_the_one_written(slower):
     watch = ComputeWatch(COSTS)
-    for number, (stage, factor) in enumerate(told):
+    for number, (stage, factor) in enumerate(slower):
         times = op_times(compute_step(stage, factor))
         other = written_and_read(watch)
         assert other == watch
@@ -59,18 +59,20 @@ def after(paths, link, what):
             return paths.begin_again([link]), None
         case "is used":
             return paths.restored({})
-        case "has one life":
+        case "begins once more":
             return paths.limit(link, 1)
     return paths.observe({link: True}, LINKS)
 
 
-whats = st.sampled_from(["fails", "begins", "is used", "has one life", "is up", "is up", "is up"])
+whats = st.sampled_from(
+    ["fails", "begins", "is used", "begins once more", "is up", "is up", "is up"]
+)
 
 
 @given(st.lists(st.tuples(st.sampled_from(LINKS), whats), max_size=30))
-def test_failed_paths_go_on_as_those_written(told):
+def test_failed_paths_go_on_as_those_written(sequence):
     paths = FailedPaths.begin(LINKS[:1], 2, 8)
-    for link, what in told:
+    for link, what in sequence:
         other = written_and_read(paths)
         assert other == paths
         paths, shown = after(paths, link, what)

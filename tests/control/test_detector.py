@@ -2,6 +2,7 @@
 
 import json
 import random
+from copy import deepcopy
 from itertools import chain
 
 import pytest
@@ -94,8 +95,8 @@ def test_a_jump_and_its_end_are_found_at_once():
 def test_a_verdict_keeps_its_evidence():
     (slow,) = Steps().run([31.0, 32.0, 33.0, 34.0, 35.0, 36.0, 31.0, 31.0]).said
     assert slow.evidence.samples_ms == (31.0, 32.0, 33.0, 34.0, 35.0, 36.0)
-    told = slow.evidence.baseline_ms, slow.evidence.spread_ms, slow.evidence.threshold_ms
-    assert told == (1.0, 0.0, 6.0)
+    numbers = slow.evidence.baseline_ms, slow.evidence.spread_ms, slow.evidence.threshold_ms
+    assert numbers == (1.0, 0.0, 6.0)
     assert slow.latency_ms == 32.5  # of all messages since, not of those alone
     assert json.loads(json.dumps(slow.to_json()))["health"] == "slow"
 
@@ -121,7 +122,7 @@ STALL = [1.0] * 2 + [300.0 - 30.0 * k for k in range(10)]  # all land when it is
         ([[1.0, 900.0, 900.0] * 4] * 10, []),  # two late in a row, however late
         ([[1.0] * 9 + [80.0, 1.0, 1.0], [1.0] * 10 + [80.0] * 2] * 9, []),  # overtaken: late once
         ([STALL, WELL] * 4, []),  # what one stall held up counts once
-        ([[1.0] * 2 + [300.0] * 10], [(SLOW, 6)]),  # as many late, but landing as they were sent
+        ([[1.0] * 2 + [300.0] * 10], [(SLOW, 6)]),  # as many late, but over as they were sent
         ([[2.5] * 12] * 60, []),  # a baseline that settles a little higher
         ([[31.0] * 3], []),
         ([[31.0] * 3, [31.0] * 3], [(SLOW, 7)]),  # the run goes on in the next step
@@ -173,8 +174,8 @@ def test_slow_from_the_first_step_is_judged_by_others(others_ms, ways, path):
     assert steps.path() == path  # on another route too
     if path:
         (slow,) = steps.said
-        told = slow.latency_ms, slow.evidence.baseline_ms, slow.evidence.threshold_ms
-        assert told == (31, 1, 6)
+        numbers = slow.latency_ms, slow.evidence.baseline_ms, slow.evidence.threshold_ms
+        assert numbers == (31, 1, 6)
         assert steps.baseline_ms(DIRECT) == 1.0  # the others'
         steps.run(*[WELL] * 4, route=DIRECT)
         assert steps.path()[1:] == [(RECOVERING, 6), (HEALTHY, 9)]
@@ -183,8 +184,8 @@ def test_slow_from_the_first_step_is_judged_by_others(others_ms, ways, path):
 def begun_slow():
     """Slow from the start, and well by now, by what a healthy one is said to take."""
     steps = Steps(healthy=0)
-    told = steps.begin_slow(messages([31.0] * 4, DIRECT), {DIRECT: 1.0, DELEGATED: 2})
-    assert told == [steps.now]
+    said = steps.begin_slow(messages([31.0] * 4, DIRECT), {DIRECT: 1.0, DELEGATED: 2})
+    assert said == [steps.now]
     assert (steps.now.health, steps.now.latency_ms) == (SLOW, 31.0)
     assert steps.run(*[[32.0] * 12] * 4).said == []
     steps.run(*[[2.0] * 12] * 4)
@@ -337,10 +338,10 @@ steps_of_a_link = st.lists(
 )
 
 
-def run_of(told, drawn):
+def run_of(messages_ms, drawn):
     """Three healthy steps and those of a link, with failures and returns among them."""
     steps = Steps(healthy=3)
-    for number, (ms, route, count) in enumerate(told):
+    for number, (ms, route, count) in enumerate(messages_ms):
         steps.run([ms * drawn.uniform(0.9, 1.1) for _ in range(count)], route=route)
         if drawn.random() < 0.1:
             steps.said += steps.fail(number, "gave up")
@@ -351,8 +352,8 @@ def run_of(told, drawn):
 
 @settings(deadline=None)
 @given(steps_of_a_link, st.randoms(use_true_random=False))
-def test_verdicts_follow_the_table_and_name_what_they_rest_on(told, drawn):
-    steps = run_of(told, drawn)
+def test_verdicts_follow_the_table_and_name_what_they_rest_on(messages_ms, drawn):
+    steps = run_of(messages_ms, drawn)
     before = HEALTHY, PathState.UP
     for verdict in steps.said:
         now = verdict.health, verdict.path
@@ -364,6 +365,16 @@ def test_verdicts_follow_the_table_and_name_what_they_rest_on(told, drawn):
         assert verdict.reason.startswith("link 2>3 is ")
         before = now
     assert (steps.now.health, steps.now.path) == before
+
+
+def test_a_detector_stays_as_it_was():
+    steps = Steps()
+    before, kept = steps.detector, deepcopy(steps.detector)
+    steps.run(LATE)
+    steps.fail(7)
+    steps.come_back(27)
+    assert before == kept != steps.detector
+    assert before.observe(6, messages(LATE))[1] == steps.said
 
 
 @given(st.floats(6.1, 200.0), st.floats(1.01, 3.0))

@@ -161,9 +161,9 @@ reports = st.lists(st.sampled_from([UP, UP, UP, UP, DOWN, SILENT]), max_size=60)
 
 
 @given(reports, st.integers(1, 6), st.integers(0, 60))
-def test_a_path_returns_after_exactly_as_many_reports_as_enough(told, steps, since):
+def test_a_path_returns_after_exactly_as_many_reports_as_enough(found, steps, since):
     watch, in_a_row, has_returned = failed(steps=steps), 0, False
-    for number, up in enumerate(told):
+    for number, up in enumerate(found):
         in_a_row = in_a_row + 1 if up == UP else 0
         watch, turns = watch.observe(up, (LINK,) if number >= since else ())
         is_enough = number >= since and in_a_row >= steps

@@ -37,7 +37,7 @@ def test_a_slow_way_is_remembered_with_its_usual_times(route):
     (known,) = steps.detector.known_ways()
     measured, other = ("direct", "delegated") if route is DIRECT else ("delegated", "direct")
     assert (known.way, known.route, known.added_ms) == ((2, 3), measured, pytest.approx(30.0))
-    assert known.usual_ms == {measured: 1.0, other: 3.0}  # as far as that can be told
+    assert known.usual_ms == {measured: 1.0, other: 3.0}  # as far as that can be derived
     assert known.in_words() == "2>3 slow, 31.0 ms (healthy: 1.0)"
 
 
@@ -55,6 +55,8 @@ def test_a_dead_link_is_remembered_both_ways():
 def test_what_is_remembered_can_be_written_and_read():
     for known in (SLOW, DEAD):
         assert KnownWay.from_json(json.loads(json.dumps(known.to_json()))) == known
+    assert list(DEAD.to_json()["verdict"].items())[2] == ("health", "dead")
+    assert "path" not in DEAD.to_json()["verdict"]
 
 
 def test_a_way_that_was_slow_is_planned_as_slow():
@@ -83,16 +85,16 @@ def test_in_health_ways_take_what_they_once_did():
         (0.5, [], []),  # slow, whatever a few messages show
         (40.5, [[41.5] * 12, [42.0] * 12], []),  # not found again while its delay lasts
         (40.5, [[1.5] * 12] * 4, [(LinkHealth.RECOVERING, 0), (LinkHealth.HEALTHY, 3)]),
-        (40.5, [[90.0] * 12], [(LinkHealth.SLOW, 0)]),  # another delay is told
+        (40.5, [[90.0] * 12], [(LinkHealth.SLOW, 0)]),  # another delay is reported
     ],
 )
 def test_one_known_to_be_slow_begins_so_and_goes_on_as_any(now_ms, later, path):
     steps = Steps(healthy=0)
     samples, usual_ms = messages([now_ms] * 8, DIRECT), {DIRECT: 0.5, DELEGATED: 1.5}
-    (told,) = steps.begin_slow(samples, usual_ms, SLOW.verdict)
-    assert (told.health, told.latency_ms, told.step) == (LinkHealth.SLOW, 41.5, -1)
-    assert told.evidence == SLOW.verdict.evidence
-    assert told.reason == (
+    (slow,) = steps.begin_slow(samples, usual_ms, SLOW.verdict)
+    assert (slow.health, slow.latency_ms, slow.step) == (LinkHealth.SLOW, 41.5, -1)
+    assert slow.evidence == SLOW.verdict.evidence
+    assert slow.reason == (
         "link 2>3 is taken for slow, as when the run was last at work: 41.5 ms (healthy: 1.1)"
     )
     assert steps.run(*later).path() == path
