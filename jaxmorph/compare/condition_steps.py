@@ -1,6 +1,5 @@
 """Steps of training under conditions of links that come and go, and what was measured in them."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,17 +8,17 @@ from types import MappingProxyType
 
 from jaxmorph.compare.detecting_rounds import Following
 from jaxmorph.emulation.link_conditions import LinkCondition
-from jaxmorph.program.instructions import RankProgram
 from jaxmorph.records import Message
 from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline, reported_events
 from jaxmorph.runtime.stage_trainer import StageTrainer
-from jaxmorph.runtime.step import StepResult, StepRunner, nothing_more
+from jaxmorph.runtime.step import StepResult, StepRunner
 from jaxmorph.schedule.bubbles import IdleShares, idle_shares
 from jaxmorph.schedule.ops import LiveUntil
 from jaxmorph.schedule.timeline import peak_on_device
+from jaxmorph.training.loop import Loop
 from jaxmorph.training.open_stage import adopt_plan
 from jaxmorph.training.plan_in_force import PlanInForce
 
@@ -51,6 +50,9 @@ class ConditionRunner:
 
     Args:
         clip_norm: Largest global norm of gradients; None: no clipping.
+
+    Attributes:
+        next_step: The number of the step to come.
     """
 
     def __init__(
@@ -66,13 +68,7 @@ class ConditionRunner:
         self._runner = StepRunner(trainer, rendezvous, clip_norm)
         self._links = links
         self._inputs = inputs
-        self._step = 0
-        self._barrier_s = 0.0
-
-    @property
-    def next_step(self) -> int:
-        """The number of the step to come."""
-        return self._step
+        self.next_step = 0
 
     def lift_emulation(self) -> None:
         """Have all links behave as they are until the next steps run."""
@@ -99,45 +95,39 @@ class ConditionRunner:
         adopt_plan(self._rendezvous, self._trainer, in_force)
         origin_s = agree_on_origin_s(self._rendezvous)
         self._links.emulate(conditions, origin_s)
-        self._begin()
+        callbacks = [] if following is None else [following]
+        loop = Loop(self._runner, in_force.program, callbacks, self.next_step)
+        self._begin(loop)
         steps: list[StepResult] = []
-        began_s, program = self._barrier_s, in_force.program
+        began_s = loop.began_s
         for number in range(num_warmup_steps + num_steps):
             if replan is not None:
-                in_force = self._replanned(in_force, replan, origin_s)
-                program = in_force.program
+                in_force = self._replanned(in_force, replan, origin_s, loop)
             if number == num_warmup_steps:
-                began_s = self._barrier_s
-            steps.append(self._run_step(program, following))
-            if following is not None:
-                program = following.heed(self._step - 1, steps[-1]) or program
+                began_s = loop.began_s
+            steps.append(loop.step(next(self._inputs)))
+        self.next_step = loop.next_step
         return MeasuredRound(
             steps=steps[num_warmup_steps:],
             in_force=in_force,
-            numbers=range(self._step - num_steps, self._step),
-            span_s=(began_s - origin_s, self._barrier_s - origin_s),
+            numbers=range(loop.next_step - num_steps, loop.next_step),
+            span_s=(began_s - origin_s, loop.began_s - origin_s),
         )
 
-    def _replanned(self, in_force: PlanInForce, replan: Replan, origin_s: float) -> PlanInForce:
-        changed = replan(self._step, agree_on_origin_s(self._rendezvous) - origin_s)
+    def _replanned(
+        self, in_force: PlanInForce, replan: Replan, origin_s: float, loop: Loop
+    ) -> PlanInForce:
+        changed = replan(loop.next_step, agree_on_origin_s(self._rendezvous) - origin_s)
         if changed is not None:
             adopt_plan(self._rendezvous, self._trainer, changed)
-        self._begin()
+            loop.program = changed.program
+        self._begin(loop)
         return changed or in_force
 
-    def _begin(self) -> None:
+    def _begin(self, loop: Loop) -> None:
         self._rendezvous.exchange({})  # nobody sends before plan and links are everybody's
         self._trainer.events()  # those of the change
-        self._barrier_s = time.monotonic()
-
-    def _run_step(self, program: RankProgram, following: Following | None) -> StepResult:
-        report = nothing_more if following is None else following.told
-        result = self._runner.run(
-            program, next(self._inputs), self._step, began_s=self._barrier_s, report=report
-        )
-        self._barrier_s = result.ended_s
-        self._step += 1
-        return result
+        loop.begin()
 
 
 def summarize_steps(

@@ -10,7 +10,7 @@ from jaxmorph.config import Config
 from jaxmorph.control.events import Morph
 from jaxmorph.control.measurements import link_samples
 from jaxmorph.control.path_reports import FAILURES, read_paths
-from jaxmorph.program.instructions import RankProgram, parse_program
+from jaxmorph.program.instructions import parse_program
 from jaxmorph.records import Message
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import StepReport, measured_timeline, probe_times
@@ -19,6 +19,7 @@ from jaxmorph.runtime.step import StepResult
 from jaxmorph.training.adaptation import Adaptation, open_control_loop
 from jaxmorph.training.control_loop import ControlLoop
 from jaxmorph.training.first_plan import FirstPlan
+from jaxmorph.training.loop import Callback, Effect
 from jaxmorph.training.plan_in_force import PlanInForce
 
 
@@ -74,8 +75,8 @@ class MorphBooks:
         self.events.update(each["kind"] for each in loop.adopted(morph))
 
 
-class Following:
-    """One rank's adaptation in a round, as `ConditionRunner` calls it.
+class Following(Callback):
+    """One rank's adaptation in a round.
 
     Args:
         failed: This rank's ends without a direct path from the round's first step on, each as it
@@ -89,17 +90,17 @@ class Following:
         self.books = books
         self._failed = list(failed)
 
-    def told(self, step: int) -> Message:
+    def report(self, step: int) -> Message:
         """What this rank adds to its report of a step."""
         told = self._adaptation.told(step) | self._adaptation.probed()
         if self._failed:  # with the first step; who begins with the round hasn't heard of it
             told, self._failed = told | {FAILURES: self._failed + told.get(FAILURES, [])}, []
         return told
 
-    def heed(self, step: int, result: StepResult) -> RankProgram | None:
-        """This rank's instructions from the next step on; None: those that it has."""
-        self.books.note(step, result.reports)
-        return self._adaptation.heed(step, result.parts)
+    def after(self, result: StepResult) -> Effect:
+        """Have the step looked at; the next one may run another plan."""
+        self.books.note(result.step, result.reports)
+        return Effect(program=self._adaptation.heed(result.step, result.parts))
 
 
 @contextmanager

@@ -74,8 +74,7 @@ class ForwardTotals:
     counted: int
 
 
-def nothing_more(step: int) -> Message:
-    """The parts of a report to which nobody adds any."""
+def _nothing_more(step: int) -> Message:
     del step
     return {}
 
@@ -101,7 +100,7 @@ class StepRunner:
         step: int,
         *,
         began_s: float | None = None,
-        report: Callable[[int], Message] = nothing_more,
+        report: Callable[[int], Message] = _nothing_more,
         updates: bool = True,
     ) -> StepResult:
         """Run a step, and update the parameters unless a loss or gradient is not finite.

@@ -18,7 +18,8 @@ from jaxmorph.program.instructions import RankProgram
 from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import most_slots, slots_needed
 from jaxmorph.runtime.executor import StepInputs
-from jaxmorph.runtime.step import ForwardTotals, StepRunner
+from jaxmorph.runtime.step import ForwardTotals, StepResult, StepRunner
+from jaxmorph.training.loop import Callback, Effect
 from jaxmorph.training.plan_in_force import PlanInForce
 
 _SEED = 0  # runs of any seed are compared on the same text
@@ -72,11 +73,14 @@ def with_room_for_forwards(in_force: PlanInForce) -> PlanInForce:
     return replace(in_force, slots=most_slots(in_force.slots, needed))
 
 
-class Evaluation:
+class Evaluation(Callback):
     """Computes the held-out loss after some of a run's steps.
 
     Args:
         batches: What to evaluate; None: nothing, ever.
+
+    Attributes:
+        latest: What the last call of `after` gave.
     """
 
     def __init__(
@@ -90,29 +94,22 @@ class Evaluation:
         self._runner = runner
         self._rendezvous = runner.rendezvous
         self._batches = batches
+        self._narrowed: RankProgram | None = None
+        self._programs: list[tuple[int, RankProgram]] = []
+        self.latest = NOT_EVALUATED
         if batches is not None:
             check([forward_only(program) for program in programs])
-            self.adopt(programs[self._rendezvous.rank])
 
-    def adopt(self, program: RankProgram) -> None:
-        """Run the forwards of another plan from now on."""
-        if self._batches is None:
-            return
-        # Messages of a step are told apart by their microbatches: these come after its own.
-        size = self._config.batch.microbatches
-        self._programs = [
-            (first, forward_only(program, first))
-            for first in range(size, size * (1 + self._config.evaluation.batches), size)
-        ]
+    def after(self, result: StepResult) -> Effect:
+        """Evaluate by the forwards of the program that ran; the time for it is in no step."""
+        self.latest = self._evaluated(result.step, result.program)
+        return Effect(paused_s=self.latest.took_s)
 
-    def after(self, step: int) -> HeldOutLoss:
-        """The held-out loss with the parameters that a step's update has made.
-
-        Returns:
-            The loss, the same on every rank, after the steps that are to be evaluated.
-        """
+    def _evaluated(self, step: int, program: RankProgram) -> HeldOutLoss:
+        """The held-out loss with the parameters as they are, the same on every rank."""
         if self._batches is None or not self._is_due(step):
             return NOT_EVALUATED
+        self._adopt(program)
         jax.block_until_ready(self._runner.stage.params)
         self._rendezvous.exchange({})  # every rank's update is over: from now on it isn't its time
         began_s = time.monotonic()
@@ -123,6 +120,20 @@ class Evaluation:
         loss_sum = sum(each.loss for each in of_batches)
         loss = loss_sum / sum(each.counted for each in of_batches)
         return HeldOutLoss(loss, time.monotonic() - began_s)
+
+    def _adopt(self, program: RankProgram) -> None:
+        """Run the forwards of another plan from now on."""
+        if program is self._narrowed:
+            return
+        # Messages of a step are told apart by their microbatches: these come after its own.
+        size = self._config.batch.microbatches
+        self._narrowed, self._programs = (
+            program,
+            [
+                (first, forward_only(program, first))
+                for first in range(size, size * (1 + self._config.evaluation.batches), size)
+            ],
+        )
 
     def _is_due(self, step: int) -> bool:
         every = self._config.evaluation.every_steps

@@ -1,16 +1,18 @@
 """The checkpoints of one run, as one of its ranks uses them: where it begins and what it saves."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
-from jaxmorph.checkpoints.manifest import Manifest
+from jaxmorph.checkpoints.manifest import Manifest, TiedPaths
 from jaxmorph.checkpoints.recut import read_part
 from jaxmorph.checkpoints.saver import CheckpointSaver, require_shared
 from jaxmorph.checkpoints.tree_files import TreeFiles
 from jaxmorph.config import Config
+from jaxmorph.data.tokens import DataDigest
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
@@ -18,7 +20,19 @@ from jaxmorph.schedule.planner import Plan
 from jaxmorph.training.bookkeeping import Bookkeeper
 from jaxmorph.training.layer_choice import LayerChoice
 from jaxmorph.training.resume import checkpoint_folder, kept_cut, without_weights
-from jaxmorph.training.run_parts import RunParts
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """What a checkpoint says of the data.
+
+    Attributes:
+        vocab_size: 0 of a script's own, whose model no configuration names.
+        data: None: not remembered.
+    """
+
+    vocab_size: int = 0
+    data: DataDigest | None = None
 
 
 class RunCheckpoints:
@@ -28,11 +42,14 @@ class RunCheckpoints:
         first_step: How many steps the checkpoint that it goes on from has done; 0: there is none.
 
     Attributes:
+        directory: The run's.
+        first_step: As above.
         starting_config: The run as this process takes it up.
         cut: The layers as the checkpoint has them; None where the configuration decides.
     """
 
     def __init__(self, config: Config, directory: Path, first_step: int) -> None:
+        self.directory, self.first_step = directory, first_step
         self._folder = checkpoint_folder(config, directory)
         self._config = config
         resumes = first_step > 0
@@ -69,17 +86,18 @@ class RunCheckpoints:
         self,
         rendezvous: Rendezvous,
         settings: StageSettings,
-        parts: RunParts,
+        tied: TiedPaths,
+        trained_on: TrainedOn,
         bookkeeper: Bookkeeper,
     ) -> CheckpointSaver:
         """What saves the run, and has rank 0's bookkeeper tell of it."""
         describe = partial(
             Manifest,
             layers=settings.layers,
-            vocab_size=parts.vocab_size,
-            tied=parts.model.tied,
+            vocab_size=trained_on.vocab_size,
+            tied=tied,
             config=self._config,
-            data=parts.data,
+            data=trained_on.data,
         )
         return CheckpointSaver(
             self._folder,

@@ -113,6 +113,7 @@ class SkippedSteps:
         Returns:
             Whether it was one too many: see `why_stop`.
         """
+        self.why_stop = ""
         if totals.is_finite:
             self._in_a_row, self._last_finite = 0, step
             return False

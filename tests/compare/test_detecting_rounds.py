@@ -52,8 +52,9 @@ def reports(*of_ranks, **told):
     ]
 
 
-def result_of(reported):
-    found: Any = SimpleNamespace(reports=reported, parts=[report.parts for report in reported])
+def result_of(step, reported):
+    parts = [report.parts for report in reported]
+    found: Any = SimpleNamespace(step=step, reports=reported, parts=parts)
     return found
 
 
@@ -83,9 +84,9 @@ def test_a_link_that_failed_before_a_round_is_known_from_its_first_step_on():
     followers = [follower(0, books), follower(1, nobodys)]
     told = []
     for step in range(3):
-        told.append([each.told(step) for each in followers])
+        told.append([each.report(step) for each in followers])
         for each in followers:
-            each.heed(step, result_of(reports(*told[-1])))
+            each.after(result_of(step, reports(*told[-1])))
     books.finish()
     nobodys.finish()
     assert told[0] == [{"link_failures": before}] * 2

@@ -1,6 +1,7 @@
 """Which steps are evaluated, on what, and what comes of it; the ranks are told by hand."""
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,16 @@ def plan_of(config):
     return PlanInForce(made, programs, 0, slots_needed(programs))
 
 
+PROGRAM = plan_of(config_of()).program
+
+
+def held_out(evaluation, step):
+    ended: Any = SimpleNamespace(step=step, program=PROGRAM)
+    effect = evaluation.after(ended)
+    assert effect.paused_s == evaluation.latest.took_s
+    return evaluation.latest
+
+
 class FakeTrainer:
     """Notes what it is made to run; a batch's losses sum to its number of runs so far."""
 
@@ -69,7 +80,7 @@ def evaluation_of(config, num_tokens=49):
 
 def test_every_nth_step_and_the_last_one_are_evaluated():
     evaluation, trainer, _ = evaluation_of(config_of())
-    losses = [evaluation.after(step).loss for step in range(10)]
+    losses = [held_out(evaluation, step).loss for step in range(10)]
     assert [step for step, loss in enumerate(losses) if loss is not None] == [3, 7, 9]
     assert [step for _, _, step in trainer.ran] == [3, 3, 7, 7, 9, 9]
 
@@ -78,7 +89,7 @@ def test_the_loss_is_the_mean_over_all_tokens_of_the_same_batches():
     evaluation, trainer, batches = evaluation_of(config_of())
     assert batches is not None
     began_s = time.monotonic()
-    first, second = evaluation.after(3), evaluation.after(7)
+    first, second = held_out(evaluation, 3), held_out(evaluation, 7)
     assert first.loss == (1.0 + 2.0) / (2 * MICROBATCHES * 2 * 4)
     assert second.loss == (3.0 + 4.0) / (2 * MICROBATCHES * 2 * 4)
     assert 0 < first.took_s + second.took_s <= time.monotonic() - began_s
@@ -92,7 +103,7 @@ def test_the_loss_is_the_mean_over_all_tokens_of_the_same_batches():
 
 def test_no_message_of_an_evaluation_has_a_name_of_the_steps():
     evaluation, trainer, _ = evaluation_of(config_of())
-    evaluation.after(3)
+    held_out(evaluation, 3)
     numbers = [[op.microbatch for op in program.ops()] for program, _, _ in trainer.ran]
     assert numbers == [[3, 4, 5], [6, 7, 8]]
     assert [inputs.first_microbatch for _, inputs, _ in trainer.ran] == [3, 6]
@@ -102,7 +113,7 @@ def test_without_evaluation_nothing_runs():
     config = config_of(evaluation__every_steps=None)
     evaluation, trainer, batches = evaluation_of(config)
     assert batches is None
-    assert all(evaluation.after(step).loss is None for step in range(10))
+    assert all(held_out(evaluation, step).loss is None for step in range(10))
     assert trainer.ran == []
 
 

@@ -1,0 +1,106 @@
+"""What acts between two steps of a run, beside `evaluation`: records, saves, ends and adapts."""
+
+from jaxmorph.checkpoints.saver import CheckpointSaver
+from jaxmorph.control.events import Morph
+from jaxmorph.records import Message
+from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.runtime.step import StepResult
+from jaxmorph.schedule.planner import Plan
+from jaxmorph.training.adaptation import Adaptation
+from jaxmorph.training.bookkeeping import Bookkeeper
+from jaxmorph.training.evaluation import Evaluation
+from jaxmorph.training.loop import GOES_ON, Callback, Effect
+from jaxmorph.training.save_times import STOPPED, SaveTimes, SkippedSteps
+
+
+class Recording(Callback):
+    """Has the bookkeeper take note of steps, with their held-out losses, and of plans.
+
+    Attributes:
+        plan: The one in force, on rank 0; elsewhere the first one.
+    """
+
+    def __init__(self, bookkeeper: Bookkeeper, evaluation: Evaluation, plan: Plan) -> None:
+        self._bookkeeper = bookkeeper
+        self._evaluation = evaluation
+        self.plan = plan
+
+    def after(self, result: StepResult) -> Effect:
+        """Hand the step over; what is made of it is worked out beside the steps."""
+        self._bookkeeper.note(
+            result.step, result.totals, result.reports, result.step_s, self._evaluation.latest
+        )
+        return GOES_ON
+
+    def adopt(self, morph: Morph, step: int) -> None:
+        """Take note of another plan, and of the first step that runs it."""
+        self.plan = morph.plan
+        self._bookkeeper.adopt(morph, step)
+
+
+class Skipping(Callback):
+    """Ends the loop when too many steps in a row were not finite."""
+
+    def __init__(self, skipped: SkippedSteps) -> None:
+        self._skipped = skipped
+
+    def after(self, result: StepResult) -> Effect:
+        """Count the step, if its gradients were discarded."""
+        return Effect(ends=self._skipped.note(result.step, result.totals))
+
+
+class Saving(Callback):
+    """Saves the state when it is time to, and ends a run that was asked to end, once it is saved.
+
+    Args:
+        num_steps: How many steps the run has.
+    """
+
+    def __init__(
+        self,
+        times: SaveTimes,
+        skipped: SkippedSteps,
+        saver: CheckpointSaver,
+        stage: StageTrainer,
+        bookkeeper: Bookkeeper,
+        num_steps: int,
+    ) -> None:
+        self._times = times
+        self._skipped = skipped
+        self._saver = saver
+        self._stage = stage
+        self._bookkeeper = bookkeeper
+        self._num_steps = num_steps
+
+    def report(self, step: int) -> Message:
+        """How far this rank's save is, and whether it wants another, or to end."""
+        del step
+        return self._saver.told() | self._times.told()
+
+    def after(self, result: StepResult) -> Effect:
+        """Take the save under way a phase further, and begin one if it is due."""
+        self._saver.heed(result.parts)
+        num_done = result.step + 1
+        after = self._times.heed(num_done, result.parts)
+        is_last = after.stops or num_done == self._num_steps
+        if self._skipped.lets_save(after.saves, is_last=is_last):
+            self._saver.save(num_done, self._stage.state)
+        if after.stops:
+            done = f"asked to end after {num_done} of {self._num_steps} steps"
+            self._bookkeeper.event(result.step, STOPPED, done)
+        return Effect(ends=after.stops)
+
+
+class Adapting(Callback):
+    """Swaps to other plans, probes links, and reports paths that fail."""
+
+    def __init__(self, adaptation: Adaptation) -> None:
+        self._adaptation = adaptation
+
+    def report(self, step: int) -> Message:
+        """What this rank's ends of links have seen; on rank 0 a morph or a probe that is due."""
+        return self._adaptation.told(step) | self._adaptation.probed()
+
+    def after(self, result: StepResult) -> Effect:
+        """Do as rank 0 says; the next step may run another plan."""
+        return Effect(program=self._adaptation.heed(result.step, result.parts))

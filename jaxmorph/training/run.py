@@ -1,0 +1,285 @@
+"""One rank's part of a run: its stage, the first plan, and the loop with its callbacks.
+
+`train` feeds it from a configuration's data, the library's `Trainer` from a script's batches.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import optax
+
+from jaxmorph.checkpoints.saver import CheckpointSaver
+from jaxmorph.config import Config
+from jaxmorph.control.verdicts import KnownWay, dead_of
+from jaxmorph.data import Batches
+from jaxmorph.emulation.link_conditions import LinkCondition, untimed
+from jaxmorph.emulation.link_settings import emulated_conditions
+from jaxmorph.records import LINKS_KNOWN, RESUMED, Message
+from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
+from jaxmorph.runtime.executor import StepInputs
+from jaxmorph.runtime.join import device_kind
+from jaxmorph.runtime.kept_programs import CompilationCounter
+from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.stage_settings import StageSettings
+from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.runtime.step import StepRunner
+from jaxmorph.stage.model import PipelineModel, taken_on_device
+from jaxmorph.stage.parameters import parameter_count
+from jaxmorph.training.adaptation import Adaptation, open_control_loop
+from jaxmorph.training.bookkeeping import Bookkeeper
+from jaxmorph.training.callbacks import Adapting, Recording, Saving, Skipping
+from jaxmorph.training.carried_over import KnownLinks, chosen_before, keep_choice, known_links
+from jaxmorph.training.device_budget import WithinDevices, budget_in_words, with_device_budget
+from jaxmorph.training.evaluation import Evaluation
+from jaxmorph.training.first_plan import FirstPlan, plan_by_timings
+from jaxmorph.training.layer_choice import LayerChoice, choose_layers, measured_on_rank_0
+from jaxmorph.training.loop import Callback, Loop
+from jaxmorph.training.open_stage import open_stage, stage_settings
+from jaxmorph.training.plan_in_force import PlanInForce
+from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
+from jaxmorph.training.save_times import SaveTimes, SkippedSteps
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a rank has loaded, or agreed on with the others, before its stage is compiled.
+
+    Attributes:
+        config: The run as this process takes it up.
+        checkpoints: Where it goes on and what it saves; None of a run without a directory.
+        taken: What of the device the model takes, in a few words.
+    """
+
+    config: Config
+    rendezvous: Rendezvous
+    model: PipelineModel
+    checkpoints: RunCheckpoints | None
+    taken: str
+    cut: LayerChoice
+    settings: StageSettings
+    conditions: tuple[LinkCondition, ...]
+    links: EmulatedLinks
+
+    @property
+    def first_step(self) -> int:
+        """The step that it begins with: how many its checkpoint has done."""
+        return 0 if self.checkpoints is None else self.checkpoints.first_step
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank plans, decides and records."""
+        return self.rendezvous.rank == 0
+
+    @property
+    def own_layers(self) -> list[range]:
+        """The layers of each of this rank's virtual stages."""
+        own_stages = self.settings.own_stages(self.rendezvous.rank)
+        return [self.settings.layers[stage] for stage in own_stages]
+
+    def open_stage(self) -> AbstractContextManager[StageTrainer]:
+        """This rank's stage, compiled; all ranks call this at the same point."""
+        return open_stage(self.config, self.rendezvous, self.model, self.settings, self.links)
+
+    def restore(self, stage: StageTrainer) -> None:
+        """Put the checkpoint's state, if there is one, in place of the initial one."""
+        if self.checkpoints is not None:
+            self.checkpoints.restore(stage, self.own_layers)
+
+
+def load_run(
+    config: Config,
+    rendezvous: Rendezvous,
+    model: PipelineModel,
+    checkpoints: RunCheckpoints | None,
+    *,
+    batches: Batches | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    restarts: int = 0,
+) -> Run:
+    """Cut the model, and say what each stage is built from; all ranks agree on the cut.
+
+    Args:
+        batches: What layers are measured on; None: on token 0 throughout.
+        optimizer: None: AdamW by the configuration.
+        restarts: How often the run was started again.
+    """
+    sizes = config.batch.microbatch_size, config.data.sequence_length
+    taken = taken_on_device(model, *sizes)
+    if checkpoints is not None:
+        checkpoints.require_shared(rendezvous)
+    cut = _cut_of(checkpoints) or _choose_layers(config, rendezvous, model, checkpoints, batches)
+    settings = stage_settings(config, cut.layers, rendezvous.rank, adapts=config.adapts)
+    if optimizer is not None:
+        settings = replace(settings, optimizer=optimizer)
+    conditions = emulated_conditions(config, restarts)
+    links = EmulatedLinks()
+    return Run(config, rendezvous, model, checkpoints, taken, cut, settings, conditions, links)
+
+
+def _cut_of(checkpoints: RunCheckpoints | None) -> LayerChoice | None:
+    return None if checkpoints is None else checkpoints.cut
+
+
+def _choose_layers(
+    config: Config,
+    rendezvous: Rendezvous,
+    model: PipelineModel,
+    checkpoints: RunCheckpoints | None,
+    batches: Batches | None,
+) -> LayerChoice:
+    """The cut that an earlier process of the run chose, whatever would be measured now; or new."""
+    measure = partial(measured_on_rank_0, config, model, batches)
+    if checkpoints is None or rendezvous.rank != 0:
+        return choose_layers(config, rendezvous, model.num_layers, measure)
+    chosen = chosen_before(checkpoints.directory, config, model.num_layers)
+    cut = choose_layers(config, rendezvous, model.num_layers, measure, chosen)
+    keep_choice(checkpoints.directory, config, cut.layers)
+    return cut
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The first plan, and the configuration within which it and later ones are made."""
+
+    within: WithinDevices
+    first: FirstPlan
+
+
+def plan_run(
+    run: Run,
+    stage: StageTrainer,
+    inputs: StepInputs,
+    make_room: Callable[[PlanInForce], PlanInForce],
+) -> Planned:
+    """Measure a few steps, on links as they are before the first step, and plan.
+
+    What an earlier process of the run knew of its links is planned for, too.
+
+    Args:
+        inputs: The data of every one of these steps.
+        make_room: Adds the slots that are needed for more than the plan's own steps.
+    """
+    within = with_device_budget(run.config, run.rendezvous, stage)
+    run.links.emulate(untimed(run.conditions))
+    known: tuple[KnownWay, ...] = ()
+    if run.checkpoints is not None:
+        known = known_links(within.first, run.rendezvous, run.checkpoints.directory, run.cut.layers)
+    first = plan_by_timings(
+        within.first, run.rendezvous, stage, inputs, len(run.model.tied), make_room, known
+    )
+    return Planned(within, first)
+
+
+@dataclass(frozen=True)
+class Training:
+    """The steps to come, and what is asked for when they are over."""
+
+    loop: Loop
+    recording: Recording
+    skipped: SkippedSteps
+    saver: CheckpointSaver | None
+
+    def finish(self) -> str:
+        """Wait for the save that is under way, if any; why the last one has failed, or ""."""
+        return "" if self.saver is None else self.saver.finish()
+
+
+def never() -> bool:
+    """Whether a process that nobody asks to end has been asked to."""
+    return False
+
+
+@contextmanager
+def begin_training(
+    run: Run,
+    stage: StageTrainer,
+    planned: Planned,
+    tell: Callable[[Message], None],
+    source: str,
+    *,
+    trained_on: TrainedOn,
+    held_out: Batches | None = None,
+    compilations: CompilationCounter | None = None,
+    stop_asked: Callable[[], bool] = never,
+) -> Iterator[Training]:
+    """Begin training's time: of its patience with ranks, and of links that change.
+
+    Args:
+        tell: Takes what rank 0 has to say of the run: see `bookkeeping`.
+        source: Where the data come from, in a few words.
+        trained_on: What checkpoints say of the data.
+        held_out: What is evaluated; None: nothing.
+        stop_asked: Whether this process has been asked to save and end.
+    """
+    config, rendezvous, first = planned.within.first, run.rendezvous, planned.first
+    rendezvous.limit(config.timeouts.step_s)
+    run.links.emulate(run.conditions, agree_on_origin_s(rendezvous))
+    runner = StepRunner(stage, rendezvous, config.optimizer.clip_norm, compilations)
+    evaluation = Evaluation(config, runner, first.in_force.programs, held_out)
+    skipped, saver = SkippedSteps(config.optimizer.stop_after_skipped), None
+    with ExitStack() as opened:
+        control = opened.enter_context(
+            open_control_loop(
+                config, first, len(run.model.tied), active=run.leads, to_plan=planned.within.new
+            )
+        )
+        bookkeeper = opened.enter_context(
+            Bookkeeper(
+                config,
+                first.in_force,
+                first.profiler,
+                tell,
+                active=run.leads and (run.checkpoints is not None or config.adapts),
+                first_step=run.first_step,
+                loop=control,
+                known_links=_known_links(run),
+            )
+        )
+        recording = Recording(bookkeeper, evaluation, first.in_force.plan)
+        callbacks: list[Callback] = [evaluation, recording, Skipping(skipped)]
+        if run.checkpoints is not None:
+            saver = opened.enter_context(
+                run.checkpoints.saver(
+                    rendezvous, run.settings, run.model.tied, trained_on, bookkeeper
+                )
+            )
+            steps, leads = config.run.steps, run.leads
+            times = SaveTimes(config.checkpoint, steps, leads=leads, stop_asked=stop_asked)
+            callbacks.append(Saving(times, skipped, saver, stage, bookkeeper, steps))
+        adaptation = Adaptation(
+            rendezvous,
+            stage,
+            recording,
+            control,
+            last_step=config.run.steps - 1,
+            adapts=config.adapts,
+            failed=dead_of(first.known),
+        )
+        callbacks.append(Adapting(adaptation))
+        if run.leads:
+            _announce(run, planned, bookkeeper, source)
+        loop = Loop(runner, first.in_force.program, callbacks, run.first_step)
+        yield Training(loop, recording, skipped, saver)
+
+
+def _known_links(run: Run) -> KnownLinks | None:
+    if run.checkpoints is None:
+        return None
+    return KnownLinks(run.config, run.checkpoints.directory, run.cut.layers)
+
+
+def _announce(run: Run, planned: Planned, bookkeeper: Bookkeeper, source: str) -> None:
+    """Have rank 0's bookkeeper say what runs, and where it goes on."""
+    cut, known = run.cut, planned.first.known
+    computes_on = f"rank 0 computes on {device_kind()}"
+    room = budget_in_words(run.config, planned.within)
+    equipped = "; ".join(filter(None, (computes_on, planned.first.equipped, run.taken, room)))
+    num_parameters = parameter_count(run.model)
+    bookkeeper.start(source, num_parameters, cut.layers, cut.reason, equipped)
+    if run.checkpoints is not None and run.first_step > 0:
+        bookkeeper.event(run.first_step, RESUMED, run.checkpoints.origin(cut.layers))
+    if known:
+        links = ", ".join(each.in_words() for each in known)
+        bookkeeper.event(run.first_step, LINKS_KNOWN, f"begins with links as they were: {links}")
