@@ -226,9 +226,9 @@ def test_traces_and_whole_runs_are_told_as_such():
 @pytest.mark.parametrize(
     ("broken", "name"),
     [
-        ("compare.write_report", "report.html"),
-        ("reporting.matrix_figure.save_matrix_figure", "figure.png"),
-        ("compare.matrix_markdown", "table.md"),
+        ("compare.comparison.write_report", "report.html"),
+        ("report.matrix_figure.save_matrix_figure", "figure.png"),
+        ("compare.comparison.matrix_markdown", "table.md"),
         (None, None),
     ],
 )

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmorph import compare
-from jaxmorph.compare import whole_runs
+from jaxmorph.compare import comparison, whole_runs
 from jaxmorph.compare.matrix_record import MatrixRecord
 from jaxmorph.compare.systems import SYSTEMS
 from jaxmorph.compare.whole_runs import Progress, read_whole, run_whole, whole_config
@@ -252,10 +251,10 @@ def test_what_was_measured_before_a_comparison_is_asked_to_end_is_written(
     runs, tmp_path, monkeypatch
 ):
     runs.ends = [None, None, RunStoppedError("asked to end after 8 of 20 steps, saved")]
-    monkeypatch.setattr(compare, "check_run", lambda config: None)
+    monkeypatch.setattr(comparison, "check_run", lambda config: None)
     (tmp_path / "few.yaml").write_text(dump_config(CONFIG))
     with pytest.raises(RunStoppedError) as raised:
-        compare.start_comparison(tmp_path / "few.yaml", [f"run.dir={tmp_path / 'out'}"])
+        comparison.start_comparison(tmp_path / "few.yaml", [f"run.dir={tmp_path / 'out'}"])
     assert str(raised.value) == (
         "restart-cold, healthy: asked to end after 8 of 20 steps, saved; the comparison has ended "
         "with it, and what it has measured is written"
