@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-all test-rest test-processes test-others test-jax goldens mutations extras lint types check bench bench-speed bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
+.PHONY: setup demo test test-all test-rest test-processes test-others test-jax goldens reference mutations extras lint types check bench bench-speed bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
 
 setup: $(VENV)/installed
 
@@ -87,6 +87,10 @@ check: lint types test
 # short runs, compared with committed ones, or with all that a commit does: AGAINST=COMMIT
 goldens: setup
 	$(BIN)/python -m tests.goldens $(if $(AGAINST),--against $(AGAINST)) $(if $(ONLY),--only $(ONLY)) $(if $(UPDATE),--update)
+
+# The tables of docs/run-files.md, from the types that say what a run writes.
+reference: setup
+	$(BIN)/python -m tests.reference
 
 # Long measurements on an otherwise idle machine; none of them runs in CI.
 bench: setup

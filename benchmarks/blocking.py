@@ -22,7 +22,8 @@ from jaxmorph.config import Config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
-from jaxmorph.records import Link
+from jaxmorph.records import Link, StepRecord
+from jaxmorph.report.run_directory import METRICS, read_records
 from jaxmorph.schedule.costs import LinkState
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES
 from jaxmorph.schedule.simulate import simulate
@@ -85,9 +86,9 @@ def run(case: Case) -> Result:
         command = [sys.executable, "-m", "jaxmorph", "train", case.config]
         settings = [*case.settings(), f"run.dir={out}"]
         subprocess.run([*command, *settings], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        lines = (out / "metrics.jsonl").read_text().splitlines()[FIRST_STEPS:]
+        steps = read_records(out / METRICS, StepRecord)[FIRST_STEPS:]
         measured = read_run(out)
-    step_ms = 1e3 * median(json.loads(line)["step_s"] for line in lines)
+    step_ms = 1e3 * median(step.step_s for step in steps)
     profile, batch = _as_configured(measured.profile, measured.config), measured.config.batch
     order = FIXED_SCHEDULES[case.schedule](profile.costs.num_stages, batch.microbatches)
     programs = lower_step(order, profile)

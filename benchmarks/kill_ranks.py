@@ -22,6 +22,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.head_of_line import Bar
+from jaxmorph.records import StepRecord
+from jaxmorph.report.run_directory import METRICS, read_records
 
 ROOT = Path(__file__).parent.parent
 STEPS, INTERVAL = 200, 5
@@ -41,7 +43,7 @@ _CONFIG = {
     "checkpoint": {"every_steps": INTERVAL},
     "restart_policy": {"backoff_s": 0.1},
 }
-Lines = list[dict[str, Any]]
+Costs = list[dict[str, Any]]
 
 
 def run(folder: Path, name: str, kills: int, rng: random.Random) -> Path:
@@ -76,20 +78,13 @@ def _await_step(process: subprocess.Popen[bytes], out: Path, step: int, recovere
 
 
 def _last_step(out: Path) -> int:
-    metrics = out / "metrics.jsonl"
-    lines = read_lines(metrics) if metrics.exists() else []
-    return lines[-1]["step"] if lines else -1
+    steps = read_records(out / METRICS, StepRecord)
+    return steps[-1].step if steps else -1
 
 
 def _ranks(launcher: int) -> list[int]:
     tasks = Path(f"/proc/{launcher}/task").iterdir()
     return sorted(int(word) for task in tasks for word in (task / "children").read_text().split())
-
-
-def read_lines(path: Path) -> Lines:
-    """Every line there is; one that is being written doesn't end yet."""
-    text = path.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def same_bits(whole: Path, killed: Path) -> bool:
@@ -101,8 +96,8 @@ def same_bits(whole: Path, killed: Path) -> bool:
 
     told, states = [], []
     for run in (whole, killed):
-        lines = read_lines(run / "metrics.jsonl")
-        told.append([(line["step"], line["loss"], line["grad_norm"]) for line in lines])
+        steps = read_records(run / METRICS, StepRecord)
+        told.append([(step.step, step.loss, step.grad_norm) for step in steps])
         last = CheckpointFolder(run / "checkpoints").finished(STEPS)
         trees = [TreeFiles().read(stage_path(last, stage)) for stage in range(2)]
         states.append([leaf.tobytes() for leaf in jax.tree.leaves(trees)])
@@ -118,7 +113,7 @@ def bars(whole: Path, killed: Path, kills: int) -> Iterator[Bar]:
     yield Bar("most steps that one kill has cost", lost, most=INTERVAL)
 
 
-def recoveries(run: Path) -> Lines:
+def recoveries(run: Path) -> Costs:
     """What its failures have cost, of those that it has come back from."""
     books = run / "recovery.json"
     return json.loads(books.read_text())["recoveries"] if books.exists() else []

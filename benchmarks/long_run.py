@@ -18,6 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from jaxmorph.records import StepRecord
+from jaxmorph.report.run_directory import METRICS, read_records
+
 ROOT = Path(__file__).parent.parent
 BAR_BYTES_PER_STEP = 4096
 _MIB = 2**20
@@ -68,16 +71,16 @@ def run(route: str, steps: int) -> Result:
         command = [sys.executable, "-m", "jaxmorph", "train", str(config), f"run.dir={out}"]
         command += [f"run.steps={steps}", f"routes.default={route}"]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-        seen = list(_samples(process, out / "metrics.jsonl"))
+        seen = list(_samples(process, out / METRICS))
         if process.returncode != 0:
             raise SystemExit(f"the run failed: exit code {process.returncode}")
-        lines = _whole_lines(out / "metrics.jsonl")
-        if [line["step"] for line in lines] != list(range(steps)):
-            raise SystemExit(f"metrics.jsonl: got {len(lines)} lines, expected {steps} steps")
+        records = read_records(out / METRICS, StepRecord)
+        if [record.step for record in records] != list(range(steps)):
+            raise SystemExit(f"{METRICS}: got {len(records)} lines, expected {steps} steps")
         return Result(
             route=route,
             steps=steps,
-            step_ms=1e3 * median(line["step_s"] for line in lines),
+            step_ms=1e3 * median(record.step_s for record in records),
             memory=_memory(seen, steps),
             reads_while_written=len(seen),
             disk_bytes=_disk_bytes(out),
@@ -92,18 +95,12 @@ Sample = tuple[int, dict[str, int]]
 def _samples(process: subprocess.Popen, metrics: Path) -> Iterator[Sample]:
     names: dict[int, str] = {}
     while process.poll() is None:
-        if metrics.exists() and (lines := _whole_lines(metrics)):
+        if records := read_records(metrics, StepRecord):
             names = names or _processes(process.pid)
             resident = {name: _resident_bytes(pid) for pid, name in names.items()}
             if all(resident.values()):  # else the first has ended
-                yield lines[-1]["step"] + 1, resident
+                yield records[-1].step + 1, resident
         time.sleep(_POLL_S)
-
-
-def _whole_lines(metrics: Path) -> list[dict]:
-    """Every line there is; one that is being written doesn't end yet."""
-    text = metrics.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def _processes(launcher: int) -> dict[int, str]:

@@ -16,13 +16,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+
+from jaxmorph.records import StepRecord
+from jaxmorph.report.run_directory import METRICS, read_records
 
 ROOT = Path(__file__).parent.parent
 CONFIG = "configs/pace4.yaml"
 LINKS = ("1-2", "2-3")
 BAR = 1.1
-Steps = list[dict[str, Any]]
+Steps = list[StepRecord]
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,10 @@ class Result:
 
 
 def train(folder: Path, *overrides: str) -> Steps:
-    """The lines of a run's metrics."""
+    """The steps of a run."""
     command = [sys.executable, "-m", "jaxmorph", "train", CONFIG, f"run.dir={folder}", *overrides]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_records(folder / METRICS, StepRecord)
 
 
 def measure(folder: Path, steps: int, at_s: float, direct_s: float, links: Sequence[str]) -> Result:
@@ -75,8 +77,8 @@ def measure(folder: Path, steps: int, at_s: float, direct_s: float, links: Seque
 def compare(healthy: Steps, failing: Steps, direct_s: float) -> Result:
     """What the second run lost against the first."""
     pairs = zip(healthy, failing, strict=False)
-    differing = sum(any(a[key] != b[key] for key in ("loss", "grad_norm")) for a, b in pairs)
-    took_s = [step["step_s"] for step in failing]
+    differing = sum((a.loss, a.grad_norm) != (b.loss, b.grad_norm) for a, b in pairs)
+    took_s = [step.step_s for step in failing]
     at = max(range(1, len(took_s) - 1), key=took_s.__getitem__)
     before_s, after_s = median(took_s[1:at] or took_s[:1]), median(took_s[at + 1 :])
     extra_s = took_s[at] - before_s

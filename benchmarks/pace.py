@@ -14,6 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from jaxmorph.records import StepRecord
+from jaxmorph.report.run_directory import METRICS, read_records
+
 ROOT = Path(__file__).parent.parent
 FIRST_STEPS = 5  # left out: caches are still cold
 
@@ -61,10 +64,10 @@ def run(case: Case, *overrides: str) -> Result:
         command = [sys.executable, "-m", "jaxmorph", "train", f"configs/{case.config}.yaml"]
         command += [f"run.dir={out}", *overrides]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        lines = (out / "metrics.jsonl").read_text().splitlines()[FIRST_STEPS:]
-    steps = [json.loads(line) for line in lines]
-    step_ms = 1e3 * median(step["step_s"] for step in steps)
-    predicted_ms = 1e3 * median(step["predicted_step_s"] for step in steps)
+        steps = read_records(out / METRICS, StepRecord)[FIRST_STEPS:]
+    step_ms = 1e3 * median(step.step_s for step in steps)
+    predicted_s = [step.predicted_step_s for step in steps if step.predicted_step_s is not None]
+    predicted_ms = 1e3 * median(predicted_s)
     return Result(
         case.config,
         step_ms,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -54,23 +55,81 @@ REPLAY = "replay"
 PHASES = (DETECT, TEAR_DOWN, BACK_OFF, START, COMPILE, RESTORE, PLAN, REPLAY)
 """What a recovery is spent on, one after another; `training.ledger` says what each lasts."""
 
-PLAN_CHANGED = "plan_changed"
-"""The kind of event that says which plan is in force from its step on."""
-RESUMED = "resumed"
-"""The kind of event that says from which step a run goes on."""
-LINKS_KNOWN = "links_known"
-"""The kind of event that says which links begin as an earlier life of the run knew them."""
-DAMAGED = "checkpoint_damaged"
-"""The kind of event that says which checkpoint a run doesn't go on from, and why."""
-RANK_FAILED = "rank_failed"
-"""The kind of event that says which rank failed, why, and whether the run goes on."""
-RESTARTED = "restarted"
-"""The kind of event that says what a failure has cost, once the run is again where it was."""
+
+class EventKind(StrEnum):
+    """What an event reports; the text below each is its row in `docs/run-files.md`."""
+
+    LAYERS_CUT = "layers_cut"
+    """`parallelism.layers: auto` has cut the layers, and why so"""
+    PLAN_ADOPTED = "plan_adopted"
+    """the first plan, what it is based on, what ranks compute on, and how messages are copied"""
+    WITHOUT_EFFECT = "without_effect"
+    """a setting of the configuration that has no effect in this run, and why"""
+    STRAGGLER_DETECTED = "straggler_detected"
+    """a link is slow or dead ([detection](detection.md))"""
+    STRAGGLER_RECOVERING = "straggler_recovering"
+    """a degraded link seems healthy again"""
+    STRAGGLER_CLEARED = "straggler_cleared"
+    """a degraded link is healthy again"""
+    COMPUTE_CHANGED = "compute_changed"
+    """a stage's ops take longer or less long than they did"""
+    PLAN_CHANGED = "plan_changed"
+    """another plan runs from this step on ([adaptation](adaptation.md))"""
+    ROUTE_CHANGED = "route_changed"
+    """a link has another route from this step on"""
+    PLAN_KEPT = "plan_kept"
+    """no other plan was worth it"""
+    PLANNING_FAILED = "planning_failed"
+    """planning beside training went wrong, and training continues"""
+    LINK_PROBED = "link_probed"
+    """a delegated link's direct path was tried, and how fast it was"""
+    LINK_FAILED = "link_failed"
+    """a direct path has failed in mid-step ([failures](failures.md))"""
+    LINK_PATH_DOWN = "link_path_down"
+    """a direct path that had come back is down again"""
+    LINK_GIVEN_UP = "link_given_up"
+    """a direct path won't be tried any more"""
+    LINK_RESTORED = "link_restored"
+    """a direct path is used again"""
+    STEP_SKIPPED = "step_skipped"
+    """loss or gradient were not finite: where, and what"""
+    CHECKPOINT_SAVED = "checkpoint_saved"
+    """a checkpoint is complete ([checkpoints](checkpoints.md))"""
+    CHECKPOINT_FAILED = "checkpoint_failed"
+    """a checkpoint could not be written, and why"""
+    CHECKPOINT_NOT_REMOVED = "checkpoint_not_removed"
+    """an old checkpoint could not be removed, and why"""
+    CHECKPOINT_DAMAGED = "checkpoint_damaged"
+    """a checkpoint that the run doesn't resume from, and why"""
+    RESUMED = "resumed"
+    """the run continues from a checkpoint"""
+    LINKS_KNOWN = "links_known"
+    """links that begin [as they were before the restart](failures.md#links-after-a-restart)"""
+    RANK_FAILED = "rank_failed"
+    """a rank has died or raised, why, and whether the run continues"""
+    RESTARTED = "restarted"
+    """all ranks have started again, and [what that has cost](failures.md#what-it-costs)"""
+    STOPPED = "stopped"
+    """the run was asked to end, and has saved"""
+    LANE_UP = "lane_up"
+    """a connection of the [data plane](links.md) is open"""
+    LANE_DOWN = "lane_down"
+    """a connection of the data plane is lost"""
+    LANE_CLOSED = "lane_closed"
+    """a connection of the data plane is lost, as its receiver reports it"""
+    SIDECAR_RESTARTED = "sidecar_restarted"
+    """a sidecar was started again"""
+    WAITED_FOR_SLOTS = "waited_for_slots"
+    """a message waited for a free slot"""
+    PEER_GONE = "peer_gone"
+    """a rank has left the data plane"""
+
+
 CHANGES = frozenset({
-    "straggler_detected", "straggler_cleared", "plan_changed", "route_changed", "link_failed",
-    "link_restored",
+    EventKind.STRAGGLER_DETECTED, EventKind.STRAGGLER_CLEARED, EventKind.PLAN_CHANGED,
+    EventKind.ROUTE_CHANGED, EventKind.LINK_FAILED, EventKind.LINK_RESTORED,
 })  # fmt: skip
-"""The kinds of event around which steps leave timelines."""
+"""The kinds of events around which steps leave timelines."""
 
 
 @dataclass(frozen=True)
@@ -107,92 +166,93 @@ class RunHeader:
         return self.microbatches * self.microbatch_size * self.sequence_length
 
 
+_IF_KNOWN = {"in_line": "if known"}
+_NOT_IN_LINE = {"in_line": "never"}
+
+
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step, planned and measured.
+    """One optimizer step, planned and measured: a line of `metrics.jsonl`.
 
-    Attributes:
-        loss: mean loss of a token.
-        grad_norm: global norm of the gradient, before clipping.
-        step_s: from step barrier to step barrier.
-        tokens_per_s: of the whole run's processes together.
-        warmup_forwards: forwards before the first backward, for each stage.
-        routes: each link's route, such as `{"0-1": "direct"}`.
-        predicted_step_s: the plan's step time; None while there is no measured plan.
-        bubble_rate: measured idle share of the devices' time; None where it was not measured.
-        peak_live: most microbatches held at once, for each stage, on its device or in host memory.
-        compilations: programs compiled by all ranks together so far.
-        planned_bubble_rate: the plan's idle share; for the terminal only.
-        link_states: of links that are not healthy, in a few words; for the terminal only.
-        held_out_loss: mean loss of a token of held-out text, with the parameters that the step's
-            update made; None, and no field of the line, after steps that were not evaluated.
-        link_ms: median milliseconds of the step's transfers, by directions such as `2>3`; None, and
-            no field of the line, where nothing was transferred.
-        peak_on_device: most of them on the device at once, for each stage; None, and no field of
-            the line, where stashes may not be offloaded.
-        peak_device_bytes: most bytes in use on each stage's device since its rank started; None,
-            and no field of the line, where a device doesn't tell, as CPUs don't.
-        skipped: whether parameters stayed as they were, as loss or gradients were not finite.
+    The text below each field is its row in `docs/run-files.md`.
     """
 
     step: int
+    """its number, from 0"""
     loss: float
+    """mean loss of a token, before the update"""
     grad_norm: float
+    """global norm of the gradients, before clipping"""
     step_s: float
+    """seconds from barrier to barrier"""
     tokens_per_s: float
+    """of all ranks together"""
     schedule: str
+    """the schedule's name"""
     warmup_forwards: tuple[int, ...]
+    """how many forwards each stage runs before its first backward"""
     routes: Mapping[str, str]
+    """each link's route, such as `{"0-1": "direct"}`"""
     predicted_step_s: float | None
+    """the step as simulated from measured costs and latencies; direct transfers hold queues"""
     bubble_rate: float | None
+    """the idle share of the devices' time, measured"""
     peak_live: tuple[int, ...]
+    """most microbatches that each stage held at once, wherever it kept them"""
     compilations: int
-    planned_bubble_rate: float | None = field(default=None, metadata={"shown_only": True})
-    link_states: Mapping[str, str] = field(default_factory=dict, metadata={"shown_only": True})
-    held_out_loss: float | None = field(default=None, metadata={"left_out_if_none": True})
-    link_ms: Mapping[str, float] | None = field(default=None, metadata={"left_out_if_none": True})
-    peak_on_device: tuple[int, ...] | None = field(
-        default=None, metadata={"left_out_if_none": True}
-    )
-    peak_device_bytes: tuple[int, ...] | None = field(
-        default=None, metadata={"left_out_if_none": True}
-    )
+    """programs that all ranks have compiled so far, but for those found in the compilation cache;
+    it grows only where a link's path has failed, when its next direct programs are made"""
+    planned_bubble_rate: float | None = field(default=None, metadata=_NOT_IN_LINE)
+    """the plan's idle share; for the terminal only"""
+    link_states: Mapping[str, str] = field(default_factory=dict, metadata=_NOT_IN_LINE)
+    """links that are not healthy, in a few words; for the terminal only"""
+    held_out_loss: float | None = field(default=None, metadata=_IF_KNOWN)
+    """after steps that were evaluated: mean loss of a token of held-out text, after the update"""
+    link_ms: Mapping[str, float] | None = field(default=None, metadata=_IF_KNOWN)
+    """the median transfer of each direction, such as `{"2>3": 31.2}`, milliseconds; not where
+    nothing was transferred"""
+    peak_on_device: tuple[int, ...] | None = field(default=None, metadata=_IF_KNOWN)
+    """with `offload.enabled`: most microbatches whose stash each stage's device held at once"""
+    peak_device_bytes: tuple[int, ...] | None = field(default=None, metadata=_IF_KNOWN)
+    """where devices report it, as GPUs do: most bytes in use on each stage's device since its rank
+    started"""
     skipped: bool = False
+    """whether nothing was updated, as the loss or a gradient was not finite"""
 
     def metrics(self) -> dict[str, Any]:
         """The fields of a line of `metrics.jsonl`."""
         return {
             item.name: value
             for item in fields(self)
-            if "shown_only" not in item.metadata
+            if item.metadata != _NOT_IN_LINE
             and ((value := getattr(self, item.name)) is not None or not item.metadata)
         }
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to the run, beside its steps.
+    """Something that the run reports beside its steps: a line of `events.jsonl`.
 
-    Attributes:
-        time_s: seconds since training began, after the warm-up steps.
-        kind: such as `plan_changed` or `link_failed`.
-        link: the link it happened to, such as `2-3`, if any.
-        detail: one line for a human reader.
-        evidence: the numbers behind it, as JSON has them; None, and no field of the line, where
-            there are none.
+    The text below each field is its row in `docs/run-files.md`.
     """
 
     time_s: float
+    """seconds since training began, or resumed, after the steps that are run for their timings"""
     step: int
+    """the step that it belongs to"""
     kind: str
+    """one of the kinds below"""
     link: str | None = None
+    """the link that it is about, such as `2-3`; null where it is about none"""
     detail: str = ""
+    """one line for a human reader"""
     evidence: Mapping[str, Any] | None = None
+    """of decisions: what was measured, and what each plan was predicted to take"""
 
     def line(self) -> dict[str, Any]:
         """The fields of a line of `events.jsonl`."""
-        told = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: value for name, value in told.items() if name != "evidence" or value}
+        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value for name, value in found.items() if name != "evidence" or value}
 
 
 @dataclass(frozen=True)

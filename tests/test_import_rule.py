@@ -15,12 +15,13 @@ IMPORTS_JAX = {"grain"}  # other packages whose import imports JAX
 
 # The rooms in their order: each imports only those before it, those side by side not one another.
 ORDER = (
-    ("errors",), ("records",), ("config",), ("emulation", "data"),
+    ("errors",), ("records",), ("messages",), ("config",), ("emulation", "data"),
     ("schedule",), ("program",), ("control",), ("stage", "transport", "pallas_kernels"),
     ("copies",), ("runtime",), ("checkpoints",), ("report",), ("training",), ("compare",), ("cli",),
 )  # fmt: skip
 ONLY = {  # rooms that could be used without the rest
     "records": set(),
+    "messages": {"records"},
     "data": {"errors"},
     "schedule": {"errors", "records"},
     "program": {"errors", "records", "schedule"},
@@ -30,8 +31,8 @@ ONLY = {  # rooms that could be used without the rest
     "copies": {"errors", "transport", "pallas_kernels"},
 }
 WITHOUT_JAX = {
-    "errors", "records", "config", "emulation", "data", "schedule", "program", "control",
-    "transport", "report",
+    "errors", "records", "messages", "config", "emulation", "data", "schedule", "program",
+    "control", "transport", "report",
 }  # fmt: skip
 IN_FUNCTIONS_ALONE = {"data"}  # may import the packages that import JAX, but not on import
 

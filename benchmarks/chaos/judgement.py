@@ -1,13 +1,14 @@
 """What a run has computed, to be held against what another one has, bit by bit."""
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import numpy as np
 
+from jaxmorph.records import StepRecord
+from jaxmorph.report.run_directory import METRICS, read_records
 from jaxmorph.training.saved_model import load_saved_model
 
 
@@ -20,7 +21,7 @@ class Computed:
         parameters: A digest of the last checkpoint's parameters, by their names.
     """
 
-    steps: tuple[tuple[int, float | None, float | None], ...]
+    steps: tuple[tuple[int, float, float], ...]
     parameters: str
 
 
@@ -33,8 +34,8 @@ def computed_by(out: Path) -> Computed:
     Raises:
         UserError: If it has no checkpoint.
     """
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    steps = tuple((line["step"], line["loss"], line["grad_norm"]) for line in lines)
+    records = read_records(out / METRICS, StepRecord)
+    steps = tuple((record.step, record.loss, record.grad_norm) for record in records)
     saved, digest = load_saved_model(out), hashlib.sha256()
     digest.update(f"{saved.step} steps".encode())
     for layers, params in saved.stages:

@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from benchmarks.chaos.judgement import Computed, computed_by, differences
 from benchmarks.chaos.watched_run import ROOT, EndedError, HungError, WatchedRun
 from jaxmorph.config import load_config
 from jaxmorph.emulation.link_trace import read_link_trace
+from jaxmorph.records import EventKind
 
 CONFIG = ROOT / "configs" / "chaos.yaml"
 _AFTERWARDS_S = 5.0
@@ -108,7 +109,7 @@ def weather(
             else:
                 storm.leaks = run.traces.left_after(_AFTERWARDS_S, run.out)
             storm.faults += troubles_met(troubles, run)
-            storm.events = Counter(line["kind"] for line in run.lines("events.jsonl"))
+            storm.events = Counter(event.kind for event in run.events())
     storm.seconds = time.monotonic() - began_s
     return storm
 
@@ -151,9 +152,9 @@ def troubles_met(troubles: Sequence[Trouble], run: WatchedRun) -> Counter[str]:
         troubles: Of a run that meets them anew each time that it starts again.
         run: It has been through them.
     """
-    starts = [line["step"] for line in run.lines("events.jsonl") if line["kind"] == "resumed"]
-    life_s: Counter[int] = Counter()
-    for line in run.lines("metrics.jsonl"):
-        life_s[sum(start <= line["step"] for start in starts)] += line["step_s"]
+    starts = [event.step for event in run.events() if event.kind == EventKind.RESUMED]
+    life_s: defaultdict[int, float] = defaultdict(float)
+    for record in run.steps():
+        life_s[sum(start <= record.step for start in starts)] += record.step_s
     longest_s = max(life_s.values(), default=0.0)
     return Counter(f"link {each.kind}" for each in troubles if each.begins_s < longest_s)

@@ -1,6 +1,5 @@
 """A run of `jaxmorph train` that is looked at, harmed, and never left to hang. Linux only."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -8,9 +7,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from benchmarks.leftovers import Traces, children, command, state
+from jaxmorph.records import Event, StepRecord
+from jaxmorph.report.run_directory import EVENTS, METRICS, read_records
 
 ROOT = Path(__file__).parent.parent.parent
 START_S = 240.0
@@ -83,16 +83,17 @@ class WatchedRun:
             if _SIDECAR in command(child) and state(child) not in ("", "Z")
         }
 
-    def lines(self, name: str) -> list[dict[str, Any]]:
-        """The whole lines of one of its files; none while it isn't there."""
-        text = self._text(name)
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    def steps(self) -> list[StepRecord]:
+        """The steps that it has written down."""
+        return read_records(self.out / METRICS, StepRecord)
+
+    def events(self) -> list[Event]:
+        """The events that it has written down."""
+        return read_records(self.out / EVENTS, Event)
 
     def last_step(self) -> int:
         """The number of the last step that it has written down; -1 before the first."""
-        text = self._text("metrics.jsonl")
-        *_, last, _ = ["", *text.split("\n")]
-        return json.loads(last)["step"] if last else -1
+        return max((record.step for record in self.steps()[-1:]), default=-1)
 
     def wait_for_step(self, step: int, patience_s: float) -> None:
         """Return once a step has been written down.
@@ -138,7 +139,7 @@ class WatchedRun:
     def evidence(self) -> str:
         """What its processes wait in, and the ends of what they have written."""
         lines = [_waiting(pid) for pid in self.traces.processes()]
-        for path in [self._said, *sorted(self.out.rglob("*.log")), self.out / "events.jsonl"]:
+        for path in [self._said, *sorted(self.out.rglob("*.log")), self.out / EVENTS]:
             if path.exists():
                 lines += [f"{path}:", *path.read_text(errors="replace").splitlines()[-8:]]
         return "\n".join(lines)
@@ -146,10 +147,6 @@ class WatchedRun:
     def _given_s(self, patience_s: float) -> float:
         """Before the first step it compiles."""
         return patience_s if self.last_step() >= 0 else max(START_S, patience_s)
-
-    def _text(self, name: str) -> str:
-        path = self.out / name
-        return path.read_text() if path.exists() else ""
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from benchmarks.netns.outcomes import Outcome
 from benchmarks.netns.tasks import TaskFailedError
 from benchmarks.netns.training_cases import same_results
 from benchmarks.netns.trainings import Job, Training, train_on
+from jaxmorph.records import EventKind
 
 DIRECT_S = 2.0
 OUTAGE_S = 5.0
@@ -96,7 +97,7 @@ def _outcomes(
     yield from same_results(name, found, expected)
     yield failure(case, found)
     if case.returns:
-        restored = {event["link"] for event in found.events_of("link_restored")}
+        restored = {event.link for event in found.events_of(EventKind.LINK_RESTORED)}
         yield Outcome(name, "links restored", len(restored), len(case.links), at_least=True)
 
 
@@ -116,16 +117,18 @@ def failure(case: NicCase, training: Training) -> Outcome:
         case: Which links are to fail; if others do, or none, there is no figure.
         training: What came of it.
     """
-    events = training.events_of("link_failed")
-    failed = sorted({event["link"] for event in events})
+    events = training.events_of(EventKind.LINK_FAILED)
+    failed = sorted({event.link or "" for event in events})
     told = {
-        "failed": [{key: event[key] for key in ("step", "link", "detail")} for event in events],
+        "failed": [
+            {"step": each.step, "link": each.link, "detail": each.detail} for each in events
+        ],
         "sent_bytes": training.sent_bytes,
     }
     outcome = Outcome(case.name, "extra time, of a deadline", None, _BAR, details=told)
     if failed != list(case.links):
         return outcome
-    steps = sorted({event["step"] for event in events})
+    steps = sorted({event.step for event in events})
     before_s = median(training.steps_s[_FIRST_STEPS : steps[0]])
     extra_s = max(training.steps_s[step] for step in steps) - before_s
     told["before_s"] = before_s

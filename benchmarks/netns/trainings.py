@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Self
 
 from benchmarks.netns.faults import Fault, prepared
 from benchmarks.netns.hosts import Hosts
 from benchmarks.netns.tasks import run_tasks
+from jaxmorph.records import Event, EventKind, StepRecord
+from jaxmorph.report.run_directory import EVENTS, METRICS, read_records
 
 ROOT = Path(__file__).parent.parent.parent
 _LIMIT_S = 300.0
@@ -66,19 +68,17 @@ class Training:
     """What came of a run.
 
     Attributes:
-        steps: Each step's line of the metrics.
-        events: What happened.
         sent_bytes: What each card of the second host sent: also control messages.
     """
 
-    steps: tuple[dict[str, Any], ...]
-    events: tuple[dict[str, Any], ...]
+    steps: tuple[StepRecord, ...]
+    events: tuple[Event, ...]
     sent_bytes: tuple[int, ...]
 
     @property
     def steps_s(self) -> tuple[float, ...]:
         """How long each step took."""
-        return tuple(step["step_s"] for step in self.steps)
+        return tuple(step.step_s for step in self.steps)
 
     @property
     def usual_s(self) -> float:
@@ -90,9 +90,9 @@ class Training:
         """The longest of the same steps."""
         return max(self.steps_s[_WARM_UP_STEPS:])
 
-    def events_of(self, kind: str) -> list[dict[str, Any]]:
-        """What happened of one kind."""
-        return [event for event in self.events if event["kind"] == kind]
+    def events_of(self, kind: EventKind) -> list[Event]:
+        """The events of one kind."""
+        return [event for event in self.events if event.kind == kind]
 
 
 def train_on(
@@ -117,7 +117,7 @@ def train_on(
         TaskFailedError: If a rank fails, or all are not done in time.
         RuntimeError: If training didn't meet the fault.
     """
-    metrics = directory / "metrics.jsonl"
+    metrics = directory / METRICS
     before = _sent_bytes(hosts)
     with prepared(hosts, fault or _NOTHING, delay_s) as happening:
 
@@ -134,8 +134,8 @@ def train_on(
         raise RuntimeError(f"{job.num_steps} steps were over too soon for a fault in their midst")
     sent_bytes = zip(_sent_bytes(hosts), before, strict=True)
     return Training(
-        _lines(metrics),
-        _lines(directory / "events.jsonl"),
+        tuple(read_records(metrics, StepRecord)),
+        tuple(read_records(directory / EVENTS, Event)),
         tuple(now - then for now, then in sent_bytes),
     )
 
@@ -151,12 +151,8 @@ def unlike(found: Training, expected: Training) -> int:
     return sum(a != b for a, b in pairs)
 
 
-def _results(steps: Sequence[dict[str, Any]]) -> list[tuple[int, float, float]]:
-    return [(step["step"], step["loss"], step["grad_norm"]) for step in steps]
-
-
-def _lines(path: Path) -> tuple[dict[str, Any], ...]:
-    return tuple(json.loads(line) for line in path.read_text().splitlines())
+def _results(steps: Sequence[StepRecord]) -> list[tuple[int, float, float]]:
+    return [(step.step, step.loss, step.grad_norm) for step in steps]
 
 
 def _sent_bytes(hosts: Hosts) -> list[int]:

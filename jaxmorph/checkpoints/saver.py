@@ -25,8 +25,8 @@ import jax
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, new_rank_file, stage_path
 from jaxmorph.errors import RunFailedError, UserError
-from jaxmorph.records import Message
-from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.records import EventKind, Message
+from jaxmorph.runtime.rendezvous import Rendezvous, gather
 
 Tree = Any
 
@@ -76,7 +76,7 @@ class CheckpointSaver:
         own_stages: Sequence[int],
         write: Callable[[Path, Tree], None],
         keep: int,
-        tell: Callable[[int, str, str], None],
+        tell: Callable[[int, EventKind, str], None],
         told_so_far: Callable[[], Future[None]],
     ) -> None:
         self._folder = folder
@@ -195,7 +195,7 @@ class CheckpointSaver:
             took_s = time.monotonic() - save.began_s
             self._tell(
                 save.step - 1,
-                "checkpoint_saved",
+                EventKind.CHECKPOINT_SAVED,
                 f"{self._folder.finished(save.step)}: {num_bytes:,} bytes, there after "
                 f"{took_s:.2f} s; rank 0 waited {1e3 * save.held_up_s:.1f} ms for it",
             )
@@ -206,13 +206,13 @@ class CheckpointSaver:
         except OSError as error:
             remaining = (" ".join(f"{error}".split()),)
         if remaining:
-            self._tell(step - 1, "checkpoint_not_removed", "; ".join(remaining))
+            self._tell(step - 1, EventKind.CHECKPOINT_NOT_REMOVED, "; ".join(remaining))
 
     def _give_up(self, save: _Save, reasons: str) -> None:
         self._save, self._last_failure = None, reasons
         if self._rendezvous.rank == 0:
             self._thread.submit(self._folder.give_up, save.step)
-            self._tell(save.step - 1, "checkpoint_failed", reasons)
+            self._tell(save.step - 1, EventKind.CHECKPOINT_FAILED, reasons)
 
 
 def _shortened(reason: str) -> str:
@@ -239,32 +239,42 @@ def require_shared(folder: Path, rendezvous: Rendezvous) -> None:
     """
     own = new_rank_file(folder, rendezvous.rank)
     try:
-        said = rendezvous.exchange(_written(own))
-        _require_none(folder, said, "cannot write there")
-        missing = [rank for rank, file in enumerate(said) if not (folder / file["name"]).exists()]
-        said = rendezvous.exchange(_unseen(missing))
-        _require_none(folder, said, "does not see all files")
+        written = gather(rendezvous, _Look, _write(own))
+        _require_none(folder, written, "cannot write there")
+        missing = [rank for rank, file in enumerate(written) if not (folder / file.name).exists()]
+        wrong = f"none of rank {', '.join(map(str, missing))}" if missing else ""
+        seen = gather(rendezvous, _Look, _Look(wrong=wrong))
+        _require_none(folder, seen, "does not see all files")
     finally:
         with suppress(OSError):  # nor could it be written
             own.unlink(missing_ok=True)
 
 
-def _written(path: Path) -> Message:
+@dataclass(frozen=True)
+class _Look:
+    """What a rank found in the folder.
+
+    Attributes:
+        name: Of the file that it has written.
+        wrong: What is wrong there; empty where nothing is.
+    """
+
+    name: str = ""
+    wrong: str = ""
+
+
+def _write(path: Path) -> _Look:
     try:
         path.write_bytes(b"")
     except OSError as error:
-        return {"why": f"{error.strerror}"}
-    return {"name": path.name}
+        return _Look(wrong=f"{error.strerror}")
+    return _Look(path.name)
 
 
-def _unseen(ranks: list[int]) -> Message:
-    return {"why": f"none of rank {', '.join(map(str, ranks))}"} if ranks else {}
-
-
-def _require_none(folder: Path, said: list[Message], what: str) -> None:
-    for rank, message in enumerate(said):
-        if "why" in message:
+def _require_none(folder: Path, looks: Sequence[_Look], what: str) -> None:
+    for rank, look in enumerate(looks):
+        if look.wrong:
             raise UserError(
-                f"checkpoint.dir: {folder}: rank {rank} {what}: {message['why']}; expected a "
+                f"checkpoint.dir: {folder}: rank {rank} {what}: {look.wrong}; expected a "
                 "folder that all ranks share (checkpoint.every_steps=0 saves nothing)"
             )

@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxmorph.compare.condition_links import round_links
-from jaxmorph.compare.matrix_record import MatrixRecord, comparison_notes, load_averages
+from jaxmorph.compare.matrix_record import (
+    MatrixRecord,
+    comparison_notes,
+    load_averages,
+    parse_comparison_message,
+)
 from jaxmorph.compare.systems import SYSTEMS, System, system_config
 from jaxmorph.compare.whole_runs import RUNS, run_whole, whole_config
 from jaxmorph.config import Config, load_config, placed_error, placing_errors
@@ -136,7 +141,7 @@ def _failure(name: str, make: Callable[[], object]) -> str | None:
 
 def _run_system(system: str, config: Config, books: _Books, view: MatrixView) -> None:
     def take(message: dict[str, Any]) -> None:
-        books.record.take(system, message)
+        books.record.take(system, parse_comparison_message(message))
         view.update(books.matrix(), f"{system} is running")
 
     view.update(books.matrix(), f"{system} is starting")

@@ -14,7 +14,7 @@ from jaxmorph.control.profiler import Profile
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.records import Link
 from jaxmorph.report.run_matrix import PlannedRun
-from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.rendezvous import Rendezvous, agree
 from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
 from jaxmorph.schedule.costs import MARGIN_OF_JITTER, Limits
 from jaxmorph.schedule.planner import Plan
@@ -61,7 +61,7 @@ class ConditionPlanner:
             for choice in route_choices(self.config, self.system, slow)
         ]
         steps_ms = [plan.simulate(actual).makespan_ms for plan in plans]
-        chosen = self.rendezvous.exchange({"chosen": _worthwhile(steps_ms)})[0]["chosen"]
+        chosen = agree(self.rendezvous, int, _worthwhile(steps_ms))
         return plans[chosen], self._planned(plans[chosen].plan, steps_ms[chosen], actual, slow)
 
     def begin(

@@ -7,8 +7,8 @@ from statistics import median
 from types import MappingProxyType
 
 from jaxmorph.compare.detecting_rounds import Following
+from jaxmorph.compare.matrix_record import RoundMeasured
 from jaxmorph.emulation.link_conditions import LinkCondition
-from jaxmorph.records import Message
 from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous
@@ -131,39 +131,32 @@ class ConditionRunner:
 
 
 def summarize_steps(
+    condition: int,
     steps: Sequence[StepResult],
     events: Mapping[str, int] = MappingProxyType({}),
     live_until: LiveUntil = "B",
-) -> Message:
-    """What rank 0 tells of some steps: a list of each quantity, and the timeline of one step.
-
-    Args:
-        steps: At least one, with the reports that rank 0 has.
-
-    Returns:
-        JSON's types: `step_ms`, `loss`, `bubble_rate`, `blocking`, `dependency` and `other` (of
-        each step a share for each stage); `peak_on_device` (of each step, how many stashes each
-        stage's device held at most); how often which of `events` happened; of the step
-        nearest to the median its `timeline` and its `timeline_ms`.
-    """
+) -> RoundMeasured:
+    """What rank 0 reports of at least one step, by the reports that only it has."""
     timelines = [measured_timeline(step.reports) for step in steps]
     shares = [idle_shares(timeline) for timeline in timelines]
     step_ms = [1e3 * step.step_s for step in steps]
     middle_ms = median(step_ms)
     typical = min(range(len(steps)), key=lambda index: abs(step_ms[index] - middle_ms))
-    return {
-        "step_ms": step_ms,
-        "loss": [step.totals.loss for step in steps],
-        "bubble_rate": [timeline.bubble_rate for timeline in timelines],
-        "peak_on_device": [peak_on_device(timeline, live_until) for timeline in timelines],
-        **{
-            name: [[getattr(stage, name) for stage in of_step] for of_step in shares]
-            for name in IdleShares._fields
-        },
-        "events": Counter(
-            event["kind"] for step in steps for _, event in reported_events(step.reports)
-        )
-        + Counter(events),
-        "timeline": timelines[typical].to_json(),
-        "timeline_ms": step_ms[typical],
-    }
+    emitted = Counter(event["kind"] for step in steps for _, event in reported_events(step.reports))
+    return RoundMeasured(
+        condition=condition,
+        step_ms=tuple(step_ms),
+        loss=tuple(step.totals.loss for step in steps),
+        bubble_rate=tuple(timeline.bubble_rate for timeline in timelines),
+        blocking=_of_stages(shares, "blocking"),
+        dependency=_of_stages(shares, "dependency"),
+        other=_of_stages(shares, "other"),
+        peak_on_device=tuple(peak_on_device(timeline, live_until) for timeline in timelines),
+        events=emitted + Counter(events),
+        timeline=timelines[typical].to_json(),
+        timeline_ms=step_ms[typical],
+    )
+
+
+def _of_stages(shares: Sequence[Sequence[IdleShares]], cause: str) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(getattr(stage, cause) for stage in of_step) for of_step in shares)

@@ -1,23 +1,84 @@
-"""The record of a comparison: its runs, made of what ranks tell, and its fine print."""
+"""The record of a comparison: its runs, made of what ranks send, and its fine print."""
 
 import math
 import os
 import platform
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from statistics import median
+from typing import Any, TypeAlias, get_args
 
 from jaxmorph.compare.systems import SYSTEMS
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare, Condition
 from jaxmorph.config.link_sections import Routes
-from jaxmorph.records import Message
+from jaxmorph.messages import Json, parse_tagged
 from jaxmorph.report import describe_regime
 from jaxmorph.report.run_matrix import Matrix, PlannedRun, Run, StepTimes
 from jaxmorph.report.text import describe_trace
 from jaxmorph.schedule.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class AllPlanned:
+    """What runs under each condition, in their order, before any of them is run."""
+
+    plans: tuple[PlannedRun, ...]
+
+
+@dataclass(frozen=True)
+class RoundPlanned:
+    """What ran at the end of a round under a trace, or of one that the system had to detect.
+
+    Attributes:
+        condition: Its number.
+        plan: Its prediction is by the means of the delays that there were.
+    """
+
+    condition: int
+    plan: PlannedRun
+
+
+@dataclass(frozen=True)
+class RoundMeasured:
+    """The steps of one round of a condition: of each quantity a list, an item for each step.
+
+    Attributes:
+        condition: Its number.
+        blocking: Of each step a share for each stage, as of `dependency` and `other`.
+        peak_on_device: Of each step, how many stashes each stage's device held at most.
+        events: How often each kind of event was emitted.
+        timeline: Of the step nearest to the median, as `Timeline.to_json` writes it.
+        timeline_ms: What that step took.
+    """
+
+    condition: int
+    step_ms: tuple[float, ...]
+    loss: tuple[float, ...]
+    bubble_rate: tuple[float, ...]
+    blocking: tuple[tuple[float, ...], ...]
+    dependency: tuple[tuple[float, ...], ...]
+    other: tuple[tuple[float, ...], ...]
+    peak_on_device: tuple[tuple[int, ...], ...]
+    events: Mapping[str, int]
+    timeline: Json
+    timeline_ms: float
+
+
+ComparisonMessage: TypeAlias = AllPlanned | RoundPlanned | RoundMeasured
+"""What rank 0 of a system sends."""
+
+
+def parse_comparison_message(data: Any) -> ComparisonMessage:
+    """The message that a rank sent.
+
+    Raises:
+        ParseError: It is none.
+    """
+    return parse_tagged(get_args(ComparisonMessage), data, "a message of a rank")
+
 
 Key = tuple[str, str]
 _LISTED = (
@@ -42,25 +103,23 @@ class MatrixRecord:
         self._finished: set[str] = set()
         self._measured: dict[Key, dict[str, list]] = defaultdict(lambda: defaultdict(list))
         self._events: dict[Key, Counter[str]] = defaultdict(Counter)
-        self._timelines: dict[Key, list[tuple[float, Message]]] = defaultdict(list)
+        self._timelines: dict[Key, list[tuple[float, Json]]] = defaultdict(list)
         self._whole: dict[Key, Run] = {}
 
-    def take(self, system: str, message: Message) -> None:
-        """Handle one message (see `comparison.rank`)."""
+    def take(self, system: str, message: ComparisonMessage) -> None:
+        """Handle one message."""
         match message:
-            case {"kind": "plans", "plans": plans}:
-                for name, fields in zip(self._names, plans, strict=True):
-                    self._plans[system, name] = _planned(fields)
-            case {"kind": "plan", "condition": index, "plan": fields}:
-                self._plans[system, self._names[index]] = _planned(fields)
-            case {"kind": "steps", "condition": index, "timeline": timeline, "timeline_ms": at_ms}:
+            case AllPlanned(plans):
+                for name, plan in zip(self._names, plans, strict=True):
+                    self._plans[system, name] = plan
+            case RoundPlanned(index, plan):
+                self._plans[system, self._names[index]] = plan
+            case RoundMeasured(index):
                 key = (system, self._names[index])
                 for field in _LISTED:
-                    self._measured[key][field].extend(message[field])
-                self._events[key].update(message["events"])
-                self._timelines[key].append((at_ms, timeline))
-            case _:
-                raise ValueError(f"a message of no known kind: {message}")
+                    self._measured[key][field].extend(getattr(message, field))
+                self._events[key].update(message.events)
+                self._timelines[key].append((message.timeline_ms, message.timeline))
 
     def put(self, run: Run) -> None:
         """Add a whole run.
@@ -195,10 +254,6 @@ def one_slow_link(conditions: Sequence[Condition]) -> tuple[str, tuple[float, ..
     if others != [None, 0.0, None] or list(latencies_ms) != sorted(set(latencies_ms)):
         return "", ()
     return f"{between[0]}-{between[1]}", latencies_ms
-
-
-def _planned(fields: Message) -> PlannedRun:
-    return PlannedRun(**{**fields, "warmup_forwards": tuple(fields["warmup_forwards"])})
 
 
 def _medians(steps: Sequence[Sequence[float]]) -> tuple[float, ...]:

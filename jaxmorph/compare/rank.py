@@ -1,16 +1,7 @@
-"""One rank of one system of a comparison, for all conditions: `python -m jaxmorph.compare.rank`.
-
-What rank 0 tells are dictionaries of JSON's types with a `kind`:
-
-- `plans`: a `PlannedRun` for each condition, in their order, before any of them is run.
-- `plan`: the number of a `condition` under a trace, or of one that the system had to detect, and
-  the `PlannedRun` of what ran at the end of a round of it, expected by the means of the delays that
-  there were.
-- `steps`: the number of a `condition`, and `summarize_steps` of the steps of one round of it.
-"""
+"""One rank of one system of a comparison, for all conditions: `python -m jaxmorph.compare.rank`."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,6 +9,7 @@ from pathlib import Path
 from jaxmorph.compare.condition_links import link_conditions
 from jaxmorph.compare.condition_plans import ConditionPlanner
 from jaxmorph.compare.condition_steps import ConditionRunner
+from jaxmorph.compare.matrix_record import AllPlanned, ComparisonMessage
 from jaxmorph.compare.rounds import RoundPaths, Rounds
 from jaxmorph.compare.systems import SYSTEMS, System, system_config
 from jaxmorph.config import Config, load_config
@@ -25,7 +17,8 @@ from jaxmorph.config.compare_section import Compare
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.data import ReadAhead
-from jaxmorph.records import Link, Message, Route
+from jaxmorph.messages import tagged
+from jaxmorph.records import Link, Route
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
@@ -45,7 +38,7 @@ def serve(
     wanted: Compare,
     system: System,
     rendezvous: Rendezvous,
-    tell: Callable[[Message], None],
+    tell: Callable[[ComparisonMessage], None],
 ) -> None:
     """Run one system under every condition, as one rank."""
     rank, healthy = rendezvous.rank, system_config(config, system)
@@ -77,7 +70,7 @@ def serve(
             for condition in wanted.conditions
         ]
         if rank == 0:
-            tell({"kind": "plans", "plans": [asdict(planned) for _, planned in made]})
+            tell(AllPlanned(tuple(planned for _, planned in made)))
         every_link = possible_links(healthy.parallelism.stages)
         paths = RoundPaths(rendezvous, trainer, every_link) if healthy.fails_over else None
         rounds = Rounds(
@@ -138,7 +131,13 @@ def _serve_as_told(arguments: RankArguments, link: LauncherLink, rest: list[str]
     )
     if config.compare is None:
         raise ValueError(f"{config_path} compares nothing")
-    serve(config, config.compare, SYSTEMS[system], rendezvous, link.send)
+    serve(
+        config,
+        config.compare,
+        SYSTEMS[system],
+        rendezvous,
+        lambda message: link.send(tagged(message)),
+    )
 
 
 if __name__ == "__main__":

@@ -6,24 +6,24 @@ again; what can't is told of anew in each round, which has it delegated from its
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from jaxmorph.compare.condition_links import DelayHistory, RoundLinks, round_links
 from jaxmorph.compare.condition_plans import ConditionPlanner, Replanner
 from jaxmorph.compare.condition_steps import ConditionRunner, MeasuredRound, summarize_steps
 from jaxmorph.compare.detecting_rounds import following
+from jaxmorph.compare.matrix_record import ComparisonMessage, RoundPlanned
 from jaxmorph.compare.systems import System
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.control.path_reports import FAILURES, path_news
-from jaxmorph.records import Link, Message
-from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.records import EventKind, Link, Message
+from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.training.first_plan import FirstPlan
 from jaxmorph.training.plan_in_force import PlanInForce
 
-_FAILED = "failed"
 _PATIENCE_S = 3.0  # a path that is up is found so in a fraction of a second
 _LOOK_AGAIN_S = 0.02
 
@@ -54,10 +54,10 @@ class RoundPaths:
         untold = {each["link"]: each for each in self._trainer.link_failures()}
         failed = [link for link in self._links if self._trainer.path_is_up(link) is not None]
         own = {str(link): self._can_begin(link) for link in failed}
-        told = [report[_FAILED] for report in self._rendezvous.exchange({_FAILED: own})]
+        can_begin = gather(self._rendezvous, Mapping[str, bool], own)
         stay: list[Message] = []
         for link in failed:
-            if all(told[rank].get(str(link), False) for rank in link):
+            if all(can_begin[rank].get(str(link), False) for rank in link):
                 self._trainer.restore_direct(link)
             else:
                 stay.append(untold.get(str(link)) or self._told_anew(link))
@@ -67,7 +67,7 @@ class RoundPaths:
         """How many direct paths failed in a round that nobody else watched, as events."""
         own = [*stayed, *self._trainer.link_failures()]
         failures = path_news(self._rendezvous.exchange({FAILURES: own})).failures
-        return {"link_failed": len(failures)} if failures else {}
+        return {EventKind.LINK_FAILED: len(failures)} if failures else {}
 
     def _can_begin(self, link: Link) -> bool:
         if not self._trainer.can_restore(link):
@@ -102,7 +102,7 @@ class Rounds:
     first: FirstPlan
     num_tied: int
 
-    def run(self, number: int, index: int, in_force: PlanInForce) -> Iterator[Message]:
+    def run(self, number: int, index: int, in_force: PlanInForce) -> Iterator[ComparisonMessage]:
         """Run a round.
 
         Args:
@@ -149,14 +149,13 @@ class Rounds:
 
     def _told(
         self, index: int, links: RoundLinks, done: MeasuredRound, events: Mapping[str, int]
-    ) -> Iterator[Message]:
+    ) -> Iterator[ComparisonMessage]:
         if links.traced or self.system.detects:
             seen = DelayHistory(links.traced).over(done.numbers, *done.span_s)
             planned = self.planner.expect(done.in_force, (*links.steady, *seen))
-            yield {"kind": "plan", "condition": index, "plan": asdict(planned)}
+            yield RoundPlanned(index, planned)
         live_until = self.config.schedule.live_until
-        summary = summarize_steps(done.steps, events, live_until)
-        yield {"kind": "steps", "condition": index, **summary}
+        yield summarize_steps(index, done.steps, events, live_until)
 
     def _links(self, number: int, index: int) -> RoundLinks:
         num_stages = self.config.parallelism.stages

@@ -5,6 +5,7 @@ A step of a comparison begins and ends with all ranks alive. What a failure cost
 """
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,17 +18,21 @@ from jaxmorph.compare.systems import Restarts, System, system_config
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Condition
 from jaxmorph.errors import RunFailedError, RunStoppedError
-from jaxmorph.report import Event, RunHeader, RunSummary, StepRecord
-from jaxmorph.report.run_directory import EVENTS, METRICS, RECOVERY
+from jaxmorph.records import Event, EventKind, RunHeader, RunSummary, StepRecord
+from jaxmorph.report.run_directory import EVENTS, METRICS, RECOVERY, read_records
 from jaxmorph.report.run_matrix import Run, StepTimes
 from jaxmorph.training.start import run_here
 
 RUNS = "runs"
 """The folder of a comparison's directory in which its runs have theirs."""
-_COUNTED = (
-    "rank_failed", "restarted", "checkpoint_saved", "checkpoint_failed", "link_failed",
-    "link_restored", "straggler_detected", "plan_changed", "route_changed",
-)  # fmt: skip
+_COUNTED = frozenset({
+    EventKind.RANK_FAILED, EventKind.RESTARTED, EventKind.CHECKPOINT_SAVED,
+    EventKind.CHECKPOINT_FAILED, EventKind.LINK_FAILED, EventKind.LINK_RESTORED,
+    EventKind.STRAGGLER_DETECTED, EventKind.PLAN_CHANGED, EventKind.ROUTE_CHANGED,
+})  # fmt: skip
+_SAID = frozenset({
+    EventKind.RANK_FAILED, EventKind.RESTARTED, EventKind.LINK_FAILED, EventKind.LINK_RESTORED,
+})  # fmt: skip
 _ENDED = "the comparison has ended with it, and what it has measured is written"
 _JAX_CACHE = "JAX_COMPILATION_CACHE_DIR"
 
@@ -56,7 +61,7 @@ class Progress:
 
     def event(self, event: Event) -> None:
         """Says what befell the ranks and the links."""
-        if event.kind in ("rank_failed", "restarted", "link_failed", "link_restored"):
+        if event.kind in _SAID:
             self._say(f"{self.name}: {event.kind.replace('_', ' ')}: {event.detail}")
 
     def go_back(self, step: int) -> None:
@@ -157,16 +162,17 @@ def read_whole(
     Args:
         elapsed_s: From its first step's start to its last one's end; None where it had no end.
     """
-    steps, events = _lines(directory / METRICS), _lines(directory / EVENTS)
-    kinds = Counter(event["kind"] for event in events if event["kind"] in _COUNTED)
-    bubbles = [step["bubble_rate"] for step in steps if step["bubble_rate"] is not None]
+    steps = read_records(directory / METRICS, StepRecord)
+    events = read_records(directory / EVENTS, Event)
+    kinds = Counter(event.kind for event in events if event.kind in _COUNTED)
+    bubbles = [step.bubble_rate for step in steps if step.bubble_rate is not None]
     books = _books(directory / RECOVERY)
     return Run(
         system=system,
         condition=condition,
-        step_ms=StepTimes.of([1e3 * step["step_s"] for step in steps]) if steps else None,
+        step_ms=StepTimes.of([1e3 * step.step_s for step in steps]) if steps else None,
         bubble_rate=median(bubbles) if bubbles else None,
-        loss=steps[-1]["loss"] if steps else None,
+        loss=steps[-1].loss if steps and math.isfinite(steps[-1].loss) else None,
         failed=failure and f"{len(steps)} steps done: {failure}",
         events=dict(kinds),
         total_s=elapsed_s,
@@ -176,22 +182,17 @@ def read_whole(
     )
 
 
-def _held_up_s(events: Iterable[Mapping[str, Any]]) -> float:
+def _held_up_s(events: Iterable[Event]) -> float:
     """How long direct paths that failed held up their ends' queues.
 
     Of those that failed in one step the longest counts: a card's links share one deadline.
     """
     of_steps: dict[int, float] = {}
     for event in events:
-        if event["kind"] == "link_failed":
-            held_up_s = (event.get("evidence") or {}).get("held_up_s", 0.0)
-            of_steps[event["step"]] = max(held_up_s, of_steps.get(event["step"], 0.0))
+        if event.kind == EventKind.LINK_FAILED:
+            held_up_s = (event.evidence or {}).get("held_up_s", 0.0)
+            of_steps[event.step] = max(held_up_s, of_steps.get(event.step, 0.0))
     return sum(of_steps.values(), 0.0)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def _books(path: Path) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from jaxmorph.control.link_state import LinkHealth
 from jaxmorph.control.orchestrator import Option, Situation
 from jaxmorph.control.verdicts import Verdict, degraded_links
 from jaxmorph.program.instructions import Channel, Payload, RankProgram, parse_program
-from jaxmorph.records import PLAN_CHANGED, Link, Message, Route
+from jaxmorph.records import EventKind, Link, Message, Route
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan
 
@@ -140,7 +140,7 @@ def of_morph(morph: Morph) -> list[Happening]:
         for link, route in morph.routes.items()
     ]
     return [
-        {"kind": PLAN_CHANGED, "detail": morph.reason, "evidence": morph.evidence},
+        {"kind": EventKind.PLAN_CHANGED, "detail": morph.reason, "evidence": morph.evidence},
         *routes,
     ]
 

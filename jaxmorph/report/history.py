@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from jaxmorph.records import PLAN_CHANGED, Event, RunSummary, StepRecord
+from jaxmorph.records import Event, EventKind, RunSummary, StepRecord
 from jaxmorph.report.text import longer_than_planned
 
 RECENT = 20
@@ -58,7 +58,7 @@ class RunHistory:
 
     def note(self, event: Event) -> None:
         """Takes note of an event that sums a run up."""
-        if event.kind == PLAN_CHANGED:
+        if event.kind == EventKind.PLAN_CHANGED:
             self._morph_steps.append(event.step)
 
     def __len__(self) -> int:

@@ -6,18 +6,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from jaxmorph.config import Config, dump_config
 from jaxmorph.errors import UserError
-from jaxmorph.records import (
-    DAMAGED,
-    RANK_FAILED,
-    RESTARTED,
-    RESUMED,
-    Event,
-    StepRecord,
-)
+from jaxmorph.messages import ParseError, parse_line
+from jaxmorph.records import Event, EventKind, StepRecord
 from jaxmorph.report.tensorboard import TensorBoardEvents, load_writer
 
 CONFIG = "config.yaml"
@@ -28,9 +22,12 @@ RECOVERY = "recovery.json"
 LINKS = "links.json"
 _TRACES = "trace"
 _TRACE = re.compile(r"step_(\d+)\.json")
-_SAVED = "checkpoint_saved"
-_STAY = (RESUMED, DAMAGED, RANK_FAILED, RESTARTED, "link_failed", "checkpoint_failed")
-"""The kinds of events that tell of a run's lives and of what ended them."""
+_STAY = frozenset({
+    EventKind.RESUMED, EventKind.CHECKPOINT_DAMAGED, EventKind.RANK_FAILED, EventKind.RESTARTED,
+    EventKind.LINK_FAILED, EventKind.CHECKPOINT_FAILED,
+})  # fmt: skip
+"""The kinds of events about failures and restarts: they stay when their steps are done again."""
+_Line = TypeVar("_Line", StepRecord, Event)
 
 
 class RunDirectory:
@@ -62,7 +59,7 @@ class RunDirectory:
     def write_event(self, event: Event) -> None:
         """Appends an event to `events.jsonl`."""
         self._events.write(_json_line(event.line()))
-        if self._tensorboard is not None and event.kind == _SAVED:
+        if self._tensorboard is not None and event.kind == EventKind.CHECKPOINT_SAVED:
             self._tensorboard.flush()  # a run that goes on from there won't do its steps again
 
     def write_profile(self, profile: Mapping[str, Any]) -> None:
@@ -83,7 +80,7 @@ class RunDirectory:
         See `reopen_run_directory`.
 
         Raises:
-            UserError: It can't be written to.
+            UserError: It can't be written to, or a line of it is not what a run writes.
         """
         self.close()
         try:
@@ -91,6 +88,8 @@ class RunDirectory:
             self._open_files("a")
             if self._tensorboard is not None:
                 self._tensorboard = TensorBoardEvents(self.path, step)
+        except ParseError as error:
+            raise UserError(f"run.dir: {error}") from error
         except OSError as error:
             raise UserError(f"run.dir: {self.path}: cannot write: {error.strerror}") from error
 
@@ -116,6 +115,20 @@ class RunDirectory:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def read_records(path: Path, kind: type[_Line]) -> list[_Line]:
+    """The lines of a run's metrics or events, but for a last one that isn't whole yet.
+
+    Raises:
+        ParseError: A line is not what a run writes.
+    """
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1].splitlines()
+    return [
+        parse_line(kind, line, f"{path}, line {number}")
+        for number, line in enumerate(whole, start=1)
+    ]
 
 
 def find_traces(path: Path) -> dict[int, Path]:
@@ -151,7 +164,8 @@ def reopen_run_directory(path: Path, config: Config, step: int) -> RunDirectory:
         step: How many steps have been done.
 
     Raises:
-        UserError: It can't be written to, or what writes for TensorBoard is missing.
+        UserError: It can't be written to, a line of it is not what a run writes, or what writes
+            for TensorBoard is missing.
     """
     if config.metrics.tensorboard:
         load_writer()  # before anything is written
@@ -159,6 +173,8 @@ def reopen_run_directory(path: Path, config: Config, step: int) -> RunDirectory:
         _cut_lines(path, step)
         _replace(path / CONFIG, dump_config(config))
         return RunDirectory(path, resumed=True, tensorboard=_tensorboard(config, path, step))
+    except ParseError as error:
+        raise UserError(f"--resume: {error}") from error
     except OSError as error:
         raise UserError(f"--resume: {path}: cannot write: {error.strerror}") from error
 
@@ -168,14 +184,18 @@ def _tensorboard(config: Config, path: Path, first_step: int = 0) -> TensorBoard
 
 
 def _cut_lines(path: Path, step: int) -> None:
-    _keep_lines(path / METRICS, lambda line: line["step"] < step)
-    _keep_lines(path / EVENTS, lambda line: line["step"] < step or line["kind"] in _STAY)
+    _keep_lines(path / METRICS, StepRecord, lambda record: record.step < step)
+    _keep_lines(path / EVENTS, Event, lambda event: event.step < step or event.kind in _STAY)
 
 
-def _keep_lines(path: Path, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+def _keep_lines(path: Path, kind: type[_Line], wanted: Callable[[_Line], bool]) -> None:
     if path.is_file():
         with path.open(encoding="utf-8") as file:
-            kept = [line for line in file if _is_whole(line) and wanted(json.loads(line))]
+            kept = [
+                line
+                for number, line in enumerate(file, start=1)
+                if _is_whole(line) and wanted(parse_line(kind, line, f"{path}, line {number}"))
+            ]
         _replace(path, "".join(kept))
 
 

@@ -29,6 +29,7 @@ from jaxmorph.copies.programs import (
     is_ready,
 )
 from jaxmorph.program.instructions import Channel, channel_of
+from jaxmorph.records import EventKind
 from jaxmorph.runtime.payloads import channel_name
 from jaxmorph.runtime.routes import (
     AbandonedEpochError,
@@ -189,7 +190,7 @@ class DelegatedRoute:
         waits = self.counts.slot_waits - before.slot_waits
         waited_ms = 1e3 * (self.counts.slot_wait_s - before.slot_wait_s)
         detail = f"{waits} sends, {waited_ms:.1f} ms"
-        event = {"kind": "waited_for_slots", "time_s": time.monotonic(), "detail": detail}
+        event = {"kind": EventKind.WAITED_FOR_SLOTS, "time_s": time.monotonic(), "detail": detail}
         return [event] if waits else []
 
     def statistics(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from jaxmorph.emulation.link_conditions import LinkCondition, of_route
 from jaxmorph.program.instructions import Transfer
 from jaxmorph.records import Link
-from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.rendezvous import Rendezvous, agree
 from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.plane import DataPlane
@@ -136,4 +136,4 @@ def _cut_error(identity: TransferIdentity, waited_s: float) -> TimeoutError:
 
 def agree_on_origin_s(rendezvous: Rendezvous) -> float:
     """A time from which all ranks count, by the clock of their machine; all call this at once."""
-    return rendezvous.exchange({"now_s": time.monotonic()})[0]["now_s"]
+    return agree(rendezvous, float, time.monotonic())

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from jaxmorph.errors import RunFailedError, UserError
-from jaxmorph.records import Message
+from jaxmorph.messages import RankFailed, parse
 from jaxmorph.runtime.rank_process import RankArguments
 
 # After the first failure the others get this long to say what they saw, and after a request to end
@@ -68,26 +68,11 @@ class _Rank:
     pending: bytes = b""
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """Evidence that a rank failed; the smallest is believed to be the cause."""
-
-    follows_others: bool  # an abort is often the echo of somebody else's death
-    time_s: float
-    rank: int
-    reason: str
-    is_user_error: bool = False
-    says_all: bool = False  # the same on all ranks, and nothing in a log would add to it
-
-    def sort_key(self) -> tuple[bool, float, int]:
-        return (self.follows_others, self.time_s, self.rank)
-
-
 @dataclass
 class _Watch:
     ranks: list[_Rank]
-    on_message: Callable[[Message], None]
-    failures: list[_Failure] = field(default_factory=list)
+    on_message: Callable[[dict[str, Any]], None]
+    failures: list[RankFailed] = field(default_factory=list)
     stop_within_s: float | None = None
     overdue: threading.Timer | None = None
     within_s: float | None = None
@@ -107,7 +92,7 @@ def run_ranks(
     arguments: Sequence[str],
     num_ranks: int,
     log_dir: Path,
-    on_message: Callable[[Message], None],
+    on_message: Callable[[dict[str, Any]], None],
     *,
     shows_rank_0: bool = False,
     least_threads: int = 1,
@@ -121,7 +106,7 @@ def run_ranks(
             `RankArguments`.
         arguments: Further arguments, the same for every rank.
         log_dir: Where each rank's output goes, `rank_N.log`.
-        on_message: Called with every message a rank sends (`RankProcess.send`).
+        on_message: Called with every message a rank sends (`LauncherLink.send`).
         shows_rank_0: Whether rank 0's standard output is this process's, in place of its log.
         least_threads: How many threads XLA's pools have at least, however few processors there are
             for each rank: see `OFFLOADING_THREADS`.
@@ -253,7 +238,7 @@ def _note_running(watch: _Watch) -> None:
     reason, watch.within_s = f"still running after {watch.within_s:g} s", None
     for rank in watch.ranks:
         if rank.process.poll() is None:
-            watch.failures.append(_Failure(False, time.monotonic(), rank.number, reason))
+            watch.failures.append(RankFailed(False, time.monotonic(), rank.number, reason))
 
 
 def _read_messages(rank: _Rank, watch: _Watch) -> bool:
@@ -263,17 +248,8 @@ def _read_messages(rank: _Rank, watch: _Watch) -> bool:
     while b"\n" in rank.pending:  # line by line: Ctrl-C may come in the middle of one
         line, rank.pending = rank.pending.split(b"\n", 1)
         message = json.loads(line)
-        if message["kind"] == "failed":
-            watch.failures.append(
-                _Failure(
-                    message["follows_others"],
-                    message["time_s"],
-                    rank.number,
-                    message["reason"],
-                    message["user_error"],
-                    message["says_all"],
-                )
-            )
+        if message["kind"] == RankFailed.__name__:
+            watch.failures.append(parse(RankFailed, message, f"rank {rank.number}"))
         else:
             watch.on_message(message)
     return bool(data)
@@ -289,12 +265,13 @@ def _note_exit(rank: _Rank, watch: _Watch) -> bool:
         said_why = any(failure.rank == rank.number for failure in watch.failures)
         # A rank that raised has said why; the coordination service ends others with an abort or 1.
         follows = aborted or said_why or code == 1
-        watch.failures.append(_Failure(follows, time.monotonic(), rank.number, reason))
+        watch.failures.append(RankFailed(follows, time.monotonic(), rank.number, reason))
     return False
 
 
 def _raise_cause(watch: _Watch) -> None:
-    cause = min(watch.failures, key=_Failure.sort_key)
+    # An abort is often the echo of another rank's end; of the others the first is the cause.
+    cause = min(watch.failures, key=lambda each: (each.follows_others, each.time_s, each.rank))
     if cause.is_user_error:
         raise UserError(cause.reason)
     if cause.says_all:

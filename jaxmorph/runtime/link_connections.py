@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from jaxmorph.records import Link
 from jaxmorph.runtime.link_switch import LinkWires
@@ -24,6 +23,7 @@ from jaxmorph.runtime.rendezvous import (
     Rendezvous,
     RendezvousError,
     accept_ranks,
+    gather,
     identify,
     introduce,
 )
@@ -75,7 +75,7 @@ def open_data_plane(
         channels = (spec.name for spec in (*outgoing, *incoming))
         peers = {rank for name in channels for rank in (name.source, name.destination)}
         peers.discard(rendezvous.rank)
-        addresses = {rank: [(host, port) for host, port in found[rank]] for rank in sorted(peers)}
+        addresses = {rank: found[rank] for rank in sorted(peers)}
         plane.connect(addresses, secret)
         yield plane
     except BaseException:
@@ -95,16 +95,26 @@ def _start_sidecar(
     return SidecarPlane.start(rank, outgoing, incoming, settings or TransportSettings())
 
 
-def _agree(rendezvous: Rendezvous, own: Any) -> tuple[list[Any], bytes]:
-    """Where every rank listens, as JSON, and a secret, which rank 0 makes up; all ranks call it."""
+@dataclass(frozen=True)
+class _Listening:
+    """Where a rank listens; and from rank 0 the secret, in hexadecimal digits."""
+
+    at: tuple[Address, ...]
+    secret: str
+
+
+def _agree(
+    rendezvous: Rendezvous, own: Sequence[Address]
+) -> tuple[list[tuple[Address, ...]], bytes]:
+    """Where every rank listens, and a secret, which rank 0 makes up; all ranks call it."""
     secret = secrets.token_hex(_SECRET_BYTES) if rendezvous.rank == 0 else ""
-    reports = rendezvous.exchange({"at": own, "secret": secret})
-    return [each["at"] for each in reports], bytes.fromhex(reports[0]["secret"])
+    reports = gather(rendezvous, _Listening, _Listening(tuple(own), secret))
+    return [each.at for each in reports], bytes.fromhex(reports[0].secret)
 
 
 def _agree_on_addresses(rendezvous: Rendezvous, own: Address) -> tuple[list[Address], bytes]:
-    found, secret = _agree(rendezvous, own)
-    return [(host, port) for host, port in found], secret
+    found, secret = _agree(rendezvous, [own])
+    return [at for (at,) in found], secret
 
 
 class PathEchoes:

@@ -1,7 +1,6 @@
 """One rank as a process: how it is addressed, how it joins the run, how it says that it failed."""
 
 import argparse
-import json
 import os
 import sys
 import threading
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxmorph.errors import RunFailedError, UserError
-from jaxmorph.records import Message
+from jaxmorph.messages import Json, RankFailed, dump, tagged
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,10 @@ class LauncherLink:
         )
         lifeline.start()
 
-    def send(self, message: Message) -> None:
-        """Send a message; from any thread."""
+    def send(self, message: Json) -> None:
+        """Send an object with a `kind`; from any thread."""
         with self._lock:
-            self._messages.write(json.dumps(message) + "\n")
+            self._messages.write(dump(message) + "\n")
             self._messages.flush()
 
 
@@ -94,24 +93,23 @@ def run_rank(body: Callable[[RankArguments, LauncherLink, list[str]], None]) -> 
         body(arguments, link, rest)
     except BaseException as error:  # whatever it is, the launcher must hear of it
         traceback.print_exc()
-        link.send(_failure(error))
+        link.send(tagged(_failure(arguments.rank, error)))
         sys.stdout.flush()
         sys.stderr.flush()
         # No clean-up: in the middle of a transfer it would wait for peers that are about to end.
         os._exit(1)
 
 
-def _failure(error: BaseException) -> Message:
+def _failure(rank: int, error: BaseException) -> RankFailed:
     says_all = isinstance(error, UserError | RunFailedError)
-    reason = str(error) if says_all else _one_line(error)
-    return {
-        "kind": "failed",
-        "time_s": time.monotonic(),
-        "reason": reason,
-        "user_error": isinstance(error, UserError),
-        "says_all": says_all,
-        "follows_others": _is_echo(error),
-    }
+    return RankFailed(
+        follows_others=_is_echo(error),
+        time_s=time.monotonic(),
+        rank=rank,
+        reason=str(error) if says_all else _one_line(error),
+        is_user_error=isinstance(error, UserError),
+        says_all=says_all,
+    )
 
 
 def _one_line(error: BaseException) -> str:

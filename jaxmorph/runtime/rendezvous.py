@@ -11,11 +11,14 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from dataclasses import is_dataclass
+from typing import Any, Protocol, TypeVar
 
+from jaxmorph.messages import as_object, parse
 from jaxmorph.records import Message
 
 DETAIL = "detail"
+_Value = TypeVar("_Value")
 _KEY = "jaxmorph/rendezvous"
 _IDENTIFY_S = 2.0  # a stranger that says nothing must not use up the others' time
 _GRACE_S = 2.0
@@ -154,6 +157,28 @@ class Rendezvous(Protocol):
     def close(self) -> None:
         """Leave."""
         ...
+
+
+def gather(rendezvous: Rendezvous, kind: type[_Value], own: _Value) -> list[_Value]:
+    """All ranks' values of a type, in rank order, this rank's own included; also a barrier.
+
+    Args:
+        kind: What `messages.parse` reads; all ranks name the same.
+
+    Raises:
+        ParseError: A rank gave something else; it names the rank.
+    """
+    told = enumerate(rendezvous.exchange(_wrapped(own)))
+    return [parse(kind, message.get("value"), f"rank {rank}") for rank, message in told]
+
+
+def agree(rendezvous: Rendezvous, kind: type[_Value], own: _Value | None) -> _Value:
+    """Rank 0's value on all ranks; what the others give is not read. See `gather`."""
+    return parse(kind, rendezvous.exchange(_wrapped(own))[0].get("value"), "rank 0")
+
+
+def _wrapped(value: Any) -> Message:
+    return {"value": as_object(value) if is_dataclass(value) else value}
 
 
 class SoleRank:

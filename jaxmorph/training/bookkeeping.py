@@ -1,19 +1,8 @@
-"""What rank 0 tells of a run: worked out on a thread of its own, off the step's path.
-
-Messages are dictionaries of JSON's types with a `kind`:
-
-- `started`: what runs; the fields of `RunHeader` that only a rank knows.
-- `step`: the fields of a `StepRecord`.
-- `timelines`: a step that leaves a trace, planned and measured, as `Timeline.to_json`; and whether
-  it does so for a change (`around_change`).
-- `profile`: what ops and links cost by then, as `Profile.to_json`; with each sampled step.
-- `event`: the fields of an `Event`.
-- `links`: what the run's next life is to know of links that aren't well; whenever that changes.
-"""
+"""What rank 0 reports of a run (`jaxmorph.messages`), worked out beside the steps on a thread."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
@@ -24,8 +13,16 @@ from jaxmorph.control.link_state import FailedPaths
 from jaxmorph.control.measurements import link_medians_ms, link_samples
 from jaxmorph.control.path_reports import read_paths
 from jaxmorph.control.profiler import Profile, Profiler
+from jaxmorph.messages import (
+    EventEmitted,
+    ProfileUpdated,
+    RunMessage,
+    RunStarted,
+    StepDone,
+    StepTimelines,
+)
 from jaxmorph.program.instructions import parse_program
-from jaxmorph.records import CHANGES, Link, Message
+from jaxmorph.records import CHANGES, Event, EventKind, Link, Message, StepRecord
 from jaxmorph.runtime.report import (
     StepReport,
     StepTotals,
@@ -60,7 +57,7 @@ class Bookkeeper:
         config: Config,
         in_force: PlanInForce,
         profiler: Profiler,
-        tell: Callable[[Message], None],
+        tell: Callable[[RunMessage], None],
         *,
         active: bool,
         first_step: int = 0,
@@ -121,8 +118,8 @@ class Bookkeeper:
         """
         self._submit(self._adopt, morph, step)
 
-    def event(self, step: int, kind: str, detail: str) -> None:
-        """Tell of something that happened."""
+    def event(self, step: int, kind: EventKind, detail: str) -> None:
+        """Emit an event."""
         self._submit(self._tell_event, step, kind, detail)
 
     def in_force(self) -> dict[str, Any]:
@@ -173,24 +170,26 @@ class Bookkeeper:
         cut_reason: str,
         equipped: str,
     ) -> None:
-        header = {
-            "data": data,
-            "num_parameters": num_parameters,
-            "layers_per_stage": layers,
-            "cut_reason": cut_reason,
-            "schedule": self._plan.schedule.name,
-            "warmup_forwards": self._plan.schedule.warmup_forwards,
-            "evaluates": self._config.evaluation.every_steps is not None,
-        }
-        self._tell({"kind": "started", "header": header})
+        self._tell(
+            RunStarted(
+                data=data,
+                num_parameters=num_parameters,
+                layers_per_stage=tuple(layers),
+                cut_reason=cut_reason,
+                schedule=self._plan.schedule.name,
+                warmup_forwards=self._plan.schedule.warmup_forwards,
+                evaluates=self._config.evaluation.every_steps is not None,
+            )
+        )
         if cut_reason:
             chosen = f"{' '.join(map(str, layers))}: {cut_reason}"
-            self._tell_event(self._first_step, "layers_cut", chosen)
+            self._tell_event(self._first_step, EventKind.LAYERS_CUT, chosen)
         reasons = [self._plan.reason, equipped]
-        self._tell_event(self._first_step, "plan_adopted", "; ".join(filter(None, reasons)))
+        adopted = "; ".join(filter(None, reasons))
+        self._tell_event(self._first_step, EventKind.PLAN_ADOPTED, adopted)
         if self._config.adaptation.enabled and not self._config.adapts:
-            told = "adaptation.enabled: true: a pipeline of one stage has no links to adapt to"
-            self._tell_event(self._first_step, "without_effect", told)
+            why = "adaptation.enabled: true: a pipeline of one stage has no links to adapt to"
+            self._tell_event(self._first_step, EventKind.WITHOUT_EFFECT, why)
 
     def _tell_step(
         self,
@@ -215,42 +214,43 @@ class Bookkeeper:
             happened += self._loop.observe(step, measured, paths.samples, probed, paths.news)
             self._tell_known_links(step, self._loop)
         planned = self._in_force.simulate(profile)
-        record = {
-            "step": step,
-            "loss": totals.loss,
-            "held_out_loss": held_out_loss,
-            "grad_norm": totals.grad_norm,
-            "step_s": step_s,
-            "tokens_per_s": self._config.tokens_per_step / step_s,
-            "schedule": self._plan.schedule.name,
-            "warmup_forwards": self._plan.schedule.warmup_forwards,
-            "routes": {str(link): route for link, route in paths.routes.items()},
-            "predicted_step_s": planned.makespan_ms / 1e3,
-            "bubble_rate": measured.bubble_rate,
-            "peak_live": measured.peak_live(self._config.schedule.live_until),
-            "peak_on_device": self._peak_on_device(measured),
-            "peak_device_bytes": peaks_of(reports),
-            "compilations": total_compilations(reports),
-            "planned_bubble_rate": planned.bubble_rate,
-            "link_states": self._link_states(),
-            "link_ms": link_medians_ms(paths.samples) or None,
-            "skipped": not totals.is_finite,
-        }
-        self._tell({"kind": "step", "record": record})
+        record = StepRecord(
+            step=step,
+            loss=totals.loss,
+            held_out_loss=held_out_loss,
+            grad_norm=totals.grad_norm,
+            step_s=step_s,
+            tokens_per_s=self._config.tokens_per_step / step_s,
+            schedule=self._plan.schedule.name,
+            warmup_forwards=self._plan.schedule.warmup_forwards,
+            routes={str(link): route for link, route in paths.routes.items()},
+            predicted_step_s=planned.makespan_ms / 1e3,
+            bubble_rate=measured.bubble_rate,
+            peak_live=measured.peak_live(self._config.schedule.live_until),
+            peak_on_device=self._peak_on_device(measured),
+            peak_device_bytes=peaks_of(reports),
+            compilations=total_compilations(reports),
+            planned_bubble_rate=planned.bubble_rate,
+            link_states=self._link_states(),
+            link_ms=link_medians_ms(paths.samples) or None,
+            skipped=not totals.is_finite,
+        )
+        self._tell(StepDone(record))
         for happening in happened:
             self._tell_event(step, **happening)
         if not totals.is_finite:
-            self._tell_event(step, "step_skipped", totals.in_words(), evidence=_evidence(totals))
+            evidence = _evidence(totals)
+            self._tell_event(step, EventKind.STEP_SKIPPED, totals.in_words(), evidence=evidence)
         self._traced.note(step, planned, measured)
         if self._traced.is_sampled(step):
-            self._tell({"kind": "profile", "profile": self._profiler.profile().to_json()})
+            self._tell(ProfileUpdated(self._profiler.profile().to_json()))
 
     def _tell_known_links(self, step: int, loop: ControlLoop) -> None:
         if self._known_links is None:
             return
         news = self._known_links.news(step, loop.known_ways())
         if news is not None:
-            self._tell({"kind": "links", "links": news})
+            self._tell(news)
 
     def _peak_on_device(self, measured: Timeline) -> tuple[int, ...] | None:
         if not self._config.offload.enabled:
@@ -277,14 +277,14 @@ class Bookkeeper:
         self, step: int, reports: Sequence[StepReport], step_began_s: float
     ) -> None:
         for rank, told in reported_events(reports):
-            event = {
-                "time_s": step_began_s + told["time_s"],
-                "step": step,
-                "kind": told["kind"],
-                "link": _link_name(rank, told.get("peer")),
-                "detail": f"rank {rank}: {_in_words(told)}",
-            }
-            self._tell({"kind": "event", "event": event})
+            event = Event(
+                time_s=step_began_s + told["time_s"],
+                step=step,
+                kind=EventKind(told["kind"]),
+                link=_link_name(rank, told.get("peer")),
+                detail=f"rank {rank}: {_in_words(told)}",
+            )
+            self._tell(EventEmitted(event))
 
     def _tell_event(
         self,
@@ -292,14 +292,14 @@ class Bookkeeper:
         kind: str,
         detail: str,
         link: str | None = None,
-        evidence: Message | None = None,
+        evidence: Mapping[str, Any] | None = None,
     ) -> None:
         time_s = time.monotonic() - self._began_s
-        event = {"time_s": time_s, "step": step, "kind": kind, "link": link, "detail": detail}
-        self._tell({"kind": "event", "event": event | ({"evidence": evidence} if evidence else {})})
+        event = Event(time_s, step, EventKind(kind), link, detail, evidence or None)
+        self._tell(EventEmitted(event))
 
 
-def _evidence(totals: StepTotals) -> Message:
+def _evidence(totals: StepTotals) -> dict[str, Any]:
     """A step's scalars as text: JSON has no word for a number that is not finite."""
     return {
         "loss": f"{totals.loss:g}",
@@ -330,17 +330,17 @@ class _Held:
 class TracedSteps:
     """Keeps the last steps' timelines in memory, and tells those that shall be kept for good."""
 
-    def __init__(self, config: Config, tell: Callable[[Message], None]) -> None:
+    def __init__(self, config: Config, tell: Callable[[RunMessage], None]) -> None:
         self._config = config
         self._tell = tell
         self._untold: deque[_Held] = deque(maxlen=AROUND + 1)
         self._until_step = -1
 
-    def pass_on(self, message: Message) -> None:
-        """Tell a message; where it is the event of a change, the timelines around it too."""
+    def pass_on(self, message: RunMessage) -> None:
+        """Send a message; with the event of a change, the timelines around it too."""
         self._tell(message)
-        if message["kind"] == "event" and message["event"]["kind"] in CHANGES:
-            step = message["event"]["step"]
+        if isinstance(message, EventEmitted) and message.event.kind in CHANGES:
+            step = message.event.step
             self._until_step = max(self._until_step, step + AROUND)
             for held in self._untold:
                 if held.step >= step - AROUND:
@@ -367,11 +367,4 @@ class TracedSteps:
 
     def _tell_timelines(self, held: _Held, *, around_change: bool) -> None:
         timelines = {"planned": held.planned.to_json(), "measured": held.measured.to_json()}
-        self._tell(
-            {
-                "kind": "timelines",
-                "step": held.step,
-                "timelines": timelines,
-                "around_change": around_change,
-            }
-        )
+        self._tell(StepTimelines(held.step, timelines, around_change))

@@ -2,7 +2,7 @@
 
 from jaxmorph.checkpoints.saver import CheckpointSaver
 from jaxmorph.control.events import Morph
-from jaxmorph.records import Message
+from jaxmorph.records import EventKind, Message
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.planner import Plan
@@ -10,7 +10,7 @@ from jaxmorph.training.adaptation import Adaptation
 from jaxmorph.training.bookkeeping import Bookkeeper
 from jaxmorph.training.evaluation import Evaluation
 from jaxmorph.training.loop import GOES_ON, Callback, Effect
-from jaxmorph.training.save_times import STOPPED, SaveTimes, SkippedSteps
+from jaxmorph.training.save_times import SaveTimes, SkippedSteps
 
 
 class Recording(Callback):
@@ -87,7 +87,7 @@ class Saving(Callback):
             self._saver.save(num_done, self._stage.state)
         if after.stops:
             done = f"asked to end after {num_done} of {self._num_steps} steps"
-            self._bookkeeper.event(result.step, STOPPED, done)
+            self._bookkeeper.event(result.step, EventKind.STOPPED, done)
         return Effect(ends=after.stops)
 
 

@@ -5,18 +5,31 @@ again without any. What is known of links goes by the links, not by the steps: w
 the last checkpoint is known, too.
 """
 
-import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxmorph.config import Config
 from jaxmorph.control.verdicts import KnownWay
-from jaxmorph.records import Message
+from jaxmorph.messages import Json, LinksChanged, dump, parse_line
 from jaxmorph.report.run_directory import LINKS
-from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.rendezvous import Rendezvous, agree
 
 FILE = "layers.json"
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What is written of a cut.
+
+    Attributes:
+        layers: How many each virtual stage has.
+    """
+
+    stages: int
+    chunks: int
+    layers: tuple[int, ...]
 
 
 def chosen_before(directory: Path, config: Config, num_layers: int) -> tuple[int, ...] | None:
@@ -26,14 +39,12 @@ def chosen_before(directory: Path, config: Config, num_layers: int) -> tuple[int
         None where there was no such life, or it had other stages.
     """
     try:
-        told = json.loads((directory / FILE).read_text(encoding="utf-8"))
-        counts = tuple(int(count) for count in told["layers"])
-        had = told["stages"], told["chunks"]
-    except (OSError, ValueError, KeyError, TypeError):
+        before = parse_line(_Cut, (directory / FILE).read_text(encoding="utf-8"), FILE)
+    except (OSError, ValueError):
         return None
-    cut = config.parallelism
+    cut, counts = config.parallelism, before.layers
     fits = len(counts) == cut.virtual_stages and sum(counts) == num_layers and min(counts) > 0
-    return counts if fits and had == (cut.stages, cut.chunks) else None
+    return counts if fits and (before.stages, before.chunks) == (cut.stages, cut.chunks) else None
 
 
 def keep_choice(directory: Path, config: Config, layers: Sequence[range]) -> None:
@@ -41,9 +52,9 @@ def keep_choice(directory: Path, config: Config, layers: Sequence[range]) -> Non
     cut = config.parallelism
     if cut.layers != "auto":
         return
-    told = {"stages": cut.stages, "chunks": cut.chunks, "layers": [len(own) for own in layers]}
+    chosen = _Cut(cut.stages, cut.chunks, tuple(map(len, layers)))
     written = directory / f"{FILE}.new"
-    written.write_text(json.dumps(told) + "\n", encoding="utf-8")
+    written.write_text(dump(chosen) + "\n", encoding="utf-8")
     written.replace(directory / FILE)
 
 
@@ -58,7 +69,7 @@ class KnownLinks:
         self._pipeline = _pipeline(config, layers)
         self._told: tuple[Any, ...] | None = None if (directory / LINKS).exists() else ()
 
-    def news(self, step: int, ways: Sequence[KnownWay]) -> Message | None:
+    def news(self, step: int, ways: Sequence[KnownWay]) -> LinksChanged | None:
         """What is to be written down.
 
         Args:
@@ -71,11 +82,7 @@ class KnownLinks:
         if known == self._told:
             return None
         self._told = known
-        return {
-            "pipeline": self._pipeline,
-            "step": step,
-            "ways": [each.to_json() for each in ways],
-        }
+        return LinksChanged(self._pipeline, step, tuple(each.to_json() for each in ways))
 
 
 def known_links(
@@ -95,12 +102,11 @@ def known_links(
     if not config.adapts:
         return ()
     own = _read(directory / LINKS, _pipeline(config, layers)) if rendezvous.rank == 0 else []
-    told = rendezvous.exchange({"links": own})[0]["links"]
-    ways = map(KnownWay.from_json, told)
+    ways = map(KnownWay.from_json, agree(rendezvous, tuple[Json, ...], tuple(own)))
     return tuple(each for each in ways if config.fails_over or not each.is_dead)
 
 
-def _pipeline(config: Config, layers: Sequence[range]) -> Message:
+def _pipeline(config: Config, layers: Sequence[range]) -> dict[str, Any]:
     """What decides which links there are, and what a message on them takes."""
     return {
         "stages": config.parallelism.stages,
@@ -111,12 +117,12 @@ def _pipeline(config: Config, layers: Sequence[range]) -> Message:
     }
 
 
-def _read(path: Path, pipeline: Message) -> list[Message]:
+def _read(path: Path, pipeline: Json) -> list[dict[str, Any]]:
     """What is written there of the same pipeline; nothing where that can't be read."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        if told["pipeline"] != pipeline:
+        before = parse_line(LinksChanged, path.read_text(encoding="utf-8"), LINKS)
+        if before.pipeline != pipeline:
             return []
-        return [KnownWay.from_json(way).to_json() for way in told["ways"]]
+        return [KnownWay.from_json(way).to_json() for way in before.ways]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []  # it is found again

@@ -2,14 +2,11 @@
 
 import os
 import socket
-from typing import TYPE_CHECKING
 
 from jaxmorph.config import Config
 from jaxmorph.emulation.link_settings import trace_conditions
 from jaxmorph.errors import UserError
-
-if TYPE_CHECKING:
-    from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.rendezvous import Rendezvous, gather
 
 # Each is set in the processes that srun, mpirun or an indexed Kubernetes job has started.
 _CLUSTER_VARIABLES = ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX")
@@ -36,7 +33,7 @@ def is_first_task() -> bool:
 
 def join_cluster(
     start_timeout_s: float, step_timeout_s: float, fails_over: bool, otherwise: str
-) -> "Rendezvous":
+) -> Rendezvous:
     """Join a job whose tasks `jax.distributed` finds by itself.
 
     Args:
@@ -60,13 +57,13 @@ def join_cluster(
         ) from error
 
 
-def require_one_host(config: Config, rendezvous: "Rendezvous") -> None:
+def require_one_host(config: Config, rendezvous: Rendezvous) -> None:
     """Refuse what is timed by one machine's clock where ranks are on several.
 
     Raises:
         UserError: If ops are paced, or links follow a trace by time, over several hosts.
     """
-    hosts = {report["host"] for report in rendezvous.exchange({"host": socket.gethostname()})}
+    hosts = set(gather(rendezvous, str, socket.gethostname()))
     if config.emulation.accelerator is not None and len(hosts) > 1:
         raise UserError(
             f"emulation.accelerator: got ranks on {len(hosts)} hosts, expected one: paced ranks "

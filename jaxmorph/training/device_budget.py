@@ -8,7 +8,7 @@ from jaxmorph.config import Config
 from jaxmorph.errors import UserError
 from jaxmorph.report.text import in_bytes
 from jaxmorph.runtime.host_copies import HOST_MEMORY
-from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES
 
@@ -25,6 +25,14 @@ class WithinDevices:
 
     first: Config
     new: Config
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What a rank's device has free, if it reports that, and what no cap may go below."""
+
+    free_bytes: int | None
+    least_bytes: int
 
 
 def with_device_budget(
@@ -53,11 +61,11 @@ def with_device_budget(
     if config.schedule.is_capped or not (heeds_budget(config) or config.adapts):
         return WithinDevices(config, config)
     least = 1 if offloads else max(astuple(trainer.stash_memory))
-    told = rendezvous.exchange({"free_bytes": free_bytes(device), "least_bytes": least})
-    if any(rank["free_bytes"] is None for rank in told):
+    memories = gather(rendezvous, _Memory, _Memory(free_bytes(device), least))
+    free = [each.free_bytes for each in memories if each.free_bytes is not None]
+    if len(free) < len(memories):
         return WithinDevices(config, config)
-    free, least = zip(*((rank["free_bytes"], rank["least_bytes"]) for rank in told), strict=True)
-    capped = with_stash_caps(config, free, least)
+    capped = with_stash_caps(config, free, [each.least_bytes for each in memories])
     return WithinDevices(capped if heeds_budget(config) else config, capped)
 
 

@@ -14,7 +14,7 @@ from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.verdicts import KnownWay, dead_of, slow_of, still_slow
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.executor import StepInputs
-from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.rendezvous import Rendezvous, agree
 from jaxmorph.runtime.report import measured_timeline
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepRunner
@@ -162,15 +162,15 @@ def _agree_on_delegable(
     ways = outlying_ways(links, config.routes.of_links(links)) | slow_of(known).keys()
     slow = {Link(min(way), max(way)) for way in ways}
     found = links if config.adaptation.delegates == "any" else slow
-    names = rendezvous.exchange({"links": [str(link) for link in sorted(found)]})[0]["links"]
-    return [Link.parse(name) for name in names]
+    names = tuple(str(link) for link in sorted(found))
+    return [Link.parse(name) for name in agree(rendezvous, tuple[str, ...], names)]
 
 
 def _is_worth_it(config: Config, rendezvous: Rendezvous, plain: Timeline, other: Timeline) -> bool:
     """Whether another step is shorter by what a plan must be worth, as rank 0 predicts them."""
     gain_ms = plain.makespan_ms - other.makespan_ms
     is_worth_it = gain_ms > config.adaptation.worth * plain.makespan_ms
-    return rendezvous.exchange({"is_worth_it": is_worth_it})[0]["is_worth_it"]
+    return agree(rendezvous, bool, is_worth_it)
 
 
 def warm_up(

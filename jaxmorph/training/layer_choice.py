@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxmorph.config import Config
 from jaxmorph.data import Batches
-from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.rendezvous import Rendezvous, agree
 from jaxmorph.schedule.partition import even_cut, partition, stage_times_ms
 from jaxmorph.stage.layer_costs import LayerCosts, measure_layer_costs
 from jaxmorph.stage.mesh import make_mesh, stage_submesh
@@ -28,6 +28,14 @@ class LayerChoice:
 
     layers: tuple[range, ...]
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """How many layers each stage has, and why."""
+
+    layers: tuple[int, ...]
+    reason: str
 
 
 def choose_layers(
@@ -59,15 +67,14 @@ def choose_layers(
     if config.emulation.accelerator is not None:
         return LayerChoice(layers, "even: paced ops last as long whatever the layers")
     rendezvous.exchange({})  # all ranks have started, and are idle from here on
-    message = {}
+    own = None
     if rendezvous.rank == 0:
         if chosen is None:
-            counts, reason = cut_by_costs(measure(), num_layers, cut.stages)
+            own = _Counts(*cut_by_costs(measure(), num_layers, cut.stages))
         else:
-            counts, reason = chosen, "as the run was cut before"
-        message = {"layers": counts, "reason": reason}
-    agreed = rendezvous.exchange(message)[0]
-    return LayerChoice(cut_layers(num_layers, cut.stages, agreed["layers"]), agreed["reason"])
+            own = _Counts(tuple(chosen), "as the run was cut before")
+    agreed = agree(rendezvous, _Counts, own)
+    return LayerChoice(cut_layers(num_layers, cut.stages, agreed.layers), agreed.reason)
 
 
 def cut_by_costs(

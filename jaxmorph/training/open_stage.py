@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from jaxmorph.config import Config, per_stage
 from jaxmorph.errors import UserError
@@ -13,7 +13,7 @@ from jaxmorph.runtime.link_connections import LinkLines, open_data_plane, open_l
 from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.queue import Pace
-from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.stage.model import PipelineModel
@@ -116,7 +116,7 @@ def open_stage(
 
 def _agreed_transport(config: Config, rendezvous: Rendezvous) -> TransportSettings:
     """This host's end of the data plane; what any host lacks is the mistake of all ranks."""
-    loopbacks = {told["is"] for told in rendezvous.exchange({"is": loopback_identity()})}
+    loopbacks = set(gather(rendezvous, str, loopback_identity()))
     one_loopback, mistake = len(loopbacks) == 1, ""
     try:
         settings = transport_settings(
@@ -124,7 +124,7 @@ def _agreed_transport(config: Config, rendezvous: Rendezvous) -> TransportSettin
         )
     except UserError as error:
         settings, mistake = None, str(error)
-    mistakes = [told["mistake"] for told in rendezvous.exchange({"mistake": mistake})]
+    mistakes = gather(rendezvous, str, mistake)
     if settings is None or any(mistakes):
         raise UserError(next(filter(None, mistakes)))
     return settings
@@ -141,6 +141,14 @@ def _open_lines(
     links, timeout_s = settings.failing_over, config.timeouts.start_s
     with open_link_lines(rendezvous, links, host, timeout_s) as lines:
         yield lines
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """A rank's slots for delegated messages, and what copies to them; empty where it has none."""
+
+    tier: str = ""
+    num_bytes: int = 0
 
 
 def adopt_plan(rendezvous: Rendezvous, trainer: StageTrainer, in_force: PlanInForce) -> str:
@@ -163,10 +171,10 @@ def make_room(rendezvous: Rendezvous, trainer: StageTrainer, slots: Mapping[Chan
         return ""
     trainer.make_room(slots)
     own = trainer.delegated
-    mine = {"tier": own.tier, "slot_bytes": own.slot_bytes} if own else {}
-    told = [rank for rank in rendezvous.exchange(mine) if "tier" in rank]
-    tiers = " and ".join(sorted({rank["tier"] for rank in told}))
-    slot_bytes = sum(rank["slot_bytes"] for rank in told)
+    mine = _Slots(own.tier, own.slot_bytes) if own else _Slots()
+    slots_of_ranks = [each for each in gather(rendezvous, _Slots, mine) if each.tier]
+    tiers = " and ".join(sorted({each.tier for each in slots_of_ranks}))
+    slot_bytes = sum(each.num_bytes for each in slots_of_ranks)
     return f"delegated messages are copied by {tiers}; slots for them: {slot_bytes:,} bytes"
 
 

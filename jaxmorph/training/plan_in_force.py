@@ -1,7 +1,7 @@
 """How the ranks of a run come to run the same plan: rank 0 plans, all lower its answer."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,17 +11,18 @@ from jaxmorph.control.offload_planning import plan_with_offload
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step, shorter_on_queues
 from jaxmorph.errors import UserError
+from jaxmorph.messages import Json
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import Channel, RankProgram
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link, Route
+from jaxmorph.runtime.rendezvous import Rendezvous, agree, gather
 from jaxmorph.schedule.costs import CopyCosts, Limits, StageCosts, StashBytes
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan, plan
 from jaxmorph.schedule.timeline import Timeline
 
 if TYPE_CHECKING:  # planning itself, in a process beside training, does without JAX
-    from jaxmorph.runtime.rendezvous import Rendezvous
     from jaxmorph.stage.stage_functions import StashMemory
 
 _FULL_BACKWARD = ("gpipe", "1f1b", "1f1b-eager", "interleaved")
@@ -67,17 +68,25 @@ def unmeasured_profile(config: Config, stash_bytes: StashBytes | None = None) ->
     return Profile(StageCosts.uniform(stages, 1.0, 1.0, 1.0), {}, stash_bytes, copies=copies)
 
 
-def agree_on_stash(rendezvous: "Rendezvous", memory: "StashMemory") -> StashBytes:
+def agree_on_stash(rendezvous: Rendezvous, memory: "StashMemory") -> StashBytes:
     """What one microbatch keeps on each stage, by the compiled programs; all ranks call this."""
-    told = rendezvous.exchange(asdict(memory))
+    memories = gather(rendezvous, type(memory), memory)
     return StashBytes(
-        tuple(rank["after_forward_bytes"] for rank in told),
-        tuple(rank["after_backward_input_bytes"] for rank in told),
+        tuple(each.after_forward_bytes for each in memories),
+        tuple(each.after_backward_input_bytes for each in memories),
     )
 
 
+@dataclass(frozen=True)
+class _Planned:
+    """A plan, and what it was made for."""
+
+    profile: Json
+    plan: Json
+
+
 def agree_on_plan(
-    config: Config, rendezvous: "Rendezvous", profile: Profile, num_tied: int
+    config: Config, rendezvous: Rendezvous, profile: Profile, num_tied: int
 ) -> PlanInForce:
     """Plan on rank 0 and adopt its answer on every rank.
 
@@ -93,13 +102,11 @@ def agree_on_plan(
     Raises:
         UserError: If the schedule can't keep the configured caps.
     """
-    answer = {}
+    own = None
     if rendezvous.rank == 0:
-        made = plan_step(config, profile, num_tied)
-        answer = {"profile": profile.to_json(), "plan": made.to_json()}
-    answer = rendezvous.exchange(answer)[0]
-    made = Plan.from_json(answer["plan"])
-    agreed = Profile.from_json(answer["profile"])
+        own = _Planned(profile.to_json(), plan_step(config, profile, num_tied).to_json())
+    answer = agree(rendezvous, _Planned, own)
+    made, agreed = Plan.from_json(answer.plan), Profile.from_json(answer.profile)
     programs = lower_step(made.schedule, agreed, made.routes, num_tied, made.offloading)
     return PlanInForce(made, programs, rendezvous.rank, slots_needed(programs))
 

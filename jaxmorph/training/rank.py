@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from jaxmorph.config import load_config
+from jaxmorph.messages import tagged
 from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.kept_programs import keep_compiled
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
@@ -22,7 +23,7 @@ def _train(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> Non
     train(
         config,
         rendezvous,
-        link.send,
+        lambda message: link.send(tagged(message)),
         directory,
         int(first_step),
         restarts=int(restarts),

@@ -8,20 +8,23 @@ from pathlib import Path
 
 from jaxmorph.config import Config
 from jaxmorph.errors import RunFailedError, UserError
-from jaxmorph.records import Message
-from jaxmorph.report import (
-    Event,
-    Reporter,
-    RunDirectory,
-    RunHeader,
-    RunHistory,
-    StepRecord,
-    describe_regime,
+from jaxmorph.messages import (
+    EventEmitted,
+    Json,
+    LinksChanged,
+    PhaseEnded,
+    ProfileUpdated,
+    RunMessage,
+    RunStarted,
+    StepDone,
+    StepTimelines,
+    as_object,
 )
+from jaxmorph.records import Event, EventKind, RunHeader, StepRecord
+from jaxmorph.report import Reporter, RunDirectory, RunHistory, describe_regime
 from jaxmorph.report.draw import chrome_trace, save_timelines
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.ledger import Goodput
-from jaxmorph.training.save_times import STOPPED
 
 PICTURE = "planned_and_measured.png"
 
@@ -81,31 +84,28 @@ class RunRecord:
         """What the recorded steps took."""
         return self._history.productive_s
 
-    def take(self, message: Message) -> None:
-        """Handle one message (see `bookkeeping`)."""
+    def take(self, message: RunMessage) -> None:
+        """Handle one message."""
         match message:
-            case {"kind": "started", "header": header}:
-                self._start(header)
-            case {"kind": "step", "record": fields}:
-                self._take_step(StepRecord(**fields))
-            case {"kind": "event", "event": fields}:
-                event = Event(**fields)
-                if event.kind == STOPPED:
+            case RunStarted():
+                self._start(message)
+            case StepDone(record):
+                self._take_step(record)
+            case EventEmitted(event):
+                if event.kind == EventKind.STOPPED:
                     self.stopped = event.detail
                 self._take_event(event)
-            case {"kind": "timelines", "step": step, "timelines": timelines}:
-                self._take_timelines(step, timelines, message.get("around_change", False))
-            case {"kind": "profile", "profile": profile}:
+            case StepTimelines(step, timelines, around_change):
+                self._take_timelines(step, timelines, around_change)
+            case ProfileUpdated(profile):
                 self._directory.write_profile(profile)
-            case {"kind": "links", "links": links}:
-                self._directory.write_links(links)
-            case {"kind": "phase_ended"}:
-                pass  # for whoever starts ranks again
-            case _:
-                raise ValueError(f"a message of no known kind: {message}")
+            case LinksChanged():
+                self._directory.write_links(as_object(message))
+            case PhaseEnded():
+                pass  # for the supervisor
 
     def write_event(
-        self, step: int, kind: str, detail: str, evidence: Message | None = None
+        self, step: int, kind: EventKind, detail: str, evidence: Json | None = None
     ) -> None:
         """Write down what happened to the ranks, which they can't tell."""
         time_s = self._clock() - self._life_began_s
@@ -152,19 +152,19 @@ class RunRecord:
         """Give the terminal back."""
         self._reporter.close()
 
-    def _start(self, header: Message) -> None:
+    def _start(self, started: RunStarted) -> None:
         """A life of the ranks begins to train; its user knows what runs from the first one."""
         self._life_began_s = self._clock()
         if not self._has_started:
             self._has_started, self._began_s = True, self._life_began_s
-            self._reporter.start(self._header(header))
+            self._reporter.start(self._header(started))
 
     def _take_event(self, event: Event) -> None:
         self._history.note(event)
         self._directory.write_event(event)
         self._reporter.event(event)
 
-    def _header(self, told: Message) -> RunHeader:
+    def _header(self, started: RunStarted) -> RunHeader:
         config = self._config
         return RunHeader(
             model=f"{config.model.factory} {config.model.preset}",
@@ -174,7 +174,7 @@ class RunRecord:
             num_steps=config.run.steps,
             regime=describe_regime(config.emulation),
             run_directory=self._directory.path,
-            **told,
+            **vars(started),
         )
 
     def _take_step(self, record: StepRecord) -> None:
@@ -183,7 +183,9 @@ class RunRecord:
         self._directory.write_step(record)
         self._reporter.step(record)
 
-    def _take_timelines(self, step: int, timelines: Message, around_change: bool) -> None:
+    def _take_timelines(
+        self, step: int, timelines: Mapping[str, Json], around_change: bool
+    ) -> None:
         drawn = {
             f"{name}, step {step}": Timeline.from_json(data) for name, data in timelines.items()
         }
@@ -198,7 +200,7 @@ class RunRecord:
             self._directory.trace_path(dropped).unlink(missing_ok=True)
 
 
-def _told_of(goodput: Goodput | None) -> Message:
+def _told_of(goodput: Goodput | None) -> dict[str, float]:
     """What a summary says of it."""
     if goodput is None:
         return {}

@@ -16,7 +16,8 @@ from jaxmorph.control.verdicts import KnownWay, dead_of
 from jaxmorph.data import Batches
 from jaxmorph.emulation.link_conditions import LinkCondition, untimed
 from jaxmorph.emulation.link_settings import emulated_conditions
-from jaxmorph.records import LINKS_KNOWN, RESUMED, Message
+from jaxmorph.messages import RunMessage
+from jaxmorph.records import EventKind
 from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.join import device_kind
@@ -196,7 +197,7 @@ def begin_training(
     run: Run,
     stage: StageTrainer,
     planned: Planned,
-    tell: Callable[[Message], None],
+    tell: Callable[[RunMessage], None],
     source: str,
     *,
     trained_on: TrainedOn,
@@ -207,7 +208,7 @@ def begin_training(
     """Begin training's time: of its patience with ranks, and of links that change.
 
     Args:
-        tell: Takes what rank 0 has to say of the run: see `bookkeeping`.
+        tell: Takes what rank 0 reports of the run.
         source: Where the data come from, in a few words.
         trained_on: What checkpoints say of the data.
         held_out: What is evaluated; None: nothing.
@@ -279,7 +280,8 @@ def _announce(run: Run, planned: Planned, bookkeeper: Bookkeeper, source: str) -
     num_parameters = parameter_count(run.model)
     bookkeeper.start(source, num_parameters, cut.layers, cut.reason, equipped)
     if run.checkpoints is not None and run.first_step > 0:
-        bookkeeper.event(run.first_step, RESUMED, run.checkpoints.origin(cut.layers))
+        bookkeeper.event(run.first_step, EventKind.RESUMED, run.checkpoints.origin(cut.layers))
     if known:
         links = ", ".join(each.in_words() for each in known)
-        bookkeeper.event(run.first_step, LINKS_KNOWN, f"begins with links as they were: {links}")
+        detail = f"begins with links as they were: {links}"
+        bookkeeper.event(run.first_step, EventKind.LINKS_KNOWN, detail)

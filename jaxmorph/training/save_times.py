@@ -22,8 +22,6 @@ from jaxmorph.runtime.launcher import restore_signal, sigterm_interrupts
 if TYPE_CHECKING:  # which imports JAX, and the launcher does without
     from jaxmorph.runtime.report import StepTotals
 
-STOPPED = "stopped"
-"""The kind of event that says that a run has ended before its last step, as it was asked to."""
 _SAVE, _STOP = "time_to_save", "asked_to_stop"
 _S_PER_MINUTE = 60.0
 _ADVICE = (

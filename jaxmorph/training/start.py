@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from jaxmorph.checkpoints.folder import PassedOver
 from jaxmorph.config import Config, load_config, placing_errors
 from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
-from jaxmorph.records import DAMAGED, Message
+from jaxmorph.messages import RunMessage, parse_run_message
+from jaxmorph.records import EventKind
 from jaxmorph.report import Reporter, RunDirectory, open_reporter, open_run_directory
 from jaxmorph.report.run_directory import CONFIG, reopen_run_directory
 from jaxmorph.runtime.launcher import OFFLOADING_THREADS, run_ranks, sigterm_interrupts
@@ -200,7 +201,11 @@ def _run_here(start: _Start, reporter: Reporter | None = None) -> bool:
 
 
 def _launch(
-    config: Config, directory: Path, first_step: int, restarts: int, take: Callable[[Message], None]
+    config: Config,
+    directory: Path,
+    first_step: int,
+    restarts: int,
+    take: Callable[[RunMessage], None],
 ) -> bool:
     """One life of the run's ranks on this machine; whether they were asked to end."""
     if restarts:
@@ -214,7 +219,7 @@ def _launch(
         arguments,
         stages,
         logs,
-        take,
+        lambda message: take(parse_run_message(message)),
         least_threads=least_threads,
         stop_within_s=config.checkpoint.stop_within_s,
     )
@@ -240,7 +245,7 @@ def _set_aside(
     step: int,
 ) -> None:
     for line in set_aside(config, directory, passed_over):
-        record.write_event(step, DAMAGED, line)
+        record.write_event(step, EventKind.CHECKPOINT_DAMAGED, line)
 
 
 def _log_folder(directory: Path, first_step: int) -> Path:
@@ -320,6 +325,14 @@ def _check_job(config: Config, rendezvous: "Rendezvous") -> None:
     require_one_host(config, rendezvous)
 
 
+@dataclass(frozen=True)
+class _Found:
+    """The run's directory, and the step that it begins with."""
+
+    directory: str
+    first_step: int
+
+
 def _train_as_rank(
     start: _Start,
     rendezvous: "Rendezvous",
@@ -328,19 +341,20 @@ def _train_as_rank(
 ) -> tuple[bool, Path]:
     """Whether the run has come to its last step, and its directory."""
     from jaxmorph.runtime.kept_programs import keep_compiled
+    from jaxmorph.runtime.rendezvous import agree
     from jaxmorph.training.train import train
 
     config = start.config
     if rendezvous.rank != 0:
-        told = rendezvous.exchange({})[0]  # rank 0 knows which directory is free
-        path, first_step = Path(told["directory"]), told["first_step"]
+        found = agree(rendezvous, _Found, None)  # rank 0 knows which directory is free
+        path, first_step = Path(found.directory), found.first_step
         note_directory(path)
         keep_compiled(config, path, rendezvous.rank)
         is_done = train(config, rendezvous, _hear_nothing, path, first_step, stop_asked=stop_asked)
         return is_done, path
     with start.open_record() as record:
         path, first_step = record.directory.resolve(), start.first_step
-        rendezvous.exchange({"directory": str(path), "first_step": first_step})
+        agree(rendezvous, _Found, _Found(str(path), first_step))
         note_directory(path)
         keep_compiled(config, path, rendezvous.rank)
         is_done = train(config, rendezvous, record.take, path, first_step, stop_asked=stop_asked)
@@ -352,5 +366,5 @@ def _stopped(directory: Path, why: str) -> RunStoppedError:
     return RunStoppedError(f"{why}, saved: jaxmorph train --resume {directory} goes on")
 
 
-def _hear_nothing(message: object) -> None:
+def _hear_nothing(message: RunMessage) -> None:
     """Only rank 0 has something to say."""

@@ -13,11 +13,12 @@ from typing import Protocol
 
 from jaxmorph.config.checkpoint_section import RestartPolicy
 from jaxmorph.errors import UserError
-from jaxmorph.records import BACK_OFF, RANK_FAILED, RESTARTED, Message
+from jaxmorph.messages import Json, PhaseEnded, RunMessage, StepDone
+from jaxmorph.records import BACK_OFF, EventKind
 from jaxmorph.runtime.launcher import RankFailedError
 from jaxmorph.training.ledger import Goodput, Ledger, Recovery
 
-Launch = Callable[[int, int, Callable[[Message], None]], bool]
+Launch = Callable[[int, int, Callable[[RunMessage], None]], bool]
 """Runs all ranks to their end, by the first step, the number of the restart and who is told.
 
 It returns whether they were asked to end.
@@ -50,12 +51,12 @@ class Books(Protocol):
         """What the recorded steps took."""
         ...
 
-    def take(self, message: Message) -> None:
+    def take(self, message: RunMessage) -> None:
         """Handle what rank 0 tells."""
         ...
 
     def write_event(
-        self, step: int, kind: str, detail: str, evidence: Message | None = None
+        self, step: int, kind: EventKind, detail: str, evidence: Json | None = None
     ) -> None:
         """Write down what the ranks can't tell."""
         ...
@@ -170,14 +171,14 @@ class Supervisor:
     def _note_failure(self, failure: RankFailedError, then: str) -> None:
         told = str(failure).splitlines()[1:2]
         detail = "; ".join([failure.reason, *told]) + then
-        self._books.write_event(self._ledger.next_step, RANK_FAILED, detail)
+        self._books.write_event(self._ledger.next_step, EventKind.RANK_FAILED, detail)
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: RunMessage) -> None:
         match message:
-            case {"kind": "phase_ended", "phase": phase, "time_s": time_s}:
+            case PhaseEnded(phase, time_s):
                 self._ledger.phase_ended(phase, time_s)
-            case {"kind": "step", "record": {"step": step}}:
-                over = self._ledger.step_done(step, self._clock())
+            case StepDone(record):
+                over = self._ledger.step_done(record.step, self._clock())
                 self._books.take(message)
                 self._tell(over)
             case _:
@@ -188,8 +189,8 @@ class Supervisor:
         if recovery is None:
             return
         if BACK_OFF in recovery.phases_s:  # else it was ended before the ranks were started again
-            told = recovery.to_json()
-            self._books.write_event(recovery.from_step, RESTARTED, describe(recovery), told)
+            evidence, detail = recovery.to_json(), describe(recovery)
+            self._books.write_event(recovery.from_step, EventKind.RESTARTED, detail, evidence)
         self._books.keep_goodput(self._ledger.goodput(self._books.productive_s))
 
 

@@ -9,7 +9,8 @@ from jaxmorph.checkpoints.saver import CheckpointError
 from jaxmorph.config import Config
 from jaxmorph.data import ReadAhead
 from jaxmorph.errors import RunFailedError
-from jaxmorph.records import COMPILE, PLAN, RESTORE, START, Message
+from jaxmorph.messages import PhaseEnded, RunMessage
+from jaxmorph.records import COMPILE, PLAN, RESTORE, START
 from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.training.evaluation import with_room_to_evaluate
@@ -22,7 +23,7 @@ from jaxmorph.training.run_parts import load_parts, step_reader
 def train(
     config: Config,
     rendezvous: Rendezvous,
-    tell: Callable[[Message], None],
+    tell: Callable[[RunMessage], None],
     directory: Path,
     first_step: int = 0,
     *,
@@ -32,8 +33,7 @@ def train(
     """Train as one rank of a run.
 
     Args:
-        tell: Takes what rank 0 has to say of the run (see `bookkeeping`), and of each rank when it
-            has come to the end of a phase of its start (see `recovery.ledger`).
+        tell: Takes what rank 0 reports, and each rank when a phase of its start is over.
         first_step: The step to begin with: 0, or how many the checkpoint to go on from has done.
         stop_asked: Whether this process has been asked to save and end; asked at each step's end.
 
@@ -85,6 +85,6 @@ def train(
     return is_done
 
 
-def _tell_end_of(phase: str, tell: Callable[[Message], None]) -> None:
+def _tell_end_of(phase: str, tell: Callable[[RunMessage], None]) -> None:
     """How far this rank has come: what a failure costs is split by it, whichever rank is last."""
-    tell({"kind": "phase_ended", "phase": phase, "time_s": time.monotonic()})
+    tell(PhaseEnded(phase, time.monotonic()))

@@ -19,6 +19,8 @@ from jaxmorph.checkpoints.saver import CheckpointError, CheckpointSaver, require
 from jaxmorph.checkpoints.tree_files import TreeFiles
 from jaxmorph.config import Config, check_config
 from jaxmorph.errors import UserError
+from jaxmorph.messages import EventEmitted, StepDone
+from jaxmorph.records import EventKind
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.training.train import train
 
@@ -424,6 +426,7 @@ def test_a_run_fails_once_its_last_save_is_told_to_have_failed(tmp_path, monkeyp
     told = []
     with pytest.raises(CheckpointError, match="rank 0: No space left on device"):
         train(check_config(CONFIG), SoleRank(), told.append, tmp_path)
-    assert [message["record"]["step"] for message in told if message["kind"] == "step"] == [0]
-    assert "checkpoint_failed" in [m["event"]["kind"] for m in told if m["kind"] == "event"]
+    assert [each.record.step for each in told if isinstance(each, StepDone)] == [0]
+    kinds = [each.event.kind for each in told if isinstance(each, EventEmitted)]
+    assert EventKind.CHECKPOINT_FAILED in kinds
     assert [*(tmp_path / "checkpoints").iterdir()] == []

@@ -5,9 +5,15 @@ import numpy as np
 import pytest
 
 from jaxmorph.compare.comparison import _Books
-from jaxmorph.compare.matrix_record import MatrixRecord, comparison_notes, one_slow_link
+from jaxmorph.compare.matrix_record import (
+    MatrixRecord,
+    comparison_notes,
+    one_slow_link,
+    parse_comparison_message,
+)
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
+from jaxmorph.messages import ParseError
 from jaxmorph.report.matrix_table import matrix_markdown
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import Timeline
@@ -47,7 +53,7 @@ def steps(condition: int, *step_ms: float) -> dict:
     end = np.array([max(step_ms)])
     timeline = Timeline(((Op.parse("F0"),),), (np.array([0.0]),), (end,))
     return {
-        "kind": "steps", "condition": condition, "step_ms": list(step_ms),
+        "kind": "RoundMeasured", "condition": condition, "step_ms": list(step_ms),
         "loss": [5.0 - at for at in range(count)], "bubble_rate": [0.25] * count,
         "blocking": [[0.0, 0.1]] * count, "dependency": [[0.2, 0.1]] * count,
         "other": [[0.01, 0.02]] * count, "events": {"lane_down": 1},
@@ -59,9 +65,9 @@ def steps(condition: int, *step_ms: float) -> dict:
 def record(*rounds, compare=COMPARE) -> MatrixRecord:
     """What was told of rounds of `zb`, and what was planned for them."""
     books = MatrixRecord(compare, "made up")
-    books.take("zb", {"kind": "plans", "plans": [PLAN, PLAN | {"predicted_ms": 1110.0}]})
-    for told in rounds:
-        books.take("zb", told)
+    plans = {"kind": "AllPlanned", "plans": [PLAN, PLAN | {"predicted_ms": 1110.0}]}
+    for told in (plans, *rounds):
+        books.take("zb", parse_comparison_message(told))
     return books
 
 
@@ -133,7 +139,7 @@ def test_the_kept_timeline_is_of_the_step_nearest_to_the_median_of_all_rounds():
 
 
 def test_under_a_trace_what_was_expected_in_the_end_stands_and_steps_may_differ():
-    planned = {"kind": "plan", "condition": 1, "plan": PLAN | {"predicted_ms": 900.0}}
+    planned = {"kind": "RoundPlanned", "condition": 1, "plan": PLAN | {"predicted_ms": 900.0}}
     of_both = [steps(condition, 400, 800, 1200) for condition in (0, 1)]
     runs = record(planned, *of_both, compare=TRACED).matrix({}).runs
     predicted_ms = [getattr(runs["zb", name].plan, "predicted_ms", 0) for name in ("healthy", "A")]
@@ -144,8 +150,8 @@ def test_under_a_trace_what_was_expected_in_the_end_stands_and_steps_may_differ(
 
 
 def test_a_message_of_no_known_kind_is_refused():
-    with pytest.raises(ValueError, match="no known kind"):
-        record().take("zb", {"kind": "step"})
+    with pytest.raises(ParseError, match="of the kinds AllPlanned, RoundPlanned, RoundMeasured"):
+        parse_comparison_message({"kind": "step"})
 
 
 def latency(*between_ms: tuple[int, int, float]) -> dict:

@@ -15,7 +15,7 @@ from jaxmorph.compare.whole_runs import Progress, read_whole, run_whole, whole_c
 from jaxmorph.config import check_config, dump_config, load_config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.errors import RunFailedError, RunStoppedError
-from jaxmorph.report import Event, RunSummary
+from jaxmorph.records import Event, EventKind, RunSummary, StepRecord
 from jaxmorph.report.matrix_figure import save_recovery_figure
 from jaxmorph.report.matrix_table import WHOLE_COLUMNS, matrix_markdown, whole_rows
 from jaxmorph.report.page.comparison_page import comparison_page
@@ -45,6 +45,11 @@ RECOVERY = {
     "restart": 1, "reason": "rank 2 failed", "step": 12, "from_step": 10, "steps_again": 2,
     "cut_off": False, "total_s": 22.5, "phases_s": {"detect": 15.0, "start": 5.5, "replay": 2.0},
 }  # fmt: skip
+STEP = StepRecord(
+    step=0, loss=5.0, grad_norm=1.5, step_s=0.5, tokens_per_s=10_240.0, schedule="zb-h2",
+    warmup_forwards=(1,), routes={}, predicted_step_s=None, bubble_rate=0.25, peak_live=(1,),
+    compilations=0,
+)  # fmt: skip
 SUMMARY = RunSummary((5.0,), 4.0, 0.5, None, None, None, 100.0, Path("run"))
 FULL = "rank 1 failed: disk full"
 
@@ -67,19 +72,17 @@ def test_a_run_is_the_systems_under_the_condition_with_its_own_policy(tmp_path, 
 
 def written(path, num_steps, recoveries=(), held_up_s=()):
     path.mkdir(parents=True)
-    steps = [
-        {"step": n, "step_s": 0.5, "loss": 5.0 - n, "bubble_rate": 0.25} for n in range(num_steps)
-    ]
+    steps = [replace(STEP, step=n, loss=5.0 - n).metrics() for n in range(num_steps)]
+    kinds = (EventKind.RANK_FAILED, EventKind.PLAN_ADOPTED, EventKind.RESTARTED)
     events = [
-        {"kind": "rank_failed"},
-        {"kind": "plan_adopted"},
-        {"kind": "restarted"},
+        *(Event(0.0, 0, kind) for kind in kinds),
         *(
-            {"kind": "link_failed", "step": step, "evidence": {"held_up_s": each_s}}
+            Event(0.0, step, EventKind.LINK_FAILED, evidence={"held_up_s": each_s})
             for step, each_s in held_up_s
         ),
     ]
-    for name, lines in (("metrics.jsonl", steps), ("events.jsonl", events)):
+    told = [event.line() for event in events]
+    for name, lines in (("metrics.jsonl", steps), ("events.jsonl", told)):
         (path / name).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step"')
     (path / "recovery.json").write_text(json.dumps({"goodput": 0.4, "recoveries": [*recoveries]}))
     return path

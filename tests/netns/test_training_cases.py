@@ -26,4 +26,4 @@ def test_a_card_that_dies_in_mid_step_costs_no_step_and_changes_no_result(tmp_pa
         found = train_through(hosts, tmp_path / "failing", job, case)
     assert (lost(found, expected), unlike(found, expected)) == (0, 0)
     assert failure(case, found).passes
-    assert found.steps[-1]["routes"] == {"0-1": "delegated"}
+    assert found.steps[-1].routes == {"0-1": "delegated"}

@@ -8,8 +8,9 @@ import pytest
 
 from jaxmorph.config import Config, load_config
 from jaxmorph.errors import UserError
-from jaxmorph.report import Event, open_run_directory
-from jaxmorph.report.run_directory import reopen_run_directory
+from jaxmorph.records import Event, EventKind, StepRecord
+from jaxmorph.report import open_run_directory
+from jaxmorph.report.run_directory import read_records, reopen_run_directory
 
 
 def config_for(path: Path) -> Config:
@@ -146,6 +147,23 @@ def test_a_run_that_goes_on_has_each_step_once_and_loses_nothing_else(stopped, s
         ("plan_adopted", 0.0), ("checkpoint_saved", 0.2), ("resumed", 0.0), ("resumed", 0.1),
     ]  # fmt: skip
     assert load_config(stopped / "config.yaml").run.steps == 500
+
+
+def test_a_line_that_is_no_step_is_named(stopped):
+    metrics = stopped / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace("10240.0", '"many"', 1))
+    says = r"^--resume: \S+/metrics.jsonl, line 1: tokens_per_s: got 'many', expected a number$"
+    with pytest.raises(UserError, match=says):
+        reopen_run_directory(stopped, config_for(stopped), 2)
+
+
+def test_records_are_read_back_but_for_a_line_that_was_cut_off(stopped, step):
+    first, *_ = records = read_records(stopped / "metrics.jsonl", StepRecord)
+    assert [record.step for record in records] == [0, 1, 2]
+    assert first == replace(step, loss=1.0, planned_bubble_rate=None)
+    events = read_records(stopped / "events.jsonl", Event)
+    assert events[-1] == Event(0.0, 2, EventKind.RESUMED)
+    assert read_records(stopped / "none.jsonl", Event) == []
 
 
 def test_a_run_that_cannot_be_written_to_is_told_of(stopped):

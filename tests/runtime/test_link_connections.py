@@ -59,7 +59,7 @@ def test_a_stranger_is_turned_away():
 
         def exchange_and_let_in(message):
             told = exchange(message)
-            with socket.create_connection(tuple(told[0]["at"]), LIMIT_S) as stranger:
+            with socket.create_connection(tuple(told[0]["value"]["at"][0]), LIMIT_S) as stranger:
                 stranger.sendall(b"\0\0\0\4nope")
             return told
 
@@ -74,7 +74,7 @@ def test_a_stranger_is_turned_away():
 def test_an_end_that_does_not_come_is_named():
     def wait(rendezvous):
         if rendezvous.rank == 1:
-            rendezvous.exchange({"at": (HOST, 1), "secret": ""})
+            rendezvous.exchange({"value": {"at": [(HOST, 1)], "secret": ""}})
             return
         with open_link_connections(rendezvous, LINKS[:1], HOST, 0.05):
             return

@@ -7,10 +7,12 @@ import os
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
 
+from jaxmorph.messages import ParseError
 from jaxmorph.runtime.rendezvous import (
     DETAIL,
     Connection,
@@ -18,6 +20,8 @@ from jaxmorph.runtime.rendezvous import (
     HostRendezvous,
     RendezvousError,
     SoleRank,
+    agree,
+    gather,
 )
 
 LOOPBACK = "127.0.0.1"
@@ -78,6 +82,34 @@ def test_every_rank_hears_all_in_rank_order_and_rank_0_details(text):
     assert [[*map(without_details, of_rank)] for of_rank in heard] == [expected] * 3
     details = [[message.get(DETAIL) for message in of_rank[1]] for of_rank in heard]
     assert details == [['{"of": 0}', '{"of": 1}', '{"of": 2}'], [None] * 3, [None] * 3]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What ranks tell one another."""
+
+    layers: tuple[int, ...]
+    reason: str = ""
+
+
+def test_values_of_all_ranks_are_gathered_and_rank_0s_agreed_on():
+    def meet(meeting):
+        gathered = gather(meeting, Cut, Cut((meeting.rank, 7)))
+        return gathered, agree(meeting, float, None if meeting.rank else 2.5)
+
+    assert in_threads(3, meet) == [([Cut((rank, 7)) for rank in range(3)], 2.5)] * 3
+
+
+def test_a_rank_that_gives_another_value_is_named():
+    other: Any = "1"
+
+    def meet(meeting):
+        with pytest.raises(ParseError) as caught:
+            gather(meeting, Cut, Cut((other if meeting.rank else 1,)))
+        return str(caught.value)
+
+    says = "rank 1: layers.0: got '1', expected a whole number"
+    assert in_threads(2, meet) == [says] * 2
 
 
 def test_a_meeting_is_a_barrier():

@@ -10,6 +10,7 @@ import pytest
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import stage_path
 from jaxmorph.checkpoints.tree_files import TreeFiles
+from jaxmorph.messages import StepDone
 from jaxmorph.training.record import RunRecord
 
 SAVES = "checkpoint={every_steps: 7, keep: 3}"
@@ -66,7 +67,7 @@ def ask_to_end_with_step(step, patch):
 
     def take_and_ask(record, message):
         take(record, message)
-        if message["kind"] == "step" and message["record"]["step"] == step:
+        if isinstance(message, StepDone) and message.record.step == step:
             signal.raise_signal(signal.SIGTERM)
 
     patch.setattr(RunRecord, "take", take_and_ask)

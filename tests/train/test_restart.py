@@ -12,6 +12,7 @@ from stopped_run import read_lines
 
 from jaxmorph.checkpoints.folder import CheckpointFolder, stage_path
 from jaxmorph.checkpoints.tree_files import TreeFiles
+from jaxmorph.messages import StepDone
 from jaxmorph.runtime import launcher
 from jaxmorph.training.record import RunRecord
 
@@ -58,9 +59,9 @@ def kill_once(patch, taken):
 
     def take_and_kill(record, message):
         take(record, message)
-        if message["kind"] == "step":
-            taken.append((message["record"]["step"], time.monotonic()))
-            if message["record"]["step"] == KILLED_AT and len(ranks) == 2:
+        if isinstance(message, StepDone):
+            taken.append((message.record.step, time.monotonic()))
+            if message.record.step == KILLED_AT and len(ranks) == 2:
                 os.kill(ranks[KILLED].process.pid, signal.SIGKILL)
 
     patch.setattr(launcher, "_start", start_and_note)

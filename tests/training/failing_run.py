@@ -13,6 +13,7 @@ from jaxmorph.control.compute_watch import ComputeWatch
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.profiler import Profiler
 from jaxmorph.control.step_programs import lower_step
+from jaxmorph.messages import EventEmitted, StepDone
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
@@ -162,15 +163,16 @@ class FailingRun:
 
     def events(self, *kinds):
         """Step, kind and link of what has happened."""
-        found = [m["event"] for m in self.told if m["kind"] == "event"]
-        return [(e["step"], e["kind"], e["link"]) for e in found if e["kind"] in kinds]
+        return [(e.step, e.kind, e.link) for e in self._events() if e.kind in kinds]
 
     def details(self, kind):
-        events = [m["event"] for m in self.told if m["kind"] == "event"]
-        return [event["detail"] for event in events if event["kind"] == kind]
+        return [event.detail for event in self._events() if event.kind == kind]
+
+    def _events(self):
+        return [each.event for each in self.told if isinstance(each, EventEmitted)]
 
     def records(self):
-        return [m["record"] for m in self.told if m["kind"] == "step"]
+        return [each.record for each in self.told if isinstance(each, StepDone)]
 
     def close(self):
         self.books.__exit__(None)

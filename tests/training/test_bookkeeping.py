@@ -10,7 +10,9 @@ from jaxmorph.control.events import Morph
 from jaxmorph.control.link_state import FailedPaths
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.step_programs import lower_step
+from jaxmorph.messages import EventEmitted, ProfileUpdated, StepDone, StepTimelines
 from jaxmorph.program.instructions import program_text
+from jaxmorph.records import Event, EventKind
 from jaxmorph.runtime.report import StepReport, StepTotals
 from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.planner import plan
@@ -49,7 +51,7 @@ def note(bookkeeper, *steps):
 
 
 def of_kind(messages, kind, field):
-    return [message[field] for message in messages if message["kind"] == kind]
+    return [getattr(message, field) for message in messages if isinstance(message, kind)]
 
 
 def test_sampled_steps_and_the_last_one_tell_what_ops_cost_by_then():
@@ -58,9 +60,9 @@ def test_sampled_steps_and_the_last_one_tell_what_ops_cost_by_then():
     with bookkeeper_of(messages.append, run={"steps": 4}, trace={"every_steps": 2}) as bookkeeper:
         for step in range(4):
             bookkeeper.note(step, SOUND, [_report(10.0 + step)], 0.03)
-    step = ["step", "timelines", "profile"]
-    assert [message["kind"] for message in messages] == [*step, "step", *step, *step]
-    profiles = map(Profile.from_json, of_kind(messages, "profile", "profile"))
+    step = [StepDone, StepTimelines, ProfileUpdated]
+    assert [type(message) for message in messages] == [*step, StepDone, *step, *step]
+    profiles = map(Profile.from_json, of_kind(messages, ProfileUpdated, "profile"))
     assert [profile.costs.forward_ms for profile in profiles] == [(10.0,), (11.0,), (11.5,)]
 
 
@@ -70,7 +72,7 @@ def test_a_step_tells_what_its_transfers_took_if_there_were_any():
         note(bookkeeper, 0)
         arrived = ["gradient[0] 1>0", 3.0, 35.0]
         bookkeeper.note(1, SOUND, [_report(arrivals=[arrived])], 0.03)
-    told = [record["link_ms"] for record in of_kind(messages, "step", "record")]
+    told = [record.link_ms for record in of_kind(messages, StepDone, "record")]
     assert told == [None, {"1>0": 32.0}]
 
 
@@ -78,9 +80,9 @@ def test_steps_around_a_change_leave_their_timelines():
     messages = []
     with bookkeeper_of(messages.append, run={"steps": 99}) as bookkeeper:
         note(bookkeeper, *range(10, 15))
-        bookkeeper.event(14, "plan_changed", "another plan")
+        bookkeeper.event(14, EventKind.PLAN_CHANGED, "another plan")
         note(bookkeeper, *range(15, 19))
-    assert of_kind(messages, "timelines", "step") == [12, 13, 14, 15, 16]
+    assert of_kind(messages, StepTimelines, "step") == [12, 13, 14, 15, 16]
 
 
 def test_a_step_that_was_evaluated_tells_its_held_out_loss_and_no_time_of_it():
@@ -89,10 +91,10 @@ def test_a_step_that_was_evaluated_tells_its_held_out_loss_and_no_time_of_it():
         told = (SOUND, [_report(1.0, [event])], 0.03)
         bookkeeper.note(3, *told, HeldOutLoss(2.5, took_s=100.0))
         bookkeeper.note(4, *told)
-    first, second = of_kind(messages, "step", "record")
-    assert (first["held_out_loss"], second["held_out_loss"]) == (2.5, None)
-    assert first["step_s"] == 0.03
-    at_s = [event["time_s"] for event in of_kind(messages, "event", "event")]
+    first, second = of_kind(messages, StepDone, "record")
+    assert (first.held_out_loss, second.held_out_loss) == (2.5, None)
+    assert first.step_s == 0.03
+    at_s = [event.time_s for event in of_kind(messages, EventEmitted, "event")]
     assert at_s[1] - at_s[0] > 99  # the first step was over before it was evaluated
 
 
@@ -101,14 +103,14 @@ def test_a_step_that_was_skipped_says_so_and_what_was_not_finite_where():
     with bookkeeper_of(messages.append) as bookkeeper:
         for step, totals in ((3, SOUND), (4, skipped), (5, StepTotals(math.inf, 1))):
             bookkeeper.note(step, totals, [_report()], 0.03)
-    records = of_kind(messages, "step", "record")
-    assert [record["skipped"] for record in records] == [False, True, True]
-    first, second = of_kind(messages, "event", "event")
-    assert (first["step"], first["kind"]) == (4, "step_skipped")
-    assert first["detail"] == "loss nan, gradient norm inf; stage 1: loss nan"
+    records = of_kind(messages, StepDone, "record")
+    assert [record.skipped for record in records] == [False, True, True]
+    first, second = of_kind(messages, EventEmitted, "event")
+    assert (first.step, first.kind) == (4, "step_skipped")
+    assert first.detail == "loss nan, gradient norm inf; stage 1: loss nan"
     stages = {"1": "loss nan"}
-    assert first["evidence"] == {"loss": "nan", "grad_norm": "inf", "stages": stages}
-    assert (second["step"], second["detail"]) == (5, "loss inf, gradient norm 1")
+    assert first.evidence == {"loss": "nan", "grad_norm": "inf", "stages": stages}
+    assert (second.step, second.detail) == (5, "loss inf, gradient norm 1")
 
 
 class SlowPipe:
@@ -122,7 +124,7 @@ class SlowPipe:
         self.messages.append(message)
 
     def steps(self):
-        return [record["step"] for record in of_kind(self.messages, "step", "record")]
+        return [record.step for record in of_kind(self.messages, StepDone, "record")]
 
 
 def test_all_so_far_is_told_only_when_every_step_before_is():
@@ -142,7 +144,7 @@ def test_what_could_not_be_told_is_not_told_so_far():
         raise OSError("Broken pipe")
 
     bookkeeper = bookkeeper_of(refuse)
-    bookkeeper.event(0, "kind", "detail")
+    bookkeeper.event(0, EventKind.STOPPED, "detail")
     assert isinstance(bookkeeper.told_so_far().exception(30), OSError)
     with pytest.raises(OSError, match="Broken pipe"):
         bookkeeper.__exit__(None)
@@ -173,9 +175,9 @@ def test_what_links_tell_becomes_events_of_the_run_with_link_and_time():
     messages = []
     with bookkeeper_of(messages.append) as bookkeeper:
         bookkeeper.note(3, SOUND, [_report(1.0, [restarted, lost])], 0.03)
-    first, second = of_kind(messages, "event", "event")
-    assert second["time_s"] - first["time_s"] == pytest.approx(0.25)
-    told = [(e["step"], e["kind"], e["link"], e["detail"]) for e in (first, second)]
+    first, second = of_kind(messages, EventEmitted, "event")
+    assert second.time_s - first.time_s == pytest.approx(0.25)
+    told = [(e.step, e.kind, e.link, e.detail) for e in (first, second)]
     assert told == [
         (3, "sidecar_restarted", None, "rank 0: generation 2"),
         (3, "lane_down", "0-1", "rank 0: reason reset"),
@@ -188,10 +190,10 @@ def test_a_plan_is_adopted_with_what_its_delegated_links_have_got_and_what_is_in
         messages.append, adaptation={"enabled": True}, parallelism=one_stage
     ) as bookkeeper:
         bookkeeper.start("text", 7, [range(1)], equipped="slots: 9 bytes")
-    adopted, in_vain = of_kind(messages, "event", "event")
-    assert adopted["detail"] == f"{PLAN.reason}; slots: 9 bytes"
-    assert in_vain["kind"] == "without_effect"
-    assert in_vain["detail"].startswith("adaptation.enabled: true: a pipeline of one stage")
+    adopted, in_vain = of_kind(messages, EventEmitted, "event")
+    assert adopted.detail == f"{PLAN.reason}; slots: 9 bytes"
+    assert in_vain.kind == "without_effect"
+    assert in_vain.detail.startswith("adaptation.enabled: true: a pipeline of one stage")
 
 
 class OneMorph:
@@ -227,12 +229,12 @@ def test_another_plan_counts_from_the_step_that_runs_it_and_its_events_have_that
         bookkeeper.adopt(Morph(other, programs, {}, "it is shorter", {}, {}), 4)
         note(bookkeeper, 4)
     assert loop.calls == [("observe", 3, 3), ("adopted", "adaptive"), ("observe", 4, 3)]
-    records = of_kind(messages, "step", "record")
-    assert [record["schedule"] for record in records] == ["zb-h2", "adaptive"]
-    assert records[0]["link_states"] == {"0-1": "slow"}
+    records = of_kind(messages, StepDone, "record")
+    assert [record.schedule for record in records] == ["zb-h2", "adaptive"]
+    assert records[0].link_states == {"0-1": "slow"}
     told = [
-        (event["step"], event["kind"], event["link"], event.get("evidence"))
-        for event in of_kind(messages, "event", "event")
+        (event.step, event.kind, event.link, event.evidence)
+        for event in of_kind(messages, EventEmitted, "event")
     ]
     detected = ("straggler_detected", "0-1", {"n": 1})
     assert told == [(3, *detected), (4, "plan_changed", None, None), (4, *detected)]
@@ -271,20 +273,20 @@ def test_a_link_that_failed_is_an_event_and_delegated_from_its_step_on_without_a
     usual = _two_reports()
     failing = _two_reports(3000.0, link_failures=[FAILED | {"held_up_s": 3.0}])
     messages, _ = _two_stages(usual, failing, _two_reports(0.0), _two_reports(0.0))
-    records = [m["record"] for m in messages if m["kind"] == "step"]
-    assert [record["routes"] for record in records] == [
+    records = of_kind(messages, StepDone, "record")
+    assert [record.routes for record in records] == [
         {"0-1": "direct"}, *[{"0-1": "delegated"}] * 3,
     ]  # fmt: skip
-    assert [record["link_states"] for record in records[:2]] == [
+    assert [record.link_states for record in records[:2]] == [
         {}, {"0-1": "direct path failed, delegated"},
     ]  # fmt: skip
-    (event,) = [m["event"] for m in messages if m["kind"] == "event"]
-    assert (event["step"], event["kind"], event["link"]) == (1, "link_failed", "0-1")
-    assert event["detail"] == (
+    (event,) = of_kind(messages, EventEmitted, "event")
+    assert (event.step, event.kind, event.link) == (1, "link_failed", "0-1")
+    assert event.detail == (
         "activation[0] 0>1 got no answer in 3 s; delegated from there on, 2 messages sent again"
     )
-    assert event["evidence"]["held_up_s"] == 3.0
-    assert event["evidence"]["told_by"] == (0, 1)
+    assert (event.evidence or {})["held_up_s"] == 3.0
+    assert (event.evidence or {})["told_by"] == (0, 1)
 
 
 def test_what_waited_for_a_failing_link_and_went_by_hosts_on_its_queue_is_no_measure_of_it():
@@ -293,7 +295,7 @@ def test_what_waited_for_a_failing_link_and_went_by_hosts_on_its_queue_is_no_mea
     messages, profile = _two_stages(*usual, failing, *[_two_reports(0.0)] * 5)
     _, undisturbed = _two_stages(*usual)
     assert (profile.costs, profile.links) == (undisturbed.costs, undisturbed.links)
-    link_ms = [m["record"]["link_ms"] for m in messages if m["kind"] == "step"]
+    link_ms = [record.link_ms for record in of_kind(messages, StepDone, "record")]
     assert link_ms == [{"0>1": 1.0, "1>0": 1.0}] + [None] * 6
 
 
@@ -304,14 +306,16 @@ def test_a_step_in_which_the_other_end_tells_of_a_failure_is_no_measure_either()
     later[0].parts["link_failures"] = [FAILED]
     messages, profile = _two_stages(_two_reports(), failing, later)
     assert profile.costs.forward_ms == (10.0, 10.0)
-    assert len([m for m in messages if m["kind"] == "event"]) == 1
+    assert len(of_kind(messages, EventEmitted, "event")) == 1
 
 
-def _event(step: int, kind: str) -> dict:
-    return {"kind": "event", "event": {"step": step, "kind": kind, "time_s": 0.0}}
+def _event(step: int, kind: str) -> EventEmitted:
+    return EventEmitted(Event(0.0, step, kind))
 
 
-def _traced(events: dict[int, list[dict]], every_steps: int = 0, steps: int = 20) -> list[tuple]:
+def _traced(
+    events: dict[int, list[EventEmitted]], every_steps: int = 0, steps: int = 20
+) -> list[tuple]:
     """The steps that were told and whether for a change; events come after their key's step."""
     config = Config.model_validate({"run": {"steps": steps}, "trace": {"every_steps": every_steps}})
     told = []
@@ -320,8 +324,8 @@ def _traced(events: dict[int, list[dict]], every_steps: int = 0, steps: int = 20
         traced.note(step, TIMELINE, TIMELINE)
         for event in events.get(step, []):
             traced.pass_on(event)
-    timelines = [message for message in told if message["kind"] == "timelines"]
-    return [(message["step"], message["around_change"]) for message in timelines]
+    timelines = [message for message in told if isinstance(message, StepTimelines)]
+    return [(message.step, message.around_change) for message in timelines]
 
 
 def _around(*steps):
@@ -350,5 +354,5 @@ def test_other_events_are_passed_on_and_leave_no_trace():
     traced = TracedSteps(config, told.append)
     traced.note(3, TIMELINE, TIMELINE)
     traced.pass_on(_event(3, "checkpoint_saved"))
-    traced.pass_on({"kind": "profile", "profile": {}})
-    assert [message["kind"] for message in told] == ["event", "profile"]
+    traced.pass_on(ProfileUpdated({}))
+    assert [type(message) for message in told] == [EventEmitted, ProfileUpdated]

@@ -10,6 +10,7 @@ from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.config import check_config
 from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.verdicts import Evidence, KnownWay, Verdict
+from jaxmorph.messages import as_object
 from jaxmorph.report import open_run_directory
 from jaxmorph.report.run_directory import LINKS
 from jaxmorph.runtime.rendezvous import SoleRank
@@ -102,7 +103,7 @@ def written(tmp_path):
     with open_run_directory(config) as directory:
         told = KnownLinks(config, directory.path, THREE_STAGES).news(7, KNOWN)
         assert told is not None
-        directory.write_links(json.loads(json.dumps(told)))
+        directory.write_links(as_object(told))
     return directory.path
 
 
@@ -154,12 +155,12 @@ class Follower(SoleRank):
         self._message = message
 
     def exchange(self, message, detail=None):
-        assert message == {"links": []}
+        assert message == {"value": ()}
         return [self._message, message]
 
 
 def test_all_ranks_hear_what_rank_0_has_read(written, tmp_path):
-    told = {"links": json.loads((written / LINKS).read_text())["ways"]}
+    told = {"value": json.loads((written / LINKS).read_text())["ways"]}
     assert known_links(adapting(), Follower(told), tmp_path, THREE_STAGES) == KNOWN
 
 
@@ -169,11 +170,11 @@ def test_news_are_told_once_and_so_is_their_end(tmp_path):
     for ways in (KNOWN, (way(1, 2, step=9),), ()):
         told = known.news(9, ways)
         assert told is not None
-        assert told["ways"] == [each.to_json() for each in ways]
+        assert told.ways == tuple(each.to_json() for each in ways)
         assert known.news(10, ways) is None
 
 
 def test_what_an_earlier_life_wrote_is_taken_back_by_the_first_step(written):
     told = KnownLinks(adapting(), written, THREE_STAGES).news(0, ())
     assert told is not None
-    assert told["ways"] == []
+    assert told.ways == ()

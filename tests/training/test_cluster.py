@@ -14,7 +14,7 @@ class RanksOn:
         self._hosts = hosts
 
     def exchange(self, _: dict) -> list[dict]:
-        return [{"host": host} for host in self._hosts]
+        return [{"value": host} for host in self._hosts]
 
 
 def require(emulation: dict, *hosts: str) -> None:

@@ -28,8 +28,8 @@ class Meeting:
     told: list[dict[str, Any]] = field(default_factory=list)
 
     def exchange(self, message):
-        self.told.append(message)
-        return [message, self.other]
+        self.told.append(message["value"])
+        return [message, {"value": self.other}]
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def cut(begin):
 
 
 def routes_of(run, link=LINK):
-    return [record["routes"][str(link)] for record in run.records()]
+    return [record.routes[str(link)] for record in run.records()]
 
 
 def test_a_link_that_fails_is_told_once_and_a_plan_delegates_it_two_steps_later(cut):
@@ -55,7 +55,7 @@ def test_a_link_that_fails_is_told_once_and_a_plan_delegates_it_two_steps_later(
     assert run.details("plan_changed")[0].endswith("without a direct path there is no choice")
     assert [routes[LINK] for _, routes, _, _ in run.log] == ["direct"] * 8 + ["delegated"] * 4
     assert routes_of(run) == ["direct"] * 6 + ["delegated"] * 6
-    assert run.records()[7]["link_states"] == {"1-2": "direct path failed, delegated"}
+    assert run.records()[7].link_states == {"1-2": "direct path failed, delegated"}
 
 
 def test_a_link_goes_back_after_its_path_was_up_for_long_enough_and_a_probe_was_in_time(cut):
@@ -203,7 +203,7 @@ def test_a_link_that_was_dead_before_goes_back_once_its_path_was_up_for_long_eno
     run.steps(6)
     assert [stage.failed_before for stage in run.stages] == [[], [LINK], [LINK]]
     assert run.events("straggler_detected") == [(0, "straggler_detected", "1-2")] * 2
-    assert run.records()[5]["link_states"] == {"1-2": "direct path failed, delegated"}
+    assert run.records()[5].link_states == {"1-2": "direct path failed, delegated"}
     run.heal(LINK)
     run.steps(20)
     # Up in steps 6 to 10, and from there as any link that was dead.
@@ -259,7 +259,7 @@ def expect_sound(run):
         assert len([each for each in told if each[2] == str(link)]) == run.wires.failures[link]
     for record, (_, routes, _, after) in zip(run.records(), run.log, strict=True):
         as_run = {**routes, **dict.fromkeys(after, "delegated")}
-        assert record["routes"] == {str(link): route for link, route in as_run.items()}
+        assert record.routes == {str(link): route for link, route in as_run.items()}
     for link in LINKS:
         waited = 0
         for _, routes, before, _ in run.log:

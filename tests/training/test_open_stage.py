@@ -13,10 +13,10 @@ class Meeting:
     """Rank 0 of two; the other one is of the same host, and has this mistake."""
 
     def __init__(self, mistake):
-        self._mistake = mistake
+        self._answers = [None, {"value": mistake}]
 
     def exchange(self, message):
-        return [message, {"mistake": self._mistake} if "mistake" in message else message]
+        return [message, self._answers.pop(0) or message]
 
 
 def agreed(mistake, addresses: Any = "auto"):

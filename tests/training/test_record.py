@@ -1,12 +1,21 @@
 import io
 import json
-from dataclasses import asdict
+from dataclasses import replace
 
 import pytest
 
 from jaxmorph.config import Config
 from jaxmorph.errors import RunFailedError
-from jaxmorph.report import Event, StepRecord, open_run_directory
+from jaxmorph.messages import (
+    EventEmitted,
+    PhaseEnded,
+    ProfileUpdated,
+    RunStarted,
+    StepDone,
+    StepTimelines,
+)
+from jaxmorph.records import Event, EventKind, StepRecord
+from jaxmorph.report import open_run_directory
 from jaxmorph.report.terminal import PlainReporter
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.schedule import Schedule
@@ -20,11 +29,7 @@ STEP = StepRecord(
     warmup_forwards=(1,), routes={}, predicted_step_s=0.39, bubble_rate=0.125, peak_live=(1,),
     compilations=0,
 )  # fmt: skip
-HEADER = {
-    "data": "some text", "num_parameters": 1, "layers_per_stage": (1,), "schedule": "zb-h2",
-    "warmup_forwards": (1,),
-}  # fmt: skip
-STARTED = {"kind": "started", "header": HEADER}
+STARTED = RunStarted("some text", 1, (1,), "zb-h2", (1,))
 TIMELINE = simulate(Schedule.from_rows("hand", ["F0 B0 W0"]), StageCosts.uniform(1, 1.0, 1.0, 1.0))
 
 
@@ -57,7 +62,7 @@ def books_of(directory, monkeypatch, now):
 
 
 def _step(step=0):
-    return {"kind": "step", "record": asdict(STEP) | {"step": step}}
+    return StepDone(replace(STEP, step=step))
 
 
 def test_a_run_lasts_from_its_start_to_its_last_step_and_no_picture_is_timed(
@@ -83,8 +88,8 @@ def test_a_run_that_ended_before_any_sampled_step_has_no_picture_and_says_why_it
     books, shown, pictures = books_of()
     books.take(STARTED)
     books.take(_step())
-    event = Event(time_s=0.0, step=0, kind="stopped", detail="asked to end after 1 of 9 steps")
-    books.take({"kind": "event", "event": asdict(event)})
+    event = Event(0.0, 0, EventKind.STOPPED, detail="asked to end after 1 of 9 steps")
+    books.take(EventEmitted(event))
     books.finish()
     assert books.stopped == "asked to end after 1 of 9 steps"
     assert "picture" not in shown.getvalue()
@@ -93,15 +98,12 @@ def test_a_run_that_ended_before_any_sampled_step_has_no_picture_and_says_why_it
 
 def test_a_profile_is_written_to_the_run_directory(directory, books_of):
     books, *_ = books_of()
-    books.take({"kind": "profile", "profile": {"costs": {}, "links": {}}})
+    books.take(ProfileUpdated({"costs": {}, "links": {}}))
     assert json.loads((directory.path / "profile.json").read_text()) == {"costs": {}, "links": {}}
 
 
-def _timelines(step: int, around_change: bool = False) -> dict:
-    return {
-        "kind": "timelines", "step": step, "timelines": {"planned": TIMELINE.to_json()},
-        "around_change": around_change,
-    }  # fmt: skip
+def _timelines(step: int, around_change: bool = False) -> StepTimelines:
+    return StepTimelines(step, {"planned": TIMELINE.to_json()}, around_change)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +143,7 @@ def test_the_last_steps_trace_stays_whatever_changes_where_one_is_kept(directory
     for step in range(10):
         traced.note(step, TIMELINE, TIMELINE)
         if step == change:
-            event = Event(time_s=0.0, step=step, kind="plan_changed")
-            traced.pass_on({"kind": "event", "event": asdict(event)})
+            traced.pass_on(EventEmitted(Event(0.0, step, EventKind.PLAN_CHANGED)))
     assert list(directory.traces()) == [9]
 
 
@@ -170,14 +171,14 @@ def test_a_run_that_goes_back_takes_its_steps_again_and_lasts_from_its_first_sta
     for now[0], told in ((110.0, STARTED), (111.0, _step(0)), (112.0, _step(1)), (113.0, _step(2))):
         books.take(told)
     now[0] = 114.0
-    books.write_event(3, "rank_failed", "rank 1 failed")
+    books.write_event(3, EventKind.RANK_FAILED, "rank 1 failed")
     books.go_back(1)
     assert (books.num_steps, books.num_recorded) == (1, 1)
     now[0] = 130.0
-    books.take({"kind": "phase_ended", "phase": "plan", "time_s": 130.0})
+    books.take(PhaseEnded("plan", 130.0))
     for now[0], told in ((130.0, STARTED), (131.0, _step(1)), (132.5, _step(2))):
         books.take(told)
-    books.write_event(1, "restarted", "19.5 s lost", evidence={"total_s": 19.5})
+    books.write_event(1, EventKind.RESTARTED, "19.5 s lost", evidence={"total_s": 19.5})
     assert books.productive_s == pytest.approx(3 * 0.4)
     books.keep_goodput(Goodput(1.5, 30.0))
     books.finish()

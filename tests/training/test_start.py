@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from jaxmorph import start
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, stage_path
 from jaxmorph.config import check_config
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.rendezvous import SoleRank
+from jaxmorph.training import start
 from jaxmorph.training.start import TRY_AGAIN, _exit_code, _log_folder
 
 

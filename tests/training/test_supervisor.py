@@ -1,15 +1,24 @@
 """When a failed run is started again, when not, and what is written of it; nothing really runs."""
 
+from dataclasses import replace
+
 import pytest
 
 from jaxmorph.config.checkpoint_section import RestartPolicy
 from jaxmorph.errors import UserError
+from jaxmorph.messages import PhaseEnded, StepDone
+from jaxmorph.records import StepRecord
 from jaxmorph.runtime.launcher import RankFailedError
 from jaxmorph.training.ledger import Goodput
 from jaxmorph.training.supervisor import Supervisor
 
 KILLED = "rank 1 failed: ended by SIGKILL\nits log: logs/rank_1.log\n  | last words"
 NUM_STEPS = 40
+STEP = StepRecord(
+    step=0, loss=5.0, grad_norm=1.5, step_s=1.0, tokens_per_s=10_240.0, schedule="zb-h2",
+    warmup_forwards=(1,), routes={}, predicted_step_s=None, bubble_rate=None, peak_live=(1,),
+    compilations=0,
+)  # fmt: skip
 
 
 class Books:
@@ -20,7 +29,7 @@ class Books:
         self.goodput = Goodput(0.0, 0.0)
 
     def take(self, message):
-        self.told.append(("take", message["kind"]))
+        self.told.append(("take", type(message).__name__))
 
     def write_event(self, step, kind, detail, evidence=None):
         self.told.append((kind, step, detail, evidence))
@@ -72,10 +81,10 @@ class World:
         num_steps, end = self.lives.pop(0)
         for phase in ("start", "compile", "restore", "plan"):
             self.now_s += 1.0
-            take({"kind": "phase_ended", "phase": phase, "time_s": self.now_s})
+            take(PhaseEnded(phase, self.now_s))
         for step in range(first_step, first_step + num_steps):
             self.now_s += 1.0
-            take({"kind": "step", "record": {"step": step}})
+            take(StepDone(replace(STEP, step=step)))
             if self.every_steps and (step + 1) % self.every_steps == 0:
                 self.saved = step + 1
         if isinstance(end, bool):

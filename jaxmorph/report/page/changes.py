@@ -4,10 +4,9 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from jaxmorph.records import CHANGES
-from jaxmorph.report.page.files import EventLine, StepLine
+from jaxmorph.records import CHANGES, Event, EventKind, StepRecord
 
-MORPHS = frozenset({"plan_changed", "route_changed"})
+MORPHS = frozenset({EventKind.PLAN_CHANGED, EventKind.ROUTE_CHANGED})
 """The kinds of event that change what a run does, from their step on."""
 
 _DECISIVE = ("plan_", "planning_", "route_", "straggler_", "link_", "compute_", "layers_")
@@ -29,7 +28,7 @@ class Change:
     """
 
     number: int
-    events: tuple[EventLine, ...]
+    events: tuple[Event, ...]
     first_step: int
     new_step: int | None
     last_step: int
@@ -40,12 +39,12 @@ class Change:
         return self.first_step if self.new_step is None else self.new_step
 
 
-def is_decision(event: EventLine) -> bool:
+def is_decision(event: Event) -> bool:
     """Whether an event says what was found out or decided, rather than what was done."""
-    return event.kind.startswith(_DECISIVE) or "evidence" in event.more
+    return event.kind.startswith(_DECISIVE) or event.evidence is not None
 
 
-def find_changes(steps: Sequence[StepLine], events: Iterable[EventLine]) -> tuple[Change, ...]:
+def find_changes(steps: Sequence[StepRecord], events: Iterable[Event]) -> tuple[Change, ...]:
     """The changes of a run, in their order.
 
     Args:
@@ -65,7 +64,7 @@ def find_changes(steps: Sequence[StepLine], events: Iterable[EventLine]) -> tupl
     return tuple(changes)
 
 
-def count_morphs(steps: Sequence[StepLine], events: Iterable[EventLine]) -> int:
+def count_morphs(steps: Sequence[StepRecord], events: Iterable[Event]) -> int:
     """How often plan or routes changed."""
     told = {event.step for event in events if event.kind in MORPHS}
     return len(told) or len(list(_swaps(steps)))
@@ -97,13 +96,13 @@ def steps_to_show(
     return {when: steps[0] for when, steps in shown.items() if steps}
 
 
-def _swaps(steps: Sequence[StepLine]) -> Iterator[int]:
+def _swaps(steps: Sequence[StepRecord]) -> Iterator[int]:
     for earlier, later in pairwise(steps):
         if _plan_of(earlier) != _plan_of(later):
             yield later.step
 
 
-def _plan_of(step: StepLine) -> tuple[object, ...]:
+def _plan_of(step: StepRecord) -> tuple[object, ...]:
     return step.schedule, step.warmup_forwards, step.routes
 
 

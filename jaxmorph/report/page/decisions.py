@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
+from jaxmorph.records import Event
 from jaxmorph.report.page.charts import plot_samples
-from jaxmorph.report.page.files import EventLine, finite
+from jaxmorph.report.page.files import finite
 from jaxmorph.report.page.html import UNKNOWN, inline_svg, milliseconds
 from jaxmorph.report.text import describe_routes
 
@@ -51,9 +52,7 @@ class EventTable(NamedTuple):
     left_out: int
 
 
-def event_table(
-    events: Sequence[EventLine], number_of: Mapping[int, int] | None = None
-) -> EventTable:
+def event_table(events: Sequence[Event], number_of: Mapping[int, int] | None = None) -> EventTable:
     """Events with what they rest on.
 
     Args:
@@ -64,7 +63,7 @@ def event_table(
     rows = [
         EventRow(
             f"{event.step:,}",
-            UNKNOWN if event.time_s is None else f"{event.time_s:,.1f} s",
+            f"{event.time_s:,.1f} s" if finite(event.time_s) is not None else UNKNOWN,
             event.kind.replace("_", " "),
             (number_of or {}).get(id(event)),
             event.link or UNKNOWN,
@@ -76,17 +75,17 @@ def event_table(
     return EventTable(rows, len(events) - len(shown))
 
 
-def _evidence(event: EventLine) -> Iterator[Evidence]:
-    """What an event carries beside its usual fields: samples and plans, all else in words."""
-    for name, value in event.more.items():
-        samples = list(_with_samples(value))
-        if isinstance(value, Mapping) and _plans(value.get("candidates")):
-            yield Evidence(plans=list(_candidates(value)))
-        elif samples:
-            yield from (_samples(each, event) for each in samples)
-        elif value not in (None, "", [], {}):
-            text = f"{name.replace('_', ' ')}: {_in_words(value)}"
-            yield Evidence(shorten(text, _MOST_CHARACTERS, placeholder=" ..."))
+def _evidence(event: Event) -> Iterator[Evidence]:
+    """What a decision rests on: samples and plans, all else in words."""
+    evidence = event.evidence or {}
+    samples = list(_with_samples(evidence))
+    if _plans(evidence.get("candidates")):
+        yield Evidence(plans=list(_candidates(evidence)))
+    elif samples:
+        yield from (_samples(each, event) for each in samples)
+    elif evidence:
+        text = f"evidence: {_in_words(evidence)}"
+        yield Evidence(shorten(text, _MOST_CHARACTERS, placeholder=" ..."))
 
 
 def _plans(value: Any) -> list[Mapping[str, Any]]:
@@ -129,7 +128,7 @@ def _numbers(value: Any) -> list[float]:
     return [known for each in value if (known := finite(each)) is not None]
 
 
-def _samples(evidence: Mapping[str, Any], event: EventLine) -> Evidence:
+def _samples(evidence: Mapping[str, Any], event: Event) -> Evidence:
     samples = _numbers(evidence["samples_ms"])[-_MOST_SAMPLES:]
     levels = {
         name: known

@@ -2,13 +2,15 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from jaxmorph.config import Config, load_config
 from jaxmorph.errors import UserError
+from jaxmorph.messages import parse
+from jaxmorph.records import Event, StepRecord
 from jaxmorph.report.draw import read_chrome_trace
 from jaxmorph.report.run_directory import CONFIG, EVENTS, METRICS, RECOVERY, find_traces
 from jaxmorph.report.run_matrix import RESULTS, TIMELINES, Matrix
@@ -18,40 +20,13 @@ _Line = TypeVar("_Line")
 
 
 @dataclass(frozen=True)
-class StepLine:
-    """What a line of `metrics.jsonl` says; None where a number is missing or was not finite."""
-
-    step: int
-    step_ms: float
-    predicted_ms: float | None = None
-    loss: float | None = None
-    held_out_loss: float | None = None
-    bubble_rate: float | None = None
-    schedule: str = ""
-    warmup_forwards: tuple[int, ...] = ()
-    routes: Mapping[str, str] = field(default_factory=dict)
-    link_ms: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class EventLine:
-    """What a line of `events.jsonl` says; `more` is what it has beside the usual fields."""
-
-    time_s: float | None
-    step: int
-    kind: str
-    link: str = ""
-    detail: str = ""
-    more: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class RunFiles:
     """A run directory as read.
 
     Attributes:
         config_text: Its configuration, as it stands there.
         config: The same; None where this version can't read it.
+        steps: In rising order, each once; those whose `step_s` is not finite are left out.
         events: In the order they were written.
         num_unreadable: Lines that could not be read, such as the last of a run that was cut off.
         goodput: Which share of the time since its last launch was spent in steps that stayed; None
@@ -61,8 +36,8 @@ class RunFiles:
     path: Path
     config_text: str
     config: Config | None
-    steps: tuple[StepLine, ...]
-    events: tuple[EventLine, ...]
+    steps: tuple[StepRecord, ...]
+    events: tuple[Event, ...]
     traces: Mapping[int, Path]
     num_unreadable: int = 0
     goodput: float | None = None
@@ -77,21 +52,21 @@ def read_run_files(path: Path) -> RunFiles:
     if not (path / CONFIG).is_file():
         raise UserError(f"report: got {path}, expected a run directory, with a {CONFIG}")
     try:
-        steps, unreadable_steps = _read_lines(path / METRICS, _step_line)
-        events, unreadable_events = _read_lines(path / EVENTS, _event_line)
+        steps, unreadable_steps = _read_lines(path / METRICS, StepRecord)
+        events, unreadable_events = _read_lines(path / EVENTS, Event)
         config_text = (path / CONFIG).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"report: {path}: cannot read: {error.strerror}") from error
+    timed = [record for record in steps if math.isfinite(record.step_s)]
+    by_step = {record.step: record for record in timed}
     return RunFiles(
         path=path,
         config_text=config_text,
         config=_config(path / CONFIG),
-        steps=tuple(
-            {line.step: line for line in sorted(steps, key=lambda line: line.step)}.values()
-        ),
+        steps=tuple(by_step[step] for step in sorted(by_step)),
         events=tuple(events),
         traces=find_traces(path),
-        num_unreadable=unreadable_steps + unreadable_events,
+        num_unreadable=unreadable_steps + unreadable_events + len(steps) - len(timed),
         goodput=_goodput(path / RECOVERY),
     )
 
@@ -123,14 +98,14 @@ def _goodput(path: Path) -> float | None:
         return None
 
 
-def _read_lines(path: Path, read: Callable[[Mapping[str, Any]], _Line]) -> tuple[list[_Line], int]:
+def _read_lines(path: Path, kind: type[_Line]) -> tuple[list[_Line], int]:
     """The lines that can be read, and how many can't."""
     lines: list[_Line] = []
     unreadable = 0
-    for text in _texts(path):
+    for number, text in enumerate(_texts(path), start=1):
         try:
-            lines.append(read(_parsed(text)))
-        except (ValueError, KeyError, TypeError, AttributeError):
+            lines.append(parse(kind, _parsed(text), f"{path}, line {number}"))
+        except ValueError:  # no JSON, or not of this type
             unreadable += 1
     return lines, unreadable
 
@@ -149,47 +124,15 @@ def _texts(path: Path) -> Iterator[str]:
             yield from (line for line in file if line.strip())
 
 
-def _step_line(told: Mapping[str, Any]) -> StepLine:
-    step_s = finite(told["step_s"])
-    if step_s is None:
-        raise ValueError(f"got a step of {told['step_s']} s")
-    return StepLine(
-        step=int(told["step"]),
-        step_ms=1e3 * step_s,
-        predicted_ms=_in_ms(finite(told.get("predicted_step_s"))),
-        loss=finite(told.get("loss")),
-        held_out_loss=finite(told.get("held_out_loss")),
-        bubble_rate=finite(told.get("bubble_rate")),
-        schedule=str(told.get("schedule", "")),
-        warmup_forwards=tuple(map(int, told.get("warmup_forwards") or ())),
-        routes={str(link): str(route) for link, route in (told.get("routes") or {}).items()},
-        link_ms={
-            str(way): known
-            for way, ms in (told.get("link_ms") or {}).items()
-            if (known := finite(ms)) is not None
-        },
-    )
-
-
-def _event_line(told: Mapping[str, Any]) -> EventLine:
-    usual = ("time_s", "step", "kind", "link", "detail")
-    return EventLine(
-        time_s=finite(told.get("time_s")),
-        step=int(told["step"]),
-        kind=str(told["kind"]),
-        link=str(told.get("link") or ""),
-        detail=str(told.get("detail") or ""),
-        more={key: value for key, value in told.items() if key not in usual},
-    )
-
-
 def finite(value: Any) -> float | None:
-    """A number; None for what is none, or not finite."""
+    """A number; None where it is none, or not finite."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _in_ms(seconds: float | None) -> float | None:
-    return None if seconds is None else 1e3 * seconds
+def in_ms(seconds: float | None) -> float | None:
+    """Seconds as milliseconds; None where they are none, or not finite."""
+    known = finite(seconds)
+    return None if known is None else 1e3 * known
 
 
 class ShownStep(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from jaxmorph.records import PHASES, RESTARTED
+from jaxmorph.records import PHASES, Event, EventKind, StepRecord
 from jaxmorph.report.page.changes import (
     Change,
     count_morphs,
@@ -17,7 +17,7 @@ from jaxmorph.report.page.changes import (
 )
 from jaxmorph.report.page.charts import FULL, LOW, SMALL, Line, Points, plot_over_steps
 from jaxmorph.report.page.decisions import EventTable, event_table
-from jaxmorph.report.page.files import EventLine, RunFiles, ShownStep, StepLine, read_trace
+from jaxmorph.report.page.files import RunFiles, ShownStep, finite, in_ms, read_trace
 from jaxmorph.report.page.html import UNKNOWN, inline_svg, milliseconds, render
 from jaxmorph.report.page.timelines import MEANINGS, SHARES, Shown, show_steps
 from jaxmorph.report.text import describe_regime, describe_routes, longer_than_planned, percent
@@ -73,15 +73,17 @@ def result_sentence(files: RunFiles) -> str:
         f"{_num_steps(files)}, median {milliseconds(median(_step_ms(files.steps).values()))}",
         f"{morphs} morph{'' if morphs == 1 else 's'}" if morphs else "no morph",
     ]
-    longer = longer_than_planned((step.step_ms, step.predicted_ms) for step in files.steps)
+    longer = longer_than_planned(
+        (step.step_s, finite(step.predicted_step_s)) for step in files.steps
+    )
     if longer is not None:
         than = f"{percent(abs(longer))} {'longer' if longer > 0 else 'shorter'} than"
         parts.append(f"steps took {'as long as' if abs(longer) < 0.0005 else than} predicted")
     return f"{'; '.join(parts)}."
 
 
-def _step_ms(steps: Sequence[StepLine]) -> dict[int, float]:
-    return {step.step: step.step_ms for step in steps}
+def _step_ms(steps: Sequence[StepRecord]) -> dict[int, float]:
+    return {step.step: 1e3 * step.step_s for step in steps}
 
 
 def _num_steps(files: RunFiles) -> str:
@@ -111,10 +113,11 @@ def _figures(files: RunFiles) -> Iterator[tuple[str, str]]:
     steps = files.steps
     if not steps:
         return
-    yield "median step", milliseconds(median(step.step_ms for step in steps))
-    yield "slowest step", milliseconds(max(step.step_ms for step in steps))
-    if predicted := _known(step.predicted_ms for step in steps):
-        yield "median prediction", milliseconds(median(predicted))
+    steps_ms = _step_ms(steps).values()
+    yield "median step", milliseconds(median(steps_ms))
+    yield "slowest step", milliseconds(max(steps_ms))
+    if predicted := _known(step.predicted_step_s for step in steps):
+        yield "median prediction", milliseconds(1e3 * median(predicted))
     if bubbles := _known(step.bubble_rate for step in steps):
         yield "median bubble", percent(median(bubbles))
     if files.goodput is not None:
@@ -127,23 +130,23 @@ def _figures(files: RunFiles) -> Iterator[tuple[str, str]]:
 
 
 def _known(values: Iterator[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
+    return [known for value in values if (known := finite(value)) is not None]
 
 
-def _warmups(step: StepLine) -> str:
+def _warmups(step: StepRecord) -> str:
     return " ".join(map(str, step.warmup_forwards))
 
 
-def _span(steps: Sequence[StepLine]) -> tuple[int, int]:
+def _span(steps: Sequence[StepRecord]) -> tuple[int, int]:
     return steps[0].step, steps[-1].step
 
 
-def _plots(steps: Sequence[StepLine], changes: Sequence[Change]) -> Iterator[tuple[str, Markup]]:
+def _plots(steps: Sequence[StepRecord], changes: Sequence[Change]) -> Iterator[tuple[str, Markup]]:
     """Caption and picture of step times, and of the loss where it is known."""
-    measured = [(step.step, step.step_ms) for step in steps]
-    predicted = [(step.step, step.predicted_ms) for step in steps]
+    measured = list(_step_ms(steps).items())
+    predicted = [(step.step, in_ms(step.predicted_step_s)) for step in steps]
     highest = _highest(_known(ms for _, ms in (*measured, *predicted)))
-    cut = [step.step_ms for step in steps if step.step_ms > highest]
+    cut = [ms for _, ms in measured if ms > highest]
     caption = "Milliseconds from barrier to barrier."
     if cut:
         caption += f" Cut off at the upper edge: {len(cut)} longer, up to {milliseconds(max(cut))}."
@@ -155,8 +158,9 @@ def _plots(steps: Sequence[StepLine], changes: Sequence[Change]) -> Iterator[tup
             lambda: plot_over_steps(lines, _span(steps), FULL, (0.0, 1.05 * highest), changes),
         ),
     )
-    trained: Points = [(step.step, step.loss) for step in steps]
-    held_out = [(step.step, step.held_out_loss) for step in steps if step.held_out_loss is not None]
+    trained: Points = [(step.step, finite(step.loss)) for step in steps]
+    evaluated = ((step.step, finite(step.held_out_loss)) for step in steps)
+    held_out = [point for point in evaluated if point[1] is not None]
     if any(loss is not None for _, loss in (*trained, *held_out)):
         courses = [Line("training", trained)]
         courses += [Line("held out", held_out, True)] if held_out else []
@@ -175,12 +179,12 @@ def _highest(values: Sequence[float]) -> float:
     return min(max(values), _OUTLIER * nearly_all) or 1.0
 
 
-def _plan_rows(steps: Sequence[StepLine]) -> Iterator[list[str]]:
+def _plan_rows(steps: Sequence[StepRecord]) -> Iterator[list[str]]:
     """The plans that were in force, one after another."""
     for (schedule, _, routes), group in groupby(steps, _plan_of):
         run = list(group)
-        predicted = sorted(_known(step.predicted_ms for step in run))
-        times = sorted(step.step_ms for step in run)
+        predicted = sorted(_known(in_ms(step.predicted_step_s) for step in run))
+        times = sorted(_step_ms(run).values())
         yield [
             schedule, _warmups(run[0]), describe_routes(dict(routes)), f"{len(run):,}",
             f"{run[0].step:,}", f"{run[-1].step:,}", milliseconds(times[len(times) // 2]),
@@ -188,7 +192,7 @@ def _plan_rows(steps: Sequence[StepLine]) -> Iterator[list[str]]:
         ]  # fmt: skip
 
 
-def _plan_of(step: StepLine) -> tuple[str, tuple[int, ...], tuple[tuple[str, str], ...]]:
+def _plan_of(step: StepRecord) -> tuple[str, tuple[int, ...], tuple[tuple[str, str], ...]]:
     return step.schedule, step.warmup_forwards, tuple(step.routes.items())
 
 
@@ -200,13 +204,13 @@ class Links(NamedTuple):
     rows: list[list[str]]
 
 
-def _links(steps: Sequence[StepLine], changes: Sequence[Change]) -> Links | None:
+def _links(steps: Sequence[StepRecord], changes: Sequence[Change]) -> Links | None:
     """A small plot for each link, with both directions, all on one scale; None without any."""
-    directions = {direction for step in steps for direction in step.link_ms}
+    directions = {direction for step in steps for direction in _link_ms(step)}
     if not directions:
         return None
     courses: dict[str, Points] = {
-        direction: [(step.step, step.link_ms.get(direction)) for step in steps]
+        direction: [(step.step, _link_ms(step).get(direction)) for step in steps]
         for direction in sorted(directions, key=_ends)
     }
     links: dict[tuple[int, int], list[str]] = {}
@@ -230,6 +234,11 @@ def _links(steps: Sequence[StepLine], changes: Sequence[Change]) -> Links | None
     ]  # fmt: skip
     rows = [_direction_cells(way, course) for way, course in courses.items()]
     return Links(plots, max(0, len(links) - _MOST_LINKS), rows)
+
+
+def _link_ms(step: StepRecord) -> dict[str, float]:
+    found = ((direction, finite(ms)) for direction, ms in (step.link_ms or {}).items())
+    return {direction: ms for direction, ms in found if ms is not None}
 
 
 def _ends(direction: str) -> tuple[int, int, str]:
@@ -264,10 +273,10 @@ def _direction_cells(direction: str, course: Points) -> list[str]:
     return [name, f"{len(known):,}", *(milliseconds(ms, 2) for ms in numbers)]
 
 
-def recoveries(events: Sequence[EventLine]) -> list[Mapping[str, Any]]:
+def recoveries(events: Sequence[Event]) -> list[Mapping[str, Any]]:
     """What events say of failures after which the ranks were started again."""
-    found = (event.more.get("evidence") for event in events if event.kind == RESTARTED)
-    return [each for each in found if isinstance(each, Mapping) and _phases_s(each)]
+    found = (event.evidence for event in events if event.kind == EventKind.RESTARTED)
+    return [each for each in found if each and _phases_s(each)]
 
 
 def _failure_rows(failures: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:

@@ -32,6 +32,12 @@ EVENTS = (
 )  # fmt: skip
 
 
+UNKNOWN = {
+    "loss": None, "grad_norm": None, "tokens_per_s": None, "schedule": "", "warmup_forwards": [],
+    "routes": {}, "predicted_step_s": None, "bubble_rate": None, "peak_live": [], "compilations": 0,
+}  # fmt: skip
+
+
 def line(step: int, **fields) -> dict:
     """A line of metrics.jsonl."""
     return {
@@ -57,11 +63,14 @@ def write_run(
     traced: Sequence[int] = (),
     num_stages: int = 2,
 ) -> Path:
-    """A run directory as `jaxmorph train` writes it."""
+    """A run directory as `jaxmorph train` writes it; what is not given of a line is unknown."""
     (path / "trace").mkdir(parents=True)
     (path / "config.yaml").write_text(dump_config(Config.model_validate({"run": {"steps": 40}})))
-    for name, lines in (("metrics.jsonl", steps), ("events.jsonl", events)):
-        (path / name).write_text("".join(json.dumps(told) + "\n" for told in lines))
+    for name, lines, unknown in (
+        ("metrics.jsonl", steps, UNKNOWN), ("events.jsonl", events, {"time_s": None}),
+    ):  # fmt: skip
+        whole = (unknown | told if isinstance(told, dict) else told for told in lines)
+        (path / name).write_text("".join(json.dumps(told) + "\n" for told in whole))
     costs = StageCosts.uniform(num_stages, 4.0, 4.0, 4.0)
     for step in traced:
         timelines = {

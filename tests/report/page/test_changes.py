@@ -1,19 +1,27 @@
+from dataclasses import replace
+
+from jaxmorph.records import Event, StepRecord
 from jaxmorph.report.page.changes import (
     count_morphs,
     find_changes,
     is_decision,
     steps_to_show,
 )
-from jaxmorph.report.page.files import EventLine, StepLine
+
+STEP = StepRecord(
+    step=0, loss=5.0, grad_norm=1.5, step_s=0.1, tokens_per_s=10_240.0, schedule="",
+    warmup_forwards=(1,), routes={}, predicted_step_s=None, bubble_rate=None, peak_live=(1,),
+    compilations=0,
+)  # fmt: skip
 
 
-def _steps(plans: str) -> list[StepLine]:
+def _steps(plans: str) -> list[StepRecord]:
     """A step for each letter, which names its schedule."""
-    return [StepLine(step, 100.0, schedule=plan) for step, plan in enumerate(plans)]
+    return [replace(STEP, step=step, schedule=plan) for step, plan in enumerate(plans)]
 
 
-def _event(step: int, kind: str, **more) -> EventLine:
-    return EventLine(1.0, step, kind, more=more)
+def _event(step: int, kind: str, **more) -> Event:
+    return Event(1.0, step, kind, **more)
 
 
 DETECTED, CHANGED = _event(10, "straggler_detected"), _event(12, "plan_changed")
