@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 import time
+from dataclasses import fields
 
 import pytest
 from four_stages import JAXMORPH, LIMIT_S, arguments_of
@@ -15,13 +16,9 @@ from processes import children, is_running
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.config import load_config
 from jaxmorph.control.profiler import Profile
-from jaxmorph.records import Link
+from jaxmorph.records import Link, StepRecord
 
-METRICS = {
-    "step", "loss", "grad_norm", "step_s", "tokens_per_s", "schedule", "warmup_forwards", "routes",
-    "predicted_step_s", "bubble_rate", "peak_live", "compilations", "link_ms",
-    "skipped",
-}  # fmt: skip
+METRICS = {item.name for item in fields(StepRecord) if not item.metadata} | {"link_ms"}
 
 pytestmark = pytest.mark.multiprocess
 
