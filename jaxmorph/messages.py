@@ -271,6 +271,18 @@ class LinksChanged:
 
 
 @dataclass(frozen=True)
+class ObservationKept:
+    """A line of `control/`, from which `jaxmorph replay` makes the run's decisions again.
+
+    Attributes:
+        begins: Whether a new file begins with it.
+    """
+
+    line: str
+    begins: bool
+
+
+@dataclass(frozen=True)
 class PhaseEnded:
     """A rank has come to the end of a phase of its start, one of `PHASES`.
 
@@ -289,6 +301,7 @@ RunMessage: TypeAlias = (
     | StepTimelines
     | ProfileUpdated
     | LinksChanged
+    | ObservationKept
     | PhaseEnded
 )
 """What a rank of a run sends to the process that started it; all but `PhaseEnded` from rank 0."""

@@ -213,6 +213,21 @@ def report(
 
 
 @app.command()
+def replay(
+    run_dir: Annotated[Path, typer.Argument(help="What train has written.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="adaptation.key=value: decide by these instead.")
+    ] = None,
+) -> int:
+    """Make a run's decisions again from what it observed, or others by other settings."""
+    from jaxmorph.cli.replay import print_replay
+    from jaxmorph.report.terminal import open_console
+
+    console, _ = open_console()
+    return print_replay(run_dir, overrides or [], console)
+
+
+@app.command()
 def model(
     factory: Annotated[str, typer.Option(help="The model's Python module.")] = "models.gpt2",
     preset: Annotated[

@@ -7,17 +7,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from jaxmorph.config import Config
-from jaxmorph.control.events import Morph
-from jaxmorph.control.measurements import link_samples
-from jaxmorph.control.path_reports import FAILURES, read_paths
+from jaxmorph.control.path_reports import FAILURES
 from jaxmorph.program.instructions import parse_program
 from jaxmorph.records import Message
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.runtime.report import StepReport, measured_timeline, probe_times
+from jaxmorph.runtime.report import StepReport, measured_timeline
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.training.adaptation import Adaptation, open_control_loop
-from jaxmorph.training.control_loop import ControlLoop
+from jaxmorph.training.bookkeeping import step_observed
+from jaxmorph.training.control_loop import ControlLoop, Morph
 from jaxmorph.training.first_plan import FirstPlan
 from jaxmorph.training.loop import Callback, Effect
 from jaxmorph.training.plan_in_force import PlanInForce
@@ -62,17 +61,13 @@ class MorphBooks:
             done.result()
 
     def _observe(self, loop: ControlLoop, step: int, reports: Sequence[StepReport]) -> None:
-        measured = measured_timeline(reports)
-        samples, routes = link_samples(measured), self.in_force.plan.routes
-        parts = [report.parts for report in reports]
-        loop.paths, of_step = read_paths(loop.paths, parts, samples, routes)
-        happened = loop.observe(step, measured, of_step.samples, probe_times(reports), of_step.news)
-        self.events.update(each["kind"] for each in [*of_step.happened, *happened])
+        seen = step_observed(step, measured_timeline(reports), reports)
+        self.events.update(event.kind for event in loop.observe(seen))
 
     def _adopt(self, loop: ControlLoop, morph: Morph) -> None:
         programs = tuple(map(parse_program, morph.programs))
         self.in_force = PlanInForce(morph.plan, programs, self.in_force.rank, morph.slots)
-        self.events.update(each["kind"] for each in loop.adopted(morph))
+        self.events.update(event.kind for event in loop.adopted(morph))
 
 
 class Following(Callback):

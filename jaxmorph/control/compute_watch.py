@@ -132,21 +132,22 @@ def _notice(stage: int, kind: OpKind, step: int, op: WatchedOp) -> ComputeNotice
 def followed(costs: StageCosts, notices: Iterable[ComputeNotice]) -> StageCosts:
     """The costs with what notices say; a full backward counts as B, as far as it isn't W."""
     for notice in notices:
-        stage, measured_ms = notice.stage, notice.measured_ms
-        match notice.kind:
-            case OpKind.F:
-                costs = replace(costs, forward_ms=_with(costs.forward_ms, stage, measured_ms))
-            case OpKind.W:
-                weight_ms = _with(costs.backward_weight_ms, stage, measured_ms)
-                costs = replace(costs, backward_weight_ms=weight_ms)
-            case OpKind.B | OpKind.BW:
-                whole = notice.kind is OpKind.BW
-                rest_ms = costs.backward_weight_ms[stage] if whole else 0.0
-                input_ms = max(0.0, measured_ms - rest_ms)
-                costs = replace(
-                    costs, backward_input_ms=_with(costs.backward_input_ms, stage, input_ms)
-                )
+        costs = with_op_ms(costs, notice.stage, notice.kind, notice.measured_ms)
     return costs
+
+
+def with_op_ms(costs: StageCosts, stage: int, kind: OpKind, measured_ms: float) -> StageCosts:
+    """The costs with what one kind of op takes on a stage; a full backward is B and W."""
+    match kind:
+        case OpKind.F:
+            return replace(costs, forward_ms=_with(costs.forward_ms, stage, measured_ms))
+        case OpKind.W:
+            weight_ms = _with(costs.backward_weight_ms, stage, measured_ms)
+            return replace(costs, backward_weight_ms=weight_ms)
+        case OpKind.B | OpKind.BW:
+            rest_ms = costs.backward_weight_ms[stage] if kind is OpKind.BW else 0.0
+            input_ms = _with(costs.backward_input_ms, stage, max(0.0, measured_ms - rest_ms))
+            return replace(costs, backward_input_ms=input_ms)
 
 
 def _with(values: Sequence[float], at: int, value: float) -> tuple[float, ...]:

@@ -86,6 +86,20 @@ class Option:
 
 
 @dataclass(frozen=True)
+class Options:
+    """The plans to choose from.
+
+    Attributes:
+        in_force_ms: The predicted step of the plan in force under the conditions now.
+        undisturbed_ms: The same if all links were healthy.
+    """
+
+    in_force_ms: float
+    undisturbed_ms: float
+    candidates: tuple[Option, ...]
+
+
+@dataclass(frozen=True)
 class Situation:
     """All that a decision rests on.
 

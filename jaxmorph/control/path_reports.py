@@ -2,7 +2,7 @@
 
 The messages of the meetings that end steps carry:
 
-- `link_failures`: of each link whose direct path this rank gave up in the step, what happened.
+- `link_failures`: of each link whose direct path this rank gave up in the step, what events.
 - `paths_up`: of each link whose direct path has failed, whether this end finds it up.
 - `restore`: from rank 0, the links whose direct paths are to begin again after the step.
 """
@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.events import Happening, of_verdict
+from jaxmorph.control.events import ControlEvent, of_verdict
 from jaxmorph.control.link_state import FailedPaths, PathFailure
 from jaxmorph.control.measurements import LinkSample
-from jaxmorph.records import Link, Message, Route, Routes
+from jaxmorph.records import EventKind, Link, Message, Route, Routes
 
 FAILURES, UP, RESTORE = "link_failures", "paths_up", "restore"
 
@@ -78,41 +78,39 @@ class PathsOfStep:
 
     Attributes:
         news: What ranks have reported; a failure that was reported before is not among it.
-        happened: Of failures and of links that are back on their direct paths.
+        events: Of failures, and of links that are back on their direct paths.
         samples: What the step's messages took, apart from those that were delegated for want of a
             direct path.
         routes: The routes that messages took by the end of the step.
     """
 
     news: PathNews
-    happened: tuple[Happening, ...]
+    events: tuple[ControlEvent, ...]
     samples: Sequence[LinkSample]
     routes: dict[Link, Route]
 
 
 def read_paths(
     paths: FailedPaths,
-    reports: Sequence[Message],
+    news: PathNews,
     samples: Sequence[LinkSample],
     routes: Routes,
 ) -> tuple[FailedPaths, PathsOfStep]:
     """Take in a step, whether or not the run adapts.
 
     Args:
-        reports: All ranks' messages of the meeting that ended it, in rank order.
         routes: Those of the plan that it ran.
     """
-    news = path_news(reports)
     paths, new = paths.note(news.failures)
     paths, restored = paths.restored(routes)
-    happened = (*map(_of_failure, new), *map(_of_restored, restored))
+    events = (*map(_of_failure, new), *map(_of_restored, restored))
     news = replace(news, failures=new)
-    return paths, PathsOfStep(news, happened, paths.of_paths(samples), paths.as_run(routes))
+    return paths, PathsOfStep(news, events, paths.of_paths(samples), paths.as_run(routes))
 
 
 def judge_paths(
     paths: FailedPaths, detector: Detector, step: int, news: PathNews, routes: Routes
-) -> tuple[FailedPaths, Detector, list[Happening]]:
+) -> tuple[FailedPaths, Detector, list[ControlEvent]]:
     """Turn what ranks have reported of direct paths into verdicts on both directions of a link.
 
     Args:
@@ -122,23 +120,23 @@ def judge_paths(
     Returns:
         And the events that follow; those of the failures themselves are `read_paths`'.
     """
-    happened: list[Happening] = []
+    events: list[ControlEvent] = []
     for failure in news.failures:
         detector = _with_failure(detector, step, failure.link, failure.detail)
     for link, left in sorted(news.lives_left.items()):
         paths, was_last = paths.limit(link, left)
-        happened += [_of_given_up(link)] if was_last else []
+        events += [_of_given_up(link)] if was_last else []
     delegated = {link for link, route in routes.items() if route == "delegated"}
     paths, turns = paths.observe(news.up, delegated)
     for link in turns.lost:
         detector = _with_failure(detector, step, link, "its direct path is down again")
-        happened.append(_of_path_down(link))
+        events.append(_of_path_down(link))
     for link, up_steps in turns.returned.items():
         for source, destination in (link, link[::-1]):
             before = detector.verdicts
             detector, changed = detector.observe_return(step, source, destination, up_steps)
-            happened += filter(None, (of_verdict(each, before) for each in changed))
-    return paths, detector, happened
+            events += filter(None, (of_verdict(each, before) for each in changed))
+    return paths, detector, events
 
 
 def _with_failure(detector: Detector, step: int, link: Link, detail: str) -> Detector:
@@ -147,28 +145,24 @@ def _with_failure(detector: Detector, step: int, link: Link, detail: str) -> Det
     return detector
 
 
-def _of_failure(failure: PathFailure) -> Happening:
+def _of_failure(failure: PathFailure) -> ControlEvent:
     resent = f"{failure.resent} message{'' if failure.resent == 1 else 's'} sent again"
-    return {
-        "kind": "link_failed",
-        "link": str(failure.link),
-        "detail": f"{failure.detail}; delegated from there on, {resent}",
-        "evidence": failure.to_json(),
-    }
+    detail = f"{failure.detail}; delegated from there on, {resent}"
+    return ControlEvent(EventKind.LINK_FAILED, detail, str(failure.link), failure.to_json())
 
 
-def _of_restored(link: Link) -> Happening:
-    return {"kind": "link_restored", "link": str(link), "detail": "on its direct path again"}
+def _of_restored(link: Link) -> ControlEvent:
+    return ControlEvent(EventKind.LINK_RESTORED, "on its direct path again", str(link))
 
 
-def _of_path_down(link: Link) -> Happening:
+def _of_path_down(link: Link) -> ControlEvent:
     detail = "the direct path, which had come back, is down again; the link stays delegated"
-    return {"kind": "link_path_down", "link": str(link), "detail": detail}
+    return ControlEvent(EventKind.LINK_PATH_DOWN, detail, str(link))
 
 
-def _of_given_up(link: Link) -> Happening:
+def _of_given_up(link: Link) -> ControlEvent:
     detail = (
         "the direct path has failed as often as it can begin while these processes live: the link "
         "stays delegated until the run is started again"
     )
-    return {"kind": "link_given_up", "link": str(link), "detail": detail}
+    return ControlEvent(EventKind.LINK_GIVEN_UP, detail, str(link))

@@ -1,4 +1,4 @@
-"""Probes of direct links: which are due, what is to be done once they are in time, what was found.
+"""Probes of direct links: what they have found, and what has not been probed.
 
 That messages are in time on the delegated route says little of the accelerators' own. So what takes
 a link back to direct waits until messages over the direct link itself have been in time.
@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.events import Happening, of_probe
+from jaxmorph.control.events import ControlEvent, of_probe
 from jaxmorph.control.orchestrator import Decision, Situation, changed_routes
 from jaxmorph.program.instructions import Transfer
 from jaxmorph.records import Link
@@ -28,10 +28,10 @@ class Found:
     took_ms: Mapping[Link, list[float]]
     late: frozenset[Link]
 
-    def told(self) -> list[Happening]:
-        """What happened, a link each."""
+    def events(self) -> tuple[ControlEvent, ...]:
+        """One for each link."""
         probed = sorted(self.took_ms.items())
-        return [of_probe(link, took_ms, link in self.late) for link, took_ms in probed]
+        return tuple(of_probe(link, took_ms, link in self.late) for link, took_ms in probed)
 
 
 def found_by(
@@ -88,53 +88,3 @@ class ProvenLinks:
             and link.upper == link.lower + 1
             and situation.step >= self.until.get(link, 0)
         )
-
-
-class Probes:
-    """Keeps the one decision that waits for probes; several threads may use it under one lock."""
-
-    def __init__(self) -> None:
-        self._due: tuple[Link, ...] = ()
-        self._awaited: tuple[Situation, Decision] | None = None
-        self._proven = ProvenLinks()
-
-    @property
-    def are_awaited(self) -> bool:
-        """Whether a decision waits for them."""
-        return self._awaited is not None
-
-    def unproven(self, situation: Situation, decision: Decision) -> tuple[Link, ...]:
-        """The links that a decision takes back to direct, and no probe has found healthy."""
-        return self._proven.unproven(situation, decision)
-
-    def ask_for(self, links: tuple[Link, ...], situation: Situation, decision: Decision) -> None:
-        """Have links probed for a decision, in place of any that were to be probed before."""
-        self._due, self._awaited = links, (situation, decision)
-
-    def take_due(self) -> tuple[Link, ...]:
-        """The links to be probed now; each is asked for once."""
-        links, self._due = self._due, ()
-        return links
-
-    def forget(self) -> None:
-        """Wait for none any more, and have none sent: what they were for is done, or dropped."""
-        self._due, self._awaited = (), None
-
-    def note(self, found: Found, step: int) -> None:
-        """Believe what was found, for some steps."""
-        self._proven = self._proven.note(found, step)
-
-    def disbelieve(self, links: Collection[Link]) -> None:
-        """Forget what was found of links: their direct paths have failed since."""
-        self._proven = self._proven.without(links)
-
-    def take_proven(self) -> tuple[Situation, Decision] | None:
-        """What waited, once all of its links were found well; then none of its probes is due.
-
-        None if nothing waits, or some links are unproven: these were probes for something earlier.
-        """
-        awaited = self._awaited
-        if awaited is None or self.unproven(*awaited):
-            return None
-        self.forget()
-        return awaited

@@ -20,6 +20,8 @@ EVENTS = "events.jsonl"
 PROFILE = "profile.json"
 RECOVERY = "recovery.json"
 LINKS = "links.json"
+CONTROL = "control"
+_MOST_CONTROL_BYTES = 32 << 20
 _TRACES = "trace"
 _TRACE = re.compile(r"step_(\d+)\.json")
 _STAY = frozenset({
@@ -69,6 +71,22 @@ class RunDirectory:
     def write_links(self, told: Mapping[str, Any]) -> None:
         """Writes what is known of ailing links to `links.json`, in place of what was there."""
         _replace(self.path / LINKS, _json_line(told))
+
+    def write_observation(self, line: str, *, begins: bool) -> None:
+        """Appends a line to the newest file of `control/`, or begins another one with it.
+
+        The oldest files make room, if all together are larger than 32 MiB.
+        """
+        folder = self.path / CONTROL
+        folder.mkdir(exist_ok=True)
+        files = sorted(folder.glob("*.jsonl"))
+        if begins or not files:
+            while len(files) > 1 and sum(map(_size, files)) > _MOST_CONTROL_BYTES:
+                files.pop(0).unlink()
+            number = int(files[-1].stem) + 1 if files else 1
+            files.append(folder / f"{number:06d}.jsonl")
+        with files[-1].open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
     def write_recovery(self, told: Mapping[str, Any]) -> None:
         """Writes what failures have cost to `recovery.json`, in place of what was there."""
@@ -129,6 +147,10 @@ def read_records(path: Path, kind: type[_Line]) -> list[_Line]:
         parse_line(kind, line, f"{path}, line {number}")
         for number, line in enumerate(whole, start=1)
     ]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
 
 
 def find_traces(path: Path) -> dict[int, Path]:

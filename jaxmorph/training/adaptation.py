@@ -6,25 +6,26 @@ them run the new plan from step k + 2 on. What it is made of has been compiled b
 step: a morph brings other instructions and more slots, and nothing else.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Protocol
 
 from jaxmorph.config import Config
-from jaxmorph.control.compute_watch import ComputeWatch
-from jaxmorph.control.events import Morph, own_part
+from jaxmorph.control.controller_state import ProbeLinks, first_state
+from jaxmorph.control.detector import Detector
 from jaxmorph.control.path_reports import FAILURES, RESTORE, UP, path_news
-from jaxmorph.program.instructions import RankProgram
+from jaxmorph.program.instructions import Channel, RankProgram, parse_program
 from jaxmorph.records import Link, Message
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import PROBES
 from jaxmorph.runtime.stage_trainer import StageTrainer
-from jaxmorph.training.control_loop import ControlLoop
+from jaxmorph.training.control_loop import ControlLoop, Morph
 from jaxmorph.training.first_plan import FirstPlan
 from jaxmorph.training.open_stage import make_room
-from jaxmorph.training.planning_client import PlanningProcess
+from jaxmorph.training.planning_client import PlanningProcess, run_to_plan, slots_from_json
+from jaxmorph.training.replay import ObservationLog
 from jaxmorph.training.starting_point import starting_point
 
 _MORPH, _PROBE = "morph", "probe"
@@ -38,33 +39,40 @@ def open_control_loop(
     *,
     active: bool,
     to_plan: Config,
+    keep: Callable[[str, bool], None] | None = None,
 ) -> Iterator[ControlLoop | None]:
-    """What watches a run's links and decides, with the process that plans for it.
+    """The run's controller, with the process that plans for it where the run adapts.
 
     Args:
         active: Whether this is rank 0.
         to_plan: The run with the caps that plans made from now on keep.
+        keep: Takes a line for `replay`, and whether a file begins with it; None: nothing is kept.
 
     Yields:
-        The loop; None on other ranks, and where nothing adapts.
+        The controller; None on other ranks.
     """
-    if not (active and config.adapts):
-        yield None
-        return
     plan, planned_for = first.in_force.plan, first.planned_for
-    with closing(PlanningProcess()) as process:
-        start = starting_point(config, first, num_tied)
-        watch = ComputeWatch(planned_for.costs)
-        loop = ControlLoop(
-            config.adaptation, plan, planned_for, start.usual, start.detector, watch, process
+    if not active:
+        yield None
+    elif not config.adapts:
+        state = first_state(
+            config.adaptation, plan, planned_for, first.usual, Detector(), adapts=False
         )
-        known = to_plan, num_tied, start.home, planned_for, start.usual, plan
-        loop.begin(partial(process.begin, *known))
-        try:
+        with closing(ControlLoop(state, None)) as loop:
             yield loop
-        finally:
-            process.close()  # first: what it was asked for, nobody waits for any more
-            loop.close()
+    else:
+        with closing(PlanningProcess()) as process:
+            start = starting_point(config, first, num_tied)
+            state = first_state(config.adaptation, plan, planned_for, start.usual, start.detector)
+            known = to_plan, num_tied, start.home, planned_for, start.usual
+            log = keep and ObservationLog(keep, run_to_plan(*known))
+            loop = ControlLoop(state, process, log and log.note)
+            loop.start(partial(process.begin, *known, plan))
+            try:
+                yield loop
+            finally:
+                process.close()  # first: nobody waits for its answer any more
+                loop.close()
 
 
 class TakesMorphs(Protocol):
@@ -80,7 +88,7 @@ class Adaptation:
 
     Args:
         bookkeeper: It is told on rank 0 of the plan that comes into force.
-        loop: What decides; None on all ranks but rank 0, and where nothing adapts.
+        loop: The controller; None on all ranks but rank 0.
         last_step: The run's last: nothing is changed after it.
         adapts: Whether there is such a loop, on rank 0.
         failed: The links that do without their direct paths from the start.
@@ -117,17 +125,19 @@ class Adaptation:
         return told | self._due(self._loop)
 
     def _due(self, loop: ControlLoop) -> Message:
-        """What is due; a path that has failed since the loop knew of it does not begin again."""
-        self._told = loop.ready()
-        if self._told is not None:
-            direct = (link for link, route in self._told.routes.items() if route == "direct")
-            failed = self._own_ends.failed & loop.without_path(direct)
-            return {_MORPH: self._told.to_json()} | _named(RESTORE, failed)
-        links = loop.due_probes()
-        failed = self._own_ends.failed.intersection(links)
-        if failed - loop.without_path(links):  # it will not wait for a probe, once it knows
-            return {}
-        return _named(_PROBE, links) | _named(RESTORE, failed)
+        """What is due; a path that has failed since the controller decided begins no epoch."""
+        self._told = None
+        match loop.take_due():
+            case Morph() as morph:
+                self._told = morph
+                return {_MORPH: morph.to_json()} | _named(
+                    RESTORE, self._own_ends.failed & morph.restore
+                )
+            case ProbeLinks(links, restore):
+                failed = self._own_ends.failed.intersection(links)
+                if failed <= restore:
+                    return _named(_PROBE, links) | _named(RESTORE, failed)
+        return {}
 
     def probed(self) -> Message:
         """What this rank adds to its report of the next step: the times of a probe since then."""
@@ -160,6 +170,11 @@ class Adaptation:
         if self._told is not None:
             self._bookkeeper.adopt(self._told, step + 1)
         return program
+
+
+def own_part(sent: Message, rank: int) -> tuple[RankProgram, dict[Channel, int]]:
+    """A rank's instructions, and the slots that channels need, from what `Morph.to_json` gave."""
+    return parse_program(sent["programs"][rank]), slots_from_json(sent["slots"])
 
 
 def _named(kind: str, links: Iterable[Link]) -> Message:

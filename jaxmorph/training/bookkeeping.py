@@ -8,11 +8,17 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from jaxmorph.config import Config
-from jaxmorph.control.events import Morph
-from jaxmorph.control.link_state import FailedPaths
-from jaxmorph.control.measurements import link_medians_ms, link_samples
-from jaxmorph.control.path_reports import read_paths
-from jaxmorph.control.profiler import Profile, Profiler
+from jaxmorph.control import controller
+from jaxmorph.control.controller_state import StepObserved
+from jaxmorph.control.events import states_in_words
+from jaxmorph.control.measurements import (
+    LinkSample,
+    link_medians_ms,
+    link_samples,
+    op_times,
+)
+from jaxmorph.control.path_reports import path_news
+from jaxmorph.control.profiler import Profiler
 from jaxmorph.messages import (
     EventEmitted,
     ProfileUpdated,
@@ -34,7 +40,7 @@ from jaxmorph.runtime.report import (
 )
 from jaxmorph.schedule.timeline import Timeline, peak_on_device
 from jaxmorph.training.carried_over import KnownLinks
-from jaxmorph.training.control_loop import ControlLoop
+from jaxmorph.training.control_loop import ControlLoop, Morph
 from jaxmorph.training.evaluation import NOT_EVALUATED, HeldOutLoss
 from jaxmorph.training.plan_in_force import PlanInForce
 
@@ -72,7 +78,6 @@ class Bookkeeper:
         self._tell = self._traced.pass_on
         self._first_step = first_step
         self._loop = loop
-        self.paths = FailedPaths()  # where no loop keeps them
         self._known_links = known_links
         self._began_s = time.monotonic()
         self._error: BaseException | None = None
@@ -124,7 +129,7 @@ class Bookkeeper:
 
     def in_force(self) -> dict[str, Any]:
         """What a checkpoint remembers of this moment: see `Manifest.plan` and `link_states`."""
-        links = {} if self._loop is None else self._loop.link_states()
+        links = {} if self._loop is None else states_in_words(self._loop.state.verdicts)
         return {"plan": self._plan.to_json(), "link_states": links}
 
     def told_so_far(self) -> Future[None]:
@@ -199,20 +204,15 @@ class Bookkeeper:
         step_s: float,
         held_out_loss: float | None,
     ) -> None:
-        profile = self._expected_profile()
+        loop = self._controlled
+        profile = controller.expected_profile(loop.state, self._profiler.profile())
         measured = measured_timeline(reports)
-        keeper = self._loop or self
-        parts = [report.parts for report in reports]
-        samples, routes = link_samples(measured), self._plan.routes
-        keeper.paths, paths = read_paths(keeper.paths, parts, samples, routes)
+        seen = step_observed(step, measured, reports)
+        _, paths = controller.paths_of_step(loop.state, seen)
         if not paths.news.is_disturbed:
             self._profiler.observe(measured, paths.samples)
-        # Before all else, as a decision may wait for it.
-        happened = [*paths.happened]
-        if self._loop is not None:
-            probed = probe_times(reports)
-            happened += self._loop.observe(step, measured, paths.samples, probed, paths.news)
-            self._tell_known_links(step, self._loop)
+        events = loop.observe(seen)  # before all else, as a decision may wait for it
+        self._tell_known_links(step, loop)
         planned = self._in_force.simulate(profile)
         record = StepRecord(
             step=step,
@@ -231,13 +231,13 @@ class Bookkeeper:
             peak_device_bytes=peaks_of(reports),
             compilations=total_compilations(reports),
             planned_bubble_rate=planned.bubble_rate,
-            link_states=self._link_states(),
+            link_states=controller.link_states(loop.state),
             link_ms=link_medians_ms(paths.samples) or None,
             skipped=not totals.is_finite,
         )
         self._tell(StepDone(record))
-        for happening in happened:
-            self._tell_event(step, **happening)
+        for event in events:
+            self._tell_event(step, **vars(event))
         if not totals.is_finite:
             evidence = _evidence(totals)
             self._tell_event(step, EventKind.STEP_SKIPPED, totals.in_words(), evidence=evidence)
@@ -246,9 +246,9 @@ class Bookkeeper:
             self._tell(ProfileUpdated(self._profiler.profile().to_json()))
 
     def _tell_known_links(self, step: int, loop: ControlLoop) -> None:
-        if self._known_links is None:
+        if self._known_links is None or not loop.state.adapts:
             return
-        news = self._known_links.news(step, loop.known_ways())
+        news = self._known_links.news(step, controller.known_links(loop.state))
         if news is not None:
             self._tell(news)
 
@@ -257,21 +257,18 @@ class Bookkeeper:
             return None
         return peak_on_device(measured, self._config.schedule.live_until)
 
-    def _link_states(self) -> dict[str, str]:
-        judged = {} if self._loop is None else self._loop.link_states()
-        return {**(self._loop or self).paths.in_words(), **judged}
-
-    def _expected_profile(self) -> Profile:
-        """What a step should be made of, by all that has been measured before it."""
-        profile = self._profiler.profile()
-        return profile if self._loop is None else self._loop.profile(profile)
+    @property
+    def _controlled(self) -> ControlLoop:
+        if self._loop is None:
+            raise ValueError("records are made where the controller is, on rank 0")
+        return self._loop
 
     def _adopt(self, morph: Morph, step: int) -> None:
         programs = tuple(map(parse_program, morph.programs))
         self._in_force = PlanInForce(morph.plan, programs, self._in_force.rank, morph.slots)
         self._plan = morph.plan
-        for happening in [] if self._loop is None else self._loop.adopted(morph):
-            self._tell_event(step, **happening)
+        for event in self._controlled.adopted(morph):
+            self._tell_event(step, **vars(event))
 
     def _tell_link_events(
         self, step: int, reports: Sequence[StepReport], step_began_s: float
@@ -297,6 +294,18 @@ class Bookkeeper:
         time_s = time.monotonic() - self._began_s
         event = Event(time_s, step, EventKind(kind), link, detail, evidence or None)
         self._tell(EventEmitted(event))
+
+
+def step_observed(step: int, measured: Timeline, reports: Sequence[StepReport]) -> StepObserved:
+    """A step as the controller observes it, from all ranks' reports."""
+    samples = tuple(map(_rounded, link_samples(measured)))
+    news = path_news([report.parts for report in reports])
+    return StepObserved(step, samples, op_times(measured), probe_times(reports), news)
+
+
+def _rounded(sample: LinkSample) -> LinkSample:
+    """To a microsecond: what is kept for a replay is what was decided by."""
+    return sample._replace(duration_ms=round(sample.duration_ms, 3), at_ms=round(sample.at_ms, 3))
 
 
 def _evidence(totals: StepTotals) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """What acts between two steps of a run, beside `evaluation`: records, saves, ends and adapts."""
 
 from jaxmorph.checkpoints.saver import CheckpointSaver
-from jaxmorph.control.events import Morph
 from jaxmorph.records import EventKind, Message
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.training.adaptation import Adaptation
 from jaxmorph.training.bookkeeping import Bookkeeper
+from jaxmorph.training.control_loop import Morph
 from jaxmorph.training.evaluation import Evaluation
 from jaxmorph.training.loop import GOES_ON, Callback, Effect
 from jaxmorph.training.save_times import SaveTimes, SkippedSteps

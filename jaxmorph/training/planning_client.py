@@ -1,4 +1,4 @@
-"""The planning process as rank 0 sees it: started, asked, tried again, and ended with the run."""
+"""The planning process as rank 0 sees it: started, asked, replaced, and ended with the run."""
 
 import json
 import subprocess
@@ -11,36 +11,19 @@ from typing import Any
 
 from jaxmorph.config import Config
 from jaxmorph.control.conditions import UsualLinks, usual_to_json
-from jaxmorph.control.events import slots_from_json
-from jaxmorph.control.orchestrator import Option
+from jaxmorph.control.orchestrator import Option, Options
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
-from jaxmorph.program.instructions import Channel
+from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.records import Link, Message
 from jaxmorph.schedule.planner import Plan
 
 _ANSWER_S = 60.0
 _END_S = 2.0
-_FIRST_WAIT_STEPS = 4
-_MOST_RETRIES = 4
 
 
 class PlanningError(RuntimeError):
     """The planning process has died, doesn't answer, or could not do what it was asked."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What there is to choose from, without programs.
-
-    Attributes:
-        in_force_ms: The predicted step of the plan in force under the conditions now.
-        undisturbed_ms: The same if all links were healthy.
-    """
-
-    in_force_ms: float
-    undisturbed_ms: float
-    candidates: tuple[Option, ...]
 
 
 @dataclass(frozen=True)
@@ -82,13 +65,7 @@ class PlanningProcess:
         Raises:
             PlanningError: If it can't plan.
         """
-        self._begun_with = {
-            "config": config.model_dump(mode="json"),
-            "num_tied": num_tied,
-            "first": first.to_json(),
-            "profile": profile.to_json(),
-            "usual": usual_to_json(usual),
-        }
+        self._begun_with = run_to_plan(config, num_tied, first, profile, usual)
         self._tell_what_runs(in_force or first, None)
 
     def restart(self, in_force: Plan, programs: tuple[str, ...] | None = None) -> None:
@@ -190,44 +167,22 @@ def _started() -> "subprocess.Popen[str]":
     )
 
 
-@dataclass(frozen=True)
-class Retries:
-    """The failures in a row, and what follows from them.
+def run_to_plan(
+    config: Config, num_tied: int, first: Plan, profile: Profile, usual: UsualLinks
+) -> Message:
+    """What the planning process is to know of a run; the arguments are `CandidatePlanner`'s."""
+    return {
+        "config": config.model_dump(mode="json"),
+        "num_tied": num_tied,
+        "first": first.to_json(),
+        "profile": profile.to_json(),
+        "usual": usual_to_json(usual),
+    }
 
-    After the first one planning is let be for four steps, after each further one for twice as long;
-    for four if a link turns slow meanwhile. A success makes an end of the row. The fifth failure in
-    a row is the last.
 
-    Attributes:
-        not_before: The first step after which to plan again.
-        not_before_if_slow: Likewise, if a link has turned slow since plans were asked for last.
-    """
-
-    failures: int = 0
-    not_before: int = 0
-    not_before_if_slow: int = 0
-
-    @property
-    def are_over(self) -> bool:
-        """Whether planning is given up."""
-        return self.failures > _MOST_RETRIES
-
-    def after_failure(self, step: int) -> "Retries":
-        """What is left of them after another failure."""
-        wait_steps = _FIRST_WAIT_STEPS * 2**self.failures
-        return Retries(self.failures + 1, step + wait_steps, step + _FIRST_WAIT_STEPS)
-
-    def may_begin(self, step: int, *, has_turned_slow: bool) -> bool:
-        """Whether to plan again, if there is reason to."""
-        return step >= (self.not_before_if_slow if has_turned_slow else self.not_before)
-
-    def in_words(self, step: int) -> str:
-        """What happens next, after a failure."""
-        if self.are_over:
-            return (
-                f"that was attempt {self.failures} in a row: planning is given up, and the plan in "
-                "force stays for the rest of the run"
-            )
-        wait_steps = self.not_before - step
-        sooner = ", sooner if a link turns slow" if wait_steps > _FIRST_WAIT_STEPS else ""
-        return f"the plan in force stays, and planning is tried again in {wait_steps} steps{sooner}"
+def slots_from_json(data: list[list[Any]]) -> dict[Channel, int]:
+    """Slots by channel, from lists of a channel's fields and its number."""
+    return {
+        Channel(Payload(payload), source, destination, index): number
+        for payload, source, destination, index, number in data
+    }

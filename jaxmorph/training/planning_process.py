@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import IO
+from typing import IO, Any
 
 from jaxmorph.config import Config, check_config
 from jaxmorph.config.link_sections import Routes
@@ -98,6 +98,11 @@ class CandidatePlanner:
         now = in_force or first
         programs = programs or self._planned_programs(now)
         self._in_force = Candidate(now, programs, 1e3 * now.predicted_step_s)
+
+    @property
+    def programs(self) -> Programs:
+        """Every rank's instructions under the plan in force."""
+        return self._in_force.programs
 
     def weigh(
         self, profile: Profile, verdicts: Sequence[Verdict], held: Iterable[Link] = ()
@@ -235,6 +240,20 @@ def _delegated(plan: Plan) -> frozenset[Link]:
     return frozenset(link for link, route in plan.routes.items() if route == "delegated")
 
 
+def planner_of(request: Mapping[str, Any]) -> CandidatePlanner:
+    """What a `begin` request describes."""
+    programs = request["programs"]
+    return CandidatePlanner(
+        check_config(request["config"]),
+        request["num_tied"],
+        Plan.from_json(request["first"]),
+        Profile.from_json(request["profile"]),
+        usual_from_json(request["usual"]),
+        Plan.from_json(request["in_force"]),
+        None if programs is None else tuple(map(parse_program, programs)),
+    )
+
+
 class Answering:
     """Answers requests, one after another."""
 
@@ -260,16 +279,7 @@ class Answering:
         raise ValueError(f"a request of no known kind: {request.get('kind')}")
 
     def _begin(self, request: Message) -> Message:
-        told = request["programs"]
-        self._planner = CandidatePlanner(
-            check_config(request["config"]),
-            request["num_tied"],
-            Plan.from_json(request["first"]),
-            Profile.from_json(request["profile"]),
-            usual_from_json(request["usual"]),
-            Plan.from_json(request["in_force"]),
-            None if told is None else tuple(map(parse_program, told)),
-        )
+        self._planner = planner_of(request)
         return {}
 
     def _weigh(self, profile: Message, verdicts: list[Message], held: list[str]) -> Message:

@@ -12,6 +12,7 @@ from jaxmorph.messages import (
     EventEmitted,
     Json,
     LinksChanged,
+    ObservationKept,
     PhaseEnded,
     ProfileUpdated,
     RunMessage,
@@ -101,6 +102,8 @@ class RunRecord:
                 self._directory.write_profile(profile)
             case LinksChanged():
                 self._directory.write_links(as_object(message))
+            case ObservationKept(line, begins):
+                self._directory.write_observation(line, begins=begins)
             case PhaseEnded():
                 pass  # for the supervisor
 

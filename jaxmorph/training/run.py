@@ -16,7 +16,7 @@ from jaxmorph.control.verdicts import KnownWay, dead_of
 from jaxmorph.data import Batches
 from jaxmorph.emulation.link_conditions import LinkCondition, untimed
 from jaxmorph.emulation.link_settings import emulated_conditions
-from jaxmorph.messages import RunMessage
+from jaxmorph.messages import ObservationKept, RunMessage
 from jaxmorph.records import EventKind
 from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
 from jaxmorph.runtime.executor import StepInputs
@@ -223,7 +223,12 @@ def begin_training(
     with ExitStack() as opened:
         control = opened.enter_context(
             open_control_loop(
-                config, first, len(run.model.tied), active=run.leads, to_plan=planned.within.new
+                config,
+                first,
+                len(run.model.tied),
+                active=run.leads,
+                to_plan=planned.within.new,
+                keep=None if run.checkpoints is None else partial(_keep, tell),
             )
         )
         bookkeeper = opened.enter_context(
@@ -263,6 +268,11 @@ def begin_training(
             _announce(run, planned, bookkeeper, source)
         loop = Loop(runner, first.in_force.program, callbacks, run.first_step)
         yield Training(loop, recording, skipped, saver)
+
+
+def _keep(tell: Callable[[RunMessage], None], line: str, begins: bool) -> None:
+    """Have what the controller observed written to the run directory."""
+    tell(ObservationKept(line, begins))
 
 
 def _known_links(run: Run) -> KnownLinks | None:

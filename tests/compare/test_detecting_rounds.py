@@ -5,7 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from jaxmorph.compare.detecting_rounds import Following, MorphBooks
-from jaxmorph.control.link_state import FailedPaths
+from jaxmorph.config import Config
+from jaxmorph.control.controller import paths_of_step
+from jaxmorph.control.controller_state import first_state
+from jaxmorph.control.detector import Detector
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.records import Link
@@ -13,6 +16,7 @@ from jaxmorph.runtime.report import StepReport
 from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.planner import plan
 from jaxmorph.training.adaptation import Adaptation
+from jaxmorph.training.control_loop import ControlLoop
 from jaxmorph.training.plan_in_force import PlanInForce
 
 COSTS = StageCosts.uniform(2, 1.0, 1.0, 1.0)
@@ -21,16 +25,19 @@ IN_FORCE = PlanInForce(PLAN, lower_step(PLAN.schedule, Profile(COSTS, {}), PLAN.
 LINK = Link(0, 1)
 
 
-class Loop:
-    """What a control loop is told."""
+class Watched(ControlLoop):
+    """A controller that keeps what each step has shown of paths."""
 
     def __init__(self):
-        self.seen, self.paths = [], FailedPaths()
+        settings, profile = Config().adaptation, Profile(COSTS, {})
+        super().__init__(first_state(settings, PLAN, profile, {}, Detector(), adapts=False), None)
+        self.seen = []
 
-    def observe(self, step, timeline, samples, probes, paths):
-        self.seen.append((step, [each.link for each in paths.failures], len(samples)))
-        self.paths = self.paths.begin_again(paths.restored)
-        return []
+    def observe(self, seen):
+        _, shown = paths_of_step(self.state, seen)
+        failed = [failure.link for failure in shown.news.failures]
+        self.seen.append((seen.step, failed, len(shown.samples)))
+        return super().observe(seen)
 
 
 class Stage:
@@ -59,7 +66,7 @@ def result_of(step, reported):
 
 
 def test_a_failure_is_counted_once_and_what_goes_by_hosts_is_no_measure():
-    loop: Any = Loop()
+    loop = Watched()
     books = MorphBooks(IN_FORCE, loop)
     books.note(0, reports())
     books.note(1, reports(link_failures=[{"link": "0-1", "detail": "no answer in 3 s"}]))
@@ -71,7 +78,7 @@ def test_a_failure_is_counted_once_and_what_goes_by_hosts_is_no_measure():
 
 
 def test_a_link_that_failed_before_a_round_is_known_from_its_first_step_on():
-    loop: Any = Loop()
+    loop = Watched()
     books = MorphBooks(IN_FORCE, loop)
     before = [{"link": str(LINK), "detail": "its direct path failed in an earlier round"}]
 

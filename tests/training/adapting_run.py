@@ -4,11 +4,12 @@ import threading
 from dataclasses import replace
 
 from jaxmorph.config import Config
-from jaxmorph.control.compute_watch import ComputeWatch
 from jaxmorph.control.conditions import UsualLinks
+from jaxmorph.control.controller import expected_profile
+from jaxmorph.control.controller_state import ProbeLinks, StepObserved, first_state
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.measurements import link_samples
-from jaxmorph.control.orchestrator import Option
+from jaxmorph.control.measurements import link_samples, op_times
+from jaxmorph.control.orchestrator import Option, Options
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
@@ -16,11 +17,12 @@ from jaxmorph.program.instructions import parse_program, program_text
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.schedule.costs import LinkState, StageCosts, chain_links
-from jaxmorph.training.control_loop import ControlLoop
+from jaxmorph.training.control_loop import ControlLoop, Morph
 from jaxmorph.training.plan_in_force import plan_step
-from jaxmorph.training.planning_client import Chosen, Options, PlanningError
+from jaxmorph.training.planning_client import Chosen, PlanningError
 from jaxmorph.training.planning_process import CandidatePlanner
 
+_ANSWERS = 4  # of the planning process, one after another, until a plan is ready
 COSTS = StageCosts.uniform(3, 10.0, 10.0, 10.0)
 USUAL: UsualLinks = {"direct": chain_links((0.5, 0.5)), "delegated": chain_links((1.5, 1.5))}
 SIZES = {
@@ -36,15 +38,18 @@ FIRST = plan_step(CONFIG, PLANNED_FOR)
 class PlansHere:
     """Plans as the planning process does, in this one, when it is let."""
 
-    def __init__(self, usual=USUAL, first=FIRST, in_force=None, config=CONFIG):
+    def __init__(self, usual=USUAL, first=FIRST, in_force=None, config=CONFIG, *, may_answer=True):
         self._known = config, 0, first, PLANNED_FOR, usual
         self._planner = CandidatePlanner(*self._known, in_force)
         self.may_answer, self.is_asked = threading.Event(), threading.Event()
-        self.may_answer.set()
+        if may_answer:
+            self.may_answer.set()
         self.asked, self.restarted, self.weighed = 0, [], []
+        self.asked_with = ()
 
     def weigh(self, profile, verdicts, held):
         self.asked += 1
+        self.asked_with = profile, verdicts, held
         self.is_asked.set()
         assert self.may_answer.wait(30)
         weighed = self._planner.weigh(profile, verdicts, held)
@@ -86,11 +91,20 @@ class Run:
     """
 
     def __init__(
-        self, plans, settings=CONFIG.adaptation, in_force=FIRST, usual=USUAL, detector=None
+        self,
+        plans,
+        settings=CONFIG.adaptation,
+        in_force=FIRST,
+        usual=USUAL,
+        detector=None,
+        start=lambda: None,
+        keep=None,
     ):
         self.plans = plans
-        watches = detector or Detector(), ComputeWatch(COSTS)
-        self.loop = ControlLoop(settings, in_force, PLANNED_FOR, usual, *watches, plans)
+        state = first_state(settings, in_force, PLANNED_FOR, usual, detector or Detector())
+        self.loop = ControlLoop(state, plans, keep)
+        self.loop.start(start)
+        self.settle()
         self.programs = lower_step(in_force.schedule, PLANNED_FOR, in_force.routes)
         self.routes, self.step, self.events, self.details = in_force.routes, 0, [], []
         self.morphs = []
@@ -101,8 +115,8 @@ class Run:
         for _ in range(count):
             links = {Link(0, 1): self._state(0, other_ms), Link(1, 2): self._state(1, slow_ms)}
             timeline = simulate_blocking(self.programs, costs, links)
-            samples = link_samples(timeline)
-            self._note(self.loop.observe(self.step, timeline, samples, self.probed), self.step)
+            seen = StepObserved(self.step, link_samples(timeline), op_times(timeline), self.probed)
+            self._note(self.loop.observe(seen), self.step)
             self.settle()
             self._swap()
             self.step += 1
@@ -110,10 +124,12 @@ class Run:
     def settle(self):
         """Wait until what was asked for is decided."""
         if self.plans.may_answer.is_set():
-            self.loop._thread.submit(lambda: None).result(30)
+            for _ in range(_ANSWERS):
+                self.loop._planner.submit(lambda: None).result(30)
 
     def expected_ms(self):
-        return self.loop.profile(PLANNED_FOR).links[Link(1, 2)].forward_latency_ms
+        profile = expected_profile(self.loop.state, PLANNED_FOR)
+        return profile.links[Link(1, 2)].forward_latency_ms
 
     def delegated(self):
         return {str(link) for link, route in self.routes.items() if route == "delegated"}
@@ -128,16 +144,19 @@ class Run:
 
     def _swap(self):
         took_ms = 0.5 + self.direct_late_ms
-        due = self.loop.due_probes() if self.sends_probes else ()
-        probes = [each for link in due for each in probe_transfers(link)]
-        self.probed = {str(transfer): took_ms for transfer in probes}
-        morph = self.loop.ready()
-        if morph is not None:
-            self.morphs.append(morph)
-            self.programs = tuple(map(parse_program, morph.programs))
-            self.routes = morph.plan.routes
-            self._note(self.loop.adopted(morph), self.step + 1)
+        self.probed = {}
+        if isinstance(self.loop._due, ProbeLinks) and not self.sends_probes:
+            return
+        match self.loop.take_due():
+            case ProbeLinks(links):
+                probes = [each for link in links for each in probe_transfers(link)]
+                self.probed = {str(transfer): took_ms for transfer in probes}
+            case Morph() as morph:
+                self.morphs.append(morph)
+                self.programs = tuple(map(parse_program, morph.programs))
+                self.routes = morph.plan.routes
+                self._note(self.loop.adopted(morph), self.step + 1)
 
     def _note(self, happened, step):
-        self.events += [(step, each["kind"], each.get("link")) for each in happened]
-        self.details += [each["detail"] for each in happened]
+        self.events += [(step, event.kind, event.link) for event in happened]
+        self.details += [event.detail for event in happened]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from adapting_run import CONFIG, COSTS, FIRST, PLANNED_FOR, USUAL, PlansHere
 
-from jaxmorph.control.compute_watch import ComputeWatch
+from jaxmorph.control.controller_state import first_state
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.profiler import Profiler
 from jaxmorph.control.step_programs import lower_step
@@ -129,12 +129,14 @@ class FailingRun:
         self.wires.by_hosts.update(dead)
         detector = Detector()
         for low, high in dead:
-            for way in ((low, high), (high, low)):
-                detector, _ = detector.observe_failure(-1, *way, "it had failed before")
+            for ends in ((low, high), (high, low)):
+                detail = "it had failed before"
+                detector, _ = detector.observe_failure(-1, *ends, detail)
         plan = replace(FIRST, routes={**FIRST.routes, **dict.fromkeys(dead, "delegated")})
         self.plans = PlansHere(config=config, in_force=plan)
-        watches = detector, ComputeWatch(COSTS)
-        self.loop = ControlLoop(adaptation, plan, PLANNED_FOR, USUAL, *watches, self.plans)
+        state = first_state(adaptation, plan, PLANNED_FOR, USUAL, detector)
+        self.loop = ControlLoop(state, self.plans)
+        self.loop.start(lambda: None)
         self.programs = list(lower_step(plan.schedule, PLANNED_FOR, plan.routes))
         self.routes = dict(plan.routes)
         in_force = PlanInForce(plan, tuple(self.programs), 0)
@@ -195,7 +197,8 @@ class FailingRun:
         self.books.note(self.step, StepTotals(1.0, 1.0), reports, 0.3)
         self._heed([report.parts for report in reports])
         self.books.told_so_far().result(30)
-        self.loop._thread.submit(lambda: None).result(30)
+        for _ in range(4):  # answers of the planning process, one after another
+            self.loop._planner.submit(lambda: None).result(30)
         self.step += 1
 
     def _heed(self, parts):
@@ -206,7 +209,7 @@ class FailingRun:
         for link in self.wires.begun[begun:]:
             self.on_begun(link, self.wires.found_up[link])
         self.books.told_so_far().result(30)
-        self.routes = dict(self.loop._plan.routes)
+        self.routes = dict(self.loop.state.plan.routes)
 
     def on_begun(self, link, found_up):
         """Is called when a path begins again, with the steps in a row that it was found up."""

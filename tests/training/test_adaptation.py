@@ -1,12 +1,14 @@
 """A rank's part of a morph: told by rank 0, swapped to by all."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from failing_run import Meeting
 
-from jaxmorph.control.events import Morph
+from jaxmorph.control.controller_state import ProbeLinks
+from jaxmorph.control.events import PlanChange
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.program.instructions import program_text
@@ -15,13 +17,14 @@ from jaxmorph.records import Link, Route
 from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.planner import plan
 from jaxmorph.training.adaptation import Adaptation
+from jaxmorph.training.control_loop import Morph
 
 COSTS = StageCosts.uniform(3, 1.0, 1.0, 1.0)
 PLAN = plan(COSTS, {}, Limits(), 6, "zb-h2")
 ROUTES: dict[Link, Route] = {Link(0, 1): "direct", Link(1, 2): "delegated"}
 PROGRAMS = lower_step(PLAN.schedule, Profile(COSTS, {}), ROUTES)
 SLOTS = slots_needed(PROGRAMS)
-MORPH = Morph(PLAN, tuple(map(program_text, PROGRAMS)), SLOTS, "slow", ROUTES, {})
+MORPH = Morph(PlanChange(PLAN, "slow", ROUTES, {}), tuple(map(program_text, PROGRAMS)), SLOTS)
 
 
 class Stage:
@@ -62,18 +65,11 @@ class Books:
 
 
 class Loop:
-    def __init__(self, *morphs, probes=(), known=()):
-        self.morphs, self.probes, self.known = [*morphs], probes, frozenset(known)
+    def __init__(self, *due):
+        self.due = [*due]
 
-    def ready(self):
-        return self.morphs.pop(0) if self.morphs else None
-
-    def due_probes(self):
-        links, self.probes = self.probes, ()
-        return links
-
-    def without_path(self, links):
-        return self.known.intersection(links)
+    def take_due(self):
+        return self.due.pop(0) if self.due else None
 
 
 def on_rank(rank, loop: Any = None, stage: Any = None):
@@ -120,7 +116,9 @@ def after_failure(rank, loop=None):
 
 @pytest.mark.parametrize(("rank", "is_end"), [(0, False), (1, True), (2, True)])
 def test_a_path_begins_again_before_its_probe(rank, is_end):
-    told = over_the_network(after_failure(0, Loop(probes=(LINK,), known=(LINK,)))[0].told(7))
+    told = over_the_network(
+        after_failure(0, Loop(ProbeLinks((LINK,), frozenset({LINK}))))[0].told(7)
+    )
     assert told == {"probe": ["1-2"], "restore": ["1-2"]}
     adaptation, stage = after_failure(rank)
     assert adaptation.heed(7, [told, UP, UP]) is None
@@ -129,8 +127,7 @@ def test_a_path_begins_again_before_its_probe(rank, is_end):
 
 
 def test_an_unprobed_path_begins_again_with_its_morph():
-    back = Morph(PLAN, MORPH.programs, SLOTS, "well", {LINK: "direct"}, {})
-    told = after_failure(0, Loop(back, known=(LINK,)))[0].told(7)
+    told = after_failure(0, Loop(replace(MORPH, restore=frozenset({LINK}))))[0].told(7)
     assert told["restore"] == ["1-2"]
     adaptation, stage = after_failure(1)
     assert adaptation.heed(7, [over_the_network(told), UP, UP]) == PROGRAMS[1]
@@ -138,9 +135,8 @@ def test_an_unprobed_path_begins_again_with_its_morph():
 
 
 def test_a_newly_failed_path_is_not_probed():
-    assert after_failure(0, Loop(probes=(LINK,)))[0].told(7) == {}
-    back = Morph(PLAN, MORPH.programs, SLOTS, "well", {LINK: "direct"}, {})
-    assert "restore" not in after_failure(0, Loop(back))[0].told(7)
+    assert after_failure(0, Loop(ProbeLinks((LINK,))))[0].told(7) == {}
+    assert "restore" not in after_failure(0, Loop(MORPH))[0].told(7)
 
 
 def test_a_link_found_down_or_failed_in_that_step_is_not_probed():

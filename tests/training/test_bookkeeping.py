@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from jaxmorph.config import Config
-from jaxmorph.control.events import Morph
-from jaxmorph.control.link_state import FailedPaths
+from jaxmorph.control.controller_state import first_state
+from jaxmorph.control.detector import Detector
+from jaxmorph.control.events import ControlEvent, PlanChange, of_change
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.messages import EventEmitted, ProfileUpdated, StepDone, StepTimelines
@@ -19,6 +20,7 @@ from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.training.bookkeeping import Bookkeeper, TracedSteps
+from jaxmorph.training.control_loop import ControlLoop, Morph
 from jaxmorph.training.evaluation import HeldOutLoss
 from jaxmorph.training.plan_in_force import PlanInForce
 
@@ -42,7 +44,14 @@ def _report(forward_ms: float = 1.0, events=(), arrivals=()) -> StepReport:
 
 def bookkeeper_of(tell, in_force=IN_FORCE, profiler=None, loop=None, active=True, **sections):
     config = Config.model_validate({"run": {"steps": 9}} | sections)
+    loop = loop or ControlLoop(_state(in_force.plan), None)
     return Bookkeeper(config, in_force, profiler or Profiler(1), tell, active=active, loop=loop)
+
+
+def _state(in_force):
+    """The controller of a run that does not adapt."""
+    settings, profile = Config().adaptation, Profile(COSTS, {})
+    return first_state(settings, in_force, profile, {}, Detector(), adapts=False)
 
 
 def note(bookkeeper, *steps):
@@ -197,26 +206,18 @@ def test_a_plan_is_adopted_with_what_its_delegated_links_have_got_and_what_is_in
 
 
 class OneMorph:
-    """A control loop that has seen all, and says what it was called with."""
+    """A controller that keeps its calls, and has one event for each."""
 
     def __init__(self):
-        self.calls, self.paths = [], FailedPaths()
+        self.calls, self.state = [], _state(PLAN)
 
-    def profile(self, profile):
-        return profile
-
-    def observe(self, step, timeline, samples, probes, paths):
-        self.calls.append(("observe", step, len(timeline.orders[0])))
-        return [
-            {"kind": "straggler_detected", "link": "0-1", "detail": "late", "evidence": {"n": 1}}
-        ]
-
-    def link_states(self):
-        return {"0-1": "slow"}
+    def observe(self, seen):
+        self.calls.append(("observe", seen.step))
+        return (ControlEvent("straggler_detected", "late", "0-1", {"n": 1}),)
 
     def adopted(self, morph):
         self.calls.append(("adopted", morph.plan.schedule.name))
-        return [{"kind": "plan_changed", "detail": morph.reason}]
+        return of_change(morph.change)
 
 
 def test_another_plan_counts_from_the_step_that_runs_it_and_its_events_have_that_step():
@@ -226,12 +227,11 @@ def test_another_plan_counts_from_the_step_that_runs_it_and_its_events_have_that
     messages = []
     with bookkeeper_of(messages.append, loop=loop) as bookkeeper:
         note(bookkeeper, 3)
-        bookkeeper.adopt(Morph(other, programs, {}, "it is shorter", {}, {}), 4)
+        bookkeeper.adopt(Morph(PlanChange(other, "it is shorter", {}, {}), programs, {}), 4)
         note(bookkeeper, 4)
-    assert loop.calls == [("observe", 3, 3), ("adopted", "adaptive"), ("observe", 4, 3)]
+    assert loop.calls == [("observe", 3), ("adopted", "adaptive"), ("observe", 4)]
     records = of_kind(messages, StepDone, "record")
     assert [record.schedule for record in records] == ["zb-h2", "adaptive"]
-    assert records[0].link_states == {"0-1": "slow"}
     told = [
         (event.step, event.kind, event.link, event.evidence)
         for event in of_kind(messages, EventEmitted, "event")

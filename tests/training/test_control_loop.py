@@ -7,11 +7,12 @@ from itertools import pairwise
 import pytest
 from adapting_run import CONFIG, COSTS, FIRST, FailingPlans, PlansHere
 
-from jaxmorph.control.events import Morph
-from jaxmorph.control.orchestrator import Decision, Dwell
+from jaxmorph.control.controller import link_states
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.training.planning_client import PlanningError
+
+DIRECT_IN_TIME = {str(each): 0.5 for each in probe_transfers(Link(1, 2))}
 
 
 @pytest.fixture
@@ -48,10 +49,10 @@ def test_what_is_expected_of_a_step_follows_verdict_and_route(run):
     assert run.expected_ms() == pytest.approx(41.5)
     run.steps(1, slow_ms=40.0)
     assert run.expected_ms() == pytest.approx(41.5)
-    assert run.loop.link_states() == {"1-2": "slow, 41.5 ms (healthy: 0.5)"}
+    assert link_states(run.loop.state) == {"1-2": "slow, 41.5 ms (healthy: 0.5)"}
     run.steps(12)
     assert run.expected_ms() == pytest.approx(0.5)
-    assert run.loop.link_states() == {}
+    assert link_states(run.loop.state) == {}
 
 
 def test_one_thing_is_weighed_at_a_time_the_latest_counts(run):
@@ -99,13 +100,11 @@ def test_after_a_restart_plans_are_weighed_against_what_ranks_run(begin_run):
     run.steps(4, slow_ms=40.0)
     (adopted,) = run.morphs
     assert set(adopted.plan.routes.values()) == {"direct", "delegated"}
-    latest = run.loop._latest
-    before = run.plans._planner.weigh(*latest[1:])
-    run.loop._thread.submit(run.loop._keep_error, run.loop._decide, *latest, ())
-    run.settle()  # planning fails
-    run.steps(6, slow_ms=40.0)
+    never_restarted = run.plans._planner
+    run.steps(12, slow_ms=80.0)  # news: planning fails, and is tried again
     assert len(run.plans.restarted) == 1
-    assert run.plans.weighed[-1].in_force_ms == before.in_force_ms
+    expected = never_restarted.weigh(*run.plans.asked_with)
+    assert run.plans.weighed[-1].in_force_ms == expected.in_force_ms
     assert run.morphs == [adopted]
 
 
@@ -181,16 +180,29 @@ def test_slower_ops_are_told_and_weighed(run):
 
 def test_news_of_ops_drop_a_decision_that_awaits_a_probe(slow_run):
     slow_run.sends_probes = False
-    slow_run.steps(9)
+    slow_run.steps(5)
     asked = slow_run.plans.asked
     slower = replace(COSTS, forward_ms=(10.0, 20.0, 10.0))
-    slow_run.steps(6, costs=slower)
+    slow_run.steps(5, costs=slower)
     assert (slow_run.plans.asked, slow_run.delegated()) == (asked, {"1-2"})  # it still waits
+    slow_run.probed = DIRECT_IN_TIME
+    slow_run.steps(1, costs=slower)
+    assert slow_run.plans.asked == asked + 1
     slow_run.sends_probes = True
     slow_run.steps(3, costs=slower)
-    assert slow_run.plans.asked == asked + 1
-    assert "stage 1's F takes 20.0 ms, not 10.0" in slow_run.morphs[1].reason
+    assert "stage 1's F takes 20.0 ms, not 10.0" in slow_run.morphs[1].change.reason
     assert slow_run.delegated() == set()
+
+
+def test_a_lost_probe_is_sent_again(slow_run):
+    slow_run.sends_probes = False
+    slow_run.steps(9)
+    asked = slow_run.plans.asked
+    slow_run.steps(10)
+    assert slow_run.plans.asked == asked + 1
+    slow_run.sends_probes = True
+    slow_run.steps(12)
+    assert slow_run.routes == FIRST.routes
 
 
 def test_a_newly_slow_link_waits_for_no_other_probe(slow_run):
@@ -207,31 +219,30 @@ def test_a_newly_slow_link_waits_for_no_other_probe(slow_run):
     assert slow_run.routes == FIRST.routes
 
 
-class Beginning:
-    """A planning process that takes its time to begin, and then has begun, or failed to."""
+class Start:
+    """A planning process that takes its time to start, and then has started, or failed to."""
 
-    def __init__(self, run, error=None):
-        self._may_end, self._run, self._error = threading.Event(), run, error
-        run.plans.may_answer.clear()  # steps don't wait for what is queued
-        run.loop.begin(self._begin)
+    def __init__(self, error=None):
+        self._may_end, self._error = threading.Event(), error
 
-    def end(self):
-        self._run.plans.may_answer.set()
-        self._may_end.set()
-        self._run.settle()
-
-    def _begin(self):
+    def __call__(self):
         assert self._may_end.wait(30)
         if self._error is not None:
             raise self._error
 
+    def end(self, run):
+        self._may_end.set()
+        run.plans.may_answer.set()
+        run.settle()
 
-def test_news_before_planning_has_begun_is_weighed_after(run):
-    beginning = Beginning(run)
+
+def test_news_before_planning_has_started_is_weighed_after(begin_run):
+    start = Start()
+    run = begin_run(PlansHere(may_answer=False), start=start)
     run.steps(6)
     run.steps(2, slow_ms=40.0)
     assert run.plans.asked == 0
-    beginning.end()
+    start.end(run)
     run.settle()
     assert run.plans.asked == 1
     run.steps(2, slow_ms=40.0)
@@ -239,11 +250,12 @@ def test_news_before_planning_has_begun_is_weighed_after(run):
     assert run.plans.asked == 1
 
 
-def test_news_while_planning_fails_to_begin_is_not_lost(run):
-    beginning = Beginning(run, PlanningError("the planning process has died"))
+def test_news_while_planning_fails_to_start_is_not_lost(begin_run):
+    start = Start(PlanningError("the planning process has died"))
+    run = begin_run(PlansHere(may_answer=False), start=start)
     run.steps(6)
     run.steps(2, slow_ms=40.0)
-    beginning.end()
+    start.end(run)
     failed_after = run.step - 1
     run.steps(3, slow_ms=40.0)
     assert (run.plans.asked, len(run.of_kind("planning_failed"))) == (0, 1)
@@ -252,42 +264,11 @@ def test_news_while_planning_fails_to_begin_is_not_lost(run):
     assert run.of_kind("plan_changed") == [(failed_after + 5, "plan_changed", None)]
 
 
-def test_a_kept_plan_replaces_no_pending_morph(run):
-    pending = Morph(FIRST, ("a", "b", "c"), {}, "", {}, {})
-    situation = run.loop._weigh(*run.loop._latest, ())
-    run.loop._morph = pending
-    run.loop._keep(Decision(None, "all is well"), situation)
-    assert run.loop._is_busy
-    assert run.loop.ready() is pending
-
-
-def test_dwell_is_changed_by_one_thread_at_a_time(run):
-    unguarded = []
-
-    class Guarded(Dwell):
-        def after(self, subjects, step):
-            if not run.loop._lock.locked():
-                unguarded.append((subjects, step))
-            return super().after(subjects, step)
-
-    settings = CONFIG.adaptation
-    run.loop._dwell = Guarded(settings.dwell_steps, settings.longest_dwell_steps)
-    run.steps(6)
-    run.steps(6, slow_ms=40.0)  # by the thread that decides
-    run.direct_late_ms = 40.0
-    run.steps(12)  # by the one that hears of probes
-    assert run.of_kind("link_probed") != []
-    assert isinstance(run.loop._dwell, Guarded)
-    assert unguarded == []
-
-
 def test_a_link_an_earlier_probe_found_well_needs_none(slow_run):
     slow_run.sends_probes = False
     slow_run.steps(9)
     assert slow_run.delegated() == {"1-2"}  # it waits for a probe
-    slow_run.probed = {
-        str(each): 0.5 for each in probe_transfers(Link(1, 2))
-    }  # of something earlier
+    slow_run.probed = DIRECT_IN_TIME  # of something earlier
     slow_run.steps(1)
     assert slow_run.routes == FIRST.routes
-    assert slow_run.loop.due_probes() == ()
+    assert slow_run.loop.take_due() is None

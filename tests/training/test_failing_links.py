@@ -85,8 +85,8 @@ def test_what_waited_for_a_failing_link_moves_no_estimate(begin):
     run.cut(LINK)
     run.steps(12)
     for way in ((0, 1), (1, 0), (1, 2), (2, 1)):
-        usual = undisturbed.loop._detector.usual(*way, is_held=True)
-        assert run.loop._detector.usual(*way, is_held=True) == usual
+        usual = undisturbed.loop.state.detector.usual(*way, is_held=True)
+        assert run.loop.state.detector.usual(*way, is_held=True) == usual
     assert run.events("straggler_detected", "compute_changed") == []
     assert run.profiler.profile().costs == undisturbed.profiler.profile().costs
     other = undisturbed.profiler.profile().links[FIRST_LINK]
@@ -219,7 +219,7 @@ class Watched(FailingRun):
     """A run that says if a path begins again too early."""
 
     def on_begun(self, link, found_up):
-        least = self.loop.paths.steps_after(self.wires.failures[link])
+        least = self.loop.state.paths.steps_after(self.wires.failures[link])
         assert found_up >= least
 
 

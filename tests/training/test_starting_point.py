@@ -8,6 +8,7 @@ import pytest
 from adapting_run import CONFIG, COSTS, FIRST, PLANNED_FOR, USUAL, PlansHere
 
 from jaxmorph.control.conditions import UsualLinks
+from jaxmorph.control.controller import known_links
 from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.step_programs import lower_step
@@ -288,5 +289,5 @@ def test_a_dead_link_is_never_on_its_direct_path(begin):
     run.steps(12)
     assert run.of_kind("straggler_detected") == [(0, "straggler_detected", "1-2")] * 2
     assert run.of_kind("route_changed", "link_probed", "straggler_cleared") == []
-    assert run.loop.without_path([LINK]) == {LINK}
-    assert {each.way for each in run.loop.known_ways()} == {(1, 2), (2, 1)}
+    assert run.loop.state.paths.failed == {LINK}
+    assert {each.way for each in known_links(run.loop.state)} == {(1, 2), (2, 1)}

@@ -1,0 +1,332 @@
+"""Decides, step by step, what a run does about its links and ops: a reducer.
+
+`advance(state, observation)` returns the next state, the commands to carry out and the events to
+report. It has no threads, clocks or files: all that a decision depends on is in its two arguments,
+so the decisions of a run can be replayed from what it observed. `training/control_loop.py` carries
+the commands out and feeds the answers back as observations. `controller_state` has the values.
+
+Plans are made beside training, so a decision goes through phases:
+
+    Starting -> Idle -WeighPlans-> Weighing -MakePrograms-> Preparing -ChangePlan-> Changing -> Idle
+                                      |                         ^
+                                      +-ProbeLinks-> Probing ---+
+
+One thing is decided at a time; what is observed meanwhile is weighed afterwards. News of a link or
+of ops end `Probing`. An error of the planning process leads back to `Idle`, or to `GivenUp` after
+too many in a row. An answer that its phase does not wait for changes nothing.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from jaxmorph.control.compute_watch import ComputeNotice, followed
+from jaxmorph.control.conditions import links_under
+from jaxmorph.control.controller_state import (
+    Advance,
+    ChangedOps,
+    ChangePlan,
+    Changing,
+    Command,
+    ControllerState,
+    DropProbes,
+    GivenUp,
+    Idle,
+    MakePrograms,
+    News,
+    Observation,
+    PlanChanged,
+    PlannerStarted,
+    PlanningFailed,
+    PlansWeighed,
+    Preparing,
+    ProbeLinks,
+    Probing,
+    ProgramsMade,
+    Retries,
+    Starting,
+    StepObserved,
+    Weighing,
+    WeighPlans,
+)
+from jaxmorph.control.events import (
+    ControlEvent,
+    PlanChange,
+    evidence_of,
+    of_change,
+    of_notice,
+    of_verdict,
+    ops_in_words,
+    states_in_words,
+)
+from jaxmorph.control.link_state import FailedPaths, PathState
+from jaxmorph.control.measurements import LinkSample, OpTime
+from jaxmorph.control.orchestrator import (
+    Decision,
+    Option,
+    Options,
+    Situation,
+    changed_routes,
+    decide,
+    dwell_after,
+    dwelling_links,
+)
+from jaxmorph.control.path_reports import PathNews, PathsOfStep, judge_paths, read_paths
+from jaxmorph.control.probes import found_by
+from jaxmorph.control.profiler import Profile
+from jaxmorph.control.verdicts import KnownWay
+from jaxmorph.records import EventKind, Routes
+from jaxmorph.schedule.ops import OpKind
+
+_STEPS_TO_CHANGE = 2  # a step is observed during the next one, and a change follows that one
+_PROBE_WAIT = 8  # steps after which a probe without a result is given up
+
+
+def advance(state: ControllerState, observation: Observation) -> Advance:
+    """The next state, and what is to be done and reported."""
+    phase = state.phase
+    match observation:
+        case StepObserved():
+            return _observe(state, observation)
+        case PlannerStarted() if isinstance(phase, Starting):
+            return _weigh_if_due(replace(state, phase=Idle()))
+        case PlansWeighed(options) if isinstance(phase, Weighing):
+            return _weighed(state, phase, options)
+        case ProgramsMade() if isinstance(phase, Preparing):
+            return _change(state, phase)
+        case PlanningFailed(error) if isinstance(phase, Starting | Weighing | Preparing):
+            return _retry_later(state, error)
+        case PlanChanged() if isinstance(phase, Changing):
+            plan = phase.change.plan
+            return Advance(replace(state, plan=plan, phase=Idle()), events=of_change(phase.change))
+        case _:
+            return Advance(state)
+
+
+def _observe(state: ControllerState, seen: StepObserved) -> Advance:
+    """A step, from its messages to a question to the planning process.
+
+    A step in which a direct path failed measures nothing: ops and messages may have waited for the
+    path.
+    """
+    paths, of_step = paths_of_step(state, seen)
+    state = replace(state, step=seen.step, paths=paths)
+    events, commands = of_step.events, ()
+    if state.adapts:
+        state, of_links = _judge_paths(state, of_step.news)
+        notices: tuple[ComputeNotice, ...] = ()
+        if not of_step.news.is_disturbed:
+            state, measured, notices = _measure(state, of_step.samples, seen.ops)
+            of_links += measured
+        of_links = state.from_start + of_links
+        state = _note_news(state, of_links, notices, failed=bool(of_step.news.failures))
+        state, of_probes, answer = _judge_probes(state, seen.probes_ms)
+        asked = _weigh_if_due(state)
+        state, commands = asked.state, answer + asked.commands
+        events += of_links + tuple(map(of_notice, notices)) + of_probes
+    return Advance(
+        replace(state, paths=state.paths.begin_again(of_step.news.restored)), commands, events
+    )
+
+
+def _judge_paths(
+    state: ControllerState, news: PathNews
+) -> tuple[ControllerState, tuple[ControlEvent, ...]]:
+    routes = state.plan.routes
+    paths, detector, events = judge_paths(state.paths, state.detector, state.step, news, routes)
+    failed = [failure.link for failure in news.failures]
+    # A link that no change of plan has to take off the queue has failed a probe: that counts as a
+    # change of its route, so that the next attempt waits longer.
+    probed = [link for link in failed if routes.get(link) == "delegated"]
+    proven, dwell = state.proven.without(failed), state.dwell.after(probed, state.step)
+    state = replace(state, paths=paths, detector=detector, proven=proven, dwell=dwell)
+    return state, tuple(events)
+
+
+def _measure(
+    state: ControllerState,
+    samples: Sequence[LinkSample],
+    ops: Mapping[tuple[int, OpKind], OpTime],
+) -> tuple[ControllerState, tuple[ControlEvent, ...], tuple[ComputeNotice, ...]]:
+    """Judge links and ops by what they took."""
+    before = state.detector.verdicts
+    detector, changed = state.detector.observe(state.step, samples)
+    compute, notices = state.compute.observe(state.step, ops)
+    profile = replace(state.profile, costs=followed(state.profile.costs, notices))
+    state = replace(state, detector=detector, compute=compute, profile=profile)
+    events = filter(None, (of_verdict(each, before) for each in changed))
+    return state, tuple(events), tuple(notices)
+
+
+def _note_news(
+    state: ControllerState,
+    of_links: Iterable[ControlEvent],
+    notices: Sequence[ComputeNotice],
+    *,
+    failed: bool,
+) -> ControllerState:
+    """Note what is to be weighed; what is known of links no longer waits for probes."""
+    # A link that begins to recover is no news: it may not last.
+    kinds = {event.kind for event in of_links} - {EventKind.STRAGGLER_RECOVERING}
+    news = state.news
+    news = replace(
+        news,
+        are_due=news.are_due or failed or bool(kinds) or bool(notices),
+        ops={**news.ops, **{(each.stage, each.kind): each for each in notices}},
+        of_links=news.of_links or failed or bool(kinds),
+        turned_slow=news.turned_slow or failed or EventKind.STRAGGLER_DETECTED in kinds,
+    )
+    return replace(state, news=news, judged_routes=state.plan.routes, from_start=())
+
+
+def _judge_probes(
+    state: ControllerState, probes_ms: Mapping[str, float]
+) -> tuple[ControllerState, tuple[ControlEvent, ...], tuple[Command, ...]]:
+    """Carry out the decision that waits for probes, or have it weighed anew."""
+    found = found_by(probes_ms, state.detector, state.paths.failed)
+    dwell, proven = state.dwell.after(found.late, state.step), state.proven.note(found, state.step)
+    state, events, phase = replace(state, dwell=dwell, proven=proven), found.events(), state.phase
+    if not isinstance(phase, Probing):
+        return state, events, ()
+    if state.news.of_links or (probes_ms and (found.late or state.news.are_due)):
+        return _drop_probes(state, phase), events, (DropProbes(),)
+    if not state.proven.unproven(phase.situation, phase.decision):
+        prepared = _prepare(state, phase.situation, phase.decision, phase.ops)
+        return prepared.state, events, (DropProbes(), *prepared.commands)
+    if state.step - phase.since_step >= _PROBE_WAIT:
+        return _drop_probes(state, phase), events, (DropProbes(),)
+    return state, events, ()
+
+
+def _drop_probes(state: ControllerState, phase: Probing) -> ControllerState:
+    """Weigh anew what waited for probes."""
+    news = replace(state.news, are_due=True, ops={**phase.ops, **state.news.ops})
+    return replace(state, phase=Idle(), news=news)
+
+
+def _weigh_if_due(state: ControllerState) -> Advance:
+    """Ask for plans if there is reason to, and nothing else is being decided."""
+    news = state.news
+    may_begin = state.retries.may_begin(state.step, turned_slow=news.turned_slow)
+    is_due = news.are_due or state.step >= news.weigh_at_step
+    if not (isinstance(state.phase, Idle) and may_begin and is_due):
+        return Advance(state)
+    return _ask(state, news.ops)
+
+
+def _ask(state: ControllerState, ops: ChangedOps, *, again: bool = False) -> Advance:
+    """Ask for plans with all that is known now; afterwards none of it is news."""
+    from_step = state.step + _STEPS_TO_CHANGE
+    held = tuple(sorted(dwelling_links(state.dwell, state.plan.routes, from_step)))
+    verdicts = state.verdicts
+    asked = Weighing(state.step, state.profile, verdicts, state.dwell, ops, again)
+    command = WeighPlans(state.profile, verdicts, held, restart=state.must_restart)
+    state = replace(state, phase=asked, news=News(), must_restart=False)
+    return Advance(state, (command,))
+
+
+def _weighed(state: ControllerState, asked: Weighing, options: Options) -> Advance:
+    """Decide; news of links that came during the answer are weighed first, once."""
+    if state.news.of_links and not asked.again:
+        return _ask(state, {**asked.ops, **state.news.ops}, again=True)
+    situation = Situation(
+        step=asked.step + _STEPS_TO_CHANGE,
+        verdicts=asked.verdicts,
+        in_force=Option(state.plan, options.in_force_ms),
+        candidates=options.candidates,
+        undisturbed_ms=options.undisturbed_ms,
+        dwell=asked.dwell,
+        worth=state.settings.worth,
+        may_delegate_healthy=state.settings.delegates == "any",
+        news=ops_in_words(asked.ops),
+    )
+    decision = decide(situation)
+    if decision.wait_steps:
+        weigh_at_step = asked.step + decision.wait_steps
+        state = replace(state, news=replace(state.news, weigh_at_step=weigh_at_step))
+    if decision.chosen is None:
+        evidence = evidence_of(situation, situation.in_force)
+        kept = ControlEvent(EventKind.PLAN_KEPT, decision.reason, evidence=evidence)
+        return Advance(replace(state, phase=Idle(), retries=Retries()), events=(kept,))
+    if unproven := state.proven.unproven(situation, decision):
+        probing = Probing(situation, decision, asked.ops, state.step)
+        restore = state.paths.failed.intersection(unproven)
+        return Advance(replace(state, phase=probing), (ProbeLinks(unproven, restore),))
+    return _prepare(state, situation, decision, asked.ops)
+
+
+def _prepare(
+    state: ControllerState, situation: Situation, decision: Decision, ops: ChangedOps
+) -> Advance:
+    preparing = Preparing(situation, decision, ops)
+    return Advance(replace(state, phase=preparing), (MakePrograms(decision.chosen or 0),))
+
+
+def _change(state: ControllerState, prepared: Preparing) -> Advance:
+    situation, reason = prepared.situation, prepared.decision.reason
+    now, then = situation.in_force, situation.candidates[prepared.decision.chosen or 0]
+    if _uses_failed_path(state, then.routes):
+        # A path has failed since it was decided. The planning process has adopted the plan by now.
+        news = replace(state.news, are_due=True, ops={**prepared.ops, **state.news.ops})
+        return _weigh_if_due(replace(state, phase=Idle(), news=news, must_restart=True))
+    change = PlanChange(
+        plan=replace(then.plan, predicted_step_s=then.step_ms / 1e3, reason=reason),
+        reason=reason,
+        routes=changed_routes(now.routes, then.routes),
+        evidence=evidence_of(situation, then),
+    )
+    direct = (link for link, route in change.routes.items() if route == "direct")
+    command = ChangePlan(change, state.paths.failed.intersection(direct))
+    dwell = dwell_after(state.dwell, now, then, situation.step)
+    return Advance(
+        replace(state, phase=Changing(change), dwell=dwell, retries=Retries()), (command,)
+    )
+
+
+def _uses_failed_path(state: ControllerState, routes: Routes) -> bool:
+    """Whether a plan has a link direct whose path is not up, nor has returned."""
+    links = state.paths.links
+    return any(
+        links[link].state is PathState.FAILED and routes.get(link, "direct") == "direct"
+        for link in links
+    )
+
+
+def _retry_later(state: ControllerState, error: str) -> Advance:
+    """Plan again after some steps, unless too much has failed."""
+    retries = state.retries.after_failure(state.step)
+    waiting = state.phase.ops if isinstance(state.phase, Weighing | Preparing) else {}
+    news = replace(
+        state.news,
+        are_due=True,  # if only to start the process again
+        ops={**waiting, **state.news.ops},
+    )
+    phase = GivenUp() if retries.are_over else Idle()
+    state = replace(state, phase=phase, retries=retries, news=news, must_restart=True)
+    detail = f"{error}; {retries.in_words(state.step)}"
+    return Advance(state, events=(ControlEvent(EventKind.PLANNING_FAILED, detail),))
+
+
+def paths_of_step(state: ControllerState, seen: StepObserved) -> tuple[FailedPaths, PathsOfStep]:
+    """Which routes messages took in a step, and which of them show what their route takes."""
+    return read_paths(state.paths, seen.paths, seen.samples, state.plan.routes)
+
+
+def expected_profile(state: ControllerState, profile: Profile) -> Profile:
+    """What a step of the plan in force is made of, with links as they were judged last."""
+    if state.judged_routes is None:
+        return profile
+    routes = state.judged_routes, state.plan.routes
+    judged = links_under(state.verdicts, state.usual, *routes, margin_of_jitter=0.0)
+    has_verdict = {each.link for each in state.verdicts}
+    links = {link: at for link, at in judged.items() if link in has_verdict}
+    return replace(profile, links={**profile.links, **links})
+
+
+def link_states(state: ControllerState) -> dict[str, str]:
+    """The links that are not healthy, each in a few words."""
+    return {**state.paths.in_words(), **states_in_words(state.verdicts)}
+
+
+def known_links(state: ControllerState) -> tuple[KnownWay, ...]:
+    """What a later start of the run is to know of slow and failed links."""
+    return state.detector.known_ways()

@@ -1,0 +1,315 @@
+"""A run's decisions, made again from what its controller observed.
+
+A run directory keeps the observations in `control/`, with what followed from each: files of some
+steps that begin with the controller's state, so that the oldest can be dropped. `replay` advances
+the controller by them once more. With other settings the observations hold until the first decision
+that differs. From there steps are simulated with the delays and the ops that were measured, and
+plans are made here.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from jaxmorph.config.sections import Adaptation
+from jaxmorph.control.codec import decode, encode
+from jaxmorph.control.compute_watch import with_op_ms
+from jaxmorph.control.controller import advance
+from jaxmorph.control.controller_state import (
+    Advance,
+    ChangePlan,
+    Command,
+    ControllerState,
+    DropProbes,
+    MakePrograms,
+    Observation,
+    PlanChanged,
+    PlansWeighed,
+    ProbeLinks,
+    ProgramsMade,
+    StepObserved,
+    WeighPlans,
+    with_settings,
+)
+from jaxmorph.control.events import ControlEvent
+from jaxmorph.control.link_state import PathFailure, Way
+from jaxmorph.control.measurements import LinkSample, link_samples, op_times
+from jaxmorph.control.orchestrator import Option, Options
+from jaxmorph.control.path_reports import PathNews
+from jaxmorph.control.verdicts import way_latency_ms
+from jaxmorph.errors import UserError
+from jaxmorph.program.blocking import simulate_blocking
+from jaxmorph.records import Link, Route
+from jaxmorph.report.run_directory import CONTROL
+from jaxmorph.runtime.direct_probe import probe_transfers
+from jaxmorph.schedule.costs import LinkState, StageCosts
+from jaxmorph.schedule.timeline import Timeline
+from jaxmorph.training.planning_process import Candidate, planner_of
+
+SEGMENT_STEPS = 200
+"""How many steps a file of observations has, at most."""
+
+
+_ANY_OBSERVATION: Any = Observation  # a union: no class to the type checker
+
+
+class ObservationLog:
+    """Makes the lines of `control/`, on rank 0.
+
+    Args:
+        write: Takes a line, and whether a new file begins with it.
+        run: What the planning process knows of the run, as JSON has it.
+    """
+
+    def __init__(self, write: Callable[[str, bool], None], run: Mapping[str, Any]) -> None:
+        self._write, self._run = write, run
+        self._begun_at: int | None = None
+
+    def note(self, before: ControllerState, observation: Observation, result: Advance) -> None:
+        """Keep an observation and what followed from it."""
+        step = result.state.step
+        if self._begun_at is None or step >= self._begun_at + SEGMENT_STEPS:
+            self._begun_at = step
+            self._write(json.dumps({"state": encode(before), "run": self._run}), True)
+        self._write(json.dumps(encode(observation) | _outcome(result)), False)
+
+
+def _outcome(result: Advance) -> dict[str, Any]:
+    """What followed, in as many words as it takes to see whether it is the same again."""
+    return {
+        "commands": [_in_brief(command) for command in result.commands],
+        "events": [[event.kind, event.link, event.detail] for event in result.events],
+    }
+
+
+def _in_brief(command: Command) -> list[Any]:
+    name = type(command).__name__
+    match command:
+        case WeighPlans(held=held, restart=restart):
+            return [name, [*map(str, held)], restart]
+        case MakePrograms(chosen):
+            return [name, chosen]
+        case ProbeLinks(links, restore):
+            return [name, [*map(str, links)], sorted(map(str, restore))]
+        case ChangePlan(change, restore):
+            return [name, change.reason, sorted(map(str, restore))]
+        case DropProbes():
+            return [name]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An observation, and what follows from it in the replay.
+
+    Attributes:
+        happened: What followed in the run; None after the first difference, where nothing did.
+        timeline: The simulated step; None where the observed one is meant.
+    """
+
+    step: int
+    observation: Observation
+    result: Advance
+    happened: Mapping[str, Any] | None
+    timeline: Timeline | None = None
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether it is no fact of the run."""
+        return self.happened is None
+
+    @property
+    def differs(self) -> bool:
+        """Whether something else followed in the run."""
+        return self.happened is not None and self.happened != _plain(_outcome(self.result))
+
+    @property
+    def events(self) -> tuple[ControlEvent, ...]:
+        """The events of the replay."""
+        return self.result.events
+
+    def differences(self) -> tuple[str, str]:
+        """What followed in the run and what follows now, in a few words."""
+        now = _plain(_outcome(self.result))
+        return _in_words(self.happened or {}), _in_words(now)
+
+
+def replay(run_dir: Path, settings: Adaptation | None = None) -> Iterator[Moment]:
+    """All that is kept of a run, in order.
+
+    Args:
+        settings: Decide by these, in place of the run's own.
+
+    Raises:
+        UserError: If nothing is kept, or it can't be read.
+    """
+    files = sorted((run_dir / CONTROL).glob("*.jsonl"))
+    if not files:
+        raise UserError(f"{run_dir}: got no {CONTROL}/*.jsonl, expected what `train` keeps there")
+    simulated: _Simulated | None = None
+    for file in files:
+        lines = _lines(file)
+        _, head = next(lines)
+        recorded = decode(ControllerState, head["state"])
+        state = recorded if settings is None else with_settings(recorded, settings)
+        for where, line in lines:
+            outcome = {name: line.pop(name) for name in ("commands", "events")}
+            try:
+                observation: Observation = decode(_ANY_OBSERVATION, line)
+            except ValueError as error:
+                raise UserError(f"{where}: {error}") from error
+            if simulated is None:
+                result = advance(state, observation)
+                moment = Moment(result.state.step, observation, result, outcome)
+                yield moment
+                state, recorded = moment.result.state, advance(recorded, observation).state
+                if moment.differs and settings is not None:
+                    simulated = _Simulated(head["run"], state, moment.result.commands)
+                    yield from simulated.answers()
+            elif isinstance(observation, StepObserved):
+                recorded = advance(recorded, observation).state
+                yield from simulated.step(observation, recorded)
+            else:
+                recorded = advance(recorded, observation).state
+
+
+def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with file.open(encoding="utf-8") as text:
+        for number, line in enumerate(text, 1):
+            if line.endswith("}\n"):  # the last one of a killed run may be cut off
+                yield f"{file}:{number}", json.loads(line)
+
+
+def _in_words(outcome: Mapping[str, Any]) -> str:
+    commands = [" ".join(map(str, command)) for command in outcome.get("commands", ())]
+    events = [" ".join(filter(None, event)) for event in outcome.get("events", ())]
+    return "; ".join([*commands, *events]) or "nothing"
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+class _Simulated:
+    """The run from the first decision that differs."""
+
+    def __init__(
+        self, run: Mapping[str, Any], state: ControllerState, commands: tuple[Command, ...]
+    ) -> None:
+        self._state, self._commands = state, [*commands]
+        self._planner = planner_of({**run, "in_force": state.plan.to_json(), "programs": None})
+        self._programs = self._planner.programs
+        self._candidates: tuple[Candidate, ...] = ()
+        self._due: ChangePlan | ProbeLinks | None = None
+        self._probing: tuple[Link, ...] = ()
+
+    def answers(self) -> Iterator[Moment]:
+        """What follows before the next step: plans are made at once."""
+        while self._commands:
+            match self._commands.pop(0):
+                case WeighPlans() | MakePrograms() as asked:
+                    yield self._advance(self._answer(asked))
+                case ChangePlan() | ProbeLinks() as due:
+                    self._due = due
+                case DropProbes() if isinstance(self._due, ProbeLinks):
+                    self._due = None
+
+    def step(self, fact: StepObserved, recorded: ControllerState) -> Iterator[Moment]:
+        """A step under the plan in force here, with the links and the ops that were measured.
+
+        Args:
+            recorded: The state of the run when it observed the step.
+        """
+        added_ms = _added_ms(fact, recorded)
+        links = {link: self._link(link, added_ms) for link in self._state.plan.routes}
+        timeline = simulate_blocking(self._programs, _costs(fact, recorded), links)
+        probes_ms = {
+            str(each): self._message_ms((each.source, each.destination), "direct", added_ms)
+            for link in self._probing
+            for each in probe_transfers(link)
+        }
+        due, self._due, self._probing = self._due, None, ()
+        paths = self._paths(fact.paths, () if due is None else sorted(due.restore))
+        seen = StepObserved(fact.step, link_samples(timeline), op_times(timeline), probes_ms, paths)
+        yield self._advance(seen, timeline)
+        if isinstance(due, ProbeLinks):
+            self._probing = due.links
+        elif due is not None:  # all ranks have it at the end of this step
+            yield self._advance(PlanChanged())
+            self._programs = self._planner.programs
+        yield from self.answers()
+
+    def _advance(self, observation: Observation, timeline: Timeline | None = None) -> Moment:
+        result = advance(self._state, observation)
+        self._state = result.state
+        self._commands += result.commands
+        return Moment(result.state.step, observation, result, None, timeline)
+
+    def _answer(self, asked: WeighPlans | MakePrograms) -> Observation:
+        if isinstance(asked, MakePrograms):
+            self._planner.adopt(self._candidates[asked.chosen])
+            return ProgramsMade()
+        weighed = self._planner.weigh(asked.profile, asked.verdicts, asked.held)
+        self._candidates = weighed.candidates
+        options = tuple(Option(each.plan, each.step_ms) for each in weighed.candidates)
+        return PlansWeighed(Options(weighed.in_force_ms, weighed.undisturbed_ms, options))
+
+    def _link(self, link: Link, added_ms: Mapping[Way, float]) -> LinkState:
+        is_failed = link in self._state.paths.failed
+        route = "delegated" if is_failed else self._state.plan.routes.get(link, "direct")
+        return LinkState(
+            self._message_ms((link.lower, link.upper), route, added_ms),
+            self._message_ms((link.upper, link.lower), route, added_ms),
+        )
+
+    def _message_ms(self, way: Way, route: Route, added_ms: Mapping[Way, float]) -> float:
+        """What a message takes: the usual of its route, and what the link added to messages."""
+        usual = self._state.usual.get(route, {}).get(Link(min(way), max(way)), LinkState())
+        return way_latency_ms(usual, way) + added_ms.get(way, 0.0)
+
+    def _paths(self, fact: PathNews, restored: Sequence[Link]) -> PathNews:
+        """A path fails where it failed, or was found down, and is in use here."""
+        failed, routes = self._state.paths.failed, self._state.plan.routes
+        down = {failure.link: failure for failure in fact.failures}
+        down |= {
+            link: PathFailure(link, "the run found its direct path down")
+            for link, is_up in fact.up.items()
+            if not is_up
+        }
+        in_use = (link for link in down if routes.get(link, "direct") == "direct")
+        failures = tuple(down[link] for link in sorted(in_use) if link not in failed)
+        up = {link: link not in down for link in failed}
+        return PathNews(
+            failures,
+            up,
+            restored=tuple(link for link in restored if up.get(link, False)),
+            is_disturbed=bool(failures),
+        )
+
+
+def _added_ms(fact: StepObserved, recorded: ControllerState) -> dict[Way, float]:
+    """What each direction added to its messages in the run, beyond the usual of their route."""
+    took_ms: dict[tuple[Way, Route], list[float]] = {}
+    for sample in fact.samples:
+        way, route = (sample.source, sample.destination), _route(sample)
+        took_ms.setdefault((way, route), []).append(sample.duration_ms)
+    added_ms: dict[Way, float] = {}
+    for (way, route), durations_ms in took_ms.items():
+        link = Link(min(way), max(way))
+        usual = recorded.usual.get(route, {}).get(link, LinkState())
+        added_ms[way] = max(0.0, median(durations_ms) - way_latency_ms(usual, way))
+    return added_ms
+
+
+def _route(sample: LinkSample) -> Route:
+    return "direct" if sample.is_held else "delegated"
+
+
+def _costs(fact: StepObserved, recorded: ControllerState) -> StageCosts:
+    """What ops cost in the run's step."""
+    costs = recorded.profile.costs
+    for (stage, kind), time in fact.ops.items():
+        costs = with_op_ms(costs, stage, kind, time.median_ms)
+    return costs

@@ -1,0 +1,262 @@
+"""The controller as a function of its state and its observations, without threads or processes."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmorph.config.sections import Adaptation
+from jaxmorph.control.conditions import UsualLinks
+from jaxmorph.control.controller import advance
+from jaxmorph.control.controller_state import (
+    ChangePlan,
+    Changing,
+    GivenUp,
+    Idle,
+    MakePrograms,
+    PlanChanged,
+    PlannerStarted,
+    PlanningFailed,
+    PlansWeighed,
+    Preparing,
+    ProbeLinks,
+    Probing,
+    ProgramsMade,
+    StepObserved,
+    Weighing,
+    WeighPlans,
+    first_state,
+)
+from jaxmorph.control.detector import Detector
+from jaxmorph.control.link_state import PathFailure
+from jaxmorph.control.measurements import LinkSample
+from jaxmorph.control.orchestrator import Option, Options
+from jaxmorph.control.path_reports import PathNews
+from jaxmorph.control.profiler import Profile
+from jaxmorph.program.instructions import Payload, Transfer
+from jaxmorph.records import Link
+from jaxmorph.schedule.costs import Limits, StageCosts, chain_links
+from jaxmorph.schedule.planner import plan
+
+COSTS = StageCosts.uniform(3, 10.0, 10.0, 10.0)
+USUAL: UsualLinks = {"direct": chain_links((0.5, 0.5)), "delegated": chain_links((1.5, 1.5))}
+LINKS = (Link(0, 1), Link(1, 2))
+FIRST = plan(COSTS, dict(USUAL["direct"]), Limits(), 8, "zb-h2")
+FIRST = replace(FIRST, routes=dict.fromkeys(LINKS, "direct"))
+DIRECTIONS = ((0, 1), (1, 2), (1, 0), (2, 1))
+PROBE_WAIT = 8
+
+
+def begun(**settings):
+    adaptation = Adaptation(enabled=True, **settings)
+    state = first_state(adaptation, FIRST, Profile(COSTS, USUAL["direct"]), USUAL, Detector())
+    return advance(state, PlannerStarted()).state
+
+
+def step_of(state, step, slow_ms=None, probes_ms=None, paths=None, noise=lambda: 0.0):
+    """A step under the plan in force: eight messages a direction, some links slow."""
+    slow_ms, samples = slow_ms or {}, []
+    failed = state.paths.failed
+    for source, destination in DIRECTIONS:
+        link = Link(*sorted((source, destination)))
+        route = "delegated" if link in failed else state.plan.routes.get(link, "direct")
+        took_ms = USUAL[route][link].forward_latency_ms + slow_ms.get(link, 0.0)
+        for microbatch in range(8):
+            at_ms = 30.0 * microbatch + took_ms
+            sample = LinkSample(
+                source, destination, microbatch, took_ms + noise(), at_ms, route == "direct"
+            )
+            samples.append(sample)
+    samples.sort(key=lambda each: (each.sent_ms, each.at_ms))
+    told = {} if paths is None else {"paths": paths}
+    return StepObserved(step, tuple(samples), {}, probes_ms or {}, **told)
+
+
+def offered(state, degraded):
+    """What a planning process would offer: the first plan, and one that delegates what it must."""
+    now = state.plan
+    delegated = {**FIRST.routes, **dict.fromkeys(degraded, "delegated")}
+
+    def option(routes):
+        slow = any(routes[link] == "direct" for link in degraded)
+        return Option(replace(FIRST, routes=routes), 500.0 if slow else 300.0)
+
+    in_force = option({**FIRST.routes, **now.routes}).step_ms
+    return Options(in_force, 300.0, (option(dict(FIRST.routes)), option(delegated)))
+
+
+def probe_of(link):
+    transfer = Transfer(Payload.ACTIVATION, link.lower, link.upper, 0, 0)
+    return str(transfer)
+
+
+class Harness:
+    """Carries commands out at random, and checks at each observation what must always hold."""
+
+    def __init__(self, state):
+        self.state, self.step, self.changes = state, -1, []
+        self.asked = None  # what the planning process has been asked and has not answered
+        self.due = None
+        self.probing_since = None
+
+    def advance(self, observation):
+        before, result = self.state, advance(self.state, observation)
+        assert advance(before, observation) == result  # pure: the same again
+        self.state = result.state
+        for command in result.commands:
+            self._take(command)
+        self._check()
+        return result.events
+
+    def _take(self, command):
+        match command:
+            case WeighPlans() | MakePrograms():
+                assert self.asked is None, "one question at a time"
+                self.asked = command
+            case ChangePlan(change, restore):
+                assert not isinstance(self.due, ChangePlan), "one change of plan at a time"
+                self.due = command
+                self.changes.append(self.step)
+                for link in self.state.paths.failed:
+                    is_direct = change.plan.routes.get(link, "direct") == "direct"
+                    assert not is_direct or link in restore, "a failed path is never direct"
+            case ProbeLinks():
+                self.due = command
+            case _:
+                self.due = None if isinstance(self.due, ProbeLinks) else self.due
+
+    def _check(self):
+        phase = self.state.phase
+        expected = {Weighing: WeighPlans, Preparing: MakePrograms}.get(type(phase))
+        assert (type(self.asked) if self.asked else None) == expected
+        assert isinstance(phase, Changing) == isinstance(self.due, ChangePlan)
+        if isinstance(phase, Probing):
+            assert self.step - phase.since_step < PROBE_WAIT
+
+    def answer(self, random_):
+        """The planning process answers, or fails."""
+        asked, self.asked = self.asked, None
+        if asked is None:
+            return
+        if random_.random() < 0.1:
+            self.advance(PlanningFailed("the planning process has died"))
+        elif isinstance(asked, WeighPlans):
+            degraded = {each.link for each in asked.verdicts if each.health != "healthy"}
+            self.advance(PlansWeighed(offered(self.state, degraded | set(asked.held))))
+        else:
+            self.advance(ProgramsMade())
+
+    def meet(self, random_):
+        """A meeting: what is due is carried out, though a probe may be lost."""
+        due, probes_ms = self.due, {}
+        if isinstance(due, ChangePlan):
+            self.due = None
+            self.advance(PlanChanged())
+            return {}, due.restore
+        if isinstance(due, ProbeLinks):
+            self.due = None
+            if random_.random() < 0.8:
+                took_ms = random_.choice([0.5, 40.0])
+                probes_ms = {probe_of(link): took_ms for link in due.links}
+            return probes_ms, due.restore
+        return {}, frozenset()
+
+
+def run_at_random(seed, num_steps):
+    """A run in which links turn slow, fail and recover, and planning is slow or fails."""
+    random_ = random.Random(seed)
+    harness = Harness(begun(dwell_steps=4, failback_steps=2))
+    slow_ms, down = {}, set()
+    for step in range(num_steps):
+        harness.step = step
+        link = random_.choice(LINKS)
+        match random_.randrange(8):
+            case 0:
+                slow_ms[link] = random_.choice([0.0, 20.0, 60.0])
+            case 1:
+                down.add(link)
+            case 2:
+                down.discard(link)
+        probes_ms, restore = harness.meet(random_)
+        failed = harness.state.paths.failed
+        routes = harness.state.plan.routes
+        failing = [
+            each for each in down if each not in failed and routes.get(each, "direct") == "direct"
+        ]
+        news = PathNews(
+            failures=tuple(PathFailure(each, "no answer", told_by=each) for each in failing),
+            up={each: each not in down for each in failed},
+            restored=tuple(each for each in sorted(restore) if each not in down),
+            is_disturbed=bool(failing),
+        )
+        noise = (lambda: random_.expovariate(4.0)) if seed % 2 else (lambda: 0.0)
+        observed = step_of(harness.state, step, slow_ms, probes_ms, news, noise)
+        harness.advance(observed)
+        for _ in range(random_.randrange(4)):
+            harness.answer(random_)
+    return harness
+
+
+@given(seed=st.integers(0, 2**32))
+def test_invariants_hold_whatever_is_observed(seed):
+    harness = run_at_random(seed, 40)
+    assert len(harness.changes) <= 1 + 40 // 2  # one change takes at least two steps
+
+
+def test_a_slow_link_is_weighed_delegated_and_restored():
+    state, asked = begun(), []
+    for step in range(40):
+        slow_ms = {LINKS[1]: 40.0} if 6 <= step < 12 else {}
+        result = advance(state, step_of(state, step, slow_ms))
+        commands, state = [*result.commands], result.state
+        while commands:
+            command = commands.pop(0)
+            asked.append(type(command))
+            match command:
+                case WeighPlans(verdicts=verdicts, held=held):
+                    degraded = {each.link for each in verdicts if each.health != "healthy"}
+                    answer = PlansWeighed(offered(state, degraded | set(held)))
+                case MakePrograms():
+                    answer = ProgramsMade()
+                case ChangePlan():
+                    answer = PlanChanged()
+                case ProbeLinks(links):
+                    probes_ms = {probe_of(link): 0.5 for link in links}
+                    answer = step_of(state, step, probes_ms=probes_ms)
+                case _:
+                    continue
+            result = advance(state, answer)
+            commands += result.commands
+            state = result.state
+    kinds = [each for each in asked if each in (WeighPlans, ProbeLinks, ChangePlan)]
+    assert kinds == [WeighPlans, ChangePlan, WeighPlans, ProbeLinks, ChangePlan]
+    assert state.plan.routes == FIRST.routes
+
+
+@pytest.mark.parametrize(
+    "answer", [PlansWeighed(Options(1.0, 1.0, ())), ProgramsMade(), PlanChanged()]
+)
+def test_an_answer_nobody_waits_for_changes_nothing(answer):
+    state = begun()
+    assert advance(state, answer).state == state
+    assert isinstance(state.phase, Idle)
+
+
+def test_planning_is_given_up_after_five_failures():
+    state, failures = begun(), 0
+    for step in range(200):
+        slow_ms = {LINKS[1]: 40.0} if step >= 6 else {}
+        result = advance(state, step_of(state, step, slow_ms))
+        state = result.state
+        if result.commands:
+            state, failures = advance(state, PlanningFailed("it has died")).state, failures + 1
+    assert (failures, state.phase) == (5, GivenUp())
+    assert state.plan == FIRST
+
+
+@pytest.mark.long
+def test_invariants_hold_in_100_000_random_runs():
+    for seed in range(100_000):
+        run_at_random(seed, 12)

@@ -1,0 +1,120 @@
+"""A run's decisions, made again from what was kept of it."""
+
+import pytest
+from adapting_run import CONFIG, FIRST, PLANNED_FOR, USUAL, PlansHere
+
+from jaxmorph.errors import UserError
+from jaxmorph.report.run_directory import RunDirectory
+from jaxmorph.training import replay as replaying
+from jaxmorph.training.planning_client import run_to_plan
+from jaxmorph.training.replay import ObservationLog, replay
+
+
+@pytest.fixture
+def kept_run(begin_run, tmp_path):
+    """A run that has delegated a slow link and restored it, and what was kept of it."""
+
+    def begin(num_steps=20):
+        directory = RunDirectory(tmp_path)
+        run_known = run_to_plan(CONFIG, 0, FIRST, PLANNED_FOR, USUAL)
+        log = ObservationLog(
+            lambda line, begins: directory.write_observation(line, begins=begins), run_known
+        )
+        run = begin_run(PlansHere(), keep=log.note)
+        run.steps(6)
+        run.steps(6, slow_ms=40.0)
+        run.steps(num_steps)
+        directory.close()
+        return run
+
+    return begin
+
+
+def kinds(moments):
+    return [event.kind for moment in moments for event in moment.events]
+
+
+def test_a_replay_decides_the_same(kept_run, tmp_path):
+    run = kept_run()
+    moments = list(replay(tmp_path))
+    assert not any(moment.differs or moment.is_simulated for moment in moments)
+    assert sorted(kinds(moments)) == sorted(kind for _, kind, _ in run.events)
+    assert "plan_changed" in kinds(moments)
+
+
+def test_a_changed_outcome_is_found(kept_run, tmp_path):
+    kept_run()
+    (file,) = (tmp_path / "control").glob("*.jsonl")
+    text = file.read_text()
+    assert text.count("is slow") >= 1
+    file.write_text(text.replace('"straggler_detected", "1-2"', '"straggler_detected", "0-1"'))
+    differing = [moment for moment in replay(tmp_path) if moment.differs]
+    assert len(differing) == 1
+    then, now = differing[0].differences()
+    assert ("0-1" in then, "1-2" in now) == (True, True)
+
+
+def test_other_settings_simulate_from_the_first_difference(kept_run, tmp_path):
+    kept_run()
+    never = CONFIG.adaptation.model_copy(update={"worth": 0.9})
+    moments = list(replay(tmp_path, never))
+    first = next(index for index, moment in enumerate(moments) if moment.differs)
+    assert not any(moment.is_simulated for moment in moments[: first + 1])
+    rest = moments[first + 1 :]
+    assert rest
+    assert all(moment.is_simulated for moment in rest)
+    assert "plan_changed" not in kinds(moments)
+    assert rest[-1].result.state.plan.routes == FIRST.routes
+
+
+def test_a_simulated_run_goes_on_deciding(kept_run, tmp_path):
+    run = kept_run(num_steps=40)
+    slower_to_return = CONFIG.adaptation.model_copy(update={"dwell_steps": 20})
+    moments = list(replay(tmp_path, slower_to_return))
+    assert any(moment.is_simulated for moment in moments)
+    assert kinds(moments).count("plan_changed") == 2  # delegated, and restored later
+    assert moments[-1].result.state.plan.routes == FIRST.routes
+    last = [moment for moment in moments if "plan_changed" in kinds([moment])][-1]
+    assert last.step > next(step for step, kind, _ in run.events[::-1] if kind == "plan_changed")
+
+
+def test_files_begin_anew_and_the_oldest_go(kept_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(replaying, "SEGMENT_STEPS", 5)
+    kept_run()
+    files = sorted((tmp_path / "control").glob("*.jsonl"))
+    assert len(files) > 3
+    files[0].unlink()
+    moments = list(replay(tmp_path))
+    assert moments[0].step >= 4
+    assert not any(moment.differs for moment in moments)
+
+
+def test_a_cut_off_line_ends_the_replay(kept_run, tmp_path):
+    kept_run()
+    (file,) = (tmp_path / "control").glob("*.jsonl")
+    whole = len(list(replay(tmp_path)))
+    file.write_text(file.read_text()[:-30])
+    assert len(list(replay(tmp_path))) == whole - 1
+
+
+def test_a_run_without_observations_is_refused(tmp_path):
+    with pytest.raises(UserError, match="expected what `train` keeps there"):
+        list(replay(tmp_path))
+
+
+def test_a_wrong_line_is_named(kept_run, tmp_path):
+    kept_run()
+    (file,) = (tmp_path / "control").glob("*.jsonl")
+    lines = file.read_text().splitlines(keepends=True)
+    lines[3] = lines[3].replace('"step"', '"stride"')
+    file.write_text("".join(lines))
+    with pytest.raises(UserError, match=r"000001.jsonl:4: "):
+        list(replay(tmp_path))
+
+
+def test_a_links_delay_is_simulated_on_its_other_route(kept_run, tmp_path):
+    kept_run()
+    never = CONFIG.adaptation.model_copy(update={"worth": 0.9})
+    slow = [m for m in replay(tmp_path, never) if m.is_simulated and m.timeline is not None]
+    verdict = slow[0].result.state.detector.verdicts[1, 2]
+    assert verdict.latency_ms == pytest.approx(40.5, abs=0.1)  # direct, as it still is
