@@ -1,10 +1,13 @@
 """What rooms hand one another as plain values; it imports nothing of jaxmorph."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+
+from pydantic import BeforeValidator
 
 Message = dict[str, Any]
 """What a rank or a process tells another, as JSON has it."""
@@ -166,6 +169,11 @@ class RunHeader:
         return self.microbatches * self.microbatch_size * self.sequence_length
 
 
+Number: TypeAlias = Annotated[
+    float, BeforeValidator(lambda value: math.nan if value is None else value)
+]
+"""JSON has no word for a number that is not finite: a file has null in its place."""
+
 _IF_KNOWN = {"in_line": "if known"}
 _NOT_IN_LINE = {"in_line": "never"}
 
@@ -179,13 +187,13 @@ class StepRecord:
 
     step: int
     """its number, from 0"""
-    loss: float
+    loss: Number
     """mean loss of a token, before the update"""
-    grad_norm: float
+    grad_norm: Number
     """global norm of the gradients, before clipping"""
-    step_s: float
+    step_s: Number
     """seconds from barrier to barrier"""
-    tokens_per_s: float
+    tokens_per_s: Number
     """of all ranks together"""
     schedule: str
     """the schedule's name"""
@@ -208,7 +216,7 @@ class StepRecord:
     """links that are not healthy, in a few words; for the terminal only"""
     held_out_loss: float | None = field(default=None, metadata=_IF_KNOWN)
     """after steps that were evaluated: mean loss of a token of held-out text, after the update"""
-    link_ms: Mapping[str, float] | None = field(default=None, metadata=_IF_KNOWN)
+    link_ms: Mapping[str, Number] | None = field(default=None, metadata=_IF_KNOWN)
     """the median transfer of each direction, such as `{"2>3": 31.2}`, milliseconds; not where
     nothing was transferred"""
     peak_on_device: tuple[int, ...] | None = field(default=None, metadata=_IF_KNOWN)
@@ -236,7 +244,7 @@ class Event:
     The text below each field is its row in `docs/run-files.md`.
     """
 
-    time_s: float
+    time_s: Number
     """seconds since training began, or resumed, after the steps that are run for their timings"""
     step: int
     """the step that it belongs to"""

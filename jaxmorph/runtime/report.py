@@ -11,8 +11,9 @@ from statistics import median
 from typing import Any, Self
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 
+from jaxmorph.messages import parse, parse_line
 from jaxmorph.program.instructions import Channel, Transfer, channel_of
 from jaxmorph.records import Message
 from jaxmorph.runtime.executor import StepOutcome
@@ -113,29 +114,14 @@ class StepReport:
         """The report that a rank made with `to_json`, and `DETAIL` where rank 0 reads it.
 
         Raises:
-            ValueError: It is no such report; the error names the field.
+            ParseError: It is no such report; the error names the field.
         """
-        try:
-            return _REPORT.validate_python(message)
-        except ValidationError as error:
-            raise ValueError(f"rank {rank}'s report of a step: {_problem(error)}") from error
+        return parse(StepReport, message, f"rank {rank}'s report of a step")
 
     @cached_property
     def timings(self) -> StepTimings:
-        """The timings, read from `detail`; a `ValueError` names what is wrong with them."""
-        try:
-            return _TIMINGS.validate_json(self.detail)
-        except ValidationError as error:
-            raise ValueError(f"the timings of a step: {_problem(error)}") from error
-
-
-_REPORT, _TIMINGS = TypeAdapter(StepReport), TypeAdapter(StepTimings)
-
-
-def _problem(error: ValidationError) -> str:
-    first = error.errors()[0]
-    where = ".".join(map(str, first["loc"]))
-    return f"{where}: got {first['input']!r}: {first['msg']}"
+        """The timings, read from `detail`; a `ParseError` names what is wrong with them."""
+        return parse_line(StepTimings, self.detail, "the timings of a step")
 
 
 @dataclass(frozen=True)
