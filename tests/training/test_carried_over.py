@@ -15,8 +15,10 @@ from jaxmorph.report import open_run_directory
 from jaxmorph.report.run_directory import LINKS
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.stage.layer_costs import LayerCosts
-from jaxmorph.training import train
+from jaxmorph.training import run
 from jaxmorph.training.carried_over import FILE, KnownLinks, chosen_before, keep_choice, known_links
+from jaxmorph.training.run_checkpoints import RunCheckpoints
+from jaxmorph.training.run_parts import load_parts
 
 HEAVY_HEAD, HEAVY_EMBEDDING = LayerCosts(0.0, 2.0, 5.0), LayerCosts(5.0, 2.0, 0.0)
 LAYERS = (range(5), range(5, 8))
@@ -43,10 +45,15 @@ def test_a_life_after_a_failure_keeps_the_cut_that_the_one_before_has_measured(
     manifest = Manifest(7, (range(8),), 256, (), config_of(stages=1))
     monkeypatch.setattr(CheckpointFolder, "manifest", lambda folder, step: manifest)
     measured = [HEAVY_HEAD, HEAVY_EMBEDDING]
-    monkeypatch.setattr(train, "measured_on_rank_0", lambda *_: measured.pop(0))
-    lives = [
-        train._load(config_of(), SoleRank(), tmp_path, first_step, restarts) for restarts in (0, 1)
-    ]
+    monkeypatch.setattr(run, "measured_on_rank_0", lambda *_: measured.pop(0))
+
+    def life(restarts):
+        checkpoints = RunCheckpoints(config_of(), tmp_path, first_step)
+        config = checkpoints.starting_config
+        model = load_parts(config).model
+        return run.load_run(config, SoleRank(), model, checkpoints, restarts=restarts)
+
+    lives = [life(restarts) for restarts in (0, 1)]
     assert [life.cut.layers for life in lives] == [LAYERS, LAYERS]
     assert measured == [HEAVY_EMBEDDING]
 
