@@ -13,19 +13,20 @@ on; only when its last one fails, the run has failed.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import jax
 
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, new_rank_file, stage_path
 from jaxmorph.errors import RunFailedError, UserError
-from jaxmorph.records import EventKind, Message
+from jaxmorph.messages import as_object, parse
+from jaxmorph.records import EventKind
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 
 Tree = Any
@@ -54,6 +55,29 @@ class _Save:
     began_s: float
     committed: Future[None] | None = None
     manifest: Manifest | None = None
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """How far a rank has come with its part.
+
+    Attributes:
+        why: Why it failed; else empty.
+    """
+
+    phase: Literal["writing", "written", "committed", "failed"]
+    num_bytes: int
+    why: str = ""
+
+
+def _progress(save: _Save) -> _Progress:
+    phase = save.committed or save.written
+    if not phase.done():
+        return _Progress("written" if save.committed else "writing", save.num_bytes)
+    if (error := phase.exception()) is not None:
+        why = _shortened(" ".join(f"{error}".split()))
+        return _Progress("failed", save.num_bytes, why or type(error).__name__)
+    return _Progress("committed" if save.committed else "written", save.num_bytes)
 
 
 class CheckpointSaver:
@@ -108,32 +132,33 @@ class CheckpointSaver:
         held_up_s = time.monotonic() - began_s
         self._save = _Save(step, written, num_bytes, held_up_s, began_s, manifest=manifest)
 
-    def told(self) -> Message:
-        """What this rank says of its save in the next meeting; nothing if there is none."""
-        if self._save is None:
-            return {}
-        said = {"is": self._word(self._save), "bytes": self._save.num_bytes}
-        return {_KEY: said | self._reason(self._save)}
+    def report(self) -> dict[str, Any]:
+        """This rank's part of the next meeting's message; empty while it saves nothing."""
+        return {} if self._save is None else {_KEY: as_object(_progress(self._save))}
 
-    def heed(self, reports: Sequence[Message]) -> None:
-        """Take the next phase, if all ranks are ready for it.
+    def advance(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Begin the next phase, if all ranks are ready for it.
 
         Args:
-            reports: What all ranks said in a meeting, in rank order: `told` among it.
+            reports: All ranks' messages of a meeting, in rank order, with what `report` gave.
+
+        Raises:
+            ParseError: A rank has reported no save; it names the rank.
         """
         if self._save is None:
             return
-        said = [report[_KEY] for report in reports]
-        words = {word["is"] for word in said}
-        if said[0]["is"] == "committed":
-            self._end(self._save, sum(word["bytes"] for word in said))
-        elif words == {"written"}:
+        of_ranks = [
+            parse(_Progress, report.get(_KEY), f"rank {rank}'s save")
+            for rank, report in enumerate(reports)
+        ]
+        phases = {each.phase for each in of_ranks}
+        if of_ranks[0].phase == "committed":
+            self._end(self._save, sum(each.num_bytes for each in of_ranks))
+        elif phases == {"written"}:
             self._commit(self._save)
-        elif "failed" in words and "writing" not in words:
-            reasons = (
-                f"rank {rank}: {word['why']}" for rank, word in enumerate(said) if "why" in word
-            )
-            self._give_up(self._save, "; ".join(reasons))
+        elif "failed" in phases and "writing" not in phases:
+            whys = (f"rank {rank}: {each.why}" for rank, each in enumerate(of_ranks) if each.why)
+            self._give_up(self._save, "; ".join(whys))
 
     def finish(self) -> str:
         """Wait for the save that is under way.
@@ -155,7 +180,7 @@ class CheckpointSaver:
         """Meet until the save under way, if any, has come to its end."""
         while self._save is not None:
             wait([self._save.committed or self._save.written], _POLL_S)
-            self.heed(self._rendezvous.exchange(self.told()))
+            self.advance(self._rendezvous.exchange(self.report()))
 
     def _write_parts(self, step: int, parts: Sequence[Tree], manifest: Manifest | None) -> None:
         unfinished = self._folder.unfinished(step)
@@ -165,19 +190,6 @@ class CheckpointSaver:
         for number, part in zip(self._own_stages, parts, strict=True):
             self._write(stage_path(unfinished, number), part)
             self._folder.seal_part(step, number)
-
-    def _word(self, save: _Save) -> str:
-        phase = save.committed or save.written
-        if not phase.done():
-            return "written" if save.committed else "writing"
-        if phase.exception() is not None:
-            return "failed"
-        return "committed" if save.committed else "written"
-
-    def _reason(self, save: _Save) -> Message:
-        phase = save.committed or save.written
-        error = phase.exception() if phase.done() else None
-        return {} if error is None else {"why": _shortened(" ".join(f"{error}".split()))}
 
     def _commit(self, save: _Save) -> None:
         if save.manifest is not None and save.committed is None:

@@ -17,7 +17,7 @@ from jaxmorph.records import Message
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.optimizer import clip_scale
-from jaxmorph.runtime.rendezvous import Rendezvous
+from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.runtime.report import (
     StepReport,
     StepTimings,
@@ -142,9 +142,10 @@ class StepRunner:
         outcome = self.stage.run(program, inputs, step)
         targets = inputs.targets
         counted = 0 if targets is None else int(np.count_nonzero(targets >= 0))
-        told = self.rendezvous.exchange({"loss": outcome.loss, "counted": counted})
+        own = ForwardTotals(outcome.loss, counted)
+        of_ranks = gather(self.rendezvous, ForwardTotals, own)
         return ForwardTotals(
-            sum(rank["loss"] for rank in told), sum(rank["counted"] for rank in told)
+            sum(each.loss for each in of_ranks), sum(each.counted for each in of_ranks)
         )
 
 

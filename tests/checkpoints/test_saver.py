@@ -103,10 +103,10 @@ class Ranks:
 
     def meet(self):
         """A step's meeting; what the ranks said of their saves."""
-        reports = [{"loss": 1.0, **saver.told()} for saver in self.savers]
+        reports = [{"loss": 1.0, **saver.report()} for saver in self.savers]
         for saver in self.savers:
-            saver.heed(reports)
-        return [report.get("checkpoint", {}).get("is") for report in reports]
+            saver.advance(reports)
+        return [report.get("checkpoint", {}).get("phase") for report in reports]
 
     def meet_until(self, done):
         """Meetings until one of them said so."""
@@ -148,7 +148,7 @@ def test_what_all_had_written_before_they_agreed_can_be_made_a_checkpoint_later(
     ranks.free(0, 1)
     for rank, saver in enumerate(ranks.savers):  # their threads end, and they never meet again
         saver.__exit__(None)
-        assert saver.told()["checkpoint"]["is"] == "written", rank
+        assert saver.report()["checkpoint"]["phase"] == "written", rank
     assert ranks.folder.steps() == ()
     assert ranks.folder.commit_written(7) == (7,)
     assert ranks.folder.newest_whole() == (7, ())
@@ -296,7 +296,7 @@ def test_what_the_disk_refuses_is_told_its_space_comes_back_and_the_next_one_is_
         with files_of_at_most(1 << 20):
             saver.save(1, [part])
             while not events:  # a step's meetings
-                saver.heed([saver.told()])
+                saver.advance([saver.report()])
         ((step, kind, detail),) = events
         assert (step, kind) == (0, "checkpoint_failed")
         assert "File too large" in detail
