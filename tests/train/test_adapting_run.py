@@ -206,3 +206,26 @@ def test_the_link_that_failed_is_delegated_from_that_step_until_its_path_is_rest
 def test_what_waited_for_the_failed_path_is_taken_for_no_delay(failing):
     found = failing.events("straggler_detected")
     assert [event for event in found if event["step"] <= SLOW_FROM + 2] == []
+
+
+@pytest.mark.parametrize("name", ["adapting", "failing"])
+def test_a_replay_makes_the_same_decisions(request, name):
+    """With a morph and its return; and with a path that fails and is restored."""
+    run = request.getfixturevalue(name)
+    replayed = jaxmorph("replay", run.out)
+    assert replayed.stdout.splitlines()[-1].endswith("decisions: the same as in the run")
+    assert "plan_changed" in replayed.stdout
+
+
+def test_a_replay_simulates_other_settings_from_the_first_difference(adapting):
+    replayed = jaxmorph("replay", adapting.out, "adaptation.worth=0.95").stdout.splitlines()
+    assert "from step" in replayed[-1]
+    assert replayed[-1].endswith("on simulated")
+    assert any(" ~ " in line for line in replayed)
+    assert not any("~ plan_changed" in line for line in replayed)
+
+
+def test_a_replay_takes_settings_of_adaptation_alone(adapting):
+    refused = jaxmorph("replay", adapting.out, "run.steps=3")
+    assert refused.returncode == 2
+    assert refused.stderr == "error: replay: got run.steps=3, expected adaptation.KEY=VALUE\n"
