@@ -218,13 +218,16 @@ def replay(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="adaptation.key=value: decide by these instead.")
     ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A directory for the replayed run and its report.")
+    ] = None,
 ) -> int:
     """Make a run's decisions again from what it observed, or others by other settings."""
     from jaxmorph.cli.replay import print_replay
     from jaxmorph.report.terminal import open_console
 
     console, _ = open_console()
-    return print_replay(run_dir, overrides or [], console)
+    return print_replay(run_dir, overrides or [], out, console)
 
 
 @app.command()

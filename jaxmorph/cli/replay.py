@@ -1,27 +1,43 @@
 """``jaxmorph replay``: prints a run's decisions as they are made again, and where they differ."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.text import Text
 
-from jaxmorph.config import load_config
+from jaxmorph.config import Config, load_config
 from jaxmorph.control.events import ControlEvent
+from jaxmorph.control.measurements import link_medians_ms, link_samples
 from jaxmorph.errors import UserError
-from jaxmorph.report.run_directory import CONFIG
+from jaxmorph.records import Event, StepRecord
+from jaxmorph.report.page import write_report
+from jaxmorph.report.run_directory import (
+    CONFIG,
+    EVENTS,
+    METRICS,
+    open_run_directory,
+    read_records,
+)
+from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.replay import Moment, replay
 
 _DECISIONS = ("plan_changed", "plan_kept")
 _SECTION = "adaptation."
 
 
-def print_replay(run_dir: Path, overrides: Sequence[str], console: Console) -> int:
+def print_replay(
+    run_dir: Path, overrides: Sequence[str], out: Path | None, console: Console
+) -> int:
     """Replay a run, and print a line for each event.
 
     Args:
         overrides: Of the section `adaptation`; without any the decisions should be those of the
             run.
+        out: Where to write the replayed run, with its report; None: nowhere.
 
     Returns:
         The exit code: 1 where the run's own settings decide otherwise than they did.
@@ -35,17 +51,20 @@ def print_replay(run_dir: Path, overrides: Sequence[str], console: Console) -> i
     if not (run_dir / CONFIG).is_file():
         raise UserError(f"{run_dir}: got no {CONFIG}, expected a run's directory")
     config = load_config(run_dir / CONFIG, overrides)
-    moments, difference, num_decisions, num_simulated = 0, None, 0, 0
+    moments: list[Moment] = []
+    difference, num_decisions = None, 0
     for moment in replay(run_dir, config.adaptation if overrides else None):
-        moments += 1
+        moments.append(moment)
         if moment.differs and difference is None:
             difference = moment
             _print_difference(moment, console)
-        num_simulated += moment.is_simulated
         for event in moment.events:
             num_decisions += event.kind in _DECISIONS
             _print_event(moment, event, console)
-    observed = f"{moments - num_simulated:,} observations, {num_decisions} decisions"
+    if out is not None:
+        console.print(f"wrote {_written(run_dir, config, moments, out)}", soft_wrap=True)
+    num_observed = sum(not moment.is_simulated for moment in moments)
+    observed = f"{num_observed:,} observations, {num_decisions} decisions"
     if difference is None:
         console.print(f"{observed}: the same as in the run")
         return 0
@@ -71,3 +90,58 @@ def _print_difference(moment: Moment, console: Console) -> None:
     then, now = moment.differences()
     console.print(Text(f"{moment.step:6d}   in the run: {then}"), soft_wrap=True)
     console.print(Text(f"{moment.step:6d}   now:        {now}"), soft_wrap=True)
+
+
+def _written(run_dir: Path, config: Config, moments: Sequence[Moment], out: Path) -> Path:
+    """Write the replayed run as a directory of its own, and its report; the report's path.
+
+    What is simulated takes the place of what was measured: a step lasts its simulation, times what
+    the run's steps lasted of theirs. Loss and gradients are those of the run under any plan.
+    """
+    records = {record.step: record for record in read_records(run_dir / METRICS, StepRecord)}
+    events = read_records(run_dir / EVENTS, Event)
+    own = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(out)})})
+    simulated = [moment for moment in moments if moment.is_simulated]
+    first = min((moment.step for moment in simulated), default=math.inf)
+    slower = _slower_than_predicted(record for record in records.values() if record.step < first)
+    with open_run_directory(own) as directory:
+        for record in records.values():
+            if record.step < first:
+                directory.write_step(record)
+        for event in events:
+            if event.step < first:
+                directory.write_event(event)
+        now_s = max((event.time_s for event in events if event.step < first), default=0.0)
+        for moment in simulated:
+            if moment.timeline is not None and moment.step in records:
+                record = _simulated(records[moment.step], moment, moment.timeline, slower, config)
+                directory.write_step(record)
+                now_s += record.step_s
+            for event in moment.events:
+                directory.write_event(Event(now_s, moment.step, **vars(event)))
+    return write_report(directory.path)
+
+
+def _slower_than_predicted(records: Iterable[StepRecord]) -> float:
+    """By which factor the median step was longer than its prediction."""
+    ratios = [each.step_s / each.predicted_step_s for each in records if each.predicted_step_s]
+    return median(ratios) if ratios else 1.0
+
+
+def _simulated(
+    fact: StepRecord, moment: Moment, timeline: Timeline, slower: float, config: Config
+) -> StepRecord:
+    state, step_s = moment.result.state, slower * timeline.makespan_ms / 1e3
+    plan = state.plan
+    return replace(
+        fact,
+        step_s=step_s,
+        tokens_per_s=config.tokens_per_step / step_s,
+        schedule=plan.schedule.name,
+        warmup_forwards=plan.schedule.warmup_forwards,
+        routes={str(link): route for link, route in state.paths.as_run(plan.routes).items()},
+        predicted_step_s=timeline.makespan_ms / 1e3,
+        bubble_rate=timeline.bubble_rate,
+        peak_live=timeline.peak_live(config.schedule.live_until),
+        link_ms=link_medians_ms(link_samples(timeline)) or None,
+    )

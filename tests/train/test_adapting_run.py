@@ -217,8 +217,16 @@ def test_a_replay_makes_the_same_decisions(request, name):
     assert "plan_changed" in replayed.stdout
 
 
-def test_a_replay_simulates_other_settings_from_the_first_difference(adapting):
-    replayed = jaxmorph("replay", adapting.out, "adaptation.worth=0.95").stdout.splitlines()
+def test_a_replay_simulates_other_settings_from_the_first_difference(adapting, tmp_path):
+    out = tmp_path / "replayed"
+    words = "adaptation.worth=0.95", "--out", out
+    replayed = jaxmorph("replay", adapting.out, *words).stdout.splitlines()
+    assert f"wrote {out / 'report.html'}" in replayed
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [step["loss"] for step in steps] == [step["loss"] for step in adapting.steps]
+    assert {route for step in steps for route in step["routes"].values()} == {"direct"}
+    planned_s = [step["predicted_step_s"] for step in steps]
+    assert min(planned_s[SLOW_FROM + 3 : SLOW_TO]) > 1.2 * planned_s[-1]
     assert "from step" in replayed[-1]
     assert replayed[-1].endswith("on simulated")
     assert any(" ~ " in line for line in replayed)
