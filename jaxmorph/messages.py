@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxmorph.records import Event, StepRecord
 
-Json: TypeAlias = Mapping[str, Any]
+Json: TypeAlias = dict[str, Any]
 """A JSON object whose form another module owns, such as `Timeline.to_json`."""
 
 _Value = TypeVar("_Value")

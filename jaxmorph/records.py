@@ -9,9 +9,6 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator
 
-Message = dict[str, Any]
-"""What a rank or a process tells another, as JSON has it."""
-
 
 class Link(NamedTuple):
     """A pair of stages that exchange data, the lower one first; printed as ``2-3``."""

@@ -26,7 +26,7 @@ from jaxmorph.program.check import check
 from jaxmorph.program.instructions import RankProgram
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.slots_needed import slots_needed
-from jaxmorph.records import Link, Message
+from jaxmorph.records import Link
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.launcher import run_ranks
 from jaxmorph.runtime.link_connections import open_data_plane
@@ -235,7 +235,7 @@ def _train(
     losses, norms, took_s, waited, gradients = [], [], [], [], {}
     runner = StepRunner(trainer, rendezvous)
 
-    def keep_gradients(number: int) -> Message:
+    def keep_gradients(number: int) -> dict[str, Any]:
         if number == 0:
             (chunk,) = trainer.gradients
             gradients.update(_arrays(chunk))

@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxmorph.config import Config
 from jaxmorph.control.path_reports import FAILURES
+from jaxmorph.messages import Json
 from jaxmorph.program.instructions import parse_program
-from jaxmorph.records import Message
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import StepReport, measured_timeline
 from jaxmorph.runtime.stage_trainer import StageTrainer
@@ -79,13 +79,13 @@ class Following(Callback):
     """
 
     def __init__(
-        self, adaptation: Adaptation, books: MorphBooks, failed: Sequence[Message] = ()
+        self, adaptation: Adaptation, books: MorphBooks, failed: Sequence[Json] = ()
     ) -> None:
         self._adaptation = adaptation
         self.books = books
         self._failed = list(failed)
 
-    def report(self, step: int) -> Message:
+    def report(self, step: int) -> Json:
         """What this rank adds to its report of a step."""
         told = self._adaptation.told(step) | self._adaptation.probed()
         if self._failed:  # with the first step; who begins with the round hasn't heard of it
@@ -106,7 +106,7 @@ def following(
     trainer: StageTrainer,
     num_tied: int,
     last_step: int,
-    failed: Sequence[Message] = (),
+    failed: Sequence[Json] = (),
 ) -> Iterator[Following]:
     """A round that begins with the plan for healthy links, and morphs by what it detects.
 

@@ -18,7 +18,8 @@ from jaxmorph.compare.systems import System
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.control.path_reports import FAILURES, path_news
-from jaxmorph.records import EventKind, Link, Message
+from jaxmorph.messages import Json
+from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.training.first_plan import FirstPlan
@@ -43,7 +44,7 @@ class RoundPaths:
         self._links = sorted(links)
         self._pause = pause
 
-    def begin_again(self) -> list[Message]:
+    def begin_again(self) -> list[Json]:
         """Have failed direct paths begin again, if both their ends can and find them up.
 
         That is between two rounds, while nothing is emulated.
@@ -55,7 +56,7 @@ class RoundPaths:
         failed = [link for link in self._links if self._trainer.path_is_up(link) is not None]
         own = {str(link): self._can_begin(link) for link in failed}
         can_begin = gather(self._rendezvous, Mapping[str, bool], own)
-        stay: list[Message] = []
+        stay: list[Json] = []
         for link in failed:
             if all(can_begin[rank].get(str(link), False) for rank in link):
                 self._trainer.restore_direct(link)
@@ -63,7 +64,7 @@ class RoundPaths:
                 stay.append(untold.get(str(link)) or self._told_anew(link))
         return stay
 
-    def failures(self, stayed: Sequence[Message]) -> Mapping[str, int]:
+    def failures(self, stayed: Sequence[Json]) -> Mapping[str, int]:
         """How many direct paths failed in a round that nobody else watched, as events."""
         own = [*stayed, *self._trainer.link_failures()]
         failures = path_news(self._rendezvous.exchange({FAILURES: own})).failures
@@ -78,7 +79,7 @@ class RoundPaths:
             self._pause(_LOOK_AGAIN_S)  # the other end's host is asked beside this
         return False
 
-    def _told_anew(self, link: Link) -> Message:
+    def _told_anew(self, link: Link) -> Json:
         message = {"link": str(link), "detail": "its direct path failed in an earlier round"}
         return message if self._trainer.can_restore(link) else message | {"lives_left": 0}
 
@@ -123,7 +124,7 @@ class Rounds:
         if self.rendezvous.rank == 0:
             yield from self._told(index, links, done, events)
 
-    def _begin_paths_again(self) -> list[Message]:
+    def _begin_paths_again(self) -> list[Json]:
         """Direct paths that failed in the round before; what can't begin again is told of."""
         if self.paths is None:
             return []
@@ -131,7 +132,7 @@ class Rounds:
         return self.paths.begin_again()
 
     def _run_detecting(
-        self, run: Callable[..., MeasuredRound], failed: Sequence[Message]
+        self, run: Callable[..., MeasuredRound], failed: Sequence[Json]
     ) -> tuple[MeasuredRound, Mapping[str, int]]:
         """A round whose plan follows what is detected, and how often which event happened."""
         last_step = self.runner.next_step + self.wanted.warmup_steps + self.wanted.steps - 1

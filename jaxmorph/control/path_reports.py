@@ -14,7 +14,8 @@ from jaxmorph.control.detector import Detector
 from jaxmorph.control.events import ControlEvent, of_verdict
 from jaxmorph.control.link_state import FailedPaths, PathFailure
 from jaxmorph.control.measurements import LinkSample
-from jaxmorph.records import EventKind, Link, Message, Route, Routes
+from jaxmorph.messages import Json
+from jaxmorph.records import EventKind, Link, Route, Routes
 
 FAILURES, UP, RESTORE = "link_failures", "paths_up", "restore"
 
@@ -43,7 +44,7 @@ class PathNews:
 NO_NEWS = PathNews()
 
 
-def path_news(reports: Sequence[Message]) -> PathNews:
+def path_news(reports: Sequence[Json]) -> PathNews:
     """What all ranks have reported; all of them come to the same.
 
     Args:
@@ -68,7 +69,7 @@ def path_news(reports: Sequence[Message]) -> PathNews:
     )
 
 
-def _is_up_at_both_ends(link: Link, reports: Sequence[Message]) -> bool:
+def _is_up_at_both_ends(link: Link, reports: Sequence[Json]) -> bool:
     return all(reports[rank].get(UP, {}).get(str(link)) is True for rank in link)
 
 

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from typing import Any, Protocol, TypeVar
 
-from jaxmorph.messages import as_object, parse
-from jaxmorph.records import Message
+from jaxmorph.messages import Json, as_object, parse
 
 DETAIL = "detail"
 _Value = TypeVar("_Value")
@@ -138,7 +137,7 @@ class Rendezvous(Protocol):
     rank: int
     num_ranks: int
 
-    def exchange(self, message: Message, detail: Any = None) -> list[Message]:
+    def exchange(self, message: Json, detail: Any = None) -> list[Json]:
         """All ranks' messages, in rank order, this rank's own included; also a barrier.
 
         Args:
@@ -177,7 +176,7 @@ def agree(rendezvous: Rendezvous, kind: type[_Value], own: _Value | None) -> _Va
     return parse(kind, rendezvous.exchange(_wrapped(own))[0].get("value"), "rank 0")
 
 
-def _wrapped(value: Any) -> Message:
+def _wrapped(value: Any) -> Json:
     return {"value": as_object(value) if is_dataclass(value) else value}
 
 
@@ -187,7 +186,7 @@ class SoleRank:
     rank = 0
     num_ranks = 1
 
-    def exchange(self, message: Message, detail: Any = None) -> list[Message]:
+    def exchange(self, message: Json, detail: Any = None) -> list[Json]:
         """The own message, as it would come back from the network."""
         return [{**json.loads(json.dumps(message)), DETAIL: json.dumps(detail)}]
 
@@ -228,7 +227,7 @@ class HostRendezvous:
         for peer in self._peers.values():
             peer.limit(self._deadline_s)
 
-    def exchange(self, message: Message, detail: Any = None) -> list[Message]:
+    def exchange(self, message: Json, detail: Any = None) -> list[Json]:
         """All ranks' messages, in rank order; also a barrier (see `Rendezvous`)."""
         mine, aside = json.dumps(message).encode(), json.dumps(detail).encode()
         if self.rank != 0:

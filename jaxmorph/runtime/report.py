@@ -13,9 +13,8 @@ from typing import Any, Self
 import numpy as np
 from pydantic import ConfigDict
 
-from jaxmorph.messages import parse, parse_line
+from jaxmorph.messages import Json, parse, parse_line
 from jaxmorph.program.instructions import Channel, Transfer, channel_of
-from jaxmorph.records import Message
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.host_copies import CopyLabel
 from jaxmorph.runtime.queue import Stamp
@@ -47,11 +46,11 @@ class StepTimings:
     ops: tuple[Span, ...] = ()
     transfers: tuple[Span, ...] = ()
     arrivals: tuple[Span, ...] = ()
-    events: tuple[Message, ...] = ()
+    events: tuple[Json, ...] = ()
     copies: tuple[tuple[str, int, int, float, float], ...] = ()
 
     @classmethod
-    def of(cls, outcome: StepOutcome, began_s: float, events: Sequence[Message] = ()) -> Self:
+    def of(cls, outcome: StepOutcome, began_s: float, events: Sequence[Json] = ()) -> Self:
         """The timings of a step that began at `began_s`, on the monotonic clock."""
         ops, transfers = [], []
         for stamp in outcome.stamps:
@@ -64,7 +63,7 @@ class StepTimings:
             tuple(_copy_span(stamp, began_s) for stamp in outcome.copies),
         )
 
-    def to_json(self) -> Message:
+    def to_json(self) -> Json:
         """The timings as JSON has them, without what there is none of."""
         return {name: value for name, value in vars(self).items() if value}
 
@@ -102,15 +101,15 @@ class StepReport:
     took_s: float = 0.0
     not_finite: str = ""
     peak_device_bytes: int | None = None
-    parts: Message = field(default_factory=dict)
+    parts: Json = field(default_factory=dict)
     detail: str = "{}"
 
-    def to_json(self) -> Message:
+    def to_json(self) -> Json:
         """What goes to all ranks."""
         return {name: value for name, value in vars(self).items() if name != DETAIL}
 
     @classmethod
-    def from_json(cls, message: Message, rank: int) -> "StepReport":
+    def from_json(cls, message: Json, rank: int) -> "StepReport":
         """The report that a rank made with `to_json`, and `DETAIL` where rank 0 reads it.
 
         Raises:
@@ -180,7 +179,7 @@ def measured_timeline(reports: Sequence[StepReport]) -> Timeline:
 _parse_op = lru_cache(maxsize=1 << 14)(Op.parse)  # the same names come step by step
 
 
-def reported_events(reports: Sequence[StepReport]) -> list[tuple[int, Message]]:
+def reported_events(reports: Sequence[StepReport]) -> list[tuple[int, Json]]:
     """What ranks' delegated links report of a step, each with its rank; seconds since it began."""
     return [(rank, event) for rank, each in enumerate(reports) for event in each.timings.events]
 

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmorph.messages import Json
 from jaxmorph.program.instructions import RankProgram
-from jaxmorph.records import Message
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.optimizer import clip_scale
@@ -53,10 +53,10 @@ class StepResult:
     step_s: float
     ended_s: float
     updated: bool
-    events: tuple[Message, ...] = ()
+    events: tuple[Json, ...] = ()
 
     @property
-    def parts(self) -> list[Message]:
+    def parts(self) -> list[Json]:
         """What callbacks have added to each rank's report, in rank order."""
         return [report.parts for report in self.reports]
 
@@ -74,7 +74,7 @@ class ForwardTotals:
     counted: int
 
 
-def _nothing_more(step: int) -> Message:
+def _nothing_more(step: int) -> Json:
     del step
     return {}
 
@@ -100,7 +100,7 @@ class StepRunner:
         step: int,
         *,
         began_s: float | None = None,
-        report: Callable[[int], Message] = _nothing_more,
+        report: Callable[[int], Json] = _nothing_more,
         updates: bool = True,
     ) -> StepResult:
         """Run a step, and update the parameters unless a loss or gradient is not finite.

@@ -15,8 +15,9 @@ from jaxmorph.config import Config
 from jaxmorph.control.controller_state import ProbeLinks, first_state
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.path_reports import FAILURES, RESTORE, UP, path_news
+from jaxmorph.messages import Json
 from jaxmorph.program.instructions import Channel, RankProgram, parse_program
-from jaxmorph.records import Link, Message
+from jaxmorph.records import Link
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import PROBES
@@ -114,7 +115,7 @@ class Adaptation:
         self._told: Morph | None = None
         self._probed: list[Stamp] = []
 
-    def told(self, step: int) -> Message:
+    def told(self, step: int) -> Json:
         """What this rank adds to its message of the meeting that ends a step.
 
         That is what became of its direct paths, and on rank 0 a morph or a probe that is due.
@@ -124,7 +125,7 @@ class Adaptation:
             return told
         return told | self._due(self._loop)
 
-    def _due(self, loop: ControlLoop) -> Message:
+    def _due(self, loop: ControlLoop) -> Json:
         """What is due; a path that has failed since the controller decided begins no epoch."""
         self._told = None
         match loop.take_due():
@@ -139,14 +140,14 @@ class Adaptation:
                     return _named(_PROBE, links) | _named(RESTORE, failed)
         return {}
 
-    def probed(self) -> Message:
+    def probed(self) -> Json:
         """What this rank adds to its report of the next step: the times of a probe since then."""
         probed, self._probed = self._probed, []
         if not probed:
             return {}
         return {PROBES: [(str(stamp.label), 1e3 * stamp.duration_s) for stamp in probed]}
 
-    def heed(self, step: int, reports: Sequence[Message]) -> RankProgram | None:
+    def heed(self, step: int, reports: Sequence[Json]) -> RankProgram | None:
         """Swap to the plan, or probe the links, that rank 0 has told of, on all ranks alike.
 
         Direct paths that have failed and are to be used again begin again before that.
@@ -172,12 +173,12 @@ class Adaptation:
         return program
 
 
-def own_part(sent: Message, rank: int) -> tuple[RankProgram, dict[Channel, int]]:
+def own_part(sent: Json, rank: int) -> tuple[RankProgram, dict[Channel, int]]:
     """A rank's instructions, and the slots that channels need, from what `Morph.to_json` gave."""
     return parse_program(sent["programs"][rank]), slots_from_json(sent["slots"])
 
 
-def _named(kind: str, links: Iterable[Link]) -> Message:
+def _named(kind: str, links: Iterable[Link]) -> Json:
     names = [str(link) for link in sorted(links)]
     return {kind: names} if names else {}
 
@@ -203,14 +204,14 @@ class OwnEnds:
         for link in self._own():
             trainer.take_for_failed(link)
 
-    def told(self) -> Message:
+    def told(self) -> Json:
         """What this rank adds to its message of the meeting that ends a step."""
         failures = self._trainer.link_failures()
         self.failed |= {Link.parse(each["link"]) for each in failures}
         up = self._up() if self._is_watched else {}
         return {name: said for name, said in ((FAILURES, failures), (UP, up)) if said}
 
-    def heed(self, reports: Sequence[Message]) -> None:
+    def heed(self, reports: Sequence[Json]) -> None:
         """Take note of what failed, and have those direct paths begin again that rank 0 says.
 
         Args:

@@ -21,6 +21,7 @@ from jaxmorph.control.path_reports import path_news
 from jaxmorph.control.profiler import Profiler
 from jaxmorph.messages import (
     EventEmitted,
+    Json,
     ProfileUpdated,
     RunMessage,
     RunStarted,
@@ -28,7 +29,7 @@ from jaxmorph.messages import (
     StepTimelines,
 )
 from jaxmorph.program.instructions import parse_program
-from jaxmorph.records import CHANGES, Event, EventKind, Link, Message, StepRecord
+from jaxmorph.records import CHANGES, Event, EventKind, Link, StepRecord
 from jaxmorph.runtime.report import (
     StepReport,
     StepTotals,
@@ -321,7 +322,7 @@ def _link_name(rank: int, peer: int | None) -> str | None:
     return None if peer is None else str(Link(min(rank, peer), max(rank, peer)))
 
 
-def _in_words(told: Message) -> str:
+def _in_words(told: Json) -> str:
     """What an event says beside its time, kind and link."""
     if "detail" in told:
         return told["detail"]

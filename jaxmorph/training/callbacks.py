@@ -1,7 +1,8 @@
 """What acts between two steps of a run, beside `evaluation`: records, saves, ends and adapts."""
 
 from jaxmorph.checkpoints.saver import CheckpointSaver
-from jaxmorph.records import EventKind, Message
+from jaxmorph.messages import Json
+from jaxmorph.records import EventKind
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.planner import Plan
@@ -72,7 +73,7 @@ class Saving(Callback):
         self._bookkeeper = bookkeeper
         self._num_steps = num_steps
 
-    def report(self, step: int) -> Message:
+    def report(self, step: int) -> Json:
         """How far this rank's save is, and whether it wants another, or to end."""
         del step
         return self._saver.report() | self._times.told()
@@ -97,7 +98,7 @@ class Adapting(Callback):
     def __init__(self, adaptation: Adaptation) -> None:
         self._adaptation = adaptation
 
-    def report(self, step: int) -> Message:
+    def report(self, step: int) -> Json:
         """What this rank's ends of links have seen; on rank 0 a morph or a probe that is due."""
         return self._adaptation.told(step) | self._adaptation.probed()
 

@@ -33,8 +33,9 @@ from jaxmorph.control.events import ControlEvent, PlanChange
 from jaxmorph.control.orchestrator import Options
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
+from jaxmorph.messages import Json
 from jaxmorph.program.instructions import Channel
-from jaxmorph.records import Link, Message
+from jaxmorph.records import Link
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.training.planning_client import Chosen, PlanningError
 
@@ -76,7 +77,7 @@ class Morph:
         """The plan to run."""
         return self.change.plan
 
-    def to_json(self) -> Message:
+    def to_json(self) -> Json:
         """What the ranks are sent of it."""
         return {
             "programs": self.programs,

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from jaxmorph.messages import Json
 from jaxmorph.program.instructions import RankProgram
-from jaxmorph.records import Message
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.step import StepResult, StepRunner
 
@@ -34,7 +34,7 @@ GOES_ON = Effect()
 class Callback:
     """One rank's part of something that happens along with the steps."""
 
-    def report(self, step: int) -> Message:
+    def report(self, step: int) -> Json:
         """What this rank adds to its report of a step, once its gradients are there."""
         del step
         return {}
@@ -98,8 +98,8 @@ class Loop:
             self.step(next(inputs))
         return not self.is_over
 
-    def _report(self, step: int) -> Message:
-        parts: Message = {}
+    def _report(self, step: int) -> Json:
+        parts: Json = {}
         for callback in self.callbacks:
             parts |= callback.report(step)
         return parts

@@ -14,8 +14,9 @@ from jaxmorph.control.conditions import UsualLinks, usual_to_json
 from jaxmorph.control.orchestrator import Option, Options
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
+from jaxmorph.messages import Json
 from jaxmorph.program.instructions import Channel, Payload
-from jaxmorph.records import Link, Message
+from jaxmorph.records import Link
 from jaxmorph.schedule.planner import Plan
 
 _ANSWER_S = 60.0
@@ -47,7 +48,7 @@ class PlanningProcess:
 
     def __init__(self) -> None:
         self._process = _started()
-        self._begun_with: Message = {}
+        self._begun_with: Json = {}
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -135,7 +136,7 @@ class PlanningProcess:
                 with suppress(OSError):  # it may have died with a request that it never read
                     pipe.close()
 
-    def _ask(self, **request: Any) -> Message:
+    def _ask(self, **request: Any) -> Json:
         requests, answers = self._process.stdin, self._process.stdout
         if requests is None or answers is None:
             raise PlanningError("the planning process has no pipes")
@@ -169,7 +170,7 @@ def _started() -> "subprocess.Popen[str]":
 
 def run_to_plan(
     config: Config, num_tied: int, first: Plan, profile: Profile, usual: UsualLinks
-) -> Message:
+) -> Json:
     """What the planning process is to know of a run; the arguments are `CandidatePlanner`'s."""
     return {
         "config": config.model_dump(mode="json"),

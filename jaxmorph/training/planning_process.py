@@ -33,11 +33,12 @@ from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.control.verdicts import Verdict, degraded_links
 from jaxmorph.errors import UserError
+from jaxmorph.messages import Json
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import Channel, RankProgram, parse_program, program_text
 from jaxmorph.program.lowering import forward_only
 from jaxmorph.program.slots_needed import most_slots, slots_needed
-from jaxmorph.records import Link, Message, Route
+from jaxmorph.records import Link, Route
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.training.plan_in_force import plan_step
 
@@ -261,14 +262,14 @@ class Answering:
         self._planner: CandidatePlanner | None = None
         self._candidates: tuple[Candidate, ...] = ()
 
-    def answer(self, request: Message) -> Message:
+    def answer(self, request: Json) -> Json:
         """The answer to a request; a mistake in it is answered too."""
         try:
             return self._answer(request)
         except Exception as error:  # training goes on without it, and tells why
             return {"error": f"{type(error).__name__}: {error}"}
 
-    def _answer(self, request: Message) -> Message:
+    def _answer(self, request: Json) -> Json:
         match request:
             case {"kind": "begin"}:
                 return self._begin(request)
@@ -278,11 +279,11 @@ class Answering:
                 return self._adopt(self._candidates[chosen])
         raise ValueError(f"a request of no known kind: {request.get('kind')}")
 
-    def _begin(self, request: Message) -> Message:
+    def _begin(self, request: Json) -> Json:
         self._planner = planner_of(request)
         return {}
 
-    def _weigh(self, profile: Message, verdicts: list[Message], held: list[str]) -> Message:
+    def _weigh(self, profile: Json, verdicts: list[Json], held: list[str]) -> Json:
         judged = [Verdict.from_json(verdict) for verdict in verdicts]
         links = [Link.parse(name) for name in held]
         weighed = self._begun.weigh(Profile.from_json(profile), judged, links)
@@ -296,7 +297,7 @@ class Answering:
             ],
         }
 
-    def _adopt(self, candidate: Candidate) -> Message:
+    def _adopt(self, candidate: Candidate) -> Json:
         slots = self._begun.adopt(candidate)
         return {
             "programs": [program_text(program) for program in candidate.programs],

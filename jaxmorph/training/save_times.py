@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxmorph.config.checkpoint_section import Checkpoint
-from jaxmorph.records import Message
+from jaxmorph.messages import Json
 from jaxmorph.runtime.launcher import restore_signal, sigterm_interrupts
 
 if TYPE_CHECKING:  # which imports JAX, and the launcher does without
@@ -63,12 +63,12 @@ class SaveTimes:
         self._clock = clock
         self._saved_s = clock()
 
-    def told(self) -> Message:
+    def told(self) -> Json:
         """What this rank says in a step's meeting; most often nothing."""
         saves = {_SAVE: True} if self._leads and self._is_time() else {}
         return saves | ({_STOP: True} if self._stop_asked() else {})
 
-    def heed(self, step: int, reports: Sequence[Message]) -> AfterStep:
+    def heed(self, step: int, reports: Sequence[Json]) -> AfterStep:
         """What comes after a step.
 
         Args:
