@@ -25,7 +25,7 @@ from jaxmorph.report.page import REPORT, write_report
 from jaxmorph.report.run_directory import plain_json
 from jaxmorph.report.run_matrix import RESULTS, TIMELINES, Matrix, Run
 from jaxmorph.report.terminal import MatrixView
-from jaxmorph.runtime.launcher import OFFLOADING_THREADS, run_ranks
+from jaxmorph.runtime.launcher import run_ranks, threads_for
 from jaxmorph.training.start import check_run
 
 TABLE, FIGURE, RECOVERY_FIGURE = "table.md", "figure.png", "recovery.png"
@@ -149,14 +149,13 @@ def _run_system(system: str, config: Config, books: _Books, view: MatrixView) ->
     logs = books.directory / "logs" / system
     failure: str | None = "interrupted"
     try:
-        moves_stashes = system_config(config, SYSTEMS[system]).offload.enabled
         run_ranks(
             "jaxmorph.compare.rank",
             arguments,
             config.parallelism.stages,
             logs,
             take,
-            least_threads=OFFLOADING_THREADS if moves_stashes else 1,
+            least_threads=threads_for(system_config(config, SYSTEMS[system])),
         )
         failure = None
     except (RunFailedError, UserError) as error:

@@ -13,6 +13,7 @@ import jax
 from jax._src import distributed
 
 from jaxmorph.errors import UserError
+from jaxmorph.runtime.launcher import num_processors
 from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import HostRendezvous, KeyValueStore, Rendezvous, SoleRank
 
@@ -116,13 +117,17 @@ def limit_collectives(timeout_s: float) -> None:
 
 
 def have_spare_device() -> None:
-    """Have JAX on CPUs show a second device, unless its user has said how many.
+    """Have JAX on CPUs show a second device, if that changes nothing else.
 
-    Only links that begin again use it (`LinkCommunicators`): stages compute on the first one. It
-    holds if JAX has computed nothing yet.
+    Only links that begin again use it (`LinkCommunicators`): stages compute on the first one. XLA
+    gives its pools as many threads as there are devices; where they have one, a second would change
+    the speed and the bits of what is computed. What the user has said of devices stands. It holds
+    if JAX has computed nothing yet.
     """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if jax.config.values["jax_num_cpu_devices"] >= 0 or _DEVICES_FLAG in flags:
+    given = os.environ.get("NPROC", "")
+    threads = int(given) if given.isdecimal() else num_processors()
+    counted = jax.config.values["jax_num_cpu_devices"] >= 0
+    if threads < 2 or counted or _DEVICES_FLAG in os.environ.get("XLA_FLAGS", ""):
         return
     with suppress(RuntimeError):  # JAX has begun
         jax.config.update("jax_num_cpu_devices", 2)

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from jaxmorph.config import Config
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.messages import RankFailed, parse
 from jaxmorph.runtime.rank_process import RankArguments
@@ -35,6 +36,20 @@ OFFLOADING_THREADS = 4
 And one for a direct transfer, which on CPUs keeps a thread for as long as it waits for its peer;
 with no other one, copies that should run beside it would wait too.
 """
+
+_THREADS_WITH_SPARE = 2  # XLA has as many as there are devices at least
+
+
+def threads_for(config: Config) -> int:
+    """How many threads XLA's pools need at least in each rank of a run.
+
+    A paced rank whose links fail over has two, for a spare device (`have_spare_device`). Unpaced it
+    has its share of the processors: with more it would take other times, and sum in other parts.
+    """
+    if config.offload.enabled:
+        return OFFLOADING_THREADS
+    paced = config.emulation.accelerator is not None
+    return _THREADS_WITH_SPARE if paced and config.fails_over else 1
 
 
 class RankFailedError(RunFailedError):
@@ -109,7 +124,7 @@ def run_ranks(
         on_message: Called with every message a rank sends (`LauncherLink.send`).
         shows_rank_0: Whether rank 0's standard output is this process's, in place of its log.
         least_threads: How many threads XLA's pools have at least, however few processors there are
-            for each rank: see `OFFLOADING_THREADS`.
+            for each rank: see `threads_for`.
         stop_within_s: With a number, the first SIGTERM asks rank 0 to end, which has so many
             seconds for it (`LauncherLink.stop_asked`); None: it interrupts at once.
         within_s: After so many seconds a rank that still runs has failed; None: none has.
@@ -194,10 +209,10 @@ def _start(
 
 def _environment(num_ranks: int, least_threads: int = 1) -> dict[str, str]:
     """The ranks share this machine's processors: XLA sizes its thread pools by NPROC."""
-    return {"NPROC": str(max(least_threads, _num_processors() // num_ranks)), **os.environ}
+    return {"NPROC": str(max(least_threads, num_processors() // num_ranks)), **os.environ}
 
 
-def _num_processors() -> int:
+def num_processors() -> int:
     """How many this process may use: `taskset` or a container may leave it less than all."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))

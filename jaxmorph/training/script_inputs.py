@@ -9,7 +9,7 @@ import numpy as np
 from jaxmorph.config import Config, check_config, read_config
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.executor import StepInputs
-from jaxmorph.runtime.launcher import OFFLOADING_THREADS
+from jaxmorph.runtime.launcher import threads_for
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.training.cluster import num_tasks
 from jaxmorph.training.script_launch import launch_told
@@ -38,9 +38,8 @@ def configure(source: Source) -> tuple[Config, Rendezvous]:
     tree, name = _tree(source), _name(source)
     # First without the rest: what is given per stage can be checked when the processes are counted.
     first = check_config(_about_joining(tree), name)
-    threads = OFFLOADING_THREADS if first.offload.enabled else 1
     start_s, direct_s = first.timeouts.start_s, first.direct_timeout_s
-    rendezvous = meet(start_s, direct_s, threads, first.fails_over)
+    rendezvous = meet(start_s, direct_s, threads_for(first), first.fails_over)
     config = check_config(_with_stages(tree, rendezvous.num_ranks), name)
     stages, processes = config.parallelism.stages, rendezvous.num_ranks
     if stages != processes:

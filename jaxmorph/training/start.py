@@ -18,7 +18,7 @@ from jaxmorph.messages import RunMessage, parse_run_message
 from jaxmorph.records import EventKind
 from jaxmorph.report import Reporter, RunDirectory, open_reporter, open_run_directory
 from jaxmorph.report.run_directory import CONFIG, reopen_run_directory
-from jaxmorph.runtime.launcher import OFFLOADING_THREADS, run_ranks, sigterm_interrupts
+from jaxmorph.runtime.launcher import run_ranks, sigterm_interrupts, threads_for
 from jaxmorph.training.cluster import (
     is_first_task,
     join_cluster,
@@ -212,7 +212,6 @@ def _launch(
         prepare_checkpoints(config, directory)  # without what the life before left half-done
     arguments = [str(directory / CONFIG), str(first_step), str(restarts)]
     logs = _log_folder(directory, first_step)
-    least_threads = OFFLOADING_THREADS if config.offload.enabled else 1
     stages = config.parallelism.stages
     return run_ranks(
         "jaxmorph.training.rank",
@@ -220,7 +219,7 @@ def _launch(
         stages,
         logs,
         lambda message: take(parse_run_message(message)),
-        least_threads=least_threads,
+        least_threads=threads_for(config),
         stop_within_s=config.checkpoint.stop_within_s,
     )
 

@@ -9,7 +9,9 @@ pytestmark = pytest.mark.multiprocess
 
 @pytest.fixture(scope="module")
 def told(told_by_ranks):
-    return sorted(told_by_ranks("failed_link_rank", 2), key=lambda message: message["rank"])
+    return sorted(
+        told_by_ranks("failed_link_rank", 2, least_threads=2), key=lambda message: message["rank"]
+    )
 
 
 def test_a_transfer_whose_peer_does_not_come_fails_and_closes_both_directions(told):

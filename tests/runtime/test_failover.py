@@ -19,7 +19,7 @@ pytestmark = pytest.mark.multiprocess
 
 @pytest.fixture(scope="module")
 def told(told_by_ranks):
-    return told_by_ranks("failover_rank", 3)
+    return told_by_ranks("failover_rank", 3, least_threads=2)
 
 
 def of_step(told, queue, step):

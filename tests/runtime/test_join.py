@@ -85,11 +85,13 @@ def test_other_failures_stay_what_they_are(fails):
 
 
 @pytest.mark.parametrize(
-    ("of_user", "devices"), [("", 2), ("--xla_force_host_platform_device_count=4", None)]
+    ("threads", "flags", "devices"),
+    [("2", "", 2), ("1", "", None), ("2", "--xla_force_host_platform_device_count=4", None)],
 )
-def test_a_spare_device_is_added_unless_the_user_says_how_many(monkeypatch, of_user, devices):
+def test_a_spare_device_is_added_where_it_changes_nothing(monkeypatch, threads, flags, devices):
     updated = {}
-    monkeypatch.setenv("XLA_FLAGS", of_user)
+    monkeypatch.setenv("NPROC", threads)
+    monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.setattr(jax.config, "update", updated.__setitem__)
     have_spare_device()
     assert updated.get("jax_num_cpu_devices") == devices
