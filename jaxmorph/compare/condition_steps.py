@@ -142,7 +142,7 @@ def summarize_steps(
     step_ms = [1e3 * step.step_s for step in steps]
     middle_ms = median(step_ms)
     typical = min(range(len(steps)), key=lambda index: abs(step_ms[index] - middle_ms))
-    emitted = Counter(event["kind"] for step in steps for _, event in reported_events(step.reports))
+    emitted = Counter(event.kind for step in steps for _, event in reported_events(step.reports))
     return RoundMeasured(
         condition=condition,
         step_ms=tuple(step_ms),

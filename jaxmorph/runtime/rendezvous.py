@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from typing import Any, Protocol, TypeVar
 
-from jaxmorph.messages import Json, as_object, parse
+from jaxmorph.messages import Json, as_object, dump, parse
 
 DETAIL = "detail"
 _Value = TypeVar("_Value")
@@ -141,7 +141,7 @@ class Rendezvous(Protocol):
         """All ranks' messages, in rank order, this rank's own included; also a barrier.
 
         Args:
-            message: What this rank says to all; anything JSON can hold.
+            message: What this rank says to all; anything that `messages.dump` takes.
             detail: What it says to rank 0 alone, which finds it, as JSON text, under `DETAIL`.
 
         Raises:
@@ -188,7 +188,7 @@ class SoleRank:
 
     def exchange(self, message: Json, detail: Any = None) -> list[Json]:
         """The own message, as it would come back from the network."""
-        return [{**json.loads(json.dumps(message)), DETAIL: json.dumps(detail)}]
+        return [{**json.loads(dump(message)), DETAIL: dump(detail)}]
 
     def limit(self, deadline_s: float) -> None:
         """Nobody to wait for."""
@@ -229,7 +229,7 @@ class HostRendezvous:
 
     def exchange(self, message: Json, detail: Any = None) -> list[Json]:
         """All ranks' messages, in rank order; also a barrier (see `Rendezvous`)."""
-        mine, aside = json.dumps(message).encode(), json.dumps(detail).encode()
+        mine, aside = dump(message).encode(), dump(detail).encode()
         if self.rank != 0:
             self._send(0, mine)
             self._send(0, aside)

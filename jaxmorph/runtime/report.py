@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from statistics import median
 from typing import Any, Self
@@ -15,6 +15,7 @@ from pydantic import ConfigDict
 
 from jaxmorph.messages import Json, parse, parse_line
 from jaxmorph.program.instructions import Channel, Transfer, channel_of
+from jaxmorph.records import EventKind
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.host_copies import CopyLabel
 from jaxmorph.runtime.queue import Stamp
@@ -31,13 +32,35 @@ Span = tuple[str, float, float]
 
 
 @dataclass(frozen=True)
+class LinkEvent:
+    """What a rank's delegated links report, such as a connection that is lost.
+
+    Attributes:
+        time_s: On the monotonic clock; in `StepTimings` since the step began.
+        peer: The rank at the link's other end, where the event is about one link.
+    """
+
+    time_s: float
+    kind: EventKind
+    detail: str = ""
+    peer: int | None = None
+
+    @classmethod
+    def of(cls, record: Json) -> Self:
+        """The event as a link records it: fields of its own become the detail."""
+        own = (name for name in record if name not in ("time_s", "kind", "peer", "detail"))
+        words = (f"{name.replace('_', ' ')} {record[name]}" for name in own)
+        detail = record.get("detail") or ", ".join(words)
+        return cls(record["time_s"], EventKind(record["kind"]), detail, record.get("peer"))
+
+
+@dataclass(frozen=True)
 class StepTimings:
     """When one rank's ops, transfers and copies ran in a step; milliseconds since it began.
 
     Attributes:
         transfers: Those that held the queue.
         arrivals: Messages that were received beside the queue: when each was sent, and had come.
-        events: Events of delegated links, with `time_s` in seconds since the step began.
         copies: (kind, microbatch, chunk, start, end) of each copy of a stash.
     """
 
@@ -46,11 +69,11 @@ class StepTimings:
     ops: tuple[Span, ...] = ()
     transfers: tuple[Span, ...] = ()
     arrivals: tuple[Span, ...] = ()
-    events: tuple[Json, ...] = ()
+    events: tuple[LinkEvent, ...] = ()
     copies: tuple[tuple[str, int, int, float, float], ...] = ()
 
     @classmethod
-    def of(cls, outcome: StepOutcome, began_s: float, events: Sequence[Json] = ()) -> Self:
+    def of(cls, outcome: StepOutcome, began_s: float, events: Sequence[LinkEvent] = ()) -> Self:
         """The timings of a step that began at `began_s`, on the monotonic clock."""
         ops, transfers = [], []
         for stamp in outcome.stamps:
@@ -59,7 +82,7 @@ class StepTimings:
             tuple(ops),
             tuple(transfers),
             tuple(_span(stamp, began_s) for stamp in outcome.arrivals),
-            tuple({**event, "time_s": event["time_s"] - began_s} for event in events),
+            tuple(replace(event, time_s=event.time_s - began_s) for event in events),
             tuple(_copy_span(stamp, began_s) for stamp in outcome.copies),
         )
 
@@ -179,7 +202,7 @@ def measured_timeline(reports: Sequence[StepReport]) -> Timeline:
 _parse_op = lru_cache(maxsize=1 << 14)(Op.parse)  # the same names come step by step
 
 
-def reported_events(reports: Sequence[StepReport]) -> list[tuple[int, Json]]:
+def reported_events(reports: Sequence[StepReport]) -> list[tuple[int, LinkEvent]]:
     """What ranks' delegated links report of a step, each with its rank; seconds since it began."""
     return [(rank, event) for rank, each in enumerate(reports) for event in each.timings.events]
 

@@ -19,6 +19,7 @@ from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.optimizer import clip_scale
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.runtime.report import (
+    LinkEvent,
     StepReport,
     StepTimings,
     StepTotals,
@@ -53,7 +54,7 @@ class StepResult:
     step_s: float
     ended_s: float
     updated: bool
-    events: tuple[Json, ...] = ()
+    events: tuple[LinkEvent, ...] = ()
 
     @property
     def parts(self) -> list[Json]:
@@ -116,7 +117,7 @@ class StepRunner:
         squared_norm = stage.squared_norm()
         took_s = time.monotonic() - began_s
         # What happens before training is reported with its first step.
-        events = tuple(stage.events()) if updates else ()
+        events = tuple(map(LinkEvent.of, stage.events())) if updates else ()
         timings = StepTimings.of(outcome, began_s, events)
         own = StepReport(
             loss=outcome.loss,

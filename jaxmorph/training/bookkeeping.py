@@ -21,7 +21,6 @@ from jaxmorph.control.path_reports import path_news
 from jaxmorph.control.profiler import Profiler
 from jaxmorph.messages import (
     EventEmitted,
-    Json,
     ProfileUpdated,
     RunMessage,
     RunStarted,
@@ -274,13 +273,13 @@ class Bookkeeper:
     def _tell_link_events(
         self, step: int, reports: Sequence[StepReport], step_began_s: float
     ) -> None:
-        for rank, told in reported_events(reports):
+        for rank, found in reported_events(reports):
             event = Event(
-                time_s=step_began_s + told["time_s"],
+                time_s=step_began_s + found.time_s,
                 step=step,
-                kind=EventKind(told["kind"]),
-                link=_link_name(rank, told.get("peer")),
-                detail=f"rank {rank}: {_in_words(told)}",
+                kind=found.kind,
+                link=_link_name(rank, found.peer),
+                detail=f"rank {rank}: {found.detail}",
             )
             self._tell(EventEmitted(event))
 
@@ -320,14 +319,6 @@ def _evidence(totals: StepTotals) -> dict[str, Any]:
 
 def _link_name(rank: int, peer: int | None) -> str | None:
     return None if peer is None else str(Link(min(rank, peer), max(rank, peer)))
-
-
-def _in_words(told: Json) -> str:
-    """What an event says beside its time, kind and link."""
-    if "detail" in told:
-        return told["detail"]
-    rest = {name: value for name, value in told.items() if name not in ("time_s", "kind", "peer")}
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in rest.items())
 
 
 @dataclass(frozen=True)

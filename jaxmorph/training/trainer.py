@@ -189,7 +189,7 @@ class Trainer:
         self._reports, totals = result.reports, result.totals
         self._next_step, self._first_microbatch = step + 1, 0
         for event in result.events:
-            _log.info("rank %d, step %d: %s", self.rank, step, event)
+            _log.info("rank %d, step %d: %s: %s", self.rank, step, event.kind, event.detail)
         self._failed, failures = self._failed.note(path_news(result.parts).failures)
         for failure in failures if self.rank == 0 else ():
             _log.warning("step %d: link %s failed: %s", step, failure.link, failure.detail)

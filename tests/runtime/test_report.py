@@ -8,9 +8,16 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxmorph.records import Link
+from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.direct_probe import probe_transfers
-from jaxmorph.runtime.report import StepReport, peak_bytes, peaks_of, probe_times, total
+from jaxmorph.runtime.report import (
+    LinkEvent,
+    StepReport,
+    peak_bytes,
+    peaks_of,
+    probe_times,
+    total,
+)
 
 LINK = Link(1, 2)
 
@@ -85,6 +92,18 @@ def test_timings_that_are_none_name_their_field():
     report = StepReport(1.0, 1.0, detail='{"ops": [["F0", 0.0]]}')
     with pytest.raises(ValueError, match=r"^the timings of a step: ops\.0\.2: missing$"):
         _ = report.timings
+
+
+@pytest.mark.parametrize(
+    ("record", "event"),
+    [
+        ({"generation": 2}, LinkEvent(1.5, EventKind.LANE_DOWN, "generation 2")),
+        ({"peer": 1, "reason": "reset"}, LinkEvent(1.5, EventKind.LANE_DOWN, "reason reset", 1)),
+        ({"detail": "2 sends"}, LinkEvent(1.5, EventKind.LANE_DOWN, "2 sends")),
+    ],
+)
+def test_what_a_link_records_is_an_event_with_its_own_fields_in_words(record, event):
+    assert LinkEvent.of({"time_s": 1.5, "kind": "lane_down"} | record) == event
 
 
 def test_totals_name_the_stage_that_is_not_finite():

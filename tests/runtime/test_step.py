@@ -7,10 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from jaxmorph.records import EventKind
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import SoleRank
-from jaxmorph.runtime.report import StepTotals
+from jaxmorph.runtime.report import LinkEvent, StepTotals
 from jaxmorph.runtime.step import StepRunner, apply_gradients, not_finite_in_words
 from jaxmorph.schedule.ops import Op, OpKind
 
@@ -58,7 +59,7 @@ def test_a_step_updates_by_the_clipped_norm_and_reports():
     assert result.parts == [{"paths_up": {"0-1": True}}]
     assert report.timings == result.timings
     assert result.timings.ops == (("F0", 250.0, 500.0),)
-    assert result.timings.events == ({"time_s": 0.0, "kind": "lane_up"},)
+    assert result.timings.events == (LinkEvent(0.0, EventKind.LANE_UP),)
     assert result.ended_s - 7.0 == result.step_s
 
 

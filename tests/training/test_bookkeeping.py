@@ -11,10 +11,10 @@ from jaxmorph.control.detector import Detector
 from jaxmorph.control.events import ControlEvent, PlanChange, of_change
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.step_programs import lower_step
-from jaxmorph.messages import EventEmitted, ProfileUpdated, StepDone, StepTimelines
+from jaxmorph.messages import EventEmitted, ProfileUpdated, StepDone, StepTimelines, dump
 from jaxmorph.program.instructions import program_text
 from jaxmorph.records import Event, EventKind
-from jaxmorph.runtime.report import StepReport, StepTotals
+from jaxmorph.runtime.report import LinkEvent, StepReport, StepTotals
 from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.schedule import Schedule
@@ -39,7 +39,7 @@ SOUND = StepTotals(1.0, 1.0)
 def _report(forward_ms: float = 1.0, events=(), arrivals=()) -> StepReport:
     ops = [["F0", 0.0, forward_ms], ["B0", forward_ms, 20.0], ["W0", 20.0, 30.0]]
     timings = {"ops": ops, "arrivals": list(arrivals), "events": list(events)}
-    return StepReport(1.0, 1.0, detail=json.dumps(timings))
+    return StepReport(1.0, 1.0, detail=dump(timings))
 
 
 def bookkeeper_of(tell, in_force=IN_FORCE, profiler=None, loop=None, active=True, **sections):
@@ -95,7 +95,7 @@ def test_steps_around_a_change_leave_their_timelines():
 
 
 def test_a_step_that_was_evaluated_tells_its_held_out_loss_and_no_time_of_it():
-    messages, event = [], {"time_s": 0.01, "kind": "lane_up", "peer": 1}
+    messages, event = [], LinkEvent(0.01, EventKind.LANE_UP, peer=1)
     with bookkeeper_of(messages.append) as bookkeeper:
         told = (SOUND, [_report(1.0, [event])], 0.03)
         bookkeeper.note(3, *told, HeldOutLoss(2.5, took_s=100.0))
@@ -179,8 +179,8 @@ def test_steps_that_were_done_are_told_though_the_run_fails():
 
 
 def test_what_links_tell_becomes_events_of_the_run_with_link_and_time():
-    restarted = {"time_s": 0.25, "kind": "sidecar_restarted", "generation": 2}
-    lost = {"time_s": 0.5, "kind": "lane_down", "peer": 1, "reason": "reset"}
+    restarted = LinkEvent(0.25, EventKind.SIDECAR_RESTARTED, "generation 2")
+    lost = LinkEvent(0.5, EventKind.LANE_DOWN, "reason reset", peer=1)
     messages = []
     with bookkeeper_of(messages.append) as bookkeeper:
         bookkeeper.note(3, SOUND, [_report(1.0, [restarted, lost])], 0.03)
@@ -213,7 +213,7 @@ class OneMorph:
 
     def observe(self, seen):
         self.calls.append(("observe", seen.step))
-        return (ControlEvent("straggler_detected", "late", "0-1", {"n": 1}),)
+        return (ControlEvent(EventKind.STRAGGLER_DETECTED, "late", "0-1", {"n": 1}),)
 
     def adopted(self, morph):
         self.calls.append(("adopted", morph.plan.schedule.name))
