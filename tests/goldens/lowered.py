@@ -12,19 +12,20 @@ from pathlib import Path
 from typing import Any
 
 
-def find(name: str, room: str) -> Any:
-    """The function or class of a name, defined somewhere in a room of jaxmorph."""
+def find(name: str, *rooms: str) -> Any:
+    """The function or class of a name, defined somewhere in one of some rooms of jaxmorph."""
     package = Path(importlib.import_module("jaxmorph").__path__[0])
-    for path in sorted(package.glob(f"{room}/**/*.py")):
-        if re.search(rf"^(?:def|class) {name}\b", path.read_text(), re.MULTILINE):
-            module = ".".join(path.relative_to(package.parent).with_suffix("").parts)
-            return getattr(importlib.import_module(module), name)
-    raise SystemExit(f"no {name} in jaxmorph/{room}: has it another name? see {__file__}")
+    for room in rooms:
+        for path in sorted([*package.glob(f"{room}.py"), *package.glob(f"{room}/**/*.py")]):
+            if re.search(rf"^(?:def|class) {name}\b", path.read_text(), re.MULTILINE):
+                module = ".".join(path.relative_to(package.parent).with_suffix("").parts)
+                return getattr(importlib.import_module(module), name)
+    raise SystemExit(f"no {name} in jaxmorph/{rooms}: has it another name? see {__file__}")
 
 
 def programs(case: dict[str, Any]) -> list[str]:
     """Every rank's program, as text, of one step."""
-    link, costs_of = find("Link", "schedule"), find("StageCosts", "schedule")
+    link, costs_of = find("Link", "records", "schedule"), find("StageCosts", "schedule")
     rows = [" ".join(order) for order in case["orders"]]
     schedule = find("Schedule", "schedule").from_rows(case["name"], rows)
     planned = find("simulate", "schedule")(schedule, costs_of.uniform(len(rows), 10, 12, 8), {})
