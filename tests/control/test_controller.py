@@ -1,5 +1,6 @@
 """The controller as a function of its state and its observations, without threads or processes."""
 
+import os
 import random
 from dataclasses import replace
 from functools import cache
@@ -269,6 +270,7 @@ def test_planning_is_given_up_after_five_failures():
 
 
 @pytest.mark.long
-def test_invariants_hold_in_100_000_random_runs():
-    for seed in range(100_000):
+def test_invariants_hold_in_thousands_of_random_runs():
+    """100,000 take four minutes: CONTROLLER_RUNS=100000."""
+    for seed in range(int(os.environ.get("CONTROLLER_RUNS", "10_000"))):
         run_at_random(seed, 8, count=5, checks_purity=False)
