@@ -4,6 +4,7 @@ From a link's measurement to a morph, in order: `measurements` (what each messag
 `profiler` (what planning goes by), `route_record` (what the messages of one route say),
 `link_state` (the states of links, and what follows from what), `verdicts` (what is said of a
 link), `direction_watch` and `detector` (say it), `conditions` (what links would do on other
-routes), `orchestrator` (whether to morph). `compute_watch` watches ops. What is kept from step to
-step is frozen: what takes in a step returns what comes after.
+routes), `orchestrator` (whether to morph). `compute_watch` watches ops. `controller` is the whole:
+`advance(state, observation)`, with the values of `controller_state`. What is kept from step to step
+is frozen: what takes in a step returns what comes after.
 """

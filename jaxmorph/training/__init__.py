@@ -2,10 +2,11 @@
 
 - The process that the user started: `start`, `supervisor` (starts ranks again), `ledger` (what
   failures cost), `record` (writes what rank 0 reports), `resume`.
-- One rank: `rank`, `train` (the run, top to bottom), `run_parts`, `open_stage`, `first_plan`,
-  `evaluation`, `gradients`, `save_times`, `run_checkpoints`, `bookkeeping`, `carried_over`.
+- One rank: `rank`, `train`, `run` (a run's parts), `loop` and `callbacks`; `run_parts`,
+  `open_stage`, `first_plan`, `evaluation`, `save_times`, `run_checkpoints`, `bookkeeping`,
+  `carried_over`.
 - Agreeing on a plan: `plan_in_force`, `layer_choice`, `device_budget`.
 - Adapting: `adaptation` (every rank), `control_loop` and `starting_point` (rank 0),
-  `planning_client` and `planning_process` (plans are made beside training).
+  `planning_client` and `planning_process` (plans are made beside training), `replay`.
 - A user's own loop: `trainer`; `script_launch`, `script_rank`, `script_meeting`, `script_inputs`.
 """
