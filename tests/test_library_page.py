@@ -25,10 +25,12 @@ def test_planning_prints_what_the_page_says():
     assert printed.getvalue() == said
 
 
-def test_the_loop_is_the_examples():
-    example = (DOCS / "examples" / "own_loop.py").read_text(encoding="utf-8")
-    (loop,) = [code for language, code in BLOCKS if "trainer.step" in code]
-    assert all(part in example for part in loop.split("\n\n"))
+def test_the_loops_are_the_examples():
+    names = ("own_loop.py", "resumed_loop.py")
+    examples = [(DOCS / "examples" / name).read_text(encoding="utf-8") for name in names]
+    loops = [code for language, code in BLOCKS if "trainer.step" in code]
+    for example, loop in zip(examples, loops, strict=True):
+        assert all(part in example for part in loop.split("\n\n"))
 
 
 def test_the_configuration_shown_is_one():

@@ -1,8 +1,8 @@
-"""What a run goes on from: its directory, its last checkpoint, and whether the two fit together."""
+"""How a run begins, or what it goes on from: its directory and its last checkpoint, if they fit."""
 
 import os
 from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -12,8 +12,11 @@ from jaxmorph.checkpoints.manifest import Manifest
 from jaxmorph.config import Config, load_config, placed_error
 from jaxmorph.data.tokens import DataDigest
 from jaxmorph.errors import UserError
-from jaxmorph.report.run_directory import CONFIG
+from jaxmorph.records import EventKind
+from jaxmorph.report import Reporter, RunDirectory, open_reporter, open_run_directory
+from jaxmorph.report.run_directory import CONFIG, reopen_run_directory
 from jaxmorph.training.model_factory import device_options
+from jaxmorph.training.record import RunRecord
 
 _LOCK = ".in_use"
 
@@ -35,6 +38,54 @@ class Resumption:
     def is_done(self) -> bool:
         """Whether the checkpoint is that of the run's last step."""
         return self.manifest.step == self.config.run.steps
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """How a run begins.
+
+    Attributes:
+        first_step: The step it begins with: 0, or that after its last checkpoint.
+        directory: Where it goes on; None: it gets a directory of its own.
+        passed_over: Later checkpoints that it doesn't go on from, as they aren't whole.
+    """
+
+    config: Config
+    first_step: int = 0
+    directory: Path | None = None
+    passed_over: tuple[PassedOver, ...] = ()
+
+    @contextmanager
+    def open_record(self, reporter: Reporter | None = None) -> Iterator[RunRecord]:
+        """Open the run's directory and its books, for this process alone."""
+        with ExitStack() as opened:
+            known = (folder_apart(self.config), self.directory)  # nothing is changed there yet
+            opened.enter_context(hold(path for path in known if path is not None))
+            if self.directory is not None:
+                self._require_last(self.directory)
+            directory = opened.enter_context(self._open_directory())
+            if self.directory is None:
+                opened.enter_context(hold([directory.path]))
+            prepare_checkpoints(self.config, directory.path)
+            shown = reporter or open_reporter()
+            record = RunRecord(self.config, directory, shown, first_step=self.first_step)
+            opened.enter_context(closing(record))
+            note_damaged(self.config, directory.path, self.passed_over, record, self.first_step)
+            yield record
+
+    def _open_directory(self) -> RunDirectory:
+        if self.directory is None:
+            return open_run_directory(self.config)
+        return reopen_run_directory(self.directory, self.config, self.first_step)
+
+    def _require_last(self, directory: Path) -> None:
+        """Whether no checkpoint came since: until now another process may have been on."""
+        known = {self.first_step, *(each.step for each in self.passed_over)}
+        if max(checkpoint_folder(self.config, directory).steps(), default=0) != max(known):
+            raise UserError(
+                f"--resume: got {directory}, which has gone on meanwhile, expected one whose last "
+                f"checkpoint is step_{self.first_step}"
+            )
 
 
 def checkpoint_folder(config: Config, directory: Path) -> CheckpointFolder:
@@ -148,11 +199,38 @@ def find_resumption(
         raise _none_to_go_on_from(folder, passed_over)
     manifest = folder.manifest(step)
     try:
-        for key, got, expected in _disagreements(config, was, manifest):
-            raise UserError(f"{key}: got {got}, expected {expected}")
+        _require_agreement(config, was, manifest)
     except UserError as error:
         raise placed_error(directory / CONFIG, overrides, error) from error
     return Resumption(config, manifest, passed_over)
+
+
+def start_of_script(config: Config, *, resume: bool) -> RunStart:
+    """How the run of a script begins.
+
+    Args:
+        resume: Whether it goes on after the last whole checkpoint in `run.dir`; where there is
+            none, it begins.
+
+    Raises:
+        UserError: It can't go on from that checkpoint, or `checkpoint.dir` has another run's.
+    """
+    config, directory = with_absolute_folder(config), Path(config.run.dir)
+    if not resume or not (directory / CONFIG).is_file():
+        require_no_checkpoints(config)
+        try_named_folder(config)
+        return RunStart(config)
+    was = with_absolute_folder(saved_config(directory))
+    folder = checkpoint_folder(was, directory)
+    step, passed_over = folder.newest_whole()
+    if step is not None:
+        _require_agreement(config, was, folder.manifest(step))
+    return RunStart(config, step or 0, directory, passed_over)
+
+
+def _require_agreement(config: Config, was: Config, manifest: Manifest) -> None:
+    for key, got, expected in _disagreements(config, was, manifest):
+        raise UserError(f"{key}: got {got}, expected {expected}")
 
 
 def _none_to_go_on_from(folder: CheckpointFolder, passed_over: Sequence[PassedOver]) -> UserError:
@@ -174,6 +252,18 @@ def set_aside(config: Config, directory: Path, passed_over: Sequence[PassedOver]
     folder = checkpoint_folder(config, directory)
     for each in passed_over:
         yield f"passed over, and now {folder.set_aside(each.step)}: {each.damage}"
+
+
+def note_damaged(
+    config: Config,
+    directory: Path,
+    passed_over: Sequence[PassedOver],
+    record: RunRecord,
+    step: int,
+) -> None:
+    """Set damaged checkpoints aside, with an event for each."""
+    for line in set_aside(config, directory, passed_over):
+        record.write_event(step, EventKind.CHECKPOINT_DAMAGED, line)
 
 
 def kept_cut(config: Config, manifest: Manifest) -> tuple[range, ...] | None:

@@ -56,6 +56,11 @@ def load_saved_model(run_dir: Path, step: int | None = None) -> SavedModel:
     damage = damage_of(folder.finished(manifest.step), thorough=True)
     if damage is not None:
         raise UserError(f"{damage} (--step takes another checkpoint)")
+    if manifest.vocab_size == 0:
+        raise UserError(
+            f"{run_dir}: got the run of a script, whose model is its own, expected one of "
+            "`jaxmorph train`"
+        )
     files = TreeFiles()
     checkpoint = folder.finished(manifest.step)
     return SavedModel(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxmorph.config import Config, check_config, read_config
+from jaxmorph.config.sections import Run
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.launcher import threads_for
@@ -17,7 +18,8 @@ from jaxmorph.training.script_meeting import meet
 
 _SOME_STAGES = 4
 
-_OF_RUNS = ("checkpoint", "evaluation", "metrics", "restart_policy", "trace")
+_OF_COMMAND = ("evaluation", "restart_policy")
+_OF_RUN_DIRECTORY = ("checkpoint", "metrics", "trace")
 
 Source = Config | Mapping[str, Any] | str | Path | None
 
@@ -50,10 +52,34 @@ def configure(source: Source) -> tuple[Config, Rendezvous]:
     return config, rendezvous
 
 
-def sections_without_effect(config: Config) -> list[str]:
-    """The sections that say what only `jaxmorph train` does, and say more than the defaults."""
+def script_directory(source: Source, config: Config) -> tuple[Path | None, Config]:
+    """Where a script's run is written, and the run that is saved if that is asked for.
+
+    Returns:
+        The directory, None unless `run.dir` is named: the default that follows from a file's name
+        doesn't count. The configuration; without a section `checkpoint` nothing is saved.
+    """
+    tree = _tree(source)
+    run, default = tree.get("run"), None if isinstance(source, Mapping) else Run().dir
+    if isinstance(source, str | Path):
+        default = f"runs/{Path(source).stem}"
+    if not isinstance(run, Mapping) or run.get("dir") in (None, default):
+        return None, config
+    if "checkpoint" not in tree:
+        never = config.checkpoint.model_copy(update={"every_steps": 0})
+        config = config.model_copy(update={"checkpoint": never})
+    return Path(config.run.dir), config
+
+
+def sections_without_effect(config: Config, directory: Path | None = None) -> list[str]:
+    """The sections that ask for more than the defaults, of which a trainer does nothing.
+
+    Args:
+        directory: Where the run is written; None: nowhere.
+    """
+    names = _OF_COMMAND if directory else sorted(_OF_COMMAND + _OF_RUN_DIRECTORY)
     default = Config()
-    return [name for name in _OF_RUNS if getattr(config, name) != getattr(default, name)]
+    return [name for name in names if getattr(config, name) != getattr(default, name)]
 
 
 def _tree(source: Source) -> Mapping[str, Any]:
@@ -76,7 +102,7 @@ def _about_joining(tree: Mapping[str, Any]) -> dict[str, Any]:
     How many there are is known before they have met where that is given, or by their launcher.
     """
     told = launch_told()
-    about = {name: tree.get(name) for name in ("timeouts", "failover", "offload")}
+    about = {name: tree.get(name) for name in ("timeouts", "failover", "offload", "adaptation")}
     about["parallelism"] = {"stages": told.num_ranks if told else _given_stages(tree)}
     return about
 

@@ -4,20 +4,18 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmorph.checkpoints.folder import PassedOver
 from jaxmorph.config import Config, load_config, placing_errors
 from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
 from jaxmorph.messages import RunMessage, parse_run_message
-from jaxmorph.records import EventKind
-from jaxmorph.report import Reporter, RunDirectory, open_reporter, open_run_directory
-from jaxmorph.report.run_directory import CONFIG, reopen_run_directory
+from jaxmorph.report import Reporter
+from jaxmorph.report.run_directory import CONFIG
 from jaxmorph.runtime.launcher import run_ranks, sigterm_interrupts, threads_for
 from jaxmorph.training.cluster import (
     is_first_task,
@@ -27,16 +25,15 @@ from jaxmorph.training.cluster import (
 )
 from jaxmorph.training.record import RunRecord
 from jaxmorph.training.resume import (
+    RunStart,
     check_data,
     check_vocabulary,
     checkpoint_folder,
     find_resumption,
-    folder_apart,
-    hold,
     last_whole,
+    note_damaged,
     prepare_checkpoints,
     require_no_checkpoints,
-    set_aside,
     try_named_folder,
     with_absolute_folder,
     without_weights,
@@ -57,54 +54,6 @@ It is EX_TEMPFAIL of sysexits.h: a temporary failure.
 _LAUNCHES = ("auto", "local", "cluster")
 
 
-@dataclass(frozen=True)
-class _Start:
-    """How a run begins.
-
-    Attributes:
-        first_step: The step it begins with: 0, or that after its last checkpoint.
-        directory: Where it goes on; None: it gets a directory of its own.
-        passed_over: Later checkpoints that it doesn't go on from, as they aren't whole.
-    """
-
-    config: Config
-    first_step: int = 0
-    directory: Path | None = None
-    passed_over: tuple[PassedOver, ...] = ()
-
-    @contextmanager
-    def open_record(self, reporter: Reporter | None = None) -> Iterator[RunRecord]:
-        """Open the run's directory and its books, for this process alone."""
-        with ExitStack() as opened:
-            known = (folder_apart(self.config), self.directory)  # nothing is changed there yet
-            opened.enter_context(hold(path for path in known if path is not None))
-            if self.directory is not None:
-                self._require_last(self.directory)
-            directory = opened.enter_context(self._open_directory())
-            if self.directory is None:
-                opened.enter_context(hold([directory.path]))
-            prepare_checkpoints(self.config, directory.path)
-            shown = reporter or open_reporter()
-            record = RunRecord(self.config, directory, shown, first_step=self.first_step)
-            opened.enter_context(closing(record))
-            _set_aside(self.config, directory.path, self.passed_over, record, self.first_step)
-            yield record
-
-    def _open_directory(self) -> RunDirectory:
-        if self.directory is None:
-            return open_run_directory(self.config)
-        return reopen_run_directory(self.directory, self.config, self.first_step)
-
-    def _require_last(self, directory: Path) -> None:
-        """Whether no checkpoint came since: until now another process may have been on."""
-        known = {self.first_step, *(each.step for each in self.passed_over)}
-        if checkpoint_folder(self.config, directory).steps()[-1:] != (max(known),):
-            raise UserError(
-                f"--resume: got {directory}, which has gone on meanwhile, expected one whose last "
-                f"checkpoint is step_{self.first_step}"
-            )
-
-
 def start_training(path: Path, overrides: Sequence[str], launch: str = "auto") -> None:
     """Run a configuration to its end.
 
@@ -117,7 +66,7 @@ def start_training(path: Path, overrides: Sequence[str], launch: str = "auto") -
         check_run(config)  # a mistake is told before anything is written or started
         require_no_checkpoints(config)
         try_named_folder(config)
-    _run(_Start(config), launch)
+    _run(RunStart(config), launch)
 
 
 def resume_training(directory: Path, overrides: Sequence[str], launch: str = "auto") -> str:
@@ -142,7 +91,7 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
         check_vocabulary(found.manifest, parts.vocab_size)
         check_data(found.manifest, found.config, parts.data)
         try_named_folder(found.config)
-    _run(_Start(found.config, found.manifest.step, directory, found.passed_over), launch)
+    _run(RunStart(found.config, found.manifest.step, directory, found.passed_over), launch)
     return ""
 
 
@@ -155,7 +104,7 @@ def run_here(config: Config, reporter: Reporter) -> bool:
     Raises:
         RunStoppedError: If it was asked to end before, and has saved.
     """
-    return _run_here(_Start(config), reporter)
+    return _run_here(RunStart(config), reporter)
 
 
 def check_run(config: Config) -> "RunParts":
@@ -180,7 +129,7 @@ def _check_launch(launch: str) -> None:
         raise UserError(f"--launch: got {launch!r}, expected one of {', '.join(_LAUNCHES)}")
 
 
-def _run(start: _Start, launch: str) -> None:
+def _run(start: RunStart, launch: str) -> None:
     _check_launch(launch)
     if launch == "cluster" or (launch == "auto" and started_by_cluster()):
         _run_as_rank(start)
@@ -188,7 +137,7 @@ def _run(start: _Start, launch: str) -> None:
         _run_here(start)
 
 
-def _run_here(start: _Start, reporter: Reporter | None = None) -> bool:
+def _run_here(start: RunStart, reporter: Reporter | None = None) -> bool:
     with start.open_record(reporter) as record, sigterm_interrupts():
         config, directory = start.config, record.directory
         last_checkpoint = partial(_last_whole, config, directory, record)
@@ -232,19 +181,8 @@ def _last_whole(config: Config, directory: Path, record: RunRecord) -> int | Non
     """
     checkpoint_folder(config, directory).commit_written(record.num_recorded)
     step, passed_over = last_whole(config, directory)
-    _set_aside(config, directory, passed_over, record, step or 0)
+    note_damaged(config, directory, passed_over, record, step or 0)
     return step
-
-
-def _set_aside(
-    config: Config,
-    directory: Path,
-    passed_over: Sequence[PassedOver],
-    record: RunRecord,
-    step: int,
-) -> None:
-    for line in set_aside(config, directory, passed_over):
-        record.write_event(step, EventKind.CHECKPOINT_DAMAGED, line)
 
 
 def _log_folder(directory: Path, first_step: int) -> Path:
@@ -256,7 +194,7 @@ def _log_folder(directory: Path, first_step: int) -> Path:
     return next(logs / name for name in names if not (logs / name).exists())
 
 
-def _run_as_rank(start: _Start) -> None:
+def _run_as_rank(start: RunStart) -> None:
     config, timeouts = start.config, start.config.timeouts
     otherwise = "--launch local starts the stages on this machine instead"
     try:
@@ -333,7 +271,7 @@ class _Found:
 
 
 def _train_as_rank(
-    start: _Start,
+    start: RunStart,
     rendezvous: "Rendezvous",
     note_directory: Callable[[Path], None],
     stop_asked: Callable[[], bool],

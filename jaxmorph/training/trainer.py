@@ -1,42 +1,45 @@
 """Training steps for a loop of the user's own, over their own model and batches."""
 
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import optax
 
+from jaxmorph.checkpoints.saver import CheckpointError
 from jaxmorph.config import Config
-from jaxmorph.control.link_state import FailedPaths
+from jaxmorph.control.link_state import FailedPaths, PathFailure
 from jaxmorph.control.path_reports import path_news
-from jaxmorph.emulation.link_conditions import untimed
-from jaxmorph.emulation.link_settings import emulated_conditions
 from jaxmorph.errors import RunFailedError, UserError
+from jaxmorph.program.instructions import RankProgram, Receive, Send, channel_of
 from jaxmorph.program.lowering import forward_only
-from jaxmorph.runtime.emulated_links import EmulatedLinks, agree_on_origin_s
+from jaxmorph.records import CHANGES, Message
+from jaxmorph.report.terminal import PlainReporter
 from jaxmorph.runtime.executor import StepInputs
-from jaxmorph.runtime.report import StepReport, measured_timeline
-from jaxmorph.runtime.stage_settings import StageSettings
-from jaxmorph.runtime.step import StepRunner
+from jaxmorph.runtime.kept_programs import CompilationCounter
+from jaxmorph.runtime.report import measured_timeline
+from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
-from jaxmorph.stage.model import Params, PipelineModel, taken_on_device
+from jaxmorph.stage.model import Params, PipelineModel
 from jaxmorph.stage.parameters import check_weights
-from jaxmorph.training.adaptation import OwnEnds
 from jaxmorph.training.cluster import require_one_host
-from jaxmorph.training.device_budget import with_device_budget
 from jaxmorph.training.evaluation import with_room_for_forwards
-from jaxmorph.training.first_plan import plan_by_timings
-from jaxmorph.training.layer_choice import choose_layers, measured_on_rank_0
-from jaxmorph.training.open_stage import open_stage, stage_settings
-from jaxmorph.training.plan_in_force import PlanInForce, plan_step, unmeasured_profile
-from jaxmorph.training.save_times import SkippedSteps
-from jaxmorph.training.script_inputs import configure, cut_batch, sections_without_effect
+from jaxmorph.training.plan_in_force import plan_step, unmeasured_profile
+from jaxmorph.training.resume import start_of_script
+from jaxmorph.training.run import Training, begin_training, load_run, plan_run
+from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
+from jaxmorph.training.script_inputs import (
+    configure,
+    cut_batch,
+    script_directory,
+    sections_without_effect,
+)
 from jaxmorph.training.script_meeting import end_if_failed, leave
 
 _log = logging.getLogger(__name__)
@@ -78,10 +81,13 @@ class Trainer:
         model: Embedding, layers and head, as pure functions: see `PipelineModel`.
         config: What `jaxmorph train` reads, by the same names: sections as a mapping, the path of a
             YAML file, or a `Config`. With no `parallelism.stages` there are as many as processes.
-            The model, the data but for `sequence_length`, and whatever a run writes are the
-            script's own: these keys have no effect.
+            With `run.dir` the run is written there, and saved as a section `checkpoint` says. The
+            model, the data but for `sequence_length`, and evaluations are the script's own: these
+            keys have no effect.
         optimizer: An Optax transformation that updates each number by itself; None: AdamW, by the
             configuration. Either way gradients are first clipped to `optimizer.clip_norm`.
+        resume: Whether to go on after the last whole checkpoint in `run.dir`, if there is one; the
+            script's batches go on at `next_step`.
 
     Attributes:
         rank: The number of this process and of its stage.
@@ -97,33 +103,36 @@ class Trainer:
         config: Config | Mapping[str, Any] | str | Path | None = None,
         *,
         optimizer: optax.GradientTransformation | None = None,
+        resume: bool = False,
     ) -> None:
-        self.config, self._rendezvous = configure(config)
-        if self.config.adaptation.enabled:
-            raise UserError(
-                "adaptation.enabled: got true, expected false: only `jaxmorph train` adapts"
-            )
+        checked, self._rendezvous = configure(config)
+        directory, self.config = script_directory(config, checked)
         self.rank = self._rendezvous.rank
-        if self.rank == 0 and (unused := sections_without_effect(self.config)):
+        if self.rank == 0 and (unused := sections_without_effect(self.config, directory)):
             sections = ", ".join(unused)
             _log.warning("Trainer ignores %s: only `jaxmorph train` heeds these sections", sections)
-        self._num_tied = len(model.tied)
-        self._conditions, self._links = emulated_conditions(self.config), EmulatedLinks()
         require_one_host(self.config, self._rendezvous)
-        settings = self._settings(model, optimizer)
-        self.layers = tuple(settings.layers[stage] for stage in settings.own_stages(self.rank))
+        plan_step(self.config, unmeasured_profile(self.config))
+        if self.config.model.weights is not None:
+            check_weights(model, self.config.model.weights)
+        self._compilations = CompilationCounter() if directory else None
+        self._take: Callable[[Message], None] | None = None
         with ExitStack() as opening:
-            opened = open_stage(self.config, self._rendezvous, model, settings, self._links)
-            self._stage = opening.enter_context(opened)
+            checkpoints = self._open_directory(opening, directory, resume)
+            self._run = load_run(
+                self.config, self._rendezvous, model, checkpoints, optimizer=optimizer
+            )
+            if self._run.taken:
+                _log.info("rank %d: %s", self.rank, self._run.taken)
+            self._stage = opening.enter_context(self._run.open_stage())
+            self._run.restore(self._stage)
             self._opened = opening.pop_all()
-        self._runner = StepRunner(self._stage, self._rendezvous, self.config.optimizer.clip_norm)
-        self._links.emulate(untimed(self._conditions))
-        self._own_ends = OwnEnds(self.rank, self._stage, is_watched=False)
+        self.layers = tuple(self._run.own_layers)
+        self._training: Training | None = None
+        self._next_step, self._first_microbatch = self._run.first_step, 0
+        self._has_room: RankProgram | None = None
+        self._last: StepResult | None = None
         self._failed = FailedPaths()
-        self._in_force: PlanInForce | None = None
-        self._next_step, self._first_microbatch = 0, 0
-        self._reports: Sequence[StepReport] = ()
-        self._skipped = SkippedSteps(self.config.optimizer.stop_after_skipped)
 
     @property
     def params(self) -> tuple[Params, ...]:
@@ -143,6 +152,11 @@ class Trainer:
         """
         return self._stage.state
 
+    @property
+    def next_step(self) -> int:
+        """The number of the step to come: how many have been done."""
+        return self._next_step
+
     def restore(self, state: Sequence[Any], next_step: int) -> None:
         """Go on from an earlier state, which may be another trainer's of the same stages.
 
@@ -157,18 +171,21 @@ class Trainer:
 
     @property
     def plan(self) -> Plan | None:
-        """What is run, and why; None before the first step, which measures and plans."""
-        return self._in_force and self._in_force.plan
+        """What is run, and why; None before the first step, which measures and plans.
+
+        Rank 0 has the plan in force; where a run adapts, the other ranks keep their first one.
+        """
+        return self._training and self._training.recording.plan
 
     @property
     def timeline(self) -> Timeline | None:
         """When every op and transfer of the last step ran, on rank 0; None elsewhere."""
-        return measured_timeline(self._reports) if self._reports and self.rank == 0 else None
+        return measured_timeline(self._last.reports) if self._last and self.rank == 0 else None
 
     def step(self, batch: Sequence[Any]) -> StepMetrics:
         """Take one step of training, together with all other ranks.
 
-        The first call also takes three steps for their timings alone, and plans.
+        The first call also takes a few steps for their timings alone, and plans.
 
         Args:
             batch: Tokens and targets, the same on every rank: whole numbers [batch.microbatches *
@@ -180,26 +197,25 @@ class Trainer:
                 `optimizer.stop_after_skipped`. Parameters are as the last finite step left them.
         """
         inputs = cut_batch(batch, self.config, self.rank)
-        in_force = self._in_force = self._in_force or self._planned(inputs)
+        training = self._begun(inputs)
+        loop = training.loop
         self._rendezvous.exchange({})  # what ranks did since the last step is no part of this one
-        step = self._next_step
-        result = self._runner.run(
-            in_force.program, inputs, step, report=lambda _: self._own_ends.told()
-        )
-        self._reports, totals = result.reports, result.totals
-        self._next_step, self._first_microbatch = step + 1, 0
-        for event in result.events:
-            _log.info("rank %d, step %d: %s: %s", self.rank, step, event.kind, event.detail)
-        self._failed, failures = self._failed.note(path_news(result.parts).failures)
-        for failure in failures if self.rank == 0 else ():
-            _log.warning("step %d: link %s failed: %s", step, failure.link, failure.detail)
-        if self._skipped.note(step, totals):
-            raise RunFailedError(self._skipped.why_stop)
+        loop.begin()
+        loop.next_step = self._next_step
+        result = self._last = loop.step(inputs)
+        self._next_step, self._first_microbatch = loop.next_step, 0
+        failures = self._log_step(result)
+        if training.skipped.why_stop:
+            raise RunFailedError(training.skipped.why_stop)
         step_s = max(report.took_s for report in result.reports)
-        tokens_per_s = self.config.tokens_per_step / step_s
-        failed = tuple(str(failure.link) for failure in failures)
         return StepMetrics(
-            step, totals.loss, totals.grad_norm, result.updated, step_s, tokens_per_s, failed
+            result.step,
+            result.totals.loss,
+            result.totals.grad_norm,
+            result.updated,
+            step_s,
+            self.config.tokens_per_step / step_s,
+            tuple(str(failure.link) for failure in failures),
         )
 
     def evaluate(self, batch: Sequence[Any]) -> float:
@@ -215,19 +231,28 @@ class Trainer:
             UserError: As for `step`.
         """
         inputs = cut_batch(batch, self.config, self.rank)
-        in_force = self._in_force = self._in_force or self._planned(inputs)
+        loop = self._begun(inputs).loop
+        self._make_room(loop.program)
         # No message may pass for one of the next step's: those have the microbatches before these.
         self._first_microbatch += self.config.batch.microbatches
-        program = forward_only(in_force.program, self._first_microbatch)
+        program = forward_only(loop.program, self._first_microbatch)
         inputs = replace(inputs, first_microbatch=self._first_microbatch)
-        return self._runner.forwards(program, inputs, self._next_step).loss
+        return loop.runner.forwards(program, inputs, self._next_step).loss
 
     def close(self) -> None:
         """End what the trainer has started; another one may be made afterwards.
 
-        After an error inside its `with` statement that holds for one stage alone.
+        A save that is under way is waited for, together with all other ranks. After an error inside
+        its `with` statement this holds for one stage alone.
+
+        Raises:
+            RunFailedError: If the last save has failed.
         """
+        training, self._training = self._training, None
+        failure = "" if training is None else training.finish()
         self._opened.close()
+        if failure:
+            raise CheckpointError(f"the last state could not be saved: {failure}")
 
     def __enter__(self) -> Self:
         return self
@@ -238,36 +263,88 @@ class Trainer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:
-            leave()  # so that the other ranks don't wait for this one
-        self.close()
+        if error is None:
+            self.close()
+            return
+        leave()  # so that the other ranks don't wait for this one
+        self._training = None
+        self._opened.__exit__(kind, error, trace)
         if isinstance(error, SystemExit):
             end_if_failed(error)
 
-    def _settings(
-        self, model: PipelineModel, optimizer: optax.GradientTransformation | None
-    ) -> StageSettings:
-        """What the stage is built from; what can be wrong with it is told here, by every rank."""
-        config = self.config
-        plan_step(config, unmeasured_profile(config))
-        if config.model.weights is not None:
-            check_weights(model, config.model.weights)
-        sizes = config.batch.microbatch_size, config.data.sequence_length
-        if taken := taken_on_device(model, *sizes):
-            _log.info("rank %d: %s", self.rank, taken)
-        choice = choose_layers(
-            config, self._rendezvous, model.num_layers, partial(measured_on_rank_0, config, model)
-        )
-        settings = stage_settings(config, choice.layers, self.rank)
-        return settings if optimizer is None else replace(settings, optimizer=optimizer)
+    def _open_directory(
+        self, opening: ExitStack, directory: Path | None, resume: bool
+    ) -> RunCheckpoints | None:
+        """Where the run is written; rank 0 finds it, and opens its records."""
+        if directory is None:
+            if resume:
+                expected = "run.dir in the configuration: where the run's checkpoints are"
+                raise UserError(f"resume: got True, expected {expected}")
+            return None
+        answer: Message = {}
+        if self.rank == 0:
+            try:
+                start = start_of_script(self.config, resume=resume)
+                nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+                shown = PlainReporter(opening.enter_context(nowhere))
+                record = opening.enter_context(start.open_record(shown))
+                self._take = record.take
+                path = str(record.directory.resolve())
+                answer = {"directory": path, "first_step": start.first_step}
+            except UserError as error:
+                answer = {"mistake": str(error)}
+        answer = self._rendezvous.exchange(answer)[0]
+        if "mistake" in answer:
+            raise UserError(answer["mistake"])
+        return RunCheckpoints(self.config, Path(answer["directory"]), answer["first_step"])
 
-    def _planned(self, inputs: StepInputs) -> PlanInForce:
-        """The plan for what a few steps over a batch have cost."""
-        rendezvous = self._rendezvous
-        config = with_device_budget(self.config, rendezvous, self._stage).first
-        first = plan_by_timings(
-            config, rendezvous, self._stage, inputs, self._num_tied, with_room_for_forwards
-        )
-        rendezvous.limit(config.timeouts.step_s)
-        self._links.emulate(self._conditions, agree_on_origin_s(rendezvous))
-        return first.in_force
+    def _begun(self, inputs: StepInputs) -> Training:
+        """Measure a few steps over a batch, plan and begin, unless that has been done."""
+        if self._training is None:
+            planned = plan_run(self._run, self._stage, inputs, with_room_for_forwards)
+            self._training = self._opened.enter_context(
+                begin_training(
+                    self._run,
+                    self._stage,
+                    planned,
+                    self._hear,
+                    "a script's batches",
+                    trained_on=TrainedOn(),
+                    compilations=self._compilations,
+                )
+            )
+            self._has_room = self._training.loop.program
+        return self._training
+
+    def _hear(self, message: Message) -> None:
+        """Take what the bookkeeper of rank 0 has to say of the run."""
+        if self._take is not None:
+            self._take(message)
+        if message["kind"] == "event" and message["event"]["kind"] in _LOGGED:
+            event = message["event"]
+            _log.info("step %d: %s: %s", event["step"], event["kind"], event["detail"])
+
+    def _log_step(self, result: StepResult) -> Sequence[PathFailure]:
+        """Log what happened to links in a step; the paths that failed in it."""
+        for event in result.events:
+            _log.info("rank %d, step %d: %s: %s", self.rank, result.step, event.kind, event.detail)
+        news = path_news(result.parts)
+        self._failed, failures = self._failed.note(news.failures)
+        for failure in failures if self.rank == 0 else ():
+            _log.warning("step %d: link %s failed: %s", result.step, failure.link, failure.detail)
+        self._failed = self._failed.begin_again(news.restored)
+        return failures
+
+    def _make_room(self, program: RankProgram) -> None:
+        """Give delegated links of another plan the slots that its forwards alone need."""
+        if program is self._has_room:
+            return
+        self._has_room = program
+        moves = (each for each in program.instructions if isinstance(each, Send | Receive))
+        delegated = (each.transfer for each in moves if each.route == "delegated")
+        slots = {channel_of(each): self.config.batch.microbatches for each in delegated}
+        self._stage.make_room(slots)
+        self._rendezvous.exchange({})  # nobody sends before both ends have them
+
+
+_LOGGED = CHANGES - {"link_failed"}  # of that every trainer warns by itself

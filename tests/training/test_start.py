@@ -12,6 +12,7 @@ from jaxmorph.config import check_config
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.training import start
+from jaxmorph.training.resume import RunStart
 from jaxmorph.training.start import TRY_AGAIN, _exit_code, _log_folder
 
 
@@ -112,6 +113,6 @@ def test_a_clusters_rank_that_is_not_to_save_ends_at_sigterm_as_at_ctrl_c(monkey
     monkeypatch.setattr(start.os, "_exit", end)
     config = {"parallelism": {"stages": 1}, "checkpoint": {"on_sigterm": False}}
     with pytest.raises(SystemExit) as ended:
-        start._run_as_rank(start._Start(check_config(config)))
+        start._run_as_rank(RunStart(check_config(config)))
     assert ended.value.code == 130
     assert capsys.readouterr().err == "error: interrupted\n"

@@ -3,7 +3,7 @@
 import math
 import os
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -20,9 +20,15 @@ from jaxmorph.runtime.step import StepRunner
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.training import script_inputs as script_config
 from jaxmorph.training import script_meeting as meeting
-from jaxmorph.training.adaptation import OwnEnds
+from jaxmorph.training.adaptation import Adaptation
+from jaxmorph.training.callbacks import Adapting, Skipping
+from jaxmorph.training.loop import Loop
 from jaxmorph.training.save_times import SkippedSteps
-from jaxmorph.training.script_inputs import configure, sections_without_effect
+from jaxmorph.training.script_inputs import (
+    configure,
+    script_directory,
+    sections_without_effect,
+)
 from jaxmorph.training.trainer import Trainer
 
 MODEL: Any = SimpleNamespace(num_layers=2, tied=())
@@ -57,7 +63,6 @@ FAILS_OVER = {"failover": {"enabled": True}}
             "parallelism.chunks: got 3 chunks on each of 1 stages",
         ),
         ({"model": {"weights": "nowhere"}}, "model.weights"),
-        ({"adaptation": {"enabled": True}}, "adaptation.enabled: got true, expected false"),
     ],
 )
 def test_what_does_not_fit_is_one_line(config, says):
@@ -90,6 +95,36 @@ def test_what_only_runs_do_is_named_where_a_script_asks_for_it(caplog):
         "Trainer ignores checkpoint, trace: only `jaxmorph train` heeds these sections"
     ]
     assert not sections_without_effect(check_config({"run": {"steps": 50}}))
+
+
+def test_a_run_directory_gives_its_sections_an_effect(tmp_path):
+    sections = {name: {} for name in ("checkpoint", "evaluation")}
+    asked = {**sections, "checkpoint": {"every_steps": 7}, "restart_policy": {"max_restarts": 1}}
+    config = check_config(asked)
+    assert sections_without_effect(config, tmp_path) == ["restart_policy"]
+    assert sections_without_effect(config) == ["checkpoint", "restart_policy"]
+
+
+def directory_of(source):
+    directory, config = script_directory(source, configure(source)[0])
+    return None if directory is None else str(directory), config.checkpoint.saves
+
+
+def test_a_run_is_written_where_run_dir_is_named_and_saved_as_its_section_says(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("run: {steps: 3}\ncheckpoint: {every_steps: 2}\n")
+    assert directory_of(path)[0] is None
+    path.write_text("run: {dir: there}\ncheckpoint: {every_steps: 2}\n")
+    assert directory_of(path) == ("there", True)
+    assert directory_of({"run": {"dir": "there"}}) == ("there", False)
+    assert directory_of({"run": {"steps": 3}})[0] is None
+    assert directory_of(check_config({"run": {"dir": "there"}})) == ("there", False)
+    assert directory_of(None)[0] is None
+
+
+def test_resuming_without_a_run_directory_is_refused():
+    with pytest.raises(UserError, match=r"^resume: got True, expected run\.dir in the config"):
+        Trainer(MODEL, {}, resume=True)
 
 
 def test_a_file_without_stages_may_say_what_is_per_stage_or_link(tmp_path, monkeypatch):
@@ -159,16 +194,16 @@ def trainer_of(monkeypatch):
     def trainer_of(rendezvous, next_step=0, stop_after=None, **stage):
         device = SimpleNamespace(memory_stats=lambda: None)
         whole = {"squared_norm": lambda: 4.0, "update": lambda scale: None, "events": list}
-        trainer: Any = Trainer.__new__(Trainer)
-        trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, next_step
-        trainer._in_force = SimpleNamespace(program=None)
-        trainer._skipped = SkippedSteps(stop_after)
-        trainer._rendezvous = rendezvous
         given = {**whole, "link_failures": list, "device": device, **stage}
         own: Any = SimpleNamespace(**given)
-        trainer._stage, trainer._own_ends = own, OwnEnds(0, own, is_watched=False)
-        trainer._runner = StepRunner(own, rendezvous, clip_norm=1.0)
-        trainer._failed = FailedPaths()
+        trainer: Any = Trainer.__new__(Trainer)
+        trainer.config, trainer.rank, trainer._next_step = check_config({}), 0, next_step
+        trainer._rendezvous, trainer._failed = rendezvous, FailedPaths()
+        skipped, nobody = SkippedSteps(stop_after), cast(Any, None)
+        ends = Adaptation(rendezvous, own, nobody, None, last_step=99, adapts=False)
+        runner = StepRunner(own, rendezvous, clip_norm=1.0)
+        loop = Loop(runner, nobody, [Skipping(skipped), Adapting(ends)])
+        trainer._training = SimpleNamespace(loop=loop, skipped=skipped)
         return trainer
 
     monkeypatch.setattr("jaxmorph.training.trainer.cut_batch", lambda batch, config, rank: None)
@@ -193,7 +228,9 @@ def test_a_step_begins_when_all_ranks_have_called(monkeypatch, trainer_of):
 
     clock = SimpleNamespace(monotonic=lambda: clock_s[0])
     monkeypatch.setattr("jaxmorph.runtime.step.time", clock)
-    metrics = trainer_of(SimpleNamespace(exchange=exchange), 7, run=run).step(None)
+    monkeypatch.setattr("jaxmorph.training.loop.time", clock)
+    rendezvous = SimpleNamespace(exchange=exchange, rank=0)
+    metrics = trainer_of(rendezvous, 7, run=run).step(None)
     assert (metrics.step, metrics.grad_norm, metrics.step_s) == (7, 2.0, 1.0)
     assert metrics.failed_links == ()
     assert [*details[-1]["ops"]] == [("F0", 750.0, 1000.0)]

@@ -1,0 +1,86 @@
+"""`jaxmorph.Trainer` adapts, is saved and goes on, and gives the bits of an undisturbed run."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import library_run
+import pytest
+from in_this_process import ROOT
+
+STAGES, LIMIT_S = 3, 150
+EXAMPLE = ROOT / "docs" / "examples" / "resumed_loop.py"
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
+
+
+def launch(stages, *words, cwd=ROOT):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxmorph", "launch", "--stages", str(stages), *map(str, words)],
+        cwd=cwd, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What a plain run wrote, one on a slow link that adapted until it was ended, and its rest."""
+    folder = tmp_path_factory.mktemp("library")
+    for what in ("plain", "begin", "resume"):
+        launch(STAGES, library_run.__file__, folder, what)
+    return folder
+
+
+def found(folder, what):
+    return [json.loads((folder / f"{what}_rank_{rank}.json").read_text()) for rank in range(STAGES)]
+
+
+def lines(folder, name):
+    return [json.loads(line) for line in (folder / "run" / name).read_text().splitlines()]
+
+
+def bits(metrics):
+    return [(each["step"], each["loss"], each["grad_norm"]) for each in metrics]
+
+
+def test_an_adapting_run_has_the_bits_of_a_plain_one(folder):
+    plain, begun = found(folder, "plain"), found(folder, "begin")
+    for one, other in zip(plain, begun, strict=True):
+        assert bits(other["metrics"]) == bits(one["metrics"])[: library_run.ENDED_AFTER]
+        assert other["evaluated"] == one["evaluated"]
+
+
+def test_the_slow_link_is_delegated(folder):
+    changed = [each for each in lines(folder, "events.jsonl") if each["kind"] == "plan_changed"]
+    assert changed
+    assert changed[0]["step"] > library_run.SLOW_FROM
+    routes = [each["routes"]["1-2"] for each in lines(folder, "metrics.jsonl")]
+    assert (routes[0], routes[-1]) == ("direct", "delegated")
+
+
+def test_a_resumed_run_goes_on_with_the_same_bits(folder):
+    plain, resumed = found(folder, "plain"), found(folder, "resume")
+    saved = library_run.ENDED_AFTER // library_run.SAVED_EVERY * library_run.SAVED_EVERY
+    for one, other in zip(plain, resumed, strict=True):
+        assert other["first"] == saved
+        assert bits(other["metrics"]) == bits(one["metrics"])[saved:]
+
+
+def test_run_files_have_every_step_once_and_its_events(folder):
+    assert [each["step"] for each in lines(folder, "metrics.jsonl")] == [*range(library_run.STEPS)]
+    kinds = {each["kind"] for each in lines(folder, "events.jsonl")}
+    assert {"plan_adopted", "checkpoint_saved", "resumed", "straggler_detected"} <= kinds
+
+
+def test_the_documented_script_goes_on_where_its_checkpoint_is(tmp_path):
+    shown = launch(2, EXAMPLE, cwd=tmp_path)
+    assert re.findall(r"^step (\d+): loss", shown, re.MULTILINE) == ["9", "19", "29", "39"]
+    assert launch(2, EXAMPLE, cwd=tmp_path) == ""
+    shutil.rmtree(tmp_path / "runs" / "resumed_loop" / "checkpoints" / "step_40")
+    again = launch(2, EXAMPLE, cwd=tmp_path)
+    assert [line.partition(" in ")[0] for line in again.splitlines()] == [
+        shown.splitlines()[-1].partition(" in ")[0]
+    ]
