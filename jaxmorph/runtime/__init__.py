@@ -6,6 +6,7 @@ Messages: `routes` (what a route is), `direct`, `delegated`, and `stage_routes`,
 of a rank; `payloads` says what they carry, `emulated_links` how links are made slow.
 A direct path that fails: `failover_route` (what takes its place at once), `link_switch` (how the
 two ends agree), `link_connections` (what they have to each other), `direct_probe`.
-The end of a step: `tied`, `optimizer`, `stage_state`, and `report` over the `rendezvous`.
+A step, whole: `step` (run, meet, update) with `report` over the `rendezvous`; `tied`, `optimizer`
+and `stage_state` at its end.
 Processes: `launcher`, `rank_process`, `join`, `kept_programs`; `host_copies` beside the queue.
 """

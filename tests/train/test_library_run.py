@@ -8,7 +8,7 @@ import sys
 
 import library_run
 import pytest
-from in_this_process import ROOT
+from in_this_process import ROOT, jaxmorph
 
 STAGES, LIMIT_S = 3, 150
 EXAMPLE = ROOT / "docs" / "examples" / "resumed_loop.py"
@@ -73,6 +73,12 @@ def test_run_files_have_every_step_once_and_its_events(folder):
     assert [each["step"] for each in lines(folder, "metrics.jsonl")] == [*range(library_run.STEPS)]
     kinds = {each["kind"] for each in lines(folder, "events.jsonl")}
     assert {"plan_adopted", "checkpoint_saved", "resumed", "straggler_detected"} <= kinds
+
+
+def test_the_model_of_a_script_is_not_exported(folder):
+    done = jaxmorph("export", folder / "run")
+    assert done.returncode == 2
+    assert "got the run of a script, whose model is its own" in done.stderr
 
 
 def test_the_documented_script_goes_on_where_its_checkpoint_is(tmp_path):
