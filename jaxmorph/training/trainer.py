@@ -16,12 +16,14 @@ from jaxmorph.config import Config
 from jaxmorph.control.link_state import FailedPaths, PathFailure
 from jaxmorph.control.path_reports import path_news
 from jaxmorph.errors import RunFailedError, UserError
+from jaxmorph.messages import EventEmitted, RunMessage
 from jaxmorph.program.instructions import RankProgram, Receive, Send, channel_of
 from jaxmorph.program.lowering import forward_only
-from jaxmorph.records import CHANGES, Message
+from jaxmorph.records import CHANGES, EventKind
 from jaxmorph.report.terminal import PlainReporter
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.kept_programs import CompilationCounter
+from jaxmorph.runtime.rendezvous import agree
 from jaxmorph.runtime.report import measured_timeline
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.planner import Plan
@@ -43,6 +45,16 @@ from jaxmorph.training.script_inputs import (
 from jaxmorph.training.script_meeting import end_if_failed, leave
 
 _log = logging.getLogger(__name__)
+_LOGGED = CHANGES - {EventKind.LINK_FAILED}  # of that every trainer warns by itself
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The directory of a run, and the step that it begins with; or why there is none."""
+
+    directory: str = ""
+    first_step: int = 0
+    mistake: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,7 +128,7 @@ class Trainer:
         if self.config.model.weights is not None:
             check_weights(model, self.config.model.weights)
         self._compilations = CompilationCounter() if directory else None
-        self._take: Callable[[Message], None] | None = None
+        self._take: Callable[[RunMessage], None] | None = None
         with ExitStack() as opening:
             checkpoints = self._open_directory(opening, directory, resume)
             self._run = load_run(
@@ -281,7 +293,7 @@ class Trainer:
                 expected = "run.dir in the configuration: where the run's checkpoints are"
                 raise UserError(f"resume: got True, expected {expected}")
             return None
-        answer: Message = {}
+        found = None
         if self.rank == 0:
             try:
                 start = start_of_script(self.config, resume=resume)
@@ -289,14 +301,13 @@ class Trainer:
                 shown = PlainReporter(opening.enter_context(nowhere))
                 record = opening.enter_context(start.open_record(shown))
                 self._take = record.take
-                path = str(record.directory.resolve())
-                answer = {"directory": path, "first_step": start.first_step}
+                found = _Found(str(record.directory.resolve()), start.first_step)
             except UserError as error:
-                answer = {"mistake": str(error)}
-        answer = self._rendezvous.exchange(answer)[0]
-        if "mistake" in answer:
-            raise UserError(answer["mistake"])
-        return RunCheckpoints(self.config, Path(answer["directory"]), answer["first_step"])
+                found = _Found(mistake=str(error))
+        found = agree(self._rendezvous, _Found, found)
+        if found.mistake:
+            raise UserError(found.mistake)
+        return RunCheckpoints(self.config, Path(found.directory), found.first_step)
 
     def _begun(self, inputs: StepInputs) -> Training:
         """Measure a few steps over a batch, plan and begin, unless that has been done."""
@@ -307,7 +318,7 @@ class Trainer:
                     self._run,
                     self._stage,
                     planned,
-                    self._hear,
+                    self._receive,
                     "a script's batches",
                     trained_on=TrainedOn(),
                     compilations=self._compilations,
@@ -316,13 +327,13 @@ class Trainer:
             self._has_room = self._training.loop.program
         return self._training
 
-    def _hear(self, message: Message) -> None:
-        """Take what the bookkeeper of rank 0 has to say of the run."""
+    def _receive(self, message: RunMessage) -> None:
+        """Write down and log what rank 0 reports of the run."""
         if self._take is not None:
             self._take(message)
-        if message["kind"] == "event" and message["event"]["kind"] in _LOGGED:
-            event = message["event"]
-            _log.info("step %d: %s: %s", event["step"], event["kind"], event["detail"])
+        if isinstance(message, EventEmitted) and message.event.kind in _LOGGED:
+            event = message.event
+            _log.info("step %d: %s: %s", event.step, event.kind, event.detail)
 
     def _log_step(self, result: StepResult) -> Sequence[PathFailure]:
         """Log what happened to links in a step; the paths that failed in it."""
@@ -345,6 +356,3 @@ class Trainer:
         slots = {channel_of(each): self.config.batch.microbatches for each in delegated}
         self._stage.make_room(slots)
         self._rendezvous.exchange({})  # nobody sends before both ends have them
-
-
-_LOGGED = CHANGES - {"link_failed"}  # of that every trainer warns by itself
