@@ -37,19 +37,10 @@ And one for a direct transfer, which on CPUs keeps a thread for as long as it wa
 with no other one, copies that should run beside it would wait too.
 """
 
-_THREADS_WITH_SPARE = 2  # XLA has as many as there are devices at least
-
 
 def threads_for(config: Config) -> int:
-    """How many threads XLA's pools need at least in each rank of a run.
-
-    A paced rank whose links fail over has two, for a spare device (`have_spare_device`). Unpaced it
-    has its share of the processors: with more it would take other times, and sum in other parts.
-    """
-    if config.offload.enabled:
-        return OFFLOADING_THREADS
-    paced = config.emulation.accelerator is not None
-    return _THREADS_WITH_SPARE if paced and config.fails_over else 1
+    """How many threads XLA's pools need at least in each rank of a run."""
+    return OFFLOADING_THREADS if config.offload.enabled else 1
 
 
 class RankFailedError(RunFailedError):

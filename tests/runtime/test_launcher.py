@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from processes import is_running
 
-from jaxmorph.config import Config
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.runtime import launcher
 from jaxmorph.runtime.launcher import RankFailedError, reserved_port, run_ranks
@@ -134,23 +133,6 @@ def test_ranks_share_the_processors_that_this_process_may_use(
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     assert launcher._environment(num_ranks)["NPROC"] == share
     assert launcher._environment(num_ranks, 4)["NPROC"] == "4"
-
-
-PACED = {"accelerator": {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1}}
-FAILS_OVER = {"failover": {"enabled": True}, "parallelism": {"stages": 3}}
-
-
-@pytest.mark.parametrize(
-    ("sections", "threads"),
-    [
-        ({"emulation": PACED}, 1),
-        (FAILS_OVER, 1),
-        (FAILS_OVER | {"emulation": PACED}, 2),
-        ({"offload": {"enabled": True}}, 4),
-    ],
-)
-def test_ranks_have_the_threads_that_their_run_needs(sections, threads):
-    assert launcher.threads_for(Config(**sections)) == threads
 
 
 @pytest.mark.parametrize(("of_user", "told"), [(None, 2), ("1", None)])
