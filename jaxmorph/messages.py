@@ -124,7 +124,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class EventEmitted:
-    """Something has happened beside the steps."""
+    """An event beside the steps."""
 
     event: Event
 

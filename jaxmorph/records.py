@@ -280,7 +280,7 @@ class RunSummary:
         productive_s: that time, seconds.
         num_restarts: how often the ranks were started again.
         lost_s: what their failures have cost, seconds.
-        peak_device_bytes: most bytes in use on each stage's device, if the devices tell.
+        peak_device_bytes: most bytes in use on each stage's device, if the devices report it.
     """
 
     losses: tuple[float, ...]

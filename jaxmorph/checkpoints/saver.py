@@ -1,7 +1,7 @@
 """Saves a run's state while it trains on: each rank its own part, and all of them or none.
 
-A save takes a copy of the state in host memory, and a thread writes it from there. The ranks tell
-one another how far they are in the meetings that they have at every step anyway:
+A save takes a copy of the state in host memory, and a thread writes it from there. The ranks report
+to one another how far they are in the meetings that they have at every step anyway:
 
 - first phase: a rank says `written` once its part, with the checksums of its files, is on disk;
 - second phase: when all have said so, rank 0 makes the checkpoint of the parts, and says
@@ -86,8 +86,8 @@ class CheckpointSaver:
     Args:
         describe: Gives the manifest of a checkpoint after so many steps.
         write: Writes a tree of arrays to a folder that isn't there yet.
-        tell: Takes what rank 0 has to say: an event's step, kind and detail.
-        told_so_far: Gives what is done once the records of all steps so far have been told: a
+        emit: Takes an event's step, kind and detail, on rank 0.
+        sent_so_far: Gives what is done once the records of all steps so far have been sent: a
             checkpoint doesn't come before those of its steps.
     """
 
@@ -100,8 +100,8 @@ class CheckpointSaver:
         own_stages: Sequence[int],
         write: Callable[[Path, Tree], None],
         keep: int,
-        tell: Callable[[int, EventKind, str], None],
-        told_so_far: Callable[[], Future[None]],
+        emit: Callable[[int, EventKind, str], None],
+        sent_so_far: Callable[[], Future[None]],
     ) -> None:
         self._folder = folder
         self._rendezvous = rendezvous
@@ -109,8 +109,8 @@ class CheckpointSaver:
         self._own_stages = own_stages
         self._write = write
         self._keep = keep
-        self._tell = tell
-        self._told_so_far = told_so_far
+        self._emit = emit
+        self._sent_so_far = sent_so_far
         self._save: _Save | None = None
         self._last_failure = ""
         self._thread = ThreadPoolExecutor(1, "jaxmorph-checkpoint")
@@ -165,7 +165,7 @@ class CheckpointSaver:
 
         Returns:
             Why the last one has failed, the same on all ranks; empty if it has not. It is not
-            raised, as what is still to be told and removed would be dropped with an exception.
+            raised, as what is still to be sent and removed would be dropped with an exception.
         """
         self._settle()
         return self._last_failure
@@ -193,11 +193,11 @@ class CheckpointSaver:
 
     def _commit(self, save: _Save) -> None:
         if save.manifest is not None and save.committed is None:
-            told = self._told_so_far()
-            save.committed = self._thread.submit(self._commit_once_told, save.manifest, told)
+            sent = self._sent_so_far()
+            save.committed = self._thread.submit(self._commit_once_sent, save.manifest, sent)
 
-    def _commit_once_told(self, manifest: Manifest, told: Future[None]) -> None:
-        told.result()
+    def _commit_once_sent(self, manifest: Manifest, sent: Future[None]) -> None:
+        sent.result()
         self._folder.commit(manifest)
 
     def _end(self, save: _Save, num_bytes: int) -> None:
@@ -205,7 +205,7 @@ class CheckpointSaver:
         if self._rendezvous.rank == 0:
             self._thread.submit(self._prune, save.step)
             took_s = time.monotonic() - save.began_s
-            self._tell(
+            self._emit(
                 save.step - 1,
                 EventKind.CHECKPOINT_SAVED,
                 f"{self._folder.finished(save.step)}: {num_bytes:,} bytes, there after "
@@ -218,13 +218,13 @@ class CheckpointSaver:
         except OSError as error:
             remaining = (" ".join(f"{error}".split()),)
         if remaining:
-            self._tell(step - 1, EventKind.CHECKPOINT_NOT_REMOVED, "; ".join(remaining))
+            self._emit(step - 1, EventKind.CHECKPOINT_NOT_REMOVED, "; ".join(remaining))
 
     def _give_up(self, save: _Save, reasons: str) -> None:
         self._save, self._last_failure = None, reasons
         if self._rendezvous.rank == 0:
             self._thread.submit(self._folder.give_up, save.step)
-            self._tell(save.step - 1, EventKind.CHECKPOINT_FAILED, reasons)
+            self._emit(save.step - 1, EventKind.CHECKPOINT_FAILED, reasons)
 
 
 def _shortened(reason: str) -> str:

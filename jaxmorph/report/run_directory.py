@@ -68,9 +68,9 @@ class RunDirectory:
         """Writes what ops and links cost to `profile.json`, in place of what was there."""
         _replace(self.path / PROFILE, _json_line(profile))
 
-    def write_links(self, told: Mapping[str, Any]) -> None:
-        """Writes what is known of ailing links to `links.json`, in place of what was there."""
-        _replace(self.path / LINKS, _json_line(told))
+    def write_links(self, values: Mapping[str, Any]) -> None:
+        """Writes what is known of degraded links to `links.json`, in place of what was there."""
+        _replace(self.path / LINKS, _json_line(values))
 
     def write_observation(self, line: str, *, begins: bool) -> None:
         """Appends a line to the newest file of `control/`, or begins another one with it.
@@ -88,9 +88,9 @@ class RunDirectory:
         with files[-1].open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def write_recovery(self, told: Mapping[str, Any]) -> None:
+    def write_recovery(self, values: Mapping[str, Any]) -> None:
         """Writes what failures have cost to `recovery.json`, in place of what was there."""
-        _replace(self.path / RECOVERY, json.dumps(plain_json(told), indent=1) + "\n")
+        _replace(self.path / RECOVERY, json.dumps(plain_json(values), indent=1) + "\n")
 
     def go_back(self, step: int) -> None:
         """Takes out what is said of steps from one on, since these steps will be done again.
@@ -178,8 +178,8 @@ def reopen_run_directory(path: Path, config: Config, step: int) -> RunDirectory:
     """Opens the directory of a run that goes on, as if it had ended after so many steps.
 
     What metrics and events say of later steps is taken out, since these steps will be done again,
-    and so is a last line that is there but in part. Events that tell of the run's lives and of what
-    ended them stay.
+    and so is a last line that is there but in part. Events about failures and
+    restarts stay.
 
     Args:
         config: Takes the place of the one that is there.

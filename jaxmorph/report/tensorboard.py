@@ -19,7 +19,7 @@ class TensorBoardEvents:
 
     Args:
         run_directory: the run's; it gets a folder `tensorboard`.
-        first_step: the first step that will be written. What an earlier life of the run wrote of
+        first_step: the first step that will be written. What the run wrote before a restart of
             it and of later ones is shown no more.
 
     Raises:

@@ -60,7 +60,7 @@ class Reporter(Protocol):
         ...
 
     def event(self, event: Event) -> None:
-        """Shows something that happened beside the steps."""
+        """Shows an event."""
         ...
 
     def go_back(self, step: int) -> None:

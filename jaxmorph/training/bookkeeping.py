@@ -53,9 +53,9 @@ class Bookkeeper:
 
     Args:
         profiler: What has been measured before the first step; it learns from every step.
-        active: False on ranks that keep no books: then every call does nothing.
+        active: Whether this rank records, as rank 0 does; if not, every call does nothing.
         loop: What watches steps and decides on morphs; None: the plan stays.
-        known_links: Says what there is to tell of links that aren't well; None: nothing is.
+        known_links: Finds changes in what is known of degraded links; None: they are not sent.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Bookkeeper:
         config: Config,
         in_force: PlanInForce,
         profiler: Profiler,
-        tell: Callable[[RunMessage], None],
+        send: Callable[[RunMessage], None],
         *,
         active: bool,
         first_step: int = 0,
@@ -74,8 +74,8 @@ class Bookkeeper:
         self._in_force = in_force
         self._plan = in_force.plan
         self._profiler = profiler
-        self._traced = TracedSteps(config, tell)
-        self._tell = self._traced.pass_on
+        self._traced = TracedSteps(config, send)
+        self._send = self._traced.pass_on
         self._first_step = first_step
         self._loop = loop
         self._known_links = known_links
@@ -91,7 +91,7 @@ class Bookkeeper:
         cut_reason: str = "",
         equipped: str = "",
     ) -> None:
-        """Tell what runs.
+        """Send what runs.
 
         Args:
             cut_reason: Why these; empty where there was nothing to choose.
@@ -100,7 +100,7 @@ class Bookkeeper:
         """
         stages = self._config.parallelism.stages
         per_stage = [sum(map(len, layers[stage::stages])) for stage in range(stages)]
-        self._submit(self._tell_start, data, num_parameters, per_stage, cut_reason, equipped)
+        self._submit(self._send_start, data, num_parameters, per_stage, cut_reason, equipped)
 
     def note(
         self,
@@ -110,13 +110,13 @@ class Bookkeeper:
         step_s: float,
         held_out: HeldOutLoss = NOT_EVALUATED,
     ) -> None:
-        """Tell how a step went."""
+        """Send the record of a step, and its events."""
         step_began_s = time.monotonic() - self._began_s - step_s - held_out.took_s
-        self._submit(self._tell_step, step, totals, reports, step_s, held_out.loss)
-        self._submit(self._tell_link_events, step, reports, step_began_s)
+        self._submit(self._send_step, step, totals, reports, step_s, held_out.loss)
+        self._submit(self._send_link_events, step, reports, step_began_s)
 
     def adopt(self, morph: Morph, step: int) -> None:
-        """Tell of another plan.
+        """Emit the events of another plan.
 
         Args:
             step: The first step that runs it.
@@ -125,18 +125,15 @@ class Bookkeeper:
 
     def event(self, step: int, kind: EventKind, detail: str) -> None:
         """Emit an event."""
-        self._submit(self._tell_event, step, kind, detail)
+        self._submit(self._emit, step, kind, detail)
 
     def in_force(self) -> dict[str, Any]:
         """What a checkpoint remembers of this moment: see `Manifest.plan` and `link_states`."""
         links = {} if self._loop is None else states_in_words(self._loop.state.verdicts)
         return {"plan": self._plan.to_json(), "link_states": links}
 
-    def told_so_far(self) -> Future[None]:
-        """What is done once all that this has been called with so far has been told.
-
-        Its exception is what kept that from being told.
-        """
+    def sent_so_far(self) -> Future[None]:
+        """Done once all that was noted so far is sent; its exception is what prevented that."""
         if self._thread is not None:
             return self._thread.submit(self._raise_error)  # after all that is queued
         nothing: Future[None] = Future()
@@ -163,11 +160,11 @@ class Bookkeeper:
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if self._thread is not None:
-            self._thread.shutdown()  # whatever has failed, steps that were done are told
+            self._thread.shutdown()  # whatever has failed, steps that were done are sent
             if kind is None:
                 self._raise_error()
 
-    def _tell_start(
+    def _send_start(
         self,
         data: str,
         num_parameters: int,
@@ -175,7 +172,7 @@ class Bookkeeper:
         cut_reason: str,
         equipped: str,
     ) -> None:
-        self._tell(
+        self._send(
             RunStarted(
                 data=data,
                 num_parameters=num_parameters,
@@ -188,15 +185,15 @@ class Bookkeeper:
         )
         if cut_reason:
             chosen = f"{' '.join(map(str, layers))}: {cut_reason}"
-            self._tell_event(self._first_step, EventKind.LAYERS_CUT, chosen)
+            self._emit(self._first_step, EventKind.LAYERS_CUT, chosen)
         reasons = [self._plan.reason, equipped]
         adopted = "; ".join(filter(None, reasons))
-        self._tell_event(self._first_step, EventKind.PLAN_ADOPTED, adopted)
+        self._emit(self._first_step, EventKind.PLAN_ADOPTED, adopted)
         if self._config.adaptation.enabled and not self._config.adapts:
             why = "adaptation.enabled: true: a pipeline of one stage has no links to adapt to"
-            self._tell_event(self._first_step, EventKind.WITHOUT_EFFECT, why)
+            self._emit(self._first_step, EventKind.WITHOUT_EFFECT, why)
 
-    def _tell_step(
+    def _send_step(
         self,
         step: int,
         totals: StepTotals,
@@ -212,7 +209,7 @@ class Bookkeeper:
         if not paths.news.is_disturbed:
             self._profiler.observe(measured, paths.samples)
         events = loop.observe(seen)  # before all else, as a decision may wait for it
-        self._tell_known_links(step, loop)
+        self._send_known_links(step, loop)
         planned = self._in_force.simulate(profile)
         record = StepRecord(
             step=step,
@@ -235,22 +232,22 @@ class Bookkeeper:
             link_ms=link_medians_ms(paths.samples) or None,
             skipped=not totals.is_finite,
         )
-        self._tell(StepDone(record))
+        self._send(StepDone(record))
         for event in events:
-            self._tell_event(step, **vars(event))
+            self._emit(step, **vars(event))
         if not totals.is_finite:
             evidence = _evidence(totals)
-            self._tell_event(step, EventKind.STEP_SKIPPED, totals.in_words(), evidence=evidence)
+            self._emit(step, EventKind.STEP_SKIPPED, totals.in_words(), evidence=evidence)
         self._traced.note(step, planned, measured)
         if self._traced.is_sampled(step):
-            self._tell(ProfileUpdated(self._profiler.profile().to_json()))
+            self._send(ProfileUpdated(self._profiler.profile().to_json()))
 
-    def _tell_known_links(self, step: int, loop: ControlLoop) -> None:
+    def _send_known_links(self, step: int, loop: ControlLoop) -> None:
         if self._known_links is None or not loop.state.adapts:
             return
         news = self._known_links.news(step, controller.known_links(loop.state))
         if news is not None:
-            self._tell(news)
+            self._send(news)
 
     def _peak_on_device(self, measured: Timeline) -> tuple[int, ...] | None:
         if not self._config.offload.enabled:
@@ -268,9 +265,9 @@ class Bookkeeper:
         self._in_force = PlanInForce(morph.plan, programs, self._in_force.rank, morph.slots)
         self._plan = morph.plan
         for event in self._controlled.adopted(morph):
-            self._tell_event(step, **vars(event))
+            self._emit(step, **vars(event))
 
-    def _tell_link_events(
+    def _send_link_events(
         self, step: int, reports: Sequence[StepReport], step_began_s: float
     ) -> None:
         for rank, found in reported_events(reports):
@@ -281,9 +278,9 @@ class Bookkeeper:
                 link=_link_name(rank, found.peer),
                 detail=f"rank {rank}: {found.detail}",
             )
-            self._tell(EventEmitted(event))
+            self._send(EventEmitted(event))
 
-    def _tell_event(
+    def _emit(
         self,
         step: int,
         kind: str,
@@ -293,7 +290,7 @@ class Bookkeeper:
     ) -> None:
         time_s = time.monotonic() - self._began_s
         event = Event(time_s, step, EventKind(kind), link, detail, evidence or None)
-        self._tell(EventEmitted(event))
+        self._send(EventEmitted(event))
 
 
 def step_observed(step: int, measured: Timeline, reports: Sequence[StepReport]) -> StepObserved:
@@ -329,36 +326,36 @@ class _Held:
 
 
 class TracedSteps:
-    """Keeps the last steps' timelines in memory, and tells those that shall be kept for good."""
+    """Keeps the last steps' timelines in memory, and sends those that are to stay."""
 
-    def __init__(self, config: Config, tell: Callable[[RunMessage], None]) -> None:
+    def __init__(self, config: Config, send: Callable[[RunMessage], None]) -> None:
         self._config = config
-        self._tell = tell
-        self._untold: deque[_Held] = deque(maxlen=AROUND + 1)
+        self._send = send
+        self._kept: deque[_Held] = deque(maxlen=AROUND + 1)
         self._until_step = -1
 
     def pass_on(self, message: RunMessage) -> None:
         """Send a message; with the event of a change, the timelines around it too."""
-        self._tell(message)
+        self._send(message)
         if isinstance(message, EventEmitted) and message.event.kind in CHANGES:
             step = message.event.step
             self._until_step = max(self._until_step, step + AROUND)
-            for held in self._untold:
+            for held in self._kept:
                 if held.step >= step - AROUND:
-                    self._tell_timelines(held, around_change=True)
-            self._untold.clear()
+                    self._send_timelines(held, around_change=True)
+            self._kept.clear()
 
     def note(self, step: int, planned: Timeline, measured: Timeline) -> None:
-        """Tell a step's timelines, or keep them for a while."""
+        """Send a step's timelines, or keep them for a while."""
         held = _Held(step, planned, measured)
         is_around = step <= self._until_step
         if is_around or self.is_sampled(step):
-            self._tell_timelines(held, around_change=is_around and not self._is_last(step))
+            self._send_timelines(held, around_change=is_around and not self._is_last(step))
         else:
-            self._untold.append(held)
+            self._kept.append(held)
 
     def is_sampled(self, step: int) -> bool:
-        """Whether a step leaves its timelines whatever happens."""
+        """Whether a step leaves its timelines in any case."""
         every = self._config.trace.every_steps
         return self._is_last(step) or (every > 0 and step % every == 0)
 
@@ -366,6 +363,6 @@ class TracedSteps:
         """Whether it is the run's last, whose trace stays whatever changes: it is the latest."""
         return step == self._config.run.steps - 1
 
-    def _tell_timelines(self, held: _Held, *, around_change: bool) -> None:
+    def _send_timelines(self, held: _Held, *, around_change: bool) -> None:
         timelines = {"planned": held.planned.to_json(), "measured": held.measured.to_json()}
-        self._tell(StepTimelines(held.step, timelines, around_change))
+        self._send(StepTimelines(held.step, timelines, around_change))

@@ -1,4 +1,4 @@
-"""Takes what rank 0 tells of a run: writes it to the run directory and shows it to the user."""
+"""Takes what rank 0 sends of a run: writes it to the run directory and shows it to the user."""
 
 import json
 import time
@@ -31,7 +31,7 @@ PICTURE = "planned_and_measured.png"
 
 
 class RunRecord:
-    """The books of one run, in the process that the user started.
+    """The record of one run, in the process that the user started.
 
     Of many traces the latest stay; half of them may be those around changes, whatever came later.
 
@@ -60,7 +60,7 @@ class RunRecord:
         self._traces = _traces_before(first_step, directory)
         self._last_timelines: dict[str, Timeline] = {}
         self._last_traced_step = -1
-        self._began_s = self._life_began_s = self._last_step_s = clock()
+        self._began_s = self._ranks_began_s = self._last_step_s = clock()
         self._has_started = False
         self._goodput: Goodput | None = None
         self._last_step = first_step - 1
@@ -110,12 +110,12 @@ class RunRecord:
     def write_event(
         self, step: int, kind: EventKind, detail: str, evidence: Json | None = None
     ) -> None:
-        """Write down what happened to the ranks, which they can't tell."""
-        time_s = self._clock() - self._life_began_s
+        """Write an event of the ranks that they can't emit, as they have ended."""
+        time_s = self._clock() - self._ranks_began_s
         self._take_event(Event(time_s, step, kind, detail=detail, evidence=evidence))
 
     def go_back(self, step: int) -> None:
-        """Take out what is told of the steps from one on: they will be done again."""
+        """Take out the records of the steps from one on: they will be done again."""
         self._directory.go_back(step)
         self._history.go_back(step)
         self._reporter.go_back(step)
@@ -149,17 +149,17 @@ class RunRecord:
             picture=picture,
             traces=tuple(map(self._directory.trace_path, sorted(self._traces))),
         )
-        self._reporter.finish(replace(summary, **_told_of(self._goodput)))
+        self._reporter.finish(replace(summary, **_summed_up(self._goodput)))
 
     def close(self) -> None:
         """Give the terminal back."""
         self._reporter.close()
 
     def _start(self, started: RunStarted) -> None:
-        """A life of the ranks begins to train; its user knows what runs from the first one."""
-        self._life_began_s = self._clock()
+        """The ranks begin to train; of a restart the user knows already what runs."""
+        self._ranks_began_s = self._clock()
         if not self._has_started:
-            self._has_started, self._began_s = True, self._life_began_s
+            self._has_started, self._began_s = True, self._ranks_began_s
             self._reporter.start(self._header(started))
 
     def _take_event(self, event: Event) -> None:
@@ -203,7 +203,7 @@ class RunRecord:
             self._directory.trace_path(dropped).unlink(missing_ok=True)
 
 
-def _told_of(goodput: Goodput | None) -> dict[str, float]:
+def _summed_up(goodput: Goodput | None) -> dict[str, float]:
     """What a summary says of it."""
     if goodput is None:
         return {}

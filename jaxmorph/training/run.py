@@ -197,7 +197,7 @@ def begin_training(
     run: Run,
     stage: StageTrainer,
     planned: Planned,
-    tell: Callable[[RunMessage], None],
+    send: Callable[[RunMessage], None],
     source: str,
     *,
     trained_on: TrainedOn,
@@ -208,7 +208,7 @@ def begin_training(
     """Begin training's time: of its patience with ranks, and of links that change.
 
     Args:
-        tell: Takes what rank 0 reports of the run.
+        send: Takes what rank 0 reports of the run.
         source: Where the data come from, in a few words.
         trained_on: What checkpoints say of the data.
         held_out: What is evaluated; None: nothing.
@@ -228,7 +228,7 @@ def begin_training(
                 len(run.model.tied),
                 active=run.leads,
                 to_plan=planned.within.new,
-                keep=None if run.checkpoints is None else partial(_keep, tell),
+                keep=None if run.checkpoints is None else partial(_keep, send),
             )
         )
         bookkeeper = opened.enter_context(
@@ -236,7 +236,7 @@ def begin_training(
                 config,
                 first.in_force,
                 first.profiler,
-                tell,
+                send,
                 active=run.leads and (run.checkpoints is not None or config.adapts),
                 first_step=run.first_step,
                 loop=control,
@@ -270,9 +270,9 @@ def begin_training(
         yield Training(loop, recording, skipped, saver)
 
 
-def _keep(tell: Callable[[RunMessage], None], line: str, begins: bool) -> None:
+def _keep(send: Callable[[RunMessage], None], line: str, begins: bool) -> None:
     """Have what the controller observed written to the run directory."""
-    tell(ObservationKept(line, begins))
+    send(ObservationKept(line, begins))
 
 
 def _known_links(run: Run) -> KnownLinks | None:

@@ -90,7 +90,7 @@ class RunCheckpoints:
         trained_on: TrainedOn,
         bookkeeper: Bookkeeper,
     ) -> CheckpointSaver:
-        """What saves the run, and has rank 0's bookkeeper tell of it."""
+        """What saves the run; rank 0's bookkeeper emits its events."""
         describe = partial(
             Manifest,
             layers=settings.layers,
@@ -106,8 +106,8 @@ class RunCheckpoints:
             own_stages=settings.own_stages(rendezvous.rank),
             write=self._write,
             keep=self._config.checkpoint.keep,
-            tell=bookkeeper.event,
-            told_so_far=bookkeeper.told_so_far,
+            emit=bookkeeper.event,
+            sent_so_far=bookkeeper.sent_so_far,
         )
 
     def _write(self, path: Path, tree: Any) -> None:

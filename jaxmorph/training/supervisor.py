@@ -19,7 +19,7 @@ from jaxmorph.runtime.launcher import RankFailedError
 from jaxmorph.training.ledger import Goodput, Ledger, Recovery
 
 Launch = Callable[[int, int, Callable[[RunMessage], None]], bool]
-"""Runs all ranks to their end, by the first step, the number of the restart and who is told.
+"""Runs all ranks to their end: the first step, the number of the restart, what takes messages.
 
 It returns whether they were asked to end.
 """
@@ -43,7 +43,7 @@ class Attempts:
         return Attempts(1 if came_further else self.count + 1, from_step)
 
 
-class Books(Protocol):
+class Record(Protocol):
     """What is written of a run (`RunRecord`)."""
 
     @property
@@ -52,13 +52,13 @@ class Books(Protocol):
         ...
 
     def take(self, message: RunMessage) -> None:
-        """Handle what rank 0 tells."""
+        """Handle what rank 0 sends."""
         ...
 
     def write_event(
         self, step: int, kind: EventKind, detail: str, evidence: Json | None = None
     ) -> None:
-        """Write down what the ranks can't tell."""
+        """Write an event that the ranks can't emit."""
         ...
 
     def go_back(self, step: int) -> None:
@@ -76,12 +76,12 @@ def wait(seconds: float) -> None:
 
 
 class Supervisor:
-    """One run, through all of its lives.
+    """One run, with all of its restarts.
 
     Args:
         last_checkpoint: How many steps the last checkpoint that is whole has done; None: there is
             none.
-        clock: Seconds, monotonic; the one by which ranks tell times.
+        clock: Seconds, monotonic; the one by which ranks report times.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class Supervisor:
         policy: RestartPolicy,
         last_checkpoint: Callable[[], int | None],
         num_steps: int,
-        books: Books,
+        record: Record,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], None] = wait,
     ) -> None:
         self._policy = policy
         self._last_checkpoint = last_checkpoint
         self._num_steps = num_steps
-        self._books = books
+        self._record = record
         self._clock = clock
         self._wait = wait
         self._attempts = Attempts()
@@ -115,16 +115,16 @@ class Supervisor:
         self._ledger = Ledger(self._clock(), first_step)
         restarts = 0
         try:
-            while (next_step := self._live(launch, first_step, restarts)) is not None:
+            while (next_step := self._run_once(launch, first_step, restarts)) is not None:
                 first_step, restarts = next_step, restarts + 1
         finally:
             with suppress(OSError):  # whatever has ended the run is what its user should hear
-                self._tell(self._ledger.cut_off())
-                self._books.keep_goodput(self._ledger.goodput(self._books.productive_s))
+                self._write_down(self._ledger.cut_off())
+                self._record.keep_goodput(self._ledger.goodput(self._record.productive_s))
         return self._asked_to_end
 
-    def _live(self, launch: Launch, first_step: int, restarts: int) -> int | None:
-        """One life of the ranks, and the wait after it; None if it was the last."""
+    def _run_once(self, launch: Launch, first_step: int, restarts: int) -> int | None:
+        """Run the ranks once, and wait for the next start; None if there is none."""
         try:
             self._asked_to_end = launch(first_step, restarts, self._take)
         except RankFailedError as failure:
@@ -132,14 +132,14 @@ class Supervisor:
         else:
             return None
         self._wait(self._policy.wait_s(self._attempts.count))
-        self._books.go_back(from_step)
+        self._record.go_back(from_step)
         self._ledger.launched(self._clock())
         return from_step
 
     def _restart(self, failure: RankFailedError) -> int:
         """Note a failure, and decide from which step the run goes on."""
         ended_s = self._clock()
-        self._tell(self._ledger.cut_off())
+        self._write_down(self._ledger.cut_off())
         try:
             from_step, last = self._from_step(failure), self._attempts
         except (OSError, UserError) as error:  # of the two the failure is what matters
@@ -169,9 +169,9 @@ class Supervisor:
         return f"starts again from {origin} in {after_s:g} s (restart {attempt} of {most})"
 
     def _note_failure(self, failure: RankFailedError, then: str) -> None:
-        told = str(failure).splitlines()[1:2]
-        detail = "; ".join([failure.reason, *told]) + then
-        self._books.write_event(self._ledger.next_step, EventKind.RANK_FAILED, detail)
+        log = str(failure).splitlines()[1:2]
+        detail = "; ".join([failure.reason, *log]) + then
+        self._record.write_event(self._ledger.next_step, EventKind.RANK_FAILED, detail)
 
     def _take(self, message: RunMessage) -> None:
         match message:
@@ -179,19 +179,19 @@ class Supervisor:
                 self._ledger.phase_ended(phase, time_s)
             case StepDone(record):
                 over = self._ledger.step_done(record.step, self._clock())
-                self._books.take(message)
-                self._tell(over)
+                self._record.take(message)
+                self._write_down(over)
             case _:
-                self._books.take(message)
+                self._record.take(message)
 
-    def _tell(self, recovery: Recovery | None) -> None:
+    def _write_down(self, recovery: Recovery | None) -> None:
         """Write a recovery down once it is over."""
         if recovery is None:
             return
         if BACK_OFF in recovery.phases_s:  # else it was ended before the ranks were started again
             evidence, detail = recovery.to_json(), describe(recovery)
-            self._books.write_event(recovery.from_step, EventKind.RESTARTED, detail, evidence)
-        self._books.keep_goodput(self._ledger.goodput(self._books.productive_s))
+            self._record.write_event(recovery.from_step, EventKind.RESTARTED, detail, evidence)
+        self._record.keep_goodput(self._ledger.goodput(self._record.productive_s))
 
 
 def _in_vain(failure: RankFailedError, last: Attempts) -> RankFailedError:

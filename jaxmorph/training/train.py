@@ -23,7 +23,7 @@ from jaxmorph.training.run_parts import load_parts, step_reader
 def train(
     config: Config,
     rendezvous: Rendezvous,
-    tell: Callable[[RunMessage], None],
+    send: Callable[[RunMessage], None],
     directory: Path,
     first_step: int = 0,
     *,
@@ -33,7 +33,7 @@ def train(
     """Train as one rank of a run.
 
     Args:
-        tell: Takes what rank 0 reports, and each rank when a phase of its start is over.
+        send: Takes what rank 0 reports, and each rank when a phase of its start is over.
         first_step: The step to begin with: 0, or how many the checkpoint to go on from has done.
         stop_asked: Whether this process has been asked to save and end; asked at each step's end.
 
@@ -53,20 +53,20 @@ def train(
     run = load_run(
         config, rendezvous, parts.model, checkpoints, batches=parts.batches, restarts=restarts
     )
-    _tell_end_of(START, tell)
+    _send_end_of(START, send)
     with run.open_stage() as stage, ReadAhead(read, first_step) as inputs:
-        _tell_end_of(COMPILE, tell)
+        _send_end_of(COMPILE, send)
         run.restore(stage)
-        _tell_end_of(RESTORE, tell)
+        _send_end_of(RESTORE, send)
         planned = plan_run(run, stage, read(0), partial(with_room_to_evaluate, config))
         settle_garbage()
         stage.events()  # those of the start
-        _tell_end_of(PLAN, tell)
+        _send_end_of(PLAN, send)
         with begin_training(
             run,
             stage,
             planned,
-            tell,
+            send,
             parts.source,
             trained_on=TrainedOn(parts.vocab_size, parts.data),
             held_out=parts.held_out,
@@ -85,6 +85,6 @@ def train(
     return is_done
 
 
-def _tell_end_of(phase: str, tell: Callable[[RunMessage], None]) -> None:
+def _send_end_of(phase: str, send: Callable[[RunMessage], None]) -> None:
     """How far this rank has come: what a failure costs is split by it, whichever rank is last."""
-    tell(PhaseEnded(phase, time.monotonic()))
+    send(PhaseEnded(phase, time.monotonic()))

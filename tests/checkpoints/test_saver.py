@@ -91,8 +91,8 @@ class Ranks:
         self.savers = [
             CheckpointSaver(
                 self.folder, Meeting(rank, 2), describe=describe, own_stages=[rank],
-                write=disk.write, keep=keep, tell=lambda *event: self.events.append(event),
-                told_so_far=lambda: self.told,
+                write=disk.write, keep=keep, emit=lambda *event: self.events.append(event),
+                sent_so_far=lambda: self.told,
             )
             for rank, disk in enumerate(self.disks)
         ]  # fmt: skip
@@ -247,7 +247,7 @@ def alone(path, write, events=None):
     told = events if events is not None else []
     return CheckpointSaver(
         CheckpointFolder(path), SoleRank(), describe=describe, own_stages=[0],
-        write=write, keep=2, tell=lambda *event: told.append(event), told_so_far=all_told,
+        write=write, keep=2, emit=lambda *event: told.append(event), sent_so_far=all_told,
     )  # fmt: skip
 
 

@@ -196,7 +196,7 @@ class FailingRun:
             wires.found_up[link] = 0 if link in wires.down else wires.found_up[link] + 1
         self.books.note(self.step, StepTotals(1.0, 1.0), reports, 0.3)
         self._heed([report.parts for report in reports])
-        self.books.told_so_far().result(30)
+        self.books.sent_so_far().result(30)
         for _ in range(4):  # answers of the planning process, one after another
             self.loop._planner.submit(lambda: None).result(30)
         self.step += 1
@@ -208,7 +208,7 @@ class FailingRun:
             self.programs[rank] = program or self.programs[rank]
         for link in self.wires.begun[begun:]:
             self.on_begun(link, self.wires.found_up[link])
-        self.books.told_so_far().result(30)
+        self.books.sent_so_far().result(30)
         self.routes = dict(self.loop.state.plan.routes)
 
     def on_begun(self, link, found_up):

@@ -140,28 +140,28 @@ def test_all_so_far_is_told_only_when_every_step_before_is():
     pipe, seen = SlowPipe(), []
     with bookkeeper_of(pipe.tell) as bookkeeper:
         note(bookkeeper, 0, 1, 2)
-        told = bookkeeper.told_so_far()
-        told.add_done_callback(lambda _: seen.extend(pipe.steps()))
-        assert not told.done()
+        sent = bookkeeper.sent_so_far()
+        sent.add_done_callback(lambda _: seen.extend(pipe.steps()))
+        assert not sent.done()
         pipe.free.set()
-        told.result(30)
+        sent.result(30)
     assert seen == [0, 1, 2]
 
 
-def test_what_could_not_be_told_is_not_told_so_far():
+def test_what_could_not_be_told_is_not_sent_so_far():
     def refuse(message):
         raise OSError("Broken pipe")
 
     bookkeeper = bookkeeper_of(refuse)
     bookkeeper.event(0, EventKind.STOPPED, "detail")
-    assert isinstance(bookkeeper.told_so_far().exception(30), OSError)
+    assert isinstance(bookkeeper.sent_so_far().exception(30), OSError)
     with pytest.raises(OSError, match="Broken pipe"):
         bookkeeper.__exit__(None)
 
 
-def test_a_rank_without_books_has_told_all():
+def test_a_rank_without_records_has_sent_all():
     with bookkeeper_of(print, active=False) as bookkeeper:
-        assert bookkeeper.told_so_far().done()
+        assert bookkeeper.sent_so_far().done()
 
 
 def test_steps_that_were_done_are_told_though_the_run_fails():
@@ -178,7 +178,7 @@ def test_steps_that_were_done_are_told_though_the_run_fails():
     assert pipe.steps() == [0, 1, 2]
 
 
-def test_what_links_tell_becomes_events_of_the_run_with_link_and_time():
+def test_events_of_links_become_events_of_the_run():
     restarted = LinkEvent(0.25, EventKind.SIDECAR_RESTARTED, "generation 2")
     lost = LinkEvent(0.5, EventKind.LANE_DOWN, "reason reset", peer=1)
     messages = []

@@ -1,7 +1,7 @@
 """A run or a comparison as one HTML page that needs nothing else: no network, no script.
 
 Read `run_page` with `templates/run.html`, or `comparison_page` with `templates/comparison.html`.
-`files` reads what runs have written, `changes` and `decisions` say what happened to them,
+`files` reads what runs have written, `changes` and `decisions` put their events together,
 `timelines` and `charts` draw it, and `html` turns templates and charts into a page.
 """
 
@@ -25,7 +25,7 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     Raises:
         UserError: The directory is neither's, or the file can't be written.
     """
-    # Imported here: whoever only wants to know the file's name needs neither Matplotlib nor Jinja.
+    # Imported here: who only wants the file's name needs neither Matplotlib nor Jinja.
     from jaxmorph.report.page.comparison_page import comparison_page
     from jaxmorph.report.page.files import is_comparison, read_comparison_files, read_run_files
     from jaxmorph.report.page.run_page import run_page

@@ -12,7 +12,7 @@ MORPHS = frozenset({EventKind.PLAN_CHANGED, EventKind.ROUTE_CHANGED})
 _DECISIVE = ("plan_", "planning_", "route_", "straggler_", "link_", "compute_", "layers_")
 _STEPS_APART = 4
 """Events that are no further apart may belong together: detection, planning and the swap."""
-_ONSET = 2  # a link is told to be slow after this many steps at most
+_ONSET = 2  # a slow link is detected after this many steps at most
 _LONG_BEFORE = 25
 
 
@@ -52,13 +52,13 @@ def find_changes(steps: Sequence[StepRecord], events: Iterable[Event]) -> tuple[
         events: Its events. Those that steps leave traces for make changes; other decisions belong
             to one if they fall into it, or shortly before.
     """
-    told = [event for event in events if is_decision(event)]
-    swapped = {*_swaps(steps), *(event.step for event in told if event.kind in MORPHS)}
-    at = sorted({*swapped, *(event.step for event in told if event.kind in CHANGES)})
+    decisions = [event for event in events if is_decision(event)]
+    swapped = {*_swaps(steps), *(event.step for event in decisions if event.kind in MORPHS)}
+    at = sorted({*swapped, *(event.step for event in decisions if event.kind in CHANGES)})
     changes: list[Change] = []
     for group in _groups(at, swapped):
         since = max(group[0] - _STEPS_APART, changes[-1].last_step + 1 if changes else 0)
-        belonging = tuple(event for event in told if since <= event.step <= group[-1])
+        belonging = tuple(event for event in decisions if since <= event.step <= group[-1])
         new_step = group[-1] if group[-1] in swapped else None
         changes.append(Change(len(changes) + 1, belonging, group[0], new_step, group[-1]))
     return tuple(changes)
@@ -66,8 +66,8 @@ def find_changes(steps: Sequence[StepRecord], events: Iterable[Event]) -> tuple[
 
 def count_morphs(steps: Sequence[StepRecord], events: Iterable[Event]) -> int:
     """How often plan or routes changed."""
-    told = {event.step for event in events if event.kind in MORPHS}
-    return len(told) or len(list(_swaps(steps)))
+    changed = {event.step for event in events if event.kind in MORPHS}
+    return len(changed) or len(list(_swaps(steps)))
 
 
 def steps_to_show(

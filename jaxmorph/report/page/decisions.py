@@ -1,4 +1,4 @@
-"""Events as a page tells them: what was found out and decided, and the evidence it rests on."""
+"""Events as a page has them: what was found out and decided, and the evidence it rests on."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import shorten
@@ -24,7 +24,7 @@ class Evidence(NamedTuple):
     """One thing that an event rests on.
 
     Attributes:
-        picture: Samples drawn against the threshold, where the text tells of samples.
+        picture: Samples drawn against the threshold, where the text has samples.
         plans: Or the plans that were weighed: what each is, in words, and whether it was chosen.
     """
 
