@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -69,7 +69,6 @@ class FailoverRoute:
         self._ends = {link: self._make_end(link, to_peer) for link, to_peer in wires.items()}
         self._communicators = communicators
         self._compiled: dict[tuple[Link, int], Future[Programs]] = {}
-        self._compiler = ThreadPoolExecutor(1, "link programs")
         direct.given_up = lambda link: self._ends[link].peer_gave_up
 
     @property
@@ -142,7 +141,8 @@ class FailoverRoute:
         found = []
         for link, end in self._ends.items():
             for failure in end.take_failures():
-                self._programs(link, end.times_closed)  # no step waits for it
+                if 0 < end.times_closed < self._communicators.count:
+                    self._programs(link, end.times_closed)  # no step waits for it
                 lives_left = self._communicators.count - end.times_closed
                 found.append(replace(failure, lives_left=lives_left).to_json())
         return found
@@ -178,7 +178,6 @@ class FailoverRoute:
 
     def close(self) -> None:
         """Let the other ends know that this rank is gone."""
-        self._compiler.shutdown(wait=False, cancel_futures=True)
         self._watch.close()
         for end in self._ends.values():
             end.close()
@@ -197,8 +196,12 @@ class FailoverRoute:
     def _programs(self, link: Link, number: int) -> "Future[Programs]":
         """What a link begins again with; compiled beside the steps that go on without it."""
         if (link, number) not in self._compiled:
-            compiled = self._compiler.submit(self._communicators.programs, link, number)
-            self._compiled[link, number] = compiled
+            compiled = self._compiled[link, number] = Future()
+            # A daemon: a process that ends doesn't wait for programs that nothing needs any more.
+            arguments = compiled, partial(self._communicators.programs, link, number)
+            threading.Thread(
+                target=_compile, args=arguments, name="link programs", daemon=True
+            ).start()
         return self._compiled[link, number]
 
     def _end(self, identity: TransferIdentity) -> LinkEnd:
@@ -245,6 +248,13 @@ class FailoverRoute:
         for identity, value in chain.from_iterable(rest):
             self._send(identity._replace(epoch=peer.epoch), value, time.monotonic())
         return sum(map(len, rest))
+
+
+def _compile(compiled: "Future[Programs]", programs: Callable[[], Programs]) -> None:
+    try:
+        compiled.set_result(programs())
+    except Exception as error:  # raised where the programs are needed
+        compiled.set_exception(error)
 
 
 _FAILURES = (TimeoutError, jax.errors.JaxRuntimeError, ValueError)

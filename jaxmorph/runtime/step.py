@@ -110,11 +110,11 @@ class StepRunner:
             began_s: When the step began, on the monotonic clock; None: now.
             report: What this rank's report has beside the usual; called once the gradients are
                 there.
-            updates: False in a step for its timings alone: its gradients are discarded.
+            updates: False in a step for its timings alone: its gradients are discarded unread.
         """
         stage, began_s = self.stage, time.monotonic() if began_s is None else began_s
         outcome = stage.run(program, inputs, step)
-        squared_norm = stage.squared_norm()
+        squared_norm = stage.squared_norm() if updates else 0.0
         took_s = time.monotonic() - began_s
         # What happens before training is reported with its first step.
         events = tuple(map(LinkEvent.of, stage.events())) if updates else ()
@@ -124,7 +124,7 @@ class StepRunner:
             squared_norm=squared_norm,
             compilations=0 if self.compilations is None else self.compilations.count,
             took_s=took_s,
-            not_finite=not_finite_in_words(stage, outcome.loss, squared_norm),
+            not_finite=not_finite_in_words(stage, outcome.loss, squared_norm) if updates else "",
             peak_device_bytes=peak_bytes(stage.device),
             parts=report(step),
         )

@@ -86,7 +86,7 @@ class Saving(Callback):
         is_last = after.stops or num_done == self._num_steps
         if self._skipped.lets_save(after.saves, is_last=is_last):
             self._saver.save(num_done, self._stage.state)
-        if after.stops:
+        if after.stops and not self._skipped.why_stop:
             done = f"asked to end after {num_done} of {self._num_steps} steps"
             self._bookkeeper.event(result.step, EventKind.STOPPED, done)
         return Effect(ends=after.stops)

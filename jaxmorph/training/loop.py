@@ -53,7 +53,7 @@ class Loop:
 
     Attributes:
         program: This rank's instructions in the next step.
-        callbacks: They act in this order; after one that ends the loop no other does.
+        callbacks: All act on every step, in this order: also where one of them ends the loop.
         next_step: The number of the step to come.
         is_over: Whether a callback has ended the loop.
     """
@@ -87,9 +87,7 @@ class Loop:
             effect = callback.after(result)
             self.program = effect.program or self.program
             self.began_s += effect.paused_s
-            if effect.ends:
-                self.is_over = True
-                break
+            self.is_over = self.is_over or effect.ends
         return result
 
     def run(self, inputs: Iterator[StepInputs], num_steps: int) -> bool:

@@ -130,10 +130,12 @@ class SkippedSteps:
 
         While steps are skipped parameters stay as they are: saved again and again they would push
         the checkpoints from before, which may be what helps, out of those that are kept. What falls
-        due then is saved after the next update, or with the run's last step.
+        due then is saved after the next update, or with the run's last step. Nothing is saved after
+        a step that was one too many.
         """
         self._save_is_owed = self._save_is_owed or is_due
-        saves = self._save_is_owed and (is_last or self._in_a_row == 0)
+        is_time = self._in_a_row == 0 or (is_last and not self.why_stop)
+        saves = self._save_is_owed and is_time
         self._save_is_owed = self._save_is_owed and not saves
         return saves
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -261,7 +262,12 @@ class Trainer:
             RunFailedError: If the last save has failed.
         """
         training, self._training = self._training, None
-        failure = "" if training is None else training.finish()
+        try:
+            failure = "" if training is None else training.finish()
+        except BaseException:
+            leave()
+            self._opened.__exit__(*sys.exc_info())  # with the error: nothing waits
+            raise
         self._opened.close()
         if failure:
             raise CheckpointError(f"the last state could not be saved: {failure}")
@@ -293,7 +299,7 @@ class Trainer:
                 expected = "run.dir in the configuration: where the run's checkpoints are"
                 raise UserError(f"resume: got True, expected {expected}")
             return None
-        found = None
+        found, failed = None, None
         if self.rank == 0:
             try:
                 start = start_of_script(self.config, resume=resume)
@@ -302,9 +308,11 @@ class Trainer:
                 record = opening.enter_context(start.open_record(shown))
                 self._take = record.take
                 found = _Found(str(record.directory.resolve()), start.first_step)
-            except UserError as error:
-                found = _Found(mistake=str(error))
+            except Exception as error:  # the others wait to hear of it
+                failed, found = error, _Found(mistake=str(error) or type(error).__name__)
         found = agree(self._rendezvous, _Found, found)
+        if failed is not None:
+            raise failed
         if found.mistake:
             raise UserError(found.mistake)
         return RunCheckpoints(self.config, Path(found.directory), found.first_step)

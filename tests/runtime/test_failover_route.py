@@ -224,6 +224,41 @@ def test_a_cut_link_is_restored_over_the_same_devices(make_ends):
     assert not any(route.is_delegated(LINK) for route in ends.routes)
 
 
+def compiled_after(ends):
+    """Which communicators' programs rank 0 compiles from now on, and on daemon threads or not."""
+    compiled, communicators = [], ends.routes[0]._communicators
+    programs_of = communicators.programs
+
+    def programs(link, number):
+        compiled.append((number, threading.current_thread().daemon))
+        return programs_of(link, number)
+
+    communicators.programs = programs
+    return compiled
+
+
+def test_the_next_communicator_is_compiled_on_a_daemon_thread(make_ends):
+    ends = make_ends(Collectives(fails_at=2), Collectives(fails_at=5))
+    compiled = compiled_after(ends)
+    move(ends)
+    failures_of_both(ends)
+    for route in ends.routes:
+        route.restore(LINK)
+    assert compiled == [(1, True)]
+    move(ends, step=1)
+    failures_of_both(ends)  # the last communicator was closed
+    assert list(ends.routes[0]._compiled) == [(LINK, 1)]
+
+
+def test_nothing_is_compiled_for_a_link_that_is_only_cut(make_ends):
+    ends = make_ends(Collectives())
+    for links in ends.links:
+        links.emulate([CUT])
+    move(ends)
+    failures_of_both(ends)
+    assert not ends.routes[0]._compiled
+
+
 def test_an_end_that_is_restored_first_waits_for_the_other(make_ends):
     ends = make_ends(Collectives(fails_at=0), Collectives())
     move(ends)

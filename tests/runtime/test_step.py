@@ -77,6 +77,14 @@ def test_a_step_for_its_timings_discards_and_keeps_events_for_later():
     assert (result.updated, result.events) == (False, ())
 
 
+def test_gradients_of_a_step_for_its_timings_are_not_read():
+    stage: Any = Stage(loss=math.nan)
+    del stage.gradients
+    stage.squared_norm = lambda: pytest.fail("the norm is read")
+    (report,) = run(stage, updates=False).reports
+    assert (report.squared_norm, report.not_finite) == (0.0, "")
+
+
 def arrays(**values):
     return {name: jnp.full((2, 3), value) for name, value in values.items()}
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rank_process import RankArguments
-from jaxmorph.runtime.rendezvous import SoleRank
+from jaxmorph.runtime.rendezvous import RendezvousError, SoleRank
 from jaxmorph.runtime.step import StepRunner
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.training import script_inputs as script_config
@@ -125,6 +126,44 @@ def test_a_run_is_written_where_run_dir_is_named_and_saved_as_its_section_says(t
 def test_resuming_without_a_run_directory_is_refused():
     with pytest.raises(UserError, match=r"^resume: got True, expected run\.dir in the config"):
         Trainer(MODEL, {}, resume=True)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), RunFailedError("it is in use")])
+def test_other_ranks_hear_why_a_directory_cannot_be_opened(monkeypatch, tmp_path, error):
+    def fail(config, *, resume):
+        raise error
+
+    heard = []
+
+    def agreed(rendezvous, kind, own):
+        heard.append(own or kind(mistake="of rank 0"))
+        return heard[-1]
+
+    monkeypatch.setattr("jaxmorph.training.trainer.start_of_script", fail)
+    monkeypatch.setattr("jaxmorph.training.trainer.agree", agreed)
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer.config, trainer._rendezvous, trainer.rank = check_config({}), SoleRank(), 0
+    with pytest.raises(type(error)) as raised, ExitStack() as opening:
+        trainer._open_directory(opening, tmp_path, resume=False)
+    assert raised.value is error
+    assert heard[0].mistake == str(error)
+    trainer.rank = 1
+    with pytest.raises(UserError, match=r"^of rank 0$"), ExitStack() as opening:
+        trainer._open_directory(opening, tmp_path, resume=False)
+
+
+def test_a_trainer_whose_peer_is_gone_closes_all_it_opened(monkeypatch):
+    def finish():
+        raise RendezvousError("rank 1 is gone")
+
+    closed, left = [], []
+    monkeypatch.setattr("jaxmorph.training.trainer.leave", lambda: left.append(True))
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer._training, trainer._opened = SimpleNamespace(finish=finish), ExitStack()
+    trainer._opened.push(lambda kind, *_: closed.append(kind))
+    with pytest.raises(RendezvousError, match="rank 1 is gone"):
+        trainer.close()
+    assert (closed, left) == ([RendezvousError], [True])
 
 
 def test_a_file_without_stages_may_say_what_is_per_stage_or_link(tmp_path, monkeypatch):

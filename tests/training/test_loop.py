@@ -1,0 +1,80 @@
+"""What callbacks do to a loop between two steps."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from jaxmorph.config.checkpoint_section import Checkpoint
+from jaxmorph.runtime.report import StepTotals
+from jaxmorph.training.callbacks import Saving, Skipping
+from jaxmorph.training.loop import Callback, Effect, Loop
+from jaxmorph.training.save_times import SaveTimes, SkippedSteps
+
+FINITE, BAD = StepTotals(2.0, 1.0), StepTotals(float("nan"), 1.0)
+NOTHING: Any = None
+
+
+class Asks(Callback):
+    """Asks the same after every step, and counts them."""
+
+    def __init__(self, effect):
+        self.effect, self.count = effect, 0
+
+    def after(self, result) -> Effect:
+        self.count += 1
+        return self.effect
+
+
+class Saver:
+    """Notes after how many steps there is a save."""
+
+    def __init__(self):
+        self.saved, self.advanced = [], 0
+
+    def report(self):
+        return {}
+
+    def advance(self, parts):
+        self.advanced += 1
+
+    def save(self, step, state):
+        self.saved.append(step)
+
+
+def loop_of(*callbacks, totals=(FINITE,)):
+    def run(program, inputs, step, **_):
+        given = totals[min(step, len(totals) - 1)]
+        return SimpleNamespace(step=step, totals=given, parts=[{}], ended_s=0.0)
+
+    runner: Any = SimpleNamespace(run=run)
+    return Loop(runner, NOTHING, callbacks)
+
+
+def test_all_callbacks_act_on_the_step_that_ends_a_loop():
+    program: Any = object()
+    ends, swaps = Asks(Effect(ends=True)), Asks(Effect(program=program))
+    loop = loop_of(ends, swaps)
+    assert not loop.run(iter([NOTHING] * 3), 3)
+    assert (loop.next_step, ends.count, swaps.count) == (1, 1, 1)
+    assert loop.program is program
+
+
+def saving_loop(num_steps, stop_after, totals):
+    saver: Any = Saver()
+    events, skipped = [], SkippedSteps(stop_after)
+    stage: Any = SimpleNamespace(state=())
+    times = SaveTimes(
+        Checkpoint(every_steps=1),
+        num_steps,
+        leads=True,
+        stop_asked=lambda: False,
+        clock=lambda: 0.0,
+    )
+    books: Any = SimpleNamespace(event=lambda *event: events.append(event))
+    saving = Saving(times, skipped, saver, stage, books, num_steps)
+    return loop_of(Skipping(skipped), saving, totals=totals), saver
+
+
+def test_a_step_too_many_saves_nothing_but_saves_go_on():
+    loop, saver = saving_loop(4, 2, [FINITE, FINITE, BAD, BAD])
+    assert not loop.run(iter([NOTHING] * 4), 4)
+    assert (saver.saved, saver.advanced) == ([1, 2], 4)
