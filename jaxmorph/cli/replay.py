@@ -22,7 +22,6 @@ from jaxmorph.report.run_directory import (
     open_run_directory,
     read_records,
 )
-from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.replay import Moment, replay
 
 _DECISIONS = ("plan_changed", "plan_kept")
@@ -45,12 +44,7 @@ def print_replay(
     Raises:
         UserError: If nothing was kept of the run, or an override is of another section.
     """
-    for override in overrides:
-        if not override.startswith(_SECTION):
-            raise UserError(f"replay: got {override}, expected {_SECTION}KEY=VALUE")
-    if not (run_dir / CONFIG).is_file():
-        raise UserError(f"{run_dir}: got no {CONFIG}, expected a run's directory")
-    config = load_config(run_dir / CONFIG, overrides)
+    config = _config(run_dir, overrides)
     moments: list[Moment] = []
     difference, num_decisions = None, 0
     for moment in replay(run_dir, config.adaptation if overrides else None):
@@ -73,6 +67,19 @@ def print_replay(
         return 0
     console.print(f"{observed}: they differ from step {difference.step} on")
     return 1
+
+
+def _config(run_dir: Path, overrides: Sequence[str]) -> Config:
+    """The run's, with other settings of adapting."""
+    for override in overrides:
+        if not override.startswith(_SECTION):
+            raise UserError(f"replay: got {override}, expected {_SECTION}KEY=VALUE")
+    if not (run_dir / CONFIG).is_file():
+        raise UserError(f"{run_dir}: got no {CONFIG}, expected a run's directory")
+    config = load_config(run_dir / CONFIG, overrides)
+    if not config.adaptation.enabled:
+        raise UserError("adaptation.enabled: got false, expected true: nothing is decided without")
+    return config
 
 
 def _print_event(moment: Moment, event: ControlEvent, console: Console) -> None:
@@ -101,24 +108,25 @@ def _written(run_dir: Path, config: Config, moments: Sequence[Moment], out: Path
     records = {record.step: record for record in read_records(run_dir / METRICS, StepRecord)}
     events = read_records(run_dir / EVENTS, Event)
     own = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(out)})})
-    simulated = [moment for moment in moments if moment.is_simulated]
-    first = min((moment.step for moment in simulated), default=math.inf)
+    simulated = {moment.step: moment for moment in moments if moment.timeline is not None}
+    first, last = min(simulated, default=math.inf), max(simulated, default=math.inf)
     slower = _slower_than_predicted(record for record in records.values() if record.step < first)
     with open_run_directory(own) as directory:
-        for record in records.values():
-            if record.step < first:
-                directory.write_step(record)
+        for step, fact in records.items():
+            moment = simulated.get(step)
+            record = fact if moment is None else _simulated(fact, moment, slower, config)
+            directory.write_step(record)
+        now_s = 0.0
         for event in events:
-            if event.step < first:
+            if event.step < first or event.step > last:
                 directory.write_event(event)
-        now_s = max((event.time_s for event in events if event.step < first), default=0.0)
-        for moment in simulated:
-            if moment.timeline is not None and moment.step in records:
-                record = _simulated(records[moment.step], moment, moment.timeline, slower, config)
-                directory.write_step(record)
-                now_s += record.step_s
-            for event in moment.events:
-                directory.write_event(Event(now_s, moment.step, **vars(event)))
+                now_s = event.time_s if event.step < first else now_s
+        for moment in moments:
+            if moment.is_simulated:
+                step_s = slower * moment.timeline.makespan_ms / 1e3 if moment.timeline else 0.0
+                now_s += step_s
+                for event in moment.events:
+                    directory.write_event(Event(now_s, moment.step, **vars(event)))
     return write_report(directory.path)
 
 
@@ -128,11 +136,11 @@ def _slower_than_predicted(records: Iterable[StepRecord]) -> float:
     return median(ratios) if ratios else 1.0
 
 
-def _simulated(
-    fact: StepRecord, moment: Moment, timeline: Timeline, slower: float, config: Config
-) -> StepRecord:
-    state, step_s = moment.result.state, slower * timeline.makespan_ms / 1e3
-    plan = state.plan
+def _simulated(fact: StepRecord, moment: Moment, slower: float, config: Config) -> StepRecord:
+    state, timeline = moment.result.state, moment.timeline
+    if timeline is None:
+        return fact
+    plan, step_s = state.plan, slower * timeline.makespan_ms / 1e3
     return replace(
         fact,
         step_s=step_s,

@@ -47,6 +47,7 @@ class RunDirectory:
         self.path = path
         self._open_files("a" if resumed else "x")
         self._tensorboard = tensorboard
+        self._control: Path | None = None
 
     def _open_files(self, mode: str) -> None:
         self._metrics = (self.path / METRICS).open(mode, encoding="utf-8", buffering=1)
@@ -77,16 +78,17 @@ class RunDirectory:
 
         The oldest files make room, if all together are larger than 32 MiB.
         """
-        folder = self.path / CONTROL
-        folder.mkdir(exist_ok=True)
-        files = sorted(folder.glob("*.jsonl"))
-        if begins or not files:
+        if begins:
+            folder = self.path / CONTROL
+            folder.mkdir(exist_ok=True)
+            files = sorted(folder.glob("*.jsonl"))
             while len(files) > 1 and sum(map(_size, files)) > _MOST_CONTROL_BYTES:
                 files.pop(0).unlink()
             number = int(files[-1].stem) + 1 if files else 1
-            files.append(folder / f"{number:06d}.jsonl")
-        with files[-1].open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            self._control = folder / f"{number:06d}.jsonl"
+        if self._control is not None:
+            with self._control.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
 
     def write_recovery(self, values: Mapping[str, Any]) -> None:
         """Writes what failures have cost to `recovery.json`, in place of what was there."""

@@ -72,8 +72,7 @@ def open_control_loop(
             try:
                 yield loop
             finally:
-                process.close()  # first: nobody waits for its answer any more
-                loop.close()
+                loop.close(process.close)
 
 
 class TakesMorphs(Protocol):

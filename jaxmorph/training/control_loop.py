@@ -112,6 +112,8 @@ class ControlLoop:
         self._due: Morph | ProbeLinks | None = None
         self._lock, self._due_lock = threading.Lock(), threading.Lock()
         self._planner = ThreadPoolExecutor(1, "jaxmorph-planner")
+        self._is_closing = False
+        self._error: Exception | None = None  # of keeping an observation
 
     @property
     def state(self) -> ControllerState:
@@ -131,6 +133,8 @@ class ControlLoop:
         with self._lock:
             events = self._advance(seen) + self._unreported
             self._unreported = ()
+            if self._error is not None:
+                raise self._error
         return events
 
     def take_due(self) -> Morph | ProbeLinks | None:
@@ -145,18 +149,28 @@ class ControlLoop:
             self._programs = morph.programs
             return self._advance(PlanChanged())
 
-    def close(self) -> None:
-        """Stop planning; an answer that is still to come is dropped."""
+    def close(self, end_process: Callable[[], None] = lambda: None) -> None:
+        """Stop planning.
+
+        Args:
+            end_process: Ends the planning process: what it was asked is dropped, and is no failure.
+        """
+        with self._lock:
+            self._is_closing = True
+        end_process()
         self._planner.shutdown(wait=True, cancel_futures=True)
 
     def _advance(self, observation: Observation) -> tuple[ControlEvent, ...]:
         """Advance the controller and carry out its commands; with the lock held."""
         before, result = self._state, advance(self._state, observation)
         self._state = result.state
-        if self._keep is not None:
-            self._keep(before, observation, result)
         for command in result.commands:
             self._carry_out(command)
+        if self._keep is not None:
+            try:
+                self._keep(before, observation, result)
+            except Exception as error:  # raised where a step is observed: nobody waits for answers
+                self._error = self._error or error
         return result.events
 
     def _carry_out(self, command: Command) -> None:
@@ -185,7 +199,13 @@ class ControlLoop:
         except Exception as error:  # training goes on, under the plan in force
             answer = PlanningFailed(f"{type(error).__name__}: {error}")
         with self._lock:
-            self._unreported += self._advance(answer)
+            if self._is_closing:
+                return
+            try:
+                events = self._advance(answer)
+            except Exception as error:  # nothing can be decided: it is tried again later
+                events = self._advance(PlanningFailed(f"{type(error).__name__}: {error}"))
+            self._unreported += events
 
     def _started(self, start: Callable[[], None]) -> Observation:
         start()

@@ -9,7 +9,8 @@ plans are made here.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,16 +22,23 @@ from jaxmorph.control.controller import advance
 from jaxmorph.control.controller_state import (
     Advance,
     ChangePlan,
+    Changing,
     Command,
     ControllerState,
     DropProbes,
+    GivenUp,
     MakePrograms,
     Observation,
     PlanChanged,
+    PlannerStarted,
     PlansWeighed,
+    Preparing,
     ProbeLinks,
+    Probing,
     ProgramsMade,
+    Starting,
     StepObserved,
+    Weighing,
     WeighPlans,
     with_settings,
 )
@@ -49,9 +57,8 @@ from jaxmorph.schedule.costs import LinkState, StageCosts
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.planning_process import Candidate, planner_of
 
-SEGMENT_STEPS = 200
-"""How many steps a file of observations has, at most."""
-
+SEGMENT_STEPS, SEGMENT_BYTES = 200, 4 << 20
+"""After how many steps, or bytes, another file of observations begins."""
 
 _ANY_OBSERVATION: Any = Observation  # a union: no class to the type checker
 
@@ -66,15 +73,17 @@ class ObservationLog:
 
     def __init__(self, write: Callable[[str, bool], None], run: Mapping[str, Any]) -> None:
         self._write, self._run = write, run
-        self._begun_at: int | None = None
+        self._num_steps, self._num_bytes = SEGMENT_STEPS, 0
 
     def note(self, before: ControllerState, observation: Observation, result: Advance) -> None:
         """Keep an observation and what followed from it."""
-        step = result.state.step
-        if self._begun_at is None or step >= self._begun_at + SEGMENT_STEPS:
-            self._begun_at = step
+        if self._num_steps >= SEGMENT_STEPS or self._num_bytes >= SEGMENT_BYTES:
+            self._num_steps = self._num_bytes = 0
             self._write(json.dumps({"state": encode(before), "run": self._run}), True)
-        self._write(json.dumps(encode(observation) | _outcome(result)), False)
+        line = json.dumps(encode(observation) | _outcome(result))
+        self._num_steps += isinstance(observation, StepObserved)
+        self._num_bytes += len(line)
+        self._write(line, False)
 
 
 def _outcome(result: Advance) -> dict[str, Any]:
@@ -148,31 +157,43 @@ def replay(run_dir: Path, settings: Adaptation | None = None) -> Iterator[Moment
     files = sorted((run_dir / CONTROL).glob("*.jsonl"))
     if not files:
         raise UserError(f"{run_dir}: got no {CONTROL}/*.jsonl, expected what `train` keeps there")
-    simulated: _Simulated | None = None
+    simulated, state = None, None
     for file in files:
         lines = _lines(file)
-        _, head = next(lines)
-        recorded = decode(ControllerState, head["state"])
-        state = recorded if settings is None else with_settings(recorded, settings)
+        where, head = next(lines, ("", {}))
+        if not head:  # the process that wrote it was killed
+            continue
+        with _named(where):
+            recorded = decode(ControllerState, head["state"])
+        if state is None or recorded.step < 0:  # ranks have started again: so does the simulation
+            simulated = None
+            state = recorded if settings is None else with_settings(recorded, settings)
         for where, line in lines:
-            outcome = {name: line.pop(name) for name in ("commands", "events")}
-            try:
+            with _named(where):
+                outcome = {name: line.pop(name) for name in ("commands", "events")}
                 observation: Observation = decode(_ANY_OBSERVATION, line)
-            except ValueError as error:
-                raise UserError(f"{where}: {error}") from error
             if simulated is None:
                 result = advance(state, observation)
                 moment = Moment(result.state.step, observation, result, outcome)
                 yield moment
                 state, recorded = moment.result.state, advance(recorded, observation).state
                 if moment.differs and settings is not None:
-                    simulated = _Simulated(head["run"], state, moment.result.commands)
-                    yield from simulated.answers()
+                    simulated = _Simulated(head["run"], state)
+                    yield from simulated.start()
             elif isinstance(observation, StepObserved):
                 recorded = advance(recorded, observation).state
                 yield from simulated.step(observation, recorded)
             else:
                 recorded = advance(recorded, observation).state
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """While this lasts, what is wrong with a line is the user's to know, with its place."""
+    try:
+        yield
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -195,15 +216,21 @@ def _plain(value: Any) -> Any:
 class _Simulated:
     """The run from the first decision that differs."""
 
-    def __init__(
-        self, run: Mapping[str, Any], state: ControllerState, commands: tuple[Command, ...]
-    ) -> None:
-        self._state, self._commands = state, [*commands]
-        self._planner = planner_of({**run, "in_force": state.plan.to_json(), "programs": None})
+    def __init__(self, run: Mapping[str, Any], state: ControllerState) -> None:
+        self._state = state = _undecided(state)
+        self._commands: list[Command] = []
+        config = {**run["config"], "adaptation": state.settings.model_dump(mode="json")}
+        now = {"config": config, "in_force": state.plan.to_json(), "programs": None}
+        self._planner = planner_of({**run, **now})
         self._programs = self._planner.programs
         self._candidates: tuple[Candidate, ...] = ()
         self._due: ChangePlan | ProbeLinks | None = None
         self._probing: tuple[Link, ...] = ()
+
+    def start(self) -> Iterator[Moment]:
+        """What follows at once; the planning process here is another one than the run's."""
+        yield self._advance(PlannerStarted())
+        yield from self.answers()
 
     def answers(self) -> Iterator[Moment]:
         """What follows before the next step: plans are made at once."""
@@ -287,6 +314,20 @@ class _Simulated:
             restored=tuple(link for link in restored if up.get(link, False)),
             is_disturbed=bool(failures),
         )
+
+
+def _undecided(state: ControllerState) -> ControllerState:
+    """The state with all that was being decided as news, for another planning process."""
+    match state.phase:
+        case GivenUp():
+            return state
+        case Changing(change):
+            return replace(state, plan=change.plan, phase=Starting())
+        case Weighing() | Probing() | Preparing() as phase:
+            news = replace(state.news, are_due=True, ops={**phase.ops, **state.news.ops})
+            return replace(state, news=news, phase=Starting())
+        case _:
+            return replace(state, phase=Starting())
 
 
 def _added_ms(fact: StepObserved, recorded: ControllerState) -> dict[Way, float]:

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from adapting_run import CONFIG, COSTS, FIRST, FailingPlans, PlansHere
 
+from jaxmorph.control import controller, orchestrator
 from jaxmorph.control.controller import link_states
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
@@ -272,3 +273,40 @@ def test_a_link_an_earlier_probe_found_well_needs_none(slow_run):
     slow_run.steps(1)
     assert slow_run.routes == FIRST.routes
     assert slow_run.loop.take_due() is None
+
+
+def test_a_decision_that_raises_is_retried(begin_run, monkeypatch):
+    raises = iter([True])
+
+    def decide(situation):
+        if next(raises, False):
+            raise ZeroDivisionError("no step at all")
+        return orchestrator.decide(situation)
+
+    monkeypatch.setattr(controller, "decide", decide)
+    run = begin_run(PlansHere())
+    run.steps(6)
+    run.steps(8, slow_ms=40.0)
+    kinds = [kind for _, kind, _ in run.events]
+    assert kinds[:3] == ["straggler_detected", "planning_failed", "plan_changed"]
+    assert run.details[1].startswith("ZeroDivisionError: no step at all; ")
+
+
+def test_an_end_while_planning_is_no_failure(begin_run):
+    kept = []
+    run = begin_run(PlansHere(may_answer=False), keep=lambda *kept_: kept.append(kept_[1].kind))
+    run.steps(6)
+    run.steps(1, slow_ms=40.0)
+    assert run.plans.is_asked.wait(30)
+    run.loop.close(run.plans.may_answer.set)
+    assert "planning_failed" not in kept
+    assert kept[-1] == "step_observed"
+
+
+def test_an_observation_that_cannot_be_kept_ends_the_run(begin_run):
+    def fail(*_):
+        raise OSError("no space")
+
+    run = begin_run(PlansHere(), keep=fail)
+    with pytest.raises(OSError, match="no space"):
+        run.steps(1)

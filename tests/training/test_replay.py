@@ -3,6 +3,7 @@
 import pytest
 from adapting_run import CONFIG, FIRST, PLANNED_FOR, USUAL, PlansHere
 
+from jaxmorph.control.controller_state import PlannerStarted, PlansWeighed
 from jaxmorph.errors import UserError
 from jaxmorph.report.run_directory import RunDirectory
 from jaxmorph.training import replay as replaying
@@ -14,13 +15,14 @@ from jaxmorph.training.replay import ObservationLog, replay
 def kept_run(begin_run, tmp_path):
     """A run that has delegated a slow link and restored it, and what was kept of it."""
 
-    def begin(num_steps=20):
-        directory = RunDirectory(tmp_path)
+    def begin(num_steps=20, *, settings=None, again=False):
+        directory = RunDirectory(tmp_path, resumed=again)
+        adaptation = CONFIG.adaptation.model_copy(update=settings or {})
         run_known = run_to_plan(CONFIG, 0, FIRST, PLANNED_FOR, USUAL)
         log = ObservationLog(
             lambda line, begins: directory.write_observation(line, begins=begins), run_known
         )
-        run = begin_run(PlansHere(), keep=log.note)
+        run = begin_run(PlansHere(), adaptation, keep=log.note)
         run.steps(6)
         run.steps(6, slow_ms=40.0)
         run.steps(num_steps)
@@ -87,6 +89,49 @@ def test_files_begin_anew_and_the_oldest_go(kept_run, tmp_path, monkeypatch):
     moments = list(replay(tmp_path))
     assert moments[0].step >= 4
     assert not any(moment.differs for moment in moments)
+
+
+def test_a_cheaper_morph_is_simulated_to_its_end(kept_run, tmp_path):
+    """The first difference is a plan that is chosen, where the run kept its own."""
+    kept_run(settings={"worth": 0.9})
+    easy = CONFIG.adaptation.model_copy(update={"worth": 0.05})
+    moments = list(replay(tmp_path, easy))
+    assert any(moment.differs for moment in moments)
+    assert kinds(moments).count("plan_changed") == 2
+    assert moments[-1].result.state.plan.routes == FIRST.routes
+
+
+def test_links_that_may_all_be_delegated_are_offered_so(kept_run, tmp_path):
+    kept_run(settings={"worth": 0.9})
+    settings = {"worth": 0.05, "delegates": "any"}
+    simulated = list(replay(tmp_path, CONFIG.adaptation.model_copy(update=settings)))
+    offers = [m.observation.options for m in simulated if isinstance(m.observation, PlansWeighed)]
+    assert any(
+        set(option.routes.values()) == {"delegated"}
+        for offer in offers
+        for option in offer.candidates
+    )
+
+
+def test_a_file_without_a_head_is_left_out(kept_run, tmp_path):
+    kept_run()
+    (tmp_path / "control" / "000000.jsonl").touch()
+    whole = list(replay(tmp_path))
+    assert not any(moment.differs for moment in whole)
+    (tmp_path / "control" / "000000.jsonl").write_text('{"state": {}, "run": {}}\n')
+    with pytest.raises(UserError, match=r"000000.jsonl:1: "):
+        list(replay(tmp_path))
+
+
+def test_a_simulation_ends_where_ranks_started_again(kept_run, tmp_path):
+    kept_run()
+    kept_run(again=True)
+    never = CONFIG.adaptation.model_copy(update={"worth": 0.9})
+    moments = list(replay(tmp_path, never))
+    starts = [at for at, each in enumerate(moments) if isinstance(each.observation, PlannerStarted)]
+    facts = [at for at in starts if not moments[at].is_simulated]
+    assert len(facts) == 2  # each start of the ranks, as it was
+    assert moments[facts[1] - 1].is_simulated
 
 
 def test_a_cut_off_line_ends_the_replay(kept_run, tmp_path):
