@@ -33,7 +33,7 @@ def kept_run(begin_run, tmp_path):
 
 
 def kinds(moments):
-    return [event.kind for moment in moments for event in moment.events]
+    return [str(event.kind) for moment in moments for event in moment.events]
 
 
 def test_a_replay_decides_the_same(kept_run, tmp_path):
