@@ -38,12 +38,12 @@ class Checkpoint(Section):
         """How long a run that is asked to end may take to save; None: it ends without."""
         return self.sigterm_deadline_s if self.saves and self.on_sigterm else None
 
-    def is_due(self, step: int, num_steps: int) -> bool:
+    def is_due(self, step: int, num_steps: int | None) -> bool:
         """Whether the state is saved after so many steps of a run, whatever the time.
 
         Args:
             step: How many steps have been done.
-            num_steps: How many the run has in all.
+            num_steps: How many the run has in all; None: as many as a script takes.
         """
         if not self.saves:
             return False

@@ -89,7 +89,7 @@ class Adaptation:
     Args:
         bookkeeper: It is told on rank 0 of the plan that comes into force.
         loop: The controller; None on all ranks but rank 0.
-        last_step: The run's last: nothing is changed after it.
+        last_step: The run's last: nothing is changed after it. None: of a script nobody knows it.
         adapts: Whether there is such a loop, on rank 0.
         failed: The links that do without their direct paths from the start.
     """
@@ -100,7 +100,7 @@ class Adaptation:
         trainer: StageTrainer,
         bookkeeper: TakesMorphs,
         loop: ControlLoop | None,
-        last_step: int,
+        last_step: int | None,
         *,
         adapts: bool = True,
         failed: Iterable[Link] = (),

@@ -54,7 +54,7 @@ class Saving(Callback):
     """Saves the state when it is time to, and ends a run that was asked to end, once it is saved.
 
     Args:
-        num_steps: How many steps the run has.
+        num_steps: How many steps the run has; None: as many as a script takes.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Saving(Callback):
         saver: CheckpointSaver,
         stage: StageTrainer,
         bookkeeper: Bookkeeper,
-        num_steps: int,
+        num_steps: int | None,
     ) -> None:
         self._times = times
         self._skipped = skipped

@@ -199,7 +199,7 @@ def find_resumption(
         raise _none_to_go_on_from(folder, passed_over)
     manifest = folder.manifest(step)
     try:
-        _require_agreement(config, was, manifest)
+        _require_agreement(config, was, manifest, config.run.steps)
     except UserError as error:
         raise placed_error(directory / CONFIG, overrides, error) from error
     return Resumption(config, manifest, passed_over)
@@ -224,12 +224,14 @@ def start_of_script(config: Config, *, resume: bool) -> RunStart:
     folder = checkpoint_folder(was, directory)
     step, passed_over = folder.newest_whole()
     if step is not None:
-        _require_agreement(config, was, folder.manifest(step))
+        _require_agreement(config, was, folder.manifest(step), None)
     return RunStart(config, step or 0, directory, passed_over)
 
 
-def _require_agreement(config: Config, was: Config, manifest: Manifest) -> None:
-    for key, got, expected in _disagreements(config, was, manifest):
+def _require_agreement(
+    config: Config, was: Config, manifest: Manifest, num_steps: int | None
+) -> None:
+    for key, got, expected in _disagreements(config, was, manifest, num_steps):
         raise UserError(f"{key}: got {got}, expected {expected}")
 
 
@@ -306,18 +308,22 @@ def check_data(manifest: Manifest, config: Config, data: DataDigest) -> None:
 
 
 def _disagreements(
-    config: Config, was: Config, manifest: Manifest
+    config: Config, was: Config, manifest: Manifest, num_steps: int | None
 ) -> Iterator[tuple[str, object, str]]:
-    """Each key that keeps a run from going on: what was got, what was expected."""
+    """Each key that keeps a run from going on: what was got, what was expected.
+
+    Args:
+        num_steps: How many steps the run has; None: as many as a script takes.
+    """
     if config.run.dir != was.run.dir:
         yield "run.dir", config.run.dir, "none: a resumed run goes on in its own directory"
     folder, was_folder = config.checkpoint.dir, was.checkpoint.dir
     if (folder and Path(folder).resolve()) != (was_folder and Path(was_folder).resolve()):
         there = "none" if was_folder is None else was_folder
         yield "checkpoint.dir", folder, f"{there}: a run's checkpoints stay in one folder"
-    if config.run.steps < manifest.step:
+    if num_steps is not None and num_steps < manifest.step:
         done = f"at least the {manifest.step} steps that the last checkpoint has done"
-        yield "run.steps", config.run.steps, done
+        yield "run.steps", num_steps, done
     held_out, was_held_out = config.data.held_out_fraction, was.data.held_out_fraction
     if held_out != was_held_out:
         kept = f"{was_held_out:g}: what was held out, and what was learned, stay so"

@@ -200,6 +200,7 @@ def begin_training(
     send: Callable[[RunMessage], None],
     source: str,
     *,
+    num_steps: int | None,
     trained_on: TrainedOn,
     held_out: Batches | None = None,
     compilations: CompilationCounter | None = None,
@@ -210,6 +211,7 @@ def begin_training(
     Args:
         send: Takes what rank 0 reports of the run.
         source: Where the data come from, in a few words.
+        num_steps: How many steps the run has; None: as many as a script takes.
         trained_on: What checkpoints say of the data.
         held_out: What is evaluated; None: nothing.
         stop_asked: Whether this process has been asked to save and end.
@@ -251,15 +253,14 @@ def begin_training(
                     rendezvous, run.settings, run.model.tied, trained_on, bookkeeper
                 )
             )
-            steps, leads = config.run.steps, run.leads
-            times = SaveTimes(config.checkpoint, steps, leads=leads, stop_asked=stop_asked)
-            callbacks.append(Saving(times, skipped, saver, stage, bookkeeper, steps))
+            times = SaveTimes(config.checkpoint, num_steps, leads=run.leads, stop_asked=stop_asked)
+            callbacks.append(Saving(times, skipped, saver, stage, bookkeeper, num_steps))
         adaptation = Adaptation(
             rendezvous,
             stage,
             recording,
             control,
-            last_step=config.run.steps - 1,
+            last_step=None if num_steps is None else num_steps - 1,
             adapts=config.adapts,
             failed=dead_of(first.known),
         )

@@ -45,12 +45,16 @@ class AfterStep:
 
 
 class SaveTimes:
-    """One rank's part in the agreement."""
+    """One rank's part in the agreement.
+
+    Args:
+        num_steps: How many steps the run has; None: as many as a script takes.
+    """
 
     def __init__(
         self,
         settings: Checkpoint,
-        num_steps: int,
+        num_steps: int | None,
         *,
         leads: bool,
         stop_asked: Callable[[], bool],
@@ -76,7 +80,7 @@ class SaveTimes:
         """
         within_s = self._settings.stop_within_s
         asked = within_s is not None and any(_STOP in report for report in reports)
-        stops = asked and step < self._num_steps
+        stops = asked and step != self._num_steps
         saves = stops or _SAVE in reports[0] or self._settings.is_due(step, self._num_steps)
         if saves:
             self._saved_s = self._clock()

@@ -68,6 +68,7 @@ def train(
             planned,
             send,
             parts.source,
+            num_steps=config.run.steps,
             trained_on=TrainedOn(parts.vocab_size, parts.data),
             held_out=parts.held_out,
             compilations=compilations,

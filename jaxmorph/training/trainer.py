@@ -328,6 +328,7 @@ class Trainer:
                     planned,
                     self._receive,
                     "a script's batches",
+                    num_steps=None,
                     trained_on=TrainedOn(),
                     compilations=self._compilations,
                 )

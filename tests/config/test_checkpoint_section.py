@@ -13,6 +13,12 @@ def test_the_state_is_saved_at_an_interval_and_at_the_end(every_steps, due):
     assert [step for step in range(1, 21) if section.is_due(step, 20)] == due
 
 
+@pytest.mark.parametrize(("every_steps", "due"), [(7, [7, 14]), (None, []), (0, [])])
+def test_a_script_of_any_length_is_saved_at_an_interval_alone(every_steps, due):
+    section = Checkpoint(every_steps=every_steps)
+    assert [step for step in range(1, 21) if section.is_due(step, None)] == due
+
+
 def test_where_nothing_is_saved_no_minutes_are_and_nobody_waits_for_a_save():
     with pytest.raises(
         UserError, match=r"checkpoint.every_minutes: got 5.0, expected null, as che"

@@ -78,3 +78,9 @@ def test_a_step_too_many_saves_nothing_but_saves_go_on():
     loop, saver = saving_loop(4, 2, [FINITE, FINITE, BAD, BAD])
     assert not loop.run(iter([NOTHING] * 4), 4)
     assert (saver.saved, saver.advanced) == ([1, 2], 4)
+
+
+def test_a_script_has_no_last_step_to_save():
+    loop, saver = saving_loop(None, None, [BAD, FINITE, BAD])
+    loop.run(iter([NOTHING] * 5), 5)
+    assert saver.saved == [2]

@@ -22,6 +22,7 @@ from jaxmorph.training.resume import (
     prepare_checkpoints,
     require_no_checkpoints,
     set_aside,
+    start_of_script,
     try_named_folder,
     with_absolute_folder,
     without_weights,
@@ -89,6 +90,13 @@ def test_a_run_is_done_with_the_checkpoint_of_its_last_step(tmp_path):
     assert not find_resumption(run, []).is_done
     corrupt(run, 14)
     assert not find_resumption(run, ["run.steps=14"]).is_done
+
+
+def test_a_script_goes_on_after_more_steps_than_the_runs(tmp_path):
+    config = Config.model_validate(CONFIG | {"run": {"dir": str(tmp_path), "steps": 20}})
+    run = write_run(tmp_path, [150], config)
+    start = start_of_script(config, resume=True)
+    assert (start.first_step, start.directory) == (150, run)
 
 
 def test_what_does_not_change_the_model_may_change(tmp_path):
