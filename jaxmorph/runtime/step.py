@@ -128,9 +128,9 @@ class StepRunner:
             peak_device_bytes=peak_bytes(stage.device),
             parts=report(step),
         )
-        told = self.rendezvous.exchange(own.to_json(), timings.to_json())
+        of_ranks = self.rendezvous.exchange(own.to_json(), timings.to_json())
         ended_s = time.monotonic()
-        reports = tuple(StepReport.from_json(each, rank) for rank, each in enumerate(told))
+        reports = tuple(StepReport.from_json(each, rank) for rank, each in enumerate(of_ranks))
         totals = total(reports)
         updated = updates and apply_gradients(stage, totals, self.clip_norm)
         if not updates:

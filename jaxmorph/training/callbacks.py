@@ -76,13 +76,13 @@ class Saving(Callback):
     def report(self, step: int) -> Json:
         """How far this rank's save is, and whether it wants another, or to end."""
         del step
-        return self._saver.report() | self._times.told()
+        return self._saver.report() | self._times.report()
 
     def after(self, result: StepResult) -> Effect:
         """Take the save under way a phase further, and begin one if it is due."""
         self._saver.advance(result.parts)
         num_done = result.step + 1
-        after = self._times.heed(num_done, result.parts)
+        after = self._times.after(num_done, result.parts)
         is_last = after.stops or num_done == self._num_steps
         if self._skipped.lets_save(after.saves, is_last=is_last):
             self._saver.save(num_done, self._stage.state)

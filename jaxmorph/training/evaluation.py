@@ -125,7 +125,7 @@ class Evaluation(Callback):
         """Run the forwards of another plan from now on."""
         if program is self._narrowed:
             return
-        # Messages of a step are told apart by their microbatches: these come after its own.
+        # A step's messages are identified by their microbatches: these come after its own.
         size = self._config.batch.microbatches
         self._narrowed, self._programs = (
             program,

@@ -67,16 +67,16 @@ class SaveTimes:
         self._clock = clock
         self._saved_s = clock()
 
-    def told(self) -> Json:
-        """What this rank says in a step's meeting; most often nothing."""
+    def report(self) -> Json:
+        """This rank's part of a step's report; most often empty."""
         saves = {_SAVE: True} if self._leads and self._is_time() else {}
         return saves | ({_STOP: True} if self._stop_asked() else {})
 
-    def heed(self, step: int, reports: Sequence[Json]) -> AfterStep:
+    def after(self, step: int, reports: Sequence[Json]) -> AfterStep:
         """What comes after a step.
 
         Args:
-            reports: What all ranks said in its meeting, in rank order: `told` among it.
+            reports: What all ranks reported of it, in rank order, with what `report` gave.
         """
         within_s = self._settings.stop_within_s
         asked = within_s is not None and any(_STOP in report for report in reports)

@@ -1,12 +1,14 @@
-"""What callbacks do to a loop between two steps."""
+"""What callbacks do to a loop between two steps, and what is in a step's time."""
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from jaxmorph.config.checkpoint_section import Checkpoint
 from jaxmorph.runtime.report import StepTotals
 from jaxmorph.training.callbacks import Saving, Skipping
-from jaxmorph.training.loop import Callback, Effect, Loop
+from jaxmorph.training.loop import GOES_ON, Callback, Effect, Loop
 from jaxmorph.training.save_times import SaveTimes, SkippedSteps
 
 FINITE, BAD = StepTotals(2.0, 1.0), StepTotals(float("nan"), 1.0)
@@ -84,3 +86,63 @@ def test_a_script_has_no_last_step_to_save():
     loop, saver = saving_loop(None, None, [BAD, FINITE, BAD])
     loop.run(iter([NOTHING] * 5), 5)
     assert saver.saved == [2]
+
+
+class Acting(Callback):
+    """Answers with what is given for a step."""
+
+    def __init__(self, name, log, effects):
+        self.name, self.log, self.effects = name, log, effects
+
+    def report(self, step):
+        return {self.name: step}
+
+    def after(self, result):
+        self.log.append((self.name, result.step))
+        return self.effects.get(result.step, GOES_ON)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now_s=10.0)
+    own = SimpleNamespace(monotonic=lambda: clock.now_s)
+    monkeypatch.setattr("jaxmorph.training.loop.time", own)
+    return clock
+
+
+def timed_loop(clock, next_step=0, **effects):
+    """A loop whose steps take two seconds, and what each was given."""
+    steps, log = [], []
+
+    def run(program, inputs, step, *, began_s, report):
+        steps.append((step, program, began_s, report(step)))
+        clock.now_s += 2.0
+        return SimpleNamespace(step=step, program=program, ended_s=clock.now_s)
+
+    runner: Any = SimpleNamespace(run=run)
+    callbacks = [Acting(name, log, given) for name, given in effects.items()]
+    return Loop(runner, NOTHING, callbacks, next_step), steps, log
+
+
+def test_callbacks_report_and_act_in_their_order(clock):
+    loop, steps, log = timed_loop(clock, next_step=7, one={}, two={})
+    inputs = iter([NOTHING] * 3)
+    assert loop.run(inputs, num_steps=9)
+    assert [parts for *_, parts in steps] == [{"one": 7, "two": 7}, {"one": 8, "two": 8}]
+    assert log == [("one", 7), ("two", 7), ("one", 8), ("two", 8)]
+    assert len([*inputs]) == 1  # nothing is read for a step that doesn't run
+
+
+def test_another_program_runs_from_the_next_step_on(clock):
+    other: Any = "another"
+    loop, steps, _ = timed_loop(clock, one={1: Effect(program=other)}, two={})
+    loop.run(iter([NOTHING] * 4), num_steps=4)
+    assert [program for _, program, *_ in steps] == [NOTHING, NOTHING, other, other]
+
+
+def test_a_step_begins_with_the_meeting_before_it_but_for_pauses(clock):
+    loop, steps, _ = timed_loop(clock, one={1: Effect(paused_s=0.5)}, two={})
+    clock.now_s = 11.0
+    loop.begin()
+    loop.run(iter([NOTHING] * 3), num_steps=3)
+    assert [began_s for _, _, began_s, _ in steps] == [11.0, 13.0, 15.5]
