@@ -141,14 +141,14 @@ def read_records(path: Path, kind: type[_Line]) -> list[_Line]:
     """The lines of a run's metrics or events, but for a last one that isn't whole yet.
 
     Raises:
-        ParseError: A line is not what a run writes.
+        UserError: A line is not what a run writes.
     """
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    whole = text[: text.rfind("\n") + 1].splitlines()
-    return [
-        parse_line(kind, line, f"{path}, line {number}")
-        for number, line in enumerate(whole, start=1)
-    ]
+    whole = enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1)
+    try:
+        return [parse_line(kind, line, f"{path}, line {number}") for number, line in whole]
+    except ParseError as error:
+        raise UserError(str(error)) from error
 
 
 def _size(path: Path) -> int:

@@ -155,6 +155,8 @@ def test_a_line_that_is_no_step_is_named(stopped):
     says = r"^--resume: \S+/metrics.jsonl, line 1: tokens_per_s: got 'many', expected a valid num"
     with pytest.raises(UserError, match=says):
         reopen_run_directory(stopped, config_for(stopped), 2)
+    with pytest.raises(UserError, match=says.replace("--resume: ", "")):
+        read_records(metrics, StepRecord)
 
 
 def test_records_are_read_back_but_for_a_line_that_was_cut_off(stopped, step):
