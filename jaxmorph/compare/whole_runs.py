@@ -4,22 +4,21 @@ A step of a comparison begins and ends with all ranks alive. What a failure cost
 `jaxmorph train` makes it can show: its checkpoints, its restarts, its first steps.
 """
 
-import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from jaxmorph.compare.systems import Restarts, System, system_config
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Condition
 from jaxmorph.errors import RunFailedError, RunStoppedError
+from jaxmorph.messages import parse_line
 from jaxmorph.records import Event, EventKind, RunHeader, RunSummary, StepRecord
-from jaxmorph.report.run_directory import EVENTS, METRICS, RECOVERY, read_records
+from jaxmorph.report.run_directory import EVENTS, METRICS, RECOVERY, RecoveryFile, read_records
 from jaxmorph.report.run_matrix import Run, StepTimes
 from jaxmorph.training.start import run_here
 
@@ -166,7 +165,7 @@ def read_whole(
     events = read_records(directory / EVENTS, Event)
     kinds = Counter(event.kind for event in events if event.kind in _COUNTED)
     bubbles = [step.bubble_rate for step in steps if step.bubble_rate is not None]
-    books = _books(directory / RECOVERY)
+    costs = _costs(directory / RECOVERY)
     return Run(
         system=system,
         condition=condition,
@@ -176,8 +175,8 @@ def read_whole(
         failed=failure and f"{len(steps)} steps done: {failure}",
         events=dict(kinds),
         total_s=elapsed_s,
-        goodput=books.get("goodput"),
-        recoveries=tuple(books.get("recoveries", ())),
+        goodput=costs.goodput,
+        recoveries=costs.recoveries,
         held_up_s=_held_up_s(events),
     )
 
@@ -195,5 +194,7 @@ def _held_up_s(events: Iterable[Event]) -> float:
     return sum(of_steps.values(), 0.0)
 
 
-def _books(path: Path) -> Mapping[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+def _costs(path: Path) -> RecoveryFile:
+    if not path.exists():
+        return RecoveryFile()
+    return parse_line(RecoveryFile, path.read_text(encoding="utf-8"), str(path))

@@ -4,13 +4,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from jaxmorph.config import Config, dump_config
 from jaxmorph.errors import UserError
-from jaxmorph.messages import ParseError, parse_line
+from jaxmorph.messages import Json, ParseError, parse_line
 from jaxmorph.records import Event, EventKind, StepRecord
 from jaxmorph.report.tensorboard import TensorBoardEvents, load_writer
 
@@ -30,6 +31,19 @@ _STAY = frozenset({
 })  # fmt: skip
 """The kinds of events about failures and restarts: they stay when their steps are done again."""
 _Line = TypeVar("_Line", StepRecord, Event)
+
+
+@dataclass(frozen=True)
+class RecoveryFile:
+    """What is read of `recovery.json`.
+
+    Attributes:
+        goodput: Which share of the run's time was spent in steps that stayed; None: unknown.
+        recoveries: What each failure has cost, as `Recovery.to_json` writes it.
+    """
+
+    goodput: float | None = None
+    recoveries: tuple[Json, ...] = ()
 
 
 class RunDirectory:

@@ -12,7 +12,14 @@ from jaxmorph.errors import UserError
 from jaxmorph.messages import parse
 from jaxmorph.records import Event, StepRecord
 from jaxmorph.report.draw import read_chrome_trace
-from jaxmorph.report.run_directory import CONFIG, EVENTS, METRICS, RECOVERY, find_traces
+from jaxmorph.report.run_directory import (
+    CONFIG,
+    EVENTS,
+    METRICS,
+    RECOVERY,
+    RecoveryFile,
+    find_traces,
+)
 from jaxmorph.report.run_matrix import RESULTS, TIMELINES, Matrix
 from jaxmorph.schedule.timeline import Timeline
 
@@ -93,9 +100,10 @@ def _config(path: Path) -> Config | None:
 
 def _goodput(path: Path) -> float | None:
     try:
-        return finite(_parsed(path.read_text(encoding="utf-8"))["goodput"])
-    except (OSError, ValueError, KeyError, TypeError):
+        found = parse(RecoveryFile, _parsed(path.read_text(encoding="utf-8")), str(path))
+    except (OSError, ValueError):
         return None
+    return finite(found.goodput)
 
 
 def _read_lines(path: Path, kind: type[_Line]) -> tuple[list[_Line], int]:
