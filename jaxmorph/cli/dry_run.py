@@ -14,7 +14,7 @@ from jaxmorph.config import Config, load_config, placing_errors
 from jaxmorph.report.text import describe_routes, in_bytes, numbers, short_count
 
 if TYPE_CHECKING:  # both import JAX
-    from jaxmorph.training.device_needs import StageNeeds, StepNeeds
+    from jaxmorph.training.device_memory import StageNeeds, StepNeeds
     from jaxmorph.training.run_parts import RunParts
 
 _LABEL_WIDTH = 9
@@ -67,7 +67,7 @@ def _look_at(path: Path, overrides: Sequence[str]) -> _DryRun:
     # Before JAX looks for devices: a GPU that something computes on is not to be taken.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jaxmorph.runtime.join import own_devices
-    from jaxmorph.training.device_needs import needs_of_step
+    from jaxmorph.training.device_memory import needs_of_step
     from jaxmorph.training.resume import require_no_checkpoints
     from jaxmorph.training.start import check_run
 

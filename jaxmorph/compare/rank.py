@@ -26,7 +26,7 @@ from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline
 from jaxmorph.schedule.costs import Links
 from jaxmorph.stage.model import taken_on_device
-from jaxmorph.training.device_budget import with_device_budget
+from jaxmorph.training.device_memory import with_device_budget
 from jaxmorph.training.first_plan import FirstPlan, plan_by_timings, settle_garbage
 from jaxmorph.training.layer_choice import choose_layers, measured_on_rank_0
 from jaxmorph.training.open_stage import open_stage, stage_settings

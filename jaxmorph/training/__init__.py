@@ -5,7 +5,7 @@
 - One rank: `rank`, `train`, `run` (a run's parts), `loop` and `callbacks`; `run_parts`,
   `open_stage`, `first_plan`, `evaluation`, `save_times`, `run_checkpoints`, `bookkeeping`,
   `carried_over`.
-- Agreeing on a plan: `plan_in_force`, `layer_choice`, `device_budget`.
+- Agreeing on a plan: `plan_in_force`, `layer_choice`, `device_memory`.
 - Adapting: `adaptation` (every rank), `control_loop` and `starting_point` (rank 0),
   `planning_client` and `planning_process` (plans are made beside training), `replay`.
 - A user's own loop: `trainer`; `script_launch`, `script_rank`, `script_meeting`, `script_inputs`.

@@ -32,7 +32,7 @@ from jaxmorph.training.adaptation import Adaptation, open_control_loop
 from jaxmorph.training.bookkeeping import Bookkeeper
 from jaxmorph.training.callbacks import Adapting, Recording, Saving, Skipping
 from jaxmorph.training.carried_over import KnownLinks, chosen_before, keep_choice, known_links
-from jaxmorph.training.device_budget import WithinDevices, budget_in_words, with_device_budget
+from jaxmorph.training.device_memory import WithinDevices, budget_in_words, with_device_budget
 from jaxmorph.training.evaluation import Evaluation
 from jaxmorph.training.first_plan import FirstPlan, plan_by_timings
 from jaxmorph.training.layer_choice import LayerChoice, choose_layers, measured_on_rank_0
