@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
+from jaxmorph.config.sections import SPLIT_SCHEDULES
 from jaxmorph.control.offload_planning import plan_with_offload
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step, shorter_on_queues
@@ -24,8 +25,6 @@ from jaxmorph.schedule.timeline import Timeline
 
 if TYPE_CHECKING:  # planning itself, in a process beside training, does without JAX
     from jaxmorph.stage.stage_functions import StashMemory
-
-_FULL_BACKWARD = ("gpipe", "1f1b", "1f1b-eager", "interleaved")
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class PlanInForce:
 
 def op_kinds(config: Config) -> frozenset[OpKind]:
     """The kinds of op that the configured schedule runs."""
-    if config.schedule.name in _FULL_BACKWARD:
+    if config.schedule.name not in SPLIT_SCHEDULES:
         return frozenset({OpKind.F, OpKind.BW})
     return frozenset({OpKind.F, OpKind.B, OpKind.W})
 
