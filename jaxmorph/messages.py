@@ -1,16 +1,18 @@
 """Plain values as JSON and back, and the messages that ranks send to the process that started them.
 
-A dataclass is written as an object of its fields. `parse` reads it back and checks every field;
-keys that the dataclass doesn't have are ignored, as other versions may write more.
+A dataclass is written as an object of its fields. `parse` reads it back and checks every field:
+what is wrong is one line, such as ``rank 2: layers: got 'all', expected a list``. Keys that the
+dataclass doesn't have are ignored: other versions may write more.
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import Enum
 from functools import cache
-from typing import Any, TypeAlias, TypeVar, get_args
-
-from pydantic import TypeAdapter, ValidationError
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from jaxmorph.records import Event, StepRecord
 
@@ -18,14 +20,24 @@ Json: TypeAlias = dict[str, Any]
 """A JSON object whose form another module owns, such as `Timeline.to_json`."""
 
 _Value = TypeVar("_Value")
+_Read: TypeAlias = Callable[[Any], Any]
 _LONGEST = 60  # characters of a value quoted in an error
 
 
 class ParseError(ValueError):
-    """JSON that is not what its reader expects.
+    """JSON that is not what its reader expects; the message is one line: where, got, expected."""
 
-    The message is one line, such as ``rank 2: layers.0: got 'all', expected a valid integer``.
-    """
+
+class _MismatchError(ValueError):
+    """The same, before it is known where the value comes from; built from the inside out."""
+
+    def __init__(self, says: str, path: str = "") -> None:
+        super().__init__(f"{path}: {says}" if path else says)
+        self.says, self.path = says, path
+
+    def within(self, name: str) -> "_MismatchError":
+        """The same, one level further out."""
+        return _MismatchError(self.says, f"{name}.{self.path}" if self.path else name)
 
 
 def dump(value: Any) -> str:
@@ -43,44 +55,151 @@ def as_object(value: Any) -> dict[str, Any]:
 def parse(kind: type[_Value], data: Any, where: str) -> _Value:
     """A value of a type, from what `json.loads` gives.
 
+    Types are those of JSON, `float`, for which null is NaN, tuples, mappings from strings,
+    optional values, and dataclasses of them. `Any` is left as it is.
+
     Raises:
         ParseError: It is another type's; the error begins with `where`.
     """
     try:
-        return _adapter(kind).validate_python(data)
-    except ValidationError as error:
-        raise ParseError(f"{where}: {_first_problem(error)}") from None
+        return _reader(kind)(data)
+    except _MismatchError as error:
+        raise ParseError(f"{where}: {error}") from None
 
 
 def parse_line(kind: type[_Value], line: str, where: str) -> _Value:
     """A value of a type, from a line of JSON; see `parse`."""
     try:
-        return _adapter(kind).validate_json(line)
-    except ValidationError as error:
-        raise ParseError(f"{where}: {_first_problem(error)}") from None
+        data = json.loads(line)
+    except ValueError:
+        raise ParseError(f"{where}: got {_shown(line)}, expected a line of JSON") from None
+    return parse(kind, data, where)
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
-def _first_problem(error: ValidationError) -> str:
-    """The first field that is wrong: which, what it is, and what was expected."""
-    first = error.errors(include_url=False)[0]
-    field = ".".join(map(str, first["loc"]))
-    expected = {
-        "json_invalid": "expected a line of JSON",
-        "unexpected_keyword_argument": "expected no such field",
-    }.get(first["type"], first["msg"].replace("Input should be", "expected"))
-    is_missing = first["type"] == "missing"
-    says = "missing" if is_missing else f"got {_shown(first['input'])}, {expected}"
-    return f"{field}: {says}" if field else says
+def _mismatch(value: Any, expected: str) -> _MismatchError:
+    return _MismatchError(f"got {_shown(value)}, expected {expected}")
 
 
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+@cache
+def _reader(kind: Any) -> _Read:
+    """What reads values of a type; made once, as a long run has a hundred thousand lines."""
+    outer, inner = get_origin(kind), get_args(kind)
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if outer in (Union, UnionType) and NoneType in inner:
+        (choice,) = (each for each in inner if each is not NoneType)
+        read = _reader(choice)
+        return lambda value: None if value is None else read(value)
+    if outer is Literal:
+        return _choice_reader({each: each for each in inner})
+    if outer is tuple and inner[1:] == (...,):
+        return _tuple_reader(_reader(inner[0]))
+    if outer is tuple:
+        return _places_reader([_reader(each) for each in inner])
+    if outer in (Mapping, dict):
+        return _mapping_reader(_reader(inner[1]))
+    if isinstance(kind, type) and is_dataclass(kind):
+        return _dataclass_reader(kind)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _choice_reader({each.value: each for each in kind})
+    raise TypeError(f"got the type {kind}, expected one that `parse` lists")
+
+
+def _choice_reader(choices: Mapping[Any, Any]) -> _Read:
+    def read(value: Any) -> Any:
+        if not isinstance(value, str) or value not in choices:
+            raise _mismatch(value, f"one of {', '.join(choices)}")
+        return choices[value]
+
+    return read
+
+
+def _plain_reader(kind: type, expected: str) -> _Read:
+    def read(value: Any) -> Any:
+        if type(value) is not kind:
+            raise _mismatch(value, expected)
+        return value
+
+    return read
+
+
+def _read_number(value: Any) -> float:
+    if value is None:  # JSON has no word for a number that is not finite
+        return math.nan
+    if type(value) not in (int, float):
+        raise _mismatch(value, "a number")
+    return float(value)
+
+
+_PLAIN: Mapping[Any, _Read] = {
+    Any: lambda value: value,
+    bool: _plain_reader(bool, "true or false"),
+    int: _plain_reader(int, "a whole number"),
+    str: _plain_reader(str, "a text"),
+    float: _read_number,
+}
+
+
+def _tuple_reader(read: _Read) -> _Read:
+    def read_all(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple):
+            raise _mismatch(value, "a list")
+        return tuple(_read_parts((at, read, each) for at, each in enumerate(value)).values())
+
+    return read_all
+
+
+def _places_reader(reads: Sequence[_Read]) -> _Read:
+    def read_all(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple) or len(value) != len(reads):
+            raise _mismatch(value, f"a list of {len(reads)}")
+        parts = ((at, *each) for at, each in enumerate(zip(reads, value, strict=True)))
+        return tuple(_read_parts(parts).values())
+
+    return read_all
+
+
+def _mapping_reader(read: _Read) -> _Read:
+    def read_all(value: Any) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            raise _mismatch(value, "an object")
+        return _read_parts((name, read, each) for name, each in value.items())
+
+    return read_all
+
+
+def _read_parts(parts: Iterable[tuple[Any, _Read, Any]]) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for name, read, value in parts:
+        try:
+            found[name] = read(value)
+        except _MismatchError as error:
+            raise error.within(str(name)) from None
+    return found
+
+
+def _dataclass_reader(kind: type) -> _Read:
+    types = get_type_hints(kind)
+    parts = [
+        (item.name, _reader(types[item.name]), item.default is item.default_factory is MISSING)
+        for item in fields(kind)
+    ]
+
+    def read_all(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise _mismatch(value, f"the fields of {kind.__name__}")
+        for name, _, is_required in parts:
+            if is_required and name not in value:
+                raise _MismatchError("missing", name)
+        there = ((name, read, value[name]) for name, read, _ in parts if name in value)
+        return kind(**_read_parts(there))
+
+    return read_all
 
 
 def tagged(message: Any) -> dict[str, Any]:

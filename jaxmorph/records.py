@@ -1,13 +1,10 @@
 """What rooms hand one another as plain values; it imports nothing of jaxmorph."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
-
-from pydantic import BeforeValidator
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 
 class Link(NamedTuple):
@@ -166,11 +163,6 @@ class RunHeader:
         return self.microbatches * self.microbatch_size * self.sequence_length
 
 
-Number: TypeAlias = Annotated[
-    float, BeforeValidator(lambda value: math.nan if value is None else value)
-]
-"""JSON has no word for a number that is not finite: a file has null in its place."""
-
 _IF_KNOWN = {"in_line": "if known"}
 _NOT_IN_LINE = {"in_line": "never"}
 
@@ -184,13 +176,13 @@ class StepRecord:
 
     step: int
     """its number, from 0"""
-    loss: Number
+    loss: float
     """mean loss of a token, before the update"""
-    grad_norm: Number
+    grad_norm: float
     """global norm of the gradients, before clipping"""
-    step_s: Number
+    step_s: float
     """seconds from barrier to barrier"""
-    tokens_per_s: Number
+    tokens_per_s: float
     """of all ranks together"""
     schedule: str
     """the schedule's name"""
@@ -213,7 +205,7 @@ class StepRecord:
     """links that are not healthy, in a few words; for the terminal only"""
     held_out_loss: float | None = field(default=None, metadata=_IF_KNOWN)
     """after steps that were evaluated: mean loss of a token of held-out text, after the update"""
-    link_ms: Mapping[str, Number] | None = field(default=None, metadata=_IF_KNOWN)
+    link_ms: Mapping[str, float] | None = field(default=None, metadata=_IF_KNOWN)
     """the median transfer of each direction, such as `{"2>3": 31.2}`, milliseconds; not where
     nothing was transferred"""
     peak_on_device: tuple[int, ...] | None = field(default=None, metadata=_IF_KNOWN)
@@ -241,7 +233,7 @@ class Event:
     The text below each field is its row in `docs/run-files.md`.
     """
 
-    time_s: Number
+    time_s: float
     """seconds since training began, or resumed, after the steps that are run for their timings"""
     step: int
     """the step that it belongs to"""
@@ -303,3 +295,12 @@ class RunSummary:
     num_restarts: int = 0
     lost_s: float = 0.0
     peak_device_bytes: tuple[int, ...] | None = None
+
+
+def in_bytes(count: float) -> str:
+    """A number of bytes with a unit that suits it, such as `1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

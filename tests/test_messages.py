@@ -24,7 +24,7 @@ from jaxmorph.messages import (
     parse_run_message,
     tagged,
 )
-from jaxmorph.records import Event, EventKind, Number, StepRecord
+from jaxmorph.records import Event, EventKind, StepRecord
 
 STEP = StepRecord(
     step=3, loss=5.0, grad_norm=1.5, step_s=0.4, tokens_per_s=10_240.0, schedule="zb-h2",
@@ -40,7 +40,7 @@ LINE = STEP.metrics()
 class Part:
     """Of each type of fields one."""
 
-    number: Number
+    number: float
     count: int
     names: tuple[tuple[str, ...], ...]
     flags: Mapping[str, bool]
@@ -91,27 +91,27 @@ def test_fields_of_every_type_are_read():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"number": "x"}, "number: got 'x', expected a valid number"),
-        ({"count": 1.5}, "count: got 1.5, expected a valid integer"),
-        ({"count": None}, "count: got None, expected a valid integer"),
-        ({"names": [["a"], "bc"]}, "names.1: got 'bc', expected a valid tuple"),
-        ({"names": [["a", 2]]}, "names.0.1: got 2, expected a valid string"),
-        ({"flags": {"y": "x"}}, "flags.y: got 'x', expected a valid boolean"),
-        ({"flags": "x" * 99}, f"flags: got '{'x' * 56}..., expected a valid dictionary"),
-        ({"perhaps": "x"}, "perhaps: got 'x', expected a valid integer"),
+        ({"number": "1"}, "number: got '1', expected a number"),
+        ({"number": True}, "number: got True, expected a number"),
+        ({"count": 1.5}, "count: got 1.5, expected a whole number"),
+        ({"count": None}, "count: got None, expected a whole number"),
+        ({"names": [["a"], "bc"]}, "names.1: got 'bc', expected a list"),
+        ({"names": [["a", 2]]}, "names.0.1: got 2, expected a text"),
+        ({"flags": {"y": 1}}, "flags.y: got 1, expected true or false"),
+        ({"flags": "x" * 99}, f"flags: got '{'x' * 56}..., expected an object"),
+        ({"perhaps": "1"}, "perhaps: got '1', expected a whole number"),
     ],
 )
 def test_an_error_names_place_field_got_and_expected(wrong, says):
     with pytest.raises(ParseError) as caught:
         parse(Part, PART | wrong, "rank 2")
-    assert str(caught.value).startswith(f"rank 2: {says}")
+    assert str(caught.value) == f"rank 2: {says}"
 
 
 def test_a_field_that_is_missing_is_named():
     with pytest.raises(ParseError, match=r"^rank 0: count: missing$"):
         parse(Part, {"number": 1.0}, "rank 0")
-    says = r"^rank 0: got \[1\], expected a dictionary or an instance of Part$"
-    with pytest.raises(ParseError, match=says):
+    with pytest.raises(ParseError, match=r"^rank 0: got \[1\], expected the fields of Part$"):
         parse(Part, [1], "rank 0")
 
 

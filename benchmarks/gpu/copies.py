@@ -20,7 +20,7 @@ from benchmarks.gpu.stage import is_small
 from jaxmorph.copies.choosing import AbsentTier, ways_to_copy
 from jaxmorph.copies.programs import CopyTier, LandingTier, PayloadShape
 from jaxmorph.pallas_kernels import NoKernelsError
-from jaxmorph.report.text import in_bytes
+from jaxmorph.records import in_bytes
 from jaxmorph.transport.names import WRAP
 
 _TYPES = (jnp.bfloat16, jnp.float32, jnp.uint8)

@@ -13,7 +13,7 @@ from benchmarks.gpu.stage import is_small, peak_tflops
 from jaxmorph.cli.doctor_accelerators import device_facts
 from jaxmorph.cli.doctor_host import nvidia_facts, software_facts
 from jaxmorph.copies.cuda_driver import CudaDriver
-from jaxmorph.report.text import in_bytes
+from jaxmorph.records import in_bytes
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec, OutgoingEnd
 

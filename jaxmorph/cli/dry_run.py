@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxmorph.config import Config, load_config, placing_errors
-from jaxmorph.report.text import describe_routes, in_bytes, numbers, short_count
+from jaxmorph.records import in_bytes
+from jaxmorph.report.text import describe_routes, numbers, short_count
 
 if TYPE_CHECKING:  # both import JAX
     from jaxmorph.training.device_memory import StageNeeds, StepNeeds

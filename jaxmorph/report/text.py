@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from jaxmorph.config.link_sections import Emulation, LinkTrace
-from jaxmorph.records import RunHeader, RunSummary, StepRecord
+from jaxmorph.records import RunHeader, RunSummary, StepRecord, in_bytes
 
 _BARS = "▁▂▃▄▅▆▇█"
 _UNKNOWN = "-"
@@ -215,12 +215,3 @@ def _step_against_plan(summary: RunSummary) -> str:
 def _span_of(paths: Sequence[Path]) -> str:
     first, last = paths[0], paths[-1]
     return str(first) if len(paths) == 1 else f"{first} … {last.name}"
-
-
-def in_bytes(count: float) -> str:
-    """A number of bytes with a unit that suits it, such as `1.5 MiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"

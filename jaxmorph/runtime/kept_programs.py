@@ -13,13 +13,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 from jax.experimental import serialize_executable
 from jax.stages import Compiled, Lowered
 
-from jaxmorph.config import Config
 from jaxmorph.stage.compiling import compile_by
+
+if TYPE_CHECKING:  # the check of a GPU counts compilations, and knows no configuration
+    from jaxmorph.config import Config
 
 FOLDER = "compilation_cache"
 
@@ -115,7 +118,7 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(_CPU_LINES)}))
 
 
-def keep_compiled(config: Config, directory: Path, rank: int) -> None:
+def keep_compiled(config: "Config", directory: Path, rank: int) -> None:
     """Have this process keep what it compiles from now on, if its run may be started again.
 
     Its stage's programs it keeps itself (see `kept_programs`), and all else is JAX's to keep, in

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxmorph.config import Config
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.messages import RankFailed, parse
 from jaxmorph.runtime.rank_process import RankArguments
+
+if TYPE_CHECKING:  # ranks that know no configuration are launched, too
+    from jaxmorph.config import Config
 
 # After the first failure the others get this long to say what they saw, and after a request to end
 # this long to end.
@@ -38,7 +40,7 @@ with no other one, copies that should run beside it would wait too.
 """
 
 
-def threads_for(config: Config) -> int:
+def threads_for(config: "Config") -> int:
     """How many threads XLA's pools need at least in each rank of a run."""
     return OFFLOADING_THREADS if config.offload.enabled else 1
 

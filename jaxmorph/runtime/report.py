@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any, Self
 
 import numpy as np
-from pydantic import ConfigDict
 
 from jaxmorph.messages import Json, parse, parse_line
 from jaxmorph.program.instructions import Channel, Transfer, channel_of
@@ -26,7 +25,6 @@ from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 PROBES = "probes"
 """The part of a report that has what the messages of a probe took: (label, milliseconds) each."""
 
-_NO_OTHERS = ConfigDict(extra="forbid")
 Span = tuple[str, float, float]
 """The label of an op or a transfer, and its start and end: milliseconds since the step began."""
 
@@ -63,8 +61,6 @@ class StepTimings:
         arrivals: Messages that were received beside the queue: when each was sent, and had come.
         copies: (kind, microbatch, chunk, start, end) of each copy of a stash.
     """
-
-    __pydantic_config__ = _NO_OTHERS
 
     ops: tuple[Span, ...] = ()
     transfers: tuple[Span, ...] = ()
@@ -115,8 +111,6 @@ class StepReport:
         parts: What callbacks of the trainer add, by name (such as `control.path_reports`).
         detail: The timings as JSON text; the reports of other ranks have them on rank 0 alone.
     """
-
-    __pydantic_config__ = _NO_OTHERS
 
     loss: float
     squared_norm: float

@@ -12,7 +12,7 @@ import jax
 
 from jaxmorph.config import Config
 from jaxmorph.errors import UserError
-from jaxmorph.report.text import in_bytes
+from jaxmorph.records import in_bytes
 from jaxmorph.runtime.host_copies import HOST_MEMORY
 from jaxmorph.runtime.optimizer import OptimizerSettings, adamw
 from jaxmorph.runtime.rendezvous import Rendezvous, gather

@@ -152,7 +152,7 @@ def test_a_run_that_goes_on_has_each_step_once_and_loses_nothing_else(stopped, s
 def test_a_line_that_is_no_step_is_named(stopped):
     metrics = stopped / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace("10240.0", '"many"', 1))
-    says = r"^--resume: \S+/metrics.jsonl, line 1: tokens_per_s: got 'many', expected a valid num"
+    says = r"^--resume: \S+/metrics.jsonl, line 1: tokens_per_s: got 'many', expected a number$"
     with pytest.raises(UserError, match=says):
         reopen_run_directory(stopped, config_for(stopped), 2)
     with pytest.raises(UserError, match=says.replace("--resume: ", "")):

@@ -78,19 +78,20 @@ def test_a_report_reads_back_as_it_was_sent():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"loss": "much"}, "loss: got 'much', expected a valid number"),
-        ({"squared_norms": 1.0}, "squared_norms: got 1.0, expected no such field"),
-        ({"parts": None}, "parts: got None, expected a valid dictionary"),
+        ({"loss": "much"}, "rank 2's report of a step: loss: got 'much', expected a number"),
+        ({"squared_norm": [1.0]}, "rank 2's report of a step: squared_norm: got [1.0], "),
+        ({"parts": None}, "rank 2's report of a step: parts: got None, expected an object"),
     ],
 )
 def test_a_report_that_is_none_names_its_field(change, says):
-    with pytest.raises(ValueError, match=f"^rank 2's report of a step: {re.escape(says)}"):
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}"):
         StepReport.from_json(StepReport(1.0, 1.0).to_json() | change, 2)
 
 
 def test_timings_that_are_none_name_their_field():
     report = StepReport(1.0, 1.0, detail='{"ops": [["F0", 0.0]]}')
-    with pytest.raises(ValueError, match=r"^the timings of a step: ops\.0\.2: missing$"):
+    says = r"^the timings of a step: ops\.0: got .*, expected a list of 3"
+    with pytest.raises(ValueError, match=says):
         _ = report.timings
 
 
