@@ -94,7 +94,7 @@ class Acting(Callback):
     def __init__(self, name, log, effects):
         self.name, self.log, self.effects = name, log, effects
 
-    def report(self, step):
+    def report(self, step: int) -> dict[str, Any]:
         return {self.name: step}
 
     def after(self, result):
