@@ -88,8 +88,9 @@ def test_the_losses_are_those_of_one_stage(four_stages, one_stage):
     require_same_losses(four_stages[1], one_stage[1])
 
 
+@pytest.mark.long
 @pytest.mark.one_jax
-@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), pytest.param(1, 4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (1, 4)])
 def test_the_losses_of_interleaved_chunks_are_those_of_one_stage(
     one_stage, tmp_path, stages, chunks
 ):
