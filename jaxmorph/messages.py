@@ -3,6 +3,9 @@
 A dataclass is written as an object of its fields. `parse` reads it back and checks every field:
 what is wrong is one line, such as ``rank 2: layers: got 'all', expected a list``. Keys that the
 dataclass doesn't have are ignored: other versions may write more.
+
+It does without pydantic: ranks read what they exchange by it, and the check of a GPU
+(`benchmarks.gpu`) runs ranks where only JAX, Flax, Optax and NumPy are installed.
 """
 
 import json

@@ -45,20 +45,20 @@ def start_comparison(path: Path, overrides: Sequence[str]) -> int:
     directory = claim_run_directory(config)
     command = shlex.join(["jaxmorph", "compare", str(path), *overrides])
     notes = comparison_notes(config, wanted, command)
-    books = _Books(path.stem, wanted, directory, notes)
+    results = _Results(path.stem, wanted, directory, notes)
     with closing(MatrixView()) as view:
         view.say(f"writes {directory}")
         if "left aside" in notes:
             view.say(f"left aside: {notes['left aside']}")
         for system in wanted.systems:
             if wanted.has_whole_runs:
-                _run_whole_system(system, config, wanted, books, view)
+                _run_whole_system(system, config, wanted, results, view)
             else:
-                _run_system(system, config, books, view)
+                _run_system(system, config, results, view)
         names = RESULTS, TABLE, FIGURE, RECOVERY_FIGURE, TIMELINES, REPORT
         written = [str(directory / name) for name in names if (directory / name).is_file()]
         view.say(f"wrote {', '.join(written)}")
-    return len(books.record.failures)
+    return len(results.record.failures)
 
 
 def _checked(path: Path, overrides: Sequence[str], config: Config) -> Compare:
@@ -91,7 +91,7 @@ def _check_traces(path: Path, overrides: Sequence[str], wanted: Compare, num_sta
             round_links(condition, num_stages, f"compare.conditions.{index}")
 
 
-class _Books:
+class _Results:
     """The record of a comparison, and the files made of it."""
 
     def __init__(
@@ -139,14 +139,14 @@ def _failure(name: str, make: Callable[[], object]) -> str | None:
     return None
 
 
-def _run_system(system: str, config: Config, books: _Books, view: MatrixView) -> None:
+def _run_system(system: str, config: Config, results: _Results, view: MatrixView) -> None:
     def take(message: dict[str, Any]) -> None:
-        books.record.take(system, parse_comparison_message(message))
-        view.update(books.matrix(), f"{system} is running")
+        results.record.take(system, parse_comparison_message(message))
+        view.update(results.matrix(), f"{system} is running")
 
-    view.update(books.matrix(), f"{system} is starting")
-    arguments = [str(books.directory / "config.yaml"), system]
-    logs = books.directory / "logs" / system
+    view.update(results.matrix(), f"{system} is starting")
+    arguments = [str(results.directory / "config.yaml"), system]
+    logs = results.directory / "logs" / system
     failure: str | None = "interrupted"
     try:
         run_ranks(
@@ -164,36 +164,36 @@ def _run_system(system: str, config: Config, books: _Books, view: MatrixView) ->
         if isinstance(error, UserError):
             raise
     finally:
-        books.record.finish(system, failure)
-        for complaint in books.write():
+        results.record.finish(system, failure)
+        for complaint in results.write():
             view.say(complaint)
-        view.update(books.matrix(), "")
-        _say_results(system, books.matrix(), view)
+        view.update(results.matrix(), "")
+        _say_results(system, results.matrix(), view)
 
 
 def _run_whole_system(
-    name: str, config: Config, wanted: Compare, books: _Books, view: MatrixView
+    name: str, config: Config, wanted: Compare, results: _Results, view: MatrixView
 ) -> None:
     """Each condition is a run of its own; the others are run if one fails."""
     failures: list[str] = []
 
     def put(run: Run) -> None:
-        books.record.put(run)
+        results.record.put(run)
         failures.extend([] if run.failed is None else [f"{run.condition}: {run.failed}"])
-        for complaint in books.write():
+        for complaint in results.write():
             view.say(complaint)
         if run.total_s is not None:
             told = f"{name:19} {run.condition:20} {run.total_s:8.1f} s in all"
             view.say(f"{told}, {len(run.recoveries)} restarts, goodput {run.goodput or 0.0:.1%}")
 
     for number, condition in enumerate(wanted.conditions):
-        view.update(books.matrix(), f"{name} is running under '{condition.name}'")
-        directory = books.directory / RUNS / f"{name}-{number}"
+        view.update(results.matrix(), f"{name} is running under '{condition.name}'")
+        directory = results.directory / RUNS / f"{name}-{number}"
         run_whole(config, SYSTEMS[name], condition, directory, view.say, put)
-    books.record.finish(name, "; ".join(failures) or None)
-    for complaint in books.write():
+    results.record.finish(name, "; ".join(failures) or None)
+    for complaint in results.write():
         view.say(complaint)
-    view.update(books.matrix(), "")
+    view.update(results.matrix(), "")
 
 
 def _say_results(system: str, matrix: Matrix, view: MatrixView) -> None:

@@ -1,4 +1,4 @@
-"""Rounds of a comparison in which a system is told nothing of its links, and finds out."""
+"""Rounds of a comparison in which a system detects by itself what its links do."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,11 +22,11 @@ from jaxmorph.training.loop import Callback, Effect
 from jaxmorph.training.plan_in_force import PlanInForce
 
 
-class MorphBooks:
-    """What a round's morphs have made of its plan; worked out beside the steps.
+class RoundRecord:
+    """The plan in force and the events of a round, worked out beside the steps.
 
     Args:
-        loop: What watches the steps; None on all ranks but rank 0: then nothing is kept.
+        loop: The controller; None on all ranks but rank 0: then nothing is recorded.
     """
 
     def __init__(self, in_force: PlanInForce, loop: ControlLoop | None) -> None:
@@ -37,12 +37,12 @@ class MorphBooks:
         self._done: list[Any] = []
 
     def note(self, step: int, reports: Sequence[StepReport]) -> None:
-        """Have the loop look at a step."""
+        """Have the controller observe a step."""
         if self._loop is not None:
             self._done.append(self._thread.submit(self._observe, self._loop, step, reports))
 
     def adopt(self, morph: Morph, step: int) -> None:
-        """Take note of another plan.
+        """Record another plan.
 
         Args:
             step: The first step that runs it.
@@ -51,7 +51,7 @@ class MorphBooks:
             self._done.append(self._thread.submit(self._adopt, self._loop, morph))
 
     def finish(self) -> None:
-        """Wait until all is noted.
+        """Wait until all is recorded.
 
         Raises:
             Exception: What has gone wrong with it.
@@ -75,27 +75,28 @@ class Following(Callback):
 
     Args:
         failed: This rank's ends without a direct path from the round's first step on, each as it
-            would tell of a new failure.
+            would report a new failure.
     """
 
     def __init__(
-        self, adaptation: Adaptation, books: MorphBooks, failed: Sequence[Json] = ()
+        self, adaptation: Adaptation, record: RoundRecord, failed: Sequence[Json] = ()
     ) -> None:
         self._adaptation = adaptation
-        self.books = books
+        self.record = record
         self._failed = list(failed)
 
     def report(self, step: int) -> Json:
         """What this rank adds to its report of a step."""
-        told = self._adaptation.told(step) | self._adaptation.probed()
-        if self._failed:  # with the first step; who begins with the round hasn't heard of it
-            told, self._failed = told | {FAILURES: self._failed + told.get(FAILURES, [])}, []
-        return told
+        parts = self._adaptation.report(step)
+        if self._failed:  # with the first step: the controller begins with the round
+            parts[FAILURES] = self._failed + parts.get(FAILURES, [])
+            self._failed = []
+        return parts
 
     def after(self, result: StepResult) -> Effect:
-        """Have the step looked at; the next one may run another plan."""
-        self.books.note(result.step, result.reports)
-        return Effect(program=self._adaptation.heed(result.step, result.parts))
+        """Record the step; the next one may run another plan."""
+        self.record.note(result.step, result.reports)
+        return self._adaptation.after(result)
 
 
 @contextmanager
@@ -111,12 +112,13 @@ def following(
     """A round that begins with the plan for healthy links, and morphs by what it detects.
 
     Yields:
-        What is to be asked after every step. Its books are whole once this is over.
+        The callback of its loop. Its record is whole once this is over.
     """
     leads = rendezvous.rank == 0
     with open_control_loop(config, first, num_tied, active=leads, to_plan=config) as loop:
-        books = MorphBooks(first.in_force, loop)
+        record = RoundRecord(first.in_force, loop)
         try:
-            yield Following(Adaptation(rendezvous, trainer, books, loop, last_step), books, failed)
+            adaptation = Adaptation(rendezvous, trainer, record, loop, last_step)
+            yield Following(adaptation, record, failed)
         finally:
-            books.finish()
+            record.finish()

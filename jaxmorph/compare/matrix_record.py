@@ -92,7 +92,7 @@ _WHOLE = (
 
 
 class MatrixRecord:
-    """The books of a comparison, in the process that the user started."""
+    """All results of a comparison so far, in the process that the user started."""
 
     def __init__(self, compare: Compare, name: str) -> None:
         self._compare = compare

@@ -146,7 +146,7 @@ class Rounds:
             failed,
         ) as follower:
             done = run(following=follower)
-        return replace(done, in_force=follower.books.in_force), follower.books.events
+        return replace(done, in_force=follower.record.in_force), follower.record.events
 
     def _told(
         self, index: int, links: RoundLinks, done: MeasuredRound, events: Mapping[str, int]

@@ -1,9 +1,10 @@
-"""What every rank does so that a run adapts: to be told of a morph by rank 0, and to swap to it.
+"""What every rank does so that a run adapts: it receives a morph from rank 0, and swaps to it.
 
-After step k every rank's timings are with rank 0, which works them out during step k + 1
-(`control_loop`). What it decides goes to all ranks with the scalars that end step k + 1, and all of
-them run the new plan from step k + 2 on. What it is made of has been compiled before the first
-step: a morph brings other instructions and more slots, and nothing else.
+After step k rank 0 has every rank's timings, and evaluates them during step k + 1
+(`bookkeeping.step_observed`, `control_loop`). Its decision goes to all ranks with the scalars that
+end step k + 1, and all of them run the new plan from step k + 2 on. Everything is compiled before
+the first step: a morph brings other instructions and more slots. Only a link whose direct path has
+failed also begins a new epoch, where the plan uses it again.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,8 +23,10 @@ from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import PROBES
 from jaxmorph.runtime.stage_trainer import StageTrainer
+from jaxmorph.runtime.step import StepResult
 from jaxmorph.training.control_loop import ControlLoop, Morph
 from jaxmorph.training.first_plan import FirstPlan
+from jaxmorph.training.loop import Callback, Effect
 from jaxmorph.training.open_stage import make_room
 from jaxmorph.training.planning_client import PlanningProcess, run_to_plan, slots_from_json
 from jaxmorph.training.replay import ObservationLog
@@ -75,21 +78,23 @@ def open_control_loop(
                 loop.close(process.close)
 
 
-class TakesMorphs(Protocol):
-    """What is told of morphs on rank 0 (`bookkeeping`)."""
+class RecordsMorphs(Protocol):
+    """What records morphs on rank 0 (`callbacks.Recording`)."""
 
     def adopt(self, morph: Morph, step: int) -> None:
-        """Takes note of a plan, and of the first step that runs it."""
+        """Records a plan, and the first step that runs it."""
         ...
 
 
-class Adaptation:
-    """A rank's part; without adaptation it tells of direct paths that fail, and nothing changes.
+class Adaptation(Callback):
+    """Swaps to other plans, probes links, and reports direct paths that fail, on one rank.
+
+    Where the run does not adapt, it only reports.
 
     Args:
-        bookkeeper: It is told on rank 0 of the plan that comes into force.
+        recorder: On rank 0 it records the plan that comes into force.
         loop: The controller; None on all ranks but rank 0.
-        last_step: The run's last: nothing is changed after it. None: of a script nobody knows it.
+        last_step: The run's last: nothing changes after it. None: unknown, as in a script.
         adapts: Whether there is such a loop, on rank 0.
         failed: The links that do without their direct paths from the start.
     """
@@ -98,7 +103,7 @@ class Adaptation:
         self,
         rendezvous: Rendezvous,
         trainer: StageTrainer,
-        bookkeeper: TakesMorphs,
+        recorder: RecordsMorphs,
         loop: ControlLoop | None,
         last_step: int | None,
         *,
@@ -109,27 +114,28 @@ class Adaptation:
         self._own_ends = OwnEnds(rendezvous.rank, trainer, is_watched=adapts, failed=failed)
         self._rendezvous = rendezvous
         self._trainer = trainer
-        self._bookkeeper = bookkeeper
+        self._recorder = recorder
         self._loop = loop
-        self._told: Morph | None = None
+        self._announced: Morph | None = None  # in the last meeting, by rank 0
         self._probed: list[Stamp] = []
 
-    def told(self, step: int) -> Json:
-        """What this rank adds to its message of the meeting that ends a step.
-
-        That is what became of its direct paths, and on rank 0 a morph or a probe that is due.
-        """
-        told = self._own_ends.told()
+    def report(self, step: int) -> Json:
+        """What became of this rank's direct paths and probes; on rank 0 what is due."""
+        own = self._own_ends.report() | self._probe_times()
         if self._loop is None or step == self._last_step:
-            return told
-        return told | self._due(self._loop)
+            return own
+        return own | self._due(self._loop)
+
+    def after(self, result: StepResult) -> Effect:
+        """Do as rank 0 has announced; the next step may run another plan."""
+        return Effect(program=self.apply(result.step, result.parts))
 
     def _due(self, loop: ControlLoop) -> Json:
         """What is due; a path that has failed since the controller decided begins no epoch."""
-        self._told = None
+        self._announced = None
         match loop.take_due():
             case Morph() as morph:
-                self._told = morph
+                self._announced = morph
                 return {_MORPH: morph.to_json()} | _named(
                     RESTORE, self._own_ends.failed & morph.restore
                 )
@@ -139,36 +145,36 @@ class Adaptation:
                     return _named(_PROBE, links) | _named(RESTORE, failed)
         return {}
 
-    def probed(self) -> Json:
-        """What this rank adds to its report of the next step: the times of a probe since then."""
+    def _probe_times(self) -> Json:
+        """The times of a probe since the last report."""
         probed, self._probed = self._probed, []
         if not probed:
             return {}
         return {PROBES: [(str(stamp.label), 1e3 * stamp.duration_s) for stamp in probed]}
 
-    def heed(self, step: int, reports: Sequence[Json]) -> RankProgram | None:
-        """Swap to the plan, or probe the links, that rank 0 has told of, on all ranks alike.
+    def apply(self, step: int, reports: Sequence[Json]) -> RankProgram | None:
+        """Swap to the plan, or probe the links, that rank 0 has announced, on all ranks alike.
 
         Direct paths that have failed and are to be used again begin again before that.
 
         Args:
             step: The step that is over.
-            reports: All ranks' messages of the meeting that ended it.
+            reports: What all ranks' callbacks have reported of it.
 
         Returns:
             This rank's instructions from the next step on; None: those that it has.
         """
-        self._own_ends.heed(reports)
+        self._own_ends.apply(reports)
         for link in map(Link.parse, reports[0].get(_PROBE, ())):
-            if link not in self._own_ends.failed:  # in this very step, as all ranks have heard
+            if link not in self._own_ends.failed:  # in this very step, as all ranks know
                 self._probed += self._trainer.probe(link, step)
-        told = reports[0].get(_MORPH)
-        if told is None:
+        sent = reports[0].get(_MORPH)
+        if sent is None:
             return None
-        program, slots = own_part(told, self._rendezvous.rank)
+        program, slots = own_part(sent, self._rendezvous.rank)
         make_room(self._rendezvous, self._trainer, slots)
-        if self._told is not None:
-            self._bookkeeper.adopt(self._told, step + 1)
+        if self._announced is not None:
+            self._recorder.adopt(self._announced, step + 1)
         return program
 
 
@@ -196,26 +202,22 @@ class OwnEnds:
     """
 
     def __init__(
-        self, rank: int, trainer: "StageTrainer", *, is_watched: bool, failed: Iterable[Link] = ()
+        self, rank: int, trainer: StageTrainer, *, is_watched: bool, failed: Iterable[Link] = ()
     ) -> None:
         self._rank, self._trainer, self._is_watched = rank, trainer, is_watched
         self.failed = frozenset(failed)
         for link in self._own():
             trainer.take_for_failed(link)
 
-    def told(self) -> Json:
-        """What this rank adds to its message of the meeting that ends a step."""
+    def report(self) -> Json:
+        """The failures since the last report, and whether failed paths are found up."""
         failures = self._trainer.link_failures()
         self.failed |= {Link.parse(each["link"]) for each in failures}
         up = self._up() if self._is_watched else {}
-        return {name: said for name, said in ((FAILURES, failures), (UP, up)) if said}
+        return {name: found for name, found in ((FAILURES, failures), (UP, up)) if found}
 
-    def heed(self, reports: Sequence[Json]) -> None:
-        """Take note of what failed, and have those direct paths begin again that rank 0 says.
-
-        Args:
-            reports: All ranks' messages of the meeting that ended the step.
-        """
+    def apply(self, reports: Sequence[Json]) -> None:
+        """Note what failed anywhere, and have the direct paths begin again that rank 0 names."""
         news = path_news(reports)
         self.failed |= {failure.link for failure in news.failures}
         for link in self._own():

@@ -283,13 +283,13 @@ class Bookkeeper:
     def _emit(
         self,
         step: int,
-        kind: str,
+        kind: EventKind,
         detail: str,
         link: str | None = None,
         evidence: Mapping[str, Any] | None = None,
     ) -> None:
         time_s = time.monotonic() - self._began_s
-        event = Event(time_s, step, EventKind(kind), link, detail, evidence or None)
+        event = Event(time_s, step, kind, link, detail, evidence or None)
         self._send(EventEmitted(event))
 
 

@@ -1,4 +1,4 @@
-"""What acts between two steps of a run, beside `evaluation`: records, saves, ends and adapts."""
+"""What acts between two steps of a run, beside `evaluation` and `adaptation`: records and saves."""
 
 from jaxmorph.checkpoints.saver import CheckpointSaver
 from jaxmorph.messages import Json
@@ -6,7 +6,6 @@ from jaxmorph.records import EventKind
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.planner import Plan
-from jaxmorph.training.adaptation import Adaptation
 from jaxmorph.training.bookkeeping import Bookkeeper
 from jaxmorph.training.control_loop import Morph
 from jaxmorph.training.evaluation import Evaluation
@@ -15,7 +14,7 @@ from jaxmorph.training.save_times import SaveTimes, SkippedSteps
 
 
 class Recording(Callback):
-    """Has the bookkeeper take note of steps, with their held-out losses, and of plans.
+    """Has steps, with their held-out losses, and changes of plan recorded.
 
     Attributes:
         plan: The one in force, on rank 0; elsewhere the first one.
@@ -90,18 +89,3 @@ class Saving(Callback):
             done = f"asked to end after {num_done} of {self._num_steps} steps"
             self._bookkeeper.event(result.step, EventKind.STOPPED, done)
         return Effect(ends=after.stops)
-
-
-class Adapting(Callback):
-    """Swaps to other plans, probes links, and reports paths that fail."""
-
-    def __init__(self, adaptation: Adaptation) -> None:
-        self._adaptation = adaptation
-
-    def report(self, step: int) -> Json:
-        """What this rank's ends of links have seen; on rank 0 a morph or a probe that is due."""
-        return self._adaptation.told(step) | self._adaptation.probed()
-
-    def after(self, result: StepResult) -> Effect:
-        """Do as rank 0 says; the next step may run another plan."""
-        return Effect(program=self._adaptation.heed(result.step, result.parts))

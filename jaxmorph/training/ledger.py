@@ -109,7 +109,7 @@ class Goodput:
         return sum(recovery.total_s for recovery in self.recoveries)
 
     def to_json(self) -> dict[str, Any]:
-        """The books as a JSON object."""
+        """The account as a JSON object."""
         return {
             "goodput": self.share,
             "productive_s": self.productive_s,
@@ -139,7 +139,7 @@ class _Open:
 
 
 class Ledger:
-    """Keeps the books while a run goes on, in the process that starts its ranks.
+    """Keeps the account while a run goes on, in the process that starts its ranks.
 
     Args:
         now_s: When the ranks are started, on the monotonic clock.
@@ -212,7 +212,7 @@ class Ledger:
         return self._close(self._open, cut_off=True)
 
     def goodput(self, productive_s: float) -> Goodput:
-        """The books so far."""
+        """The account so far."""
         return Goodput(productive_s, self._last_step_s - self._launched_s, tuple(self._closed))
 
     def _close(self, opened: _Open, *, cut_off: bool = False) -> Recovery:

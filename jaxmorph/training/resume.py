@@ -57,7 +57,7 @@ class RunStart:
 
     @contextmanager
     def open_record(self, reporter: Reporter | None = None) -> Iterator[RunRecord]:
-        """Open the run's directory and its books, for this process alone."""
+        """Open the run's directory and its records, for this process alone."""
         with ExitStack() as opened:
             known = (folder_apart(self.config), self.directory)  # nothing is changed there yet
             opened.enter_context(hold(path for path in known if path is not None))

@@ -30,7 +30,7 @@ from jaxmorph.stage.model import PipelineModel, taken_on_device
 from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.training.adaptation import Adaptation, open_control_loop
 from jaxmorph.training.bookkeeping import Bookkeeper
-from jaxmorph.training.callbacks import Adapting, Recording, Saving, Skipping
+from jaxmorph.training.callbacks import Recording, Saving, Skipping
 from jaxmorph.training.carried_over import KnownLinks, chosen_before, keep_choice, known_links
 from jaxmorph.training.device_memory import WithinDevices, budget_in_words, with_device_budget
 from jaxmorph.training.evaluation import Evaluation
@@ -264,7 +264,7 @@ def begin_training(
             adapts=config.adapts,
             failed=dead_of(first.known),
         )
-        callbacks.append(Adapting(adaptation))
+        callbacks.append(adaptation)
         if run.leads:
             _announce(run, planned, bookkeeper, source)
         loop = Loop(runner, first.in_force.program, callbacks, run.first_step)

@@ -123,7 +123,7 @@ class Trainer:
         self.rank = self._rendezvous.rank
         if self.rank == 0 and (unused := sections_without_effect(self.config, directory)):
             sections = ", ".join(unused)
-            _log.warning("Trainer ignores %s: only `jaxmorph train` heeds these sections", sections)
+            _log.warning("Trainer ignores %s: only `jaxmorph train` reads these sections", sections)
         require_one_host(self.config, self._rendezvous)
         plan_step(self.config, unmeasured_profile(self.config))
         if self.config.model.weights is not None:

@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-from jaxmorph.compare.detecting_rounds import Following, MorphBooks
+from jaxmorph.compare.detecting_rounds import Following, RoundRecord
 from jaxmorph.config import Config
 from jaxmorph.control.controller import paths_of_step
 from jaxmorph.control.controller_state import first_state
@@ -67,36 +67,36 @@ def result_of(step, reported):
 
 def test_a_failure_is_counted_once_and_what_goes_by_hosts_is_no_measure():
     loop = Watched()
-    books = MorphBooks(IN_FORCE, loop)
-    books.note(0, reports())
-    books.note(1, reports(link_failures=[{"link": "0-1", "detail": "no answer in 3 s"}]))
-    books.note(2, reports(paths_up={"0-1": True}, restore=["0-1"]))
-    books.note(3, reports())
-    books.finish()
+    record = RoundRecord(IN_FORCE, loop)
+    record.note(0, reports())
+    record.note(1, reports(link_failures=[{"link": "0-1", "detail": "no answer in 3 s"}]))
+    record.note(2, reports(paths_up={"0-1": True}, restore=["0-1"]))
+    record.note(3, reports())
+    record.finish()
     assert loop.seen == [(0, [], 1), (1, [LINK], 0), (2, [], 0), (3, [], 1)]
-    assert books.events == {"link_failed": 1, "link_restored": 1}
+    assert record.events == {"link_failed": 1, "link_restored": 1}
 
 
 def test_a_link_that_failed_before_a_round_is_known_from_its_first_step_on():
     loop = Watched()
-    books = MorphBooks(IN_FORCE, loop)
+    record = RoundRecord(IN_FORCE, loop)
     before = [{"link": str(LINK), "detail": "its direct path failed in an earlier round"}]
 
     def follower(rank, kept):
         place: Any = SimpleNamespace(rank=rank)
         stage: Any = Stage()
-        return Following(Adaptation(place, stage, books, None, last_step=9), kept, before)
+        return Following(Adaptation(place, stage, record, None, last_step=9), kept, before)
 
-    nobodys = MorphBooks(IN_FORCE, None)
-    followers = [follower(0, books), follower(1, nobodys)]
+    nobodies = RoundRecord(IN_FORCE, None)
+    followers = [follower(0, record), follower(1, nobodies)]
     told = []
     for step in range(3):
         told.append([each.report(step) for each in followers])
         for each in followers:
             each.after(result_of(step, reports(*told[-1])))
-    books.finish()
-    nobodys.finish()
+    record.finish()
+    nobodies.finish()
     assert told[0] == [{"link_failures": before}] * 2
     assert told[1:] == [[{"paths_up": {str(LINK): True}}] * 2] * 2  # so that it can come back
     assert loop.seen == [(0, [LINK], 0), (1, [], 0), (2, [], 0)]  # none of it is a measure
-    assert books.events == {"link_failed": 1}
+    assert record.events == {"link_failed": 1}

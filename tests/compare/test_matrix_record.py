@@ -4,7 +4,7 @@ from math import nan
 import numpy as np
 import pytest
 
-from jaxmorph.compare.comparison import _Books
+from jaxmorph.compare.comparison import _Results
 from jaxmorph.compare.matrix_record import (
     MatrixRecord,
     comparison_notes,
@@ -246,7 +246,7 @@ def test_what_cannot_be_made_of_the_results_is_one_line_and_the_rest_is_there(
 
     if broken:
         monkeypatch.setattr(f"jaxmorph.{broken}", fail)
-    books = _Books("few", FEW, tmp_path, {})
+    books = _Results("few", FEW, tmp_path, {})
     books.record.finish("zb", "rank 0 failed: no memory")
     complaints = [f"could not write {name}: ValueError: no such shape"] if broken else []
     assert books.write() == complaints

@@ -84,25 +84,25 @@ def test_ends_tell_of_their_path_from_its_failure_until_it_begins_again(rank, ho
     own, paths = own_ends(rank, is_up=False, failed=[LINK] if how == "in an earlier life" else [])
     assert paths.failed_before == ([LINK] if is_end and how == "in an earlier life" else [])
     if how == "heard":
-        own.heed([{}, FAILED, {}])
+        own.apply([{}, FAILED, {}])
     if how == "own":
         paths.failures = [FAILURE] if is_end else []
-        assert own.told() == (FAILED | DOWN if is_end else {})
-        own.heed([{}, FAILED, {}])
+        assert own.report() == (FAILED | DOWN if is_end else {})
+        own.apply([{}, FAILED, {}])
     assert own.failed == {LINK}
-    assert own.told() == (DOWN if is_end else {})
+    assert own.report() == (DOWN if is_end else {})
     paths.is_up = True
-    assert own.told() == (UP if is_end else {})
+    assert own.report() == (UP if is_end else {})
     for upper in (DOWN, {}):  # by then that end finds it down again
-        own.heed([RESTORE, UP, upper])
+        own.apply([RESTORE, UP, upper])
         assert (own.failed, paths.restored) == ({LINK}, [])
-    own.heed([RESTORE, UP, UP])
-    assert (own.failed, own.told()) == (frozenset(), {})
+    own.apply([RESTORE, UP, UP])
+    assert (own.failed, own.report()) == (frozenset(), {})
     assert paths.restored == ([LINK] if is_end else [])
 
 
 def test_where_nobody_watches_paths_they_are_not_asked_about():
     own, _ = own_ends(1, FAILURE, is_watched=False)
-    assert own.told() == FAILED
-    assert own.told() == {}
+    assert own.report() == FAILED
+    assert own.report() == {}
     assert path_news([{"loss": 1.0}] * 3) == NO_NEWS

@@ -204,7 +204,7 @@ class FailingRun:
     def _heed(self, parts):
         begun = len(self.wires.begun)
         for rank in range(3):
-            program = self.ranks[rank].heed(self.step, parts)
+            program = self.ranks[rank].apply(self.step, parts)
             self.programs[rank] = program or self.programs[rank]
         for link in self.wires.begun[begun:]:
             self.on_begun(link, self.wires.found_up[link])
@@ -224,7 +224,7 @@ class FailingRun:
 
     def _report(self, rank, timeline, waited_ms):
         """A rank's report; what it waited for a link is in all of its times, at the worst."""
-        told = self.ranks[rank].told(self.step) | self.ranks[rank].probed()
+        told = self.ranks[rank].report(self.step)
         ops = zip(
             timeline.orders[rank], timeline.start_ms[rank], timeline.end_ms[rank], strict=True
         )

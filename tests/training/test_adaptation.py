@@ -85,21 +85,21 @@ def over_the_network(message):
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_every_rank_swaps_once_all_have_made_room(rank):
-    told = over_the_network(on_rank(0, Loop(MORPH))[0].told(7))
+    told = over_the_network(on_rank(0, Loop(MORPH))[0].report(7))
     adaptation, meeting, stage, _ = on_rank(rank)
-    assert adaptation.heed(7, [told, {}, {}]) == PROGRAMS[rank]
+    assert adaptation.apply(7, [told, {}, {}]) == PROGRAMS[rank]
     assert (stage.room, meeting.met) == ([SLOTS], 1)
 
 
 def test_rank_0_records_a_morph_once_for_the_next_step():
     adaptation, _, _, books = on_rank(0, Loop(MORPH))
-    told = over_the_network(adaptation.told(7))
-    adaptation.heed(7, [told, {}, {}])
+    told = over_the_network(adaptation.report(7))
+    adaptation.apply(7, [told, {}, {}])
     assert books.adopted == [(MORPH, 8)]
-    assert adaptation.told(8) == {}
-    assert adaptation.heed(8, [{"loss": 1.0}] * 3) is None
+    assert adaptation.report(8) == {}
+    assert adaptation.apply(8, [{"loss": 1.0}] * 3) is None
     assert books.adopted == [(MORPH, 8)]
-    assert on_rank(0, Loop(MORPH))[0].told(9) == {}  # it would be for the step after the last one
+    assert on_rank(0, Loop(MORPH))[0].report(9) == {}  # it would be for the step after the last one
 
 
 LINK = Link(1, 2)
@@ -110,50 +110,50 @@ FAILED = {"link_failures": [{"link": "1-2", "detail": "no answer in 3 s"}]}
 def after_failure(rank, loop=None):
     """A rank that has heard of the failure of link 1-2 in the step before."""
     adaptation, _, stage, _ = on_rank(rank, loop, Stage())
-    adaptation.heed(6, [{}, FAILED, FAILED])
+    adaptation.apply(6, [{}, FAILED, FAILED])
     return adaptation, stage
 
 
 @pytest.mark.parametrize(("rank", "is_end"), [(0, False), (1, True), (2, True)])
 def test_a_path_begins_again_before_its_probe(rank, is_end):
     told = over_the_network(
-        after_failure(0, Loop(ProbeLinks((LINK,), frozenset({LINK}))))[0].told(7)
+        after_failure(0, Loop(ProbeLinks((LINK,), frozenset({LINK}))))[0].report(7)
     )
     assert told == {"probe": ["1-2"], "restore": ["1-2"]}
     adaptation, stage = after_failure(rank)
-    assert adaptation.heed(7, [told, UP, UP]) is None
+    assert adaptation.apply(7, [told, UP, UP]) is None
     probed = ("probe", "1-2")  # what no end is asked to, answers with nothing
     assert stage.done == ([("restore", "1-2"), probed] if is_end else [probed])
 
 
 def test_an_unprobed_path_begins_again_with_its_morph():
-    told = after_failure(0, Loop(replace(MORPH, restore=frozenset({LINK}))))[0].told(7)
+    told = after_failure(0, Loop(replace(MORPH, restore=frozenset({LINK}))))[0].report(7)
     assert told["restore"] == ["1-2"]
     adaptation, stage = after_failure(1)
-    assert adaptation.heed(7, [over_the_network(told), UP, UP]) == PROGRAMS[1]
+    assert adaptation.apply(7, [over_the_network(told), UP, UP]) == PROGRAMS[1]
     assert stage.done == [("restore", "1-2")]
 
 
 def test_a_newly_failed_path_is_not_probed():
-    assert after_failure(0, Loop(ProbeLinks((LINK,))))[0].told(7) == {}
-    assert "restore" not in after_failure(0, Loop(MORPH))[0].told(7)
+    assert after_failure(0, Loop(ProbeLinks((LINK,))))[0].report(7) == {}
+    assert "restore" not in after_failure(0, Loop(MORPH))[0].report(7)
 
 
 def test_a_link_found_down_or_failed_in_that_step_is_not_probed():
     down = {"paths_up": {"1-2": False}}
     adaptation, stage = after_failure(1)
-    adaptation.heed(7, [{"probe": ["1-2"], "restore": ["1-2"]}, UP, down])
+    adaptation.apply(7, [{"probe": ["1-2"], "restore": ["1-2"]}, UP, down])
     assert stage.done == []
     adaptation, _, stage, _ = on_rank(1)
-    adaptation.heed(7, [{"probe": ["1-2"]}, FAILED, FAILED])
+    adaptation.apply(7, [{"probe": ["1-2"]}, FAILED, FAILED])
     assert stage.done == []
 
 
 def test_failures_are_reported_whether_or_not_anything_adapts():
     for loop in (Loop(MORPH), None):
         stage = Stage(*FAILED["link_failures"])
-        assert on_rank(1, loop, stage)[0].told(9) == FAILED | UP
+        assert on_rank(1, loop, stage)[0].report(9) == FAILED | UP
     stage: Any = Stage(*FAILED["link_failures"])
     books: Any = Books()
     fixed = Adaptation(Meeting(1), stage, books, None, last_step=9, adapts=False)
-    assert (fixed.told(8), fixed.told(9)) == (FAILED, {})
+    assert (fixed.report(8), fixed.report(9)) == (FAILED, {})

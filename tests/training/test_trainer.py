@@ -22,7 +22,7 @@ from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.training import script_inputs as script_config
 from jaxmorph.training import script_meeting as meeting
 from jaxmorph.training.adaptation import Adaptation
-from jaxmorph.training.callbacks import Adapting, Skipping
+from jaxmorph.training.callbacks import Skipping
 from jaxmorph.training.loop import Loop
 from jaxmorph.training.save_times import SkippedSteps
 from jaxmorph.training.script_inputs import (
@@ -93,7 +93,7 @@ def test_what_only_runs_do_is_named_where_a_script_asks_for_it(caplog):
     with pytest.raises(UserError, match="nowhere"):  # which it comes to after its configuration
         Trainer(MODEL, {**asked, "model": {"weights": "nowhere"}})
     assert caplog.messages == [
-        "Trainer ignores checkpoint, trace: only `jaxmorph train` heeds these sections"
+        "Trainer ignores checkpoint, trace: only `jaxmorph train` reads these sections"
     ]
     assert not sections_without_effect(check_config({"run": {"steps": 50}}))
 
@@ -241,7 +241,7 @@ def trainer_of(monkeypatch):
         skipped, nobody = SkippedSteps(stop_after), cast(Any, None)
         ends = Adaptation(rendezvous, own, nobody, None, last_step=99, adapts=False)
         runner = StepRunner(own, rendezvous, clip_norm=1.0)
-        loop = Loop(runner, nobody, [Skipping(skipped), Adapting(ends)])
+        loop = Loop(runner, nobody, [Skipping(skipped), ends])
         trainer._training = SimpleNamespace(loop=loop, skipped=skipped)
         return trainer
 
