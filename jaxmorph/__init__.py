@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxmorph.schedule.schedule import Schedule
     from jaxmorph.schedule.simulate import simulate
     from jaxmorph.schedule.timeline import Timeline
-    from jaxmorph.training.script_meeting import join
+    from jaxmorph.training.script import join
     from jaxmorph.training.trainer import StepMetrics, Trainer
 
 __all__ = [

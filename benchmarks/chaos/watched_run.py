@@ -15,7 +15,7 @@ from jaxmorph.report.run_directory import EVENTS, METRICS, read_records
 ROOT = Path(__file__).parent.parent.parent
 START_S = 240.0
 _POLL_S = 0.02
-_RANK, _SIDECAR = "jaxmorph.training.rank", "jaxmorph.transport.sidecar"
+_RANK, _SIDECAR = "jaxmorph.training.train", "jaxmorph.transport.sidecar"
 
 
 class HungError(RuntimeError):

@@ -2,11 +2,11 @@
 
 - The process that the user started: `start`, `supervisor` (starts ranks again), `ledger` (what
   failures cost), `record` (writes what rank 0 reports), `resume`.
-- One rank: `rank`, `train`, `run` (a run's parts), `loop` and `callbacks`; `run_parts`,
-  `open_stage`, `first_plan`, `evaluation`, `save_times`, `run_checkpoints`, `bookkeeping`,
-  `carried_over`.
+- One rank: `train`, `run` (a run's parts), `loop` and `callbacks`; `run_parts`, `open_stage`,
+  `first_plan`, `evaluation`, `run_checkpoints`, `bookkeeping`.
 - Agreeing on a plan: `plan_in_force`, `layer_choice`, `device_memory`.
 - Adapting: `adaptation` (every rank), `control_loop` and `starting_point` (rank 0),
   `planning_client` and `planning_process` (plans are made beside training), `replay`.
-- A user's own loop: `trainer`; `script_launch`, `script_rank`, `script_meeting`, `script_inputs`.
+- A user's own loop: `trainer`, `script` (what a script reads, how its processes meet and end),
+  `script_launch` and `script_rank` (how `jaxmorph launch` starts them).
 """

@@ -39,10 +39,10 @@ from jaxmorph.runtime.report import (
     total_compilations,
 )
 from jaxmorph.schedule.timeline import Timeline, peak_on_device
-from jaxmorph.training.carried_over import KnownLinks
 from jaxmorph.training.control_loop import ControlLoop, Morph
 from jaxmorph.training.evaluation import NOT_EVALUATED, HeldOutLoss
 from jaxmorph.training.plan_in_force import PlanInForce
+from jaxmorph.training.starting_point import KnownLinks
 
 AROUND = 2
 """How many steps before and after a change leave timelines."""

@@ -1,8 +1,19 @@
-"""What acts between two steps of a run, beside `evaluation` and `adaptation`: records and saves."""
+"""What acts between two steps of a run, beside `evaluation` and `adaptation`: records and saves.
+
+Two facts are known to one rank alone: that it is time to save, by rank 0's clock, and that a rank's
+process has been asked to end. Each goes with that rank's report of the step to all ranks, so that
+all save, and end, after the same step.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from jaxmorph.checkpoints.saver import CheckpointSaver
+from jaxmorph.config.checkpoint_section import Checkpoint
 from jaxmorph.messages import Json
 from jaxmorph.records import EventKind
+from jaxmorph.runtime.report import StepTotals
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.schedule.planner import Plan
@@ -10,7 +21,130 @@ from jaxmorph.training.bookkeeping import Bookkeeper
 from jaxmorph.training.control_loop import Morph
 from jaxmorph.training.evaluation import Evaluation
 from jaxmorph.training.loop import GOES_ON, Callback, Effect
-from jaxmorph.training.save_times import SaveTimes, SkippedSteps
+
+_SAVE, _STOP = "time_to_save", "asked_to_stop"
+_S_PER_MINUTE = 60.0
+_ADVICE = (
+    "an earlier checkpoint with a lower optimizer.learning_rate or optimizer.clip_norm, or with "
+    "precision.compute float32 where it is bfloat16"
+)
+
+
+@dataclass(frozen=True)
+class AfterStep:
+    """What comes after a step, on all ranks alike.
+
+    Attributes:
+        stops: No step comes after it, though it isn't the last.
+    """
+
+    saves: bool
+    stops: bool
+
+
+class SaveTimes:
+    """One rank's part in the agreement.
+
+    Args:
+        num_steps: How many steps the run has; None: as many as a script takes.
+    """
+
+    def __init__(
+        self,
+        settings: Checkpoint,
+        num_steps: int | None,
+        *,
+        leads: bool,
+        stop_asked: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._num_steps = num_steps
+        self._leads = leads
+        self._stop_asked = stop_asked
+        self._clock = clock
+        self._saved_s = clock()
+
+    def report(self) -> Json:
+        """This rank's part of a step's report; most often empty."""
+        saves = {_SAVE: True} if self._leads and self._is_time() else {}
+        return saves | ({_STOP: True} if self._stop_asked() else {})
+
+    def after(self, step: int, reports: Sequence[Json]) -> AfterStep:
+        """What comes after a step.
+
+        Args:
+            reports: What all ranks reported of it, in rank order, with what `report` gave.
+        """
+        within_s = self._settings.stop_within_s
+        asked = within_s is not None and any(_STOP in report for report in reports)
+        stops = asked and step != self._num_steps
+        saves = stops or _SAVE in reports[0] or self._settings.is_due(step, self._num_steps)
+        if saves:
+            self._saved_s = self._clock()
+        return AfterStep(saves, stops)
+
+    def _is_time(self) -> bool:
+        minutes = self._settings.every_minutes
+        since_s = self._clock() - self._saved_s
+        return minutes is not None and since_s >= minutes * _S_PER_MINUTE
+
+
+class SkippedSteps:
+    """Counts the steps that were not finite, by scalars that all ranks share: all count alike.
+
+    Args:
+        stop_after: So many in a row are enough; None: no number is.
+
+    Attributes:
+        why_stop: Why the run ends here, in a line; empty while it may go on.
+    """
+
+    def __init__(self, stop_after: int | None) -> None:
+        self.why_stop = ""
+        self._stop_after = stop_after
+        self._in_a_row = 0
+        self._last_finite: int | None = None
+        self._save_is_owed = False
+
+    def note(self, step: int, totals: StepTotals) -> bool:
+        """Take note of a step.
+
+        Returns:
+            Whether it was one too many: see `why_stop`.
+        """
+        self.why_stop = ""
+        if totals.is_finite:
+            self._in_a_row, self._last_finite = 0, step
+            return False
+        self._in_a_row += 1
+        if self._stop_after is None or self._in_a_row < self._stop_after:
+            return False
+        self.why_stop = (
+            f"{self._in_a_row} steps in a row were not finite, the latest, step {step}, with "
+            f"{totals.in_words()}; {self._last_in_words()}; try {_ADVICE} "
+            f"(optimizer.stop_after_skipped: {self._stop_after})"
+        )
+        return True
+
+    def lets_save(self, is_due: bool, is_last: bool) -> bool:
+        """Whether the state is saved after the step that was noted last.
+
+        While steps are skipped parameters stay as they are: saved again and again they would push
+        the checkpoints from before, which may be what helps, out of those that are kept. What falls
+        due then is saved after the next update, or with the run's last step. Nothing is saved after
+        a step that was one too many.
+        """
+        self._save_is_owed = self._save_is_owed or is_due
+        is_time = self._in_a_row == 0 or (is_last and not self.why_stop)
+        saves = self._save_is_owed and is_time
+        self._save_is_owed = self._save_is_owed and not saves
+        return saves
+
+    def _last_in_words(self) -> str:
+        if self._last_finite is None:
+            return "no step since the start was finite, and parameters are as they were then"
+        return f"the last finite step was {self._last_finite}, and parameters are as it left them"
 
 
 class Recording(Callback):

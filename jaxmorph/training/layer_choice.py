@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from jaxmorph.config import Config
 from jaxmorph.data import Batches
+from jaxmorph.messages import dump, parse_line
 from jaxmorph.runtime.rendezvous import Rendezvous, agree
 from jaxmorph.schedule.partition import even_cut, partition, stage_times_ms
 from jaxmorph.stage.layer_costs import LayerCosts, measure_layer_costs
@@ -123,3 +125,45 @@ def _described(costs: LayerCosts) -> str:
         f"embedding {costs.embed_ms:.3g}, a layer {costs.layer_ms:.3g}, "
         f"the head {costs.head_ms:.3g} ms"
     )
+
+
+FILE = "layers.json"
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What is written of a cut.
+
+    Attributes:
+        layers: How many each virtual stage has.
+    """
+
+    stages: int
+    chunks: int
+    layers: tuple[int, ...]
+
+
+def chosen_before(directory: Path, config: Config, num_layers: int) -> tuple[int, ...] | None:
+    """The number of layers of each virtual stage, as an earlier life of the run has chosen them.
+
+    Returns:
+        None where there was no such life, or it had other stages.
+    """
+    try:
+        before = parse_line(_Cut, (directory / FILE).read_text(encoding="utf-8"), FILE)
+    except (OSError, ValueError):
+        return None
+    cut, counts = config.parallelism, before.layers
+    fits = len(counts) == cut.virtual_stages and sum(counts) == num_layers and min(counts) > 0
+    return counts if fits and (before.stages, before.chunks) == (cut.stages, cut.chunks) else None
+
+
+def keep_choice(directory: Path, config: Config, layers: Sequence[range]) -> None:
+    """Write down how the layers are cut, where that was not for the configuration to say."""
+    cut = config.parallelism
+    if cut.layers != "auto":
+        return
+    chosen = _Cut(cut.stages, cut.chunks, tuple(map(len, layers)))
+    written = directory / f"{FILE}.new"
+    written.write_text(dump(chosen) + "\n", encoding="utf-8")
+    written.replace(directory / FILE)

@@ -30,17 +30,22 @@ from jaxmorph.stage.model import PipelineModel, taken_on_device
 from jaxmorph.stage.parameters import parameter_count
 from jaxmorph.training.adaptation import Adaptation, open_control_loop
 from jaxmorph.training.bookkeeping import Bookkeeper
-from jaxmorph.training.callbacks import Recording, Saving, Skipping
-from jaxmorph.training.carried_over import KnownLinks, chosen_before, keep_choice, known_links
+from jaxmorph.training.callbacks import Recording, SaveTimes, Saving, SkippedSteps, Skipping
 from jaxmorph.training.device_memory import WithinDevices, budget_in_words, with_device_budget
 from jaxmorph.training.evaluation import Evaluation
 from jaxmorph.training.first_plan import FirstPlan, plan_by_timings
-from jaxmorph.training.layer_choice import LayerChoice, choose_layers, measured_on_rank_0
+from jaxmorph.training.layer_choice import (
+    LayerChoice,
+    choose_layers,
+    chosen_before,
+    keep_choice,
+    measured_on_rank_0,
+)
 from jaxmorph.training.loop import Callback, Loop
 from jaxmorph.training.open_stage import open_stage, stage_settings
 from jaxmorph.training.plan_in_force import PlanInForce
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
-from jaxmorph.training.save_times import SaveTimes, SkippedSteps
+from jaxmorph.training.starting_point import KnownLinks, known_links
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """Starts a training run: one process per stage on this machine, or one rank of a cluster's job."""
 
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,7 +18,7 @@ from jaxmorph.errors import RunFailedError, RunStoppedError, UserError
 from jaxmorph.messages import RunMessage, parse_run_message
 from jaxmorph.report import Reporter
 from jaxmorph.report.run_directory import CONFIG
-from jaxmorph.runtime.launcher import run_ranks, sigterm_interrupts, threads_for
+from jaxmorph.runtime.launcher import restore_signal, run_ranks, sigterm_interrupts, threads_for
 from jaxmorph.training.cluster import (
     is_first_task,
     join_cluster,
@@ -38,7 +40,6 @@ from jaxmorph.training.resume import (
     with_absolute_folder,
     without_weights,
 )
-from jaxmorph.training.save_times import heeding_sigterm
 from jaxmorph.training.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ TRY_AGAIN = 75
 
 It is EX_TEMPFAIL of sysexits.h: a temporary failure.
 """
+_ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # what a shell makes of it: not done, and saved nothing
 _LAUNCHES = ("auto", "local", "cluster")
 
 
@@ -163,7 +165,7 @@ def _launch(
     logs = _log_folder(directory, first_step)
     stages = config.parallelism.stages
     return run_ranks(
-        "jaxmorph.training.rank",
+        "jaxmorph.training.train",
         arguments,
         stages,
         logs,
@@ -205,7 +207,7 @@ def _run_as_rank(start: RunStart) -> None:
         raise UserError(f"--launch: {error}") from error
     known = [start.directory] if start.directory else []  # the run's, once it is known
     with _leaving_at_once(rendezvous.rank, partial(_exit_code, start.config, known)):
-        with heeding_sigterm(start.config.checkpoint.stop_within_s) as stop_asked:
+        with sigterm_asks(start.config.checkpoint.stop_within_s) as stop_asked:
             _check_job(start.config, rendezvous)
             is_done, directory = _train_as_rank(start, rendezvous, known.append, stop_asked)
         rendezvous.close()
@@ -305,3 +307,47 @@ def _stopped(directory: Path, why: str) -> RunStoppedError:
 
 def _hear_nothing(message: RunMessage) -> None:
     """Only rank 0 has something to say."""
+
+
+@contextmanager
+def sigterm_asks(within_s: float | None) -> Iterator[Callable[[], bool]]:
+    """While this lasts, SIGTERM asks this process to end, and a second one ends it at once.
+
+    Args:
+        within_s: How long it may take to end, once asked; None: it isn't asked, and SIGTERM does
+            what Ctrl-C does.
+
+    Yields:
+        Whether it has been asked.
+    """
+    # In a process that has joined others either takes the place of JAX's own, which ends nothing.
+    if within_s is None:
+        with sigterm_interrupts():
+            yield lambda: False
+        return
+    asked = threading.Event()
+    overdue = threading.Timer(within_s, _end)
+    overdue.daemon = True
+
+    def ask(number: int, frame: object) -> None:
+        if asked.is_set():
+            _end()
+        else:
+            asked.set()
+            overdue.start()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+    previous = signal.signal(signal.SIGTERM, ask)
+    try:
+        yield asked.is_set
+    finally:
+        overdue.cancel()
+        restore_signal(signal.SIGTERM, previous)
+
+
+def _end() -> None:
+    """End without the clean-up that would wait for other ranks."""
+    print("error: ended by SIGTERM before the state was saved", file=sys.stderr, flush=True)  # noqa: T201
+    os._exit(_ENDED_BY_SIGTERM)

@@ -1,4 +1,7 @@
-"""`jaxmorph train` as one rank sees it: loads what the configuration names, and runs the loop."""
+"""`jaxmorph train` as one rank sees it: loads what the configuration names, and runs the loop.
+
+The launcher starts each rank as `python -m jaxmorph.training.train`.
+"""
 
 import time
 from collections.abc import Callable
@@ -6,12 +9,14 @@ from functools import partial
 from pathlib import Path
 
 from jaxmorph.checkpoints.saver import CheckpointError
-from jaxmorph.config import Config
+from jaxmorph.config import Config, load_config
 from jaxmorph.data import ReadAhead
 from jaxmorph.errors import RunFailedError
-from jaxmorph.messages import PhaseEnded, RunMessage
+from jaxmorph.messages import PhaseEnded, RunMessage, tagged
 from jaxmorph.records import COMPILE, PLAN, RESTORE, START
-from jaxmorph.runtime.kept_programs import CompilationCounter
+from jaxmorph.runtime.join import join_as_told
+from jaxmorph.runtime.kept_programs import CompilationCounter, keep_compiled
+from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.training.evaluation import with_room_to_evaluate
 from jaxmorph.training.first_plan import settle_garbage
@@ -89,3 +94,28 @@ def train(
 def _send_end_of(phase: str, send: Callable[[RunMessage], None]) -> None:
     """How far this rank has come: what a failure costs is split by it, whichever rank is last."""
     send(PhaseEnded(phase, time.monotonic()))
+
+
+def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
+    config_path, first_step, restarts = rest
+    config, directory = load_config(Path(config_path)), Path(config_path).parent
+    keep_compiled(config, directory, arguments.rank)
+    rendezvous = join_as_told(
+        arguments,
+        start_timeout_s=config.timeouts.start_s,
+        step_timeout_s=config.direct_timeout_s,
+        fails_over=config.fails_over,
+    )
+    train(
+        config,
+        rendezvous,
+        lambda message: link.send(tagged(message)),
+        directory,
+        int(first_step),
+        restarts=int(restarts),
+        stop_asked=link.stop_asked.is_set,
+    )
+
+
+if __name__ == "__main__":
+    run_rank(_run_rank)

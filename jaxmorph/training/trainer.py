@@ -37,13 +37,14 @@ from jaxmorph.training.plan_in_force import plan_step, unmeasured_profile
 from jaxmorph.training.resume import start_of_script
 from jaxmorph.training.run import Training, begin_training, load_run, plan_run
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
-from jaxmorph.training.script_inputs import (
+from jaxmorph.training.script import (
     configure,
     cut_batch,
+    end_if_failed,
+    leave,
     script_directory,
     sections_without_effect,
 )
-from jaxmorph.training.script_meeting import end_if_failed, leave
 
 _log = logging.getLogger(__name__)
 _LOGGED = CHANGES - {EventKind.LINK_FAILED}  # of that every trainer warns by itself

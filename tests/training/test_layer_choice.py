@@ -1,10 +1,24 @@
+import json
+from typing import Any
+
 import pytest
 
-from jaxmorph.config import Config
+from jaxmorph.checkpoints.folder import CheckpointFolder
+from jaxmorph.checkpoints.manifest import Manifest
+from jaxmorph.config import Config, check_config
 from jaxmorph.errors import UserError
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.stage.layer_costs import LayerCosts
-from jaxmorph.training.layer_choice import choose_layers, cut_by_costs
+from jaxmorph.training import run
+from jaxmorph.training.layer_choice import (
+    FILE,
+    choose_layers,
+    chosen_before,
+    cut_by_costs,
+    keep_choice,
+)
+from jaxmorph.training.run_checkpoints import RunCheckpoints
+from jaxmorph.training.run_parts import load_parts
 
 HEAVY_HEAD = LayerCosts(embed_ms=0.5, layer_ms=2.0, head_ms=5.0)
 PACED = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1}
@@ -96,3 +110,70 @@ def test_nothing_is_measured_where_it_does_not_matter(config, cut, reason):
 def test_more_stages_than_layers_is_refused_before_measuring():
     with pytest.raises(UserError, match=r"parallelism.stages: got 9, expected between 1 and"):
         choose_layers(config_of(stages=9), SoleRank(), 8, not_measured)
+
+
+HEAVY_EMBEDDING = LayerCosts(5.0, 2.0, 0.0)
+LAYERS = (range(5), range(5, 8))
+
+
+def kept_config_of(layers: Any = "auto", stages=2, chunks=1, schedule="zb-h2"):
+    return check_config(
+        {
+            "model": {"preset": "tiny", "width": 16, "num_heads": 2, "num_layers": 8},
+            "data": {"sequence_length": 8},
+            "parallelism": {"stages": stages, "chunks": chunks, "layers": layers},
+            "schedule": {"name": schedule},
+            "checkpoint": {"every_steps": 0},
+        }
+    )
+
+
+@pytest.mark.parametrize("first_step", [0, 7])
+def test_a_life_after_a_failure_keeps_the_cut_that_the_one_before_has_measured(
+    tmp_path, monkeypatch, first_step
+):
+    """With a checkpoint of one stage to go on from, or none at all."""
+    manifest = Manifest(7, (range(8),), 256, (), kept_config_of(stages=1))
+    monkeypatch.setattr(CheckpointFolder, "manifest", lambda folder, step: manifest)
+    measured = [HEAVY_HEAD, HEAVY_EMBEDDING]
+    monkeypatch.setattr(run, "measured_on_rank_0", lambda *_: measured.pop(0))
+
+    def life(restarts):
+        checkpoints = RunCheckpoints(kept_config_of(), tmp_path, first_step)
+        config = checkpoints.starting_config
+        model = load_parts(config).model
+        return run.load_run(config, SoleRank(), model, checkpoints, restarts=restarts)
+
+    lives = [life(restarts) for restarts in (0, 1)]
+    assert [life.cut.layers for life in lives] == [LAYERS, LAYERS]
+    assert measured == [HEAVY_EMBEDDING]
+
+
+def test_only_a_cut_that_was_to_be_chosen_is_kept(tmp_path):
+    keep_choice(tmp_path, kept_config_of(layers=[5, 3]), LAYERS)
+    assert chosen_before(tmp_path, kept_config_of(), 8) is None
+    keep_choice(tmp_path, kept_config_of(), LAYERS)
+    assert chosen_before(tmp_path, kept_config_of(), 8) == (5, 3)
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+@pytest.mark.parametrize(
+    ("config", "num_layers"),
+    [
+        (kept_config_of(stages=4), 8),
+        (kept_config_of(stages=1), 8),
+        (kept_config_of(stages=1, chunks=2, schedule="interleaved"), 8),
+        (kept_config_of(), 9),
+    ],
+)
+def test_other_stages_are_cut_anew(tmp_path, config, num_layers):
+    keep_choice(tmp_path, kept_config_of(), LAYERS)
+    assert chosen_before(tmp_path, config, num_layers) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", json.dumps({"stages": 2, "chunks": 1, "layers": [9, -1]})]
+)
+def test_what_cannot_be_is_cut_anew(tmp_path, text):
+    (tmp_path / FILE).write_text(text)
+    assert chosen_before(tmp_path, kept_config_of(), 8) is None

@@ -7,9 +7,8 @@ import pytest
 
 from jaxmorph.config.checkpoint_section import Checkpoint
 from jaxmorph.runtime.report import StepTotals
-from jaxmorph.training.callbacks import Saving, Skipping
+from jaxmorph.training.callbacks import SaveTimes, Saving, SkippedSteps, Skipping
 from jaxmorph.training.loop import GOES_ON, Callback, Effect, Loop
-from jaxmorph.training.save_times import SaveTimes, SkippedSteps
 
 FINITE, BAD = StepTotals(2.0, 1.0), StepTotals(float("nan"), 1.0)
 NOTHING: Any = None

@@ -19,13 +19,11 @@ from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import RendezvousError, SoleRank
 from jaxmorph.runtime.step import StepRunner
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.training import script_inputs as script_config
-from jaxmorph.training import script_meeting as meeting
+from jaxmorph.training import script
 from jaxmorph.training.adaptation import Adaptation
-from jaxmorph.training.callbacks import Skipping
+from jaxmorph.training.callbacks import SkippedSteps, Skipping
 from jaxmorph.training.loop import Loop
-from jaxmorph.training.save_times import SkippedSteps
-from jaxmorph.training.script_inputs import (
+from jaxmorph.training.script import (
     configure,
     script_directory,
     sections_without_effect,
@@ -167,7 +165,7 @@ def test_a_trainer_whose_peer_is_gone_closes_all_it_opened(monkeypatch):
 
 
 def test_a_file_without_stages_may_say_what_is_per_stage_or_link(tmp_path, monkeypatch):
-    monkeypatch.setattr(script_config, "meet", lambda *_: SimpleNamespace(num_ranks=3))
+    monkeypatch.setattr(script, "meet", lambda *_: SimpleNamespace(num_ranks=3))
     path = tmp_path / "mine.yaml"
     path.write_text("schedule: {max_live: [3, 2, 1]}\nroutes: {default: direct, 1-2: delegated}\n")
     config, _ = configure(path)
@@ -202,12 +200,12 @@ def test_a_transfer_waits_as_long_as_the_configuration_and_the_number_of_ranks_s
         told_s.append(direct_s)
         return SimpleNamespace(num_ranks=num_ranks)
 
-    monkeypatch.setattr(script_config, "meet", meet)
+    monkeypatch.setattr(script, "meet", meet)
     if known_by == "job":
         monkeypatch.setenv("SLURM_NTASKS", str(num_ranks))
     if known_by == "launcher":
         launched = RankArguments(0, num_ranks, "127.0.0.1:1", 0, 0)
-        monkeypatch.setattr(script_config, "launch_told", lambda: launched)
+        monkeypatch.setattr(script, "launch_told", lambda: launched)
     configure(sections)
     assert told_s == [waits_s]
 
@@ -216,9 +214,9 @@ def test_a_transfer_waits_as_long_as_the_configuration_and_the_number_of_ranks_s
 def test_after_an_error_in_a_trainer_of_several_the_next_one_says_so(monkeypatch, num_ranks):
     met = SoleRank()
     met.num_ranks = num_ranks
-    monkeypatch.setattr(meeting, "_left", [])
-    monkeypatch.setattr(meeting, "_met", [met])
-    meeting.leave()
+    monkeypatch.setattr(script, "_left", [])
+    monkeypatch.setattr(script, "_met", [met])
+    script.leave()
     if num_ranks == 1:
         assert configure({})[0].parallelism.stages == 1
         return
@@ -312,9 +310,9 @@ def test_stashes_that_move_have_threads_to_move_by_unless_the_user_has_said_how_
 ):
     """Given by `jaxmorph launch`, which doesn't know what the script will ask for."""
     told = RankArguments(0, 1, "127.0.0.1:1", 0, 0, num_threads=given)
-    monkeypatch.setattr(meeting, "_met", [])
-    monkeypatch.setattr(meeting, "launch_told", lambda: told)
-    monkeypatch.setattr(meeting, "join_as_told", lambda *_, **__: SoleRank())
+    monkeypatch.setattr(script, "_met", [])
+    monkeypatch.setattr(script, "launch_told", lambda: told)
+    monkeypatch.setattr(script, "join_as_told", lambda *_, **__: SoleRank())
     monkeypatch.setenv("NPROC", str(given or 1))
     configure({"offload": {"enabled": offloads}})
     assert os.environ["NPROC"] == has
@@ -322,8 +320,8 @@ def test_stashes_that_move_have_threads_to_move_by_unless_the_user_has_said_how_
 
 def test_a_trainer_that_comes_after_jax_has_begun_is_told_to_come_first(monkeypatch):
     jax.devices()
-    monkeypatch.setattr(meeting, "_met", [])
-    monkeypatch.setattr(meeting, "launch_told", lambda: RankArguments(0, 2, "127.0.0.1:1", 0, 0))
+    monkeypatch.setattr(script, "_met", [])
+    monkeypatch.setattr(script, "launch_told", lambda: RankArguments(0, 2, "127.0.0.1:1", 0, 0))
     monkeypatch.setenv("XLA_FLAGS", "")  # joining adds to them
     with pytest.raises(UserError, match=r"^Trainer: JAX has computed something already.*join\(\)"):
         Trainer(MODEL, {})

@@ -1,19 +1,15 @@
 """All ranks save, and end, after the same step, on whichever rank the reason is known."""
 
 import math
-import signal
-import threading
 
 import pytest
 
 from jaxmorph.config.checkpoint_section import Checkpoint
 from jaxmorph.runtime.report import StepTotals
-from jaxmorph.training import save_times
-from jaxmorph.training.save_times import AfterStep, SaveTimes, SkippedSteps, heeding_sigterm
+from jaxmorph.training.callbacks import AfterStep, SaveTimes, SkippedSteps
 
 NOTHING, SAVES = AfterStep(saves=False, stops=False), AfterStep(saves=True, stops=False)
 STOPS = AfterStep(saves=True, stops=True)
-LIMIT_S = 30
 
 
 class Ranks:
@@ -78,81 +74,6 @@ def test_a_run_that_does_not_save_when_asked_does_not_heed_it(settings):
     ranks = Ranks(**settings)
     ranks.asked[0] = True
     assert ranks.after_step() == NOTHING
-
-
-@pytest.fixture
-def ended(monkeypatch):
-    """Exit codes of this process, had it ended."""
-    codes, has_ended = [], threading.Event()
-
-    def end(code):
-        codes.append(code)
-        has_ended.set()
-
-    monkeypatch.setattr(save_times.os, "_exit", end)
-    return codes, has_ended
-
-
-def test_the_first_one_asks_and_the_second_one_ends(ended, capsys):
-    codes, _ = ended
-    with heeding_sigterm(within_s=1e4) as asked:
-        assert not asked()
-        signal.raise_signal(signal.SIGTERM)
-        assert asked()
-        assert codes == []
-        signal.raise_signal(signal.SIGTERM)
-        assert codes == [143]
-    assert "ended by SIGTERM before the state was saved" in capsys.readouterr().err
-
-
-def test_who_is_asked_has_a_deadline(ended):
-    codes, has_ended = ended
-    with heeding_sigterm(within_s=0.01):
-        signal.raise_signal(signal.SIGTERM)
-        assert has_ended.wait(LIMIT_S)
-    assert codes == [143]
-
-
-def test_who_ends_in_time_meets_no_deadline_and_signals_are_as_before(ended):
-    before = signal.getsignal(signal.SIGTERM)
-    threads = threading.active_count()
-    with heeding_sigterm(within_s=1e4):
-        signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) == before
-    for thread in threading.enumerate():
-        if isinstance(thread, threading.Timer):
-            thread.join(LIMIT_S)
-    assert threading.active_count() == threads
-    assert ended[0] == []
-
-
-def test_without_a_deadline_it_interrupts_as_ctrl_c_does(ended):
-    before = signal.getsignal(signal.SIGTERM)
-    with heeding_sigterm(within_s=None) as asked:
-        assert not asked()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert ended[0] == []
-
-
-@pytest.mark.parametrize("within_s", [None, 1e4])
-def test_a_handler_that_python_did_not_set_leaves_the_default(monkeypatch, within_s):
-    """One that was installed from C is None to Python, which takes no None back."""
-    install, before = signal.signal, signal.getsignal(signal.SIGTERM)
-
-    def of_c(number, handler):
-        assert handler is not None
-        previous = install(number, handler)
-        return None if previous == before else previous
-
-    monkeypatch.setattr(signal, "signal", of_c)
-    try:
-        with heeding_sigterm(within_s):
-            assert signal.getsignal(signal.SIGTERM) is not before
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    finally:
-        install(signal.SIGTERM, before)
 
 
 SOUND = StepTotals(2.0, 1.0)
