@@ -15,13 +15,14 @@ IMPORTS_JAX = {"grain"}  # other packages whose import imports JAX
 
 # The rooms in their order: each imports only those before it, those side by side not one another.
 ORDER = (
-    ("errors",), ("records",), ("messages",), ("config",), ("emulation", "data"),
+    ("errors",), ("plain_json", "records"), ("messages",), ("config",), ("emulation", "data"),
     ("schedule",), ("program",), ("control",), ("stage", "transport", "pallas_kernels"),
     ("copies",), ("runtime",), ("checkpoints",), ("report",), ("training",), ("compare",), ("cli",),
 )  # fmt: skip
 ONLY = {  # rooms that could be used without the rest
     "records": set(),
-    "messages": {"records"},
+    "plain_json": set(),
+    "messages": {"plain_json", "records"},
     "data": {"errors"},
     "schedule": {"errors", "records"},
     "program": {"errors", "records", "schedule"},
@@ -31,8 +32,8 @@ ONLY = {  # rooms that could be used without the rest
     "copies": {"errors", "transport", "pallas_kernels"},
 }
 WITHOUT_JAX = {
-    "errors", "records", "messages", "config", "emulation", "data", "schedule", "program",
-    "control", "transport", "report",
+    "errors", "plain_json", "records", "messages", "config", "emulation", "data", "schedule",
+    "program", "control", "transport", "report",
 }  # fmt: skip
 IN_FUNCTIONS_ALONE = {"data"}  # may import the packages that import JAX, but not on import
 

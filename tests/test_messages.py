@@ -1,29 +1,24 @@
-"""Plain values as JSON and back, with errors that say where, got and expected."""
+"""The messages and lines of a run as JSON and back."""
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from jaxmorph.messages import (
     EventEmitted,
     LinksChanged,
-    ParseError,
     PhaseEnded,
     ProfileUpdated,
     RunMessage,
     RunStarted,
     StepDone,
     StepTimelines,
-    dump,
-    parse,
-    parse_line,
     parse_run_message,
-    tagged,
 )
+from jaxmorph.plain_json import ParseError, dump, parse_line, tagged
 from jaxmorph.records import Event, EventKind, StepRecord
 
 STEP = StepRecord(
@@ -34,23 +29,6 @@ STEP = StepRecord(
 )  # fmt: skip
 EVENT = Event(1.5, 4, EventKind.PLAN_CHANGED, "2-3", "shorter", {"samples_ms": [31.0]})
 LINE = STEP.metrics()
-
-
-@dataclass(frozen=True)
-class Part:
-    """Of each type of fields one."""
-
-    number: float
-    count: int
-    names: tuple[tuple[str, ...], ...]
-    flags: Mapping[str, bool]
-    any: Any
-    perhaps: int | None = None
-
-
-PART: dict[str, Any] = {
-    "number": 1.5, "count": 2, "names": [["a"]], "flags": {"x": True}, "any": [None],
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -79,40 +57,6 @@ def test_a_value_that_is_not_finite_comes_back():
     assert isinstance(message, StepDone)
     assert message.record.loss == math.inf
     assert math.isnan(message.record.grad_norm)
-
-
-def test_fields_of_every_type_are_read():
-    part = parse(Part, PART | {"later": "version"}, "here")
-    assert part == Part(1.5, 2, (("a",),), {"x": True}, [None])
-    assert type(parse(Part, PART | {"number": 1}, "here").number) is float
-    assert math.isnan(parse(Part, PART | {"number": None}, "here").number)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"number": "1"}, "number: got '1', expected a number"),
-        ({"number": True}, "number: got True, expected a number"),
-        ({"count": 1.5}, "count: got 1.5, expected a whole number"),
-        ({"count": None}, "count: got None, expected a whole number"),
-        ({"names": [["a"], "bc"]}, "names.1: got 'bc', expected a list"),
-        ({"names": [["a", 2]]}, "names.0.1: got 2, expected a text"),
-        ({"flags": {"y": 1}}, "flags.y: got 1, expected true or false"),
-        ({"flags": "x" * 99}, f"flags: got '{'x' * 56}..., expected an object"),
-        ({"perhaps": "1"}, "perhaps: got '1', expected a whole number"),
-    ],
-)
-def test_an_error_names_place_field_got_and_expected(wrong, says):
-    with pytest.raises(ParseError) as caught:
-        parse(Part, PART | wrong, "rank 2")
-    assert str(caught.value) == f"rank 2: {says}"
-
-
-def test_a_field_that_is_missing_is_named():
-    with pytest.raises(ParseError, match=r"^rank 0: count: missing$"):
-        parse(Part, {"number": 1.0}, "rank 0")
-    with pytest.raises(ParseError, match=r"^rank 0: got \[1\], expected the fields of Part$"):
-        parse(Part, [1], "rank 0")
 
 
 def test_lines_of_a_run_are_read_back():

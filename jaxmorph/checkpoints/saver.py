@@ -25,7 +25,7 @@ import jax
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, new_rank_file, stage_path
 from jaxmorph.errors import RunFailedError, UserError
-from jaxmorph.messages import as_object, parse
+from jaxmorph.plain_json import as_object, parse
 from jaxmorph.records import EventKind
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 

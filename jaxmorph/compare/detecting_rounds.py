@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxmorph.config import Config
 from jaxmorph.control.path_reports import FAILURES
-from jaxmorph.messages import Json
+from jaxmorph.plain_json import Json
 from jaxmorph.program.instructions import parse_program
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import StepReport, measured_timeline

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from statistics import median
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 from jaxmorph.compare.systems import SYSTEMS
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare, Condition
 from jaxmorph.config.link_sections import Routes
-from jaxmorph.messages import Json, parse_tagged
+from jaxmorph.plain_json import Json, parse
 from jaxmorph.report import describe_regime
 from jaxmorph.report.run_matrix import Matrix, PlannedRun, Run, StepTimes
 from jaxmorph.report.text import describe_trace
@@ -77,7 +77,7 @@ def parse_comparison_message(data: Any) -> ComparisonMessage:
     Raises:
         ParseError: It is none.
     """
-    return parse_tagged(get_args(ComparisonMessage), data, "a message of a rank")
+    return parse(ComparisonMessage, data, "a message of a rank")
 
 
 Key = tuple[str, str]

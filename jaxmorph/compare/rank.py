@@ -17,7 +17,7 @@ from jaxmorph.config.compare_section import Compare
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.data import ReadAhead
-from jaxmorph.messages import tagged
+from jaxmorph.plain_json import tagged
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.join import join_as_told

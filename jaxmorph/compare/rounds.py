@@ -18,7 +18,7 @@ from jaxmorph.compare.systems import System
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
 from jaxmorph.control.path_reports import FAILURES, path_news
-from jaxmorph.messages import Json
+from jaxmorph.plain_json import Json
 from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.runtime.stage_trainer import StageTrainer

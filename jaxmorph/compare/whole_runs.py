@@ -16,7 +16,7 @@ from jaxmorph.compare.systems import Restarts, System, system_config
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Condition
 from jaxmorph.errors import RunFailedError, RunStoppedError
-from jaxmorph.messages import parse_line
+from jaxmorph.plain_json import parse_line
 from jaxmorph.records import Event, EventKind, RunHeader, RunSummary, StepRecord
 from jaxmorph.report.run_directory import EVENTS, METRICS, RECOVERY, RecoveryFile, read_records
 from jaxmorph.report.run_matrix import Run, StepTimes

@@ -3,9 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, TypeAlias
-
-from pydantic import Field
+from typing import TypeAlias
 
 from jaxmorph.config.sections import Adaptation
 from jaxmorph.control.compute_watch import ComputeNotice, ComputeWatch
@@ -46,14 +44,11 @@ class StepObserved:
     ops: Mapping[tuple[int, OpKind], OpTime] = field(default_factory=dict)
     probes_ms: Mapping[str, float] = field(default_factory=dict)
     paths: PathNews = NO_NEWS
-    kind: Literal["step_observed"] = "step_observed"
 
 
 @dataclass(frozen=True)
 class PlannerStarted:
     """The planning process knows the run and can be asked."""
-
-    kind: Literal["planner_started"] = "planner_started"
 
 
 @dataclass(frozen=True)
@@ -61,14 +56,11 @@ class PlansWeighed:
     """The answer to `WeighPlans`."""
 
     options: Options
-    kind: Literal["plans_weighed"] = "plans_weighed"
 
 
 @dataclass(frozen=True)
 class ProgramsMade:
     """The answer to `MakePrograms`: every rank's instructions are ready."""
-
-    kind: Literal["programs_made"] = "programs_made"
 
 
 @dataclass(frozen=True)
@@ -76,20 +68,16 @@ class PlanningFailed:
     """The planning process has died, does not answer, or could not do what it was asked."""
 
     error: str
-    kind: Literal["planning_failed"] = "planning_failed"
 
 
 @dataclass(frozen=True)
 class PlanChanged:
     """All ranks run the plan of the last `ChangePlan`, in every step observed from now on."""
 
-    kind: Literal["plan_changed"] = "plan_changed"
 
-
-Observation: TypeAlias = Annotated[
-    StepObserved | PlannerStarted | PlansWeighed | ProgramsMade | PlanningFailed | PlanChanged,
-    Field(discriminator="kind"),
-]
+Observation: TypeAlias = (
+    StepObserved | PlannerStarted | PlansWeighed | ProgramsMade | PlanningFailed | PlanChanged
+)
 
 
 # --- Commands ------------------------------------------------------------------------------------
@@ -155,14 +143,10 @@ Command: TypeAlias = WeighPlans | MakePrograms | ProbeLinks | DropProbes | Chang
 class Starting:
     """The planning process starts; news wait for it."""
 
-    kind: Literal["starting"] = "starting"
-
 
 @dataclass(frozen=True)
 class Idle:
     """Nothing is being decided."""
-
-    kind: Literal["idle"] = "idle"
 
 
 @dataclass(frozen=True)
@@ -181,7 +165,6 @@ class Weighing:
     dwell: Dwell
     ops: ChangedOps
     again: bool = False
-    kind: Literal["weighing"] = "weighing"
 
 
 @dataclass(frozen=True)
@@ -192,7 +175,6 @@ class Probing:
     decision: Decision
     ops: ChangedOps
     since_step: int
-    kind: Literal["probing"] = "probing"
 
 
 @dataclass(frozen=True)
@@ -202,7 +184,6 @@ class Preparing:
     situation: Situation
     decision: Decision
     ops: ChangedOps
-    kind: Literal["preparing"] = "preparing"
 
 
 @dataclass(frozen=True)
@@ -210,20 +191,14 @@ class Changing:
     """Ranks have been given a plan, or are about to be, and have not reported it in force."""
 
     change: PlanChange
-    kind: Literal["changing"] = "changing"
 
 
 @dataclass(frozen=True)
 class GivenUp:
     """Planning has failed too often; the plan in force stays."""
 
-    kind: Literal["given_up"] = "given_up"
 
-
-Phase: TypeAlias = Annotated[
-    Starting | Idle | Weighing | Probing | Preparing | Changing | GivenUp,
-    Field(discriminator="kind"),
-]
+Phase: TypeAlias = Starting | Idle | Weighing | Probing | Preparing | Changing | GivenUp
 
 
 @dataclass(frozen=True)

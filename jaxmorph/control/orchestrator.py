@@ -1,17 +1,18 @@
 """Decides between two steps whether to go on with the plan in force or to morph, and says why."""
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from jaxmorph.control.link_state import LinkHealth
 from jaxmorph.control.verdicts import Verdict, dead_links, degraded_links
 from jaxmorph.records import Link, Route
 from jaxmorph.schedule.planner import Plan
 
-SCHEDULE = "schedule"
-"""What changes, for `Dwell`, where a morph changes no link's route."""
+Subject: TypeAlias = Link | None
+"""What a morph changes: the route of a link, or the schedule."""
+SCHEDULE: Subject = None
 
 _SOON = 4  # stays: what changes again within so many flaps; after twice as many it has been calm
 
@@ -34,33 +35,33 @@ class Dwell:
 
     least_steps: int
     most_steps: int
-    stays: Mapping[Hashable, Stay] = field(default_factory=dict)
+    stays: Mapping[Subject, Stay] = field(default_factory=dict)
 
-    def waits(self, subjects: Iterable[Hashable], step: int) -> int:
+    def waits(self, subjects: Iterable[Subject], step: int) -> int:
         """How many steps to wait, from one on, until all of some subjects may change."""
         ends = (self.stays[each].until_step for each in subjects if each in self.stays)
         return max(0, max(ends, default=step) - step)
 
-    def after(self, subjects: Iterable[Hashable], step: int) -> "Dwell":
+    def after(self, subjects: Iterable[Subject], step: int) -> "Dwell":
         """The stays after a morph that first holds in a step."""
         steps = {subject: self._steps(subject, step) for subject in subjects}
         changed = {each: Stay(step, steps[each], step + steps[each]) for each in steps}
         return replace(self, stays={**self.stays, **changed})
 
-    def standing(self, subjects: Iterable[Hashable], step: int) -> "Dwell":
+    def standing(self, subjects: Iterable[Subject], step: int) -> "Dwell":
         """The stays after a morph that had some subjects change for another one's sake.
 
         They stand for the shortest stay with it, and flap neither more nor less.
         """
         never = Stay(-math.inf, self.least_steps, step)
-        stood: dict[Hashable, Stay] = {}
+        stood: dict[Subject, Stay] = {}
         for subject in subjects:
             last = self.stays.get(subject, never)
             until_step = max(last.until_step, step + self.least_steps)
             stood[subject] = last._replace(until_step=until_step)
         return replace(self, stays={**self.stays, **stood})
 
-    def _steps(self, subject: Hashable, step: int) -> int:
+    def _steps(self, subject: Subject, step: int) -> int:
         last = self.stays.get(subject)
         if last is None:
             return self.least_steps

@@ -14,7 +14,7 @@ from jaxmorph.control.detector import Detector
 from jaxmorph.control.events import ControlEvent, of_verdict
 from jaxmorph.control.link_state import FailedPaths, PathFailure
 from jaxmorph.control.measurements import LinkSample
-from jaxmorph.messages import Json
+from jaxmorph.plain_json import Json
 from jaxmorph.records import EventKind, Link, Route, Routes
 
 FAILURES, UP, RESTORE = "link_failures", "paths_up", "restore"

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 from jaxmorph.config import Config, dump_config
 from jaxmorph.errors import UserError
-from jaxmorph.messages import Json, ParseError, parse_line
+from jaxmorph.plain_json import Json, ParseError, parse_line
 from jaxmorph.records import Event, EventKind, StepRecord
 from jaxmorph.report.tensorboard import TensorBoardEvents, load_writer
 

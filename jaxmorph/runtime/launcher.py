@@ -18,7 +18,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from jaxmorph.errors import RunFailedError, UserError
-from jaxmorph.messages import RankFailed, parse
+from jaxmorph.messages import RankFailed
+from jaxmorph.plain_json import parse
 from jaxmorph.runtime.rank_process import RankArguments
 
 if TYPE_CHECKING:  # ranks that know no configuration are launched, too

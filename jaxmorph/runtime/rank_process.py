@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxmorph.errors import RunFailedError, UserError
-from jaxmorph.messages import Json, RankFailed, dump, tagged
+from jaxmorph.messages import RankFailed
+from jaxmorph.plain_json import Json, dump, tagged
 
 
 @dataclass(frozen=True)

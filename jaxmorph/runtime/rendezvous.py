@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from typing import Any, Protocol, TypeVar
 
-from jaxmorph.messages import Json, as_object, dump, parse
+from jaxmorph.plain_json import Json, as_object, dump, parse
 
 DETAIL = "detail"
 _Value = TypeVar("_Value")

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from jaxmorph.messages import Json, parse, parse_line
+from jaxmorph.plain_json import Json, parse, parse_line
 from jaxmorph.program.instructions import Channel, Transfer, channel_of
 from jaxmorph.records import EventKind
 from jaxmorph.runtime.executor import StepOutcome

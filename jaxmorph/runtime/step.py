@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmorph.messages import Json
+from jaxmorph.plain_json import Json
 from jaxmorph.program.instructions import RankProgram
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.kept_programs import CompilationCounter

@@ -16,7 +16,7 @@ from jaxmorph.config import Config
 from jaxmorph.control.controller_state import ProbeLinks, first_state
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.path_reports import FAILURES, RESTORE, UP, path_news
-from jaxmorph.messages import Json
+from jaxmorph.plain_json import Json
 from jaxmorph.program.instructions import Channel, RankProgram, parse_program
 from jaxmorph.records import Link
 from jaxmorph.runtime.queue import Stamp

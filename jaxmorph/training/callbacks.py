@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jaxmorph.checkpoints.saver import CheckpointSaver
 from jaxmorph.config.checkpoint_section import Checkpoint
-from jaxmorph.messages import Json
+from jaxmorph.plain_json import Json
 from jaxmorph.records import EventKind
 from jaxmorph.runtime.report import StepTotals
 from jaxmorph.runtime.stage_trainer import StageTrainer

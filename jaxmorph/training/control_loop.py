@@ -33,7 +33,7 @@ from jaxmorph.control.events import ControlEvent, PlanChange
 from jaxmorph.control.orchestrator import Options
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
-from jaxmorph.messages import Json
+from jaxmorph.plain_json import Json
 from jaxmorph.program.instructions import Channel
 from jaxmorph.records import Link
 from jaxmorph.schedule.planner import Plan

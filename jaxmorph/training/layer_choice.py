@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxmorph.config import Config
 from jaxmorph.data import Batches
-from jaxmorph.messages import dump, parse_line
+from jaxmorph.plain_json import dump, parse_line
 from jaxmorph.runtime.rendezvous import Rendezvous, agree
 from jaxmorph.schedule.partition import even_cut, partition, stage_times_ms
 from jaxmorph.stage.layer_costs import LayerCosts, measure_layer_costs

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxmorph.messages import Json
+from jaxmorph.plain_json import Json
 from jaxmorph.program.instructions import RankProgram
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.step import StepResult, StepRunner

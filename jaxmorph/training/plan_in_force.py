@@ -12,7 +12,7 @@ from jaxmorph.control.offload_planning import plan_with_offload
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step, shorter_on_queues
 from jaxmorph.errors import UserError
-from jaxmorph.messages import Json
+from jaxmorph.plain_json import Json
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import Channel, RankProgram
 from jaxmorph.program.slots_needed import slots_needed

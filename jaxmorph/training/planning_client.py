@@ -14,7 +14,7 @@ from jaxmorph.control.conditions import UsualLinks, usual_to_json
 from jaxmorph.control.orchestrator import Option, Options
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
-from jaxmorph.messages import Json
+from jaxmorph.plain_json import Json
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.records import Link
 from jaxmorph.schedule.planner import Plan

@@ -33,7 +33,7 @@ from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.control.verdicts import Verdict, degraded_links
 from jaxmorph.errors import UserError
-from jaxmorph.messages import Json
+from jaxmorph.plain_json import Json
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import Channel, RankProgram, parse_program, program_text
 from jaxmorph.program.lowering import forward_only

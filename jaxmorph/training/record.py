@@ -10,7 +10,6 @@ from jaxmorph.config import Config
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.messages import (
     EventEmitted,
-    Json,
     LinksChanged,
     ObservationKept,
     PhaseEnded,
@@ -19,8 +18,8 @@ from jaxmorph.messages import (
     RunStarted,
     StepDone,
     StepTimelines,
-    as_object,
 )
+from jaxmorph.plain_json import Json, as_object
 from jaxmorph.records import Event, EventKind, RunHeader, StepRecord
 from jaxmorph.report import Reporter, RunDirectory, RunHistory, describe_regime
 from jaxmorph.report.draw import chrome_trace, save_timelines

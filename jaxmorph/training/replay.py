@@ -9,14 +9,12 @@ plans are made here.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxmorph.config.sections import Adaptation
-from jaxmorph.control.codec import decode, encode
 from jaxmorph.control.compute_watch import with_op_ms
 from jaxmorph.control.controller import advance
 from jaxmorph.control.controller_state import (
@@ -49,6 +47,7 @@ from jaxmorph.control.orchestrator import Option, Options
 from jaxmorph.control.path_reports import PathNews
 from jaxmorph.control.verdicts import way_latency_ms
 from jaxmorph.errors import UserError
+from jaxmorph.plain_json import ParseError, dump, parse_line
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.records import Link, Route
 from jaxmorph.report.run_directory import CONTROL
@@ -57,10 +56,25 @@ from jaxmorph.schedule.costs import LinkState, StageCosts
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.planning_process import Candidate, planner_of
 
+_Kept = TypeVar("_Kept")
 SEGMENT_STEPS, SEGMENT_BYTES = 200, 4 << 20
 """After how many steps, or bytes, another file of observations begins."""
 
-_ANY_OBSERVATION: Any = Observation  # a union: no class to the type checker
+
+@dataclass(frozen=True)
+class _Head:
+    """The first line of a file."""
+
+    state: ControllerState
+    run: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Each further one."""
+
+    observation: Observation
+    outcome: Mapping[str, Any]
 
 
 class ObservationLog:
@@ -79,8 +93,8 @@ class ObservationLog:
         """Keep an observation and what followed from it."""
         if self._num_steps >= SEGMENT_STEPS or self._num_bytes >= SEGMENT_BYTES:
             self._num_steps = self._num_bytes = 0
-            self._write(json.dumps({"state": encode(before), "run": self._run}), True)
-        line = json.dumps(encode(observation) | _outcome(result))
+            self._write(dump(_Head(before, self._run)), True)
+        line = dump(_Line(observation, _outcome(result)))
         self._num_steps += isinstance(observation, StepObserved)
         self._num_bytes += len(line)
         self._write(line, False)
@@ -160,25 +174,24 @@ def replay(run_dir: Path, settings: Adaptation | None = None) -> Iterator[Moment
     simulated, state = None, None
     for file in files:
         lines = _lines(file)
-        where, head = next(lines, ("", {}))
-        if not head:  # the process that wrote it was killed
+        first = next(lines, None)
+        if first is None:  # the process that wrote it was killed
             continue
-        with _named(where):
-            recorded = decode(ControllerState, head["state"])
+        head = _parsed(_Head, *first)
+        recorded = head.state
         if state is None or recorded.step < 0:  # ranks have started again: so does the simulation
             simulated = None
             state = recorded if settings is None else with_settings(recorded, settings)
-        for where, line in lines:
-            with _named(where):
-                outcome = {name: line.pop(name) for name in ("commands", "events")}
-                observation: Observation = decode(_ANY_OBSERVATION, line)
+        for text, where in lines:
+            line = _parsed(_Line, text, where)
+            observation = line.observation
             if simulated is None:
                 result = advance(state, observation)
-                moment = Moment(result.state.step, observation, result, outcome)
+                moment = Moment(result.state.step, observation, result, line.outcome)
                 yield moment
                 state, recorded = moment.result.state, advance(recorded, observation).state
                 if moment.differs and settings is not None:
-                    simulated = _Simulated(head["run"], state)
+                    simulated = _Simulated(head.run, state)
                     yield from simulated.start()
             elif isinstance(observation, StepObserved):
                 recorded = advance(recorded, observation).state
@@ -187,20 +200,18 @@ def replay(run_dir: Path, settings: Adaptation | None = None) -> Iterator[Moment
                 recorded = advance(recorded, observation).state
 
 
-@contextmanager
-def _named(where: str) -> Iterator[None]:
-    """While this lasts, what is wrong with a line is the user's to know, with its place."""
+def _parsed(kind: type[_Kept], line: str, where: str) -> _Kept:
     try:
-        yield
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{where}: {error}") from error
+        return parse_line(kind, line, where)
+    except ParseError as error:
+        raise UserError(str(error)) from error
 
 
-def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _lines(file: Path) -> Iterator[tuple[str, str]]:
     with file.open(encoding="utf-8") as text:
         for number, line in enumerate(text, 1):
             if line.endswith("}\n"):  # the last one of a killed run may be cut off
-                yield f"{file}:{number}", json.loads(line)
+                yield line, f"{file}:{number}"
 
 
 def _in_words(outcome: Mapping[str, Any]) -> str:
@@ -210,7 +221,7 @@ def _in_words(outcome: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value))
+    return json.loads(dump(value))
 
 
 class _Simulated:

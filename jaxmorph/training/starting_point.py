@@ -23,7 +23,8 @@ from jaxmorph.control.verdicts import (
     slow_of,
     way_latency_ms,
 )
-from jaxmorph.messages import Json, LinksChanged, parse_line
+from jaxmorph.messages import LinksChanged
+from jaxmorph.plain_json import Json, parse_line
 from jaxmorph.records import Link, Route, Routes
 from jaxmorph.report.run_directory import LINKS
 from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank, agree

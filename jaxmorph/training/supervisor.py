@@ -13,7 +13,8 @@ from typing import Protocol
 
 from jaxmorph.config.checkpoint_section import RestartPolicy
 from jaxmorph.errors import UserError
-from jaxmorph.messages import Json, PhaseEnded, RunMessage, StepDone
+from jaxmorph.messages import PhaseEnded, RunMessage, StepDone
+from jaxmorph.plain_json import Json
 from jaxmorph.records import BACK_OFF, EventKind
 from jaxmorph.runtime.launcher import RankFailedError
 from jaxmorph.training.ledger import Goodput, Ledger, Recovery

@@ -12,7 +12,8 @@ from jaxmorph.checkpoints.saver import CheckpointError
 from jaxmorph.config import Config, load_config
 from jaxmorph.data import ReadAhead
 from jaxmorph.errors import RunFailedError
-from jaxmorph.messages import PhaseEnded, RunMessage, tagged
+from jaxmorph.messages import PhaseEnded, RunMessage
+from jaxmorph.plain_json import tagged
 from jaxmorph.records import COMPILE, PLAN, RESTORE, START
 from jaxmorph.runtime.join import join_as_told
 from jaxmorph.runtime.kept_programs import CompilationCounter, keep_compiled

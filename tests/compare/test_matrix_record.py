@@ -13,7 +13,7 @@ from jaxmorph.compare.matrix_record import (
 )
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
-from jaxmorph.messages import ParseError
+from jaxmorph.plain_json import ParseError
 from jaxmorph.report.matrix_table import matrix_markdown
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import Timeline

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from jaxmorph.messages import ParseError
+from jaxmorph.plain_json import ParseError
 from jaxmorph.runtime.rendezvous import (
     DETAIL,
     Connection,

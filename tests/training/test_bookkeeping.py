@@ -11,7 +11,8 @@ from jaxmorph.control.detector import Detector
 from jaxmorph.control.events import ControlEvent, PlanChange, of_change
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.step_programs import lower_step
-from jaxmorph.messages import EventEmitted, ProfileUpdated, StepDone, StepTimelines, dump
+from jaxmorph.messages import EventEmitted, ProfileUpdated, StepDone, StepTimelines
+from jaxmorph.plain_json import dump
 from jaxmorph.program.instructions import program_text
 from jaxmorph.records import Event, EventKind
 from jaxmorph.runtime.report import LinkEvent, StepReport, StepTotals

@@ -9,6 +9,7 @@ from adapting_run import CONFIG, COSTS, FIRST, FailingPlans, PlansHere
 
 from jaxmorph.control import controller, orchestrator
 from jaxmorph.control.controller import link_states
+from jaxmorph.control.controller_state import PlanningFailed, StepObserved
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.training.planning_client import PlanningError
@@ -294,13 +295,13 @@ def test_a_decision_that_raises_is_retried(begin_run, monkeypatch):
 
 def test_an_end_while_planning_is_no_failure(begin_run):
     kept = []
-    run = begin_run(PlansHere(may_answer=False), keep=lambda *kept_: kept.append(kept_[1].kind))
+    run = begin_run(PlansHere(may_answer=False), keep=lambda *kept_: kept.append(kept_[1]))
     run.steps(6)
     run.steps(1, slow_ms=40.0)
     assert run.plans.is_asked.wait(30)
     run.loop.close(run.plans.may_answer.set)
-    assert "planning_failed" not in kept
-    assert kept[-1] == "step_observed"
+    assert not any(isinstance(each, PlanningFailed) for each in kept)
+    assert isinstance(kept[-1], StepObserved)
 
 
 def test_an_observation_that_cannot_be_kept_ends_the_run(begin_run):

@@ -7,7 +7,7 @@ import pytest
 from jaxmorph.config import check_config
 from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.verdicts import Evidence, KnownWay, Verdict
-from jaxmorph.messages import as_object
+from jaxmorph.plain_json import as_object
 from jaxmorph.report import open_run_directory
 from jaxmorph.report.run_directory import LINKS
 from jaxmorph.runtime.rendezvous import SoleRank

@@ -1,10 +1,23 @@
 """A run's decisions, made again from what was kept of it."""
 
+import json
+from dataclasses import replace
+
 import pytest
 from adapting_run import CONFIG, FIRST, PLANNED_FOR, USUAL, PlansHere
 
-from jaxmorph.control.controller_state import PlannerStarted, PlansWeighed
+from jaxmorph.control.controller_state import (
+    Changing,
+    ControllerState,
+    Idle,
+    Observation,
+    PlannerStarted,
+    PlansWeighed,
+    Starting,
+    Weighing,
+)
 from jaxmorph.errors import UserError
+from jaxmorph.plain_json import dump, parse, tagged
 from jaxmorph.report.run_directory import RunDirectory
 from jaxmorph.training import replay as replaying
 from jaxmorph.training.planning_client import run_to_plan
@@ -78,6 +91,25 @@ def test_a_simulated_run_goes_on_deciding(kept_run, tmp_path):
     assert moments[-1].result.state.plan.routes == FIRST.routes
     last = [moment for moment in moments if "plan_changed" in kinds([moment])][-1]
     assert last.step > next(step for step, kind, _ in run.events[::-1] if kind == "plan_changed")
+
+
+def without_evidence(state):
+    """The state without what is typed `Any`: tuples in there come back as lists."""
+    if not isinstance(state.phase, Changing):
+        return state
+    return replace(state, phase=Changing(replace(state.phase.change, evidence={})))
+
+
+def test_states_and_observations_come_back_equal(begin_run):
+    kept = []
+    run = begin_run(PlansHere(), keep=lambda *each: kept.append(each[:2]))
+    run.steps(6)
+    run.steps(20, slow_ms=40.0)
+    for state, observation in kept:
+        read = parse(ControllerState, json.loads(dump(state)), "state")
+        assert without_evidence(read) == without_evidence(state)
+        assert parse(Observation, json.loads(dump(tagged(observation))), "line") == observation
+    assert {type(state.phase) for state, _ in kept} >= {Starting, Idle, Weighing, Changing}
 
 
 def test_files_begin_anew_and_the_oldest_go(kept_run, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from jaxmorph.config import Config, load_config
 from jaxmorph.errors import UserError
-from jaxmorph.messages import parse
+from jaxmorph.plain_json import parse
 from jaxmorph.records import Event, StepRecord
 from jaxmorph.report.draw import read_chrome_trace
 from jaxmorph.report.run_directory import (

@@ -1,0 +1,290 @@
+"""Plain values as JSON and back: dataclasses of numbers, text, tuples and mappings.
+
+A dataclass is an object of its fields. `parse` reads it back and checks every field: what is wrong
+is one line, such as ``rank 2: layers: got 'all', expected a list``. Keys that the dataclass doesn't
+have are ignored: other versions may write more.
+
+The type of a field decides the form of what JSON doesn't have:
+
+- A NamedTuple is a list, and a mapping whose keys are not text a list of ``[key, value]``.
+- A dataclass out of a union of several also has the key ``kind``, the name of its class.
+- A number that is not finite is ``Infinity``, ``-Infinity`` or ``NaN``, as Python reads it.
+
+This module does without pydantic: ranks read what they exchange by it, and the check of a GPU
+(`benchmarks.gpu`) runs ranks where only JAX, Flax, Optax and NumPy are installed.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+
+Json: TypeAlias = dict[str, Any]
+"""A JSON object whose form another module owns, such as `Timeline.to_json`."""
+
+_Value = TypeVar("_Value")
+_Read: TypeAlias = Callable[[Any], Any]
+_Write: TypeAlias = Callable[[Any], Any]
+_LONGEST = 60  # characters of a value quoted in an error
+
+
+class ParseError(ValueError):
+    """JSON that is not what its reader expects; the message is one line: where, got, expected."""
+
+
+class _MismatchError(ValueError):
+    """The same, before it is known where the value comes from; built from the inside out."""
+
+    def __init__(self, says: str, path: str = "") -> None:
+        super().__init__(f"{path}: {says}" if path else says)
+        self.says, self.path = says, path
+
+    def within(self, name: str) -> "_MismatchError":
+        """The same, one level further out."""
+        return _MismatchError(self.says, f"{name}.{self.path}" if self.path else name)
+
+
+def dump(value: Any) -> str:
+    """The JSON of a value, in which dataclasses and configuration sections may stand anywhere."""
+    return json.dumps(value, default=as_object)
+
+
+def as_object(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass by their names, in the form that `dump` writes."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if not is_dataclass(value):
+        raise TypeError(f"got {value!r}, expected plain values and dataclasses")
+    return {name: write(getattr(value, name)) for name, write in _writers(type(value)).items()}
+
+
+def tagged(message: Any) -> dict[str, Any]:
+    """A dataclass as an object with its class's name: the form that `parse` reads for a union."""
+    return {"kind": type(message).__name__} | as_object(message)
+
+
+@cache
+def _writers(kind: type) -> dict[str, _Write]:
+    types = get_type_hints(kind)
+    return {item.name: _writer(types[item.name]) for item in fields(kind)}
+
+
+def _writer(kind: Any) -> _Write:
+    """What makes of a value of a type one that `json` and `as_object` can write."""
+    outer, inner = get_origin(kind), get_args(kind)
+    if outer in (Union, UnionType):
+        choices = [each for each in inner if each is not NoneType]
+        is_tagged = len(choices) > 1 and all(map(is_dataclass, choices))
+        write = tagged if is_tagged else _writer(choices[0])
+        return write if write is _as_it_is else _or_none(write)
+    if outer is tuple and inner[1:] == (...,):
+        write = _writer(inner[0])
+        return write if write is _as_it_is else lambda value: [write(each) for each in value]
+    if outer in (Mapping, dict):
+        write = _writer(inner[1])
+        if not _is_text(inner[0]):
+            return lambda value: [[key, write(each)] for key, each in value.items()]
+        if write is not _as_it_is:
+            return lambda value: {key: write(each) for key, each in value.items()}
+    return _as_it_is
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _or_none(do: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else do(value)
+
+
+def _is_text(kind: Any) -> bool:
+    return get_origin(kind) is Literal or (isinstance(kind, type) and issubclass(kind, str))
+
+
+def parse(kind: type[_Value] | UnionType, data: Any, where: str) -> _Value:
+    """A value of a type, from what `json.loads` gives.
+
+    Types are those of JSON, `float`, for which null is NaN, enums, tuples, mappings, optional
+    values, dataclasses and NamedTuples of them, unions of dataclasses, and sections of the
+    configuration, which check themselves. `Any` is left as it is.
+
+    Raises:
+        ParseError: It is another type's; the error begins with `where`.
+    """
+    try:
+        return _reader(kind)(data)
+    except _MismatchError as error:
+        raise ParseError(f"{where}: {error}") from None
+
+
+def parse_line(kind: type[_Value], line: str, where: str) -> _Value:
+    """A value of a type, from a line of JSON; see `parse`."""
+    try:
+        data = json.loads(line)
+    except ValueError:
+        raise ParseError(f"{where}: got {_shown(line)}, expected a line of JSON") from None
+    return parse(kind, data, where)
+
+
+def _mismatch(value: Any, expected: str) -> _MismatchError:
+    return _MismatchError(f"got {_shown(value)}, expected {expected}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+@cache
+def _reader(kind: Any) -> _Read:
+    """What reads values of a type; made once, as a long run has a hundred thousand lines."""
+    outer, inner = get_origin(kind), get_args(kind)
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if outer in (Union, UnionType):
+        choices = [each for each in inner if each is not NoneType]
+        read = _reader(choices[0]) if len(choices) == 1 else _union_reader(choices)
+        return _or_none(read) if NoneType in inner else read
+    if outer is Literal:
+        return _choice_reader({each: each for each in inner})
+    if outer is tuple and inner[1:] == (...,):
+        return _tuple_reader(_reader(inner[0]))
+    if outer is tuple:
+        return _places_reader(tuple, dict(enumerate(map(_reader, inner))))
+    if outer in (Mapping, dict):
+        return _mapping_reader(*inner)
+    return _class_reader(kind)
+
+
+def _class_reader(kind: Any) -> _Read:
+    if isinstance(kind, type) and is_dataclass(kind):
+        return _dataclass_reader(kind)
+    if hasattr(kind, "model_validate"):  # a section of the configuration
+        read = _reader(Json)
+        return lambda value: _make(kind, read(value))
+    if hasattr(kind, "_make"):  # a NamedTuple
+        types = get_type_hints(kind).items()
+        return _places_reader(kind._make, {name: _reader(each) for name, each in types})
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _choice_reader({each.value: each for each in kind})
+    raise TypeError(f"got the type {kind}, expected one that `parse` lists")
+
+
+def _choice_reader(choices: Mapping[Any, Any]) -> _Read:
+    def read(value: Any) -> Any:
+        if not isinstance(value, str) or value not in choices:
+            raise _mismatch(value, f"one of {', '.join(choices)}")
+        return choices[value]
+
+    return read
+
+
+def _plain_reader(kind: type, expected: str) -> _Read:
+    def read(value: Any) -> Any:
+        if type(value) is not kind:
+            raise _mismatch(value, expected)
+        return value
+
+    return read
+
+
+def _read_number(value: Any) -> float:
+    if value is None:  # JSON has no word for a number that is not finite
+        return math.nan
+    if type(value) not in (int, float):
+        raise _mismatch(value, "a number")
+    return float(value)
+
+
+_PLAIN: Mapping[Any, _Read] = {
+    Any: _as_it_is,
+    bool: _plain_reader(bool, "true or false"),
+    int: _plain_reader(int, "a whole number"),
+    str: _plain_reader(str, "a text"),
+    float: _read_number,
+}
+
+
+def _tuple_reader(read: _Read) -> _Read:
+    def read_all(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple):
+            raise _mismatch(value, "a list")
+        return tuple(_read_parts((at, read, each) for at, each in enumerate(value)).values())
+
+    return read_all
+
+
+def _places_reader(make: Callable[[Iterable[Any]], Any], reads: Mapping[Any, _Read]) -> _Read:
+    def read_all(value: Any) -> Any:
+        if not isinstance(value, list | tuple) or len(value) != len(reads):
+            raise _mismatch(value, f"a list of {len(reads)}")
+        return make(_read_parts(zip(reads, reads.values(), value, strict=True)).values())
+
+    return read_all
+
+
+def _mapping_reader(keys: Any, values: Any) -> _Read:
+    read = _reader(values)
+    read_pairs = _reader(tuple[tuple[keys, Any], ...])
+
+    def read_all(value: Any) -> dict[Any, Any]:
+        if not _is_text(keys):
+            return _read_parts((key, read, each) for key, each in read_pairs(value))
+        if not isinstance(value, Mapping):
+            raise _mismatch(value, "an object")
+        pairs = value.items() if keys is str else read_pairs([*value.items()])
+        return _read_parts((key, read, each) for key, each in pairs)
+
+    return read_all
+
+
+def _read_parts(parts: Iterable[tuple[Any, _Read, Any]]) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for name, read, value in parts:
+        try:
+            found[name] = read(value)
+        except _MismatchError as error:
+            raise error.within(str(name)) from None
+    return found
+
+
+def _dataclass_reader(kind: type) -> _Read:
+    types = get_type_hints(kind)
+    parts = [
+        (item.name, _reader(types[item.name]), item.default is item.default_factory is MISSING)
+        for item in fields(kind)
+    ]
+
+    def read_all(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise _mismatch(value, f"the fields of {kind.__name__}")
+        for name, _, is_required in parts:
+            if is_required and name not in value:
+                raise _MismatchError("missing", name)
+        there = ((name, read, value[name]) for name, read, _ in parts if name in value)
+        return _make(kind, _read_parts(there))
+
+    return read_all
+
+
+def _make(kind: type, values: Mapping[str, Any]) -> Any:
+    try:
+        return kind(**values)
+    except ValueError as error:  # from a check of its own
+        raise _MismatchError(" ".join(str(error).split())) from None
+
+
+def _union_reader(kinds: Sequence[type]) -> _Read:
+    reads = {kind.__name__: _reader(kind) for kind in kinds}
+
+    def read_one(value: Any) -> Any:
+        name = value.get("kind") if isinstance(value, Mapping) else None
+        if name not in reads:
+            raise _mismatch(value, f"one of the kinds {', '.join(reads)}")
+        return _read_parts([(name, reads[name], value)])[name]
+
+    return read_one

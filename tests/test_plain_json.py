@@ -1,0 +1,147 @@
+"""Plain values as JSON and back, with errors that say where, got and expected."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple
+
+import pytest
+
+from jaxmorph.config.sections import Adaptation
+from jaxmorph.plain_json import ParseError, dump, parse
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of each type of fields one."""
+
+    number: float
+    count: int
+    names: tuple[tuple[str, ...], ...]
+    flags: Mapping[str, bool]
+    any: Any
+    perhaps: int | None = None
+
+
+PART: dict[str, Any] = {
+    "number": 1.5, "count": 2, "names": [["a"]], "flags": {"x": True}, "any": [None],
+}  # fmt: skip
+
+
+class Colour(StrEnum):
+    RED = "red"
+
+
+class Place(NamedTuple):
+    row: int
+    column: int | None
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Of a union: nothing."""
+
+
+@dataclass(frozen=True)
+class Moving:
+    """Of a union: what a check of its own refuses where it is negative."""
+
+    speeds: Mapping[Place, float]
+
+    def __post_init__(self) -> None:
+        if min(self.speeds.values(), default=0.0) < 0:
+            raise ValueError("speeds: got a negative one")
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """Of each type that JSON doesn't have one."""
+
+    state: Waiting | Moving = Waiting()
+    states: tuple[Waiting | Moving | None, ...] = ()
+    by_place: Mapping[Place, Waiting | Moving] = field(default_factory=dict)
+    by_pair: Mapping[tuple[int, Colour], float] = field(default_factory=dict)
+    by_number: Mapping[int | None, int] | None = None
+    by_word: Mapping[Literal["up", "down"], Mapping[Place, int]] = field(default_factory=dict)
+    by_colour: Mapping[Colour, Waiting | Moving] = field(default_factory=dict)
+    section: Adaptation = field(default_factory=Adaptation)
+
+
+MOVING = Moving({Place(0, 1): math.inf, Place(1, None): 0.5})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Keyed(), Keyed(MOVING, (MOVING, None, Waiting())), Keyed(by_place={Place(2, 3): MOVING}),
+        Keyed(by_pair={(1, Colour.RED): -math.inf}), Keyed(by_number={7: 1, None: 2}),
+        Keyed(by_word={"up": {Place(0, 0): 3}}), Keyed(by_colour={Colour.RED: MOVING}),
+        Keyed(section=Adaptation(worth=0.5)),
+    ],
+)  # fmt: skip
+def test_what_json_does_not_have_comes_back_equal(value):
+    assert parse(Keyed, json.loads(dump(value)), "here") == value
+
+
+def test_fields_of_every_type_are_read():
+    part = parse(Part, PART | {"later": "version"}, "here")
+    assert part == Part(1.5, 2, (("a",),), {"x": True}, [None])
+    assert type(parse(Part, PART | {"number": 1}, "here").number) is float
+    assert math.isnan(parse(Part, PART | {"number": None}, "here").number)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"number": "1"}, "number: got '1', expected a number"),
+        ({"number": True}, "number: got True, expected a number"),
+        ({"count": 1.5}, "count: got 1.5, expected a whole number"),
+        ({"count": None}, "count: got None, expected a whole number"),
+        ({"names": [["a"], "bc"]}, "names.1: got 'bc', expected a list"),
+        ({"names": [["a", 2]]}, "names.0.1: got 2, expected a text"),
+        ({"flags": {"y": 1}}, "flags.y: got 1, expected true or false"),
+        ({"flags": "x" * 99}, f"flags: got '{'x' * 56}..., expected an object"),
+        ({"perhaps": "1"}, "perhaps: got '1', expected a whole number"),
+    ],
+)
+def test_an_error_names_place_field_got_and_expected(wrong, says):
+    with pytest.raises(ParseError) as caught:
+        parse(Part, PART | wrong, "rank 2")
+    assert str(caught.value) == f"rank 2: {says}"
+
+
+def test_a_field_that_is_missing_is_named():
+    with pytest.raises(ParseError, match=r"^rank 0: count: missing$"):
+        parse(Part, {"number": 1.0}, "rank 0")
+    with pytest.raises(ParseError, match=r"^rank 0: got \[1\], expected the fields of Part$"):
+        parse(Part, [1], "rank 0")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"state": {"kind": "Flying"}}, "state: got {'kind': 'Flying'}, expected one of the kinds "
+         "Waiting, Moving"),
+        ({"state": {"kind": "Moving"}}, "state.Moving.speeds: missing"),
+        ({"state": {"kind": "Moving", "speeds": [[[0, 1], -1]]}},
+         "state.Moving: speeds: got a negative one"),
+        ({"by_place": {"0-1": {}}}, "by_place: got {'0-1': {}}, expected a list"),
+        ({"by_place": [[[0], {}]]}, "by_place.0.0: got [0], expected a list of 2"),
+        ({"by_pair": [[[0, "red"], "x"]]}, "by_pair.(0, <Colour.RED: 'red'>): got 'x', expected a "
+         "number"),
+        ({"by_place": [[["0", 1], {}]]}, "by_place.0.0.row: got '0', expected a whole number"),
+        ({"by_word": {"left": []}}, "by_word.0.0: got 'left', expected one of up, down"),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_place_in_mappings_and_unions(wrong, says):
+    with pytest.raises(ParseError) as caught:
+        parse(Keyed, wrong, "here")
+    assert str(caught.value) == f"here: {says}"
+
+
+def test_a_section_refuses_in_one_line():
+    with pytest.raises(ParseError, match=r"^here: section: .*Adaptation worth.*less than 1") as it:
+        parse(Keyed, {"section": {"worth": 2}}, "here")
+    assert "\n" not in str(it.value)
