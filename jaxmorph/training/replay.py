@@ -7,12 +7,11 @@ that differs. From there steps are simulated with the delays and the ops that we
 plans are made here.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxmorph.config.sections import Adaptation
 from jaxmorph.control.compute_watch import with_op_ms
@@ -56,7 +55,6 @@ from jaxmorph.schedule.costs import LinkState, StageCosts
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.planning_process import Candidate, planner_of
 
-_Kept = TypeVar("_Kept")
 SEGMENT_STEPS, SEGMENT_BYTES = 200, 4 << 20
 """After how many steps, or bytes, another file of observations begins."""
 
@@ -146,7 +144,7 @@ class Moment:
     @property
     def differs(self) -> bool:
         """Whether something else followed in the run."""
-        return self.happened is not None and self.happened != _plain(_outcome(self.result))
+        return self.happened is not None and self.happened != _outcome(self.result)
 
     @property
     def events(self) -> tuple[ControlEvent, ...]:
@@ -155,8 +153,7 @@ class Moment:
 
     def differences(self) -> tuple[str, str]:
         """What followed in the run and what follows now, in a few words."""
-        now = _plain(_outcome(self.result))
-        return _in_words(self.happened or {}), _in_words(now)
+        return _in_words(self.happened or {}), _in_words(_outcome(self.result))
 
 
 def replay(run_dir: Path, settings: Adaptation | None = None) -> Iterator[Moment]:
@@ -174,16 +171,14 @@ def replay(run_dir: Path, settings: Adaptation | None = None) -> Iterator[Moment
     simulated, state = None, None
     for file in files:
         lines = _lines(file)
-        first = next(lines, None)
-        if first is None:  # the process that wrote it was killed
+        head = next(lines, None)
+        if head is None:  # the process that wrote it was killed
             continue
-        head = _parsed(_Head, *first)
         recorded = head.state
         if state is None or recorded.step < 0:  # ranks have started again: so does the simulation
             simulated = None
             state = recorded if settings is None else with_settings(recorded, settings)
-        for text, where in lines:
-            line = _parsed(_Line, text, where)
+        for line in lines:
             observation = line.observation
             if simulated is None:
                 result = advance(state, observation)
@@ -200,28 +195,22 @@ def replay(run_dir: Path, settings: Adaptation | None = None) -> Iterator[Moment
                 recorded = advance(recorded, observation).state
 
 
-def _parsed(kind: type[_Kept], line: str, where: str) -> _Kept:
-    try:
-        return parse_line(kind, line, where)
-    except ParseError as error:
-        raise UserError(str(error)) from error
-
-
-def _lines(file: Path) -> Iterator[tuple[str, str]]:
+def _lines(file: Path) -> Iterator[Any]:
+    """A `_Head`, then each `_Line`."""
     with file.open(encoding="utf-8") as text:
         for number, line in enumerate(text, 1):
             if line.endswith("}\n"):  # the last one of a killed run may be cut off
-                yield line, f"{file}:{number}"
+                try:
+                    parsed = parse_line(_Head if number == 1 else _Line, line, f"{file}:{number}")
+                except ParseError as error:
+                    raise UserError(str(error)) from error
+                yield parsed
 
 
 def _in_words(outcome: Mapping[str, Any]) -> str:
     commands = [" ".join(map(str, command)) for command in outcome.get("commands", ())]
     events = [" ".join(filter(None, event)) for event in outcome.get("events", ())]
     return "; ".join([*commands, *events]) or "nothing"
-
-
-def _plain(value: Any) -> Any:
-    return json.loads(dump(value))
 
 
 class _Simulated:

@@ -13,8 +13,6 @@ from jaxmorph.control.controller_state import (
     Observation,
     PlannerStarted,
     PlansWeighed,
-    Starting,
-    Weighing,
 )
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import dump, parse, tagged
@@ -93,13 +91,6 @@ def test_a_simulated_run_goes_on_deciding(kept_run, tmp_path):
     assert last.step > next(step for step, kind, _ in run.events[::-1] if kind == "plan_changed")
 
 
-def without_evidence(state):
-    """The state without what is typed `Any`: tuples in there come back as lists."""
-    if not isinstance(state.phase, Changing):
-        return state
-    return replace(state, phase=Changing(replace(state.phase.change, evidence={})))
-
-
 def test_states_and_observations_come_back_equal(begin_run):
     kept = []
     run = begin_run(PlansHere(), keep=lambda *each: kept.append(each[:2]))
@@ -107,9 +98,11 @@ def test_states_and_observations_come_back_equal(begin_run):
     run.steps(20, slow_ms=40.0)
     for state, observation in kept:
         read = parse(ControllerState, json.loads(dump(state)), "state")
-        assert without_evidence(read) == without_evidence(state)
+        assert replace(read, phase=Idle()) == replace(state, phase=Idle())
+        if not isinstance(state.phase, Changing):  # its evidence is `Any`: tuples become lists
+            assert read.phase == state.phase
         assert parse(Observation, json.loads(dump(tagged(observation))), "line") == observation
-    assert {type(state.phase) for state, _ in kept} >= {Starting, Idle, Weighing, Changing}
+    assert len({type(state.phase) for state, _ in kept}) > 3
 
 
 def test_files_begin_anew_and_the_oldest_go(kept_run, tmp_path, monkeypatch):
