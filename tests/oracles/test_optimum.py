@@ -153,6 +153,7 @@ def test_the_pipeline_of_figure_4_takes_390_ms():
     assert (found.makespan_ms, found.lower_bound_ms, found.proven) == (390.0, 390.0, True)
 
 
+@pytest.mark.long
 def test_a_hint_far_from_the_optimum_is_improved_on():
     links = chain_links([10.0, 0.0, 0.0])
     assert simulate(zb_h1(4, 12), EQUAL, links).makespan_ms == 460.0

@@ -195,7 +195,7 @@ def main(arguments, link, rest):
         rank.begin_without_path()
         cut_in_mid_step(rank)
         stopped_in_mid_transfer(rank)
-        for number in range(4):
+        for number in range(2):
             cut_while_one_end_waits(rank, f"closed {number}")
 
 

@@ -1,7 +1,7 @@
 """Three ranks, and the direct path between two of them fails in mid-step: the step doesn't know.
 
 Once it is cut by emulation, on either queue; once a rank is stopped in a transfer until
-long after the collective's deadline, so that Gloo itself fails; then four times it is cut for one
+long after the collective's deadline, so that Gloo itself fails; then twice it is cut for one
 end alone, so that the other's collective fails, and the link begins again over other devices.
 """
 
@@ -9,7 +9,7 @@ import pytest
 
 CUT = [("unpaced", "cut"), ("paced", "cut")]
 STOPPED = [("paced", "stopped")]
-CLOSED = [("paced", f"closed {number}") for number in range(4)]
+CLOSED = [("paced", f"closed {number}") for number in range(2)]
 FAILED = [*CUT, *STOPPED, *CLOSED]
 UNDISTURBED = "undisturbed"
 COMMUNICATORS = 8  # of two processes with two devices each
@@ -61,7 +61,7 @@ def test_a_collective_that_failed_takes_one_of_the_links_lives(told):
         assert end["failures"][0]["lives_left"] == COMMUNICATORS - 1
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(2))
 def test_a_link_begins_again_after_each_collective_that_failed(told, number):
     waiting, cut, _ = of_step(told, *CLOSED[number])
     assert waiting["failures"][0]["began"]

@@ -82,7 +82,7 @@ def pipeline_of(model, whole, stash: StashPolicy = "full", kinds=OP_KINDS):
     [
         ("llama", "full"),
         pytest.param("llama, tied", "recompute", marks=[pytest.mark.long, pytest.mark.one_jax]),
-        ("causal mixer", "full"),
+        pytest.param("causal mixer", "full", marks=pytest.mark.long),
     ],
 )
 def test_gradients_are_those_of_one_jax_grad(name, stash):
@@ -94,6 +94,7 @@ def test_gradients_are_those_of_one_jax_grad(name, stash):
         assert largest_error(joined(sums), expected) < 1e-5
 
 
+@pytest.mark.long
 def test_bfloat16_gradients_are_within_two_percent_of_float32():
     _, expected = expected_of("llama")
     model = grouped_llama(compute_dtype="bfloat16")

@@ -26,6 +26,12 @@ SLOW = (
     "emulation.links=[{between: [1, 2], "
     f"latency_ms: {LATENCY_MS}, from_step: {SLOW_FROM}, to_step: {SLOW_TO}}}]"
 )
+FLAPPING = "emulation.links=[{}]".format(
+    ", ".join(
+        f"{{between: [1, 2], latency_ms: {LATENCY_MS}, from_step: {step}, to_step: {step + 2}}}"
+        for step in range(SLOW_FROM, STEPS, 4)
+    )
+)
 CUT_TO, DIRECT_S = 7, 1.0
 CUT = (
     "emulation.links=[{between: [1, 2], cut: true, route: direct, "
@@ -88,6 +94,12 @@ def failing(tmp_path_factory):
     folder = tmp_path_factory.mktemp("failing")
     back = "adaptation.failback_steps=2"
     return Finished(folder, "adaptation.enabled=true", back, PACED, CUT, FAILS_OVER)
+
+
+@pytest.fixture(scope="module")
+def flapping(tmp_path_factory):
+    """The same with a link that is slow for a few steps, again and again."""
+    return Finished(tmp_path_factory.mktemp("flapping"), "adaptation.enabled=true", PACED, FLAPPING)
 
 
 def in_force_ms(adapting, step):
@@ -208,9 +220,12 @@ def test_what_waited_for_the_failed_path_is_taken_for_no_delay(failing):
     assert [event for event in found if event["step"] <= SLOW_FROM + 2] == []
 
 
-@pytest.mark.parametrize("name", ["adapting", "failing"])
+LONG_RUNS = [pytest.param(name, marks=pytest.mark.long) for name in ("failing", "flapping")]
+
+
+@pytest.mark.parametrize("name", ["adapting", *LONG_RUNS])
 def test_a_replay_makes_the_same_decisions(request, name):
-    """With a morph and its return; and with a path that fails and is restored."""
+    """A morph and its return; a path that fails and is restored; a link that flaps."""
     run = request.getfixturevalue(name)
     replayed = jaxmorph("replay", run.out)
     assert replayed.stdout.splitlines()[-1].endswith("decisions: the same as in the run")

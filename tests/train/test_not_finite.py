@@ -19,7 +19,7 @@ optimizer: {learning_rate: 1e30, warmup_steps: 0, stop_after_skipped: 3}
 checkpoint: {every_steps: 1, keep: 1}
 """
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
 
 
 def read_strictly(path):

@@ -19,13 +19,9 @@ HERE = ("Ctrl-C twice, a rank stuck", "rank killed", "launcher killed")
 
 
 @pytest.mark.multiprocess
+@pytest.mark.long  # `test_restart` has a killed rank in `make test`
 @pytest.mark.parametrize(
-    "ending",
-    [
-        pytest.param(e, marks=() if e.name == "rank killed" else pytest.mark.long, id=e.name)
-        for e in ENDINGS
-        if e.name in HERE
-    ],
+    "ending", [pytest.param(each, id=each.name) for each in ENDINGS if each.name in HERE]
 )
 def test_a_run_leaves_nothing_behind(ending, tmp_path):
     assert left_by(ending, tmp_path) == []

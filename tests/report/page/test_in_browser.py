@@ -21,6 +21,7 @@ BROWSER = next(
 
 pytestmark = [
     pytest.mark.browser,
+    pytest.mark.long,
     pytest.mark.timeout(120),
     pytest.mark.skipif(BROWSER is None, reason="no Chromium here"),
 ]
