@@ -56,7 +56,7 @@ _HOMES = {
     "UserError": "errors",
     "chain_links": "schedule.costs",
     "is_matrix": "runtime.optimizer",
-    "join": "training.script_meeting",
+    "join": "training.script",
     "load_config": "config",
     "plan": "schedule.planner",
     "simulate": "schedule.simulate",
