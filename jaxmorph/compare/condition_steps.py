@@ -19,7 +19,7 @@ from jaxmorph.schedule.bubbles import IdleShares, idle_shares
 from jaxmorph.schedule.ops import LiveUntil
 from jaxmorph.schedule.timeline import peak_on_device
 from jaxmorph.training.loop import Loop
-from jaxmorph.training.open_stage import adopt_plan
+from jaxmorph.training.open_stage import make_room
 from jaxmorph.training.plan_in_force import PlanInForce
 
 
@@ -92,7 +92,7 @@ class ConditionRunner:
             replan: Asked before every step; no step's time includes its own.
             following: Asked after every step, for a system that detects what its links do.
         """
-        adopt_plan(self._rendezvous, self._trainer, in_force)
+        make_room(self._rendezvous, self._trainer, in_force.slots)
         origin_s = agree_on_origin_s(self._rendezvous)
         self._links.emulate(conditions, origin_s)
         callbacks = [] if following is None else [following]
@@ -119,7 +119,7 @@ class ConditionRunner:
     ) -> PlanInForce:
         changed = replan(loop.next_step, agree_on_origin_s(self._rendezvous) - origin_s)
         if changed is not None:
-            adopt_plan(self._rendezvous, self._trainer, changed)
+            make_room(self._rendezvous, self._trainer, changed.slots)
             loop.program = changed.program
         self._begin(loop)
         return changed or in_force

@@ -7,9 +7,10 @@ the commands out and feeds the answers back as observations. `controller_state` 
 
 Plans are made beside training, so a decision goes through phases:
 
-    Starting -> Idle -WeighPlans-> Weighing -MakePrograms-> Preparing -ChangePlan-> Changing -> Idle
-                                      |                         ^
-                                      +-ProbeLinks-> Probing ---+
+    Starting -> Idle -WeighPlans-> Weighing -FetchPrograms-> Preparing -ChangePlan-> Changing
+                 ^                    |                         ^                       |
+                 |                    +-ProbeLinks-> Probing ---+                       |
+                 +----------------------------------------------------------------------+
 
 One thing is decided at a time; what is observed meanwhile is weighed afterwards. News of a link or
 of ops end `Probing`. An error of the planning process leads back to `Idle`, or to `GivenUp` after
@@ -29,9 +30,9 @@ from jaxmorph.control.controller_state import (
     Command,
     ControllerState,
     DropProbes,
+    FetchPrograms,
     GivenUp,
     Idle,
-    MakePrograms,
     News,
     Observation,
     PlanChanged,
@@ -41,7 +42,7 @@ from jaxmorph.control.controller_state import (
     Preparing,
     ProbeLinks,
     Probing,
-    ProgramsMade,
+    ProgramsFetched,
     Retries,
     Starting,
     StepObserved,
@@ -91,7 +92,7 @@ def advance(state: ControllerState, observation: Observation) -> Advance:
             return _weigh_if_due(replace(state, phase=Idle()))
         case PlansWeighed(options) if isinstance(phase, Weighing):
             return _weighed(state, phase, options)
-        case ProgramsMade() if isinstance(phase, Preparing):
+        case ProgramsFetched() if isinstance(phase, Preparing):
             return _change(state, phase)
         case PlanningFailed(error) if isinstance(phase, Starting | Weighing | Preparing):
             return _retry_later(state, error)
@@ -258,7 +259,7 @@ def _prepare(
     state: ControllerState, situation: Situation, decision: Decision, ops: ChangedOps
 ) -> Advance:
     preparing = Preparing(situation, decision, ops)
-    return Advance(replace(state, phase=preparing), (MakePrograms(decision.chosen or 0),))
+    return Advance(replace(state, phase=preparing), (FetchPrograms(decision.chosen or 0),))
 
 
 def _change(state: ControllerState, prepared: Preparing) -> Advance:

@@ -59,8 +59,8 @@ class PlansWeighed:
 
 
 @dataclass(frozen=True)
-class ProgramsMade:
-    """The answer to `MakePrograms`: every rank's instructions are ready."""
+class ProgramsFetched:
+    """The answer to `FetchPrograms`: every rank's instructions are ready."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class PlanChanged:
 
 
 Observation: TypeAlias = (
-    StepObserved | PlannerStarted | PlansWeighed | ProgramsMade | PlanningFailed | PlanChanged
+    StepObserved | PlannerStarted | PlansWeighed | ProgramsFetched | PlanningFailed | PlanChanged
 )
 
 
@@ -98,8 +98,8 @@ class WeighPlans:
 
 
 @dataclass(frozen=True)
-class MakePrograms:
-    """Have the planning process lower one of the plans that it offered last."""
+class FetchPrograms:
+    """Have the planning process hand out the instructions of a plan that it offered last."""
 
     chosen: int
 
@@ -133,7 +133,7 @@ class ChangePlan:
     restore: frozenset[Link] = frozenset()
 
 
-Command: TypeAlias = WeighPlans | MakePrograms | ProbeLinks | DropProbes | ChangePlan
+Command: TypeAlias = WeighPlans | FetchPrograms | ProbeLinks | DropProbes | ChangePlan
 
 
 # --- State ---------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Probing:
 
 @dataclass(frozen=True)
 class Preparing:
-    """`MakePrograms` waits for its answer."""
+    """`FetchPrograms` waits for its answer."""
 
     situation: Situation
     decision: Decision

@@ -1,7 +1,7 @@
 """How the two ends of a link leave a direct path that has failed, and agree on what has come.
 
 A link's *epochs* count up from 0. A failure of its direct path begins the next epoch, and a restore
-the one after that: in even epochs the link is direct, in odd ones delegated.
+the one after that: in even epochs the link takes the plan's route, in odd ones it is delegated.
 
 Before each direct transfer both ends send a *word*, that they are there, over a connection of their
 own. So the deadline of a transfer begins when both have come, and a late peer isn't taken for a

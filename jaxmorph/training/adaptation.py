@@ -3,8 +3,8 @@
 After step k rank 0 has every rank's timings, and evaluates them during step k + 1
 (`bookkeeping.step_observed`, `control_loop`). Its decision goes to all ranks with the scalars that
 end step k + 1, and all of them run the new plan from step k + 2 on. Everything is compiled before
-the first step: a morph brings other instructions and more slots. Only a link whose direct path has
-failed also begins a new epoch, where the plan uses it again.
+the first step: a morph brings other instructions and more slots. A link whose direct path has
+failed begins a new epoch before the probe that precedes its return.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

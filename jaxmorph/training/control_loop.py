@@ -18,14 +18,14 @@ from jaxmorph.control.controller_state import (
     Command,
     ControllerState,
     DropProbes,
-    MakePrograms,
+    FetchPrograms,
     Observation,
     PlanChanged,
     PlannerStarted,
     PlanningFailed,
     PlansWeighed,
     ProbeLinks,
-    ProgramsMade,
+    ProgramsFetched,
     StepObserved,
     WeighPlans,
 )
@@ -177,8 +177,8 @@ class ControlLoop:
         match command:
             case WeighPlans():
                 self._planner.submit(self._answer, self._weigh, command)
-            case MakePrograms():
-                self._planner.submit(self._answer, self._make, command)
+            case FetchPrograms():
+                self._planner.submit(self._answer, self._fetch, command)
             case ChangePlan(change, restore) if self._chosen is not None:
                 self._put(Morph(change, self._chosen.programs, self._chosen.slots, restore))
             case ProbeLinks():
@@ -217,9 +217,9 @@ class ControlLoop:
             plans.restart(self._state.plan, self._programs)
         return PlansWeighed(plans.weigh(command.profile, command.verdicts, command.held))
 
-    def _make(self, command: MakePrograms) -> Observation:
+    def _fetch(self, command: FetchPrograms) -> Observation:
         self._chosen = self._asked.adopt(command.chosen)
-        return ProgramsMade()
+        return ProgramsFetched()
 
     @property
     def _asked(self) -> Plans:

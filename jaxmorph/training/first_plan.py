@@ -20,7 +20,7 @@ from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepRunner
 from jaxmorph.schedule.costs import Links, LinkState, StashBytes
 from jaxmorph.schedule.timeline import Timeline
-from jaxmorph.training.open_stage import adopt_plan
+from jaxmorph.training.open_stage import make_room
 from jaxmorph.training.plan_in_force import (
     PlanInForce,
     agree_on_plan,
@@ -105,7 +105,7 @@ def plan_by_timings(
     delegable = _agree_on_delegable(config, rendezvous, usual, known)
     in_force, told = agree_on_routes(config, rendezvous, told, usual, delegable, num_tied)
     in_force = make_room(in_force)
-    equipped = adopt_plan(rendezvous, trainer, in_force)
+    equipped = make_room(rendezvous, trainer, in_force.slots)
     return FirstPlan(
         in_force, profiler, equipped, told, usual, tuple(timelines), known=tuple(known)
     )
@@ -199,7 +199,7 @@ def warm_up(
     in_force = agree_on_plan(config, rendezvous, unmeasured, num_tied)
     if config.offload.enabled:
         in_force = replace(in_force, programs=with_sampled_copies(in_force.programs))
-    adopt_plan(rendezvous, trainer, in_force)
+    make_room(rendezvous, trainer, in_force.slots)
     runner = StepRunner(trainer, rendezvous)
     for step in range(first_step, first_step + _WARM_UP_STEPS):
         # Numbered before training's first step: no message may pass for one of another step.

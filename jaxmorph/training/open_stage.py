@@ -17,7 +17,7 @@ from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.stage.model import PipelineModel
-from jaxmorph.training.plan_in_force import PlanInForce, op_kinds, possible_routes
+from jaxmorph.training.plan_in_force import op_kinds, possible_routes
 from jaxmorph.transport.network_cards import listening_addresses, loopback_identity
 from jaxmorph.transport.plane import TransportSettings
 
@@ -149,11 +149,6 @@ class _Slots:
 
     tier: str = ""
     num_bytes: int = 0
-
-
-def adopt_plan(rendezvous: Rendezvous, trainer: StageTrainer, in_force: PlanInForce) -> str:
-    """Make ready for a plan: the slots that it needs. Nothing is compiled."""
-    return make_room(rendezvous, trainer, in_force.slots)
 
 
 def make_room(rendezvous: Rendezvous, trainer: StageTrainer, slots: Mapping[Channel, int]) -> str:

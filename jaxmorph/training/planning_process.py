@@ -5,8 +5,8 @@ A request is a line of JSON on standard input, its answer one on standard output
 
 - `begin`: `config`, `num_tied`, `first`, `profile`, `usual`, `in_force` and `programs`, as
   `CandidatePlanner` takes them, programs as texts.
-- `weigh`: `profile`, `verdicts` and `held`; the answer is `Weighed`, each candidate as `plan`,
-  `step_ms`, and programs as texts.
+- `weigh`: `profile`, `verdicts` and `held`; the answer is `Weighed`, each candidate as `plan` and
+  `step_ms`. Each is lowered and checked by then.
 - `adopt`: `chosen`, the number of a candidate; the answer is `programs`, each a text, and `slots`.
 
 An answer that is `{"error": ...}` says what went wrong. The process imports no JAX, leaves the

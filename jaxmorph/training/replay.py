@@ -23,8 +23,8 @@ from jaxmorph.control.controller_state import (
     Command,
     ControllerState,
     DropProbes,
+    FetchPrograms,
     GivenUp,
-    MakePrograms,
     Observation,
     PlanChanged,
     PlannerStarted,
@@ -32,7 +32,7 @@ from jaxmorph.control.controller_state import (
     Preparing,
     ProbeLinks,
     Probing,
-    ProgramsMade,
+    ProgramsFetched,
     Starting,
     StepObserved,
     Weighing,
@@ -111,7 +111,7 @@ def _in_brief(command: Command) -> list[Any]:
     match command:
         case WeighPlans(held=held, restart=restart):
             return [name, [*map(str, held)], restart]
-        case MakePrograms(chosen):
+        case FetchPrograms(chosen):
             return [name, chosen]
         case ProbeLinks(links, restore):
             return [name, [*map(str, links)], sorted(map(str, restore))]
@@ -236,7 +236,7 @@ class _Simulated:
         """What follows before the next step: plans are made at once."""
         while self._commands:
             match self._commands.pop(0):
-                case WeighPlans() | MakePrograms() as asked:
+                case WeighPlans() | FetchPrograms() as asked:
                     yield self._advance(self._answer(asked))
                 case ChangePlan() | ProbeLinks() as due:
                     self._due = due
@@ -274,10 +274,10 @@ class _Simulated:
         self._commands += result.commands
         return Moment(result.state.step, observation, result, None, timeline)
 
-    def _answer(self, asked: WeighPlans | MakePrograms) -> Observation:
-        if isinstance(asked, MakePrograms):
+    def _answer(self, asked: WeighPlans | FetchPrograms) -> Observation:
+        if isinstance(asked, FetchPrograms):
             self._planner.adopt(self._candidates[asked.chosen])
-            return ProgramsMade()
+            return ProgramsFetched()
         weighed = self._planner.weigh(asked.profile, asked.verdicts, asked.held)
         self._candidates = weighed.candidates
         options = tuple(Option(each.plan, each.step_ms) for each in weighed.candidates)

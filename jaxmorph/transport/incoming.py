@@ -9,7 +9,7 @@ other one goes to junk. So a message is complete only when no lane writes in its
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from jaxmorph.transport.channel import ProtocolError, Received, Receiving, after_received
+from jaxmorph.transport.message_states import ProtocolError, Received, Receiving, after_received
 from jaxmorph.transport.names import HALF, MASK, ChannelName, Tag
 from jaxmorph.transport.wire import Acknowledge, Chunk, Credit, Resume
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jaxmorph.errors import UserError
-from jaxmorph.transport.channel import ProtocolError
 from jaxmorph.transport.event_loop import EventLoop
 from jaxmorph.transport.lanes import Lane, LaneError, TcpLane
+from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.nixl_lanes import NixlAgent, NixlReceivingLane, NixlSendingLane, missing
 from jaxmorph.transport.wire import Gone, Ping, Pong
 

@@ -8,8 +8,8 @@ are sent until they are acknowledged, and slots are kept until the receiver's co
 
 from typing import Any, NamedTuple
 
-from jaxmorph.transport.channel import ProtocolError, Sending
 from jaxmorph.transport.link_emulator import LinkEmulator
+from jaxmorph.transport.message_states import ProtocolError, Sending
 from jaxmorph.transport.names import ChannelName, Tag
 from jaxmorph.transport.outgoing_lanes import (
     FIRST_PATIENCE_S,

@@ -4,8 +4,8 @@ import heapq
 from collections import deque
 from itertools import islice
 
-from jaxmorph.transport.channel import ProtocolError, Sending, Sent, after_sent
 from jaxmorph.transport.link_emulator import LinkEmulator, step_of
+from jaxmorph.transport.message_states import ProtocolError, Sending, Sent, after_sent
 from jaxmorph.transport.names import HALF, MASK, ChannelName, Tag
 from jaxmorph.transport.wire import Chunk
 

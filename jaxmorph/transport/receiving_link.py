@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from jaxmorph.transport.channel import ProtocolError
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import READ, EventLoop
 from jaxmorph.transport.incoming import Delivery, Incoming, Landing
 from jaxmorph.transport.lanes import ChecksumError, Chunks, Lane, LaneError, TcpLane
 from jaxmorph.transport.link import NIXL, TCP, LinkHalf, OpenPings
+from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.names import ChannelName, add
 from jaxmorph.transport.nixl_lanes import MOST_GRANTS, NixlReceivingLane
 from jaxmorph.transport.slots import About, Slots

@@ -6,12 +6,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxmorph.transport.channel import ProtocolError
 from jaxmorph.transport.connecting import Dialler, Identity
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import READ, EventLoop
 from jaxmorph.transport.lanes import Lane, LaneError, TcpLane
 from jaxmorph.transport.link import NIXL, TCP, LinkHalf, OpenPings
+from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.names import ChannelName, add
 from jaxmorph.transport.nixl_lanes import NixlSendingLane
 from jaxmorph.transport.outgoing import Outgoing

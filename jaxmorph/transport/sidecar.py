@@ -15,13 +15,13 @@ import time
 from typing import Any
 
 from jaxmorph.emulation.link_conditions import LinkCondition
-from jaxmorph.transport.channel import ProtocolError
 from jaxmorph.transport.connecting import Greeter, Identity
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import READ, EventLoop
 from jaxmorph.transport.lanes import Lane, LaneError, TcpLane
 from jaxmorph.transport.link import NIXL, prepare_backend
 from jaxmorph.transport.link_emulator import LinkEmulator
+from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.receiving_link import IncomingChannel, ReceivingLink
 from jaxmorph.transport.sending_link import OutgoingChannel, SendingLink

@@ -15,9 +15,9 @@ from jaxmorph.control.controller import advance
 from jaxmorph.control.controller_state import (
     ChangePlan,
     Changing,
+    FetchPrograms,
     GivenUp,
     Idle,
-    MakePrograms,
     PlanChanged,
     PlannerStarted,
     PlanningFailed,
@@ -25,7 +25,7 @@ from jaxmorph.control.controller_state import (
     Preparing,
     ProbeLinks,
     Probing,
-    ProgramsMade,
+    ProgramsFetched,
     StepObserved,
     Weighing,
     WeighPlans,
@@ -116,7 +116,7 @@ class Harness:
 
     def _take(self, command):
         match command:
-            case WeighPlans() | MakePrograms():
+            case WeighPlans() | FetchPrograms():
                 assert self.asked is None, "one question at a time"
                 self.asked = command
             case ChangePlan(change, restore):
@@ -133,7 +133,7 @@ class Harness:
 
     def _check(self):
         phase = self.state.phase
-        expected = {Weighing: WeighPlans, Preparing: MakePrograms}.get(type(phase))
+        expected = {Weighing: WeighPlans, Preparing: FetchPrograms}.get(type(phase))
         assert (type(self.asked) if self.asked else None) == expected
         assert isinstance(phase, Changing) == isinstance(self.due, ChangePlan)
         if isinstance(phase, Probing):
@@ -150,7 +150,7 @@ class Harness:
             degraded = {each.link for each in asked.verdicts if each.health != "healthy"}
             self.advance(PlansWeighed(offered(self.state, degraded | set(asked.held))))
         else:
-            self.advance(ProgramsMade())
+            self.advance(ProgramsFetched())
 
     def meet(self, random_):
         """A meeting: what is due is carried out, though a probe may be lost."""
@@ -231,8 +231,8 @@ def test_a_slow_link_is_weighed_delegated_and_restored():
                 case WeighPlans(verdicts=verdicts, held=held):
                     degraded = {each.link for each in verdicts if each.health != "healthy"}
                     answer = PlansWeighed(offered(state, degraded | set(held)))
-                case MakePrograms():
-                    answer = ProgramsMade()
+                case FetchPrograms():
+                    answer = ProgramsFetched()
                 case ChangePlan():
                     answer = PlanChanged()
                 case ProbeLinks(links):
@@ -249,7 +249,7 @@ def test_a_slow_link_is_weighed_delegated_and_restored():
 
 
 @pytest.mark.parametrize(
-    "answer", [PlansWeighed(Options(1.0, 1.0, ())), ProgramsMade(), PlanChanged()]
+    "answer", [PlansWeighed(Options(1.0, 1.0, ())), ProgramsFetched(), PlanChanged()]
 )
 def test_an_answer_nobody_waits_for_changes_nothing(answer):
     state = begun()

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from jaxmorph.transport.channel import ProtocolError
 from jaxmorph.transport.incoming import Delivery, Incoming, Landing, Place
+from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.names import ChannelName, Tag, add, distance
 from jaxmorph.transport.outgoing import Outgoing
 from jaxmorph.transport.wire import Chunk, Frame, Ping, Pong, frame_bytes, pack, unpack

@@ -13,10 +13,10 @@ import time
 
 import numpy as np
 
-from jaxmorph.transport.channel import ProtocolError
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import EventLoop
 from jaxmorph.transport.lanes import LaneError, TcpLane
+from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.nixl_lanes import NixlReceivingLane, NixlSendingLane
 from jaxmorph.transport.receiving_link import IncomingChannel, ReceivingLink

@@ -1,7 +1,7 @@
 import pytest
 
-from jaxmorph.transport.channel import ProtocolError
 from jaxmorph.transport.incoming import Incoming, Place
+from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.wire import Acknowledge, Chunk, Credit, Resume
 

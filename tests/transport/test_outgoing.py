@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from jaxmorph.transport.channel import ProtocolError
 from jaxmorph.transport.link_emulator import LinkEmulator
+from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.outgoing import Outgoing
 from jaxmorph.transport.wire import Acknowledge, Credit, Pong, Resume

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmorph.transport.channel import (
+from jaxmorph.transport.message_states import (
     RECEIVING,
     SENDING,
     ProtocolError,
