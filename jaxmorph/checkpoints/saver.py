@@ -13,7 +13,7 @@ on; only when its last one fails, the run has failed.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,13 +25,11 @@ import jax
 from jaxmorph.checkpoints.folder import CheckpointFolder
 from jaxmorph.checkpoints.manifest import Manifest, new_rank_file, stage_path
 from jaxmorph.errors import RunFailedError, UserError
-from jaxmorph.plain_json import as_object, parse
 from jaxmorph.records import EventKind
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 
 Tree = Any
 
-_KEY = "checkpoint"
 _POLL_S = 0.2  # between meetings whose only purpose is to hear whether everybody has written
 
 
@@ -58,26 +56,28 @@ class _Save:
 
 
 @dataclass(frozen=True)
-class _Progress:
-    """How far a rank has come with its part.
+class SaveReport:
+    """How far a rank has come with its part of a save.
 
     Attributes:
+        phase: `idle` where no save is under way.
+        num_bytes: Of its part.
         why: Why it failed; else empty.
     """
 
-    phase: Literal["writing", "written", "committed", "failed"]
-    num_bytes: int
+    phase: Literal["idle", "writing", "written", "committed", "failed"] = "idle"
+    num_bytes: int = 0
     why: str = ""
 
 
-def _progress(save: _Save) -> _Progress:
+def _progress(save: _Save) -> SaveReport:
     phase = save.committed or save.written
     if not phase.done():
-        return _Progress("written" if save.committed else "writing", save.num_bytes)
+        return SaveReport("written" if save.committed else "writing", save.num_bytes)
     if (error := phase.exception()) is not None:
         why = _shortened(" ".join(f"{error}".split()))
-        return _Progress("failed", save.num_bytes, why or type(error).__name__)
-    return _Progress("committed" if save.committed else "written", save.num_bytes)
+        return SaveReport("failed", save.num_bytes, why or type(error).__name__)
+    return SaveReport("committed" if save.committed else "written", save.num_bytes)
 
 
 class CheckpointSaver:
@@ -132,25 +132,18 @@ class CheckpointSaver:
         held_up_s = time.monotonic() - began_s
         self._save = _Save(step, written, num_bytes, held_up_s, began_s, manifest=manifest)
 
-    def report(self) -> dict[str, Any]:
-        """This rank's part of the next meeting's message; empty while it saves nothing."""
-        return {} if self._save is None else {_KEY: as_object(_progress(self._save))}
+    def report(self) -> SaveReport:
+        """This rank's part of the next meeting's message."""
+        return SaveReport() if self._save is None else _progress(self._save)
 
-    def advance(self, reports: Sequence[Mapping[str, Any]]) -> None:
+    def advance(self, of_ranks: Sequence[SaveReport]) -> None:
         """Begin the next phase, if all ranks are ready for it.
 
         Args:
-            reports: All ranks' messages of a meeting, in rank order, with what `report` gave.
-
-        Raises:
-            ParseError: A rank has reported no save; it names the rank.
+            of_ranks: All ranks' reports of a meeting, in rank order.
         """
         if self._save is None:
             return
-        of_ranks = [
-            parse(_Progress, report.get(_KEY), f"rank {rank}'s save")
-            for rank, report in enumerate(reports)
-        ]
         phases = {each.phase for each in of_ranks}
         if of_ranks[0].phase == "committed":
             self._end(self._save, sum(each.num_bytes for each in of_ranks))
@@ -180,7 +173,7 @@ class CheckpointSaver:
         """Meet until the save under way, if any, has come to its end."""
         while self._save is not None:
             wait([self._save.committed or self._save.written], _POLL_S)
-            self.advance(self._rendezvous.exchange(self.report()))
+            self.advance(gather(self._rendezvous, SaveReport, self.report()))
 
     def _write_parts(self, step: int, parts: Sequence[Tree], manifest: Manifest | None) -> None:
         unfinished = self._folder.unfinished(step)

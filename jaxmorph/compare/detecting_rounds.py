@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from jaxmorph.config import Config
-from jaxmorph.control.path_reports import FAILURES
-from jaxmorph.plain_json import Json
+from jaxmorph.control.link_state import PathFailure
 from jaxmorph.program.instructions import parse_program
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import StepReport, measured_timeline
@@ -79,19 +79,17 @@ class Following(Callback):
     """
 
     def __init__(
-        self, adaptation: Adaptation, record: RoundRecord, failed: Sequence[Json] = ()
+        self, adaptation: Adaptation, record: RoundRecord, failed: Sequence[PathFailure] = ()
     ) -> None:
         self._adaptation = adaptation
         self.record = record
-        self._failed = list(failed)
+        self._failed = tuple(failed)
 
-    def report(self, step: int) -> Json:
+    def report(self, step: int) -> tuple[Any, ...]:
         """What this rank adds to its report of a step."""
-        parts = self._adaptation.report(step)
-        if self._failed:  # with the first step: the controller begins with the round
-            parts[FAILURES] = self._failed + parts.get(FAILURES, [])
-            self._failed = []
-        return parts
+        paths, *others = self._adaptation.report(step)
+        failed, self._failed = self._failed, ()  # once: the controller begins with the round
+        return replace(paths, failures=(*failed, *paths.failures)), *others
 
     def after(self, result: StepResult) -> Effect:
         """Record the step; the next one may run another plan."""
@@ -107,7 +105,7 @@ def following(
     trainer: StageTrainer,
     num_tied: int,
     last_step: int,
-    failed: Sequence[Json] = (),
+    failed: Sequence[PathFailure] = (),
 ) -> Iterator[Following]:
     """A round that begins with the plan for healthy links, and morphs by what it detects.
 

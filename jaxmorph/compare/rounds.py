@@ -17,8 +17,8 @@ from jaxmorph.compare.matrix_record import ComparisonMessage, RoundPlanned
 from jaxmorph.compare.systems import System
 from jaxmorph.config import Config
 from jaxmorph.config.compare_section import Compare
-from jaxmorph.control.path_reports import FAILURES, path_news
-from jaxmorph.plain_json import Json
+from jaxmorph.control.link_state import PathFailure
+from jaxmorph.control.path_reports import PathReport, path_news
 from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.rendezvous import Rendezvous, gather
 from jaxmorph.runtime.stage_trainer import StageTrainer
@@ -44,7 +44,7 @@ class RoundPaths:
         self._links = sorted(links)
         self._pause = pause
 
-    def begin_again(self) -> list[Json]:
+    def begin_again(self) -> list[PathFailure]:
         """Have failed direct paths begin again, if both their ends can and find them up.
 
         That is between two rounds, while nothing is emulated.
@@ -52,22 +52,22 @@ class RoundPaths:
         Returns:
             What this rank has to tell of its ends that stay delegated, as of new failures.
         """
-        untold = {each["link"]: each for each in self._trainer.link_failures()}
+        untold = {each.link: each for each in self._trainer.link_failures()}
         failed = [link for link in self._links if self._trainer.path_is_up(link) is not None]
         own = {str(link): self._can_begin(link) for link in failed}
         can_begin = gather(self._rendezvous, Mapping[str, bool], own)
-        stay: list[Json] = []
+        stay: list[PathFailure] = []
         for link in failed:
             if all(can_begin[rank].get(str(link), False) for rank in link):
                 self._trainer.restore_direct(link)
             else:
-                stay.append(untold.get(str(link)) or self._told_anew(link))
+                stay.append(untold.get(link) or self._told_anew(link))
         return stay
 
-    def failures(self, stayed: Sequence[Json]) -> Mapping[str, int]:
+    def failures(self, stayed: Sequence[PathFailure]) -> Mapping[str, int]:
         """How many direct paths failed in a round that nobody else watched, as events."""
-        own = [*stayed, *self._trainer.link_failures()]
-        failures = path_news(self._rendezvous.exchange({FAILURES: own})).failures
+        own = PathReport((*stayed, *self._trainer.link_failures()))
+        failures = path_news(gather(self._rendezvous, PathReport, own)).failures
         return {EventKind.LINK_FAILED: len(failures)} if failures else {}
 
     def _can_begin(self, link: Link) -> bool:
@@ -79,9 +79,10 @@ class RoundPaths:
             self._pause(_LOOK_AGAIN_S)  # the other end's host is asked beside this
         return False
 
-    def _told_anew(self, link: Link) -> Json:
-        message = {"link": str(link), "detail": "its direct path failed in an earlier round"}
-        return message if self._trainer.can_restore(link) else message | {"lives_left": 0}
+    def _told_anew(self, link: Link) -> PathFailure:
+        lives_left = None if self._trainer.can_restore(link) else 0
+        detail = "its direct path failed in an earlier round"
+        return PathFailure(link, detail, lives_left=lives_left)
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Rounds:
         if self.rendezvous.rank == 0:
             yield from self._told(index, links, done, events)
 
-    def _begin_paths_again(self) -> list[Json]:
+    def _begin_paths_again(self) -> list[PathFailure]:
         """Direct paths that failed in the round before; what can't begin again is told of."""
         if self.paths is None:
             return []
@@ -132,7 +133,7 @@ class Rounds:
         return self.paths.begin_again()
 
     def _run_detecting(
-        self, run: Callable[..., MeasuredRound], failed: Sequence[Json]
+        self, run: Callable[..., MeasuredRound], failed: Sequence[PathFailure]
     ) -> tuple[MeasuredRound, Mapping[str, int]]:
         """A round whose plan follows what is detected, and how often which event happened."""
         last_step = self.runner.next_step + self.wanted.warmup_steps + self.wanted.steps - 1

@@ -170,11 +170,6 @@ class PathFailure:
         """The failure as a JSON object, with the link as `"2-3"`."""
         return {**asdict(self), "link": str(self.link)}
 
-    @classmethod
-    def from_json(cls, message: Mapping[str, Any], rank: int) -> "PathFailure":
-        """What one rank reports; it need not say more than the link."""
-        return cls(**{**message, "link": Link.parse(message["link"]), "told_by": (rank,)})
-
     def joined(self, other: "PathFailure") -> "PathFailure":
         """This and what the link's other end reports; the first of them says what failed."""
         lives = [each.lives_left for each in (self, other) if each.lives_left is not None]

@@ -1,11 +1,4 @@
-"""What ranks report of direct paths that fail and come back, and what follows from it on rank 0.
-
-The messages of the meetings that end steps carry:
-
-- `link_failures`: of each link whose direct path this rank gave up in the step, what events.
-- `paths_up`: of each link whose direct path has failed, whether this end finds it up.
-- `restore`: from rank 0, the links whose direct paths are to begin again after the step.
-"""
+"""What ranks report of direct paths that fail and come back, and what follows from it on rank 0."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,10 +7,22 @@ from jaxmorph.control.detector import Detector
 from jaxmorph.control.events import ControlEvent, of_verdict
 from jaxmorph.control.link_state import FailedPaths, PathFailure
 from jaxmorph.control.measurements import LinkSample
-from jaxmorph.plain_json import Json
 from jaxmorph.records import EventKind, Link, Route, Routes
 
-FAILURES, UP, RESTORE = "link_failures", "paths_up", "restore"
+
+@dataclass(frozen=True)
+class PathReport:
+    """What one rank reports of direct paths with the meeting that ends a step.
+
+    Attributes:
+        failures: Of the links whose direct paths this rank gave up in the step.
+        up: Of each link whose direct path has failed, whether this end finds it up.
+        restore: From rank 0, the links whose direct paths are to begin again after the step.
+    """
+
+    failures: tuple[PathFailure, ...] = ()
+    up: Mapping[Link, bool] = field(default_factory=dict)
+    restore: tuple[Link, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,33 +49,34 @@ class PathNews:
 NO_NEWS = PathNews()
 
 
-def path_news(reports: Sequence[Json]) -> PathNews:
+def path_news(reports: Sequence[PathReport]) -> PathNews:
     """What all ranks have reported; all of them come to the same.
 
     Args:
-        reports: All ranks' messages of the meeting that ended the step, in rank order.
+        reports: All ranks', in rank order.
     """
     failures: dict[Link, PathFailure] = {}
     for rank, report in enumerate(reports):
-        for message in report.get(FAILURES, ()):
-            failure = PathFailure.from_json(message, rank)
+        for end in report.failures:
+            failure = replace(end, told_by=(rank,))
             before = failures.get(failure.link)
             failures[failure.link] = failure if before is None else before.joined(failure)
-    named = {Link.parse(name) for report in reports for name in report.get(UP, ())}
+    named = {link for report in reports for link in report.up}
     up = {link: _is_up_at_both_ends(link, reports) for link in sorted(named)}
-    due = map(Link.parse, reports[0].get(RESTORE, ()))
+    # An end may have found it down since.
+    restored = tuple(link for link in reports[0].restore if up.get(link, False))
     lives = ((link, failure.lives_left) for link, failure in sorted(failures.items()))
     return PathNews(
         tuple(failure for _, failure in sorted(failures.items())),
         up,
-        tuple(link for link in due if up.get(link, False)),  # an end may have found it down since
+        restored,
         {link: left for link, left in lives if left is not None},
         is_disturbed=bool(failures),
     )
 
 
-def _is_up_at_both_ends(link: Link, reports: Sequence[Json]) -> bool:
-    return all(reports[rank].get(UP, {}).get(str(link)) is True for rank in link)
+def _is_up_at_both_ends(link: Link, reports: Sequence[PathReport]) -> bool:
+    return all(reports[rank].up.get(link, False) for rank in link)
 
 
 @dataclass(frozen=True)

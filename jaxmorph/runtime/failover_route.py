@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import jax
 
+from jaxmorph.control.link_state import PathFailure
 from jaxmorph.records import Link
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute, KeptOutputs, LinkCommunicators, Programs
@@ -136,15 +136,15 @@ class FailoverRoute:
             self.kept.let_go(link)
         self._watch.end_step([link for link in self._ends if self.is_delegated(link)])
 
-    def failures(self) -> list[dict[str, Any]]:
-        """What has failed since the last call, as a rank reports it: see `PathFailure`."""
+    def failures(self) -> list[PathFailure]:
+        """What has failed since the last call, as a rank reports it."""
         found = []
         for link, end in self._ends.items():
             for failure in end.take_failures():
                 if 0 < end.times_closed < self._communicators.count:
                     self._programs(link, end.times_closed)  # no step waits for it
                 lives_left = self._communicators.count - end.times_closed
-                found.append(replace(failure, lives_left=lives_left).to_json())
+                found.append(replace(failure, lives_left=lives_left))
         return found
 
     def is_delegated(self, link: Link) -> bool:

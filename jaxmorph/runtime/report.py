@@ -4,15 +4,15 @@
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from statistics import median
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from jaxmorph.plain_json import Json, parse, parse_line
+from jaxmorph.plain_json import Json, as_object, parse, parse_line
 from jaxmorph.program.instructions import Channel, Transfer, channel_of
 from jaxmorph.records import EventKind
 from jaxmorph.runtime.executor import StepOutcome
@@ -22,8 +22,7 @@ from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
-PROBES = "probes"
-"""The part of a report that has what the messages of a probe took: (label, milliseconds) each."""
+_Part = TypeVar("_Part")
 
 Span = tuple[str, float, float]
 """The label of an op or a transfer, and its start and end: milliseconds since the step began."""
@@ -108,7 +107,7 @@ class StepReport:
         took_s: From the step's beginning to its last gradient.
         not_finite: What of its loss and gradients is not finite, in a few words.
         peak_device_bytes: The most that has been in use on its device; None where it doesn't say.
-        parts: What callbacks of the trainer add, by name (such as `control.path_reports`).
+        parts: What callbacks add, by the names of their dataclasses: see `parts_of`.
         detail: The timings as JSON text; the reports of other ranks have them on rank 0 alone.
     """
 
@@ -118,7 +117,7 @@ class StepReport:
     took_s: float = 0.0
     not_finite: str = ""
     peak_device_bytes: int | None = None
-    parts: Json = field(default_factory=dict)
+    parts: Mapping[str, Json] = field(default_factory=dict)
     detail: str = "{}"
 
     def to_json(self) -> Json:
@@ -138,6 +137,34 @@ class StepReport:
     def timings(self) -> StepTimings:
         """The timings, read from `detail`; a `ParseError` names what is wrong with them."""
         return parse_line(StepTimings, self.detail, "the timings of a step")
+
+
+def named_parts(parts: Iterable[Any]) -> dict[str, Json]:
+    """What a rank sends of its callbacks' parts: dataclasses whose fields all have defaults.
+
+    One that equals its default is not sent: most steps have no part at all.
+    """
+    return {type(part).__name__: as_object(part) for part in parts if part != type(part)()}
+
+
+def parts_of(reports: Sequence[StepReport], kind: type[_Part]) -> list[_Part]:
+    """Each rank's part of a kind, in rank order; the default where it sent none.
+
+    Raises:
+        ParseError: It is no such part; the error names the rank.
+    """
+    name = kind.__name__
+    return [
+        parse(kind, report.parts[name], f"rank {rank}'s {name}") if name in report.parts else kind()
+        for rank, report in enumerate(reports)
+    ]
+
+
+@dataclass(frozen=True)
+class ProbeTimes:
+    """What the messages of a probe took at one end: the label and milliseconds of each."""
+
+    took_ms: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -208,8 +235,8 @@ def probe_times(reports: Sequence[StepReport]) -> dict[str, float]:
     direction the median counts.
     """
     took_ms: dict[str, float] = {}
-    for report in reports:
-        for label, duration_ms in report.parts.get(PROBES, ()):
+    for each in parts_of(reports, ProbeTimes):
+        for label, duration_ms in each.took_ms:
             took_ms[label] = min(duration_ms, took_ms.get(label, duration_ms))
     names: dict[Channel, list[str]] = {}
     for label in took_ms:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxmorph.control.link_state import PathFailure
 from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.program.instructions import Channel, RankProgram
 from jaxmorph.records import Link
@@ -155,8 +156,8 @@ class StageTrainer:
             (self._optimizer_state, self._accumulators, self._weights),
         )
 
-    def link_failures(self) -> list[dict[str, Any]]:
-        """The links whose direct path has failed here since the last call: see `PathFailure`."""
+    def link_failures(self) -> list[PathFailure]:
+        """The links whose direct path has failed here since the last call."""
         return [] if self._failover is None else self._failover.failures()
 
     def path_is_up(self, link: Link) -> bool | None:

@@ -5,14 +5,13 @@ Every step that is run anywhere is one of these: of training, of a comparison, o
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-from jaxmorph.plain_json import Json
 from jaxmorph.program.instructions import RankProgram
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.kept_programs import CompilationCounter
@@ -23,11 +22,14 @@ from jaxmorph.runtime.report import (
     StepReport,
     StepTimings,
     StepTotals,
+    named_parts,
+    parts_of,
     peak_bytes,
     total,
 )
 from jaxmorph.runtime.stage_trainer import StageTrainer
 
+_Part = TypeVar("_Part")
 _NAMED = 2  # of the arrays that are not finite
 
 
@@ -56,10 +58,9 @@ class StepResult:
     updated: bool
     events: tuple[LinkEvent, ...] = ()
 
-    @property
-    def parts(self) -> list[Json]:
-        """What callbacks have added to each rank's report, in rank order."""
-        return [report.parts for report in self.reports]
+    def parts_of(self, kind: type[_Part]) -> list[_Part]:
+        """What callbacks have added to each rank's report: see `report.parts_of`."""
+        return parts_of(self.reports, kind)
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,9 @@ class ForwardTotals:
     counted: int
 
 
-def _nothing_more(step: int) -> Json:
+def _nothing_more(step: int) -> tuple[Any, ...]:
     del step
-    return {}
+    return ()
 
 
 @dataclass(frozen=True)
@@ -101,15 +102,15 @@ class StepRunner:
         step: int,
         *,
         began_s: float | None = None,
-        report: Callable[[int], Json] = _nothing_more,
+        report: Callable[[int], Iterable[Any]] = _nothing_more,
         updates: bool = True,
     ) -> StepResult:
         """Run a step, and update the parameters unless a loss or gradient is not finite.
 
         Args:
             began_s: When the step began, on the monotonic clock; None: now.
-            report: What this rank's report has beside the usual; called once the gradients are
-                there.
+            report: The parts that this rank adds to its report (`named_parts`); called once the
+                gradients are there.
             updates: False in a step for its timings alone: its gradients are discarded unread.
         """
         stage, began_s = self.stage, time.monotonic() if began_s is None else began_s
@@ -126,7 +127,7 @@ class StepRunner:
             took_s=took_s,
             not_finite=not_finite_in_words(stage, outcome.loss, squared_norm) if updates else "",
             peak_device_bytes=peak_bytes(stage.device),
-            parts=report(step),
+            parts=named_parts(report(step)),
         )
         of_ranks = self.rendezvous.exchange(own.to_json(), timings.to_json())
         ended_s = time.monotonic()

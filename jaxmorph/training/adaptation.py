@@ -7,32 +7,45 @@ the first step: a morph brings other instructions and more slots. A link whose d
 failed begins a new epoch before the probe that precedes its return.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
 from jaxmorph.config import Config
 from jaxmorph.control.controller_state import ProbeLinks, first_state
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.path_reports import FAILURES, RESTORE, UP, path_news
-from jaxmorph.plain_json import Json
+from jaxmorph.control.path_reports import PathReport, path_news
 from jaxmorph.program.instructions import Channel, RankProgram, parse_program
 from jaxmorph.records import Link
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import Rendezvous
-from jaxmorph.runtime.report import PROBES
+from jaxmorph.runtime.report import ProbeTimes
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepResult
 from jaxmorph.training.control_loop import ControlLoop, Morph
 from jaxmorph.training.first_plan import FirstPlan
 from jaxmorph.training.loop import Callback, Effect
 from jaxmorph.training.open_stage import make_room
-from jaxmorph.training.planning_client import PlanningProcess, run_to_plan, slots_from_json
+from jaxmorph.training.planning_client import PlanningProcess, run_to_plan
 from jaxmorph.training.replay import ObservationLog
 from jaxmorph.training.starting_point import starting_point
 
-_MORPH, _PROBE = "morph", "probe"
+
+@dataclass(frozen=True)
+class Announced:
+    """What rank 0 has all ranks do after a step: swap to a plan, or probe links.
+
+    Attributes:
+        programs: Every rank's instructions of the plan, as `program_text` writes them.
+        slots: How many slots each delegated channel of it needs.
+        probe: The links to probe.
+    """
+
+    programs: tuple[str, ...] = ()
+    slots: Mapping[Channel, int] = field(default_factory=dict)
+    probe: tuple[Link, ...] = ()
 
 
 @contextmanager
@@ -116,76 +129,67 @@ class Adaptation(Callback):
         self._trainer = trainer
         self._recorder = recorder
         self._loop = loop
-        self._announced: Morph | None = None  # in the last meeting, by rank 0
+        self._morph: Morph | None = None  # announced in the last meeting, by rank 0
         self._probed: list[Stamp] = []
 
-    def report(self, step: int) -> Json:
+    def report(self, step: int) -> tuple[PathReport, ProbeTimes, Announced]:
         """What became of this rank's direct paths and probes; on rank 0 what is due."""
-        own = self._own_ends.report() | self._probe_times()
-        if self._loop is None or step == self._last_step:
-            return own
-        return own | self._due(self._loop)
+        paths = self._own_ends.report()
+        probed, self._probed = self._probed, []
+        took_ms = ((str(stamp.label), 1e3 * stamp.duration_s) for stamp in probed)
+        announced = Announced()
+        if self._loop is not None and step != self._last_step:
+            announced, restore = self._due(self._loop)
+            paths = replace(paths, restore=tuple(sorted(restore)))
+        return paths, ProbeTimes(tuple(took_ms)), announced
 
     def after(self, result: StepResult) -> Effect:
         """Do as rank 0 has announced; the next step may run another plan."""
-        return Effect(program=self.apply(result.step, result.parts))
+        announced = result.parts_of(Announced)[0]
+        return Effect(program=self.apply(result.step, result.parts_of(PathReport), announced))
 
-    def _due(self, loop: ControlLoop) -> Json:
-        """What is due; a path that has failed since the controller decided begins no epoch."""
-        self._announced = None
+    def _due(self, loop: ControlLoop) -> tuple[Announced, frozenset[Link]]:
+        """What is due, and the paths that begin again with it.
+
+        One that has failed since the controller decided does not.
+        """
+        self._morph = None
         match loop.take_due():
             case Morph() as morph:
-                self._announced = morph
-                return {_MORPH: morph.to_json()} | _named(
-                    RESTORE, self._own_ends.failed & morph.restore
-                )
+                self._morph = morph
+                restore = self._own_ends.failed & morph.restore
+                return Announced(morph.programs, morph.slots), restore
             case ProbeLinks(links, restore):
                 failed = self._own_ends.failed.intersection(links)
                 if failed <= restore:
-                    return _named(_PROBE, links) | _named(RESTORE, failed)
-        return {}
+                    return Announced(probe=tuple(sorted(links))), failed
+        return Announced(), frozenset()
 
-    def _probe_times(self) -> Json:
-        """The times of a probe since the last report."""
-        probed, self._probed = self._probed, []
-        if not probed:
-            return {}
-        return {PROBES: [(str(stamp.label), 1e3 * stamp.duration_s) for stamp in probed]}
-
-    def apply(self, step: int, reports: Sequence[Json]) -> RankProgram | None:
+    def apply(
+        self, step: int, paths: Sequence[PathReport], announced: Announced
+    ) -> RankProgram | None:
         """Swap to the plan, or probe the links, that rank 0 has announced, on all ranks alike.
 
         Direct paths that have failed and are to be used again begin again before that.
 
         Args:
             step: The step that is over.
-            reports: What all ranks' callbacks have reported of it.
+            paths: What all ranks have reported of it.
 
         Returns:
             This rank's instructions from the next step on; None: those that it has.
         """
-        self._own_ends.apply(reports)
-        for link in map(Link.parse, reports[0].get(_PROBE, ())):
+        self._own_ends.apply(paths)
+        for link in announced.probe:
             if link not in self._own_ends.failed:  # in this very step, as all ranks know
                 self._probed += self._trainer.probe(link, step)
-        sent = reports[0].get(_MORPH)
-        if sent is None:
+        if not announced.programs:
             return None
-        program, slots = own_part(sent, self._rendezvous.rank)
-        make_room(self._rendezvous, self._trainer, slots)
-        if self._announced is not None:
-            self._recorder.adopt(self._announced, step + 1)
+        program = parse_program(announced.programs[self._rendezvous.rank])
+        make_room(self._rendezvous, self._trainer, announced.slots)
+        if self._morph is not None:
+            self._recorder.adopt(self._morph, step + 1)
         return program
-
-
-def own_part(sent: Json, rank: int) -> tuple[RankProgram, dict[Channel, int]]:
-    """A rank's instructions, and the slots that channels need, from what `Morph.to_json` gave."""
-    return parse_program(sent["programs"][rank]), slots_from_json(sent["slots"])
-
-
-def _named(kind: str, links: Iterable[Link]) -> Json:
-    names = [str(link) for link in sorted(links)]
-    return {kind: names} if names else {}
 
 
 class OwnEnds:
@@ -209,14 +213,13 @@ class OwnEnds:
         for link in self._own():
             trainer.take_for_failed(link)
 
-    def report(self) -> Json:
+    def report(self) -> PathReport:
         """The failures since the last report, and whether failed paths are found up."""
-        failures = self._trainer.link_failures()
-        self.failed |= {Link.parse(each["link"]) for each in failures}
-        up = self._up() if self._is_watched else {}
-        return {name: found for name, found in ((FAILURES, failures), (UP, up)) if found}
+        failures = tuple(self._trainer.link_failures())
+        self.failed |= {failure.link for failure in failures}
+        return PathReport(failures, self._up() if self._is_watched else {})
 
-    def apply(self, reports: Sequence[Json]) -> None:
+    def apply(self, reports: Sequence[PathReport]) -> None:
         """Note what failed anywhere, and have the direct paths begin again that rank 0 names."""
         news = path_news(reports)
         self.failed |= {failure.link for failure in news.failures}
@@ -228,6 +231,6 @@ class OwnEnds:
     def _own(self) -> list[Link]:
         return [link for link in sorted(self.failed) if self._rank in link]
 
-    def _up(self) -> dict[str, bool]:
-        found = {str(link): self._trainer.path_is_up(link) for link in self._own()}
-        return {name: is_up for name, is_up in found.items() if is_up is not None}
+    def _up(self) -> dict[Link, bool]:
+        found = {link: self._trainer.path_is_up(link) for link in self._own()}
+        return {link: is_up for link, is_up in found.items() if is_up is not None}

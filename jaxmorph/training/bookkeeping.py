@@ -17,7 +17,7 @@ from jaxmorph.control.measurements import (
     link_samples,
     op_times,
 )
-from jaxmorph.control.path_reports import path_news
+from jaxmorph.control.path_reports import PathReport, path_news
 from jaxmorph.control.profiler import Profiler
 from jaxmorph.messages import (
     EventEmitted,
@@ -33,6 +33,7 @@ from jaxmorph.runtime.report import (
     StepReport,
     StepTotals,
     measured_timeline,
+    parts_of,
     peaks_of,
     probe_times,
     reported_events,
@@ -296,7 +297,7 @@ class Bookkeeper:
 def step_observed(step: int, measured: Timeline, reports: Sequence[StepReport]) -> StepObserved:
     """A step as the controller observes it, from all ranks' reports."""
     samples = tuple(map(_rounded, link_samples(measured)))
-    news = path_news([report.parts for report in reports])
+    news = path_news(parts_of(reports, PathReport))
     return StepObserved(step, samples, op_times(measured), probe_times(reports), news)
 
 

@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxmorph.checkpoints.saver import CheckpointSaver
+from jaxmorph.checkpoints.saver import CheckpointSaver, SaveReport
 from jaxmorph.config.checkpoint_section import Checkpoint
-from jaxmorph.plain_json import Json
 from jaxmorph.records import EventKind
 from jaxmorph.runtime.report import StepTotals
 from jaxmorph.runtime.stage_trainer import StageTrainer
@@ -22,12 +21,24 @@ from jaxmorph.training.control_loop import Morph
 from jaxmorph.training.evaluation import Evaluation
 from jaxmorph.training.loop import GOES_ON, Callback, Effect
 
-_SAVE, _STOP = "time_to_save", "asked_to_stop"
 _S_PER_MINUTE = 60.0
 _ADVICE = (
     "an earlier checkpoint with a lower optimizer.learning_rate or optimizer.clip_norm, or with "
     "precision.compute float32 where it is bfloat16"
 )
+
+
+@dataclass(frozen=True)
+class SaveWish:
+    """What one rank knows that leads to a save.
+
+    Attributes:
+        is_time: It is time to save by this rank's clock; rank 0's counts.
+        stop_asked: Its process has been asked to end.
+    """
+
+    is_time: bool = False
+    stop_asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,21 +76,20 @@ class SaveTimes:
         self._clock = clock
         self._saved_s = clock()
 
-    def report(self) -> Json:
-        """This rank's part of a step's report; most often empty."""
-        saves = {_SAVE: True} if self._leads and self._is_time() else {}
-        return saves | ({_STOP: True} if self._stop_asked() else {})
+    def report(self) -> SaveWish:
+        """This rank's part of a step's report."""
+        return SaveWish(self._leads and self._is_time(), self._stop_asked())
 
-    def after(self, step: int, reports: Sequence[Json]) -> AfterStep:
+    def after(self, step: int, wishes: Sequence[SaveWish]) -> AfterStep:
         """What comes after a step.
 
         Args:
-            reports: What all ranks reported of it, in rank order, with what `report` gave.
+            wishes: All ranks', in rank order.
         """
         within_s = self._settings.stop_within_s
-        asked = within_s is not None and any(_STOP in report for report in reports)
+        asked = within_s is not None and any(wish.stop_asked for wish in wishes)
         stops = asked and step != self._num_steps
-        saves = stops or _SAVE in reports[0] or self._settings.is_due(step, self._num_steps)
+        saves = stops or wishes[0].is_time or self._settings.is_due(step, self._num_steps)
         if saves:
             self._saved_s = self._clock()
         return AfterStep(saves, stops)
@@ -206,16 +216,16 @@ class Saving(Callback):
         self._bookkeeper = bookkeeper
         self._num_steps = num_steps
 
-    def report(self, step: int) -> Json:
+    def report(self, step: int) -> tuple[SaveReport, SaveWish]:
         """How far this rank's save is, and whether it wants another, or to end."""
         del step
-        return self._saver.report() | self._times.report()
+        return self._saver.report(), self._times.report()
 
     def after(self, result: StepResult) -> Effect:
         """Take the save under way a phase further, and begin one if it is due."""
-        self._saver.advance(result.parts)
+        self._saver.advance(result.parts_of(SaveReport))
         num_done = result.step + 1
-        after = self._times.after(num_done, result.parts)
+        after = self._times.after(num_done, result.parts_of(SaveWish))
         is_last = after.stops or num_done == self._num_steps
         if self._skipped.lets_save(after.saves, is_last=is_last):
             self._saver.save(num_done, self._stage.state)

@@ -33,7 +33,6 @@ from jaxmorph.control.events import ControlEvent, PlanChange
 from jaxmorph.control.orchestrator import Options
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
-from jaxmorph.plain_json import Json
 from jaxmorph.program.instructions import Channel
 from jaxmorph.records import Link
 from jaxmorph.schedule.planner import Plan
@@ -76,13 +75,6 @@ class Morph:
     def plan(self) -> Plan:
         """The plan to run."""
         return self.change.plan
-
-    def to_json(self) -> Json:
-        """What the ranks are sent of it."""
-        return {
-            "programs": self.programs,
-            "slots": [[*channel, number] for channel, number in self.slots.items()],
-        }
 
 
 class ControlLoop:

@@ -6,8 +6,8 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from jaxmorph.plain_json import Json
 from jaxmorph.program.instructions import RankProgram
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.step import StepResult, StepRunner
@@ -34,10 +34,14 @@ GOES_ON = Effect()
 class Callback:
     """One rank's part of something that happens along with the steps."""
 
-    def report(self, step: int) -> Json:
-        """What this rank adds to its report of a step, once its gradients are there."""
+    def report(self, step: int) -> tuple[Any, ...]:
+        """What this rank adds to its report of a step, once its gradients are there.
+
+        Each part is a frozen dataclass whose fields all have defaults; `after` finds all ranks' of
+        a kind by `StepResult.parts_of`.
+        """
         del step
-        return {}
+        return ()
 
     def after(self, result: StepResult) -> Effect:
         """Act on a step that is over; parameters are updated, and all ranks do the same."""
@@ -96,8 +100,5 @@ class Loop:
             self.step(next(inputs))
         return not self.is_over
 
-    def _report(self, step: int) -> Json:
-        parts: Json = {}
-        for callback in self.callbacks:
-            parts |= callback.report(step)
-        return parts
+    def _report(self, step: int) -> list[Any]:
+        return [part for callback in self.callbacks for part in callback.report(step)]

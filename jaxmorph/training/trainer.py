@@ -15,7 +15,7 @@ import optax
 from jaxmorph.checkpoints.saver import CheckpointError
 from jaxmorph.config import Config
 from jaxmorph.control.link_state import FailedPaths, PathFailure
-from jaxmorph.control.path_reports import path_news
+from jaxmorph.control.path_reports import PathReport, path_news
 from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.messages import EventEmitted, RunMessage
 from jaxmorph.program.instructions import RankProgram, Receive, Send, channel_of
@@ -349,7 +349,7 @@ class Trainer:
         """Log what happened to links in a step; the paths that failed in it."""
         for event in result.events:
             _log.info("rank %d, step %d: %s: %s", self.rank, result.step, event.kind, event.detail)
-        news = path_news(result.parts)
+        news = path_news(result.parts_of(PathReport))
         self._failed, failures = self._failed.note(news.failures)
         for failure in failures if self.rank == 0 else ():
             _log.warning("step %d: link %s failed: %s", result.step, failure.link, failure.detail)

@@ -103,10 +103,10 @@ class Ranks:
 
     def meet(self):
         """A step's meeting; what the ranks said of their saves."""
-        reports = [{"loss": 1.0, **saver.report()} for saver in self.savers]
+        reports = [saver.report() for saver in self.savers]
         for saver in self.savers:
             saver.advance(reports)
-        return [report.get("checkpoint", {}).get("phase") for report in reports]
+        return [report.phase for report in reports]
 
     def meet_until(self, done):
         """Meetings until one of them said so."""
@@ -148,7 +148,7 @@ def test_what_all_had_written_before_they_agreed_can_be_made_a_checkpoint_later(
     ranks.free(0, 1)
     for rank, saver in enumerate(ranks.savers):  # their threads end, and they never meet again
         saver.__exit__(None)
-        assert saver.report()["checkpoint"]["phase"] == "written", rank
+        assert saver.report().phase == "written", rank
     assert ranks.folder.steps() == ()
     assert ranks.folder.commit_written(7) == (7,)
     assert ranks.folder.newest_whole() == (7, ())
@@ -159,7 +159,7 @@ def test_once_all_have_written_rank_0_commits_and_all_forget_it(ranks):
     ranks.free(0, 1)
     ranks.meet_until(["committed", "written"])
     assert ranks.folder.steps() == (7,)
-    assert ranks.meet() == [None, None]
+    assert ranks.meet() == ["idle", "idle"]
     for rank in (0, 1):
         part = np.load(stage_path(ranks.folder.finished(7), rank) / "array.npy")
         assert part.tolist() == [70.0 + rank] * 3
@@ -201,7 +201,7 @@ def test_without_its_steps_or_a_part_there_is_no_checkpoint(ranks, harm, says):
     harm(ranks)
     ranks.save(7)
     ranks.free(0, 1)
-    ranks.meet_until([None, None])
+    ranks.meet_until(["idle", "idle"])
     ((step, kind, detail),) = ranks.events
     assert (step, kind) == (6, "checkpoint_failed")
     assert detail.startswith("rank 0: ")
@@ -216,7 +216,7 @@ def test_a_part_that_fails_leaves_none_and_the_next_one_succeeds(ranks):
     ranks.meet_until(["writing", "failed"])  # the other part may still be on its way
     ranks.free(0)
     ranks.meet_until(["written", "failed"])
-    assert ranks.meet() == [None, None]
+    assert ranks.meet() == ["idle", "idle"]
     assert ranks.events == [(6, "checkpoint_failed", "rank 1: No space left on device")]
     ranks.disks[1].error = None
     ranks.save(14)

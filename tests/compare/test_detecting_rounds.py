@@ -1,6 +1,7 @@
 """What a round makes of direct paths that fail in it, or have failed before it."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,13 @@ from jaxmorph.config import Config
 from jaxmorph.control.controller import paths_of_step
 from jaxmorph.control.controller_state import first_state
 from jaxmorph.control.detector import Detector
+from jaxmorph.control.link_state import PathFailure
+from jaxmorph.control.path_reports import PathReport
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
+from jaxmorph.plain_json import dump
 from jaxmorph.records import Link
-from jaxmorph.runtime.report import StepReport
+from jaxmorph.runtime.report import StepReport, named_parts, parts_of
 from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.planner import plan
 from jaxmorph.training.adaptation import Adaptation
@@ -50,18 +54,18 @@ class Stage:
         return True
 
 
-def reports(*of_ranks, **told):
+def reports(*of_ranks):
     """Both ranks' reports of a step in which one message held both queues."""
     held = [["activation[0] 0>1", 1.0, 2.0]]
     timings = json.dumps({"ops": [["F0", 0.0, 1.0]], "transfers": held})
     return [
-        StepReport(1.0, 1.0, parts={**told, **own}, detail=timings) for own in of_ranks or ({}, {})
+        StepReport(1.0, 1.0, parts=json.loads(dump(named_parts(parts))), detail=timings)
+        for parts in of_ranks or ((), ())
     ]
 
 
 def result_of(step, reported):
-    parts = [report.parts for report in reported]
-    found: Any = SimpleNamespace(step=step, reports=reported, parts=parts)
+    found: Any = SimpleNamespace(step=step, reports=reported, parts_of=partial(parts_of, reported))
     return found
 
 
@@ -69,8 +73,8 @@ def test_a_failure_is_counted_once_and_what_goes_by_hosts_is_no_measure():
     loop = Watched()
     record = RoundRecord(IN_FORCE, loop)
     record.note(0, reports())
-    record.note(1, reports(link_failures=[{"link": "0-1", "detail": "no answer in 3 s"}]))
-    record.note(2, reports(paths_up={"0-1": True}, restore=["0-1"]))
+    record.note(1, reports(*[[PathReport((PathFailure(LINK, "no answer in 3 s"),))]] * 2))
+    record.note(2, reports(*[[PathReport(up={LINK: True}, restore=(LINK,))]] * 2))
     record.note(3, reports())
     record.finish()
     assert loop.seen == [(0, [], 1), (1, [LINK], 0), (2, [], 0), (3, [], 1)]
@@ -80,7 +84,7 @@ def test_a_failure_is_counted_once_and_what_goes_by_hosts_is_no_measure():
 def test_a_link_that_failed_before_a_round_is_known_from_its_first_step_on():
     loop = Watched()
     record = RoundRecord(IN_FORCE, loop)
-    before = [{"link": str(LINK), "detail": "its direct path failed in an earlier round"}]
+    before = (PathFailure(LINK, "its direct path failed in an earlier round"),)
 
     def follower(rank, kept):
         place: Any = SimpleNamespace(rank=rank)
@@ -91,12 +95,13 @@ def test_a_link_that_failed_before_a_round_is_known_from_its_first_step_on():
     followers = [follower(0, record), follower(1, nobodies)]
     told = []
     for step in range(3):
-        told.append([each.report(step) for each in followers])
+        parts = [each.report(step) for each in followers]
+        told.append([paths for paths, *_ in parts])
         for each in followers:
-            each.after(result_of(step, reports(*told[-1])))
+            each.after(result_of(step, reports(*parts)))
     record.finish()
     nobodies.finish()
-    assert told[0] == [{"link_failures": before}] * 2
-    assert told[1:] == [[{"paths_up": {str(LINK): True}}] * 2] * 2  # so that it can come back
+    assert told[0] == [PathReport(before)] * 2
+    assert told[1:] == [[PathReport(up={LINK: True})] * 2] * 2  # so that it can come back
     assert loop.seen == [(0, [LINK], 0), (1, [], 0), (2, [], 0)]  # none of it is a measure
     assert record.events == {"link_failed": 1}

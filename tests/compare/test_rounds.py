@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from jaxmorph.compare.rounds import RoundPaths
+from jaxmorph.control.link_state import PathFailure
+from jaxmorph.plain_json import dump
 from jaxmorph.records import Link
 
 LINKS = (Link(0, 1), Link(1, 2), Link(0, 2))
@@ -22,7 +24,7 @@ class Meeting:
         self._barrier = threading.Barrier(3, timeout=LIMIT_S)
 
     def exchange(self, rank, message):
-        self._said[rank] = json.dumps(message)
+        self._said[rank] = dump(message)
         self._barrier.wait()
         told = [*map(json.loads, self._said)]
         self._barrier.wait()
@@ -40,7 +42,7 @@ class Rank:
         self._rank, self._meeting = rank, meeting
         self.looks, self.lives = list(looks), lives
         self.by_hosts = {LINK} if rank in LINK else set()
-        self.untold = [{"link": str(link), "detail": "cut"} for link in self.by_hosts]
+        self.untold = [PathFailure(link, "cut") for link in self.by_hosts]
         self.paused_s = 0.0
         own: Any = self
         self.paths = RoundPaths(own, own, LINKS, self._pause)
@@ -92,28 +94,28 @@ def test_a_path_that_both_ends_find_up_begins_again_and_nobody_hears_of_it(looks
 
 def test_a_path_that_one_end_finds_down_stays_as_it_is_at_both():
     ranks = three_ranks([(True,), (False,)])
-    told = [{"link": "0-1", "detail": "cut"}]
+    told = [PathFailure(LINK, "cut")]
     assert begin_again(ranks) == [told, told, []]
     assert [each.by_hosts for each in ranks] == [{LINK}, {LINK}, set()]
     assert ranks[1].paused_s == pytest.approx(3.0)
     again = begin_again(ranks)  # a round later
-    assert [each["link"] for each in again[0]] == ["0-1"]
+    assert [each.link for each in again[0]] == [LINK]
     assert again[0] == again[1]
-    assert "lives_left" not in again[0][0]
+    assert again[0][0].lives_left is None
 
 
 def test_a_path_that_can_begin_no_more_is_told_with_that():
     ranks = three_ranks(lives=0)
     begin_again(ranks)
     (told,), also, none = begin_again(ranks)
-    assert (told["lives_left"], also, none) == (0, [told], [])
+    assert (told.lives_left, also, none) == (0, [told], [])
     assert [each.paused_s for each in ranks] == [0.0] * 3
 
 
 def test_failures_in_a_round_that_nobody_watches_are_counted_once_with_those_before_it():
     ranks = three_ranks(lives=0)
     stayed = begin_again(ranks)
-    ranks[2].untold = [{"link": "1-2", "detail": "cut"}]
+    ranks[2].untold = [PathFailure(LINKS[1], "cut")]
     counted = of_all(
         partial(each.paths.failures, own) for each, own in zip(ranks, stayed, strict=True)
     )

@@ -1,27 +1,24 @@
 """What ranks tell one another of direct paths that have failed."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from jaxmorph.control.path_reports import NO_NEWS, path_news
+from jaxmorph.control.link_state import PathFailure
+from jaxmorph.control.path_reports import NO_NEWS, PathReport, path_news
+from jaxmorph.plain_json import dump, parse
 from jaxmorph.records import Link
 from jaxmorph.training.adaptation import OwnEnds
 
 LINK = Link(1, 2)
-UP = {"paths_up": {"1-2": True}}
-DOWN = {"paths_up": {"1-2": False}}
-RESTORE = {"restore": ["1-2"]}
-FAILURE = {
-    "link": "1-2",
-    "detail": "activation[3] 1>2 got no answer in 3 s",
-    "held_up_s": 3.0,
-    "resent": 1,
-    "began": False,
-    "lives_left": 1,
-}
-FAILED = {"link_failures": [FAILURE]}
+SILENT = PathReport()
+UP = PathReport(up={LINK: True})
+DOWN = PathReport(up={LINK: False})
+RESTORE = PathReport(restore=(LINK,))
+FAILURE = PathFailure(LINK, "activation[3] 1>2 got no answer in 3 s", 3.0, 1, lives_left=1)
+FAILED = PathReport((FAILURE,))
 
 
 class Ends:
@@ -50,20 +47,20 @@ def own_ends(rank, *failures, is_watched=True, is_up=True, failed=()):
     return OwnEnds(rank, paths, is_watched=is_watched, failed=failed), paths
 
 
-def over_the_network(*messages):
-    return json.loads(json.dumps(messages))
+def over_the_network(*reports):
+    return parse(tuple[PathReport, ...], json.loads(dump(reports)), "reports")
 
 
 def test_both_ends_tell_of_one_failure():
-    later = FAILURE | {"held_up_s": 3.2, "resent": 2, "lives_left": 0, "began": True}
-    news = path_news(over_the_network({}, FAILED, {"link_failures": [later]}))
+    later = replace(FAILURE, held_up_s=3.2, resent=2, lives_left=0, began=True)
+    news = path_news(over_the_network(SILENT, FAILED, PathReport((later,))))
     (found,) = news.failures
     assert news.lives_left == {LINK: 0}
     assert (found.link, found.detail) == (LINK, "activation[3] 1>2 got no answer in 3 s")
     assert (found.held_up_s, found.resent, found.began) == (3.2, 3, True)
     assert (found.lives_left, found.told_by) == (0, (1, 2))
     assert found.to_json()["link"] == "1-2"
-    (found,) = path_news([{}, {"link_failures": [{"link": "1-2"}]}, {}]).failures
+    (found,) = path_news([SILENT, PathReport((PathFailure(LINK),)), SILENT]).failures
     assert (found.detail, found.lives_left, found.told_by) == ("", None, (1,))
 
 
@@ -72,7 +69,7 @@ def test_both_ends_tell_of_one_failure():
     [(True, True, True), (True, False, False), (False, True, False), (True, None, False)],
 )
 def test_a_path_is_up_and_begins_again_where_both_ends_say_so(lower, upper, is_up):
-    said = [{} if up is None else {"paths_up": {"1-2": up}} for up in (lower, upper)]
+    said = [SILENT if up is None else PathReport(up={LINK: up}) for up in (lower, upper)]
     news = path_news([RESTORE, *said])
     assert (news.up, news.restored) == ({LINK: is_up}, (LINK,) if is_up else ())
 
@@ -84,25 +81,25 @@ def test_ends_tell_of_their_path_from_its_failure_until_it_begins_again(rank, ho
     own, paths = own_ends(rank, is_up=False, failed=[LINK] if how == "in an earlier life" else [])
     assert paths.failed_before == ([LINK] if is_end and how == "in an earlier life" else [])
     if how == "heard":
-        own.apply([{}, FAILED, {}])
+        own.apply([SILENT, FAILED, SILENT])
     if how == "own":
         paths.failures = [FAILURE] if is_end else []
-        assert own.report() == (FAILED | DOWN if is_end else {})
-        own.apply([{}, FAILED, {}])
+        assert own.report() == (replace(FAILED, up=DOWN.up) if is_end else SILENT)
+        own.apply([SILENT, FAILED, SILENT])
     assert own.failed == {LINK}
-    assert own.report() == (DOWN if is_end else {})
+    assert own.report() == (DOWN if is_end else SILENT)
     paths.is_up = True
-    assert own.report() == (UP if is_end else {})
-    for upper in (DOWN, {}):  # by then that end finds it down again
+    assert own.report() == (UP if is_end else SILENT)
+    for upper in (DOWN, SILENT):  # by then that end finds it down again
         own.apply([RESTORE, UP, upper])
         assert (own.failed, paths.restored) == ({LINK}, [])
     own.apply([RESTORE, UP, UP])
-    assert (own.failed, own.report()) == (frozenset(), {})
+    assert (own.failed, own.report()) == (frozenset(), SILENT)
     assert paths.restored == ([LINK] if is_end else [])
 
 
 def test_where_nobody_watches_paths_they_are_not_asked_about():
     own, _ = own_ends(1, FAILURE, is_watched=False)
     assert own.report() == FAILED
-    assert own.report() == {}
-    assert path_news([{"loss": 1.0}] * 3) == NO_NEWS
+    assert own.report() == SILENT
+    assert path_news([SILENT] * 3) == NO_NEWS

@@ -83,7 +83,7 @@ class Rank:
                 "queue": self.queue,
                 "step": name,
                 "digest": digest.hexdigest(),
-                "failures": self.trainer.link_failures(),
+                "failures": [failure.to_json() for failure in self.trainer.link_failures()],
                 "on_direct": self.trainer.path_is_up(LINK) is None,
             }
         )

@@ -12,7 +12,10 @@ from jaxmorph.records import EventKind, Link
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.runtime.report import (
     LinkEvent,
+    ProbeTimes,
     StepReport,
+    named_parts,
+    parts_of,
     peak_bytes,
     peaks_of,
     probe_times,
@@ -23,31 +26,31 @@ LINK = Link(1, 2)
 
 
 def reports(*ends):
-    return [StepReport(1.0, 1.0, parts={"probes": end} if end else {}) for end in ends]
+    return [StepReport(1.0, 1.0, parts=named_parts([ProbeTimes(end)])) for end in ends]
 
 
 def pairs(up_ms, down_ms):
     """One end's times of three messages each way."""
     labels = [map(str, probe_transfers(LINK, number)) for number in (1, 2, 3)]
     times = zip(up_ms, down_ms, strict=True)
-    return [
+    return tuple(
         told
         for (up, down), (up_took_ms, down_took_ms) in zip(labels, times, strict=True)
         for told in ((up, up_took_ms), (down, down_took_ms))
-    ]
+    )
 
 
 def test_a_probe_counts_the_later_end_and_the_median():
     one = pairs((0.5, 45.0, 0.7), (20.0, 21.0, 1.0))
     other = pairs((30.0, 44.0, 0.9), (22.0, 20.5, 19.5))
-    took_ms = probe_times(reports(None, one, other, None))
+    took_ms = probe_times(reports((), one, other, ()))
     assert sorted(took_ms.values()) == [0.7, 20.0]
     first_up, first_down = map(str, probe_transfers(LINK, 1))
     assert took_ms == {first_up: 0.7, first_down: 20.0}
 
 
 def test_without_a_probe_there_are_no_times():
-    assert probe_times(reports(None, None)) == {}
+    assert probe_times(reports((), ())) == {}
 
 
 def device(**told):
@@ -71,8 +74,20 @@ def test_a_cpu_tells_nothing():
 
 
 def test_a_report_reads_back_as_it_was_sent():
-    report = StepReport(math.inf, 2.0, 3, 0.5, "loss inf", 7, {"paths_up": {"0-1": True}})
-    assert StepReport.from_json(json.loads(json.dumps(report.to_json())), 1) == report
+    parts = named_parts([ProbeTimes((("activation[0] 0>1", 1.5),))])
+    report = StepReport(math.inf, 2.0, 3, 0.5, "loss inf", 7, parts)
+    read = StepReport.from_json(json.loads(json.dumps(report.to_json())), 1)
+    assert (read.loss, read.took_s, read.not_finite) == (math.inf, 0.5, "loss inf")
+    assert parts_of([StepReport(1.0, 1.0), read], ProbeTimes) == [
+        ProbeTimes(), ProbeTimes((("activation[0] 0>1", 1.5),)),
+    ]  # fmt: skip
+
+
+def test_a_part_that_is_none_names_its_rank():
+    bad = StepReport(1.0, 1.0, parts={"ProbeTimes": {"took_ms": 3}})
+    says = "^rank 1's ProbeTimes: took_ms: got 3, expected a list$"
+    with pytest.raises(ValueError, match=says):
+        parts_of([StepReport(1.0, 1.0), bad], ProbeTimes)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What a step makes of gradients on every rank, and what it says where they are not finite."""
 
 import math
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,19 +45,31 @@ class Stage:
         self.done.append("discarded")
 
 
+@dataclass(frozen=True)
+class Part:
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Silent:
+    number: int = 0
+
+
 def run(stage, **options):
     return StepRunner(stage, SoleRank(), clip_norm=1.0).run(PROGRAM, INPUTS, 3, **options)
 
 
 def test_a_step_updates_by_the_clipped_norm_and_reports():
     stage: Any = Stage()
-    result = run(stage, began_s=7.0, report=lambda step: {"paths_up": {"0-1": step == 3}})
+    result = run(stage, began_s=7.0, report=lambda step: (Part(step), Silent()))
     assert stage.done == ["step 3", 0.25]
     assert (result.step, result.updated) == (3, True)
     assert (result.totals.loss, result.totals.grad_norm) == (2.0, 4.0)
     (report,) = result.reports
     assert report.peak_device_bytes == 9
-    assert result.parts == [{"paths_up": {"0-1": True}}]
+    assert result.parts_of(Part) == [Part(3)]
+    assert [*report.parts] == ["Part"]  # what equals its default is not sent
+    assert result.parts_of(Silent) == [Silent()]
     assert report.timings == result.timings
     assert result.timings.ops == (("F0", 250.0, 500.0),)
     assert result.timings.events == (LinkEvent(0.0, EventKind.LANE_UP),)

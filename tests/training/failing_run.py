@@ -11,17 +11,20 @@ from adapting_run import CONFIG, COSTS, FIRST, PLANNED_FOR, USUAL, PlansHere
 
 from jaxmorph.control.controller_state import first_state
 from jaxmorph.control.detector import Detector
+from jaxmorph.control.link_state import PathFailure
+from jaxmorph.control.path_reports import PathReport
 from jaxmorph.control.profiler import Profiler
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.messages import EventEmitted, StepDone
+from jaxmorph.plain_json import dump
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import DETAIL
-from jaxmorph.runtime.report import StepReport, StepTotals
+from jaxmorph.runtime.report import StepReport, StepTotals, named_parts, parts_of
 from jaxmorph.schedule.costs import LinkState
-from jaxmorph.training.adaptation import Adaptation
+from jaxmorph.training.adaptation import Adaptation, Announced
 from jaxmorph.training.bookkeeping import Bookkeeper
 from jaxmorph.training.control_loop import ControlLoop
 from jaxmorph.training.plan_in_force import PlanInForce
@@ -53,9 +56,9 @@ class Wires:
         self.failures[link] += 1
         self.found_up[link] = 0
         self.lives[link] -= 1
-        told = {"link": str(link), "detail": f"no answer in {HOLD_MS:.0f} ms", "resent": 1}
+        detail, lives_left = f"no answer in {HOLD_MS:.0f} ms", self.lives[link]
         for rank in link:
-            stages[rank].untold.append(told | {"lives_left": self.lives[link]})
+            stages[rank].untold.append(PathFailure(link, detail, resent=1, lives_left=lives_left))
 
 
 class Stage:
@@ -195,16 +198,17 @@ class FailingRun:
         for link in after:
             wires.found_up[link] = 0 if link in wires.down else wires.found_up[link] + 1
         self.books.note(self.step, StepTotals(1.0, 1.0), reports, 0.3)
-        self._heed([report.parts for report in reports])
+        self._heed(reports)
         self.books.sent_so_far().result(30)
         for _ in range(4):  # answers of the planning process, one after another
             self.loop._planner.submit(lambda: None).result(30)
         self.step += 1
 
-    def _heed(self, parts):
+    def _heed(self, reports):
         begun = len(self.wires.begun)
+        paths, announced = parts_of(reports, PathReport), parts_of(reports, Announced)[0]
         for rank in range(3):
-            program = self.ranks[rank].apply(self.step, parts)
+            program = self.ranks[rank].apply(self.step, paths, announced)
             self.programs[rank] = program or self.programs[rank]
         for link in self.wires.begun[begun:]:
             self.on_begun(link, self.wires.found_up[link])
@@ -224,7 +228,7 @@ class FailingRun:
 
     def _report(self, rank, timeline, waited_ms):
         """A rank's report; what it waited for a link is in all of its times, at the worst."""
-        told = self.ranks[rank].report(self.step)
+        parts = named_parts(self.ranks[rank].report(self.step))
         ops = zip(
             timeline.orders[rank], timeline.start_ms[rank], timeline.end_ms[rank], strict=True
         )
@@ -234,8 +238,8 @@ class FailingRun:
             "transfers": [_times(span, waited_ms) for span in spans if span.holds_queue],
             "arrivals": [_times(span, waited_ms) for span in spans if not span.holds_queue],
         }
-        own = StepReport(1.0, 1.0, parts=told)
-        message = json.loads(json.dumps(own.to_json()))
+        own = StepReport(1.0, 1.0, parts=parts)
+        message = json.loads(dump(own.to_json()))
         return StepReport.from_json(message | {DETAIL: json.dumps(timings)}, rank)
 
 

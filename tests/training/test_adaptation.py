@@ -9,14 +9,18 @@ from failing_run import Meeting
 
 from jaxmorph.control.controller_state import ProbeLinks
 from jaxmorph.control.events import PlanChange
+from jaxmorph.control.link_state import PathFailure
+from jaxmorph.control.path_reports import PathReport
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
+from jaxmorph.plain_json import dump, parse
 from jaxmorph.program.instructions import program_text
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link, Route
+from jaxmorph.runtime.report import ProbeTimes
 from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.planner import plan
-from jaxmorph.training.adaptation import Adaptation
+from jaxmorph.training.adaptation import Adaptation, Announced
 from jaxmorph.training.control_loop import Morph
 
 COSTS = StageCosts.uniform(3, 1.0, 1.0, 1.0)
@@ -79,81 +83,97 @@ def on_rank(rank, loop: Any = None, stage: Any = None):
     return Adaptation(meeting, stage, books, loop, last_step=9), meeting, stage, books
 
 
-def over_the_network(message):
-    return json.loads(json.dumps(message))
+SILENT = PathReport()
+NOTHING = SILENT, ProbeTimes(), Announced()
+
+
+def over_the_network(value):
+    return parse(type(value), json.loads(dump(value)), "rank 0")
+
+
+def told_by_rank_0(adaptation):
+    """What it reports of direct paths, and what it announces."""
+    paths, _, announced = map(over_the_network, adaptation.report(7))
+    return paths, announced
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_every_rank_swaps_once_all_have_made_room(rank):
-    told = over_the_network(on_rank(0, Loop(MORPH))[0].report(7))
+    paths, announced = told_by_rank_0(on_rank(0, Loop(MORPH))[0])
     adaptation, meeting, stage, _ = on_rank(rank)
-    assert adaptation.apply(7, [told, {}, {}]) == PROGRAMS[rank]
+    assert adaptation.apply(7, [paths, SILENT, SILENT], announced) == PROGRAMS[rank]
     assert (stage.room, meeting.met) == ([SLOTS], 1)
 
 
 def test_rank_0_records_a_morph_once_for_the_next_step():
     adaptation, _, _, books = on_rank(0, Loop(MORPH))
-    told = over_the_network(adaptation.report(7))
-    adaptation.apply(7, [told, {}, {}])
+    paths, announced = told_by_rank_0(adaptation)
+    adaptation.apply(7, [paths, SILENT, SILENT], announced)
     assert books.adopted == [(MORPH, 8)]
-    assert adaptation.report(8) == {}
-    assert adaptation.apply(8, [{"loss": 1.0}] * 3) is None
+    assert adaptation.report(8) == NOTHING
+    assert adaptation.apply(8, [SILENT] * 3, Announced()) is None
     assert books.adopted == [(MORPH, 8)]
-    assert on_rank(0, Loop(MORPH))[0].report(9) == {}  # it would be for the step after the last one
+    assert (
+        on_rank(0, Loop(MORPH))[0].report(9) == NOTHING
+    )  # it would be for the step after the last one
 
 
 LINK = Link(1, 2)
-UP = {"paths_up": {"1-2": True}}
-FAILED = {"link_failures": [{"link": "1-2", "detail": "no answer in 3 s"}]}
+UP = PathReport(up={LINK: True})
+FAILURE = PathFailure(LINK, "no answer in 3 s")
+FAILED = PathReport((FAILURE,))
 
 
 def after_failure(rank, loop=None):
     """A rank that has heard of the failure of link 1-2 in the step before."""
     adaptation, _, stage, _ = on_rank(rank, loop, Stage())
-    adaptation.apply(6, [{}, FAILED, FAILED])
+    adaptation.apply(6, [SILENT, FAILED, FAILED], Announced())
     return adaptation, stage
 
 
 @pytest.mark.parametrize(("rank", "is_end"), [(0, False), (1, True), (2, True)])
 def test_a_path_begins_again_before_its_probe(rank, is_end):
-    told = over_the_network(
-        after_failure(0, Loop(ProbeLinks((LINK,), frozenset({LINK}))))[0].report(7)
+    paths, announced = told_by_rank_0(
+        after_failure(0, Loop(ProbeLinks((LINK,), frozenset({LINK}))))[0]
     )
-    assert told == {"probe": ["1-2"], "restore": ["1-2"]}
+    assert paths == PathReport(restore=(LINK,))
+    assert announced == Announced(probe=(LINK,))
     adaptation, stage = after_failure(rank)
-    assert adaptation.apply(7, [told, UP, UP]) is None
+    assert adaptation.apply(7, [paths, UP, UP], announced) is None
     probed = ("probe", "1-2")  # what no end is asked to, answers with nothing
     assert stage.done == ([("restore", "1-2"), probed] if is_end else [probed])
 
 
 def test_an_unprobed_path_begins_again_with_its_morph():
-    told = after_failure(0, Loop(replace(MORPH, restore=frozenset({LINK}))))[0].report(7)
-    assert told["restore"] == ["1-2"]
+    paths, announced = told_by_rank_0(
+        after_failure(0, Loop(replace(MORPH, restore=frozenset({LINK}))))[0]
+    )
+    assert paths.restore == (LINK,)
     adaptation, stage = after_failure(1)
-    assert adaptation.apply(7, [over_the_network(told), UP, UP]) == PROGRAMS[1]
+    assert adaptation.apply(7, [paths, UP, UP], announced) == PROGRAMS[1]
     assert stage.done == [("restore", "1-2")]
 
 
 def test_a_newly_failed_path_is_not_probed():
-    assert after_failure(0, Loop(ProbeLinks((LINK,))))[0].report(7) == {}
-    assert "restore" not in after_failure(0, Loop(MORPH))[0].report(7)
+    assert after_failure(0, Loop(ProbeLinks((LINK,))))[0].report(7) == NOTHING
+    assert told_by_rank_0(after_failure(0, Loop(MORPH))[0])[0].restore == ()
 
 
 def test_a_link_found_down_or_failed_in_that_step_is_not_probed():
-    down = {"paths_up": {"1-2": False}}
+    down, probe = PathReport(up={LINK: False}), Announced(probe=(LINK,))
     adaptation, stage = after_failure(1)
-    adaptation.apply(7, [{"probe": ["1-2"], "restore": ["1-2"]}, UP, down])
+    adaptation.apply(7, [PathReport(restore=(LINK,)), UP, down], probe)
     assert stage.done == []
     adaptation, _, stage, _ = on_rank(1)
-    adaptation.apply(7, [{"probe": ["1-2"]}, FAILED, FAILED])
+    adaptation.apply(7, [SILENT, FAILED, FAILED], probe)
     assert stage.done == []
 
 
 def test_failures_are_reported_whether_or_not_anything_adapts():
     for loop in (Loop(MORPH), None):
-        stage = Stage(*FAILED["link_failures"])
-        assert on_rank(1, loop, stage)[0].report(9) == FAILED | UP
-    stage: Any = Stage(*FAILED["link_failures"])
+        stage = Stage(FAILURE)
+        assert on_rank(1, loop, stage)[0].report(9)[0] == replace(FAILED, up=UP.up)
+    stage: Any = Stage(FAILURE)
     books: Any = Books()
     fixed = Adaptation(Meeting(1), stage, books, None, last_step=9, adapts=False)
-    assert (fixed.report(8), fixed.report(9)) == (FAILED, {})
+    assert (fixed.report(8)[0], fixed.report(9)) == (FAILED, NOTHING)

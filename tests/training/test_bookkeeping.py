@@ -1,6 +1,7 @@
 import json
 import math
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,13 +10,15 @@ from jaxmorph.config import Config
 from jaxmorph.control.controller_state import first_state
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.events import ControlEvent, PlanChange, of_change
+from jaxmorph.control.link_state import PathFailure
+from jaxmorph.control.path_reports import PathReport
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.messages import EventEmitted, ProfileUpdated, StepDone, StepTimelines
 from jaxmorph.plain_json import dump
 from jaxmorph.program.instructions import program_text
-from jaxmorph.records import Event, EventKind
-from jaxmorph.runtime.report import LinkEvent, StepReport, StepTotals
+from jaxmorph.records import Event, EventKind, Link
+from jaxmorph.runtime.report import LinkEvent, StepReport, StepTotals, named_parts
 from jaxmorph.schedule.costs import Limits, StageCosts
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.schedule import Schedule
@@ -30,7 +33,7 @@ TWO_STAGES = plan(TWO, {}, Limits(), 1, "zb-h2")
 COSTS = StageCosts.uniform(1, 1.0, 1.0, 1.0)
 PLAN = plan(COSTS, {}, Limits(), 1, "zb-h2")
 IN_FORCE = PlanInForce(PLAN, lower_step(PLAN.schedule, Profile(COSTS, {})), rank=0)
-FAILED = {"link": "0-1", "detail": "activation[0] 0>1 got no answer in 3 s", "resent": 1}
+FAILED = PathFailure(Link(0, 1), "activation[0] 0>1 got no answer in 3 s", resent=1)
 TIMELINE = simulate(Schedule.from_rows("hand", ["F0 B0 W0"]), StageCosts.uniform(1, 1.0, 1.0, 1.0))
 
 
@@ -241,10 +244,10 @@ def test_another_plan_counts_from_the_step_that_runs_it_and_its_events_have_that
     assert told == [(3, *detected), (4, "plan_changed", None, None), (4, *detected)]
 
 
-def _two_reports(took_ms=1.0, waited_ms=0.0, **told):
+def _two_reports(took_ms=1.0, waited_ms=0.0, failed_at=(), failure=FAILED):
     """Both ranks' reports of a step of two stages; messages hold both queues as long.
 
-    What was waited for a link may be in what an op took.
+    What was waited for a link may be in what an op took; some ends may report its failure.
     """
     reports = []
     for rank in range(2):
@@ -255,7 +258,9 @@ def _two_reports(took_ms=1.0, waited_ms=0.0, **told):
             ["gradient[0] 1>0", 30.0 + start_ms, 30.0 + start_ms + took_ms],
         ]
         timings = json.dumps({"ops": ops, "transfers": held})
-        reports.append(StepReport(1.0, 1.0, parts=dict(told), detail=timings))
+        failures = (failure,) if rank in failed_at else ()
+        parts = json.loads(dump(named_parts([PathReport(failures)])))
+        reports.append(StepReport(1.0, 1.0, parts=parts, detail=timings))
     return reports
 
 
@@ -272,7 +277,7 @@ def _two_stages(*steps):
 
 def test_a_link_that_failed_is_an_event_and_delegated_from_its_step_on_without_adaptation_too():
     usual = _two_reports()
-    failing = _two_reports(3000.0, link_failures=[FAILED | {"held_up_s": 3.0}])
+    failing = _two_reports(3000.0, failed_at=(0, 1), failure=replace(FAILED, held_up_s=3.0))
     messages, _ = _two_stages(usual, failing, _two_reports(0.0), _two_reports(0.0))
     records = of_kind(messages, StepDone, "record")
     assert [record.routes for record in records] == [
@@ -292,7 +297,7 @@ def test_a_link_that_failed_is_an_event_and_delegated_from_its_step_on_without_a
 
 def test_what_waited_for_a_failing_link_and_went_by_hosts_on_its_queue_is_no_measure_of_it():
     usual = [_two_reports()]
-    failing = _two_reports(3000.0, waited_ms=3000.0, link_failures=[FAILED])
+    failing = _two_reports(3000.0, waited_ms=3000.0, failed_at=(0, 1))
     messages, profile = _two_stages(*usual, failing, *[_two_reports(0.0)] * 5)
     _, undisturbed = _two_stages(*usual)
     assert (profile.costs, profile.links) == (undisturbed.costs, undisturbed.links)
@@ -301,10 +306,8 @@ def test_what_waited_for_a_failing_link_and_went_by_hosts_on_its_queue_is_no_mea
 
 
 def test_a_step_in_which_the_other_end_tells_of_a_failure_is_no_measure_either():
-    failing = _two_reports(waited_ms=3000.0)
-    failing[1].parts["link_failures"] = [FAILED]
-    later = _two_reports(waited_ms=3000.0)
-    later[0].parts["link_failures"] = [FAILED]
+    failing = _two_reports(waited_ms=3000.0, failed_at=(1,))
+    later = _two_reports(waited_ms=3000.0, failed_at=(0,))
     messages, profile = _two_stages(_two_reports(), failing, later)
     assert profile.costs.forward_ms == (10.0, 10.0)
     assert len(of_kind(messages, EventEmitted, "event")) == 1

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from jaxmorph.checkpoints.saver import SaveReport
 from jaxmorph.config.checkpoint_section import Checkpoint
 from jaxmorph.runtime.report import StepTotals
 from jaxmorph.training.callbacks import SaveTimes, Saving, SkippedSteps, Skipping
@@ -32,7 +33,7 @@ class Saver:
         self.saved, self.advanced = [], 0
 
     def report(self):
-        return {}
+        return SaveReport()
 
     def advance(self, parts):
         self.advanced += 1
@@ -44,7 +45,7 @@ class Saver:
 def loop_of(*callbacks, totals=(FINITE,)):
     def run(program, inputs, step, **_):
         given = totals[min(step, len(totals) - 1)]
-        return SimpleNamespace(step=step, totals=given, parts=[{}], ended_s=0.0)
+        return SimpleNamespace(step=step, totals=given, ended_s=0.0, parts_of=lambda kind: [kind()])
 
     runner: Any = SimpleNamespace(run=run)
     return Loop(runner, NOTHING, callbacks)
@@ -93,8 +94,8 @@ class Acting(Callback):
     def __init__(self, name, log, effects):
         self.name, self.log, self.effects = name, log, effects
 
-    def report(self, step: int) -> dict[str, Any]:
-        return {self.name: step}
+    def report(self, step: int) -> tuple[str]:
+        return (f"{self.name} {step}",)
 
     def after(self, result):
         self.log.append((self.name, result.step))
@@ -127,7 +128,7 @@ def test_callbacks_report_and_act_in_their_order(clock):
     loop, steps, log = timed_loop(clock, next_step=7, one={}, two={})
     inputs = iter([NOTHING] * 3)
     assert loop.run(inputs, num_steps=9)
-    assert [parts for *_, parts in steps] == [{"one": 7, "two": 7}, {"one": 8, "two": 8}]
+    assert [parts for *_, parts in steps] == [["one 7", "two 7"], ["one 8", "two 8"]]
     assert log == [("one", 7), ("two", 7), ("one", 8), ("two", 8)]
     assert len([*inputs]) == 1  # nothing is read for a step that doesn't run
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from jaxmorph.config import check_config
-from jaxmorph.control.link_state import FailedPaths
+from jaxmorph.control.link_state import FailedPaths, PathFailure
 from jaxmorph.errors import RunFailedError, UserError
+from jaxmorph.records import Link
 from jaxmorph.runtime.executor import StepOutcome
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rank_process import RankArguments
@@ -275,7 +276,7 @@ def test_a_step_begins_when_all_ranks_have_called(monkeypatch, trainer_of):
 
 def test_a_link_that_failed_is_told_in_one_step_though_its_ends_tell_in_two(trainer_of):
     """A receiver may know of it at the end of a step, and its sender after that."""
-    failure = {"link": "0-1", "detail": "its cable"}
+    failure = PathFailure(Link(0, 1), "its cable")
     told = [[failure], [failure], []]
     trainer = trainer_of(
         SoleRank(),
