@@ -5,7 +5,8 @@ import random
 import pytest
 from failing_run import LINKS, FailingRun
 
-from jaxmorph.records import Link
+from jaxmorph.runtime.report import parts_of
+from jaxmorph.training.adaptation import Announced
 from jaxmorph.training.planning_client import PlanningError
 
 FIRST_LINK, LINK = LINKS
@@ -124,12 +125,12 @@ class DownAgain(FailingRun):
 
     is_due = True
 
-    def _heed(self, parts):
-        probed = parts[0].get("probe", ())
+    def _heed(self, reports):
+        probed = parts_of(reports, Announced)[0].probe
         if probed and self.is_due:
             self.is_due = False
-            self.wires.down.update(map(Link.parse, probed))
-        super()._heed(parts)
+            self.wires.down.update(probed)
+        super()._heed(reports)
 
 
 def test_a_path_whose_probe_fails_is_dead_again_and_must_be_up_for_twice_as_long():
