@@ -59,7 +59,7 @@ def plan_by_timings(
     trainer: StageTrainer,
     inputs: StepInputs,
     num_tied: int,
-    make_room: Callable[[PlanInForce], PlanInForce],
+    with_slots: Callable[[PlanInForce], PlanInForce],
     known: Sequence[KnownWay] = (),
 ) -> FirstPlan:
     """Measure what ops and links cost, plan with that, and make ready for the plan.
@@ -71,7 +71,7 @@ def plan_by_timings(
     All ranks call this at the same point.
 
     Args:
-        make_room: Adds the slots that are needed for more than the plan's own steps.
+        with_slots: Adds the slots that are needed for more than the plan's own steps.
         known: The directions of links that weren't well when the run was last at work, the same on
             all ranks; of a run that adapts.
 
@@ -104,7 +104,7 @@ def plan_by_timings(
     told = replace(measured, links=links_told(config.schedule.link_ms, links))
     delegable = _agree_on_delegable(config, rendezvous, usual, known)
     in_force, told = agree_on_routes(config, rendezvous, told, usual, delegable, num_tied)
-    in_force = make_room(in_force)
+    in_force = with_slots(in_force)
     equipped = make_room(rendezvous, trainer, in_force.slots)
     return FirstPlan(
         in_force, profiler, equipped, told, usual, tuple(timelines), known=tuple(known)

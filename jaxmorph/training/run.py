@@ -157,7 +157,7 @@ def plan_run(
     run: Run,
     stage: StageTrainer,
     inputs: StepInputs,
-    make_room: Callable[[PlanInForce], PlanInForce],
+    with_slots: Callable[[PlanInForce], PlanInForce],
 ) -> Planned:
     """Measure a few steps, on links as they are before the first step, and plan.
 
@@ -165,7 +165,7 @@ def plan_run(
 
     Args:
         inputs: The data of every one of these steps.
-        make_room: Adds the slots that are needed for more than the plan's own steps.
+        with_slots: Adds the slots that are needed for more than the plan's own steps.
     """
     within = with_device_budget(run.config, run.rendezvous, stage)
     run.links.emulate(untimed(run.conditions))
@@ -173,7 +173,7 @@ def plan_run(
     if run.checkpoints is not None:
         known = known_links(within.first, run.rendezvous, run.checkpoints.directory, run.cut.layers)
     first = plan_by_timings(
-        within.first, run.rendezvous, stage, inputs, len(run.model.tied), make_room, known
+        within.first, run.rendezvous, stage, inputs, len(run.model.tied), with_slots, known
     )
     return Planned(within, first)
 
