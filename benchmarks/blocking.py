@@ -24,7 +24,7 @@ from jaxmorph.control.step_programs import lower_step
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.records import Link, StepRecord
 from jaxmorph.report.run_directory import METRICS, read_records
-from jaxmorph.schedule.costs import LinkState
+from jaxmorph.schedule.costs import LinkDelay
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES
 from jaxmorph.schedule.simulate import simulate
 
@@ -104,7 +104,7 @@ def run(case: Case) -> Result:
 def _as_configured(profile: Profile, config: Config) -> Profile:
     """The profile with emulated links' latencies as they were configured, not as measured."""
     configured = {
-        Link(*link.between): LinkState(link.latency_ms, link.latency_ms)
+        Link(*link.between): LinkDelay(link.latency_ms, link.latency_ms)
         for link in config.emulation.links
     }
     return replace(profile, links={**profile.links, **configured})

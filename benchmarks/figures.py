@@ -15,7 +15,7 @@ from jaxmorph.program.lowering import lower
 from jaxmorph.records import Link
 from jaxmorph.report.draw import save_timelines
 from jaxmorph.schedule.bubbles import bubble_ms
-from jaxmorph.schedule.costs import NO_LATENCY, Limits, Links, LinkState, StageCosts, chain_links
+from jaxmorph.schedule.costs import NO_LATENCY, Limits, LinkDelay, Links, StageCosts, chain_links
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.planner import plan
 from jaxmorph.schedule.schedule import Schedule
@@ -98,7 +98,7 @@ def head_of_line_blocking(folder: Path) -> None:
 
 def virtual_stages(folder: Path) -> None:
     """Two virtual stages a rank, with a slow link around."""
-    links = {Link(0, 3): LinkState(8.0, 8.0)}
+    links = {Link(0, 3): LinkDelay(8.0, 8.0)}
     _save(
         folder / "interleaved.png", {"interleaved": _simulated(interleaved(4, 8, 2), links)}, links
     )

@@ -14,7 +14,7 @@ from jaxmorph.config import load_config
 from jaxmorph.records import Link
 from jaxmorph.report.draw import save_timelines
 from jaxmorph.schedule.bubbles import bubble_ms, idle_shares
-from jaxmorph.schedule.costs import LinkState
+from jaxmorph.schedule.costs import LinkDelay
 from jaxmorph.schedule.timeline import Timeline
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     print(f"wrote {out}")
 
 
-def slow_links(run: Path, condition: str) -> dict[Link, LinkState]:
+def slow_links(run: Path, condition: str) -> dict[Link, LinkDelay]:
     """The links that were slow under a condition, whose messages are drawn."""
     compare = load_config(run / "config.yaml").compare
     of_name = {} if compare is None else {each.name: each for each in compare.conditions}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxmorph.errors import RunFailedError, UserError
     from jaxmorph.records import Link
     from jaxmorph.runtime.optimizer import is_matrix
-    from jaxmorph.schedule.costs import Limits, LinkState, StageCosts, chain_links
+    from jaxmorph.schedule.costs import Limits, LinkDelay, StageCosts, chain_links
     from jaxmorph.schedule.planner import Plan, plan
     from jaxmorph.schedule.schedule import Schedule
     from jaxmorph.schedule.simulate import simulate
@@ -24,7 +24,7 @@ __all__ = [
     "Config",
     "Limits",
     "Link",
-    "LinkState",
+    "LinkDelay",
     "Plan",
     "RunFailedError",
     "Schedule",
@@ -45,7 +45,7 @@ _HOMES = {
     "Config": "config",
     "Limits": "schedule.costs",
     "Link": "records",
-    "LinkState": "schedule.costs",
+    "LinkDelay": "schedule.costs",
     "Plan": "schedule.planner",
     "RunFailedError": "errors",
     "Schedule": "schedule.schedule",

@@ -11,7 +11,7 @@ from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
 from jaxmorph.records import pipeline_links
 from jaxmorph.report.run_directory import PROFILE
-from jaxmorph.schedule.costs import LinkState
+from jaxmorph.schedule.costs import LinkDelay
 from jaxmorph.schedule.problem import usual_chunks
 
 
@@ -102,10 +102,10 @@ def _stash_fields(run: MeasuredRun) -> dict[str, Any]:
     }
 
 
-def _links(run: MeasuredRun, num_chunks: int) -> Iterator[LinkState]:
+def _links(run: MeasuredRun, num_chunks: int) -> Iterator[LinkDelay]:
     """The states of the pipeline's links; one that the run has not measured delays nothing."""
     for link in pipeline_links(run.config.parallelism.stages, num_chunks):
-        yield run.profile.links.get(link, LinkState())
+        yield run.profile.links.get(link, LinkDelay())
 
 
 def _listed(values: tuple[int, ...] | None) -> list[int] | None:

@@ -10,7 +10,7 @@ from jaxmorph.config.compare_section import Condition
 from jaxmorph.emulation.link_conditions import LinkCondition, begun_at
 from jaxmorph.emulation.link_settings import trace_conditions
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import Links, LinkState
+from jaxmorph.schedule.costs import LinkDelay, Links
 from jaxmorph.transport.link_emulator import DirectionConditions, by_direction
 
 
@@ -21,7 +21,7 @@ def link_conditions(condition: Condition) -> tuple[LinkCondition, ...]:
 
 def declared_states(
     conditions: Sequence[LinkCondition], message_bytes: int, margin_of_jitter: float = 0.0
-) -> dict[Link, LinkState]:
+) -> dict[Link, LinkDelay]:
     """What links that behave as told do to messages.
 
     Args:
@@ -29,7 +29,7 @@ def declared_states(
         message_bytes: Length of an activation or a gradient.
         margin_of_jitter: How many standard deviations of a link's jitter to add to its latency.
     """
-    states: dict[Link, LinkState] = {}
+    states: dict[Link, LinkDelay] = {}
     for link in sorted({Link(*condition.between) for condition in conditions}):
         own = [condition for condition in conditions if Link(*condition.between) == link]
         up, down = (
@@ -37,16 +37,16 @@ def declared_states(
             for source in link
         )
         occupied = (_occupancy_ms(own, source, message_bytes) for source in link)
-        states[link] = LinkState(up, down, *occupied)
+        states[link] = LinkDelay(up, down, *occupied)
     return states
 
 
-def delayed(links: Links, added: Mapping[Link, LinkState]) -> dict[Link, LinkState]:
+def delayed(links: Links, added: Mapping[Link, LinkDelay]) -> dict[Link, LinkDelay]:
     """Links with delays on top of what they have."""
     both = dict(links)
     for link, more in added.items():
-        own = both.get(link, LinkState())
-        both[link] = LinkState(
+        own = both.get(link, LinkDelay())
+        both[link] = LinkDelay(
             own.forward_latency_ms + more.forward_latency_ms,
             own.backward_latency_ms + more.backward_latency_ms,
             own.forward_occupancy_ms + more.forward_occupancy_ms,

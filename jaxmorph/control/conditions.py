@@ -9,7 +9,7 @@ from typing import Any
 from jaxmorph.control.link_state import LinkHealth, Way
 from jaxmorph.control.verdicts import Verdict
 from jaxmorph.records import Link, Route, Routes
-from jaxmorph.schedule.costs import MARGIN_OF_JITTER, Links, LinkState, StageCosts
+from jaxmorph.schedule.costs import MARGIN_OF_JITTER, LinkDelay, Links, StageCosts
 
 UsualLinks = Mapping[Route, Links]
 """What healthy links do to messages on either route, as measured before the first step."""
@@ -31,7 +31,7 @@ def usual_to_json(usual: UsualLinks) -> dict[str, Any]:
 def usual_from_json(data: Mapping[Route, Any]) -> UsualLinks:
     """The latencies that `usual_to_json` described."""
     return {
-        route: {Link.parse(name): LinkState(**state) for name, state in links.items()}
+        route: {Link.parse(name): LinkDelay(**state) for name, state in links.items()}
         for route, links in data.items()
     }
 
@@ -57,12 +57,12 @@ def outlying_ways(links: Links, routes: Routes = MappingProxyType({})) -> frozen
     return frozenset(found)
 
 
-def as_the_others(links: Links, ways: Collection[Way]) -> dict[Link, LinkState]:
+def as_the_others(links: Links, ways: Collection[Way]) -> dict[Link, LinkDelay]:
     """The links, all on one route, with some directions taking what the others do."""
     ups = {link: at.forward_latency_ms for link, at in links.items() if link not in ways}
     downs = {link: at.backward_latency_ms for link, at in links.items() if link[::-1] not in ways}
     up_ms, down_ms = _typical_ms(ups.values()), _typical_ms(downs.values())
-    return {link: LinkState(ups.get(link, up_ms), downs.get(link, down_ms)) for link in links}
+    return {link: LinkDelay(ups.get(link, up_ms), downs.get(link, down_ms)) for link in links}
 
 
 def _typical_ms(latencies_ms: Collection[float]) -> float:
@@ -78,7 +78,7 @@ def links_under(
     now: Routes,
     planned: Routes,
     margin_of_jitter: float = MARGIN_OF_JITTER,
-) -> dict[Link, LinkState]:
+) -> dict[Link, LinkDelay]:
     """Latencies under the routes of a plan, when they have been judged under those of another one.
 
     What a link adds to messages now, beyond what is usual for its route, it would add on the other
@@ -95,21 +95,21 @@ def links_under(
     """
     judged = {(each.source, each.destination): each for each in verdicts}
     named = {Link(min(way), max(way)) for way in judged}
-    states: dict[Link, LinkState] = {}
+    states: dict[Link, LinkDelay] = {}
     for link in sorted(named.union(*usual.values())):
         before = _usual(usual, now.get(link, "direct"), link)
         after = _usual(usual, planned.get(link, "direct"), link)
         up, down = judged.get((link.lower, link.upper)), judged.get((link.upper, link.lower))
         up_ms = _added_ms(up, before.forward_latency_ms, margin_of_jitter)
         down_ms = _added_ms(down, before.backward_latency_ms, margin_of_jitter)
-        states[link] = LinkState(
+        states[link] = LinkDelay(
             after.forward_latency_ms + up_ms, after.backward_latency_ms + down_ms
         )
     return states
 
 
-def _usual(usual: UsualLinks, route: Route, link: Link) -> LinkState:
-    return usual.get(route, {}).get(link, LinkState())
+def _usual(usual: UsualLinks, route: Route, link: Link) -> LinkDelay:
+    return usual.get(route, {}).get(link, LinkDelay())
 
 
 def _added_ms(verdict: Verdict | None, usual_ms: float, margin_of_jitter: float) -> float:

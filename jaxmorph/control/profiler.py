@@ -14,7 +14,7 @@ from jaxmorph.control.measurements import (
     op_times,
 )
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import CopyCosts, Links, LinkState, StageCosts, StashBytes
+from jaxmorph.schedule.costs import CopyCosts, LinkDelay, Links, StageCosts, StashBytes
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.timeline import Timeline
 
@@ -52,7 +52,7 @@ class Profile:
         sizes, copies = data.get("stash_bytes"), data.get("copies")
         return cls(
             StageCosts(**{name: tuple(values) for name, values in data["costs"].items()}),
-            {Link.parse(name): LinkState(**state) for name, state in data["links"].items()},
+            {Link.parse(name): LinkDelay(**state) for name, state in data["links"].items()},
             StashBytes(*(tuple(row) for row in sizes.values())) if sizes else None,
             CopyCosts(*(tuple(row) for row in copies.values())) if copies else None,
         )
@@ -114,10 +114,10 @@ class Profiler:
             del self._links[source, destination]
         self._held[source, destination] = is_held
 
-    def _link_states(self) -> dict[Link, LinkState]:
+    def _link_states(self) -> dict[Link, LinkDelay]:
         links = {Link(min(ends), max(ends)) for ends in self._links}
         return {
-            link: LinkState(_median_of(self._links, link), _median_of(self._links, link[::-1]))
+            link: LinkDelay(_median_of(self._links, link), _median_of(self._links, link[::-1]))
             for link in sorted(links)
         }
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxmorph.control.link_state import DEAD, IMPOSSIBLE, LinkHealth, PathState, Way, word
 from jaxmorph.records import Link, Route, Routes
-from jaxmorph.schedule.costs import Links, LinkState
+from jaxmorph.schedule.costs import LinkDelay, Links
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def slow_of(known: Iterable[KnownWay]) -> dict[Way, KnownWay]:
     return {each.way: each for each in known if not each.is_dead}
 
 
-def still_slow(links: Links, routes: Routes, known: Sequence[KnownWay]) -> dict[Link, LinkState]:
+def still_slow(links: Links, routes: Routes, known: Sequence[KnownWay]) -> dict[Link, LinkDelay]:
     """What links take if those that were slow are so still, whatever a few messages show.
 
     Args:
@@ -183,7 +183,7 @@ def still_slow(links: Links, routes: Routes, known: Sequence[KnownWay]) -> dict[
 
 def as_when_healthy(
     links: Links, routes: Routes, known: Sequence[KnownWay]
-) -> dict[Link, LinkState]:
+) -> dict[Link, LinkDelay]:
     """What links take, where those that were slow or dead take what they did in health.
 
     Args:
@@ -199,11 +199,11 @@ def as_when_healthy(
     return states
 
 
-def way_latency_ms(state: LinkState, way: Way) -> float:
+def way_latency_ms(state: LinkDelay, way: Way) -> float:
     """What a link adds to messages of one direction, milliseconds."""
     return state.forward_latency_ms if way[0] < way[1] else state.backward_latency_ms
 
 
-def _with_latency(state: LinkState, way: Way, latency_ms: float) -> LinkState:
+def _with_latency(state: LinkDelay, way: Way, latency_ms: float) -> LinkDelay:
     name = "forward_latency_ms" if way[0] < way[1] else "backward_latency_ms"
     return replace(state, **{name: latency_ms})

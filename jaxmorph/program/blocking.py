@@ -23,9 +23,9 @@ from jaxmorph.program.instructions import (
     Send,
     Transfer,
 )
-from jaxmorph.schedule.costs import NO_LATENCY, CopyCosts, Links, LinkState, StageCosts
+from jaxmorph.schedule.costs import NO_LATENCY, CopyCosts, LinkDelay, Links, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
-from jaxmorph.schedule.replay import Direction, LinkQueue, StageTimes
+from jaxmorph.schedule.replay import DirectionDelay, LinkQueue, StageTimes
 from jaxmorph.schedule.simulate import stage_times
 from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 
@@ -175,7 +175,7 @@ class _Board:
     received_ms: _Posted = field(default_factory=dict)
     waiting: dict[Transfer, int] = field(default_factory=dict)
     awake: deque[int] = field(default_factory=deque)
-    _ways: dict[tuple[int, int], Direction] = field(default_factory=dict)
+    _ways: dict[tuple[int, int], DirectionDelay] = field(default_factory=dict)
 
     def post(self, end: _Posted, transfer: Transfer, time_ms: float) -> None:
         """Posts a time at one end of a transfer, and wakes the rank that waits for it."""
@@ -183,7 +183,7 @@ class _Board:
         if transfer in self.waiting:
             self.awake.append(self.waiting.pop(transfer))
 
-    def way(self, transfer: Transfer) -> Direction:
+    def way(self, transfer: Transfer) -> DirectionDelay:
         """The direction of the link that a transfer travels."""
         ends = transfer.source, transfer.destination
         if ends not in self._ways:
@@ -306,8 +306,8 @@ _label = lru_cache(maxsize=1 << 14)(str)
 """A transfer's text: steps that are simulated one after another have the same ones."""
 
 
-def _direction(links: Links, transfer: Transfer) -> Direction:
-    state = links.get(transfer.link, LinkState())
+def _direction(links: Links, transfer: Transfer) -> DirectionDelay:
+    state = links.get(transfer.link, LinkDelay())
     if transfer.source < transfer.destination:
-        return Direction(state.forward_latency_ms, state.forward_occupancy_ms)
-    return Direction(state.backward_latency_ms, state.backward_occupancy_ms)
+        return DirectionDelay(state.forward_latency_ms, state.forward_occupancy_ms)
+    return DirectionDelay(state.backward_latency_ms, state.backward_occupancy_ms)

@@ -34,7 +34,7 @@ from jaxmorph.program.instructions import (
     Update,
 )
 from jaxmorph.records import Link, Routes
-from jaxmorph.schedule.costs import Links, LinkState, StageCosts
+from jaxmorph.schedule.costs import LinkDelay, Links, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
@@ -120,7 +120,7 @@ def _timelines(
     pairs = (sorted((rank, (rank + 1) % len(ring))) for rank in ring)
     direct = [link for link in map(Link._make, pairs) if routes.get(link, "direct") == "direct"]
     yield simulate(
-        schedule, costs, {**links, **dict.fromkeys(direct, LinkState(forward_ms, forward_ms))}
+        schedule, costs, {**links, **dict.fromkeys(direct, LinkDelay(forward_ms, forward_ms))}
     )
 
 

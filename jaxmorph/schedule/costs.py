@@ -69,7 +69,7 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
-class LinkState:
+class LinkDelay:
     """How late data arrives after the op that produced it has ended.
 
     A message that occupies its direction of the link keeps the next one waiting, and arrives its
@@ -101,7 +101,7 @@ class LinkState:
         return self.forward_occupancy_ms > 0 or self.backward_occupancy_ms > 0
 
 
-Links = Mapping[Link, LinkState]
+Links = Mapping[Link, LinkDelay]
 """The state of each link; a link that is not in the mapping delays nothing."""
 
 NO_LATENCY: Links = MappingProxyType({})
@@ -114,15 +114,15 @@ costs only memory.
 """
 
 
-def chain_links(latency_ms: Sequence[float]) -> dict[Link, LinkState]:
+def chain_links(latency_ms: Sequence[float]) -> dict[Link, LinkDelay]:
     """The state of links 0-1, 1-2, ..., each with one latency in both directions."""
     return {
-        Link(stage, stage + 1): LinkState(latency, latency)
+        Link(stage, stage + 1): LinkDelay(latency, latency)
         for stage, latency in enumerate(latency_ms)
     }
 
 
-def neighbour_links(links: Links, num_stages: int) -> tuple[LinkState, ...]:
+def neighbour_links(links: Links, num_stages: int) -> tuple[LinkDelay, ...]:
     """The states of links 0-1, 1-2, ..., one for each pair of neighbours.
 
     Raises:
@@ -131,7 +131,7 @@ def neighbour_links(links: Links, num_stages: int) -> tuple[LinkState, ...]:
     for link in links:
         if not 0 <= link.lower < link.upper < num_stages:
             raise ValueError(f"link {link}: expected two of the stages 0 to {num_stages - 1}")
-    healthy = LinkState()
+    healthy = LinkDelay()
     return tuple(links.get(Link(stage, stage + 1), healthy) for stage in range(num_stages - 1))
 
 

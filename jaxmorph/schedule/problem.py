@@ -11,8 +11,8 @@ from jaxmorph.records import Link, pipeline_links
 from jaxmorph.schedule.costs import (
     MARGIN_OF_JITTER,
     Limits,
+    LinkDelay,
     Links,
-    LinkState,
     StageCosts,
     StashBytes,
 )
@@ -285,10 +285,10 @@ def _links(fields: Mapping[str, Any], num_stages: int, num_chunks: int) -> _Link
     return _Links(simulated, planned, jitter)
 
 
-def _states(links: tuple[Link, ...], *columns: tuple[float, ...]) -> dict[Link, LinkState]:
+def _states(links: tuple[Link, ...], *columns: tuple[float, ...]) -> dict[Link, LinkDelay]:
     forward, backward, occupancy = columns
     rows = zip(links, forward, backward, occupancy, occupancy, strict=True)
-    return {link: LinkState(*state) for link, *state in rows}
+    return {link: LinkDelay(*state) for link, *state in rows}
 
 
 def _jitter(value: object, num_stages: int) -> tuple[float, ...] | None:
@@ -304,7 +304,7 @@ def _with_margin(links: Links, jitter_ms: tuple[float, ...]) -> Links:
     return {link: _slower(state, margins.get(link, 0.0)) for link, state in links.items()}
 
 
-def _slower(state: LinkState, by_ms: float) -> LinkState:
+def _slower(state: LinkDelay, by_ms: float) -> LinkDelay:
     return replace(
         state,
         forward_latency_ms=state.forward_latency_ms + by_ms,

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
 
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import Links, LinkState, neighbour_links
+from jaxmorph.schedule.costs import LinkDelay, Links, neighbour_links
 from jaxmorph.schedule.ops import Op, OpKind
 
 
@@ -46,7 +46,7 @@ LinkModel = Literal["latency", "serialized"]
 messages overlap. ``serialized``: for its latency too, so that one message moves at a time."""
 
 
-class Direction(NamedTuple):
+class DirectionDelay(NamedTuple):
     """One direction of a link, as its sender sees it."""
 
     latency_ms: float
@@ -58,14 +58,14 @@ class Direction(NamedTuple):
         return self.occupancy_ms + self.latency_ms
 
 
-class StageDirections(NamedTuple):
+class OutgoingDelays(NamedTuple):
     """The directions in which one stage sends, up the pipeline (F) and down it (B)."""
 
-    forward: Direction
-    backward: Direction
+    forward: DirectionDelay
+    backward: DirectionDelay
 
 
-def outgoing(links: Links, num_stages: int, num_chunks: int = 1) -> list[StageDirections]:
+def outgoing(links: Links, num_stages: int, num_chunks: int = 1) -> list[OutgoingDelays]:
     """The directions in which each stage sends.
 
     With several chunks the last stage's activations go down link 0-(S-1) to the first stage, and
@@ -79,10 +79,10 @@ def outgoing(links: Links, num_stages: int, num_chunks: int = 1) -> list[StageDi
     """
     chain = neighbour_links(links, num_stages)
     wraps = num_chunks > 1 and num_stages > 1
-    around = links.get(Link(0, num_stages - 1), LinkState()) if wraps else LinkState()
+    around = links.get(Link(0, num_stages - 1), LinkDelay()) if wraps else LinkDelay()
     forward = [*map(_upwards, chain), _downwards(around)]
     backward = [_upwards(around), *map(_downwards, chain)]
-    return [StageDirections(*ways) for ways in zip(forward, backward, strict=True)]
+    return [OutgoingDelays(*ways) for ways in zip(forward, backward, strict=True)]
 
 
 class LinkQueue:
@@ -109,7 +109,7 @@ class StageQueues(NamedTuple):
 
 
 def stage_queues(
-    directions: list[StageDirections], link_model: LinkModel
+    directions: list[OutgoingDelays], link_model: LinkModel
 ) -> list[StageQueues] | None:
     """Fresh queues for each stage's messages.
 
@@ -125,7 +125,7 @@ def stage_queues(
     last = len(directions) - 1
     queues: dict[tuple[int, int], LinkQueue] = {}
 
-    def queue(sender: int, receiver: int, direction: Direction) -> LinkQueue | None:
+    def queue(sender: int, receiver: int, direction: DirectionDelay) -> LinkQueue | None:
         serialized = link_model == "serialized"
         occupancy = direction.delay_ms if serialized else direction.occupancy_ms
         return queues.setdefault((sender, receiver), LinkQueue(occupancy)) if occupancy else None
@@ -140,12 +140,12 @@ def stage_queues(
     return stages if queues else None
 
 
-def _upwards(state: LinkState) -> Direction:
-    return Direction(state.forward_latency_ms, state.forward_occupancy_ms)
+def _upwards(state: LinkDelay) -> DirectionDelay:
+    return DirectionDelay(state.forward_latency_ms, state.forward_occupancy_ms)
 
 
-def _downwards(state: LinkState) -> Direction:
-    return Direction(state.backward_latency_ms, state.backward_occupancy_ms)
+def _downwards(state: LinkDelay) -> DirectionDelay:
+    return DirectionDelay(state.backward_latency_ms, state.backward_occupancy_ms)
 
 
 def replay(

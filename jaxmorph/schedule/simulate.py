@@ -7,12 +7,12 @@ from dataclasses import fields
 
 import numpy as np
 
-from jaxmorph.schedule.costs import NO_LATENCY, Links, LinkState, StageCosts
+from jaxmorph.schedule.costs import NO_LATENCY, LinkDelay, Links, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.replay import (
-    Direction,
+    DirectionDelay,
     LinkModel,
-    StageDirections,
+    OutgoingDelays,
     StageTimes,
     outgoing,
     replay,
@@ -124,7 +124,7 @@ def in_whole_steps(value_ms: float, step_ms: float) -> float:
 def links_in_whole_steps(links: Links, step_ms: float) -> Links:
     """Links whose latencies and occupancies are rounded up to whole steps."""
     return {
-        link: LinkState(*(in_whole_steps(getattr(state, f.name), step_ms) for f in fields(state)))
+        link: LinkDelay(*(in_whole_steps(getattr(state, f.name), step_ms) for f in fields(state)))
         for link, state in links.items()
     }
 
@@ -247,7 +247,7 @@ def _jitter_of_stages(jitter_ms: Sequence[float], num_stages: int) -> list[float
 
 
 def _messages(
-    ways: Sequence[StageDirections],
+    ways: Sequence[OutgoingDelays],
     sigmas: Sequence[float],
     num_chunks: int,
     samples: int,
@@ -271,7 +271,7 @@ def _messages(
 
 
 def _delays(
-    way: Direction, sigma: float, samples: int, random: np.random.Generator
+    way: DirectionDelay, sigma: float, samples: int, random: np.random.Generator
 ) -> Iterator[np.ndarray | float]:
     while True:
         latency = way.latency_ms

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 from jaxmorph.errors import UserError
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import LinkState, StageCosts
+from jaxmorph.schedule.costs import LinkDelay, StageCosts
 from jaxmorph.schedule.problem import Problem
 
 _LINK = re.compile(r"link=(\d+)(?:-(\d+))?:(\S+)ms", re.ASCII)
@@ -95,7 +95,7 @@ def _with_link(problem: Problem, change: LinkChange) -> Problem:
     )
 
 
-def _with_latency(links: Mapping[Link, LinkState], change: LinkChange) -> dict[Link, LinkState]:
+def _with_latency(links: Mapping[Link, LinkDelay], change: LinkChange) -> dict[Link, LinkDelay]:
     state = replace(
         links[change.link],
         forward_latency_ms=change.latency_ms,

@@ -18,7 +18,7 @@ from jaxmorph.runtime.rendezvous import Rendezvous, agree
 from jaxmorph.runtime.report import measured_timeline
 from jaxmorph.runtime.stage_trainer import StageTrainer
 from jaxmorph.runtime.step import StepRunner
-from jaxmorph.schedule.costs import Links, LinkState, StashBytes
+from jaxmorph.schedule.costs import LinkDelay, Links, StashBytes
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.open_stage import make_room
 from jaxmorph.training.plan_in_force import (
@@ -135,7 +135,7 @@ def agree_on_routes(
         UserError: If the schedule can't keep the configured caps.
     """
     plain = agree_on_plan(config, rendezvous, told, num_tied)
-    delegated = {link: usual.get("delegated", {}).get(link, LinkState()) for link in delegable}
+    delegated = {link: usual.get("delegated", {}).get(link, LinkDelay()) for link in delegable}
     if not delegated:
         return plain, told
     other_told = replace(told, links={**told.links, **delegated})
@@ -228,10 +228,10 @@ def settle_garbage() -> None:
     gc.freeze()
 
 
-def links_told(link_ms: Mapping[str, float] | None, measured: Links) -> dict[Link, LinkState]:
+def links_told(link_ms: Mapping[str, float] | None, measured: Links) -> dict[Link, LinkDelay]:
     """The links to plan for: as measured, but for those that `schedule.link_ms` names."""
     told = {
-        Link.parse(name): LinkState(latency_ms, latency_ms)
+        Link.parse(name): LinkDelay(latency_ms, latency_ms)
         for name, latency_ms in (link_ms or {}).items()
     }
     return {**measured, **told}

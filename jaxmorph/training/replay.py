@@ -51,7 +51,7 @@ from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.records import Link, Route
 from jaxmorph.report.run_directory import CONTROL
 from jaxmorph.runtime.direct_probe import probe_transfers
-from jaxmorph.schedule.costs import LinkState, StageCosts
+from jaxmorph.schedule.costs import LinkDelay, StageCosts
 from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.planning_process import Candidate, planner_of
 
@@ -283,17 +283,17 @@ class _Simulated:
         options = tuple(Option(each.plan, each.step_ms) for each in weighed.candidates)
         return PlansWeighed(Options(weighed.in_force_ms, weighed.undisturbed_ms, options))
 
-    def _link(self, link: Link, added_ms: Mapping[Way, float]) -> LinkState:
+    def _link(self, link: Link, added_ms: Mapping[Way, float]) -> LinkDelay:
         is_failed = link in self._state.paths.failed
         route = "delegated" if is_failed else self._state.plan.routes.get(link, "direct")
-        return LinkState(
+        return LinkDelay(
             self._message_ms((link.lower, link.upper), route, added_ms),
             self._message_ms((link.upper, link.lower), route, added_ms),
         )
 
     def _message_ms(self, way: Way, route: Route, added_ms: Mapping[Way, float]) -> float:
         """What a message takes: the usual of its route, and what the link added to messages."""
-        usual = self._state.usual.get(route, {}).get(Link(min(way), max(way)), LinkState())
+        usual = self._state.usual.get(route, {}).get(Link(min(way), max(way)), LinkDelay())
         return way_latency_ms(usual, way) + added_ms.get(way, 0.0)
 
     def _paths(self, fact: PathNews, restored: Sequence[Link]) -> PathNews:
@@ -339,7 +339,7 @@ def _added_ms(fact: StepObserved, recorded: ControllerState) -> dict[Way, float]
     added_ms: dict[Way, float] = {}
     for (way, route), durations_ms in took_ms.items():
         link = Link(min(way), max(way))
-        usual = recorded.usual.get(route, {}).get(link, LinkState())
+        usual = recorded.usual.get(route, {}).get(link, LinkDelay())
         added_ms[way] = max(0.0, median(durations_ms) - way_latency_ms(usual, way))
     return added_ms
 

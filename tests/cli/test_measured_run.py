@@ -7,11 +7,11 @@ from jaxmorph.config import Config, dump_config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.errors import UserError
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import LinkState, StageCosts, StashBytes
+from jaxmorph.schedule.costs import LinkDelay, StageCosts, StashBytes
 from jaxmorph.schedule.problem import parse_problem
 
 COSTS = StageCosts((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), (7.0, 8.0, 9.0))
-LINKS = {Link(0, 1): LinkState(1.5, 2.5), Link(0, 2): LinkState(9.0, 9.5)}
+LINKS = {Link(0, 1): LinkDelay(1.5, 2.5), Link(0, 2): LinkDelay(9.0, 9.5)}
 CONFIG = {
     "parallelism": {"stages": 3},
     "batch": {"microbatches": 6},
@@ -30,7 +30,7 @@ def test_a_run_is_a_problem_with_its_sizes_costs_and_links(run_directory):
     problem = parse_problem({"name": "run", "link_ms": 0, **run_fields(read_run(run_directory))})
     assert (problem.num_microbatches, problem.schedule, problem.num_chunks) == (6, "zb-h1", 1)
     assert problem.costs == COSTS
-    assert problem.links == {Link(0, 1): LinkState(1.5, 2.5), Link(1, 2): LinkState()}
+    assert problem.links == {Link(0, 1): LinkDelay(1.5, 2.5), Link(1, 2): LinkDelay()}
     assert (problem.limits.max_live, problem.limits.live_until) == ((5, 5, 5), "W")
 
 
@@ -49,7 +49,7 @@ def test_another_schedule_may_need_the_link_around(run_directory):
     fields = run_fields(read_run(run_directory), "interleaved")
     problem = parse_problem({"name": "run", "link_ms": 0, **fields})
     assert (problem.schedule, problem.num_chunks) == ("interleaved", 2)
-    assert problem.links[Link(0, 2)] == LinkState(9.0, 9.5)
+    assert problem.links[Link(0, 2)] == LinkDelay(9.0, 9.5)
 
 
 def test_an_interleaved_run_has_its_own_chunks(run_directory):

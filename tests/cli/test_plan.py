@@ -5,7 +5,7 @@ import pytest
 from jaxmorph.config import Config, dump_config
 from jaxmorph.control.profiler import Profile
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import LinkState, StageCosts, StashBytes
+from jaxmorph.schedule.costs import LinkDelay, StageCosts, StashBytes
 
 
 @pytest.fixture
@@ -257,7 +257,7 @@ def test_layers_are_cut_beside_the_even_cut(run, plan):
 
 
 def test_a_run_is_planned_from_what_it_measured(plan, measured_run):
-    links = {Link(0, 1): LinkState(30, 30)}
+    links = {Link(0, 1): LinkDelay(30, 30)}
     run = measured_run(links, batch={"microbatches": 4}, schedule={"name": "zb-h2"})
     assert plan(*run)["schedule"] == "zb-h2"
     assert plan(*run)["makespan_ms"] == 220.0

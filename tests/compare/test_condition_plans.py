@@ -18,7 +18,7 @@ from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.records import Link
 from jaxmorph.runtime.rendezvous import SoleRank
-from jaxmorph.schedule.costs import LinkState, StageCosts
+from jaxmorph.schedule.costs import LinkDelay, StageCosts
 from jaxmorph.training.plan_in_force import plan_step
 
 SLOW = (LinkCondition((2, 3), latency_ms=30.0),)
@@ -67,7 +67,7 @@ def test_the_adaptive_step_is_the_shortest_there_can_be_with_the_slow_link_deleg
     assert planned.predicted_ms == pytest.approx(planned.lower_bound_ms)
     assert planned.routes == {"0-1": "direct", "1-2": "direct", "2-3": "delegated"}
     assert planned.regime == OVERLAPS
-    links = {Link(2, 3): LinkState(30.0, 30.0)}
+    links = {Link(2, 3): LinkDelay(30.0, 30.0)}
     costs = StageCosts.uniform(4, 10.0, 10.0, 10.0)
     assert simulate_blocking(in_force.programs, costs, links).makespan_ms == pytest.approx(420.0)
 

@@ -1,20 +1,20 @@
 from jaxmorph.compare.rank import measured_anew
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import LinkState
+from jaxmorph.schedule.costs import LinkDelay
 
 NEAR, FAR = Link(0, 1), Link(1, 2)
 USUAL: UsualLinks = {
-    "direct": {NEAR: LinkState(1.0, 1.0), FAR: LinkState(2.0, 2.0)},
-    "delegated": {NEAR: LinkState(3.0, 3.0), FAR: LinkState(4.0, 4.0)},
+    "direct": {NEAR: LinkDelay(1.0, 1.0), FAR: LinkDelay(2.0, 2.0)},
+    "delegated": {NEAR: LinkDelay(3.0, 3.0), FAR: LinkDelay(4.0, 4.0)},
 }
-MEASURED = {NEAR: LinkState(1.5, 1.5), FAR: LinkState(4.5, 4.5)}
+MEASURED = {NEAR: LinkDelay(1.5, 1.5), FAR: LinkDelay(4.5, 4.5)}
 
 
 def test_what_links_did_counts_for_the_routes_that_they_had():
     usual = measured_anew(USUAL, MEASURED, {NEAR: "direct", FAR: "delegated"})
-    assert usual["direct"] == {NEAR: LinkState(1.5, 1.5), FAR: LinkState(2.0, 2.0)}
-    assert usual["delegated"] == {NEAR: LinkState(3.0, 3.0), FAR: LinkState(4.5, 4.5)}
+    assert usual["direct"] == {NEAR: LinkDelay(1.5, 1.5), FAR: LinkDelay(2.0, 2.0)}
+    assert usual["delegated"] == {NEAR: LinkDelay(3.0, 3.0), FAR: LinkDelay(4.5, 4.5)}
 
 
 def test_a_system_that_never_measured_the_other_route_still_knows_nothing_of_it():

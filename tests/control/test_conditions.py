@@ -17,12 +17,12 @@ from jaxmorph.control.conditions import (
 from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.verdicts import Verdict, degraded_links
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import LinkState, StageCosts, chain_links
+from jaxmorph.schedule.costs import LinkDelay, StageCosts, chain_links
 
 LINK = Link(1, 2)
 USUAL: UsualLinks = {
-    "direct": {LINK: LinkState(0.5, 0.6)},
-    "delegated": {LINK: LinkState(2.0, 2.5)},
+    "direct": {LINK: LinkDelay(0.5, 0.6)},
+    "delegated": {LINK: LinkDelay(2.0, 2.5)},
 }
 DELEGATED = {LINK: "delegated"}
 
@@ -32,14 +32,14 @@ def under(planned, *verdicts, now=None, **margin):
 
 
 def test_a_slow_link_keeps_its_latency_on_the_judged_route():
-    assert under({}, verdict(1, 2, 30.5)) == LinkState(30.5, 0.6)
+    assert under({}, verdict(1, 2, 30.5)) == LinkDelay(30.5, 0.6)
 
 
 def test_on_the_other_route_the_delay_adds_to_the_usual():
-    assert under(DELEGATED, verdict(1, 2, 30.5)) == LinkState(32.0, 2.5)
+    assert under(DELEGATED, verdict(1, 2, 30.5)) == LinkDelay(32.0, 2.5)
     back = under({}, verdict(2, 1, 32.5), now=DELEGATED)
     assert (back.forward_latency_ms, back.backward_latency_ms) == (0.5, pytest.approx(30.6))
-    assert under(DELEGATED) == LinkState(2.0, 2.5)
+    assert under(DELEGATED) == LinkDelay(2.0, 2.5)
 
 
 def test_planning_adds_a_margin_for_jitter_predictions_none():
@@ -47,11 +47,11 @@ def test_planning_adds_a_margin_for_jitter_predictions_none():
     assert under({}, unsteady).forward_latency_ms == pytest.approx(37.5)
     assert under({}, unsteady, margin_of_jitter=0.0).forward_latency_ms == pytest.approx(30.5)
     well = verdict(1, 2, 0.5, LinkHealth.HEALTHY, jitter=10.0)
-    assert under({}, well) == LinkState(0.5, 0.6)
+    assert under({}, well) == LinkDelay(0.5, 0.6)
 
 
 def test_latencies_stay_between_the_usual_and_a_finite_most():
-    assert under({}, verdict(1, 2, 0.1)) == LinkState(0.5, 0.6)
+    assert under({}, verdict(1, 2, 0.1)) == LinkDelay(0.5, 0.6)
     dead = verdict(1, 2, float("inf"), path=PathState.FAILED)
     assert under({}, dead).forward_latency_ms == 10_000.0
 
@@ -62,7 +62,7 @@ def test_whatever_is_not_healthy_is_degraded():
     assert degraded_links(verdicts) == {Link(0, 1), Link(2, 3)}
 
 
-ONE_WAY = {**chain_links((0.5, 0.5, 0.5)), Link(0, 1): LinkState(0.5, 30.0)}
+ONE_WAY = {**chain_links((0.5, 0.5, 0.5)), Link(0, 1): LinkDelay(0.5, 30.0)}
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ def test_links_that_differ_from_most_on_their_route_are_found(links, routes, dif
 
 
 def test_a_healed_direction_takes_what_the_others_do():
-    links = {**chain_links((0.5, 30.0, 0.7)), Link(1, 2): LinkState(30.0, 0.9)}
+    links = {**chain_links((0.5, 30.0, 0.7)), Link(1, 2): LinkDelay(30.0, 0.9)}
     ways = outlying_ways(links)
     assert ways == {(1, 2)}
-    assert as_the_others(links, ways)[Link(1, 2)] == LinkState(0.5, 0.9)
+    assert as_the_others(links, ways)[Link(1, 2)] == LinkDelay(0.5, 0.9)
     assert as_the_others(links, set()) == links
 
 

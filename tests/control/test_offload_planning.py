@@ -14,7 +14,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.offload import count_offloads
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import CopyCosts, LinkState, StageCosts, StashBytes
+from jaxmorph.schedule.costs import CopyCosts, LinkDelay, StageCosts, StashBytes
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline, peak_on_device
 from jaxmorph.training.plan_in_force import plan_step, unmeasured_profile
@@ -41,7 +41,7 @@ def profile(
     costs: StageCosts, slow: Link, copy_ms: float = COPY_MS, link_ms: float = 60
 ) -> Profile:
     copies = CopyCosts.uniform(costs.num_stages, copy_ms)
-    return Profile(costs, {slow: LinkState(link_ms, link_ms)}, copies=copies)
+    return Profile(costs, {slow: LinkDelay(link_ms, link_ms)}, copies=copies)
 
 
 def simulated(plan: Plan, known: Profile) -> tuple[Timeline, int]:
@@ -142,7 +142,7 @@ def test_a_budget_in_bytes_is_kept_with_the_stages_own_sizes():
 
 def test_what_b_leaves_for_w_has_room():
     sizes = StashBytes((100,) * 4, (60,) * 4)
-    slow = {Link(2, 3): LinkState(60.0, 60.0)}
+    slow = {Link(2, 3): LinkDelay(60.0, 60.0)}
     known = Profile(SEVEN_B, slow, sizes, copies=CopyCosts.uniform(4, COPY_MS))
     free, capped, made = (
         simulated(plan_step(config(SEVEN_B, offload=offload, max_stash_bytes=cap), known), known)[0]

@@ -16,12 +16,12 @@ from jaxmorph.control.verdicts import (
     still_slow,
 )
 from jaxmorph.records import Link, Routes
-from jaxmorph.schedule.costs import LinkState
+from jaxmorph.schedule.costs import LinkDelay
 
 LINK = Link(2, 3)
 SLOW = KnownWay(verdict(2, 3, 41.5), "delegated", {"direct": 0.5, "delegated": 1.5})
 DEAD = KnownWay(verdict(3, 2, 1.5, path=PathState.FAILED), "delegated", SLOW.usual_ms)
-LINKS = {Link(1, 2): LinkState(0.4, 0.4), LINK: LinkState(0.6, 0.7)}
+LINKS = {Link(1, 2): LinkDelay(0.4, 0.4), LINK: LinkDelay(0.6, 0.7)}
 BY_HOSTS: Routes = dict.fromkeys(LINKS, "delegated")
 
 
@@ -60,9 +60,9 @@ def test_what_is_remembered_can_be_written_and_read():
 
 
 def test_a_way_that_was_slow_is_planned_as_slow():
-    assert still_slow(LINKS, {}, [SLOW])[LINK] == LinkState(40.5, 0.7)
-    assert still_slow(LINKS, BY_HOSTS, [SLOW])[LINK] == LinkState(41.5, 0.7)
-    slower = {LINK: LinkState(60.0, 0.7)}
+    assert still_slow(LINKS, {}, [SLOW])[LINK] == LinkDelay(40.5, 0.7)
+    assert still_slow(LINKS, BY_HOSTS, [SLOW])[LINK] == LinkDelay(41.5, 0.7)
+    slower = {LINK: LinkDelay(60.0, 0.7)}
     assert still_slow(slower, {}, [SLOW]) == slower
     assert still_slow(LINKS, {}, [SLOW])[Link(1, 2)] == LINKS[Link(1, 2)]
 
@@ -73,8 +73,8 @@ def test_dead_ways_and_unknown_links_stay_as_measured():
 
 
 def test_in_health_ways_take_what_they_once_did():
-    assert as_when_healthy(LINKS, {}, [SLOW, DEAD])[LINK] == LinkState(0.5, 0.5)
-    assert as_when_healthy(LINKS, BY_HOSTS, [SLOW, DEAD])[LINK] == LinkState(1.5, 1.5)
+    assert as_when_healthy(LINKS, {}, [SLOW, DEAD])[LINK] == LinkDelay(0.5, 0.5)
+    assert as_when_healthy(LINKS, BY_HOSTS, [SLOW, DEAD])[LINK] == LinkDelay(1.5, 1.5)
     unknown = KnownWay(SLOW.verdict, "direct", {})
     assert as_when_healthy(LINKS, {}, [unknown]) == still_slow(LINKS, {}, [unknown]) == LINKS
 

@@ -16,8 +16,8 @@ from jaxmorph.errors import UserError
 from jaxmorph.schedule.bound import lower_bound_ms
 from jaxmorph.schedule.costs import (
     Limits,
+    LinkDelay,
     Links,
-    LinkState,
     StageCosts,
     StageMemory,
     neighbour_links,
@@ -145,7 +145,7 @@ def _in_whole_units(
         unit / _NANOSECONDS_PER_MS,
         StageCosts(**{key: tuple(map(whole, row)) for key, row in asdict(costs).items()}),
         {
-            link: LinkState(**{key: whole(value) for key, value in asdict(state).items()})
+            link: LinkDelay(**{key: whole(value) for key, value in asdict(state).items()})
             for link, state in links.items()
         },
         limits,

@@ -8,7 +8,7 @@ import pytest
 from jaxmorph.errors import UserError
 from jaxmorph.records import Link
 from jaxmorph.schedule.bound import lower_bound_ms
-from jaxmorph.schedule.costs import Limits, LinkState, StageCosts, StashBytes, chain_links
+from jaxmorph.schedule.costs import Limits, LinkDelay, StageCosts, StashBytes, chain_links
 from jaxmorph.schedule.fixed import gpipe, interleaved, zb_h1, zb_h2
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.planner import plan, require_room
@@ -95,7 +95,7 @@ def test_two_microbatches_take_the_shortest_of_all_orders_mixed_up_ones_too(
 )
 def test_three_microbatches_take_the_shortest_of_all_orders(limits):
     rows = list(filter(_in_microbatch_order, _rows(3)))
-    links = {Link(0, 1): LinkState(4.5, 1.25)}
+    links = {Link(0, 1): LinkDelay(4.5, 1.25)}
     found = optimal_schedule(TINY, links, limits, 3, ENOUGH_S)
     assert found.makespan_ms == _brute_force_ms(rows, TINY, links, limits, 3)
     assert found.proven
@@ -115,7 +115,7 @@ def _random_problem(seed):
     num_stages = draw.randint(2, 5)
     costs = StageCosts(*(tuple(draw.uniform(3, 12) for _ in range(num_stages)) for _ in range(3)))
     links = {
-        Link(stage, stage + 1): LinkState(
+        Link(stage, stage + 1): LinkDelay(
             draw.choice((0.0, draw.uniform(0, 30))), draw.uniform(0, 9)
         )
         for stage in range(num_stages - 1)
@@ -165,7 +165,7 @@ def test_messages_that_occupy_their_link_wait_for_each_other():
     costs = StageCosts.uniform(2, 1.0, 1.0, 1.0)
     # Activations get the link at 1, 6, 11 and 16; the last arrives 7 later, at 23. Its F and B on
     # the last stage, then B and W on the first take 4.
-    links = {Link(0, 1): LinkState(2.0, 0.0, 5.0, 0.0)}
+    links = {Link(0, 1): LinkDelay(2.0, 0.0, 5.0, 0.0)}
     assert optimal_schedule(costs, links, Limits(), 4, ENOUGH_S).makespan_ms == 27.0
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import LinkState, StageCosts
+from jaxmorph.schedule.costs import LinkDelay, StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
@@ -50,7 +50,7 @@ def over_one_slow_link(schedule: Schedule, op_ms: float, stage: int, latency_ms:
         The simulated step.
     """
     costs = StageCosts.uniform(schedule.num_stages, op_ms, op_ms, op_ms)
-    state = LinkState(latency_ms, latency_ms)
+    state = LinkDelay(latency_ms, latency_ms)
     return simulate(schedule, costs, {Link(stage, stage + 1): state})
 
 

@@ -16,7 +16,7 @@ from jaxmorph.schedule.costs import (
     NO_LATENCY,
     CopyCosts,
     Limits,
-    LinkState,
+    LinkDelay,
     StageCosts,
     StageMemory,
     chain_links,
@@ -73,7 +73,7 @@ def test_a_sender_waits_for_a_receiver_that_comes_late_and_both_for_the_latency(
         "F0 >F0 F1 >F1 <B0 B0 <B1 B1",
         "<F0 F0 B0 <F1 >B0 F1 B1 >B1",
     )
-    timeline = simulate_blocking(ranks, UNIFORM, {Link(0, 1): LinkState(3, 5)})
+    timeline = simulate_blocking(ranks, UNIFORM, {Link(0, 1): LinkDelay(3, 5)})
     assert picture(timeline) == [
         "F0:0-10 activation[0]:10-13 F1:13-23 activation[1]:23-36 "
         "gradient[0]:36-41 B0:41-51 gradient[1]:51-66 B1:66-76",
@@ -122,7 +122,7 @@ def test_nothing_waits_behind_a_delegated_transfer():
 )
 def test_messages_occupy_their_link(route, first, last):
     ranks = programs("F0 >F0 F1 >F1", "<F0 F0 <F1 F1", route=route)
-    link = LinkState(5, 0, forward_occupancy_ms=25, backward_occupancy_ms=99)
+    link = LinkDelay(5, 0, forward_occupancy_ms=25, backward_occupancy_ms=99)
     assert picture(simulate_blocking(ranks, UNIFORM, {Link(0, 1): link})) == [first, last]
 
 
@@ -172,10 +172,10 @@ def _problem(seed):
     stages = draw.randint(2, 6)
     costs = StageCosts(*(tuple(draw.uniform(1, 9) for _ in range(stages)) for _ in range(3)))
     links = {
-        Link(at, at + 1): LinkState(*(draw.choice((0, draw.uniform(0, 20))) for _ in range(4)))
+        Link(at, at + 1): LinkDelay(*(draw.choice((0, draw.uniform(0, 20))) for _ in range(4)))
         for at in range(stages - 1)
     }
-    links[Link(0, stages - 1)] = LinkState(*(draw.uniform(0, 20) for _ in range(4)))
+    links[Link(0, stages - 1)] = LinkDelay(*(draw.uniform(0, 20) for _ in range(4)))
     return costs, links, draw.randint(1, 12)
 
 

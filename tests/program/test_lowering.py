@@ -16,7 +16,7 @@ from jaxmorph.program.instructions import BufferKind, Free, Pipeline, Receive, R
 from jaxmorph.program.lowering import forward_only, global_order, lower, lower_in_step
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link, Route, Routes
-from jaxmorph.schedule.costs import Limits, LinkState, StageCosts, chain_links
+from jaxmorph.schedule.costs import Limits, LinkDelay, StageCosts, chain_links
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, one_forward_one_backward
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
@@ -156,7 +156,7 @@ def problems(draw, num_stages):
     costs = StageCosts(draw(row), draw(row), draw(row))
     links = chain_links([draw(latencies) for _ in range(num_stages - 1)])
     if num_stages > 2:
-        links[Link(0, num_stages - 1)] = LinkState(draw(latencies), draw(latencies))
+        links[Link(0, num_stages - 1)] = LinkDelay(draw(latencies), draw(latencies))
     routes = {link: draw(st.sampled_from(["direct", "delegated"])) for link in links}
     return costs, links, routes
 
@@ -370,7 +370,7 @@ def test_with_one_chunk_and_on_one_rank_nothing_is_delayed():
 
 def test_delegated_links_keep_their_own_delays():
     schedule = interleaved(2, 4, 2)
-    links = {Link(0, 1): LinkState(30, 30)}
+    links = {Link(0, 1): LinkDelay(30, 30)}
     chosen = lower_in_step(schedule, equal(2), links, {Link(0, 1): "delegated"})
     check(chosen)
     expected = simulate(schedule, equal(2), links).makespan_ms

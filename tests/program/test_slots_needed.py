@@ -20,7 +20,7 @@ from jaxmorph.program.instructions import (
 from jaxmorph.program.lowering import lower
 from jaxmorph.program.slots_needed import power_of_two, slots_needed
 from jaxmorph.records import Link, Route
-from jaxmorph.schedule.costs import Limits, LinkState, StageCosts, chain_links
+from jaxmorph.schedule.costs import Limits, LinkDelay, StageCosts, chain_links
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.planner import PLANNED_SCHEDULES, plan
 from jaxmorph.schedule.simulate import simulate
@@ -130,7 +130,7 @@ def lowered(draw):
         schedule = interleaved(stages, stages * draw(st.integers(1, 2)), draw(st.integers(2, 3)))
     else:
         schedule = plan(costs, links, Limits(), microbatches, name).schedule
-    links.setdefault(Link(0, stages - 1), LinkState())
+    links.setdefault(Link(0, stages - 1), LinkDelay())
     routes = {link: draw(st.sampled_from(["direct", "delegated"])) for link in links}
     programs = lower(schedule, simulate(schedule, costs, links), routes, num_tied=1)
     return programs, {link for link, route in routes.items() if route == "delegated"}

@@ -20,7 +20,7 @@ from jaxmorph.report.draw import (
 from jaxmorph.report.draw.gantt import Panel, Sizes, gantt_figure
 from jaxmorph.report.draw.palette import COLOURS, shade
 from jaxmorph.schedule.bubbles import find_bubbles
-from jaxmorph.schedule.costs import NO_LATENCY, Links, LinkState, StageCosts, chain_links
+from jaxmorph.schedule.costs import NO_LATENCY, LinkDelay, Links, StageCosts, chain_links
 from jaxmorph.schedule.fixed import interleaved, one_forward_one_backward, zb_h2
 from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.simulate import simulate
@@ -100,7 +100,7 @@ def test_a_picture_has_a_panel_per_timeline_with_names_and_numbers(tmp_path):
 
 
 def test_a_picture_names_slow_links_and_the_causes_of_bubbles(tmp_path):
-    links = {Link(0, 1): LinkState(20.0, 20.0), Link(1, 2): LinkState(0.0, 2.5)}
+    links = {Link(0, 1): LinkDelay(20.0, 20.0), Link(1, 2): LinkDelay(0.0, 2.5)}
     costs = StageCosts.uniform(3, 10.0, 10.0, 10.0)
     timeline = simulate(zb_h2(3, 6), costs, links)
     texts = _drawn(tmp_path, links, zb=timeline)

@@ -2,7 +2,7 @@ import pytest
 
 from jaxmorph.records import Link
 from jaxmorph.report.draw.messages import link_delays_ms, messages_in_flight
-from jaxmorph.schedule.costs import Links, LinkState, StageCosts, chain_links
+from jaxmorph.schedule.costs import LinkDelay, Links, StageCosts, chain_links
 from jaxmorph.schedule.fixed import interleaved, one_forward_one_backward
 from jaxmorph.schedule.replay import LinkModel
 from jaxmorph.schedule.simulate import simulate
@@ -20,7 +20,7 @@ def _drawn(timeline: Timeline, links: Links, link_model: LinkModel = "latency") 
 
 
 def test_messages_leave_at_the_end_of_their_op_and_arrive_when_the_next_may_start():
-    links = {Link(0, 1): LinkState(5.0, 7.0)}
+    links = {Link(0, 1): LinkDelay(5.0, 7.0)}
     timeline = simulate(SCHEDULE, COSTS, links)
     assert _drawn(timeline, links) == ["0>1 10-15", "0>1 20-25", "1>0 45-52", "1>0 75-82"]
     assert timeline.start_ms[0].tolist() == [0.0, 10.0, 52.0, 82.0]
@@ -28,12 +28,12 @@ def test_messages_leave_at_the_end_of_their_op_and_arrive_when_the_next_may_star
 
 def test_links_without_delay_carry_nothing_to_draw():
     assert _drawn(simulate(SCHEDULE, COSTS), {}) == []
-    links = {Link(0, 1): LinkState(0.0, 7.0)}
+    links = {Link(0, 1): LinkDelay(0.0, 7.0)}
     assert _drawn(simulate(SCHEDULE, COSTS, links), links) == ["1>0 40-47", "1>0 70-77"]
 
 
 def test_messages_that_wait_for_the_link_arrive_one_after_the_other():
-    links = {Link(0, 1): LinkState(4.0, 0.0, 16.0, 0.0)}
+    links = {Link(0, 1): LinkDelay(4.0, 0.0, 16.0, 0.0)}
     timeline = simulate(SCHEDULE, COSTS, links)
     assert _drawn(timeline, links) == ["0>1 10-30", "0>1 20-46"]
     slow = chain_links([20.0])
@@ -68,7 +68,7 @@ def test_a_recorded_transfer_is_that_of_its_chunk():
 @pytest.mark.parametrize("stages", [2, 3])
 def test_chunks_send_around_the_pipeline(stages):
     costs = StageCosts.uniform(stages, 4.0, 4.0, 4.0)
-    links = {Link(0, stages - 1): LinkState(3.0, 5.0)}
+    links = {Link(0, stages - 1): LinkDelay(3.0, 5.0)}
     timeline = simulate(interleaved(stages, stages, 2), costs, links)
     around = list(messages_in_flight(timeline, links))
     up = [m for m in around if m.is_forward and m.sender == stages - 1]
@@ -81,9 +81,9 @@ def test_chunks_send_around_the_pipeline(stages):
 
 def test_slow_links_are_those_that_delay_either_way():
     links = {
-        Link(0, 1): LinkState(1.0, 2.0, 3.0, 4.0),
-        Link(1, 2): LinkState(),
-        Link(0, 2): LinkState(5.0, 6.0),
+        Link(0, 1): LinkDelay(1.0, 2.0, 3.0, 4.0),
+        Link(1, 2): LinkDelay(),
+        Link(0, 2): LinkDelay(5.0, 6.0),
     }
     assert link_delays_ms(links, 3) == {Link(0, 1): (4.0, 6.0)}
     assert link_delays_ms(links, 3, num_chunks=2) == {

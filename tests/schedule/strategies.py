@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import Limits, LinkState, StageCosts, StashBytes
+from jaxmorph.schedule.costs import Limits, LinkDelay, StageCosts, StashBytes
 
 
 def costs_of(stages: int, ms: st.SearchStrategy[float]) -> st.SearchStrategy[StageCosts]:
@@ -13,10 +13,10 @@ def costs_of(stages: int, ms: st.SearchStrategy[float]) -> st.SearchStrategy[Sta
 
 
 @st.composite
-def links_of(draw, stages: int, ms: st.SearchStrategy[float]) -> dict[Link, LinkState]:
+def links_of(draw, stages: int, ms: st.SearchStrategy[float]) -> dict[Link, LinkDelay]:
     """Links between neighbours, each direction with a latency of its own, or not there."""
     return {
-        Link(stage, stage + 1): LinkState(draw(ms), draw(ms))
+        Link(stage, stage + 1): LinkDelay(draw(ms), draw(ms))
         for stage in range(stages - 1)
         if draw(st.booleans())
     }

@@ -8,7 +8,7 @@ from jaxmorph.records import Link
 from jaxmorph.schedule import adaptive
 from jaxmorph.schedule.adaptive import Search, adaptive_schedule
 from jaxmorph.schedule.bound import lower_bound_ms
-from jaxmorph.schedule.costs import Limits, LinkState, StageCosts, StashBytes, chain_links
+from jaxmorph.schedule.costs import Limits, LinkDelay, StageCosts, StashBytes, chain_links
 from jaxmorph.schedule.list_schedule import (
     ListSchedule,
     Rule,
@@ -56,7 +56,7 @@ def _random_problem(draw: Random, most_stages: int, most_microbatches: int) -> _
         *(tuple(draw.choice((least, draw.uniform(6, 12))) for _ in range(stages)) for _ in range(3))
     )
     links = {
-        Link(stage, stage + 1): LinkState(draw.choice((0.0, 14.5)), draw.choice((0.0, 3.25)))
+        Link(stage, stage + 1): LinkDelay(draw.choice((0.0, 14.5)), draw.choice((0.0, 3.25)))
         for stage in range(stages - 1)
     }
     return _Problem(costs, links, _random_limits(draw, stages), count)
@@ -162,7 +162,7 @@ class _Case:
         rows = ([draw.choice(times) for _ in range(stages)] for _ in range(3))
         self.costs = StageCosts(*map(tuple, rows))
         self.links = {
-            Link(stage, stage + 1): LinkState(draw.choice((0.0, 4.0)), draw.choice((0.0, 1.5)))
+            Link(stage, stage + 1): LinkDelay(draw.choice((0.0, 4.0)), draw.choice((0.0, 1.5)))
             for stage in range(stages - 1)
         }
         self.limits = self._limits(draw, stages)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxmorph.records import Link
 from jaxmorph.schedule.bound import WarmupBound, certified_ms, lower_bound_ms
-from jaxmorph.schedule.costs import Limits, LinkState, StageCosts, StashBytes, chain_links
+from jaxmorph.schedule.costs import Limits, LinkDelay, StageCosts, StashBytes, chain_links
 from jaxmorph.schedule.fixed import interleaved
 from jaxmorph.schedule.list_schedule import Rule, list_schedule, make_workload
 from jaxmorph.schedule.simulate import simulate
@@ -20,7 +20,7 @@ from tests.schedule.strategies import costs_of, limits_of, links_of
 
 def test_one_microbatch_takes_its_whole_way_down_and_up():
     costs = StageCosts((1.0, 2.0), (3.0, 4.0), (5.0, 6.0))
-    assert lower_bound_ms(costs, 1, {Link(0, 1): LinkState(0.5, 0.25)}) == 15.75
+    assert lower_bound_ms(costs, 1, {Link(0, 1): LinkDelay(0.5, 0.25)}) == 15.75
 
 
 def test_a_cap_of_one_makes_microbatches_take_turns():
@@ -29,7 +29,7 @@ def test_a_cap_of_one_makes_microbatches_take_turns():
 
 
 # A microbatch takes 12 from its F on stage 0 to the end of its B there: 1 + 3 + 1 + 2 + 3 + 2.
-FAR = {Link(0, 1): LinkState(3.0, 3.0)}
+FAR = {Link(0, 1): LinkDelay(3.0, 3.0)}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_with_few_places_microbatches_take_turns(limits, weight_ms, microbatches
 def test_with_a_cap_late_forwards_run_after_the_first_backward_came():
     # Stage 0 runs 3 forwards, idles until 7, then 7 forwards and 10 B; of W there is time enough.
     costs = StageCosts((1.0, 0.0), (1.0, 0.0), (0.0, 0.0))
-    links = {Link(0, 1): LinkState(6.0, 0.0)}
+    links = {Link(0, 1): LinkDelay(6.0, 0.0)}
     assert lower_bound_ms(costs, 10, links) == 10 + 10
     assert lower_bound_ms(costs, 10, links, Limits((9, 10))) >= 7 + 1 + 10
 
@@ -71,7 +71,7 @@ _MS = st.integers(0, 5).map(float)
 def _chunked(draw):
     stages = draw(st.integers(2, 4))
     microbatches = draw(st.integers(1, 3)) * stages
-    around = {Link(0, stages - 1): LinkState(draw(_MS), draw(_MS))}
+    around = {Link(0, stages - 1): LinkDelay(draw(_MS), draw(_MS))}
     return draw(costs_of(stages, _MS)), around | draw(links_of(stages, _MS)), microbatches
 
 
@@ -87,7 +87,7 @@ def test_interleaved_never_beats_the_bound_of_its_chunks(problem, chunks):
 def test_a_backward_comes_only_when_its_microbatch_has_been_through_all_chunks():
     # Ops take 1. Down: 4 F, and 3, 5, 3 between them; up to rank 0: B and 5. Then two B, two W.
     costs = StageCosts.uniform(2, 2.0, 2.0, 2.0)
-    bound_ms = lower_bound_ms(costs, 1, {Link(0, 1): LinkState(3.0, 5.0)}, num_chunks=2)
+    bound_ms = lower_bound_ms(costs, 1, {Link(0, 1): LinkDelay(3.0, 5.0)}, num_chunks=2)
     assert bound_ms == (4 + 11) + (1 + 5) + 2 + 2
 
 
@@ -124,7 +124,7 @@ def _capped_problem(seed: int):
         *(tuple(round(draw.uniform(2, 12), 1) for _ in range(stages)) for _ in range(3))
     )
     links = {
-        Link(stage, stage + 1): LinkState(draw.choice((0.0, 9.5)), draw.choice((0.0, 14.5)))
+        Link(stage, stage + 1): LinkDelay(draw.choice((0.0, 9.5)), draw.choice((0.0, 14.5)))
         for stage in range(stages - 1)
     }
     caps = tuple(draw.randint(1, 3) for _ in range(stages))

@@ -19,7 +19,7 @@ from jaxmorph.schedule.bubbles import (
     mean_shares,
     step_shares,
 )
-from jaxmorph.schedule.costs import LinkState, StageCosts, chain_links
+from jaxmorph.schedule.costs import LinkDelay, StageCosts, chain_links
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved, one_forward_one_backward
 from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.simulate import simulate
@@ -53,7 +53,7 @@ def test_bubbles_of_1f1b_over_a_slow_link():
 
 
 def test_chunks_wait_for_the_link_around():
-    around = {Link(0, 2): LinkState(5.0, 7.0)}
+    around = {Link(0, 2): LinkDelay(5.0, 7.0)}
     costs = StageCosts.uniform(3, 4.0, 4.0, 4.0)
     causes = bubble_ms(simulate(interleaved(3, 3, 2), costs, around))
     assert causes[BubbleCause.LINK] > 0

@@ -9,7 +9,7 @@ from jaxmorph.records import Link
 from jaxmorph.schedule.costs import (
     CopyCosts,
     Limits,
-    LinkState,
+    LinkDelay,
     StageCosts,
     StageMemory,
     StashBytes,
@@ -34,9 +34,9 @@ def test_link_text_round_trips():
 
 
 def test_links_between_neighbours_fill_in_the_healthy_ones():
-    links = {Link(1, 2): LinkState(5.0, 6.0), Link(0, 2): LinkState(9.0, 9.0)}
-    assert neighbour_links(links, 3) == (LinkState(), LinkState(5.0, 6.0))
-    assert chain_links([1.0, 2.0])[Link(1, 2)] == LinkState(2.0, 2.0)
+    links = {Link(1, 2): LinkDelay(5.0, 6.0), Link(0, 2): LinkDelay(9.0, 9.0)}
+    assert neighbour_links(links, 3) == (LinkDelay(), LinkDelay(5.0, 6.0))
+    assert chain_links([1.0, 2.0])[Link(1, 2)] == LinkDelay(2.0, 2.0)
 
 
 def test_caps_default_to_all_microbatches_and_never_exceed_them():
@@ -139,9 +139,9 @@ def test_no_order_that_fits_uses_more_places_than_there_are(memory):
         (lambda: StageCosts((), (), ()), "no stages"),
         (lambda: StageCosts((1.0,), (1.0,), (-1.0,)), "backward_weight_ms: got -1.0"),
         (lambda: StageCosts((1.0, 1.0), (1.0, math.nan), (1.0, 1.0)), r"input_ms\[1\]: got nan"),
-        (lambda: LinkState(0.0, -1.0), "backward_latency_ms: got -1.0, expected a finite"),
-        (lambda: LinkState(forward_occupancy_ms=math.inf), "forward_occupancy_ms: got inf"),
-        (lambda: neighbour_links({Link(2, 3): LinkState()}, 3), "link 2-3: expected two of the"),
+        (lambda: LinkDelay(0.0, -1.0), "backward_latency_ms: got -1.0, expected a finite"),
+        (lambda: LinkDelay(forward_occupancy_ms=math.inf), "forward_occupancy_ms: got inf"),
+        (lambda: neighbour_links({Link(2, 3): LinkDelay()}, 3), "link 2-3: expected two of the"),
         (lambda: Limits((1, 0)), r"max_live\[1\]: got 0, expected at least 1"),
         (lambda: Limits((1, 1)).caps(3, 8), "max_live: got 2 values, expected 3"),
         (lambda: Limits(live_until="F"), "live_until: got 'F'"),  # pyright: ignore[reportArgumentType]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import Limits, LinkState, StageCosts, StageMemory, StashBytes
+from jaxmorph.schedule.costs import Limits, LinkDelay, StageCosts, StageMemory, StashBytes
 from jaxmorph.schedule.list_schedule import (
     PAPER,
     ListSchedule,
@@ -189,7 +189,7 @@ def _simulated(workload: Workload, made: ListSchedule | None) -> float:
     """The schedule's makespan, its times taken for milliseconds."""
     costs = StageCosts(workload.forward, workload.backward_input, workload.backward_weight)
     ways = zip(workload.forward_latency, workload.backward_latency[1:], strict=False)
-    links = {Link(stage, stage + 1): LinkState(*way) for stage, way in enumerate(ways)}
+    links = {Link(stage, stage + 1): LinkDelay(*way) for stage, way in enumerate(ways)}
     return simulate(_schedule(workload, made), costs, links).makespan_ms
 
 
@@ -254,7 +254,7 @@ def test_warm_ups_are_at_least_or_exactly_those_given(case, backward_first, pati
 
 PS = 10**9
 COSTS = StageCosts((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), (7.0, 8.0, 9.0))
-LINKS = {Link(0, 1): LinkState(0.5, 0.25), Link(1, 2): LinkState(1.5, 0.0, 2.0, 3.0)}
+LINKS = {Link(0, 1): LinkDelay(0.5, 0.25), Link(1, 2): LinkDelay(1.5, 0.0, 2.0, 3.0)}
 
 
 def test_a_workload_counts_picoseconds_of_ops_and_of_the_way_to_each_neighbour():
@@ -296,7 +296,7 @@ def test_in_the_mirror_b_goes_down_the_stages_and_f_comes_back_up():
 @given(st.integers(1, 5), st.integers(0, 2**32).map(Random))
 def test_the_mirror_of_the_mirror_is_the_workload(stages, draw):
     times = StageCosts(*(tuple(draw.random() for _ in range(stages)) for _ in range(3)))
-    links = {Link(stage, stage + 1): LinkState(draw.random(), 2.0) for stage in range(stages - 1)}
+    links = {Link(stage, stage + 1): LinkDelay(draw.random(), 2.0) for stage in range(stages - 1)}
     caps = tuple(draw.randint(1, 4) for _ in range(stages))
     workload = make_workload(times, links, Limits(caps, "W"), 3)
     assert workload.mirror().mirror() == workload

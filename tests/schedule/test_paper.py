@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import Limits, LinkState, StageCosts, chain_links
+from jaxmorph.schedule.costs import Limits, LinkDelay, StageCosts, chain_links
 from jaxmorph.schedule.list_schedule import Rule, list_schedule, make_workload
 from jaxmorph.schedule.paper import (
     adapted_warmup_forwards,
@@ -35,7 +35,7 @@ def test_equation_1_for_equal_ops(latency_ms, slackness):
 
 def test_equation_1_weighs_each_stage_and_both_directions():
     costs = StageCosts((10.0, 4.0), (20.0, 6.0), (1.0, 1.0))
-    links = {Link(0, 1): LinkState(3.0, 8.0)}
+    links = {Link(0, 1): LinkDelay(3.0, 8.0)}
     assert required_slackness(costs, links) == (5,)  # (10 + 20 + 3 + 8) / (4 + 6), rounded up
 
 

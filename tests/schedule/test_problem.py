@@ -5,7 +5,7 @@ import pytest
 from jaxmorph.errors import UserError
 from jaxmorph.records import Link
 from jaxmorph.schedule.answer import answer_lines, solve
-from jaxmorph.schedule.costs import LinkState
+from jaxmorph.schedule.costs import LinkDelay
 from jaxmorph.schedule.problem import parse_problem
 from jaxmorph.schedule.simulate import simulate
 
@@ -90,10 +90,10 @@ def test_a_step_as_long_as_the_bound_but_for_rounding_has_no_gap():
 def test_each_direction_may_have_its_own_latency():
     slow_up, slow_down = {"link_forward_ms": [0, 0, 20]}, {"link_backward_ms": [0, 0, 20]}
     links = parse_problem(_fields(**slow_up)).links
-    assert links[Link(2, 3)] == LinkState(forward_latency_ms=20)
+    assert links[Link(2, 3)] == LinkDelay(forward_latency_ms=20)
     links = parse_problem(_fields(link_ms=5, **slow_down)).links
-    assert links[Link(0, 1)] == LinkState(5, 0)
-    assert links[Link(2, 3)] == LinkState(5, 20)
+    assert links[Link(0, 1)] == LinkDelay(5, 0)
+    assert links[Link(2, 3)] == LinkDelay(5, 20)
 
 
 def test_messages_may_occupy_their_link():
@@ -115,10 +115,10 @@ def test_a_time_step_rounds_times_up():
 def test_interleaved_has_two_chunks_and_a_link_around():
     problem = parse_problem(_fields(schedule="interleaved", link_ms=[1, 2, 3, 4]))
     assert problem.num_chunks == 2
-    assert problem.links[Link(0, 3)] == LinkState(4, 4)
+    assert problem.links[Link(0, 3)] == LinkDelay(4, 4)
     without = parse_problem(_fields(schedule="interleaved", link_ms=[1, 2, 3]))
-    assert without.links[Link(2, 3)] == LinkState(3, 3)
-    assert without.links[Link(0, 3)] == LinkState(0, 0)
+    assert without.links[Link(2, 3)] == LinkDelay(3, 3)
+    assert without.links[Link(0, 3)] == LinkDelay(0, 0)
     two = _fields(num_stages=2, schedule="interleaved", link_ms=[1], chunks=3)
     two |= {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1}
     assert list(parse_problem(two).links) == [Link(0, 1)]
@@ -135,11 +135,11 @@ def test_given_orders_say_how_many_chunks_there_are():
 
 def test_a_link_that_jitters_is_planned_with_a_margin_and_simulated_without():
     problem = parse_problem(_fields(link_ms=[0, 0, 20], link_jitter_ms=[0, 0, 10]))
-    assert problem.links[Link(2, 3)] == LinkState(20, 20)
-    assert problem.planned_links[Link(2, 3)] == LinkState(27, 27)
-    assert problem.planned_links[Link(0, 1)] == LinkState(0, 0)
+    assert problem.links[Link(2, 3)] == LinkDelay(20, 20)
+    assert problem.planned_links[Link(2, 3)] == LinkDelay(27, 27)
+    assert problem.planned_links[Link(0, 1)] == LinkDelay(0, 0)
     believed = parse_problem(_fields(link_jitter_ms=10, planned_link_ms=5))
-    assert believed.planned_links[Link(0, 1)] == LinkState(5, 5)
+    assert believed.planned_links[Link(0, 1)] == LinkDelay(5, 5)
 
 
 def test_jitter_adds_what_to_expect_to_the_answer_alone():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import LinkState, StageCosts, chain_links
+from jaxmorph.schedule.costs import LinkDelay, StageCosts, chain_links
 from jaxmorph.schedule.fixed import gpipe, interleaved, one_forward_one_backward, zb_h2
 from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import (
@@ -17,7 +17,7 @@ from jaxmorph.schedule.simulate import (
 def test_every_op_starts_when_its_data_and_its_stage_are_there():
     schedule = Schedule.from_rows("small", ["F0 F1 B0 W0 B1 W1", "F0 B0 F1 B1 W0 W1"])
     costs = StageCosts((1.0, 2.0), (3.0, 4.0), (5.0, 6.0))
-    timeline = simulate(schedule, costs, {Link(0, 1): LinkState(0.5, 0.25)})
+    timeline = simulate(schedule, costs, {Link(0, 1): LinkDelay(0.5, 0.25)})
     assert [start.tolist() for start in timeline.start_ms] == [
         [0.0, 1.0, 7.75, 10.75, 15.75, 18.75],
         [1.5, 3.5, 7.5, 9.5, 13.5, 19.5],
@@ -50,8 +50,8 @@ def test_a_chunks_op_takes_its_share_and_wraps_around_over_the_first_to_last_lin
     schedule = Schedule.from_rows("ring", ["F0 1.F0 1.BW0 BW0"] * 3)
     costs = StageCosts.uniform(3, 2.0, 4.0, 6.0)
     links = {
-        Link(0, 1): LinkState(0.5, 0.25),
-        Link(0, 2): LinkState(forward_latency_ms=20.0, backward_latency_ms=10.0),
+        Link(0, 1): LinkDelay(0.5, 0.25),
+        Link(0, 2): LinkDelay(forward_latency_ms=20.0, backward_latency_ms=10.0),
     }
     timeline = simulate(schedule, costs, links)
     # F of a chunk takes 1 ms and BW 5 ms. Activations go down link 0-2, and gradients up it.
@@ -72,7 +72,7 @@ def _forwards_alone(num_microbatches: int) -> Schedule:
 
 def test_messages_that_occupy_a_link_wait_for_each_other_and_then_travel_together():
     costs = StageCosts.uniform(2, 1.0, 0.0, 0.0)
-    links = {Link(0, 1): LinkState(forward_latency_ms=10.0, forward_occupancy_ms=3.0)}
+    links = {Link(0, 1): LinkDelay(forward_latency_ms=10.0, forward_occupancy_ms=3.0)}
     timeline = simulate(_forwards_alone(3), costs, links)
     # They get the link at 1, 4 and 7 ms, and take 13 ms each.
     assert timeline.start_ms[1].tolist()[:3] == [14.0, 17.0, 20.0]
@@ -80,7 +80,7 @@ def test_messages_that_occupy_a_link_wait_for_each_other_and_then_travel_togethe
 
 def test_a_serialized_link_moves_one_message_at_a_time():
     costs = StageCosts.uniform(2, 1.0, 0.0, 0.0)
-    links = {Link(0, 1): LinkState(forward_latency_ms=10.0, forward_occupancy_ms=3.0)}
+    links = {Link(0, 1): LinkDelay(forward_latency_ms=10.0, forward_occupancy_ms=3.0)}
     timeline = simulate(_forwards_alone(3), costs, links, "serialized")
     assert timeline.start_ms[1].tolist()[:3] == [14.0, 27.0, 40.0]
 
@@ -88,7 +88,7 @@ def test_a_serialized_link_moves_one_message_at_a_time():
 def test_the_two_directions_of_a_link_do_not_wait_for_each_other():
     costs = StageCosts.uniform(2, 10.0, 10.0, 10.0)
     schedule = Schedule.from_rows("both", ["F0 F1 BW0 BW1", "F0 BW0 F1 BW1"])
-    links = {Link(0, 1): LinkState(35.0, 35.0)}
+    links = {Link(0, 1): LinkDelay(35.0, 35.0)}
     timeline = simulate(schedule, costs, links, "serialized")
     # F1 has the way up from 45 to 80 ms while BW0's gradient comes down, from 75 to 110 ms.
     assert timeline.start_ms[1].tolist() == [45.0, 55.0, 80.0, 90.0]
@@ -100,7 +100,7 @@ def test_on_two_stages_activations_that_wrap_around_share_the_way_of_the_gradien
         "ring", ["F0 F1 1.F0 1.BW0 1.F1 1.BW1 BW0 BW1", "F0 1.F0 1.BW0 F1 1.F1 1.BW1 BW0 BW1"]
     )
     costs = StageCosts.uniform(2, 2.0, 2.0, 0.0)
-    links = {Link(0, 1): LinkState(backward_occupancy_ms=10.0)}
+    links = {Link(0, 1): LinkDelay(backward_occupancy_ms=10.0)}
     timeline = simulate(schedule, costs, links)
     # Stage 1 sends what F0, 1.BW0 and F1 made at 2, 14 and 15 ms: each occupies the way for 10.
     assert timeline.end_ms[1].tolist()[:4] == [2.0, 14.0, 15.0, 16.0]
@@ -109,7 +109,7 @@ def test_on_two_stages_activations_that_wrap_around_share_the_way_of_the_gradien
 
 def test_a_time_step_rounds_every_duration_and_delay_up():
     costs = StageCosts((1.0, 2.2), (1.4, 1.0), (1.0, 1.1))
-    links = {Link(0, 1): LinkState(0.3, 0.5)}
+    links = {Link(0, 1): LinkDelay(0.3, 0.5)}
     schedule = Schedule.from_rows("small", ["F0 B0 W0", "F0 B0 W0"])
     timeline = simulate(schedule, costs, links, time_step_ms=0.5)
     assert [start.tolist() for start in timeline.start_ms] == [[0.0, 5.5, 7.0], [1.5, 4.0, 5.0]]
@@ -137,7 +137,7 @@ def test_a_step_that_is_no_length_of_time_is_named(step_ms):
 
 def test_one_message_each_way_adds_its_two_latencies():
     schedule = Schedule.from_rows("one", ["F0 BW0", "F0 BW0"])
-    costs, links = StageCosts.uniform(2, 10.0, 5.0, 5.0), {Link(0, 1): LinkState(20.0, 30.0)}
+    costs, links = StageCosts.uniform(2, 10.0, 5.0, 5.0), {Link(0, 1): LinkDelay(20.0, 30.0)}
     makespans = jittered_makespans_ms(schedule, costs, links, [3.0], 20_000, seed=1)
     # 40 ms of ops and 50 of latency; the two latencies' deviations add as squares.
     assert makespans.mean() == pytest.approx(90.0, abs=0.15)
@@ -183,7 +183,7 @@ def test_the_same_seed_gives_the_same_steps():
 
 def test_only_links_of_neighbours_jitter():
     schedule = interleaved(3, 3, 2)
-    costs, links = StageCosts.uniform(3, 1.0, 1.0, 1.0), {Link(0, 2): LinkState(50.0, 50.0)}
+    costs, links = StageCosts.uniform(3, 1.0, 1.0, 1.0), {Link(0, 2): LinkDelay(50.0, 50.0)}
     still = jittered_makespans_ms(schedule, costs, links, [0.0, 0.0], 5, seed=0)
     assert len(set(still.tolist())) == 1
 

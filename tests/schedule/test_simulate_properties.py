@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import Links, LinkState, StageCosts
+from jaxmorph.schedule.costs import LinkDelay, Links, StageCosts
 from jaxmorph.schedule.fixed import FIXED_SCHEDULES, interleaved
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.schedule.replay import LinkModel
@@ -61,7 +61,7 @@ def _cases(draw) -> _Case:
     occupies = draw(st.booleans())
     occupancy = _MS if occupies else st.just(0.0)
     links = {
-        link: LinkState(draw(_MS), draw(_MS), draw(occupancy), draw(occupancy))
+        link: LinkDelay(draw(_MS), draw(_MS), draw(occupancy), draw(occupancy))
         for link in sorted(ring)
         if draw(st.booleans())
     }
@@ -139,7 +139,7 @@ def _data(schedule: Schedule) -> list[tuple[_Node, _Node]]:
 
 def _way(links: Links, sender: int, receiver: int, link_model: LinkModel) -> tuple[float, float]:
     """How long a message occupies its way, and how long it is under way after that."""
-    state = links.get(Link(min(sender, receiver), max(sender, receiver)), LinkState())
+    state = links.get(Link(min(sender, receiver), max(sender, receiver)), LinkDelay())
     if sender < receiver:
         latency, occupancy = state.forward_latency_ms, state.forward_occupancy_ms
     else:
@@ -184,7 +184,7 @@ def test_a_discrete_clock_is_exact_when_all_times_are_whole_steps(case, time_ste
         tuple(map(whole, case.costs.backward_weight_ms)),
     )
     links = {
-        link: LinkState(
+        link: LinkDelay(
             whole(state.forward_latency_ms),
             whole(state.backward_latency_ms),
             whole(state.forward_occupancy_ms),

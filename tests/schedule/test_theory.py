@@ -8,7 +8,7 @@ from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.lowering import lower
 from jaxmorph.records import Link
 from jaxmorph.schedule.bubbles import BubbleCause, bubble_ms
-from jaxmorph.schedule.costs import NO_LATENCY, Limits, LinkState, StageCosts, chain_links
+from jaxmorph.schedule.costs import NO_LATENCY, Limits, LinkDelay, StageCosts, chain_links
 from jaxmorph.schedule.fixed import one_forward_one_backward, zb_h2
 from jaxmorph.schedule.paper import select_ops
 from jaxmorph.schedule.planner import plan
@@ -93,8 +93,8 @@ def test_a_latency_in_one_direction_grows_the_step_half_as_fast():
     schedule = evenly_slack_schedule(4, 120, 3)
     costs = StageCosts.uniform(4, OP_MS, OP_MS, OP_MS)
     for near, far in (
-        (LinkState(900.0, 0.0), LinkState(1000.0, 0.0)),
-        (LinkState(0.0, 900.0), LinkState(0.0, 1000.0)),
+        (LinkDelay(900.0, 0.0), LinkDelay(1000.0, 0.0)),
+        (LinkDelay(0.0, 900.0), LinkDelay(0.0, 1000.0)),
     ):
         steps = [simulate(schedule, costs, {Link(1, 2): state}) for state in (near, far)]
         assert (steps[1].makespan_ms - steps[0].makespan_ms) / 100.0 == 120 / (3 + 1)
@@ -149,7 +149,7 @@ def test_weight_gradients_in_the_steady_phase_absorb_more_than_equation_1_says()
 
 def test_no_slackness_helps_a_link_that_carries_one_message_at_a_time():
     schedule, costs = evenly_slack_schedule(4, 120, 9), StageCosts.uniform(4, OP_MS, OP_MS, OP_MS)
-    links = [{Link(1, 2): LinkState(c, c)} for c in (0.0, 25.0)]
+    links = [{Link(1, 2): LinkDelay(c, c)} for c in (0.0, 25.0)]
     overlapping = [simulate(schedule, costs, state).makespan_ms for state in links]
     one_by_one = [simulate(schedule, costs, state, "serialized").makespan_ms for state in links]
     assert overlapping == [3630.0, 3655.0]
@@ -167,7 +167,7 @@ def test_b_before_f_uses_up_the_slackness_of_a_long_warm_up():
 
 def test_three_schedules_over_the_same_slow_link():
     costs = StageCosts.uniform(8, OP_MS, OP_MS, OP_MS)
-    links = {Link(2, 3): LinkState(30.0, 30.0)}
+    links = {Link(2, 3): LinkDelay(30.0, 30.0)}
     fixed = [simulate(make(8, 32), costs, links) for make in (one_forward_one_backward, zb_h2)]
     assert [timeline.makespan_ms for timeline in fixed] == [2010.0, 1220.0]
     for timeline in fixed:

@@ -2,7 +2,7 @@ import pytest
 
 from jaxmorph.errors import UserError
 from jaxmorph.records import Link
-from jaxmorph.schedule.costs import LinkState
+from jaxmorph.schedule.costs import LinkDelay
 from jaxmorph.schedule.problem import parse_problem
 from jaxmorph.schedule.what_if import LinkChange, StageChange, changed, parse_change
 
@@ -57,7 +57,7 @@ def test_what_is_no_change_is_refused(text):
 
 def test_a_healthy_link_has_its_latency_and_no_jitter_for_simulation_and_plan():
     healthy = changed(PROBLEM, [parse_change("link=1:0ms")])
-    assert healthy.links[Link(1, 2)] == healthy.planned_links[Link(1, 2)] == LinkState(0, 0, 1, 1)
+    assert healthy.links[Link(1, 2)] == healthy.planned_links[Link(1, 2)] == LinkDelay(0, 0, 1, 1)
     assert healthy.links[Link(0, 1)] == PROBLEM.links[Link(0, 1)]
     assert healthy.jitter_ms == (2, 0)
 

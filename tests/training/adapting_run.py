@@ -16,7 +16,7 @@ from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import parse_program, program_text
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_transfers
-from jaxmorph.schedule.costs import LinkState, StageCosts, chain_links
+from jaxmorph.schedule.costs import LinkDelay, StageCosts, chain_links
 from jaxmorph.training.control_loop import ControlLoop, Morph
 from jaxmorph.training.plan_in_force import plan_step
 from jaxmorph.training.planning_client import Chosen, PlanningError
@@ -137,7 +137,7 @@ class Run:
     def of_kind(self, *kinds):
         return [event for event in self.events if event[1] in kinds]
 
-    def _state(self, lower, delay_ms) -> LinkState:
+    def _state(self, lower, delay_ms) -> LinkDelay:
         link = Link(lower, lower + 1)
         usual = USUAL[self.routes[link]][link]
         return replace(usual, forward_latency_ms=usual.forward_latency_ms + delay_ms)

@@ -23,7 +23,7 @@ from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.runtime.queue import Stamp
 from jaxmorph.runtime.rendezvous import DETAIL
 from jaxmorph.runtime.report import StepReport, StepTotals, named_parts, parts_of
-from jaxmorph.schedule.costs import LinkState
+from jaxmorph.schedule.costs import LinkDelay
 from jaxmorph.training.adaptation import Adaptation, Announced
 from jaxmorph.training.bookkeeping import Bookkeeper
 from jaxmorph.training.control_loop import ControlLoop
@@ -221,10 +221,10 @@ class FailingRun:
     def _state(self, link, slow_ms, failing):
         usual = USUAL[self.routes[link]][link].forward_latency_ms
         if link in failing:
-            return LinkState(HOLD_MS, HOLD_MS)
+            return LinkDelay(HOLD_MS, HOLD_MS)
         if self.routes[link] == "direct" and link in self.wires.by_hosts:
-            return LinkState()  # whoever sends waits for nobody
-        return LinkState(usual + slow_ms, usual + slow_ms)
+            return LinkDelay()  # whoever sends waits for nobody
+        return LinkDelay(usual + slow_ms, usual + slow_ms)
 
     def _report(self, rank, timeline, waited_ms):
         """A rank's report; what it waited for a link is in all of its times, at the worst."""

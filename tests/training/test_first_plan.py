@@ -6,7 +6,7 @@ from jaxmorph.config import check_config
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.records import Link
 from jaxmorph.runtime.rendezvous import SoleRank
-from jaxmorph.schedule.costs import LinkState, chain_links
+from jaxmorph.schedule.costs import LinkDelay, chain_links
 from jaxmorph.training.first_plan import _agree_on_delegable, links_told
 
 FOUR = (0.5, 30.0, 0.4)
@@ -29,11 +29,11 @@ def test_slow_links_are_delegable_or_any_where_allowed(adaptation, latencies_ms,
 
 
 def test_links_are_planned_as_measured_unless_named():
-    measured = {Link(0, 1): LinkState(0.5, 0.4), Link(1, 2): LinkState(9.0, 9.0)}
+    measured = {Link(0, 1): LinkDelay(0.5, 0.4), Link(1, 2): LinkDelay(9.0, 9.0)}
     assert links_told(None, measured) == measured
     told = links_told({"1-2": 30.0, "2-3": 5.0}, measured)
     assert told == {
-        Link(0, 1): LinkState(0.5, 0.4),
-        Link(1, 2): LinkState(30.0, 30.0),
-        Link(2, 3): LinkState(5.0, 5.0),
+        Link(0, 1): LinkDelay(0.5, 0.4),
+        Link(1, 2): LinkDelay(30.0, 30.0),
+        Link(2, 3): LinkDelay(5.0, 5.0),
     }

@@ -16,7 +16,7 @@ from jaxmorph.control.verdicts import Evidence, KnownWay, Verdict
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.records import Link
 from jaxmorph.runtime.rendezvous import SoleRank
-from jaxmorph.schedule.costs import LinkState, chain_links
+from jaxmorph.schedule.costs import LinkDelay, chain_links
 from jaxmorph.training import first_plan
 from jaxmorph.training.first_plan import FirstPlan, agree_on_routes, plan_by_timings
 from jaxmorph.training.plan_in_force import (
@@ -29,8 +29,8 @@ from jaxmorph.training.starting_point import starting_point
 
 SLOW = Link(1, 2)
 MEASURED = {
-    "direct": {**USUAL["direct"], SLOW: LinkState(40.5, 0.5)},
-    "delegated": {**USUAL["delegated"], SLOW: LinkState(41.5, 1.5)},
+    "direct": {**USUAL["direct"], SLOW: LinkDelay(40.5, 0.5)},
+    "delegated": {**USUAL["delegated"], SLOW: LinkDelay(41.5, 1.5)},
 }
 DIRECT_ALONE = {**MEASURED, "delegated": USUAL["delegated"]}
 DELEGATED_ROUTES = {**FIRST.routes, SLOW: "delegated"}
@@ -224,7 +224,7 @@ def begin(monkeypatch, run_on):
         plan = agree_on_plan(config, rendezvous, unmeasured_profile(config), num_tied)
         routes = plan.plan.routes
         measured_on.append(routes)
-        links: dict[Link, LinkState] = {link: now[routes[link]][link] for link in routes}
+        links: dict[Link, LinkDelay] = {link: now[routes[link]][link] for link in routes}
         timeline, profiler = simulate_blocking(plan.programs, COSTS, links), Profiler(3)
         for _ in range(2):
             profiler.observe(timeline)
