@@ -12,7 +12,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.records import pipeline_links
 from jaxmorph.report.run_directory import PROFILE
 from jaxmorph.schedule.costs import LinkDelay
-from jaxmorph.schedule.problem import usual_chunks
+from jaxmorph.schedule.problem import default_chunks
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def run_fields(
     config, costs, own = run.config, run.profile.costs, run.config.schedule
     if num_chunks is None:
         other = schedule is not None and schedule != own.name
-        num_chunks = usual_chunks(schedule or "") if other else run.num_chunks
+        num_chunks = default_chunks(schedule or "") if other else run.num_chunks
     stages = config.parallelism.stages
     links = list(_links(run, num_chunks))
     return _stash_fields(run) | {

@@ -16,7 +16,7 @@ from jaxmorph.records import Link
 from jaxmorph.report.run_matrix import PlannedRun
 from jaxmorph.runtime.rendezvous import Rendezvous, agree
 from jaxmorph.schedule.bound import certified_ms, lower_bound_ms
-from jaxmorph.schedule.costs import MARGIN_OF_JITTER, Limits
+from jaxmorph.schedule.costs import JITTER_MARGIN, Limits
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.training.plan_in_force import PlanInForce, agree_on_plan
 
@@ -54,7 +54,7 @@ class ConditionPlanner:
         actual = self._profile_under(conditions, margin_of_jitter=0.0)
         believed = self.profile
         if self.system.adapts:
-            believed = self._profile_under(conditions, MARGIN_OF_JITTER)
+            believed = self._profile_under(conditions, JITTER_MARGIN)
         slow = [Link(*condition.between) for condition in conditions]
         plans = [
             agree_on_plan(choice, self.rendezvous, believed, self.num_tied)
@@ -140,7 +140,7 @@ class Replanner:
         since_s = max(0.0, elapsed_s - RECENT_S)
         recent = self._history.over(range(step - 1, step), since_s, elapsed_s)
         planned_ms = {
-            way: each.latency_ms + MARGIN_OF_JITTER * each.jitter_ms
+            way: each.latency_ms + JITTER_MARGIN * each.jitter_ms
             for each in recent
             for way in each.directions()
         }

@@ -9,7 +9,7 @@ from typing import Any
 from jaxmorph.control.link_state import LinkHealth, Way
 from jaxmorph.control.verdicts import Verdict
 from jaxmorph.records import Link, Route, Routes
-from jaxmorph.schedule.costs import MARGIN_OF_JITTER, LinkDelay, Links, StageCosts
+from jaxmorph.schedule.costs import JITTER_MARGIN, LinkDelay, Links, StageCosts
 
 UsualLinks = Mapping[Route, Links]
 """What healthy links do to messages on either route, as measured before the first step."""
@@ -77,7 +77,7 @@ def links_under(
     usual: UsualLinks,
     now: Routes,
     planned: Routes,
-    margin_of_jitter: float = MARGIN_OF_JITTER,
+    margin_of_jitter: float = JITTER_MARGIN,
 ) -> dict[Link, LinkDelay]:
     """Latencies under the routes of a plan, when they have been judged under those of another one.
 

@@ -106,7 +106,7 @@ Links = Mapping[Link, LinkDelay]
 
 NO_LATENCY: Links = MappingProxyType({})
 
-MARGIN_OF_JITTER = 0.7
+JITTER_MARGIN = 0.7
 """A link that jitters is planned for at its latency and this many standard deviations.
 
 Beyond the nominal latency a late message spreads over the step, while a margin that is not needed

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args
 from jaxmorph.errors import UserError
 from jaxmorph.records import Link, pipeline_links
 from jaxmorph.schedule.costs import (
-    MARGIN_OF_JITTER,
+    JITTER_MARGIN,
     Limits,
     LinkDelay,
     Links,
@@ -141,7 +141,7 @@ def _problem(fields: Mapping[str, Any], orders: Schedule | None) -> Problem:
     )
 
 
-def usual_chunks(schedule: str) -> int:
+def default_chunks(schedule: str) -> int:
     """Number of virtual stages a stage runs under a schedule when none is asked for."""
     return _CHUNKS_OF_INTERLEAVED if schedule == "interleaved" else 1
 
@@ -194,7 +194,7 @@ def _chunks(value: object, schedule: str, orders: Schedule | None) -> int:
         if value is not None and value != orders.num_chunks:
             raise UserError(f"chunks: got {shown(value)}, but orders have {orders.num_chunks}")
         return orders.num_chunks
-    chunks = usual_chunks(schedule) if value is None else count("chunks", value)
+    chunks = default_chunks(schedule) if value is None else count("chunks", value)
     if chunks > 1 and schedule != "interleaved":
         raise UserError(f"chunks: got {chunks}, expected 1 for {schedule} (or interleaved)")
     return chunks
@@ -299,7 +299,7 @@ def _jitter(value: object, num_stages: int) -> tuple[float, ...] | None:
 
 def _with_margin(links: Links, jitter_ms: tuple[float, ...]) -> Links:
     margins = {
-        Link(stage, stage + 1): MARGIN_OF_JITTER * sigma for stage, sigma in enumerate(jitter_ms)
+        Link(stage, stage + 1): JITTER_MARGIN * sigma for stage, sigma in enumerate(jitter_ms)
     }
     return {link: _slower(state, margins.get(link, 0.0)) for link, state in links.items()}
 
