@@ -63,7 +63,7 @@ class LinksChanged:
     Attributes:
         pipeline: What decides which links there are, and what a message on them takes.
         step: The one that showed it.
-        ways: Each direction, as `KnownWay.to_json` writes it.
+        ways: Each direction, as `KnownDirection.to_json` writes it.
     """
 
     pipeline: Json

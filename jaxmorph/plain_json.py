@@ -17,7 +17,7 @@ This module does without pydantic: ranks read what they exchange by it, and the 
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
@@ -29,6 +29,7 @@ Json: TypeAlias = dict[str, Any]
 _Value = TypeVar("_Value")
 _Read: TypeAlias = Callable[[Any], Any]
 _Write: TypeAlias = Callable[[Any], Any]
+_KEY = "key"  # in a field's metadata
 _LONGEST = 60  # characters of a value quoted in an error
 
 
@@ -59,7 +60,7 @@ def as_object(value: Any) -> dict[str, Any]:
         return value.model_dump(mode="json")
     if not is_dataclass(value):
         raise TypeError(f"got {value!r}, expected plain values and dataclasses")
-    return {name: write(getattr(value, name)) for name, write in _writers(type(value)).items()}
+    return {key: write(getattr(value, name)) for key, name, write in _writers(type(value))}
 
 
 def tagged(message: Any) -> dict[str, Any]:
@@ -67,10 +68,19 @@ def tagged(message: Any) -> dict[str, Any]:
     return {"kind": type(message).__name__} | as_object(message)
 
 
+def written_as(key: str) -> dict[str, str]:
+    """The metadata of a field that files know by another name than the code."""
+    return {_KEY: key}
+
+
 @cache
-def _writers(kind: type) -> dict[str, _Write]:
+def _writers(kind: type) -> tuple[tuple[str, str, _Write], ...]:
     types = get_type_hints(kind)
-    return {item.name: _writer(types[item.name]) for item in fields(kind)}
+    return tuple((_key(item), item.name, _writer(types[item.name])) for item in fields(kind))
+
+
+def _key(item: Field[Any]) -> str:
+    return item.metadata.get(_KEY, item.name)
 
 
 def _writer(kind: Any) -> _Write:
@@ -255,18 +265,19 @@ def _read_parts(parts: Iterable[tuple[Any, _Read, Any]]) -> dict[Any, Any]:
 def _dataclass_reader(kind: type) -> _Read:
     types = get_type_hints(kind)
     parts = [
-        (item.name, _reader(types[item.name]), item.default is item.default_factory is MISSING)
+        (_key(item), _reader(types[item.name]), item.default is item.default_factory is MISSING)
         for item in fields(kind)
     ]
+    names = {_key(item): item.name for item in fields(kind)}
 
     def read_all(value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise _mismatch(value, f"the fields of {kind.__name__}")
-        for name, _, is_required in parts:
-            if is_required and name not in value:
-                raise _MismatchError("missing", name)
-        there = ((name, read, value[name]) for name, read, _ in parts if name in value)
-        return _make(kind, _read_parts(there))
+        for key, _, is_required in parts:
+            if is_required and key not in value:
+                raise _MismatchError("missing", key)
+        there = ((key, read, value[key]) for key, read, _ in parts if key in value)
+        return _make(kind, {names[key]: each for key, each in _read_parts(there).items()})
 
     return read_all
 

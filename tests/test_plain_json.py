@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 
 from jaxmorph.config.sections import Adaptation
-from jaxmorph.plain_json import ParseError, dump, parse
+from jaxmorph.plain_json import ParseError, dump, parse, written_as
 
 
 @dataclass(frozen=True)
@@ -135,3 +135,15 @@ def test_a_section_refuses_in_one_line():
     with pytest.raises(ParseError, match=r"^here: section: .*Adaptation worth.*less than 1") as it:
         parse(Whole, PART | {"section": {"worth": 2}}, "here")
     assert "\n" not in str(it.value)
+
+
+@dataclass(frozen=True)
+class Renamed:
+    new: int = field(metadata=written_as("old"))
+
+
+def test_a_renamed_field_keeps_its_key():
+    assert dump(Renamed(1)) == '{"old": 1}'
+    assert parse(Renamed, {"old": 1}, "a file") == Renamed(1)
+    with pytest.raises(ParseError, match=r"^a file: old: missing"):
+        parse(Renamed, {"new": 1}, "a file")

@@ -80,9 +80,9 @@ class RoundPaths:
         return False
 
     def _told_anew(self, link: Link) -> PathFailure:
-        lives_left = None if self._trainer.can_restore(link) else 0
+        restores_left = None if self._trainer.can_restore(link) else 0
         detail = "its direct path failed in an earlier round"
-        return PathFailure(link, detail, lives_left=lives_left)
+        return PathFailure(link, detail, restores_left=restores_left)
 
 
 @dataclass(frozen=True)

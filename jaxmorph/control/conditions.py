@@ -6,7 +6,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any
 
-from jaxmorph.control.link_state import LinkHealth, Way
+from jaxmorph.control.link_state import Direction, LinkHealth
 from jaxmorph.control.verdicts import Verdict
 from jaxmorph.records import Link, Route, Routes
 from jaxmorph.schedule.costs import JITTER_MARGIN, LinkDelay, Links, StageCosts
@@ -36,7 +36,9 @@ def usual_from_json(data: Mapping[Route, Any]) -> UsualLinks:
     }
 
 
-def outlying_ways(links: Links, routes: Routes = MappingProxyType({})) -> frozenset[Way]:
+def outlying_directions(
+    links: Links, routes: Routes = MappingProxyType({})
+) -> frozenset[Direction]:
     """The directions, by sender and receiver, that take much longer than most links do.
 
     A link that was slow before anything was measured can't be told from what it used to take. Of
@@ -46,21 +48,23 @@ def outlying_ways(links: Links, routes: Routes = MappingProxyType({})) -> frozen
         routes: The routes on which they did; a link that is not named is direct. Those on one route
             say nothing of those on the other.
     """
-    found: set[Way] = set()
+    found: set[Direction] = set()
     for route in ("direct", "delegated"):
         there = {link: at for link, at in links.items() if routes.get(link, "direct") == route}
-        ways_ms = {(link.lower, link.upper): at.forward_latency_ms for link, at in there.items()}
-        ways_ms |= {(link.upper, link.lower): at.backward_latency_ms for link, at in there.items()}
+        took_ms = {(link.lower, link.upper): at.forward_latency_ms for link, at in there.items()}
+        took_ms |= {(link.upper, link.lower): at.backward_latency_ms for link, at in there.items()}
         slower_ms = [max(at.forward_latency_ms, at.backward_latency_ms) for at in there.values()]
         late_ms = _OUTLYING_MS + _OUTLYING_TIMES * _typical_ms(slower_ms)
-        found |= {way for way, each_ms in ways_ms.items() if each_ms > late_ms}
+        found |= {direction for direction, each_ms in took_ms.items() if each_ms > late_ms}
     return frozenset(found)
 
 
-def as_the_others(links: Links, ways: Collection[Way]) -> dict[Link, LinkDelay]:
+def as_the_others(links: Links, directions: Collection[Direction]) -> dict[Link, LinkDelay]:
     """The links, all on one route, with some directions taking what the others do."""
-    ups = {link: at.forward_latency_ms for link, at in links.items() if link not in ways}
-    downs = {link: at.backward_latency_ms for link, at in links.items() if link[::-1] not in ways}
+    ups = {link: at.forward_latency_ms for link, at in links.items() if link not in directions}
+    downs = {
+        link: at.backward_latency_ms for link, at in links.items() if link[::-1] not in directions
+    }
     up_ms, down_ms = _typical_ms(ups.values()), _typical_ms(downs.values())
     return {link: LinkDelay(ups.get(link, up_ms), downs.get(link, down_ms)) for link in links}
 
@@ -94,7 +98,7 @@ def links_under(
         The state of each link that there is a verdict or a usual latency of.
     """
     judged = {(each.source, each.destination): each for each in verdicts}
-    named = {Link(min(way), max(way)) for way in judged}
+    named = {Link(min(direction), max(direction)) for direction in judged}
     states: dict[Link, LinkDelay] = {}
     for link in sorted(named.union(*usual.values())):
         before = _usual(usual, now.get(link, "direct"), link)

@@ -74,7 +74,7 @@ from jaxmorph.control.orchestrator import (
 from jaxmorph.control.path_reports import PathNews, PathsOfStep, judge_paths, read_paths
 from jaxmorph.control.probes import found_by
 from jaxmorph.control.profiler import Profile
-from jaxmorph.control.verdicts import KnownWay
+from jaxmorph.control.verdicts import KnownDirection
 from jaxmorph.records import EventKind, Routes
 from jaxmorph.schedule.ops import OpKind
 
@@ -328,6 +328,6 @@ def link_states(state: ControllerState) -> dict[str, str]:
     return {**state.paths.in_words(), **states_in_words(state.verdicts)}
 
 
-def known_links(state: ControllerState) -> tuple[KnownWay, ...]:
+def known_links(state: ControllerState) -> tuple[KnownDirection, ...]:
     """What a later start of the run is to know of slow and failed links."""
-    return state.detector.known_ways()
+    return state.detector.known_directions()

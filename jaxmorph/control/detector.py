@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from jaxmorph.control.direction_watch import DirectionState, DirectionWatch
-from jaxmorph.control.link_state import LinkHealth, Way
+from jaxmorph.control.link_state import Direction, LinkHealth
 from jaxmorph.control.measurements import LinkSample, median, robust_spread
 from jaxmorph.control.route_record import OTHER_ROUTE_MS, Usual
-from jaxmorph.control.verdicts import Evidence, KnownWay, Verdict
+from jaxmorph.control.verdicts import Evidence, KnownDirection, Verdict
 from jaxmorph.records import Route
 
 _ENOUGH_OTHERS = 3  # directions: those of one other link could be the slow ones
@@ -27,12 +27,14 @@ class Detector:
     have changed.
     """
 
-    directions: Mapping[Way, DirectionState] = field(default_factory=dict)
+    directions: Mapping[Direction, DirectionState] = field(default_factory=dict)
 
     @property
-    def verdicts(self) -> dict[Way, Verdict]:
+    def verdicts(self) -> dict[Direction, Verdict]:
         """What is to be said now of every direction that has been seen."""
-        return {way: self.directions[way].verdict for way in sorted(self.directions)}
+        return {
+            direction: self.directions[direction].verdict for direction in sorted(self.directions)
+        }
 
     def observe(self, step: int, samples: Iterable[LinkSample]) -> tuple["Detector", list[Verdict]]:
         """Take in what a step's messages took.
@@ -43,21 +45,21 @@ class Detector:
         Returns:
             And the verdicts that have changed, those of a direction in order.
         """
-        by_way: dict[Way, list[LinkSample]] = {}
+        by_direction: dict[Direction, list[LinkSample]] = {}
         for sample in samples:
-            by_way.setdefault((sample.source, sample.destination), []).append(sample)
+            by_direction.setdefault((sample.source, sample.destination), []).append(sample)
         now = dict(self.directions)
         changes: list[Verdict] = []
-        measured: list[tuple[Way, DirectionWatch, bool]] = []
-        for way, of_way in sorted(by_way.items()):
-            watch = _watch(now, way)
-            changes += watch.observe(step, of_way)
-            now[way] = watch.state()
+        measured: list[tuple[Direction, DirectionWatch, bool]] = []
+        for direction, its_samples in sorted(by_direction.items()):
+            watch = _watch(now, direction)
+            changes += watch.observe(step, its_samples)
+            now[direction] = watch.state()
             if watch.first_measured is not None:
-                measured.append((way, watch, watch.first_measured))
-        for way, watch, is_held in measured:  # once all have been
-            changes += watch.compare(step, is_held, _by_others(now, way, is_held))
-            now[way] = watch.state()
+                measured.append((direction, watch, watch.first_measured))
+        for direction, watch, is_direct in measured:  # once all have been
+            changes += watch.compare(step, is_direct, _by_others(now, direction, is_direct))
+            now[direction] = watch.state()
         return Detector(now), changes
 
     def observe_failure(
@@ -97,77 +99,88 @@ class Detector:
             usual_ms: What its messages would take on a healthy link, by whether they are direct.
             known: As what it was slow when the run was last at work; None: go by the samples.
         """
-        expected = {is_held: Usual.of(each_ms) for is_held, each_ms in usual_ms.items()}
+        expected = {is_direct: Usual.of(each_ms) for is_direct, each_ms in usual_ms.items()}
         watch = _watch(self.directions, (samples[-1].source, samples[-1].destination))
         return self._after(watch.begin_slow(step, samples, expected, known), watch)
 
-    def known_ways(self) -> tuple[KnownWay, ...]:
+    def known_directions(self) -> tuple[KnownDirection, ...]:
         """What is to be remembered of directions that are slow or dead now."""
         return tuple(
-            KnownWay(state.verdict, "direct" if state.is_held else "delegated", self._usual_ms(way))
-            for way, state in sorted(self.directions.items())
+            KnownDirection(
+                state.verdict,
+                "direct" if state.is_direct else "delegated",
+                self._usual_ms(direction),
+            )
+            for direction, state in sorted(self.directions.items())
             if state.verdict.health is LinkHealth.SLOW
         )
 
-    def usual(self, source: int, destination: int, *, is_held: bool) -> Usual | None:
+    def usual(self, source: int, destination: int, *, is_direct: bool) -> Usual | None:
         """What a healthy message takes on the direct route, or on the other, to judge a probe by.
 
         What it takes on other links where it has not been measured on this one; None where that
         isn't known either.
         """
-        way = source, destination
-        state = self.directions.get(way)
+        direction = source, destination
+        state = self.directions.get(direction)
         if state is None:
             return None
-        other_route = state.usual(not is_held)
-        return state.usual(is_held) or _assumed(self.directions, way, is_held, other_route)
+        other_route = state.usual(not is_direct)
+        return state.usual(is_direct) or _assumed(
+            self.directions, direction, is_direct, other_route
+        )
 
-    def _usual_ms(self, way: Way) -> dict[Route, float]:
+    def _usual_ms(self, direction: Direction) -> dict[Route, float]:
         """What a healthy message takes on the routes of which that is known, or can be derived."""
         names: dict[Route, bool] = {"direct": True, "delegated": False}
         found: dict[Route, Usual | None] = {
-            name: self.usual(*way, is_held=is_held) for name, is_held in names.items()
+            name: self.usual(*direction, is_direct=is_direct) for name, is_direct in names.items()
         }
         return {name: usual.baseline_ms for name, usual in found.items() if usual is not None}
 
     def _after(
         self, changes: list[Verdict], watch: DirectionWatch
     ) -> tuple["Detector", list[Verdict]]:
-        way = watch.verdict.source, watch.verdict.destination
-        return Detector({**self.directions, way: watch.state()}), changes
+        direction = watch.verdict.source, watch.verdict.destination
+        return Detector({**self.directions, direction: watch.state()}), changes
 
 
-def _watch(directions: Mapping[Way, DirectionState], way: Way) -> DirectionWatch:
-    state = directions.get(way)
+def _watch(directions: Mapping[Direction, DirectionState], direction: Direction) -> DirectionWatch:
+    state = directions.get(direction)
     if state is None:
         health, said = LinkHealth.HEALTHY, "no delay seen"
-        state = DirectionState(Verdict(*way, health, 0.0, 0.0, 0, _NO_EVIDENCE, said))
-    return DirectionWatch(state, partial(_assumed, directions, way))
+        state = DirectionState(Verdict(*direction, health, 0.0, 0.0, 0, _NO_EVIDENCE, said))
+    return DirectionWatch(state, partial(_assumed, directions, direction))
 
 
 def _assumed(
-    directions: Mapping[Way, DirectionState], way: Way, is_held: bool, other_route: Usual | None
+    directions: Mapping[Direction, DirectionState],
+    direction: Direction,
+    is_direct: bool,
+    other_route: Usual | None,
 ) -> Usual | None:
     """What the route takes on other links; else what the other route takes, here or there."""
-    if known_ms := _other_baselines_ms(directions, way, is_held):
+    if known_ms := _other_baselines_ms(directions, direction, is_direct):
         return Usual.of(median(known_ms))
     if other_route is not None:
         known_ms = [other_route.baseline_ms]
-    elif not (known_ms := _other_baselines_ms(directions, way, not is_held)):
+    elif not (known_ms := _other_baselines_ms(directions, direction, not is_direct)):
         return None
     return Usual.of(median(known_ms) + OTHER_ROUTE_MS)
 
 
-def _by_others(directions: Mapping[Way, DirectionState], way: Way, is_held: bool) -> Usual | None:
+def _by_others(
+    directions: Mapping[Direction, DirectionState], direction: Direction, is_direct: bool
+) -> Usual | None:
     """What the route takes on other links, where there are enough of them."""
-    known_ms = _other_baselines_ms(directions, way, is_held)
+    known_ms = _other_baselines_ms(directions, direction, is_direct)
     if len(known_ms) < _ENOUGH_OTHERS:
         return None
     return Usual.of(median(known_ms), robust_spread(known_ms))
 
 
 def _other_baselines_ms(
-    directions: Mapping[Way, DirectionState], way: Way, is_held: bool
+    directions: Mapping[Direction, DirectionState], direction: Direction, is_direct: bool
 ) -> list[float]:
-    known = (state.usual(is_held) for at, state in directions.items() if at != way)
+    known = (state.usual(is_direct) for at, state in directions.items() if at != direction)
     return [each.baseline_ms for each in known if each is not None]

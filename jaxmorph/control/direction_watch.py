@@ -5,7 +5,7 @@ into a working copy of them (`DirectionWatch`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from jaxmorph.control.link_state import SENTENCES, TURNS, LinkHealth, Sign
 from jaxmorph.control.measurements import LinkSample, median
@@ -19,6 +19,7 @@ from jaxmorph.control.route_record import (
     typical_ms,
 )
 from jaxmorph.control.verdicts import Evidence, Verdict
+from jaxmorph.plain_json import written_as
 
 _CALMING = 0.8  # what is left of a slow link's unrest after another step
 
@@ -37,7 +38,7 @@ class DirectionState:
         verdict: What is to be said of it now; its latency and jitter are the latest.
         direct: Of its direct messages; None: none was seen.
         delegated: Of its delegated ones.
-        is_held: Whether most of its messages take the direct route now; None: none was seen.
+        is_direct: Whether most of its messages take the direct route now; None: none was seen.
         judged_by: The route that the verdict came by; None: either may end it.
         level_ms: What messages took when it was last judged.
         unrest: How often a slow link's delay has changed lately.
@@ -47,15 +48,15 @@ class DirectionState:
     verdict: Verdict
     direct: RouteState | None = None
     delegated: RouteState | None = None
-    is_held: bool | None = None
+    is_direct: bool | None = field(default=None, metadata=written_as("is_held"))
     judged_by: bool | None = None
     level_ms: float = 0.0
     unrest: float = 0.0
     good_steps: int = 0
 
-    def usual(self, is_held: bool) -> Usual | None:
+    def usual(self, is_direct: bool) -> Usual | None:
         """What a healthy message takes on a route; None where it has not been measured."""
-        route = self.direct if is_held else self.delegated
+        route = self.direct if is_direct else self.delegated
         return None if route is None else route.usual
 
 
@@ -77,15 +78,15 @@ class DirectionWatch:
         self._assume = assume
         self.verdict = state.verdict
         kept = ((True, state.direct), (False, state.delegated))
-        self._routes = {is_held: RouteRecord(of) for is_held, of in kept if of is not None}
-        self._current, self._judged_by = state.is_held, state.judged_by
+        self._routes = {is_direct: RouteRecord(of) for is_direct, of in kept if of is not None}
+        self._current, self._judged_by = state.is_direct, state.judged_by
         self._level_ms, self._unrest = state.level_ms, state.unrest
         self._good_steps = state.good_steps
         self.first_measured: bool | None = None
 
     def state(self) -> DirectionState:
         """What is kept of the direction."""
-        routes = {is_held: record.state() for is_held, record in self._routes.items()}
+        routes = {is_direct: record.state() for is_direct, record in self._routes.items()}
         return DirectionState(
             self.verdict,
             routes.get(True),
@@ -112,10 +113,10 @@ class DirectionWatch:
             changes += self._read(step, sample, may_move=may_move)
         if began_as is self.verdict.health is LinkHealth.RECOVERING:
             changes += self._count_good_step(step, samples)
-        for is_held, record in self._routes.items():
+        for is_direct, record in self._routes.items():
             settles = self.verdict.health is LinkHealth.HEALTHY or record.usual is None
             if settles and record.settle():
-                self.first_measured = is_held
+                self.first_measured = is_direct
         self.verdict = self._with_latency(self.verdict)
         if not changes:
             return []
@@ -137,8 +138,8 @@ class DirectionWatch:
                 messages have been seen.
             known: As what it was slow last, which counts, whatever a few messages show.
         """
-        for is_held, usual in expected.items():
-            self._record(is_held).usual = usual
+        for is_direct, usual in expected.items():
+            self._record(is_direct).usual = usual
         self._notice_route(samples)
         if known is None:
             took_ms = [sample.duration_ms for sample in samples]
@@ -152,7 +153,7 @@ class DirectionWatch:
         self._level_ms = known.latency_ms
         return [self.verdict]
 
-    def compare(self, step: int, is_held: bool, expected: Usual | None) -> list[Verdict]:
+    def compare(self, step: int, is_direct: bool, expected: Usual | None) -> list[Verdict]:
         """Compare a route that has just got its first baseline with the other directions'.
 
         A link that is slow from the first message on is not seen to become so.
@@ -162,12 +163,12 @@ class DirectionWatch:
         """
         if expected is None or self.verdict.health is not LinkHealth.HEALTHY:
             return []
-        record = self._record(is_held)
+        record = self._record(is_direct)
         if record.usual is None or record.usual.baseline_ms <= expected.threshold_ms:
             return []
         took_ms = record.recent.last(LEARNING_MESSAGES)
         record.unlearn()
-        return self._turn(step, Sign.ROSE, is_held, took_ms, usual=expected)
+        return self._turn(step, Sign.ROSE, is_direct, took_ms, usual=expected)
 
     def fail(self, step: int, detail: str) -> list[Verdict]:
         """Take in that the direct path was given up; no verdict if the link was dead already."""
@@ -186,31 +187,31 @@ class DirectionWatch:
         return turned
 
     def _notice_route(self, samples: Sequence[LinkSample]) -> None:
-        is_held = 2 * sum(sample.is_held for sample in samples) > len(samples)
-        if is_held is self._current:
+        is_direct = 2 * sum(sample.is_direct for sample in samples) > len(samples)
+        if is_direct is self._current:
             return
-        self._current = is_held
-        self._record(is_held).begin_again()
-        self._judged_by = is_held
+        self._current = is_direct
+        self._record(is_direct).begin_again()
+        self._judged_by = is_direct
 
-    def _record(self, is_held: bool) -> RouteRecord:
-        if is_held not in self._routes:
-            self._routes[is_held] = RouteRecord(RouteState())
-        return self._routes[is_held]
+    def _record(self, is_direct: bool) -> RouteRecord:
+        if is_direct not in self._routes:
+            self._routes[is_direct] = RouteRecord(RouteState())
+        return self._routes[is_direct]
 
-    def _usual(self, is_held: bool) -> Usual | None:
-        record = self._routes.get(is_held)
+    def _usual(self, is_direct: bool) -> Usual | None:
+        record = self._routes.get(is_direct)
         return None if record is None else record.usual
 
-    def _go_by(self, is_held: bool) -> Usual | None:
+    def _go_by(self, is_direct: bool) -> Usual | None:
         """What to judge a route's messages by; a healthy link's other route is measured first."""
-        known = self._usual(is_held)
+        known = self._usual(is_direct)
         if known is None and self.verdict.health is not LinkHealth.HEALTHY:
-            return self._assume(is_held, self._usual(not is_held))
+            return self._assume(is_direct, self._usual(not is_direct))
         return known
 
     def _read(self, step: int, sample: LinkSample, *, may_move: bool) -> list[Verdict]:
-        record, usual = self._record(sample.is_held), self._go_by(sample.is_held)
+        record, usual = self._record(sample.is_direct), self._go_by(sample.is_direct)
         is_healthy = self.verdict.health is LinkHealth.HEALTHY
         if usual is None or not is_healthy:
             record.recent.add(sample.duration_ms)
@@ -223,10 +224,10 @@ class DirectionWatch:
             return []
         may_accuse = self.verdict.health is not LinkHealth.SLOW
         if may_accuse and (late_ms := record.late_beyond_chance()):
-            return self._turn(step, Sign.ROSE, sample.is_held, late_ms)
-        if self._may_clear(sample.is_held) and len(record.calm) >= SETTLED_RUN:
-            return self._turn(step, Sign.FELL, sample.is_held, record.calm)
-        if not may_accuse and may_move and sample.is_held is self._current:
+            return self._turn(step, Sign.ROSE, sample.is_direct, late_ms)
+        if self._may_clear(sample.is_direct) and len(record.calm) >= SETTLED_RUN:
+            return self._turn(step, Sign.FELL, sample.is_direct, record.calm)
+        if not may_accuse and may_move and sample.is_direct is self._current:
             return self._read_level(step, sample, record)
         return []
 
@@ -241,20 +242,20 @@ class DirectionWatch:
             return []
         self._unrest += 1.0
         sign = Sign.SHIFTED if is_dead else Sign.MOVED
-        return self._turn(step, sign, sample.is_held, record.moved)
+        return self._turn(step, sign, sample.is_direct, record.moved)
 
-    def _may_clear(self, is_held: bool) -> bool:
+    def _may_clear(self, is_direct: bool) -> bool:
         if not self.verdict.is_slow:
             return False
-        unmeasured = self._usual(not is_held) is None and self._usual(is_held) is not None
-        return unmeasured or self._counts(is_held)
+        unmeasured = self._usual(not is_direct) is None and self._usual(is_direct) is not None
+        return unmeasured or self._counts(is_direct)
 
-    def _counts(self, is_held: bool) -> bool:
-        return self._judged_by is None or self._judged_by is is_held
+    def _counts(self, is_direct: bool) -> bool:
+        return self._judged_by is None or self._judged_by is is_direct
 
     def _count_good_step(self, step: int, samples: Sequence[LinkSample]) -> list[Verdict]:
-        counting = [each for each in samples if self._counts(each.is_held)]
-        usual = self._go_by(counting[0].is_held) if counting else None
+        counting = [each for each in samples if self._counts(each.is_direct)]
+        usual = self._go_by(counting[0].is_direct) if counting else None
         if usual is None:
             return []
         took_ms = [each.duration_ms for each in counting]
@@ -264,13 +265,13 @@ class DirectionWatch:
             self._good_steps = 0
         if self._good_steps < GOOD_STEPS:
             return []
-        return self._turn(step, Sign.HELD, counting[0].is_held, took_ms)
+        return self._turn(step, Sign.LASTED, counting[0].is_direct, took_ms)
 
     def _turn(
         self,
         step: int,
         sign: Sign,
-        is_held: bool | None,
+        is_direct: bool | None,
         run_ms: Iterable[float],
         detail: str = "",
         usual: Usual | None = None,
@@ -280,8 +281,8 @@ class DirectionWatch:
         turned = TURNS[before.health, before.path].get(sign)
         if turned is None:
             return []
-        if usual is None and is_held is not None:
-            usual = self._go_by(is_held)
+        if usual is None and is_direct is not None:
+            usual = self._go_by(is_direct)
         health, path = turned
         self.verdict = replace(
             before,
@@ -291,10 +292,10 @@ class DirectionWatch:
             evidence=_evidence(run_ms, usual),
             reason=self._sentence(sign, run_ms, usual, detail),
         )
-        self._judged_by, self._good_steps = is_held, 0
-        if sign is not Sign.HELD:
+        self._judged_by, self._good_steps = is_direct, 0
+        if sign is not Sign.LASTED:
             for route, record in self._routes.items():
-                record.begin_again(run_ms if route is is_held else ())
+                record.begin_again(run_ms if route is is_direct else ())
         self.verdict = self._with_latency(self.verdict)
         self._level_ms = self.verdict.latency_ms
         return [self.verdict]

@@ -7,14 +7,15 @@ again after a later step: `FailedPaths` keeps account of that.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from jaxmorph.control.measurements import LinkSample
+from jaxmorph.plain_json import as_object, written_as
 from jaxmorph.records import Link, Route, Routes
 
-Way = tuple[int, int]
+Direction = tuple[int, int]
 """A direction of a link: the rank that sends and the rank that receives."""
 
 
@@ -53,7 +54,7 @@ class Sign(StrEnum):
         ROSE: So many in a row were late that chance doesn't do it.
         MOVED: As many in a row took clearly more, or less, than those before, and were late still.
         FELL: As many in a row were in time.
-        HELD: They have been in time for several steps.
+        LASTED: They have been in time for several steps.
         FAILED: The direct path was given up, or is found down.
         SHIFTED: Delegated messages of a link without a direct path take clearly more, or less.
         RETURNED: Both ends have found the direct path up for many steps in a row.
@@ -63,7 +64,7 @@ class Sign(StrEnum):
     ROSE = "late messages"
     MOVED = "another delay"
     FELL = "messages in time"
-    HELD = "in time for several steps"
+    LASTED = "in time for several steps"
     FAILED = "path failed"
     SHIFTED = "another delegated time"
     RETURNED = "path up again"
@@ -82,11 +83,11 @@ _BACK = LinkHealth.RECOVERING, PathState.RETURNED
 TURNS: Mapping[State, Mapping[Sign, State]] = {
     _HEALTHY: {Sign.ROSE: _SLOW, Sign.KNOWN: _SLOW, Sign.FAILED: _DEAD},
     _SLOW: {Sign.MOVED: _SLOW, Sign.FELL: _RECOVERING, Sign.FAILED: _DEAD},
-    _RECOVERING: {Sign.ROSE: _SLOW, Sign.HELD: _HEALTHY, Sign.FAILED: _DEAD},
+    _RECOVERING: {Sign.ROSE: _SLOW, Sign.LASTED: _HEALTHY, Sign.FAILED: _DEAD},
     _DEAD: {Sign.SHIFTED: _DEAD, Sign.RETURNED: _BACK},
     _BACK: {
         Sign.ROSE: _SLOW_AGAIN,
-        Sign.HELD: _HEALTHY,
+        Sign.LASTED: _HEALTHY,
         Sign.RETURNED: _HEALTHY,
         Sign.FAILED: _DEAD,
     },
@@ -110,7 +111,7 @@ SENTENCES: Mapping[Sign, str] = {
     Sign.ROSE: "is slow: {took} for {count} messages in a row, {threshold:.1f} is late",
     Sign.MOVED: "is slow by another amount: {took} for {count} messages in a row, was {before:.1f}",
     Sign.FELL: "is recovering: {took} for {count} messages in a row, was {before:.1f}",
-    Sign.HELD: "is healthy again: {took} in the last of {steps} good steps",
+    Sign.LASTED: "is healthy again: {took} in the last of {steps} good steps",
     Sign.FAILED: "is dead: {detail}",
     Sign.SHIFTED: "is dead, and delegated messages take another time: {took} for {count} in a row, "
     "was {before:.1f}",
@@ -153,9 +154,9 @@ class PathFailure:
         held_up_s: How long the transfer that failed held up the queue; of two ends the longer time.
         resent: How many messages were sent again.
         began: Whether the collective of that transfer had begun, and failed.
-        lives_left: How often the direct path can begin again while these processes live; None
+        restores_left: How often the direct path can begin again while these processes live; None
             where that isn't known.
-        told_by: The ranks that report it: both ends, or one alone.
+        reported_by: The ranks that report it: both ends, or one alone.
     """
 
     link: Link
@@ -163,23 +164,23 @@ class PathFailure:
     held_up_s: float = 0.0
     resent: int = 0
     began: bool = False
-    lives_left: int | None = None
-    told_by: tuple[int, ...] = ()
+    restores_left: int | None = field(default=None, metadata=written_as("lives_left"))
+    reported_by: tuple[int, ...] = field(default=(), metadata=written_as("told_by"))
 
     def to_json(self) -> dict[str, Any]:
         """The failure as a JSON object, with the link as `"2-3"`."""
-        return {**asdict(self), "link": str(self.link)}
+        return {**as_object(self), "link": str(self.link)}
 
     def joined(self, other: "PathFailure") -> "PathFailure":
         """This and what the link's other end reports; the first of them says what failed."""
-        lives = [each.lives_left for each in (self, other) if each.lives_left is not None]
+        lives = [each.restores_left for each in (self, other) if each.restores_left is not None]
         return replace(
             self,
             held_up_s=max(self.held_up_s, other.held_up_s),
             resent=self.resent + other.resent,
             began=self.began or other.began,
-            lives_left=min(lives, default=None),
-            told_by=self.told_by + other.told_by,
+            restores_left=min(lives, default=None),
+            reported_by=self.reported_by + other.reported_by,
         )
 
 
@@ -203,7 +204,7 @@ class LinkPath:
     Attributes:
         epoch: That of the link's route: each failure, and each new beginning of the direct path,
             begins the next one.
-        lives_left: How often it can begin again while these processes live; None: not known.
+        restores_left: How often it can begin again while these processes live; None: not known.
         up_steps: In how many steps in a row both ends have found it up since it failed.
         is_unused: Whether it has begun again, and no step has used it since.
     """
@@ -211,14 +212,14 @@ class LinkPath:
     state: PathState = PathState.UP
     failures: int = 0
     epoch: int = 0
-    lives_left: int | None = None
+    restores_left: int | None = field(default=None, metadata=written_as("lives_left"))
     up_steps: int = 0
     is_unused: bool = False
 
     @property
     def can_begin(self) -> bool:
         """Whether it can begin again, as far as is known."""
-        return self.lives_left is None or self.lives_left > 0
+        return self.restores_left is None or self.restores_left > 0
 
     def failed(self) -> "LinkPath":
         """The path after one more failure."""
@@ -300,7 +301,7 @@ class FailedPaths:
         }
         return self._with(used), tuple(used)
 
-    def limit(self, link: Link, lives_left: int) -> tuple["FailedPaths", bool]:
+    def limit(self, link: Link, restores_left: int) -> tuple["FailedPaths", bool]:
         """Take note of how often a failed path can begin again, as one of its ends says.
 
         The least that any end says counts; of a link that hasn't failed nothing is noted.
@@ -311,8 +312,8 @@ class FailedPaths:
         if link not in self.failed:
             return self, False
         before = self.links[link]
-        known = lives_left if before.lives_left is None else before.lives_left
-        path = replace(before, lives_left=min(known, lives_left))
+        known = restores_left if before.restores_left is None else before.restores_left
+        path = replace(before, restores_left=min(known, restores_left))
         return self._with({link: path}), before.can_begin and not path.can_begin
 
     def observe(
@@ -361,13 +362,15 @@ class FailedPaths:
         Args:
             samples: Of a step, in which all that was sent on a failed link may have been delegated.
         """
-        failed = {way for low, high in self.failed for way in ((low, high), (high, low))}
+        failed = {
+            direction for low, high in self.failed for direction in ((low, high), (high, low))
+        }
         if not failed:
             return samples
         return tuple(
             each
             for each in samples
-            if not (each.is_held and (each.source, each.destination) in failed)
+            if not (each.is_direct and (each.source, each.destination) in failed)
         )
 
     def in_words(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ class LinkSample(NamedTuple):
     Attributes:
         duration_ms: How long the link took, milliseconds.
         at_ms: When it was over, by the receiver's clock, milliseconds since the step began.
-        is_held: Whether it was a direct transfer, which holds both ends' queues.
+        is_direct: Whether it was a direct transfer, which holds both ends' queues.
     """
 
     source: int
@@ -28,7 +28,7 @@ class LinkSample(NamedTuple):
     microbatch: int
     duration_ms: float
     at_ms: float
-    is_held: bool
+    is_direct: bool
 
     @property
     def sent_ms(self) -> float:

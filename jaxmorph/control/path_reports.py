@@ -7,6 +7,7 @@ from jaxmorph.control.detector import Detector
 from jaxmorph.control.events import ControlEvent, of_verdict
 from jaxmorph.control.link_state import FailedPaths, PathFailure
 from jaxmorph.control.measurements import LinkSample
+from jaxmorph.plain_json import written_as
 from jaxmorph.records import EventKind, Link, Route, Routes
 
 
@@ -33,7 +34,7 @@ class PathNews:
         failures: One for each link that failed.
         up: Of links that failed before, whether both ends find their direct paths up.
         restored: The links whose direct paths begin again after the step.
-        lives_left: Of links of which that was reported, how often their direct paths can begin
+        restores_left: Of links of which that was reported, how often their direct paths can begin
             again; by an end that reported a failure later than the other, too.
         is_disturbed: Whether any end reported a failure: what waited for its link may have waited
             in the step's times.
@@ -42,7 +43,9 @@ class PathNews:
     failures: tuple[PathFailure, ...] = ()
     up: Mapping[Link, bool] = field(default_factory=dict)
     restored: tuple[Link, ...] = ()
-    lives_left: Mapping[Link, int] = field(default_factory=dict)
+    restores_left: Mapping[Link, int] = field(
+        default_factory=dict, metadata=written_as("lives_left")
+    )
     is_disturbed: bool = False
 
 
@@ -58,14 +61,14 @@ def path_news(reports: Sequence[PathReport]) -> PathNews:
     failures: dict[Link, PathFailure] = {}
     for rank, report in enumerate(reports):
         for end in report.failures:
-            failure = replace(end, told_by=(rank,))
+            failure = replace(end, reported_by=(rank,))
             before = failures.get(failure.link)
             failures[failure.link] = failure if before is None else before.joined(failure)
     named = {link for report in reports for link in report.up}
     up = {link: _is_up_at_both_ends(link, reports) for link in sorted(named)}
     # An end may have found it down since.
     restored = tuple(link for link in reports[0].restore if up.get(link, False))
-    lives = ((link, failure.lives_left) for link, failure in sorted(failures.items()))
+    lives = ((link, failure.restores_left) for link, failure in sorted(failures.items()))
     return PathNews(
         tuple(failure for _, failure in sorted(failures.items())),
         up,
@@ -130,7 +133,7 @@ def judge_paths(
     events: list[ControlEvent] = []
     for failure in news.failures:
         detector = _with_failure(detector, step, failure.link, failure.detail)
-    for link, left in sorted(news.lives_left.items()):
+    for link, left in sorted(news.restores_left.items()):
         paths, was_last = paths.limit(link, left)
         events += [_of_given_up(link)] if was_last else []
     delegated = {link for link, route in routes.items() if route == "delegated"}

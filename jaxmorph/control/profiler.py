@@ -89,8 +89,8 @@ class Profiler:
         for key, time in op_times(timeline).items():
             self._ops[key].add(time.median_ms)
         samples = link_samples(timeline) if samples is None else samples
-        for source, destination, is_held, took_ms in _main_messages(samples):
-            self._forget_other_route(source, destination, is_held)
+        for source, destination, is_direct, took_ms in _main_messages(samples):
+            self._forget_other_route(source, destination, is_direct)
             self._links[source, destination].add(median(took_ms))
 
     def profile(self) -> Profile:
@@ -108,11 +108,11 @@ class Profiler:
             *(tuple(_median_of(self._ops, (stage, kind)) for stage in stages) for kind in kinds)
         )
 
-    def _forget_other_route(self, source: int, destination: int, is_held: bool) -> None:
+    def _forget_other_route(self, source: int, destination: int, is_direct: bool) -> None:
         """What a direct transfer took says nothing of a delegated one, nor the other way round."""
-        if self._held.get((source, destination), is_held) != is_held:
+        if self._held.get((source, destination), is_direct) != is_direct:
             del self._links[source, destination]
-        self._held[source, destination] = is_held
+        self._held[source, destination] = is_direct
 
     def _link_states(self) -> dict[Link, LinkDelay]:
         links = {Link(min(ends), max(ends)) for ends in self._links}
@@ -147,6 +147,6 @@ def _main_messages(samples: Sequence[LinkSample]) -> Iterator[tuple[int, int, bo
     durations: dict[tuple[int, int], dict[bool, list[float]]] = {}
     for sample in samples:
         routes = durations.setdefault((sample.source, sample.destination), {})
-        routes.setdefault(sample.is_held, []).append(sample.duration_ms)
+        routes.setdefault(sample.is_direct, []).append(sample.duration_ms)
     for ends, routes in durations.items():
         yield *ends, *max(routes.items(), key=lambda route: len(route[1]))

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from jaxmorph.control.link_state import DEAD, IMPOSSIBLE, LinkHealth, PathState, Way, word
+from jaxmorph.control.link_state import DEAD, IMPOSSIBLE, Direction, LinkHealth, PathState, word
 from jaxmorph.records import Link, Route, Routes
 from jaxmorph.schedule.costs import LinkDelay, Links
 
@@ -99,7 +99,7 @@ def dead_links(verdicts: Iterable[Verdict]) -> frozenset[Link]:
 
 
 @dataclass(frozen=True)
-class KnownWay:
+class KnownDirection:
     """A direction of a slow or dead link as it was last, kept for when its run goes on.
 
     Of the others there is nothing that would not be found again, and one that recovers may be well
@@ -117,7 +117,7 @@ class KnownWay:
     usual_ms: Mapping[Route, float]
 
     @property
-    def way(self) -> Way:
+    def direction(self) -> Direction:
         """The rank that sends and the rank that receives."""
         return self.verdict.source, self.verdict.destination
 
@@ -137,7 +137,7 @@ class KnownWay:
 
     def in_words(self) -> str:
         """Such as `1>2 slow, 41.2 ms (healthy: 0.5)`."""
-        source, destination = self.way
+        source, destination = self.direction
         if self.is_dead:
             return f"{source}>{destination} without a direct path"
         latency_ms, healthy_ms = self.verdict.latency_ms, self._healthy_ms
@@ -149,22 +149,24 @@ class KnownWay:
         return {"verdict": self.verdict.to_json(), "route": self.route, "usual_ms": usual_ms}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "KnownWay":
+    def from_json(cls, data: Mapping[str, Any]) -> "KnownDirection":
         """The direction that `to_json` described."""
         return cls(Verdict.from_json(data["verdict"]), data["route"], dict(data["usual_ms"]))
 
 
-def dead_of(known: Iterable[KnownWay]) -> frozenset[Link]:
+def dead_of(known: Iterable[KnownDirection]) -> frozenset[Link]:
     """The links that had no direct path."""
     return dead_links(each.verdict for each in known)
 
 
-def slow_of(known: Iterable[KnownWay]) -> dict[Way, KnownWay]:
+def slow_of(known: Iterable[KnownDirection]) -> dict[Direction, KnownDirection]:
     """The directions that were slow, by sender and receiver."""
-    return {each.way: each for each in known if not each.is_dead}
+    return {each.direction: each for each in known if not each.is_dead}
 
 
-def still_slow(links: Links, routes: Routes, known: Sequence[KnownWay]) -> dict[Link, LinkDelay]:
+def still_slow(
+    links: Links, routes: Routes, known: Sequence[KnownDirection]
+) -> dict[Link, LinkDelay]:
     """What links take if those that were slow are so still, whatever a few messages show.
 
     Args:
@@ -172,17 +174,17 @@ def still_slow(links: Links, routes: Routes, known: Sequence[KnownWay]) -> dict[
         known: Directions of links; those that were dead stay as they were measured.
     """
     states = dict(links)
-    for way, each in slow_of(known).items():
+    for direction, each in slow_of(known).items():
         link = each.verdict.link
         usual_ms = each.usual_ms.get(routes.get(link, "direct"))
         if link in states and usual_ms is not None:
-            latency_ms = max(way_latency_ms(states[link], way), usual_ms + each.added_ms)
-            states[link] = _with_latency(states[link], way, latency_ms)
+            latency_ms = max(latency_ms_of(states[link], direction), usual_ms + each.added_ms)
+            states[link] = _with_latency(states[link], direction, latency_ms)
     return states
 
 
 def as_when_healthy(
-    links: Links, routes: Routes, known: Sequence[KnownWay]
+    links: Links, routes: Routes, known: Sequence[KnownDirection]
 ) -> dict[Link, LinkDelay]:
     """What links take, where those that were slow or dead take what they did in health.
 
@@ -195,15 +197,15 @@ def as_when_healthy(
         link = each.verdict.link
         usual_ms = each.usual_ms.get(routes.get(link, "direct"))
         if link in states and usual_ms is not None:
-            states[link] = _with_latency(states[link], each.way, usual_ms)
+            states[link] = _with_latency(states[link], each.direction, usual_ms)
     return states
 
 
-def way_latency_ms(state: LinkDelay, way: Way) -> float:
+def latency_ms_of(state: LinkDelay, direction: Direction) -> float:
     """What a link adds to messages of one direction, milliseconds."""
-    return state.forward_latency_ms if way[0] < way[1] else state.backward_latency_ms
+    return state.forward_latency_ms if direction[0] < direction[1] else state.backward_latency_ms
 
 
-def _with_latency(state: LinkDelay, way: Way, latency_ms: float) -> LinkDelay:
-    name = "forward_latency_ms" if way[0] < way[1] else "backward_latency_ms"
+def _with_latency(state: LinkDelay, direction: Direction, latency_ms: float) -> LinkDelay:
+    name = "forward_latency_ms" if direction[0] < direction[1] else "backward_latency_ms"
     return replace(state, **{name: latency_ms})

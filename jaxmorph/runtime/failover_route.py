@@ -143,8 +143,8 @@ class FailoverRoute:
             for failure in end.take_failures():
                 if 0 < end.times_closed < self._communicators.count:
                     self._programs(link, end.times_closed)  # no step waits for it
-                lives_left = self._communicators.count - end.times_closed
-                found.append(replace(failure, lives_left=lives_left))
+                restores_left = self._communicators.count - end.times_closed
+                found.append(replace(failure, restores_left=restores_left))
         return found
 
     def is_delegated(self, link: Link) -> bool:

@@ -8,10 +8,10 @@ from functools import partial
 from jaxmorph.config import Config
 from jaxmorph.config.link_problems import possible_links
 from jaxmorph.config.link_sections import Routes
-from jaxmorph.control.conditions import UsualLinks, outlying_ways
+from jaxmorph.control.conditions import UsualLinks, outlying_directions
 from jaxmorph.control.offload_planning import with_sampled_copies
 from jaxmorph.control.profiler import Profile, Profiler
-from jaxmorph.control.verdicts import KnownWay, dead_of, slow_of, still_slow
+from jaxmorph.control.verdicts import KnownDirection, dead_of, slow_of, still_slow
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous, agree
@@ -50,7 +50,7 @@ class FirstPlan:
     planned_for: Profile
     usual: UsualLinks
     timelines: tuple[Timeline, ...]
-    known: tuple[KnownWay, ...] = ()
+    known: tuple[KnownDirection, ...] = ()
 
 
 def plan_by_timings(
@@ -60,7 +60,7 @@ def plan_by_timings(
     inputs: StepInputs,
     num_tied: int,
     with_slots: Callable[[PlanInForce], PlanInForce],
-    known: Sequence[KnownWay] = (),
+    known: Sequence[KnownDirection] = (),
 ) -> FirstPlan:
     """Measure what ops and links cost, plan with that, and make ready for the plan.
 
@@ -149,7 +149,7 @@ def _agree_on_delegable(
     config: Config,
     rendezvous: Rendezvous,
     usual: Mapping[Route, Links],
-    known: Sequence[KnownWay],
+    known: Sequence[KnownDirection],
 ) -> list[Link]:
     """The links to delegate from the first step on if that is worth it, as rank 0 sees them.
 
@@ -159,8 +159,8 @@ def _agree_on_delegable(
     if not config.adapts:
         return []
     links = usual["direct"]
-    ways = outlying_ways(links, config.routes.of_links(links)) | slow_of(known).keys()
-    slow = {Link(min(way), max(way)) for way in ways}
+    directions = outlying_directions(links, config.routes.of_links(links)) | slow_of(known).keys()
+    slow = {Link(min(direction), max(direction)) for direction in directions}
     found = links if config.adaptation.delegates == "any" else slow
     names = tuple(str(link) for link in sorted(found))
     return [Link.parse(name) for name in agree(rendezvous, tuple[str, ...], names)]

@@ -40,11 +40,11 @@ from jaxmorph.control.controller_state import (
     with_settings,
 )
 from jaxmorph.control.events import ControlEvent
-from jaxmorph.control.link_state import PathFailure, Way
+from jaxmorph.control.link_state import Direction, PathFailure
 from jaxmorph.control.measurements import LinkSample, link_samples, op_times
 from jaxmorph.control.orchestrator import Option, Options
 from jaxmorph.control.path_reports import PathNews
-from jaxmorph.control.verdicts import way_latency_ms
+from jaxmorph.control.verdicts import latency_ms_of
 from jaxmorph.errors import UserError
 from jaxmorph.plain_json import ParseError, dump, parse_line
 from jaxmorph.program.blocking import simulate_blocking
@@ -283,7 +283,7 @@ class _Simulated:
         options = tuple(Option(each.plan, each.step_ms) for each in weighed.candidates)
         return PlansWeighed(Options(weighed.in_force_ms, weighed.undisturbed_ms, options))
 
-    def _link(self, link: Link, added_ms: Mapping[Way, float]) -> LinkDelay:
+    def _link(self, link: Link, added_ms: Mapping[Direction, float]) -> LinkDelay:
         is_failed = link in self._state.paths.failed
         route = "delegated" if is_failed else self._state.plan.routes.get(link, "direct")
         return LinkDelay(
@@ -291,10 +291,14 @@ class _Simulated:
             self._message_ms((link.upper, link.lower), route, added_ms),
         )
 
-    def _message_ms(self, way: Way, route: Route, added_ms: Mapping[Way, float]) -> float:
+    def _message_ms(
+        self, direction: Direction, route: Route, added_ms: Mapping[Direction, float]
+    ) -> float:
         """What a message takes: the usual of its route, and what the link added to messages."""
-        usual = self._state.usual.get(route, {}).get(Link(min(way), max(way)), LinkDelay())
-        return way_latency_ms(usual, way) + added_ms.get(way, 0.0)
+        usual = self._state.usual.get(route, {}).get(
+            Link(min(direction), max(direction)), LinkDelay()
+        )
+        return latency_ms_of(usual, direction) + added_ms.get(direction, 0.0)
 
     def _paths(self, fact: PathNews, restored: Sequence[Link]) -> PathNews:
         """A path fails where it failed, or was found down, and is in use here."""
@@ -330,22 +334,22 @@ def _undecided(state: ControllerState) -> ControllerState:
             return replace(state, phase=Starting())
 
 
-def _added_ms(fact: StepObserved, recorded: ControllerState) -> dict[Way, float]:
+def _added_ms(fact: StepObserved, recorded: ControllerState) -> dict[Direction, float]:
     """What each direction added to its messages in the run, beyond the usual of their route."""
-    took_ms: dict[tuple[Way, Route], list[float]] = {}
+    took_ms: dict[tuple[Direction, Route], list[float]] = {}
     for sample in fact.samples:
-        way, route = (sample.source, sample.destination), _route(sample)
-        took_ms.setdefault((way, route), []).append(sample.duration_ms)
-    added_ms: dict[Way, float] = {}
-    for (way, route), durations_ms in took_ms.items():
-        link = Link(min(way), max(way))
+        direction, route = (sample.source, sample.destination), _route(sample)
+        took_ms.setdefault((direction, route), []).append(sample.duration_ms)
+    added_ms: dict[Direction, float] = {}
+    for (direction, route), durations_ms in took_ms.items():
+        link = Link(min(direction), max(direction))
         usual = recorded.usual.get(route, {}).get(link, LinkDelay())
-        added_ms[way] = max(0.0, median(durations_ms) - way_latency_ms(usual, way))
+        added_ms[direction] = max(0.0, median(durations_ms) - latency_ms_of(usual, direction))
     return added_ms
 
 
 def _route(sample: LinkSample) -> Route:
-    return "direct" if sample.is_held else "delegated"
+    return "direct" if sample.is_direct else "delegated"
 
 
 def _costs(fact: StepObserved, recorded: ControllerState) -> StageCosts:

@@ -12,7 +12,7 @@ import optax
 
 from jaxmorph.checkpoints.saver import CheckpointSaver
 from jaxmorph.config import Config
-from jaxmorph.control.verdicts import KnownWay, dead_of
+from jaxmorph.control.verdicts import KnownDirection, dead_of
 from jaxmorph.data import Batches
 from jaxmorph.emulation.link_conditions import LinkCondition, untimed
 from jaxmorph.emulation.link_settings import emulated_conditions
@@ -169,7 +169,7 @@ def plan_run(
     """
     within = with_device_budget(run.config, run.rendezvous, stage)
     run.links.emulate(untimed(run.conditions))
-    known: tuple[KnownWay, ...] = ()
+    known: tuple[KnownDirection, ...] = ()
     if run.checkpoints is not None:
         known = known_links(within.first, run.rendezvous, run.checkpoints.directory, run.cut.layers)
     first = plan_by_timings(

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from jaxmorph.config import Config
-from jaxmorph.control.conditions import UsualLinks, as_the_others, outlying_ways
+from jaxmorph.control.conditions import UsualLinks, as_the_others, outlying_directions
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.link_state import LinkHealth, Way
+from jaxmorph.control.link_state import Direction, LinkHealth
 from jaxmorph.control.measurements import LinkSample, link_samples
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import (
-    KnownWay,
+    KnownDirection,
     as_when_healthy,
     dead_of,
+    latency_ms_of,
     slow_of,
-    way_latency_ms,
 )
 from jaxmorph.messages import LinksChanged
 from jaxmorph.plain_json import Json, parse_line
@@ -56,12 +56,12 @@ def starting_point(config: Config, first: FirstPlan, num_tied: int) -> StartingP
     measured = first.usual["direct"]  # on the configured routes, whatever these are
     routes = config.routes.of_links(measured)
     dead: Routes = dict.fromkeys(dead_of(first.known), "delegated")
-    outlying = outlying_ways(measured, {**routes, **dead}) | slow_of(first.known).keys()
+    outlying = outlying_directions(measured, {**routes, **dead}) | slow_of(first.known).keys()
     usual = _usual_of_healthy(first.usual, outlying, routes, first.known)
     detector = _watching(first.timelines, outlying, usual, first.known)
     slow = outlying | {
-        way
-        for way, verdict in detector.verdicts.items()
+        direction
+        for direction, verdict in detector.verdicts.items()
         if verdict.health is not LinkHealth.HEALTHY
     }
     if not slow:
@@ -81,7 +81,7 @@ def _home(config: Config, told: Profile, usual: UsualLinks, num_tied: int) -> Pl
 
 
 def _usual_of_healthy(
-    usual: UsualLinks, slow: frozenset[Way], routes: Routes, known: Sequence[KnownWay]
+    usual: UsualLinks, slow: frozenset[Direction], routes: Routes, known: Sequence[KnownDirection]
 ) -> UsualLinks:
     """The same, with what the other links do in place of what slow ones do.
 
@@ -91,7 +91,7 @@ def _usual_of_healthy(
     others = as_the_others(usual["direct"], slow)
     told: dict[Route, Links] = {"direct": as_when_healthy(others, routes, known)}
     if "delegated" in usual:
-        too = slow & (outlying_ways(usual["delegated"]) | slow_of(known).keys())
+        too = slow & (outlying_directions(usual["delegated"]) | slow_of(known).keys())
         others = as_the_others(usual["delegated"], too)
         by_hosts: Routes = dict.fromkeys(others, "delegated")
         told["delegated"] = as_when_healthy(others, by_hosts, known)
@@ -100,36 +100,36 @@ def _usual_of_healthy(
 
 def _watching(
     timelines: Sequence[Timeline],
-    slow: frozenset[Way],
+    slow: frozenset[Direction],
     usual: UsualLinks,
-    known: Sequence[KnownWay],
+    known: Sequence[KnownDirection],
 ) -> Detector:
     """A detector that has seen some steps, the last of them without those directions' messages."""
     detector = Detector()
-    last: dict[Way, list[LinkSample]] = {}
+    last: dict[Direction, list[LinkSample]] = {}
     for step, timeline in enumerate(timelines, start=-len(timelines)):
         others: list[LinkSample] = []
         last = {}
         for sample in link_samples(timeline):
-            way = sample.source, sample.destination
-            (last.setdefault(way, []) if way in slow else others).append(sample)
+            direction = sample.source, sample.destination
+            (last.setdefault(direction, []) if direction in slow else others).append(sample)
         detector, _ = detector.observe(step, others)
     known_slow = slow_of(known)
-    for way, samples in sorted(last.items()):
-        known_verdict = known_slow[way].verdict if way in known_slow else None
-        expected = _usual_ms(way, usual)
+    for direction, samples in sorted(last.items()):
+        known_verdict = known_slow[direction].verdict if direction in known_slow else None
+        expected = _usual_ms(direction, usual)
         detector, _ = detector.begin_slow(-1, samples, expected, known_verdict)
     for each in known:
         if each.is_dead:
-            detector, _ = detector.observe_failure(-1, *each.way, _DEAD_BEFORE)
+            detector, _ = detector.observe_failure(-1, *each.direction, _DEAD_BEFORE)
     return detector
 
 
-def _usual_ms(way: Way, usual: UsualLinks) -> Mapping[bool, float]:
+def _usual_ms(direction: Direction, usual: UsualLinks) -> Mapping[bool, float]:
     """What a direction's messages take on a healthy link, by whether they are direct."""
-    link = Link(min(way), max(way))
+    link = Link(min(direction), max(direction))
     return {
-        route == "direct": way_latency_ms(links[link], way)
+        route == "direct": latency_ms_of(links[link], direction)
         for route, links in usual.items()
         if link in links
     }
@@ -146,25 +146,25 @@ class KnownLinks:
         self._pipeline = _pipeline(config, layers)
         self._told: tuple[Any, ...] | None = None if (directory / LINKS).exists() else ()
 
-    def news(self, step: int, ways: Sequence[KnownWay]) -> LinksChanged | None:
+    def news(self, step: int, directions: Sequence[KnownDirection]) -> LinksChanged | None:
         """What is to be written down.
 
         Args:
-            ways: The directions of links that are slow or dead.
+            directions: The directions of links that are slow or dead.
 
         Returns:
             It; None where it is as it was. What a slow link takes may differ a little since.
         """
-        known = tuple((each.way, each.is_dead, each.verdict.step) for each in ways)
+        known = tuple((each.direction, each.is_dead, each.verdict.step) for each in directions)
         if known == self._told:
             return None
         self._told = known
-        return LinksChanged(self._pipeline, step, tuple(each.to_json() for each in ways))
+        return LinksChanged(self._pipeline, step, tuple(each.to_json() for each in directions))
 
 
 def known_links(
     config: Config, rendezvous: Rendezvous, directory: Path, layers: Sequence[range]
-) -> tuple[KnownWay, ...]:
+) -> tuple[KnownDirection, ...]:
     """What an earlier life of the run knew of its links, the same on all ranks.
 
     Args:
@@ -179,8 +179,8 @@ def known_links(
     if not config.adapts:
         return ()
     own = _read(directory / LINKS, _pipeline(config, layers)) if rendezvous.rank == 0 else []
-    ways = map(KnownWay.from_json, agree(rendezvous, tuple[Json, ...], tuple(own)))
-    return tuple(each for each in ways if config.fails_over or not each.is_dead)
+    directions = map(KnownDirection.from_json, agree(rendezvous, tuple[Json, ...], tuple(own)))
+    return tuple(each for each in directions if config.fails_over or not each.is_dead)
 
 
 def _pipeline(config: Config, layers: Sequence[range]) -> dict[str, Any]:
@@ -200,6 +200,6 @@ def _read(path: Path, pipeline: Json) -> list[dict[str, Any]]:
         before = parse_line(LinksChanged, path.read_text(encoding="utf-8"), LINKS)
         if before.pipeline != pipeline:
             return []
-        return [KnownWay.from_json(way).to_json() for way in before.ways]
+        return [KnownDirection.from_json(direction).to_json() for direction in before.ways]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []  # it is found again

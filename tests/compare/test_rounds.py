@@ -101,14 +101,14 @@ def test_a_path_that_one_end_finds_down_stays_as_it_is_at_both():
     again = begin_again(ranks)  # a round later
     assert [each.link for each in again[0]] == [LINK]
     assert again[0] == again[1]
-    assert again[0][0].lives_left is None
+    assert again[0][0].restores_left is None
 
 
 def test_a_path_that_can_begin_no_more_is_told_with_that():
     ranks = three_ranks(lives=0)
     begin_again(ranks)
     (told,), also, none = begin_again(ranks)
-    assert (told.lives_left, also, none) == (0, [told], [])
+    assert (told.restores_left, also, none) == (0, [told], [])
     assert [each.paused_s for each in ranks] == [0.0] * 3
 
 

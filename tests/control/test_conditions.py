@@ -10,7 +10,7 @@ from jaxmorph.control.conditions import (
     as_the_others,
     costs_differ,
     links_under,
-    outlying_ways,
+    outlying_directions,
     usual_from_json,
     usual_to_json,
 )
@@ -82,15 +82,15 @@ ONE_WAY = {**chain_links((0.5, 0.5, 0.5)), Link(0, 1): LinkDelay(0.5, 30.0)}
     ],
 )
 def test_links_that_differ_from_most_on_their_route_are_found(links, routes, differ):
-    ways = outlying_ways(links, routes)
-    assert {f"{min(way)}-{max(way)}" for way in ways} == differ
+    directions = outlying_directions(links, routes)
+    assert {f"{min(direction)}-{max(direction)}" for direction in directions} == differ
 
 
 def test_a_healed_direction_takes_what_the_others_do():
     links = {**chain_links((0.5, 30.0, 0.7)), Link(1, 2): LinkDelay(30.0, 0.9)}
-    ways = outlying_ways(links)
-    assert ways == {(1, 2)}
-    assert as_the_others(links, ways)[Link(1, 2)] == LinkDelay(0.5, 0.9)
+    directions = outlying_directions(links)
+    assert directions == {(1, 2)}
+    assert as_the_others(links, directions)[Link(1, 2)] == LinkDelay(0.5, 0.9)
     assert as_the_others(links, set()) == links
 
 

@@ -199,7 +199,7 @@ def run_at_random(seed, num_steps, **options):
             each for each in down if each not in failed and routes.get(each, "direct") == "direct"
         ]
         news = PathNews(
-            failures=tuple(PathFailure(each, "no answer", told_by=each) for each in failing),
+            failures=tuple(PathFailure(each, "no answer", reported_by=each) for each in failing),
             up={each: each not in down for each in failed},
             restored=tuple(each for each in sorted(restore) if each not in down),
             is_disturbed=bool(failing),

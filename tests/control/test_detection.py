@@ -84,9 +84,9 @@ class Machine:
             more_ms += max(0.0, self.drawn.gauss(delay_ms, self.jitter * delay_ms))
         return more_ms
 
-    def _noise_ms(self, way):
-        late = self.drawn.random() < self.busy * (0.3 if way in self.late else 0.11)
-        (self.late.add if late else self.late.discard)(way)
+    def _noise_ms(self, direction):
+        late = self.drawn.random() < self.busy * (0.3 if direction in self.late else 0.11)
+        (self.late.add if late else self.late.discard)(direction)
         body_ms = self.drawn.lognormvariate(math.log(1.3), 0.6)
         return body_ms + (4.0 + self.drawn.expovariate(1 / 6.5) if late else 0.0)
 
@@ -134,8 +134,8 @@ class Event:
     healed: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @property
-    def ways(self):
-        return [way for link in self.links for way in (tuple(link), tuple(link)[::-1])]
+    def directions(self):
+        return [direction for link in self.links for direction in (tuple(link), tuple(link)[::-1])]
 
 
 def one_event(run, drawn):
@@ -163,15 +163,15 @@ def one_event(run, drawn):
 
 
 def _keep(change, event, elsewhere):
-    way = (change.source, change.destination)
+    direction = (change.source, change.destination)
     if change.health is SLOW and not (
-        way in event.ways and event.begins <= change.step <= event.ends
+        direction in event.directions and event.begins <= change.step <= event.ends
     ):
         elsewhere.append(change.reason)
     elif change.health is SLOW:
-        event.found.setdefault(way, change.step - event.begins)
-    elif change.health is HEALTHY and way in event.found:
-        event.healed[way] = change.step - event.ends
+        event.found.setdefault(direction, change.step - event.begins)
+    elif change.health is HEALTHY and direction in event.found:
+        event.healed[direction] = change.step - event.ends
 
 
 @pytest.fixture(scope="module")
@@ -191,17 +191,20 @@ def told():
 def test_delays_are_found_and_nothing_else_is(told):
     events, elsewhere = told
     assert sum(len(event.links) for event in events) >= 100
-    ways = [(event, way) for event in events for way in event.ways]
-    late = Counter(event.found.get(way) for event, way in ways)
+    directions = [(event, direction) for event in events for direction in event.directions]
+    late = Counter(event.found.get(direction) for event, direction in directions)
     found = late[0] + late[1]
-    assert found / len(ways) >= 0.99, late
+    assert found / len(directions) >= 0.99, late
     assert found / (found + len(elsewhere)) >= 0.99, elsewhere
 
 
 def test_links_that_are_well_again_are_healthy_within_ten_steps(told):
     events, _ = told
     late = Counter(
-        event.healed.get(way, math.inf) for event in events for way in event.ways if event.found
+        event.healed.get(direction, math.inf)
+        for event in events
+        for direction in event.directions
+        if event.found
     )
     assert max(late) <= 8, late
 

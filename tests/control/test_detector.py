@@ -24,10 +24,10 @@ def state(verdict):
     return word(verdict.health, verdict.path)
 
 
-def messages(durations_ms, route=DELEGATED, way=(2, 3), every_ms=EVERY_MS):
+def messages(durations_ms, route=DELEGATED, direction=(2, 3), every_ms=EVERY_MS):
     """One message every so often, as many as there are durations."""
     return [
-        LinkSample(way[0], way[1], number, ms, every_ms * number + ms, is_held=route)
+        LinkSample(direction[0], direction[1], number, ms, every_ms * number + ms, is_direct=route)
         for number, ms in enumerate(durations_ms)
     ]
 
@@ -39,9 +39,9 @@ class Steps:
         self.detector, self.step, self.said = Detector(), 0, []
         self.run(*[[usual_ms] * 12] * healthy, route=route)
 
-    def run(self, *steps, route=DELEGATED, way=(2, 3)):
+    def run(self, *steps, route=DELEGATED, direction=(2, 3)):
         for durations_ms in steps:
-            self.observe(messages(durations_ms, route, way))
+            self.observe(messages(durations_ms, route, direction))
         return self
 
     def observe(self, samples):
@@ -53,12 +53,14 @@ class Steps:
         self.detector, said = self.detector.begin_slow(step, samples, usual_ms, known)
         return said
 
-    def fail(self, step, detail="", way=(2, 3)):
-        self.detector, said = self.detector.observe_failure(step, way[0], way[1], detail)
+    def fail(self, step, detail="", direction=(2, 3)):
+        self.detector, said = self.detector.observe_failure(
+            step, direction[0], direction[1], detail
+        )
         return said
 
-    def come_back(self, step, way=(2, 3)):
-        self.detector, said = self.detector.observe_return(step, way[0], way[1], 20)
+    def come_back(self, step, direction=(2, 3)):
+        self.detector, said = self.detector.observe_return(step, direction[0], direction[1], 20)
         return said
 
     @property
@@ -66,7 +68,7 @@ class Steps:
         return self.detector.verdicts[2, 3]
 
     def baseline_ms(self, route):
-        usual = self.detector.usual(2, 3, is_held=route)
+        usual = self.detector.usual(2, 3, is_direct=route)
         return None if usual is None else usual.baseline_ms
 
     def path(self):
@@ -155,21 +157,25 @@ def test_a_growing_unsteady_delay_widens_no_threshold():
     assert delays_ms[steps.said[0].step - 40] < 25.0
 
 
-WAYS = ((0, 1), (1, 0), (1, 2), (2, 1), (3, 2))
+directions = ((0, 1), (1, 0), (1, 2), (2, 1), (3, 2))
 
 
 @pytest.mark.parametrize(
-    ("others_ms", "ways", "path"),
+    ("others_ms", "directions", "path"),
     [
-        (1.0, WAYS, [(SLOW, 1)]),
-        (31.0, WAYS, []),  # all as slow are as they should be
-        (1.0, WAYS[-1:], []),  # one other doesn't say which of the two is slow
+        (1.0, directions, [(SLOW, 1)]),
+        (31.0, directions, []),  # all as slow are as they should be
+        (1.0, directions[-1:], []),  # one other doesn't say which of the two is slow
     ],
 )
-def test_slow_from_the_first_step_is_judged_by_others(others_ms, ways, path):
+def test_slow_from_the_first_step_is_judged_by_others(others_ms, directions, path):
     steps = Steps(healthy=0)
     for route in (DELEGATED, DELEGATED, DELEGATED, DIRECT, DIRECT, DIRECT):
-        others = [each for way in ways for each in messages([others_ms] * 12, route, way)]
+        others = [
+            each
+            for direction in directions
+            for each in messages([others_ms] * 12, route, direction)
+        ]
         steps.observe([*others, *messages(LATE, route)])
     assert steps.path() == path  # on another route too
     if path:
@@ -249,7 +255,7 @@ class TestRoutes:
         assert steps.said == []
 
     def test_a_delegated_slow_link_is_judged_by_other_delegated_ones(self):
-        steps = Steps(route=DIRECT, usual_ms=0.0).run(*[[9.0] * 12] * 6, way=(5, 6))
+        steps = Steps(route=DIRECT, usual_ms=0.0).run(*[[9.0] * 12] * 6, direction=(5, 6))
         steps.run([30.0] * 12, route=DIRECT)
         steps.run(*[[39.0] * 12] * 4)
         assert steps.now.health is SLOW
@@ -324,8 +330,8 @@ class TestFailures:
 
     def test_an_unwatched_link_is_healthy_by_its_path_alone(self):
         steps = Steps(healthy=0)
-        steps.fail(0, way=(0, 3))
-        back, healthy = steps.come_back(20, way=(0, 3))
+        steps.fail(0, direction=(0, 3))
+        back, healthy = steps.come_back(20, direction=(0, 3))
         assert (back.health, healthy.health) == (RECOVERING, HEALTHY)
         assert steps.detector.verdicts[0, 3] is healthy
 

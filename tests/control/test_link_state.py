@@ -41,7 +41,7 @@ slow        FAILED   -> dead
 dead        SHIFTED  -> dead
 dead        RETURNED -> recovering
 recovering  ROSE     -> slow
-recovering  HELD     -> healthy
+recovering  LASTED     -> healthy
 recovering  RETURNED -> healthy
 recovering  FAILED   -> dead
 """
@@ -92,9 +92,9 @@ def test_the_page_on_detection_has_the_tables_diagram():
     assert drawn == [diagram()]
 
 
-def failed(*links, steps=4, most_steps=64, lives_left=None):
+def failed(*links, steps=4, most_steps=64, restores_left=None):
     made = FailedPaths.begin(links or (LINK,), steps, most_steps)
-    return made if lives_left is None else made.limit(LINK, lives_left)[0]
+    return made if restores_left is None else made.limit(LINK, restores_left)[0]
 
 
 def noted(links, *failures):
@@ -202,10 +202,10 @@ def test_a_link_is_restored_with_its_first_direct_step():
 
 
 def test_messages_delegated_on_the_queue_are_no_samples():
-    held = LinkSample(1, 2, 0, 0.0, 10.0, is_held=True)
-    back = LinkSample(2, 1, 0, 3000.0, 3100.0, is_held=True)
-    delegated = LinkSample(1, 2, 1, 1.5, 12.0, is_held=False)
-    other = LinkSample(0, 1, 0, 0.5, 10.0, is_held=True)
+    held = LinkSample(1, 2, 0, 0.0, 10.0, is_direct=True)
+    back = LinkSample(2, 1, 0, 3000.0, 3100.0, is_direct=True)
+    delegated = LinkSample(1, 2, 1, 1.5, 12.0, is_direct=False)
+    other = LinkSample(0, 1, 0, 0.5, 10.0, is_direct=True)
     samples = (held, back, delegated, other)
     links = FailedPaths()
     assert links.of_paths(samples) == samples

@@ -46,13 +46,13 @@ def samples(*spans, num_stages=4):
 def test_a_direct_message_takes_what_the_later_end_saw():
     waited = TransferSpan(0, "activation[3] 0>1", 10.0, 47.0)
     came_later = TransferSpan(1, "activation[3] 0>1", 44.0, 47.5)
-    assert samples(waited, came_later) == (LinkSample(0, 1, 3, 3.5, 47.5, is_held=True),)
+    assert samples(waited, came_later) == (LinkSample(0, 1, 3, 3.5, 47.5, is_direct=True),)
 
 
 def test_a_delegated_message_takes_from_sending_to_landing():
     landed = TransferSpan(2, "gradient[1] 3>2", 5.0, 36.0, holds_queue=False)
     (sample,) = samples(landed)
-    assert sample == LinkSample(3, 2, 1, 31.0, 36.0, is_held=False)
+    assert sample == LinkSample(3, 2, 1, 31.0, 36.0, is_direct=False)
     assert sample.sent_ms == 5.0
 
 

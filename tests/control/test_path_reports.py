@@ -17,7 +17,7 @@ SILENT = PathReport()
 UP = PathReport(up={LINK: True})
 DOWN = PathReport(up={LINK: False})
 RESTORE = PathReport(restore=(LINK,))
-FAILURE = PathFailure(LINK, "activation[3] 1>2 got no answer in 3 s", 3.0, 1, lives_left=1)
+FAILURE = PathFailure(LINK, "activation[3] 1>2 got no answer in 3 s", 3.0, 1, restores_left=1)
 FAILED = PathReport((FAILURE,))
 
 
@@ -52,16 +52,16 @@ def over_the_network(*reports):
 
 
 def test_both_ends_tell_of_one_failure():
-    later = replace(FAILURE, held_up_s=3.2, resent=2, lives_left=0, began=True)
+    later = replace(FAILURE, held_up_s=3.2, resent=2, restores_left=0, began=True)
     news = path_news(over_the_network(SILENT, FAILED, PathReport((later,))))
     (found,) = news.failures
-    assert news.lives_left == {LINK: 0}
+    assert news.restores_left == {LINK: 0}
     assert (found.link, found.detail) == (LINK, "activation[3] 1>2 got no answer in 3 s")
     assert (found.held_up_s, found.resent, found.began) == (3.2, 3, True)
-    assert (found.lives_left, found.told_by) == (0, (1, 2))
+    assert (found.restores_left, found.reported_by) == (0, (1, 2))
     assert found.to_json()["link"] == "1-2"
     (found,) = path_news([SILENT, PathReport((PathFailure(LINK),)), SILENT]).failures
-    assert (found.detail, found.lives_left, found.told_by) == ("", None, (1,))
+    assert (found.detail, found.restores_left, found.reported_by) == ("", None, (1,))
 
 
 @pytest.mark.parametrize(

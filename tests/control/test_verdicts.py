@@ -9,7 +9,7 @@ from verdict_examples import verdict
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.verdicts import (
-    KnownWay,
+    KnownDirection,
     as_when_healthy,
     dead_of,
     slow_of,
@@ -19,8 +19,8 @@ from jaxmorph.records import Link, Routes
 from jaxmorph.schedule.costs import LinkDelay
 
 LINK = Link(2, 3)
-SLOW = KnownWay(verdict(2, 3, 41.5), "delegated", {"direct": 0.5, "delegated": 1.5})
-DEAD = KnownWay(verdict(3, 2, 1.5, path=PathState.FAILED), "delegated", SLOW.usual_ms)
+SLOW = KnownDirection(verdict(2, 3, 41.5), "delegated", {"direct": 0.5, "delegated": 1.5})
+DEAD = KnownDirection(verdict(3, 2, 1.5, path=PathState.FAILED), "delegated", SLOW.usual_ms)
 LINKS = {Link(1, 2): LinkDelay(0.4, 0.4), LINK: LinkDelay(0.6, 0.7)}
 BY_HOSTS: Routes = dict.fromkeys(LINKS, "delegated")
 
@@ -28,15 +28,15 @@ BY_HOSTS: Routes = dict.fromkeys(LINKS, "delegated")
 def test_healthy_and_recovering_links_are_not_remembered():
     steps = Steps().run([31.0] * 12, [1.0] * 12)
     assert steps.now.health is LinkHealth.RECOVERING
-    assert steps.detector.known_ways() == ()
+    assert steps.detector.known_directions() == ()
 
 
 @pytest.mark.parametrize("route", [DIRECT, DELEGATED])
 def test_a_slow_way_is_remembered_with_its_usual_times(route):
     steps = Steps(route=route).run([31.0] * 12, route=route)
-    (known,) = steps.detector.known_ways()
+    (known,) = steps.detector.known_directions()
     measured, other = ("direct", "delegated") if route is DIRECT else ("delegated", "direct")
-    assert (known.way, known.route, known.added_ms) == ((2, 3), measured, pytest.approx(30.0))
+    assert (known.direction, known.route, known.added_ms) == ((2, 3), measured, pytest.approx(30.0))
     assert known.usual_ms == {measured: 1.0, other: 3.0}  # as far as that can be derived
     assert known.in_words() == "2>3 slow, 31.0 ms (healthy: 1.0)"
 
@@ -45,8 +45,8 @@ def test_a_dead_link_is_remembered_both_ways():
     steps = Steps()
     steps.fail(6, "no answer", LINK)
     steps.fail(6, "no answer", LINK[::-1])
-    known = steps.detector.known_ways()
-    assert [each.way for each in known] == [(2, 3), (3, 2)]
+    known = steps.detector.known_directions()
+    assert [each.direction for each in known] == [(2, 3), (3, 2)]
     assert dead_of(known) == {LINK}
     assert slow_of(known) == {}
     assert known[0].in_words() == "2>3 without a direct path"
@@ -54,7 +54,7 @@ def test_a_dead_link_is_remembered_both_ways():
 
 def test_what_is_remembered_can_be_written_and_read():
     for known in (SLOW, DEAD):
-        assert KnownWay.from_json(json.loads(json.dumps(known.to_json()))) == known
+        assert KnownDirection.from_json(json.loads(json.dumps(known.to_json()))) == known
     assert list(DEAD.to_json()["verdict"].items())[2] == ("health", "dead")
     assert "path" not in DEAD.to_json()["verdict"]
 
@@ -75,7 +75,7 @@ def test_dead_ways_and_unknown_links_stay_as_measured():
 def test_in_health_ways_take_what_they_once_did():
     assert as_when_healthy(LINKS, {}, [SLOW, DEAD])[LINK] == LinkDelay(0.5, 0.5)
     assert as_when_healthy(LINKS, BY_HOSTS, [SLOW, DEAD])[LINK] == LinkDelay(1.5, 1.5)
-    unknown = KnownWay(SLOW.verdict, "direct", {})
+    unknown = KnownDirection(SLOW.verdict, "direct", {})
     assert as_when_healthy(LINKS, {}, [unknown]) == still_slow(LINKS, {}, [unknown]) == LINKS
 
 
@@ -104,4 +104,4 @@ def test_nothing_is_taken_back_by_what_was_known():
     steps = Steps().run([31.0] * 12)
     assert steps.begin_slow(messages([31.0]), {}, SLOW.verdict, step=7) == []
     assert steps.now.latency_ms == 31.0
-    assert Detector().known_ways() == ()
+    assert Detector().known_directions() == ()

@@ -133,7 +133,7 @@ def test_a_cut_that_outlasts_the_deadline_is_a_failure_of_the_path(make_ends):
     found = [re.search(r"link 0-1 is cut, still after ([\d.]+) s", each.detail) for each in told]
     assert max(float(match[1]) for match in found if match) >= 0.05
     assert max(failure.held_up_s for failure in told) >= 0.05
-    assert [failure.lives_left for failure in told] == [LIVES, LIVES]  # no collective failed
+    assert [failure.restores_left for failure in told] == [LIVES, LIVES]  # no collective failed
     assert not any(failure.began for failure in told)
 
 
@@ -143,7 +143,7 @@ def test_an_end_that_had_begun_agrees_with_one_that_had_not(make_ends):
     move(ends)
     told = failures_of_both(ends)
     assert sorted(failure.began for failure in told) == [False, True]
-    assert [failure.lives_left for failure in told] == [LIVES - 1] * 2
+    assert [failure.restores_left for failure in told] == [LIVES - 1] * 2
 
 
 def test_a_wait_for_a_cut_link_ends_when_the_peer_gives_up(make_ends):
@@ -201,13 +201,13 @@ def test_a_peer_that_is_gone_ends_the_run(make_ends):
 def test_a_link_is_restored_over_other_devices_under_a_new_epoch(make_ends):
     ends = make_ends(Collectives(fails_at=2), Collectives(fails_at=5))
     move(ends)
-    assert [failure.lives_left for failure in failures_of_both(ends)] == [1, 1]
+    assert [failure.restores_left for failure in failures_of_both(ends)] == [1, 1]
     for route in ends.routes:
         assert route.can_restore(LINK)
         route.restore(LINK)
         assert not route.is_delegated(LINK)
     move(ends, step=1)
-    assert [failure.lives_left for failure in failures_of_both(ends)] == [0, 0]
+    assert [failure.restores_left for failure in failures_of_both(ends)] == [0, 0]
     assert not any(route.can_restore(LINK) for route in ends.routes)
     move(ends, step=2)
 
@@ -315,7 +315,7 @@ def test_a_path_that_is_found_dead_is_given_up_without_a_transfer(make_ends, fin
     assert collectives.counts == [0, 0]
     told = failures_of_both(ends)
     assert any("found dead while a transfer of another link" in each.detail for each in told)
-    assert [each.lives_left for each in told] == [LIVES - 1, LIVES - 1]  # who knows what is open
+    assert [each.restores_left for each in told] == [LIVES - 1, LIVES - 1]  # who knows what is open
     for rank in finds:
         ends.routes[rank].let_go()
         assert ends.routes[rank]._watch.failed == [[LINK]]

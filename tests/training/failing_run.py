@@ -56,9 +56,11 @@ class Wires:
         self.failures[link] += 1
         self.found_up[link] = 0
         self.lives[link] -= 1
-        detail, lives_left = f"no answer in {HOLD_MS:.0f} ms", self.lives[link]
+        detail, restores_left = f"no answer in {HOLD_MS:.0f} ms", self.lives[link]
         for rank in link:
-            stages[rank].untold.append(PathFailure(link, detail, resent=1, lives_left=lives_left))
+            stages[rank].untold.append(
+                PathFailure(link, detail, resent=1, restores_left=restores_left)
+            )
 
 
 class Stage:

@@ -85,9 +85,9 @@ def test_what_waited_for_a_failing_link_moves_no_estimate(begin):
         each.steps(12)
     run.cut(LINK)
     run.steps(12)
-    for way in ((0, 1), (1, 0), (1, 2), (2, 1)):
-        usual = undisturbed.loop.state.detector.usual(*way, is_held=True)
-        assert run.loop.state.detector.usual(*way, is_held=True) == usual
+    for direction in ((0, 1), (1, 0), (1, 2), (2, 1)):
+        usual = undisturbed.loop.state.detector.usual(*direction, is_direct=True)
+        assert run.loop.state.detector.usual(*direction, is_direct=True) == usual
     assert run.events("straggler_detected", "compute_changed") == []
     assert run.profiler.profile().costs == undisturbed.profiler.profile().costs
     other = undisturbed.profiler.profile().links[FIRST_LINK]

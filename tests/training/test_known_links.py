@@ -6,7 +6,7 @@ import pytest
 
 from jaxmorph.config import check_config
 from jaxmorph.control.link_state import LinkHealth, PathState
-from jaxmorph.control.verdicts import Evidence, KnownWay, Verdict
+from jaxmorph.control.verdicts import Evidence, KnownDirection, Verdict
 from jaxmorph.plain_json import as_object
 from jaxmorph.report import open_run_directory
 from jaxmorph.report.run_directory import LINKS
@@ -21,14 +21,14 @@ def adapting(**sections):
     return check_config(adapts | {"schedule": {"name": "zb-h2"}} | sections)
 
 
-def way(source, destination, path=PathState.UP, step=7):
+def direction(source, destination, path=PathState.UP, step=7):
     evidence = Evidence((41.0, 42.0), 1.0, 0.5, 6.0)
     state = LinkHealth.SLOW, 41.5, 0.5, step, evidence, "is slow", path
     told = Verdict(source, destination, *state)
-    return KnownWay(told, "delegated", {"direct": 0.5, "delegated": 1.5})
+    return KnownDirection(told, "delegated", {"direct": 0.5, "delegated": 1.5})
 
 
-KNOWN = (way(1, 2), way(0, 1, PathState.FAILED), way(1, 0, PathState.FAILED))
+KNOWN = (direction(1, 2), direction(0, 1, PathState.FAILED), direction(1, 0, PathState.FAILED))
 
 
 @pytest.fixture
@@ -102,11 +102,11 @@ def test_all_ranks_hear_what_rank_0_has_read(written, tmp_path):
 def test_news_are_told_once_and_so_is_their_end(tmp_path):
     known = KnownLinks(adapting(), tmp_path, THREE_STAGES)
     assert known.news(0, ()) is None
-    for ways in (KNOWN, (way(1, 2, step=9),), ()):
-        told = known.news(9, ways)
+    for directions in (KNOWN, (direction(1, 2, step=9),), ()):
+        told = known.news(9, directions)
         assert told is not None
-        assert told.ways == tuple(each.to_json() for each in ways)
-        assert known.news(10, ways) is None
+        assert told.ways == tuple(each.to_json() for each in directions)
+        assert known.news(10, directions) is None
 
 
 def test_what_an_earlier_life_wrote_is_taken_back_by_the_first_step(written):

@@ -41,9 +41,9 @@ def planner(num_tied=0, **sections):
 
 def verdicts(lower, upper, latency_ms, health=LinkHealth.SLOW, path=PathState.UP):
     evidence = Evidence((latency_ms,), 0.0, 0.0, 5.0)
-    ways = ((lower, upper), (upper, lower))
+    directions = ((lower, upper), (upper, lower))
     state = health, latency_ms, 0.0, 6, evidence, "slow", path
-    return [Verdict(*way, *state) for way in ways]
+    return [Verdict(*direction, *state) for direction in directions]
 
 
 def delegated(candidate):
@@ -223,8 +223,8 @@ def test_the_process_plans_and_ends_when_nobody_can_ask():
         programs = tuple(map(parse_program, adopted.programs))
         told = Profile(COSTS, chain_links((0.0, 31.0, 0.0)))
         assert programs == lower_step(FIRST.schedule, told, chosen.plan.routes, num_tied=1)
-        ways = {(channel.source, channel.destination) for channel in adopted.slots}
-        assert ways == {(1, 2), (2, 1)}
+        directions = {(channel.source, channel.destination) for channel in adopted.slots}
+        assert directions == {(1, 2), (2, 1)}
         assert process.end() == 0  # as it ends when the process that has started it does
         with pytest.raises(PlanningError, match="the planning process is gone"):
             process.weigh(PROFILE, SLOW)

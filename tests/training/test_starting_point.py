@@ -12,7 +12,7 @@ from jaxmorph.control.controller import known_links
 from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.profiler import Profile, Profiler
 from jaxmorph.control.step_programs import lower_step
-from jaxmorph.control.verdicts import Evidence, KnownWay, Verdict
+from jaxmorph.control.verdicts import Evidence, KnownDirection, Verdict
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.records import Link
 from jaxmorph.runtime.rendezvous import SoleRank
@@ -90,7 +90,7 @@ BETTER_BUT_SLOW = {
 
 def ailing(start):
     verdicts = start.detector.verdicts.items()
-    return {way for way, each in verdicts if each.health is not LinkHealth.HEALTHY}
+    return {direction for direction, each in verdicts if each.health is not LinkHealth.HEALTHY}
 
 
 def test_healthy_links_leave_the_first_plan_as_home():
@@ -109,8 +109,8 @@ def test_slow_from_the_start_is_judged_by_the_others(measured):
     assert slow.reason.startswith("link 1>2 is slow: 40.5 ms")
     assert start.usual == USUAL
     assert start.home.routes == FIRST.routes
-    for is_held, usual_ms in ((True, 0.5), (False, 1.5)):
-        usual = start.detector.usual(1, 2, is_held=is_held)
+    for is_direct, usual_ms in ((True, 0.5), (False, 1.5)):
+        usual = start.detector.usual(1, 2, is_direct=is_direct)
         assert usual is not None
         assert usual.baseline_ms == pytest.approx(usual_ms)
 
@@ -180,11 +180,11 @@ ADDED_MS = 40.0
 EVIDENCE = Evidence((41.5,) * 5, 1.5, 0, 6.5)
 
 
-def known(*ways, path=PathState.UP):
+def known(*directions, path=PathState.UP):
     state = LinkHealth.SLOW, ADDED_MS + 1.5, 0.0, 20, EVIDENCE, "", path
     return [
-        KnownWay(Verdict(low, high, *state), "delegated", {"direct": 0.5, "delegated": 1.5})
-        for low, high in ways
+        KnownDirection(Verdict(low, high, *state), "delegated", {"direct": 0.5, "delegated": 1.5})
+        for low, high in directions
     ]
 
 
@@ -207,10 +207,10 @@ def links_now(slow):
 def milliseconds(usual):
     """What links do on either route and either way, by one key each."""
     return {
-        (route, str(link), way): latency_ms
+        (route, str(link), direction): latency_ms
         for route, links in usual.items()
         for link, state in links.items()
-        for way, latency_ms in asdict(state).items()
+        for direction, latency_ms in asdict(state).items()
     }
 
 
@@ -236,11 +236,13 @@ def begin(monkeypatch, run_on):
     monkeypatch.setattr(first_plan, "make_room", lambda *_: "")
     monkeypatch.setattr(first_plan, "warm_up", warm_up)
 
-    def begun(ways, slow=()):
+    def begun(directions, slow=()):
         now.update(links_now(slow))
         trainer: Any = SimpleNamespace(stash_memory=None)
         inputs: Any = None
-        first = plan_by_timings(CONFIG, SoleRank(), trainer, inputs, 0, lambda plan: plan, ways)
+        first = plan_by_timings(
+            CONFIG, SoleRank(), trainer, inputs, 0, lambda plan: plan, directions
+        )
         start = starting_point(CONFIG, first, 0)
         return run_on(start, first.in_force.plan), start, measured_on
 
@@ -283,11 +285,11 @@ def test_a_dead_link_is_never_on_its_direct_path(begin):
     assert {routes[LINK] for routes in measured_on} == {"delegated"}
     assert run.delegated() == {"1-2"}
     verdicts = start.detector.verdicts
-    assert {way for way in verdicts if verdicts[way].is_dead} == {(1, 2), (2, 1)}
+    assert {direction for direction in verdicts if verdicts[direction].is_dead} == {(1, 2), (2, 1)}
     assert milliseconds(start.usual) == pytest.approx(milliseconds(USUAL))
     assert start.home.routes == FIRST.routes
     run.steps(12)
     assert run.of_kind("straggler_detected") == [(0, "straggler_detected", "1-2")] * 2
     assert run.of_kind("route_changed", "link_probed", "straggler_cleared") == []
     assert run.loop.state.paths.failed == {LINK}
-    assert {each.way for each in known_links(run.loop.state)} == {(1, 2), (2, 1)}
+    assert {each.direction for each in known_links(run.loop.state)} == {(1, 2), (2, 1)}
