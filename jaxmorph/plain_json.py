@@ -131,7 +131,7 @@ def parse(kind: type[_Value] | UnionType, data: Any, where: str) -> _Value:
         raise ParseError(f"{where}: {error}") from None
 
 
-def parse_line(kind: type[_Value], line: str, where: str) -> _Value:
+def parse_line(kind: type[_Value] | UnionType, line: str, where: str) -> _Value:
     """A value of a type, from a line of JSON; see `parse`."""
     try:
         data = json.loads(line)

@@ -1,10 +1,9 @@
 """What links would do under other routes than they have now, by verdicts and usual latencies."""
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from statistics import median
 from types import MappingProxyType
-from typing import Any
 
 from jaxmorph.control.link_state import Direction, LinkHealth
 from jaxmorph.control.verdicts import Verdict
@@ -18,22 +17,6 @@ _LONGEST_MS = 10_000.0  # what a link that delivers nothing is planned for
 _OUTLYING_MS, _OUTLYING_TIMES = 5.0, 2.0  # beyond which a link differs from most
 _PAIR = 2  # of which the median is the mean, that nothing exceeds twice
 _OTHER_COST = 0.1  # a share of a stage's op by which it must differ to call for another plan
-
-
-def usual_to_json(usual: UsualLinks) -> dict[str, Any]:
-    """Usual latencies as a JSON object, with links as `"2-3"`."""
-    return {
-        route: {str(link): asdict(state) for link, state in links.items()}
-        for route, links in usual.items()
-    }
-
-
-def usual_from_json(data: Mapping[Route, Any]) -> UsualLinks:
-    """The latencies that `usual_to_json` described."""
-    return {
-        route: {Link.parse(name): LinkDelay(**state) for name, state in links.items()}
-        for route, links in data.items()
-    }
 
 
 def outlying_directions(

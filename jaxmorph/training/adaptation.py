@@ -28,7 +28,7 @@ from jaxmorph.training.control_loop import ControlLoop, Morph
 from jaxmorph.training.first_plan import FirstPlan
 from jaxmorph.training.loop import Callback, Effect
 from jaxmorph.training.open_stage import make_room
-from jaxmorph.training.planning_client import PlanningProcess, run_to_plan
+from jaxmorph.training.planning_client import PlanningProcess, RunToPlan
 from jaxmorph.training.replay import ObservationLog
 from jaxmorph.training.starting_point import starting_point
 
@@ -81,10 +81,10 @@ def open_control_loop(
         with closing(PlanningProcess()) as process:
             start = starting_point(config, first, num_tied)
             state = first_state(config.adaptation, plan, planned_for, start.usual, start.detector)
-            known = to_plan, num_tied, start.home, planned_for, start.usual
-            log = keep and ObservationLog(keep, run_to_plan(*known))
+            run = RunToPlan(to_plan, num_tied, start.home, planned_for, start.usual)
+            log = keep and ObservationLog(keep, run)
             loop = ControlLoop(state, process, log and log.note)
-            loop.start(partial(process.begin, *known, plan))
+            loop.start(partial(process.begin, run, plan))
             try:
                 yield loop
             finally:

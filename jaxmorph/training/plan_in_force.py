@@ -12,7 +12,6 @@ from jaxmorph.control.offload_planning import plan_with_offload
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step, shorter_on_queues
 from jaxmorph.errors import UserError
-from jaxmorph.plain_json import Json
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import Channel, RankProgram
 from jaxmorph.program.slots_needed import slots_needed
@@ -80,8 +79,8 @@ def agree_on_stash(rendezvous: Rendezvous, memory: "StashMemory") -> StashBytes:
 class _Planned:
     """A plan, and what it was made for."""
 
-    profile: Json
-    plan: Json
+    profile: Profile
+    plan: Plan
 
 
 def agree_on_plan(
@@ -103,9 +102,9 @@ def agree_on_plan(
     """
     own = None
     if rendezvous.rank == 0:
-        own = _Planned(profile.to_json(), plan_step(config, profile, num_tied).to_json())
+        own = _Planned(profile, plan_step(config, profile, num_tied))
     answer = agree(rendezvous, _Planned, own)
-    made, agreed = Plan.from_json(answer.plan), Profile.from_json(answer.profile)
+    made, agreed = answer.plan, answer.profile
     programs = lower_step(made.schedule, agreed, made.routes, num_tied, made.offloading)
     return PlanInForce(made, programs, rendezvous.rank, slots_needed(programs))
 

@@ -1,30 +1,75 @@
 """The planning process as rank 0 sees it: started, asked, replaced, and ended with the run."""
 
-import json
 import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 from jaxmorph.config import Config
-from jaxmorph.control.conditions import UsualLinks, usual_to_json
-from jaxmorph.control.orchestrator import Option, Options
+from jaxmorph.control.conditions import UsualLinks
+from jaxmorph.control.orchestrator import Options
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import Verdict
-from jaxmorph.plain_json import Json
-from jaxmorph.program.instructions import Channel, Payload
+from jaxmorph.plain_json import ParseError, dump, parse_line, tagged
+from jaxmorph.program.instructions import Channel
 from jaxmorph.records import Link
 from jaxmorph.schedule.planner import Plan
 
 _ANSWER_S = 60.0
 _END_S = 2.0
+_Expected = TypeVar("_Expected")
 
 
 class PlanningError(RuntimeError):
     """The planning process has died, doesn't answer, or could not do what it was asked."""
+
+
+@dataclass(frozen=True)
+class RunToPlan:
+    """What the planning process knows of a run; the fields are `CandidatePlanner`'s arguments."""
+
+    config: Config
+    num_tied: int
+    first: Plan
+    profile: Profile
+    usual: UsualLinks
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The first request: what runs; the answer is `Ready`.
+
+    Attributes:
+        programs: Every rank's instructions, as `program_text` writes them; None: the plan's own.
+    """
+
+    run: RunToPlan
+    in_force: Plan
+    programs: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Weigh:
+    """Asks for the plans that there are (`CandidatePlanner.weigh`); the answer is `Options`."""
+
+    profile: Profile
+    verdicts: tuple[Verdict, ...]
+    held: tuple[Link, ...]
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """Takes one of the last options for the plan in force; the answer is `Chosen`."""
+
+    chosen: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """It can plan."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +85,17 @@ class Chosen:
     slots: dict[Channel, int]
 
 
+@dataclass(frozen=True)
+class Failed:
+    """Why a request could not be answered."""
+
+    error: str
+
+
+Request: TypeAlias = Begin | Weigh | Adopt
+Answer: TypeAlias = Ready | Options | Chosen | Failed
+
+
 class PlanningProcess:
     """Asks the process that plans beside training; nobody else's time is used meanwhile.
 
@@ -48,26 +104,18 @@ class PlanningProcess:
 
     def __init__(self) -> None:
         self._process = _started()
-        self._begun_with: Json = {}
+        self._run: RunToPlan | None = None
         self._is_closed = False
         self._lock = threading.Lock()
 
-    def begin(
-        self,
-        config: Config,
-        num_tied: int,
-        first: Plan,
-        profile: Profile,
-        usual: UsualLinks,
-        in_force: Plan | None = None,
-    ) -> None:
-        """Tell it what runs: the arguments are `CandidatePlanner`'s.
+    def begin(self, run: RunToPlan, in_force: Plan | None = None) -> None:
+        """Tell it what runs; without `in_force` the first plan.
 
         Raises:
             PlanningError: If it can't plan.
         """
-        self._begun_with = run_to_plan(config, num_tied, first, profile, usual)
-        self._tell_what_runs(in_force or first, None)
+        self._run = run
+        self._tell_what_runs(in_force or run.first, None)
 
     def restart(self, in_force: Plan, programs: tuple[str, ...] | None = None) -> None:
         """Start another process in place of this one, and tell it what runs.
@@ -94,14 +142,7 @@ class PlanningProcess:
         Raises:
             PlanningError: If it can't plan.
         """
-        answer = self._ask(
-            kind="weigh",
-            profile=profile.to_json(),
-            verdicts=[verdict.to_json() for verdict in verdicts],
-            held=[str(link) for link in held],
-        )
-        options = (Option(Plan.from_json(o["plan"]), o["step_ms"]) for o in answer["candidates"])
-        return Options(answer["in_force_ms"], answer["undisturbed_ms"], tuple(options))
+        return self._ask(Weigh(profile, tuple(verdicts), tuple(held)), Options)
 
     def adopt(self, chosen: int) -> Chosen:
         """Have it take one of the last options for the plan in force.
@@ -109,8 +150,7 @@ class PlanningProcess:
         Raises:
             PlanningError: If it can't.
         """
-        answer = self._ask(kind="adopt", chosen=chosen)
-        return Chosen(tuple(answer["programs"]), slots_from_json(answer["slots"]))
+        return self._ask(Adopt(chosen), Chosen)
 
     def end(self) -> int:
         """Let it end by itself, as it does when nobody is left to ask it; its exit code."""
@@ -125,8 +165,9 @@ class PlanningProcess:
             self._end_process()
 
     def _tell_what_runs(self, in_force: Plan, programs: tuple[str, ...] | None) -> None:
-        now = {"in_force": in_force.to_json(), "programs": programs}
-        self._ask(kind="begin", **self._begun_with, **now)
+        if self._run is None:
+            raise PlanningError("the planning process was restarted before it had begun")
+        self._ask(Begin(self._run, in_force, programs), Ready)
 
     def _end_process(self) -> None:
         self._process.kill()
@@ -136,14 +177,14 @@ class PlanningProcess:
                 with suppress(OSError):  # it may have died with a request that it never read
                     pipe.close()
 
-    def _ask(self, **request: Any) -> Json:
+    def _ask(self, request: Request, expected: type[_Expected]) -> _Expected:
         requests, answers = self._process.stdin, self._process.stdout
         if requests is None or answers is None:
             raise PlanningError("the planning process has no pipes")
         overdue = threading.Timer(_ANSWER_S, self._process.kill)
         overdue.start()
         try:
-            requests.write(json.dumps(request) + "\n")
+            requests.write(dump(tagged(request)) + "\n")
             requests.flush()
             line = answers.readline()
         except (OSError, ValueError) as error:  # ValueError: its pipes have been closed
@@ -152,10 +193,13 @@ class PlanningProcess:
             overdue.cancel()
         if not line:
             raise PlanningError("the planning process has died, or took too long")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise PlanningError(answer["error"])
-        return answer
+        try:
+            answer: Answer = parse_line(Answer, line, "the planning process's answer")
+        except ParseError as error:
+            raise PlanningError(str(error)) from error
+        if isinstance(answer, expected):
+            return answer
+        raise PlanningError(answer.error if isinstance(answer, Failed) else f"got {answer!r}")
 
 
 def _started() -> "subprocess.Popen[str]":
@@ -166,24 +210,3 @@ def _started() -> "subprocess.Popen[str]":
         text=True,
         bufsize=1,
     )
-
-
-def run_to_plan(
-    config: Config, num_tied: int, first: Plan, profile: Profile, usual: UsualLinks
-) -> Json:
-    """What the planning process is to know of a run; the arguments are `CandidatePlanner`'s."""
-    return {
-        "config": config.model_dump(mode="json"),
-        "num_tied": num_tied,
-        "first": first.to_json(),
-        "profile": profile.to_json(),
-        "usual": usual_to_json(usual),
-    }
-
-
-def slots_from_json(data: list[list[Any]]) -> dict[Channel, int]:
-    """Slots by channel, from lists of a channel's fields and its number."""
-    return {
-        Channel(Payload(payload), source, destination, index): number
-        for payload, source, destination, index, number in data
-    }

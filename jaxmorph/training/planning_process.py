@@ -1,17 +1,9 @@
 """Plans beside training: a process that rank 0 starts and asks.
 
 `python -m jaxmorph.training.planning_process`.
-A request is a line of JSON on standard input, its answer one on standard output:
-
-- `begin`: `config`, `num_tied`, `first`, `profile`, `usual`, `in_force` and `programs`, as
-  `CandidatePlanner` takes them, programs as texts.
-- `weigh`: `profile`, `verdicts` and `held`; the answer is `Weighed`, each candidate as `plan` and
-  `step_ms`. Each is lowered and checked by then.
-- `adopt`: `chosen`, the number of a candidate; the answer is `programs`, each a text, and `slots`.
-
-An answer that is `{"error": ...}` says what went wrong. The process imports no JAX, leaves the
-processors to training, and ends when its standard input does, and so with the process that has
-started it.
+A request is a line of JSON on standard input, its answer one on standard output: dataclasses of
+`planning_client`. The process imports no JAX, leaves the processors to training, and ends when its
+standard input does, and so with the process that has started it.
 """
 
 import os
@@ -19,21 +11,21 @@ import os
 if __name__ == "__main__":
     os.nice(5)  # before all imports; with more of it, on a busy machine plans come steps too late
 
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import IO, Any
+from typing import IO
 
-from jaxmorph.config import Config, check_config
+from jaxmorph.config import Config
 from jaxmorph.config.link_sections import Routes
-from jaxmorph.control.conditions import UsualLinks, costs_differ, links_under, usual_from_json
+from jaxmorph.control.conditions import UsualLinks, costs_differ, links_under
+from jaxmorph.control.orchestrator import Option, Options
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.control.verdicts import Verdict, degraded_links
 from jaxmorph.errors import UserError
-from jaxmorph.plain_json import Json
+from jaxmorph.plain_json import dump, parse_line, tagged
 from jaxmorph.program.blocking import simulate_blocking
 from jaxmorph.program.instructions import Channel, RankProgram, parse_program, program_text
 from jaxmorph.program.lowering import forward_only
@@ -41,6 +33,16 @@ from jaxmorph.program.slots_needed import most_slots, slots_needed
 from jaxmorph.records import Link, Route
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.training.plan_in_force import plan_step
+from jaxmorph.training.planning_client import (
+    Adopt,
+    Answer,
+    Begin,
+    Chosen,
+    Failed,
+    Ready,
+    Request,
+    Weigh,
+)
 
 Programs = tuple[RankProgram, ...]
 
@@ -241,16 +243,16 @@ def _delegated(plan: Plan) -> frozenset[Link]:
     return frozenset(link for link, route in plan.routes.items() if route == "delegated")
 
 
-def planner_of(request: Mapping[str, Any]) -> CandidatePlanner:
-    """What a `begin` request describes."""
-    programs = request["programs"]
+def planner_of(request: Begin) -> CandidatePlanner:
+    """What a request describes."""
+    run, programs = request.run, request.programs
     return CandidatePlanner(
-        check_config(request["config"]),
-        request["num_tied"],
-        Plan.from_json(request["first"]),
-        Profile.from_json(request["profile"]),
-        usual_from_json(request["usual"]),
-        Plan.from_json(request["in_force"]),
+        run.config,
+        run.num_tied,
+        run.first,
+        run.profile,
+        run.usual,
+        request.in_force,
         None if programs is None else tuple(map(parse_program, programs)),
     )
 
@@ -262,47 +264,27 @@ class Answering:
         self._planner: CandidatePlanner | None = None
         self._candidates: tuple[Candidate, ...] = ()
 
-    def answer(self, request: Json) -> Json:
+    def answer(self, line: str) -> Answer:
         """The answer to a request; a mistake in it is answered too."""
         try:
-            return self._answer(request)
+            return self._answer(parse_line(Request, line, "a request"))
         except Exception as error:  # training goes on without it, and tells why
-            return {"error": f"{type(error).__name__}: {error}"}
+            return Failed(f"{type(error).__name__}: {error}")
 
-    def _answer(self, request: Json) -> Json:
+    def _answer(self, request: Request) -> Answer:
         match request:
-            case {"kind": "begin"}:
-                return self._begin(request)
-            case {"kind": "weigh", "profile": profile, "verdicts": verdicts, "held": held}:
-                return self._weigh(profile, verdicts, held)
-            case {"kind": "adopt", "chosen": chosen}:
-                return self._adopt(self._candidates[chosen])
-        raise ValueError(f"a request of no known kind: {request.get('kind')}")
-
-    def _begin(self, request: Json) -> Json:
-        self._planner = planner_of(request)
-        return {}
-
-    def _weigh(self, profile: Json, verdicts: list[Json], held: list[str]) -> Json:
-        judged = [Verdict.from_json(verdict) for verdict in verdicts]
-        links = [Link.parse(name) for name in held]
-        weighed = self._begun.weigh(Profile.from_json(profile), judged, links)
-        self._candidates = weighed.candidates
-        return {
-            "in_force_ms": weighed.in_force_ms,
-            "undisturbed_ms": weighed.undisturbed_ms,
-            "candidates": [
-                {"plan": each.plan.to_json(), "step_ms": each.step_ms}
-                for each in weighed.candidates
-            ],
-        }
-
-    def _adopt(self, candidate: Candidate) -> Json:
-        slots = self._begun.adopt(candidate)
-        return {
-            "programs": [program_text(program) for program in candidate.programs],
-            "slots": [[*channel, number] for channel, number in slots.items()],
-        }
+            case Begin():
+                self._planner = planner_of(request)
+                return Ready()
+            case Weigh(profile, verdicts, held):
+                weighed = self._begun.weigh(profile, verdicts, held)
+                self._candidates = weighed.candidates
+                options = tuple(Option(each.plan, each.step_ms) for each in weighed.candidates)
+                return Options(weighed.in_force_ms, weighed.undisturbed_ms, options)
+            case Adopt(chosen):
+                candidate = self._candidates[chosen]
+                slots = self._begun.adopt(candidate)
+                return Chosen(tuple(map(program_text, candidate.programs)), slots)
 
     @property
     def _begun(self) -> CandidatePlanner:
@@ -315,7 +297,7 @@ def serve(requests: Iterator[str], answers: IO[str]) -> None:
     """Answer requests until there are no more."""
     answering = Answering()
     for line in requests:
-        answers.write(json.dumps(answering.answer(json.loads(line))) + "\n")
+        answers.write(dump(tagged(answering.answer(line))) + "\n")
         answers.flush()
 
 

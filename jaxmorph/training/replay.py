@@ -53,6 +53,7 @@ from jaxmorph.report.run_directory import CONTROL
 from jaxmorph.runtime.direct_probe import probe_transfers
 from jaxmorph.schedule.costs import LinkDelay, StageCosts
 from jaxmorph.schedule.timeline import Timeline
+from jaxmorph.training.planning_client import Begin, RunToPlan
 from jaxmorph.training.planning_process import Candidate, planner_of
 
 SEGMENT_STEPS, SEGMENT_BYTES = 200, 4 << 20
@@ -64,7 +65,7 @@ class _Head:
     """The first line of a file."""
 
     state: ControllerState
-    run: Mapping[str, Any]
+    run: RunToPlan
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,10 @@ class ObservationLog:
 
     Args:
         write: Takes a line, and whether a new file begins with it.
-        run: What the planning process knows of the run, as JSON has it.
+        run: What the planning process knows of the run.
     """
 
-    def __init__(self, write: Callable[[str, bool], None], run: Mapping[str, Any]) -> None:
+    def __init__(self, write: Callable[[str, bool], None], run: RunToPlan) -> None:
         self._write, self._run = write, run
         self._num_steps, self._num_bytes = SEGMENT_STEPS, 0
 
@@ -216,12 +217,11 @@ def _in_words(outcome: Mapping[str, Any]) -> str:
 class _Simulated:
     """The run from the first decision that differs."""
 
-    def __init__(self, run: Mapping[str, Any], state: ControllerState) -> None:
+    def __init__(self, run: RunToPlan, state: ControllerState) -> None:
         self._state = state = _undecided(state)
         self._commands: list[Command] = []
-        config = {**run["config"], "adaptation": state.settings.model_dump(mode="json")}
-        now = {"config": config, "in_force": state.plan.to_json(), "programs": None}
-        self._planner = planner_of({**run, **now})
+        config = run.config.model_copy(update={"adaptation": state.settings})
+        self._planner = planner_of(Begin(replace(run, config=config), state.plan))
         self._programs = self._planner.programs
         self._candidates: tuple[Candidate, ...] = ()
         self._due: ChangePlan | ProbeLinks | None = None

@@ -12,6 +12,7 @@ from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.step_programs import lower_step
 from jaxmorph.control.verdicts import Evidence, Verdict
+from jaxmorph.plain_json import dump, tagged
 from jaxmorph.program.check import check
 from jaxmorph.program.instructions import parse_program
 from jaxmorph.program.lowering import forward_only
@@ -19,7 +20,7 @@ from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link
 from jaxmorph.schedule.costs import Limits, StageCosts, StashBytes, chain_links
 from jaxmorph.training.plan_in_force import plan_step
-from jaxmorph.training.planning_client import PlanningError, PlanningProcess
+from jaxmorph.training.planning_client import PlanningError, PlanningProcess, RunToPlan, Weigh
 from jaxmorph.training.planning_process import CandidatePlanner, serve
 
 LINKS = (Link(0, 1), Link(1, 2), Link(2, 3))
@@ -211,7 +212,7 @@ def test_the_process_plans_and_ends_when_nobody_can_ask():
     try:
         with pytest.raises(PlanningError, match="asked before it was told what runs"):
             process.weigh(PROFILE, SLOW)
-        process.begin(RUN, 1, FIRST, PROFILE, USUAL)
+        process.begin(RunToPlan(RUN, 1, FIRST, PROFILE, USUAL))
         options = process.weigh(PROFILE, SLOW)
         assert options.in_force_ms > 1.5 * options.undisturbed_ms
         chosen = options.candidates[1]
@@ -239,7 +240,7 @@ def test_a_process_that_died_is_reported_and_replaced():
         process._process.kill()
         process._process.wait(30)
         with pytest.raises(PlanningError, match="the planning process is gone"):
-            process.begin(RUN, 1, FIRST, PROFILE, USUAL)
+            process.begin(RunToPlan(RUN, 1, FIRST, PROFILE, USUAL))
         process.restart(FIRST)  # another one takes its place
         assert process.weigh(PROFILE, SLOW).in_force_ms > 0
         slow = process.weigh(PROFILE, SLOW).candidates[1]
@@ -262,7 +263,7 @@ def test_plans_keep_within_tens_of_gigabytes():
     first = plan_step(RUN, profile)
     process = PlanningProcess()
     try:
-        process.begin(capped, 0, first, profile, USUAL)
+        process.begin(RunToPlan(capped, 0, first, profile, USUAL))
         candidates = process.weigh(profile, SLOW).candidates
     finally:
         process.close()
@@ -272,12 +273,14 @@ def test_plans_keep_within_tens_of_gigabytes():
 
 
 def test_a_wrong_request_is_answered_so_is_the_next():
-    requests = [{"kind": "sing"}, {"kind": "weigh", "profile": {}, "verdicts": [], "held": []}, {}]
+    weigh = tagged(Weigh(PROFILE, (), ()))
+    requests = [{"kind": "sing"}, weigh, {}]
     answers = io.StringIO()
-    serve(iter(map(json.dumps, requests)), answers)
+    serve(iter(map(dump, requests)), answers)
     errors = [json.loads(line)["error"] for line in answers.getvalue().splitlines()]
+    kinds = "expected one of the kinds Begin, Weigh, Adopt"
     assert errors == [
-        "ValueError: a request of no known kind: sing",
+        f"ParseError: a request: got {requests[0]}, {kinds}",
         "ValueError: asked before it was told what runs",
-        "ValueError: a request of no known kind: None",
+        f"ParseError: a request: got {requests[2]}, {kinds}",
     ]

@@ -18,7 +18,7 @@ from jaxmorph.errors import UserError
 from jaxmorph.plain_json import dump, parse, tagged
 from jaxmorph.report.run_directory import RunDirectory
 from jaxmorph.training import replay as replaying
-from jaxmorph.training.planning_client import run_to_plan
+from jaxmorph.training.planning_client import RunToPlan
 from jaxmorph.training.replay import ObservationLog, replay
 
 
@@ -29,7 +29,7 @@ def kept_run(begin_run, tmp_path):
     def begin(num_steps=20, *, settings=None, again=False):
         directory = RunDirectory(tmp_path, resumed=again)
         adaptation = CONFIG.adaptation.model_copy(update=settings or {})
-        run_known = run_to_plan(CONFIG, 0, FIRST, PLANNED_FOR, USUAL)
+        run_known = RunToPlan(CONFIG, 0, FIRST, PLANNED_FOR, USUAL)
         log = ObservationLog(
             lambda line, begins: directory.write_observation(line, begins=begins), run_known
         )
