@@ -147,7 +147,7 @@ def _simulated(fact: StepRecord, moment: Moment, slower: float, config: Config) 
         tokens_per_s=config.tokens_per_step / step_s,
         schedule=plan.schedule.name,
         warmup_forwards=plan.schedule.warmup_forwards,
-        routes={str(link): route for link, route in state.paths.as_run(plan.routes).items()},
+        routes={str(link): route for link, route in state.paths.actual_routes(plan.routes).items()},
         predicted_step_s=timeline.makespan_ms / 1e3,
         bubble_rate=timeline.bubble_rate,
         peak_live=timeline.peak_live(config.schedule.live_until),

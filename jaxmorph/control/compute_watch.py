@@ -129,7 +129,7 @@ def _notice(stage: int, kind: OpKind, step: int, op: WatchedOp) -> ComputeNotice
     return ComputeNotice(stage, kind, expected_ms, measured_ms, step, evidence, reason)
 
 
-def followed(costs: StageCosts, notices: Iterable[ComputeNotice]) -> StageCosts:
+def updated_costs(costs: StageCosts, notices: Iterable[ComputeNotice]) -> StageCosts:
     """The costs with what notices say; a full backward counts as B, as far as it isn't W."""
     for notice in notices:
         costs = with_op_ms(costs, notice.stage, notice.kind, notice.measured_ms)

@@ -42,7 +42,9 @@ def outlying_directions(
     return frozenset(found)
 
 
-def as_the_others(links: Links, directions: Collection[Direction]) -> dict[Link, LinkDelay]:
+def with_typical_latencies(
+    links: Links, directions: Collection[Direction]
+) -> dict[Link, LinkDelay]:
     """The links, all on one route, with some directions taking what the others do."""
     ups = {link: at.forward_latency_ms for link, at in links.items() if link not in directions}
     downs = {

@@ -20,7 +20,7 @@ too many in a row. An answer that its phase does not wait for changes nothing.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from jaxmorph.control.compute_watch import ComputeNotice, followed
+from jaxmorph.control.compute_watch import ComputeNotice, updated_costs
 from jaxmorph.control.conditions import links_under
 from jaxmorph.control.controller_state import (
     Advance,
@@ -52,12 +52,12 @@ from jaxmorph.control.controller_state import (
 from jaxmorph.control.events import (
     ControlEvent,
     PlanChange,
+    change_events,
+    describe_ops,
+    describe_states,
     evidence_of,
-    of_change,
-    of_notice,
-    of_verdict,
-    ops_in_words,
-    states_in_words,
+    notice_event,
+    verdict_event,
 )
 from jaxmorph.control.link_state import FailedPaths, PathState
 from jaxmorph.control.measurements import LinkSample, OpTime
@@ -72,7 +72,7 @@ from jaxmorph.control.orchestrator import (
     dwelling_links,
 )
 from jaxmorph.control.path_reports import PathNews, PathsOfStep, judge_paths, read_paths
-from jaxmorph.control.probes import found_by
+from jaxmorph.control.probes import probe_results
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import KnownDirection
 from jaxmorph.records import EventKind, Routes
@@ -98,7 +98,9 @@ def advance(state: ControllerState, observation: Observation) -> Advance:
             return _retry_later(state, error)
         case PlanChanged() if isinstance(phase, Changing):
             plan = phase.change.plan
-            return Advance(replace(state, plan=plan, phase=Idle()), events=of_change(phase.change))
+            return Advance(
+                replace(state, plan=plan, phase=Idle()), events=change_events(phase.change)
+            )
         case _:
             return Advance(state)
 
@@ -119,13 +121,13 @@ def _observe(state: ControllerState, seen: StepObserved) -> Advance:
             state, measured, notices = _measure(state, of_step.samples, seen.ops)
             of_links += measured
         of_links = state.from_start + of_links
-        state = _note_news(state, of_links, notices, failed=bool(of_step.news.failures))
+        state = _record_news(state, of_links, notices, failed=bool(of_step.news.failures))
         state, of_probes, answer = _judge_probes(state, seen.probes_ms)
         asked = _weigh_if_due(state)
         state, commands = asked.state, answer + asked.commands
-        events += of_links + tuple(map(of_notice, notices)) + of_probes
+        events += of_links + tuple(map(notice_event, notices)) + of_probes
     return Advance(
-        replace(state, paths=state.paths.begin_again(of_step.news.restored)), commands, events
+        replace(state, paths=state.paths.restore(of_step.news.restored)), commands, events
     )
 
 
@@ -152,13 +154,13 @@ def _measure(
     before = state.detector.verdicts
     detector, changed = state.detector.observe(state.step, samples)
     compute, notices = state.compute.observe(state.step, ops)
-    profile = replace(state.profile, costs=followed(state.profile.costs, notices))
+    profile = replace(state.profile, costs=updated_costs(state.profile.costs, notices))
     state = replace(state, detector=detector, compute=compute, profile=profile)
-    events = filter(None, (of_verdict(each, before) for each in changed))
+    events = filter(None, (verdict_event(each, before) for each in changed))
     return state, tuple(events), tuple(notices)
 
 
-def _note_news(
+def _record_news(
     state: ControllerState,
     of_links: Iterable[ControlEvent],
     notices: Sequence[ComputeNotice],
@@ -183,8 +185,11 @@ def _judge_probes(
     state: ControllerState, probes_ms: Mapping[str, float]
 ) -> tuple[ControllerState, tuple[ControlEvent, ...], tuple[Command, ...]]:
     """Carry out the decision that waits for probes, or have it weighed anew."""
-    found = found_by(probes_ms, state.detector, state.paths.failed)
-    dwell, proven = state.dwell.after(found.late, state.step), state.proven.note(found, state.step)
+    found = probe_results(probes_ms, state.detector, state.paths.failed)
+    dwell, proven = (
+        state.dwell.after(found.late, state.step),
+        state.proven.record(found, state.step),
+    )
     state, events, phase = replace(state, dwell=dwell, proven=proven), found.events(), state.phase
     if not isinstance(phase, Probing):
         return state, events, ()
@@ -238,7 +243,7 @@ def _weighed(state: ControllerState, asked: Weighing, options: Options) -> Advan
         dwell=asked.dwell,
         worth=state.settings.worth,
         may_delegate_healthy=state.settings.delegates == "any",
-        news=ops_in_words(asked.ops),
+        news=describe_ops(asked.ops),
     )
     decision = decide(situation)
     if decision.wait_steps:
@@ -325,7 +330,7 @@ def expected_profile(state: ControllerState, profile: Profile) -> Profile:
 
 def link_states(state: ControllerState) -> dict[str, str]:
     """The links that are not healthy, each in a few words."""
-    return {**state.paths.in_words(), **states_in_words(state.verdicts)}
+    return {**state.paths.in_words(), **describe_states(state.verdicts)}
 
 
 def known_links(state: ControllerState) -> tuple[KnownDirection, ...]:

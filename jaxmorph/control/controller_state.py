@@ -9,7 +9,7 @@ from jaxmorph.config.sections import Adaptation
 from jaxmorph.control.compute_watch import ComputeNotice, ComputeWatch
 from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.events import ControlEvent, PlanChange, of_verdict
+from jaxmorph.control.events import ControlEvent, PlanChange, verdict_event
 from jaxmorph.control.link_state import FailedPaths
 from jaxmorph.control.measurements import LinkSample, OpTime
 from jaxmorph.control.orchestrator import Decision, Dwell, Options, Situation
@@ -346,5 +346,5 @@ def first_state(
         ),
         dwell=Dwell(settings.dwell_steps, settings.longest_dwell_steps),
         phase=Starting(),
-        from_start=tuple(filter(None, (of_verdict(each, {}) for each in verdicts))),
+        from_start=tuple(filter(None, (verdict_event(each, {}) for each in verdicts))),
     )

@@ -71,7 +71,7 @@ class Detector:
             And the verdict, unless the direction was dead already.
         """
         watch = _watch(self.directions, (source, destination))
-        return self._after(watch.fail(step, detail), watch)
+        return self._after(watch.path_failed(step, detail), watch)
 
     def observe_return(
         self, step: int, source: int, destination: int, up_steps: int
@@ -83,7 +83,7 @@ class Detector:
         """
         detail = f"both ends have found its direct path up for {up_steps} steps in a row"
         watch = _watch(self.directions, (source, destination))
-        return self._after(watch.come_back(step, detail), watch)
+        return self._after(watch.path_returned(step, detail), watch)
 
     def begin_slow(
         self,

@@ -7,7 +7,7 @@ into a working copy of them (`DirectionWatch`).
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from jaxmorph.control.link_state import SENTENCES, TURNS, LinkHealth, Sign
+from jaxmorph.control.link_state import SENTENCES, TRANSITIONS, LinkHealth, Trigger
 from jaxmorph.control.measurements import LinkSample, median
 from jaxmorph.control.route_record import (
     GOOD_STEPS,
@@ -104,7 +104,7 @@ class DirectionWatch:
         Returns:
             What has changed, in order; the last one with the latest latency and jitter.
         """
-        self._notice_route(samples)
+        self._update_route(samples)
         self._unrest *= _CALMING
         began_as = self.verdict.health
         changes: list[Verdict] = []
@@ -140,13 +140,13 @@ class DirectionWatch:
         """
         for is_direct, usual in expected.items():
             self._record(is_direct).usual = usual
-        self._notice_route(samples)
+        self._update_route(samples)
         if known is None:
             took_ms = [sample.duration_ms for sample in samples]
-            return self._turn(step, Sign.ROSE, self._current, took_ms)
+            return self._transition(step, Trigger.ROSE, self._current, took_ms)
         baseline_ms = known.evidence.baseline_ms
         detail = f"{known.latency_ms:.1f} ms (healthy: {baseline_ms:.1f})"
-        if not self._turn(step, Sign.KNOWN, self._current, (), detail):
+        if not self._transition(step, Trigger.KNOWN, self._current, (), detail):
             return []
         last = {"latency_ms": known.latency_ms, "jitter_ms": known.jitter_ms}
         self.verdict = replace(self.verdict, **last, evidence=known.evidence)
@@ -168,30 +168,30 @@ class DirectionWatch:
             return []
         took_ms = record.recent.last(LEARNING_MESSAGES)
         record.unlearn()
-        return self._turn(step, Sign.ROSE, is_direct, took_ms, usual=expected)
+        return self._transition(step, Trigger.ROSE, is_direct, took_ms, usual=expected)
 
-    def fail(self, step: int, detail: str) -> list[Verdict]:
+    def path_failed(self, step: int, detail: str) -> list[Verdict]:
         """Take in that the direct path was given up; no verdict if the link was dead already."""
-        return self._turn(step, Sign.FAILED, self._current, (), detail)
+        return self._transition(step, Trigger.FAILED, self._current, (), detail)
 
-    def come_back(self, step: int, detail: str) -> list[Verdict]:
+    def path_returned(self, step: int, detail: str) -> list[Verdict]:
         """Take in that the direct path of a dead link has been up for long enough.
 
         Where none of its messages are watched the next verdict, too, has nothing to wait for.
         """
         if not self.verdict.is_dead:
             return []
-        turned = self._turn(step, Sign.RETURNED, None, (), detail)
+        turned = self._transition(step, Trigger.RETURNED, None, (), detail)
         if not self._routes:
-            turned += self._turn(step, Sign.RETURNED, None, (), detail)
+            turned += self._transition(step, Trigger.RETURNED, None, (), detail)
         return turned
 
-    def _notice_route(self, samples: Sequence[LinkSample]) -> None:
+    def _update_route(self, samples: Sequence[LinkSample]) -> None:
         is_direct = 2 * sum(sample.is_direct for sample in samples) > len(samples)
         if is_direct is self._current:
             return
         self._current = is_direct
-        self._record(is_direct).begin_again()
+        self._record(is_direct).reset()
         self._judged_by = is_direct
 
     def _record(self, is_direct: bool) -> RouteRecord:
@@ -224,9 +224,9 @@ class DirectionWatch:
             return []
         may_accuse = self.verdict.health is not LinkHealth.SLOW
         if may_accuse and (late_ms := record.late_beyond_chance()):
-            return self._turn(step, Sign.ROSE, sample.is_direct, late_ms)
+            return self._transition(step, Trigger.ROSE, sample.is_direct, late_ms)
         if self._may_clear(sample.is_direct) and len(record.calm) >= SETTLED_RUN:
-            return self._turn(step, Sign.FELL, sample.is_direct, record.calm)
+            return self._transition(step, Trigger.FELL, sample.is_direct, record.calm)
         if not may_accuse and may_move and sample.is_direct is self._current:
             return self._read_level(step, sample, record)
         return []
@@ -241,8 +241,8 @@ class DirectionWatch:
         if len(record.moved) < SETTLED_RUN:
             return []
         self._unrest += 1.0
-        sign = Sign.SHIFTED if is_dead else Sign.MOVED
-        return self._turn(step, sign, sample.is_direct, record.moved)
+        trigger = Trigger.SHIFTED if is_dead else Trigger.MOVED
+        return self._transition(step, trigger, sample.is_direct, record.moved)
 
     def _may_clear(self, is_direct: bool) -> bool:
         if not self.verdict.is_slow:
@@ -265,20 +265,20 @@ class DirectionWatch:
             self._good_steps = 0
         if self._good_steps < GOOD_STEPS:
             return []
-        return self._turn(step, Sign.LASTED, counting[0].is_direct, took_ms)
+        return self._transition(step, Trigger.LASTED, counting[0].is_direct, took_ms)
 
-    def _turn(
+    def _transition(
         self,
         step: int,
-        sign: Sign,
+        trigger: Trigger,
         is_direct: bool | None,
         run_ms: Iterable[float],
         detail: str = "",
         usual: Usual | None = None,
     ) -> list[Verdict]:
-        """Go where the table says that a sign leads; without an entry nothing changes."""
+        """Go where the table says that a trigger leads; without an entry nothing changes."""
         before, run_ms = self.verdict, tuple(run_ms)
-        turned = TURNS[before.health, before.path].get(sign)
+        turned = TRANSITIONS[before.health, before.path].get(trigger)
         if turned is None:
             return []
         if usual is None and is_direct is not None:
@@ -290,21 +290,21 @@ class DirectionWatch:
             path=path,
             step=step,
             evidence=_evidence(run_ms, usual),
-            reason=self._sentence(sign, run_ms, usual, detail),
+            reason=self._sentence(trigger, run_ms, usual, detail),
         )
         self._judged_by, self._good_steps = is_direct, 0
-        if sign is not Sign.LASTED:
+        if trigger is not Trigger.LASTED:
             for route, record in self._routes.items():
-                record.begin_again(run_ms if route is is_direct else ())
+                record.reset(run_ms if route is is_direct else ())
         self.verdict = self._with_latency(self.verdict)
         self._level_ms = self.verdict.latency_ms
         return [self.verdict]
 
     def _sentence(
-        self, sign: Sign, run_ms: tuple[float, ...], usual: Usual | None, detail: str
+        self, trigger: Trigger, run_ms: tuple[float, ...], usual: Usual | None, detail: str
     ) -> str:
         before = self.verdict
-        said = SENTENCES[sign].format(
+        said = SENTENCES[trigger].format(
             took=typical_ms(run_ms) if run_ms else "",
             count=len(run_ms),
             threshold=usual.threshold_ms if usual else 0.0,

@@ -45,7 +45,9 @@ class PlanChange:
     evidence: Mapping[str, Any]
 
 
-def of_verdict(verdict: Verdict, before: Mapping[tuple[int, int], Verdict]) -> ControlEvent | None:
+def verdict_event(
+    verdict: Verdict, before: Mapping[tuple[int, int], Verdict]
+) -> ControlEvent | None:
     """The event of a verdict that has changed; None where a link is first seen, and healthy.
 
     Args:
@@ -59,7 +61,7 @@ def of_verdict(verdict: Verdict, before: Mapping[tuple[int, int], Verdict]) -> C
     return ControlEvent(kind, verdict.reason, str(verdict.link), verdict.to_json())
 
 
-def ops_in_words(changed: Mapping[tuple[int, OpKind], ComputeNotice]) -> tuple[str, ...]:
+def describe_ops(changed: Mapping[tuple[int, OpKind], ComputeNotice]) -> tuple[str, ...]:
     """Which ops cost what they didn't, a sentence each; of many the first."""
     told = [
         f"stage {each.stage}'s {each.kind} takes {each.measured_ms:.1f} ms, not "
@@ -70,12 +72,12 @@ def ops_in_words(changed: Mapping[tuple[int, OpKind], ComputeNotice]) -> tuple[s
     return (*told[:_MOST_OPS], *([f"and {more} ops more have changed"] if more > 0 else []))
 
 
-def of_notice(notice: ComputeNotice) -> ControlEvent:
+def notice_event(notice: ComputeNotice) -> ControlEvent:
     """Ops have become slower, or faster."""
     return ControlEvent(EventKind.COMPUTE_CHANGED, notice.reason, evidence=notice.to_json())
 
 
-def of_probe(link: Link, took_ms: Sequence[float], is_late: bool) -> ControlEvent:
+def probe_event(link: Link, took_ms: Sequence[float], is_late: bool) -> ControlEvent:
     """A probe of a direct link has come back: a message's median time in each direction."""
     found = "is still slow" if is_late else "is as fast as it was"
     times = " and ".join(f"{each_ms:.1f}" for each_ms in took_ms)
@@ -106,7 +108,7 @@ def _in_brief(option: Option) -> dict[str, Any]:
     }
 
 
-def of_change(change: PlanChange) -> tuple[ControlEvent, ...]:
+def change_events(change: PlanChange) -> tuple[ControlEvent, ...]:
     """A plan is in force: one event, and one for each link with another route."""
     routes = (
         ControlEvent(EventKind.ROUTE_CHANGED, f"{route}: {change.reason}", str(link))
@@ -115,7 +117,7 @@ def of_change(change: PlanChange) -> tuple[ControlEvent, ...]:
     return ControlEvent(EventKind.PLAN_CHANGED, change.reason, evidence=change.evidence), *routes
 
 
-def states_in_words(verdicts: Iterable[Verdict]) -> dict[str, str]:
+def describe_states(verdicts: Iterable[Verdict]) -> dict[str, str]:
     """The links that are not healthy, each in a few words."""
     return {
         str(each.link): f"{each.health}, {each.latency_ms:.1f} ms "

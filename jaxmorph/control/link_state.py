@@ -1,9 +1,9 @@
 """The state of links: each direction's health, its direct path, and the table of both.
 
-Messages decide a direction's health, and both ends of a link the state of its direct path; `TURNS`
-has what follows from either. A link whose direct path fails in the middle of a step is delegated
-from there on, though programs still have its transfers on the queue, until its direct path begins
-again after a later step: `FailedPaths` keeps account of that.
+The messages of a direction decide its health; the two ends of a link decide the state of its direct
+path. `TRANSITIONS` has all changes of both. A link whose direct path fails in mid-step is delegated
+from there on, although programs still have its transfers on the queue. It stays so until its direct
+path is restored after a later step (`FailedPaths`).
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -47,7 +47,7 @@ class PathState(StrEnum):
     RETURNED = "returned"
 
 
-class Sign(StrEnum):
+class Trigger(StrEnum):
     """What the messages of a direction, or their absence, have shown.
 
     Attributes:
@@ -80,20 +80,20 @@ _DEAD = LinkHealth.SLOW, PathState.FAILED
 _SLOW_AGAIN = LinkHealth.SLOW, PathState.RETURNED
 _BACK = LinkHealth.RECOVERING, PathState.RETURNED
 
-TURNS: Mapping[State, Mapping[Sign, State]] = {
-    _HEALTHY: {Sign.ROSE: _SLOW, Sign.KNOWN: _SLOW, Sign.FAILED: _DEAD},
-    _SLOW: {Sign.MOVED: _SLOW, Sign.FELL: _RECOVERING, Sign.FAILED: _DEAD},
-    _RECOVERING: {Sign.ROSE: _SLOW, Sign.LASTED: _HEALTHY, Sign.FAILED: _DEAD},
-    _DEAD: {Sign.SHIFTED: _DEAD, Sign.RETURNED: _BACK},
+TRANSITIONS: Mapping[State, Mapping[Trigger, State]] = {
+    _HEALTHY: {Trigger.ROSE: _SLOW, Trigger.KNOWN: _SLOW, Trigger.FAILED: _DEAD},
+    _SLOW: {Trigger.MOVED: _SLOW, Trigger.FELL: _RECOVERING, Trigger.FAILED: _DEAD},
+    _RECOVERING: {Trigger.ROSE: _SLOW, Trigger.LASTED: _HEALTHY, Trigger.FAILED: _DEAD},
+    _DEAD: {Trigger.SHIFTED: _DEAD, Trigger.RETURNED: _BACK},
     _BACK: {
-        Sign.ROSE: _SLOW_AGAIN,
-        Sign.LASTED: _HEALTHY,
-        Sign.RETURNED: _HEALTHY,
-        Sign.FAILED: _DEAD,
+        Trigger.ROSE: _SLOW_AGAIN,
+        Trigger.LASTED: _HEALTHY,
+        Trigger.RETURNED: _HEALTHY,
+        Trigger.FAILED: _DEAD,
     },
-    _SLOW_AGAIN: {Sign.MOVED: _SLOW_AGAIN, Sign.FELL: _BACK, Sign.FAILED: _DEAD},
+    _SLOW_AGAIN: {Trigger.MOVED: _SLOW_AGAIN, Trigger.FELL: _BACK, Trigger.FAILED: _DEAD},
 }
-"""What follows from a sign in a state; a sign that is not here changes nothing.
+"""What follows from a trigger in a state; a trigger that is not here changes nothing.
 
 No message brings a failed path back, as all of them are delegated: only the path itself does. After
 that messages say whether the link has recovered, or, where none of them are watched, the path once
@@ -107,18 +107,19 @@ IMPOSSIBLE: frozenset[State] = frozenset({
 })  # fmt: skip
 """The states that no direction is in: see `Verdict`."""
 
-SENTENCES: Mapping[Sign, str] = {
-    Sign.ROSE: "is slow: {took} for {count} messages in a row, {threshold:.1f} is late",
-    Sign.MOVED: "is slow by another amount: {took} for {count} messages in a row, was {before:.1f}",
-    Sign.FELL: "is recovering: {took} for {count} messages in a row, was {before:.1f}",
-    Sign.LASTED: "is healthy again: {took} in the last of {steps} good steps",
-    Sign.FAILED: "is dead: {detail}",
-    Sign.SHIFTED: "is dead, and delegated messages take another time: {took} for {count} in a row, "
+SENTENCES: Mapping[Trigger, str] = {
+    Trigger.ROSE: "is slow: {took} for {count} messages in a row, {threshold:.1f} is late",
+    Trigger.MOVED: "is slow by another amount: {took} for {count} messages in a row, "
     "was {before:.1f}",
-    Sign.RETURNED: "is back: {detail}",
-    Sign.KNOWN: "is taken for slow, as when the run was last at work: {detail}",
+    Trigger.FELL: "is recovering: {took} for {count} messages in a row, was {before:.1f}",
+    Trigger.LASTED: "is healthy again: {took} in the last of {steps} good steps",
+    Trigger.FAILED: "is dead: {detail}",
+    Trigger.SHIFTED: "is dead, and delegated messages take another time: {took} for {count} in "
+    "a row, was {before:.1f}",
+    Trigger.RETURNED: "is back: {detail}",
+    Trigger.KNOWN: "is taken for slow, as when the run was last at work: {detail}",
 }
-"""What is said of a direction that a sign has turned; `took` names the messages' times."""
+"""What is said of a direction that a trigger has turned; `took` names the messages' times."""
 
 
 DEAD = "dead"
@@ -131,13 +132,13 @@ def word(health: LinkHealth, path: PathState) -> str:
 
 
 def diagram() -> str:
-    """`TURNS` as the text of a Mermaid state diagram."""
+    """`TRANSITIONS` as the text of a Mermaid state diagram."""
     lines = ["stateDiagram-v2", f"    [*] --> {word(*_HEALTHY)}"]
     for health, path in (_BACK, _SLOW_AGAIN):
         lines.append(f'    state "{health}, path {path}" as {health}_{path}')
-    for state, turns in TURNS.items():
-        for sign, to in turns.items():
-            lines.append(f"    {_name(*state)} --> {_name(*to)}: {sign}")
+    for state, turns in TRANSITIONS.items():
+        for trigger, to in turns.items():
+            lines.append(f"    {_name(*state)} --> {_name(*to)}: {trigger}")
     return "\n".join(lines)
 
 
@@ -185,7 +186,7 @@ class PathFailure:
 
 
 @dataclass(frozen=True)
-class PathTurns:
+class PathChanges:
     """What a step has shown of failed paths.
 
     Attributes:
@@ -225,7 +226,7 @@ class LinkPath:
         """The path after one more failure."""
         return LinkPath(PathState.FAILED, self.failures + 1, self.epoch + 1)
 
-    def begun_again(self) -> "LinkPath":
+    def restored(self) -> "LinkPath":
         """The path in the direct epoch that follows."""
         return replace(self, state=PathState.UP, epoch=self.epoch + 1, is_unused=True)
 
@@ -270,7 +271,7 @@ class FailedPaths:
         """The links that are delegated for want of a direct path, whatever the plan says."""
         return frozenset(link for link, at in self.links.items() if at.state is not PathState.UP)
 
-    def note(
+    def record(
         self, failures: Iterable[PathFailure]
     ) -> tuple["FailedPaths", tuple[PathFailure, ...]]:
         """Take note of what failed in a step.
@@ -283,12 +284,12 @@ class FailedPaths:
         of_new = {each.link: self.links.get(each.link, LinkPath()).failed() for each in new}
         return self._with(of_new), new
 
-    def begin_again(self, links: Iterable[Link]) -> "FailedPaths":
+    def restore(self, links: Iterable[Link]) -> "FailedPaths":
         """Take note that direct paths have begun again after a step."""
         back = self.failed.intersection(links)
-        return self._with({link: self.links[link].begun_again() for link in back})
+        return self._with({link: self.links[link].restored() for link in back})
 
-    def restored(self, routes: Routes) -> tuple["FailedPaths", tuple[Link, ...]]:
+    def take_restored(self, routes: Routes) -> tuple["FailedPaths", tuple[Link, ...]]:
         """The links that were back on their direct paths in a step, each named once.
 
         Args:
@@ -301,7 +302,7 @@ class FailedPaths:
         }
         return self._with(used), tuple(used)
 
-    def limit(self, link: Link, restores_left: int) -> tuple["FailedPaths", bool]:
+    def limit_restores(self, link: Link, restores_left: int) -> tuple["FailedPaths", bool]:
         """Take note of how often a failed path can begin again, as one of its ends says.
 
         The least that any end says counts; of a link that hasn't failed nothing is noted.
@@ -318,7 +319,7 @@ class FailedPaths:
 
     def observe(
         self, up: Mapping[Link, bool], delegated: Container[Link]
-    ) -> tuple["FailedPaths", PathTurns]:
+    ) -> tuple["FailedPaths", PathChanges]:
         """Take in what the ends of failed paths have reported of a step.
 
         Args:
@@ -338,7 +339,7 @@ class FailedPaths:
                 returned[link] = path.up_steps
                 path = replace(path, state=PathState.RETURNED)
             counted[link] = path
-        return self._with(counted), PathTurns(returned, tuple(lost))
+        return self._with(counted), PathChanges(returned, tuple(lost))
 
     def _is_enough(self, path: LinkPath) -> bool:
         if path.state is PathState.RETURNED or not path.can_begin:
@@ -349,11 +350,11 @@ class FailedPaths:
         """How many steps in a row are enough after so many failures."""
         return min(self.steps * 2 ** (failures - 1), max(self.steps, self.most_steps))
 
-    def as_run(self, routes: Routes) -> dict[Link, Route]:
+    def actual_routes(self, routes: Routes) -> dict[Link, Route]:
         """The routes that messages take under a plan with these."""
         return {**routes, **dict.fromkeys(sorted(self.failed), "delegated")}
 
-    def of_paths(self, samples: Sequence[LinkSample]) -> Sequence[LinkSample]:
+    def valid_samples(self, samples: Sequence[LinkSample]) -> Sequence[LinkSample]:
         """The messages that show what their route takes.
 
         One that held a queue and was delegated nevertheless says nothing of either route: its

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.events import ControlEvent, of_verdict
+from jaxmorph.control.events import ControlEvent, verdict_event
 from jaxmorph.control.link_state import FailedPaths, PathFailure
 from jaxmorph.control.measurements import LinkSample
 from jaxmorph.plain_json import written_as
@@ -111,11 +111,13 @@ def read_paths(
     Args:
         routes: Those of the plan that it ran.
     """
-    paths, new = paths.note(news.failures)
-    paths, restored = paths.restored(routes)
+    paths, new = paths.record(news.failures)
+    paths, restored = paths.take_restored(routes)
     events = (*map(_of_failure, new), *map(_of_restored, restored))
     news = replace(news, failures=new)
-    return paths, PathsOfStep(news, events, paths.of_paths(samples), paths.as_run(routes))
+    return paths, PathsOfStep(
+        news, events, paths.valid_samples(samples), paths.actual_routes(routes)
+    )
 
 
 def judge_paths(
@@ -134,7 +136,7 @@ def judge_paths(
     for failure in news.failures:
         detector = _with_failure(detector, step, failure.link, failure.detail)
     for link, left in sorted(news.restores_left.items()):
-        paths, was_last = paths.limit(link, left)
+        paths, was_last = paths.limit_restores(link, left)
         events += [_of_given_up(link)] if was_last else []
     delegated = {link for link, route in routes.items() if route == "delegated"}
     paths, turns = paths.observe(news.up, delegated)
@@ -145,7 +147,7 @@ def judge_paths(
         for source, destination in (link, link[::-1]):
             before = detector.verdicts
             detector, changed = detector.observe_return(step, source, destination, up_steps)
-            events += filter(None, (of_verdict(each, before) for each in changed))
+            events += filter(None, (verdict_event(each, before) for each in changed))
     return paths, detector, events
 
 

@@ -8,16 +8,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.events import ControlEvent, of_probe
+from jaxmorph.control.events import ControlEvent, probe_event
 from jaxmorph.control.orchestrator import Decision, Situation, changed_routes
 from jaxmorph.program.instructions import Transfer
 from jaxmorph.records import Link
 
-_PROBE_HOLDS = 8  # steps for which a probe is believed
+_TRUSTED_STEPS = 8  # steps for which a probe is believed
 
 
 @dataclass(frozen=True)
-class Found:
+class ProbeResults:
     """What probes have found.
 
     Attributes:
@@ -31,12 +31,12 @@ class Found:
     def events(self) -> tuple[ControlEvent, ...]:
         """One for each link."""
         probed = sorted(self.took_ms.items())
-        return tuple(of_probe(link, took_ms, link in self.late) for link, took_ms in probed)
+        return tuple(probe_event(link, took_ms, link in self.late) for link, took_ms in probed)
 
 
-def found_by(
+def probe_results(
     probes: Mapping[str, float], detector: Detector, failed: Collection[Link] = ()
-) -> Found:
+) -> ProbeResults:
     """What probes have found.
 
     Args:
@@ -53,7 +53,7 @@ def found_by(
         usual = detector.usual(transfer.source, transfer.destination, is_direct=True)
         if usual is not None and duration_ms > usual.threshold_ms:
             late.add(transfer.link)
-    return Found(took_ms, frozenset(late))
+    return ProbeResults(took_ms, frozenset(late))
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class ProvenLinks:
 
     until: Mapping[Link, int] = field(default_factory=dict)
 
-    def note(self, found: Found, step: int) -> "ProvenLinks":
+    def record(self, found: ProbeResults, step: int) -> "ProvenLinks":
         """Believe what was found after a step, for some steps."""
         healthy = found.took_ms.keys() - found.late
-        return ProvenLinks({**self.until, **dict.fromkeys(healthy, step + _PROBE_HOLDS)})
+        return ProvenLinks({**self.until, **dict.fromkeys(healthy, step + _TRUSTED_STEPS)})
 
     def without(self, links: Collection[Link]) -> "ProvenLinks":
         """Forget what was found of links: their direct paths have failed since."""

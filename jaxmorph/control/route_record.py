@@ -266,7 +266,7 @@ class RouteRecord:
             return self.healthy.unlikely_end(self.late, self.usual.threshold_ms)
         return tuple(self.late) if len(self.late) >= SETTLED_RUN else ()
 
-    def begin_again(self, recent_ms: Iterable[float] = ()) -> None:
+    def reset(self, recent_ms: Iterable[float] = ()) -> None:
         """Forget all runs; the last messages are those given."""
         for run in (self.late, self.calm, self.moved):
             run.clear()

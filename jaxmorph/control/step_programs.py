@@ -80,12 +80,14 @@ def shorter_on_queues(made: Plan, profile: Profile, limits: Limits) -> Plan:
     own = made.schedule
     if "direct" not in made.routes.values() or sum(map(len, own.orders)) > _MOST_OPS:
         return made
-    own_ms = _held_ms(own, made, profile)
+    own_ms = _blocking_ms(own, made, profile)
     best, best_ms = own, own_ms * (1 - _WORTH)
     for other in alternatives(profile.costs, profile.links, limits, own.num_microbatches):
-        if other.orders == own.orders or _unheld_ms(other, profile) >= best_ms * (1 + _ROUNDING):
+        if other.orders == own.orders or _overlapped_ms(other, profile) >= best_ms * (
+            1 + _ROUNDING
+        ):
             continue  # queues that are held only make it longer
-        held_ms = _held_ms(other, made, profile)
+        held_ms = _blocking_ms(other, made, profile)
         if held_ms < best_ms:
             best, best_ms = other, held_ms
     if best is own:
@@ -94,7 +96,7 @@ def shorter_on_queues(made: Plan, profile: Profile, limits: Limits) -> Plan:
     return replace(
         made,
         schedule=best,
-        predicted_step_s=_unheld_ms(best, profile) / 1e3,
+        predicted_step_s=_overlapped_ms(best, profile) / 1e3,
         reason=(
             f"warm-up forwards {warmups}: the shortest of several where direct transfers hold "
             f"queues, {best_ms:.1f} ms instead of {own_ms:.1f}"
@@ -102,11 +104,11 @@ def shorter_on_queues(made: Plan, profile: Profile, limits: Limits) -> Plan:
     )
 
 
-def _unheld_ms(schedule: Schedule, profile: Profile) -> float:
+def _overlapped_ms(schedule: Schedule, profile: Profile) -> float:
     return simulate(schedule, profile.costs, profile.links).makespan_ms
 
 
-def _held_ms(schedule: Schedule, made: Plan, profile: Profile) -> float:
+def _blocking_ms(schedule: Schedule, made: Plan, profile: Profile) -> float:
     """A step of one chunk as `lower_step` would order it, without its frees and its check."""
     costs, links = _for_ordering(made.routes, profile)
     programs = lower_order(schedule, simulate(schedule, costs, links), made.routes)

@@ -164,7 +164,7 @@ def slow_of(known: Iterable[KnownDirection]) -> dict[Direction, KnownDirection]:
     return {each.direction: each for each in known if not each.is_dead}
 
 
-def still_slow(
+def with_known_delays(
     links: Links, routes: Routes, known: Sequence[KnownDirection]
 ) -> dict[Link, LinkDelay]:
     """What links take if those that were slow are so still, whatever a few messages show.
@@ -183,7 +183,7 @@ def still_slow(
     return states
 
 
-def as_when_healthy(
+def with_healthy_latencies(
     links: Links, routes: Routes, known: Sequence[KnownDirection]
 ) -> dict[Link, LinkDelay]:
     """What links take, where those that were slow or dead take what they did in health.

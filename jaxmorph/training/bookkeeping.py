@@ -10,7 +10,7 @@ from typing import Any, Self
 from jaxmorph.config import Config
 from jaxmorph.control import controller
 from jaxmorph.control.controller_state import StepObserved
-from jaxmorph.control.events import states_in_words
+from jaxmorph.control.events import describe_states
 from jaxmorph.control.measurements import (
     LinkSample,
     link_medians_ms,
@@ -130,7 +130,7 @@ class Bookkeeper:
 
     def in_force(self) -> dict[str, Any]:
         """What a checkpoint remembers of this moment: see `Manifest.plan` and `link_states`."""
-        links = {} if self._loop is None else states_in_words(self._loop.state.verdicts)
+        links = {} if self._loop is None else describe_states(self._loop.state.verdicts)
         return {"plan": self._plan.to_json(), "link_states": links}
 
     def sent_so_far(self) -> Future[None]:

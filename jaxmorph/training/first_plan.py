@@ -11,7 +11,7 @@ from jaxmorph.config.link_sections import Routes
 from jaxmorph.control.conditions import UsualLinks, outlying_directions
 from jaxmorph.control.offload_planning import with_sampled_copies
 from jaxmorph.control.profiler import Profile, Profiler
-from jaxmorph.control.verdicts import KnownDirection, dead_of, slow_of, still_slow
+from jaxmorph.control.verdicts import KnownDirection, dead_of, slow_of, with_known_delays
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.rendezvous import Rendezvous, agree
@@ -95,13 +95,13 @@ def plan_by_timings(
         every = possible_links(config.parallelism.stages)
         on_hosts = steps(_delegated(config, every), first_step=-2 * _WARM_UP_STEPS)
         by_hosts: dict[Link, Route] = dict.fromkeys(every, "delegated")
-        usual["delegated"] = still_slow(on_hosts.profile().links, by_hosts, known)
+        usual["delegated"] = with_known_delays(on_hosts.profile().links, by_hosts, known)
     profiler = steps(config)
     measured = profiler.profile()
     routes = config.routes.of_links(measured.links)
-    usual["direct"] = links = still_slow(measured.links, routes, known)
+    usual["direct"] = links = with_known_delays(measured.links, routes, known)
     # Of links that the configuration names planning is told that, in place of what was measured.
-    told = replace(measured, links=links_told(config.schedule.link_ms, links))
+    told = replace(measured, links=planned_links(config.schedule.link_ms, links))
     delegable = _agree_on_delegable(config, rendezvous, usual, known)
     in_force, told = agree_on_routes(config, rendezvous, told, usual, delegable, num_tied)
     in_force = with_slots(in_force)
@@ -228,7 +228,7 @@ def settle_garbage() -> None:
     gc.freeze()
 
 
-def links_told(link_ms: Mapping[str, float] | None, measured: Links) -> dict[Link, LinkDelay]:
+def planned_links(link_ms: Mapping[str, float] | None, measured: Links) -> dict[Link, LinkDelay]:
     """The links to plan for: as measured, but for those that `schedule.link_ms` names."""
     told = {
         Link.parse(name): LinkDelay(latency_ms, latency_ms)

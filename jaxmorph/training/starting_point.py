@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from jaxmorph.config import Config
-from jaxmorph.control.conditions import UsualLinks, as_the_others, outlying_directions
+from jaxmorph.control.conditions import UsualLinks, outlying_directions, with_typical_latencies
 from jaxmorph.control.detector import Detector
 from jaxmorph.control.link_state import Direction, LinkHealth
 from jaxmorph.control.measurements import LinkSample, link_samples
 from jaxmorph.control.profiler import Profile
 from jaxmorph.control.verdicts import (
     KnownDirection,
-    as_when_healthy,
     dead_of,
     latency_ms_of,
     slow_of,
+    with_healthy_latencies,
 )
 from jaxmorph.messages import LinksChanged
 from jaxmorph.plain_json import Json, parse_line
@@ -31,7 +31,7 @@ from jaxmorph.runtime.rendezvous import Rendezvous, SoleRank, agree
 from jaxmorph.schedule.costs import Links
 from jaxmorph.schedule.planner import Plan
 from jaxmorph.schedule.timeline import Timeline
-from jaxmorph.training.first_plan import FirstPlan, agree_on_routes, links_told
+from jaxmorph.training.first_plan import FirstPlan, agree_on_routes, planned_links
 
 _DEAD_BEFORE = "its direct path had failed when the run was last at work"
 
@@ -67,7 +67,7 @@ def starting_point(config: Config, first: FirstPlan, num_tied: int) -> StartingP
     if not slow:
         return StartingPoint(detector, usual, first.in_force.plan)
     usual = _usual_of_healthy(first.usual, slow, routes, first.known)
-    links = links_told(config.schedule.link_ms, {**first.planned_for.links, **usual["direct"]})
+    links = planned_links(config.schedule.link_ms, {**first.planned_for.links, **usual["direct"]})
     told = replace(first.planned_for, links=links)
     return StartingPoint(detector, usual, _home(config, told, usual, num_tied))
 
@@ -88,13 +88,13 @@ def _usual_of_healthy(
     A link may be slow on one route alone: what it does well on the other one is its own. What was
     known of a link is its own, too.
     """
-    others = as_the_others(usual["direct"], slow)
-    told: dict[Route, Links] = {"direct": as_when_healthy(others, routes, known)}
+    others = with_typical_latencies(usual["direct"], slow)
+    told: dict[Route, Links] = {"direct": with_healthy_latencies(others, routes, known)}
     if "delegated" in usual:
         too = slow & (outlying_directions(usual["delegated"]) | slow_of(known).keys())
-        others = as_the_others(usual["delegated"], too)
+        others = with_typical_latencies(usual["delegated"], too)
         by_hosts: Routes = dict.fromkeys(others, "delegated")
-        told["delegated"] = as_when_healthy(others, by_hosts, known)
+        told["delegated"] = with_healthy_latencies(others, by_hosts, known)
     return told
 
 

@@ -350,10 +350,10 @@ class Trainer:
         for event in result.events:
             _log.info("rank %d, step %d: %s: %s", self.rank, result.step, event.kind, event.detail)
         news = path_news(result.parts_of(PathReport))
-        self._failed, failures = self._failed.note(news.failures)
+        self._failed, failures = self._failed.record(news.failures)
         for failure in failures if self.rank == 0 else ():
             _log.warning("step %d: link %s failed: %s", result.step, failure.link, failure.detail)
-        self._failed = self._failed.begin_again(news.restored)
+        self._failed = self._failed.restore(news.restored)
         return failures
 
     def _make_room(self, program: RankProgram) -> None:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxmorph.control.compute_watch import ComputeWatch, followed
+from jaxmorph.control.compute_watch import ComputeWatch, updated_costs
 from jaxmorph.control.measurements import op_times
 from jaxmorph.schedule.costs import StageCosts
 from jaxmorph.schedule.ops import Op, OpKind
@@ -83,10 +83,10 @@ def test_full_backwards_are_compared_with_both_parts():
     costs = StageCosts.uniform(1, 10.0, 12.0, 8.0)
     (notice,) = notices(*[whole] * 5, costs=costs)
     assert (notice.expected_ms, notice.measured_ms) == (20.0, 26.0)
-    assert followed(costs, [notice]).backward_input_ms == (18.0,)
+    assert updated_costs(costs, [notice]).backward_input_ms == (18.0,)
     assert notices(*[whole] * 5, costs=StageCosts.uniform(1, 10.0, 26.0, 0.0)) == []
 
 
 def test_costs_follow_what_was_noticed():
     found = notices(*[step(1, 2.0)] * 5)
-    assert followed(COSTS, found) == StageCosts((10, 20), (12, 24), (8, 16))
+    assert updated_costs(COSTS, found) == StageCosts((10, 20), (12, 24), (8, 16))

@@ -7,10 +7,10 @@ from verdict_examples import both_ways, healthy, verdict
 
 from jaxmorph.control.conditions import (
     UsualLinks,
-    as_the_others,
     costs_differ,
     links_under,
     outlying_directions,
+    with_typical_latencies,
 )
 from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.verdicts import Verdict, degraded_links
@@ -88,8 +88,8 @@ def test_a_healed_direction_takes_what_the_others_do():
     links = {**chain_links((0.5, 30.0, 0.7)), Link(1, 2): LinkDelay(30.0, 0.9)}
     directions = outlying_directions(links)
     assert directions == {(1, 2)}
-    assert as_the_others(links, directions)[Link(1, 2)] == LinkDelay(0.5, 0.9)
-    assert as_the_others(links, set()) == links
+    assert with_typical_latencies(links, directions)[Link(1, 2)] == LinkDelay(0.5, 0.9)
+    assert with_typical_latencies(links, set()) == links
 
 
 def test_a_verdict_reads_back_from_its_json():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.link_state import TURNS, LinkHealth, PathState, word
+from jaxmorph.control.link_state import TRANSITIONS, LinkHealth, PathState, word
 from jaxmorph.control.measurements import LinkSample
 from jaxmorph.control.route_record import SETTLED_RUN, HealthyMessages
 
@@ -363,7 +363,7 @@ def test_verdicts_follow_the_table_and_name_what_they_rest_on(messages_ms, drawn
     before = HEALTHY, PathState.UP
     for verdict in steps.said:
         now = verdict.health, verdict.path
-        assert now in TURNS[before].values()
+        assert now in TRANSITIONS[before].values()
         if verdict.is_slow and before[0] is not SLOW:
             assert min(verdict.evidence.samples_ms) > verdict.evidence.threshold_ms
         if verdict.health is RECOVERING and before[1] is not PathState.FAILED:

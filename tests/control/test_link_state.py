@@ -12,12 +12,12 @@ from verdict_examples import verdict
 from jaxmorph.control.link_state import (
     IMPOSSIBLE,
     SENTENCES,
-    TURNS,
+    TRANSITIONS,
     FailedPaths,
     LinkHealth,
     PathFailure,
     PathState,
-    Sign,
+    Trigger,
     diagram,
     word,
 )
@@ -31,7 +31,7 @@ DELEGATED: Routes = {OTHER: "direct", LINK: "delegated"}
 FAILURE = PathFailure(LINK, "no answer in 3 s")
 UP, DOWN, SILENT = {LINK: True}, {LINK: False}, {}
 
-TURNS_OF_ONE_WORD = """
+TRANSITIONS_BY_WORD = """
 healthy     ROSE     -> slow
 healthy     KNOWN    -> slow
 healthy     FAILED   -> dead
@@ -45,23 +45,23 @@ recovering  LASTED     -> healthy
 recovering  RETURNED -> healthy
 recovering  FAILED   -> dead
 """
-"""What follows from a sign where a state is one word, as people read it."""
+"""What follows from a trigger where a state is one word, as people read it."""
 
 
 def test_the_table_leads_people_through_the_same_words():
     by_word = {}
-    for state, turns in TURNS.items():
-        for sign, to in turns.items():
-            by_word.setdefault((word(*state), sign.name), set()).add(word(*to))
-    rows = (row.replace("->", "").split() for row in TURNS_OF_ONE_WORD.strip().splitlines())
-    assert by_word == {(since, sign): {to} for since, sign, to in rows}
+    for state, turns in TRANSITIONS.items():
+        for trigger, to in turns.items():
+            by_word.setdefault((word(*state), trigger.name), set()).add(word(*to))
+    rows = (row.replace("->", "").split() for row in TRANSITIONS_BY_WORD.strip().splitlines())
+    assert by_word == {(since, trigger): {to} for since, trigger, to in rows}
 
 
 def test_states_of_one_word_take_the_same_signs():
     """But that a path which never failed can't return."""
     signs = {}
-    for state, turns in TURNS.items():
-        never = {Sign.RETURNED} if state[1] is PathState.UP else set()
+    for state, turns in TRANSITIONS.items():
+        never = {Trigger.RETURNED} if state[1] is PathState.UP else set()
         signs.setdefault(word(*state), []).append((turns.keys(), never))
     for of_word in signs.values():
         every = set().union(*(taken for taken, _ in of_word))
@@ -70,9 +70,9 @@ def test_states_of_one_word_take_the_same_signs():
 
 def test_a_state_is_reachable_or_impossible():
     reached = {(LinkHealth.HEALTHY, PathState.UP)}
-    for _ in TURNS:
-        reached |= {to for state in reached for to in TURNS[state].values()}
-    assert reached == set(TURNS)
+    for _ in TRANSITIONS:
+        reached |= {to for state in reached for to in TRANSITIONS[state].values()}
+    assert reached == set(TRANSITIONS)
     assert set(product(LinkHealth, PathState)) == reached | IMPOSSIBLE
     assert not reached & IMPOSSIBLE
 
@@ -84,7 +84,11 @@ def test_no_verdict_has_an_impossible_state(state):
 
 
 def test_every_sign_has_a_sentence_and_turns_something():
-    assert set(SENTENCES) == {sign for turns in TURNS.values() for sign in turns} == set(Sign)
+    assert (
+        set(SENTENCES)
+        == {trigger for turns in TRANSITIONS.values() for trigger in turns}
+        == set(Trigger)
+    )
 
 
 def test_the_page_on_detection_has_the_tables_diagram():
@@ -94,11 +98,11 @@ def test_the_page_on_detection_has_the_tables_diagram():
 
 def failed(*links, steps=4, most_steps=64, restores_left=None):
     made = FailedPaths.begin(links or (LINK,), steps, most_steps)
-    return made if restores_left is None else made.limit(LINK, restores_left)[0]
+    return made if restores_left is None else made.limit_restores(LINK, restores_left)[0]
 
 
-def noted(links, *failures):
-    return links.note(failures)[0]
+def after_failures(links, *failures):
+    return links.record(failures)[0]
 
 
 def returns_after(watch, reports, delegated=(LINK,)):
@@ -121,9 +125,9 @@ def test_each_further_failure_doubles_the_steps_to_a_limit():
     for _ in range(4):
         steps, watch = returns_after(watch, [UP] * 99)
         took.append(steps)
-        watch = watch.begin_again([LINK])
+        watch = watch.restore([LINK])
         assert watch.failed == frozenset()
-        watch = noted(watch, FAILURE)
+        watch = after_failures(watch, FAILURE)
     assert took == [4, 8, 10, 10]
     assert FailedPaths.begin((), 20, 8).steps_after(3) == 20
 
@@ -131,9 +135,9 @@ def test_each_further_failure_doubles_the_steps_to_a_limit():
 def test_a_failure_and_a_new_beginning_begin_an_epoch_each():
     watch, epochs = FailedPaths(), []
     for _ in range(2):
-        watch = noted(watch, FAILURE, FAILURE)
+        watch = after_failures(watch, FAILURE, FAILURE)
         epochs.append(watch.links[LINK].epoch)
-        watch = watch.begin_again([LINK])
+        watch = watch.restore([LINK])
         epochs.append(watch.links[LINK].epoch)
     assert epochs == [1, 2, 3, 4]
     assert watch.links[LINK].failures == 2
@@ -142,11 +146,11 @@ def test_a_failure_and_a_new_beginning_begin_an_epoch_each():
 def test_the_least_lives_that_an_end_says_count():
     watch, were_last = failed(), []
     for lives in (2, 3, 0, 0, 1):
-        watch, was_last = watch.limit(LINK, lives)
+        watch, was_last = watch.limit_restores(LINK, lives)
         were_last.append(was_last)
     assert were_last == [False, False, True, False, False]
     assert returns_after(watch, [UP] * 99)[0] is None
-    assert watch.limit(OTHER, 0) == (watch, False)  # it hasn't failed
+    assert watch.limit_restores(OTHER, 0) == (watch, False)  # it hasn't failed
 
 
 def test_links_count_each_for_itself():
@@ -175,30 +179,30 @@ def test_a_path_returns_after_exactly_as_many_reports_as_enough(found, steps, si
 
 def test_a_failed_link_counts_as_delegated():
     links = FailedPaths()
-    assert links.as_run(DIRECT) == DIRECT
-    other = noted(FailedPaths(), PathFailure(TIED, ""))
-    assert other.as_run(DIRECT) == {**DIRECT, TIED: "delegated"}  # though no plan names it
+    assert links.actual_routes(DIRECT) == DIRECT
+    other = after_failures(FailedPaths(), PathFailure(TIED, ""))
+    assert other.actual_routes(DIRECT) == {**DIRECT, TIED: "delegated"}  # though no plan names it
     assert other.in_words() == {"0-2": "direct path failed, delegated"}
-    links = noted(links, FAILURE)
-    assert links.as_run(DIRECT) == links.as_run(DELEGATED) == DELEGATED
-    links = links.begin_again([LINK])
-    assert links.as_run(DIRECT) == DIRECT
-    assert links.as_run(DELEGATED) == DELEGATED
+    links = after_failures(links, FAILURE)
+    assert links.actual_routes(DIRECT) == links.actual_routes(DELEGATED) == DELEGATED
+    links = links.restore([LINK])
+    assert links.actual_routes(DIRECT) == DIRECT
+    assert links.actual_routes(DELEGATED) == DELEGATED
 
 
 def test_a_link_is_restored_with_its_first_direct_step():
-    links, new = FailedPaths().note([FAILURE])
+    links, new = FailedPaths().record([FAILURE])
     assert new == (FAILURE,)
-    assert links.note([FAILURE]) == (links, ())  # by the other end
-    assert links.restored(DIRECT) == (links, ())
-    links, new = links.begin_again([LINK]).note([FAILURE])
+    assert links.record([FAILURE]) == (links, ())  # by the other end
+    assert links.take_restored(DIRECT) == (links, ())
+    links, new = links.restore([LINK]).record([FAILURE])
     assert new == (FAILURE,)  # as it began again: it wasn't restored
-    assert links.restored(DIRECT) == (links, ())
-    links = links.begin_again([LINK, OTHER])
-    assert links.restored(DELEGATED) == (links, ())
-    links, restored = links.restored(DIRECT)
+    assert links.take_restored(DIRECT) == (links, ())
+    links = links.restore([LINK, OTHER])
+    assert links.take_restored(DELEGATED) == (links, ())
+    links, restored = links.take_restored(DIRECT)
     assert restored == (LINK,)
-    assert links.restored(DIRECT) == (links, ())
+    assert links.take_restored(DIRECT) == (links, ())
 
 
 def test_messages_delegated_on_the_queue_are_no_samples():
@@ -208,7 +212,7 @@ def test_messages_delegated_on_the_queue_are_no_samples():
     other = LinkSample(0, 1, 0, 0.5, 10.0, is_direct=True)
     samples = (held, back, delegated, other)
     links = FailedPaths()
-    assert links.of_paths(samples) == samples
-    links = noted(links, FAILURE)
-    assert links.of_paths(samples) == (delegated, other)
-    assert links.begin_again([LINK]).of_paths(samples) == samples
+    assert links.valid_samples(samples) == samples
+    links = after_failures(links, FAILURE)
+    assert links.valid_samples(samples) == (delegated, other)
+    assert links.restore([LINK]).valid_samples(samples) == samples

@@ -52,13 +52,13 @@ def after(paths, link, what):
     """What follows from something about a link's path, and what that has shown."""
     match what:
         case "fails":
-            return paths.note([PathFailure(link)])
+            return paths.record([PathFailure(link)])
         case "begins":
-            return paths.begin_again([link]), None
+            return paths.restore([link]), None
         case "is used":
-            return paths.restored({})
+            return paths.take_restored({})
         case "begins once more":
-            return paths.limit(link, 1)
+            return paths.limit_restores(link, 1)
     return paths.observe({link: True}, LINKS)
 
 

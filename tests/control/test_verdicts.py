@@ -10,10 +10,10 @@ from jaxmorph.control.detector import Detector
 from jaxmorph.control.link_state import LinkHealth, PathState
 from jaxmorph.control.verdicts import (
     KnownDirection,
-    as_when_healthy,
     dead_of,
     slow_of,
-    still_slow,
+    with_healthy_latencies,
+    with_known_delays,
 )
 from jaxmorph.records import Link, Routes
 from jaxmorph.schedule.costs import LinkDelay
@@ -60,23 +60,27 @@ def test_what_is_remembered_can_be_written_and_read():
 
 
 def test_a_way_that_was_slow_is_planned_as_slow():
-    assert still_slow(LINKS, {}, [SLOW])[LINK] == LinkDelay(40.5, 0.7)
-    assert still_slow(LINKS, BY_HOSTS, [SLOW])[LINK] == LinkDelay(41.5, 0.7)
+    assert with_known_delays(LINKS, {}, [SLOW])[LINK] == LinkDelay(40.5, 0.7)
+    assert with_known_delays(LINKS, BY_HOSTS, [SLOW])[LINK] == LinkDelay(41.5, 0.7)
     slower = {LINK: LinkDelay(60.0, 0.7)}
-    assert still_slow(slower, {}, [SLOW]) == slower
-    assert still_slow(LINKS, {}, [SLOW])[Link(1, 2)] == LINKS[Link(1, 2)]
+    assert with_known_delays(slower, {}, [SLOW]) == slower
+    assert with_known_delays(LINKS, {}, [SLOW])[Link(1, 2)] == LINKS[Link(1, 2)]
 
 
 def test_dead_ways_and_unknown_links_stay_as_measured():
-    assert still_slow(LINKS, {}, [DEAD]) == LINKS
-    assert still_slow({}, {}, [SLOW]) == as_when_healthy({}, {}, [SLOW]) == {}
+    assert with_known_delays(LINKS, {}, [DEAD]) == LINKS
+    assert with_known_delays({}, {}, [SLOW]) == with_healthy_latencies({}, {}, [SLOW]) == {}
 
 
 def test_in_health_ways_take_what_they_once_did():
-    assert as_when_healthy(LINKS, {}, [SLOW, DEAD])[LINK] == LinkDelay(0.5, 0.5)
-    assert as_when_healthy(LINKS, BY_HOSTS, [SLOW, DEAD])[LINK] == LinkDelay(1.5, 1.5)
+    assert with_healthy_latencies(LINKS, {}, [SLOW, DEAD])[LINK] == LinkDelay(0.5, 0.5)
+    assert with_healthy_latencies(LINKS, BY_HOSTS, [SLOW, DEAD])[LINK] == LinkDelay(1.5, 1.5)
     unknown = KnownDirection(SLOW.verdict, "direct", {})
-    assert as_when_healthy(LINKS, {}, [unknown]) == still_slow(LINKS, {}, [unknown]) == LINKS
+    assert (
+        with_healthy_latencies(LINKS, {}, [unknown])
+        == with_known_delays(LINKS, {}, [unknown])
+        == LINKS
+    )
 
 
 @pytest.mark.parametrize(

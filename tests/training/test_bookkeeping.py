@@ -9,7 +9,7 @@ import pytest
 from jaxmorph.config import Config
 from jaxmorph.control.controller_state import first_state
 from jaxmorph.control.detector import Detector
-from jaxmorph.control.events import ControlEvent, PlanChange, of_change
+from jaxmorph.control.events import ControlEvent, PlanChange, change_events
 from jaxmorph.control.link_state import PathFailure
 from jaxmorph.control.path_reports import PathReport
 from jaxmorph.control.profiler import Profile, Profiler
@@ -221,7 +221,7 @@ class OneMorph:
 
     def adopted(self, morph):
         self.calls.append(("adopted", morph.plan.schedule.name))
-        return of_change(morph.change)
+        return change_events(morph.change)
 
 
 def test_another_plan_counts_from_the_step_that_runs_it_and_its_events_have_that_step():

@@ -7,7 +7,7 @@ from jaxmorph.control.conditions import UsualLinks
 from jaxmorph.records import Link
 from jaxmorph.runtime.rendezvous import SoleRank
 from jaxmorph.schedule.costs import LinkDelay, chain_links
-from jaxmorph.training.first_plan import _agree_on_delegable, links_told
+from jaxmorph.training.first_plan import _agree_on_delegable, planned_links
 
 FOUR = (0.5, 30.0, 0.4)
 
@@ -30,8 +30,8 @@ def test_slow_links_are_delegable_or_any_where_allowed(adaptation, latencies_ms,
 
 def test_links_are_planned_as_measured_unless_named():
     measured = {Link(0, 1): LinkDelay(0.5, 0.4), Link(1, 2): LinkDelay(9.0, 9.0)}
-    assert links_told(None, measured) == measured
-    told = links_told({"1-2": 30.0, "2-3": 5.0}, measured)
+    assert planned_links(None, measured) == measured
+    told = planned_links({"1-2": 30.0, "2-3": 5.0}, measured)
     assert told == {
         Link(0, 1): LinkDelay(0.5, 0.4),
         Link(1, 2): LinkDelay(30.0, 30.0),
