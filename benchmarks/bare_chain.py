@@ -14,7 +14,7 @@ import time
 
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.names import TAG_WORDS, add, distance
-from jaxmorph.transport.slots import About, Slots
+from jaxmorph.transport.slots import MessageInfo, Slots
 
 _LENGTH = struct.Struct("<Q")
 _NO_TAG = (0,) * TAG_WORDS
@@ -53,9 +53,9 @@ class Chain:
         slots = self._leaving
         deadline_s = time.monotonic() + _PATIENCE_S
         self._room.wait_until(lambda: _in_use(slots) < slots.num_slots, deadline_s)
-        sequence = slots.entered
-        slots.write_about(sequence, About(num_bytes, _NO_TAG, 0, 0))
-        slots.entered = add(sequence, 1)
+        sequence = slots.produced
+        slots.write_info(sequence, MessageInfo(num_bytes, _NO_TAG, 0, 0))
+        slots.produced = add(sequence, 1)
         self._work.ring()
 
     def receive(self, num_bytes: int) -> None:
@@ -63,7 +63,7 @@ class Chain:
         slots = self._coming
         self._landed.wait_until(lambda: _in_use(slots) > 0, time.monotonic() + _PATIENCE_S)
         is_full = _in_use(slots) == slots.num_slots
-        slots.left = add(slots.left, 1)
+        slots.consumed = add(slots.consumed, 1)
         if is_full:
             self._work.ring()
 
@@ -107,13 +107,13 @@ class Relay:
     def _send(self) -> None:
         slots = self._leaving
         while _in_use(slots):
-            sequence = slots.left
-            num_bytes = slots.read_about(sequence).num_bytes
+            sequence = slots.consumed
+            num_bytes = slots.read_info(sequence).num_bytes
             pieces = [_LENGTH.pack(num_bytes), slots.view(sequence, num_bytes)]
             sent = self._connection.sendmsg(pieces) - _LENGTH.size
             if sent < num_bytes:
                 self._connection.sendall(pieces[1][sent:])
-            slots.left = add(sequence, 1)
+            slots.consumed = add(sequence, 1)
             self._room.ring()
 
     def _receive(self) -> bool:
@@ -123,16 +123,16 @@ class Relay:
         slots = self._coming
         deadline_s = time.monotonic() + _PATIENCE_S
         self._work.wait_until(lambda: _in_use(slots) < slots.num_slots, deadline_s)
-        memory, at = slots.view(slots.entered, _LENGTH.unpack(head)[0]), 0
+        memory, at = slots.view(slots.produced, _LENGTH.unpack(head)[0]), 0
         while at < len(memory):
             at += self._connection.recv_into(memory[at:])
-        slots.entered = add(slots.entered, 1)
+        slots.produced = add(slots.produced, 1)
         self._landed.ring()
         return True
 
 
 def _in_use(slots: Slots) -> int:
-    return distance(slots.entered, slots.left)
+    return distance(slots.produced, slots.consumed)
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmorph.copies.host_memory import AtOnceTier, host_callback_tiers
-from jaxmorph.copies.programs import PayloadShape, SlotUse
+from jaxmorph.copies.backends import PayloadShape, SlotUse
+from jaxmorph.copies.host_memory import ImmediateSend, host_callback_backends
 from jaxmorph.program.instructions import Channel, Payload, Transfer
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute, LinkCommunicators
@@ -86,7 +86,7 @@ class StampedPlane(SidecarPlane):
     def take(self, channel: ChannelName, deadline_s: float) -> IncomingSlot:
         """The next message, whose times are noted."""
         slot = super().take(channel, deadline_s)
-        self.stamps.update(landed=slot.landed_s, taken=time.monotonic())
+        self.stamps.update(landed=slot.received_s, taken=time.monotonic())
         return slot
 
 
@@ -155,18 +155,18 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
     uses = {channel: SlotUse(each, each.shape[0]) for channel, each in payloads.items()}
     specs = [ChannelSpec(channel_name(channel), uses[channel].slot_bytes, 2) for channel in uses]
     programs = LinkCommunicators(mesh, payloads, answered=False).first_programs()
-    tier = AtOnceTier(host_callback_tiers()[0])
+    backend = ImmediateSend(host_callback_backends()[0])
     outgoing, incoming = (specs, []) if rank == 0 else ([], specs)
     with open_data_plane(rendezvous, outgoing, incoming, start=StampedPlane.start) as plane:
         assert isinstance(plane, StampedPlane)
-        delegated = DelegatedRoute(plane, uses, rank, placement, tier)
+        delegated = DelegatedRoute(plane, uses, rank, placement, backend)
         values = {
             channel: jax.device_put(np.ones(payload.shape, payload.dtype), placement)
             for channel, payload in payloads.items()
         }
         routes = {"delegated": delegated, "direct": DirectRoute(programs, answered=False)}
         found, late = in_rounds(End(rendezvous, plane, routes, values))
-        told = {"tier": tier.name, "late": late, "us": found}
+        told = {"tier": backend.name, "late": late, "us": found}
         if rank == 0:
             link.send({"kind": "figures", **told})
         rendezvous.exchange({})

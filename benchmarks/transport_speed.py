@@ -201,8 +201,8 @@ def _take_apart(end: End, num_bytes: int, count: int) -> dict[str, float]:
         into[:] = slot.payload
         copies.append(time.monotonic() - taken_s)
         # The two ranks' clocks are one here; the estimated offset would only add its error.
-        socket_and_land.append(slot.landed_s - slot.posted_s)
-        signal.append(taken_s - slot.landed_s)
+        socket_and_land.append(slot.received_s - slot.posted_s)
+        signal.append(taken_s - slot.received_s)
         slot.release()
         end.send(1)
     return {

@@ -16,11 +16,11 @@ import pytest
 
 from benchmarks.gpu.__main__ import INTO, OUT_OF, PARTS, main, run_parts, summary
 from benchmarks.gpu.child import Outcome, Row, run_part
-from benchmarks.gpu.copies import SMALL, check_tier, look_at_payloads
+from benchmarks.gpu.copies import SMALL, backend_rows, look_at_payloads
 from benchmarks.gpu.copy_ends import Incoming, Outgoing, Site, spoil, what_is_wrong
 from benchmarks.gpu.stage import Sizes, build_gpt2, model_flops, peak_tflops
 from benchmarks.gpu.two_stages import compare
-from jaxmorph.copies.choosing import AbsentTier
+from jaxmorph.copies.choosing import UnavailableBackend
 from jaxmorph.stage.backward import split_backward
 from jaxmorph.stage.equations import walk
 
@@ -193,21 +193,21 @@ def test_the_end_of_a_payload_is_read_before_the_rest():
     ("end", "backend"), [(Outgoing, Backend(rightly)), (Incoming, Landing(too_early=False))]
 )
 def test_a_backend_that_works_is_timed(end, backend):
-    rows = {row.name: row for row in check_tier(end, backend, SITE, COPIES)}
+    rows = {row.name: row for row in backend_rows(end, backend, SITE, COPIES)}
     assert set(rows) == {"whole", "torn", "a call", "64.0 KiB", "matmuls slower by"}
     assert rows["64.0 KiB"].figures["gb_per_s"] > 0
 
 
 def test_a_backend_that_is_not_for_this_machine_is_absent():
     reason = ImportError("no such\nlibrary")
-    (row,) = check_tier(Outgoing, AbsentTier("copy_engine", reason), SITE, COPIES)
+    (row,) = backend_rows(Outgoing, UnavailableBackend("copy_engine", reason), SITE, COPIES)
     assert (row.value, row.holds) == ("absent", None)
     assert "no such" in row.note
 
 
 def test_a_backend_that_fails_its_trial_fails_the_part():
     with pytest.raises(RuntimeError, match="signalled nothing"):
-        list(check_tier(Outgoing, Backend(over_unsignalled), SITE, COPIES))
+        list(backend_rows(Outgoing, Backend(over_unsignalled), SITE, COPIES))
 
 
 def copied(slowdown, rate, platform="gpu"):

@@ -17,8 +17,8 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from benchmarks.gpu.child import ABSENT, Row
 from benchmarks.gpu.copy_ends import Incoming, Message, Outgoing, Site, wait_until
 from benchmarks.gpu.stage import is_small
-from jaxmorph.copies.choosing import AbsentTier, ways_to_copy
-from jaxmorph.copies.programs import CopyTier, LandingTier, PayloadShape
+from jaxmorph.copies.backends import PayloadShape, ReceiveBackend, SendBackend
+from jaxmorph.copies.choosing import UnavailableBackend, copy_backends
 from jaxmorph.pallas_kernels import NoKernelsError
 from jaxmorph.records import in_bytes
 from jaxmorph.transport.names import WRAP
@@ -96,18 +96,18 @@ def check_backend(direction: str, name: str, *, small: bool) -> Iterator[Row]:
         direction: "into" slots or "out-of" them.
     """
     placement = SingleDeviceSharding(jax.devices()[0])
-    with closing(ways_to_copy(placement, lambda keeper: None)) as ways:
-        tiers = ways.outgoing if direction == "into" else ways.incoming
-        tier = next((tier for tier in tiers if tier.name == name), None)
-        if tier is None:
+    with closing(copy_backends(placement, lambda keeper: None)) as available:
+        backends = available.outgoing if direction == "into" else available.incoming
+        backend = next((backend for backend in backends if backend.name == name), None)
+        if backend is None:
             yield Row("backend", ABSENT, f"not for {jax.default_backend()}")
             return
-        sizes, site = SMALL if is_small(small) else LARGE, Site(placement, ways.memory)
-        yield from check_tier(Outgoing if direction == "into" else Incoming, tier, site, sizes)
+        sizes, site = SMALL if is_small(small) else LARGE, Site(placement, available.memory)
+        yield from backend_rows(Outgoing if direction == "into" else Incoming, backend, site, sizes)
 
 
-def check_tier(
-    end: type[Outgoing | Incoming], tier: CopyTier | LandingTier, site: Site, sizes: Sizes
+def backend_rows(
+    end: type[Outgoing | Incoming], backend: SendBackend | ReceiveBackend, site: Site, sizes: Sizes
 ) -> Iterator[Row]:
     """A backend's rows, each as soon as it is known.
 
@@ -115,14 +115,16 @@ def check_tier(
         Exception: Whatever goes wrong, unless the backend is not for this machine.
     """
     try:
-        end.try_it(tier, site)
+        end.try_it(backend, site)
     except Exception as error:
         # These say that it is not for this machine; anything else has gone wrong.
-        if not isinstance(tier, AbsentTier) and not isinstance(error, ImportError | NoKernelsError):
+        if not isinstance(backend, UnavailableBackend) and not isinstance(
+            error, ImportError | NoKernelsError
+        ):
             raise
         yield Row("backend", ABSENT, " ".join(repr(error).split()))
         return
-    open_end = partial(end, tier, site)
+    open_end = partial(end, backend, site)
     yield from look_at_payloads(open_end, site.placement, sizes)
     yield _latency(open_end, site.placement, sizes)
     for num_bytes in sizes.speed_bytes:

@@ -14,12 +14,12 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jaxmorph.copies.backends import PayloadShape, SlotUse, Ticket, is_ready
 from jaxmorph.copies.cuda_driver import RegisteredMemory
-from jaxmorph.copies.programs import PayloadShape, SlotUse, Ticket, is_ready
-from jaxmorph.copies.trial import try_landing, try_tier
+from jaxmorph.copies.trial import try_receive, try_send
 from jaxmorph.transport.names import HALF, TAG_WORDS, WRAP, ChannelName, add, distance
 from jaxmorph.transport.plane import ChannelSpec, IncomingEnd, OutgoingEnd, OutgoingSlot
-from jaxmorph.transport.slots import NO_TIME_NS, About
+from jaxmorph.transport.slots import NO_TIME_NS, MessageInfo
 
 _LOOK_S = 1e-3  # between looks at whether a copy has failed
 _END, _EVERY = 4096, 4093
@@ -66,16 +66,16 @@ class _End(Generic[UnderWay]):
     """
 
     def __init__(
-        self, tier: Any, site: Site, slot_bytes: int, num_slots: int, first: int = WRAP - 1
+        self, backend: Any, site: Site, slot_bytes: int, num_slots: int, first: int = WRAP - 1
     ) -> None:
-        self._tier, self._site = tier, site
+        self._backend, self._site = backend, site
         spec = ChannelSpec(ChannelName(0, 0, 1), slot_bytes, num_slots)
         self._end = self._open(spec, first)
         if site.memory is not None:
-            self._end.tell_of_memory(site.memory)
-            if site.memory.trouble is not None:  # backends would quietly copy another way
+            self._end.report_memory(site.memory)
+            if site.memory.error is not None:  # backends would quietly copy another way
                 self.close()
-                raise site.memory.trouble
+                raise site.memory.error
         self._under_way: deque[UnderWay] = deque()
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class _End(Generic[UnderWay]):
 
     def compile(self, payload: PayloadShape) -> Any:
         """What copies payloads of a shape, each whole in a slot."""
-        return self._tier.compile(SlotUse(payload, payload.shape[0]), self._site.placement)
+        return self._backend.compile(SlotUse(payload, payload.shape[0]), self._site.placement)
 
     def look_at(self, burst: Sequence[Message]) -> list[str]:
         """Copy messages, begun one right after another; what is wrong with each, or nothing."""
@@ -177,9 +177,9 @@ class Outgoing(_End[_Sent]):
     num_early = 0
 
     @staticmethod
-    def try_it(tier: Any, site: Site) -> None:
+    def try_it(backend: Any, site: Site) -> None:
         """Raise why it doesn't work, as when a rank starts."""
-        try_tier(tier, site.placement, site.memory)
+        try_send(backend, site.placement, site.memory)
 
     def _open(self, spec: ChannelSpec, first: int) -> OutgoingEnd:
         return OutgoingEnd(spec, first, lambda: None)
@@ -214,7 +214,7 @@ class Outgoing(_End[_Sent]):
             look_s = now_s + _LOOK_S
             return is_ready(each.ticket)
 
-        nothing = f"message {each.slot.sequence}: {self._tier.name} has signalled nothing"
+        nothing = f"message {each.slot.sequence}: {self._backend.name} has signalled nothing"
         wait_until(has_come_or_never_will, self._site.patience_s, nothing)
         if not self._has_come(each):
             jax.block_until_ready(each.ticket)
@@ -228,14 +228,14 @@ class Outgoing(_End[_Sent]):
     def _finish(self, each: _Sent) -> None:
         """Wait until a copy is over, see how it was announced, and free its slot."""
         slot, slots = each.slot, self._end.slots
-        what = f"message {slot.sequence}: {self._tier.name}'s copy isn't over"
+        what = f"message {slot.sequence}: {self._backend.name}'s copy isn't over"
         wait_until(lambda: is_ready(each.ticket), self._site.patience_s, what)
         jax.block_until_ready(each.ticket)
-        about = slots.read_about(slot.sequence)
+        about = slots.read_info(slot.sequence)
         announced = (slot.is_posted, about.num_bytes, about.tag[0])
         if announced != (expected := (True, each.value.nbytes, slot.sequence)):
             raise RuntimeError(f"announced as {announced}, expected {expected}")
-        slots.left = add(slot.sequence, 1)
+        slots.consumed = add(slot.sequence, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,29 +252,29 @@ class Incoming(_End[_Landed]):
     num_early = None
 
     @staticmethod
-    def try_it(tier: Any, site: Site) -> None:
+    def try_it(backend: Any, site: Site) -> None:
         """Raise why it doesn't work, as when a rank starts."""
-        try_landing(tier, site.placement, site.memory)
+        try_receive(backend, site.placement, site.memory)
 
     def _open(self, spec: ChannelSpec, first: int) -> IncomingEnd:
         return IncomingEnd(spec, first, lambda: None)
 
     def _has_room(self) -> bool:
         slots = self._end.slots
-        return distance(slots.entered, slots.left) < slots.num_slots
+        return distance(slots.produced, slots.consumed) < slots.num_slots
 
     def _start(self, message: Message, *, is_compared: bool = False) -> _Landed:
         """Have a message come into a free slot, as a sidecar does, and have it copied out."""
-        what = f"{self._tier.name} has released no slot"
+        what = f"{self._backend.name} has released no slot"
         wait_until(self._has_room, self._site.patience_s, what)
-        slots, sequence = self._end.slots, self._end.slots.entered
+        slots, sequence = self._end.slots, self._end.slots.produced
         num_bytes = len(message.expected)
         if is_compared:
             slots.payload(sequence)[:num_bytes] = message.expected
-        about = About(num_bytes, (0,) * TAG_WORDS, NO_TIME_NS, NO_TIME_NS)
-        slots.write_about(sequence, about)
+        about = MessageInfo(num_bytes, (0,) * TAG_WORDS, NO_TIME_NS, NO_TIME_NS)
+        slots.write_info(sequence, about)
         slots.mark_complete(sequence)
-        slots.entered = add(sequence, 1)
+        slots.produced = add(sequence, 1)
         arrival = message.program()
         arrival.add(range(message.num_elements), self._end.take(0.0))
         return _Landed(sequence, arrival.value())
@@ -283,10 +283,10 @@ class Incoming(_End[_Landed]):
         return _is_there(each) and self._is_released(each)
 
     def _is_released(self, each: _Landed) -> bool:
-        return 0 < distance(self._end.slots.left, each.sequence) < HALF
+        return 0 < distance(self._end.slots.consumed, each.sequence) < HALF
 
     def _wait(self, each: _Landed) -> None:
-        what = f"{self._tier.name} has not received a message"
+        what = f"{self._backend.name} has not received a message"
         wait_until(lambda: _is_there(each), self._site.patience_s, what)
         jax.block_until_ready(each.value)
 
@@ -300,11 +300,11 @@ class Incoming(_End[_Landed]):
         return np.asarray(each.value).reshape(-1).view(np.uint8)
 
     def _finish(self, each: _Landed) -> None:
-        what = f"message {each.sequence}: {self._tier.name} has not released its slot"
+        what = f"message {each.sequence}: {self._backend.name} has not released its slot"
         wait_until(lambda: self._is_released(each), self._site.patience_s, what)
 
     def _settle(self) -> None:
-        self._tier.settle()
+        self._backend.settle()
 
 
 def _is_there(each: _Landed) -> bool:

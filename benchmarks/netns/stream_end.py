@@ -85,7 +85,7 @@ def receive(plane: SidecarPlane, end: StreamEnd) -> None:
         expected = number, slot.tag[2], end.message_bytes
         if found != expected:
             raise ValueError(f"number, checksum, bytes: got {found}, expected {expected}")
-        landed_s = slot.landed_s
+        landed_s = slot.received_s
         slot.release()
         say({"landed_s": landed_s})
 

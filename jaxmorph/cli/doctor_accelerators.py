@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from jaxmorph.cli.doctor_host import Fact
-from jaxmorph.copies.choosing import OpenDriver, WaysToCopy, ways_to_copy, why_not
-from jaxmorph.copies.copy_engine import CopyEngineTier
+from jaxmorph.copies.choosing import CopyBackends, OpenDriver, copy_backends, failure_reason
+from jaxmorph.copies.copy_engine import CopyEngineSend
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
-from jaxmorph.copies.kernels import KernelTier
-from jaxmorph.copies.trial import try_landing, try_tier
+from jaxmorph.copies.kernels import KernelSend
+from jaxmorph.copies.trial import try_receive, try_send
 from jaxmorph.runtime.join import own_devices
 
 _GIB = 1 << 30
-_KERNELS = KernelTier.name
+_KERNELS = KernelSend.name
 _HEADS = (1, 128, 1, 64)  # [batch, sequence, heads, head width]: a small one of what models have
 
 
@@ -67,37 +67,43 @@ def driver_fact(open_driver: OpenDriver = CudaDriver.open, number: int = 0) -> F
 
 
 def copy_facts(
-    ways_of: Callable[..., WaysToCopy] = ways_to_copy, open_driver: OpenDriver = CudaDriver.open
+    open_backends: Callable[..., CopyBackends] = copy_backends,
+    open_driver: OpenDriver = CudaDriver.open,
 ) -> Iterator[Fact]:
     """Which ways of copying work on the first device, the best first, and why others don't."""
     yield driver_fact(open_driver)
     device = own_devices()[0]
     placement = SingleDeviceSharding(device)
-    ways = ways_of(placement, lambda keeper: None, open_driver=open_driver)
-    with closing(ways):
-        tiers = [
-            *((f"into slots by {tier.name}", tier, _into) for tier in ways.outgoing),
-            *((f"out of slots by {tier.name}", tier, _out_of) for tier in ways.incoming),
+    available = open_backends(placement, lambda keeper: None, open_driver=open_driver)
+    with closing(available):
+        backends = [
+            *((f"into slots by {backend.name}", backend, _into) for backend in available.outgoing),
+            *(
+                (f"out of slots by {backend.name}", backend, _out_of)
+                for backend in available.incoming
+            ),
         ]
         facts = {
-            name: _fact(name, why_not(tier, attempt(placement, ways)))
+            name: _fact(name, failure_reason(backend, attempt(placement, available)))
             # Kernels last: after one that goes wrong nothing else works in this process.
-            for name, tier, attempt in sorted(tiers, key=lambda each: each[1].name == _KERNELS)
+            for name, backend, attempt in sorted(
+                backends, key=lambda each: each[1].name == _KERNELS
+            )
         }
-    yield from _best_first([facts[name] for name, _, attempt in tiers if attempt is _into])
-    yield from _best_first([facts[name] for name, _, attempt in tiers if attempt is _out_of])
-    there = {tier.name for tier in ways.outgoing}
-    for name in (CopyEngineTier.name, _KERNELS):
+    yield from _best_first([facts[name] for name, _, attempt in backends if attempt is _into])
+    yield from _best_first([facts[name] for name, _, attempt in backends if attempt is _out_of])
+    there = {backend.name for backend in available.outgoing}
+    for name in (CopyEngineSend.name, _KERNELS):
         if name not in there:
             yield _fact(f"by {name}", f"JAX computes on {device.platform}, not on a GPU")
 
 
-def _into(placement: Any, ways: WaysToCopy) -> Callable[[Any], None]:
-    return lambda tier: try_tier(tier, placement, ways.memory)
+def _into(placement: Any, available: CopyBackends) -> Callable[[Any], None]:
+    return lambda backend: try_send(backend, placement, available.memory)
 
 
-def _out_of(placement: Any, ways: WaysToCopy) -> Callable[[Any], None]:
-    return lambda tier: try_landing(tier, placement, ways.memory)
+def _out_of(placement: Any, available: CopyBackends) -> Callable[[Any], None]:
+    return lambda backend: try_receive(backend, placement, available.memory)
 
 
 def _fact(name: str, reason: str | None) -> Fact:

@@ -1,7 +1,7 @@
-"""How a payload gets between a stage's device and the slots of the data plane: a file a chapter.
+"""Copies of payloads between a stage's device and the slots of the data plane, a backend a file.
 
-`programs` says what a way of copying is; `choosing` lists those that a device has, the best first,
-and takes the first that passes its `trial`. `host_memory` has those by the host, `cuda_driver` the
-calls by which a device knows slots, `copy_engine` and `kernels` copies by the device into them,
-`registered_landing` (with `dlpack_memory`) and `kernels` out of them.
+`backends` declares what a copy backend is. `choosing` lists the backends of a device, best first,
+and takes the first that passes its `trial`. `host_memory` copies on the host. `copy_engine` and
+`kernels` copy from a GPU into slots, `registered_receive` (with `dlpack_memory`) and `kernels` out
+of them; `cuda_driver` wraps the driver calls that make slots known to a GPU.
 """

@@ -1,9 +1,9 @@
-"""How a rank's messages are copied: the ways that there are, the best first; the first that works.
+"""The copy backends of a device, best first, and the choice of the first that works.
 
-On GPUs the order is that in which they should disturb the device's work least. None of them has run
-on one yet, so no measurement stands behind it, but this: the copy engine works beside JAX's stream,
-on which kernels and callbacks hold up what is computed next; and after a kernel that goes wrong
-nothing can be tried any more, so it is not tried where the copy engine does.
+On GPUs the order is that in which they should disturb computation least. No measurement supports
+it yet, only two facts: the copy engine works beside JAX's stream, while kernels and callbacks delay
+whatever that stream computes next; and a faulty kernel ends all GPU work of its process, so kernels
+are not even tried where the copy engine works.
 """
 
 import logging
@@ -17,119 +17,119 @@ from typing import NoReturn, Protocol, TypeVar
 
 from jax.sharding import Sharding
 
-from jaxmorph.copies.copy_engine import CopyEngineTier, StreamCallbackTier
+from jaxmorph.copies.backends import ReceiveBackend, SendBackend, SlotUse
+from jaxmorph.copies.copy_engine import CopyEngineSend, StreamCallbackSend
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError, RegisteredMemory
 from jaxmorph.copies.host_memory import (
-    AtOnceTier,
-    HostLandingTier,
-    PinnedHostTier,
-    host_callback_tiers,
+    HostReceive,
+    ImmediateSend,
+    PinnedHostSend,
+    host_callback_backends,
     is_on_host,
 )
-from jaxmorph.copies.kernels import KernelLandingTier, KernelTier
-from jaxmorph.copies.programs import CopyTier, LandingTier, SlotUse
-from jaxmorph.copies.registered_landing import RegisteredLandingTier
-from jaxmorph.copies.trial import try_landing, try_tier
+from jaxmorph.copies.kernels import KernelReceive, KernelSend
+from jaxmorph.copies.registered_receive import RegisteredReceive
+from jaxmorph.copies.trial import try_receive, try_send
 from jaxmorph.errors import UserError
-from jaxmorph.transport.plane import MemoryKeeper
+from jaxmorph.transport.plane import MemoryRegistry
 
 AUTO = "auto"
 WITHOUT_DRIVER = ("pinned_host", "io_callback")
-"""Who names one of these wants no slot registered."""
+"""Backends that need no slot registered, so none is when the user names one of them."""
 
 OpenDriver = Callable[[int], CudaDriver]
-TellOfMemory = Callable[[MemoryKeeper], None]
+ReportMemory = Callable[[MemoryRegistry], None]
 
-_NOT_FOR_THIS = "it is not for the device that JAX computes on"
+_OTHER_DEVICE = "it is not for the device that JAX computes on"
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class WaysToCopy:
-    """What there is to choose from, the best first.
+class CopyBackends:
+    """The backends to choose from, best first.
 
     Attributes:
-        outgoing: Into slots.
-        incoming: Out of slots.
-        memory: The slots as the device knows them; None where none needs to.
-        ending: Ends whatever the tiers have begun.
+        memory: The slots as registered with the device; None if no backend needs that.
+        resources: Closes what the backends have opened.
     """
 
-    outgoing: Sequence[CopyTier]
-    incoming: Sequence[LandingTier]
+    outgoing: Sequence[SendBackend]
+    incoming: Sequence[ReceiveBackend]
     memory: RegisteredMemory | None = None
-    ending: ExitStack = field(default_factory=ExitStack)
+    resources: ExitStack = field(default_factory=ExitStack)
 
     def close(self) -> None:
-        """End it all; a device that has failed keeps nothing else from ending."""
+        """Close all of them; an error of the device is only logged."""
         try:
-            self.ending.close()
+            self.resources.close()
         except CudaError as error:
-            _log.warning("copies could not be ended as they should: %s", error)
+            _log.warning("copies did not close cleanly: %s", error)
 
 
-def ways_to_copy(
+def copy_backends(
     placement: Sharding,
-    tell_of_memory: TellOfMemory,
+    report_memory: ReportMemory,
     *,
     with_driver: bool = True,
     open_driver: OpenDriver = CudaDriver.open,
-) -> WaysToCopy:
-    """The ways that there are where a stage keeps its arrays; whether they work is not tried.
+) -> CopyBackends:
+    """The backends for arrays kept at `placement`; none of them has been tried yet.
 
     Args:
         with_driver: Whether slots may be registered with the device's driver.
     """
-    ending = ExitStack()
-    pinned = PinnedHostTier()
-    ending.callback(pinned.close)
-    host = HostLandingTier()
-    buffer_callback, io_callback = host_callback_tiers()
+    resources = ExitStack()
+    pinned = PinnedHostSend()
+    resources.callback(pinned.close)
+    host = HostReceive()
+    buffer_callback, io_callback = host_callback_backends()
     if is_on_host(placement):
-        return WaysToCopy([buffer_callback, io_callback, pinned], [host], None, ending)
-    rest = WaysToCopy([pinned, io_callback], [host], None, ending)
+        return CopyBackends([buffer_callback, io_callback, pinned], [host], None, resources)
+    rest = CopyBackends([pinned, io_callback], [host], None, resources)
     if not with_driver:
         return rest
     try:
-        return _with_driver(placement, tell_of_memory, open_driver, rest)
+        return _with_driver(placement, report_memory, open_driver, rest)
     except CudaError as error:
-        into = [AbsentTier(name, error) for name in _INTO_BY_DRIVER]
-        out_of = [AbsentTier(name, error) for name in _OUT_OF_BY_DRIVER]
+        into = [UnavailableBackend(name, error) for name in _SEND_BY_DRIVER]
+        out_of = [UnavailableBackend(name, error) for name in _RECEIVE_BY_DRIVER]
         return replace(rest, outgoing=[*into, *rest.outgoing], incoming=[*out_of, *rest.incoming])
 
 
-_INTO_BY_DRIVER = (CopyEngineTier.name, KernelTier.name, StreamCallbackTier.name)
-_OUT_OF_BY_DRIVER = (RegisteredLandingTier.name, KernelLandingTier.name)
+_SEND_BY_DRIVER = (CopyEngineSend.name, KernelSend.name, StreamCallbackSend.name)
+_RECEIVE_BY_DRIVER = (RegisteredReceive.name, KernelReceive.name)
 
 
 def _with_driver(
-    placement: Sharding, tell_of_memory: TellOfMemory, open_driver: OpenDriver, rest: WaysToCopy
-) -> WaysToCopy:
-    """The ways that need slots which the driver knows, and the rest behind them."""
-    ending, pinned, host = rest.ending, rest.outgoing[0], rest.incoming[0]
+    placement: Sharding, report_memory: ReportMemory, open_driver: OpenDriver, rest: CopyBackends
+) -> CopyBackends:
+    """The backends that need registered slots, and the rest behind them."""
+    resources, pinned, host = rest.resources, rest.outgoing[0], rest.incoming[0]
     number = _device_number(placement)
     driver = open_driver(number)
-    ending.callback(driver.close)
-    memory = _registered(driver, tell_of_memory, ending)
-    engine, kernels = CopyEngineTier(driver, memory, pinned), KernelTier(memory, pinned)
-    landing = RegisteredLandingTier(memory, number, host)
-    kernel_landing = KernelLandingTier(memory, host)
-    for tier in (engine, kernels, landing, kernel_landing):
-        ending.callback(tier.close)
-    into = [engine, kernels, StreamCallbackTier(driver, memory, pinned), *rest.outgoing]
-    return WaysToCopy(into, [landing, kernel_landing, *rest.incoming], memory, ending)
+    resources.callback(driver.close)
+    memory = _registered(driver, report_memory, resources)
+    engine, kernels = CopyEngineSend(driver, memory, pinned), KernelSend(memory, pinned)
+    registered, kernel_receive = (
+        RegisteredReceive(memory, number, host),
+        KernelReceive(memory, host),
+    )
+    for backend in (engine, kernels, registered, kernel_receive):
+        resources.callback(backend.close)
+    into = [engine, kernels, StreamCallbackSend(driver, memory, pinned), *rest.outgoing]
+    return CopyBackends(into, [registered, kernel_receive, *rest.incoming], memory, resources)
 
 
 def _registered(
-    driver: CudaDriver, tell_of_memory: TellOfMemory, ending: ExitStack
+    driver: CudaDriver, report_memory: ReportMemory, resources: ExitStack
 ) -> RegisteredMemory:
-    """The slots as the driver knows them; raises if it doesn't take all of them."""
+    """All slots, registered with the driver; raises its error if it refuses any."""
     memory = RegisteredMemory(driver)
-    ending.callback(memory.close)
-    tell_of_memory(memory)
-    if memory.trouble is not None:
+    resources.callback(memory.close)
+    report_memory(memory)
+    if memory.error is not None:
         memory.close()
-        raise memory.trouble
+        raise memory.error
     return memory
 
 
@@ -141,8 +141,8 @@ def _device_number(placement: Sharding) -> int:
     return number
 
 
-class AbsentTier:
-    """Stands for a tier that can't be had here."""
+class UnavailableBackend:
+    """Stands for a backend that this machine lacks; `compile` raises the reason."""
 
     def __init__(self, name: str, reason: Exception) -> None:
         self.name, self._reason = name, reason
@@ -152,37 +152,37 @@ class AbsentTier:
         raise self._reason
 
     def settle(self) -> None:
-        """Nothing is ever begun."""
+        """Nothing to wait for."""
 
 
 class _Named(Protocol):
     name: str
 
 
-Tier = TypeVar("Tier", bound=_Named)
+Backend = TypeVar("Backend", bound=_Named)
 
 
-def first_that_works(
-    tiers: Sequence[Tier], attempt: Callable[[Tier], None], direction: str
-) -> Tier:
-    """The first tier that passes its trial; of those before it, a warning says why they didn't.
+def first_working(
+    backends: Sequence[Backend], attempt: Callable[[Backend], None], direction: str
+) -> Backend:
+    """The first backend that passes its trial; logs a warning for each that fails before it.
 
     Args:
-        attempt: Tries one; raises whatever goes wrong.
+        attempt: Tries one backend; raises if it doesn't work.
         direction: "into" or "out of" slots, for messages.
 
     Raises:
-        RuntimeError: If none works; the message says why.
+        RuntimeError: If none works; the message lists the reasons.
     """
     failures: list[tuple[str, str]] = []
-    for tier in tiers:
-        reason = why_not(tier, attempt)
+    for backend in backends:
+        reason = failure_reason(backend, attempt)
         if reason is None:
             _warn_of(failures, direction)
-            return tier
-        failures.append((tier.name, reason))
-    told = "; ".join(f"{name}: {reason}" for name, reason in failures)
-    raise RuntimeError(f"no way to copy {direction} a slot works here: {told}")
+            return backend
+        failures.append((backend.name, reason))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in failures)
+    raise RuntimeError(f"no way to copy {direction} a slot works here: {reasons}")
 
 
 def _warn_of(failures: Sequence[tuple[str, str]], direction: str) -> None:
@@ -193,81 +193,88 @@ def _warn_of(failures: Sequence[tuple[str, str]], direction: str) -> None:
         _log.warning("copies %s slots by %s don't work here: %s", direction, listed, reason)
 
 
-def named_one(tiers: Sequence[Tier], attempt: Callable[[Tier], None], wanted: str) -> Tier:
-    """The tier that the user has chosen.
+def named_backend(
+    backends: Sequence[Backend], attempt: Callable[[Backend], None], wanted: str
+) -> Backend:
+    """The backend that the user has chosen.
 
     Raises:
-        UserError: If it doesn't work here; it names those that do.
+        UserError: If it doesn't work here; the message names those that do.
     """
-    found = next((tier for tier in tiers if tier.name == wanted), None)
-    reason = _NOT_FOR_THIS if found is None else why_not(found, attempt)
+    found = next((backend for backend in backends if backend.name == wanted), None)
+    reason = _OTHER_DEVICE if found is None else failure_reason(found, attempt)
     if found is not None and reason is None:
         return found
-    others = (tier for tier in tiers if tier is not found)
-    working = [tier.name for tier in others if why_not(tier, attempt) is None]
+    others = (backend for backend in backends if backend is not found)
+    working = [backend.name for backend in others if failure_reason(backend, attempt) is None]
     raise UserError(
         f"transport.copies: got {wanted}, which doesn't work here ({reason}), expected "
         f"{', '.join([AUTO, *working])}"
     )
 
 
-def why_not(tier: Tier, attempt: Callable[[Tier], None]) -> str | None:
-    """Why a tier doesn't work here; None if it does."""
+def failure_reason(backend: Backend, attempt: Callable[[Backend], None]) -> str | None:
+    """Why a backend doesn't work here, in one line; None if it works."""
     try:
-        attempt(tier)
-    except Exception as error:  # whatever it is: another one may do
+        attempt(backend)
+    except Exception as error:  # any error at all: another backend may work
         return " ".join(repr(error).split())
     return None
 
 
 @dataclass(frozen=True)
 class StageCopies:
-    """How a stage copies, and what that was chosen from."""
+    """The backends that a stage copies with, and all that were available."""
 
-    outgoing: CopyTier
-    incoming: LandingTier
-    ways: WaysToCopy
+    outgoing: SendBackend
+    incoming: ReceiveBackend
+    available: CopyBackends
 
     def close(self) -> None:
-        """End what copies have begun, once they are over; the driver forgets the slots."""
-        self.ways.close()
+        """Close all backends after the last copy, and unregister the slots."""
+        self.available.close()
 
 
 def open_copies(
     placement: Sharding,
-    tell_of_memory: TellOfMemory,
+    report_memory: ReportMemory,
     wanted: str = AUTO,
     open_driver: OpenDriver = CudaDriver.open,
 ) -> StageCopies:
-    """The ways of copying that a stage takes: each is tried, and the first that works is it.
+    """Try the backends in order and open the first that works in each direction.
 
     Args:
         placement: Where the stage keeps its arrays.
-        tell_of_memory: Has a keeper told of the memory of all slots (`DataPlane.tell_of_memory`).
-        wanted: A tier's name, or "auto".
+        report_memory: Reports the memory of all slots to a registry (`DataPlane.report_memory`).
+        wanted: A backend's name, or "auto".
 
     Raises:
-        UserError: If the tier that is wanted doesn't work here; it names those that do.
+        UserError: If the wanted backend doesn't work here; the message names those that do.
         RuntimeError: If none works.
     """
-    with_driver = wanted not in WITHOUT_DRIVER
-    ways = ways_to_copy(placement, tell_of_memory, with_driver=with_driver, open_driver=open_driver)
+    available = copy_backends(
+        placement,
+        report_memory,
+        with_driver=wanted not in WITHOUT_DRIVER,
+        open_driver=open_driver,
+    )
     try:
-        into = partial(try_tier, placement=placement, keeper=ways.memory)
+        into = partial(try_send, placement=placement, registry=available.memory)
         if wanted == AUTO:
-            outgoing = first_that_works(ways.outgoing, into, "into")
+            outgoing = first_working(available.outgoing, into, "into")
         else:
-            outgoing = named_one(ways.outgoing, into, wanted)
-        return StageCopies(AtOnceTier(outgoing), _incoming(ways, placement, wanted), ways)
+            outgoing = named_backend(available.outgoing, into, wanted)
+        incoming = _incoming(available, placement, wanted)
+        return StageCopies(ImmediateSend(outgoing), incoming, available)
     except BaseException:
-        ways.close()
+        available.close()
         raise
 
 
-def _incoming(ways: WaysToCopy, placement: Sharding, wanted: str) -> LandingTier:
-    """The first that works; who names a way that copies out of slots too has that tried first."""
-    if len(ways.incoming) == 1:
-        return ways.incoming[0]
-    tiers = sorted(ways.incoming, key=lambda tier: tier.name != wanted)
-    out_of = partial(try_landing, placement=placement, keeper=ways.memory)
-    return first_that_works(tiers, out_of, "out of")
+def _incoming(available: CopyBackends, placement: Sharding, wanted: str) -> ReceiveBackend:
+    """The first that works; a wanted backend that also copies out of slots is tried first."""
+    if len(available.incoming) == 1:
+        return available.incoming[0]
+    backends = sorted(available.incoming, key=lambda backend: backend.name != wanted)
+    out_of = partial(try_receive, placement=placement, registry=available.memory)
+    return first_working(backends, out_of, "out of")

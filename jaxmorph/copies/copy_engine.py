@@ -1,10 +1,9 @@
-"""Copies into slots that the driver makes: on a stream of their own, or on that of JAX's program.
+"""Copies into slots by the CUDA driver, on a stream of their own or on that of JAX's program.
 
-Three things stand on a stream for a message: that the payload has been computed, the copy into its
-registered slot, and the writing of the slot's signal. The sidecar looks for signals that nobody
-rings for, so no thread of this process waits for the copy, and on a stream of its own neither does
-computation. The paper does the same with two copies in one stream (its Figure 11). None of it has
-run on a GPU yet.
+For each message a stream waits for the payload, copies it into its registered slot, and writes the
+slot's signal. The sidecar polls for signals that nobody rings for, so no thread of this process
+waits for the copy; on a stream of its own the copy doesn't delay computation either. The paper
+does the same with two copies in one stream (its Figure 11). None of it has run on a GPU yet.
 """
 
 import threading
@@ -19,30 +18,30 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from jaxmorph.copies.cuda_driver import CudaDriver, CudaError, RegisteredMemory, signal_on_device
-from jaxmorph.copies.dlpack_memory import DeviceView, address_on_device, view_on_device
-from jaxmorph.copies.programs import (
+from jaxmorph.copies.backends import (
     Copy,
-    CopyTier,
     ProgramTicket,
+    SendBackend,
     SlotUse,
     Ticket,
     is_ready,
     signal_of,
 )
+from jaxmorph.copies.cuda_driver import CudaDriver, CudaError, RegisteredMemory, signal_on_device
+from jaxmorph.copies.dlpack_memory import DeviceView, address_on_device, view_on_device
 from jaxmorph.transport.plane import OutgoingSlot
 
 View = Callable[[jax.Array, int], DeviceView]
-Called = Callable[[Any, Any, Any], None]
+Callback = Callable[[Any, Any, Any], None]
 _TICKET = jax.ShapeDtypeStruct((1,), jnp.uint32)
 
 
-class CopyEngineTier:
-    """Copies by streams of its own.
+class CopyEngineSend:
+    """Copies on streams of its own.
 
     Args:
-        otherwise: The tier for slots that could not be registered.
-        view: Finds an array on the device, and has a stream wait for it.
+        otherwise: Copies into slots that could not be registered.
+        view: Finds an array on the device, and makes a stream wait for it.
     """
 
     name = "copy_engine"
@@ -51,7 +50,7 @@ class CopyEngineTier:
         self,
         driver: CudaDriver,
         memory: RegisteredMemory,
-        otherwise: CopyTier,
+        otherwise: SendBackend,
         view: View = view_on_device,
     ) -> None:
         self._driver, self._memory, self._view = driver, memory, view
@@ -60,7 +59,7 @@ class CopyEngineTier:
         self._streams: list[int] = []
 
     def compile(self, use: SlotUse, placement: Sharding) -> Copy:
-        """What copies payloads of a shape: nothing is compiled, it gets a stream."""
+        """The copy function for payloads of one shape; it has a stream of its own."""
         otherwise = self._otherwise.compile(use, placement)
         self._streams.append(self._driver.create_stream())
         return partial(self._copy, self._streams[-1], use.payload.dtype.itemsize, otherwise)
@@ -79,14 +78,14 @@ class CopyEngineTier:
             return otherwise(value, part, slot, tag)
         view = self._view(value, stream)
         source, num_bytes = view.address + part.start * item_bytes, len(part) * item_bytes
-        with _over_after_an_error(self._driver, stream):
+        with _drained_on_error(self._driver, stream):
             enqueue_copy(self._driver, self._memory, slot, source, num_bytes, stream)
             ticket = self._events.ticket(stream, slot, view)
         slot.post(num_bytes, tag)
         return ticket
 
     def close(self) -> None:
-        """Let go of streams and events, once all copies are over."""
+        """Destroy streams and events after the last copy."""
         streams, self._streams = self._streams, []
         for stream in streams:
             self._driver.destroy_stream(stream)
@@ -94,8 +93,8 @@ class CopyEngineTier:
 
 
 @contextmanager
-def _over_after_an_error(driver: CudaDriver, stream: int) -> Iterator[None]:
-    """What was enqueued before an error uses neither slot nor payload when that is raised."""
+def _drained_on_error(driver: CudaDriver, stream: int) -> Iterator[None]:
+    """Before an error is raised, waits for what was enqueued: it uses the slot and the payload."""
     try:
         yield
     except BaseException:
@@ -112,13 +111,13 @@ def enqueue_copy(
     num_bytes: int,
     stream: int,
 ) -> None:
-    """Have a stream fill a slot and write its signal; the message is still to be posted.
+    """Enqueue the copy into a slot and the write of its signal; the caller posts the message.
 
     Args:
-        source: Where from, on the device.
+        source: The payload's address on the device.
 
     Raises:
-        ValueError: If that is more than the slot holds, or the device doesn't know the signal.
+        ValueError: If the slot is too short, or the device doesn't know its signal.
         CudaError: If the driver refuses.
     """
     signal = signal_on_device(memory, slot, num_bytes)
@@ -127,67 +126,67 @@ def enqueue_copy(
 
 
 class StreamEvents:
-    """Events of a driver, used again and again."""
+    """A pool of the driver's events."""
 
     def __init__(self, driver: CudaDriver) -> None:
         self.driver = driver
-        self._made: list[int] = []
+        self._created: list[int] = []
         self._free: deque[int] = deque()
 
     def ticket(self, stream: int, slot: OutgoingSlot, holder: Any) -> "StreamTicket":
-        """A ticket for all that stands on a stream now.
+        """A ticket for everything enqueued on a stream so far.
 
         Args:
-            slot: Where the copy goes; if it fails, the message arrives empty.
-            holder: What the copy reads; it is kept until the copy is over.
+            slot: The copy's target; if the copy fails, its message arrives empty.
+            holder: What the copy reads; kept until the copy has finished.
         """
-        event = self._take()
+        event = self._acquire()
         self.driver.record(event, stream)
         return StreamTicket(self, event, slot, holder)
 
     def give_back(self, event: int) -> None:
-        """An event is looked at no more."""
+        """Return an event to the pool."""
         self._free.append(event)
 
     def close(self) -> None:
-        """Let go of all of them."""
-        made, self._made = self._made, []
-        for event in made:
+        """Destroy all events."""
+        created, self._created = self._created, []
+        for event in created:
             self.driver.destroy_event(event)
 
-    def _take(self) -> int:
+    def _acquire(self) -> int:
         try:
             return self._free.popleft()
         except IndexError:
             event = self.driver.create_event()
-            self._made.append(event)
+            self._created.append(event)
             return event
 
 
 class StreamTicket:
-    """A copy on a stream; behaves like an array that is ready when the copy is over.
+    """The ticket of a copy on a stream.
 
-    One thread may ask whether it is over while others wait for that: it is never kept waiting.
+    `is_ready` never blocks, even while other threads are in `block_until_ready`.
     """
 
     def __init__(self, events: StreamEvents, event: int, slot: OutgoingSlot, holder: Any) -> None:
         self._events, self._event, self._slot, self._holder = events, event, slot, holder
         self._error: CudaError | None = None
         self._is_over, self._waiting = False, 0
-        self._lock = threading.Lock()  # of the lines above, and never held while waiting
+        self._lock = threading.Lock()  # guards the fields above; never held while waiting
 
     def is_ready(self) -> bool:
-        """Whether the copy is over, or has failed."""
+        """Whether the copy has finished or failed."""
         with self._lock:
             if self._is_over:
                 return True
             try:
                 return self._events.driver.has_happened(self._event)
             except CudaError:
-                return True  # who waits for it hears why
+                return True  # `block_until_ready` raises the reason
 
     def block_until_ready(self) -> "StreamTicket":
-        """Wait until the copy is over.
+        """Wait for the copy.
 
         Raises:
             CudaError: If it failed.
@@ -210,28 +209,27 @@ class StreamTicket:
             error, is_over = failure, True
         finally:
             with self._lock:
-                self._end(error, is_over=is_over)
+                self._stop_waiting(error, is_over=is_over)
 
-    def _end(self, error: CudaError | None, *, is_over: bool) -> None:
-        """One that waits does no more; the last of them gives the event back."""
+    def _stop_waiting(self, error: CudaError | None, *, is_over: bool) -> None:
         self._waiting -= 1
         if is_over and not self._is_over:
             self._is_over, self._error, self._holder = True, error, None
             if error is not None:
                 self._slot.withdraw()
-        if self._is_over and not self._waiting:
+        if self._is_over and not self._waiting:  # the last waiting thread returns the event
             self._events.give_back(self._event)
 
 
-def _embed(called: Called) -> Any:
+def _embed(callback: Callback) -> Any:
     from jax.experimental.buffer_callback import buffer_callback
 
-    return buffer_callback(called, _TICKET, has_side_effect=True)
+    return buffer_callback(callback, _TICKET, has_side_effect=True)
 
 
 @dataclass(eq=False)
-class _Announced:
-    """A copy that a program has been dispatched for, until its callback comes."""
+class _Dispatched:
+    """A copy whose program has been dispatched and whose callback has not run yet."""
 
     slot: OutgoingSlot
     tag: tuple[int, ...]
@@ -239,18 +237,18 @@ class _Announced:
     ticket: jax.Array | None = None
 
 
-class StreamCallbackTier:
-    """Copies by `buffer_callback`: enqueued on the stream of JAX's own program.
+class StreamCallbackSend:
+    """Copies in a `buffer_callback`, on the stream of JAX's own program.
 
-    The callback is shown where the payload lies and which stream computed it; it enqueues the copy
-    and the writing of the slot's signal there, and returns without waiting. So the copy holds up
-    what the stream computes next for as long as it takes.
+    The callback gets the payload's address and the stream that computed it, enqueues the copy and
+    the write of the signal there, and returns without waiting. So the copy delays whatever that
+    stream computes next.
 
     Args:
-        otherwise: The tier for slots that could not be registered.
-        embed: Makes a traceable function of a callback that is given an execution's context, the
+        otherwise: Copies into slots that could not be registered.
+        embed: Makes a traceable function of a callback that takes an execution's context, the
             ticket's buffer and the payload's.
-        address_of: Where a buffer, or an array, lies on the device; waits for nothing.
+        address_of: The device address of a buffer or an array; doesn't wait.
     """
 
     name = "buffer_callback"
@@ -259,74 +257,78 @@ class StreamCallbackTier:
         self,
         driver: CudaDriver,
         memory: RegisteredMemory,
-        otherwise: CopyTier,
-        embed: Callable[[Called], Any] = _embed,
+        otherwise: SendBackend,
+        embed: Callable[[Callback], Any] = _embed,
         address_of: Callable[[Any], int] = address_on_device,
     ) -> None:
         self.driver, self.memory, self._otherwise = driver, memory, otherwise
         self.embed, self.address_of = embed, address_of
 
     def compile(self, use: SlotUse, placement: Sharding) -> Copy:
-        """What copies payloads of a shape, compiled for where they are kept."""
+        """The copy function for payloads of one shape and placement."""
         return _StreamCallbackProgram(self, use, placement, self._otherwise).start
 
 
 class _StreamCallbackProgram:
-    """One callback for all messages of a channel; it finds its message by the payload's address.
+    """One callback for all messages of a channel; the payload's address identifies the message.
 
-    The words that a program could be given lie on the device, where a callback can't read them
-    without waiting. Of payloads at one address the callbacks come in the order of the dispatches.
+    Arguments of a program lie on the device, where a callback can't read them without waiting.
+    Callbacks for payloads at one address run in the order of their dispatches.
     """
 
     def __init__(
-        self, tier: StreamCallbackTier, use: SlotUse, placement: Sharding, otherwise: CopyTier
+        self,
+        backend: StreamCallbackSend,
+        use: SlotUse,
+        placement: Sharding,
+        otherwise: SendBackend,
     ) -> None:
-        self._tier = tier
+        self._backend = backend
         self._item_bytes = use.payload.dtype.itemsize
         self._otherwise = otherwise.compile(use, placement)
-        self._open: dict[int, deque[_Announced]] = {}
+        self._open: dict[int, deque[_Dispatched]] = {}
         self._lock = threading.Lock()
         payload = jax.ShapeDtypeStruct(use.payload.shape, use.payload.dtype, sharding=placement)
-        self._program = jax.jit(tier.embed(self._called)).lower(payload).compile()
+        self._program = jax.jit(backend.embed(self._enqueue)).lower(payload).compile()
 
     def start(
         self, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
     ) -> Ticket | jax.Array:
         """Dispatch one copy; see `Copy`."""
-        if self._tier.memory.device_address(slot.address) is None:
+        if self._backend.memory.device_address(slot.address) is None:
             return self._otherwise(value, part, slot, tag)
-        address = self._tier.address_of(value)
-        announced = _Announced(slot, tuple(tag), part)
+        address = self._backend.address_of(value)
+        copy = _Dispatched(slot, tuple(tag), part)
         with self._lock:
             queue = self._open.setdefault(address, deque())
             _drop_failed(queue)
-            queue.append(announced)
+            queue.append(copy)
         try:
-            announced.ticket = ticket = self._program(value)
+            copy.ticket = ticket = self._program(value)
         except BaseException as error:
             with self._lock:
-                if announced in queue:
-                    queue.remove(announced)
+                if copy in queue:
+                    queue.remove(copy)
             if slot.is_posted and isinstance(error, Exception):
                 slot.withdraw()
             raise
         return ProgramTicket(ticket, slot)
 
-    def _called(self, context: Any, ticket: Any, payload: Any) -> None:
-        del ticket  # ready with the stream's work, whatever it holds
-        address = self._tier.address_of(payload)
+    def _enqueue(self, context: Any, ticket: Any, payload: Any) -> None:
+        del ticket  # ready with the stream's work; its contents don't matter
+        address = self._backend.address_of(payload)
         with self._lock:
-            announced = self._open[address].popleft()
+            copy = self._open[address].popleft()
             if not self._open[address]:
                 del self._open[address]
-        slot, part = announced.slot, announced.part
-        source, num_bytes = address + part.start * self._item_bytes, len(part) * self._item_bytes
-        tier, stream = self._tier, context.stream
-        enqueue_copy(tier.driver, tier.memory, slot, source, num_bytes, stream)
-        slot.post(num_bytes, announced.tag)
+        source = address + copy.part.start * self._item_bytes
+        num_bytes = len(copy.part) * self._item_bytes
+        driver, memory = self._backend.driver, self._backend.memory
+        enqueue_copy(driver, memory, copy.slot, source, num_bytes, context.stream)
+        copy.slot.post(num_bytes, copy.tag)
 
 
-def _drop_failed(queue: deque[_Announced]) -> None:
-    """Forget copies whose program failed before its callback: that will never come."""
+def _drop_failed(queue: deque[_Dispatched]) -> None:
+    """Drop copies whose program failed before its callback ran: the callback never will."""
     while queue and queue[0].ticket is not None and is_ready(queue[0].ticket):
         queue.popleft()

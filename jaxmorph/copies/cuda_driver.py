@@ -220,15 +220,15 @@ class _Region(NamedTuple):
 
 
 class RegisteredMemory:
-    """Registers the memory that a data plane tells of; see `transport.plane.MemoryKeeper`.
+    """Registers the memory that a data plane tells of; see `transport.plane.MemoryRegistry`.
 
     Attributes:
-        trouble: Why some memory could not be registered; None as long as all could. Copies that
+        error: Why some memory could not be registered; None as long as all could. Copies that
             need it go another way from then on.
     """
 
     def __init__(self, driver: CudaDriver) -> None:
-        self.trouble: CudaError | None = None
+        self.error: CudaError | None = None
         self._driver = driver
         self._regions: list[_Region] = []  # by where they start; replaced as a whole
         self._lock = threading.Lock()
@@ -241,9 +241,9 @@ class RegisteredMemory:
         try:
             region = _Region(address, num_bytes, self._driver.register(address, num_bytes))
         except CudaError as error:
-            if self.trouble is None and self._regions:  # of the first, who asks for `trouble` tells
+            if self.error is None and self._regions:  # of the first, who asks for `trouble` tells
                 _log.warning("the device can't use slots of %s bytes: %s", num_bytes, error)
-            self.trouble = self.trouble or error
+            self.error = self.error or error
             return
         with self._lock:
             self._regions = sorted([*self._regions, region])

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmorph.copies.programs import PayloadShape
+from jaxmorph.copies.backends import PayloadShape
 
 CPU, CUDA_HOST = 1, 3
 """DLPack's kinds of memory: a host's own, and what is registered with CUDA."""

@@ -1,7 +1,7 @@
-"""Copies by the host: at once, by callbacks in compiled programs, by way of JAX's pinned memory.
+"""Copies made on the host: immediately, in callbacks of compiled programs, or via pinned memory.
 
-On CPUs, whose arrays lie in memory that this process reads, there are no others. On GPUs, where
-none of them has run yet, they stand behind those that need the driver.
+On CPUs, whose arrays lie in this process's memory, these are the only backends. On GPUs they come
+after the backends that need the driver; none of them has run on a GPU yet.
 """
 
 import ctypes
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxmorph.copies.programs import (
+from jaxmorph.copies.backends import (
     Copy,
-    CopyTier,
-    Landing,
+    Receive,
+    SendBackend,
     SlotUse,
     Ticket,
     is_ready,
@@ -26,35 +26,30 @@ from jaxmorph.copies.programs import (
 )
 from jaxmorph.transport.plane import IncomingSlot, OutgoingSlot
 
-_CACHE_LINE = 64  # what JAX wants of memory that it takes over without a copy
+_CACHE_LINE = 64  # the alignment at which JAX takes over memory without a copy
 _NUMBER = jax.ShapeDtypeStruct((1,), jnp.uint32)
 
 
 def is_on_host(placement: Sharding) -> bool:
-    """Whether arrays kept so lie in memory that this process reads, each of them whole."""
+    """Whether arrays at this placement lie whole in memory that this process reads."""
     first, *others = placement.device_set
     return not others and first.platform == "cpu"
 
 
 def for_program(values: np.ndarray, placement: Sharding) -> jax.Array | np.ndarray:
-    """What a compiled program is to be given for values of the host.
+    """Host values in the form in which a compiled program takes them.
 
-    Args:
-        values: Nobody may write to them any more.
-        placement: Where the program wants its arguments.
-
-    Returns:
-        The values on their device; on CPUs as they are. There a call that takes them over costs
-        about 40 us, and one after placing them 230 (float32 [1, 32, 64], JAX 0.10.2).
+    The caller must not write to `values` any more. On CPUs they come back unchanged: a call that
+    takes them over costs about 40 us, one after `device_put` 230 (float32 [1, 32, 64], JAX 0.10.2).
     """
     return values if is_on_host(placement) else jax.device_put(values, placement)
 
 
 def fill(slot: OutgoingSlot, tag: Sequence[int], payload: np.ndarray) -> None:
-    """Copy a payload to where its slot is, post the message and complete it.
+    """Copy a payload into its slot, then post and complete the message.
 
     Raises:
-        ValueError: If it is longer than the slot.
+        ValueError: If the payload is longer than the slot.
     """
     payload = np.ascontiguousarray(payload)
     if payload.nbytes > len(slot.payload):
@@ -65,70 +60,65 @@ def fill(slot: OutgoingSlot, tag: Sequence[int], payload: np.ndarray) -> None:
 
 
 def fill_in_place(value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]) -> None:
-    """Fill a slot with part of an array that is in host memory and has been computed."""
+    """Fill a slot with part of a computed array in host memory."""
     payload = np.asarray(value).reshape(-1)  # the same memory
     fill(slot, tag, payload[part.start : part.stop])
 
 
-class AtOnceTier:
-    """Copies what lies computed in host memory without any program, which would cost far more.
-
-    Then the copy is over, or has failed, when the call returns.
+class ImmediateSend:
+    """Copies computed payloads in host memory within the call, where a program would cost more.
 
     Args:
-        otherwise: The tier for what is still being computed, and for other memory.
+        otherwise: Copies payloads that are still being computed or lie in other memory.
     """
 
-    def __init__(self, otherwise: CopyTier) -> None:
+    def __init__(self, otherwise: SendBackend) -> None:
         self.name = otherwise.name
         self._otherwise = otherwise
 
     def compile(self, use: SlotUse, placement: Sharding) -> Copy:
-        """What copies payloads of a shape, compiled for where they are kept."""
+        """The copy function for payloads of one shape and placement."""
         copy = self._otherwise.compile(use, placement)
-        return partial(_copy_at_once, copy) if is_on_host(placement) else copy
+        return partial(_copy_if_ready, copy) if is_on_host(placement) else copy
 
 
-def _copy_at_once(
+def _copy_if_ready(
     otherwise: Copy, value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequence[int]
 ) -> Ticket | jax.Array:
-    """Copy now where that can be done, or have it copied otherwise."""
     if not is_ready(value):
         return otherwise(value, part, slot, tag)
     fill_in_place(value, part, slot, tag)
     return value
 
 
-class HostCallbackTier:
-    """A host callback inside a compiled program copies; it works wherever JAX has such callbacks.
+class HostCallbackSend:
+    """Copies in a host callback of a compiled program.
 
-    Callbacks never wait: what they would wait for may be dispatched behind them.
+    Callbacks never wait: what they waited for might be dispatched after them.
 
     Args:
-        embed: Makes a traceable function of a callback that is given an array and a number.
+        embed: Makes a traceable function of a callback that takes an array and a number.
     """
 
     def __init__(self, name: str, embed: Callable[[Callable[..., None]], Any]) -> None:
         self.name, self._embed = name, embed
 
     def compile(self, use: SlotUse, placement: Sharding) -> Copy:
-        """What copies payloads of a shape, compiled for where they are kept."""
+        """The copy function for payloads of one shape and placement."""
         return _CallbackProgram(self._embed, use, placement).start
 
 
 class _CallbackProgram:
-    """One callback for all messages of a channel: it finds the slot by the signal's number.
-
-    Where arrays lie in the host's memory it hears only that the payload has been computed, and
-    reads that where it is. On CPUs JAX 0.10 hands long arrays to `io_callback` as copies that
-    another thread of its pool fills: a callback that looks at one waits for that thread, and for
-    ever if the pool has no other. (Short ones, as the first element, are copied at once.)
-    """
+    """One callback for all messages of a channel; the signal's number identifies the slot."""
 
     def __init__(
         self, embed: Callable[[Callable[..., None]], Any], use: SlotUse, placement: Sharding
     ) -> None:
         self._open: dict[int, tuple[OutgoingSlot, Sequence[int], jax.Array, range]] = {}
+        # On CPUs the callback gets only the first element, as a sign that the payload has been
+        # computed, and reads the payload in place. JAX 0.10 hands long arrays to `io_callback` as
+        # copies that another thread of its pool fills: a callback that reads one waits for that
+        # thread, forever if the pool has no other. Short arrays are copied at once.
         self._is_in_place = is_on_host(placement)
         call = embed(self._copy)
         payload = jax.ShapeDtypeStruct(use.payload.shape, use.payload.dtype, sharding=placement)
@@ -186,18 +176,18 @@ def _embed_io_callback(copy: Callable[..., None]) -> Any:
     return lambda payload, number: io_callback(called, _NUMBER, payload, number, ordered=False)
 
 
-def host_callback_tiers() -> list[CopyTier]:
-    """The tiers with host callbacks, the cheapest first."""
+def host_callback_backends() -> list[SendBackend]:
+    """The backends with host callbacks, the cheapest first."""
     return [
-        HostCallbackTier("buffer_callback", _embed_buffer_callback),
-        HostCallbackTier("io_callback", _embed_io_callback),
+        HostCallbackSend("buffer_callback", _embed_buffer_callback),
+        HostCallbackSend("io_callback", _embed_io_callback),
     ]
 
 
-class PinnedHostTier:
-    """Copies by way of JAX's own pinned memory: one copy more, and no driver of our own.
+class PinnedHostSend:
+    """Copies through JAX's pinned memory: one copy more, but no driver calls of our own.
 
-    JAX copies a payload to `pinned_host` memory, beside what the device computes, and one thread
+    JAX copies a payload to `pinned_host` memory beside the device's computation, and one thread
     for all channels copies it from there into its slot.
     """
 
@@ -207,15 +197,15 @@ class PinnedHostTier:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="slot-copies")
 
     def compile(self, use: SlotUse, placement: Sharding) -> Copy:
-        """What copies payloads of a shape: nothing is compiled."""
-        return _PinnedHostProgram(self._thread, use, placement.with_memory_kind(self.name)).start
+        """The copy function for payloads of one shape and placement."""
+        return _PinnedHostCopies(self._thread, use, placement.with_memory_kind(self.name)).start
 
     def close(self) -> None:
-        """End the thread, once all copies are over."""
+        """End the thread after the last copy."""
         self._thread.shutdown()
 
 
-class _PinnedHostProgram:
+class _PinnedHostCopies:
     def __init__(self, thread: ThreadPoolExecutor, use: SlotUse, pinned: Sharding) -> None:
         self._thread, self._use, self._pinned = thread, use, pinned
         self._last: tuple[jax.Array, jax.Array] | None = None  # a payload that leaves in parts
@@ -237,53 +227,53 @@ class _PinnedHostProgram:
 
 
 class FutureTicket:
-    """A copy that a thread makes; behaves like an array that is ready when it is over."""
+    """The ticket of a copy that a thread makes."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
     def is_ready(self) -> bool:
-        """Whether the copy is over, or has failed."""
+        """Whether the copy has finished or failed."""
         return self._future.done()
 
     def block_until_ready(self) -> "FutureTicket":
-        """Wait until the copy is over; where it failed, its error is raised."""
+        """Wait for the copy; raises its error if it failed."""
         self._future.result()
         return self
 
 
-class HostLandingTier:
-    """Works everywhere; on CPUs programs take over what has been copied as it is."""
+class HostReceive:
+    """Assembles messages in host memory; works on every device."""
 
     name = "host"
 
-    def compile(self, use: SlotUse, placement: Sharding) -> Landing:
-        """What receives payloads of a shape, for where the stage keeps its arrays."""
+    def compile(self, use: SlotUse, placement: Sharding) -> Receive:
+        """The receive function for payloads of one shape, delivered to a placement."""
         return partial(_HostArrival, use, placement)
 
     def settle(self) -> None:
-        """Nothing to wait for: a slot is released as soon as it has been copied."""
+        """Nothing to wait for: each slot is released as soon as it has been copied."""
 
 
 class _HostArrival:
-    """A message in memory of its own: no array may see a slot's."""
+    """A message in memory of its own: no array may share memory with a slot."""
 
     def __init__(self, use: SlotUse, placement: Sharding) -> None:
         self._shape, self._placement = use.payload.shape, placement
         self._whole = _aligned(use)
 
     def add(self, part: range, slot: IncomingSlot) -> None:
-        """Copy a part to its place, and release its slot."""
+        """Copy a part to its place and release its slot."""
         self._whole[part.start : part.stop].view(np.uint8)[:] = slot.payload
         slot.release()
 
     def value(self) -> jax.Array | np.ndarray:
-        """The payload, as a program is to be given it."""
+        """The payload, in the form a program takes."""
         return for_program(self._whole.reshape(self._shape), self._placement)
 
 
 def _aligned(use: SlotUse) -> np.ndarray:
-    """New memory for a payload, flat, that JAX can take over as it is."""
+    """New flat memory for a payload, aligned so that JAX takes it over without a copy."""
     dtype, num_bytes = use.payload.dtype, use.num_elements * use.payload.dtype.itemsize
     memory = np.empty(num_bytes + _CACHE_LINE, np.uint8)
     start = -memory.ctypes.data % _CACHE_LINE

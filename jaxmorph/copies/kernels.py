@@ -1,12 +1,11 @@
-"""Copies by kernels, into slots and out of them, on the stream on which JAX computes.
+"""Copies into slots and out of them by kernels, on the stream on which JAX computes.
 
-A copy is one program behind the one that computes its payload, or before the one that needs it: no
-call of the driver, no callback, no thread. But a device runs its programs one after another, so a
-copy holds up what the device computes next, for as long as the bus takes. And a kernel that goes
-wrong ends its process's work on the device: no other way of copying can be taken after that. None
-of it has run on a GPU yet.
+A copy is one program, after the one that computes its payload or before the one that needs it, with
+no driver call, callback or thread. But a device runs its programs one after another, so a copy
+delays what the device computes next, for as long as the bus takes. And a faulty kernel ends its
+process's work on the device: no other backend can take over. None of it has run on a GPU yet.
 
-Of the launches of a channel, which share its `arrivals`, no two are ever under way together.
+A channel's launches share its `arrivals` counter, so no two of them ever run at the same time.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,18 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxmorph.copies.cuda_driver import RegisteredMemory, signal_on_device
-from jaxmorph.copies.programs import (
+from jaxmorph.copies.backends import (
     Copy,
-    CopyTier,
-    Landing,
-    LandingTier,
     ProgramTicket,
+    Receive,
+    ReceiveBackend,
+    SendBackend,
     SlotUse,
     Ticket,
     signal_of,
 )
-from jaxmorph.copies.registered_landing import ReleasingTier, WholeArrival
+from jaxmorph.copies.cuda_driver import RegisteredMemory, signal_on_device
+from jaxmorph.copies.registered_receive import ReleasingReceive, WholeArrival
 from jaxmorph.pallas_kernels import (
     CONTROL_WORDS,
     SlotControl,
@@ -49,30 +48,25 @@ Require = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class KernelProgram:
-    """A copy kernel as a program of its own, which has not been compiled."""
+    """A copy kernel as a program of its own, not compiled yet."""
 
     traceable: Any
     operands: tuple[jax.ShapeDtypeStruct, ...]
 
     def compile(self) -> Callable[..., Any]:
-        """Compile it ahead of time, for where its operands are kept."""
+        """Compile it ahead of time, for the placement of its operands."""
         return self.traceable.lower(*self.operands).compile()
 
 
 def program_to_host(
     use: SlotUse, placement: Sharding, length: int, kernel: Kernel
 ) -> KernelProgram:
-    """The program that copies payloads, or parts of them, into slots.
+    """The program that copies payloads, or parts of `length` elements, into slots.
 
-    A part is cut out on the device first. That is a copy too, but of memory that is dozens of times
-    as fast as the way to the host, and only messages that are longer than a slot have parts.
-
-    Args:
-        length: Of the part, in elements; a whole payload's: it is not cut.
-
-    Returns:
-        It takes the payload, the first element of a part (int32; none for a whole payload), control
-        words and arrivals, and gives a ticket.
+    It takes the payload, the first element of the part (int32; not for a whole payload), control
+    words and arrivals, and returns a ticket. A part is first cut out on the device: a copy too, but
+    device memory is dozens of times as fast as the bus, and only messages longer than a slot have
+    parts.
     """
 
     def send(value: jax.Array, *rest: jax.Array) -> jax.Array:
@@ -90,8 +84,7 @@ def program_to_host(
 def program_from_host(use: SlotUse, placement: Sharding, kernel: Kernel) -> KernelProgram:
     """The program that copies whole payloads out of slots.
 
-    Returns:
-        It takes control words and arrivals, and gives the payload and a status.
+    It takes control words and arrivals, and returns the payload and a status.
     """
 
     def receive(control: jax.Array, arrivals: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -101,8 +94,7 @@ def program_from_host(use: SlotUse, placement: Sharding, kernel: Kernel) -> Kern
     return KernelProgram(jax.jit(receive, out_shardings=placement), _words(placement))
 
 
-def arrivals_on_device(placement: Sharding) -> jax.Array:
-    """A channel's counter of arrivals, for one direction, where its programs take it."""
+def _arrivals_on_device(placement: Sharding) -> jax.Array:
     return jax.device_put(new_arrivals(), placement)
 
 
@@ -127,12 +119,12 @@ def _words(placement: Sharding) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStr
     )
 
 
-class KernelTier:
+class KernelSend:
     """Copies by `copy_to_host`.
 
     Args:
-        otherwise: The tier for slots that could not be registered.
-        require: Raises where the kernel can't run on a device.
+        otherwise: Copies into slots that could not be registered.
+        require: Raises if the kernel can't run on a device.
     """
 
     name = "pallas"
@@ -140,30 +132,30 @@ class KernelTier:
     def __init__(
         self,
         memory: RegisteredMemory,
-        otherwise: CopyTier,
+        otherwise: SendBackend,
         kernel: Kernel = copy_to_host,
         require: Require = require_kernels,
     ) -> None:
         self._memory, self._otherwise = memory, otherwise
         self._kernel, self._require = kernel, require
-        self._programs: list[_KernelCopies] = []
+        self._channels: list[_KernelCopies] = []
 
     def compile(self, use: SlotUse, placement: Sharding) -> Copy:
-        """What copies payloads of a shape, compiled for where they are kept."""
+        """The copy function for payloads of one shape and placement."""
         self._require(only_device(placement))
         otherwise = self._otherwise.compile(use, placement)
-        self._programs.append(_KernelCopies(self._memory, use, placement, otherwise, self._kernel))
-        return self._programs[-1].start
+        self._channels.append(_KernelCopies(self._memory, use, placement, otherwise, self._kernel))
+        return self._channels[-1].start
 
     def close(self) -> None:
-        """Wait until no kernel writes into slots any more: the device is to forget them."""
-        programs, self._programs = self._programs, []
-        for program in programs:
-            program.close()
+        """Wait until no kernel writes into slots any more, so that they can be unregistered."""
+        channels, self._channels = self._channels, []
+        for channel in channels:
+            channel.close()
 
 
 class _KernelCopies:
-    """A program for each length that a channel's parts have, and their common arrivals."""
+    """One program for each length that a channel's parts have; they share one `arrivals`."""
 
     def __init__(
         self,
@@ -176,7 +168,7 @@ class _KernelCopies:
         self._memory, self._otherwise = memory, otherwise
         self._is_whole = len(use.parts) == 1
         self._item_bytes = use.payload.dtype.itemsize
-        self._arrivals = arrivals_on_device(placement)
+        self._arrivals = _arrivals_on_device(placement)
         self._programs = {
             length: program_to_host(use, placement, length, kernel).compile()
             for length in {len(part) for part in use.parts}
@@ -201,22 +193,22 @@ class _KernelCopies:
         return ProgramTicket(ticket, slot)
 
     def close(self) -> None:
-        """Wait until the last copy is over, and so are all before it."""
+        """Wait for the last copy, and so for all before it."""
         if self._last is not None:
-            with suppress(Exception):  # it is for who holds the ticket to hear
+            with suppress(Exception):  # the ticket's holder gets the error
                 jax.block_until_ready(self._last)
 
 
-class KernelLandingTier(ReleasingTier):
-    """Copies by `copy_from_host`, where a message is whole in its slot.
+class KernelReceive(ReleasingReceive):
+    """Copies by `copy_from_host`, if a message is whole in its slot.
 
-    The host has seen that a message is there, so the kernel waits for nothing but what was
-    dispatched before it. Its slot is released once the kernel has said that it has read it, which
-    is before the op that needs the payload begins.
+    The host has seen that the message is there, so the kernel waits only for what was dispatched
+    before it. The slot is released once the kernel has reported that it has read it, which is
+    before the op that needs the payload begins.
 
     Args:
-        otherwise: What takes messages in parts, and from slots that could not be registered.
-        require: Raises where the kernel can't run on a device.
+        otherwise: Receives messages in parts, and from slots that could not be registered.
+        require: Raises if the kernel can't run on a device.
     """
 
     name = "pallas"
@@ -224,7 +216,7 @@ class KernelLandingTier(ReleasingTier):
     def __init__(
         self,
         memory: RegisteredMemory,
-        otherwise: LandingTier,
+        otherwise: ReceiveBackend,
         kernel: Kernel = copy_from_host,
         require: Require = require_kernels,
     ) -> None:
@@ -232,38 +224,37 @@ class KernelLandingTier(ReleasingTier):
         self._memory = memory
         self._kernel, self._require = kernel, require
 
-    def compile(self, use: SlotUse, placement: Sharding) -> Landing:
-        """What receives payloads of a shape, for where the stage keeps its arrays."""
+    def compile(self, use: SlotUse, placement: Sharding) -> Receive:
+        """The receive function for payloads of one shape, delivered to a placement."""
         self._require(only_device(placement))
         otherwise = self._otherwise.compile(use, placement)
         if len(use.parts) != 1:
             return otherwise
         program = program_from_host(use, placement, self._kernel).compile()
-        arrivals = arrivals_on_device(placement)
-        return partial(WholeArrival, partial(self._fetch, program, arrivals), otherwise)
+        fetch = partial(self._fetch, program, _arrivals_on_device(placement))
+        return partial(WholeArrival, fetch, otherwise)
 
     def _fetch(self, program: Any, arrivals: jax.Array, slot: IncomingSlot) -> jax.Array | None:
-        """A message on the device, or on its way there; its slot is released after that."""
         address = self._memory.device_address(slot.payload.ctypes.data)
         if address is None:
             return None
         number = signal_of(slot)
         value, status = program(pack(SlotControl(address, number)), arrivals)
-        self._releases.once_ready(_Status(status, number, slot.sequence), slot)
+        self._release_once_ready(_Status(status, number, slot.sequence), slot)
         return value
 
 
 class _Status:
-    """A copy out of a slot: ready when the kernel has said that it has made it."""
+    """A copy out of a slot; ready once the kernel has reported it."""
 
     def __init__(self, status: jax.Array, number: int, sequence: int) -> None:
         self._status, self._number, self._sequence = status, number, sequence
 
     def block_until_ready(self) -> "_Status":
-        """Wait for the kernel's answer.
+        """Wait for the kernel's status.
 
         Raises:
-            RuntimeError: If it has not copied; what it gave for a payload means nothing.
+            RuntimeError: If the kernel has not copied; the payload it returned is meaningless.
         """
         (found,) = np.asarray(self._status).tolist()
         if found != self._number:

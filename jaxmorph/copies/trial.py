@@ -1,6 +1,6 @@
-"""Tries a way to copy, with little: what has come when its signal is seen is what was sent.
+"""A short trial of a copy backend: what a slot holds when its signal is seen is what was sent.
 
-A trial takes slots such as the data plane's, so what a driver must know of memory is tried too.
+The trial allocates slots as the data plane does, so it also tests registering them with a driver.
 """
 
 import time
@@ -13,52 +13,53 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxmorph.copies.host_memory import is_on_host
-from jaxmorph.copies.programs import (
-    CopyTier,
-    Landing,
-    LandingTier,
+from jaxmorph.copies.backends import (
     PayloadShape,
+    Receive,
+    ReceiveBackend,
+    SendBackend,
     SlotUse,
     Ticket,
     is_ready,
 )
+from jaxmorph.copies.host_memory import is_on_host
 from jaxmorph.transport.names import TAG_WORDS, ChannelName, add
 from jaxmorph.transport.plane import (
     ChannelSpec,
     IncomingEnd,
-    MemoryKeeper,
+    MemoryRegistry,
     OutgoingEnd,
     OutgoingSlot,
 )
-from jaxmorph.transport.slots import NO_TIME_NS, About
+from jaxmorph.transport.slots import NO_TIME_NS, MessageInfo
 
 _CHANNEL = ChannelName(0, 0, 1)
-_WRAPS = 0xFFFFFFFF  # the first message's number, so that the signal's wraps
-_PATIENCE_S = 20.0
-_PAUSE_S = 20e-6
+_FIRST_SEQUENCE = 0xFFFFFFFF  # the signal's number wraps during the trial
+_SIGNAL_TIMEOUT_S = 20.0
+_POLL_S = 20e-6
 
 _SMALL, _LARGE = 1024, 1 << 20
-"""Elements of what is sent. To a GPU more: a signal that comes before the end of its copy shows."""
+"""Elements of the payload; on GPUs so many that a signal before the end of its copy shows."""
 
-_WIDTH, _ROUNDS = 2048, 50  # of products that a GPU is busy with for some milliseconds
+_WIDTH, _ROUNDS = 2048, 50  # matrix products that keep a GPU busy for some milliseconds
 
 
-def try_tier(tier: CopyTier, placement: Sharding, keeper: MemoryKeeper | None = None) -> None:
-    """Copy a payload in two parts, and look at what came the moment that its signal did.
+def try_send(
+    backend: SendBackend, placement: Sharding, registry: MemoryRegistry | None = None
+) -> None:
+    """Copy a payload in two parts into slots; compare each the moment its signal appears.
 
     Args:
-        placement: Where the stage keeps its arrays.
-        keeper: Is told of the slots' memory; None: nobody needs to know it.
+        registry: Is given the slots' memory.
 
     Raises:
-        Exception: Where it doesn't work; the message says why.
+        Exception: If it doesn't work; the message says why.
     """
     values, use = _payload(placement, in_parts=True)
-    copy, value = tier.compile(use, placement), _being_computed(values, placement)
-    end = OutgoingEnd(ChannelSpec(_CHANNEL, use.slot_bytes, 2), _WRAPS, lambda: None)
+    copy, value = backend.compile(use, placement), _being_computed(values, placement)
+    end = OutgoingEnd(ChannelSpec(_CHANNEL, use.slot_bytes, 2), _FIRST_SEQUENCE, lambda: None)
     arrived = []
-    with _known_to(keeper, end):
+    with _registered_end(registry, end):
         for part in use.parts:
             slot = end.reserve(0.0)
             ticket = copy(value, part, slot, (len(part),))
@@ -70,42 +71,43 @@ def try_tier(tier: CopyTier, placement: Sharding, keeper: MemoryKeeper | None = 
         raise RuntimeError("the bytes that came are not those that were sent")
 
 
-def try_landing(tier: LandingTier, placement: Sharding, keeper: MemoryKeeper | None = None) -> None:
-    """Receive a payload, and another one through the same slot, and look at what came.
+def try_receive(
+    backend: ReceiveBackend, placement: Sharding, registry: MemoryRegistry | None = None
+) -> None:
+    """Receive two payloads through one slot; compare both, the first after the second came.
 
     Args:
-        placement: Where the stage keeps its arrays.
-        keeper: Is told of the slots' memory; None: nobody needs to know it.
+        registry: Is given the slots' memory.
 
     Raises:
-        Exception: Where it doesn't work; the message says why.
+        Exception: If it doesn't work; the message says why.
     """
     values, use = _payload(placement, in_parts=False)
-    landing = tier.compile(use, placement)
-    end = IncomingEnd(ChannelSpec(_CHANNEL, use.slot_bytes, 1), _WRAPS, lambda: None)
-    with _known_to(keeper, end):
-        first = _received(landing, tier, end, values)
-        second = _received(landing, tier, end, -values)
+    receive = backend.compile(use, placement)
+    end = IncomingEnd(ChannelSpec(_CHANNEL, use.slot_bytes, 1), _FIRST_SEQUENCE, lambda: None)
+    with _registered_end(registry, end):
+        first = _received(receive, backend, end, values)
+        second = _received(receive, backend, end, -values)
         if not np.array_equal(np.asarray(second), -values):
             raise RuntimeError("the bytes that came are not those that were sent")
         if not np.array_equal(np.asarray(first), values):
             raise RuntimeError("an array that was received changes with its slot")
 
 
-def _received(landing: Landing, tier: LandingTier, end: IncomingEnd, values: np.ndarray) -> Any:
-    """What comes out of a slot, which has been released by then."""
+def _received(
+    receive: Receive, backend: ReceiveBackend, end: IncomingEnd, values: np.ndarray
+) -> Any:
     _deliver(end, values)
-    arrival = landing()
+    arrival = receive()
     arrival.add(range(values.size), end.take(0.0))
     value = arrival.value()
-    tier.settle()
+    backend.settle()
     if not end.at_rest():
         raise RuntimeError("a slot has not been released")
     return value
 
 
 def _payload(placement: Sharding, *, in_parts: bool) -> tuple[np.ndarray, SlotUse]:
-    """What is sent, with slots for most of it, or for all."""
     num_elements = _SMALL if is_on_host(placement) else _LARGE
     values = np.arange(1, num_elements + 1, dtype=np.float32).reshape(-1, 256)
     payload = PayloadShape(values.shape, jnp.dtype(jnp.float32))
@@ -113,9 +115,9 @@ def _payload(placement: Sharding, *, in_parts: bool) -> tuple[np.ndarray, SlotUs
 
 
 def _being_computed(values: np.ndarray, placement: Sharding) -> jax.Array:
-    """The payload where the stage keeps its arrays; on a GPU its computation goes on for a while.
+    """The payload at its placement; on a GPU its computation still runs for some milliseconds.
 
-    So a copy that doesn't wait for its payload shows too.
+    This way a backend that doesn't wait for its payload fails the trial.
     """
     placed = jax.device_put(values, placement)
     if is_on_host(placement):
@@ -127,41 +129,42 @@ def _being_computed(values: np.ndarray, placement: Sharding) -> jax.Array:
 
 
 def _deliver(end: IncomingEnd, values: np.ndarray) -> None:
-    """Have a message land in a slot, as a sidecar does."""
-    slots, sequence = end.slots, end.slots.entered
+    """Put a message into a slot, as a sidecar does."""
+    slots, sequence = end.slots, end.slots.produced
     slots.payload(sequence)[:] = values.reshape(-1).view(np.uint8)
-    slots.write_about(sequence, About(values.nbytes, (0,) * TAG_WORDS, NO_TIME_NS, NO_TIME_NS))
+    slots.write_info(sequence, MessageInfo(values.nbytes, (0,) * TAG_WORDS, NO_TIME_NS, NO_TIME_NS))
     slots.mark_complete(sequence)
-    slots.entered = add(sequence, 1)
+    slots.produced = add(sequence, 1)
 
 
 @contextmanager
-def _known_to(keeper: MemoryKeeper | None, end: OutgoingEnd | IncomingEnd) -> Iterator[None]:
-    """A channel's end that nothing moves messages from or to; it goes after this."""
+def _registered_end(
+    registry: MemoryRegistry | None, end: OutgoingEnd | IncomingEnd
+) -> Iterator[None]:
+    """Reports the end's memory to the registry, and closes the end afterwards."""
     try:
-        if keeper is not None:
-            end.tell_of_memory(keeper)
+        if registry is not None:
+            end.report_memory(registry)
         yield
     finally:
         end.close()
 
 
 def _wait_for_signal(end: OutgoingEnd, slot: OutgoingSlot, ticket: Ticket | jax.Array) -> None:
-    """Return when the payload is said to be complete; raise what went wrong before that."""
-    deadline_s = time.monotonic() + _PATIENCE_S
+    deadline_s = time.monotonic() + _SIGNAL_TIMEOUT_S
     while not end.slots.is_complete(slot.sequence):
         if is_ready(ticket):
             jax.block_until_ready(ticket)
             if not end.slots.is_complete(slot.sequence):
                 raise RuntimeError("a copy that is over has signalled nothing")
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"a copy has signalled nothing for {_PATIENCE_S:g} s")
-        time.sleep(_PAUSE_S)
+            raise TimeoutError(f"a copy has signalled nothing for {_SIGNAL_TIMEOUT_S:g} s")
+        time.sleep(_POLL_S)
 
 
 def _check_announced(end: OutgoingEnd, slot: OutgoingSlot, part: range) -> None:
-    about = end.slots.read_about(slot.sequence)
-    announced = (slot.is_posted, about.num_bytes, about.tag[0])
+    info = end.slots.read_info(slot.sequence)
+    announced = (slot.is_posted, info.num_bytes, info.tag[0])
     expected = (True, 4 * len(part), len(part))
     if announced != expected:
         raise RuntimeError(f"announced as {announced}, expected {expected}")

@@ -18,16 +18,16 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxmorph.copies.host_memory import HostLandingTier
-from jaxmorph.copies.programs import (
+from jaxmorph.copies.backends import (
     Copy,
-    CopyTier,
-    Landing,
-    LandingTier,
+    Receive,
+    ReceiveBackend,
+    SendBackend,
     SlotUse,
     Ticket,
     is_ready,
 )
+from jaxmorph.copies.host_memory import HostReceive
 from jaxmorph.program.instructions import Channel, channel_of
 from jaxmorph.records import EventKind
 from jaxmorph.runtime.payloads import channel_name
@@ -72,10 +72,10 @@ class DelegatedRoute:
     Args:
         slot_uses: How the payload of each channel that may be delegated lies in its slots.
         placement: Where the stage keeps its arrays.
-        tier: What copies payloads into slots.
+        send_backend: Copies payloads into slots.
         check: Raises what has gone wrong elsewhere on this rank; asked now and then while waiting,
             for what is waited for may depend on it.
-        landings: What takes payloads out of slots; None: copies in the host's memory.
+        receive_backend: Copies payloads out of slots; None: copies in host memory.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class DelegatedRoute:
         slot_uses: Mapping[Channel, SlotUse],
         rank: int,
         placement: Sharding,
-        tier: CopyTier,
+        send_backend: SendBackend,
         check: Callable[[], None] = lambda: None,
-        landings: LandingTier | None = None,
+        receive_backend: ReceiveBackend | None = None,
     ) -> None:
-        landings = landings or HostLandingTier()
-        self.tier, self.landing_tier = tier.name, landings.name
+        receive_backend = receive_backend or HostReceive()
+        self.send_backend, self.receive_backend = send_backend.name, receive_backend.name
         self.counts, self._reported = DelegatedCounts(), DelegatedCounts()
         self._plane = plane
-        self._landings = landings
+        self._receive_backend = receive_backend
         self._check = check
         self._abandoned = -1
         self._reserved: dict[tuple[ChannelName, int], tuple[OutgoingSlot, Tag]] = {}
@@ -103,10 +103,10 @@ class DelegatedRoute:
         for channel, use in slot_uses.items():
             name = channel_name(channel)
             if channel.source == rank:
-                self._senders[channel] = _Sender(name, use, tier.compile(use, placement))
+                self._senders[channel] = _Sender(name, use, send_backend.compile(use, placement))
             elif channel.destination == rank:
-                landing = landings.compile(use, placement)
-                self._receivers[channel] = _Receiver(name, use, landing)
+                receive = receive_backend.compile(use, placement)
+                self._receivers[channel] = _Receiver(name, use, receive)
         self._num_slots = dict.fromkeys((*self._senders, *self._receivers), _FIRST_SLOTS)
 
     @property
@@ -122,7 +122,7 @@ class DelegatedRoute:
 
     def make_room(self, needed: Mapping[Channel, int]) -> None:
         """Give channels the slots that a plan needs, while nothing is under way on any."""
-        self._landings.settle()
+        self._receive_backend.settle()
         for channel, end in [*self._senders.items(), *self._receivers.items()]:
             wanted = end.use.slots_for(needed.get(channel, 1))
             if wanted > self._num_slots[channel]:
@@ -148,12 +148,12 @@ class DelegatedRoute:
         """Wait on the host; gives when the first part was posted and the last one landed too."""
         del arrived_s
         receiver = self._receivers[self._channel(identity)]
-        arrival = receiver.landing()
+        arrival = receiver.receive()
         posted_s, landed_s = np.inf, -np.inf
         for index, part in enumerate(receiver.use.parts):
             tag = _tag(identity, index, len(receiver.use.parts))
             slot = self._expected(identity, receiver, tag, deadline_s)
-            posted_s, landed_s = min(posted_s, slot.posted_s), max(landed_s, slot.landed_s)
+            posted_s, landed_s = min(posted_s, slot.posted_s), max(landed_s, slot.received_s)
             _require_length(slot, len(part) * receiver.use.payload.dtype.itemsize, identity)
             arrival.add(part, slot)
         return Moved(arrival.value(), posted_s, landed_s)
@@ -182,7 +182,7 @@ class DelegatedRoute:
                     break
                 copy = self._copying.popleft()
             self._finish(copy)
-        self._landings.settle()
+        self._receive_backend.settle()
 
     def events(self) -> list[dict[str, Any]]:
         """Sends that waited for a slot since the last call; a plan's slots let none of them."""
@@ -195,7 +195,11 @@ class DelegatedRoute:
 
     def statistics(self) -> dict[str, Any]:
         """What has been counted, and how copies are made."""
-        return {"tier": self.tier, "landing_tier": self.landing_tier, **asdict(self.counts)}
+        return {
+            "tier": self.send_backend,
+            "landing_tier": self.receive_backend,
+            **asdict(self.counts),
+        }
 
     def _finish_what_is_over(self) -> None:
         """Let go of copies, in their order, up to the first that is under way."""
@@ -328,7 +332,7 @@ class _Receiver:
 
     name: ChannelName
     use: SlotUse
-    landing: Landing
+    receive: Receive
     taken: set[Tag] = field(default_factory=set)
     step: tuple[int, ...] = ()
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxmorph.copies.programs import PayloadShape
+from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.program.instructions import Channel, channel_of
 from jaxmorph.records import Link
 from jaxmorph.runtime.emulated_links import EmulatedLinks

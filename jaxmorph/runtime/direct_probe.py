@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxmorph.copies.programs import PayloadShape
+from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.program.instructions import Channel, Payload, Transfer, channel_of
 from jaxmorph.records import Link
 from jaxmorph.runtime.queue import DeviceQueue, Stamp

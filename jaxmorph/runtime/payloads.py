@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmorph.copies.programs import PayloadShape, SlotUse
+from jaxmorph.copies.backends import PayloadShape, SlotUse
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.records import Link
 from jaxmorph.stage.model import PipelineModel

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh, NamedSharding
 
+from jaxmorph.copies.backends import PayloadShape, SlotUse
 from jaxmorph.copies.choosing import StageCopies, open_copies
-from jaxmorph.copies.programs import PayloadShape, SlotUse
 from jaxmorph.program.instructions import Channel
 from jaxmorph.records import Link
 from jaxmorph.runtime.delegated import DelegatedRoute
@@ -89,7 +89,7 @@ def open_routes(
     if plane is None:
         return StageRoutes(direct)
     with ExitStack() as opened:
-        copies = open_copies(site.placement, plane.tell_of_memory, settings.copies)
+        copies = open_copies(site.placement, plane.report_memory, settings.copies)
         opened.callback(copies.close)
         delegated = DelegatedRoute(
             plane,

@@ -6,8 +6,8 @@ from typing import Literal
 
 import optax
 
+from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.copies.choosing import AUTO
-from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.records import Link
 from jaxmorph.runtime.optimizer import OptimizerSettings
@@ -39,7 +39,7 @@ class StageSettings:
             links may be delegated.
         direct_timeout_s: How long a direct transfer may take once both its ends have come to it,
             where that is emulated; None: as long as any.
-        copies: How payloads are copied into slots: a tier's name, or "auto".
+        copies: How payloads are copied into slots: a backend's name, or "auto".
     """
 
     layers: tuple[range, ...]

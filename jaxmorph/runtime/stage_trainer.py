@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmorph.control.link_state import PathFailure
-from jaxmorph.copies.programs import PayloadShape
+from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.program.instructions import Channel, RankProgram
 from jaxmorph.records import Link
 from jaxmorph.runtime.delegated import DelegatedRoute

@@ -166,7 +166,7 @@ def make_room(rendezvous: Rendezvous, trainer: StageTrainer, slots: Mapping[Chan
         return ""
     trainer.make_room(slots)
     own = trainer.delegated
-    mine = _Slots(own.tier, own.slot_bytes) if own else _Slots()
+    mine = _Slots(own.send_backend, own.slot_bytes) if own else _Slots()
     slots_of_ranks = [each for each in gather(rendezvous, _Slots, mine) if each.tier]
     tiers = " and ".join(sorted({each.tier for each in slots_of_ranks}))
     slot_bytes = sum(each.num_bytes for each in slots_of_ranks)

@@ -151,7 +151,7 @@ class SidecarPlane(DataPlane):
         patience_s = _REST_S if isinstance(end, OutgoingEnd) else 0.0
         if not end.doorbell.wait_until(end.at_rest, time.monotonic() + patience_s):
             raise TransportError(f"{end.name} is not at rest: it can't grow now")
-        new = Slots.create(num_slots, end.slots.slot_bytes, end.slots.left)
+        new = Slots.create(num_slots, end.slots.slot_bytes, end.slots.consumed)
         with self._sidecar.changing:
             record = {"kind": "grow", **_described(end, new)}
             answer = self._sidecar.ask(record, (new.fd,), _ANSWER_S)
@@ -163,7 +163,7 @@ class SidecarPlane(DataPlane):
             end.replace_slots(new)
 
     def _is_flushed(self, end: OutgoingEnd) -> bool:
-        delivered = end.slots.left == end.slots.entered
+        delivered = end.slots.consumed == end.slots.produced
         return delivered or end.peer in self._gone or self._failed
 
     def _tell(self, record: Record) -> None:

@@ -25,7 +25,7 @@ from jaxmorph.transport.names import (
     add,
     distance,
 )
-from jaxmorph.transport.slots import NO_TIME_NS, About, Slots
+from jaxmorph.transport.slots import NO_TIME_NS, MessageInfo, Slots
 
 Address = tuple[str, int]
 
@@ -64,7 +64,7 @@ class TransportSettings:
     backend: str = "tcp"
 
 
-class MemoryKeeper(Protocol):
+class MemoryRegistry(Protocol):
     """Knows the memory of a data plane's slots, for whom a device's driver must."""
 
     def add(self, address: int, num_bytes: int) -> None:
@@ -91,9 +91,9 @@ class _End:
         self._ring_mover = ring_mover
         self._lock = threading.Lock()
         self._trouble: TransportError | None = None
-        self._keeper: MemoryKeeper | None = None
+        self._keeper: MemoryRegistry | None = None
 
-    def tell_of_memory(self, keeper: MemoryKeeper) -> None:
+    def report_memory(self, keeper: MemoryRegistry) -> None:
         """Tell a keeper of the slots' memory, and of any that follows it."""
         self._keeper = keeper
         keeper.add(*self.slots.memory)
@@ -148,7 +148,7 @@ class OutgoingEnd(_End):
         self, spec: ChannelSpec, first_sequence: int, ring_mover: Callable[[], None]
     ) -> None:
         super().__init__(spec, first_sequence, ring_mover, spec.name.destination)
-        self._reserved = self.slots.entered
+        self._reserved = self.slots.produced
         self._posted: set[int] = set()
 
     def reserve(self, deadline_s: float) -> "OutgoingSlot":
@@ -160,7 +160,7 @@ class OutgoingEnd(_End):
 
     def has_room(self) -> bool:
         """Whether a slot is free now."""
-        return distance(self._reserved, self.slots.left) < self.slots.num_slots
+        return distance(self._reserved, self.slots.consumed) < self.slots.num_slots
 
     def has_room_or_trouble(self) -> bool:
         """Whether a slot is free now; where none is, an error that none ever will be is raised."""
@@ -174,24 +174,24 @@ class OutgoingEnd(_End):
         """Have an announced message arrive empty, unless its payload is there."""
         slots = self.slots
         if not slots.is_complete(sequence):
-            slots.write_about(sequence, slots.read_about(sequence)._replace(num_bytes=0))
+            slots.write_info(sequence, slots.read_info(sequence)._replace(num_bytes=0))
             slots.mark_complete(sequence)
 
     def at_rest(self) -> bool:
         """Whether every message reserved has been delivered."""
-        return self._reserved == self.slots.entered == self.slots.left
+        return self._reserved == self.slots.produced == self.slots.consumed
 
-    def announce(self, sequence: int, about: About) -> None:
+    def announce(self, sequence: int, about: MessageInfo) -> None:
         """Describe a message; count it once all before it are described too."""
         slots = self.slots
-        slots.write_about(sequence, about)
+        slots.write_info(sequence, about)
         with self._lock:
             self._posted.add(sequence)
-            count = slots.entered
+            count = slots.produced
             while count in self._posted:
                 self._posted.remove(count)
                 count = add(count, 1)
-            slots.entered = count
+            slots.produced = count
 
     def ring(self) -> None:
         """There is something to move."""
@@ -238,7 +238,7 @@ class OutgoingSlot:
         words = tuple(tag) + (0,) * (TAG_WORDS - len(tag))
         if len(words) != TAG_WORDS or min(words) < 0 or max(words) > MASK:
             raise ValueError(f"got tag {tuple(tag)}, expected {TAG_WORDS} words of 32 bits")
-        about = About(num_bytes, words, time.monotonic_ns(), NO_TIME_NS)
+        about = MessageInfo(num_bytes, words, time.monotonic_ns(), NO_TIME_NS)
         self._end.announce(self.sequence, about)
         self.is_posted = True
         # Not woken twice for one message: `complete` rings, if it is still to come.
@@ -267,7 +267,7 @@ class IncomingEnd(_End):
         self, spec: ChannelSpec, first_sequence: int, ring_mover: Callable[[], None]
     ) -> None:
         super().__init__(spec, first_sequence, ring_mover, spec.name.source)
-        self._taken = self.slots.left
+        self._taken = self.slots.consumed
         self._released: set[int] = set()
 
     def take(self, deadline_s: float) -> "IncomingSlot":
@@ -278,25 +278,25 @@ class IncomingEnd(_End):
 
     def at_rest(self) -> bool:
         """Whether every message that has landed has been taken and released."""
-        return self._taken == self.slots.left == self.slots.entered
+        return self._taken == self.slots.consumed == self.slots.produced
 
     def release(self, sequence: int) -> None:
         """Count a message as consumed once all before it are."""
         slots = self.slots
         with self._lock:
             self._released.add(sequence)
-            count = slots.left
-            in_use = distance(slots.entered, count)
+            count = slots.consumed
+            in_use = distance(slots.produced, count)
             while count in self._released:
                 self._released.remove(count)
                 count = add(count, 1)
-            slots.left = count
+            slots.consumed = count
         # With more than half of its slots free the sender lacks no room; acknowledgements tell it.
         if 2 * in_use >= slots.num_slots:
             self._ring_mover()
 
     def _has_landed(self) -> bool:
-        return self.slots.entered != self._taken
+        return self.slots.produced != self._taken
 
 
 class IncomingSlot:
@@ -305,18 +305,18 @@ class IncomingSlot:
     Attributes:
         payload: uint8 [message bytes], read-only.
         posted_s: When it was posted, by this host's monotonic clock as well as it is known.
-        landed_s: When all of it was here, by the same clock.
+        received_s: When all of it was here, by the same clock.
     """
 
-    __slots__ = ("_end", "landed_s", "payload", "posted_s", "sequence", "tag")
+    __slots__ = ("_end", "payload", "posted_s", "received_s", "sequence", "tag")
 
     def __init__(self, end: IncomingEnd, sequence: int) -> None:
-        num_bytes, tag, posted_ns, landed_ns = end.slots.read_about(sequence)
+        num_bytes, tag, posted_ns, landed_ns = end.slots.read_info(sequence)
         self.sequence, self._end = sequence, end
         self.tag: Tag = tag
         self.payload: np.ndarray = end.slots.payload(sequence)[:num_bytes]
         self.payload.flags.writeable = False
-        self.posted_s, self.landed_s = posted_ns / 1e9, landed_ns / 1e9
+        self.posted_s, self.received_s = posted_ns / 1e9, landed_ns / 1e9
 
     def release(self) -> None:
         """Give the memory back for another message."""
@@ -435,10 +435,10 @@ class DataPlane(ABC):
         if num_slots > before:
             self._grow(end, num_slots)
 
-    def tell_of_memory(self, keeper: MemoryKeeper) -> None:
+    def report_memory(self, keeper: MemoryRegistry) -> None:
         """Tell a keeper of the memory of all slots: now, when they grow, and before they go."""
         for end in self._ends():
-            end.tell_of_memory(keeper)
+            end.report_memory(keeper)
 
     def events(self) -> list[dict[str, Any]]:
         """What has happened since the last call: lanes lost and found, restarts, peers gone."""

@@ -14,7 +14,7 @@ from jaxmorph.transport.link import NIXL, TCP, LinkHalf, OpenPings
 from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.names import ChannelName, add
 from jaxmorph.transport.nixl_lanes import MOST_GRANTS, NixlReceivingLane
-from jaxmorph.transport.slots import About, Slots
+from jaxmorph.transport.slots import MessageInfo, Slots
 from jaxmorph.transport.wire import FrameError, Ping
 
 _PING_S = 1.0
@@ -36,11 +36,11 @@ class IncomingChannel:
         """Hand a message over to the trainer; its count, written last, is what makes it one."""
         slots, sequence = self.slots, delivery.sequence
         posted_ns = max(delivery.posted_ns - clock_ahead_ns, 0)
-        slots.write_about(
-            sequence, About(delivery.total, delivery.tag, posted_ns, time.monotonic_ns())
+        slots.write_info(
+            sequence, MessageInfo(delivery.total, delivery.tag, posted_ns, time.monotonic_ns())
         )
         slots.mark_complete(sequence)
-        slots.entered = add(sequence, 1)
+        slots.produced = add(sequence, 1)
         self.doorbell.ring()
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class ReceivingLink(LinkHalf):
         slots = channel.slots
         self.channels[channel.name] = channel
         self.engine.add_channel(
-            channel.name, slots.slot_bytes, slots.num_slots, slots.entered, slots.left
+            channel.name, slots.slot_bytes, slots.num_slots, slots.produced, slots.consumed
         )
 
     def take(self, number: int, connection: TcpLane, generation: int, chunk_bytes: int) -> None:
@@ -106,7 +106,7 @@ class ReceivingLink(LinkHalf):
 
     def grow(self, name: ChannelName, num_slots: int) -> None:
         """A channel at rest is about to have more slots; raises ValueError if it isn't."""
-        self.engine.consumed(name, self.channels[name].slots.left)
+        self.engine.consumed(name, self.channels[name].slots.consumed)
         credit = self.engine.grow(name, num_slots)
         if self._backend == NIXL:  # its agents know the old memory
             for number in tuple(self._lanes):
@@ -125,7 +125,7 @@ class ReceivingLink(LinkHalf):
     def look(self) -> None:
         """Take up what the trainer has given back."""
         for name, channel in self.channels.items():
-            credit = self.engine.consumed(name, channel.slots.left)
+            credit = self.engine.consumed(name, channel.slots.consumed)
             best = None if credit is None else self.engine.best_lane()
             if best is not None:
                 self._tell(best, credit)
@@ -158,7 +158,7 @@ class ReceivingLink(LinkHalf):
         """Hand over what is complete, and acknowledge, in this order."""
         # The acknowledgement tells of the room there is now: no credit needs to be sent for it.
         name = landing.channel
-        self.engine.consumed(name, self.channels[name].slots.left)
+        self.engine.consumed(name, self.channels[name].slots.consumed)
         landed = self.engine.landed(number, landing)
         for stale in landed.fenced:
             for each in self._lanes.values():

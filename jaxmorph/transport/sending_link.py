@@ -35,17 +35,17 @@ class OutgoingChannel:
     def __init__(self, name: ChannelName, slots: Slots, doorbell: Doorbell) -> None:
         self.name, self.slots, self.doorbell = name, slots, doorbell
         self.waiting: deque[int] = deque()
-        self._seen = slots.left
+        self._seen = slots.consumed
 
     def forget(self) -> None:
         """Begin again with what isn't delivered: there is another engine."""
         self.waiting.clear()
-        self._seen = self.slots.left
+        self._seen = self.slots.consumed
 
     def look(self, engine: Outgoing, now_s: float) -> bool:
         """Give the engine what is complete; returns whether there was anything."""
         slots, waiting = self.slots, self.waiting
-        entered = slots.entered
+        entered = slots.produced
         if entered == self._seen and not waiting:
             return False
         late = len(waiting)
@@ -58,7 +58,7 @@ class OutgoingChannel:
             if slots.is_complete(sequence):
                 if index < late:  # a device's copy has ended: its link is not to be charged for it
                     slots.write_posted(sequence, time.monotonic_ns())
-                about = slots.read_about(sequence)
+                about = slots.read_info(sequence)
                 engine.post(self.name, sequence, about.num_bytes, about.tag, about.posted_ns, now_s)
             else:
                 waiting.append(sequence)
@@ -70,8 +70,8 @@ class OutgoingChannel:
 
     def release(self, count: int) -> None:
         """Every message before this number is delivered."""
-        if self.slots.left != count:
-            self.slots.left = count
+        if self.slots.consumed != count:
+            self.slots.consumed = count
             self.doorbell.ring()
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class SendingLink(LinkHalf):
     def add_channel(self, channel: OutgoingChannel) -> None:
         """Send what its memory holds, from now on."""
         self.channels[channel.name] = channel
-        self.engine.add_channel(channel.name, channel.slots.num_slots, channel.slots.left)
+        self.engine.add_channel(channel.name, channel.slots.num_slots, channel.slots.consumed)
 
     def grow(self, name: ChannelName, num_slots: int) -> None:
         """A channel at rest is about to have more slots; raises ValueError if it isn't."""

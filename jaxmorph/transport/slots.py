@@ -42,14 +42,14 @@ _VERSION = 1
 _HEADER = struct.Struct("=IIQQ")
 _ABOUT = struct.Struct(f"=Q{TAG_WORDS}IQQ")
 _POSTED, _POSTED_AT = struct.Struct("=Q"), struct.calcsize(f"=Q{TAG_WORDS}I")
-_ENTERED, _LEFT = _LINE_WORDS, 2 * _LINE_WORDS
+_PRODUCED, _CONSUMED = _LINE_WORDS, 2 * _LINE_WORDS
 _FIRST_SLOT, _SLOT_LINES = 3, 3
 _MAX_BYTES = 1 << 46
 _LAST_NS = (1 << 64) - 1
 _barrier = threading.Lock()
 
 
-class About(NamedTuple):
+class MessageInfo(NamedTuple):
     """What is known of a message apart from its payload.
 
     Attributes:
@@ -108,24 +108,24 @@ class Slots:
         return self._base, len(self._bytes)
 
     @property
-    def entered(self) -> int:
+    def produced(self) -> int:
         """Messages announced (outgoing end) or landed (incoming end), as a 32-bit count."""
-        return self._words[_ENTERED]
+        return self._words[_PRODUCED]
 
-    @entered.setter
-    def entered(self, count: int) -> None:
+    @produced.setter
+    def produced(self, count: int) -> None:
         _order_writes()
-        self._words[_ENTERED] = count & MASK
+        self._words[_PRODUCED] = count & MASK
 
     @property
-    def left(self) -> int:
+    def consumed(self) -> int:
         """Messages released (outgoing end) or consumed (incoming end), as a 32-bit count."""
-        return self._words[_LEFT]
+        return self._words[_CONSUMED]
 
-    @left.setter
-    def left(self, count: int) -> None:
+    @consumed.setter
+    def consumed(self, count: int) -> None:
         _order_writes()
-        self._words[_LEFT] = count & MASK
+        self._words[_CONSUMED] = count & MASK
 
     def is_complete(self, sequence: int) -> bool:
         """Whether the message's payload is all there."""
@@ -136,7 +136,7 @@ class Slots:
         _order_writes()
         self._words[self._signal_word(sequence)] = add(sequence, 1)
 
-    def write_about(self, sequence: int, about: About) -> None:
+    def write_info(self, sequence: int, about: MessageInfo) -> None:
         """Describe the message; before it is announced. Later times than there are become the last.
 
         (What a peer says of its clock may be anything.)
@@ -145,10 +145,10 @@ class Slots:
         at, posted_ns = self._about_byte(sequence), min(posted_ns, _LAST_NS)
         _ABOUT.pack_into(self._memory, at, num_bytes, *tag, posted_ns, landed_ns)
 
-    def read_about(self, sequence: int) -> About:
+    def read_info(self, sequence: int) -> MessageInfo:
         """The message's description."""
         found = _ABOUT.unpack_from(self._memory, self._about_byte(sequence))
-        return About(found[0], found[1:-2], found[-2], found[-1])
+        return MessageInfo(found[0], found[1:-2], found[-2], found[-1])
 
     def write_posted(self, sequence: int, posted_ns: int) -> None:
         """Say that the message may be said to have been posted at another time, and no more."""
@@ -192,7 +192,7 @@ class Slots:
             # As if the slot's message of the round before were complete: no number of this round.
             before = add(first, number - self.num_slots)
             self.mark_complete(before)
-        self.entered = self.left = first
+        self.produced = self.consumed = first
 
     def _check_header(self) -> None:
         found = _HEADER.unpack_from(self._memory, 0)

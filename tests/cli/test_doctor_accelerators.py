@@ -8,9 +8,9 @@ import jax
 import pytest
 
 from jaxmorph.cli.doctor_accelerators import attention_fact, copy_facts, device_facts, driver_fact
-from jaxmorph.copies.choosing import AbsentTier, WaysToCopy
+from jaxmorph.copies.choosing import CopyBackends, UnavailableBackend
 from jaxmorph.copies.cuda_driver import CudaError
-from jaxmorph.copies.host_memory import HostLandingTier, PinnedHostTier
+from jaxmorph.copies.host_memory import HostReceive, PinnedHostSend
 
 
 def no_driver(number):
@@ -104,7 +104,7 @@ def test_kernels_are_tried_last_lest_one_that_goes_wrong_hides_what_works():
     tried: list[str] = []
     into = [Trials(name, tried) for name in ("copy_engine", "pallas", "pinned_host")]
     out_of: list[Any] = [Trials(name, tried) for name in ("copy_engine", "pallas", "host")]
-    ways = WaysToCopy(into, out_of)
+    ways = CopyBackends(into, out_of)
     facts = [fact.name for fact in copy_facts(lambda *_, **__: ways, no_driver)]
     assert tried == ["copy_engine", "pinned_host", "copy_engine", "host", "pallas", "pallas"]
     assert facts == [
@@ -117,8 +117,8 @@ def test_kernels_are_tried_last_lest_one_that_goes_wrong_hides_what_works():
 def test_of_ways_that_do_not_work_the_reason_is_told_and_the_next_is_taken():
     ending, closed = ExitStack(), []
     ending.callback(closed.append, True)
-    absent = AbsentTier("copy_engine", CudaError("cuInit", 100, "CUDA_ERROR_NO_DEVICE"))
-    ways = WaysToCopy([absent, PinnedHostTier()], [absent, HostLandingTier()], None, ending)
+    absent = UnavailableBackend("copy_engine", CudaError("cuInit", 100, "CUDA_ERROR_NO_DEVICE"))
+    ways = CopyBackends([absent, PinnedHostSend()], [absent, HostReceive()], None, ending)
     found = by_name(copy_facts(lambda *_, **__: ways, no_driver))
     assert found["into slots by copy_engine"].works is False
     assert "cuInit gave 100 (CUDA_ERROR_NO_DEVICE)" in found["into slots by copy_engine"].note

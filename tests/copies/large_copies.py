@@ -1,4 +1,4 @@
-"""Copies of large results that are still being computed, by every tier with host callbacks.
+"""Copies of large results that are still being computed, by every backend with host callbacks.
 
 `test_host_memory` runs it. A process of its own, for JAX sizes its pool of threads by the
 environment variable NPROC.
@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from oracles.fake_gpu import Slot
 
-from jaxmorph.copies.host_memory import host_callback_tiers
-from jaxmorph.copies.programs import PayloadShape, SlotUse
+from jaxmorph.copies.backends import PayloadShape, SlotUse
+from jaxmorph.copies.host_memory import host_callback_backends
 
 LIMIT_S = 60
 WIDTH = 128
@@ -49,24 +49,24 @@ def copy_while_computing(copy, use, inputs, rounds):
     return was_running
 
 
-def check(tier, megabytes, num_parts):
+def check(backend, megabytes, num_parts):
     rows = megabytes * 2**20 // (4 * WIDTH)
     payload = PayloadShape((rows, WIDTH), jnp.dtype("float32"))
     use = SlotUse(payload, rows * WIDTH // num_parts)
-    copy = tier.compile(use, SingleDeviceSharding(jax.devices()[0]))
+    copy = backend.compile(use, SingleDeviceSharding(jax.devices()[0]))
     inputs = [jax.random.normal(jax.random.key(at), payload.shape) for at in range(AT_ONCE)]
     rounds = 2
     # To compute takes far longer than to start copies; should it not, it's made to.
     while not copy_while_computing(copy, use, inputs, rounds):
         rounds *= 2
         assert rounds < LONGEST_ROUNDS
-    print(tier.name, megabytes, num_parts, flush=True)
+    print(backend.name, megabytes, num_parts, flush=True)
 
 
 def main():
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-    for tier, sizes in itertools.product(host_callback_tiers(), MEGABYTES_AND_PARTS):
-        check(tier, *sizes)
+    for backend, sizes in itertools.product(host_callback_backends(), MEGABYTES_AND_PARTS):
+        check(backend, *sizes)
 
 
 if __name__ == "__main__":

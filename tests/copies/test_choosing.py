@@ -8,11 +8,11 @@ from oracles.fake_gpu import FakeKernels, FakeLibrary
 from oracles.loopback import LoopbackNetwork
 
 from jaxmorph.copies import choosing, host_memory, trial
-from jaxmorph.copies.choosing import first_that_works, open_copies
+from jaxmorph.copies.choosing import first_working, open_copies
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError
-from jaxmorph.copies.host_memory import host_callback_tiers
-from jaxmorph.copies.kernels import KernelLandingTier, KernelTier
-from jaxmorph.copies.trial import try_tier
+from jaxmorph.copies.host_memory import host_callback_backends
+from jaxmorph.copies.kernels import KernelReceive, KernelSend
+from jaxmorph.copies.trial import try_send
 from jaxmorph.errors import UserError
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec
@@ -41,20 +41,20 @@ class Forgetful:
         return jnp.zeros(1, jnp.uint32)
 
 
-def tried(tier):
-    try_tier(tier, PLACEMENT)
+def tried(backend):
+    try_send(backend, PLACEMENT)
 
 
 def test_the_first_tier_that_really_copies_is_chosen_and_the_others_are_named(caplog):
-    working = host_callback_tiers()[1]
-    assert first_that_works([Broken(), Forgetful(), working], tried, "into") is working
+    working = host_callback_backends()[1]
+    assert first_working([Broken(), Forgetful(), working], tried, "into") is working
     assert "copies into slots by broken don't work here: NotImpl" in caplog.text
     assert "copies into slots by forgetful don't work here: RuntimeError" in caplog.text
 
 
 def test_without_any_that_works_the_error_says_why_of_each():
     with pytest.raises(RuntimeError, match=r"broken: .*no such device.*; forgetful: .*bytes that"):
-        first_that_works([Broken(), Forgetful()], tried, "into")
+        first_working([Broken(), Forgetful()], tried, "into")
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def opened():
     made = []
 
     def opened(plane, *arguments):
-        made.append(open_copies(PLACEMENT, plane.tell_of_memory, *arguments))
+        made.append(open_copies(PLACEMENT, plane.report_memory, *arguments))
         return made[-1]
 
     yield opened
@@ -139,16 +139,16 @@ def kernels(elsewhere, monkeypatch):
     """Kernels can be had, where a driver that stands for a GPU's knows the slots."""
     fake = FakeKernels(FakeLibrary())
 
-    class Into(KernelTier):
+    class Into(KernelSend):
         def __init__(self, memory, otherwise):
             super().__init__(memory, otherwise, fake.copy_to_host, lambda _: None)
 
-    class OutOf(KernelLandingTier):
+    class OutOf(KernelReceive):
         def __init__(self, memory, otherwise):
             super().__init__(memory, otherwise, fake.copy_from_host, lambda _: None)
 
-    monkeypatch.setattr(choosing, "KernelTier", Into)
-    monkeypatch.setattr(choosing, "KernelLandingTier", OutOf)
+    monkeypatch.setattr(choosing, "KernelSend", Into)
+    monkeypatch.setattr(choosing, "KernelReceive", OutOf)
     return fake
 
 
@@ -233,7 +233,7 @@ def test_a_device_that_has_failed_does_not_keep_the_rest_from_ending(
     copies = opened(plane, "auto", lambda number: CudaDriver(library, number))
     library.failing["cuStreamSynchronize"] = 700
     copies.close()
-    assert "copies could not be ended as they should: cuStreamSynchronize gave 700" in caplog.text
+    assert "copies did not close cleanly: cuStreamSynchronize gave 700" in caplog.text
     assert library.registered == {}
     assert library.names()[-1] == "cuDevicePrimaryCtxRelease_v2"
 

@@ -140,7 +140,7 @@ def test_memory_that_can_not_be_registered_is_warned_of_once(memory, library, ca
         memory.add(start, PAGE)
         assert memory.device_address(start) is None
     assert caplog.text.count("cuMemHostRegister_v2 gave 304") == 1
-    assert memory.trouble.code == 304
+    assert memory.error.code == 304
     memory.remove(PAGE)
     assert "cuMemHostUnregister" not in library.names()
 

@@ -16,13 +16,13 @@ from jax.sharding import SingleDeviceSharding
 from oracles.fake_gpu import LIMIT_S, FakeKernels, FakeLibrary, LaterDevice
 from oracles.loopback import LoopbackNetwork
 
-from jaxmorph.copies.copy_engine import CopyEngineTier
+from jaxmorph.copies.backends import PayloadShape, SlotUse
+from jaxmorph.copies.copy_engine import CopyEngineSend
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError, RegisteredMemory
 from jaxmorph.copies.dlpack_memory import CPU, view_on_device
-from jaxmorph.copies.host_memory import HostLandingTier, PinnedHostTier
-from jaxmorph.copies.kernels import KernelLandingTier, KernelProgram, KernelTier
-from jaxmorph.copies.programs import PayloadShape, SlotUse
-from jaxmorph.copies.registered_landing import RegisteredLandingTier
+from jaxmorph.copies.host_memory import HostReceive, PinnedHostSend
+from jaxmorph.copies.kernels import KernelProgram, KernelReceive, KernelSend
+from jaxmorph.copies.registered_receive import RegisteredReceive
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.payloads import channel_name
@@ -79,24 +79,24 @@ class Ends:
         driver = CudaDriver(device.library, 0)
         self.memory = RegisteredMemory(driver)
         for plane in self.planes:
-            plane.tell_of_memory(self.memory)
-        self.pinned = PinnedHostTier()
+            plane.report_memory(self.memory)
+        self.pinned = PinnedHostSend()
         self.kernels = FakeKernels(device.library)
         make = {"copy_engine": self._by_copy_engine, "pallas": self._by_kernels}[way]
-        self.tier, self.landings = make(driver)
+        self.backend, self.receive = make(driver)
         self.sender, self.receiver = (
-            DelegatedRoute(plane, uses, rank, PLACEMENT, self.tier, landings=self.landings)
+            DelegatedRoute(plane, uses, rank, PLACEMENT, self.backend, receive_backend=self.receive)
             for rank, plane in enumerate(self.planes)
         )
 
     def _by_copy_engine(self, driver):
-        landings = RegisteredLandingTier(self.memory, 0, HostLandingTier(), CPU, _copied)
-        return CopyEngineTier(driver, self.memory, self.pinned, _view), landings
+        receive = RegisteredReceive(self.memory, 0, HostReceive(), CPU, _copied)
+        return CopyEngineSend(driver, self.memory, self.pinned, _view), receive
 
     def _by_kernels(self, _):
         to, out_of = self.kernels.copy_to_host, self.kernels.copy_from_host
-        landings = KernelLandingTier(self.memory, HostLandingTier(), out_of, _anywhere)
-        return KernelTier(self.memory, self.pinned, to, _anywhere), landings
+        receive = KernelReceive(self.memory, HostReceive(), out_of, _anywhere)
+        return KernelSend(self.memory, self.pinned, to, _anywhere), receive
 
     def sent_by_the_device(self):
         """How many copies into slots the device has been told to make."""
@@ -111,8 +111,8 @@ class Ends:
         return self.receiver.take(identity, now_s, now_s + wait_s)
 
     def close(self):
-        self.tier.close()
-        self.landings.close()
+        self.backend.close()
+        self.receive.close()
         self.pinned.close()
         for plane in self.planes:
             plane.close()
@@ -167,7 +167,7 @@ def test_every_message_arrives_bit_by_bit_however_late_the_device_copies(ends, d
     ends.receiver.settle()
     for microbatch, value in enumerate(taken):  # slots have been used again many times by now
         assert np.asarray(value).tobytes() == np.asarray(values(microbatch)).tobytes()
-    assert ends.sender.tier == ends.receiver.landing_tier == way
+    assert ends.sender.send_backend == ends.receiver.receive_backend == way
 
 
 def test_nothing_arrives_before_its_copy_is_over_and_its_time_is_not_the_links(ends, device):
@@ -251,4 +251,4 @@ def test_slots_that_grow_are_registered_too(ends, device):
     ends.sender.settle()
     ends.receiver.settle()
     assert ends.sent_by_the_device() == 8
-    assert ends.memory.trouble is None
+    assert ends.memory.error is None

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxmorph.copies import dlpack_memory
+from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.copies.dlpack_memory import HostTensor, address_on_device, view_on_device
-from jaxmorph.copies.programs import PayloadShape
 from jaxmorph.transport.slots import Slots
 
 

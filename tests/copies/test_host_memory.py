@@ -15,15 +15,15 @@ from jax.sharding import SingleDeviceSharding
 from oracles.fake_gpu import Slot
 
 from jaxmorph.copies import host_memory
+from jaxmorph.copies.backends import PayloadShape, SlotUse, is_ready
 from jaxmorph.copies.host_memory import (
-    AtOnceTier,
-    PinnedHostTier,
+    ImmediateSend,
+    PinnedHostSend,
     for_program,
-    host_callback_tiers,
+    host_callback_backends,
     is_on_host,
 )
-from jaxmorph.copies.programs import PayloadShape, SlotUse, is_ready
-from jaxmorph.copies.trial import try_tier
+from jaxmorph.copies.trial import try_send
 
 PLACEMENT = SingleDeviceSharding(jax.devices()[0])
 TICKET = jnp.zeros(1, jnp.uint32)
@@ -54,7 +54,7 @@ class NotReady:
 
 def test_what_lies_computed_in_host_memory_is_copied_by_no_program():
     use = SlotUse(PayloadShape((2, 3), jnp.dtype("float32")), 4)
-    copy = AtOnceTier(Counting()).compile(use, PLACEMENT)
+    copy = ImmediateSend(Counting()).compile(use, PLACEMENT)
     values = jax.block_until_ready(jnp.arange(6, dtype=jnp.float32).reshape(2, 3))
     slots = [Slot(sequence, 16) for sequence in (0, 1)]
     for slot, part in zip(slots, use.parts, strict=True):
@@ -70,7 +70,7 @@ def test_what_lies_computed_in_host_memory_is_copied_by_no_program():
 def test_what_is_being_computed_is_left_to_the_program_behind_it():
     use = SlotUse(PayloadShape((2,), jnp.dtype("float32")), 2)
     behind = Counting()
-    copy = AtOnceTier(behind).compile(use, PLACEMENT)
+    copy = ImmediateSend(behind).compile(use, PLACEMENT)
     slot = Slot(0, 8)
     value: Any = NotReady()
     assert copy(value, range(2), slot, (7,)) is TICKET
@@ -80,10 +80,10 @@ def test_what_is_being_computed_is_left_to_the_program_behind_it():
 LARGE_COPIES = Path(__file__).with_name("large_copies.py")
 
 
-@pytest.mark.parametrize("tier", host_callback_tiers(), ids=lambda tier: tier.name)
-def test_a_message_is_posted_and_completed_once_its_payload_is_there(tier):
+@pytest.mark.parametrize("backend", host_callback_backends(), ids=lambda backend: backend.name)
+def test_a_message_is_posted_and_completed_once_its_payload_is_there(backend):
     use = SlotUse(PayloadShape((2, 3), jnp.dtype("float32")), 6)
-    copy = tier.compile(use, PLACEMENT)
+    copy = backend.compile(use, PLACEMENT)
     values = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
     slots = [Slot(sequence, 24) for sequence in (0xFFFFFFFF, 0, 1)]
     tickets = [
@@ -105,21 +105,21 @@ def test_large_results_arrive_though_several_are_still_being_computed():
         [sys.executable, str(LARGE_COPIES)], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 3 * len(host_callback_tiers())
+    assert len(done.stdout.splitlines()) == 3 * len(host_callback_backends())
 
 
 @pytest.fixture
-def tier():
-    tier = PinnedHostTier()
-    yield tier
-    tier.close()
+def backend():
+    backend = PinnedHostSend()
+    yield backend
+    backend.close()
 
 
-def test_it_passes_its_trial(tier):
-    try_tier(tier, PLACEMENT)
+def test_it_passes_its_trial(backend):
+    try_send(backend, PLACEMENT)
 
 
-def test_a_payload_in_parts_goes_to_host_memory_once(tier, monkeypatch):
+def test_a_payload_in_parts_goes_to_host_memory_once(backend, monkeypatch):
     placed, place = [], jax.device_put
 
     def device_put(value, where):
@@ -128,7 +128,7 @@ def test_a_payload_in_parts_goes_to_host_memory_once(tier, monkeypatch):
 
     monkeypatch.setattr(host_memory.jax, "device_put", device_put)
     use = SlotUse(PayloadShape((3, 5), jnp.dtype("float32")), 7)
-    copy = tier.compile(use, PLACEMENT)
+    copy = backend.compile(use, PLACEMENT)
     for seed in range(2):
         value = jnp.asarray(np.random.default_rng(seed).normal(size=(3, 5)), jnp.float32)
         slots = [Slot(index, use.slot_bytes) for index in range(3)]
@@ -146,10 +146,10 @@ def test_a_payload_in_parts_goes_to_host_memory_once(tier, monkeypatch):
     assert placed == ["pinned_host"] * 2
 
 
-def test_a_copy_that_fails_is_an_error_of_its_ticket(tier):
+def test_a_copy_that_fails_is_an_error_of_its_ticket(backend):
     use = SlotUse(PayloadShape((3, 5), jnp.dtype("float32")), 15)
     slot = Slot(0, 59)
-    ticket = tier.compile(use, PLACEMENT)(jnp.ones((3, 5)), range(15), slot, (0,))
+    ticket = backend.compile(use, PLACEMENT)(jnp.ones((3, 5)), range(15), slot, (0,))
     with pytest.raises(ValueError, match="60 bytes, expected at most 59"):
         jax.block_until_ready(ticket)
     assert is_ready(ticket)

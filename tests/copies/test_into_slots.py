@@ -21,13 +21,13 @@ from oracles.fake_gpu import (
     view_here,
 )
 
-from jaxmorph.copies.choosing import why_not
-from jaxmorph.copies.copy_engine import CopyEngineTier, StreamCallbackTier
+from jaxmorph.copies.backends import PayloadShape, SlotUse, is_ready
+from jaxmorph.copies.choosing import failure_reason
+from jaxmorph.copies.copy_engine import CopyEngineSend, StreamCallbackSend
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError, RegisteredMemory
-from jaxmorph.copies.host_memory import PinnedHostTier
-from jaxmorph.copies.kernels import KernelProgram, KernelTier
-from jaxmorph.copies.programs import PayloadShape, SlotUse, is_ready
-from jaxmorph.copies.trial import try_tier
+from jaxmorph.copies.host_memory import PinnedHostSend
+from jaxmorph.copies.kernels import KernelProgram, KernelSend
+from jaxmorph.copies.trial import try_send
 from jaxmorph.pallas_kernels import SlotControl
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec, OutgoingEnd
@@ -48,21 +48,21 @@ class Sender:
         self.library = library or FakeLibrary()
         self.fake = FakeKernels(self.library)
         driver = CudaDriver(self.library, 0)
-        self.memory, self.pinned = RegisteredMemory(driver), PinnedHostTier()
+        self.memory, self.pinned = RegisteredMemory(driver), PinnedHostSend()
         self.rings = []
         spec = ChannelSpec(ChannelName(0, 0, 1), use.slot_bytes, 8)
         self.end = OutgoingEnd(spec, LAST, lambda: self.rings.append(1))
         if is_registered:
-            self.end.tell_of_memory(self.memory)
+            self.end.report_memory(self.memory)
         make: dict[str, Any] = {
-            ENGINE: lambda: CopyEngineTier(driver, self.memory, self.pinned, view_here),
-            KERNELS: lambda: KernelTier(
+            ENGINE: lambda: CopyEngineSend(driver, self.memory, self.pinned, view_here),
+            KERNELS: lambda: KernelSend(
                 self.memory, self.pinned, self.fake.copy_to_host, lambda _: None
             ),
-            CALLBACK: lambda: StreamCallbackTier(driver, self.memory, self.pinned, embed),
+            CALLBACK: lambda: StreamCallbackSend(driver, self.memory, self.pinned, embed),
         }
-        self.tier = make[way]()
-        self.copy = self.tier.compile(use, PLACEMENT)
+        self.backend = make[way]()
+        self.copy = self.backend.compile(use, PLACEMENT)
 
     def start(self, value, part):
         slot = self.end.reserve(0.0)
@@ -76,11 +76,11 @@ class Sender:
         return self.end.slots.is_complete(slot.sequence)
 
     def announced_bytes(self, slot):
-        return self.end.slots.read_about(slot.sequence).num_bytes
+        return self.end.slots.read_info(slot.sequence).num_bytes
 
     def close(self):
-        if hasattr(self.tier, "close"):
-            self.tier.close()
+        if hasattr(self.backend, "close"):
+            self.backend.close()
         self.pinned.close()
         self.end.close()
 
@@ -126,7 +126,7 @@ def test_a_message_is_announced_before_its_copy_and_complete_after_it(make, way)
         jax.block_until_ready(ticket)  # the callback has been; its device takes its time
     assert slot.is_posted
     assert sender.rings  # the sidecar is to look for a signal that nobody rings for
-    about = sender.end.slots.read_about(slot.sequence)
+    about = sender.end.slots.read_info(slot.sequence)
     assert (about.num_bytes, about.tag[:2]) == (40, (LAST, 7))
     assert not sender.is_complete(slot)
     sender.library.run()
@@ -143,7 +143,7 @@ def test_each_part_arrives_in_its_slot_and_nothing_behind_it(make, way, payload,
     use = SlotUse(payload, part_elements)
     sender, value = make(way, use=use), values(payload=payload)
     for part in use.parts:
-        sender.end.slots.left = sender.end.slots.entered  # what came before has been delivered
+        sender.end.slots.consumed = sender.end.slots.produced  # what came before has been delivered
         slot, start = sender.start(value, part)
         slot.payload[:] = 0xEE
         jax.block_until_ready(start())
@@ -162,7 +162,7 @@ def test_each_message_gets_its_own_payload_though_numbers_wrap(make, way):
     for (slot, _), value in zip(sent, payloads, strict=True):
         assert sender.is_complete(slot)
         assert bytes(slot.payload) == sent_bytes(value, USE.parts[0])
-        assert sender.end.slots.read_about(slot.sequence).tag[0] == slot.sequence
+        assert sender.end.slots.read_info(slot.sequence).tag[0] == slot.sequence
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -272,7 +272,7 @@ def test_events_are_used_again_and_all_let_go(make):
         _, ticket = engine.send(values(seed), USE.parts[0])
         jax.block_until_ready(ticket)
     assert engine.library.names().count("cuEventCreate") == 1
-    engine.tier.close()
+    engine.backend.close()
     assert engine.library.names().count("cuEventDestroy_v2") == 1
     assert engine.library.names().count("cuStreamDestroy_v2") == 1
 
@@ -381,7 +381,7 @@ def test_kernels_are_told_the_devices_addresses_and_numbers_that_wrap(make):
 
 def test_a_channels_launches_have_one_counter_of_their_own(make):
     kernels = make(KERNELS)
-    other = kernels.tier.compile(USE, PLACEMENT)
+    other = kernels.backend.compile(USE, PLACEMENT)
     for part in [*USE.parts, USE.parts[0]]:
         jax.block_until_ready(kernels.send(values(), part)[1])
     jax.block_until_ready(other(values(), USE.parts[0], kernels.end.reserve(0.0), (7,)))
@@ -425,7 +425,7 @@ def test_closing_waits_for_what_is_on_its_way_into_slots(later, make, error):
     kernels = make(KERNELS)
     for _ in range(2):
         kernels.send(values(), USE.parts[0])
-    closing = threading.Thread(target=kernels.tier.close)
+    closing = threading.Thread(target=kernels.backend.close)
     closing.start()
     later.run_next(error)
     assert closing.is_alive()
@@ -436,16 +436,16 @@ def test_closing_waits_for_what_is_on_its_way_into_slots(later, make, error):
 
 def test_nothing_is_compiled_for_payloads_of_nothing(make):
     use = SlotUse(PayloadShape((0, 4), jnp.dtype("float32")), 4)
-    make(KERNELS).tier.compile(use, PLACEMENT)
+    make(KERNELS).backend.compile(use, PLACEMENT)
 
 
 def test_where_there_are_no_kernels_the_reason_is_told():
-    tier = KernelTier(RegisteredMemory(CudaDriver(FakeLibrary(), 0)), PinnedHostTier())
-    reason = why_not(tier, partial(try_tier, placement=PLACEMENT))
+    backend = KernelSend(RegisteredMemory(CudaDriver(FakeLibrary(), 0)), PinnedHostSend())
+    reason = failure_reason(backend, partial(try_send, placement=PLACEMENT))
     assert reason == "NoKernelsError('got cpu (cpu), expected a CUDA GPU')"
 
 
 def test_arrays_on_several_devices_are_refused(make):
     placement: Any = SimpleNamespace(device_set={1, 2})
     with pytest.raises(ValueError, match="got arrays on 2 devices, expected one"):
-        make(KERNELS).tier.compile(USE, placement)
+        make(KERNELS).backend.compile(USE, placement)

@@ -11,18 +11,18 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 from oracles.fake_gpu import AWAY, LIMIT_S, FakeKernels, FakeLibrary, LaterDevice
 
-from jaxmorph.copies.choosing import why_not
+from jaxmorph.copies.backends import PayloadShape, SlotUse
+from jaxmorph.copies.choosing import failure_reason
 from jaxmorph.copies.cuda_driver import CudaDriver, RegisteredMemory
 from jaxmorph.copies.dlpack_memory import CPU
-from jaxmorph.copies.host_memory import HostLandingTier
-from jaxmorph.copies.kernels import KernelLandingTier, KernelProgram
-from jaxmorph.copies.programs import PayloadShape, SlotUse
-from jaxmorph.copies.registered_landing import RegisteredLandingTier
-from jaxmorph.copies.trial import try_landing
+from jaxmorph.copies.host_memory import HostReceive
+from jaxmorph.copies.kernels import KernelProgram, KernelReceive
+from jaxmorph.copies.registered_receive import RegisteredReceive
+from jaxmorph.copies.trial import try_receive
 from jaxmorph.pallas_kernels import SlotControl
 from jaxmorph.transport.names import TAG_WORDS, ChannelName, add
 from jaxmorph.transport.plane import ChannelSpec, IncomingEnd
-from jaxmorph.transport.slots import About
+from jaxmorph.transport.slots import MessageInfo
 
 PLACEMENT = SingleDeviceSharding(jax.devices()[0])
 USE = SlotUse(PayloadShape((3, 5), jnp.dtype("float32")), 15)
@@ -59,30 +59,30 @@ class Receiver:
         spec = ChannelSpec(ChannelName(0, 0, 1), use.slot_bytes, 2)
         self.end = IncomingEnd(spec, LAST, lambda: None)
         if is_registered:
-            self.end.tell_of_memory(self.memory)
+            self.end.report_memory(self.memory)
         if way == ENGINE:
-            self.tier = RegisteredLandingTier(self.memory, 0, HostLandingTier(), CPU, place)
+            self.backend = RegisteredReceive(self.memory, 0, HostReceive(), CPU, place)
         else:
             kernel = self.fake.copy_from_host
-            self.tier = KernelLandingTier(self.memory, HostLandingTier(), kernel, lambda _: None)
-        self.landing = self.tier.compile(use, PLACEMENT)
+            self.backend = KernelReceive(self.memory, HostReceive(), kernel, lambda _: None)
+        self.landing = self.backend.compile(use, PLACEMENT)
 
     def receive(self, values):
-        slots, sequence = self.end.slots, self.end.slots.entered
+        slots, sequence = self.end.slots, self.end.slots.produced
         slots.payload(sequence)[: values.nbytes] = values.reshape(-1).view(np.uint8)
-        slots.write_about(sequence, About(values.nbytes, (0,) * TAG_WORDS, 1, 1))
+        slots.write_info(sequence, MessageInfo(values.nbytes, (0,) * TAG_WORDS, 1, 1))
         slots.mark_complete(sequence)
-        slots.entered = add(sequence, 1)
+        slots.produced = add(sequence, 1)
         arrival = self.landing()
         arrival.add(range(values.size), self.end.take(0.0))
         return arrival.value()
 
     @property
     def released(self):
-        return add(self.end.slots.left, -LAST)
+        return add(self.end.slots.consumed, -LAST)
 
     def close(self):
-        self.tier.close()
+        self.backend.close()
         self.end.close()
 
 
@@ -119,7 +119,7 @@ def test_every_message_is_the_payload_and_not_the_slots_memory(make, way, use):
     taken = []
     for seed in range(5):
         taken.append(receiver.receive(values(seed, use)))
-        receiver.tier.settle()
+        receiver.backend.settle()
     assert receiver.released == 5
     for seed, value in enumerate(taken):
         assert isinstance(value, jax.Array)
@@ -139,13 +139,13 @@ def test_slots_that_the_device_does_not_know_are_copied_in_host_memory(make, way
 @pytest.mark.parametrize("way", WAYS)
 def test_messages_in_parts_are_put_together_in_host_memory(make, way):
     receiver = make(way, use=SlotUse(USE.payload, 7))
-    assert type(receiver.landing()) is type(HostLandingTier().compile(USE, PLACEMENT)())
+    assert type(receiver.landing()) is type(HostReceive().compile(USE, PLACEMENT)())
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_it_passes_its_trial_and_leaves_nothing_registered(way):
     receiver = Receiver(way, is_registered=False)
-    try_landing(receiver.tier, PLACEMENT, receiver.memory)
+    try_receive(receiver.backend, PLACEMENT, receiver.memory)
     receiver.close()
     assert receiver.fake.library.registered == {}
 
@@ -153,7 +153,7 @@ def test_it_passes_its_trial_and_leaves_nothing_registered(way):
 def test_an_array_that_changes_with_its_slot_fails_the_trial(make):
     receiver = make(ENGINE, place=lambda value, _: value)
     with pytest.raises(RuntimeError, match="changes with its slot"):
-        try_landing(receiver.tier, PLACEMENT, receiver.memory)
+        try_receive(receiver.backend, PLACEMENT, receiver.memory)
 
 
 def test_a_slot_is_released_only_when_the_device_has_it(make):
@@ -169,7 +169,7 @@ def test_a_slot_is_released_only_when_the_device_has_it(make):
     placed[1].over.set()
     assert receiver.released == 0
     placed[0].over.set()
-    receiver.tier.settle()
+    receiver.backend.settle()
     assert receiver.released == 2
     for seed, each in enumerate(placed):
         assert np.array_equal(each.values, values(seed))
@@ -181,8 +181,8 @@ def test_a_copy_that_fails_is_raised_once_and_its_slot_released(make):
     receiver.receive(values())
     failed.over.set()
     with pytest.raises(ZeroDivisionError, match="while copying"):
-        receiver.tier.settle()
-    receiver.tier.settle()
+        receiver.backend.settle()
+    receiver.backend.settle()
     assert receiver.released == 1
 
 
@@ -190,7 +190,7 @@ def test_kernels_are_told_the_slot_and_its_number_and_wait_for_nothing(make):
     receiver = make(KERNELS)
     for seed in range(3):
         receiver.receive(values(seed))
-        receiver.tier.settle()
+        receiver.backend.settle()
     address = receiver.end.slots.payload_address
     assert receiver.fake.told == [
         SlotControl(address(add(LAST, number)) + AWAY, number) for number in range(3)
@@ -204,7 +204,7 @@ def test_a_slot_is_released_only_when_its_kernel_has_run(later, make):
     assert receiver.released == 0
     for _ in taken:
         later.run_next()
-    receiver.tier.settle()
+    receiver.backend.settle()
     assert receiver.released == 2
     for seed, value in enumerate(taken):
         assert np.array_equal(np.asarray(value), values(seed))
@@ -227,8 +227,8 @@ def test_a_kernel_that_goes_wrong_is_raised_once_and_its_slot_released(
     receiver.receive(values())
     later.run_next(error)
     with pytest.raises((ZeroDivisionError, RuntimeError), match=reason):
-        receiver.tier.settle()
-    receiver.tier.settle()
+        receiver.backend.settle()
+    receiver.backend.settle()
     assert receiver.released == 1
 
 
@@ -243,11 +243,11 @@ def test_a_kernel_that_says_that_it_was_not_ready_fails_its_trial(make):
     receiver = make(KERNELS)
     receiver.fake.status_off = 1
     with pytest.raises(RuntimeError, match="was not copied out of its slot"):
-        try_landing(receiver.tier, PLACEMENT, receiver.memory)
+        try_receive(receiver.backend, PLACEMENT, receiver.memory)
 
 
 def test_where_there_are_no_kernels_the_reason_is_told():
     memory = RegisteredMemory(CudaDriver(FakeLibrary(), 0))
-    tier = KernelLandingTier(memory, HostLandingTier())
-    reason = why_not(tier, partial(try_landing, placement=PLACEMENT))
+    backend = KernelReceive(memory, HostReceive())
+    reason = failure_reason(backend, partial(try_receive, placement=PLACEMENT))
     assert reason == "NoKernelsError('got cpu (cpu), expected a CUDA GPU')"

@@ -7,11 +7,11 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 from oracles.fake_gpu import FakeKernels, FakeLibrary, on_a_stream, view_here
 
-from jaxmorph.copies.copy_engine import CopyEngineTier, StreamCallbackTier
+from jaxmorph.copies.copy_engine import CopyEngineSend, StreamCallbackSend
 from jaxmorph.copies.cuda_driver import CudaDriver, RegisteredMemory
-from jaxmorph.copies.host_memory import PinnedHostTier
-from jaxmorph.copies.kernels import KernelTier
-from jaxmorph.copies.trial import try_tier
+from jaxmorph.copies.host_memory import PinnedHostSend
+from jaxmorph.copies.kernels import KernelSend
+from jaxmorph.copies.trial import try_send
 
 PLACEMENT = SingleDeviceSharding(jax.devices()[0])
 ENGINE, KERNELS, CALLBACK = WAYS = "copy_engine", "pallas", "buffer_callback"
@@ -19,19 +19,19 @@ ENGINE, KERNELS, CALLBACK = WAYS = "copy_engine", "pallas", "buffer_callback"
 
 def trial_of(way, library, fake=None):
     driver = CudaDriver(library, 0)
-    memory, pinned = RegisteredMemory(driver), PinnedHostTier()
+    memory, pinned = RegisteredMemory(driver), PinnedHostSend()
     kernel = (fake or FakeKernels(library)).copy_to_host
     make: dict[str, Any] = {
-        ENGINE: lambda: CopyEngineTier(driver, memory, pinned, view_here),
-        KERNELS: lambda: KernelTier(memory, pinned, kernel, lambda _: None),
-        CALLBACK: lambda: StreamCallbackTier(driver, memory, pinned, on_a_stream),
+        ENGINE: lambda: CopyEngineSend(driver, memory, pinned, view_here),
+        KERNELS: lambda: KernelSend(memory, pinned, kernel, lambda _: None),
+        CALLBACK: lambda: StreamCallbackSend(driver, memory, pinned, on_a_stream),
     }
-    tier = make[way]()
+    backend = make[way]()
     try:
-        try_tier(tier, PLACEMENT, memory)
+        try_send(backend, PLACEMENT, memory)
     finally:
         if way != CALLBACK:
-            tier.close()
+            backend.close()
         pinned.close()
     assert library.registered == {}
 

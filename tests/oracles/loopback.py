@@ -144,7 +144,7 @@ class LoopbackPlane(DataPlane):
         with self._network.paused():
             if not end.at_rest():
                 raise TransportError(f"{end.name} is not at rest: it can't grow now")
-            end.replace_slots(Slots.create(num_slots, end.slots.slot_bytes, end.slots.left))
+            end.replace_slots(Slots.create(num_slots, end.slots.slot_bytes, end.slots.consumed))
 
     def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:
         with self._network.paused():
@@ -153,7 +153,7 @@ class LoopbackPlane(DataPlane):
         self._network.ring()
 
     def statistics(self) -> dict[str, Any]:
-        return {"channels": {str(name): end.slots.left for name, end in self._outgoing.items()}}
+        return {"channels": {str(name): end.slots.consumed for name, end in self._outgoing.items()}}
 
     def close(self, *, flush: bool = True) -> None:
         if self._closed:
@@ -168,7 +168,7 @@ class LoopbackPlane(DataPlane):
             end.close()
 
     def _is_flushed(self, end: OutgoingEnd) -> bool:
-        return end.slots.left == end.slots.entered or end.peer in self._gone
+        return end.slots.consumed == end.slots.produced or end.peer in self._gone
 
 
 class _Stream:
@@ -176,7 +176,7 @@ class _Stream:
 
     def __init__(self, plane: LoopbackPlane, source: OutgoingEnd, target: IncomingEnd) -> None:
         self._plane, self._source, self._target = plane, source, target
-        self._seen = source.slots.left
+        self._seen = source.slots.consumed
         self._unready: list[int] = []
         self._late: set[int] = set()  # of those, which were announced before they were complete
         self._departures: dict[int, float] = {}
@@ -184,14 +184,14 @@ class _Stream:
     def move(self, now_s: float) -> float:
         """Deliver what may be delivered; returns when to look again."""
         source, target = self._source.slots, self._target.slots
-        new = distance(source.entered, self._seen)
+        new = distance(source.produced, self._seen)
         self._unready += [add(self._seen, step) for step in range(new)]
-        self._seen = source.entered
+        self._seen = source.produced
         self._unready = [number for number in self._unready if not self._departs(number, now_s)]
-        while self._departures.get(source.left, _NEVER) <= now_s:
-            if distance(target.entered, target.left) == target.num_slots:
+        while self._departures.get(source.consumed, _NEVER) <= now_s:
+            if distance(target.produced, target.consumed) == target.num_slots:
                 break
-            self._deliver(source.left)
+            self._deliver(source.consumed)
         next_s = min(
             (time_s for time_s in self._departures.values() if time_s > now_s), default=_NEVER
         )
@@ -206,7 +206,7 @@ class _Stream:
         if sequence in self._late:
             self._late.discard(sequence)
             slots.write_posted(sequence, time.monotonic_ns())
-        about = slots.read_about(sequence)
+        about = slots.read_info(sequence)
         departure_s = self._plane.emulator.departure_s(
             name.source, name.destination, about.tag, about.num_bytes, now_s
         )
@@ -217,7 +217,7 @@ class _Stream:
 
     def _deliver(self, sequence: int) -> None:
         source, target = self._source.slots, self._target.slots
-        about = source.read_about(sequence)
+        about = source.read_info(sequence)
         if about.num_bytes > target.slot_bytes:
             raise TransportError(
                 f"{self._source.name}: a message of {about.num_bytes} bytes came for slots of "
@@ -225,10 +225,10 @@ class _Stream:
             )
         view = target.view(sequence, about.num_bytes)
         view[:] = source.view(sequence, about.num_bytes)
-        target.write_about(sequence, about._replace(landed_ns=time.monotonic_ns()))
+        target.write_info(sequence, about._replace(landed_ns=time.monotonic_ns()))
         target.mark_complete(sequence)
-        target.entered = add(sequence, 1)
-        source.left = add(sequence, 1)
+        target.produced = add(sequence, 1)
+        source.consumed = add(sequence, 1)
         del self._departures[sequence]
         self._target.doorbell.ring()
         self._source.doorbell.ring()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmorph.copies.programs import PayloadShape
+from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct import DirectRoute, KeptOutputs, LinkCommunicators, LinkExhaustedError

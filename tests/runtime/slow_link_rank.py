@@ -7,7 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxmorph.copies.programs import PayloadShape
+from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.runtime.direct import DirectRoute, LinkCommunicators

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 from oracles.loopback import LoopbackNetwork
 
-from jaxmorph.copies.host_memory import AtOnceTier, host_callback_tiers
-from jaxmorph.copies.programs import PayloadShape, SlotUse
+from jaxmorph.copies.backends import PayloadShape, SlotUse
+from jaxmorph.copies.host_memory import ImmediateSend, host_callback_backends
 from jaxmorph.program.instructions import Channel, Payload, Transfer, channel_of
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.payloads import channel_name
@@ -48,7 +48,7 @@ def uses(dtype="float32", part_elements=None):
 class Pair:
     """Ranks 0 and 1 in one process, joined in memory."""
 
-    def __init__(self, tier, check=lambda: None, **kind):
+    def __init__(self, backend, check=lambda: None, **kind):
         placement = SingleDeviceSharding(jax.devices()[0])
         specs = [
             ChannelSpec(channel_name(channel), use.slot_bytes, 2)
@@ -59,7 +59,7 @@ class Pair:
         for rank, plane in enumerate(self.planes):
             plane.connect({1 - rank: self.planes[1 - rank].addresses()}, b"secret")
         self.sender, self.receiver = (
-            DelegatedRoute(plane, uses(**kind), rank, placement, tier, check)
+            DelegatedRoute(plane, uses(**kind), rank, placement, backend, check)
             for rank, plane in enumerate(self.planes)
         )
 
@@ -85,22 +85,22 @@ class Pair:
 
 
 @cache
-def chosen_tier():
-    return host_callback_tiers()[0]
+def chosen_backend():
+    return host_callback_backends()[0]
 
 
 @pytest.fixture(params=["at once", "by callback"])
-def tier(request):
+def backend(request):
     """As on CPUs, what is computed is copied at once; elsewhere a program's callback does it."""
-    return AtOnceTier(chosen_tier()) if request.param == "at once" else chosen_tier()
+    return ImmediateSend(chosen_backend()) if request.param == "at once" else chosen_backend()
 
 
 @pytest.fixture
-def make_pair(tier):
+def make_pair(backend):
     made = []
 
     def make(**kind):
-        made.append(Pair(**{"tier": tier, **kind}))
+        made.append(Pair(**{"backend": backend, **kind}))
         return made[-1]
 
     yield make
@@ -118,12 +118,12 @@ def values(seed, dtype="float32"):
 
 
 @pytest.mark.parametrize(
-    "tier",
-    [*host_callback_tiers(), AtOnceTier(host_callback_tiers()[0])],
+    "backend",
+    [*host_callback_backends(), ImmediateSend(host_callback_backends()[0])],
     ids=["buffer_callback", "io_callback", "at once"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_sent_arrives_bit_by_bit(make_pair, tier, dtype):
+def test_what_is_sent_arrives_bit_by_bit(make_pair, backend, dtype):
     pair = make_pair(dtype=dtype)
     for microbatch in range(5):
         sent = values(microbatch, dtype)
@@ -237,7 +237,7 @@ def test_a_copy_that_failed_holds_up_nothing_once_it_is_known(pair):
 
 
 class FailingCopies:
-    """A tier whose copies go wrong while they are under way."""
+    """A backend whose copies go wrong while they are under way."""
 
     name = "failing"
 
@@ -256,11 +256,11 @@ class FailingCopies:
 
 
 def test_a_copy_that_failed_ends_a_wait_and_holds_up_nothing(make_pair):
-    tier = FailingCopies()
-    pair = make_pair(tier=tier)
+    backend = FailingCopies()
+    pair = make_pair(backend=backend)
     pair.send(activation(0), values(0))
     held = pair.reserve(1)
-    tier.over.set()
+    backend.over.set()
     began_s = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="while copying"):
         pair.reserve(2)
@@ -272,10 +272,10 @@ def test_a_copy_that_failed_ends_a_wait_and_holds_up_nothing(make_pair):
 
 @pytest.mark.parametrize("fails_first", [True, False])
 def test_a_failed_copy_of_an_abandoned_epoch_is_unheard(make_pair, fails_first):
-    tier = FailingCopies()
-    pair = make_pair(tier=tier)
+    backend = FailingCopies()
+    pair = make_pair(backend=backend)
     pair.send(activation(0), values(0))
-    steps = [tier.over.set, lambda: pair.sender.abandon(0)]
+    steps = [backend.over.set, lambda: pair.sender.abandon(0)]
     for step in steps if fails_first else reversed(steps):
         step()
     pair.sender.settle()

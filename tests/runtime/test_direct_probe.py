@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jaxmorph.copies.programs import PayloadShape
+from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.program.instructions import channel_of
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct_probe import probe_direct, probe_transfers

@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 import pytest
 
-from jaxmorph.copies.programs import PayloadShape
+from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.program.instructions import Channel, Payload
 from jaxmorph.records import Link
 from jaxmorph.runtime.payloads import (

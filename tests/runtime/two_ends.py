@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from oracles.loopback import LoopbackNetwork
 
-from jaxmorph.copies.host_memory import AtOnceTier, host_callback_tiers
-from jaxmorph.copies.programs import PayloadShape, SlotUse
+from jaxmorph.copies.backends import PayloadShape, SlotUse
+from jaxmorph.copies.host_memory import ImmediateSend, host_callback_backends
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.records import Link
 from jaxmorph.runtime.delegated import DelegatedRoute
@@ -55,8 +55,8 @@ def kept_bytes(outputs):
 
 
 @cache
-def tier():
-    return AtOnceTier(host_callback_tiers()[0])
+def backend():
+    return ImmediateSend(host_callback_backends()[0])
 
 
 class QueueWire:
@@ -219,7 +219,7 @@ class TwoEnds:
             ]
             outgoing, incoming = ends
             plane = network.plane(rank, outgoing, incoming)
-            delegated = DelegatedRoute(plane, uses, rank, placement, tier())
+            delegated = DelegatedRoute(plane, uses, rank, placement, backend())
             emulated, communicators = EmulatedLinks(), cast(Any, Communicators(collectives, rank))
             programs = communicators.programs(LINK, 0)
             direct = DirectRoute(programs, answered=True, links=emulated, timeout_s=direct_s[rank])

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmorph.copies.programs import PayloadShape
+from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.program.instructions import Buffer, BufferKind, Payload, Transfer, channel_of
 from jaxmorph.runtime.direct import DirectRoute, LinkCommunicators
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies

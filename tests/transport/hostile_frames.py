@@ -82,14 +82,14 @@ class GuardedSlots:
         self.payloads_at = len(self.shared) - len(payloads)
         payloads.release()
         self.before = self.shared[:]
-        self.entered = self.slots.entered
+        self.entered = self.slots.produced
         self.parts: dict[int, tuple[tuple[Any, ...], dict[int, bytes]]] = {}
 
     def may_land(self, chunk: Any) -> bool:
         """Whether any byte of the slots may be written because of this chunk."""
         slots, end = self.slots, chunk.total - chunk.offset
-        room = distance(chunk.sequence, slots.left)
-        if not distance(slots.entered, slots.left) <= room < slots.num_slots:
+        room = distance(chunk.sequence, slots.consumed)
+        if not distance(slots.produced, slots.consumed) <= room < slots.num_slots:
             return False
         if chunk.total > slots.slot_bytes or chunk.offset % CHUNK_BYTES:
             return False
@@ -122,8 +122,8 @@ class GuardedSlots:
         if now == self.before:
             return 0
         allowed = [] if chunk is None else [self._place(chunk)]
-        count = distance(self.slots.entered, self.entered)
-        assert distance(self.slots.entered, self.slots.left) <= self.slots.num_slots
+        count = distance(self.slots.produced, self.entered)
+        assert distance(self.slots.produced, self.slots.consumed) <= self.slots.num_slots
         for number in range(count):
             allowed += self._handed_over(add(self.entered, number))
         if count:
@@ -132,13 +132,13 @@ class GuardedSlots:
         for start, end in allowed:
             expected[start:end] = now[start:end]
         assert now == expected, f"{self.name}: written outside {allowed}"
-        self.before, self.entered = now, self.slots.entered
+        self.before, self.entered = now, self.slots.produced
         return count
 
     def consume(self) -> None:
         """Give the oldest message back, as the trainer does."""
-        if self.slots.left != self.slots.entered:
-            self.slots.left = add(self.slots.left, 1)
+        if self.slots.consumed != self.slots.produced:
+            self.slots.consumed = add(self.slots.consumed, 1)
             self.before = self.shared[:]
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class GuardedSlots:
         """Compare a message with what was sent; returns which bytes tell of it."""
         (total, tag, _), parts = self.parts.pop(sequence)
         sent = b"".join(parts[offset] for offset in sorted(parts))
-        about = self.slots.read_about(sequence)
+        about = self.slots.read_info(sequence)
         assert (about.num_bytes, about.tag, len(sent)) == (total, tag, total)
         assert self.slots.is_complete(sequence)
         assert self.slots.view(sequence, total) == sent, f"message {sequence} has been changed"
@@ -246,7 +246,7 @@ class HostileFrames:
         steps = rng.randrange(num_slots)
         if rng.random() < 0.1:
             steps = rng.randrange(-num_slots - 1, 2 * num_slots + 1)
-        sequence = self._near(add(memory.slots.entered, steps), MOST_32, HALF, rng.getrandbits(32))
+        sequence = self._near(add(memory.slots.produced, steps), MOST_32, HALF, rng.getrandbits(32))
         draw = crc32(sequence.to_bytes(4, "little")) % 4
         total = (self.shape.slot_bytes, self.shape.slot_bytes, self.shape.slot_bytes // 2, 0)[draw]
         unknown = (total, (sequence, *range(7)), 1000), {}

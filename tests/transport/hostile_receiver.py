@@ -74,7 +74,7 @@ class HostileReceiver:
     def _send(self) -> None:
         """Messages are posted, and chunks of them leave."""
         slots, sender = self.slots, self.sender
-        while distance(slots.entered, slots.left) < NUM_SLOTS and self.rng.random() < 0.5:
+        while distance(slots.produced, slots.consumed) < NUM_SLOTS and self.rng.random() < 0.5:
             sender.post(self.rng.choice((0, 1, CHUNK_BYTES, SLOT_BYTES)))
         sender.link.look(time.monotonic())
         sender.link.go_on(time.monotonic())
@@ -84,17 +84,17 @@ class HostileReceiver:
         data = pack(self._frame(self.sender.lanes[number]))
         if self.rng.random() < 0.05:
             data = changed(self.rng, data)
-        before, left, entered = self.shared[:], self.slots.left, self.slots.entered
+        before, left, entered = self.shared[:], self.slots.consumed, self.slots.produced
         self.sender.say(data, number, is_last=read(data) is None)
         after = bytearray(self.shared[:])
         after[LEFT] = before[LEFT]
         assert after == before, "an answer has changed what is to be sent"
-        freed = distance(self.slots.left, left)
+        freed = distance(self.slots.consumed, left)
         assert freed <= distance(entered, left), "more is delivered than was posted"
         self.counts += Counter(frames=1, freed=freed, refused=self.sender.is_dropped(number))
 
     def _frame(self, lane: AnsweredLane) -> Any:
-        rng, left, entered, came = self.rng, self.slots.left, self.slots.entered, lane.came
+        rng, left, entered, came = self.rng, self.slots.consumed, self.slots.produced, lane.came
         name = NAME if rng.random() < 0.98 else ANOTHER
         delivered = self._near(left, add(left, -1), entered, add(entered, 1), add(left, NUM_SLOTS))
         limit = self._near(add(delivered, NUM_SLOTS), delivered)

@@ -11,7 +11,7 @@ from jaxmorph.transport.event_loop import READ
 from jaxmorph.transport.lanes import CHECKSUMS, CRC32, TcpLane
 from jaxmorph.transport.names import ChannelName, add
 from jaxmorph.transport.sending_link import OutgoingChannel, SendingLink
-from jaxmorph.transport.slots import About, Slots
+from jaxmorph.transport.slots import MessageInfo, Slots
 from jaxmorph.transport.wire import TO_RECEIVER, TO_SENDER, Chunk, Frame, FrameReader, pack
 
 NAME = ChannelName(1, 0, 1)
@@ -78,12 +78,12 @@ class LoneSender:
 
     def post(self, num_bytes: int, is_complete: bool = True) -> int:
         """Announce the next message as the trainer does, but for the bell; returns its number."""
-        sequence = self.slots.entered
+        sequence = self.slots.produced
         self.slots.payload(sequence)[:] = sequence % 251
-        self.slots.write_about(sequence, About(num_bytes, tuple(range(8)), 1, 0))
+        self.slots.write_info(sequence, MessageInfo(num_bytes, tuple(range(8)), 1, 0))
         if is_complete:
             self.slots.mark_complete(sequence)
-        self.slots.entered = add(sequence, 1)
+        self.slots.produced = add(sequence, 1)
         return sequence
 
     def say(self, said: Frame | bytes, number: int = 0, is_last: bool = False) -> None:

@@ -94,7 +94,7 @@ class Ranks:
 
     def take(self):
         values = np.unique(self.slots.payload(0)).tolist()
-        self.slots.left += 1
+        self.slots.consumed += 1
         self.link.look()
         return values
 

@@ -215,7 +215,7 @@ def test_a_payload_written_by_a_device_needs_no_doorbell(planes, channel):
     written_s = time.monotonic()
     write_word(signal, slot.sequence + 1)
     landed = receive(planes[1], there, 7, 20)
-    assert written_s - CLOCK_ERROR_S <= landed.posted_s <= landed.landed_s + CLOCK_ERROR_S
+    assert written_s - CLOCK_ERROR_S <= landed.posted_s <= landed.received_s + CLOCK_ERROR_S
 
 
 @pytest.mark.parametrize("is_complete", [False, True])
@@ -257,7 +257,7 @@ def test_a_keeper_knows_the_slots_memory_until_it_goes(join):
     with join(spec()) as planes:
         keepers = [Keeper(), Keeper()]
         for plane, keeper in zip(planes, keepers, strict=True):
-            plane.tell_of_memory(keeper)
+            plane.report_memory(keeper)
         slot = planes[0].reserve(THERE, soon())
         assert keepers[0].has(slot.address, 1000)
         assert keepers[0].has(slot.signal_address, 4)
@@ -280,8 +280,8 @@ def test_messages_say_when_they_were_posted_and_landed(planes, channel):
     await_clock(planes[1])
     before_s = time.monotonic()
     slot = exchange(planes, 0, channel=channel())
-    assert before_s <= slot.landed_s <= time.monotonic()
-    assert before_s - CLOCK_ERROR_S <= slot.posted_s <= slot.landed_s + CLOCK_ERROR_S
+    assert before_s <= slot.received_s <= time.monotonic()
+    assert before_s - CLOCK_ERROR_S <= slot.posted_s <= slot.received_s + CLOCK_ERROR_S
 
 
 def test_too_long_a_message_and_a_bad_tag_are_refused(planes, channel):
@@ -338,7 +338,7 @@ def test_emulated_latency_delays_messages_that_overlap(planes, channel):
     began_s = time.monotonic()
     for number in range(1, 4):
         send(planes[0], there, number, 10)
-    landed_s = [receive(planes[1], there, number, 10).landed_s for number in range(1, 4)]
+    landed_s = [receive(planes[1], there, number, 10).received_s for number in range(1, 4)]
     assert late_s <= landed_s[0] - began_s
     assert landed_s[-1] - began_s < 2 * late_s
 
@@ -358,7 +358,7 @@ def test_channels_of_a_direction_share_emulated_bandwidth(planes, channel):
     began_s = time.monotonic()
     for name in names:
         send(planes[0], name, 0, 1000)
-    took_s = sorted(receive(planes[1], name, 0, 1000).landed_s - began_s for name in names)
+    took_s = sorted(receive(planes[1], name, 0, 1000).received_s - began_s for name in names)
     assert took_s[0] >= 0.04
     assert took_s[1] >= 0.08
 
@@ -370,12 +370,12 @@ def test_a_slow_direction_does_not_hold_up_the_other(join):
             plane.emulate([link(latency_ms=1e3 * late_s, source=0)])
         send(planes[0], THERE, 0, 10)
         slow_s = time.monotonic() + late_s
-        assert exchange(planes, 0, channel=BACK).landed_s < slow_s
+        assert exchange(planes, 0, channel=BACK).received_s < slow_s
         nothing_comes(planes[1])
         for plane in planes:
             plane.emulate([link(latency_ms=60, source=1)])
         began_s = time.monotonic()
-        assert exchange(planes, 1, channel=BACK).landed_s >= began_s + 0.06
+        assert exchange(planes, 1, channel=BACK).received_s >= began_s + 0.06
         began_s = time.monotonic()
         planes[0].close(flush=False)  # it waits for no message that can't arrive
         assert time.monotonic() - began_s < FLUSH_S
@@ -396,7 +396,7 @@ def test_an_emulated_condition_is_of_its_steps(planes, channel):
     receive(second, beside, 6, 10)
     first.emulate([link(latency_ms=60, from_step=8, to_step=9)])
     began_s = time.monotonic()
-    assert exchange(planes, 8, channel=there).landed_s >= began_s + 0.06
+    assert exchange(planes, 8, channel=there).received_s >= began_s + 0.06
     first.emulate([link(cut=True, from_step=5)])
     exchange(planes, 2**32 - 1, channel=behind)  # step -1: of the warm-up
 
@@ -410,7 +410,7 @@ def test_an_emulated_cut_heals_when_its_time_is_over(planes, channel):
     for number in (1, 2):
         send(planes[0], there, number, 10)
     for number in (1, 2):
-        assert receive(planes[1], there, number, 10).landed_s >= healed_s - 1e-6
+        assert receive(planes[1], there, number, 10).received_s >= healed_s - 1e-6
 
 
 def test_emulated_jitter_is_the_emulators(planes, channel):
@@ -422,7 +422,7 @@ def test_emulated_jitter_is_the_emulators(planes, channel):
         began_s = time.monotonic()
         departure_s = emulator.departure_s(0, 1, (0, number, 10), 10, began_s)
         assert departure_s is not None
-        early_s.append(departure_s - exchange(planes, number, channel=there).landed_s)
+        early_s.append(departure_s - exchange(planes, number, channel=there).received_s)
     assert max(early_s) <= 1e-6
 
 

@@ -63,7 +63,7 @@ def first_chunk(sender, num_bytes):
 
 
 def released(sender):
-    return distance(sender.slots.left, FIRST)
+    return distance(sender.slots.consumed, FIRST)
 
 
 def violations(sender):

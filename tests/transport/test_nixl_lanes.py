@@ -173,7 +173,7 @@ def test_what_a_chunk_says_of_itself_is_compared_where_it_has_landed(ranks):
     ranks.post(STUCK, 1, 11)
     until_closed(ranks, STUCK)
     assert "wrong checksum" in reasons(ranks)[-1]
-    assert ranks.slots.entered == 1
+    assert ranks.slots.produced == 1
 
 
 def test_a_lane_has_few_grants_at_once_and_lands_in_the_order_of_its_offers(ranks):

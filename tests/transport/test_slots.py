@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmorph.transport.names import MASK, TransportError, add, distance
-from jaxmorph.transport.slots import About, Slots
+from jaxmorph.transport.slots import MessageInfo, Slots
 
 TAG = tuple(range(8))
 
@@ -24,17 +24,17 @@ def pair():
 
 def test_what_one_mapping_writes_the_other_reads(pair):
     first, second = pair
-    sequence = first.entered
+    sequence = first.produced
     first.payload(sequence)[:3] = (1, 2, 3)
-    first.write_about(sequence, About(3, TAG, 12, 2**63))
+    first.write_info(sequence, MessageInfo(3, TAG, 12, 2**63))
     first.mark_complete(sequence)
-    first.entered = sequence + 1
+    first.produced = sequence + 1
     assert second.is_complete(sequence)
-    assert second.entered == 2**32 - 1
-    assert second.read_about(sequence) == (3, TAG, 12, 2**63)
+    assert second.produced == 2**32 - 1
+    assert second.read_info(sequence) == (3, TAG, 12, 2**63)
     assert bytes(second.view(sequence, 3)) == b"\1\2\3"
-    second.left = sequence + 1
-    assert first.left == 2**32 - 1
+    second.consumed = sequence + 1
+    assert first.consumed == 2**32 - 1
 
 
 def test_counts_and_numbers_wrap(pair):
@@ -44,14 +44,14 @@ def test_counts_and_numbers_wrap(pair):
         assert not slots.is_complete(sequence)
         slots.mark_complete(sequence)
         assert slots.is_complete(sequence)
-        slots.entered = sequence + 1
-    assert slots.entered == 3
+        slots.produced = sequence + 1
+    assert slots.produced == 3
 
 
 @pytest.mark.parametrize("first", [0, 1, 3, 2**32 - 4, 2**32 - 1])
 def test_nothing_is_complete_in_new_memory(first):
     slots = Slots.create(8, 1, first_sequence=first)
-    assert slots.entered == slots.left == first
+    assert slots.produced == slots.consumed == first
     assert not any(slots.is_complete((first + step) % 2**32) for step in range(8))
     slots.close()
 
@@ -101,8 +101,8 @@ def test_the_memory_is_its_owners_and_keeps_its_length(pair):
 
 def test_a_time_that_no_clock_tells_is_the_last_there_is(pair):
     slots, _ = pair
-    slots.write_about(0, About(1, TAG, 2**64 + 5, 2))
-    assert slots.read_about(0) == (1, TAG, 2**64 - 1, 2)
+    slots.write_info(0, MessageInfo(1, TAG, 2**64 + 5, 2))
+    assert slots.read_info(0) == (1, TAG, 2**64 - 1, 2)
 
 
 def test_without_anonymous_memory_an_unlinked_private_file_serves(monkeypatch, tmp_path):
@@ -127,7 +127,7 @@ def test_views_that_are_still_held_survive_closing():
 
 def test_the_layout_is_as_described(pair):
     slots, _ = pair
-    slots.write_about(2**32 - 1, About(77, TAG, 1, 2))
+    slots.write_info(2**32 - 1, MessageInfo(77, TAG, 1, 2))
     memory = mmap.mmap(slots.fd, 4096, prot=mmap.PROT_READ)
     assert struct.unpack_from("=IIQQ", memory, 0)[1:] == (1, 4, 100)
     assert struct.unpack_from("=I", memory, 64) == struct.unpack_from("=I", memory, 128)

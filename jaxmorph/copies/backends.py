@@ -1,4 +1,4 @@
-"""What a message carries, and what copies it into slots and out of them, whichever backend does."""
+"""What a message carries, and what a copy backend must provide to send and to receive it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class PayloadShape:
 
 @dataclass(frozen=True)
 class SlotUse:
-    """How a payload lies in slots.
+    """How a payload is divided among slots.
 
     Attributes:
         part_elements: How many of a payload's elements fit into a slot.
@@ -52,43 +52,39 @@ class SlotUse:
         return self.part_elements * self.payload.dtype.itemsize
 
     def slots_for(self, messages: int) -> int:
-        """How many slots whole messages are given; two are enough for one in many parts.
-
-        Args:
-            messages: How many are under way at once, a power of two.
-        """
+        """Slots for so many messages at once (a power of two); a message in parts needs two."""
         return messages if len(self.parts) == 1 else 2
 
 
 class Ticket(Protocol):
-    """A copy that may be under way: an array of JAX, or what behaves like one."""
+    """A copy that may be in progress: a JAX array, or an object that behaves like one."""
 
     def is_ready(self) -> bool:
-        """Whether the copy is over, or has failed."""
+        """Whether the copy has finished or failed."""
         ...
 
     def block_until_ready(self) -> Any:
-        """Wait until the copy is over; where it failed, its error is raised."""
+        """Wait for the copy; raises its error if it failed."""
         ...
 
 
 Copy = Callable[[jax.Array, range, OutgoingSlot, Sequence[int]], Ticket | jax.Array]
-"""Copies part of a payload into a slot: dispatches the copy, or makes it on the caller's thread.
+"""Copies part of a payload into a slot, on the caller's thread or by dispatching work.
 
-It waits for no other work. It is given the payload, which of its elements (as a flat array), where
-to (the slot is posted and completed when they are all there), and what the message is posted with.
-It gives a ticket: ready when the copy is over, an error where it failed. Payload and ticket must be
-kept until then, and the payload must not be donated. An error of a copy made here is raised.
+Takes the payload, the range of its elements (as a flat array), the slot, and the message's tag;
+posts and completes the slot. Never waits for other work. Returns a ticket; the caller keeps ticket
+and payload until the ticket is ready, and must not donate the payload. A copy made on the caller's
+thread raises its own errors.
 """
 
 
-class CopyTier(Protocol):
-    """One way to copy payloads into slots."""
+class SendBackend(Protocol):
+    """Copies payloads into slots."""
 
     name: str
 
     def compile(self, use: SlotUse, placement: Sharding) -> Copy:
-        """What copies payloads of a shape, compiled for where they are kept."""
+        """The copy function for payloads of one shape and placement."""
         ...
 
 
@@ -96,63 +92,61 @@ class Arrival(Protocol):
     """One message that is being received, part by part."""
 
     def add(self, part: range, slot: IncomingSlot) -> None:
-        """Take a part out of its slot, which is released as soon as nothing reads it any more.
+        """Copy a part out of its slot; the slot is released once nothing reads it any more.
 
         Args:
-            part: Which elements of the payload, as a flat array.
-            slot: Where they are; its payload is just as long.
+            part: Elements of the payload, as a flat array; the slot's payload is as long.
         """
         ...
 
     def value(self) -> jax.Array | np.ndarray:
-        """The payload, once every part has been added, as a program is to be given it."""
+        """The payload, after every part has been added, in the form a program takes."""
         ...
 
 
-Landing = Callable[[], Arrival]
-"""Begins with a message."""
+Receive = Callable[[], Arrival]
+"""Begins to receive one message."""
 
 
-class LandingTier(Protocol):
-    """One way to receive payloads."""
+class ReceiveBackend(Protocol):
+    """Copies payloads out of slots."""
 
     name: str
 
-    def compile(self, use: SlotUse, placement: Sharding) -> Landing:
-        """What receives payloads of a shape, for where the stage keeps its arrays."""
+    def compile(self, use: SlotUse, placement: Sharding) -> Receive:
+        """The receive function for payloads of one shape, delivered to a placement."""
         ...
 
     def settle(self) -> None:
-        """Wait until every slot has been released; an error of any copy is raised, once."""
+        """Wait until every slot has been released; raises the error of a failed copy, once."""
         ...
 
 
 def is_ready(value: Ticket | jax.Array) -> bool:
-    """Whether an array has been computed, or a copy is over, or has failed."""
+    """Whether an array has been computed, or a copy has finished or failed."""
     return value.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def signal_of(slot: OutgoingSlot | IncomingSlot) -> int:
-    """The number that a slot's signal takes when the payload is all there; 32 bits, it wraps."""
+    """The 32-bit number (it wraps) that a slot's signal takes once the payload is complete."""
     return slot.sequence + 1 & _WORD
 
 
 class ProgramTicket:
-    """A copy by a program; behaves like an array that is ready when the copy is over.
+    """The ticket of a copy made by a compiled program.
 
-    Args:
-        slot: Where the copy goes; if it fails, a message that was announced arrives empty.
+    If the program fails, a message that was already announced arrives empty.
     """
 
     def __init__(self, ticket: jax.Array, slot: OutgoingSlot) -> None:
         self._ticket, self._slot = ticket, slot
 
     def is_ready(self) -> bool:
-        """Whether the copy is over, or has failed."""
+        """Whether the copy has finished or failed."""
         return is_ready(self._ticket)
 
     def block_until_ready(self) -> "ProgramTicket":
-        """Wait until the copy is over; where it failed, its error is raised."""
+        """Wait for the copy; raises its error if it failed."""
         try:
             jax.block_until_ready(self._ticket)
         except Exception:  # not an interruption: then the slot may still be filled
