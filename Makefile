@@ -88,7 +88,7 @@ check: lint types test
 goldens: setup
 	$(BIN)/python -m tests.goldens $(if $(AGAINST),--against $(AGAINST)) $(if $(ONLY),--only $(ONLY)) $(if $(UPDATE),--update)
 
-# The tables of docs/run-files.md, from the types that say what a run writes.
+# The tables of docs/reference/run-files.md, from the types that say what a run writes.
 reference: setup
 	$(BIN)/python -m tests.reference
 

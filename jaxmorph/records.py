@@ -54,7 +54,7 @@ PHASES = (DETECT, TEAR_DOWN, BACK_OFF, START, COMPILE, RESTORE, PLAN, REPLAY)
 
 
 class EventKind(StrEnum):
-    """What an event reports; the text below each is its row in `docs/run-files.md`."""
+    """What an event reports; the text below each is its row in `docs/reference/run-files.md`."""
 
     LAYERS_CUT = "layers_cut"
     """`parallelism.layers: auto` has cut the layers, and why so"""
@@ -63,7 +63,7 @@ class EventKind(StrEnum):
     WITHOUT_EFFECT = "without_effect"
     """a setting of the configuration that has no effect in this run, and why"""
     STRAGGLER_DETECTED = "straggler_detected"
-    """a link is slow or dead ([detection](detection.md))"""
+    """a link is slow or dead ([detection](../explanation/detection.md))"""
     STRAGGLER_RECOVERING = "straggler_recovering"
     """a degraded link seems healthy again"""
     STRAGGLER_CLEARED = "straggler_cleared"
@@ -71,7 +71,7 @@ class EventKind(StrEnum):
     COMPUTE_CHANGED = "compute_changed"
     """a stage's ops take longer or less long than they did"""
     PLAN_CHANGED = "plan_changed"
-    """another plan runs from this step on ([adaptation](adaptation.md))"""
+    """another plan runs from this step on ([adaptation](../explanation/adaptation.md))"""
     ROUTE_CHANGED = "route_changed"
     """a link has another route from this step on"""
     PLAN_KEPT = "plan_kept"
@@ -81,7 +81,7 @@ class EventKind(StrEnum):
     LINK_PROBED = "link_probed"
     """a delegated link's direct path was tried, and how fast it was"""
     LINK_FAILED = "link_failed"
-    """a direct path has failed in mid-step ([failures](failures.md))"""
+    """a direct path has failed in mid-step ([failures](../explanation/failures.md))"""
     LINK_PATH_DOWN = "link_path_down"
     """a direct path that had come back is down again"""
     LINK_GIVEN_UP = "link_given_up"
@@ -91,7 +91,7 @@ class EventKind(StrEnum):
     STEP_SKIPPED = "step_skipped"
     """loss or gradient were not finite: where, and what"""
     CHECKPOINT_SAVED = "checkpoint_saved"
-    """a checkpoint is complete ([checkpoints](checkpoints.md))"""
+    """a checkpoint is complete ([checkpoints](../how-to/resume.md))"""
     CHECKPOINT_FAILED = "checkpoint_failed"
     """a checkpoint could not be written, and why"""
     CHECKPOINT_NOT_REMOVED = "checkpoint_not_removed"
@@ -101,15 +101,17 @@ class EventKind(StrEnum):
     RESUMED = "resumed"
     """the run continues from a checkpoint"""
     LINKS_KNOWN = "links_known"
-    """links that begin [as they were before the restart](failures.md#links-after-a-restart)"""
+    """links that begin
+    [as they were before the restart](../explanation/failures.md#links-after-a-restart)"""
     RANK_FAILED = "rank_failed"
     """a rank has died or raised, why, and whether the run continues"""
     RESTARTED = "restarted"
-    """all ranks have started again, and [what that has cost](failures.md#what-it-costs)"""
+    """all ranks have started again, and
+    [what that has cost](../explanation/failures.md#what-it-costs)"""
     STOPPED = "stopped"
     """the run was asked to end, and has saved"""
     LANE_UP = "lane_up"
-    """a connection of the [data plane](links.md) is open"""
+    """a connection of the [data plane](../explanation/transport.md) is open"""
     LANE_DOWN = "lane_down"
     """a connection of the data plane is lost"""
     LANE_CLOSED = "lane_closed"
@@ -171,7 +173,7 @@ _NOT_IN_LINE = {"in_line": "never"}
 class StepRecord:
     """One optimizer step, planned and measured: a line of `metrics.jsonl`.
 
-    The text below each field is its row in `docs/run-files.md`.
+    The text below each field is its row in `docs/reference/run-files.md`.
     """
 
     step: int
@@ -230,7 +232,7 @@ class StepRecord:
 class Event:
     """Something that the run reports beside its steps: a line of `events.jsonl`.
 
-    The text below each field is its row in `docs/run-files.md`.
+    The text below each field is its row in `docs/reference/run-files.md`.
     """
 
     time_s: float

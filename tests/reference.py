@@ -1,4 +1,4 @@
-"""The tables of `docs/run-files.md`, made from the types in `jaxmorph.records`: `make reference`.
+"""`make reference`: the tables of `docs/reference/run-files.md`, from `jaxmorph.records`.
 
 What a field or a kind of events means stands below it in the source, and nowhere else.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jaxmorph.records import Event, EventKind, StepRecord
 
-PAGE = Path(__file__).parents[1] / "docs" / "run-files.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "run-files.md"
 _TABLE = re.compile(r"(<!-- (\w+): `make reference` .*? -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 

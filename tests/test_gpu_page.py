@@ -1,4 +1,4 @@
-"""`docs/gpu.md` and its two jobs: flags that there are, and what the launchers read."""
+"""`docs/how-to/gpus.md` and its two jobs: flags that there are, and what the launchers read."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from jaxmorph.config import load_config
 
 DOCS = Path(__file__).parents[1] / "docs"
 EXAMPLES = DOCS / "examples"
-PAGE = (DOCS / "gpu.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "how-to" / "gpus.md").read_text(encoding="utf-8")
 CONFIG = "docs/examples/two_nodes.yaml"
 SCRIPT = (EXAMPLES / "two_nodes.sbatch").read_text(encoding="utf-8")
 OBJECTS = {

@@ -1,4 +1,4 @@
-"""`docs/library.md`: what it shows is what there is, and does what it says."""
+"""`docs/how-to/library.md`: what it shows is what there is, and does what it says."""
 
 import io
 import re
@@ -12,7 +12,7 @@ import jaxmorph
 from jaxmorph.config import check_config
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = (DOCS / "library.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "how-to" / "library.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""`docs/run-files.md`: its tables are those that the types give."""
+"""`docs/reference/run-files.md`: its tables are those that the types give."""
 
 from dataclasses import fields
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import optax
-from causal_mixer import build  # the model of docs/your-own-model.md
+from causal_mixer import build  # the model of docs/tutorial/own-model.md
 
 import jaxmorph
 

@@ -254,7 +254,7 @@ class Adaptation(Section):
         Literal["off"],
         Expected(
             "'off': changing the order inside a step was removed because it gained nothing in real "
-            "runs, see docs/adaptation.md"
+            "runs, see docs/explanation/adaptation.md"
         ),
     ] = "off"
     delegates: Literal["slow", "any"] = "slow"

@@ -29,7 +29,9 @@ def check_backend(backend: str) -> None:
         raise UserError(f"transport backend {backend!r}: expected one of {', '.join(BACKENDS)}")
     reason = missing() if backend == NIXL else None
     if reason is not None:
-        raise UserError(f"transport backend nixl: {reason}; docs/rdma.md says how to install it")
+        raise UserError(
+            f"transport backend nixl: {reason}; docs/how-to/rdma.md says how to install it"
+        )
 
 
 def prepare_backend(backend: str, hosts: Sequence[str]) -> None:

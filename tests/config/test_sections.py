@@ -75,7 +75,7 @@ def test_order_inside_a_step_can_only_be_off():
         assert str(caught.value) == (
             f"config: adaptation.intra_step: got '{value}', expected 'off': changing the order "
             "inside a step was removed because it gained nothing in real runs, see "
-            "docs/adaptation.md"
+            "docs/explanation/adaptation.md"
         )
 
 

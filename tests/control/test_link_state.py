@@ -24,7 +24,7 @@ from jaxmorph.control.link_state import (
 from jaxmorph.control.measurements import LinkSample
 from jaxmorph.records import Link, Routes
 
-PAGE = Path(__file__).parents[2] / "docs" / "detection.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "detection.md"
 LINK, OTHER, TIED = Link(1, 2), Link(0, 1), Link(0, 2)
 DIRECT: Routes = {OTHER: "direct", LINK: "direct"}
 DELEGATED: Routes = {OTHER: "direct", LINK: "delegated"}

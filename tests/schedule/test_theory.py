@@ -1,4 +1,4 @@
-"""The numbers that docs/planning.md states, and Theorem 1 against the simulator."""
+"""The numbers that docs/explanation/planning.md states, and Theorem 1 against the simulator."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""The configurations of the second model and of `docs/your-own-model.md` train as they stand."""
+"""The configurations of Llama and of `docs/tutorial/own-model.md` train as they stand."""
 
 import json
 import subprocess
