@@ -2,8 +2,8 @@
 
 Two ranks, each with its sidecar, send lone messages of several sizes as a run does: a copy into a
 slot (on CPUs at once, else by a program), the two sidecars, and a copy out at the receiver. The
-direct route moves the same payloads in the same rounds. docs/explanation/transport.md explains the
-columns.
+direct route moves the same payloads in the same rounds. docs/explanation/measurements.md explains
+the columns.
 
 Each rank is a process of its own, as in a run: in one process the receiver's waiting thread and the
 sender's callback would take the interpreter from one another. They share a clock all the same, for

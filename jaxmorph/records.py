@@ -102,12 +102,12 @@ class EventKind(StrEnum):
     """the run continues from a checkpoint"""
     LINKS_KNOWN = "links_known"
     """links that begin
-    [as they were before the restart](../explanation/failures.md#links-after-a-restart)"""
+    [as they were before the restart](../explanation/restarts.md#links-after-a-restart)"""
     RANK_FAILED = "rank_failed"
     """a rank has died or raised, why, and whether the run continues"""
     RESTARTED = "restarted"
     """all ranks have started again, and
-    [what that has cost](../explanation/failures.md#what-it-costs)"""
+    [what that has cost](../explanation/restarts.md#what-a-recovery-costs)"""
     STOPPED = "stopped"
     """the run was asked to end, and has saved"""
     LANE_UP = "lane_up"

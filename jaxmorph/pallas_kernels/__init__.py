@@ -6,7 +6,7 @@ all slots of a channel. `assembly` has the pieces of PTX that they are made of, 
 what, and `mosaic` alone knows Pallas, which is imported when a kernel is traced, or
 `require_kernels` asks for it.
 
-None of the kernels has run on a GPU yet; `docs/how-to/gpus.md` says what is verified.
+None of the kernels has run on a GPU yet; `docs/explanation/gpu.md` says what is verified.
 """
 
 from jaxmorph.pallas_kernels.control import (

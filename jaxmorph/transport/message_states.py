@@ -1,6 +1,6 @@
 """What a message goes through at each end of its channel: two tables, which the engine runs on.
 
-`docs/explanation/transport-states.md` draws them.
+`docs/explanation/transport.md` draws them.
 """
 
 from collections.abc import Mapping

@@ -16,7 +16,7 @@ from jaxmorph.transport.message_states import (
     after_sent,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "transport-states.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "transport.md"
 
 
 def test_the_page_draws_the_tables():
