@@ -243,10 +243,10 @@ def _send(
         for number in range(count):
             with progress:
                 progress.wait_for(lambda number=number: number < allowed[0] or outcome.wrong)
-            said = content(name, number, seed)
+            payload = content(name, number, seed)
             slot = plane.reserve(name, time.monotonic() + PATIENCE_S)
-            slot.payload[: len(said)] = said
-            slot.post(len(said), (0, 0, number, _crc(said)))
+            slot.payload[: len(payload)] = payload
+            slot.post(len(payload), (0, 0, number, _crc(payload)))
             slot.complete()
     except Exception as error:
         outcome.wrong.append(f"sending message {number} of {name}: {error!r}")
@@ -266,9 +266,9 @@ def _receive(
     try:
         for number in range(count):
             slot = plane.take(name, time.monotonic() + PATIENCE_S)
-            said = content(name, number, seed)
+            payload = content(name, number, seed)
             got = (slot.tag[2], slot.tag[3], _crc(slot.payload), len(slot.payload))
-            expected = (number, _crc(said), _crc(said), len(said))
+            expected = (number, _crc(payload), _crc(payload), len(payload))
             if got != expected:
                 raise ValueError(f"got {got}, expected {expected} (number, CRC, CRC, bytes)")
             slot.release()
@@ -283,8 +283,8 @@ def _receive(
         outcome.wrong.append(f"receiving message {number} of {name}: {error!r}")
 
 
-def _crc(said: np.ndarray) -> int:
-    return zlib.crc32(said.data)
+def _crc(payload: np.ndarray) -> int:
+    return zlib.crc32(payload.data)
 
 
 def _expect_nothing_more(plane: SidecarPlane, name: ChannelName) -> None:
@@ -342,15 +342,15 @@ def fuzz(link: FaultyLink, connections: int, seed: int) -> int:
 
 def _become_member(guest: socket.socket, secret: bytes) -> bool:
     reader = FrameReader(TO_DIALLER)
-    challenge = _hear(guest, reader)
+    challenge = _receive(guest, reader)
     if not isinstance(challenge, Challenge):
         return False
     frame = Introduce(0, 1, 1, 60, CHUNK_BYTES, (2,), new_nonce())
     guest.sendall(pack(sign_introduction(secret, challenge, frame)))
-    return isinstance(_hear(guest, reader), Welcome)
+    return isinstance(_receive(guest, reader), Welcome)
 
 
-def _hear(guest: socket.socket, reader: FrameReader) -> Any:
+def _receive(guest: socket.socket, reader: FrameReader) -> Any:
     while (frame := reader.next_frame()) is None:
         data = guest.recv(4096)
         if not data:
@@ -382,13 +382,13 @@ def fuzz_and_go_on(connections: int, seed: int) -> tuple[int, list[str]]:
 
 def _exchange(link: FaultyLink, number: int, seed: int) -> None:
     for name in CHANNELS:
-        said, deadline_s = content(name, number, seed), time.monotonic() + PATIENCE_S
+        payload, deadline_s = content(name, number, seed), time.monotonic() + PATIENCE_S
         slot = link.planes[name.source].reserve(name, deadline_s)
-        slot.payload[: len(said)] = said
-        slot.post(len(said), (0, 0, number))
+        slot.payload[: len(payload)] = payload
+        slot.post(len(payload), (0, 0, number))
         slot.complete()
         taken = link.planes[name.destination].take(name, deadline_s)
-        if taken.tag[2] != number or not np.array_equal(taken.payload, said):
+        if taken.tag[2] != number or not np.array_equal(taken.payload, payload):
             raise ValueError(f"message {number} of {name} is not what was sent")
         taken.release()
 

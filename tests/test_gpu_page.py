@@ -1,4 +1,4 @@
-"""`docs/how-to/gpus.md` and its two jobs: flags that there are, and what the launchers read."""
+"""`docs/how-to/gpus.md` and its two jobs: flags that exist, and what the launchers read."""
 
 import os
 import re
@@ -17,8 +17,8 @@ PAGE = (DOCS / "how-to" / "gpus.md").read_text(encoding="utf-8")
 CONFIG = "docs/examples/two_nodes.yaml"
 SCRIPT = (EXAMPLES / "two_nodes.sbatch").read_text(encoding="utf-8")
 OBJECTS = {
-    told["kind"]: told
-    for told in yaml.safe_load_all((EXAMPLES / "two_nodes_jobset.yaml").read_text(encoding="utf-8"))
+    each["kind"]: each
+    for each in yaml.safe_load_all((EXAMPLES / "two_nodes_jobset.yaml").read_text(encoding="utf-8"))
 }
 
 
@@ -27,7 +27,7 @@ def stages():
 
 
 def accepted(flags):
-    """What a process says whose JAX is given these flags; it dies of one that it doesn't know."""
+    """The output of a process with these XLA flags; an unknown flag ends it."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
     code = "import jax; jax.devices(); print('accepted')"
     return subprocess.run(
@@ -39,15 +39,15 @@ def accepted(flags):
 def flags():
     found = set(re.findall(r"`(--xla_\w+(?:=[\w.]*)?)`", PAGE + SCRIPT))
     assert len(found) > 3
-    # One that is named without a value takes any number; what it would do is not looked at.
+    # A flag without a value takes any number; its effect is not tested.
     return sorted(flag if "=" in flag else f"{flag}=1" for flag in found)
 
 
-def test_every_xla_flag_is_one_of_the_installed_jax(flags):
+def test_the_installed_jax_knows_every_xla_flag(flags):
     assert accepted(flags) == "accepted\n"
 
 
-def test_a_flag_that_is_none_would_be_noticed(flags):
+def test_an_unknown_flag_would_be_noticed(flags):
     assert accepted([*flags, "--xla_gpu_no_such_flag=1"]) == ""
 
 
@@ -55,7 +55,7 @@ def sbatch_options():
     return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", SCRIPT, re.MULTILINE))
 
 
-def test_slurm_starts_a_task_for_each_stage_and_shows_each_all_gpus():
+def test_slurm_starts_a_task_for_each_stage():
     options = sbatch_options()
     assert int(options["nodes"]) * int(options["ntasks-per-node"]) == stages()
     assert options["gpus-per-node"] == options["ntasks-per-node"]
@@ -71,18 +71,18 @@ def test_the_script_is_bash():
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
-def test_the_link_between_the_nodes_is_the_one_that_is_delegated():
+def test_only_the_link_between_nodes_is_delegated():
     per_node = int(sbatch_options()["ntasks-per-node"])
     routes = load_config(EXAMPLES / "two_nodes.yaml").routes.model_dump()
     delegated = [link for link, route in routes.items() if route == "delegated"]
     assert delegated == [f"{per_node - 1}-{per_node}"]
 
 
-def test_a_jobset_has_a_pod_and_a_gpu_for_each_stage():
+def test_a_jobset_has_a_pod_and_gpu_for_each_stage():
     (replicated,) = OBJECTS["JobSet"]["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
     assert replicated["replicas"] == 1
-    assert job["completionMode"] == "Indexed"  # gives JOB_COMPLETION_INDEX, by which it is noticed
+    assert job["completionMode"] == "Indexed"  # sets JOB_COMPLETION_INDEX, by which it is recognised
     assert job["completions"] == job["parallelism"] == stages()
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
@@ -92,7 +92,7 @@ def test_a_jobset_has_a_pod_and_a_gpu_for_each_stage():
     assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
-def test_a_pod_may_read_what_jax_finds_its_peers_by():
+def test_pods_may_read_what_jax_needs_to_find_peers():
     (replicated,) = OBJECTS["JobSet"]["spec"]["replicatedJobs"]
     account = replicated["template"]["spec"]["template"]["spec"]["serviceAccountName"]
     assert OBJECTS["ServiceAccount"]["metadata"]["name"] == account
@@ -103,7 +103,7 @@ def test_a_pod_may_read_what_jax_finds_its_peers_by():
     assert readable >= {"pods", "services", "jobs"}
 
 
-def test_the_pods_command_is_one_that_there_is():
+def test_the_pods_command_is_valid():
     (replicated,) = OBJECTS["JobSet"]["spec"]["replicatedJobs"]
     (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
     command, verb, path, *overrides = container["command"]

@@ -96,7 +96,7 @@ def check_backend(direction: str, name: str, *, small: bool) -> Iterator[Row]:
         direction: "into" slots or "out-of" them.
     """
     placement = SingleDeviceSharding(jax.devices()[0])
-    with closing(copy_backends(placement, lambda keeper: None)) as available:
+    with closing(copy_backends(placement, lambda registry: None)) as available:
         backends = available.outgoing if direction == "into" else available.incoming
         backend = next((backend for backend in backends if backend.name == name), None)
         if backend is None:

@@ -33,7 +33,7 @@ class Site:
 
     Attributes:
         placement: Where payloads are kept.
-        memory: What must know slots; None: nobody.
+        memory: Registers the slots; None: not needed.
         patience_s: For how long any one message is waited for.
     """
 
@@ -73,7 +73,7 @@ class _End(Generic[UnderWay]):
         self._end = self._open(spec, first)
         if site.memory is not None:
             self._end.report_memory(site.memory)
-            if site.memory.error is not None:  # backends would quietly copy another way
+            if site.memory.error is not None:  # else backends would quietly fall back
                 self.close()
                 raise site.memory.error
         self._under_way: deque[UnderWay] = deque()

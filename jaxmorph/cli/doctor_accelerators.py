@@ -74,7 +74,7 @@ def copy_facts(
     yield driver_fact(open_driver)
     device = own_devices()[0]
     placement = SingleDeviceSharding(device)
-    available = open_backends(placement, lambda keeper: None, open_driver=open_driver)
+    available = open_backends(placement, lambda registry: None, open_driver=open_driver)
     with closing(available):
         backends = [
             *((f"into slots by {backend.name}", backend, _into) for backend in available.outgoing),

@@ -1,10 +1,10 @@
-"""The few calls of the CUDA driver by which copies go beside JAX's own streams, and what it knows.
+"""The few CUDA driver calls that copies beside JAX's own streams need.
 
-A driver must know the memory of slots before a device copies to it: `RegisteredMemory`.
+A device can only access slots whose memory is registered with the driver: `RegisteredMemory`.
 
-Importing this loads nothing: `CudaDriver.open` does, and says what is missing. None of it has run
-on a GPU yet: it was written from the driver's documentation, and is tested with a library that
-stands for the driver's.
+Importing this module loads no library; `CudaDriver.open` does, and reports what is missing. None of
+it has run on a GPU yet: it was written from the driver's documentation, and is tested with a fake
+library.
 """
 
 import ctypes
@@ -22,17 +22,17 @@ _log = logging.getLogger(__name__)
 LIBRARY = "libcuda.so.1"
 
 _NOT_READY = 600
-_PORTABLE, _DEVICE_MAP = 1, 2  # every context may use the memory, and devices have addresses of it
-_NON_BLOCKING = 1  # a stream that the legacy default stream doesn't wait for, nor it for that
-_SLEEPING, _NO_TIMING = 1, 2  # who waits for an event sleeps
+_PORTABLE, _DEVICE_MAP = 1, 2  # usable in every context, and mapped for devices
+_NON_BLOCKING = 1  # doesn't synchronise with the legacy default stream
+_SLEEPING, _NO_TIMING = 1, 2  # waiting for an event blocks instead of spinning
 _DEFAULT = 0
 
 
 class CudaError(RuntimeError):
-    """A call of the driver has failed, or can't be made.
+    """A driver call has failed, or is missing.
 
     Attributes:
-        code: What it returned, a CUresult; None where there is no such call.
+        code: The CUresult; None if the call is missing.
     """
 
     def __init__(self, call: str, code: int | None, reason: str) -> None:
@@ -41,14 +41,14 @@ class CudaError(RuntimeError):
 
 
 class CudaDriver:
-    """The driver with JAX's own context of one device, for any thread.
+    """The driver, in JAX's own context of one device; usable from any thread.
 
     Args:
-        library: What `ctypes.CDLL` gives for libcuda.
+        library: libcuda, as loaded by `ctypes.CDLL`.
         ordinal: The device's number, as JAX's `local_hardware_id`.
 
     Raises:
-        CudaError: If the driver, the device or its context isn't to be had.
+        CudaError: If the driver, the device or its context is unavailable.
     """
 
     def __init__(self, library: Any, ordinal: int) -> None:
@@ -56,7 +56,7 @@ class CudaDriver:
         self._context, self._device = c_void_p(), c_int()
         self._call("cuInit", c_uint(0))
         self._call("cuDeviceGet", byref(self._device), c_int(ordinal))
-        # JAX computes in the primary context too: what one maps or enqueues the other sees.
+        # JAX computes in the primary context, too, so both see each other's mappings and work.
         self._call("cuDevicePrimaryCtxRetain", byref(self._context), self._device)
 
     @classmethod
@@ -78,20 +78,20 @@ class CudaDriver:
         return cls(loaded, ordinal)
 
     def version(self) -> str:
-        """The newest CUDA that the driver knows, such as "13.0"."""
+        """The newest CUDA version that the driver supports, such as "13.0"."""
         found = c_int()
         self._call("cuDriverGetVersion", byref(found))
         return f"{found.value // 1000}.{found.value % 1000 // 10}"
 
     def register(self, address: int, num_bytes: int) -> int:
-        """Make memory of this process known to the device.
+        """Register memory of this process with the device.
 
         Args:
-            address: Where it begins, on a page.
-            num_bytes: How long it is, whole pages.
+            address: Page-aligned.
+            num_bytes: Whole pages.
 
         Returns:
-            Where it begins for the device.
+            The device's address of it.
         """
         self._bind()
         flags = c_uint(_PORTABLE | _DEVICE_MAP)
@@ -107,56 +107,56 @@ class CudaDriver:
         return found.value
 
     def unregister(self, address: int) -> None:
-        """Forget memory that was registered; nothing of the device's may be using it."""
+        """Unregister memory; the device must not be using it."""
         self._bind()
         self._call("cuMemHostUnregister", c_void_p(address))
 
     def create_stream(self) -> int:
-        """A stream of its own, beside all that JAX has."""
+        """A new stream beside JAX's."""
         return self._created("cuStreamCreate", _NON_BLOCKING)
 
     def wait_for_stream(self, stream: int) -> None:
-        """Wait until all is over that stands on a stream now."""
+        """Wait for everything enqueued on a stream so far."""
         self._bind()
         self._call("cuStreamSynchronize", c_void_p(stream))
 
     def destroy_stream(self, stream: int) -> None:
-        """Let go of a stream, once all that was enqueued on it is over."""
+        """Destroy a stream after everything enqueued on it."""
         self.wait_for_stream(stream)
         self._call("cuStreamDestroy_v2", c_void_p(stream))
 
     def copy_to_host(self, address: int, source: int, num_bytes: int, stream: int) -> None:
-        """Enqueue a copy.
+        """Enqueue a copy from the device.
 
         Args:
-            address: Where to, in registered memory of this process.
-            source: Where from, on the device.
+            address: The target, in registered memory of this process.
+            source: An address on the device.
         """
         self._bind()
         sizes = (c_uint64(source), c_size_t(num_bytes))
         self._call("cuMemcpyDtoHAsync_v2", c_void_p(address), *sizes, c_void_p(stream))
 
     def write_word(self, address: int, value: int, stream: int) -> None:
-        """Enqueue the writing of 32 bits, seen after all that the stream has written before.
+        """Enqueue the write of a 32-bit word, visible after all earlier writes of the stream.
 
         Args:
-            address: Where to, as the device knows it.
+            address: The device's address of the word.
         """
         self._bind()
         word = (c_uint64(address), c_uint32(value), c_uint(_DEFAULT))
         self._call("cuStreamWriteValue32_v2", c_void_p(stream), *word)
 
     def create_event(self) -> int:
-        """Something that can be recorded on a stream."""
+        """A new event."""
         return self._created("cuEventCreate", _SLEEPING | _NO_TIMING)
 
     def record(self, event: int, stream: int) -> None:
-        """Have an event happen when all is over that stands on a stream now."""
+        """Make an event happen after everything enqueued on a stream so far."""
         self._bind()
         self._call("cuEventRecord", c_void_p(event), c_void_p(stream))
 
     def has_happened(self, event: int) -> bool:
-        """Whether all is over that stood on the stream when the event was recorded."""
+        """Whether everything before the recorded event is over."""
         self._bind()
         code = self._function("cuEventQuery")(c_void_p(event))
         if code not in (0, _NOT_READY):
@@ -164,23 +164,23 @@ class CudaDriver:
         return code == 0
 
     def wait_for(self, event: int) -> None:
-        """Wait until an event has happened."""
+        """Wait for an event."""
         self._bind()
         self._call("cuEventSynchronize", c_void_p(event))
 
     def destroy_event(self, event: int) -> None:
-        """Let go of an event."""
+        """Destroy an event."""
         self._bind()
         self._call("cuEventDestroy_v2", c_void_p(event))
 
     def close(self) -> None:
-        """Let go of the context; JAX holds it all the same."""
+        """Release the context; JAX keeps its own reference."""
         self._call("cuDevicePrimaryCtxRelease_v2", self._device)
 
     def _bind(self) -> None:
-        """Make the context this thread's: every thread has one of its own, or none.
+        """Make the context current in this thread.
 
-        For every call: with several devices JAX leaves that of any of them behind.
+        Before every call: each thread has its own, and JAX may leave another device's behind.
         """
         self._call("cuCtxSetCurrent", self._context)
 
@@ -220,28 +220,28 @@ class _Region(NamedTuple):
 
 
 class RegisteredMemory:
-    """Registers the memory that a data plane tells of; see `transport.plane.MemoryRegistry`.
+    """Registers a data plane's slots with the driver; a `transport.plane.MemoryRegistry`.
 
     Attributes:
-        error: Why some memory could not be registered; None as long as all could. Copies that
-            need it go another way from then on.
+        error: Why some memory could not be registered, if any. Copies that need it use another
+            backend from then on.
     """
 
     def __init__(self, driver: CudaDriver) -> None:
         self.error: CudaError | None = None
         self._driver = driver
-        self._regions: list[_Region] = []  # by where they start; replaced as a whole
+        self._regions: list[_Region] = []  # sorted by start; replaced as a whole, for readers
         self._lock = threading.Lock()
         self._is_closed = False
 
     def add(self, address: int, num_bytes: int) -> None:
-        """Register memory; where that can't be done any more, a warning says so once."""
+        """Register memory; logs a warning at the first failure after a success."""
         if self._is_closed:
             return
         try:
             region = _Region(address, num_bytes, self._driver.register(address, num_bytes))
         except CudaError as error:
-            if self.error is None and self._regions:  # of the first, who asks for `trouble` tells
+            if self.error is None and self._regions:  # the opener reports a first one itself
                 _log.warning("the device can't use slots of %s bytes: %s", num_bytes, error)
             self.error = self.error or error
             return
@@ -249,7 +249,7 @@ class RegisteredMemory:
             self._regions = sorted([*self._regions, region])
 
     def remove(self, address: int) -> None:
-        """Forget memory that is about to go."""
+        """Unregister memory that is about to be freed."""
         with self._lock:
             left = [region for region in self._regions if region.start != address]
             was_known, self._regions = len(left) < len(self._regions), left
@@ -257,17 +257,17 @@ class RegisteredMemory:
             return
         try:
             self._driver.unregister(address)
-        except CudaError as error:  # the memory goes all the same, and with the process all of it
+        except CudaError as error:  # the memory is freed all the same
             _log.warning("slots could not be unregistered: %s", error)
 
     def close(self) -> None:
-        """Forget all of it, once nothing of the device's uses it; what comes later is nobody's."""
+        """Unregister everything, after the last copy; later additions are ignored."""
         self._is_closed = True
         for region in self._regions:
             self.remove(region.start)
 
     def device_address(self, address: int) -> int | None:
-        """Where the device finds what is at an address here; None where it doesn't know it."""
+        """The device's address of an address of this process; None if it isn't registered."""
         regions = self._regions
         index = bisect_right(regions, (address, float("inf"))) - 1
         if index < 0:
@@ -278,10 +278,10 @@ class RegisteredMemory:
 
 
 def signal_on_device(memory: RegisteredMemory, slot: OutgoingSlot, num_bytes: int) -> int:
-    """Where the device writes a slot's signal; from now on it is looked for without being rung.
+    """The device's address of a slot's signal; the sidecar polls the signal from now on.
 
     Raises:
-        ValueError: If that is more than the slot holds, or the device doesn't know the signal.
+        ValueError: If the message is longer than the slot, or the signal isn't registered.
     """
     if num_bytes > len(slot.payload):
         raise ValueError(f"{num_bytes} bytes, expected at most {len(slot.payload)}")

@@ -1,7 +1,7 @@
-"""Memory handed to JAX and taken from it by DLPack, without a copy.
+"""Memory passed to JAX and taken from it by DLPack, without a copy.
 
-`HostTensor` shows JAX memory that isn't JAX's, `view_on_device` finds where an array of JAX lies.
-On GPUs neither has run yet; on CPUs, by the same protocol, both are tested.
+`HostTensor` gives JAX memory of another owner; `view_on_device` finds the address of a JAX array.
+Neither has run on a GPU yet; both are tested on CPUs, by the same protocol.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ import numpy as np
 from jaxmorph.copies.backends import PayloadShape
 
 CPU, CUDA_HOST = 1, 3
-"""DLPack's kinds of memory: a host's own, and what is registered with CUDA."""
+"""DLPack's kinds of memory: a host's own, and memory registered with CUDA."""
 
 _BFLOAT = 4
 _CODES = {"i": 0, "u": 1, "f": 2}
@@ -65,22 +65,22 @@ _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype = ctypes.c_void_p
 _capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
-_shown: dict[int, tuple[Any, ...]] = {}  # what somebody may still look at, by its address
+_exported: dict[int, tuple[Any, ...]] = {}  # what a consumer may still use, by its address
 
 
 @_Deleter
 def _forget(managed: Any) -> None:
-    _shown.pop(ctypes.addressof(managed.contents), None)
+    _exported.pop(ctypes.addressof(managed.contents), None)
 
 
 class HostTensor:
-    """Memory of this process as an array that `jax.dlpack.from_dlpack` takes.
+    """Memory of this process, as an array for `jax.dlpack.from_dlpack`.
 
     Args:
-        memory: uint8; it is kept for as long as anybody looks at it.
-        payload: What lies there, from its first byte on.
-        kind: `CPU`, or `CUDA_HOST` for memory that is registered: JAX then takes it as memory of
-            the kind `pinned_host`.
+        memory: uint8; kept as long as a consumer uses it.
+        payload: Its contents, from the first byte on.
+        kind: `CPU`, or `CUDA_HOST` for registered memory, which JAX takes as memory of the kind
+            `pinned_host`.
     """
 
     def __init__(
@@ -106,17 +106,17 @@ class HostTensor:
         )
         managed.deleter = _forget
         address = ctypes.addressof(managed)
-        _shown[address] = (managed, sizes, self._memory)
+        _exported[address] = (managed, sizes, self._memory)
         return _capsule_new(address, _NAME, None)
 
 
 @dataclass(frozen=True)
 class DeviceView:
-    """Where an array lies.
+    """An array's place in memory.
 
     Attributes:
-        address: Of its first element, as the device knows it.
-        holder: As long as this is held, the array's memory is not used for anything else.
+        address: The device's address of its first element.
+        holder: While a reference to it exists, the array's memory is not reused.
     """
 
     address: int
@@ -124,24 +124,23 @@ class DeviceView:
 
 
 def view_on_device(value: jax.Array, stream: int | None) -> DeviceView:
-    """Where an array lies on its device.
+    """The place of an array on its device.
 
     Args:
-        value: On one device; it may still be being computed.
-        stream: What is enqueued on it from now on comes after the array has been computed; None:
-            JAX may wait for that.
+        value: On one device; its computation may still be running.
+        stream: Made to wait for the array's computation; None: JAX may block for that.
 
     Raises:
         BufferError: If it is on several devices.
-        ValueError: If its elements don't lie in the order of their indices.
+        ValueError: If its elements are not in row-major order.
     """
-    array: Any = value  # whose types know no streams
+    array: Any = value  # JAX's stubs lack the argument
     capsule = array.__dlpack__(stream=stream)
     return DeviceView(_address(capsule), (capsule, value))
 
 
 def address_on_device(value: Any) -> int:
-    """Where an array, or the buffer that a `buffer_callback` is shown, lies; waits for nothing."""
+    """The device address of an array or of a `buffer_callback`'s buffer; doesn't wait."""
     if hasattr(value, "unsafe_buffer_pointer"):
         return value.unsafe_buffer_pointer()
     return _address(value.__dlpack__())

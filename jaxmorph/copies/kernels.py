@@ -5,7 +5,8 @@ no driver call, callback or thread. But a device runs its programs one after ano
 delays what the device computes next, for as long as the bus takes. And a faulty kernel ends its
 process's work on the device: no other backend can take over. None of it has run on a GPU yet.
 
-A channel's launches share its `arrivals` counter, so no two of them ever run at the same time.
+A channel's launches into slots share its `arrivals` counter: no two may run at the same time, and
+none do on one stream.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ from jaxmorph.transport.plane import IncomingSlot, OutgoingSlot
 
 Kernel = Callable[..., Any]
 Require = Callable[[Any], None]
+_CONTROL = jax.ShapeDtypeStruct((CONTROL_WORDS,), jnp.uint32)  # comes from the host with each call
 
 
 @dataclass(frozen=True)
@@ -78,20 +80,19 @@ def program_to_host(
     is_whole = length == use.num_elements
     first = () if is_whole else (jax.ShapeDtypeStruct((), jnp.int32),)
     payload = jax.ShapeDtypeStruct(use.payload.shape, use.payload.dtype, sharding=placement)
-    return KernelProgram(jax.jit(send), (payload, *first, *_words(placement)))
+    arrivals = jax.eval_shape(new_arrivals)
+    arrivals = jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype, sharding=placement)
+    return KernelProgram(jax.jit(send), (payload, *first, _CONTROL, arrivals))
 
 
 def program_from_host(use: SlotUse, placement: Sharding, kernel: Kernel) -> KernelProgram:
-    """The program that copies whole payloads out of slots.
+    """The program that copies whole payloads out of slots: control words -> payload, ticket."""
 
-    It takes control words and arrivals, and returns the payload and a status.
-    """
-
-    def receive(control: jax.Array, arrivals: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def receive(control: jax.Array) -> tuple[jax.Array, jax.Array]:
         shape, dtype = use.payload.shape, use.payload.dtype
-        return kernel(control, arrivals, shape=shape, dtype=dtype, slot_bytes=use.slot_bytes)
+        return kernel(control, shape=shape, dtype=dtype, slot_bytes=use.slot_bytes)
 
-    return KernelProgram(jax.jit(receive, out_shardings=placement), _words(placement))
+    return KernelProgram(jax.jit(receive, out_shardings=placement), (_CONTROL,))
 
 
 def _arrivals_on_device(placement: Sharding) -> jax.Array:
@@ -110,13 +111,6 @@ def only_device(placement: Sharding) -> Any:
     return device
 
 
-def _words(placement: Sharding) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Control words, which come from the host with every call, and arrivals, which stay."""
-    arrivals = jax.eval_shape(new_arrivals)
-    return (
-        jax.ShapeDtypeStruct((CONTROL_WORDS,), jnp.uint32),
-        jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype, sharding=placement),
-    )
 
 
 class KernelSend:
@@ -203,8 +197,8 @@ class KernelReceive(ReleasingReceive):
     """Copies by `copy_from_host`, if a message is whole in its slot.
 
     The host has seen that the message is there, so the kernel waits only for what was dispatched
-    before it. The slot is released once the kernel has reported that it has read it, which is
-    before the op that needs the payload begins.
+    before it. Its slot is released once the kernel is over, before the op that needs the payload
+    begins.
 
     Args:
         otherwise: Receives messages in parts, and from slots that could not be registered.
@@ -231,35 +225,15 @@ class KernelReceive(ReleasingReceive):
         if len(use.parts) != 1:
             return otherwise
         program = program_from_host(use, placement, self._kernel).compile()
-        fetch = partial(self._fetch, program, _arrivals_on_device(placement))
+        fetch = partial(self._fetch, program)
         return partial(WholeArrival, fetch, otherwise)
 
-    def _fetch(self, program: Any, arrivals: jax.Array, slot: IncomingSlot) -> jax.Array | None:
+    def _fetch(self, program: Any, slot: IncomingSlot) -> jax.Array | None:
         address = self._memory.device_address(slot.payload.ctypes.data)
         if address is None:
             return None
-        number = signal_of(slot)
-        value, status = program(pack(SlotControl(address, number)), arrivals)
-        self._release_once_ready(_Status(status, number, slot.sequence), slot)
+        value, ticket = program(pack(SlotControl(address, signal_of(slot))))
+        self._release_once_ready(ticket, slot)
         return value
 
 
-class _Status:
-    """A copy out of a slot; ready once the kernel has reported it."""
-
-    def __init__(self, status: jax.Array, number: int, sequence: int) -> None:
-        self._status, self._number, self._sequence = status, number, sequence
-
-    def block_until_ready(self) -> "_Status":
-        """Wait for the kernel's status.
-
-        Raises:
-            RuntimeError: If the kernel has not copied; the payload it returned is meaningless.
-        """
-        (found,) = np.asarray(self._status).tolist()
-        if found != self._number:
-            raise RuntimeError(
-                f"message {self._sequence} was not copied out of its slot: got status {found}, "
-                f"expected {self._number}"
-            )
-        return self

@@ -1,22 +1,15 @@
-"""Kernels that copy between a GPU's memory and a slot in host memory, and signal that they have.
+"""Kernels that copy between a GPU's memory and a slot in host memory.
 
-`copy_to_host` and `copy_from_host` (`kernels`) are traced and compiled as other JAX functions are,
-for CUDA. Their slots are addresses in control words (`SlotControl`, `pack`), so one program serves
-all slots of a channel. `assembly` has the pieces of PTX that they are made of, `tuning` who copies
-what, and `mosaic` alone knows Pallas, which is imported when a kernel is traced, or
-`require_kernels` asks for it.
+`copy_to_host`, which also signals, and `copy_from_host` (`kernels`) are traced and compiled like
+other JAX functions, for CUDA. Control words hold a slot's addresses (`SlotControl`, `pack`), so one
+program serves all slots of a channel. `assembly` has the pieces of PTX of which they are made,
+`tuning` decides which thread copies what, and `mosaic` is the only module that knows Pallas, which
+it imports when a kernel is traced or `require_kernels` is called.
 
 None of the kernels has run on a GPU yet; `docs/explanation/gpu.md` says what is verified.
 """
 
-from jaxmorph.pallas_kernels.control import (
-    CONTROL_WORDS,
-    LONGEST_SPIN_US,
-    SlotControl,
-    new_arrivals,
-    not_ready,
-    pack,
-)
+from jaxmorph.pallas_kernels.control import CONTROL_WORDS, SlotControl, new_arrivals, pack
 from jaxmorph.pallas_kernels.kernels import copy_from_host, copy_to_host
 from jaxmorph.pallas_kernels.mosaic import NoKernelsError, require_kernels
 from jaxmorph.pallas_kernels.tuning import FROM_HOST, TO_HOST, CopyTuning
@@ -24,7 +17,6 @@ from jaxmorph.pallas_kernels.tuning import FROM_HOST, TO_HOST, CopyTuning
 __all__ = [
     "CONTROL_WORDS",
     "FROM_HOST",
-    "LONGEST_SPIN_US",
     "TO_HOST",
     "CopyTuning",
     "NoKernelsError",
@@ -32,7 +24,6 @@ __all__ = [
     "copy_from_host",
     "copy_to_host",
     "new_arrivals",
-    "not_ready",
     "pack",
     "require_kernels",
 ]

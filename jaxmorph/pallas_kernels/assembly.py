@@ -1,23 +1,23 @@
-"""The pieces of PTX that both copy kernels are made of.
+"""The pieces of PTX of which both copy kernels are made.
 
-A kernel is one block of PTX in which all its threads run, so that what is assembled, interpreted
-and read is what a GPU would get. Every instruction is in PTX 7.4 for sm_70 and later. Operands
-`$0`, `$1` ... are 64-bit addresses. Registers are local to the block, and begin with `%` as no
-function's name does: ptxas 13.0 crashes on a register that is called like a kernel.
+A kernel is one block of PTX that all its threads run, so that what tests assemble and interpret is
+what a GPU gets. Every instruction is in PTX 7.4 for sm_70 and later. Operands `$0`, `$1` ... are
+64-bit addresses. Registers are local to the block, and begin with `%` unlike any function's name:
+ptxas 13.0 crashes on a register that is named like a kernel.
 
-How a word that says "all is there" comes after the bytes it speaks of, by PTX's memory model:
+Why the signal becomes visible after the payload, by PTX's memory model:
 
-1. Each thread's copies come before `barrier.sync` in its program, which orders them before what the
-   CTA's first thread does next.
-2. That thread's `fence.acq_rel.sys`, with its increment of the arrivals behind it, releases them: a
-   fence is cumulative, so it covers the whole CTA's.
-3. The increments of all CTAs are one chain of read-modify-writes. Who comes last has read from all
+1. Each thread's copies come before `barrier.sync` in program order, which orders them before what
+   the CTA's first thread does next.
+2. That thread's `fence.acq_rel.sys`, followed by its increment of the arrivals, releases them: a
+   fence is cumulative, so it covers the whole CTA's copies.
+3. The increments of all CTAs are one chain of read-modify-writes. The last CTA has read from all
    before it, and its own `fence.acq_rel.sys` acquires what they released.
-4. It writes the word by `st.release.sys`. Whoever reads the number there, and acquires by that
-   (on x86 any load does), sees all the bytes of all CTAs.
+4. It writes the signal by `st.release.sys`. Whoever reads the number there with acquire semantics
+   (on x86 any load has them) sees all bytes of all CTAs.
 
 The scope is `sys` wherever the host or another device takes part. The arrivals wrap to 0 with the
-last of them, so the counter is as it was before, for the next launch.
+last CTA, so the next launch finds the counter as it was.
 """
 
 from collections.abc import Sequence
@@ -26,17 +26,12 @@ from typing import NamedTuple
 from jaxmorph.pallas_kernels.control import NUMBER_AT
 from jaxmorph.pallas_kernels.tuning import VECTOR_BYTES, Tiling
 
-# The second word of the arrivals: set while a launch runs in which a CTA has given up waiting.
-FAILED_AT = 4
-
-_WORDS_32 = (
-    "%thread, %cta, %tile, %vector, %byte, %number, %spin, %seen, %late, %before, %failed, %status"
-)
-_WORDS_64 = "%slot, %signal, %acknowledgement, %lane, %offset, %from, %to, %start, %now, %limit"
+_WORDS_32 = "%thread, %cta, %tile, %vector, %byte, %number, %before"
+_WORDS_64 = "%slot, %signal, %lane, %offset, %from, %to"
 
 
 class Access(NamedTuple):
-    """The instructions that load from the one side and store to the other, without types."""
+    """The instructions that load from one side and store to the other, without types."""
 
     load: str
     store: str
@@ -46,22 +41,22 @@ def block(lines: Sequence[str], loads: int) -> str:
     """Lines of PTX as one block with registers of its own.
 
     Args:
-        loads: Vectors that a thread holds at a time.
+        loads: The vectors that a thread holds at a time.
     """
     declarations = (
-        ".reg .pred %is, %all;",
+        ".reg .pred %is;",
         f".reg .b32 {_WORDS_32}, %word<{4 * loads}>;",
         f".reg .b64 {_WORDS_64};",
     )
     return "\n".join(["{", *declarations, *lines, "}"])
 
 
-def who_and_what(control: str, addresses: Sequence[tuple[str, int]]) -> list[str]:
-    """Which thread this is, and what the control words say.
+def load_control(control: str, addresses: Sequence[tuple[str, int]]) -> list[str]:
+    """Load the thread's indices, and from the control words addresses and the number.
 
     Args:
-        control: The operand that is their address.
-        addresses: Registers for the addresses among them, and where those are.
+        control: The operand with the control words' address.
+        addresses: Registers, and where among the control words their addresses are.
     """
     return [
         "mov.u32 %thread, %tid.x;",
@@ -72,11 +67,11 @@ def who_and_what(control: str, addresses: Sequence[tuple[str, int]]) -> list[str
 
 
 def copy(tiling: Tiling, source: str, target: str, by: Access) -> list[str]:
-    """Copy all bytes: this thread's part of them.
+    """Copy this thread's part of all bytes.
 
     Args:
-        source: The register or operand with the address to copy from, a multiple of 16.
-        target: That to copy to, likewise.
+        source: The register or operand with the source address, a multiple of 16.
+        target: Likewise for the target.
     """
     tiles = _tiles(tiling, source, target, by) if tiling.num_tiles else []
     vectors = _vectors(tiling, source, target, by) if tiling.num_vectors else []
@@ -142,10 +137,10 @@ def _vector(row: int) -> str:
 
 
 def last_arriver(arrivals: str, ctas: int, lines: Sequence[str]) -> list[str]:
-    """What one thread does once the threads of all CTAs have come this far.
+    """Lines that one thread runs once the threads of all CTAs have come this far.
 
     Args:
-        arrivals: The operand that is the counter's address.
+        arrivals: The operand with the counter's address.
     """
     return [
         "barrier.sync 0;",
@@ -161,10 +156,10 @@ def last_arriver(arrivals: str, ctas: int, lines: Sequence[str]) -> list[str]:
     ]
 
 
-def tell(word: str) -> list[str]:
-    """Release the number into a word of the slot, if the slot has one.
+def release_number(word: str) -> list[str]:
+    """Write the number with release semantics.
 
     Args:
-        word: The register with the word's address; 0: there is none.
+        word: The register with the target address; 0: write nothing.
     """
     return [f"setp.ne.u64 %is, {word}, 0;", f"@%is st.release.sys.global.u32 [{word}], %number;"]

@@ -1,17 +1,17 @@
-"""The one place that knows Pallas's Mosaic GPU backend, how its versions differ, and what it needs.
+"""The only module that knows Pallas's Mosaic GPU backend, its versions and its requirements.
 
-Nothing of it is imported before a kernel is traced, or asked for, so JAX without that backend runs
-all the rest.
+It imports nothing of Pallas before a kernel is traced or required, so everything else runs on a JAX
+without that backend.
 
-What is not public API of JAX, and why it is used all the same:
+It uses two parts of JAX that are not public API:
 
-- `jaxlib.mlir`: the bindings by which a kernel's body emits `llvm.inline_asm`. Pallas documents
-  `inline_mgpu` for code at that level, but no bindings of its own. It is the only way to an address
-  that is no JAX array, and to a release at system scope.
+- `jaxlib.mlir`: the bindings with which a kernel's body emits `llvm.inline_asm`. Pallas documents
+  `inline_mgpu` for code at that level, but has no bindings of its own. Nothing else reaches an
+  address that is no JAX array, or a release at system scope.
 - `jax.experimental.mosaic.gpu.utils.memref_ptr`: an array's address inside the kernel.
 
 Differences between JAX 0.10.2, 0.11.2 and 0.12: `LoweringSemantics` has no public name in the
-first, where `Lane` (a body is what each thread does) is the default; later the default is another.
+first, where `Lane` (the body is one thread's program) is the default; later another is.
 """
 
 import functools
@@ -40,9 +40,9 @@ def assembled_kernel(
     """A traceable function whose body is a block of PTX.
 
     Args:
-        assembly: What every thread runs. `$0`, `$1` ... are the addresses of inputs, then outputs.
-        outputs: Shape and dtype of each.
-        threads: In each block; a multiple of 128.
+        assembly: Every thread's program; `$0`, `$1` ... are the addresses of inputs, then outputs.
+        outputs: Their shapes and dtypes.
+        threads: In each CTA; a multiple of 128.
 
     Returns:
         A function of the inputs that returns the list of outputs.
@@ -94,7 +94,7 @@ def _mosaic() -> SimpleNamespace:
         from jax.experimental.pallas import mosaic_gpu as plgpu
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import llvm
-    except Exception as error:  # whatever it is: the kernels can't be had
+    except Exception as error:  # any error at all: the kernels are unavailable
         raise ImportError(
             f"the copy kernels need Pallas's Mosaic GPU backend, and with JAX {jax.__version__} "
             f"importing it fails here: {error!r}"
@@ -103,18 +103,18 @@ def _mosaic() -> SimpleNamespace:
 
 
 class NoKernelsError(RuntimeError):
-    """The kernels are not for this device, or not for its host."""
+    """The kernels don't support this device or its host."""
 
 
 def require_kernels(device: Any, host: str | None = None) -> None:
-    """Raise unless the kernels can be traced for a device, and their order holds on its host.
+    """Raise unless the kernels support a device, and their memory order holds on its host.
 
     Args:
-        device: Where they would run, one of JAX's.
-        host: The kind of machine that sees what they write, as `platform.machine()`; None: this.
+        device: A JAX device.
+        host: The machine that sees their writes, as `platform.machine()`; None: this one.
 
     Raises:
-        NoKernelsError: If they are for other devices or hosts; it says which.
+        NoKernelsError: If not; it names the supported ones.
         ImportError: If JAX has no Mosaic GPU backend here.
     """
     _require_cuda(device)
@@ -126,18 +126,18 @@ def require_kernels(device: Any, host: str | None = None) -> None:
 def _require_cuda(device: Any) -> None:
     try:
         is_cuda = device in jax.devices("cuda")
-    except RuntimeError:  # JAX has no such platform
+    except RuntimeError:  # JAX has no CUDA platform
         is_cuda = False
     if not is_cuda:
         raise NoKernelsError(f"got {device.device_kind} ({device.platform}), expected a CUDA GPU")
 
 
 def _require_capability(device: Any) -> None:
-    told = str(getattr(device, "compute_capability", None))
-    found = re.fullmatch(r"(\d+)\.(\d+)", told)
+    capability = str(getattr(device, "compute_capability", None))
+    found = re.fullmatch(r"(\d+)\.(\d+)", capability)
     if found is None:
         raise NoKernelsError(
-            f"got compute capability {told} ({device.device_kind}), expected 9.0 or later"
+            f"got compute capability {capability} ({device.device_kind}), expected 9.0 or later"
         )
     major, minor = map(int, found.groups())
     if (major, minor) < _LEAST:
@@ -149,6 +149,6 @@ def _require_capability(device: Any) -> None:
 def _require_order(host: str) -> None:
     if host.lower() not in _HOSTS:
         raise NoKernelsError(
-            f"got a host of {host}, expected x86_64: that who sees a signal there sees the payload "
-            "is argued for that alone"
+            f"got a host of {host}, expected x86_64: whoever sees a signal "
+            "sees the payload there, elsewhere that is unproven"
         )

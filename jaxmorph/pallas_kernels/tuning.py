@@ -1,8 +1,8 @@
-"""How many threads copy, how much each has on its way at a time, and which bytes are whose.
+"""How many threads copy, how much each has in flight, and which thread copies which bytes.
 
-First come whole tiles, a CTA's turn each, in which thread t copies the vectors t, t + threads, and
-so on, so that the threads of a warp always touch neighbouring memory. Then what is left in whole
-vectors, spread over all threads of all CTAs, and at last up to 15 single bytes, by CTA 0.
+First come whole tiles, dealt out to the CTAs in turn; in a tile thread t copies the vectors t,
+t + threads, and so on, so that the threads of a warp always touch neighbouring memory. Then come
+single vectors, spread over all threads of all CTAs, and last up to 15 single bytes, by CTA 0.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ _MOST_VECTORS = 4096  # in flight in one CTA, so that 1024 threads have register
 class CopyTuning:
     """The shape of a copy kernel.
 
-    A copy over PCIe moves, at best, its bytes in flight in each round trip, until the bus is full.
-    CTAs beyond that take multiprocessors from computation and give nothing.
+    In each round trip a copy over PCIe moves at most its bytes in flight, until the bus is full.
+    More CTAs than that take multiprocessors from computation and gain nothing.
 
     Attributes:
-        ctas: Blocks of threads. A payload too short to occupy them gets fewer.
-        threads: In each block; a multiple of 128 up to 1024.
-        loads: 16-byte loads that a thread makes before it stores the first of them; threads times
-            loads is at most 4096.
+        ctas: Thread blocks; a short payload gets fewer.
+        threads: In each CTA; a multiple of 128 up to 1024.
+        loads: 16-byte loads that a thread issues before its first store; threads times loads is at
+            most 4096.
 
     Raises:
         ValueError: If one of them is out of bounds.
@@ -60,11 +60,11 @@ FROM_HOST = CopyTuning(ctas=8, loads=8)
 
 @dataclass(frozen=True)
 class Tiling:
-    """A payload's length, cut by a tuning.
+    """The division of a payload among threads.
 
     Attributes:
-        ctas: Blocks of threads: the tuning's, or fewer if they would have nothing to copy.
-        loads: Vectors of a tile that one thread copies.
+        ctas: The tuning's, or fewer if some would have nothing to copy.
+        loads: The vectors of a tile that one thread copies.
     """
 
     num_bytes: int
@@ -74,41 +74,41 @@ class Tiling:
 
     @property
     def row_bytes(self) -> int:
-        """What a CTA's threads copy together by one vector each."""
+        """The bytes that a CTA's threads copy with one vector each."""
         return self.threads * VECTOR_BYTES
 
     @property
     def tile_bytes(self) -> int:
-        """What a CTA has in flight."""
+        """The bytes that a CTA has in flight."""
         return self.loads * self.row_bytes
 
     @property
     def num_tiles(self) -> int:
-        """Whole ones; tile k is of CTA k % ctas."""
+        """Whole tiles; tile k belongs to CTA k % ctas."""
         return self.num_bytes // self.tile_bytes
 
     @property
     def vectors_at(self) -> int:
-        """Where the single vectors begin, in bytes."""
+        """The offset of the single vectors, in bytes."""
         return self.num_tiles * self.tile_bytes
 
     @property
     def num_vectors(self) -> int:
-        """Whole ones after the tiles; a row of them is a CTA's, and the next row the next CTA's."""
+        """Whole vectors after the tiles; consecutive rows belong to consecutive CTAs."""
         return (self.num_bytes - self.vectors_at) // VECTOR_BYTES
 
     @property
     def tail_at(self) -> int:
-        """Where the single bytes begin."""
+        """The offset of the single bytes."""
         return self.vectors_at + self.num_vectors * VECTOR_BYTES
 
     @property
     def tail_bytes(self) -> int:
-        """After the vectors; byte k is of thread k of CTA 0."""
+        """Bytes after the vectors; byte k belongs to thread k of CTA 0."""
         return self.num_bytes - self.tail_at
 
 
 def tile(num_bytes: int, tuning: CopyTuning) -> Tiling:
-    """Cut a payload of at least one byte."""
+    """Divide a payload of at least one byte."""
     rows = -(-num_bytes // (tuning.threads * VECTOR_BYTES))
     return Tiling(num_bytes, min(tuning.ctas, rows), tuning.threads, tuning.loads)

@@ -1,7 +1,7 @@
 """The trainer's handle on its data plane: it owns all memory and sockets, the sidecar moves bytes.
 
-Whatever must outlive a sidecar is made here and lent to it: slots, doorbells, listening sockets.
-So one that is killed is followed by the next generation, on the same memory and the same ports.
+Whatever must outlive a sidecar is created here and lent to it: slots, doorbells, listening sockets.
+When a sidecar is killed, the next generation goes on with the same memory and the same ports.
 """
 
 import contextlib
@@ -45,13 +45,13 @@ class SidecarPlane(DataPlane):
         incoming: Sequence[ChannelSpec],
         settings: TransportSettings,
     ) -> None:
-        _check_sides(rank, outgoing, incoming)
+        _check_directions(rank, outgoing, incoming)
         self._rank, self._settings = rank, settings
-        self._state: dict[str, Record] = {}
+        self._state: dict[str, Record] = {}  # the last record of each kind, for the next sidecar
         self._gone: dict[int, str] = {}
         self._met: set[int] = set()
         self._connects = 0
-        self._peers_lock = threading.Lock()  # for what is known of peers since the last connect
+        self._peers_lock = threading.Lock()  # guards what is known of peers since the last connect
         self._closed = self._failed = False
         with contextlib.ExitStack() as undo:
             self._doorbell = Doorbell.create()
@@ -60,7 +60,7 @@ class SidecarPlane(DataPlane):
             undo.callback(lambda: [listener.close() for listener in self._listeners])
             undo.callback(lambda: [end.close() for end in self._ends()])
             super().__init__(outgoing, incoming, settings.first_sequence, self._doorbell.ring)
-            self._sidecar = SidecarProcess(self._set_up, self._hear, self._fail)
+            self._sidecar = SidecarProcess(self._set_up, self._handle, self._fail)
             self._undo = undo.pop_all()
 
     @classmethod
@@ -71,10 +71,10 @@ class SidecarPlane(DataPlane):
         incoming: Sequence[ChannelSpec],
         settings: TransportSettings | None = None,
     ) -> "SidecarPlane":
-        """A plane whose sidecar is being started; see the class for the arguments.
+        """Start a sidecar, and return the plane at once.
 
         Raises:
-            UserError: If this host can't listen on one of the addresses, or hasn't the backend.
+            UserError: If this host can't listen on one of the addresses, or lacks the backend.
         """
         settings = settings or TransportSettings()
         check_backend(settings.backend)
@@ -87,7 +87,7 @@ class SidecarPlane(DataPlane):
 
     @property
     def sidecar_pid(self) -> int:
-        """The number of the sidecar's process; another one after a restart."""
+        """The id of the sidecar's process; it changes with a restart."""
         return self._sidecar.pid
 
     def addresses(self) -> list[Address]:
@@ -95,7 +95,7 @@ class SidecarPlane(DataPlane):
         return [listener.getsockname()[:2] for listener in self._listeners]
 
     def connect(self, peers: Mapping[int, Sequence[Address]], secret: bytes) -> None:
-        """Tell where the peers are; returns at once."""
+        """Connect to peers; returns at once."""
         with self._peers_lock:
             self._connects += 1
             number = self._connects
@@ -106,36 +106,39 @@ class SidecarPlane(DataPlane):
                 if end.peer in peers:
                     end.recover()
         addresses = {str(rank): [list(address) for address in at] for rank, at in peers.items()}
-        said = {"number": number, "peers": addresses, "secret": secret.hex()}
-        self._tell({"kind": "connect", **said})
+        record = {"kind": "connect", "number": number, "peers": addresses, "secret": secret.hex()}
+        with self._sidecar.changing:
+            self._state["connect"] = record
+            self._sidecar.send(record)
 
     def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:
-        """Make links behave so from now on, instead of as they were told before."""
+        """Replace the emulated conditions, for all messages posted from now on."""
         record = {
             "kind": "emulate",
-            "conditions": [_said(each) for each in conditions if self._rank in each.between],
+            "conditions": [_described(each) for each in conditions if self._rank in each.between],
             "origin_s": time.monotonic() if origin_s is None else origin_s,
         }
         with self._sidecar.changing:
             self._state["emulate"] = record
-            self._sidecar.ask(record, (), _ANSWER_S)  # what is posted from now on is emulated so
+            # A request, so that the sidecar emulates before the caller posts its next message.
+            self._sidecar.request(record, (), _ANSWER_S)
 
     def statistics(self) -> dict[str, Any]:
         """Counts and rates of each peer and lane; empty while the sidecar is being restarted."""
-        answer = self._sidecar.ask({"kind": "statistics"}, (), _ANSWER_S) or {}
+        answer = self._sidecar.request({"kind": "statistics"}, (), _ANSWER_S) or {}
         return {"generation": self._sidecar.generation, **answer.get("statistics", {})}
 
     def disturb(self, action: str, **details: Any) -> None:
-        """Do harm to this rank's own lanes, as tests and benchmarks of faults need it.
+        """Inject a fault into this rank's own lanes, for tests and benchmarks.
 
         Args:
             action: "reset" breaks the connections to and from a `peer`, `lane` only one of them;
                 "duplicate" sends the next `count` chunks to a `peer` twice.
         """
-        self._sidecar.tell({"kind": "disturb", "action": action, **details})
+        self._sidecar.send({"kind": "disturb", "action": action, **details})
 
     def close(self, *, flush: bool = True) -> None:
-        """Deliver what can be delivered soon, end the sidecar and give the memory back."""
+        """Deliver what can be delivered soon, end the sidecar and free the memory."""
         if self._closed:
             return
         self._closed = True
@@ -147,16 +150,16 @@ class SidecarPlane(DataPlane):
         self._undo.close()
 
     def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int) -> None:
-        # What is delivered may not be known here yet; what is taken is.
-        patience_s = _REST_S if isinstance(end, OutgoingEnd) else 0.0
-        if not end.doorbell.wait_until(end.at_rest, time.monotonic() + patience_s):
+        # A delivery may not be known here yet; releases are made here.
+        timeout_s = _REST_S if isinstance(end, OutgoingEnd) else 0.0
+        if not end.doorbell.wait_until(end.at_rest, time.monotonic() + timeout_s):
             raise TransportError(f"{end.name} is not at rest: it can't grow now")
         new = Slots.create(num_slots, end.slots.slot_bytes, end.slots.consumed)
         with self._sidecar.changing:
-            record = {"kind": "grow", **_described(end, new)}
-            answer = self._sidecar.ask(record, (new.fd,), _ANSWER_S)
+            record = {"kind": "grow", **_channel_record(end, new)}
+            answer = self._sidecar.request(record, (new.fd,), _ANSWER_S)
             if answer is None:
-                self._sidecar.kill()  # it may use either memory: the next one is told which
+                self._sidecar.kill()  # it may use either memory; the next one gets the right one
             if not end.at_rest() or (answer is not None and "error" in answer):
                 new.close()
                 raise TransportError(f"{end.name} is not at rest: it can't grow now")
@@ -166,12 +169,6 @@ class SidecarPlane(DataPlane):
         delivered = end.slots.consumed == end.slots.produced
         return delivered or end.peer in self._gone or self._failed
 
-    def _tell(self, record: Record) -> None:
-        """Tell the sidecar something that any later one must know too."""
-        with self._sidecar.changing:
-            self._state[record["kind"]] = record
-            self._sidecar.tell(record)
-
     def _set_up(self, generation: int) -> list[Instruction]:
         start = {
             "kind": "start",
@@ -180,30 +177,30 @@ class SidecarPlane(DataPlane):
             "settings": asdict(self._settings),
         }
         fds = (*self._doorbell.fds, *(listener.fileno() for listener in self._listeners))
-        told: list[Instruction] = [(start, fds)]
+        records: list[Instruction] = [(start, fds)]
         for end in self._ends():
-            record = {"kind": "channel", **_described(end, end.slots)}
-            told.append((record, (end.slots.fd, *end.doorbell.fds)))
-        # `emulate` first: what is posted leaves as soon as the peers are known.
-        told.extend(
+            record = {"kind": "channel", **_channel_record(end, end.slots)}
+            records.append((record, (end.slots.fd, *end.doorbell.fds)))
+        # `emulate` first: posted messages leave as soon as the peers are known.
+        records.extend(
             (self._state[kind], ()) for kind in ("emulate", "connect") if kind in self._state
         )
         with self._peers_lock:
-            told.append(({"kind": "met", "peers": sorted(self._met)}, ()))
-        return told
+            records.append(({"kind": "met", "peers": sorted(self._met)}, ()))
+        return records
 
-    def _hear(self, record: Record) -> None:
+    def _handle(self, record: Record) -> None:
         number = record.pop("connect_number", None)
         self._report(record)
         if record["kind"] == "sidecar_restarted":
             for end in self._ends():
-                end.doorbell.ring()  # the dead one may have changed a count and not rung
+                end.doorbell.ring()  # the dead one may have changed a count without ringing
             return
         with self._peers_lock:
-            if number == self._connects:  # else it is of the peers of an earlier connect
-                self._learn(record)
+            if number == self._connects:  # else it concerns the peers of an earlier connect
+                self._update_peers(record)
 
-    def _learn(self, record: Record) -> None:
+    def _update_peers(self, record: Record) -> None:
         if record["kind"] == "lane_up":
             self._met.add(record["peer"])
         elif record["kind"] == "peer_gone":
@@ -235,7 +232,7 @@ def _listen_on(hosts: Sequence[str]) -> list[socket.socket]:
     return listeners
 
 
-def _described(end: OutgoingEnd | IncomingEnd, slots: Slots) -> Record:
+def _channel_record(end: OutgoingEnd | IncomingEnd, slots: Slots) -> Record:
     return {
         "channel": list(end.name),
         "outgoing": isinstance(end, OutgoingEnd),
@@ -244,14 +241,14 @@ def _described(end: OutgoingEnd | IncomingEnd, slots: Slots) -> Record:
     }
 
 
-def _said(condition: LinkCondition) -> Record:
-    """A condition as a record: what it has by default needs no saying, and a trace has many."""
+def _described(condition: LinkCondition) -> Record:
+    """A condition as a record, without defaults: a trace has thousands of conditions."""
     usual = vars(LinkCondition(condition.between))
     others = {name: value for name, value in vars(condition).items() if value != usual[name]}
     return {"between": condition.between, **others}
 
 
-def _check_sides(
+def _check_directions(
     rank: int, outgoing: Sequence[ChannelSpec], incoming: Sequence[ChannelSpec]
 ) -> None:
     for spec in outgoing:

@@ -1,8 +1,8 @@
-"""How a connection becomes a lane: one end dials, the other receives, both prove themselves.
+"""How a connection becomes a lane: one end dials, the other accepts, both prove the run's secret.
 
-Each proof is an HMAC-SHA256 over the other end's nonce, so that an old one is worth nothing, over
-its own nonce, and over all that the frame says, so that nobody can change it on the way. The two
-directions have labels of their own: a proof can't be sent back to its maker.
+Each proof is an HMAC-SHA256 over the other end's nonce, so that an old proof is worthless, over its
+own nonce, and over all fields of the frame, so that no one can change them on the way. The two
+directions have labels of their own, so that a proof can't be sent back to its maker.
 """
 
 import contextlib
@@ -40,12 +40,12 @@ from jaxmorph.transport.wire import (
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 _HANDSHAKE_S = 2.0
-_MOST_GUESTS = 64
+_MAX_PENDING = 64
 _NEVER = float("inf")
 
 
 class Identity(NamedTuple):
-    """What a sidecar says of itself on every connection."""
+    """What a sidecar sends about itself on every connection, and the secret it proves."""
 
     rank: int
     generation: int
@@ -55,7 +55,7 @@ class Identity(NamedTuple):
 
 
 def new_nonce() -> bytes:
-    """32 bytes that nobody can foresee."""
+    """32 unpredictable bytes."""
     return os.urandom(NONCE_BYTES)
 
 
@@ -65,7 +65,7 @@ def sign_introduction(secret: bytes, challenge: Challenge, frame: Introduce) -> 
 
 
 def check_introduction(secret: bytes, challenge: Challenge, frame: Introduce) -> None:
-    """Pass if the dialler knows the secret.
+    """Check that the dialler knows the secret.
 
     Raises:
         FrameError: If its proof is wrong.
@@ -77,17 +77,17 @@ def check_introduction(secret: bytes, challenge: Challenge, frame: Introduce) ->
 def sign_welcome(
     secret: bytes, challenge: Challenge, introduce: Introduce, frame: Welcome
 ) -> Welcome:
-    """The listener's answer to an introduction that was checked, with its proof."""
+    """The listener's answer to a checked introduction, with its proof."""
     return frame._replace(proof=_welcome_proof(secret, challenge, introduce, frame))
 
 
 def check_welcome(
     secret: bytes, challenge: Challenge, introduce: Introduce, frame: Welcome
 ) -> None:
-    """Pass if the listener is the rank that was dialled, knows the secret, and keeps to the offer.
+    """Check that the listener is the dialled rank, knows the secret, and chose an offered checksum.
 
     Raises:
-        FrameError: If its proof is wrong, it is another rank, or its checksum wasn't offered.
+        FrameError: If any of this is wrong.
     """
     if not hmac.compare_digest(_welcome_proof(secret, challenge, introduce, frame), frame.proof):
         raise FrameError("a welcome's proof is wrong")
@@ -98,27 +98,27 @@ def check_welcome(
 
 
 def _introduction_proof(secret: bytes, challenge: Challenge, frame: Introduce) -> bytes:
-    said = b"jaxmorph introduction" + challenge.nonce + signed_part(frame)
-    return hmac.digest(secret, said, "sha256")
+    signed = b"jaxmorph introduction" + challenge.nonce + signed_part(frame)
+    return hmac.digest(secret, signed, "sha256")
 
 
 def _welcome_proof(
     secret: bytes, challenge: Challenge, introduce: Introduce, frame: Welcome
 ) -> bytes:
-    said = b"jaxmorph welcome" + introduce.nonce + challenge.nonce + signed_part(frame)
-    return hmac.digest(secret, said, "sha256")
+    signed = b"jaxmorph welcome" + introduce.nonce + challenge.nonce + signed_part(frame)
+    return hmac.digest(secret, signed, "sha256")
 
 
 class Dialler:
-    """Makes one lane's connection to a peer, again and again: dial, prove, back off.
+    """Makes one lane's connection to a peer, and makes it again after a pause when it fails.
 
     Args:
         up: Called with the lane's number, the lane when its handshake is done, and the peer's
             generation.
 
     Attributes:
-        next_s: When something is to be done without anything coming; infinity: never.
-        was_refused: Whether nobody listened at the last attempt.
+        next_s: When to call `turn` even if nothing comes; infinity: never.
+        was_refused: Whether nothing listened at the last attempt.
     """
 
     def __init__(
@@ -142,28 +142,28 @@ class Dialler:
         self.next_s = 0.0
 
     def turn(self, now_s: float) -> None:
-        """Do what the time has come for: dial, or give an attempt up."""
+        """Dial if it is time, or give up an attempt that takes too long."""
         if now_s < self.next_s:
             return
         if self._lane is not None:
-            self._failed(TimeoutError("no answer"), now_s)
+            self._retry_later(TimeoutError("no answer"), now_s)
             return
         try:
             self._lane = TcpLane(dial(self._local_host, self._address), FrameReader(TO_DIALLER))
         except OSError as error:
-            self._failed(error, now_s)
+            self._retry_later(error, now_s)
             return
         self.next_s = now_s + _HANDSHAKE_S
         self._connected = False
         self._challenge = self._introduce = None
         self._loop.add(self._lane.fileno(), WRITE, self._ready)
 
-    def again(self, now_s: float) -> None:
-        """The lane it had made is lost: make another, soon."""
+    def redial(self, now_s: float) -> None:
+        """Make another connection soon: the lane it had made is lost."""
         self.next_s = now_s + _FIRST_PAUSE_S
 
     def close(self) -> None:
-        """Give the attempt up for good."""
+        """Give up the current attempt."""
         if self._lane is not None:
             self._loop.remove(self._lane.fileno())
             self._lane.close()
@@ -178,27 +178,27 @@ class Dialler:
                 self._connected, self.was_refused = True, False
                 self._loop.change(lane.fileno(), READ)
             else:
-                # One at a time: what follows the last one is no part of the handshake.
-                for frame in lane.poll(mask, None, most=1):
+                # One frame at a time: what follows the last one is no part of the handshake.
+                for frame in lane.poll(mask, None, limit=1):
                     self._answer(lane, frame)
         except (OSError, FrameError) as error:
-            self._failed(error, time.monotonic())
+            self._retry_later(error, time.monotonic())
 
     def _answer(self, lane: TcpLane, frame: Challenge | Welcome) -> None:
-        mine = self._identity
+        own = self._identity
         if isinstance(frame, Challenge) and self._challenge is None:
             self._challenge = frame
-            offers = offered_checksums(mine.checksum)
-            said = Introduce(
-                mine.rank, self._destination, mine.generation, self.number, mine.chunk_bytes,
-                offers, new_nonce(),
+            offers = offered_checksums(own.checksum)
+            introduce = Introduce(
+                own.rank, self._destination, own.generation, self.number, own.chunk_bytes, offers,
+                new_nonce(),
             )  # fmt: skip
-            self._introduce = sign_introduction(mine.secret, frame, said)
-            lane.tell(self._introduce)
+            self._introduce = sign_introduction(own.secret, frame, introduce)
+            lane.enqueue(self._introduce)
             if not lane.flush():
                 raise LaneError("an introduction didn't fit into an empty socket")
         elif isinstance(frame, Welcome) and self._introduce and self._challenge:
-            check_welcome(mine.secret, self._challenge, self._introduce, frame)
+            check_welcome(own.secret, self._challenge, self._introduce, frame)
             self._hand_over(lane, frame)
         else:
             raise FrameError(f"{type(frame).__name__} may not come now")
@@ -212,7 +212,7 @@ class Dialler:
         lane.checksum = CHECKSUMS[frame.algorithm]
         self._up(self.number, lane, frame.generation)
 
-    def _failed(self, error: Exception, now_s: float) -> None:
+    def _retry_later(self, error: Exception, now_s: float) -> None:
         with contextlib.suppress(KeyError):
             self.close()
         self.was_refused = getattr(error, "errno", None) == errno.ECONNREFUSED
@@ -220,17 +220,17 @@ class Dialler:
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
 
-class Greeter:
-    """Receives who connects to this rank: peers that prove themselves become lanes, strangers go.
+class Acceptor:
+    """Accepts connections to this rank: those that prove the secret become lanes.
 
     Args:
         listeners: Sockets that listen already.
-        welcomed: Called with an introduction that is right and its lane; raises `ProtocolError`
-            if it can't be one after all.
-        turned_away: Called with the reason for each stranger.
+        welcomed: Called with a checked introduction and its lane; raises `ProtocolError` to refuse
+            the lane.
+        rejected: Called with the reason for each stranger.
 
     Attributes:
-        next_s: When `turn` is to be called at the latest.
+        next_s: When to call `turn` at the latest.
     """
 
     def __init__(
@@ -239,26 +239,26 @@ class Greeter:
         listeners: list[socket.socket],
         identity: Identity,
         welcomed: Callable[[Introduce, TcpLane], None],
-        turned_away: Callable[[str], None],
+        rejected: Callable[[str], None],
     ) -> None:
         self.next_s = _NEVER
         self._loop, self._identity, self._listeners = loop, identity, listeners
-        self._welcomed, self._turned_away = welcomed, turned_away
-        self._guests: dict[int, tuple[TcpLane, Challenge, float]] = {}
+        self._welcomed, self._rejected = welcomed, rejected
+        self._pending: dict[int, tuple[TcpLane, Challenge, float]] = {}
         for listener in listeners:
             loop.add(listener.fileno(), READ, lambda mask, at=listener: self._accept(at))
 
     def turn(self, now_s: float) -> None:
-        """Turn those away who take too long."""
-        for fd, (_, _, until_s) in list(self._guests.items()):
+        """Reject connections whose handshake takes too long."""
+        for fd, (_, _, until_s) in list(self._pending.items()):
             if now_s >= until_s:
-                self._turn_away(fd, "it said nothing, or not enough")
+                self._reject(fd, "it said nothing, or not enough")
         self._set_next()
 
     def close(self) -> None:
-        """Turn all away; the listening sockets stay as they are."""
-        for fd in list(self._guests):
-            self._turn_away(fd, "", is_stranger=False)
+        """Drop all pending connections; the listening sockets stay open."""
+        for fd in list(self._pending):
+            self._reject(fd, "", is_stranger=False)
         for listener in self._listeners:
             self._loop.remove(listener.fileno())
 
@@ -266,56 +266,56 @@ class Greeter:
         try:
             connection, _ = listener.accept()
         except OSError:
-            return  # gone again already
-        if len(self._guests) >= _MOST_GUESTS:
-            self._turn_away(next(iter(self._guests)), "too many at once")
+            return  # the peer has closed it already
+        if len(self._pending) >= _MAX_PENDING:
+            self._reject(next(iter(self._pending)), "too many at once")
         try:
             lane = TcpLane(connection, FrameReader(TO_LISTENER))
             challenge = Challenge(new_nonce())
-            lane.tell(challenge)
+            lane.enqueue(challenge)
             lane.flush()
         except OSError:
             connection.close()
             return
         fd = lane.fileno()
-        self._guests[fd] = (lane, challenge, time.monotonic() + _HANDSHAKE_S)
-        self._loop.add(fd, READ, lambda mask: self._hear(fd, mask))
+        self._pending[fd] = (lane, challenge, time.monotonic() + _HANDSHAKE_S)
+        self._loop.add(fd, READ, lambda mask: self._receive(fd, mask))
         self._set_next()
 
-    def _hear(self, fd: int, mask: int) -> None:
-        lane, challenge, _ = self._guests[fd]
+    def _receive(self, fd: int, mask: int) -> None:
+        lane, challenge, _ = self._pending[fd]
         try:
-            for frame in lane.poll(mask, None, most=1):
+            for frame in lane.poll(mask, None, limit=1):
                 self._check(fd, lane, challenge, frame)
         except LaneError as error:
-            self._turn_away(fd, str(error), is_stranger=lane.received_bytes > 0)
+            self._reject(fd, str(error), is_stranger=lane.received_bytes > 0)
         except (FrameError, ValueError) as error:
-            self._turn_away(fd, str(error))
+            self._reject(fd, str(error))
 
     def _check(self, fd: int, lane: TcpLane, challenge: Challenge, frame: Introduce) -> None:
-        mine = self._identity
-        check_introduction(mine.secret, challenge, frame)
-        if frame.destination != mine.rank:
-            raise FrameError(f"it looks for rank {frame.destination}, this is rank {mine.rank}")
-        algorithm = chosen_checksum(frame.algorithms, offered_checksums(mine.checksum))
-        answer = Welcome(mine.rank, mine.generation, algorithm)
-        lane.tell(sign_welcome(mine.secret, challenge, frame, answer))
+        own = self._identity
+        check_introduction(own.secret, challenge, frame)
+        if frame.destination != own.rank:
+            raise FrameError(f"it looks for rank {frame.destination}, this is rank {own.rank}")
+        algorithm = chosen_checksum(frame.algorithms, offered_checksums(own.checksum))
+        answer = Welcome(own.rank, own.generation, algorithm)
+        lane.enqueue(sign_welcome(own.secret, challenge, frame, answer))
         lane.checksum = CHECKSUMS[algorithm]
         lane.reader.accept(TO_RECEIVER)
         self._forget(fd)
         self._welcomed(frame, lane)
 
-    def _turn_away(self, fd: int, reason: str, is_stranger: bool = True) -> None:
-        lane = self._guests[fd][0]
+    def _reject(self, fd: int, reason: str, is_stranger: bool = True) -> None:
+        lane = self._pending[fd][0]
         self._forget(fd)
         lane.close()
         if is_stranger:
-            self._turned_away(reason)
+            self._rejected(reason)
 
     def _forget(self, fd: int) -> None:
-        del self._guests[fd]
+        del self._pending[fd]
         self._loop.remove(fd)
         self._set_next()
 
     def _set_next(self) -> None:
-        self.next_s = min((until_s for _, _, until_s in self._guests.values()), default=_NEVER)
+        self.next_s = min((until_s for _, _, until_s in self._pending.values()), default=_NEVER)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 _SPIN_S = 20e-6
-_MOST_SKIPPED = 63
-_LOOK_AGAIN_S = 0.25
+_MAX_SKIPPED = 63
+_POLL_S = 0.25
 
 
 class Doorbell:
@@ -16,7 +16,7 @@ class Doorbell:
 
     Args:
         fds: One descriptor that is both rung and waited for, or two: to wait for and to ring.
-            They belong to this object from now on.
+            The doorbell closes them.
     """
 
     def __init__(self, fds: tuple[int, ...]) -> None:
@@ -41,42 +41,42 @@ class Doorbell:
         return self._wait_fd
 
     def ring(self) -> None:
-        """Wake who waits; rings that nobody has answered yet count as one."""
+        """Wake the waiting process; unanswered rings count as one."""
         try:
             os.write(self._ring_fd, b"\1\0\0\0\0\0\0\0")
         except BlockingIOError:
             return  # already full of unanswered rings
 
     def answer(self) -> None:
-        """Forget all rings up to now; look at what they were about after this, not before."""
+        """Clear all rings so far; the caller must look at the shared memory after this."""
         try:
             os.read(self._wait_fd, 512)
         except BlockingIOError:
             return
 
     def wait_until(self, condition: Callable[[], bool], deadline_s: float) -> bool:
-        """Wait, without using the processor beyond some microseconds, until a condition holds.
+        """Wait until a condition holds, spinning for at most some microseconds.
 
         Args:
-            condition: Cheap; looked at first, after every ring, and a few times a second, so that
-                a ring lost with a killed sidecar costs a moment only.
-            deadline_s: When to give up, by the monotonic clock, and return False.
+            condition: Cheap; checked first, after every ring, and four times a second, so that a
+                ring lost with a killed sidecar costs only a moment.
+            deadline_s: When to give up and return False, by the monotonic clock.
         """
         if condition() or self._spin(condition, deadline_s):
             return True
         while True:
-            self.answer()  # here rather than after a ring, where somebody waits for the answer
+            self.answer()  # not right after a ring, where it would delay the caller
             if condition():
                 return True
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 return False
-            self._poll.poll(math.ceil(1e3 * min(left_s, _LOOK_AGAIN_S)))
+            self._poll.poll(math.ceil(1e3 * min(left_s, _POLL_S)))
             if condition():
                 return True
 
     def _spin(self, condition: Callable[[], bool], deadline_s: float) -> bool:
-        """Look again and again for some microseconds; less often the less that has helped."""
+        """Check the condition for some microseconds; skipped more often while that is in vain."""
         if self._skipped < self._to_skip:
             self._skipped += 1
             return False
@@ -84,12 +84,12 @@ class Doorbell:
         now_s = time.monotonic()
         until_s = min(now_s + _SPIN_S, deadline_s)
         if until_s <= now_s:
-            return False  # which says nothing of whether it helps
+            return False  # too short to judge whether spinning helps
         while time.monotonic() < until_s:
             if condition():
                 self._to_skip = 0
                 return True
-        self._to_skip = min(2 * self._to_skip + 1, _MOST_SKIPPED)
+        self._to_skip = min(2 * self._to_skip + 1, _MAX_SKIPPED)
         return False
 
     def close(self) -> None:

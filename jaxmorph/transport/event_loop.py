@@ -1,4 +1,4 @@
-"""Waits for descriptors and for moments, in one thread, with microseconds' precision."""
+"""A one-thread loop that waits for descriptors and for times, with microsecond precision."""
 
 import math
 import select
@@ -20,11 +20,11 @@ class _Poll(Protocol):
 
 
 class EventLoop:
-    """Calls who registered a descriptor when it is ready.
+    """Calls the handler of each descriptor that is ready.
 
     Attributes:
-        edge: Added to a mask: call once for each ring, without its being answered; 0 where the
-            system can't.
+        edge: Added to a mask, it asks for one call for each ring, without answering the ring; 0 if
+            the system can't.
     """
 
     def __init__(self) -> None:
@@ -36,30 +36,30 @@ class EventLoop:
         self.edge = select.EPOLLET if self._epoll is not None else 0
 
     def add(self, fd: int, mask: int, handler: Handler) -> None:
-        """Call the handler, with what is ready, whenever the descriptor is."""
+        """Call the handler with the ready mask whenever the descriptor is ready."""
         self._selector.register(fd, mask)
         self._handlers[fd], self._masks[fd] = handler, mask
 
     def change(self, fd: int, mask: int) -> None:
-        """Wait for something else of a descriptor."""
+        """Wait for another mask."""
         if self._masks[fd] != mask:
             self._selector.modify(fd, mask)
             self._masks[fd] = mask
 
     def remove(self, fd: int) -> None:
-        """Forget a descriptor; before it is closed."""
+        """Forget a descriptor; call this before closing it."""
         self._selector.unregister(fd)
         del self._handlers[fd], self._masks[fd]
 
     def turn(self, until_s: float, exact_s: float = math.inf) -> bool:
-        """Wait until something is ready or a moment has come, and call the handlers.
+        """Wait until a descriptor is ready or a time has come, then call the handlers.
 
         Args:
-            until_s: The moment, by the monotonic clock, give or take a millisecond; 0: don't wait.
-            exact_s: Another one, which is kept to some microseconds; that costs a call more.
+            until_s: By the monotonic clock, kept to about a millisecond; 0: don't wait.
+            exact_s: Another time, kept to some microseconds at the cost of one more system call.
 
         Returns:
-            Whether anything was ready.
+            Whether any descriptor was ready.
         """
         ready = self._wait(until_s, exact_s)
         handlers = self._handlers
@@ -77,9 +77,10 @@ class EventLoop:
             return self._poll.poll(1e3 * max(0.0, min(left_s, exactly_s, _LONGEST_S)))
         if left_s <= 0 or exactly_s <= 0:
             return self._epoll.poll(0)
-        if exactly_s > left_s + _TICK_S:  # whole milliseconds, rounded up
+        # `epoll` waits for whole milliseconds, rounded up; `select` waits for microseconds.
+        if exactly_s > left_s + _TICK_S:
             return self._epoll.poll(min(left_s, _LONGEST_S))
-        if exactly_s > 2 * _TICK_S:  # wake before it, then exactly
+        if exactly_s > 2 * _TICK_S:  # wake up before it, then wait exactly
             return self._epoll.poll(exactly_s - _TICK_S)
         select.select([self._epoll], [], [], exactly_s)
         return self._epoll.poll(0)

@@ -1,46 +1,51 @@
 """The receiving half of one directed pair of ranks: what comes in over all its lanes.
 
-It decides where each chunk is received, so that nothing is ever written into memory that has been
-handed over: at most one lane writes a chunk's place in a slot at a time; a copy of that chunk that
-comes on another lane is received aside, and whichever is whole first counts. From then on the
-other one goes to junk. So a message is complete only when no lane writes in its slot.
+It decides where each chunk is written, so that nothing is ever written into memory that has been
+handed over. At most one lane writes a chunk's place in a slot; a copy of that chunk on another lane
+is received aside, and whichever is whole first counts. From then on the other is dropped. So a
+message is complete only when no lane writes into its slot.
 """
 
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from jaxmorph.transport.message_states import ProtocolError, Received, Receiving, after_received
+from jaxmorph.transport.message_states import (
+    ProtocolError,
+    ReceiveEvent,
+    ReceiveState,
+    next_receive_state,
+)
 from jaxmorph.transport.names import HALF, MASK, ChannelName, Tag
 from jaxmorph.transport.wire import Acknowledge, Chunk, Credit, Resume
 
 
 class Place(StrEnum):
-    """Where a chunk's payload is to be received."""
+    """Where a chunk's payload is written."""
 
     SLOT = "slot"  # its message's slot, at the chunk's offset
-    ASIDE = "aside"  # a chunk-sized buffer of the lane's own: another lane is landing this chunk
+    ASIDE = "aside"  # a chunk-sized buffer of the lane's own: another lane is writing the slot
     JUNK = "junk"  # nowhere: read and dropped; its checksum is not compared
 
 
 SLOT, ASIDE, JUNK = Place.SLOT, Place.ASIDE, Place.JUNK
-_EXPECTED, _BEGUN = Receiving.EXPECTED, Received.BEGUN
-_ALL_LANDED, _IN_SEQUENCE = Received.ALL_LANDED, Received.IN_SEQUENCE
+# Every message needs these, and Python 3.11 takes a quarter of a microsecond to find one.
+_EXPECTED, _BEGUN = ReceiveState.EXPECTED, ReceiveEvent.BEGUN
+_ALL_RECEIVED, _IN_SEQUENCE = ReceiveEvent.ALL_RECEIVED, ReceiveEvent.IN_SEQUENCE
 
 
-class Landing:
-    """One chunk on its way in.
+class IncomingChunk:
+    """One chunk that is being received.
 
     Attributes:
-        offset: Where in the slot's payload the chunk begins.
-        length: The chunk's bytes.
-        place: Where they are to go. It may turn to `JUNK` while they are coming: a loop looks at
-            it before every receive; a lane with a thread of its own must be fenced instead.
+        place: Where its bytes go. It may turn to `JUNK` while they are coming: a lane checks it
+            before every receive, or must be fenced if the peer writes by itself.
+        index: The chunk's number in its message.
     """
 
     __slots__ = ("channel", "index", "length", "message", "offset", "place", "sequence", "slot")
 
     def __init__(
-        self, chunk: Chunk, slot: int, place: Place, message: "_Arriving | None", index: int
+        self, chunk: Chunk, slot: int, place: Place, message: "_PartialMessage | None", index: int
     ) -> None:
         self.channel = chunk.channel
         self.sequence = chunk.sequence
@@ -53,9 +58,9 @@ class Landing:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether its bytes count: no other lane has brought the chunk over."""
+        """Whether its bytes count, as no other lane has brought the chunk yet."""
         return self.message is not None and not (
-            self.place is JUNK or self.message.landed[self.index]
+            self.place is JUNK or self.message.received[self.index]
         )
 
 
@@ -70,34 +75,34 @@ class Delivery(NamedTuple):
     posted_ns: int  # by the sender's monotonic clock
 
 
-class Landed(NamedTuple):
-    """What follows from a chunk that has landed, to be done in this order."""
+class ChunkOutcome(NamedTuple):
+    """What to do after a chunk has been received, in this order."""
 
-    fenced: tuple[Landing, ...]  # of other lanes: junk from now on
-    copy: Landing | None  # its payload is to be copied from aside into the slot
-    deliveries: tuple[Delivery, ...]  # to hand over, in order
-    acknowledge: Acknowledge  # to be sent back on the same lane
+    fenced: tuple[IncomingChunk, ...]  # of other lanes: junk from now on
+    copy: IncomingChunk | None  # copy its payload from aside into the slot
+    deliveries: tuple[Delivery, ...]  # hand over, in order
+    acknowledge: Acknowledge  # send back on the same lane
 
 
-class _Arriving:
-    """A message of which something has come."""
-
-    __slots__ = ("landed", "landing", "left", "posted_ns", "state", "tag", "total")
+class _PartialMessage:
+    __slots__ = ("missing", "posted_ns", "received", "state", "tag", "total", "writers")
 
     def __init__(self, chunk: Chunk, num_chunks: int) -> None:
         self.total = chunk.total
         self.tag = chunk.tag
         self.posted_ns = chunk.posted_ns
-        self.left = num_chunks
-        self.landed = bytearray(num_chunks)
-        self.landing: dict[int, Landing] = {}  # who writes which chunk's place in the slot
-        self.state = after_received(_EXPECTED, _BEGUN)
+        self.missing = num_chunks
+        self.received = bytearray(num_chunks)
+        self.writers: dict[int, IncomingChunk] = {}  # by chunk: which one is writing the slot
+        self.state = next_receive_state(_EXPECTED, _BEGUN)
 
 
 class _Channel:
-    """Counts and messages under way; counts are numbers of messages, as in `sequence`."""
+    """Its counts are numbers of messages, as `sequence` is."""
 
-    __slots__ = ("arriving", "consumed", "delivered", "name", "num_slots", "slot_bytes", "told")
+    __slots__ = (
+        "consumed", "delivered", "name", "num_slots", "partial", "reported_limit", "slot_bytes",
+    )  # fmt: skip
 
     def __init__(
         self, name: ChannelName, slot_bytes: int, num_slots: int, delivered: int, consumed: int
@@ -107,20 +112,20 @@ class _Channel:
         self.num_slots = num_slots
         self.delivered = delivered
         self.consumed = consumed
-        self.told = consumed  # the limit that went to the sender last
-        self.arriving: dict[int, _Arriving] = {}
+        self.reported_limit = consumed  # the last that was sent to the sender
+        self.partial: dict[int, _PartialMessage] = {}
 
     def limit(self) -> int:
         return (self.consumed + self.num_slots) & MASK
 
 
 class _Lane:
-    __slots__ = ("chunks", "heard", "junk_bytes", "landings", "received_bytes", "told")
+    __slots__ = ("chunks", "incoming", "junk_bytes", "last_active", "received_bytes", "reported")
 
     def __init__(self) -> None:
-        self.landings: list[Landing] = []
-        self.told: dict[ChannelName, tuple[int, int]] = {}
-        self.heard = 0
+        self.incoming: list[IncomingChunk] = []
+        self.reported: dict[ChannelName, tuple[int, int]] = {}
+        self.last_active = 0  # the greater, the later
         self.chunks = self.received_bytes = self.junk_bytes = 0
 
 
@@ -128,23 +133,23 @@ class Incoming:
     """All channels from one rank, over all its lanes. One thread; it does no I/O.
 
     Args:
-        landings_at_once: How many chunks a lane may be landing.
+        chunks_at_once: How many chunks a lane may be receiving.
     """
 
-    def __init__(self, source: int, destination: int, landings_at_once: int = 1) -> None:
+    def __init__(self, source: int, destination: int, chunks_at_once: int = 1) -> None:
         self.source, self.destination = source, destination
-        self._landings_at_once = landings_at_once
+        self._chunks_at_once = chunks_at_once
         self._channels: dict[ChannelName, _Channel] = {}
         self._lanes: dict[int, _Lane] = {}
         self._generation = -1
         self._chunk_bytes = 0
-        self._heard = 0
+        self._activity = 0
         self._counters = dict.fromkeys(("chunks", "duplicates", "aside", "fenced", "messages"), 0)
 
     def add_channel(
         self, name: ChannelName, slot_bytes: int, num_slots: int, delivered: int, consumed: int
     ) -> None:
-        """Begin to receive a channel, or go on with it after a restart, from the slots' counts.
+        """Begin to receive a channel, or resume it after a restart, from its slots' counts.
 
         Raises:
             ValueError: If it is another pair's, or known.
@@ -156,9 +161,9 @@ class Incoming:
         self._channels[name] = _Channel(name, slot_bytes, num_slots, delivered, consumed)
 
     def grow(self, name: ChannelName, num_slots: int) -> Credit:
-        """Give a channel at rest more slots; returns what to tell the sender."""
+        """Give a channel at rest more slots; returns the frame for the sender."""
         channel = self._channels[name]
-        if channel.arriving or channel.delivered != channel.consumed:
+        if channel.partial or channel.delivered != channel.consumed:
             raise ValueError(f"{name} is not at rest")
         channel.num_slots = num_slots
         return self._credit(channel)
@@ -166,17 +171,17 @@ class Incoming:
     def lane_up(
         self, lane: int, generation: int, chunk_bytes: int
     ) -> tuple[tuple[int, ...], list[Resume]]:
-        """Take a lane whose handshake is done; one of the same number is replaced.
+        """Add a lane after its handshake; it replaces one of the same number.
 
-        A sender's new generation begins anew with its chunks: what had landed of incomplete
-        messages is forgotten, and lanes of its earlier generation are down.
+        A sender's new generation starts its incomplete messages over: their chunks are forgotten,
+        and so are the lanes of its earlier generation.
 
         Returns:
-            Other lanes to close, and the frames to send on this one first.
+            Other lanes to close, and the first frames to send on this one.
 
         Raises:
-            ProtocolError: If the generation is older than one that was here, or the chunks are of
-                another length than its other lanes'.
+            ProtocolError: If the generation is older than the current one, or the chunk size
+                differs from that of its other lanes.
         """
         if generation < self._generation:
             raise ProtocolError(
@@ -189,90 +194,89 @@ class Incoming:
         self.lane_down(lane)
         stale = self._begin_generation(generation, chunk_bytes)
         self._lanes[lane] = _Lane()
-        self._hear(self._lanes[lane])
+        self._mark_active(self._lanes[lane])
         return stale, [self._resume(self._lanes[lane], each) for each in self._channels.values()]
 
     def lane_down(self, lane: int) -> None:
-        """Forget a lane, and what it was landing; harmless if it isn't up."""
+        """Forget a lane and the chunks it was receiving; harmless if it isn't up."""
         gone = self._lanes.pop(lane, None)
-        for landing in gone.landings if gone is not None else ():
-            self._unclaim(landing)
-            self._forget_if_untouched(landing)
+        for chunk in gone.incoming if gone is not None else ():
+            self._unclaim(chunk)
+            self._forget_if_untouched(chunk)
 
-    def begin(self, lane: int, chunk: Chunk) -> Landing:
-        """Where the payload of an announced chunk is to be received.
+    def begin(self, lane: int, chunk: Chunk) -> IncomingChunk:
+        """Decide where the payload of an announced chunk goes.
 
         Raises:
-            ProtocolError: If it may not come: the lane is to be closed without reading on.
+            ProtocolError: If the chunk is not allowed: close the lane without reading on.
         """
         state = self._lanes[lane]
-        if len(state.landings) >= self._landings_at_once:
-            raise ProtocolError(f"lane {lane} announced a chunk while landing another")
+        if len(state.incoming) >= self._chunks_at_once:
+            raise ProtocolError(f"lane {lane} announced a chunk while receiving another")
         channel = self._channels.get(chunk.channel)
         if channel is None:
             raise ProtocolError(f"got a chunk of {chunk.channel}, which doesn't end here")
         sequence = chunk.sequence
         slot = sequence & (channel.num_slots - 1)
         if (sequence - channel.delivered) & MASK >= HALF:
-            landing = Landing(chunk, slot, JUNK, None, 0)
+            incoming = IncomingChunk(chunk, slot, JUNK, None, 0)
         else:
-            landing = self._claim(channel, chunk, slot)
-        state.landings.append(landing)
-        return landing
+            incoming = self._claim(channel, chunk, slot)
+        state.incoming.append(incoming)
+        return incoming
 
-    def landed(self, lane: int, landing: Landing | None = None) -> Landed:
-        """A lane's chunk (None: its only one) is all there, and its checksum right.
+    def finish(self, lane: int, chunk: IncomingChunk | None = None) -> ChunkOutcome:
+        """Record that a lane's chunk (None: its only one) is whole, with a right checksum.
 
-        (If it is wrong, the lane is closed: `lane_down`.)
+        After a wrong checksum, call `lane_down` instead.
         """
         state = self._lanes[lane]
-        if not state.landings:
+        if not state.incoming:
             raise ValueError(f"lane {lane} has no chunk under way")
-        landing = landing or state.landings[0]
-        state.landings.remove(landing)
+        chunk = chunk or state.incoming[0]
+        state.incoming.remove(chunk)
         state.chunks += 1
-        state.received_bytes += landing.length
-        self._heard += 1
-        state.heard = self._heard
-        channel = self._channels[landing.channel]
+        state.received_bytes += chunk.length
+        self._mark_active(state)
+        channel = self._channels[chunk.channel]
         copy, fenced = None, ()
-        if landing.place is not JUNK:
-            copy, fenced = self._settle(landing)
+        if chunk.place is not JUNK:
+            copy, fenced = self._settle(chunk)
         else:
-            state.junk_bytes += landing.length
+            state.junk_bytes += chunk.length
             self._counters["duplicates"] += 1
-        deliveries = self._in_sequence(channel) if channel.delivered == landing.sequence else ()
-        return Landed(fenced, copy, deliveries, self._acknowledge(state, channel, landing))
+        deliveries = self._in_sequence(channel) if channel.delivered == chunk.sequence else ()
+        return ChunkOutcome(fenced, copy, deliveries, self._acknowledge(state, channel, chunk))
 
     def consumed(self, channel: ChannelName, count: int) -> Credit | None:
-        """Take over the slots' count of messages that were given back.
+        """Take over the slots' count of messages that the receiver has released.
 
         Returns:
-            What to send on the `best_lane`, if the sender may be in need of it: it hears of the
-            rest with the next acknowledgement.
+            A frame for the `best_lane`, if the sender may need room; otherwise the next
+            acknowledgement reports the count.
         """
         state = self._channels[channel]
         state.consumed = count
-        known_room = (state.told - state.delivered) & MASK
-        if state.told != state.limit() and (
+        known_room = (state.reported_limit - state.delivered) & MASK
+        if state.reported_limit != state.limit() and (
             known_room >= HALF or known_room * 2 <= state.num_slots
         ):
             return self._credit(state)
         return None
 
     def best_lane(self) -> int | None:
-        """The lane that was heard from last; None: there is none (a new one is told first)."""
-        return max(self._lanes, key=lambda lane: self._lanes[lane].heard, default=None)
+        """The lane that was active last; None: no lane is up (a new one reports all counts)."""
+        return max(self._lanes, key=lambda lane: self._lanes[lane].last_active, default=None)
 
     def pinged(self, lane: int) -> list[Credit]:
-        """What to send after the answer to a ping: counts that weren't told on this lane."""
+        """The frames to send after the answer to a ping: counts not yet reported on this lane."""
         state = self._lanes[lane]
-        self._hear(state)
+        self._mark_active(state)
         credits_ = []
         for channel in self._channels.values():
             counts = (channel.delivered, channel.limit())
-            if state.told.get(channel.name) != counts:
-                state.told[channel.name] = counts
+            if state.reported.get(channel.name) != counts:
+                state.reported[channel.name] = counts
                 credits_.append(self._credit(channel))
         return credits_
 
@@ -295,18 +299,18 @@ class Incoming:
         for lane in stale:
             self.lane_down(lane)
         for channel in self._channels.values():
-            for message in channel.arriving.values():
-                message.state = after_received(message.state, Received.SENDER_RESTARTED)
-            channel.arriving.clear()
+            for message in channel.partial.values():
+                message.state = next_receive_state(message.state, ReceiveEvent.SENDER_RESTARTED)
+            channel.partial.clear()
         self._generation, self._chunk_bytes = generation, chunk_bytes
         return stale
 
-    def _hear(self, lane: _Lane) -> None:
-        self._heard += 1
-        lane.heard = self._heard
+    def _mark_active(self, lane: _Lane) -> None:
+        self._activity += 1
+        lane.last_active = self._activity
 
-    def _claim(self, channel: _Channel, chunk: Chunk, slot: int) -> Landing:
-        message = channel.arriving.get(chunk.sequence)
+    def _claim(self, channel: _Channel, chunk: Chunk, slot: int) -> IncomingChunk:
+        message = channel.partial.get(chunk.sequence)
         if message is not None and (
             message.total != chunk.total
             or message.posted_ns != chunk.posted_ns
@@ -316,16 +320,16 @@ class Incoming:
         index = self._index(chunk)
         if message is None:
             message = self._expect(channel, chunk)
-        if message.landed[index]:
-            return Landing(chunk, slot, JUNK, None, index)
-        if index in message.landing:
-            return Landing(chunk, slot, ASIDE, message, index)
-        landing = Landing(chunk, slot, SLOT, message, index)
-        message.landing[index] = landing
-        return landing
+        if message.received[index]:
+            return IncomingChunk(chunk, slot, JUNK, None, index)
+        if index in message.writers:
+            return IncomingChunk(chunk, slot, ASIDE, message, index)
+        incoming = IncomingChunk(chunk, slot, SLOT, message, index)
+        message.writers[index] = incoming
+        return incoming
 
     def _index(self, chunk: Chunk) -> int:
-        """Which of its message's chunks it is; only an empty message has an empty one."""
+        """The chunk's number in its message; only an empty message has an empty chunk."""
         index, beyond = divmod(chunk.offset, self._chunk_bytes)
         length = min(self._chunk_bytes, chunk.total - chunk.offset)
         if beyond or chunk.length != length or (length == 0) != (chunk.total == 0):
@@ -335,7 +339,7 @@ class Incoming:
             )
         return index
 
-    def _expect(self, channel: _Channel, chunk: Chunk) -> _Arriving:
+    def _expect(self, channel: _Channel, chunk: Chunk) -> _PartialMessage:
         if (chunk.sequence - channel.consumed) & MASK >= channel.num_slots:
             raise ProtocolError(
                 f"{channel.name} message {chunk.sequence} is beyond the limit {channel.limit()}"
@@ -344,61 +348,66 @@ class Incoming:
             raise ProtocolError(
                 f"{channel.name} message of {chunk.total} bytes, slots have {channel.slot_bytes}"
             )
-        message = _Arriving(chunk, max(1, -(-chunk.total // self._chunk_bytes)))
-        channel.arriving[chunk.sequence] = message
+        message = _PartialMessage(chunk, max(1, -(-chunk.total // self._chunk_bytes)))
+        channel.partial[chunk.sequence] = message
         return message
 
-    def _unclaim(self, landing: Landing) -> None:
-        message = landing.message
-        if message is not None and message.landing.get(landing.index) is landing:
-            del message.landing[landing.index]
-        landing.place = JUNK
+    def _unclaim(self, chunk: IncomingChunk) -> None:
+        message = chunk.message
+        if message is not None and message.writers.get(chunk.index) is chunk:
+            del message.writers[chunk.index]
+        chunk.place = JUNK
 
-    def _forget_if_untouched(self, landing: Landing) -> None:
-        """Forget what a broken lane announced of a message of which nothing else has come."""
-        message, arriving = landing.message, self._channels[landing.channel].arriving
-        if message is None or arriving.get(landing.sequence) is not message:
-            return  # a lane that was landing several of its chunks: it's forgotten already
-        if any(message.landed) or self._is_landing(message):
+    def _forget_if_untouched(self, chunk: IncomingChunk) -> None:
+        """Forget a message that only a broken lane has announced, and of which nothing has come.
+
+        Otherwise a lane that lies about a message's length or tag would block the true message.
+        """
+        message, partial = chunk.message, self._channels[chunk.channel].partial
+        if message is None or partial.get(chunk.sequence) is not message:
+            return  # forgotten with another chunk of the same lane
+        if any(message.received) or self._is_being_received(message):
             return
-        message.state = after_received(message.state, Received.LANE_LOST)
-        del arriving[landing.sequence]
+        message.state = next_receive_state(message.state, ReceiveEvent.LANE_LOST)
+        del partial[chunk.sequence]
 
-    def _is_landing(self, message: _Arriving) -> bool:
+    def _is_being_received(self, message: _PartialMessage) -> bool:
         return any(
-            landing.message is message for lane in self._lanes.values() for landing in lane.landings
+            chunk.message is message for lane in self._lanes.values() for chunk in lane.incoming
         )
 
-    def _settle(self, landing: Landing) -> tuple[Landing | None, tuple[Landing, ...]]:
-        """Count a chunk that came to a place that counts; returns what to copy and whom it ends."""
-        message, index = landing.message, landing.index
+    def _settle(
+        self, chunk: IncomingChunk
+    ) -> tuple[IncomingChunk | None, tuple[IncomingChunk, ...]]:
+        """Count a whole chunk; returns what to copy into the slot, and which chunks to fence."""
+        message, index = chunk.message, chunk.index
         assert message is not None
         copy, fenced = None, ()
-        if landing.place is ASIDE:
-            if message.landed[index]:
+        if chunk.place is ASIDE:
+            if message.received[index]:
                 self._counters["duplicates"] += 1
                 return None, ()
-            copy = landing
+            copy = chunk
             self._counters["aside"] += 1
-        first = message.landing.pop(index, None)
-        if first is not None and first is not landing:
-            first.place = JUNK
-            fenced = (first,)
+        writer = message.writers.pop(index, None)
+        if writer is not None and writer is not chunk:
+            writer.place = JUNK
+            fenced = (writer,)
             self._counters["fenced"] += 1
-        message.landed[index] = 1
+        message.received[index] = 1
         self._counters["chunks"] += 1
-        message.left -= 1
-        if not message.left:
-            message.state = after_received(message.state, _ALL_LANDED)
+        message.missing -= 1
+        if not message.missing:
+            message.state = next_receive_state(message.state, _ALL_RECEIVED)
         return copy, fenced
 
     def _in_sequence(self, channel: _Channel) -> tuple[Delivery, ...]:
         deliveries = []
         sequence = channel.delivered
-        message = channel.arriving.get(sequence)
-        while message is not None and not message.left:
-            message.state = after_received(message.state, _IN_SEQUENCE)
-            del channel.arriving[sequence]
+        message = channel.partial.get(sequence)
+        while message is not None and not message.missing:
+            message.state = next_receive_state(message.state, _IN_SEQUENCE)
+            del channel.partial[sequence]
             slot = sequence & (channel.num_slots - 1)
             deliveries.append(
                 Delivery(
@@ -406,23 +415,23 @@ class Incoming:
                 )
             )
             sequence = (sequence + 1) & MASK
-            message = channel.arriving.get(sequence)
+            message = channel.partial.get(sequence)
         channel.delivered = sequence
         self._counters["messages"] += len(deliveries)
         return tuple(deliveries)
 
-    def _acknowledge(self, lane: _Lane, channel: _Channel, landing: Landing) -> Acknowledge:
+    def _acknowledge(self, lane: _Lane, channel: _Channel, chunk: IncomingChunk) -> Acknowledge:
         limit = (channel.consumed + channel.num_slots) & MASK
-        channel.told = limit
+        channel.reported_limit = limit
         delivered = channel.delivered
-        lane.told[channel.name] = (delivered, limit)
-        return Acknowledge(landing.channel, landing.sequence, landing.offset, delivered, limit)
+        lane.reported[channel.name] = (delivered, limit)
+        return Acknowledge(chunk.channel, chunk.sequence, chunk.offset, delivered, limit)
 
     def _credit(self, channel: _Channel) -> Credit:
-        channel.told = channel.limit()
-        return Credit(channel.name, channel.delivered, channel.told)
+        channel.reported_limit = channel.limit()
+        return Credit(channel.name, channel.delivered, channel.reported_limit)
 
     def _resume(self, lane: _Lane, channel: _Channel) -> Resume:
-        channel.told = channel.limit()
-        lane.told[channel.name] = (channel.delivered, channel.told)
-        return Resume(channel.name, channel.delivered, channel.told)
+        channel.reported_limit = channel.limit()
+        lane.reported[channel.name] = (channel.delivered, channel.reported_limit)
+        return Resume(channel.name, channel.delivered, channel.reported_limit)

@@ -1,8 +1,8 @@
-"""What a lane is to its sidecar, whatever carries its bytes; and the kind that each begins as, TCP.
+"""What a sidecar expects of a lane, whatever carries its bytes; and the basic kind, over TCP.
 
-A lane joins one local network card to one of the peer's. It carries frames both ways, and from the
-sender to the receiver the payloads of chunks, out of one slot and into the other. It is as
-unreliable as its network: numbering, replay and order are the engine's (`outgoing`, `incoming`).
+A lane joins one local network card to one of the peer's. It carries frames both ways, and chunk
+payloads from the sender's slots into the receiver's. It is as unreliable as its network: numbering,
+replay and order belong to the engine (`outgoing`, `incoming`).
 """
 
 import contextlib
@@ -17,35 +17,35 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from zlib import crc32
 
 from jaxmorph.transport.event_loop import READ, WRITE
-from jaxmorph.transport.incoming import Landing, Place
+from jaxmorph.transport.incoming import IncomingChunk, Place
 from jaxmorph.transport.plane import Address
 from jaxmorph.transport.wire import Chunk, FrameError, FrameReader, pack, pack_chunk
 
 
 class LaneError(OSError):
-    """The lane can't be used any more: it is to be closed, and opened anew."""
+    """The lane can't be used any more: close it and open a new one."""
 
 
 class ChecksumError(FrameError):
     """A payload was changed on its way."""
 
 
-class Chunks(NamedTuple):
-    """What a lane asks of the receiving side for each chunk that comes.
+class ChunkHandler(NamedTuple):
+    """What a lane calls at the receiving end for each chunk.
 
     Attributes:
-        begin: Where it goes; raises `ProtocolError` if it may not come.
-        memory: The landing's place in its slot, as long as that is its place.
-        landed: It's all there, with a right checksum; from which memory to copy it, if aside.
+        begin: Decides where the chunk goes; raises `ProtocolError` if it is not allowed.
+        memory: The chunk's place in its slot; valid while that is its place.
+        finish: Takes a chunk that is whole and its payload's memory, which is copied if aside.
     """
 
-    begin: Callable[[Chunk], Landing]
-    memory: Callable[[Landing], memoryview]
-    landed: Callable[[Landing, memoryview], None]
+    begin: Callable[[Chunk], IncomingChunk]
+    memory: Callable[[IncomingChunk], memoryview]
+    finish: Callable[[IncomingChunk, memoryview], None]
 
 
 class Lane(Protocol):
-    """One connection to a peer; it never blocks. What fails of it raises `LaneError`."""
+    """One connection to a peer. It never blocks; if it fails it raises `LaneError`."""
 
     @property
     def is_busy(self) -> bool:
@@ -54,22 +54,22 @@ class Lane(Protocol):
 
     @property
     def mask(self) -> int:
-        """What to wait for."""
+        """The event mask to wait for."""
         ...
 
     @property
     def poll_s(self) -> float:
-        """When to `poll` without anything being ready; infinity: never."""
+        """When to `poll` even if nothing is ready; infinity: never."""
         ...
 
     @property
     def sent_bytes(self) -> int:
-        """How many have left on the connection."""
+        """Bytes sent on the connection."""
         ...
 
     @property
     def written_bytes(self) -> int:
-        """How many have been written into the peer's memory beside it."""
+        """Bytes written straight into the peer's memory."""
         ...
 
     def fileno(self) -> int:
@@ -77,31 +77,31 @@ class Lane(Protocol):
         ...
 
     def open(self) -> None:
-        """Make the connection fit to be a lane, after all memory has been registered."""
+        """Start the lane, after all memory has been registered."""
 
     def register(self, memory: memoryview) -> None:
-        """Make a channel's memory known to the network card, where that is needed."""
+        """Register a channel's memory with the network card, where needed."""
 
     def post(self, chunk: Chunk, payload: memoryview) -> bool:
         """Begin to send a chunk; returns whether another may follow at once."""
         ...
 
-    def poll(self, mask: int, chunks: Chunks | None) -> list[Any]:
-        """Go on with what is under way; returns the frames that have come, without chunks.
+    def poll(self, mask: int, handler: ChunkHandler | None) -> list[Any]:
+        """Continue sending and receiving; returns the frames received, except chunks.
 
         Args:
             mask: What the descriptor is ready for; 0: nothing.
-            chunks: Of the receiving side; None at the sending one.
+            handler: None at the sending end.
 
         Raises:
             FrameError: If the peer sends what it may not.
         """
         ...
 
-    def fence(self, landing: Landing) -> None:
-        """After this the lane doesn't write where the landing was to go: its place is junk."""
+    def fence(self, chunk: IncomingChunk) -> None:
+        """Make sure that the lane never writes to the chunk's place again."""
 
-    def tell(self, frame: Any) -> None:
+    def enqueue(self, frame: Any) -> None:
         """Queue a frame for the next `flush`."""
 
     def flush(self) -> bool:
@@ -112,7 +112,7 @@ class Lane(Protocol):
         """Break the connection at once, as a failing network would."""
 
     def finish_sending(self) -> None:
-        """No more will be sent; what has been is still delivered."""
+        """Announce the end; what has been sent is still delivered."""
 
     def discard_received(self) -> None:
         """Read and drop what has come, so that closing doesn't look like a failure.
@@ -122,11 +122,11 @@ class Lane(Protocol):
         """
 
     def close(self) -> None:
-        """Give up the connection; after this the lane neither reads nor writes a slot."""
+        """Close the connection; after this the lane neither reads nor writes a slot."""
 
 
 Checksum: TypeAlias = Callable[..., int]
-"""Of bytes-like data, and optionally the checksum of what came before them."""
+"""Takes bytes-like data and optionally the checksum of the bytes before them."""
 
 NONE, CRC32, CRC32C = 1, 2, 3
 
@@ -142,12 +142,12 @@ CHECKSUMS = _known_checksums()
 
 
 def offered_checksums(wanted: bool = True) -> tuple[int, ...]:
-    """The checksums this end can do, best first; none at all but `NONE` if they aren't wanted."""
+    """The checksums that this end offers, best first; only `NONE` if they aren't wanted."""
     return tuple(sorted(CHECKSUMS.keys() - {NONE}, reverse=True)) if wanted else (NONE,)
 
 
 def chosen_checksum(peer_offers: Sequence[int], own_offers: Sequence[int]) -> int:
-    """The first of the peer's checksums that this end offers too; `NONE` if either end says so.
+    """The first of the peer's offers that this end offers too; `NONE` if either end offers that.
 
     Raises:
         ValueError: If the ends have none in common.
@@ -160,16 +160,15 @@ def chosen_checksum(peer_offers: Sequence[int], own_offers: Sequence[int]) -> in
     raise ValueError(f"the peer can do checksums {list(peer_offers)}, expected {list(own_offers)}")
 
 
-_BACKSTOP_MS = 8000
+_USER_TIMEOUT_MS = 8000
 _TURN_BYTES = 2 * 1024 * 1024
 _MAX_PIECES = 16
 _MAX_FRAMES = 1 << 16
-_MOST_WAITING = 8192
+_MAX_WAITING = 8192
 _WILDCARDS = ("", "0.0.0.0", "::")
 _ASIDE, _JUNK = Place.ASIDE, Place.JUNK
 _NOWHERE = memoryview(b"")
-_SCRATCHED = (_ASIDE, _JUNK)
-_everybodys_junk = bytearray(1024)
+_shared_junk = bytearray(1024)
 
 
 def family_of(host: str) -> socket.AddressFamily:
@@ -178,7 +177,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def dial(local_host: str, address: Address) -> socket.socket:
-    """A socket that is connecting, from a local address; `OSError` if that can't even begin."""
+    """A socket that is connecting from a local address; raises `OSError` if it can't begin."""
     connecting = socket.socket(family_of(address[0]), socket.SOCK_STREAM)
     try:
         connecting.setblocking(False)
@@ -194,7 +193,7 @@ def dial(local_host: str, address: Address) -> socket.socket:
 
 
 class TcpLane:
-    """A `Lane` over a TCP connection that is being made, or has been accepted, and is its own now.
+    """A `Lane` over a TCP connection, which it closes; the connection may still be connecting.
 
     Attributes:
         checksum: Of payloads, as agreed in the handshake.
@@ -206,11 +205,11 @@ class TcpLane:
     def __init__(self, connection: socket.socket, reader: FrameReader) -> None:
         self._socket, self.reader = connection, reader
         self._out: deque[memoryview | bytes] = deque()
-        self._landing: Landing | None = None
+        self._chunk: IncomingChunk | None = None
         self._place: Place | None = None
         self._memory = memoryview(b"")
         self._aside: bytearray | None = None
-        self._sum = 0  # of what has come of the payload, taken while it is in the cache
+        self._sum = 0  # of the payload so far, taken while its bytes are in the cache
         self.checksum = CHECKSUMS[NONE]
         self.sent_bytes = self.received_bytes = 0
         self.open()
@@ -221,21 +220,21 @@ class TcpLane:
 
     @property
     def local_host(self) -> str:
-        """The address of the network card that it uses."""
+        """The address of the local network card."""
         return self._socket.getsockname()[0]
 
     def open(self) -> None:
-        """Say how the connection is to behave: small frames at once, dead ones not for ever."""
+        """Set socket options: send small frames at once, don't keep dead connections forever."""
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _BACKSTOP_MS)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
 
     def register(self, memory: memoryview) -> None:
         """Nothing: the kernel copies from and to any memory."""
 
     def check_connected(self) -> None:
-        """Pass if connecting has succeeded; else `OSError` says why not."""
+        """Raise `OSError` if connecting has failed."""
         problem = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if problem:
             raise OSError(problem, "can't connect")
@@ -247,7 +246,7 @@ class TcpLane:
 
     @property
     def mask(self) -> int:
-        """What to wait for."""
+        """The event mask to wait for."""
         return READ | WRITE if self._out else READ
 
     def post(self, chunk: Chunk, payload: memoryview) -> bool:
@@ -258,7 +257,7 @@ class TcpLane:
             self._out.append(payload)
         return self.flush()
 
-    def tell(self, frame: Any) -> None:
+    def enqueue(self, frame: Any) -> None:
         """Queue a frame for the next `flush`."""
         self._out.append(pack(frame))
 
@@ -286,26 +285,26 @@ class TcpLane:
                 return False
         return True
 
-    def poll(self, mask: int, chunks: Chunks | None, most: int = _MAX_FRAMES) -> list[Any]:
-        """As in `Lane`; frames beyond `most` are left unread, for the next time."""
+    def poll(self, mask: int, handler: ChunkHandler | None, limit: int = _MAX_FRAMES) -> list[Any]:
+        """As in `Lane`; frames beyond `limit` stay unread until the next call."""
         if mask & WRITE:
             self.flush()
         frames: list[Any] = []
         if not mask & ~WRITE:
             return frames
-        if not self.reader.is_empty and not self._parse(frames, chunks, most):
+        if not self.reader.is_empty and not self._parse(frames, handler, limit):
             return frames
-        budget = _TURN_BYTES
+        budget = _TURN_BYTES  # so that no lane keeps the loop from the others
         while budget > 0:
             count, wanted = self._receive()
             self.received_bytes += count
             budget -= count
-            if (count and not self._parse(frames, chunks, most)) or count < wanted:
+            if (count and not self._parse(frames, handler, limit)) or count < wanted:
                 break
         return frames
 
-    def fence(self, landing: Landing) -> None:
-        """Nothing: every receive looks first whether its place in the slot is still its own."""
+    def fence(self, chunk: IncomingChunk) -> None:
+        """Nothing: every receive first checks whether its place in the slot is still its own."""
 
     def abort(self) -> None:
         """Break the connection at once, as a failing network would."""
@@ -313,12 +312,12 @@ class TcpLane:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def finish_sending(self) -> None:
-        """No more will be sent; what has been is still delivered."""
+        """Announce the end; what has been sent is still delivered."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def discard_received(self) -> None:
-        """Read and drop what has come; an error once the peer has closed its end."""
+        """Read and drop what has come; raises `LaneError` once the peer has closed its end."""
         try:
             while self._socket.recv_into(_junk(_TURN_BYTES)):
                 pass
@@ -327,15 +326,15 @@ class TcpLane:
         raise LaneError("closed by the peer")
 
     def close(self) -> None:
-        """Give up the connection."""
+        """Close the connection."""
         self._out.clear()
         self._memory = memoryview(b"")
-        self._landing = None
+        self._chunk = None
         self._socket.close()
 
     def _check_waiting(self) -> None:
-        """Hold no more for a peer that asks and doesn't read than an honest one can have coming."""
-        if len(self._out) > _MOST_WAITING:
+        # An honest peer reads: one that sends pings and reads no answer would fill the memory.
+        if len(self._out) > _MAX_WAITING:
             raise LaneError(f"the peer leaves {len(self._out)} frames unread")
 
     def _drop_sent(self, sent: int) -> None:
@@ -346,7 +345,11 @@ class TcpLane:
             out[0] = memoryview(out[0])[sent:]
 
     def _receive(self) -> tuple[int, int]:
-        """Bytes received and bytes there was room for; a payload's go to its place."""
+        """Receive a payload into its place, and what follows it into the reader.
+
+        Returns:
+            Bytes received, and bytes there was room for.
+        """
         space = self.reader.space()
         left = self.reader.payload_left
         place = self._rest(left) if left else _NOWHERE
@@ -369,14 +372,11 @@ class TcpLane:
         self.reader.wrote(count - payload)
         return count, wanted
 
-    def _parse(self, frames: list[Any], chunks: Chunks | None, most: int) -> bool:
-        """Take what has been received: frames into the list, payloads to their places.
-
-        Whether more must be received before anything else can be taken.
-        """
+    def _parse(self, frames: list[Any], handler: ChunkHandler | None, limit: int) -> bool:
+        """Move frames into the list and payloads to their places; whether more may be received."""
         reader = self.reader
-        while len(frames) < most:
-            if self._landing is not None:
+        while len(frames) < limit:
+            if self._chunk is not None:
                 left = reader.payload_left
                 if left:
                     place = self._rest(left)
@@ -384,60 +384,59 @@ class TcpLane:
                     self._add(place[:taken])
                     if taken < left:
                         return True
-                self._land(chunks)
+                self._finish(handler)
             frame = reader.next_frame()
             if frame is None:
                 return True
             if type(frame) is Chunk:
-                if chunks is None:
-                    raise FrameError("a chunk came to who sends them")
-                self._begin(frame, chunks)
+                if handler is None:
+                    raise FrameError("a chunk came to the sending end")
+                self._begin(frame, handler)
             else:
                 frames.append(frame)
         return False
 
-    def _begin(self, chunk: Chunk, chunks: Chunks) -> None:
-        self._landing = landing = chunks.begin(chunk)
-        self._place = landing.place
-        self._expected, self._sum = chunk.checksum, 0
-        self._memory = self._scratch(chunk) if self._place in _SCRATCHED else chunks.memory(landing)
+    def _begin(self, frame: Chunk, handler: ChunkHandler) -> None:
+        self._chunk = chunk = handler.begin(frame)
+        self._place = chunk.place
+        self._expected, self._sum = frame.checksum, 0
+        if self._place is _JUNK:
+            self._memory = _junk(chunk.length)
+        elif self._place is _ASIDE:
+            if self._aside is None or len(self._aside) < chunk.length:
+                self._aside = bytearray(chunk.length)
+            self._memory = memoryview(self._aside)[: chunk.length]
+        else:
+            self._memory = handler.memory(chunk)
 
     def _rest(self, left: int) -> memoryview:
-        """Where the rest of the payload goes, looking anew whether it may still go there."""
-        landing = self._landing
-        assert landing is not None
-        if landing.place is _JUNK and self._place is not _JUNK:
-            self._place, self._memory = _JUNK, _junk(landing.length)
+        """Where the rest of the payload goes; another lane may have made it junk by now."""
+        chunk = self._chunk
+        assert chunk is not None
+        if chunk.place is _JUNK and self._place is not _JUNK:
+            self._place, self._memory = _JUNK, _junk(chunk.length)
         return self._memory[len(self._memory) - left :]
 
     def _add(self, received: memoryview) -> None:
-        """Take a piece of the payload into its checksum, unless nobody will compare that."""
         if self._place is not _JUNK:
             self._sum = self.checksum(received, self._sum)
 
-    def _land(self, chunks: Chunks | None) -> None:
-        landing, self._landing = self._landing, None
-        assert landing is not None and chunks is not None  # noqa: PT018
-        if landing.is_wanted and self._sum != self._expected:
+    def _finish(self, handler: ChunkHandler | None) -> None:
+        chunk, self._chunk = self._chunk, None
+        assert chunk is not None and handler is not None  # noqa: PT018
+        if chunk.is_wanted and self._sum != self._expected:
             raise ChecksumError(
-                f"{landing.channel} message {landing.sequence}: wrong checksum at {landing.offset}"
+                f"{chunk.channel} message {chunk.sequence}: wrong checksum at {chunk.offset}"
             )
-        chunks.landed(landing, self._memory)
-
-    def _scratch(self, chunk: Chunk) -> memoryview:
-        if self._place is _JUNK:
-            return _junk(chunk.length)
-        if self._aside is None or len(self._aside) < chunk.length:
-            self._aside = bytearray(chunk.length)
-        return memoryview(self._aside)[: chunk.length]
+        handler.finish(chunk, self._memory)
 
 
 def _junk(num_bytes: int) -> memoryview:
-    """Memory that nobody reads, the same for all lanes."""
-    global _everybodys_junk
-    if len(_everybodys_junk) < num_bytes:
-        _everybodys_junk = bytearray(num_bytes)
-    return memoryview(_everybodys_junk)[:num_bytes]
+    """Memory that nobody reads, shared by all lanes."""
+    global _shared_junk
+    if len(_shared_junk) < num_bytes:
+        _shared_junk = bytearray(num_bytes)
+    return memoryview(_shared_junk)[:num_bytes]
 
 
 def _name_of(error: OSError) -> str:

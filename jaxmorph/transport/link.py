@@ -1,4 +1,4 @@
-"""What both halves of a link of two ranks share: lanes of one kind, pings, the peer's clock."""
+"""What both halves of a link between two ranks share: their lanes, pings, and the peer's clock."""
 
 import time
 from collections import deque
@@ -16,14 +16,14 @@ TCP, NIXL = BACKENDS = ("tcp", "nixl")
 
 _SAMPLES = 64
 _DRIFT = 1e-4
-"""How far two clocks may run apart: 100 parts in a million, about twice a bad quartz's error."""
+"""How far two clocks may drift apart: 100 parts in a million, about twice a bad quartz's error."""
 
 
 def check_backend(backend: str) -> None:
-    """Pass if this installation has what a backend needs.
+    """Check that this installation has what a backend needs.
 
     Raises:
-        UserError: If it hasn't, or there is no such backend.
+        UserError: If it lacks that, or there is no such backend.
     """
     if backend not in BACKENDS:
         raise UserError(f"transport backend {backend!r}: expected one of {', '.join(BACKENDS)}")
@@ -35,12 +35,12 @@ def check_backend(backend: str) -> None:
 
 
 def prepare_backend(backend: str, hosts: Sequence[str]) -> None:
-    """Load what the lanes need, and find out whether these network cards can do it.
+    """Load what the lanes need, and check that these network cards support it.
 
-    With NIXL that takes half a second, which is better spent before lanes are waited for.
+    With NIXL that takes half a second, better spent before anything waits for lanes.
 
     Raises:
-        LaneError: If they can't.
+        LaneError: If a card doesn't.
     """
     if backend == NIXL:
         for host in hosts:
@@ -48,25 +48,22 @@ def prepare_backend(backend: str, hosts: Sequence[str]) -> None:
 
 
 class OpenPings:
-    """Questions on one lane that wait for their answers, which come in the order of the questions.
-
-    What answers none of them isn't believed.
-    """
+    """The unanswered pings on one lane; a pong that answers none of them is refused."""
 
     def __init__(self) -> None:
         self._sent_ns: deque[int] = deque()
 
     def ask(self, now_ns: int) -> Ping:
-        """Another question."""
+        """Another ping, to send now."""
         self._sent_ns.append(now_ns)
         return Ping(now_ns)
 
     def answered(self, pong: Pong, now_ns: int) -> None:
-        """Take an answer off the list; its times may be of any clock.
+        """Remove the oldest ping; the pong's two times may be of any clock.
 
         Raises:
-            ProtocolError: If it doesn't answer the oldest question, or its times are longer apart
-                than that was open.
+            ProtocolError: If the pong doesn't answer the oldest ping, or its times are further
+                apart than that ping was open.
         """
         if not self._sent_ns:
             raise ProtocolError("an answer came to no question")
@@ -86,15 +83,14 @@ class _Sample(NamedTuple):
 
 
 class ClockOffset:
-    """How far the peer's monotonic clock is ahead, as NTP finds it: the quickest answer errs least.
+    """How far the peer's monotonic clock is ahead; as in NTP, the quickest answer errs least.
 
-    The answer's two times lie between the question's two, so the offset is known within half of the
-    time there and back, however unlike the two ways are. What was learnt grows worse with time, as
-    clocks drift.
+    A pong's two times lie between the ping's departure and the pong's arrival, so the offset is
+    known within half a round trip, even if the two directions differ. Samples age, as clocks drift.
 
     Attributes:
-        offset_ns: The peer's clock minus this one; 0 as long as nothing is known.
-        error_ns: The most that can be wrong by, when the last answer came; None: nothing is known.
+        offset_ns: The peer's clock minus this one; 0 until the first answer.
+        error_ns: The largest possible error, as of the last answer; None before the first.
     """
 
     def __init__(self) -> None:
@@ -103,12 +99,12 @@ class ClockOffset:
         self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
 
     def learn(self, pong: Pong, now_ns: int) -> None:
-        """Take into account an answer that came at `now_ns`, by the clock that asked."""
-        there_and_back = now_ns - pong.sent_ns - (pong.replied_ns - pong.received_ns)
-        if there_and_back < 0:
+        """Add a pong that arrived at `now_ns`, by the clock that sent the ping."""
+        round_trip_ns = now_ns - pong.sent_ns - (pong.replied_ns - pong.received_ns)
+        if round_trip_ns < 0:
             return
         offset_ns = (pong.received_ns + pong.replied_ns - pong.sent_ns - now_ns) // 2
-        self._samples.append(_Sample((there_and_back + 1) // 2, offset_ns, now_ns))
+        self._samples.append(_Sample((round_trip_ns + 1) // 2, offset_ns, now_ns))
         self.error_ns, self.offset_ns = min(
             (each.half_round_trip_ns + int(_DRIFT * (now_ns - each.at_ns)), each.offset_ns)
             for each in self._samples
@@ -119,7 +115,6 @@ class LinkHalf:
     """The lanes of one direction between this rank and a peer.
 
     Args:
-        loop: Where it waits.
         report: Called with the kind and details of each event.
 
     Attributes:
@@ -141,19 +136,19 @@ class LinkHalf:
         return bool(self._lanes)
 
     def disturb(self, action: str, lane: int | None = None, count: int = 1) -> None:
-        """Harm done on purpose; see `SidecarPlane.disturb`."""
+        """Inject a fault; see `SidecarPlane.disturb`."""
         for number, each in self._lanes.items():
             if action == "reset" and lane in (None, number):
                 each.abort()
 
-    def say_goodbye(self, reason: str) -> list[Lane]:
-        """Tell the peer that this rank's trainer is gone; returns the lanes it is told on."""
+    def send_goodbye(self, reason: str) -> list[Lane]:
+        """Queue a `Gone` frame on every lane; returns the lanes."""
         for lane in self._lanes.values():
-            lane.tell(Gone(self._rank, reason))
+            lane.enqueue(Gone(self._rank, reason))
         return list(self._lanes.values())
 
     def close(self) -> None:
-        """Give everything back."""
+        """Close all lanes."""
         for lane in self._lanes.values():
             self._loop.remove(lane.fileno())
             lane.close()
@@ -166,14 +161,14 @@ class LinkHalf:
         memory: Iterable[memoryview],
         chunk_bytes: int,
     ) -> Lane:
-        """What becomes of a connection whose handshake is done; it belongs to the lane then.
+        """The lane of this link's backend over a connection whose handshake is done.
 
         Args:
-            kind: What it is over RDMA.
-            memory: All payloads that may be sent, or where they may land.
+            kind: Its class over RDMA.
+            memory: All payloads that it may read or write.
 
         Raises:
-            LaneError: If the network card doesn't do it; the connection is closed.
+            LaneError: If the network card fails; the connection is closed.
         """
         if self._backend == TCP:
             return connection
@@ -187,12 +182,12 @@ class LinkHalf:
             raise
         return lane
 
-    def _hear(self, number: int, frame: Any) -> None:
-        """Take a frame that may come at both ends."""
+    def _handle_common(self, number: int, frame: Any) -> None:
+        """Handle a frame that may come at both ends."""
         kind = type(frame)
         if kind is Ping:
             received_ns = time.monotonic_ns()
-            self._lanes[number].tell(Pong(frame.sent_ns, received_ns, time.monotonic_ns()))
+            self._lanes[number].enqueue(Pong(frame.sent_ns, received_ns, time.monotonic_ns()))
         elif kind is Pong:
             received_ns = time.monotonic_ns()
             self._pings[number].answered(frame, received_ns)
@@ -202,9 +197,9 @@ class LinkHalf:
                 raise ProtocolError(f"rank {self.peer} says that rank {frame.rank} is gone")
             self._report("peer_gone", peer=self.peer, reason=frame.reason)
 
-    def _tell(self, number: int, frame: Any) -> None:
+    def _send_frame(self, number: int, frame: Any) -> None:
         lane = self._lanes[number]
-        lane.tell(frame)
+        lane.enqueue(frame)
         try:
             lane.flush()
         except LaneError as error:
@@ -213,5 +208,5 @@ class LinkHalf:
             self._loop.change(lane.fileno(), lane.mask)
 
     def _lose(self, number: int, reason: str) -> None:
-        """Close a lane that can't be used any more; the engine forgets it, too."""
+        """Close a failed lane; the engine forgets it, too."""
         raise NotImplementedError

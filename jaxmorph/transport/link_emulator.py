@@ -1,4 +1,4 @@
-"""A link as it is made to behave: slow, unsteady, narrow or cut, the same for every route."""
+"""An emulated link: slow, jittery, narrow or cut, the same on every route."""
 
 import hashlib
 import math
@@ -18,13 +18,13 @@ _STANDARD_NORMAL = NormalDist()
 
 
 class Spans(Generic[Item]):
-    """Things that each hold from one moment until before another.
+    """An index of items that each hold from one moment until before another.
 
     Args:
-        spans: Begin, end and the thing. No begin: it has always held; no end: it will for ever.
+        spans: Begin, end and item. No begin: it has always held; no end: it holds forever.
 
     Attributes:
-        bounds: The moments at which something begins or ends, in rising order.
+        bounds: The moments at which an item begins or ends, in rising order.
     """
 
     def __init__(self, spans: Iterable[tuple[float | None, float | None, Item]]) -> None:
@@ -39,15 +39,15 @@ class Spans(Generic[Item]):
                 self._stretches[stretch].append(item)
 
     def at(self, moment: float) -> Sequence[Item]:
-        """What holds."""
+        """The items that hold at a moment."""
         return self._stretches[bisect_right(self.bounds, moment)]
 
 
 class DirectionConditions:
-    """The conditions of one direction: a trace has thousands, of which one or two hold at a time.
+    """One direction's conditions: a trace has thousands, of which one or two hold at a time.
 
     Attributes:
-        by_time: Those that have a span of time, in seconds since the origin.
+        by_time: Conditions with a span of time, in seconds since the origin.
         by_step: All others, by their spans of steps.
     """
 
@@ -62,7 +62,7 @@ class DirectionConditions:
         self.by_step: Spans[LinkCondition] = Spans(others)
 
     def holding(self, step: int, elapsed_s: float) -> list[LinkCondition]:
-        """Those that hold for a message, so many seconds after the origin."""
+        """The conditions for a step's message, `elapsed_s` after the origin."""
         near = (*self.by_step.at(step), *self.by_time.at(elapsed_s))
         return [condition for condition in near if condition.holds(step, elapsed_s)]
 
@@ -71,19 +71,19 @@ def by_direction(conditions: Iterable[LinkCondition]) -> dict[tuple[int, int], D
     """Conditions by the (source, destination) that they hold for."""
     found: dict[tuple[int, int], list[LinkCondition]] = {}
     for condition in conditions:
-        for way in condition.directions():
-            found.setdefault(way, []).append(condition)
-    return {way: DirectionConditions(own) for way, own in found.items()}
+        for direction in condition.directions():
+            found.setdefault(direction, []).append(condition)
+    return {direction: DirectionConditions(own) for direction, own in found.items()}
 
 
 class LinkEmulator:
-    """When messages may be delivered, on links that behave as they are told to.
+    """Says when messages may be delivered under emulated conditions.
 
-    It owns no clock and waits for nothing, and what it answers depends on its arguments and on the
-    messages it was asked about before alone: asked the same at two places, it answers the same.
+    It has no clock and never waits. Its answers depend only on its arguments and on the messages it
+    was asked about before, so two emulators that are asked the same give the same answers.
 
     Args:
-        conditions: What holds on which link; a link that none names delivers at once.
+        conditions: A link that none of them names delivers at once.
         origin_s: When the conditions' times begin, by the clock of `now_s`.
     """
 
@@ -96,32 +96,32 @@ class LinkEmulator:
         self._of_direction = by_direction(conditions)
 
     def concerns(self, source: int, destination: int) -> bool:
-        """Whether any condition, at any time, is of this direction."""
+        """Whether any condition ever applies to this direction."""
         return (source, destination) in self._of_direction
 
     def departure_s(
         self, source: int, destination: int, tag: Sequence[int], num_bytes: int, now_s: float
     ) -> float | None:
-        """When a message may be delivered at the earliest; it occupies the link's bandwidth.
+        """The earliest time at which a message may be delivered; occupies the link's bandwidth.
 
         Args:
             tag: The message's words, at most eight; missing ones count as 0.
-            now_s: When it is ready to leave.
+            now_s: When the message is ready to leave.
 
         Returns:
             A time of the clock of `now_s`, not before it; None while the link is cut.
         """
-        way = (source, destination)
-        if not self.concerns(*way):
+        direction = (source, destination)
+        if not self.concerns(*direction):
             return now_s
-        holding = self._holding(way, step_of(tag), now_s)
+        holding = self._holding(direction, step_of(tag), now_s)
         if any(condition.cut for condition in holding):
             return None
-        sent_s = self._occupy(way, holding, num_bytes, now_s)
+        sent_s = self._occupy(direction, holding, num_bytes, now_s)
         latency_ms = math.fsum(condition.latency_ms for condition in holding)
         deviation_ms = math.hypot(*(condition.jitter_ms for condition in holding))
         if deviation_ms:
-            latency_ms += deviation_ms * self._draw(way, tag)
+            latency_ms += deviation_ms * self._draw(direction, tag)
         return sent_s + max(latency_ms, 0.0) / 1e3
 
     def is_cut(self, source: int, destination: int, step: int, now_s: float) -> bool:
@@ -129,9 +129,9 @@ class LinkEmulator:
         return any(item.cut for item in self._holding((source, destination), step, now_s))
 
     def healed_s(self, source: int, destination: int, step: int, now_s: float) -> float:
-        """The first time, from now on, at which a step's messages find the link not cut.
+        """The first time, from `now_s` on, at which the link is not cut for a step's messages.
 
-        Infinity where the link stays cut.
+        Infinity if it stays cut.
         """
         while now_s < math.inf:
             holding = self._holding((source, destination), step, now_s)
@@ -142,31 +142,35 @@ class LinkEmulator:
             now_s = max(self._origin_s + max(ends_s), math.nextafter(now_s, math.inf))
         return now_s
 
-    def _holding(self, way: tuple[int, int], step: int, now_s: float) -> list[LinkCondition]:
-        if way not in self._of_direction:
+    def _holding(self, direction: tuple[int, int], step: int, now_s: float) -> list[LinkCondition]:
+        if direction not in self._of_direction:
             return []
-        return self._of_direction[way].holding(step, now_s - self._origin_s)
+        return self._of_direction[direction].holding(step, now_s - self._origin_s)
 
     def _occupy(
-        self, way: tuple[int, int], holding: Sequence[LinkCondition], num_bytes: int, now_s: float
+        self,
+        direction: tuple[int, int],
+        holding: Sequence[LinkCondition],
+        num_bytes: int,
+        now_s: float,
     ) -> float:
-        """When the message's last bit has left, after all those before it."""
+        """When the message's last bit has left, after all messages before it."""
         limits = [item.bandwidth_mbps for item in holding if item.bandwidth_mbps is not None]
         if not limits:
             return now_s
-        begins_s = max(now_s, self._free_at_s.get(way, now_s))
-        self._free_at_s[way] = begins_s + 8e-6 * num_bytes / min(limits)
-        return self._free_at_s[way]
+        begins_s = max(now_s, self._free_at_s.get(direction, now_s))
+        self._free_at_s[direction] = begins_s + 8e-6 * num_bytes / min(limits)
+        return self._free_at_s[direction]
 
-    def _draw(self, way: tuple[int, int], tag: Sequence[int]) -> float:
-        """A standard normal number that follows from the message alone."""
+    def _draw(self, direction: tuple[int, int], tag: Sequence[int]) -> float:
+        """A standard normal number that depends on the seed and the message only."""
         words = (*tag, *(0,) * (TAG_WORDS - len(tag)))
-        name = struct.pack(f"<q2Q{TAG_WORDS}Q", self._seed, *way, *words)
+        name = struct.pack(f"<q2Q{TAG_WORDS}Q", self._seed, *direction, *words)
         (number,) = struct.unpack("<Q", hashlib.blake2b(name, digest_size=8).digest())
         return _STANDARD_NORMAL.inv_cdf((number // 2**12 + 0.5) / 2**52)
 
 
 def step_of(tag: Sequence[int]) -> int:
-    """The step that a message belongs to, by its tag; below 0 before training's first."""
+    """The step of a message, by its tag; negative during the warm-up before training."""
     word = tag[_STEP_WORD]
     return word - 2**32 if word >= 2**31 else word

@@ -1,4 +1,4 @@
-"""What a message goes through at each end of its channel: two tables, which the engine runs on.
+"""The states of a message at each end of its channel: the two tables that the engine runs on.
 
 `docs/explanation/transport.md` draws them.
 """
@@ -10,27 +10,26 @@ from jaxmorph.transport.names import TransportError
 
 
 class ProtocolError(TransportError):
-    """A well-formed frame that may not come here and now: its lane is to be closed."""
+    """A well-formed frame that is not allowed here and now: its lane must be closed."""
 
 
 class _Word(StrEnum):
-    """A state or event; every message looks up several, and Enum's own hash is no C function."""
-
+    # Every message looks up several words, and Enum's own hash is a Python function.
     __hash__ = str.__hash__
 
 
-class Sending(_Word):
-    """Where a message stands at the sending end."""
+class SendState(_Word):
+    """A message's state at the sending end."""
 
-    HELD = "held"  # by the emulated link
+    POSTED = "posted"  # an emulated link may keep it here
     WAITING = "waiting"  # for room at the receiver
-    SENDING = "sending"  # chunks are on their way, or may be
-    ACKNOWLEDGED = "acknowledged"  # every chunk has landed; the receiver owes the delivery
+    SENDING = "sending"  # chunks are in flight, or may be
+    ACKNOWLEDGED = "acknowledged"  # the receiver has every chunk and has yet to deliver it
     RELEASED = "released"  # delivered: its slot is free
 
 
-class Sent(_Word):
-    """What happens to it there."""
+class SendEvent(_Word):
+    """What changes a message's state at the sending end."""
 
     DEPARTED = "departed"
     ADMITTED = "admitted"  # the receiver has room
@@ -39,70 +38,70 @@ class Sent(_Word):
     DELIVERED = "delivered"
 
 
-class Receiving(_Word):
-    """Where a message stands at the receiving end."""
+class ReceiveState(_Word):
+    """A message's state at the receiving end."""
 
     EXPECTED = "expected"  # nothing of it has come
-    LANDING = "landing"
-    COMPLETE = "complete"  # an earlier one is not
-    DELIVERED = "delivered"  # handed over: nobody writes its slot any more
+    RECEIVING = "receiving"
+    COMPLETE = "complete"  # a message before it is not
+    DELIVERED = "delivered"  # handed over: no lane writes its slot any more
 
 
-class Received(_Word):
-    """What happens to it there."""
+class ReceiveEvent(_Word):
+    """What changes a message's state at the receiving end."""
 
     BEGUN = "first chunk announced"
-    ALL_LANDED = "all landed"
-    LANE_LOST = "lane lost, nothing landed"
+    ALL_RECEIVED = "all received"
+    LANE_LOST = "lane lost, nothing received"
     SENDER_RESTARTED = "sender restarted"
     IN_SEQUENCE = "all before it delivered"
 
 
-SENDING: Mapping[tuple[Sending, Sent], Sending] = {
-    (Sending.HELD, Sent.DEPARTED): Sending.WAITING,
-    (Sending.WAITING, Sent.ADMITTED): Sending.SENDING,
-    (Sending.SENDING, Sent.ALL_ACKNOWLEDGED): Sending.ACKNOWLEDGED,
-    # What a receiver had acknowledged but not delivered went with it.
-    (Sending.SENDING, Sent.RECEIVER_RESTARTED): Sending.SENDING,
-    (Sending.ACKNOWLEDGED, Sent.RECEIVER_RESTARTED): Sending.SENDING,
-    # An acknowledgement may be lost, and the count that covers it come by another lane; after a
-    # restart of the sender the receiver may have messages that it hasn't sent in this life.
-    (Sending.HELD, Sent.DELIVERED): Sending.RELEASED,
-    (Sending.WAITING, Sent.DELIVERED): Sending.RELEASED,
-    (Sending.SENDING, Sent.DELIVERED): Sending.RELEASED,
-    (Sending.ACKNOWLEDGED, Sent.DELIVERED): Sending.RELEASED,
+SEND_TRANSITIONS: Mapping[tuple[SendState, SendEvent], SendState] = {
+    (SendState.POSTED, SendEvent.DEPARTED): SendState.WAITING,
+    (SendState.WAITING, SendEvent.ADMITTED): SendState.SENDING,
+    (SendState.SENDING, SendEvent.ALL_ACKNOWLEDGED): SendState.ACKNOWLEDGED,
+    # A restarted receiver has lost what it had acknowledged but not delivered.
+    (SendState.SENDING, SendEvent.RECEIVER_RESTARTED): SendState.SENDING,
+    (SendState.ACKNOWLEDGED, SendEvent.RECEIVER_RESTARTED): SendState.SENDING,
+    # An acknowledgement may be lost while the count that covers it comes by another lane; and the
+    # receiver may have messages that an earlier sidecar of this sender sent.
+    (SendState.POSTED, SendEvent.DELIVERED): SendState.RELEASED,
+    (SendState.WAITING, SendEvent.DELIVERED): SendState.RELEASED,
+    (SendState.SENDING, SendEvent.DELIVERED): SendState.RELEASED,
+    (SendState.ACKNOWLEDGED, SendEvent.DELIVERED): SendState.RELEASED,
 }
 
-RECEIVING: Mapping[tuple[Receiving, Received], Receiving] = {
-    (Receiving.EXPECTED, Received.BEGUN): Receiving.LANDING,
-    (Receiving.LANDING, Received.ALL_LANDED): Receiving.COMPLETE,
-    # What a broken lane had announced binds nobody.
-    (Receiving.LANDING, Received.LANE_LOST): Receiving.EXPECTED,
-    (Receiving.LANDING, Received.SENDER_RESTARTED): Receiving.EXPECTED,
-    (Receiving.COMPLETE, Received.SENDER_RESTARTED): Receiving.EXPECTED,
-    (Receiving.COMPLETE, Received.IN_SEQUENCE): Receiving.DELIVERED,
+RECEIVE_TRANSITIONS: Mapping[tuple[ReceiveState, ReceiveEvent], ReceiveState] = {
+    (ReceiveState.EXPECTED, ReceiveEvent.BEGUN): ReceiveState.RECEIVING,
+    (ReceiveState.RECEIVING, ReceiveEvent.ALL_RECEIVED): ReceiveState.COMPLETE,
+    # An announcement that only a broken lane made is forgotten.
+    (ReceiveState.RECEIVING, ReceiveEvent.LANE_LOST): ReceiveState.EXPECTED,
+    (ReceiveState.RECEIVING, ReceiveEvent.SENDER_RESTARTED): ReceiveState.EXPECTED,
+    (ReceiveState.COMPLETE, ReceiveEvent.SENDER_RESTARTED): ReceiveState.EXPECTED,
+    (ReceiveState.COMPLETE, ReceiveEvent.IN_SEQUENCE): ReceiveState.DELIVERED,
 }
 
 
-def after_sent(state: Sending, event: Sent) -> Sending:
+def next_send_state(state: SendState, event: SendEvent) -> SendState:
     """The next state at the sending end.
 
     Raises:
-        ProtocolError: If the event can't happen in that state.
+        ProtocolError: If the event is impossible in that state.
     """
     try:
-        return SENDING[state, event]
+        return SEND_TRANSITIONS[state, event]
     except KeyError:
         raise ProtocolError(f"a message that is {state} can't be {event}") from None
 
 
-def after_received(state: Receiving, event: Received) -> Receiving:
+def next_receive_state(state: ReceiveState, event: ReceiveEvent) -> ReceiveState:
     """The next state at the receiving end.
 
     Raises:
-        ProtocolError: If the event can't happen in that state.
+        ProtocolError: If the event is impossible in that state.
     """
     try:
-        return RECEIVING[state, event]
+        return RECEIVE_TRANSITIONS[state, event]
     except KeyError:
         raise ProtocolError(f"a message that is {state} at the receiver: {event}") from None

@@ -1,20 +1,20 @@
-"""How channels and messages are named and numbered, and what can go wrong with the data plane."""
+"""Names and numbers of channels and messages, and the errors of the data plane."""
 
 from typing import NamedTuple, TypeAlias
 
 TAG_WORDS = 8
 
 Tag: TypeAlias = tuple[int, ...]
-"""Eight 32-bit words that travel with a message and mean something to its two ends alone.
+"""Eight 32-bit words that travel with a message; only its two ends interpret them.
 
-Only the first two are looked at on the way, by the link emulator: the epoch and the step.
+The first two are the epoch and the step; the link emulator reads the step.
 """
 
 
 class ChannelName(NamedTuple):
     """One ordered stream of messages from one rank to another; four 16-bit numbers on the wire."""
 
-    kind: int  # what travels, by its user's own code
+    kind: int  # what travels, by the user's own code
     source: int
     destination: int
     number: int = 0  # among channels of the same kind and direction
@@ -30,12 +30,12 @@ HALF = 1 << 31
 
 
 def add(number: int, steps: int) -> int:
-    """The number so many steps after another (before it, if negative), below 2**32."""
+    """The number `steps` after another (before it, if negative), below 2**32."""
     return (number + steps) & MASK
 
 
 def distance(later: int, earlier: int) -> int:
-    """How many steps lead from `earlier` up to `later`: 0 up to 2**32 - 1, across the wrap."""
+    """How many steps lead from `earlier` up to `later`, across the wrap: 0 up to 2**32 - 1."""
     return (later - earlier) & MASK
 
 

@@ -1,4 +1,4 @@
-"""Which of this host's addresses the data plane listens on: one for each network card."""
+"""The addresses of this host that the data plane listens on, one for each network card."""
 
 import contextlib
 import socket
@@ -26,18 +26,18 @@ def listening_addresses(
     one_loopback: bool,
     coordinator_host: str,
 ) -> tuple[str, ...]:
-    """The addresses of this host that the data plane uses.
+    """Choose the addresses that the data plane listens on.
 
     Args:
-        configured: What the user chose, addresses or subnets; None: what fits.
-        one_loopback: Whether all ranks share this loopback: then nothing leaves the machine.
+        configured: The user's addresses or subnets; None: choose.
+        one_loopback: Whether all ranks share this loopback; then no data leaves the machine.
 
     Returns:
-        One for each network card: those configured; or the loopback; or the cards that are found,
-        and where there are none the address from which this host reaches the coordinator.
+        Those configured; else the loopback if shared; else one for each network card found; else
+        the address from which this host reaches the coordinator.
 
     Raises:
-        UserError: If no card of this host is in a subnet that is configured.
+        UserError: If no card of this host is in a configured subnet.
     """
     if configured is not None:
         own = (addresses_within(each) if "/" in each else (each,) for each in configured)
@@ -48,10 +48,10 @@ def listening_addresses(
 
 
 def loopback_identity() -> str:
-    """What two processes have the same of where they reach each other by the loopback.
+    """A string that two processes share exactly if they reach each other by the loopback.
 
-    Neither a host's name tells that (two hosts may have one name, and containers of one host
-    several) nor the machine alone: a network namespace has a loopback of its own.
+    A host name is not enough (two hosts may share one, and containers of a host have several),
+    nor is the machine: a network namespace has a loopback of its own.
     """
     try:
         return f"{_BOOT.read_text().strip()} {_NAMESPACE.readlink()}"
@@ -64,11 +64,11 @@ def card_addresses(
 ) -> tuple[str, ...]:
     """The IPv4 addresses of this host's network cards.
 
-    Cards that are down, without an address, bridges or loopbacks don't count; where some are
-    hardware, those that aren't (containers' own, tunnels) don't either.
+    Leaves out cards that are down or without an address, bridges and loopbacks; and, if some cards
+    are hardware, those that aren't (containers' own, tunnels).
 
     Returns:
-        One for each card, in the order of their names; none where the system doesn't describe its
+        One for each card, in the order of their names; empty if the system doesn't describe its
         interfaces.
     """
     ask = address_of or interface_address
@@ -90,8 +90,8 @@ def addresses_within(
     """The IPv4 addresses that this host's interfaces have in a subnet such as `10.0.0.0/16`.
 
     Returns:
-        In the order of the names of the interfaces that are up, whatever they are; of one that has
-        several, the first.
+        One for each interface of any kind that is up, in the order of their names; of an interface
+        with several, the first.
 
     Raises:
         UserError: If there is none.
@@ -110,7 +110,7 @@ def addresses_within(
 
 
 def interface_address(name: str) -> str | None:
-    """The IPv4 address of a network interface; None where it has none."""
+    """The IPv4 address of a network interface, if it has one."""
     if not sys.platform.startswith("linux"):
         return None
     import fcntl
@@ -125,9 +125,9 @@ def interface_address(name: str) -> str | None:
 
 
 def address_towards(host: str) -> str:
-    """The address of this host from which it reaches another one; nothing is sent.
+    """The address from which this host reaches another; nothing is sent.
 
-    The loopback's where the other one isn't known, or can't be reached.
+    The loopback's if the other host is unknown or can't be reached.
     """
     with contextlib.suppress(OSError):
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -145,7 +145,6 @@ def _interfaces(network_class: Path) -> list[Path]:
 
 
 def _is_usable(card: Path) -> bool:
-    """Whether an interface is up, and neither a loopback nor a bridge."""
     is_loopback = bool(_flags(card) & _LOOPBACK_FLAG)
     return _is_up(card) and not is_loopback and not (card / "bridge").exists()
 

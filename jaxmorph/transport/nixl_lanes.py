@@ -1,22 +1,22 @@
 """Lanes on which the sender writes chunks into the receiver's memory by RDMA, through NIXL.
 
-Each is a TCP lane with an agent at both ends, tied to the lane's network card. The TCP connection
-carries what it always does, short chunks too; a long one goes in four steps:
+Each is a TCP lane with a NIXL agent at both ends, bound to the lane's network card. The TCP
+connection carries frames and short chunks as always; a long chunk takes four steps:
 
 ====================  ==========================================================================
 the sender            the receiver
 ====================  ==========================================================================
-`Offer`               chooses the place, as for any chunk: the slot; or, if another lane is
+`Offer`               decides the place, as for any chunk: the slot; or, if another lane is
                       writing this chunk, memory of the lane's own
                       `Grant`: the place's address
-writes; `Written`     compares the checksum of what has landed
+writes; `Written`     compares the checksum of what was written
                       `Acknowledge`, as for any chunk
 ====================  ==========================================================================
 
-Nothing is written without a grant, and at most one lane has one for a place in a slot. A write
-that has been granted can't be taken back, though: stuck in a network, it lands whenever that
-heals, in whatever is in the slot by then. So when another lane has brought the chunk over, the
-granted lane's receiving agent is torn down before the message is handed over (`fence`).
+Nothing is written without a grant, and at most one lane has one for a place in a slot. But a
+granted write can't be taken back: stuck in a network, it arrives whenever that heals, in whatever
+the slot holds by then. So when another lane has brought the chunk first, the slow lane's receiving
+agent is torn down before the message is handed over (`fence`).
 """
 
 import contextlib
@@ -37,8 +37,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmorph.transport.incoming import Landing, Place
-from jaxmorph.transport.lanes import ChecksumError, Chunks, LaneError, TcpLane
+from jaxmorph.transport.incoming import IncomingChunk, Place
+from jaxmorph.transport.lanes import ChecksumError, ChunkHandler, LaneError, TcpLane
 from jaxmorph.transport.network_cards import interface_address
 from jaxmorph.transport.wire import (
     MAX_PART_BYTES,
@@ -64,7 +64,7 @@ _numbers = itertools.count()
 
 
 def missing() -> str | None:
-    """Why there is no NIXL here; None: there is."""
+    """Why NIXL is unavailable here; None: it is available."""
     if any(importlib.util.find_spec(name) for name in MODULES):
         return None
     return f"none of the packages {', '.join(each.replace('_', '-') for each in MODULES)} is here"
@@ -73,9 +73,9 @@ def missing() -> str | None:
 class NixlAgent:
     """Memory that peers may write into, and writes into a peer's, by one network card.
 
-    NIXL is NVIDIA's library over UCX; it comes as `nixl-cu12` or `nixl-cu13`, and neither needs
-    CUDA or PyTorch for host memory. Agents have no thread of their own here: such a thread keeps a
-    core busy also when nothing moves. None of this waits.
+    NIXL is NVIDIA's library over UCX. It comes as `nixl-cu12` or `nixl-cu13`; neither needs CUDA or
+    PyTorch for host memory. Agents run without their progress thread, which would keep a core busy
+    even when idle. No method waits.
 
     Raises:
         LaneError: If UCX can't use that card, or NIXL isn't here.
@@ -93,18 +93,18 @@ class NixlAgent:
         self._writes: set[Any] = set()
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Let the card read from this memory, and peers that have the `metadata` write into it."""
+        """Register memory for own writes, and for those of peers that have the `metadata`."""
         with _as_lane_errors("registering memory"):
             region = [(address, num_bytes, 0, "")]
             self._memory.append(self._agent.register_memory(region, "DRAM"))
 
     def metadata(self) -> bytes:
-        """What a peer must know to write into the memory that is registered by now."""
+        """What a peer needs to write into the memory registered so far."""
         with _as_lane_errors("describing memory"):
             return self._agent.get_agent_metadata()
 
     def add_peer(self, metadata: bytes) -> str:
-        """Make a peer's memory known; returns its name."""
+        """Add a peer by its metadata; returns its name."""
         with _as_lane_errors("a peer's description"):
             peer = self._agent.add_remote_agent(metadata)
         name = peer.decode() if isinstance(peer, bytes) else peer
@@ -112,7 +112,7 @@ class NixlAgent:
         return name
 
     def write(self, peer: str, source: int, destination: int, num_bytes: int) -> Any:
-        """Begin to write from registered memory; what is returned is for `is_done`."""
+        """Begin to write from registered memory; returns a handle for `is_done`."""
         agent = self._agent
         with _as_lane_errors("writing"):
             write = agent.initialize_xfer(
@@ -127,7 +127,7 @@ class NixlAgent:
         return write
 
     def is_done(self, write: Any) -> bool:
-        """Whether a write is all in the peer's memory; once it is, don't ask again."""
+        """Whether a write is complete in the peer's memory; don't ask again after True."""
         with _as_lane_errors("writing"):
             state = self._agent.check_xfer_state(write)
             if state == "PROC":
@@ -139,15 +139,15 @@ class NixlAgent:
         return True
 
     def progress(self) -> None:
-        """Let what peers write go on, where the network card doesn't do it alone."""
+        """Advance peers' writes, which network cards without RDMA don't do alone."""
         with _as_lane_errors("receiving"):
             self._agent.get_new_notifs()
 
     def close(self) -> None:
-        """Give all of it up; after this nothing is written into this memory, or read from it.
+        """Close the agent; after this nothing is written into this memory or read from it.
 
-        The order matters: writes that are under way are cancelled or cut off with their peer, the
-        card forgets the memory, and with the agent its connections end.
+        The order matters: own writes are cancelled or cut off with their peer, the card forgets the
+        memory, and the agent's connections end with it.
         """
         agent, self._agent = self._agent, None
         if agent is None:
@@ -167,7 +167,7 @@ class NixlAgent:
 
 
 def device_of(host: str, network_class: Path = _NETWORK_CLASS) -> str:
-    """What UCX calls the network card with an address: `mlx5_0:1`, or `eth0` if it has no RDMA.
+    """UCX's name of the network card with an address: `mlx5_0:1`, or `eth0` if it has no RDMA.
 
     Raises:
         LaneError: If no interface has that IPv4 address.
@@ -192,11 +192,11 @@ def _interface_of(host: str) -> str:
 
 @contextlib.contextmanager
 def _chosen_devices(host: str) -> Iterator[None]:
-    """Tell UCX, which looks when a backend is made, which card to use, and what not to use on it.
+    """Sets the environment in which UCX creates a backend: the card, and forbidden transports.
 
-    Where nobody has chosen transports, two kinds are left out. Those through shared memory write
-    into this process whatever it has deregistered, so that they can't be fenced. And UCX's
-    emulation over TCP writes wherever a connection tells it to, and anyone can connect.
+    Unless the user has chosen transports, two kinds are left out. Those over shared memory write
+    into this process even after it deregisters memory, so they can't be fenced. And UCX's emulation
+    over TCP writes wherever a connection asks it to, and anyone can connect.
     """
     chosen = {_DEVICES: os.environ.get(_DEVICES), _TRANSPORTS: os.environ.get(_TRANSPORTS)}
     os.environ[_DEVICES] = chosen[_DEVICES] or device_of(host)
@@ -213,7 +213,7 @@ def _chosen_devices(host: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_lane_errors(what: str) -> Iterator[None]:
-    """Its errors have no common ancestor, and all of them cost the lane alone."""
+    """NIXL's errors have no common base class; each of them costs only the lane."""
     try:
         yield
     except LaneError:
@@ -232,20 +232,20 @@ def _module() -> ModuleType:
     raise LaneError(missing() or "NIXL can't be loaded: its libraries don't fit this system")
 
 
-LEAST_WRITTEN_BYTES = 16 * 1024
-"""Chunks that are shorter, because their message is, take fewer steps over TCP."""
-MOST_GRANTS = 8
-"""How many chunks a lane's sender may be writing at once."""
-_MOST_OFFERS = 1 << 15  # beyond what a sender has in flight, in the shortest chunks
+MIN_WRITTEN_BYTES = 16 * 1024
+"""Shorter chunks go over TCP, in fewer steps."""
+MAX_GRANTS = 8
+"""How many chunks a sender may be writing on a lane at once."""
+_MAX_OFFERS = 1 << 15  # beyond what a sender has in flight, in the shortest chunks
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 30e-6, 1e-3
 _BROKEN = "fenced: another lane was quicker"
 
 
 class _NixlLane:
-    """What both ends have in common; nothing wakes who waits for a write: it must be polled.
+    """The common part of both ends. Writes wake nobody, so the lane must be polled.
 
     Args:
-        control: The lane's TCP connection, after its handshake; it belongs to this from now on.
+        control: The lane's TCP connection, after its handshake; `close` closes it.
 
     Raises:
         LaneError: If its network card can't be used.
@@ -253,12 +253,12 @@ class _NixlLane:
 
     def __init__(self, control: TcpLane) -> None:
         self.control = control
-        self.fileno, self.tell, self.flush = control.fileno, control.tell, control.flush
+        self.fileno, self.enqueue, self.flush = control.fileno, control.enqueue, control.flush
         self.abort, self.finish_sending = control.abort, control.finish_sending
         self.discard_received = control.discard_received
         self._agent = NixlAgent(control.local_host)
         self.poll_s = math.inf
-        self._moved_s = 0.0
+        self._progress_s = 0.0
         self.written_bytes = 0
 
     @property
@@ -281,63 +281,63 @@ class _NixlLane:
         self.control.close()
 
     def _pause(self, is_moving: bool) -> None:
-        """Set when to poll again: soon after something has moved, then less and less often.
+        """Set when to poll again: soon after progress, then less and less often.
 
-        It sleeps in between, if only for a moment: a process that spins is put behind all others
-        where cores are short, and then its peer waits for it.
+        The process sleeps in between, if only for a moment: where cores are short, the scheduler
+        puts a spinning process behind all others, and its peer waits for it.
         """
         now_s = time.monotonic()
-        pause_s = min(max((now_s - self._moved_s) / 4, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+        pause_s = min(max((now_s - self._progress_s) / 4, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
         self.poll_s = now_s + pause_s if is_moving else math.inf
 
 
 class NixlSendingLane(_NixlLane):
-    """The end that offers chunks, and writes them."""
+    """The end that offers and writes chunks."""
 
     def __init__(self, control: TcpLane, chunk_bytes: int) -> None:
         super().__init__(control)
-        self._least_bytes = min(LEAST_WRITTEN_BYTES, chunk_bytes)
+        self._min_bytes = min(MIN_WRITTEN_BYTES, chunk_bytes)
         self._peer: str | None = None
         self._description = bytearray()
         self._offers: deque[tuple[Chunk, memoryview]] = deque()
         self._writes: deque[tuple[Grant, Any]] = deque()
 
     def open(self) -> None:
-        """Let the receiver describe its memory."""
+        """Accept the receiver's description of its memory."""
         self.control.reader.accept(TO_WRITER)
 
     def post(self, chunk: Chunk, payload: memoryview) -> bool:
         """Begin to send a chunk; returns whether another may follow at once."""
-        if self._peer is None or chunk.length < self._least_bytes:
+        if self._peer is None or chunk.length < self._min_bytes:
             return self.control.post(chunk, payload)
         self._offers.append((chunk, payload))
-        self.tell(Offer(*chunk[:-1], checksum=self.control.checksum(payload)))
+        self.enqueue(Offer(*chunk[:-1], checksum=self.control.checksum(payload)))
         return self.flush()
 
-    def poll(self, mask: int, chunks: Chunks | None) -> list[Any]:
-        """Go on with what is under way; returns the frames that have come for others."""
+    def poll(self, mask: int, handler: ChunkHandler | None) -> list[Any]:
+        """As in `Lane`."""
         frames = []
-        for frame in self.control.poll(mask, chunks) if mask else ():
+        for frame in self.control.poll(mask, handler) if mask else ():
             if type(frame) is Grant:
                 self._write(frame)
             elif type(frame) is AgentPart:
-                self._learn(frame)
+                self._add_part(frame)
             else:
                 frames.append(frame)
-        self._look_at_writes()
+        self._report_written()
         self._pause(bool(self._writes))
         return frames
 
-    def fence(self, landing: Landing) -> None:
-        """Nothing: this end has no landings."""
+    def fence(self, chunk: IncomingChunk) -> None:
+        """Nothing: this end receives no chunks."""
 
     def close(self) -> None:
-        """Give up the connection, and what hasn't been written."""
+        """Close the connection; drops what hasn't been written."""
         super().close()
         self._offers.clear()
         self._writes.clear()
 
-    def _learn(self, part: AgentPart) -> None:
+    def _add_part(self, part: AgentPart) -> None:
         if part.offset != len(self._description) or self._peer is not None:
             raise FrameError(
                 f"a part of a description at {part.offset}, expected {len(self._description)}"
@@ -354,30 +354,30 @@ class NixlSendingLane(_NixlLane):
         write = self._agent.write(self._peer, source, grant.address, chunk.length)
         self._writes.append((grant, write))
         self.written_bytes += chunk.length
-        self._moved_s = time.monotonic()
+        self._progress_s = time.monotonic()
 
-    def _look_at_writes(self) -> None:
-        """Tell of those that are done, in order."""
-        told = False
+    def _report_written(self) -> None:
+        """Report completed writes, in order."""
+        reported = False
         while self._writes and self._agent.is_done(self._writes[0][1]):
             grant, _ = self._writes.popleft()
-            self.tell(Written(*grant[:3]))
-            told = True
-        if told:
-            self._moved_s = time.monotonic()
+            self.enqueue(Written(*grant[:3]))
+            reported = True
+        if reported:
+            self._progress_s = time.monotonic()
             self.flush()
 
 
 class _Granted(NamedTuple):
-    """A chunk that the sender may write, and where."""
+    """A chunk that the sender may write, and its place."""
 
     offer: Offer
-    landing: Landing
+    chunk: IncomingChunk
     memory: memoryview
 
 
 class NixlReceivingLane(_NixlLane):
-    """The end that grants places, and acknowledges what is in them."""
+    """The end that grants places and acknowledges what is written there."""
 
     def __init__(self, control: TcpLane, chunk_bytes: int) -> None:
         super().__init__(control)
@@ -387,43 +387,43 @@ class NixlReceivingLane(_NixlLane):
         self._aside, self._junk = own[:chunk_bytes], own[chunk_bytes:]
         self._agent.register(_address_of(own), len(own))
         self._offers: deque[Offer] = deque()
-        self._next: tuple[Offer, Landing] | None = None
+        self._next: tuple[Offer, IncomingChunk] | None = None
         self._granted: deque[_Granted] = deque()
         self._is_broken = False
 
     def open(self) -> None:
-        """Describe the memory that is registered by now to the sender."""
+        """Send the sender a description of the memory registered so far."""
         self.control.reader.accept(TO_WRITTEN)
         description = self._agent.metadata()
         for offset in range(0, len(description), MAX_PART_BYTES):
             part = description[offset : offset + MAX_PART_BYTES]
-            self.tell(AgentPart(len(description), offset, part))
+            self.enqueue(AgentPart(len(description), offset, part))
 
     def post(self, chunk: Chunk, payload: memoryview) -> bool:
-        """Nothing is sent from this end."""
+        """Not possible at this end."""
         raise LaneError("chunks go to the receiver, not from it")
 
-    def poll(self, mask: int, chunks: Chunks | None) -> list[Any]:
-        """Go on with what is under way; returns the frames that have come for others."""
-        if self._is_broken or chunks is None:
+    def poll(self, mask: int, handler: ChunkHandler | None) -> list[Any]:
+        """As in `Lane`."""
+        if self._is_broken or handler is None:
             raise LaneError(_BROKEN)
         frames = []
-        for frame in self.control.poll(mask, chunks) if mask else ():
+        for frame in self.control.poll(mask, handler) if mask else ():
             if type(frame) is Offer:
                 self._take_offer(frame)
             elif type(frame) is Written:
-                self._land(frame, chunks)
+                self._finish(frame, handler)
             else:
                 frames.append(frame)
-        self._grant(chunks)
+        self._grant(handler)
         if self._granted:
             self._agent.progress()
         self._pause(bool(self._granted))
         return frames
 
-    def fence(self, landing: Landing) -> None:
-        """After this nothing is written where the landing was to go: the lane is of no more use."""
-        if any(granted.landing is landing for granted in self._granted):
+    def fence(self, chunk: IncomingChunk) -> None:
+        """Tear the lane down if its sender may be writing that chunk."""
+        if any(granted.chunk is chunk for granted in self._granted):
             self._is_broken = True
             self._agent.close()
             self._granted.clear()
@@ -431,53 +431,53 @@ class NixlReceivingLane(_NixlLane):
             self.control.abort()
 
     def close(self) -> None:
-        """Give up the connection; after this nothing is written through it."""
+        """Close the connection; after this nothing is written through it."""
         super().close()
         self._granted.clear()
         self._offers.clear()
         self._next = None
 
-    def _grant(self, chunks: Chunks) -> None:
+    def _grant(self, handler: ChunkHandler) -> None:
         """Answer offers in the order in which they came."""
-        while len(self._granted) < MOST_GRANTS and (self._next or self._offers):
+        while len(self._granted) < MAX_GRANTS and (self._next or self._offers):
             if self._next is None:
                 offer = self._offers.popleft()
-                self._next = offer, chunks.begin(Chunk(*offer))
-            offer, landing = self._next
-            if landing.place is Place.ASIDE and any(
-                granted.landing.place is Place.ASIDE for granted in self._granted
+                self._next = offer, handler.begin(Chunk(*offer))
+            offer, chunk = self._next
+            if chunk.place is Place.ASIDE and any(
+                granted.chunk.place is Place.ASIDE for granted in self._granted
             ):
-                return  # there is memory for one chunk aside
+                return  # there is memory aside for one chunk only
             self._next = None
-            memory = self._memory_for(landing, chunks)
-            self._granted.append(_Granted(offer, landing, memory))
-            self.tell(Grant(*_place_of(offer), _address_of(memory)))
-            self._moved_s = time.monotonic()
+            memory = self._memory_for(chunk, handler)
+            self._granted.append(_Granted(offer, chunk, memory))
+            self.enqueue(Grant(*_place_of(offer), _address_of(memory)))
+            self._progress_s = time.monotonic()
         self.flush()
 
     def _take_offer(self, offer: Offer) -> None:
-        if len(self._offers) >= _MOST_OFFERS:
-            raise FrameError(f"more than {_MOST_OFFERS} chunks offered and not written")
+        if len(self._offers) >= _MAX_OFFERS:
+            raise FrameError(f"more than {_MAX_OFFERS} chunks offered and not written")
         if not 0 < offer.length <= self._chunk_bytes:
             raise FrameError(f"{offer.length} bytes offered, expected at most {self._chunk_bytes}")
         self._offers.append(offer)
 
-    def _memory_for(self, landing: Landing, chunks: Chunks) -> memoryview:
-        if landing.place is Place.SLOT:
-            return chunks.memory(landing)
-        return (self._aside if landing.place is Place.ASIDE else self._junk)[: landing.length]
+    def _memory_for(self, chunk: IncomingChunk, handler: ChunkHandler) -> memoryview:
+        if chunk.place is Place.SLOT:
+            return handler.memory(chunk)
+        return (self._aside if chunk.place is Place.ASIDE else self._junk)[: chunk.length]
 
-    def _land(self, written: Written, chunks: Chunks) -> None:
+    def _finish(self, written: Written, handler: ChunkHandler) -> None:
         granted = self._granted.popleft() if self._granted else None
         if granted is None or _place_of(granted.offer) != written:
             raise FrameError(f"{written[:3]} is written, which wasn't granted next")
-        offer, landing, memory = granted
-        self._moved_s = time.monotonic()
-        if landing.is_wanted and self.control.checksum(memory) != offer.checksum:
+        offer, chunk, memory = granted
+        self._progress_s = time.monotonic()
+        if chunk.is_wanted and self.control.checksum(memory) != offer.checksum:
             raise ChecksumError(
-                f"{landing.channel} message {landing.sequence}: wrong checksum at {landing.offset}"
+                f"{chunk.channel} message {chunk.sequence}: wrong checksum at {chunk.offset}"
             )
-        chunks.landed(landing, memory)
+        handler.finish(chunk, memory)
 
 
 def _place_of(chunk: Chunk | Offer) -> tuple[Any, int, int]:

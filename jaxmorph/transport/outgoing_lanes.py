@@ -1,4 +1,4 @@
-"""What a sender knows of its lanes: how quick each is, whether it is late, how many it needs."""
+"""What a sender knows of its lanes: how fast each is, whether it is late, how many it needs."""
 
 import math
 from collections import deque
@@ -11,24 +11,24 @@ QUEUE_S = 0.030
 """How long a chunk may wait behind others in flight, so that little is stuck when a lane slows."""
 PARKED_BELOW, UNPARKED_FROM = 0.10, 0.15
 """Shares of the best lane's rate: below the first a lane is parked, from the second it is back."""
-MOST_IN_FLIGHT_BYTES = 32 * 1024 * 1024
+MAX_IN_FLIGHT_BYTES = 32 * 1024 * 1024
 _MEMORY_S = 0.100
-_TELLING_BYTES = 16 * 1024
-_LEAST_SHARE = 0.03
-_LEAST_DOUBT, _MOST_DOUBT, _DOUBT_WEIGHT = 1.5, 4.0, 0.25
-_MOST_ERROR = 4.0
+_MIN_MEASURED_BYTES = 16 * 1024
+_MIN_SHARE = 0.03
+_MIN_OVERDUE, _MAX_OVERDUE, _ERROR_WEIGHT = 1.5, 4.0, 0.25
+_MAX_ERROR = 4.0
 
 
 class LaneRate:
     """The rate of one lane, over its last tenth of a second of work.
 
-    Time counts only while the lane has something to do: from the acknowledgement before, or, if
-    the lane was idle, from when the chunk left, less the round trip of a lane without work. Small
-    chunks tell nothing of a rate: what they take is overhead.
+    Time counts only while the lane has work: since the previous acknowledgement or, if the lane was
+    idle, since the chunk left, less the idle lane's round trip. Small chunks don't count: their
+    time is overhead.
 
     Attributes:
-        bytes_per_s: The rate; None: not known yet.
-        round_trip_s: Of the lane without work, as well as it is known; 0 at first.
+        bytes_per_s: None until measured.
+        round_trip_s: Of the idle lane; 0 until measured.
     """
 
     __slots__ = ("_bytes", "_last_s", "_seconds", "_spread", "bytes_per_s", "round_trip_s")
@@ -41,18 +41,18 @@ class LaneRate:
         self._last_s = float("-inf")
 
     def acknowledged(self, num_bytes: int, sent_s: float, now_s: float) -> None:
-        """A chunk that left at `sent_s` was acknowledged now."""
+        """Record that a chunk sent at `sent_s` has been acknowledged now."""
         last_s, self._last_s = self._last_s, now_s
-        if num_bytes < _TELLING_BYTES:
+        if num_bytes < _MIN_MEASURED_BYTES:
             return
         if sent_s < last_s:
             busy_s = now_s - last_s
         else:
-            busy_s = max(now_s - sent_s - self.round_trip_s, _LEAST_SHARE * (now_s - sent_s))
+            busy_s = max(now_s - sent_s - self.round_trip_s, _MIN_SHARE * (now_s - sent_s))
         if self.bytes_per_s is not None:
             error = abs(busy_s * self.bytes_per_s / num_bytes - 1.0)
-            # One long stop says little of how regular the lane is otherwise.
-            self._spread += _DOUBT_WEIGHT * (min(error, _MOST_ERROR) - self._spread)
+            # Capped: one long stop says little about how regular the lane is otherwise.
+            self._spread += _ERROR_WEIGHT * (min(error, _MAX_ERROR) - self._spread)
         kept = 1.0 - busy_s / _MEMORY_S
         if kept < 0.0:
             kept = 0.0
@@ -61,50 +61,50 @@ class LaneRate:
         self.bytes_per_s = self._bytes / max(self._seconds, 1e-6)
 
     @property
-    def doubt(self) -> float:
-        """After how many times what it should take a chunk is overdue: more if irregular."""
-        return min(max(1.0 + 4.0 * self._spread, _LEAST_DOUBT), _MOST_DOUBT)
+    def overdue_factor(self) -> float:
+        """A chunk is overdue after so many times its expected time: more on an irregular lane."""
+        return min(max(1.0 + 4.0 * self._spread, _MIN_OVERDUE), _MAX_OVERDUE)
 
     def restart(self) -> None:
-        """Forget the rate: the next chunk alone tells it."""
+        """Forget the rate; the next chunk alone sets it."""
         self._bytes = self._seconds = 0.0
 
     def round_trip(self, seconds: float) -> None:
-        """A ping on the lane without work was answered after so long."""
+        """Record the round trip of a ping on the idle lane."""
         if not self.round_trip_s or seconds < self.round_trip_s:
             self.round_trip_s = max(seconds, 1e-9)
         else:
             self.round_trip_s += 0.05 * (seconds - self.round_trip_s)
 
     def expected_s(self, num_bytes: int) -> float | None:
-        """How long so many bytes in flight should take to be acknowledged; None: not known."""
+        """How long so many bytes in flight should take to be acknowledged; None: unknown."""
         if self.bytes_per_s is None:
             return None
         return num_bytes / self.bytes_per_s + self.round_trip_s
 
     def window_bytes(self, chunk_bytes: int) -> float:
-        """How much may be in flight: one chunk, or what the lane does in 30 ms and a round trip."""
+        """How much may be in flight: what the lane does in 30 ms and a round trip, or one chunk."""
         if self.bytes_per_s is None:
             return chunk_bytes
         window = self.bytes_per_s * (QUEUE_S + self.round_trip_s)
-        return max(chunk_bytes, min(window, MOST_IN_FLIGHT_BYTES))
+        return max(chunk_bytes, min(window, MAX_IN_FLIGHT_BYTES))
 
 
 _SPAN_S = 1.0
 _PERIOD_S, _LONGEST_PERIOD_S = 0.25, 1.0
-_TELLING_CHUNKS = 16
-_DRAINING, _LEAST_GAIN = 0.95, 0.5
+_MIN_MEASURED_CHUNKS = 16
+_DRAINING, _MIN_GAIN = 0.95, 0.5
 _SETTLING_S = 1.0
-_TRY_AGAIN_S, _LONGEST_TRY_AGAIN_S = 30.0, 120.0
+_RETRY_S, _LONGEST_RETRY_S = 30.0, 120.0
 
 
 def lanes_needed(
     production_per_s: float, drain_per_s_per_lane: float, fewest: int = 1, most: int = 64
 ) -> int:
-    """The number of lanes that drain as fast as is produced: the ratio of the rates, rounded up.
+    """The number of lanes that drain as fast as messages are produced (paper, section 5.2).
 
-    Where 8 messages (or bytes) are produced each second and each lane drains 2 of them, that is 4
-    (paper, section 5.2).
+    This is the ratio of the rates, rounded up: if 8 messages (or bytes) are produced each second
+    and each lane drains 2 of them, 4 lanes.
 
     Raises:
         ValueError: If a rate is negative or a lane drains nothing.
@@ -125,13 +125,13 @@ class Production:
         self._bytes = 0
 
     def posted(self, num_bytes: int, now_s: float) -> None:
-        """A message was posted."""
+        """Record a posted message."""
         self._posted.append((now_s, num_bytes))
         self._bytes += num_bytes
         self._forget(now_s)
 
     def per_s(self, now_s: float) -> float:
-        """Bytes a second, up to now."""
+        """Bytes per second, up to now."""
         self._forget(now_s)
         return self._bytes / _SPAN_S
 
@@ -141,83 +141,82 @@ class Production:
 
 
 class LaneGain:
-    """Whether one lane more is worth a try, by what the last one that came has brought.
+    """Whether one more lane is worth a try, judged by what the last added lane has brought.
 
-    Lanes that share what is narrow, as one network card, drain no more the more of them there are;
-    and each holds its chunks the longer, which then are missing the longer when the card is lost.
-    A new lane is slow at first: what lands in the second after it has come tells nothing.
+    Lanes that share a bottleneck, such as one network card, drain no more when there are more of
+    them; and each holds its chunks longer, so that more is missing longer when the card is lost. A
+    new lane is slow at first, so its first second doesn't count.
     """
 
     def __init__(self, chunk_bytes: int) -> None:
-        self._least_bytes = _TELLING_CHUNKS * chunk_bytes
-        self._lanes = self._landed_bytes = self._waiting_bytes = 0
+        self._min_bytes = _MIN_MEASURED_CHUNKS * chunk_bytes
+        self._lanes = self._received_bytes = self._waiting_bytes = 0
         self._began_s = self._settled_s = 0.0
         self._fewer: tuple[int, float] | None = None
-        self._enough_until_s, self._try_again_s = 0.0, _TRY_AGAIN_S
+        self._enough_until_s, self._retry_s = 0.0, _RETRY_S
         self._may_grow = False
 
     def may_grow(
-        self, lanes: int, landed_bytes: int, waiting_bytes: int, piles_up: bool, now_s: float
+        self, lanes: int, received_bytes: int, waiting_bytes: int, piles_up: bool, now_s: float
     ) -> bool:
-        """Whether another lane might help; to be asked again and again.
+        """Whether another lane might help; call it regularly.
 
         Args:
-            landed_bytes: Up to now.
-            waiting_bytes: What is still to land.
-            piles_up: Whether that is more than the lanes take away soon.
+            received_bytes: What the receiver has got so far.
+            waiting_bytes: What it has yet to get.
+            piles_up: Whether that is more than the lanes drain soon.
         """
         if lanes != self._lanes or not piles_up:
             if lanes < self._lanes:
-                self._fewer, self._enough_until_s, self._try_again_s = None, 0.0, _TRY_AGAIN_S
+                self._fewer, self._enough_until_s, self._retry_s = None, 0.0, _RETRY_S
             elif lanes > self._lanes:
                 self._settled_s = now_s + _SETTLING_S
             self._lanes = lanes
-            self._begin(landed_bytes, waiting_bytes, now_s)
+            self._begin_period(received_bytes, waiting_bytes, now_s)
             self._may_grow = False
         elif now_s < self._settled_s:
-            self._begin(landed_bytes, waiting_bytes, now_s)
-        elif self._is_over(landed_bytes, now_s):
-            bytes_per_s = (landed_bytes - self._landed_bytes) / (now_s - self._began_s)
+            self._begin_period(received_bytes, waiting_bytes, now_s)
+        elif self._period_is_over(received_bytes, now_s):
+            bytes_per_s = (received_bytes - self._received_bytes) / (now_s - self._began_s)
             self._compare(bytes_per_s, now_s)
             drains = waiting_bytes < _DRAINING * self._waiting_bytes
             self._may_grow = now_s >= self._enough_until_s and not drains
-            self._begin(landed_bytes, waiting_bytes, now_s)
+            self._begin_period(received_bytes, waiting_bytes, now_s)
         return self._may_grow
 
-    def _begin(self, landed_bytes: int, waiting_bytes: int, now_s: float) -> None:
-        self._landed_bytes, self._waiting_bytes = landed_bytes, waiting_bytes
+    def _begin_period(self, received_bytes: int, waiting_bytes: int, now_s: float) -> None:
+        self._received_bytes, self._waiting_bytes = received_bytes, waiting_bytes
         self._began_s = now_s
 
-    def _is_over(self, landed_bytes: int, now_s: float) -> bool:
-        took_s = now_s - self._began_s
-        tells = landed_bytes - self._landed_bytes >= self._least_bytes
-        return took_s >= (_PERIOD_S if tells else _LONGEST_PERIOD_S)
+    def _period_is_over(self, received_bytes: int, now_s: float) -> bool:
+        is_enough = received_bytes - self._received_bytes >= self._min_bytes
+        return now_s - self._began_s >= (_PERIOD_S if is_enough else _LONGEST_PERIOD_S)
 
     def _compare(self, bytes_per_s: float, now_s: float) -> None:
-        """See whether lanes that have come brought half of what as many did before."""
+        """Stop growing if the added lanes brought less than half of what as many did before."""
         if self._fewer is not None and self._fewer[0] < self._lanes:
             lanes, before = self._fewer
-            # Where nothing lands at all, more lanes bring nothing, either.
-            if bytes_per_s <= before + _LEAST_GAIN * before * (self._lanes - lanes) / lanes:
-                self._enough_until_s = now_s + self._try_again_s
-                self._try_again_s = min(2 * self._try_again_s, _LONGEST_TRY_AGAIN_S)
+            # `<=`: where nothing is received at all, more lanes bring nothing, either.
+            if bytes_per_s <= before + _MIN_GAIN * before * (self._lanes - lanes) / lanes:
+                self._enough_until_s = now_s + self._retry_s
+                self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
         self._fewer = self._lanes, bytes_per_s
 
 
 ChunkKey = tuple[ChannelName, int, int]
 """Channel, sequence and offset."""
 
-LEAST_PATIENCE_S = 0.250
+MIN_ACK_TIMEOUT_S = 0.250
 """An acknowledgement is never late before this."""
-AMONG_OTHERS_PATIENCE_S = 0.500
-"""Nor before this while other lanes go on, which carry copies of what it holds meanwhile: a lane of
-1 Gbit/s that turns to 10 Mbit/s takes 0.42 s for a chunk of 512 KB."""
-PATIENCE_FACTOR = 4.0
-"""It is late after so many times what is in flight should take."""
-FIRST_PATIENCE_S, MOST_PATIENCE_S = 2.0, 30.0
-"""How long to wait on a lane whose rate isn't known; doubled each time that wasn't enough."""
+ACK_TIMEOUT_AMONG_OTHERS_S = 0.500
+"""Nor before this while other lanes make progress: those carry copies of its chunks meanwhile,
+and a lane that drops from 1 Gbit/s to 10 Mbit/s takes 0.42 s for a chunk of 512 KB."""
+ACK_TIMEOUT_FACTOR = 4.0
+"""It is late after so many times the expected time of what is in flight."""
+FIRST_TIMEOUT_S, MAX_TIMEOUT_S = 2.0, 30.0
+"""The timeout of a lane whose rate is unknown; doubled each time it was too short."""
 PING_S, WAITING_PING_S = 1.0, 0.050
-"""How often an idle lane is asked for a sign of life; the second while deliveries are owed."""
+"""The interval of pings on an idle lane; the second while deliveries are owed."""
 _STALL_S = 0.050
 _SLOW_BYTES_PER_S = 125e3
 
@@ -233,8 +232,8 @@ class Flight:
         self.length = length
         self.sent_s = sent_s
 
-    def wanted(self) -> bool:
-        """Whether it is still not known to have landed."""
+    def is_wanted(self) -> bool:
+        """Whether no lane has had it acknowledged yet."""
         return not self.message.acknowledged[self.index]
 
 
@@ -242,38 +241,38 @@ class OutgoingLane:
     """One lane's state; its chunks are acknowledged in the order in which they were sent.
 
     Attributes:
-        patience_s: How long to wait while its rate isn't known.
+        timeout_s: For acknowledgements while its rate is unknown.
         flights: What is in flight, oldest first.
-        progress_s: When it last did something: an acknowledgement, or work after none.
-        parked: It is so slow that it gets probes alone.
+        progress_s: When it last made progress: an acknowledgement, or a chunk after idleness.
+        parked: It is so slow that it gets only probes.
         probe_s: When it may have the next one.
-        hurried: What was in flight has been given to other lanes, too; nothing new leaves on it
-            until it goes on.
+        stalled: Other lanes carry copies of what is in flight; it gets nothing new until it makes
+            progress.
     """
 
     __slots__ = (
         "_ping_open_s", "_pinged_idle", "_pinged_s", "acknowledged_bytes", "chunks", "flights",
-        "hedges", "hurried", "in_flight_bytes", "number", "parked", "patience_s", "probe_s",
-        "progress_s", "rate", "sent_bytes",
+        "hedges", "in_flight_bytes", "number", "parked", "probe_s", "progress_s", "rate",
+        "sent_bytes", "stalled", "timeout_s",
     )  # fmt: skip
 
-    def __init__(self, number: int, now_s: float, patience_s: float) -> None:
+    def __init__(self, number: int, now_s: float, timeout_s: float) -> None:
         self.number = number
         self.flights: dict[ChunkKey, Flight] = {}
         self.in_flight_bytes = 0
         self.rate = LaneRate()
         self.progress_s = now_s
-        self.patience_s = patience_s
-        self.parked = patience_s > FIRST_PATIENCE_S
+        self.timeout_s = timeout_s
+        self.parked = timeout_s > FIRST_TIMEOUT_S
         self.probe_s = now_s
-        self.hurried = False
+        self.stalled = False
         self._pinged_s = float("-inf")
         self._ping_open_s: float | None = None
         self._pinged_idle = False
         self.sent_bytes = self.acknowledged_bytes = self.chunks = self.hedges = 0
 
-    def depart(self, key: ChunkKey, flight: Flight) -> None:
-        """A chunk leaves on this lane."""
+    def sent(self, key: ChunkKey, flight: Flight) -> None:
+        """Record that a chunk leaves on this lane."""
         if not self.flights:
             self.progress_s = flight.sent_s
         self.flights[key] = flight
@@ -281,8 +280,8 @@ class OutgoingLane:
         self.sent_bytes += flight.length
         self.chunks += 1
 
-    def land(self, key: ChunkKey, now_s: float) -> Flight | None:
-        """A chunk is acknowledged; None: it wasn't in flight here."""
+    def acknowledged(self, key: ChunkKey, now_s: float) -> Flight | None:
+        """Record an acknowledgement; returns None if the chunk wasn't in flight here."""
         flight = self.flights.pop(key, None)
         if flight is None:
             return None
@@ -290,7 +289,7 @@ class OutgoingLane:
         self.acknowledged_bytes += flight.length
         self.rate.acknowledged(flight.length, flight.sent_s, now_s)
         self.progress_s = now_s
-        self.hurried = False
+        self.stalled = False
         return flight
 
     def has_room(self, num_bytes: int, chunk_bytes: int) -> bool:
@@ -298,13 +297,13 @@ class OutgoingLane:
         in_flight = self.in_flight_bytes
         return not in_flight or in_flight + num_bytes <= self.rate.window_bytes(chunk_bytes)
 
-    def time_to_land_s(self, num_bytes: int, unknown_s: float) -> float:
+    def expected_s(self, num_bytes: int, unknown_s: float) -> float:
         """How long a chunk that leaves now should take, behind what is in flight."""
         expected_s = self.rate.expected_s(self.in_flight_bytes + num_bytes)
         return unknown_s if expected_s is None else expected_s
 
     def rate_now(self, now_s: float) -> float | None:
-        """The rate, bytes/s, or what is left of it when nothing has moved for long."""
+        """The rate in bytes/s, or an upper bound of it if nothing has moved for long."""
         rate = self.rate.bytes_per_s
         if not self.flights:
             return rate
@@ -316,38 +315,42 @@ class OutgoingLane:
         bound = oldest.length / waited_s
         return bound if rate is None else min(rate, bound)
 
-    def late_s(self, moved_s: float) -> float:
-        """When to give the lane up, if nothing comes before; some lane moved last at `moved_s`."""
+    def late_s(self, any_progress_s: float) -> float:
+        """When to give the lane up unless it makes progress before.
+
+        Args:
+            any_progress_s: When any lane last made progress.
+        """
         if self.flights:
             expected_s = self.rate.expected_s(self.in_flight_bytes)
             if expected_s is None:
-                return self.progress_s + self._first_patience_s()
-            moved_since_s = max(moved_s - self.progress_s, 0.0)
-            least_s = min(moved_since_s + LEAST_PATIENCE_S, AMONG_OTHERS_PATIENCE_S)
-            return self.progress_s + max(least_s, PATIENCE_FACTOR * expected_s)
+                return self.progress_s + self._first_timeout_s()
+            behind_s = max(any_progress_s - self.progress_s, 0.0)
+            timeout_s = min(behind_s + MIN_ACK_TIMEOUT_S, ACK_TIMEOUT_AMONG_OTHERS_S)
+            return self.progress_s + max(timeout_s, ACK_TIMEOUT_FACTOR * expected_s)
         if self._ping_open_s is None:
             return float("inf")
-        return max(self._ping_open_s, self.progress_s) + self.patience_s
+        return max(self._ping_open_s, self.progress_s) + self.timeout_s
 
-    def _first_patience_s(self) -> float:
-        """How long to wait while no rate is known: as if it were a slow one."""
+    def _first_timeout_s(self) -> float:
+        """The timeout while the rate is unknown, as if it were a slow one."""
         slow_s = self.in_flight_bytes / _SLOW_BYTES_PER_S + self.rate.round_trip_s
-        least_s = max(LEAST_PATIENCE_S, PATIENCE_FACTOR * slow_s)
-        return min(least_s * self.patience_s / FIRST_PATIENCE_S, self.patience_s)
+        least_s = max(MIN_ACK_TIMEOUT_S, ACK_TIMEOUT_FACTOR * slow_s)
+        return min(least_s * self.timeout_s / FIRST_TIMEOUT_S, self.timeout_s)
 
     def ping_due_s(self, waiting: bool) -> float:
-        """When to ask for a sign of life; `waiting`: messages are owed their delivery."""
+        """When to send the next ping; `waiting`: deliveries are owed."""
         return self._pinged_s + (WAITING_PING_S if waiting and not self.flights else PING_S)
 
     def pinged(self, now_s: float) -> None:
-        """A ping leaves now."""
+        """Record that a ping leaves now."""
         self._pinged_s = now_s
         if self._ping_open_s is None:
             self._ping_open_s = now_s
             self._pinged_idle = not self.flights
 
     def ponged(self, round_trip_s: float, now_s: float) -> None:
-        """A ping was answered."""
+        """Record the answer to a ping."""
         self._ping_open_s = None
         if not self.flights:
             self.progress_s = now_s

@@ -1,40 +1,45 @@
-"""What is to be sent to a peer, in which order: held, waiting for room, ready, and once again."""
+"""The messages to one peer: delayed, waiting for room, ready to send, or to be sent again."""
 
 import heapq
 from collections import deque
 from itertools import islice
 
 from jaxmorph.transport.link_emulator import LinkEmulator, step_of
-from jaxmorph.transport.message_states import ProtocolError, Sending, Sent, after_sent
+from jaxmorph.transport.message_states import (
+    ProtocolError,
+    SendEvent,
+    SendState,
+    next_send_state,
+)
 from jaxmorph.transport.names import HALF, MASK, ChannelName, Tag
 from jaxmorph.transport.wire import Chunk
 
 SMALL_BYTES = 16 * 1024
-"""Messages up to this length go before longer ones."""
+"""Messages up to this length are sent before longer ones."""
 _MOST_SLOTS = 1 << 20
-_ASK_AGAIN_S = 0.005
-_LOOKED_AT = 32
-# Every message needs a dozen of them, and Python 3.11 takes a quarter of a microsecond to find one.
-_HELD, _WAITING, _SENDING = Sending.HELD, Sending.WAITING, Sending.SENDING
-_DEPARTED, _ADMITTED, _DELIVERED = Sent.DEPARTED, Sent.ADMITTED, Sent.DELIVERED
-_ALL_ACKNOWLEDGED = Sent.ALL_ACKNOWLEDGED
+_RETRY_S = 0.005
+_SEARCH_DEPTH = 32
+# Every message needs a dozen of these, and Python 3.11 takes a quarter of a microsecond each.
+_POSTED, _WAITING, _SENDING = SendState.POSTED, SendState.WAITING, SendState.SENDING
+_DEPARTED, _ADMITTED = SendEvent.DEPARTED, SendEvent.ADMITTED
+_DELIVERED, _ALL_ACKNOWLEDGED = SendEvent.DELIVERED, SendEvent.ALL_ACKNOWLEDGED
 
 
 class Message:
-    """A message that isn't known to be delivered.
+    """A message that may not be delivered yet.
 
     Attributes:
-        order: Its place among all that were posted.
+        order: Its place among all posted messages.
         num_chunks: At least one.
         next_index: The first chunk that has never been sent.
-        left: How many chunks aren't acknowledged.
-        acknowledged: uint8 of each chunk, whether it is.
-        copies: uint8 of each chunk, on how many lanes it is in flight.
+        unacknowledged: The number of chunks that aren't acknowledged.
+        acknowledged: One byte for each chunk: whether it is.
+        copies: One byte for each chunk: on how many lanes it is in flight.
     """
 
     __slots__ = (
-        "acknowledged", "channel", "copies", "left", "next_index", "num_chunks", "order",
-        "posted_ns", "sequence", "state", "tag", "total",
+        "acknowledged", "channel", "copies", "next_index", "num_chunks", "order",
+        "posted_ns", "sequence", "state", "tag", "total", "unacknowledged",
     )  # fmt: skip
 
     def __init__(
@@ -44,13 +49,13 @@ class Message:
         self.channel, self.sequence, self.total = channel, sequence, total
         self.tag, self.posted_ns = tag, posted_ns
         self.order, self.num_chunks = order, num_chunks
-        self.state = _HELD
-        self.begin_anew()
+        self.state = _POSTED
+        self.start_over()
 
-    def begin_anew(self) -> None:
-        """Nothing of it has been sent."""
+    def start_over(self) -> None:
+        """Forget that anything of it has been sent."""
         self.next_index = 0
-        self.left = self.num_chunks
+        self.unacknowledged = self.num_chunks
         self.acknowledged = bytearray(self.num_chunks)
         self.copies = bytearray(self.num_chunks)
 
@@ -62,7 +67,7 @@ class _Channel:
         self.name = name
         self.num_slots = num_slots
         self.released = released
-        self.limit: int | None = None  # not told yet
+        self.limit: int | None = None  # not reported yet
         self.messages: dict[int, Message] = {}
         self.waiting: list[Message] = []
 
@@ -70,7 +75,7 @@ class _Channel:
         return self.limit is not None and 0 < (self.limit - sequence) & MASK < HALF
 
     def has_posted(self, count: int) -> bool:
-        """Whether so many messages from `released` on are here: no others can be delivered."""
+        """Whether the next `count` messages are posted: no others can have been delivered."""
         if count > len(self.messages):
             return False
         for step in range(count):  # noqa: SIM110 # half as long as `all`
@@ -83,8 +88,8 @@ class OutgoingQueue:
     """The messages of all channels to one peer, and the order of their chunks.
 
     Attributes:
-        departed: Messages that have departed and aren't known to be delivered.
-        undelivered_bytes: Bytes of all messages that aren't.
+        departed: The number of messages that have departed and may not be delivered yet.
+        undelivered_bytes: Bytes of all messages that may not be delivered yet.
     """
 
     def __init__(self, source: int, destination: int, chunk_bytes: int) -> None:
@@ -93,16 +98,16 @@ class OutgoingQueue:
         self._source, self._destination, self._chunk_bytes = source, destination, chunk_bytes
         self._channels: dict[ChannelName, _Channel] = {}
         self._emulation: LinkEmulator | None = None
-        self._posted = 0
-        self._held: list[tuple[float, int, Message]] = []
+        self._num_posted = 0
+        self._delayed: list[tuple[float, int, Message]] = []
         self._cut: deque[Message] = deque()
-        self._ask_again_s = float("inf")
+        self._retry_s = float("inf")
         self._small: deque[Message] = deque()
         self._large: deque[Message] = deque()
         self._again: deque[tuple[Message, int, int]] = deque()
 
     def add_channel(self, name: ChannelName, num_slots: int, released: int) -> None:
-        """Begin, or go on, to send a channel from the message numbered `released`."""
+        """Send a channel's messages from number `released` on."""
         if (name.source, name.destination) != (self._source, self._destination):
             raise ValueError(f"got {name} for ranks {self._source}>{self._destination}")
         if name in self._channels:
@@ -110,29 +115,29 @@ class OutgoingQueue:
         self._channels[name] = _Channel(name, num_slots, released)
 
     def grow(self, name: ChannelName, num_slots: int) -> None:
-        """The channel, at rest, has more slots."""
+        """Give a channel at rest more slots."""
         if self._channels[name].messages:
             raise ValueError(f"{name} is not at rest")
         self._channels[name].num_slots = num_slots
 
     @property
     def is_drained(self) -> bool:
-        """Whether there is nothing to `take`, for now."""
+        """Whether `take` has nothing for now."""
         return not (self._small or self._large or self._again)
 
     def released(self, name: ChannelName) -> int:
-        """The number of the channel's first message that isn't known to be delivered."""
+        """The number of the channel's first message that may not be delivered yet."""
         return self._channels[name].released
 
     def emulate(self, emulation: LinkEmulator | None) -> None:
-        """Ask this from now on when messages may depart; those that know keep their time."""
+        """Ask this emulator when messages may depart; known departure times stay."""
         self._emulation = emulation
-        self._ask_again_s = float("-inf")
+        self._retry_s = float("-inf")
 
     def post(
         self, name: ChannelName, sequence: int, total: int, tag: Tag, posted_ns: int, now_s: float
     ) -> bool:
-        """Take a message; False: the receiver has it already."""
+        """Add a message; returns False if the receiver has it already."""
         channel = self._channels[name]
         ahead = (sequence - channel.released) & MASK
         if ahead >= HALF:
@@ -143,18 +148,18 @@ class OutgoingQueue:
                 f"{channel.released} on, {sorted(channel.messages)} are here"
             )
         num_chunks = max(1, -(-total // self._chunk_bytes))
-        message = Message(name, sequence, total, tag, posted_ns, self._posted, num_chunks)
-        self._posted += 1
+        message = Message(name, sequence, total, tag, posted_ns, self._num_posted, num_chunks)
+        self._num_posted += 1
         channel.messages[sequence] = message
         self.undelivered_bytes += total
-        self._hold(message, now_s)
+        self._schedule_departure(message, now_s)
         return True
 
     def counts(self, name: ChannelName, delivered: int, limit: int) -> bool:
-        """Take what the receiver tells of a channel; True: more is delivered than was known.
+        """Handle the receiver's counts of a channel; returns whether more has been delivered.
 
         Raises:
-            ProtocolError: If it can't be.
+            ProtocolError: If the counts are impossible.
         """
         channel = self._channels.get(name)
         if channel is None:
@@ -176,16 +181,16 @@ class OutgoingQueue:
         return grew
 
     def acknowledged(self, message: Message, index: int) -> None:
-        """A chunk has landed at the receiver."""
+        """Record that the receiver has a chunk."""
         if message.acknowledged[index] or message.state is not _SENDING:
             return
         message.acknowledged[index] = 1
-        message.left -= 1
-        if not message.left:
-            message.state = after_sent(message.state, _ALL_ACKNOWLEDGED)
+        message.unacknowledged -= 1
+        if not message.unacknowledged:
+            message.state = next_send_state(message.state, _ALL_ACKNOWLEDGED)
 
     def forget_acknowledged(self) -> None:
-        """The receiver has begun anew: all that isn't delivered is to be sent again."""
+        """Send all undelivered messages again: the receiver has restarted."""
         self._again.clear()
         self._small.clear()
         self._large.clear()
@@ -193,31 +198,31 @@ class OutgoingQueue:
             each for channel in self._channels.values() for each in channel.messages.values()
         )
         for message in sorted(messages, key=lambda message: message.order):
-            if message.state in (_SENDING, Sending.ACKNOWLEDGED):
-                message.state = after_sent(message.state, Sent.RECEIVER_RESTARTED)
-                message.begin_anew()
+            if message.state in (_SENDING, SendState.ACKNOWLEDGED):
+                message.state = next_send_state(message.state, SendEvent.RECEIVER_RESTARTED)
+                message.start_over()
                 self._make_ready(message)
 
     def send_again(self, chunks: list[tuple[Message, int]]) -> None:
-        """Put chunks that were lost in front, in this order."""
+        """Put lost chunks in front, in this order."""
         self._again.extendleft((message, index, 0) for message, index in reversed(chunks))
 
     def send_copies(self, chunks: list[tuple[Message, int]]) -> None:
-        """Let chunks that are late on a lane be sent on another, too."""
+        """Queue copies of chunks that are late on their lane, for other lanes."""
         self._again.extend((message, index, 1) for message, index in chunks)
 
     def advance(self, now_s: float) -> None:
-        """Let what is held depart in time."""
-        while self._held and self._held[0][0] <= now_s:
-            self._depart(heapq.heappop(self._held)[2])
-        if now_s >= self._ask_again_s:
-            self._ask_again_s = float("inf")
+        """Let delayed messages depart whose time has come."""
+        while self._delayed and self._delayed[0][0] <= now_s:
+            self._depart(heapq.heappop(self._delayed)[2])
+        if now_s >= self._retry_s:
+            self._retry_s = float("inf")
             for _ in range(len(self._cut)):
-                self._hold(self._cut.popleft(), now_s)
+                self._schedule_departure(self._cut.popleft(), now_s)
 
     def next_s(self) -> float:
-        """When to `advance` next."""
-        return min(self._held[0][0], self._ask_again_s) if self._held else self._ask_again_s
+        """When to call `advance` next."""
+        return min(self._delayed[0][0], self._retry_s) if self._delayed else self._retry_s
 
     def is_open(self, message: Message, now_s: float) -> bool:
         """Whether the emulated link carries the message now."""
@@ -225,11 +230,11 @@ class OutgoingQueue:
             self._source, self._destination, step_of(message.tag), now_s
         ):
             return True
-        self._ask_again_s = min(self._ask_again_s, now_s + _ASK_AGAIN_S)
+        self._retry_s = min(self._retry_s, now_s + _RETRY_S)
         return False
 
     def take(self, skipped: dict, now_s: float) -> tuple[Message, int] | None:
-        """The next chunk, except those whose (channel, sequence, offset) are skipped."""
+        """The next chunk, leaving out those whose (channel, sequence, offset) is in `skipped`."""
         if self._again:
             chunk = self._take_again(skipped, now_s)
             if chunk is not None:
@@ -249,8 +254,8 @@ class OutgoingQueue:
             message.posted_ns,
         )  # fmt: skip
 
-    def _hold(self, message: Message, now_s: float) -> None:
-        if message.state is not _HELD:
+    def _schedule_departure(self, message: Message, now_s: float) -> None:
+        if message.state is not _POSTED:
             return
         if self._emulation is None:
             self._depart(message)
@@ -260,16 +265,16 @@ class OutgoingQueue:
         )
         if departure_s is None:
             self._cut.append(message)
-            self._ask_again_s = min(self._ask_again_s, now_s + _ASK_AGAIN_S)
+            self._retry_s = min(self._retry_s, now_s + _RETRY_S)
         elif departure_s <= now_s:
             self._depart(message)
         else:
-            heapq.heappush(self._held, (departure_s, message.order, message))
+            heapq.heappush(self._delayed, (departure_s, message.order, message))
 
     def _depart(self, message: Message) -> None:
-        if message.state is not _HELD:
+        if message.state is not _POSTED:
             return
-        message.state = after_sent(message.state, _DEPARTED)
+        message.state = next_send_state(message.state, _DEPARTED)
         self.departed += 1
         channel = self._channels[message.channel]
         channel.waiting.append(message)
@@ -281,7 +286,7 @@ class OutgoingQueue:
             if message.state is not _WAITING:
                 continue
             if channel.has_room_for(message.sequence):
-                message.state = after_sent(message.state, _ADMITTED)
+                message.state = next_send_state(message.state, _ADMITTED)
                 self._make_ready(message)
             else:
                 channel.waiting.append(message)
@@ -292,15 +297,15 @@ class OutgoingQueue:
     def _release(self, channel: _Channel, count: int) -> None:
         for step in range(count):
             message = channel.messages.pop((channel.released + step) & MASK)
-            self.departed -= message.state is not _HELD
+            self.departed -= message.state is not _POSTED
             self.undelivered_bytes -= message.total
-            message.state = after_sent(message.state, _DELIVERED)
+            message.state = next_send_state(message.state, _DELIVERED)
         channel.released = (channel.released + count) & MASK
 
     def _take_again(self, skipped: dict, now_s: float) -> tuple[Message, int] | None:
         again = self._again
         at = 0
-        while at < len(again) and at < _LOOKED_AT:
+        while at < len(again) and at < _SEARCH_DEPTH:
             message, index, copies = again[at]
             if (
                 message.state is not _SENDING
@@ -319,7 +324,7 @@ class OutgoingQueue:
     def _take_new(self, ready: deque[Message], now_s: float) -> tuple[Message, int] | None:
         while ready and not _has_more(ready[0]):
             ready.popleft()
-        for message in islice(ready, _LOOKED_AT):
+        for message in islice(ready, _SEARCH_DEPTH):
             if _has_more(message) and (self._emulation is None or self.is_open(message, now_s)):
                 index = message.next_index
                 message.next_index = index + 1

@@ -1,7 +1,6 @@
-"""What a rank sees of its data plane, whatever moves the bytes: ends of channels in shared memory.
+"""A rank's side of its data plane: the ends of its channels, in shared memory.
 
-Whatever moves the messages (a sidecar, or a test's thread) sees the same slots, and rings the same
-doorbells.
+The mover of the messages (a sidecar, or a thread in a test) has the same slots and doorbells.
 """
 
 import threading
@@ -35,7 +34,7 @@ class ChannelSpec:
     """The memory of one end of a channel.
 
     Attributes:
-        num_slots: How many messages it can hold; a power of two.
+        num_slots: A power of two.
     """
 
     name: ChannelName
@@ -45,13 +44,13 @@ class ChannelSpec:
 
 @dataclass(frozen=True)
 class TransportSettings:
-    """How the data plane travels.
+    """The settings of a data plane.
 
     Attributes:
         addresses: The local addresses to listen on and to send from, one for each network card.
-        lanes: Connections to each peer; None: as many as messages turn out to need.
-        chunk_bytes: The unit that is acknowledged, and sent again.
-        checksum: Whether each chunk's checksum is compared.
+        lanes: Connections to each peer; None: as many as the messages need.
+        chunk_bytes: The unit of acknowledgement and retransmission.
+        checksum: Whether chunks have checksums.
         first_sequence: The number of a channel's first message; numbers are 32 bits and wrap.
         backend: What carries long messages: "tcp", or "nixl" for RDMA. All ranks have the same.
     """
@@ -65,20 +64,20 @@ class TransportSettings:
 
 
 class MemoryRegistry(Protocol):
-    """Knows the memory of a data plane's slots, for whom a device's driver must."""
+    """Keeps track of the memory of a data plane's slots, such as for a device's driver."""
 
     def add(self, address: int, num_bytes: int) -> None:
-        """There is memory, which begins on a page; what goes wrong with it is the keeper's."""
+        """Add page-aligned memory; must not raise."""
 
     def remove(self, address: int) -> None:
-        """The memory that begins there is about to go; said of each that was added, once."""
+        """Remove memory that is about to be freed; called once for each that was added."""
 
 
 class _End:
-    """What both ends of a channel have in common.
+    """The common part of both ends of a channel.
 
     Args:
-        ring_mover: Wakes what moves the messages.
+        ring_mover: Wakes the mover of the messages.
         peer: The rank at the other end.
     """
 
@@ -90,59 +89,59 @@ class _End:
         self.doorbell = Doorbell.create()
         self._ring_mover = ring_mover
         self._lock = threading.Lock()
-        self._trouble: TransportError | None = None
-        self._keeper: MemoryRegistry | None = None
+        self._error: TransportError | None = None
+        self._registry: MemoryRegistry | None = None
 
-    def report_memory(self, keeper: MemoryRegistry) -> None:
-        """Tell a keeper of the slots' memory, and of any that follows it."""
-        self._keeper = keeper
-        keeper.add(*self.slots.memory)
+    def report_memory(self, registry: MemoryRegistry) -> None:
+        """Add the slots' memory to a registry, and keep it up to date."""
+        self._registry = registry
+        registry.add(*self.slots.memory)
 
     def fail(self, error: TransportError) -> None:
-        """Make who waits, and will wait, see this error once there is nothing else to see."""
-        self._trouble = error
+        """Raise this error in all current and later waits that would not end otherwise."""
+        self._error = error
         self.doorbell.ring()
 
     def recover(self) -> None:
-        """Forget an error: the peer is there again."""
-        self._trouble = None
+        """Clear the error: the peer is there again."""
+        self._error = None
 
     def gone(self, reason: str) -> None:
-        """The peer is gone."""
+        """Fail, because the peer is gone."""
         self.fail(PeerGoneError(f"rank {self.peer} is gone ({reason}): {self.name} has ended"))
 
     def replace_slots(self, slots: Slots) -> None:
-        """Use other memory from now on; the counts have been carried over."""
-        if self._keeper is not None:
-            self._keeper.add(*slots.memory)
+        """Use other slots from now on; the caller has carried over their counts."""
+        if self._registry is not None:
+            self._registry.add(*slots.memory)
         old, self.slots = self.slots, slots
-        self._let_go(old)
+        self._free(old)
 
     def close(self) -> None:
-        """Give memory and descriptors back."""
+        """Free memory and descriptors."""
         self.fail(TransportError(f"{self.name} is closed"))
-        self._let_go(self.slots)
+        self._free(self.slots)
         self.doorbell.close()
 
-    def _let_go(self, slots: Slots) -> None:
-        if self._keeper is not None:
-            self._keeper.remove(slots.memory[0])
+    def _free(self, slots: Slots) -> None:
+        if self._registry is not None:
+            self._registry.remove(slots.memory[0])
         slots.close()
 
     def _wait(self, condition: Callable[[], bool], deadline_s: float, what: str) -> None:
-        """Return once the condition holds; raise what else there is to say."""
+        """Wait for a condition; raises the end's error, or TimeoutError."""
         if condition():
             return
-        self.doorbell.wait_until(lambda: condition() or self._trouble is not None, deadline_s)
+        self.doorbell.wait_until(lambda: condition() or self._error is not None, deadline_s)
         if condition():
             return
-        if self._trouble is not None:
-            raise self._trouble
+        if self._error is not None:
+            raise self._error
         raise TimeoutError(f"{self.name}: {what} by the deadline")
 
 
 class OutgoingEnd(_End):
-    """Where a rank's messages enter a channel."""
+    """The end of a channel where a rank's messages enter it."""
 
     def __init__(
         self, spec: ChannelSpec, first_sequence: int, ring_mover: Callable[[], None]
@@ -162,29 +161,29 @@ class OutgoingEnd(_End):
         """Whether a slot is free now."""
         return distance(self._reserved, self.slots.consumed) < self.slots.num_slots
 
-    def has_room_or_trouble(self) -> bool:
-        """Whether a slot is free now; where none is, an error that none ever will be is raised."""
+    def has_room_or_raise(self) -> bool:
+        """Whether a slot is free now; raises if none is and the end has failed."""
         if self.has_room():
             return True
-        if self._trouble is not None:
-            raise self._trouble
+        if self._error is not None:
+            raise self._error
         return False
 
     def withdraw(self, sequence: int) -> None:
-        """Have an announced message arrive empty, unless its payload is there."""
+        """Make an announced message arrive empty, unless its payload is complete."""
         slots = self.slots
         if not slots.is_complete(sequence):
             slots.write_info(sequence, slots.read_info(sequence)._replace(num_bytes=0))
             slots.mark_complete(sequence)
 
     def at_rest(self) -> bool:
-        """Whether every message reserved has been delivered."""
+        """Whether every reserved message has been delivered."""
         return self._reserved == self.slots.produced == self.slots.consumed
 
-    def announce(self, sequence: int, about: MessageInfo) -> None:
-        """Describe a message; count it once all before it are described too."""
+    def announce(self, sequence: int, info: MessageInfo) -> None:
+        """Describe a message, and count it once all messages before it are described."""
         slots = self.slots
-        slots.write_info(sequence, about)
+        slots.write_info(sequence, info)
         with self._lock:
             self._posted.add(sequence)
             count = slots.produced
@@ -194,12 +193,12 @@ class OutgoingEnd(_End):
             slots.produced = count
 
     def ring(self) -> None:
-        """There is something to move."""
+        """Wake the mover."""
         self._ring_mover()
 
 
 class OutgoingSlot:
-    """Memory for one message, reserved by the sender.
+    """The memory of one message that the sender has reserved.
 
     Attributes:
         sequence: The message's number on its channel, below 2**32.
@@ -208,28 +207,28 @@ class OutgoingSlot:
         is_posted: Whether the message has been announced.
     """
 
-    __slots__ = ("_end", "_slots", "_told_address", "address", "is_posted", "payload", "sequence")
+    __slots__ = ("_end", "_signals_itself", "_slots", "address", "is_posted", "payload", "sequence")
 
     def __init__(self, end: OutgoingEnd, sequence: int) -> None:
         self.sequence = sequence
         self._end, self._slots = end, end.slots
         self.payload: np.ndarray = self._slots.payload(sequence)
         self.address: int = self._slots.payload_address(sequence)
-        self.is_posted = self._told_address = False
+        self.is_posted = self._signals_itself = False
 
     @property
     def signal_address(self) -> int:
-        """Where the 32-bit word is that says, by `sequence + 1`, that the payload is complete.
+        """The address of the 32-bit word that marks the payload complete, by `sequence + 1`.
 
-        Who asks may write it without ringing.
+        The caller may write it without ringing: the mover polls it from now on.
         """
-        self._told_address = True
+        self._signals_itself = True
         if self.is_posted:
             self._end.ring()
         return self._slots.signal_address(self.sequence)
 
     def post(self, num_bytes: int, tag: Sequence[int]) -> None:
-        """Announce the message; its payload may still be on its way into the slot."""
+        """Announce the message; its payload may still be incomplete."""
         if not 0 <= num_bytes <= self._slots.slot_bytes:
             raise ValueError(
                 f"{self._end.name}: got a message of {num_bytes} bytes, expected at most "
@@ -238,30 +237,30 @@ class OutgoingSlot:
         words = tuple(tag) + (0,) * (TAG_WORDS - len(tag))
         if len(words) != TAG_WORDS or min(words) < 0 or max(words) > MASK:
             raise ValueError(f"got tag {tuple(tag)}, expected {TAG_WORDS} words of 32 bits")
-        about = MessageInfo(num_bytes, words, time.monotonic_ns(), NO_TIME_NS)
-        self._end.announce(self.sequence, about)
+        info = MessageInfo(num_bytes, words, time.monotonic_ns(), NO_TIME_NS)
+        self._end.announce(self.sequence, info)
         self.is_posted = True
-        # Not woken twice for one message: `complete` rings, if it is still to come.
-        if self._told_address or self._slots.is_complete(self.sequence):
+        # The mover is not woken twice for one message: `complete` rings if it comes later.
+        if self._signals_itself or self._slots.is_complete(self.sequence):
             self._end.ring()
 
     def complete(self) -> None:
-        """Say that the payload is all there; from any thread."""
+        """Mark the payload complete; from any thread."""
         self._slots.mark_complete(self.sequence)
         if self.is_posted:
             self._end.ring()
 
     def withdraw(self) -> None:
-        """Have a message arrive empty whose payload was announced and won't come.
+        """Make an announced message whose payload won't come arrive empty.
 
-        Nothing is changed where it has come all the same.
+        Changes nothing if the payload has come all the same.
         """
         self._end.withdraw(self.sequence)
         self._end.ring()
 
 
 class IncomingEnd(_End):
-    """Where a rank takes messages out of a channel."""
+    """The end of a channel where a rank takes messages out of it."""
 
     def __init__(
         self, spec: ChannelSpec, first_sequence: int, ring_mover: Callable[[], None]
@@ -272,16 +271,16 @@ class IncomingEnd(_End):
 
     def take(self, deadline_s: float) -> "IncomingSlot":
         """The next message; see `DataPlane.take`."""
-        self._wait(self._has_landed, deadline_s, "the next message has not come")
+        self._wait(self._has_next, deadline_s, "the next message has not come")
         sequence, self._taken = self._taken, add(self._taken, 1)
         return IncomingSlot(self, sequence)
 
     def at_rest(self) -> bool:
-        """Whether every message that has landed has been taken and released."""
+        """Whether every received message has been taken and released."""
         return self._taken == self.slots.consumed == self.slots.produced
 
     def release(self, sequence: int) -> None:
-        """Count a message as consumed once all before it are."""
+        """Count a message as consumed once all messages before it are."""
         slots = self.slots
         with self._lock:
             self._released.add(sequence)
@@ -291,35 +290,35 @@ class IncomingEnd(_End):
                 self._released.remove(count)
                 count = add(count, 1)
             slots.consumed = count
-        # With more than half of its slots free the sender lacks no room; acknowledgements tell it.
+        # With more than half of the slots free the sender lacks no room: acknowledgements suffice.
         if 2 * in_use >= slots.num_slots:
             self._ring_mover()
 
-    def _has_landed(self) -> bool:
+    def _has_next(self) -> bool:
         return self.slots.produced != self._taken
 
 
 class IncomingSlot:
-    """One message that has arrived; its memory is the receiver's until it is released.
+    """One received message; its memory belongs to the receiver until it is released.
 
     Attributes:
         payload: uint8 [message bytes], read-only.
-        posted_s: When it was posted, by this host's monotonic clock as well as it is known.
-        received_s: When all of it was here, by the same clock.
+        posted_s: When it was posted, by an estimate of this host's monotonic clock.
+        received_s: When all of it was here, by this host's monotonic clock.
     """
 
     __slots__ = ("_end", "payload", "posted_s", "received_s", "sequence", "tag")
 
     def __init__(self, end: IncomingEnd, sequence: int) -> None:
-        num_bytes, tag, posted_ns, landed_ns = end.slots.read_info(sequence)
+        num_bytes, tag, posted_ns, received_ns = end.slots.read_info(sequence)
         self.sequence, self._end = sequence, end
         self.tag: Tag = tag
         self.payload: np.ndarray = end.slots.payload(sequence)[:num_bytes]
         self.payload.flags.writeable = False
-        self.posted_s, self.received_s = posted_ns / 1e9, landed_ns / 1e9
+        self.posted_s, self.received_s = posted_ns / 1e9, received_ns / 1e9
 
     def release(self) -> None:
-        """Give the memory back for another message."""
+        """Free the slot for another message."""
         end, self._end = self._end, None
         if end is None:
             raise TransportError(f"message {self.sequence} has been released already")
@@ -327,12 +326,10 @@ class IncomingSlot:
 
 
 class DataPlane(ABC):
-    """A rank's end of all its channels; at most one thread waits on a channel at a time.
+    """A rank's ends of all its channels; at most one thread waits on a channel at a time.
 
     Args:
-        outgoing: The channels it sends on.
-        incoming: The channels it receives on.
-        ring_mover: Wakes what moves the messages.
+        ring_mover: Wakes the mover of the messages.
     """
 
     def __init__(
@@ -357,20 +354,20 @@ class DataPlane(ABC):
 
     @abstractmethod
     def connect(self, peers: Mapping[int, Sequence[Address]], secret: bytes) -> None:
-        """Tell where the peers are; returns at once.
+        """Connect to peers; returns at once.
 
         Args:
             peers: Each peer's `addresses`, by rank.
-            secret: The run's, by which its members know each other.
+            secret: The run's secret, which authenticates its members.
         """
 
     @abstractmethod
     def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:
-        """Make links behave so for all that is posted from now on, instead of as before.
+        """Replace the emulated conditions, for all messages posted from now on.
 
         Args:
-            conditions: None at all: nothing is emulated.
-            origin_s: When the times of a trace begin, by the monotonic clock; None: now.
+            conditions: Empty: emulate nothing.
+            origin_s: The origin of a trace's times, by the monotonic clock; None: now.
         """
 
     @abstractmethod
@@ -379,18 +376,18 @@ class DataPlane(ABC):
 
     @abstractmethod
     def close(self, *, flush: bool = True) -> None:
-        """End what moves the messages and give the memory back.
+        """End the mover and free the memory.
 
         Args:
-            flush: Whether messages that are still on their way get a few seconds to arrive.
+            flush: Give messages on their way a few seconds to arrive.
         """
 
     @abstractmethod
     def _grow(self, end: OutgoingEnd | IncomingEnd, num_slots: int) -> None:
-        """Have the end, which must be at rest, use memory for so many slots."""
+        """Replace the slots of an end at rest by so many."""
 
     def reserve(self, channel: ChannelName, deadline_s: float) -> OutgoingSlot:
-        """Wait for room for one more message; messages are numbered in this order.
+        """Wait for a slot for the next message.
 
         Args:
             deadline_s: When to give up, by the monotonic clock.
@@ -414,19 +411,19 @@ class DataPlane(ABC):
         return self._incoming_end(channel).take(deadline_s)
 
     def has_room(self, channel: ChannelName) -> bool:
-        """Whether a slot of an outgoing channel is free now; waits for nothing.
+        """Whether a slot of an outgoing channel is free now.
 
         Raises:
-            PeerGoneError: If none is, and the receiver is gone.
+            PeerGoneError: If none is and the receiver is gone.
         """
-        return self._outgoing_end(channel).has_room_or_trouble()
+        return self._outgoing_end(channel).has_room_or_raise()
 
     def grow(self, channel: ChannelName, num_slots: int) -> None:
-        """Make room for more messages, in a channel that is at rest: nothing posted or untaken.
+        """Give this rank's end of a channel at rest more slots.
 
         Args:
-            channel: Of either direction; each end has slots of its own.
-            num_slots: A power of two, at least as many as there are.
+            channel: Nothing posted on it may be undelivered, nothing received unreleased.
+            num_slots: A power of two, at least the current number.
         """
         end = self._outgoing.get(channel) or self._incoming_end(channel)
         before = end.slots.num_slots
@@ -435,13 +432,13 @@ class DataPlane(ABC):
         if num_slots > before:
             self._grow(end, num_slots)
 
-    def report_memory(self, keeper: MemoryRegistry) -> None:
-        """Tell a keeper of the memory of all slots: now, when they grow, and before they go."""
+    def report_memory(self, registry: MemoryRegistry) -> None:
+        """Add the memory of all slots to a registry, and keep it up to date."""
         for end in self._ends():
-            end.report_memory(keeper)
+            end.report_memory(registry)
 
     def events(self) -> list[dict[str, Any]]:
-        """What has happened since the last call: lanes lost and found, restarts, peers gone."""
+        """Events since the last call: lanes up and down, sidecar restarts, peers gone."""
         with self._events_lock:
             events, self._events = self._events, []
         return events

@@ -8,32 +8,32 @@ from typing import Any
 
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import READ, EventLoop
-from jaxmorph.transport.incoming import Delivery, Incoming, Landing
-from jaxmorph.transport.lanes import ChecksumError, Chunks, Lane, LaneError, TcpLane
+from jaxmorph.transport.incoming import Delivery, Incoming, IncomingChunk
+from jaxmorph.transport.lanes import ChecksumError, ChunkHandler, Lane, LaneError, TcpLane
 from jaxmorph.transport.link import NIXL, TCP, LinkHalf, OpenPings
 from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.names import ChannelName, add
-from jaxmorph.transport.nixl_lanes import MOST_GRANTS, NixlReceivingLane
+from jaxmorph.transport.nixl_lanes import MAX_GRANTS, NixlReceivingLane
 from jaxmorph.transport.slots import MessageInfo, Slots
 from jaxmorph.transport.wire import FrameError, Ping
 
 _PING_S = 1.0
 _FIRST_PINGS, _FIRST_PING_S = 10, 0.05
-"""One question alone may have waited for a processor, and its answer be wrong by all of that."""
+"""Several pings at first: a single one may wait for a processor, which spoils its answer."""
 
 
 class IncomingChannel:
-    """Where the trainer takes its messages from; its doorbell is rung when one has landed."""
+    """The slots from which the trainer takes messages, and the doorbell that announces them."""
 
     def __init__(self, name: ChannelName, slots: Slots, doorbell: Doorbell) -> None:
         self.name, self.slots, self.doorbell = name, slots, doorbell
 
     def memory(self, sequence: int, offset: int, length: int) -> memoryview:
-        """Where a piece of a message is to be."""
+        """The place of part of a message."""
         return self.slots.view(sequence, offset + length)[offset:]
 
     def deliver(self, delivery: Delivery, clock_ahead_ns: int) -> None:
-        """Hand a message over to the trainer; its count, written last, is what makes it one."""
+        """Hand a message over to the trainer; the count, written last, makes it visible."""
         slots, sequence = self.slots, delivery.sequence
         posted_ns = max(delivery.posted_ns - clock_ahead_ns, 0)
         slots.write_info(
@@ -44,7 +44,7 @@ class IncomingChannel:
         self.doorbell.ring()
 
     def close(self) -> None:
-        """Give memory and descriptors back."""
+        """Free memory and descriptors."""
         self.slots.close()
         self.doorbell.close()
 
@@ -53,21 +53,21 @@ class ReceivingLink(LinkHalf):
     """The receiving half of a pair of ranks.
 
     Attributes:
-        next_s: When `turn` is to be called at the latest.
+        next_s: When to call `turn` at the latest.
     """
 
     def __init__(
         self, loop: EventLoop, rank: int, peer: int, report: Callable[..., None], backend: str = TCP
     ) -> None:
         super().__init__(loop, rank, peer, report, backend)
-        self.engine = Incoming(peer, rank, MOST_GRANTS + 1 if backend == NIXL else 1)
+        self.engine = Incoming(peer, rank, MAX_GRANTS + 1 if backend == NIXL else 1)
         self.channels: dict[ChannelName, IncomingChannel] = {}
         self.next_s = math.inf
-        self._polled: dict[int, Callable[[int], None]] = {}
-        self._asked = self._wrong_checksums = 0
+        self._pollers: dict[int, Callable[[int], None]] = {}
+        self._pings_sent = self._wrong_checksums = 0
 
     def add_channel(self, channel: IncomingChannel) -> None:
-        """Receive into its memory from now on."""
+        """Receive into its slots from now on."""
         slots = channel.slots
         self.channels[channel.name] = channel
         self.engine.add_channel(
@@ -75,10 +75,10 @@ class ReceivingLink(LinkHalf):
         )
 
     def take(self, number: int, connection: TcpLane, generation: int, chunk_bytes: int) -> None:
-        """Take over a connection whose handshake is done.
+        """Turn a connection whose handshake is done into a lane.
 
         Raises:
-            ProtocolError: If it may not be a lane.
+            ProtocolError: If the lane is not allowed.
         """
         old = self._lanes.get(number)
         stale, frames = self.engine.lane_up(number, generation, chunk_bytes)
@@ -94,41 +94,41 @@ class ReceivingLink(LinkHalf):
             self._report("lane_closed", peer=self.peer, lane=number, reason=str(error))
             return
         self._lanes[number], self._pings[number] = lane, OpenPings()
-        chunks = Chunks(
-            partial(self.engine.begin, number), self._memory, partial(self._landed, number, lane)
+        handler = ChunkHandler(
+            partial(self.engine.begin, number), self._memory, partial(self._finish, number, lane)
         )
         for frame in frames:
-            lane.tell(frame)
-        self._polled[number] = lambda mask: self._ready(number, lane, chunks, mask)
-        self._loop.add(lane.fileno(), lane.mask, self._polled[number])
-        self.next_s = 0.0  # to ask for the time
-        self._ready(number, lane, chunks, READ)
+            lane.enqueue(frame)
+        self._pollers[number] = lambda mask: self._ready(number, lane, handler, mask)
+        self._loop.add(lane.fileno(), lane.mask, self._pollers[number])
+        self.next_s = 0.0  # to ask for the peer's time
+        self._ready(number, lane, handler, READ)
 
     def grow(self, name: ChannelName, num_slots: int) -> None:
-        """A channel at rest is about to have more slots; raises ValueError if it isn't."""
+        """Prepare a channel at rest for more slots; raises ValueError if it isn't at rest."""
         self.engine.consumed(name, self.channels[name].slots.consumed)
         credit = self.engine.grow(name, num_slots)
-        if self._backend == NIXL:  # its agents know the old memory
+        if self._backend == NIXL:  # its agents know only the old memory
             for number in tuple(self._lanes):
                 self._lose(number, f"{name} grows")
         best = self.engine.best_lane()
         if best is not None:
-            self._tell(best, credit)
+            self._send_frame(best, credit)
 
     def poll(self, now_s: float) -> float:
-        """Go on with lanes whose descriptors don't tell all; returns when to do so next."""
+        """Poll the lanes that are due; returns when the next is."""
         for number, lane in tuple(self._lanes.items()):
             if now_s >= lane.poll_s:
-                self._polled[number](0)
+                self._pollers[number](0)
         return min((lane.poll_s for lane in self._lanes.values()), default=math.inf)
 
     def look(self) -> None:
-        """Take up what the trainer has given back."""
+        """Read which messages the trainer has released."""
         for name, channel in self.channels.items():
             credit = self.engine.consumed(name, channel.slots.consumed)
             best = None if credit is None else self.engine.best_lane()
             if best is not None:
-                self._tell(best, credit)
+                self._send_frame(best, credit)
 
     def turn(self, now_s: float) -> None:
         """Ask the peer for its time, on one lane."""
@@ -136,12 +136,12 @@ class ReceivingLink(LinkHalf):
         if best is None:
             self.next_s = math.inf
             return
-        self._asked += 1
-        self._tell(best, self._pings[best].ask(time.monotonic_ns()))
-        self.next_s = now_s + (_FIRST_PING_S if self._asked < _FIRST_PINGS else _PING_S)
+        self._pings_sent += 1
+        self._send_frame(best, self._pings[best].ask(time.monotonic_ns()))
+        self.next_s = now_s + (_FIRST_PING_S if self._pings_sent < _FIRST_PINGS else _PING_S)
 
     def statistics(self) -> dict[str, Any]:
-        """The engine's counts, and what was wrong."""
+        """The engine's counts, the peer's errors, and its clock."""
         return {
             **self.engine.statistics(),
             "wrong_checksums": self._wrong_checksums,
@@ -150,32 +150,30 @@ class ReceivingLink(LinkHalf):
             "clock_error_s": None if self.clock.error_ns is None else self.clock.error_ns / 1e9,
         }
 
-    def _memory(self, landing: Landing) -> memoryview:
-        channel = self.channels[landing.channel]
-        return channel.memory(landing.sequence, landing.offset, landing.length)
+    def _memory(self, chunk: IncomingChunk) -> memoryview:
+        return self.channels[chunk.channel].memory(chunk.sequence, chunk.offset, chunk.length)
 
-    def _landed(self, number: int, lane: Lane, landing: Landing, memory: memoryview) -> None:
-        """Hand over what is complete, and acknowledge, in this order."""
-        # The acknowledgement tells of the room there is now: no credit needs to be sent for it.
-        name = landing.channel
+    def _finish(self, number: int, lane: Lane, chunk: IncomingChunk, memory: memoryview) -> None:
+        # First read the current room: the acknowledgement then reports it, which saves a credit.
+        name = chunk.channel
         self.engine.consumed(name, self.channels[name].slots.consumed)
-        landed = self.engine.landed(number, landing)
-        for stale in landed.fenced:
+        outcome = self.engine.finish(number, chunk)
+        for stale in outcome.fenced:
             for each in self._lanes.values():
                 each.fence(stale)
-        if landed.copy is not None:
-            self._memory(landed.copy)[:] = memory
-        for delivery in landed.deliveries:
+        if outcome.copy is not None:
+            self._memory(outcome.copy)[:] = memory
+        for delivery in outcome.deliveries:
             self.channels[delivery.channel].deliver(delivery, self.clock.offset_ns)
-        lane.tell(landed.acknowledge)
+        lane.enqueue(outcome.acknowledge)
 
-    def _ready(self, number: int, lane: Lane, chunks: Chunks, mask: int) -> None:
+    def _ready(self, number: int, lane: Lane, handler: ChunkHandler, mask: int) -> None:
         try:
-            for frame in lane.poll(mask, chunks):
-                self._hear(number, frame)
+            for frame in lane.poll(mask, handler):
+                self._handle_common(number, frame)
                 if type(frame) is Ping:
                     for credit in self.engine.pinged(number):
-                        lane.tell(credit)
+                        lane.enqueue(credit)
             lane.flush()
             if self._lanes.get(number) is lane:
                 self._loop.change(lane.fileno(), lane.mask)

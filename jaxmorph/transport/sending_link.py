@@ -19,14 +19,14 @@ from jaxmorph.transport.plane import Address
 from jaxmorph.transport.slots import Slots
 from jaxmorph.transport.wire import Acknowledge, Chunk, Credit, FrameError, Pong, Resume
 
-MOST_LANES = 8
-_WAITING_FIRST_S, _WAITING_LONGEST_S = 50e-6, 1e-3
+MAX_LANES = 8
+_FIRST_POLL_S, _LONGEST_POLL_S = 50e-6, 1e-3
 _TURN_S, _WATCH_S = 2e-3, 20e-3
 _NEVER = math.inf
 
 
 class OutgoingChannel:
-    """Where the trainer's messages come from; its doorbell is rung when slots become free.
+    """The slots that hold the trainer's messages, and the doorbell that announces free slots.
 
     Attributes:
         waiting: Announced messages whose payload isn't complete yet, oldest first.
@@ -37,45 +37,47 @@ class OutgoingChannel:
         self.waiting: deque[int] = deque()
         self._seen = slots.consumed
 
-    def forget(self) -> None:
-        """Begin again with what isn't delivered: there is another engine."""
+    def start_over(self) -> None:
+        """Post all undelivered messages again, to a new engine."""
         self.waiting.clear()
         self._seen = self.slots.consumed
 
     def look(self, engine: Outgoing, now_s: float) -> bool:
-        """Give the engine what is complete; returns whether there was anything."""
+        """Post complete messages to the engine; returns whether there were any."""
         slots, waiting = self.slots, self.waiting
-        entered = slots.produced
-        if entered == self._seen and not waiting:
+        produced = slots.produced
+        if produced == self._seen and not waiting:
             return False
         late = len(waiting)
-        while self._seen != entered:
+        while self._seen != produced:
             waiting.append(self._seen)
             self._seen = add(self._seen, 1)
         before = len(waiting)
         for index in range(before):
             sequence = waiting.popleft()
             if slots.is_complete(sequence):
-                if index < late:  # a device's copy has ended: its link is not to be charged for it
+                # A device wrote this payload after the announcement. Its computation and its copy
+                # are not the link's latency, so the message counts as posted now.
+                if index < late:
                     slots.write_posted(sequence, time.monotonic_ns())
-                about = slots.read_info(sequence)
-                engine.post(self.name, sequence, about.num_bytes, about.tag, about.posted_ns, now_s)
+                info = slots.read_info(sequence)
+                engine.post(self.name, sequence, info.num_bytes, info.tag, info.posted_ns, now_s)
             else:
                 waiting.append(sequence)
         return len(waiting) < before
 
     def payload(self, sequence: int, offset: int, length: int) -> memoryview:
-        """A piece of a message."""
+        """Part of a message."""
         return self.slots.view(sequence, offset + length)[offset:]
 
     def release(self, count: int) -> None:
-        """Every message before this number is delivered."""
+        """Free the slots of all messages before this number: they are delivered."""
         if self.slots.consumed != count:
             self.slots.consumed = count
             self.doorbell.ring()
 
     def close(self) -> None:
-        """Give memory and descriptors back."""
+        """Free memory and descriptors."""
         self.slots.close()
         self.doorbell.close()
 
@@ -86,13 +88,13 @@ class SendingLink(LinkHalf):
     Args:
         addresses: Where the peer listens.
         hosts: This rank's own addresses, one for each network card.
-        lanes: How many; None: as many as turn out to be needed, or one for each card with RDMA,
-            which one lane keeps busy.
+        lanes: How many; None: as many as messages need, or one for each card with RDMA, which one
+            lane keeps busy.
 
     Attributes:
-        next_s: When `go_on` is to be called at the latest, give or take a millisecond.
-        exact_s: When it is to be called to the microsecond.
-        was_up: Whether the peer has ever been there, also for a sidecar before this one.
+        next_s: When to call `after_reads` at the latest, to about a millisecond.
+        exact_s: When to call it to the microsecond.
+        was_up: Whether the peer has ever been there, even for an earlier sidecar.
     """
 
     def __init__(
@@ -114,32 +116,32 @@ class SendingLink(LinkHalf):
         self._identity, self._addresses, self._hosts = identity, addresses, hosts
         self._fixed = lanes or (len(hosts) if backend == NIXL else None)
         self._diallers: dict[int, Dialler] = {}
-        self._has_heard = False
-        self._pause_s, self._looks_s = _WAITING_FIRST_S, 0.0
+        self._has_received = False
+        self._poll_pause_s, self._polls_s = _FIRST_POLL_S, 0.0
         self._duplicates = 0
         self._surplus: Counter[tuple[int, ChannelName, int, int]] = Counter()
         self._refused_since_s = _NEVER
 
     def add_channel(self, channel: OutgoingChannel) -> None:
-        """Send what its memory holds, from now on."""
+        """Send its messages from now on."""
         self.channels[channel.name] = channel
         self.engine.add_channel(channel.name, channel.slots.num_slots, channel.slots.consumed)
 
     def grow(self, name: ChannelName, num_slots: int) -> None:
-        """A channel at rest is about to have more slots; raises ValueError if it isn't."""
+        """Prepare a channel at rest for more slots; raises ValueError if it isn't at rest."""
         self.engine.grow(name, num_slots)
-        if self._backend == NIXL:  # its agents know the old memory
+        if self._backend == NIXL:  # its agents know only the old memory
             for number in tuple(self._lanes):
                 self._lose(number, f"{name} grows")
             self.next_s = 0.0
 
     def look(self, now_s: float) -> None:
-        """Take up what the trainer has announced, and send."""
+        """Read which messages the trainer has announced, and send."""
         found = False
         for channel in self.channels.values():
             found |= channel.look(self.engine, now_s)
         if found:
-            self._pause_s = _WAITING_FIRST_S
+            self._poll_pause_s = _FIRST_POLL_S
             self._send(now_s)
         if self._has_waiting():
             self.next_s = 0.0
@@ -147,34 +149,34 @@ class SendingLink(LinkHalf):
             if dialler.next_s <= now_s:
                 self.next_s = 0.0
 
-    def go_on(self, now_s: float) -> None:
-        """Do what follows from all that lanes have brought, and what the time has come for.
+    def after_reads(self, now_s: float) -> None:
+        """Send in answer to what the lanes have received, and do what is due.
 
-        Once per turn of the loop, after all lanes have been read: an acknowledgement that nobody
-        has read looks like one that is missing.
+        Call it once per turn of the loop, after all lanes have been read: an unread acknowledgement
+        looks like a missing one.
         """
         if now_s >= self.next_s or now_s >= self.exact_s:
             self.turn(now_s)
-        elif self._has_heard:
+        elif self._has_received:
             self._send(now_s)
-        self._has_heard = False
+        self._has_received = False
 
     def turn(self, now_s: float) -> None:
-        """Do all that the time has come for, and send what lanes will take."""
+        """Do everything that is due, and send what lanes will take."""
         self.next_s = _NEVER
-        waits = self._has_waiting() and self._look_again(now_s)
+        waits = self._has_waiting() and self._poll_waiting(now_s)
         due = self.engine.due(now_s)
         for number in due.late:
             self._lose(number, "acknowledgement overdue")
         for number in due.ping:
-            self._tell(number, self._pings[number].ask(time.monotonic_ns()))
+            self._send_frame(number, self._pings[number].ask(time.monotonic_ns()))
         soon_s = _NEVER if self.engine.is_drained else now_s + _TURN_S
         self._offer(now_s, copies=True)
         self.next_s = min(self.next_s, soon_s, due.next_s, self._dial(now_s))
-        self.exact_s = min(self.engine.departs_s, self._looks_s if waits else _NEVER)
+        self.exact_s = min(self.engine.departs_s, self._polls_s if waits else _NEVER)
 
     def poll(self, now_s: float) -> float:
-        """Go on with lanes whose descriptors don't tell all; returns when to do so next."""
+        """Poll the lanes that are due; returns when the next is."""
         next_s = _NEVER
         for number, lane in tuple(self._lanes.items()):
             if now_s < lane.poll_s:
@@ -190,7 +192,7 @@ class SendingLink(LinkHalf):
         return next_s
 
     def refused_for_s(self, now_s: float) -> float:
-        """For how long nobody has listened where the peer, that was there once, should be."""
+        """How long connections to a peer that was there once have been refused."""
         refused = any(dialler.was_refused for dialler in self._diallers.values())
         if not (refused and self.was_up) or self._lanes:
             self._refused_since_s = _NEVER
@@ -199,20 +201,20 @@ class SendingLink(LinkHalf):
         return now_s - self._refused_since_s
 
     def give_up(self) -> None:
-        """The peer is gone: dial no more."""
+        """Stop dialling: the peer is gone."""
         for dialler in self._diallers.values():
             dialler.close()
         self._addresses = ()
         self._diallers.clear()
 
     def disturb(self, action: str, lane: int | None = None, count: int = 1) -> None:
-        """Harm done on purpose; see `SidecarPlane.disturb`."""
+        """Inject a fault; see `SidecarPlane.disturb`."""
         if action == "duplicate":
             self._duplicates += count
         super().disturb(action, lane)
 
     def statistics(self) -> dict[str, Any]:
-        """The engine's counts, what the lanes have moved, and how often they had to be closed."""
+        """The engine's counts, the lanes' bytes, and the peer's errors."""
         return {
             **self.engine.statistics(),
             "violations": self._violations,
@@ -221,7 +223,7 @@ class SendingLink(LinkHalf):
         }
 
     def close(self) -> None:
-        """Give everything back."""
+        """Close all lanes and diallers."""
         for dialler in self._diallers.values():
             dialler.close()
         self._diallers.clear()
@@ -236,7 +238,7 @@ class SendingLink(LinkHalf):
             replaced = self.engine.lane_up(number, generation, now_s)
         except ProtocolError:  # welcomed by a sidecar that has been restarted since
             lane.close()
-            self._diallers[number].again(now_s)
+            self._diallers[number].redial(now_s)
             return
         for stale in replaced:
             self._lose(stale, "the receiver began anew: another sidecar, or connect")
@@ -251,7 +253,7 @@ class SendingLink(LinkHalf):
         freed: set[ChannelName] = set()
         try:
             for frame in lane.poll(mask, None):
-                self._take(number, frame, now_s, freed)
+                self._handle(number, frame, now_s, freed)
             if lane.is_busy:
                 lane.flush()
             if number in self._lanes:
@@ -263,10 +265,10 @@ class SendingLink(LinkHalf):
             self._lose(number, str(error))
         for name in freed:
             self.channels[name].release(self.engine.released(name))
-        self._has_heard = True
+        self._has_received = True
 
-    def _take(self, number: int, frame: Any, now_s: float, freed: set[ChannelName]) -> None:
-        """Take a frame, and put channels of which more is delivered now into the set."""
+    def _handle(self, number: int, frame: Any, now_s: float, freed: set[ChannelName]) -> None:
+        """Handle a frame; adds its channel to `freed` if it reports a delivery."""
         kind = type(frame)
         if kind is Acknowledge:
             if self._surplus and self._is_surplus(number, frame):
@@ -274,15 +276,15 @@ class SendingLink(LinkHalf):
             if self.engine.acknowledged(number, frame, now_s):
                 freed.add(frame.channel)
         elif kind is Credit or kind is Resume:
-            if self.engine.counts(number, frame, now_s):
+            if self.engine.counts(frame):
                 freed.add(frame.channel)
         else:
-            self._hear(number, frame)
+            self._handle_common(number, frame)
             if kind is Pong:
                 self.engine.ponged(number, frame, now_s)
 
     def _is_surplus(self, number: int, frame: Acknowledge) -> bool:
-        """Whether it answers a chunk that was sent twice on purpose, of which nobody else knows."""
+        """Whether it answers the second copy of a chunk that `disturb` had sent twice."""
         key = (number, frame.channel, frame.sequence, frame.offset)
         self._surplus[key] -= 1
         if self._surplus[key] < 0:
@@ -291,8 +293,8 @@ class SendingLink(LinkHalf):
         return True
 
     def _send(self, now_s: float) -> None:
-        """Send what is ready; leave copies, and what else takes its time, to the next turn."""
-        pause_s = _WATCH_S  # for what is late, and for messages that wait for room
+        """Send what is ready; leave copies and anything slow to the next turn."""
+        pause_s = _WATCH_S  # for late chunks, and for messages that wait for room
         if not self.engine.is_drained:
             self._offer(now_s, copies=False)
             pause_s = _TURN_S
@@ -305,7 +307,7 @@ class SendingLink(LinkHalf):
         """Offer each lane a chunk in turn until none takes any.
 
         Args:
-            copies: Whether to ask on when only copies of what is in flight can be left.
+            copies: Whether to go on when only copies of chunks in flight can be left.
         """
         engine, lanes = self.engine, self._lanes
         offering = [number for number in engine.lane_order() if not lanes[number].is_busy]
@@ -335,7 +337,7 @@ class SendingLink(LinkHalf):
         return ready
 
     def _lose(self, number: int, reason: str) -> None:
-        """Close a lane, give its chunks back to the engine, and dial again."""
+        """Close a lane, return its chunks to the engine, and dial again."""
         now_s = time.monotonic()
         self.engine.lane_down(number, now_s)
         self.next_s = 0.0
@@ -345,7 +347,7 @@ class SendingLink(LinkHalf):
         self._loop.remove(lane.fileno())
         lane.close()
         if number in self._diallers:
-            self._diallers[number].again(now_s)
+            self._diallers[number].redial(now_s)
         self._report("lane_down", peer=self.peer, lane=number, reason=reason)
 
     def _has_waiting(self) -> bool:
@@ -354,26 +356,26 @@ class SendingLink(LinkHalf):
                 return True
         return False
 
-    def _look_again(self, now_s: float) -> bool:
-        """Look whether announced messages have become complete, for which nobody rings.
+    def _poll_waiting(self, now_s: float) -> bool:
+        """Check whether announced messages are complete; a device that writes one rings no bell.
 
         Returns:
-            Whether some are not; then `_looks_s` says when to look next.
+            Whether some are not; then `_polls_s` is when to check next.
         """
-        if now_s >= self._looks_s:
+        if now_s >= self._polls_s:
             for channel in self.channels.values():
                 if channel.waiting and channel.look(self.engine, now_s):
-                    self._pause_s = _WAITING_FIRST_S
-            self._looks_s = now_s + self._pause_s
-            self._pause_s = min(2 * self._pause_s, _WAITING_LONGEST_S)
+                    self._poll_pause_s = _FIRST_POLL_S
+            self._polls_s = now_s + self._poll_pause_s
+            self._poll_pause_s = min(2 * self._poll_pause_s, _LONGEST_POLL_S)
         return self._has_waiting()
 
     def _dial(self, now_s: float) -> float:
-        """Go on with the lanes that are missing; returns when to do so next."""
+        """Dial the missing lanes; returns when to call it next."""
         if not self._addresses:
             return _NEVER
         fewest = self._fixed or (max(2, len(self._hosts)) if self.channels else 1)
-        wanted = self._fixed or self.engine.lanes_wanted(now_s, fewest, MOST_LANES)
+        wanted = self._fixed or self.engine.lanes_wanted(now_s, fewest, MAX_LANES)
         next_s = _NEVER
         for number in range(wanted):
             if number not in self._lanes:
@@ -383,10 +385,10 @@ class SendingLink(LinkHalf):
         return min(next_s, self._drop_diallers(wanted, now_s))
 
     def _drop_diallers(self, wanted: int, now_s: float) -> float:
-        """Forget those of lanes that are wanted no more; returns when to do so next.
+        """Drop diallers of lanes that are no longer wanted; returns when to call it next.
 
-        A connection that is half made may still become a lane, as long as it takes no longer than
-        others: whether one lane more is wanted may change from turn to turn.
+        An attempt in progress may still become a lane within its time limit: the number of lanes
+        wanted may change from turn to turn.
         """
         next_s = _NEVER
         for number, dialler in tuple(self._diallers.items()):

@@ -1,8 +1,8 @@
 """The process that moves a rank's delegated data: `python -m jaxmorph.transport.sidecar FD`.
 
-One thread and one loop: the trainer's records and doorbell, connections that come, lanes, and time.
-Everything that must survive is in the trainer's memory; this process may be killed at any moment,
-and the next one goes on from there. It ends when its trainer does.
+One thread and one loop serve the trainer's records and doorbell, new connections, lanes, and time.
+Everything that must survive is in the trainer's memory: this process may be killed at any moment,
+and the next one resumes from there. It ends when its trainer does.
 """
 
 import gc
@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from jaxmorph.emulation.link_conditions import LinkCondition
-from jaxmorph.transport.connecting import Greeter, Identity
+from jaxmorph.transport.connecting import Acceptor, Identity
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import READ, EventLoop
 from jaxmorph.transport.lanes import Lane, LaneError, TcpLane
@@ -29,48 +29,48 @@ from jaxmorph.transport.sidecar_process import Record, RecordReader, send_record
 from jaxmorph.transport.slots import Slots
 from jaxmorph.transport.wire import Introduce
 
-_LOOK_ANYWAY_S = 0.1
+_CHECK_S = 0.1
 _REFUSED_S = 1.0
 _GOODBYE_S = 0.3
 
 
 class Sidecar:
-    """All that one sidecar does for the trainer at the other end of `control`."""
+    """One sidecar, serving the trainer at the other end of `control`."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._records = RecordReader()
         self._loop = EventLoop()
-        self._loop.add(control.fileno(), READ, self._listen)
+        self._loop.add(control.fileno(), READ, self._read_records)
         self._outgoing: dict[ChannelName, OutgoingChannel] = {}
         self._incoming: dict[ChannelName, IncomingChannel] = {}
         self._sending: dict[int, SendingLink] = {}
         self._receiving: dict[int, ReceivingLink] = {}
-        self._greeter: Greeter | None = None
-        self._timed: list[ReceivingLink | Greeter] = []
+        self._acceptor: Acceptor | None = None
+        self._timed: list[ReceivingLink | Acceptor] = []
         self._gone: set[int] = set()
         self._strangers = self._connect_number = 0
         self._emulator: LinkEmulator | None = None
         self._ending: str | None = None
-        self._looked_s = 0.0
+        self._checked_s = 0.0
         self._parent = os.getppid()
         self._polls = False
 
     def run(self) -> None:
-        """Move data until the trainer says that it's enough, or is gone."""
+        """Move data until the trainer closes its data plane or ends."""
         while self._ending is None:
             now_s = time.monotonic()
             self._loop.turn(*self._turn(now_s))
         self._say_goodbye(self._ending)
 
     def _turn(self, now_s: float) -> tuple[float, float]:
-        """Do all that the time has come for; returns when that is next, roughly and exactly."""
-        if now_s >= self._looked_s + _LOOK_ANYWAY_S:
-            self._look_anyway(now_s)
+        """Do everything that is due; returns the next time, roughly and exactly."""
+        if now_s >= self._checked_s + _CHECK_S:
+            self._check(now_s)
         exact_s = self._poll(now_s) if self._polls else math.inf
-        next_s = self._looked_s + _LOOK_ANYWAY_S
+        next_s = self._checked_s + _CHECK_S
         for sending in self._sending.values():
-            sending.go_on(now_s)
+            sending.after_reads(now_s)
             if sending.next_s < next_s:
                 next_s = sending.next_s
             if sending.exact_s < exact_s:
@@ -86,10 +86,10 @@ class Sidecar:
         links = (*self._receiving.values(), *self._sending.values())
         return min((link.poll(now_s) for link in links), default=math.inf)
 
-    def _look_anyway(self, now_s: float) -> None:
-        """A few times a second: counts that changed unheard, peers that are gone, the trainer."""
-        self._looked_s = now_s
-        self._loop.turn(0.0)  # what the trainer has said before it posted comes first
+    def _check(self, now_s: float) -> None:
+        """Check regularly for counts that changed without a ring, gone peers, a gone trainer."""
+        self._checked_s = now_s
+        self._loop.turn(0.0)  # the trainer's records come before what it posted after them
         self._look()
         for peer, sending in self._sending.items():
             receiving = self._receiving.get(peer)
@@ -110,9 +110,9 @@ class Sidecar:
         for receiving in self._receiving.values():
             receiving.look()
 
-    # What the trainer says.
+    # Records from the trainer.
 
-    def _listen(self, mask: int) -> None:
+    def _read_records(self, mask: int) -> None:
         try:
             for record, fds in self._records.read(self._control):
                 getattr(self, "_do_" + record.pop("kind"))(fds, **record)
@@ -157,7 +157,7 @@ class Sidecar:
         self._connect_number = number
         identity = Identity(
             self._rank,
-            # Each connect forgets what came of incomplete messages, as each new sidecar does.
+            # Like a new sidecar, each connect starts incomplete messages over.
             self._generation + number - 1,
             bytes.fromhex(secret),
             self._settings["chunk_bytes"],
@@ -171,16 +171,16 @@ class Sidecar:
             self._join(identity, int(peer), [(host, port) for host, port in addresses])
         self._gone.clear()
         self._emulate()
-        if self._greeter is not None:
-            self._greeter.close()
-        self._greeter = Greeter(
-            self._loop, self._listeners, identity, self._welcome, self._turn_away
+        if self._acceptor is not None:
+            self._acceptor.close()
+        self._acceptor = Acceptor(
+            self._loop, self._listeners, identity, self._welcome, self._reject
         )
-        self._timed = [*self._receiving.values(), self._greeter]
+        self._timed = [*self._receiving.values(), self._acceptor]
         self._look()
 
     def _do_met(self, fds: tuple[int, ...], peers: list[int]) -> None:
-        """The sidecar before this one had lanes to these peers: where one is missing, it's gone."""
+        """An earlier sidecar had lanes to these peers: one that refuses connections is gone."""
         for peer in peers:
             if peer in self._sending:
                 self._sending[peer].was_up = True
@@ -201,7 +201,7 @@ class Sidecar:
         )
         for outgoing in self._outgoing.values():
             if outgoing.name.destination == peer:
-                outgoing.forget()
+                outgoing.start_over()
                 sending.add_channel(outgoing)
         for incoming in self._incoming.values():
             if incoming.name.source == peer:
@@ -216,10 +216,12 @@ class Sidecar:
         origin_s: float,
         request: int | None = None,
     ) -> None:
-        told = [LinkCondition(**{**each, "between": tuple(each["between"])}) for each in conditions]
-        self._emulator = LinkEmulator(told, 0, origin_s) if told else None
+        emulated = [
+            LinkCondition(**{**each, "between": tuple(each["between"])}) for each in conditions
+        ]
+        self._emulator = LinkEmulator(emulated, 0, origin_s) if emulated else None
         self._emulate()
-        if request is not None:  # else it was told with all that a new sidecar is told
+        if request is not None:  # None: part of a new sidecar's set-up
             self._answer(request)
 
     def _emulate(self) -> None:
@@ -271,10 +273,10 @@ class Sidecar:
     def _do_close(self, fds: tuple[int, ...]) -> None:
         self._ending = "its trainer has closed its data plane"
 
-    # What the trainer is told.
+    # Records to the trainer.
 
-    def _answer(self, request: int, **said: Any) -> None:
-        self._say({"kind": "answer", "request": request, **said})
+    def _answer(self, request: int, **answer: Any) -> None:
+        self._send({"kind": "answer", "request": request, **answer})
 
     def _report(self, kind: str, **details: Any) -> None:
         if kind == "peer_gone":
@@ -283,15 +285,15 @@ class Sidecar:
                 return
             self._gone.add(peer)
             self._sending[peer].give_up()
-        self._say({"kind": kind, "connect_number": self._connect_number, **details})
+        self._send({"kind": kind, "connect_number": self._connect_number, **details})
 
-    def _say(self, record: Record) -> None:
+    def _send(self, record: Record) -> None:
         try:
             send_record(self._control, record)
         except OSError:
             self._ending = self._ending or "its trainer has ended"
 
-    # Who connects.
+    # New connections.
 
     def _welcome(self, introduce: Introduce, lane: TcpLane) -> None:
         receiving = self._receiving.get(introduce.rank)
@@ -301,9 +303,9 @@ class Sidecar:
             receiving.take(introduce.lane, lane, introduce.generation, introduce.chunk_bytes)
         except ProtocolError as error:
             lane.close()
-            self._turn_away(str(error))
+            self._reject(str(error))
 
-    def _turn_away(self, reason: str) -> None:
+    def _reject(self, reason: str) -> None:
         self._strangers += 1
         if self._strangers == 1:
             print(  # noqa: T201
@@ -316,10 +318,10 @@ class Sidecar:
     # The end.
 
     def _say_goodbye(self, reason: str) -> None:
-        """Tell the peers, as far as that takes no time, and give them time to hear it."""
+        """Tell peers that this rank is gone, and give them a moment to read it."""
         lanes: list[Lane] = []
         for link in (*self._sending.values(), *self._receiving.values()):
-            lanes += link.say_goodbye(reason)
+            lanes += link.send_goodbye(reason)
         until_s = time.monotonic() + _GOODBYE_S
         while lanes and time.monotonic() < until_s:
             lanes = [lane for lane in lanes if not _has_left(lane)]
@@ -327,7 +329,7 @@ class Sidecar:
 
 
 def _has_left(lane: Lane) -> bool:
-    """Send what is left to be sent, then wait for the peer to close; whether it has."""
+    """Send what is left, then wait for the peer to close; returns whether it has."""
     try:
         if lane.flush():
             lane.finish_sending()
@@ -338,7 +340,7 @@ def _has_left(lane: Lane) -> bool:
 
 
 def main() -> None:
-    """Serve the trainer at the other end of the descriptor in the only argument."""
+    """Serve the trainer at the other end of the descriptor given as the only argument."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()
     Sidecar(socket.socket(fileno=int(sys.argv[1]))).run()

@@ -1,7 +1,7 @@
 """A trainer's sidecar as a process, and the records that the two exchange over a socket pair.
 
 A record is a length and a number of descriptors (two 32-bit words), then that many bytes of JSON;
-its descriptors travel beside it, and are handed out in the order in which records arrive.
+its descriptors travel beside it, and are assigned in the order in which records arrive.
 """
 
 import array
@@ -33,7 +33,7 @@ Record = dict[str, Any]
 
 
 def send_record(link: socket.socket, record: Record, fds: tuple[int, ...] = ()) -> None:
-    """Send one record whole, and duplicates of the descriptors with it; waits for room."""
+    """Send one record and duplicates of its descriptors; waits for room."""
     body = json.dumps(record).encode()
     data = memoryview(_HEAD.pack(len(body), len(fds)) + body)
     sent = socket.send_fds(link, [data], list(fds)) if fds else 0
@@ -41,7 +41,7 @@ def send_record(link: socket.socket, record: Record, fds: tuple[int, ...] = ()) 
 
 
 class RecordReader:
-    """Puts together the records that arrive on a socket."""
+    """Assembles the records that arrive on a socket."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -52,7 +52,7 @@ class RecordReader:
 
         Raises:
             EOFError: If the other end is closed.
-            BlockingIOError: If the socket doesn't block and has nothing.
+            BlockingIOError: If the socket is non-blocking and has nothing.
         """
         try:
             data, ancillary, _, _ = link.recvmsg(
@@ -69,7 +69,7 @@ class RecordReader:
         return self._complete_records()
 
     def close(self) -> None:
-        """Close descriptors that no record has claimed."""
+        """Close descriptors that belong to no complete record."""
         while self._fds:
             os.close(self._fds.popleft())
 
@@ -106,48 +106,50 @@ _SOURCES = str(Path(__file__).resolve().parents[2])
 
 
 class SidecarProcess:
-    """Starts the sidecar, listens to it, starts it again when it dies; it ends with its trainer.
+    """Starts the sidecar, reads its records, and restarts it when it dies.
 
     Args:
-        setting_up: What every new sidecar is told first; called with its generation, and never
-            while `changing` is held by another thread.
-        heard: Called with each of its records that answers no request, by a thread of its own.
-        failed: Called once when it has died too often to be started again.
+        setting_up: Returns the first records of a new sidecar, by its generation; never called
+            while another thread holds `changing`.
+        received: Called on a thread of its own with each record that answers no request.
+        failed: Called once, when it has died too often to be restarted.
     """
 
     def __init__(
         self,
         setting_up: Callable[[int], Iterable[Instruction]],
-        heard: Callable[[Record], None],
+        received: Callable[[Record], None],
         failed: Callable[[TransportError], None],
     ) -> None:
         self.changing = threading.RLock()
-        self._setting_up, self._heard, self._failed = setting_up, heard, failed
+        self._setting_up, self._received, self._failed = setting_up, received, failed
         self._deaths: deque[float] = deque(maxlen=MAX_RESTARTS_A_MINUTE)
         self._requests: dict[int, queue.SimpleQueue[Record | None]] = {}
         self._numbers = itertools.count(1)
         self._closing = False
         self.generation = 0
-        self._begin()
-        self._listener = threading.Thread(target=self._listen, name="sidecar-events", daemon=True)
-        self._listener.start()
+        self._start_next()
+        self._reader = threading.Thread(
+            target=self._read_and_restart, name="sidecar-events", daemon=True
+        )
+        self._reader.start()
 
     @property
     def pid(self) -> int:
-        """The process's number, as long as it lives."""
+        """The process's id."""
         return self._process.pid
 
-    def tell(self, record: Record, fds: tuple[int, ...] = ()) -> None:
-        """Send it a record; if it's dead, the next one is told all that matters by `setting_up`."""
+    def send(self, record: Record, fds: tuple[int, ...] = ()) -> None:
+        """Send it a record; if it is dead, `setting_up` brings the next one up to date."""
         with self.changing, contextlib.suppress(OSError):
             send_record(self._link, record, fds)
 
-    def ask(self, record: Record, fds: tuple[int, ...], timeout_s: float) -> Record | None:
-        """Its answer to a record; None if it died before, or doesn't answer in time."""
+    def request(self, record: Record, fds: tuple[int, ...], timeout_s: float) -> Record | None:
+        """Its answer to a record; None if it dies or doesn't answer in time."""
         number, answers = next(self._numbers), queue.SimpleQueue[Record | None]()
         self._requests[number] = answers
         try:
-            with self.changing:  # records must not mix with those of another thread
+            with self.changing:  # threads must not interleave their records
                 send_record(self._link, {**record, "request": number}, fds)
             return answers.get(timeout=timeout_s)
         except (OSError, queue.Empty):
@@ -156,16 +158,16 @@ class SidecarProcess:
             self._requests.pop(number, None)
 
     def kill(self) -> None:
-        """End it at once; the next one is started by the thread that listens to it."""
+        """Kill it; the reading thread starts the next one."""
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """Tell it to say goodbye to its peers and end; kill it if it doesn't."""
+        """Let it say goodbye to its peers and end; kill it if it doesn't."""
         if self._closing:
             return
         self._closing = True
-        self.tell({"kind": "close"})
+        self.send({"kind": "close"})
         with contextlib.suppress(OSError):
             self._link.shutdown(socket.SHUT_WR)
         try:
@@ -173,12 +175,12 @@ class SidecarProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if threading.current_thread() is not self._listener:
-            self._listener.join(_END_S)
+        if threading.current_thread() is not self._reader:
+            self._reader.join(_END_S)
         self._link.close()
 
-    def _begin(self) -> None:
-        """Start the next generation and tell it all it must know."""
+    def _start_next(self) -> None:
+        """Start the next generation and send its first records."""
         self.generation += 1
         self._link, theirs = socket.socketpair()
         with theirs:
@@ -187,9 +189,9 @@ class SidecarProcess:
             for record, fds in self._setting_up(self.generation):
                 send_record(self._link, record, fds)
 
-    def _listen(self) -> None:
+    def _read_and_restart(self) -> None:
         while True:
-            self._hear_until_it_ends()
+            self._read_until_it_ends()
             for answers in list(self._requests.values()):
                 answers.put(None)
             if self._closing or not self._may_restart():
@@ -199,13 +201,13 @@ class SidecarProcess:
                     return
                 self._link.close()
                 try:
-                    self._begin()
+                    self._start_next()
                 except OSError as error:
                     self._failed(TransportError(f"a new sidecar can't be started: {error}"))
                     return
-            self._heard({"kind": "sidecar_restarted", "generation": self.generation})
+            self._received({"kind": "sidecar_restarted", "generation": self.generation})
 
-    def _hear_until_it_ends(self) -> None:
+    def _read_until_it_ends(self) -> None:
         reader = RecordReader()
         with contextlib.suppress(EOFError, OSError):
             while True:
@@ -217,15 +219,15 @@ class SidecarProcess:
         try:
             self._process.wait(_EXIT_S)  # for its own exit code
         except subprocess.TimeoutExpired:
-            self._process.kill()  # one whose link is gone is of no use
+            self._process.kill()  # useless without its control socket
             self._process.wait()
 
     def _dispatch(self, record: Record) -> None:
         answers = self._requests.get(record.pop("request", 0))
         if answers is not None:
             answers.put(record)
-        elif record["kind"] != "answer":  # to a request that has been given up
-            self._heard(record)
+        elif record["kind"] != "answer":  # else: to a request that has timed out
+            self._received(record)
 
     def _may_restart(self) -> bool:
         now_s = time.monotonic()
@@ -242,12 +244,12 @@ class SidecarProcess:
 
 
 def _run(link: socket.socket) -> subprocess.Popen[bytes]:
-    """The process, which inherits its end of the socket pair and nothing else."""
+    """The process; it inherits its end of the socket pair and no other descriptor."""
     path = os.pathsep.join(filter(None, (_SOURCES, os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "jaxmorph.transport.sidecar", str(link.fileno())],
         env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         pass_fds=(link.fileno(),),
-        process_group=0,  # Ctrl-C is for the trainer, which ends it
+        process_group=0,  # Ctrl-C reaches only the trainer, which then ends it
     )

@@ -1,22 +1,21 @@
-"""Shared memory for a channel's messages: fixed slots, and counts that two processes read.
+"""Shared memory for a channel's messages: fixed slots, and counters that two processes read.
 
-Every item that one side writes and another polls has a 64-byte line of its own:
+Every item that one process writes and another polls has a cache line of 64 bytes of its own:
 
 ====================  ========================================================================
 line                  holds
 ====================  ========================================================================
 0                     magic, version, number of slots, bytes in a slot
-1                     `entered`: messages announced (outgoing) or landed (incoming) so far
-2                     `left`: messages released (outgoing) or consumed (incoming) so far
-3 + 3 slot            `signal`: sequence number + 1 once the payload is complete; written last
-4 + 3 slot            `about`: length, tag, when it was posted and when it landed
-5 + 3 slot            `acknowledge`: a word for those that have no doorbell
+1                     `produced`: messages announced (outgoing) or received (incoming) so far
+2                     `consumed`: messages delivered (outgoing) or released (incoming) so far
+3 + 2 slot            `signal`: sequence number + 1 once the payload is complete; written last
+4 + 2 slot            `info`: length, tag, when it was posted and when it was received
 next page             the payloads, each on pages of its own
 ====================  ========================================================================
 
 Counts and sequence numbers are 32 bits and wrap; message q is in slot q % number of slots, which
 is therefore a power of two. The memory has no name, so nothing is left behind however a process
-ends, and its contents outlive the sidecar: a new one finds in it all that it must know.
+ends; and its contents outlive the sidecar, so that a new sidecar resumes from them.
 """
 
 import contextlib
@@ -40,46 +39,46 @@ _PAGE = mmap.PAGESIZE
 _MAGIC = 0x6A6D7368
 _VERSION = 1
 _HEADER = struct.Struct("=IIQQ")
-_ABOUT = struct.Struct(f"=Q{TAG_WORDS}IQQ")
+_INFO = struct.Struct(f"=Q{TAG_WORDS}IQQ")
 _POSTED, _POSTED_AT = struct.Struct("=Q"), struct.calcsize(f"=Q{TAG_WORDS}I")
 _PRODUCED, _CONSUMED = _LINE_WORDS, 2 * _LINE_WORDS
-_FIRST_SLOT, _SLOT_LINES = 3, 3
+_FIRST_SLOT, _SLOT_LINES = 3, 2
 _MAX_BYTES = 1 << 46
 _LAST_NS = (1 << 64) - 1
 _barrier = threading.Lock()
 
 
 class MessageInfo(NamedTuple):
-    """What is known of a message apart from its payload.
+    """The description of a message.
 
     Attributes:
-        posted_ns: When it was posted, by the monotonic clock of the host the memory is on; where
-            its payload came after that by itself, when that was seen.
-        landed_ns: When it was complete at the receiver; 0 at the sender's end.
+        posted_ns: By the monotonic clock of this memory's host; if the payload was completed later,
+            when that was seen.
+        received_ns: When it was complete at the receiver; 0 at the sender's end.
     """
 
     num_bytes: int
     tag: Tag
     posted_ns: int
-    landed_ns: int
+    received_ns: int
 
 
 class Slots:
     """One end of a channel: its slots and counts, mapped into this process.
 
     Args:
-        fd: The memory's file descriptor, which belongs to this object from now on.
-        fresh_at: The number of the first message, if the memory is new; None: it's in use.
+        fd: The memory's file descriptor; `close` closes it.
+        fresh_at: The number of the first message if the memory is new; None: it is in use.
 
     Raises:
-        TransportError: If the sizes are impossible, or the memory isn't what they say.
+        TransportError: If the sizes are impossible, or don't match the memory.
     """
 
     def __init__(
         self, fd: int, num_slots: int, slot_bytes: int, fresh_at: int | None = None
     ) -> None:
         self.fd, self.num_slots, self.slot_bytes = fd, num_slots, slot_bytes
-        self._stride, self._payloads_at, total = _measures(num_slots, slot_bytes)
+        self._stride, self._payloads_at, total = _layout(num_slots, slot_bytes)
         if os.fstat(fd).st_size < total:
             raise TransportError(
                 f"slots need {total} bytes, the shared memory has {os.fstat(fd).st_size}"
@@ -95,7 +94,7 @@ class Slots:
     @classmethod
     def create(cls, num_slots: int, slot_bytes: int, first_sequence: int = 0) -> "Slots":
         """New memory, empty, whose first message will have the given number."""
-        fd = _anonymous_memory(_measures(num_slots, slot_bytes)[2])
+        fd = _anonymous_memory(_layout(num_slots, slot_bytes)[2])
         try:
             return cls(fd, num_slots, slot_bytes, first_sequence & MASK)
         except BaseException:
@@ -104,12 +103,12 @@ class Slots:
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Where all of it begins in this process, on a page's first byte, and how long it is."""
+        """The page-aligned address of all of it in this process, and its length in bytes."""
         return self._base, len(self._bytes)
 
     @property
     def produced(self) -> int:
-        """Messages announced (outgoing end) or landed (incoming end), as a 32-bit count."""
+        """Messages announced (outgoing end) or received (incoming end), as a 32-bit count."""
         return self._words[_PRODUCED]
 
     @produced.setter
@@ -119,7 +118,7 @@ class Slots:
 
     @property
     def consumed(self) -> int:
-        """Messages released (outgoing end) or consumed (incoming end), as a 32-bit count."""
+        """Messages delivered (outgoing end) or released (incoming end), as a 32-bit count."""
         return self._words[_CONSUMED]
 
     @consumed.setter
@@ -128,31 +127,30 @@ class Slots:
         self._words[_CONSUMED] = count & MASK
 
     def is_complete(self, sequence: int) -> bool:
-        """Whether the message's payload is all there."""
+        """Whether the message's payload is complete."""
         return self._words[self._signal_word(sequence)] == add(sequence, 1)
 
     def mark_complete(self, sequence: int) -> None:
-        """Say that the payload is all there; after this nobody writes it."""
+        """Mark the payload complete; it must not be written after this."""
         _order_writes()
         self._words[self._signal_word(sequence)] = add(sequence, 1)
 
-    def write_info(self, sequence: int, about: MessageInfo) -> None:
-        """Describe the message; before it is announced. Later times than there are become the last.
+    def write_info(self, sequence: int, info: MessageInfo) -> None:
+        """Describe the message, before it is announced."""
 
-        (What a peer says of its clock may be anything.)
-        """
-        num_bytes, tag, posted_ns, landed_ns = about
-        at, posted_ns = self._about_byte(sequence), min(posted_ns, _LAST_NS)
-        _ABOUT.pack_into(self._memory, at, num_bytes, *tag, posted_ns, landed_ns)
+        num_bytes, tag, posted_ns, received_ns = info
+        at = self._info_byte(sequence)
+        posted_ns = min(posted_ns, _LAST_NS)  # a peer's clock may say anything
+        _INFO.pack_into(self._memory, at, num_bytes, *tag, posted_ns, received_ns)
 
     def read_info(self, sequence: int) -> MessageInfo:
         """The message's description."""
-        found = _ABOUT.unpack_from(self._memory, self._about_byte(sequence))
+        found = _INFO.unpack_from(self._memory, self._info_byte(sequence))
         return MessageInfo(found[0], found[1:-2], found[-2], found[-1])
 
     def write_posted(self, sequence: int, posted_ns: int) -> None:
-        """Say that the message may be said to have been posted at another time, and no more."""
-        _POSTED.pack_into(self._memory, self._about_byte(sequence) + _POSTED_AT, posted_ns)
+        """Change when the message was posted."""
+        _POSTED.pack_into(self._memory, self._info_byte(sequence) + _POSTED_AT, posted_ns)
 
     def payload(self, sequence: int) -> np.ndarray:
         """The whole slot of a message, uint8 [slot_bytes], as a view of the memory."""
@@ -160,24 +158,24 @@ class Slots:
         return self._bytes[start : start + self.slot_bytes]
 
     def view(self, sequence: int, num_bytes: int) -> memoryview:
-        """The first bytes of a message's slot, for sockets to read from and write to."""
+        """The first bytes of a message's slot, for sockets."""
         start = self._payload_byte(sequence)
         return memoryview(self._memory)[start : start + min(num_bytes, self.slot_bytes)]
 
     def payloads(self) -> memoryview:
-        """All slots' payloads, for a network card that must know memory before it is used."""
+        """All slots' payloads, for network cards that need memory registered."""
         return memoryview(self._memory)[self._payloads_at :]
 
     def payload_address(self, sequence: int) -> int:
-        """Where the message's payload begins in this process."""
+        """The address of the message's payload in this process."""
         return self._base + self._payload_byte(sequence)
 
     def signal_address(self, sequence: int) -> int:
-        """Where the message's `signal` word is in this process."""
+        """The address of the message's `signal` word in this process."""
         return self._base + 4 * self._signal_word(sequence)
 
     def close(self) -> None:
-        """Give the memory back; views of it that are still held keep it mapped until they go."""
+        """Free the memory; it stays mapped while views of it exist."""
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
@@ -189,7 +187,7 @@ class Slots:
     def _write_fresh(self, first: int) -> None:
         _HEADER.pack_into(self._memory, 0, _MAGIC, _VERSION, self.num_slots, self.slot_bytes)
         for number in range(self.num_slots):
-            # As if the slot's message of the round before were complete: no number of this round.
+            # As if the slot's message of the round before were complete: not this round's number.
             before = add(first, number - self.num_slots)
             self.mark_complete(before)
         self.produced = self.consumed = first
@@ -209,15 +207,15 @@ class Slots:
     def _signal_word(self, sequence: int) -> int:
         return self._line(sequence) * _LINE_WORDS
 
-    def _about_byte(self, sequence: int) -> int:
+    def _info_byte(self, sequence: int) -> int:
         return (self._line(sequence) + 1) * _LINE
 
     def _payload_byte(self, sequence: int) -> int:
         return self._payloads_at + (sequence & (self.num_slots - 1)) * self._stride
 
 
-def _measures(num_slots: int, slot_bytes: int) -> tuple[int, int, int]:
-    """Bytes from one payload to the next, bytes before the first, and bytes in all."""
+def _layout(num_slots: int, slot_bytes: int) -> tuple[int, int, int]:
+    """Bytes from one payload to the next, before the first payload, and in total."""
     if num_slots < 1 or num_slots & (num_slots - 1) or num_slots >= WRAP:
         raise TransportError(f"a channel has {num_slots} slots; expected a power of two")
     if slot_bytes < 1:
@@ -235,16 +233,16 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 def _order_writes() -> None:
-    """Let no store before this be seen after one that follows, also where memory is weak."""
+    """A memory barrier: a lock orders stores also on CPUs that would reorder them."""
     with _barrier:
         pass
 
 
 def _anonymous_memory(num_bytes: int) -> int:
-    """A file descriptor of new zeroed memory that has no name and can't be made shorter."""
+    """A file descriptor of new zeroed memory that has no name and a fixed size."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("jaxmorph-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.fchmod(fd, 0o600)  # for who might open it by way of /proc
+        os.fchmod(fd, 0o600)  # others could open it through /proc
         _set_size(fd, num_bytes)
         fcntl.fcntl(
             fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -1,9 +1,9 @@
-"""The frames that two sidecars exchange: fields and limits, bytes, and who may send which.
+"""The frames that two sidecars exchange: their fields, limits and bytes, and who may send which.
 
 A frame is a head (magic, version, type, length of the body), a body, and a CRC-32 of both, so that
-a flipped bit in a number is found whatever checksum the payloads have. All numbers are
-little-endian. A `Chunk` is followed by its payload, which is no part of the frame: it is received
-straight into the memory it is for. Nothing here does any I/O.
+a flipped bit in a number is found whichever checksum payloads have. All numbers are
+little-endian. A `Chunk` is followed by its payload, which is not part of the frame: it is received
+straight into its place. Nothing here does I/O.
 """
 
 import struct
@@ -28,26 +28,26 @@ PROOF_BYTES = 32
 
 
 class FrameError(TransportError):
-    """Bytes that are no frame, or none that may come now."""
+    """Bytes that are no frame, or a frame that is not allowed now."""
 
 
 class Challenge(NamedTuple):
-    """The listener's first word: prove that you know the secret, with this number used once."""
+    """The listener's first frame: the dialler must prove the secret over this nonce."""
 
-    nonce: bytes  # 32 random ones
+    nonce: bytes  # 32 random bytes
 
 
 class Introduce(NamedTuple):
     """The dialler's answer: who it is, and a challenge in return.
 
     Attributes:
-        generation: Which beginning of the sending rank this is; grows with each restart of its
-            sidecar and each `connect`.
-        lane: Which of its connections to that rank, from 0.
-        chunk_bytes: The length of every chunk but a message's last.
-        algorithms: Payload checksums it can do, best first (see `lanes`); at most four.
+        generation: Of the sending rank; grows with each restart of its sidecar and each
+            `connect`.
+        lane: The number of this connection to that rank, from 0.
+        chunk_bytes: The length of every chunk except a message's last.
+        algorithms: Its payload checksums, best first (see `lanes`); at most four.
         nonce: The counter-challenge, 32 random bytes.
-        proof: 32 bytes: HMAC-SHA256 of all the above and the challenge.
+        proof: HMAC-SHA256 of all the above and the challenge, 32 bytes.
     """
 
     rank: int
@@ -61,20 +61,20 @@ class Introduce(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """The listener's proof (of all else in it, and both challenges); now it is a lane."""
+    """The listener's proof (over its other fields and both nonces); completes the handshake."""
 
     rank: int
-    generation: int  # as in `Introduce`, of the receiving rank
-    algorithm: int  # one of those offered
+    generation: int  # of the receiving rank, as in `Introduce`
+    algorithm: int  # one of the offered
     proof: bytes = bytes(PROOF_BYTES)
 
 
 class Resume(NamedTuple):
-    """Where a channel stands, sent for each channel on every new lane, by the receiver."""
+    """A channel's counts, which the receiver sends for each channel on every new lane."""
 
     channel: ChannelName
-    delivered: int  # the number of the first message that isn't delivered yet
-    limit: int  # the number of the first message there is no room for
+    delivered: int  # the number of the first undelivered message
+    limit: int  # the number of the first message without room
 
 
 class Credit(Resume):
@@ -84,7 +84,7 @@ class Credit(Resume):
 
 
 class Acknowledge(NamedTuple):
-    """A chunk has landed (or had before); also says where its channel stands, as `Credit`."""
+    """The receiver has a chunk (perhaps not for the first time); also a `Credit`."""
 
     channel: ChannelName
     sequence: int
@@ -94,7 +94,7 @@ class Acknowledge(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A piece of a message; `length` bytes of payload follow it on the lane."""
+    """Part of a message; `length` bytes of payload follow it on the lane."""
 
     channel: ChannelName
     sequence: int
@@ -107,13 +107,13 @@ class Chunk(NamedTuple):
 
 
 class Ping(NamedTuple):
-    """A question to be answered at once."""
+    """Asks for a `Pong` at once."""
 
-    sent_ns: int  # by the asker's monotonic clock
+    sent_ns: int  # by the sender's monotonic clock
 
 
 class Pong(NamedTuple):
-    """The answer; when the question came and the answer left is by the answerer's clock."""
+    """Answers a `Ping`; its last two times are by the answering rank's clock."""
 
     sent_ns: int
     received_ns: int
@@ -121,28 +121,28 @@ class Pong(NamedTuple):
 
 
 class Gone(NamedTuple):
-    """A rank's trainer is gone, its channels with it."""
+    """A rank's trainer is gone, and its channels with it."""
 
     rank: int
-    reason: str  # at most 200 bytes of it travel
+    reason: str  # cut to 200 bytes
 
 
 class AgentPart(NamedTuple):
-    """A piece of what a sender must know to write into the receiver's memory by itself."""
+    """Part of the description by which a sender can write into the receiver's memory."""
 
-    total: int  # bytes of the whole
-    offset: int  # pieces come in order
+    total: int  # bytes of the description
+    offset: int  # parts come in order
     data: bytes  # at most 200
 
 
 class Offer(Chunk):
-    """A chunk that the sender would write into the receiver's memory; no payload follows."""
+    """A chunk that the sender asks to write into the receiver's memory; no payload follows."""
 
     __slots__ = ()
 
 
 class Grant(NamedTuple):
-    """The answer to an offer: write it now, to this address in the receiver's memory."""
+    """Answers an `Offer`: write it now, to this address in the receiver's memory."""
 
     channel: ChannelName
     sequence: int
@@ -151,7 +151,7 @@ class Grant(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A chunk that was granted is in the receiver's memory now."""
+    """A granted chunk is in the receiver's memory now."""
 
     channel: ChannelName
     sequence: int
@@ -163,12 +163,12 @@ Frame: TypeAlias = (
     | AgentPart | Grant | Written
 )  # fmt: skip
 
-# What may come, by where: a frame of another kind ends the connection.
+# The frames that each end accepts; any other ends the connection.
 TO_LISTENER = (Introduce,)
 TO_DIALLER = (Challenge, Welcome)
 TO_RECEIVER = (Chunk, Ping, Pong, Gone)
 TO_SENDER = (Acknowledge, Credit, Resume, Ping, Pong, Gone)
-TO_WRITTEN = (*TO_RECEIVER, Offer, Written)  # where the sender writes into the receiver's memory
+TO_WRITTEN = (*TO_RECEIVER, Offer, Written)  # if the sender writes into the receiver's memory
 TO_WRITER = (*TO_SENDER, AgentPart, Grant)
 
 MAGIC = 0x4D4A
@@ -180,8 +180,8 @@ _CHANNEL = struct.Struct("<HHHH")
 _CHANNEL_NUMBER = struct.Struct("<Q")
 _CHUNK_FIELDS = f"QIQQI{TAG_WORDS}IQI"
 
-# Whole frames but for their check, the head included: all of a frame is packed in one go. The
-# order gives the types their numbers on the wire.
+# Whole frames without their check, packed in one call. The order gives the types their numbers on
+# the wire.
 _LAYOUTS: dict[type[Any], struct.Struct] = {
     kind: struct.Struct("<HBBH" + fields)
     for kind, fields in {
@@ -207,7 +207,7 @@ _STARTS: dict[type[Any], tuple[int, int, int, int]] = {
     for kind, layout in _LAYOUTS.items()
 }
 _BODY_BYTES = {TYPE_NUMBERS[kind]: start[3] for kind, start in _STARTS.items()}
-_MOST_MORE_BYTES = {TYPE_NUMBERS[Gone]: MAX_REASON_BYTES, TYPE_NUMBERS[AgentPart]: MAX_PART_BYTES}
+_MAX_EXTRA_BYTES = {TYPE_NUMBERS[Gone]: MAX_REASON_BYTES, TYPE_NUMBERS[AgentPart]: MAX_PART_BYTES}
 
 _Data: TypeAlias = bytearray | bytes
 _Pack: TypeAlias = Callable[[Any], bytes]
@@ -233,7 +233,7 @@ def frame_bytes(data: _Data, start: int) -> tuple[int, int]:
     """The type and the whole length of the frame whose head is at `start`.
 
     Raises:
-        FrameError: If that is no head, or its length isn't one of its type.
+        FrameError: If that is no head, or the length is impossible for the type.
     """
     magic, version, number, body_bytes = _HEAD.unpack_from(data, start)
     if magic != MAGIC:
@@ -243,7 +243,7 @@ def frame_bytes(data: _Data, start: int) -> tuple[int, int]:
     least = _BODY_BYTES.get(number)
     if least is None:
         raise FrameError(f"unknown frame type {number}")
-    if not 0 <= body_bytes - least <= _MOST_MORE_BYTES.get(number, 0):
+    if not 0 <= body_bytes - least <= _MAX_EXTRA_BYTES.get(number, 0):
         raise FrameError(f"a frame of type {number} has a body of {body_bytes} bytes, not {least}")
     return number, HEAD_BYTES + body_bytes + CHECK_BYTES
 
@@ -261,7 +261,7 @@ def unpack(data: _Data, start: int, number: int, num_bytes: int) -> Frame:
 
 
 def signed_part(frame: Introduce | Welcome) -> bytes:
-    """What the proof in such a frame vouches for: all its other fields."""
+    """The bytes that the proof in such a frame signs: all its other fields."""
     return pack(frame)[: -PROOF_BYTES - CHECK_BYTES]
 
 
@@ -288,7 +288,7 @@ def _plain(kind: type[Any]) -> tuple[_Pack, _Unpack]:
     )
 
 
-def _of_channel(kind: type[Any]) -> tuple[_Pack, _Unpack]:
+def _with_channel(kind: type[Any]) -> tuple[_Pack, _Unpack]:
     """A frame whose first field is a channel, and the others the layout's."""
     layout, start = _LAYOUTS[kind], _STARTS[kind]
 
@@ -366,7 +366,7 @@ def _unpack_chunk(data: _Data, start: int, end: int, kind: type[Chunk] = Chunk) 
 
 _CODECS: dict[type[Any], tuple[_Pack, _Unpack]] = {
     **{kind: _plain(kind) for kind in (Challenge, Welcome, Ping, Pong)},
-    **{kind: _of_channel(kind) for kind in (Resume, Credit, Acknowledge, Grant, Written)},
+    **{kind: _with_channel(kind) for kind in (Resume, Credit, Acknowledge, Grant, Written)},
     Introduce: (_pack_introduce, _unpack_introduce),
     Gone: (_pack_gone, _unpack_gone),
     AgentPart: (_pack_agent_part, _unpack_agent_part),
@@ -382,12 +382,12 @@ READ_BYTES = 16 * 1024
 
 
 class FrameReader:
-    """Finds frames in what a lane receives, in pieces of any size, with a buffer of fixed size.
+    """Parses the frames that a lane receives in pieces of any size, with a buffer of fixed size.
 
-    A loop receives into `space()`, says how much with `wrote`, and takes frames until there is
-    none. After a `Chunk`, its payload comes first: what has been read too far is had by `take`,
-    the rest is received straight into its place and counted by `skip`. (One `recvmsg_into` can
-    fill the place and, behind it, `space()`.)
+    A loop receives into `space()`, passes the length to `wrote`, and takes frames until there is
+    none. After a `Chunk` comes its payload: `take` returns the part in the buffer; the rest is
+    received straight into its place and counted by `skip`. (One `recvmsg_into` can fill the place
+    and, behind it, `space()`.)
 
     Attributes:
         payload_left: Bytes of the last chunk's payload that haven't been taken or skipped.
@@ -401,16 +401,16 @@ class FrameReader:
         self.accept(accepted)
 
     def accept(self, types: Iterable[type[Any]]) -> None:
-        """From now on only frames of these types may come."""
+        """Accept only frames of these types from now on."""
         self._accepted = frozenset(TYPE_NUMBERS[kind] for kind in types)
 
     @property
     def is_empty(self) -> bool:
-        """Whether all that has been received has been taken."""
+        """Whether everything received has been taken."""
         return self._start == self._end
 
     def space(self) -> memoryview:
-        """Where to receive next; never empty, as long as frames are taken when there are some."""
+        """Where to receive next; never empty if the caller takes all frames."""
         if self._start == self._end:
             self._start = self._end = 0
         elif READ_BYTES - self._end < MAX_FRAME_BYTES:
@@ -420,11 +420,11 @@ class FrameReader:
         return self._view[self._end :]
 
     def wrote(self, num_bytes: int) -> None:
-        """So many bytes have been received into `space()`."""
+        """Record that so many bytes have been received into `space()`."""
         self._end += num_bytes
 
     def feed(self, data: bytes | memoryview) -> int:
-        """Copy received bytes in, as many as there is space for; returns how many."""
+        """Copy in as many received bytes as there is space for; returns how many."""
         space = self.space()
         count = min(len(space), len(data))
         space[:count] = data[:count]
@@ -432,11 +432,10 @@ class FrameReader:
         return count
 
     def next_frame(self) -> Frame | None:
-        """The next whole frame; None: more must be received first.
+        """The next whole frame; None: more bytes must come first.
 
         Raises:
-            FrameError: If the bytes are no frame, or none that is accepted; nothing that follows
-                them has a meaning.
+            FrameError: If the bytes are no accepted frame; the bytes after it have no meaning.
         """
         start = self._start
         held = self._end - start
@@ -454,7 +453,7 @@ class FrameReader:
         return frame
 
     def take(self, into: memoryview) -> int:
-        """Copy what is here of a chunk's payload to the front of `into`; returns how much."""
+        """Copy the buffered part of a payload to the front of `into`; returns its length."""
         count = min(self._end - self._start, self.payload_left, len(into))
         into[:count] = self._view[self._start : self._start + count]
         self._start += count
@@ -462,7 +461,7 @@ class FrameReader:
         return count
 
     def skip(self, num_bytes: int) -> None:
-        """So many bytes of the payload have been received elsewhere."""
+        """Record that so many bytes of the payload have been received elsewhere."""
         if num_bytes > self.payload_left:
             raise ValueError(
                 f"{num_bytes} bytes of a payload of which {self.payload_left} are left"

@@ -1,7 +1,7 @@
 """Copies of large results that are still being computed, by every backend with host callbacks.
 
-`test_host_memory` runs it. A process of its own, for JAX sizes its pool of threads by the
-environment variable NPROC.
+`test_host_memory` runs it in a process of its own, as JAX sizes its thread pool by the environment
+variable NPROC.
 """
 
 import faulthandler
@@ -56,7 +56,7 @@ def check(backend, megabytes, num_parts):
     copy = backend.compile(use, SingleDeviceSharding(jax.devices()[0]))
     inputs = [jax.random.normal(jax.random.key(at), payload.shape) for at in range(AT_ONCE)]
     rounds = 2
-    # To compute takes far longer than to start copies; should it not, it's made to.
+    # Computing takes far longer than starting copies; if not, make it longer.
     while not copy_while_computing(copy, use, inputs, rounds):
         rounds *= 2
         assert rounds < LONGEST_ROUNDS

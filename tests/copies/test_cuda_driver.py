@@ -1,4 +1,4 @@
-"""The driver's calls, what is said when one fails, and the slots' memory as the driver knows it."""
+"""Driver calls, their errors, and the registration of slots."""
 
 import threading
 
@@ -8,13 +8,13 @@ from oracles.fake_gpu import AWAY, FakeLibrary
 from jaxmorph.copies.cuda_driver import CudaDriver, CudaError, RegisteredMemory
 
 
-def test_a_machine_without_a_driver_is_told_of_the_library_that_is_missing():
+def test_a_missing_library_is_named():
     with pytest.raises(CudaError, match=r"^loading libjaxmorph-none.so: .*cannot open") as raised:
         CudaDriver.open(0, library="libjaxmorph-none.so")
     assert raised.value.code is None
 
 
-def test_a_library_that_lacks_a_function_is_an_error_that_names_it():
+def test_a_missing_function_is_named():
     with pytest.raises(CudaError, match=r"^cuInit: this libcuda.so.1 has no such function"):
         CudaDriver.open(0, load=lambda name: object())
     driver = CudaDriver(FakeLibrary(missing=["cuStreamWriteValue32_v2"]), 0)
@@ -23,13 +23,13 @@ def test_a_library_that_lacks_a_function_is_an_error_that_names_it():
 
 
 @pytest.mark.parametrize("call", ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"])
-def test_a_device_that_is_not_to_be_had_is_an_error(call):
+def test_an_unavailable_device_raises(call):
     with pytest.raises(CudaError, match=f"^{call} gave 100 ") as raised:
         CudaDriver(FakeLibrary(failing={call: 100}), 0)
     assert (raised.value.call, raised.value.code) == (call, 100)
 
 
-def test_an_error_has_the_drivers_name_for_it():
+def test_errors_carry_the_drivers_name():
     driver = CudaDriver(FakeLibrary(failing={"cuMemHostRegister_v2": 304}), 0)
     with pytest.raises(CudaError, match=r"gave 304 \(CUDA_ERROR_OPERATING_SYSTEM\)$"):
         driver.register(4096, 4096)
@@ -38,7 +38,7 @@ def test_an_error_has_the_drivers_name_for_it():
         CudaDriver(nameless, 0).register(4096, 4096)
 
 
-def test_every_thread_gets_the_context_of_its_device():
+def test_every_thread_gets_its_devices_context():
     library = FakeLibrary()
     driver, found = CudaDriver(library, 2), []
     assert ("cuDeviceGet", None, 2) in library.calls
@@ -53,8 +53,8 @@ def test_every_thread_gets_the_context_of_its_device():
     assert found == [3, 3]
 
 
-def test_a_context_that_was_changed_on_a_thread_is_set_again():
-    """As by a driver of another device, or by JAX, which has computed there."""
+def test_a_changed_context_is_set_again():
+    """Another device's driver changes it, or JAX."""
     library = FakeLibrary()
     drivers = [CudaDriver(library, number) for number in (0, 1)]
     for _ in range(2):
@@ -63,7 +63,7 @@ def test_a_context_that_was_changed_on_a_thread_is_set_again():
             assert library.current[threading.get_ident()] == 1 + number
 
 
-def test_memory_is_registered_for_every_context_and_known_by_the_devices_address():
+def test_registered_memory_has_a_device_address():
     library = FakeLibrary()
     driver = CudaDriver(library, 0)
     assert driver.register(1 << 20, 8192) == (1 << 20) + AWAY
@@ -72,14 +72,14 @@ def test_memory_is_registered_for_every_context_and_known_by_the_devices_address
     assert library.registered == {}
 
 
-def test_memory_without_an_address_on_the_device_is_not_left_registered():
+def test_memory_without_a_device_address_is_unregistered():
     library = FakeLibrary(failing={"cuMemHostGetDevicePointer_v2": 1})
     with pytest.raises(CudaError, match="cuMemHostGetDevicePointer_v2 gave 1"):
         CudaDriver(library, 0).register(1 << 20, 8192)
     assert library.registered == {}
 
 
-def test_an_event_has_happened_once_all_before_it_on_the_stream_is_over():
+def test_an_event_happens_after_earlier_work_on_its_stream():
     library = FakeLibrary(held=True)
     driver = CudaDriver(library, 0)
     stream, event = driver.create_stream(), driver.create_event()
@@ -97,7 +97,7 @@ def test_the_version_is_that_of_cuda():
     assert CudaDriver(FakeLibrary(), 0).version() == "13.0"
 
 
-def test_the_context_is_let_go():
+def test_closing_releases_the_context():
     library = FakeLibrary()
     CudaDriver(library, 0).close()
     assert library.names()[-1] == "cuDevicePrimaryCtxRelease_v2"
@@ -116,7 +116,7 @@ def memory(library):
     return RegisteredMemory(CudaDriver(library, 0))
 
 
-def test_an_address_is_known_from_the_first_byte_of_its_memory_to_the_last(memory):
+def test_addresses_are_known_from_first_to_last_byte(memory):
     for start in (8 * PAGE, 2 * PAGE, 20 * PAGE):
         memory.add(start, 2 * PAGE)
     for inside in (2 * PAGE, 3 * PAGE + 64, 4 * PAGE - 1, 8 * PAGE, 21 * PAGE):
@@ -125,7 +125,7 @@ def test_an_address_is_known_from_the_first_byte_of_its_memory_to_the_last(memor
         assert memory.device_address(outside) is None
 
 
-def test_memory_that_goes_is_unregistered_and_no_longer_known(memory, library):
+def test_removed_memory_is_unregistered(memory, library):
     memory.add(PAGE, PAGE)
     memory.add(4 * PAGE, PAGE)
     memory.remove(PAGE)
@@ -133,7 +133,7 @@ def test_memory_that_goes_is_unregistered_and_no_longer_known(memory, library):
     assert library.registered == {4 * PAGE: PAGE}
 
 
-def test_memory_that_can_not_be_registered_is_warned_of_once(memory, library, caplog):
+def test_failing_registrations_are_logged_once(memory, library, caplog):
     memory.add(8 * PAGE, PAGE)
     library.failing["cuMemHostRegister_v2"] = 304
     for start in (PAGE, 4 * PAGE):
@@ -145,7 +145,7 @@ def test_memory_that_can_not_be_registered_is_warned_of_once(memory, library, ca
     assert "cuMemHostUnregister" not in library.names()
 
 
-def test_at_the_end_all_is_unregistered_and_nothing_more_is_taken(memory, library, caplog):
+def test_closing_unregisters_all_and_ignores_later_memory(memory, library, caplog):
     memory.add(PAGE, PAGE)
     memory.add(4 * PAGE, PAGE)
     memory.close()
@@ -155,7 +155,7 @@ def test_at_the_end_all_is_unregistered_and_nothing_more_is_taken(memory, librar
     assert caplog.text == ""
 
 
-def test_memory_that_the_driver_will_not_let_go_does_not_keep_the_rest(memory, library, caplog):
+def test_a_failing_unregistration_does_not_stop_the_rest(memory, library, caplog):
     memory.add(PAGE, PAGE)
     memory.add(4 * PAGE, PAGE)
     library.failing["cuMemHostUnregister"] = 1

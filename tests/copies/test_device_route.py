@@ -1,8 +1,7 @@
-"""The delegated route with copies by a device, from one end of a link to the other.
+"""The delegated route with copies by a fake device, from one end of a link to the other.
 
-Its driver stands for a GPU's and runs what is enqueued in a thread of its own, as do the callbacks
-that stand for kernels; the data plane is in memory. It looks for signals that nobody rings for, as
-sidecars do.
+Its driver runs enqueued work on a thread of its own, as do the callbacks in place of kernels; the
+data plane is in memory and polls for signals, as sidecars do.
 """
 
 import threading
@@ -41,7 +40,7 @@ TIED = TransferIdentity(0, 0, Transfer(Payload.TIED, 0, 1, 0))
 
 
 class Device:
-    """Runs what streams hold, whenever `go` is set."""
+    """Runs the streams' work whenever `go` is set."""
 
     def __init__(self):
         self.library = FakeLibrary(held=True)
@@ -63,9 +62,9 @@ class Device:
 
 
 class Ends:
-    """Both ends of a link, in one process, with copies by `way`."""
+    """Both ends of a link in one process."""
 
-    def __init__(self, device, way):
+    def __init__(self, device, backend_name):
         payload = PayloadShape(SHAPE, jnp.dtype("float32"))
         uses = {
             channel_of(activation(0).transfer): SlotUse(payload, 15),
@@ -82,7 +81,7 @@ class Ends:
             plane.report_memory(self.memory)
         self.pinned = PinnedHostSend()
         self.kernels = FakeKernels(device.library)
-        make = {"copy_engine": self._by_copy_engine, "pallas": self._by_kernels}[way]
+        make = {"copy_engine": self._by_copy_engine, "pallas": self._by_kernels}[backend_name]
         self.backend, self.receive = make(driver)
         self.sender, self.receiver = (
             DelegatedRoute(plane, uses, rank, PLACEMENT, self.backend, receive_backend=self.receive)
@@ -99,9 +98,9 @@ class Ends:
         return KernelSend(self.memory, self.pinned, to, _anywhere), receive
 
     def sent_by_the_device(self):
-        """How many copies into slots the device has been told to make."""
+        """The number of copies into slots that the device was asked to make."""
         by_engine = self.kernels.library.names().count("cuMemcpyDtoHAsync_v2")
-        return by_engine + sum(told.signal_address != 0 for told in self.kernels.told)
+        return by_engine + sum(each.signal_address != 0 for each in self.kernels.controls)
 
     def send(self, identity, value):
         return self.sender.post(identity, value, time.monotonic())
@@ -136,17 +135,17 @@ def device():
 
 
 def _anywhere(device):
-    """Kernels are for any device here."""
+    """Kernels support any device here."""
 
 
 @pytest.fixture(params=["copy_engine", "pallas"])
-def way(request):
+def backend_name(request):
     return request.param
 
 
 @pytest.fixture
-def ends(device, way):
-    ends = Ends(device, way)
+def ends(device, backend_name):
+    ends = Ends(device, backend_name)
     yield ends
     device.go.set()
     ends.close()
@@ -157,7 +156,7 @@ def values(seed):
     return jnp.asarray(np.random.default_rng(seed).normal(size=SHAPE), jnp.float32)
 
 
-def test_every_message_arrives_bit_by_bit_however_late_the_device_copies(ends, device, way):
+def test_messages_arrive_bit_by_bit_however_late_the_copies(ends, device, backend_name):
     device.go.set()
     taken = []
     for microbatch in range(40):
@@ -165,12 +164,12 @@ def test_every_message_arrives_bit_by_bit_however_late_the_device_copies(ends, d
         taken.append(ends.take(activation(microbatch)).value)
     ends.sender.settle()
     ends.receiver.settle()
-    for microbatch, value in enumerate(taken):  # slots have been used again many times by now
+    for microbatch, value in enumerate(taken):  # slots have been reused many times by now
         assert np.asarray(value).tobytes() == np.asarray(values(microbatch)).tobytes()
-    assert ends.sender.send_backend == ends.receiver.receive_backend == way
+    assert ends.sender.send_backend == ends.receiver.receive_backend == backend_name
 
 
-def test_nothing_arrives_before_its_copy_is_over_and_its_time_is_not_the_links(ends, device):
+def test_a_late_copy_does_not_count_as_link_latency(ends, device):
     sent_s = time.monotonic()
     ends.send(activation(0), values(0))
     with pytest.raises(TimeoutError):
@@ -184,14 +183,14 @@ def test_nothing_arrives_before_its_copy_is_over_and_its_time_is_not_the_links(e
 def test_a_message_in_parts_arrives_whole(ends, device):
     device.go.set()
     sending = threading.Thread(target=ends.send, args=(TIED, values(3)))
-    sending.start()  # it waits for slots while parts are being taken
+    sending.start()  # it waits for slots while parts are taken
     taken = ends.take(TIED).value
     sending.join(LIMIT_S)
     assert np.array_equal(np.asarray(taken), np.asarray(values(3)))
 
 
-@pytest.mark.parametrize("way", ["copy_engine"])
-def test_a_copy_that_fails_is_an_error_at_both_ends_and_holds_up_nothing(ends, device):
+@pytest.mark.parametrize("backend_name", ["copy_engine"])
+def test_a_failed_copy_raises_at_both_ends_and_blocks_nothing(ends, device):
     ends.send(activation(0), values(0))
     device.library.failing.update(cuEventQuery=700, cuEventSynchronize=700)
     with pytest.raises(CudaError, match="cuEventSynchronize gave 700"):
@@ -210,14 +209,14 @@ def test_a_copy_that_fails_is_an_error_at_both_ends_and_holds_up_nothing(ends, d
 
 @pytest.fixture
 def later(monkeypatch):
-    """Kernels run when this says so."""
+    """Kernels run when the test asks."""
     device = LaterDevice(KernelProgram.compile)
     monkeypatch.setattr(KernelProgram, "compile", lambda program: device.compile(program))
     return device
 
 
-@pytest.mark.parametrize("way", ["pallas"])
-def test_a_kernel_that_fails_is_an_error_at_both_ends_and_holds_up_nothing(later, ends, device):
+@pytest.mark.parametrize("backend_name", ["pallas"])
+def test_a_failed_kernel_raises_at_both_ends_and_blocks_nothing(later, ends, device):
     device.go.set()
     ends.send(activation(0), values(0))
     with pytest.raises(TimeoutError):
@@ -238,7 +237,7 @@ def test_a_kernel_that_fails_is_an_error_at_both_ends_and_holds_up_nothing(later
     ends.receiver.settle()
 
 
-def test_slots_that_grow_are_registered_too(ends, device):
+def test_added_slots_are_registered(ends, device):
     device.go.set()
     needed = {channel_of(activation(0).transfer): 8}
     ends.sender.make_room(needed)

@@ -1,4 +1,4 @@
-"""Memory shown to JAX, and JAX's own found, on a CPU."""
+"""Memory passed to JAX, and addresses of JAX's arrays, on a CPU."""
 
 import gc
 import mmap
@@ -16,7 +16,7 @@ from jaxmorph.transport.slots import Slots
 
 
 class Memory(np.ndarray):
-    """Memory that can be waited for to go."""
+    """Memory that allows weak references."""
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def slots():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
-def test_jax_sees_a_slots_own_memory(slots, dtype):
+def test_jax_shares_a_slots_memory(slots, dtype):
     payload = PayloadShape((3, 5), jnp.dtype(dtype))
     values = np.arange(15).astype(payload.dtype).reshape(3, 5)
     memory = slots.payload(0)
@@ -38,30 +38,30 @@ def test_jax_sees_a_slots_own_memory(slots, dtype):
     assert np.array_equal(np.asarray(array), values)
 
 
-def test_memory_is_kept_until_jax_has_let_go_of_it():
+def test_memory_lives_until_jax_releases_it():
     memory = np.frombuffer(mmap.mmap(-1, 4096), np.uint8).view(Memory)  # where pages begin
     gone = weakref.ref(memory)
-    gc.collect()  # whatever earlier tests have left is let go of before it is counted
-    shown = len(dlpack_memory._shown)
+    gc.collect()  # free what earlier tests have left before counting
+    exported = len(dlpack_memory._exported)
     array = jax.dlpack.from_dlpack(HostTensor(memory, PayloadShape((8,), jnp.dtype("float32"))))
     del memory
     gc.collect()
     assert gone() is not None
-    assert len(dlpack_memory._shown) == shown + 1
+    assert len(dlpack_memory._exported) == exported + 1
     del array
     gc.collect()
-    assert len(dlpack_memory._shown) == shown
+    assert len(dlpack_memory._exported) == exported
     assert gone() is None
 
 
-def test_an_array_is_found_where_it_lies():
+def test_the_address_of_an_array_is_found():
     value = jax.block_until_ready(jnp.arange(12, dtype=jnp.bfloat16).reshape(3, 4))
     view = view_on_device(value, None)
     assert view.address == value.unsafe_buffer_pointer() == address_on_device(value)
     assert view.holder[1] is value
 
 
-def test_a_buffer_that_has_a_capsule_alone_is_found_too():
+def test_a_buffer_with_only_a_capsule_is_found():
     value = jax.block_until_ready(jnp.arange(12.0))
 
     class Buffer:

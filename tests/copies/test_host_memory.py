@@ -1,4 +1,4 @@
-"""Copies by the host: at once, by callbacks, by pinned memory; and what programs are given."""
+"""Copies on the host: immediate, in callbacks, via pinned memory; and arguments of programs."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ TICKET = jnp.zeros(1, jnp.uint32)
 
 
 class Counting:
-    """Counts what it is asked to copy."""
+    """Counts its copies."""
 
     name = "counting"
 
@@ -52,7 +52,7 @@ class NotReady:
         return False
 
 
-def test_what_lies_computed_in_host_memory_is_copied_by_no_program():
+def test_computed_payloads_in_host_memory_are_copied_immediately():
     use = SlotUse(PayloadShape((2, 3), jnp.dtype("float32")), 4)
     copy = ImmediateSend(Counting()).compile(use, PLACEMENT)
     values = jax.block_until_ready(jnp.arange(6, dtype=jnp.float32).reshape(2, 3))
@@ -67,21 +67,21 @@ def test_what_lies_computed_in_host_memory_is_copied_by_no_program():
     assert arrived.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_what_is_being_computed_is_left_to_the_program_behind_it():
+def test_running_computations_are_left_to_the_program():
     use = SlotUse(PayloadShape((2,), jnp.dtype("float32")), 2)
-    behind = Counting()
-    copy = ImmediateSend(behind).compile(use, PLACEMENT)
+    program = Counting()
+    copy = ImmediateSend(program).compile(use, PLACEMENT)
     slot = Slot(0, 8)
     value: Any = NotReady()
     assert copy(value, range(2), slot, (7,)) is TICKET
-    assert (behind.started, slot.said) == (1, [])
+    assert (program.started, slot.said) == (1, [])
 
 
 LARGE_COPIES = Path(__file__).with_name("large_copies.py")
 
 
 @pytest.mark.parametrize("backend", host_callback_backends(), ids=lambda backend: backend.name)
-def test_a_message_is_posted_and_completed_once_its_payload_is_there(backend):
+def test_a_message_is_completed_after_its_payload(backend):
     use = SlotUse(PayloadShape((2, 3), jnp.dtype("float32")), 6)
     copy = backend.compile(use, PLACEMENT)
     values = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
@@ -97,8 +97,8 @@ def test_a_message_is_posted_and_completed_once_its_payload_is_there(backend):
 
 @pytest.mark.long
 @pytest.mark.timeout(120)
-def test_large_results_arrive_though_several_are_still_being_computed():
-    """A callback that waits for JAX's pool of threads hangs in its only one."""
+def test_large_results_arrive_while_others_are_being_computed():
+    """A callback that waited for JAX's thread pool would hang in its only thread."""
     path = f"{LARGE_COPIES.parents[1]}:{os.environ.get('PYTHONPATH', '')}"
     environment = {**os.environ, "NPROC": "1", "PYTHONPATH": path}
     done = subprocess.run(
@@ -115,7 +115,7 @@ def backend():
     backend.close()
 
 
-def test_it_passes_its_trial(backend):
+def test_pinned_memory_passes_its_trial(backend):
     try_send(backend, PLACEMENT)
 
 
@@ -146,7 +146,7 @@ def test_a_payload_in_parts_goes_to_host_memory_once(backend, monkeypatch):
     assert placed == ["pinned_host"] * 2
 
 
-def test_a_copy_that_fails_is_an_error_of_its_ticket(backend):
+def test_a_failed_copy_raises_from_its_ticket(backend):
     use = SlotUse(PayloadShape((3, 5), jnp.dtype("float32")), 15)
     slot = Slot(0, 59)
     ticket = backend.compile(use, PLACEMENT)(jnp.ones((3, 5)), range(15), slot, (0,))
@@ -158,14 +158,14 @@ def test_a_copy_that_fails_is_an_error_of_its_ticket(backend):
 
 @dataclass(frozen=True)
 class Device:
-    """Stands for a device of some kind."""
+    """A fake device."""
 
     platform: str
     number: int = 0
 
 
 class Placement:
-    """Stands for a sharding over some devices."""
+    """A fake sharding."""
 
     def __init__(self, *devices):
         self.device_set = {*devices}
@@ -188,14 +188,14 @@ def read_only(dtype):
     return values
 
 
-def test_one_cpu_is_the_hosts_memory():
+def test_only_a_single_cpu_is_host_memory():
     assert is_on_host(PLACEMENT)
     assert is_on_host(placement(Device("cpu")))
     assert [is_on_host(each) for each in ELSEWHERE] == [False] * len(ELSEWHERE)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "float32", jnp.bfloat16])
-def test_on_a_cpu_a_program_takes_over_what_nobody_may_write_to_as_it_is(dtype):
+def test_on_a_cpu_programs_take_read_only_values_uncopied(dtype):
     values = read_only(dtype)
     program = jax.jit(lambda x: (x, x * x + 1)).lower(values[1]).compile()  # part of a batch
     given = for_program(values[1], PLACEMENT)
@@ -210,7 +210,7 @@ def test_on_a_cpu_a_program_takes_over_what_nobody_may_write_to_as_it_is(dtype):
 
 
 @pytest.mark.parametrize("there", ELSEWHERE, ids=["gpu", "two gpus", "two cpus"])
-def test_elsewhere_values_are_placed_before_a_program_is_given_them(there, monkeypatch):
+def test_elsewhere_values_are_placed_first(there, monkeypatch):
     placed = []
 
     def device_put(values, where):

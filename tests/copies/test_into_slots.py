@@ -1,4 +1,4 @@
-"""Copies into slots by a device, for which a driver or callbacks stand: what is there when."""
+"""Copies into slots by a fake device: what a slot holds, and when."""
 
 import threading
 from functools import partial
@@ -38,13 +38,13 @@ HALVES = PayloadShape((3, 5), jnp.dtype("bfloat16"))
 USE = SlotUse(FLOATS, 10)
 LAST = 2**32 - 1
 SOON_S = 5.0
-ENGINE, KERNELS, CALLBACK = WAYS = "copy_engine", "pallas", "buffer_callback"
+ENGINE, KERNELS, CALLBACK = BACKENDS = "copy_engine", "pallas", "buffer_callback"
 
 
 class Sender:
-    """A channel's end and what copies into its slots."""
+    """A channel's end and a backend that copies into its slots."""
 
-    def __init__(self, way, library=None, *, use=USE, is_registered=True, embed=on_a_stream):
+    def __init__(self, name, library=None, *, use=USE, is_registered=True, embed=on_a_stream):
         self.library = library or FakeLibrary()
         self.fake = FakeKernels(self.library)
         driver = CudaDriver(self.library, 0)
@@ -61,7 +61,7 @@ class Sender:
             ),
             CALLBACK: lambda: StreamCallbackSend(driver, self.memory, self.pinned, embed),
         }
-        self.backend = make[way]()
+        self.backend = make[name]()
         self.copy = self.backend.compile(use, PLACEMENT)
 
     def start(self, value, part):
@@ -100,7 +100,7 @@ def make():
 
 @pytest.fixture
 def later(monkeypatch):
-    """Programs that are compiled from now on run when this says so."""
+    """Programs compiled from now on run when the test asks."""
     device = LaterDevice(KernelProgram.compile)
     monkeypatch.setattr(KernelProgram, "compile", lambda program: device.compile(program))
     return device
@@ -115,19 +115,19 @@ def sent_bytes(value, part):
     return np.asarray(value).reshape(-1)[part.start : part.stop].tobytes()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_message_is_announced_before_its_copy_and_complete_after_it(make, way):
-    sender = make(way, FakeLibrary(held=True))
+@pytest.mark.parametrize("name", BACKENDS)
+def test_messages_are_announced_before_their_copy_and_complete_after(make, name):
+    sender = make(name, FakeLibrary(held=True))
     value, part = values(), USE.parts[0]
     slot, ticket = sender.send(value, part)
-    if way == ENGINE:
+    if name == ENGINE:
         assert not is_ready(ticket)
     else:
-        jax.block_until_ready(ticket)  # the callback has been; its device takes its time
+        jax.block_until_ready(ticket)  # the callback has run; its device has not
     assert slot.is_posted
-    assert sender.rings  # the sidecar is to look for a signal that nobody rings for
-    about = sender.end.slots.read_info(slot.sequence)
-    assert (about.num_bytes, about.tag[:2]) == (40, (LAST, 7))
+    assert sender.rings  # the sidecar must poll for a signal without a ring
+    info = sender.end.slots.read_info(slot.sequence)
+    assert (info.num_bytes, info.tag[:2]) == (40, (LAST, 7))
     assert not sender.is_complete(slot)
     sender.library.run()
     assert sender.is_complete(slot)
@@ -136,14 +136,14 @@ def test_a_message_is_announced_before_its_copy_and_complete_after_it(make, way)
     assert jax.block_until_ready(ticket) is ticket
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("payload", [FLOATS, HALVES], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("part_elements", [15, 20, 7, 1])
-def test_each_part_arrives_in_its_slot_and_nothing_behind_it(make, way, payload, part_elements):
+def test_each_part_arrives_in_its_slot_without_overrun(make, name, payload, part_elements):
     use = SlotUse(payload, part_elements)
-    sender, value = make(way, use=use), values(payload=payload)
+    sender, value = make(name, use=use), values(payload=payload)
     for part in use.parts:
-        sender.end.slots.consumed = sender.end.slots.produced  # what came before has been delivered
+        sender.end.slots.consumed = sender.end.slots.produced  # earlier messages are delivered
         slot, start = sender.start(value, part)
         slot.payload[:] = 0xEE
         jax.block_until_ready(start())
@@ -152,9 +152,9 @@ def test_each_part_arrives_in_its_slot_and_nothing_behind_it(make, way, payload,
         assert sender.announced_bytes(slot) == len(expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_each_message_gets_its_own_payload_though_numbers_wrap(make, way):
-    sender = make(way)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_messages_keep_their_payloads_when_numbers_wrap(make, name):
+    sender = make(name)
     payloads = [values(seed) for seed in range(6)]
     sent = [sender.send(value, USE.parts[0]) for value in payloads]
     jax.block_until_ready([ticket for _, ticket in sent])
@@ -165,9 +165,9 @@ def test_each_message_gets_its_own_payload_though_numbers_wrap(make, way):
         assert sender.end.slots.read_info(slot.sequence).tag[0] == slot.sequence
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_copy_that_is_refused_is_unannounced_and_the_next_one_goes(make, way):
-    sender = make(way)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_refused_copy_is_not_announced_and_the_next_succeeds(make, name):
+    sender = make(name)
     sender.fake.error = ZeroDivisionError("gave 1")
     sender.library.failing["cuMemcpyDtoHAsync_v2"] = 1
     slot, start = sender.start(values(), USE.parts[0])
@@ -181,30 +181,30 @@ def test_a_copy_that_is_refused_is_unannounced_and_the_next_one_goes(make, way):
     assert bytes(slot.payload) == sent_bytes(values(), USE.parts[0])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_payload_longer_than_its_slot_is_refused(make, way):
-    sender = make(way)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_payload_longer_than_its_slot_is_refused(make, name):
+    sender = make(name)
     _, start = sender.start(values(), range(15))
     with pytest.raises(Exception, match="60 bytes, expected at most 40"):
         jax.block_until_ready(start())
     assert "cuMemcpyDtoHAsync_v2" not in sender.library.names()
-    assert sender.fake.told == []
+    assert sender.fake.controls == []
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_slots_that_the_device_does_not_know_are_filled_another_way(make, way):
-    sender = make(way, is_registered=False)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_unregistered_slots_are_filled_by_another_backend(make, name):
+    sender = make(name, is_registered=False)
     slot, ticket = sender.send(values(), USE.parts[0])
     jax.block_until_ready(ticket)
     assert bytes(slot.payload) == sent_bytes(values(), USE.parts[0])
     assert "cuMemcpyDtoHAsync_v2" not in sender.library.names()
-    assert sender.fake.told == []
+    assert sender.fake.controls == []
 
 
-# What only the copy engine does.
+# The copy engine only.
 
 
-def test_the_signal_is_written_behind_the_copy_on_the_same_stream(make):
+def test_the_signal_follows_the_copy_on_its_stream(make):
     engine = make(ENGINE)
     slot, _ = engine.send(values(), USE.parts[0])
     calls = {name: call for call in engine.library.calls for name in call[:1]}
@@ -218,7 +218,7 @@ def test_the_signal_is_written_behind_the_copy_on_the_same_stream(make):
 
 
 def test_whoever_sees_the_signal_sees_the_whole_payload(make):
-    """The copies run in a thread of their own, as a device's do."""
+    """Copies run on another thread, as on a device."""
     engine = make(ENGINE, FakeLibrary(held=True))
     seen, begun = [], threading.Event()
 
@@ -241,7 +241,7 @@ def test_whoever_sees_the_signal_sees_the_whole_payload(make):
     assert seen == [True] * 3
 
 
-def test_a_copy_that_fails_is_an_error_of_its_ticket_and_arrives_empty(make):
+def test_a_failed_copy_raises_from_its_ticket_and_arrives_empty(make):
     engine = make(ENGINE, FakeLibrary(held=True))
     slot, ticket = engine.send(values(), USE.parts[0])
     engine.library.failing.update(cuEventQuery=700, cuEventSynchronize=700)
@@ -254,7 +254,7 @@ def test_a_copy_that_fails_is_an_error_of_its_ticket_and_arrives_empty(make):
 
 
 @pytest.mark.parametrize("call", ["cuStreamWriteValue32_v2", "cuEventRecord"])
-def test_nothing_goes_into_a_slot_once_its_copy_was_given_up(make, call):
+def test_an_aborted_copy_never_writes_its_slot(make, call):
     engine = make(ENGINE, FakeLibrary(held=True))
     engine.library.failing[call] = 1
     slot, start = engine.start(values(), USE.parts[0])
@@ -266,7 +266,7 @@ def test_nothing_goes_into_a_slot_once_its_copy_was_given_up(make, call):
     assert not slot.is_posted
 
 
-def test_events_are_used_again_and_all_let_go(make):
+def test_events_are_reused_and_all_destroyed(make):
     engine = make(ENGINE)
     for seed in range(3):
         _, ticket = engine.send(values(seed), USE.parts[0])
@@ -278,7 +278,7 @@ def test_events_are_used_again_and_all_let_go(make):
 
 
 class Gated(FakeLibrary):
-    """Who waits for an event goes on when its own gate is opened, in the order of the waits."""
+    """Each wait for an event ends when its own gate opens, in the order of the waits."""
 
     def __init__(self):
         super().__init__(held=True)
@@ -298,7 +298,7 @@ def waiting_for(ticket):
     return thread
 
 
-def test_asking_whether_a_copy_is_over_waits_for_nobody(make):
+def test_is_ready_never_blocks(make):
     library = Gated()
     _, ticket = make(ENGINE, library).send(values(), USE.parts[0])
     waiting = waiting_for(ticket)
@@ -322,7 +322,7 @@ def test_asking_whether_a_copy_is_over_waits_for_nobody(make):
     assert is_ready(ticket)
 
 
-def test_an_event_is_not_used_again_while_anybody_waits_for_it(make):
+def test_an_event_is_not_reused_while_a_thread_waits(make):
     library = Gated()
     engine = make(ENGINE, library)
     _, ticket = engine.send(values(), USE.parts[0])
@@ -339,17 +339,17 @@ def test_an_event_is_not_used_again_while_anybody_waits_for_it(make):
         assert library.names().count("cuEventCreate") == 2
 
 
-# What only callbacks on a stream do.
+# Stream callbacks only.
 
 
-def test_a_callback_enqueues_on_the_programs_own_stream(make):
+def test_a_callback_enqueues_on_its_programs_stream(make):
     callbacks = make(CALLBACK)
     jax.block_until_ready([callbacks.send(values(), part)[1] for part in USE.parts])
     streams = [call[4] for call in callbacks.library.calls if call[0] == "cuMemcpyDtoHAsync_v2"]
     assert streams == [STREAM, STREAM]
 
 
-def test_a_program_that_fails_once_its_message_was_announced_sends_it_empty(make):
+def test_a_program_that_fails_after_announcing_sends_an_empty_message(make):
     def then_fails(called):
         def announced(*arguments):
             called(*arguments)
@@ -366,20 +366,20 @@ def test_a_program_that_fails_once_its_message_was_announced_sends_it_empty(make
     assert callbacks.announced_bytes(slot) == 0
 
 
-# What only kernels do.
+# Kernels only.
 
 
-def test_kernels_are_told_the_devices_addresses_and_numbers_that_wrap(make):
+def test_kernels_get_device_addresses_and_wrapping_numbers(make):
     kernels = make(KERNELS)
     sent = [kernels.send(values(), USE.parts[0]) for _ in range(3)]
     jax.block_until_ready([ticket for _, ticket in sent])
-    assert kernels.fake.told == [
+    assert kernels.fake.controls == [
         SlotControl(slot.address + AWAY, number, slot.signal_address + AWAY)
         for number, (slot, _) in enumerate(sent)
     ]
 
 
-def test_a_channels_launches_have_one_counter_of_their_own(make):
+def test_each_channel_has_its_own_counter_of_arrivals(make):
     kernels = make(KERNELS)
     other = kernels.backend.compile(USE, PLACEMENT)
     for part in [*USE.parts, USE.parts[0]]:
@@ -404,7 +404,7 @@ def test_a_kernels_message_is_announced_before_it_runs(later, make):
 
 
 @pytest.mark.parametrize(("was_signalled", "left"), [(False, 0), (True, 40)])
-def test_a_kernel_that_fails_sends_its_message_empty_unless_signalled(
+def test_a_failed_kernel_sends_an_empty_message_unless_signalled(
     later, make, was_signalled, left
 ):
     kernels = make(KERNELS)
@@ -421,7 +421,7 @@ def test_a_kernel_that_fails_sends_its_message_empty_unless_signalled(
 
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError("at last")], ids=["whole", "failing"])
-def test_closing_waits_for_what_is_on_its_way_into_slots(later, make, error):
+def test_closing_waits_for_running_copies(later, make, error):
     kernels = make(KERNELS)
     for _ in range(2):
         kernels.send(values(), USE.parts[0])
@@ -434,12 +434,12 @@ def test_closing_waits_for_what_is_on_its_way_into_slots(later, make, error):
     assert not closing.is_alive()
 
 
-def test_nothing_is_compiled_for_payloads_of_nothing(make):
+def test_empty_payloads_compile_nothing(make):
     use = SlotUse(PayloadShape((0, 4), jnp.dtype("float32")), 4)
     make(KERNELS).backend.compile(use, PLACEMENT)
 
 
-def test_where_there_are_no_kernels_the_reason_is_told():
+def test_missing_kernels_are_reported_with_the_reason():
     backend = KernelSend(RegisteredMemory(CudaDriver(FakeLibrary(), 0)), PinnedHostSend())
     reason = failure_reason(backend, partial(try_send, placement=PLACEMENT))
     assert reason == "NoKernelsError('got cpu (cpu), expected a CUDA GPU')"

@@ -1,4 +1,4 @@
-"""The programs that a GPU is given, with the real kernels, lowered for CUDA without one."""
+"""The copy programs with the real kernels, lowered for CUDA without a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def has_in_order(module, assembly):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("part_elements", [2 * 37 * 129, 4096])
-def test_every_part_of_a_payload_has_its_kernel(dtype, part_elements):
+def test_every_length_of_part_has_its_kernel(dtype, part_elements):
     use = SlotUse(PayloadShape(SHAPE, jnp.dtype(dtype)), part_elements)
     lengths = {len(part) for part in use.parts}
     for length in lengths:
@@ -47,11 +47,11 @@ def test_a_whole_payload_has_its_kernel(dtype):
     module = lowered(program)
     assert has_in_order(module, from_host_assembly(tile(use.slot_bytes, FROM_HOST)))
     assert module.count("mosaic_gpu_v2") == 1
-    payload, status = jax.eval_shape(program.traceable, *program.operands)
-    assert (payload.shape, payload.dtype, status.shape) == (SHAPE, jnp.dtype(dtype), (1,))
+    payload, ticket = jax.eval_shape(program.traceable, *program.operands)
+    assert (payload.shape, payload.dtype, ticket.shape) == (SHAPE, jnp.dtype(dtype), (1,))
 
 
-def test_no_operand_is_given_away():
+def test_no_operand_is_donated():
     use = SlotUse(PayloadShape((4,), jnp.dtype("float32")), 4)
     for program in (
         program_to_host(use, PLACEMENT, 4, copy_to_host),

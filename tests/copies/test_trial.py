@@ -1,4 +1,4 @@
-"""A device that signals wrongly is found by the trial of a copy backend."""
+"""The trial of a copy backend detects a device that signals wrongly."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ from jaxmorph.copies.kernels import KernelSend
 from jaxmorph.copies.trial import try_send
 
 PLACEMENT = SingleDeviceSharding(jax.devices()[0])
-ENGINE, KERNELS, CALLBACK = WAYS = "copy_engine", "pallas", "buffer_callback"
+ENGINE, KERNELS, CALLBACK = BACKENDS = "copy_engine", "pallas", "buffer_callback"
 
 
-def trial_of(way, library, fake=None):
+def trial_of(name, library, fake=None):
     driver = CudaDriver(library, 0)
     memory, pinned = RegisteredMemory(driver), PinnedHostSend()
     kernel = (fake or FakeKernels(library)).copy_to_host
@@ -26,23 +26,23 @@ def trial_of(way, library, fake=None):
         KERNELS: lambda: KernelSend(memory, pinned, kernel, lambda _: None),
         CALLBACK: lambda: StreamCallbackSend(driver, memory, pinned, on_a_stream),
     }
-    backend = make[way]()
+    backend = make[name]()
     try:
         try_send(backend, PLACEMENT, memory)
     finally:
-        if way != CALLBACK:
+        if name != CALLBACK:
             backend.close()
         pinned.close()
     assert library.registered == {}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_it_passes_its_trial_and_leaves_nothing_registered(way):
-    trial_of(way, FakeLibrary())
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_working_backend_passes_its_trial_and_unregisters_all(name):
+    trial_of(name, FakeLibrary())
 
 
 class HastyLibrary(FakeLibrary):
-    """Writes words before the copies that stand in front of them."""
+    """Writes words before the copies enqueued ahead of them."""
 
     def _cuMemcpyDtoHAsync_v2(self, *arguments):  # noqa: N802
         self.copies = [lambda: FakeLibrary._cuMemcpyDtoHAsync_v2(self, *arguments)]
@@ -62,19 +62,19 @@ class SilentLibrary(FakeLibrary):
 class HastyKernels(FakeKernels):
     """Signals before it copies."""
 
-    def copy(self, payload, told):
-        super().copy(payload[:1], told)
+    def copy(self, payload, slot):
+        super().copy(payload[:1], slot)
 
 
 class SilentKernels(FakeKernels):
     """Signals nothing."""
 
-    def copy(self, payload, told):
-        super().copy(payload, told._replace(signal_address=0))
+    def copy(self, payload, slot):
+        super().copy(payload, slot._replace(signal_address=0))
 
 
 @pytest.mark.parametrize(
-    ("way", "library", "kernels", "reason"),
+    ("name", "library", "kernels", "reason"),
     [
         (ENGINE, HastyLibrary, FakeKernels, "the bytes that came"),
         (ENGINE, SilentLibrary, FakeKernels, "has signalled nothing"),
@@ -82,6 +82,6 @@ class SilentKernels(FakeKernels):
         (KERNELS, FakeLibrary, SilentKernels, "has signalled nothing"),
     ],
 )
-def test_a_device_that_signals_wrongly_fails_the_trial(way, library, kernels, reason):
+def test_a_device_that_signals_wrongly_fails_the_trial(name, library, kernels, reason):
     with pytest.raises(RuntimeError, match=reason):
-        trial_of(way, device := library(), kernels(device))
+        trial_of(name, device := library(), kernels(device))

@@ -1,4 +1,4 @@
-"""What stands for a GPU in tests of copies: driver, kernels, programs that run later, slots."""
+"""Fakes of a GPU for tests of copies: driver, kernels, programs that run later, slots."""
 
 import ctypes
 import threading
@@ -12,23 +12,28 @@ from jax.experimental.buffer_callback import buffer_callback
 
 from jaxmorph.copies.dlpack_memory import view_on_device
 from jaxmorph.pallas_kernels import SlotControl
-from jaxmorph.pallas_kernels.control import check_words, checked_bytes
+from jaxmorph.pallas_kernels.control import (
+    ARRIVAL_WORDS,
+    CONTROL_WORDS,
+    check_words,
+    checked_bytes,
+)
 
 WORD = jax.ShapeDtypeStruct((1,), jnp.uint32)
-AWAY = 1 << 44  # between an address here and the device's of the same memory
+AWAY = 1 << 44  # from an address here to the device's address of the same memory
 NOT_READY = 600
 LIMIT_S = 20.0
 
 
 class FakeLibrary:
-    """A library that stands for libcuda: it notes what it is called with, and copies on the host.
+    """A fake libcuda that records its calls and copies on the host.
 
-    Streams run what is enqueued at once, or, while `held`, when `run` is called.
+    Streams run their work at once, or, while `held`, when `run` is called.
 
     Args:
         held: Whether streams wait for `run`.
-        missing: Functions that the library doesn't have.
-        failing: What others return.
+        missing: Functions that the library lacks.
+        failing: Error codes of functions that fail.
     """
 
     def __init__(self, *, held=False, missing=(), failing=None):
@@ -59,7 +64,7 @@ class FakeLibrary:
         return [call[0] for call in self.calls]
 
     def run(self):
-        """Run what streams hold, in the order in which it was enqueued."""
+        """Run the streams' work, in the order in which it was enqueued."""
         with self.lock:
             waiting, self._waiting = self._waiting, []
         for work in waiting:
@@ -138,79 +143,79 @@ class FakeLibrary:
 
 
 class FakeKernels:
-    """Callbacks that stand for the copy kernels, on a device that a `FakeLibrary` stands for.
+    """Callbacks in place of the copy kernels, on the device of a `FakeLibrary`.
 
-    They ask of their operands what the kernels ask, are told of slots by the device's addresses,
-    and their copies into slots run on its streams.
+    They check their operands as the kernels do, take slots by the device's addresses, and copy into
+    slots on the library's streams.
 
     Attributes:
-        told: What every launch was told of its slot.
-        arrivals: Where every launch counted its arrivals.
+        controls: The control of every launch.
+        arrivals: Where every launch into a slot counted its arrivals.
         error: What launches raise.
-        status_off: By how much the status of a copy out of a slot is wrong.
     """
 
     def __init__(self, library):
         self.library = library
-        self.told, self.arrivals = [], []
-        self.error, self.status_off = None, 0
+        self.controls, self.arrivals = [], []
+        self.error = None
 
     def copy_to_host(self, payload, control, arrivals, *, slot_bytes):
-        check_words("copy_to_host", control, arrivals)
+        check_words("copy_to_host", "control", control, CONTROL_WORDS)
+        check_words("copy_to_host", "arrivals", arrivals, ARRIVAL_WORDS)
         num_bytes = checked_bytes("copy_to_host", payload.shape, payload.dtype, slot_bytes)
 
         def called(_, ticket, payload, control, arrivals):
-            told = self._launched(control, arrivals, num_bytes)
+            counter = np.asarray(arrivals)
+            assert counter.tolist() == [0]
+            self.arrivals.append(counter.ctypes.data)
+            slot = self._launched(control, num_bytes)
             assert payload.shape == (num_bytes,)
             copied = np.asarray(payload).copy()
-            self.library.enqueue(lambda: self.copy(copied, told))
-            np.asarray(ticket)[...] = told.number
+            self.library.enqueue(lambda: self.copy(copied, slot))
+            np.asarray(ticket)[...] = slot.number
 
         flat = jax.lax.bitcast_convert_type(payload.reshape(-1), jnp.uint8).reshape(-1)
         return buffer_callback(called, WORD, has_side_effect=True)(flat, control, arrivals)
 
-    def copy(self, payload, told):
+    def copy(self, payload, slot):
         """Fill a slot, and only then give the signal its number."""
-        ctypes.memmove(told.payload_address, payload.ctypes.data, payload.nbytes)
-        if told.signal_address:
-            ctypes.c_uint32.from_address(told.signal_address).value = told.number
+        ctypes.memmove(slot.payload_address, payload.ctypes.data, payload.nbytes)
+        if slot.signal_address:
+            ctypes.c_uint32.from_address(slot.signal_address).value = slot.number
 
-    def copy_from_host(self, control, arrivals, *, shape, dtype, slot_bytes):
-        check_words("copy_from_host", control, arrivals)
+    def copy_from_host(self, control, *, shape, dtype, slot_bytes):
+        check_words("copy_from_host", "control", control, CONTROL_WORDS)
         num_bytes = checked_bytes("copy_from_host", shape, dtype, slot_bytes)
 
-        def called(_, out, control, arrivals):
-            into, status = map(np.asarray, out)
-            told = self._launched(control, arrivals, num_bytes)
-            ctypes.memmove(into.ctypes.data, told.payload_address, into.nbytes)
-            status[...] = (told.number - self.status_off) & 0xFFFFFFFF
+        def called(_, out, control):
+            into, ticket = map(np.asarray, out)
+            slot = self._launched(control, num_bytes)
+            ctypes.memmove(into.ctypes.data, slot.payload_address, into.nbytes)
+            ticket[...] = slot.number
 
         outputs = (jax.ShapeDtypeStruct((num_bytes,), jnp.uint8), WORD)
-        flat, status = buffer_callback(called, outputs, has_side_effect=True)(control, arrivals)
+        flat, ticket = buffer_callback(called, outputs, has_side_effect=True)(control)
         item_bytes = jnp.dtype(dtype).itemsize
         rows = flat.reshape(-1, item_bytes) if item_bytes > 1 else flat
-        return jax.lax.bitcast_convert_type(rows, dtype).reshape(shape), status
+        return jax.lax.bitcast_convert_type(rows, dtype).reshape(shape), ticket
 
-    def _launched(self, control, arrivals, num_bytes):
-        """The slot as the host finds it."""
-        told, counter = unpack(np.asarray(control)), np.asarray(arrivals)
-        assert counter.tolist() == [0, 0]
-        self.told.append(told)
-        self.arrivals.append(counter.ctypes.data)
+    def _launched(self, control, num_bytes):
+        """The slot's control, with the host's addresses."""
+        control = unpack(np.asarray(control))
+        self.controls.append(control)
         if self.error is not None:
             raise self.error
-        payload, signal = told.payload_address - AWAY, told.signal_address
+        payload, signal = control.payload_address - AWAY, control.signal_address
         self.library.require_registered(payload, num_bytes)
         if signal:
             self.library.require_registered(signal - AWAY, 4)
-        return told._replace(payload_address=payload, signal_address=signal and signal - AWAY)
+        return control._replace(payload_address=payload, signal_address=signal and signal - AWAY)
 
 
 def unpack(words):
-    """What control words say: the inverse of `pack`, with the number below 2**32."""
-    low, high, signal_low, signal_high, ack_low, ack_high, number, spin_us = words.tolist()
-    signal, acknowledgement = signal_high << 32 | signal_low, ack_high << 32 | ack_low
-    return SlotControl(high << 32 | low, number, signal, acknowledgement, spin_us)
+    """The inverse of `pack`, with the number below 2**32."""
+    low, high, signal_low, signal_high, number = words.tolist()
+    return SlotControl(high << 32 | low, number, signal_high << 32 | signal_low)
 
 
 class LaterDevice:

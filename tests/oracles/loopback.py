@@ -217,15 +217,15 @@ class _Stream:
 
     def _deliver(self, sequence: int) -> None:
         source, target = self._source.slots, self._target.slots
-        about = source.read_info(sequence)
-        if about.num_bytes > target.slot_bytes:
+        info = source.read_info(sequence)
+        if info.num_bytes > target.slot_bytes:
             raise TransportError(
-                f"{self._source.name}: a message of {about.num_bytes} bytes came for slots of "
+                f"{self._source.name}: a message of {info.num_bytes} bytes came for slots of "
                 f"{target.slot_bytes}"
             )
-        view = target.view(sequence, about.num_bytes)
-        view[:] = source.view(sequence, about.num_bytes)
-        target.write_info(sequence, about._replace(landed_ns=time.monotonic_ns()))
+        view = target.view(sequence, info.num_bytes)
+        view[:] = source.view(sequence, info.num_bytes)
+        target.write_info(sequence, info._replace(received_ns=time.monotonic_ns()))
         target.mark_complete(sequence)
         target.produced = add(sequence, 1)
         source.consumed = add(sequence, 1)

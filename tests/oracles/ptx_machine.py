@@ -116,7 +116,6 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
     "ne": lambda a, b: a != b,
     "ge": lambda a, b: a >= b,
 }
-_CLOCK_STEP_NS = 250
 
 
 @dataclass(eq=False)
@@ -166,7 +165,6 @@ class Machine:
             for thread in range(threads):
                 known = {**addresses, "%tid.x": thread, "%ctaid.x": cta}
                 block.threads.append(_Thread(cta, known))
-        self.clock_ns = 0
 
     def run(self) -> None:
         """Run all threads to the end of the kernel, by when all stores have reached memory."""
@@ -199,9 +197,6 @@ class Machine:
                 do(thread, instruction.opcode[1:], instruction.operands)
 
     def _value(self, thread: _Thread, operand: str) -> int:
-        if operand == "%globaltimer":
-            self.clock_ns += _CLOCK_STEP_NS
-            return self.clock_ns
         found = thread.registers.get(operand)
         return int(operand) if found is None else found
 
@@ -224,10 +219,6 @@ class Machine:
     def _do_add(self, thread, opcode, operands):
         self._set(thread, operands[0], opcode[-1], sum(self._sources(thread, operands)))
 
-    def _do_sub(self, thread, opcode, operands):
-        first, second = self._sources(thread, operands)
-        self._set(thread, operands[0], opcode[-1], first - second)
-
     def _do_mul(self, thread, opcode, operands):
         assert opcode == ("wide", "u32")
         first, second = self._sources(thread, operands)
@@ -243,9 +234,6 @@ class Machine:
 
     def _do_bra(self, thread, opcode, operands):
         thread.at = self._labels[operands[0]]
-
-    def _do_nanosleep(self, thread, opcode, operands):
-        self.clock_ns += int(operands[0])
 
     def _do_ld(self, thread, opcode, operands):
         address, kind = self._address(thread, operands[1]), opcode[-1]
@@ -268,25 +256,15 @@ class Machine:
     def _do_atom(self, thread, opcode, operands):
         address, value = self._address(thread, operands[1]), self._value(thread, operands[2])
         before = self._memory.load(address, 4)
-        after = {"inc": 0 if before >= value else before + 1, "exch": value}[opcode[-2]]
-        self._memory.store(address, 4, after)
+        assert opcode[-2] == "inc"
+        self._memory.store(address, 4, 0 if before >= value else before + 1)
         self._set(thread, operands[0], "u32", before)
-
-    def _do_red(self, thread, opcode, operands):
-        assert opcode[-2:] == ("or", "b32")
-        address, value = self._address(thread, operands[0]), self._value(thread, operands[1])
-        self._memory.store(address, 4, self._memory.load(address, 4) | value)
 
     def _do_barrier(self, thread, opcode, operands):
         block = self._blocks[thread.cta]
         thread.waits, block.waiting = True, block.waiting + 1
         if block.waiting < len(block.threads):
             return
-        if opcode[0] == "red":
-            assert opcode[1:] == ("or", "pred")
-            found = any(other.registers[operands[2]] for other in block.threads)
-            for other in block.threads:
-                other.registers[operands[0]] = found
         for other in block.threads:
             other.waits = False
         block.waiting = 0

@@ -1,4 +1,4 @@
-"""Where the kernels can be had, who knows Mosaic, and that it is imported only when needed."""
+"""The devices that the kernels support; Mosaic is imported in one module, and only when needed."""
 
 import ast
 import subprocess
@@ -35,12 +35,12 @@ def _named(path, packages):
     }
 
 
-def test_no_module_but_the_shim_imports_mosaic_or_what_jax_keeps_private():
+def test_only_the_shim_imports_mosaic_or_private_jax():
     naming = {path.name for path in ROOM.rglob("*.py") if _named(path, MOSAIC)}
     assert naming == {SHIM}
 
 
-def test_the_shim_itself_takes_nothing_from_jaxs_private_package():
+def test_the_shim_imports_nothing_from_jaxs_private_package():
     assert not _named(ROOM / SHIM, ["jax._src"])
 
 
@@ -57,7 +57,7 @@ def test_copies_on_a_cpu_import_no_pallas():
         "import sys, jax\n"
         "from jax.sharding import SingleDeviceSharding\n"
         "from jaxmorph.copies.choosing import open_copies\n"
-        "copies = open_copies(SingleDeviceSharding(jax.devices('cpu')[0]), lambda keeper: None)\n"
+        "copies = open_copies(SingleDeviceSharding(jax.devices('cpu')[0]), lambda registry: None)\n"
         "print(copies.outgoing.name, copies.incoming.name)\n"
         "copies.close()\n"
         "sys.exit(any(name.startswith('jax.experimental.pallas') for name in sys.modules))\n"
@@ -74,7 +74,7 @@ def test_without_mosaic_the_error_names_what_is_missing():
         "from jaxmorph.pallas_kernels import copy_to_host, new_arrivals\n"
         "sys.modules['jax.experimental.pallas.mosaic_gpu'] = None\n"
         "try:\n"
-        "    copy_to_host(jnp.zeros(4), jnp.zeros(8, jnp.uint32), new_arrivals(), slot_bytes=16)\n"
+        "    copy_to_host(jnp.zeros(4), jnp.zeros(5, jnp.uint32), new_arrivals(), slot_bytes=16)\n"
         "except ImportError as error:\n"
         "    print(error)\n"
     )
@@ -94,9 +94,9 @@ def gpu(capability: str | None = "9.0", kind="NVIDIA H100") -> Any:
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Has JAX say that a device is one of CUDA's."""
+    """Makes JAX list a device as a CUDA device."""
 
-    def say(device):
+    def listed(device):
         def devices(platform):
             assert platform == "cuda"
             return [device]
@@ -104,12 +104,12 @@ def cuda(monkeypatch):
         monkeypatch.setattr(jax, "devices", devices)
         return device
 
-    return say
+    return listed
 
 
 @pytest.mark.parametrize("capability", ["9.0", "10.0", "12.1"])
 @pytest.mark.parametrize("host", ["x86_64", "AMD64"])
-def test_hopper_and_later_on_x86_will_do(cuda, capability, host):
+def test_hopper_and_later_on_x86_are_supported(cuda, capability, host):
     require_kernels(cuda(gpu(capability)), host)
 
 
@@ -128,7 +128,7 @@ def test_other_devices_and_hosts_are_named(cuda, device, host, reason):
         require_kernels(cuda(device), host)
 
 
-def test_a_gpu_that_is_not_cudas_is_refused(cuda):
+def test_a_gpu_without_cuda_is_refused(cuda):
     cuda(gpu())
     with pytest.raises(NoKernelsError, match=r"^got Instinct \(gpu\), expected a CUDA GPU"):
         require_kernels(gpu("9.0", "Instinct"), "x86_64")

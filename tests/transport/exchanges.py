@@ -1,4 +1,4 @@
-"""Two ranks' data planes, channels between them, and messages that go through them."""
+"""Two ranks' data planes, channels between them, and messages that travel on them."""
 
 import contextlib
 import threading
@@ -52,9 +52,9 @@ def joined(*specs, start=SidecarPlane.start, **settings):
         yield planes
 
 
-def connect(planes, by_way_of=None):
-    """Have both ranks meet; rank 0 reaches rank 1 at another address, if one is given."""
-    planes[0].connect({1: [by_way_of] if by_way_of else planes[1].addresses()}, SECRET)
+def connect(planes, address=None):
+    """Connect both ranks; rank 0 reaches rank 1 at `address`, if given."""
+    planes[0].connect({1: [address] if address else planes[1].addresses()}, SECRET)
     planes[1].connect({0: planes[0].addresses()}, SECRET)
 
 
@@ -98,7 +98,7 @@ def exchange(planes, number, num_bytes=10, channel=THERE):
 
 
 def traffic(planes, count, disturb=lambda number: None, num_bytes=100_000, first=0):
-    """Send messages one way, and disturb after each that has arrived; then no more come."""
+    """Send messages from rank 0, and call `disturb` after each that has arrived."""
     numbers = range(first, first + count)
     sender = in_thread(lambda: [send(planes[0], THERE, number, num_bytes) for number in numbers])
     for number in numbers:
@@ -114,10 +114,10 @@ def kinds(plane):
 
 
 def await_clock(plane, peer=0):
-    """Return once the plane knows the peer's clock that well; those of one process have one."""
+    """Wait until the plane knows the peer's clock; planes in memory share one."""
     deadline_s = soon()
-    while "channels" not in (told := plane.statistics()):
-        peers = told.get("peers", {})  # none as long as a sidecar doesn't answer
+    while "channels" not in (statistics := plane.statistics()):
+        peers = statistics.get("peers", {})  # empty while a sidecar is being restarted
         error_s = peers[str(peer)]["receiving"]["clock_error_s"] if peers else None
         if error_s is not None and error_s < CLOCK_ERROR_S:
             return
@@ -126,7 +126,7 @@ def await_clock(plane, peer=0):
 
 
 def in_thread(work):
-    """Run beside the test; `join` raises what it raised."""
+    """Run beside the test; `join` raises its error."""
     return _Thread(work)
 
 

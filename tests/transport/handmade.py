@@ -1,4 +1,4 @@
-"""The other end of a sidecar's connection, made by hand: it says what a test tells it to."""
+"""A handmade end of a sidecar's connection, which sends whatever a test asks."""
 
 import contextlib
 import socket
@@ -23,7 +23,7 @@ CHUNK_BYTES = TransportSettings().chunk_bytes
 
 
 class Handmade:
-    """A connection on which some types of frames may come."""
+    """A connection that accepts some types of frames."""
 
     def __init__(self, connection, accepted):
         self._socket, self._reader = connection, FrameReader(accepted)
@@ -35,13 +35,13 @@ class Handmade:
     def __exit__(self, *_):
         self._socket.close()
 
-    def say(self, said):
+    def send(self, data):
         """A frame, or any bytes."""
         with contextlib.suppress(ConnectionError):
-            self._socket.sendall(said if isinstance(said, bytes) else pack(said))
+            self._socket.sendall(data if isinstance(data, bytes) else pack(data))
 
-    def hear(self) -> Any:
-        """The next frame; None: the connection has ended."""
+    def receive(self) -> Any:
+        """The next frame; None at the end of the connection."""
         while (frame := self._reader.next_frame()) is None:
             data = self._socket.recv(4096)
             if not data:
@@ -49,9 +49,9 @@ class Handmade:
             self._reader.feed(data)
         return frame
 
-    def hear_next(self, kind: type[Any]) -> Any:
-        """The next frame of a kind; what comes before it is dropped."""
-        while type(frame := self.hear()) is not kind:
+    def receive_next(self, kind: type[Any]) -> Any:
+        """The next frame of a kind; drops the frames before it."""
+        while type(frame := self.receive()) is not kind:
             assert frame is not None, "closed by the sidecar"
         return frame
 
@@ -69,8 +69,8 @@ class Guest(Handmade):
         super().__init__(socket.create_connection(plane.addresses()[0]), TO_DIALLER)
 
     def introduce(self, secret=SECRET, **changed):
-        """Answer the challenge as rank 0 does, but for what is changed."""
-        said = {
+        """Answer the challenge as rank 0 does, except for what is changed."""
+        fields = {
             "rank": 0,
             "destination": 1,
             "generation": 1,
@@ -79,14 +79,14 @@ class Guest(Handmade):
             "algorithms": (2,),
             **changed,
         }
-        challenge = self.hear_next(Challenge)
-        frame = sign_introduction(secret, challenge, Introduce(nonce=new_nonce(), **said))
-        self.say(frame)
+        challenge = self.receive_next(Challenge)
+        frame = sign_introduction(secret, challenge, Introduce(nonce=new_nonce(), **fields))
+        self.send(frame)
         return frame
 
     def become_member(self):
         self.introduce()
-        assert isinstance(self.hear(), Welcome)
+        assert isinstance(self.receive(), Welcome)
 
 
 class HandmadeReceiver(Handmade):
@@ -95,8 +95,8 @@ class HandmadeReceiver(Handmade):
     def __init__(self, listener):
         super().__init__(listener.accept()[0], TO_LISTENER)
         challenge = Challenge(new_nonce())
-        self.say(challenge)
-        self.introduction = self.hear_next(Introduce)
+        self.send(challenge)
+        self.introduction = self.receive_next(Introduce)
         answer = Welcome(rank=1, generation=1, algorithm=2)
-        self.say(sign_welcome(SECRET, challenge, self.introduction, answer))
+        self.send(sign_welcome(SECRET, challenge, self.introduction, answer))
         self._reader.accept(TO_RECEIVER)

@@ -1,10 +1,10 @@
-"""Frames near the window of valid ones, drawn; and slots all bytes of which are watched.
+"""Random frames near the valid ones, and slots whose every byte is watched.
 
 Most frames may come, and the others differ in something: channels are real and unknown ones,
 numbers lie before and after the window and across the wrap, offsets and lengths at their limits and
-beside them; checksums are wrong, frames are for other ears, bytes are changed, or connections end
-in the middle. What a chunk allows to change in the slots is worked out here anew, from the frame
-and from what has landed before it; nothing else may.
+beside them; checksums are wrong, frames belong to the other end, bytes are changed, or connections
+end in the middle. What a chunk may change in the slots is computed here independently, from the
+frame and from what has been received before it; nothing else may change.
 """
 
 import mmap
@@ -44,21 +44,21 @@ from jaxmorph.transport.wire import (
 )
 
 CHUNK_BYTES = 1024
-LINE, LEFT_OUT_LINES, SLOT_LINES = 64, 3, 3  # the layout of `slots`, as documented there
-ABOUT_BYTES = 56
+LINE, HEAD_LINES, SLOT_LINES = 64, 3, 2  # the layout of `slots`, as documented there
+INFO_BYTES = 56
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What there is to be attacked.
+    """The receiver under attack.
 
     Attributes:
         backend: The kind of lanes.
         num_slots: Of each channel.
         slot_bytes: Likewise.
         first: The first message's number.
-        num_lanes: How many the peer has.
-        seed: Of what it does.
+        num_lanes: The peer's lanes.
+        seed: Of the peer's actions.
     """
 
     backend: str
@@ -70,7 +70,7 @@ class Shape:
 
 
 class GuardedSlots:
-    """One channel's slots, all bytes of which are watched."""
+    """One channel's slots, whose every byte is watched."""
 
     def __init__(self, name: ChannelName, shape: Shape) -> None:
         self.name = name
@@ -85,8 +85,8 @@ class GuardedSlots:
         self.entered = self.slots.produced
         self.parts: dict[int, tuple[tuple[Any, ...], dict[int, bytes]]] = {}
 
-    def may_land(self, chunk: Any) -> bool:
-        """Whether any byte of the slots may be written because of this chunk."""
+    def may_write(self, chunk: Any) -> bool:
+        """Whether this chunk may write into the slots."""
         slots, end = self.slots, chunk.total - chunk.offset
         room = distance(chunk.sequence, slots.consumed)
         if not distance(slots.produced, slots.consumed) <= room < slots.num_slots:
@@ -99,24 +99,24 @@ class GuardedSlots:
         return identity == _identity(chunk) and chunk.offset not in parts
 
     def took(self, chunk: Any, payload: bytes) -> None:
-        """The chunk has come whole and right, as the first of its copies."""
+        """Record the first whole and correct copy of a chunk."""
         parts = self.parts.setdefault(chunk.sequence, (_identity(chunk), {}))[1]
         parts[chunk.offset] = payload
 
     def address(self, chunk: Any) -> int:
-        """Where the chunk's place is in this process."""
+        """The address of the chunk's place."""
         return self.slots.payload_address(chunk.sequence) + chunk.offset
 
     def holds(self, address: int, num_bytes: int) -> bool:
-        """Whether any of those bytes are in these slots."""
+        """Whether those bytes overlap these slots."""
         start = self.slots.payload_address(0) - self.payloads_at
         return address < start + len(self.shared) and address + num_bytes > start
 
     def check(self, chunk: Any) -> int:
-        """Compare all memory; only the chunk's place, and what tells of messages, may differ.
+        """Compare all memory; only the chunk's place and the messages' descriptions may differ.
 
         Returns:
-            How many messages have been handed over since.
+            The number of messages handed over since the last call.
         """
         now = self.shared[:]
         if now == self.before:
@@ -136,7 +136,7 @@ class GuardedSlots:
         return count
 
     def consume(self) -> None:
-        """Give the oldest message back, as the trainer does."""
+        """Release the oldest message, as the trainer does."""
         if self.slots.consumed != self.slots.produced:
             self.slots.consumed = add(self.slots.consumed, 1)
             self.before = self.shared[:]
@@ -150,16 +150,16 @@ class GuardedSlots:
         return start, start + chunk.length
 
     def _handed_over(self, sequence: int) -> list[tuple[int, int]]:
-        """Compare a message with what was sent; returns which bytes tell of it."""
+        """Compare a message with what was sent; returns where its description is."""
         (total, tag, _), parts = self.parts.pop(sequence)
         sent = b"".join(parts[offset] for offset in sorted(parts))
-        about = self.slots.read_info(sequence)
-        assert (about.num_bytes, about.tag, len(sent)) == (total, tag, total)
+        info = self.slots.read_info(sequence)
+        assert (info.num_bytes, info.tag, len(sent)) == (total, tag, total)
         assert self.slots.is_complete(sequence)
         assert self.slots.view(sequence, total) == sent, f"message {sequence} has been changed"
-        line = LEFT_OUT_LINES + SLOT_LINES * (sequence % self.slots.num_slots)
-        about_at = (line + 1) * LINE
-        return [(line * LINE, line * LINE + 4), (about_at, about_at + ABOUT_BYTES)]
+        line = HEAD_LINES + SLOT_LINES * (sequence % self.slots.num_slots)
+        info_at = (line + 1) * LINE
+        return [(line * LINE, line * LINE + 4), (info_at, info_at + INFO_BYTES)]
 
 
 def _identity(chunk: Any) -> tuple[Any, ...]:
@@ -168,17 +168,17 @@ def _identity(chunk: Any) -> tuple[Any, ...]:
 
 STRANGE_NAMES = (ChannelName(1, 1, 0), ChannelName(2, 0, 1), ChannelName(7, 0, 2, 3))
 MOST_64, MOST_32 = 2**64 - 1, 2**32 - 1
-MOST_PAYLOAD_BYTES = 4096  # of what is announced to be longer, so much comes, and then the end
+MAX_PAYLOAD_BYTES = 4096  # longer payloads are cut here, and the connection ends
 NOISE = random.Random(0).randbytes(1 << 16)
 
 
 class HostileFrames:
-    """Draws what a peer says next.
+    """Draws a peer's next frame.
 
     Args:
         rng: Draws.
         shape: Of the channels.
-        channels: Which a chunk may come for, and what has come.
+        channels: Channels that exist, and what has been received on them.
     """
 
     def __init__(self, rng: random.Random, shape: Shape, channels: list[GuardedSlots]) -> None:
@@ -279,12 +279,12 @@ class HostileFrames:
         )()
 
     def _noise(self, num_bytes: int) -> bytes:
-        start = self.rng.randrange(len(NOISE) - MOST_PAYLOAD_BYTES)
-        return NOISE[start : start + min(num_bytes, MOST_PAYLOAD_BYTES)]
+        start = self.rng.randrange(len(NOISE) - MAX_PAYLOAD_BYTES)
+        return NOISE[start : start + min(num_bytes, MAX_PAYLOAD_BYTES)]
 
 
 def changed(rng: random.Random, data: bytes) -> bytes:
-    """A frame of which some bytes have been changed, mostly behind the back of its check."""
+    """A frame with some bytes changed, mostly with a correct check."""
     now = bytearray(data)
     for _ in range(rng.randint(1, 3)):
         now[rng.randrange(len(now) - CHECK_BYTES)] = rng.choice((0, 1, 127, 255))
@@ -294,7 +294,7 @@ def changed(rng: random.Random, data: bytes) -> bytes:
 
 
 def read(data: bytes) -> Any:
-    """The frame that the bytes are, or None: then what follows them has no meaning."""
+    """The frame that the bytes are; None: what follows them has no meaning."""
     try:
         number, num_bytes = frame_bytes(data, 0)
         return unpack(data, 0, number, num_bytes) if num_bytes == len(data) else None

@@ -1,6 +1,6 @@
-"""A member of the run that says whatever it likes, to a real receiver without a network.
+"""A member of the run that sends anything, to a real receiver without a network.
 
-After each piece of what it says all of the receiver's memory is compared with what it was before.
+After each piece that it sends, all of the receiver's memory is compared with what it was before.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from jaxmorph.transport.wire import (
 
 
 class Connection:
-    """What a socket is to a lane: bytes that have come, and bytes that have been sent."""
+    """A fake socket: the bytes that have come, and those that were sent."""
 
     def __init__(self) -> None:
         self.came, self.sent = bytearray(), bytearray()
@@ -73,7 +73,7 @@ class Connection:
 
 
 class Loop:
-    """Waits for nothing: lanes are polled when something has been sent."""
+    """A fake loop: the test polls lanes after it has sent something."""
 
     def add(self, fd: int, mask: int, handler: Any) -> None: ...
 
@@ -83,7 +83,7 @@ class Loop:
 
 
 class Agent:
-    """Knows memory that a peer may write to, as a NIXL agent does."""
+    """A fake NIXL agent that records registered memory."""
 
     def __init__(self, host: str) -> None:
         self.regions: list[tuple[int, int]] = []
@@ -102,12 +102,12 @@ class Agent:
 
 
 class HostileLane:
-    """One of the peer's connections; what it has begun to say it says to the end, piece by piece.
+    """One of the peer's connections; it sends each frame to its end, in pieces.
 
     Attributes:
-        rest: What is still to be said.
-        frame: What it begins with; None: nothing that has a meaning.
-        payload: What belongs to the frame.
+        rest: What is left to send.
+        frame: The current frame; None: bytes without a meaning.
+        payload: The frame's payload.
         is_last: Whether the connection ends after it.
     """
 
@@ -124,67 +124,67 @@ class HostileLane:
         return not self.connection.is_closed
 
     def open(self) -> None:
-        """Connect, and be welcome."""
+        """Connect, as after a handshake."""
         self.connection, self.rest = Connection(), b""
         lane = TcpLane(cast(Any, self.connection), FrameReader(TO_RECEIVER))
         lane.checksum = CHECKSUMS[CRC32]
         self.peer.link.take(self.number, lane, self.peer.generation, CHUNK_BYTES)
 
     def begin(self, frame: Any, data: bytes, payload: bytes, is_last: bool) -> None:
-        """Say a frame with these bytes, in one piece or in several."""
+        """Send a frame with these bytes, in one piece or in several."""
         self.frame, self.payload, self.is_last = frame, payload, is_last
         self.rest = data + payload
-        self.go_on()
+        self.send_next()
 
-    def go_on(self) -> None:
-        """Say the next piece."""
+    def send_next(self) -> None:
+        """Send the next piece."""
         rng, rest = self.peer.rng, self.rest
         piece = rest if rng.random() < 0.6 else rest[: rng.randrange(len(rest)) + 1]
         self.rest = rest[len(piece) :]
         chunk = self.frame if type(self.frame) is Chunk else None
         is_whole = not self.rest and not self.is_last
-        self.say(piece, chunk, self.payload if is_whole else None)
+        self.send(piece, chunk, self.payload if is_whole else None)
         if self.is_last and not self.rest:
             self.end()
 
-    def say(self, data: bytes, chunk: Any, payload: bytes | None) -> None:
-        """Send bytes of a chunk (None: of something else) and see what has become of the slots.
+    def send(self, data: bytes, chunk: Any, payload: bytes | None) -> None:
+        """Send bytes of a chunk (None: of something else) and check the slots.
 
         Args:
             data: The bytes.
-            chunk: What they belong to.
-            payload: All of its payload, if it is whole with these bytes.
+            chunk: The chunk to which they belong.
+            payload: The whole payload, if these bytes complete it.
         """
         memory = self.peer.memories.get(chunk.channel) if chunk else None
-        wanted = memory is not None and memory.may_land(chunk)
-        landings = self.peer.landings
+        wanted = memory is not None and memory.may_write(chunk)
+        finished = self.peer.finished
         self.connection.came += data
         self.poll()
         if memory is not None and wanted and payload is not None:
-            # A lane may be closed after it, for an offer that has been waiting behind it.
-            has_landed = self.peer.landings > landings
-            assert has_landed or not self.is_up, "a chunk was dropped"
-            assert crc32(payload) == chunk.checksum or not has_landed, "it let a wrong one pass"
-            if has_landed:
+            # The lane may be closed afterwards, because of an offer that waited behind it.
+            was_received = self.peer.finished > finished
+            assert was_received or not self.is_up, "a chunk was dropped"
+            assert crc32(payload) == chunk.checksum or not was_received, "a wrong chunk passed"
+            if was_received:
                 memory.took(chunk, payload)
-                self.peer.counts["landed"] += 1
+                self.peer.counts["received"] += 1
         self.peer.check(memory, chunk if wanted else None)
 
     def end(self) -> None:
-        """Break off."""
+        """Break the connection."""
         self.connection.has_ended = True
         self.poll()
         assert not self.is_up
         self.peer.check(None, None)
 
     def poll(self) -> None:
-        """Let the receiver read what has come."""
+        """Let the receiver read."""
         if self.is_up:
-            self.peer.link._polled[self.number](READ)
+            self.peer.link._pollers[self.number](READ)
 
 
 class HostileWritingLane(HostileLane):
-    """One that offers chunks, and writes them where it is granted a place."""
+    """A lane that offers chunks, and writes them where it is granted a place."""
 
     def open(self) -> None:
         super().open()
@@ -192,10 +192,10 @@ class HostileWritingLane(HostileLane):
         self.offers: deque[tuple[Offer, bytes]] = deque()
         self.granted: deque[tuple[Offer, bytes, int]] = deque()
         self.agent = self.peer.link._lanes[self.number]._agent
-        self._hear()
+        self._read_grants()
 
     def begin(self, frame: Any, data: bytes, payload: bytes, is_last: bool) -> None:
-        # That something is written is right by chance where a copy before it has been written.
+        # `Written` may be right by chance, if an earlier copy has been written there.
         if self.granted and (self._is_granted(frame) or self.peer.rng.random() < 0.6):
             self._write()
             return
@@ -212,12 +212,12 @@ class HostileWritingLane(HostileLane):
         if not self.is_up:
             self.agent.close()
 
-    def say(self, data: bytes, chunk: Any, payload: bytes | None) -> None:
-        super().say(data, chunk, payload)
-        self._hear()
+    def send(self, data: bytes, chunk: Any, payload: bytes | None) -> None:
+        super().send(data, chunk, payload)
+        self._read_grants()
 
-    def _hear(self) -> None:
-        """Take grants; each is of the chunk's own place in its slot, or of the lane's memory."""
+    def _read_grants(self) -> None:
+        """Check grants: each is of the chunk's own place, or of the lane's memory."""
         sent = memoryview(bytes(self.connection.sent))
         self.connection.sent.clear()
         while sent:
@@ -232,7 +232,7 @@ class HostileWritingLane(HostileLane):
         memory = self.peer.memories[offer.channel]
         if any(each.holds(grant.address, offer.length) for each in self.peer.memories.values()):
             assert grant.address == memory.address(offer)
-            assert memory.may_land(offer), "a place in a slot was granted that nobody may write"
+            assert memory.may_write(offer), "a forbidden place in a slot was granted"
             writers = [lane for lane in self.peer.lanes if lane.may_write(grant.address)]
             assert not writers, "a place in a slot was granted twice"
         else:
@@ -243,13 +243,13 @@ class HostileWritingLane(HostileLane):
         self.peer.counts["granted"] += 1
 
     def may_write(self, address: int) -> bool:
-        """Whether it has been granted that place, and can still write there."""
+        """Whether it was granted that place and can still write there."""
         return (
             self.is_up and self.agent.is_open and any(each[2] == address for each in self.granted)
         )
 
     def _is_granted(self, frame: Any) -> bool:
-        """Whether a frame says of a chunk that was granted here that it's written."""
+        """Whether a frame reports the write of a chunk granted here."""
         granted = {(offer.channel, offer.sequence, offer.offset) for offer, *_ in self.granted}
         return type(frame) is Written and tuple(frame) in granted
 
@@ -258,7 +258,7 @@ class HostileWritingLane(HostileLane):
         memory = self.peer.memories[offer.channel]
         if self.agent.is_open:
             is_slot = memory.holds(address, offer.length)
-            assert not is_slot or memory.may_land(offer), "a stale writer was not fenced"
+            assert not is_slot or memory.may_write(offer), "a stale writer was not fenced"
             ctypes.memmove(address, payload, len(payload))
             self.peer.check(memory, offer if is_slot else None)
         written = Written(offer.channel, offer.sequence, offer.offset)
@@ -266,7 +266,7 @@ class HostileWritingLane(HostileLane):
         if self.peer.rng.random() < 0.05 and not self._is_granted(beside):
             written, payload = beside, None
         self.frame = written
-        self.say(pack(written), offer, payload)
+        self.send(pack(written), offer, payload)
 
 
 NAMES = (ChannelName(1, 0, 1), ChannelName(7, 0, 1, 3))
@@ -276,8 +276,8 @@ class HostilePeer:
     """The sending rank, and the receiving one that it attacks.
 
     Attributes:
-        counts: What has happened.
-        landings: How many chunks the receiver has taken for landed.
+        counts: Of events, by name.
+        finished: How many chunks the receiver has accepted.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -286,13 +286,13 @@ class HostilePeer:
         self.link: Any = ReceivingLink(
             cast(Any, Loop()), 1, 0, lambda kind, **details: None, shape.backend
         )
-        self.landings, land = 0, self.link.engine.landed
+        self.finished, finish = 0, self.link.engine.finish
 
         def counted(*arguments: Any) -> Any:
-            self.landings += 1
-            return land(*arguments)
+            self.finished += 1
+            return finish(*arguments)
 
-        self.link.engine.landed = counted
+        self.link.engine.finish = counted
         self.memories = {name: GuardedSlots(name, shape) for name in NAMES}
         for memory in self.memories.values():
             self.link.add_channel(memory.channel)
@@ -301,13 +301,13 @@ class HostilePeer:
         self.lanes: list[Any] = [kind(self, number) for number in range(shape.num_lanes)]
 
     def attack(self, num_frames: int) -> None:
-        """Send so many frames, and look at all memory after each piece of one."""
+        """Send so many frames, and check all memory after each piece."""
         while self.counts["frames"] < num_frames:
             lane = self.rng.choice(self.lanes)
             if not lane.is_up:
                 self._connect(lane)
             elif lane.rest:
-                lane.go_on()
+                lane.send_next()
             else:
                 self.counts["frames"] += 1
                 lane.begin(*self.frames.draw())
@@ -319,7 +319,7 @@ class HostilePeer:
             self.counts[name] += received[name]
 
     def check(self, memory: GuardedSlots | None, chunk: Any) -> None:
-        """All memory is as it was, but for the chunk's place in this one."""
+        """Check that only the chunk's place in `memory` has changed."""
         for each in self.memories.values():
             self.counts["delivered"] += each.check(chunk if each is memory else None)
 
@@ -329,7 +329,7 @@ class HostilePeer:
             memory.close()
 
     def _connect(self, lane: HostileLane) -> None:
-        """Come back, sometimes as another life of the peer, sometimes as one that is over."""
+        """Reconnect, sometimes with a new generation, sometimes also with an old one."""
         draw = self.rng.random()
         if draw < 0.05:
             self.generation += 1
@@ -338,9 +338,9 @@ class HostilePeer:
         lane.open()
         with contextlib.suppress(ProtocolError):
             if draw > 0.98:
-                self.link.take(lane.number, _nobody(), self.generation - 1, CHUNK_BYTES)
+                self.link.take(lane.number, _unused_lane(), self.generation - 1, CHUNK_BYTES)
             elif draw > 0.96:
-                self.link.take(lane.number, _nobody(), self.generation, 2 * CHUNK_BYTES)
+                self.link.take(lane.number, _unused_lane(), self.generation, 2 * CHUNK_BYTES)
         assert lane.is_up
         self.check(None, None)
 
@@ -351,5 +351,5 @@ class HostilePeer:
         self.check(None, None)
 
 
-def _nobody() -> TcpLane:
+def _unused_lane() -> TcpLane:
     return TcpLane(cast(Any, Connection()), FrameReader(TO_RECEIVER))

@@ -1,7 +1,7 @@
-"""A receiver that answers whatever it likes, to a real sender without a network.
+"""A receiver that answers anything, to a real sender without a network.
 
-It acknowledges what was sent on a lane and what wasn't, counts forwards and backwards, asks for
-the time and says the strangest ones, and sends frames that are for other ears.
+It acknowledges what was sent on a lane and what wasn't, counts forwards and backwards, sends pings
+and impossible pongs, and sends frames that belong to the other end.
 """
 
 import mmap
@@ -37,14 +37,14 @@ from jaxmorph.transport.wire import (
 )
 
 ANOTHER = ChannelName(1, 1, 0)
-LEFT = slice(2 * 64, 2 * 64 + 4)  # the one word of the slots that the sidecar writes
+CONSUMED = slice(2 * 64, 2 * 64 + 4)  # the only word of the slots that the sidecar writes
 
 
 class HostileReceiver:
     """The receiving rank, and the sending one that it attacks.
 
     Attributes:
-        counts: What has happened.
+        counts: Of events, by name.
     """
 
     def __init__(self, seed: int, first: int) -> None:
@@ -54,13 +54,13 @@ class HostileReceiver:
         self.shared = mmap.mmap(self.slots.fd, 0, prot=mmap.PROT_READ)
 
     def attack(self, num_frames: int) -> None:
-        """Answer so often, and look at all memory after each answer."""
+        """Send so many answers, and check all memory after each."""
         while self.counts["frames"] < num_frames:
             number = self.rng.randrange(NUM_LANES)
             if number not in self.sender.lanes or self.sender.is_dropped(number):
                 self._welcome(number)
             self._send()
-            if not self.sender.is_dropped(number):  # it may give a lane up by itself
+            if not self.sender.is_dropped(number):  # it may close a lane by itself
                 self._answer(number)
 
     def close(self) -> None:
@@ -77,32 +77,35 @@ class HostileReceiver:
         while distance(slots.produced, slots.consumed) < NUM_SLOTS and self.rng.random() < 0.5:
             sender.post(self.rng.choice((0, 1, CHUNK_BYTES, SLOT_BYTES)))
         sender.link.look(time.monotonic())
-        sender.link.go_on(time.monotonic())
-        sender.hear()
+        sender.link.after_reads(time.monotonic())
+        sender.collect()
 
     def _answer(self, number: int) -> None:
         data = pack(self._frame(self.sender.lanes[number]))
         if self.rng.random() < 0.05:
             data = changed(self.rng, data)
-        before, left, entered = self.shared[:], self.slots.consumed, self.slots.produced
-        self.sender.say(data, number, is_last=read(data) is None)
+        before, consumed, produced = self.shared[:], self.slots.consumed, self.slots.produced
+        self.sender.send(data, number, is_last=read(data) is None)
         after = bytearray(self.shared[:])
-        after[LEFT] = before[LEFT]
+        after[CONSUMED] = before[CONSUMED]
         assert after == before, "an answer has changed what is to be sent"
-        freed = distance(self.slots.consumed, left)
-        assert freed <= distance(entered, left), "more is delivered than was posted"
+        freed = distance(self.slots.consumed, consumed)
+        assert freed <= distance(produced, consumed), "more was delivered than posted"
         self.counts += Counter(frames=1, freed=freed, refused=self.sender.is_dropped(number))
 
     def _frame(self, lane: AnsweredLane) -> Any:
-        rng, left, entered, came = self.rng, self.slots.consumed, self.slots.produced, lane.came
+        rng, came = self.rng, lane.came
+        consumed, produced = self.slots.consumed, self.slots.produced
         name = NAME if rng.random() < 0.98 else ANOTHER
-        delivered = self._near(left, add(left, -1), entered, add(entered, 1), add(left, NUM_SLOTS))
+        delivered = self._near(
+            consumed, add(consumed, -1), produced, add(produced, 1), add(consumed, NUM_SLOTS)
+        )
         limit = self._near(add(delivered, NUM_SLOTS), delivered)
         draw = rng.random()
         if draw < 0.6 and came:
             chunk = came.popleft() if rng.random() < 0.9 else came[-1]
-            if chunk.sequence == left and chunk.offset + chunk.length == chunk.total:
-                delivered = add(left, 1)
+            if chunk.sequence == consumed and chunk.offset + chunk.length == chunk.total:
+                delivered = add(consumed, 1)
                 limit = add(delivered, NUM_SLOTS)
             sequence, offset = self._near(chunk.sequence), self._near(chunk.offset)
             return Acknowledge(name, sequence, offset, delivered, limit)
@@ -115,10 +118,10 @@ class HostileReceiver:
                 Ping(times[0]),
                 Pong(*times),
                 Gone(rng.choice((1, rng.getrandbits(32))), "x" * rng.randrange(250)),
-                Chunk(NAME, left, 5, 0, 5, (0,) * 8, 1),
-                Grant(NAME, left, 0, times[0]),
+                Chunk(NAME, consumed, 5, 0, 5, (0,) * 8, 1),
+                Grant(NAME, consumed, 0, times[0]),
                 AgentPart(5, 0, b"parts"),
-                Written(NAME, left, 0),
+                Written(NAME, consumed, 0),
             )
         )
 

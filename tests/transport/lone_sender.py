@@ -22,8 +22,8 @@ class AnsweredLane:
     """One of the sender's connections.
 
     Attributes:
-        came: Chunks that have come on it and weren't answered yet.
-        others: The other frames that have.
+        came: Unanswered chunks that were sent on it.
+        others: The other frames.
     """
 
     def __init__(self) -> None:
@@ -34,8 +34,8 @@ class AnsweredLane:
         self.came: deque[Chunk] = deque(maxlen=50)
         self.others: deque[Any] = deque(maxlen=50)
 
-    def hear(self) -> None:
-        """Take note of what has been sent."""
+    def collect(self) -> None:
+        """Parse what has been sent."""
         sent, junk = memoryview(bytes(self.connection.sent)), memoryview(bytearray(CHUNK_BYTES))
         self.connection.sent.clear()
         while sent:
@@ -56,7 +56,7 @@ class LoneSender:
         first: The first message's number.
 
     Attributes:
-        reports: What the trainer would have been told.
+        reports: The events for the trainer.
     """
 
     def __init__(self, first: int = 0) -> None:
@@ -77,7 +77,7 @@ class LoneSender:
         return answered
 
     def post(self, num_bytes: int, is_complete: bool = True) -> int:
-        """Announce the next message as the trainer does, but for the bell; returns its number."""
+        """Announce the next message as the trainer does, without ringing; returns its number."""
         sequence = self.slots.produced
         self.slots.payload(sequence)[:] = sequence % 251
         self.slots.write_info(sequence, MessageInfo(num_bytes, tuple(range(8)), 1, 0))
@@ -86,24 +86,24 @@ class LoneSender:
         self.slots.produced = add(sequence, 1)
         return sequence
 
-    def say(self, said: Frame | bytes, number: int = 0, is_last: bool = False) -> None:
-        """Let a frame, or any bytes, come on a lane."""
+    def send(self, data: Frame | bytes, number: int = 0, is_last: bool = False) -> None:
+        """Pass a frame, or any bytes, to a lane."""
         answered = self.lanes[number]
-        answered.connection.came += said if isinstance(said, bytes) else pack(said)
+        answered.connection.came += data if isinstance(data, bytes) else pack(data)
         answered.connection.has_ended = is_last
         self.link._ready(number, answered.lane, READ)
 
-    def hear(self) -> None:
-        """Take note of what has been sent on all lanes."""
+    def collect(self) -> None:
+        """Parse what has been sent on all lanes."""
         for answered in self.lanes.values():
-            answered.hear()
+            answered.collect()
 
     def is_dropped(self, number: int = 0) -> bool:
         """Whether the sender has closed a lane."""
         return self.lanes[number].connection.is_closed
 
     def close(self) -> None:
-        """Give everything back."""
+        """Close everything."""
         self.link.close()
         self.channel.close()
 

@@ -1,4 +1,4 @@
-"""A network between two sidecars, for tests: it passes connections on, spoils or breaks them."""
+"""A network between two sidecars that forwards, corrupts or breaks connections."""
 
 import contextlib
 import socket
@@ -6,7 +6,7 @@ import threading
 
 
 class Proxy:
-    """Passes connections on to an address, and breaks them on demand."""
+    """Forwards connections to an address, and breaks them on demand."""
 
     def __init__(self, target):
         self._target, self._left, self._open = target, None, True
@@ -46,8 +46,8 @@ class Proxy:
                     self._connections += [ours, theirs]
                 there = (ours, theirs, self._spoil)
                 back = (theirs, ours, lambda data: data)
-                for way in (there, back):
-                    threading.Thread(target=self._pass, args=way, daemon=True).start()
+                for direction in (there, back):
+                    threading.Thread(target=self._pass, args=direction, daemon=True).start()
 
     def _pass(self, source, sink, change):
         with contextlib.suppress(OSError):

@@ -2,7 +2,7 @@
 
 Lanes are as TCP is: bytes arrive in order, a lane that is stopped keeps what it has and goes on
 when it is let, and one that breaks loses what was on its way. A payload is read from the sender's
-slot as it leaves and written where its landing says as it arrives, piece by piece, so memory that
+slot as it leaves and written to its place as it arrives, piece by piece, so memory that
 is reused too early or written too late shows in the messages.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from jaxmorph.transport.incoming import Delivery, Incoming, Landing, Place
+from jaxmorph.transport.incoming import Delivery, Incoming, IncomingChunk, Place
 from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.names import ChannelName, Tag, add, distance
 from jaxmorph.transport.outgoing import Outgoing
@@ -23,7 +23,7 @@ from jaxmorph.transport.wire import Chunk, Frame, Ping, Pong, frame_bytes, pack,
 
 
 def there_and_back(frame: Frame) -> Frame:
-    """The frame as it is after a way through bytes."""
+    """The frame after packing and unpacking."""
     data = pack(frame)
     number, num_bytes = frame_bytes(data, 0)
     assert num_bytes == len(data)
@@ -31,13 +31,13 @@ def there_and_back(frame: Frame) -> Frame:
 
 
 def content(name: ChannelName, sequence: int, length: int) -> bytes:
-    """What a message of that number says."""
+    """The payload of the message with that number."""
     return random.Random(hash((name, sequence))).randbytes(length)
 
 
 @dataclass
 class Memory:
-    """One channel's slots at both ends, and what the trainers at both ends know."""
+    """One channel's slots and counts at both ends."""
 
     name: ChannelName
     num_slots: int
@@ -84,7 +84,7 @@ class Pipe:
     queued_bytes: int = 0
     busy: bool = False
     held: list[Callable[[], Any]] = field(default_factory=list)
-    landing: Landing | None = None
+    incoming: IncomingChunk | None = None
     received_check: int = 0
     spoilt: bool = False
 
@@ -166,11 +166,11 @@ class Link:
     # Faults.
 
     def stop(self, lane: int) -> None:
-        """The wire goes dead; nobody is told."""
+        """The wire goes dead; neither end is notified."""
         self.wires[lane].flowing = False
 
     def go(self, lane: int) -> None:
-        """The wire is alive again; a connection that nobody gave up goes on."""
+        """The wire is alive again; connections that were not given up go on."""
         self.wires[lane].flowing = True
         pipe = self.pipes.get(lane)
         if pipe is not None:
@@ -180,7 +180,7 @@ class Link:
             self._transmit(pipe)
 
     def reset(self, lane: int, sender_s: float = 0.0, receiver_s: float = 0.0) -> None:
-        """The connection breaks, and each end is told so after a while."""
+        """The connection breaks, and each end is notified after a while."""
         pipe = self.pipes.get(lane)
         if pipe is None:
             return
@@ -368,49 +368,49 @@ class Link:
         if first == 0:
             received = there_and_back(chunk)
             assert isinstance(received, Chunk)
-            pipe.landing = self.incoming.begin(pipe.lane, received)
+            pipe.incoming = self.incoming.begin(pipe.lane, received)
             pipe.received_check = 0
-        landing = pipe.landing
-        assert landing is not None
+        incoming = pipe.incoming
+        assert incoming is not None
         if pipe.spoilt and data:
             pipe.spoilt = False
             data = bytes([data[0] ^ 1]) + data[1:]
         pipe.received_check = zlib.crc32(data, pipe.received_check)
-        self._write(pipe, landing, first, data)
+        self._write(pipe, incoming, first, data)
         if end == chunk.length:
-            self._landed(pipe, landing, check)
+            self._finish(pipe, incoming, check)
 
-    def _write(self, pipe: Pipe, landing: Landing, first: int, data: bytes) -> None:
-        if landing.place is Place.SLOT:
-            self._into_slot(landing, first, data)
-        elif landing.place is Place.ASIDE:
+    def _write(self, pipe: Pipe, incoming: IncomingChunk, first: int, data: bytes) -> None:
+        if incoming.place is Place.SLOT:
+            self._into_slot(incoming, first, data)
+        elif incoming.place is Place.ASIDE:
             pipe.aside[first : first + len(data)] = data
 
-    def _into_slot(self, landing: Landing, first: int, data: bytes | bytearray) -> None:
-        memory = self.memories[landing.channel]
+    def _into_slot(self, incoming: IncomingChunk, first: int, data: bytes | bytearray) -> None:
+        memory = self.memories[incoming.channel]
         number = memory.number(memory.delivered)
-        assert distance(landing.sequence, number) < memory.num_slots, "written after delivery"
+        assert distance(incoming.sequence, number) < memory.num_slots, "written after delivery"
         held = memory.delivered - memory.consumed
-        assert distance(landing.sequence, number) + held < memory.num_slots, "written over another"
-        start = landing.offset + first
+        assert distance(incoming.sequence, number) + held < memory.num_slots, "written over another"
+        start = incoming.offset + first
         assert start + len(data) <= memory.slot_bytes
-        memory.target[landing.slot][start : start + len(data)] = data
+        memory.target[incoming.slot][start : start + len(data)] = data
 
-    def _landed(self, pipe: Pipe, landing: Landing, check: int) -> None:
-        if self.carries and landing.place is not Place.JUNK and pipe.received_check != check:
+    def _finish(self, pipe: Pipe, incoming: IncomingChunk, check: int) -> None:
+        if self.carries and incoming.place is not Place.JUNK and pipe.received_check != check:
             self._close_receiver(pipe)
             self._deliver(pipe, lambda: self._close_sender(pipe))
             return
-        self.discarded += landing.place is Place.JUNK
-        landed = self.incoming.landed(pipe.lane)
-        self.redirected += len(landed.fenced)
-        if landed.copy is not None:
+        self.discarded += incoming.place is Place.JUNK
+        outcome = self.incoming.finish(pipe.lane)
+        self.redirected += len(outcome.fenced)
+        if outcome.copy is not None:
             self.copied += 1
             if self.carries:
-                self._into_slot(landed.copy, 0, pipe.aside[: landing.length])
-        for delivery in landed.deliveries:
+                self._into_slot(outcome.copy, 0, pipe.aside[: incoming.length])
+        for delivery in outcome.deliveries:
             self._hand_over(delivery)
-        self._answer(pipe, landed.acknowledge)
+        self._answer(pipe, outcome.acknowledge)
 
     def _hand_over(self, delivery: Delivery) -> None:
         memory = self.memories[delivery.channel]
@@ -438,7 +438,7 @@ class Link:
             got = bytes(memory.target[delivery.slot][: delivery.total])
             assert got == content(delivery.channel, delivery.sequence, delivery.total)
 
-    # Frames that go back, and pings.
+    # Frames in the other direction, and pings.
 
     def _answer(self, pipe: Pipe, frame: Any) -> None:
         self._deliver(pipe, lambda: self._answered(pipe, there_and_back(frame)))
@@ -453,9 +453,9 @@ class Link:
             if type(frame).__name__ == "Acknowledge":
                 grew = self.outgoing.acknowledged(pipe.lane, frame, self.now)
             else:
-                grew = self.outgoing.counts(pipe.lane, frame, self.now)
+                grew = self.outgoing.counts(frame)
         except ProtocolError as error:
-            raise AssertionError(f"an honest receiver is refused: {error}") from error
+            raise AssertionError(f"an honest receiver was refused: {error}") from error
         memory = self.memories[frame.channel]
         released = memory.released
         memory.released += distance(
@@ -478,7 +478,7 @@ class Link:
 
         self._deliver(pipe, asked)
 
-    # Both ends anew.
+    # New ends.
 
     def _new_outgoing(self) -> Outgoing:
         outgoing = Outgoing(0, 1, self.chunk_bytes)

@@ -1,8 +1,8 @@
-"""A write that is stuck in a network until its slot is used again; argument: `fenced` or not.
+"""A write that is stuck in a network until its slot is reused; argument: `fenced` or not.
 
-Two lanes lead to one slot. What the first one writes is stuck, because its receiving agent is not
-polled, as if its network had failed; the second one brings the chunk over, and then the slot's next
-message. Then the first network heals. Prints what the slot holds at the end. (A process of its own:
+Two lanes lead to one slot. The first lane's write is stuck, because its receiving agent is not
+polled, as if its network had failed; the second lane brings the chunk, and then the slot's next
+message. Then the first network heals. Prints the slot's contents at the end. (A process of its own:
 libraries of network cards may crash.)
 """
 
@@ -43,7 +43,7 @@ def connection():
 
 
 class Ranks:
-    """Both ends, in one thread: what is polled, and when, is for the test to say."""
+    """Both ends in one thread; the test decides what is polled, and when."""
 
     def __init__(self):
         self.events = []
@@ -76,21 +76,21 @@ class Ranks:
             Chunk(THERE, sequence, CHUNK_BYTES, 0, CHUNK_BYTES, TAG, 1), payload
         )
 
-    def go_on(self, number, until, heal=False):
-        """Go on with one lane, and with the other one too once its network has healed."""
+    def poll_until(self, number, until, heal=False):
+        """Poll one lane (both, if its network has healed) until a condition holds."""
         deadline_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline_s:
             self.loop.turn(time.monotonic() + 1e-3)
             for each in (STUCK, OTHER) if heal else (number,):
                 if each in self.link._lanes:
-                    self.link._polled[each](0)
+                    self.link._pollers[each](0)
             if until(self.lanes[number].poll(1, None)):
                 return
         raise TimeoutError(f"lane {number} of {self.events}")
 
     def bring(self, number, sequence, value):
         self.post(number, sequence, value)
-        self.go_on(number, lambda frames: any(type(each) is Acknowledge for each in frames))
+        self.poll_until(number, lambda frames: any(type(each) is Acknowledge for each in frames))
 
     def take(self):
         values = np.unique(self.slots.payload(0)).tolist()
@@ -101,7 +101,7 @@ class Ranks:
 
 def main(fenced):
     if not fenced:
-        NixlReceivingLane.fence = lambda self, landing: None
+        NixlReceivingLane.fence = lambda self, chunk: None
     ranks = Ranks()
     ranks.bring(STUCK, 0, 10)
     first = ranks.take()
@@ -116,11 +116,11 @@ def main(fenced):
     assert stuck._writes, ranks.events
     ranks.bring(OTHER, 2, 12)
     third = ranks.take()
-    ranks.source.payload(2)[:] = 99  # its slot at the sender is used again, too
+    ranks.source.payload(2)[:] = 99  # its slot at the sender is reused, too
     ranks.bring(OTHER, 3, 13)
     healed = "delivered"
     try:
-        ranks.go_on(STUCK, lambda frames: not stuck._writes, heal=True)
+        ranks.poll_until(STUCK, lambda frames: not stuck._writes, heal=True)
     except (LaneError, FrameError, ProtocolError) as error:
         healed = type(error).__name__
     print(json.dumps({"taken": [first, second, third, ranks.take()], "healed": healed}))

@@ -1,4 +1,4 @@
-"""What every data plane must do, whatever carries its bytes: in memory, by sidecars, by RDMA."""
+"""What every data plane must do: one in memory, by sidecars over TCP, by RDMA."""
 
 import contextlib
 import ctypes
@@ -49,7 +49,7 @@ def start_nixl(rank, outgoing, incoming, settings):
     scope="module", params=["memory", "sidecars", pytest.param("nixl", marks=with_nixl)]
 )
 def join(request):
-    """Makes two ranks' planes of one kind with channels of the given specs, and connects them."""
+    """Makes and connects two ranks' planes of one kind, with the given channels."""
 
     def join(*specs, **settings):
         starts = {"sidecars": SidecarPlane.start, "nixl": start_nixl}
@@ -57,13 +57,13 @@ def join(request):
         return joined(*specs, start=start, first_sequence=NEAR_THE_WRAP, **settings)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UCX_TLS", "tcp")  # which does for RDMA here
+        patch.setenv("UCX_TLS", "tcp")  # emulates RDMA
         yield join
 
 
 @pytest.fixture(scope="module")
 def shared(join):
-    """Two ranks' planes, and their channels by shape: tests that end nothing share them."""
+    """Two ranks' planes, and their channels by shape, for tests that close nothing."""
     pool = {
         shape: [
             ChannelName(kind, source, 1 - source, number)
@@ -79,7 +79,7 @@ def shared(join):
 
 @pytest.fixture
 def planes(shared):
-    """The two ranks' planes, whose link is as it is again after the test."""
+    """The two ranks' planes; emulation ends after the test."""
     yield shared[0]
     for plane in shared[0]:
         plane.emulate(())
@@ -87,7 +87,7 @@ def planes(shared):
 
 @pytest.fixture
 def channel(shared):
-    """Hands out channels that no test has used, from rank 0 to 1 unless it is to be back."""
+    """Hands out unused channels, from rank 0 to 1 unless `source` is 1."""
 
     def unused(slot_bytes=1000, num_slots=4, source=0):
         names = shared[1][slot_bytes, num_slots]
@@ -148,7 +148,7 @@ def test_both_directions_and_several_channels_at_once(planes, channel):
 
 def test_a_sender_waits_for_a_slot_until_its_deadline(planes, channel):
     there = channel(num_slots=2)
-    # Two are landed and not taken, two more fill the sender's own slots.
+    # Two are received and not taken, two more fill the sender's own slots.
     for number in range(4):
         send(planes[0], there, number, 10)
     began_s = time.monotonic()
@@ -168,7 +168,7 @@ def test_a_receiver_waits_until_its_deadline(planes, channel):
     exchange(planes, 0, channel=there)
 
 
-def test_a_slot_is_the_receivers_until_its_release(planes, channel):
+def test_a_slot_belongs_to_the_receiver_until_its_release(planes, channel):
     first, second = planes
     there = channel(num_slots=2)
     for number in range(4):
@@ -179,7 +179,7 @@ def test_a_slot_is_the_receivers_until_its_release(planes, channel):
         assert (slot.payload == content(number, 500)).all()
     with pytest.raises(ValueError, match="read-only"):
         held[0].payload[0] = 1
-    held[1].release()  # out of order: nothing is free before the first is released, too
+    held[1].release()  # out of order: no slot is free before the first is released, too
     nothing_comes(second, there)
     held[0].release()
     for number in (2, 3):
@@ -203,7 +203,7 @@ def test_messages_may_be_completed_in_any_order(planes, channel):
 
 
 def test_a_payload_written_by_a_device_needs_no_doorbell(planes, channel):
-    """And its link is not to be charged for what the device took to compute it."""
+    """And the time of the device's computation doesn't count as the link's."""
     there = channel()
     await_clock(planes[1])
     slot = planes[0].reserve(there, soon())
@@ -214,8 +214,8 @@ def test_a_payload_written_by_a_device_needs_no_doorbell(planes, channel):
     nothing_comes(planes[1], there, 0.3)
     written_s = time.monotonic()
     write_word(signal, slot.sequence + 1)
-    landed = receive(planes[1], there, 7, 20)
-    assert written_s - CLOCK_ERROR_S <= landed.posted_s <= landed.received_s + CLOCK_ERROR_S
+    slot = receive(planes[1], there, 7, 20)
+    assert written_s - CLOCK_ERROR_S <= slot.posted_s <= slot.received_s + CLOCK_ERROR_S
 
 
 @pytest.mark.parametrize("is_complete", [False, True])
@@ -232,8 +232,8 @@ def test_a_withdrawn_message_is_empty_unless_complete(planes, channel, is_comple
     taken.release()
 
 
-class Keeper:
-    """Keeps the memory that it is told of."""
+class Registry:
+    """Records memory."""
 
     def __init__(self):
         self.known = {}
@@ -246,37 +246,37 @@ class Keeper:
         del self.known[address]
 
     def has(self, address, num_bytes):
-        """Whether it is told of all of a piece."""
+        """Whether all of these bytes are known."""
         return any(
             start <= address and address + num_bytes <= start + length
             for start, length in self.known.items()
         )
 
 
-def test_a_keeper_knows_the_slots_memory_until_it_goes(join):
+def test_a_registry_knows_the_slots_memory(join):
     with join(spec()) as planes:
-        keepers = [Keeper(), Keeper()]
-        for plane, keeper in zip(planes, keepers, strict=True):
-            plane.report_memory(keeper)
+        registries = [Registry(), Registry()]
+        for plane, registry in zip(planes, registries, strict=True):
+            plane.report_memory(registry)
         slot = planes[0].reserve(THERE, soon())
-        assert keepers[0].has(slot.address, 1000)
-        assert keepers[0].has(slot.signal_address, 4)
+        assert registries[0].has(slot.address, 1000)
+        assert registries[0].has(slot.signal_address, 4)
         slot.post(0, ())
         slot.complete()
         taken = planes[1].take(THERE, soon())
-        assert keepers[1].has(taken.payload.ctypes.data, 1000)
+        assert registries[1].has(taken.payload.ctypes.data, 1000)
         taken.release()
-        before = len(keepers[0].known)
+        before = len(registries[0].known)
         planes[0].grow(THERE, 8)
-        assert len(keepers[0].known) == before
+        assert len(registries[0].known) == before
         held = [planes[0].reserve(THERE, soon()) for _ in range(8)]
-        assert all(keepers[0].has(slot.address, 1000) for slot in held)
-        for plane, keeper in zip(planes, keepers, strict=True):
+        assert all(registries[0].has(slot.address, 1000) for slot in held)
+        for plane, registry in zip(planes, registries, strict=True):
             plane.close(flush=False)
-            assert keeper.known == {}
+            assert registry.known == {}
 
 
-def test_messages_say_when_they_were_posted_and_landed(planes, channel):
+def test_messages_carry_their_times(planes, channel):
     await_clock(planes[1])
     before_s = time.monotonic()
     slot = exchange(planes, 0, channel=channel())
@@ -338,9 +338,9 @@ def test_emulated_latency_delays_messages_that_overlap(planes, channel):
     began_s = time.monotonic()
     for number in range(1, 4):
         send(planes[0], there, number, 10)
-    landed_s = [receive(planes[1], there, number, 10).received_s for number in range(1, 4)]
-    assert late_s <= landed_s[0] - began_s
-    assert landed_s[-1] - began_s < 2 * late_s
+    received_s = [receive(planes[1], there, number, 10).received_s for number in range(1, 4)]
+    assert late_s <= received_s[0] - began_s
+    assert received_s[-1] - began_s < 2 * late_s
 
 
 def test_a_cut_link_delivers_once_it_is_healed(planes, channel):
@@ -363,8 +363,8 @@ def test_channels_of_a_direction_share_emulated_bandwidth(planes, channel):
     assert took_s[1] >= 0.08
 
 
-def test_a_slow_direction_does_not_hold_up_the_other(join):
-    late_s = 2 * PATIENCE_S  # however busy this machine is, what isn't delayed comes before
+def test_a_slow_direction_does_not_delay_the_other(join):
+    late_s = 2 * PATIENCE_S  # however busy the machine is, undelayed messages come sooner
     with join(spec(), spec(BACK)) as planes:
         for plane in planes:
             plane.emulate([link(latency_ms=1e3 * late_s, source=0)])
@@ -377,11 +377,11 @@ def test_a_slow_direction_does_not_hold_up_the_other(join):
         began_s = time.monotonic()
         assert exchange(planes, 1, channel=BACK).received_s >= began_s + 0.06
         began_s = time.monotonic()
-        planes[0].close(flush=False)  # it waits for no message that can't arrive
+        planes[0].close(flush=False)  # doesn't wait for messages that can't arrive
         assert time.monotonic() - began_s < FLUSH_S
 
 
-def test_an_emulated_condition_is_of_its_steps(planes, channel):
+def test_a_condition_applies_to_its_steps(planes, channel):
     first, second = planes
     there, beside, behind = channel(), channel(), channel()
     first.emulate([link(cut=True, from_step=5, to_step=7)])
@@ -413,7 +413,7 @@ def test_an_emulated_cut_heals_when_its_time_is_over(planes, channel):
         assert receive(planes[1], there, number, 10).received_s >= healed_s - 1e-6
 
 
-def test_emulated_jitter_is_the_emulators(planes, channel):
+def test_jitter_matches_the_emulator(planes, channel):
     there, conditions = channel(), [link(latency_ms=20, jitter_ms=20)]
     emulator = LinkEmulator(conditions)
     planes[0].emulate(conditions)
@@ -441,7 +441,7 @@ def test_a_peer_that_closes_is_gone_after_its_messages(join):
             reserve_all(second, BACK)
 
 
-def test_who_waits_hears_that_its_peer_is_gone(join):
+def test_a_waiting_receiver_learns_that_its_peer_is_gone(join):
     with join(spec()) as (first, second):
         exchange((first, second), 0)
         waiting = threading.Event()
@@ -457,7 +457,7 @@ def test_who_waits_hears_that_its_peer_is_gone(join):
         thread.join()
 
 
-def test_planes_in_memory_join_by_the_same_secret_alone():
+def test_planes_in_memory_need_the_same_secret():
     network = LoopbackNetwork()
     with (
         contextlib.closing(network.plane(0, [spec()], [])) as first,

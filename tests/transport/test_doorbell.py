@@ -20,7 +20,7 @@ def doorbell(request, monkeypatch):
     made.close()
 
 
-def test_a_ring_wakes_who_waits(doorbell):
+def test_a_ring_wakes_the_waiting_process(doorbell):
     changed = []
 
     def change():
@@ -49,7 +49,7 @@ def test_a_change_without_a_ring_is_seen_within_a_moment(doorbell):
     assert time.monotonic() - changed_s < 5
 
 
-def test_rings_that_nobody_answers_never_block(doorbell):
+def test_unanswered_rings_never_block(doorbell):
     for _ in range(100_000):
         doorbell.ring()
     doorbell.answer()
@@ -66,7 +66,7 @@ def test_a_ring_before_waiting_is_not_lost(doorbell):
     assert select.select([doorbell], [], [], 30)[0] == [doorbell]
 
 
-def test_waiting_in_vain_soon_leaves_off_spinning(doorbell):
+def test_spinning_in_vain_soon_stops(doorbell):
     looks = []
     for _ in range(2):
         looks.clear()

@@ -17,18 +17,18 @@ def pipe():
 
 
 @pytest.mark.parametrize("exact_in_s", [0.0, 0.5e-3, 1.5e-3, 20e-3, LONG_S])
-def test_waiting_ends_when_a_descriptor_is_ready_whatever_the_moments(pipe, exact_in_s):
-    loop, heard = EventLoop(), []
-    loop.add(pipe[0], READ, heard.append)
+def test_a_ready_descriptor_ends_waiting(pipe, exact_in_s):
+    loop, masks = EventLoop(), []
+    loop.add(pipe[0], READ, masks.append)
     os.write(pipe[1], b"x")
     now_s = time.monotonic()
     assert loop.turn(now_s + LONG_S, now_s + exact_in_s)
-    assert heard == [READ]
+    assert masks == [READ]
 
 
 @pytest.mark.parametrize("in_s", [0.5e-3, 1.5e-3, 5e-3])
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_a_moment_comes_with_nothing_ready(in_s, is_exact):
+def test_waiting_ends_at_its_time(in_s, is_exact):
     loop, began_s = EventLoop(), time.monotonic()
     at_s, never_s = began_s + in_s, began_s + LONG_S
     while time.monotonic() < at_s:
@@ -36,7 +36,7 @@ def test_a_moment_comes_with_nothing_ready(in_s, is_exact):
     assert time.monotonic() - began_s < LONG_S / 2
 
 
-def test_a_moment_that_has_passed_is_not_waited_for():
+def test_a_past_time_is_not_waited_for():
     loop, now_s = EventLoop(), time.monotonic()
     assert not loop.turn(0.0)
     assert not loop.turn(now_s + LONG_S, now_s - 1)

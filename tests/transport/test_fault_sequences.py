@@ -1,4 +1,4 @@
-"""Faults in any order, drawn by a model of what must have arrived; and frames tampered with."""
+"""Random sequences of faults, checked against a model; and tampered frames."""
 
 import hypothesis.strategies as st
 import pytest
@@ -14,14 +14,14 @@ has_nixl = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 @pytest.fixture(autouse=True, scope="module")
 def emulated_rdma():
-    """UCX is to do by TCP what network cards would do; sidecars over TCP don't look at it."""
+    """Makes UCX emulate RDMA over TCP; sidecars over plain TCP ignore it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UCX_TLS", "tcp")
         yield
 
 
 class FaultsInAnyOrder(RuleBasedStateMachine):
-    """The model: messages on their way on each channel, oldest first."""
+    """The model: messages in flight on each channel, oldest first."""
 
     backend = "tcp"
 

@@ -1,4 +1,4 @@
-"""Bad input where it could do harm: frames near the valid ones, down to the slots' memory."""
+"""Hostile frames near the valid ones, checked down to the slots' memory."""
 
 import itertools
 import tracemalloc
@@ -17,7 +17,7 @@ from jaxmorph.transport.wire import MAX_CHUNK_BYTES
 
 FRAMES_AN_ATTACK = 500
 ATTACKS = settings().max_examples  # 25 or 300, as the profile says
-TRACED = 16  # every so many attacks
+TRACED = 16  # one attack in so many
 MOST_BYTES = 2 << 20
 
 
@@ -43,7 +43,7 @@ def attack(shape):
 
 
 def traced_attack(shape):
-    """One whose allocations are looked at, which makes it several times as slow."""
+    """An attack with traced allocations, several times as slow."""
     tracemalloc.start()
     try:
         counts = attack(shape)
@@ -56,17 +56,17 @@ def traced_attack(shape):
 
 @pytest.mark.parametrize("backend", [TCP, NIXL])
 def test_hostile_frames_write_only_where_they_may(monkeypatch, backend):
-    """Counted are frames that a member sends on a lane, after its handshake, with their payloads.
+    """A member sends frames with their payloads on a lane, after its handshake.
 
-    After each piece of one all shared memory is compared with what it was before: only the place
-    of a chunk that may come can differ, and what the receiver itself tells of whole messages. And
-    they crash nothing, and take no memory.
+    After each piece all shared memory is compared with what it was before: only the place of an
+    allowed chunk may differ, and the descriptions of whole messages. The frames crash nothing and
+    take no memory.
     """
     monkeypatch.setattr(nixl_lanes, "NixlAgent", Agent)
     counts: Counter[str] = Counter()
     num_frames, numbers = ATTACKS * FRAMES_AN_ATTACK, itertools.count()
 
-    # A failure is a shape and a seed: nothing that is worth the time to make it smaller.
+    # A failure is a shape and a seed: shrinking it isn't worth the time.
     @settings(phases=(Phase.generate,), suppress_health_check=[HealthCheck.too_slow])
     @given(shapes(backend))
     def withstand(shape):
@@ -74,11 +74,11 @@ def test_hostile_frames_write_only_where_they_may(monkeypatch, backend):
 
     withstand()
     assert counts["frames"] >= num_frames
-    # The one buffer for what nobody wants is as long as the longest chunk that a frame allows.
-    assert len(lanes._everybodys_junk) <= MAX_CHUNK_BYTES
-    # Neither all nor nothing gets far: every way through the receiver is taken often.
-    for way, share in {
-        "landed": 0.1,
+    # The buffer for junk is at most as long as the longest chunk that a frame allows.
+    assert len(lanes._shared_junk) <= MAX_CHUNK_BYTES
+    # Neither all nor nothing gets far: every path through the receiver is taken often.
+    for path, share in {
+        "received": 0.1,
         "delivered": 0.05,
         "violations": 0.1,
         "duplicates": 0.01,
@@ -86,11 +86,11 @@ def test_hostile_frames_write_only_where_they_may(monkeypatch, backend):
         "aside": 0.001,
         "fenced": 0.001,
     }.items():
-        assert share * num_frames < counts[way] < num_frames, way
+        assert share * num_frames < counts[path] < num_frames, path
 
 
-def test_hostile_answers_leave_what_is_sent_as_it_is():
-    """Counted are frames that a receiver sends back on a lane; they crash no sender, either."""
+def test_hostile_answers_do_not_change_what_is_sent():
+    """A receiver sends frames back on a lane."""
     num_frames, counts = ATTACKS * FRAMES_AN_ATTACK, Counter()
 
     @settings(phases=(Phase.generate,))

@@ -28,29 +28,29 @@ def incoming():
     return incoming
 
 
-def land(incoming, lane, frame):
+def receive(incoming, lane, frame):
     incoming.begin(lane, frame)
-    return incoming.landed(lane)
+    return incoming.finish(lane)
 
 
-def delivered(landed):
-    return [(each.sequence - FIRST) % 2**32 for each in landed.deliveries]
+def delivered(outcome):
+    return [(each.sequence - FIRST) % 2**32 for each in outcome.deliveries]
 
 
-def test_a_chunk_lands_at_its_place_in_its_messages_slot(incoming):
-    landing = incoming.begin(0, chunk(3, 1))
-    assert (landing.place, landing.slot, landing.offset) == (Place.SLOT, (FIRST + 3) % 4, SIZE)
-    assert incoming.landed(0) == (
+def test_a_chunk_has_its_place_in_its_slot(incoming):
+    begun = incoming.begin(0, chunk(3, 1))
+    assert (begun.place, begun.slot, begun.offset) == (Place.SLOT, (FIRST + 3) % 4, SIZE)
+    assert incoming.finish(0) == (
         (), None, (), Acknowledge(NAME, 1, SIZE, FIRST, (FIRST + 4) % 2**32)
     )  # fmt: skip
 
 
 def test_whole_messages_are_delivered_in_order_across_the_wrap(incoming):
-    assert delivered(land(incoming, 0, chunk(2, 0, total=5))) == []
-    assert delivered(land(incoming, 0, chunk(1, 0))) == []
-    assert delivered(land(incoming, 1, chunk(0, 1))) == []
-    assert delivered(land(incoming, 2, chunk(1, 1))) == []
-    last = land(incoming, 0, chunk(0, 0))
+    assert delivered(receive(incoming, 0, chunk(2, 0, total=5))) == []
+    assert delivered(receive(incoming, 0, chunk(1, 0))) == []
+    assert delivered(receive(incoming, 1, chunk(0, 1))) == []
+    assert delivered(receive(incoming, 2, chunk(1, 1))) == []
+    last = receive(incoming, 0, chunk(0, 0))
     assert delivered(last) == [0, 1, 2]
     assert [each.total for each in last.deliveries] == [2 * SIZE, 2 * SIZE, 5]
     assert last.deliveries[1].tag == TAG
@@ -59,39 +59,39 @@ def test_whole_messages_are_delivered_in_order_across_the_wrap(incoming):
 
 
 def test_an_empty_message_is_a_message(incoming):
-    assert delivered(land(incoming, 0, chunk(0, total=0))) == [0]
+    assert delivered(receive(incoming, 0, chunk(0, total=0))) == [0]
 
 
-def test_what_has_come_is_junk_when_it_comes_again(incoming):
-    land(incoming, 0, chunk(0, 0))
+def test_duplicate_chunks_are_junk(incoming):
+    receive(incoming, 0, chunk(0, 0))
     assert incoming.begin(1, chunk(0, 0)).place is Place.JUNK
-    again = incoming.landed(1)
+    again = incoming.finish(1)
     assert (again.copy, again.deliveries, again.fenced) == (None, (), ())
     assert again.acknowledge.offset == 0
-    land(incoming, 0, chunk(0, 1))  # which delivers it
+    receive(incoming, 0, chunk(0, 1))  # which delivers it
     assert incoming.begin(0, chunk(0, 1)).place is Place.JUNK
-    assert incoming.landed(0).acknowledge.delivered == (FIRST + 1) % 2**32
+    assert incoming.finish(0).acknowledge.delivered == (FIRST + 1) % 2**32
 
 
-def test_a_sooner_copy_lands_aside_and_fences_the_first(incoming):
+def test_a_faster_copy_is_received_aside_and_fences(incoming):
     first = incoming.begin(0, chunk(0, 0))
     copy = incoming.begin(1, chunk(0, 0))
     assert (first.place, copy.place) == (Place.SLOT, Place.ASIDE)
-    landed = incoming.landed(1)
-    assert landed.copy is copy
-    assert landed.fenced == (first,)
+    outcome = incoming.finish(1)
+    assert outcome.copy is copy
+    assert outcome.fenced == (first,)
     assert first.place is Place.JUNK
-    assert delivered(land(incoming, 1, chunk(0, 1))) == [0]  # while lane 0 still reads its junk
-    late = incoming.landed(0)
+    assert delivered(receive(incoming, 1, chunk(0, 1))) == [0]  # while lane 0 still reads its junk
+    late = incoming.finish(0)
     assert (late.copy, late.deliveries) == (None, ())
     assert late.acknowledge.sequence == FIRST
 
 
-def test_a_copy_that_is_later_is_dropped(incoming):
+def test_a_later_copy_is_dropped(incoming):
     incoming.begin(0, chunk(0, 0))
     incoming.begin(1, chunk(0, 0))
-    assert incoming.landed(0).copy is None
-    late = incoming.landed(1)
+    assert incoming.finish(0).copy is None
+    late = incoming.finish(1)
     assert (late.copy, late.fenced) == (None, ())
 
 
@@ -101,31 +101,31 @@ def test_a_lost_lanes_chunk_may_land_by_another(incoming):
     assert incoming.begin(1, chunk(0, 0)).place is Place.SLOT
 
 
-def test_a_copy_aside_outlives_the_first_and_fences_a_third(incoming):
+def test_a_copy_aside_outlives_its_lane_and_fences(incoming):
     incoming.begin(0, chunk(0, 0))
     copy = incoming.begin(1, chunk(0, 0))
     incoming.lane_down(0)
     third = incoming.begin(2, chunk(0, 0))
     assert third.place is Place.SLOT
-    landed = incoming.landed(1)
-    assert (landed.copy, landed.fenced) == (copy, (third,))
+    outcome = incoming.finish(1)
+    assert (outcome.copy, outcome.fenced) == (copy, (third,))
 
 
-def test_a_new_generation_of_the_sender_begins_its_messages_anew(incoming):
+def test_a_new_sender_generation_starts_messages_over(incoming):
     half = incoming.begin(0, chunk(0, 0))
-    land(incoming, 1, chunk(0, 1))
+    receive(incoming, 1, chunk(0, 1))
     stale, resumes = incoming.lane_up(2, 1, 2 * SIZE)
     assert sorted(stale) == [0, 1]
     assert half.place is Place.JUNK
     assert resumes == [Resume(NAME, FIRST, (FIRST + 4) % 2**32)]
     whole = chunk(0, 0)._replace(length=2 * SIZE)
-    assert delivered(land(incoming, 2, whole)) == [0]
+    assert delivered(receive(incoming, 2, whole)) == [0]
     with pytest.raises(ProtocolError, match="generation 0"):
         incoming.lane_up(0, 0, SIZE)
 
 
 @pytest.mark.parametrize(
-    ("frame", "says"),
+    ("frame", "message"),
     [
         (chunk(4), "beyond the limit"),
         (chunk(0, total=4 * SIZE + 1), "slots have 4096"),
@@ -137,46 +137,46 @@ def test_a_new_generation_of_the_sender_begins_its_messages_anew(incoming):
         (chunk(0, channel=ChannelName(1, 1, 0)), "doesn't end here"),
     ],
 )
-def test_what_may_not_come_is_refused_and_binds_nobody(incoming, frame, says):
-    with pytest.raises(ProtocolError, match=says):
+def test_forbidden_chunks_are_refused_without_effect(incoming, frame, message):
+    with pytest.raises(ProtocolError, match=message):
         incoming.begin(0, frame)
-    assert delivered(land(incoming, 1, chunk(total=5))) == [0]
+    assert delivered(receive(incoming, 1, chunk(total=5))) == [0]
 
 
 @pytest.mark.parametrize("change", [{"total": SIZE + 1}, {"posted_ns": 5}, {"tag": (0,) * 8}])
 def test_a_message_cannot_change_on_the_way(incoming, change):
-    land(incoming, 0, chunk(0, 0))
+    receive(incoming, 0, chunk(0, 0))
     with pytest.raises(ProtocolError, match="changed"):
         incoming.begin(0, chunk(0, 1)._replace(**change))
 
 
-def test_a_lane_lands_one_chunk_at_a_time_of_its_senders_size(incoming):
+def test_a_lane_receives_one_chunk_at_a_time(incoming):
     incoming.begin(0, chunk(0, 0))
-    with pytest.raises(ProtocolError, match="while landing"):
+    with pytest.raises(ProtocolError, match="while receiving"):
         incoming.begin(0, chunk(0, 1))
     with pytest.raises(ProtocolError, match="chunks of 2048"):
         incoming.lane_up(3, 0, 2 * SIZE)
 
 
-def test_the_sender_hears_of_room_when_it_may_need_it(incoming):
-    land(incoming, 0, chunk(0, total=5))
+def test_credits_are_sent_when_room_is_scarce(incoming):
+    receive(incoming, 0, chunk(0, total=5))
     assert incoming.consumed(NAME, FIRST + 1) is None  # it has room for three
-    land(incoming, 0, chunk(1, total=5))
-    land(incoming, 0, chunk(2, total=5))
+    receive(incoming, 0, chunk(1, total=5))
+    receive(incoming, 0, chunk(2, total=5))
     credit = incoming.consumed(NAME, 0)
     assert credit == Credit(NAME, 1, 4)
 
 
-def test_a_lane_that_asks_is_told_what_it_has_not_told(incoming):
+def test_a_ping_brings_unreported_counts(incoming):
     assert incoming.pinged(0) == []
-    land(incoming, 1, chunk(0, total=5))
+    receive(incoming, 1, chunk(0, total=5))
     incoming.consumed(NAME, FIRST + 1)
     assert incoming.pinged(0) == [Credit(NAME, FIRST + 1, 3)]
     assert incoming.pinged(0) == []
     assert incoming.best_lane() == 0
 
 
-def test_a_restarted_receiver_goes_on_where_its_slots_are():
+def test_a_restarted_receiver_resumes_from_its_slots():
     incoming = Incoming(0, 1)
     incoming.add_channel(NAME, 4 * SIZE, 4, delivered=3, consumed=1)
     assert incoming.lane_up(0, 0, SIZE)[1] == [Resume(NAME, 3, 5)]
@@ -184,40 +184,40 @@ def test_a_restarted_receiver_goes_on_where_its_slots_are():
 
 
 def test_only_a_channel_at_rest_grows(incoming):
-    land(incoming, 0, chunk(0, 0))
+    receive(incoming, 0, chunk(0, 0))
     with pytest.raises(ValueError, match="not at rest"):
         incoming.grow(NAME, 8)
-    land(incoming, 0, chunk(0, 1))
+    receive(incoming, 0, chunk(0, 1))
     incoming.consumed(NAME, FIRST + 1)
     assert incoming.grow(NAME, 8) == Credit(NAME, FIRST + 1, 7)
 
 
-def test_channels_are_this_pairs_and_each_is_there_once(incoming):
+def test_foreign_and_repeated_channels_are_refused(incoming):
     with pytest.raises(ValueError, match="ranks 0>1"):
         incoming.add_channel(ChannelName(1, 1, 0), 1, 1, 0, 0)
     with pytest.raises(ValueError, match="already"):
         incoming.add_channel(NAME, 1, 1, 0, 0)
 
 
-def test_what_a_broken_lane_announced_binds_nobody(incoming):
+def test_a_broken_lanes_announcement_is_forgotten(incoming):
     incoming.begin(0, chunk(total=SIZE, posted_ns=77))
     incoming.lane_down(0)
-    assert delivered(land(incoming, 1, chunk(total=5))) == [0]
+    assert delivered(receive(incoming, 1, chunk(total=5))) == [0]
 
 
-def test_a_message_is_kept_while_another_lane_lands_a_copy(incoming):
+def test_a_message_is_kept_while_another_lane_receives_it(incoming):
     incoming.begin(0, chunk(total=SIZE))
     assert incoming.begin(1, chunk(total=SIZE)).place is Place.ASIDE
     incoming.lane_down(0)
-    assert delivered(incoming.landed(1)) == [0]
+    assert delivered(incoming.finish(1)) == [0]
 
 
-def test_a_lane_may_be_lost_while_landing_several_chunks():
-    incoming = Incoming(0, 1, landings_at_once=2)
+def test_a_lane_may_be_lost_with_several_chunks():
+    incoming = Incoming(0, 1, chunks_at_once=2)
     incoming.add_channel(NAME, 4 * SIZE, 4, FIRST, FIRST)
     incoming.lane_up(0, 0, SIZE)
     incoming.begin(0, chunk(0, 0))
     incoming.begin(0, chunk(0, 1))
     incoming.lane_down(0)
     incoming.lane_up(0, 0, SIZE)
-    assert delivered(land(incoming, 0, chunk(total=5))) == [0]
+    assert delivered(receive(incoming, 0, chunk(total=5))) == [0]

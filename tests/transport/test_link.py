@@ -1,4 +1,4 @@
-"""What both halves of a link share: the peer's clock, and when it is asked for."""
+"""What both halves of a link share: the peer's clock, and pings."""
 
 import math
 import random
@@ -26,7 +26,7 @@ def answered(clock, sent_ns, there_ns, back_ns, own_ns=1000, ahead_ns=AHEAD_NS):
     clock.learn(Pong(sent_ns, received_ns, received_ns + own_ns), now_ns)
 
 
-def test_equal_ways_give_the_offset():
+def test_equal_delays_give_the_offset():
     clock = ClockOffset()
     assert (clock.offset_ns, clock.error_ns) == (0, None)
     answered(clock, 0, 50_000, 50_000)
@@ -34,7 +34,7 @@ def test_equal_ways_give_the_offset():
     assert clock.error_ns == 50_000
 
 
-def test_the_error_covers_ways_that_are_unlike():
+def test_the_error_covers_unequal_delays():
     rng = random.Random(1)
     for _ in range(200):
         clock = ClockOffset()
@@ -44,7 +44,7 @@ def test_the_error_covers_ways_that_are_unlike():
             assert abs(clock.offset_ns - AHEAD_NS) <= error_of(clock)
 
 
-def test_the_quickest_answer_counts_until_it_is_old():
+def test_the_fastest_answer_counts_until_it_is_old():
     clock = ClockOffset()
     answered(clock, 0, 10_000, 10_000)
     answered(clock, 1_000_000, 9_000_000, 1_000_000)
@@ -54,14 +54,14 @@ def test_the_quickest_answer_counts_until_it_is_old():
     assert abs(clock.offset_ns - drifted) <= error_of(clock) < 200_000
 
 
-def test_an_answer_before_its_question_is_not_believed():
+def test_an_impossible_answer_is_ignored():
     clock = ClockOffset()
     clock.learn(Pong(100, 0, 1000), 200)
     assert clock.error_ns is None
 
 
 def asked_s(link, until_s):
-    """When it asks, for who lets it as soon as it wants to."""
+    """The times at which it sends pings, if called on time."""
     moments_s = []
     while link.next_s < until_s:
         moments_s.append(link.next_s)
@@ -69,11 +69,11 @@ def asked_s(link, until_s):
     return moments_s
 
 
-def test_the_clock_is_asked_for_often_at_first():
+def test_pings_are_frequent_at_first():
     connection = Connection()
     link = ReceivingLink(cast(Any, Loop()), 1, 0, lambda kind, **details: None)
     link.turn(0.0)
-    assert link.next_s == math.inf  # nobody to ask
+    assert link.next_s == math.inf  # no lane to ask on
     link.take(0, TcpLane(cast(Any, connection), FrameReader(TO_RECEIVER)), 1, CHUNK_BYTES)
     assert len(asked_s(link, 1.0)) == 10
     assert len(asked_s(link, 11.0)) == 10

@@ -21,7 +21,7 @@ def departures(emulator, times_s, num_bytes=0, source=2, destination=3):
     return [departure_s for departure_s in found if departure_s is not None]
 
 
-def test_a_link_that_no_condition_names_delivers_at_once():
+def test_a_link_without_conditions_delivers_at_once():
     emulator = LinkEmulator([LinkCondition((2, 3), latency_ms=30.0)])
     assert departures(emulator, [5.0], source=1, destination=2) == [5.0]
     assert not emulator.concerns(1, 2)
@@ -51,7 +51,7 @@ def test_conditions_of_a_link_add_up():
     assert LinkEmulator([slow, cut]).departure_s(2, 3, tag(), 1000, 1.0) is None
 
 
-def test_a_condition_may_be_of_one_direction_alone():
+def test_a_condition_may_apply_to_one_direction():
     emulator = LinkEmulator([LinkCondition((2, 3), latency_ms=30.0, source=3)])
     assert departures(emulator, [1.0]) == [1.0]
     assert departures(emulator, [1.0], source=3, destination=2) == pytest.approx([1.03])
@@ -67,13 +67,13 @@ def test_a_condition_holds_from_a_step_until_before_another(step, slow):
 
 
 @pytest.mark.parametrize(("now_s", "slow"), [(101.9, False), (102.0, True), (103.0, False)])
-def test_a_condition_holds_for_a_span_of_time_since_the_origin(now_s, slow):
+def test_a_condition_holds_for_a_span_of_time(now_s, slow):
     condition = LinkCondition((0, 1), latency_ms=1000.0, from_s=2.0, to_s=3.0)
     emulator = LinkEmulator([condition], origin_s=100.0)
     assert emulator.departure_s(0, 1, tag(), 1, now_s) == now_s + slow
 
 
-def test_a_cut_link_delivers_and_occupies_nothing():
+def test_a_cut_link_delivers_nothing():
     cut = LinkCondition((0, 1), cut=True, from_s=1.0, to_s=2.0)
     emulator = LinkEmulator([cut, LinkCondition((0, 1), bandwidth_mbps=8.0)])
     assert emulator.departure_s(0, 1, tag(), 1000, 1.5) is None
@@ -82,7 +82,7 @@ def test_a_cut_link_delivers_and_occupies_nothing():
     assert emulator.departure_s(0, 1, tag(), 1000, 2.0) == pytest.approx(2.001)
 
 
-def test_the_time_of_healing_is_known_where_time_heals():
+def test_the_time_of_healing_is_known():
     conditions = [
         LinkCondition((0, 1), cut=True, from_s=1.0, to_s=2.0),
         LinkCondition((0, 1), cut=True, from_s=1.5, to_s=2.5),
@@ -125,7 +125,7 @@ def test_no_message_is_early_however_much_a_link_jitters():
     assert max(delays) > 7.005
 
 
-def test_a_span_holds_from_its_begin_until_before_its_end():
+def test_a_span_excludes_its_end():
     spans = Spans([(1.0, 2.0, "a"), (None, 1.5, "b"), (2.0, None, "c"), (3.0, 3.0, "never")])
     assert list(spans.bounds) == [1.0, 1.5, 2.0, 3.0]
     held = [list(spans.at(moment)) for moment in (-9.0, 1.0, 1.5, 2.0, 3.0, 1e9)]
@@ -133,7 +133,7 @@ def test_a_span_holds_from_its_begin_until_before_its_end():
     assert list(Spans([]).at(0.0)) == []
 
 
-def test_conditions_found_are_those_that_hold():
+def test_the_index_finds_exactly_the_holding_conditions():
     chance = random.Random(7)
 
     def span() -> tuple[int | None, int | None]:

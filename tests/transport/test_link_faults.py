@@ -1,8 +1,8 @@
-"""Both halves of the engine together, on lanes that fail in every way, in simulated time.
+"""Both halves of the engine together, in simulated time, on lanes with all kinds of faults.
 
-What `Link` checks by itself in every run: each message is delivered once, in order and byte-equal,
-and is the same still when it is given back; nothing is written where a delivered message lies;
-slots are released only after the delivery.
+`Link` checks in every run: each message is delivered once, in order and byte-equal, and is still
+the same when it is released; nothing is written into a delivered message; slots are released only
+after the delivery.
 """
 
 import random
@@ -63,7 +63,7 @@ def random_memory(rng, name, chunk_bytes, num_messages=40):
 
 
 def fault(rng, link, emulated):
-    """One thing that goes wrong, and when it's over, as (after how long, what) pairs."""
+    """A random fault and its end, as pairs of delay and action."""
     lane = rng.randrange(len(link.wires))
     lanes = rng.choice([[lane], [lane], range(len(link.wires))])
     begins_s = rng.uniform(0, 3)
@@ -93,7 +93,7 @@ def heal(link):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_whatever_fails_every_message_comes_once_and_intact(seed):
+def test_every_message_arrives_once_and_intact_under_faults(seed):
     rng = random.Random(seed)
     link = random_link(rng)
     emulated = Emulated(rng.choice([0, 0, 0.01]))
@@ -109,7 +109,7 @@ def test_whatever_fails_every_message_comes_once_and_intact(seed):
 def stream(
     wires, num_messages=30, message_bytes=8 * MEGABYTE, faults=(), chunk_bytes=256 * 1024, **changes
 ):
-    """A run of long messages without their bytes."""
+    """Run a stream of long messages without their bytes."""
     memory = Memory(NAME, 4, message_bytes, 0, [message_bytes] * num_messages)
     link = Link(wires, [memory], chunk_bytes, carries=False, **changes)
     for after_s, action in faults:
@@ -137,7 +137,7 @@ def test_lanes_are_kept_busy_whatever_their_latency(latency_s):
 
 
 @pytest.mark.parametrize("slow", [GIGABIT / 1000, GIGABIT / 100, GIGABIT / 20, GIGABIT / 5])
-def test_a_slow_lane_does_not_hold_up_a_good_one(slow):
+def test_a_slow_lane_does_not_delay_a_good_one(slow):
     _, alone, gap_alone_s = stream(wires_of(GIGABIT))
     _, beside, gap_s = stream(wires_of(GIGABIT, slow))
     assert beside >= 0.9 * alone
@@ -148,7 +148,7 @@ def test_a_slow_lane_does_not_hold_up_a_good_one(slow):
         assert gap_s < 0.25
 
 
-def test_a_slow_lane_is_not_taken_for_a_dead_one():
+def test_a_slow_lane_is_not_given_up():
     link, _, _ = stream(
         wires_of(GIGABIT, GIGABIT),
         chunk_bytes=512 * 1024,
@@ -157,7 +157,7 @@ def test_a_slow_lane_is_not_taken_for_a_dead_one():
     assert link.late == []
 
 
-def test_a_lane_that_turns_quick_again_is_used_again():
+def test_a_recovered_lane_is_used_again():
     link, throughput, _ = stream(
         wires_of(GIGABIT, GIGABIT),
         num_messages=90,
@@ -211,7 +211,7 @@ def test_a_short_stop_costs_no_lane():
     assert gap_s < 0.25
 
 
-def test_a_copy_that_overtakes_fences_the_lane_that_is_stuck():
+def test_a_faster_copy_fences_a_stuck_lane():
     memory = Memory(NAME, 4, 16 * 1024, 2**32 - 8, [16 * 1024] * 200)
     link = Link(wires_of(2e6, 2e6), [memory], 1024)
     for at in range(8):
@@ -248,7 +248,7 @@ class SharedCards(Link):
 
 
 def lanes_after(seconds, every_s, link_of=Link):
-    """How many lanes there are after so long, of two at first and eight at most."""
+    """The number of lanes after so long, starting from two of at most eight."""
     lengths = [64 * 1024] * 2000
     link = link_of(
         wires_of(*[1e6] * 8),
@@ -263,7 +263,7 @@ def lanes_after(seconds, every_s, link_of=Link):
 
 
 class SharedCard(Link):
-    """Lanes of one network card, which those that are sending share, more or less evenly.
+    """Lanes that share one network card more or less evenly.
 
     Some of the chunks, `stuck` of all, take five times as long.
     """
@@ -300,11 +300,11 @@ def test_irregular_lanes_of_a_card_send_few_copies(card, lanes, stuck, load):
 
 @pytest.mark.parametrize(
     ("seconds", "every_s", "expected"),
-    [(6, 64 * 1024 / 3.5e6, 4), (9, 0, 8)],  # as many as it needs, or as there may be
+    [(6, 64 * 1024 / 3.5e6, 4), (9, 0, 8)],  # as needed, or the maximum
 )
 def test_lanes_grow_to_what_production_needs(seconds, every_s, expected):
     assert lanes_after(seconds, every_s) == expected
 
 
-def test_lanes_that_share_a_card_are_not_made_more_and_more():
+def test_lanes_of_a_shared_card_do_not_multiply():
     assert lanes_after(6, 0, SharedCards) == 3

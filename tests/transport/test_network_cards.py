@@ -30,7 +30,7 @@ SOME_OF_ALL = {
 
 
 def machine(folder, **cards):
-    """A description of interfaces as Linux gives it: flags, and what else each one has."""
+    """Describes interfaces as Linux does: flags, and other entries."""
     for name, (flags, *things) in cards.items():
         (folder / name).mkdir()
         (folder / name / "flags").write_text(flags)
@@ -45,7 +45,7 @@ def test_hardware_with_an_address_is_found_in_order(tmp_path):
     assert card_addresses(place, ADDRESSES.get) == ("10.0.0.1", "10.0.1.1")
 
 
-def test_without_hardware_a_containers_own_interfaces_count(tmp_path):
+def test_without_hardware_virtual_interfaces_count(tmp_path):
     cards = {"lo": (UP_LOOPBACK,), "veth0": (UP,), "br0": (UP, "bridge"), "eth9": (UP, "device")}
     assert card_addresses(machine(tmp_path, **cards), ADDRESSES.get) == ("10.9.0.1",)
     assert card_addresses(tmp_path / "nowhere") == ()
@@ -60,7 +60,7 @@ def test_without_hardware_a_containers_own_interfaces_count(tmp_path):
         (None, False, (), ("127.0.0.1",)),  # that towards the coordinator
     ],
 )
-def test_addresses_are_those_configured_found_or_towards(
+def test_addresses_are_configured_found_or_routed(
     monkeypatch, configured, one_loopback, found, chosen
 ):
     monkeypatch.setattr(network_cards, "card_addresses", lambda: found)
@@ -71,14 +71,14 @@ def test_addresses_are_those_configured_found_or_towards(
     assert address_towards("no such host") == "127.0.0.1"
 
 
-def test_a_subnet_stands_for_what_this_host_has_in_it(tmp_path):
+def test_a_subnet_selects_this_hosts_addresses(tmp_path):
     place = machine(tmp_path, **SOME_OF_ALL)
     assert addresses_within("10.0.0.0/16", place, ADDRESSES.get) == ("10.0.0.1", "10.0.1.1")
     assert addresses_within("10.9.0.0/24", place, ADDRESSES.get) == ("10.9.0.1",)
     assert addresses_within("172.16.0.0/12", place, ADDRESSES.get) == ("172.17.0.1",)
     assert addresses_within("127.0.0.0/8", place, ADDRESSES.get) == ("127.0.0.1",)
-    says = r"transport.addresses: got 10.8.0.0/16, .*\(it has br0 172.17.0.1, eth0 10.0.0.1, eth1 "
-    with pytest.raises(UserError, match=says):
+    error = r"transport.addresses: got 10.8.0.0/16, .*\(it has br0 172.17.0.1, eth0 10.0.0.1, eth1 "
+    with pytest.raises(UserError, match=error):
         addresses_within("10.8.0.0/16", place, ADDRESSES.get)
 
 
@@ -91,13 +91,13 @@ def test_subnets_and_addresses_may_be_configured_together(monkeypatch):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux's kernel")
-def test_the_kernel_knows_addresses_of_interfaces():
+def test_interface_addresses_come_from_the_kernel():
     assert interface_address("lo") == "127.0.0.1"
     assert interface_address("none-such") is None
     assert "127.0.0.1" not in card_addresses()
 
 
-def test_a_loopback_is_shared_within_a_namespace():
+def test_a_loopback_belongs_to_one_namespace():
     asked = "from jaxmorph.transport.network_cards import loopback_identity as i; print(i())"
     command = [sys.executable, "-c", asked]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

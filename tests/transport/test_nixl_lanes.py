@@ -1,7 +1,7 @@
-"""Lanes that write by RDMA: cards, what both ends do with frames, and what only NIXL can show.
+"""Lanes that write by RDMA: network cards, both ends' protocol, and tests with NIXL itself.
 
-What both ends do with frames has memory copies in RDMA's place. What needs NIXL (conformance, too,
-and faults of sidecars) has UCX's emulation of RDMA over TCP in the place of hardware.
+The protocol tests replace RDMA by memory copies. The tests with NIXL (and those of conformance and
+of sidecar faults) use UCX's emulation of RDMA over TCP in place of hardware.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from stale_write import CHUNK_BYTES, OTHER, STUCK, TAG, Ranks
 from jaxmorph.transport import nixl_lanes
 from jaxmorph.transport.lanes import LaneError
 from jaxmorph.transport.nixl_lanes import (
-    MOST_GRANTS,
+    MAX_GRANTS,
     NixlAgent,
     _chosen_devices,
     device_of,
@@ -49,7 +49,7 @@ def interfaces(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_card_goes_by_its_adapter_and_port_or_its_interface(interfaces):
+def test_cards_are_named_by_adapter_or_interface(interfaces):
     assert device_of("10.0.1.1", interfaces) == "mlx5_1:2"
     assert device_of("10.0.0.1", interfaces) == "eth0"
     assert device_of("127.0.0.7", interfaces) == "lo"
@@ -57,7 +57,7 @@ def test_a_card_goes_by_its_adapter_and_port_or_its_interface(interfaces):
         device_of("10.0.9.9", interfaces)
 
 
-def test_without_a_choice_neither_shared_memory_nor_tcp_is_used(monkeypatch, interfaces):
+def test_shared_memory_and_tcp_are_excluded_by_default(monkeypatch, interfaces):
     monkeypatch.delenv("UCX_TLS", raising=False)
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     with _chosen_devices("127.0.0.1"):
@@ -66,7 +66,7 @@ def test_without_a_choice_neither_shared_memory_nor_tcp_is_used(monkeypatch, int
     assert "UCX_NET_DEVICES" not in os.environ
 
 
-def test_what_the_environment_says_is_left_as_it_is(monkeypatch):
+def test_the_users_environment_wins(monkeypatch):
     monkeypatch.setenv("UCX_TLS", "rc,ud")
     monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_bond_0:1")
     with _chosen_devices("192.0.2.1"):
@@ -82,17 +82,17 @@ def test_a_missing_package_is_named(monkeypatch):
         NixlAgent("127.0.0.1")
 
 
-A_DESCRIPTION_BYTES = 450  # more than fits into two frames
+DESCRIPTION_BYTES = 450  # more than fits into two frames
 
 
 class CopyingAgent:
-    """Does what an agent does, for memory of this process."""
+    """A fake agent for memory of this process."""
 
     known: ClassVar[dict[bytes, "CopyingAgent"]] = {}
 
     def __init__(self, host):
         self.regions, self.is_open, self.is_stuck, self.flips = [], True, False, False
-        self._description = str(len(self.known)).encode().zfill(A_DESCRIPTION_BYTES)
+        self._description = str(len(self.known)).encode().zfill(DESCRIPTION_BYTES)
         self.known[self._description] = self
 
     def register(self, address, num_bytes):
@@ -153,7 +153,7 @@ def reasons(ranks):
 
 def until_closed(ranks, number):
     with pytest.raises(LaneError):
-        ranks.go_on(number, lambda frames: False)
+        ranks.poll_until(number, lambda frames: False)
 
 
 def test_a_chunk_is_written_straight_into_its_slot(ranks):
@@ -163,9 +163,9 @@ def test_a_chunk_is_written_straight_into_its_slot(ranks):
     assert ranks.lanes[STUCK].sent_bytes < 1000
 
 
-def test_what_a_chunk_says_of_itself_is_compared_where_it_has_landed(ranks):
+def test_checksums_are_compared_after_the_write(ranks):
     ranks.lanes[STUCK].control.checksum = receiver(ranks, STUCK).control.checksum = len
-    ranks.bring(STUCK, 0, 10)  # agreed on a checksum that no flipped byte changes
+    ranks.bring(STUCK, 0, 10)  # a checksum that no flipped byte changes
     assert ranks.take() == [10]
     for lane in (ranks.lanes[STUCK].control, receiver(ranks, STUCK).control):
         lane.checksum = lambda data: bytes(data[CHUNK_BYTES // 2 :][:1])[0]
@@ -176,28 +176,28 @@ def test_what_a_chunk_says_of_itself_is_compared_where_it_has_landed(ranks):
     assert ranks.slots.produced == 1
 
 
-def test_a_lane_has_few_grants_at_once_and_lands_in_the_order_of_its_offers(ranks):
+def test_a_lane_has_few_grants_in_the_order_of_offers(ranks):
     receiver(ranks, STUCK)._agent.is_stuck = True
-    for _ in range(MOST_GRANTS + 2):  # copies of one chunk: into the slot, aside, then in turn
+    for _ in range(MAX_GRANTS + 2):  # copies of one chunk: into the slot, aside, then in turn
         ranks.post(STUCK, 0, 10)
     for _ in range(50):
         ranks.loop.turn(time.monotonic() + 1e-3)
         ranks.lanes[STUCK].poll(1, None)
-    assert 1 <= len(ranks.lanes[STUCK]._writes) <= MOST_GRANTS
+    assert 1 <= len(ranks.lanes[STUCK]._writes) <= MAX_GRANTS
     receiver(ranks, STUCK)._agent.is_stuck = False
     acknowledged = []
-    ranks.go_on(
+    ranks.poll_until(
         STUCK,
         lambda frames: (
             acknowledged.extend(each for each in frames if type(each) is Acknowledge)
-            or len(acknowledged) == MOST_GRANTS + 2
+            or len(acknowledged) == MAX_GRANTS + 2
         ),
     )
     assert ranks.take() == [10]
     assert ranks.link.engine.statistics()["messages"] == 1
 
 
-def test_a_slower_lane_is_torn_down_before_its_message_is_handed_over(ranks):
+def test_a_slower_lane_is_closed_before_the_delivery(ranks):
     agent = receiver(ranks, STUCK)._agent
     agent.is_stuck = True
     ranks.post(STUCK, 0, 10)
@@ -228,7 +228,7 @@ def test_a_slower_lane_is_torn_down_before_its_message_is_handed_over(ranks):
     ids=["written without a grant", "longer than a chunk", "beyond the limit"],
 )
 def test_a_sender_that_breaks_the_rules_loses_its_lane(ranks, frame):
-    ranks.lanes[STUCK].tell(frame)
+    ranks.lanes[STUCK].enqueue(frame)
     ranks.lanes[STUCK].flush()
     until_closed(ranks, STUCK)
     assert ranks.link.statistics()["violations"] == 1
@@ -236,22 +236,22 @@ def test_a_sender_that_breaks_the_rules_loses_its_lane(ranks, frame):
     assert ranks.take() == [10]
 
 
-def test_more_offers_than_anyone_needs_cost_the_lane(ranks, monkeypatch):
-    monkeypatch.setattr(nixl_lanes, "_MOST_OFFERS", 3)
+def test_too_many_offers_close_the_lane(ranks, monkeypatch):
+    monkeypatch.setattr(nixl_lanes, "_MAX_OFFERS", 3)
     receiver(ranks, STUCK)._agent.is_stuck = True
-    for _ in range(MOST_GRANTS + 6):
-        ranks.lanes[STUCK].tell(Offer(THERE, 0, CHUNK_BYTES, 0, CHUNK_BYTES, TAG, 1))
+    for _ in range(MAX_GRANTS + 6):
+        ranks.lanes[STUCK].enqueue(Offer(THERE, 0, CHUNK_BYTES, 0, CHUNK_BYTES, TAG, 1))
     ranks.lanes[STUCK].flush()
     until_closed(ranks, STUCK)
     assert "more than 3 chunks offered" in reasons(ranks)[-1]
 
 
-def test_a_grant_of_what_was_not_offered_is_refused(ranks):
+def test_a_grant_without_an_offer_is_refused(ranks):
     ranks.post(STUCK, 0, 10)
-    receiver(ranks, STUCK).tell(Grant(THERE, 1, 0, 4096))
+    receiver(ranks, STUCK).enqueue(Grant(THERE, 1, 0, 4096))
     receiver(ranks, STUCK).flush()
     with pytest.raises(FrameError, match="wasn't offered next"):
-        ranks.go_on(STUCK, lambda frames: False)
+        ranks.poll_until(STUCK, lambda frames: False)
 
 
 def with_nixl(test):
@@ -290,7 +290,7 @@ def test_a_fenced_lane_writes_nothing_into_a_reused_slot():
 
 
 @with_nixl
-def test_an_unfenced_lane_would_write_old_bytes_into_it():
+def test_an_unfenced_lane_would_write_stale_bytes():
     found = stale_write("unfenced")
     assert found["healed"] == "delivered"
     assert found["taken"][:3] == [[10], [11], [12]]

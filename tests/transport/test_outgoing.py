@@ -16,7 +16,7 @@ FIRST = 2**32 - 2
 
 
 class Wire:
-    """Both ends' frames in a few words, for one sender and any number of its lanes."""
+    """A sender with any number of lanes, and shorthands for both ends' frames."""
 
     def __init__(self, lanes=2, resumed=True):
         self.out = Outgoing(0, 1, SIZE)
@@ -27,19 +27,19 @@ class Wire:
         if resumed:
             self.counts(0, 8)
 
-    def counts(self, delivered, limit, lane=0):
+    def counts(self, delivered, limit):
         frame = Credit(NAME, (FIRST + delivered) % 2**32, (FIRST + limit) % 2**32)
-        return self.out.counts(lane, frame, self.now)
+        return self.out.counts(frame)
 
     def post(self, at, chunks=2, name=NAME):
         self.out.post(name, (FIRST + at) % 2**32, chunks * SIZE, TAG, 1000 + at, self.now)
 
     @classmethod
     def of_rates(cls, quick, slow):
-        """Two lanes, of which the second is known by one chunk and the first is far quicker."""
+        """Two lanes: the first far faster, the second measured by one chunk only."""
         wire = cls()
-        wire.tell_rate(0, quick)
-        wire.tell_rate(1, slow, chunks=1)
+        wire.set_rate(0, quick)
+        wire.set_rate(1, slow, chunks=1)
         wire.now += 0.02
         return wire
 
@@ -66,21 +66,21 @@ class Wire:
     def released(self):
         return (self.out.released(NAME) - FIRST) % 2**32
 
-    def tell_rate(self, lane, bytes_per_s, chunks=8):
-        """Lets a lane carry chunks of a message of another channel at a rate."""
+    def set_rate(self, lane, bytes_per_s, chunks=8):
+        """Make a lane carry another channel's message at a rate."""
         name = ChannelName(9, 0, 1, lane)
         self.out.add_channel(name, 1, 0)
-        self.out.counts(lane, Resume(name, 0, 1), self.now)
+        self.out.counts(Resume(name, 0, 1))
         self.out.post(name, 0, chunks * SIZE, TAG, 0, self.now)
         for _ in range(chunks):
             frame = self.out.next_chunk(lane, self.now)
             assert frame is not None
             self.now += SIZE / bytes_per_s
             self.out.acknowledged(lane, Acknowledge(frame.channel, 0, frame.offset, 0, 1), self.now)
-        self.out.counts(lane, Credit(name, 1, 2), self.now)
+        self.out.counts(Credit(name, 1, 2))
 
 
-def test_nothing_leaves_before_the_receiver_says_where_it_stands():
+def test_nothing_leaves_before_the_receivers_counts():
     wire = Wire(resumed=False)
     wire.post(0)
     assert wire.next() is None
@@ -118,7 +118,7 @@ def test_nothing_is_sent_beyond_the_receivers_room():
     assert wire.next(0) == (1, 0)
 
 
-def test_a_slot_is_released_by_the_delivery_not_by_acknowledgements():
+def test_only_a_delivery_releases_a_slot():
     wire = Wire()
     wire.post(0, chunks=1)
     wire.post(1, chunks=1)
@@ -137,7 +137,7 @@ def test_a_lost_lanes_chunks_go_first():
     wire = Wire()
     wire.post(0, chunks=4)
     assert [wire.next(0), wire.next(1)] == [(0, 0), (0, 1)]
-    for _ in range(2):  # the second time it isn't up
+    for _ in range(2):  # the second time it is down already
         wire.out.lane_down(0, wire.now)
     wire.now += 0.001
     wire.acknowledge(0, 1, lane=1)
@@ -145,7 +145,7 @@ def test_a_lost_lanes_chunks_go_first():
     assert wire.out.statistics()["resent"] == 1
 
 
-def test_a_receiver_that_began_anew_gets_again_what_it_had_acknowledged():
+def test_a_restarted_receiver_gets_acknowledged_chunks_again():
     wire = Wire()
     wire.post(0, chunks=2)
     wire.post(1, chunks=1)
@@ -174,21 +174,21 @@ def test_a_restarted_sender_learns_what_the_receiver_has():
     assert wire.next(1) is None
 
 
-def test_what_a_peer_tells_must_be_possible():
+def test_impossible_counts_are_refused():
     wire = Wire()
     with pytest.raises(ProtocolError, match="delivered"):
         wire.counts(9, 16)
     with pytest.raises(ProtocolError, match="room"):
         wire.counts(0, -5)
     with pytest.raises(ProtocolError, match="doesn't begin here"):
-        wire.out.counts(0, Credit(OTHER, 0, 1), wire.now)
+        wire.out.counts(Credit(OTHER, 0, 1))
     with pytest.raises(ProtocolError, match="isn't on lane 0"):
         wire.acknowledge(0, 0)
     with pytest.raises(ValueError, match="chunks of 10 bytes"):
         Outgoing(0, 1, 10)
 
 
-def test_a_message_is_posted_once_and_within_its_slots():
+def test_impossible_posts_are_refused():
     wire = Wire()
     wire.post(0)
     with pytest.raises(ValueError, match="posted"):
@@ -207,9 +207,9 @@ def test_small_messages_go_before_long_ones():
 @pytest.mark.parametrize(
     ("bytes_per_s", "late_s"), [(1e8, 0.25), (1e5, 4 * SIZE / 1e5)], ids=["quick", "slow"]
 )
-def test_a_lane_is_late_by_what_its_rate_lets_expect(bytes_per_s, late_s):
+def test_lateness_depends_on_the_lanes_rate(bytes_per_s, late_s):
     wire = Wire(lanes=1)
-    wire.tell_rate(0, bytes_per_s)
+    wire.set_rate(0, bytes_per_s)
     wire.post(0, chunks=1)
     wire.next()
     due = wire.out.due(wire.now + 0.99 * late_s)
@@ -218,22 +218,22 @@ def test_a_lane_is_late_by_what_its_rate_lets_expect(bytes_per_s, late_s):
     assert wire.out.due(wire.now + 1.01 * late_s).late == (0,)
 
 
-def test_a_lane_that_was_late_is_given_more_time():
+def test_a_late_lane_gets_a_longer_timeout():
     wire = Wire(lanes=1)
     wire.post(0, chunks=1)
-    patience = []
+    timeouts = []
     for _ in range(3):
         assert wire.next() == (0, 0)
         began = wire.now
         while not wire.out.due(wire.now).late:
             wire.now += 0.01
-        patience.append(wire.now - began)
+        timeouts.append(wire.now - began)
         wire.out.lane_up(0, 0, wire.now)
-    assert patience[1] == pytest.approx(2 * patience[0], rel=0.1)
-    assert patience[2] == pytest.approx(4 * patience[0], rel=0.1)
+    assert timeouts[1] == pytest.approx(2 * timeouts[0], rel=0.1)
+    assert timeouts[2] == pytest.approx(4 * timeouts[0], rel=0.1)
 
 
-def test_idle_lanes_are_late_without_a_sign_of_life():
+def test_idle_lanes_are_late_without_a_pong():
     wire = Wire()
     assert wire.out.due(wire.now).ping == (0, 1)
     wire.out.ponged(1, Pong(int(wire.now * 1e9), 0, 0), wire.now + 0.001)
@@ -253,22 +253,22 @@ def test_pings_are_frequent_while_deliveries_are_owed():
     assert wire.out.due(wire.now + 0.051).ping == (0,)
 
 
-def test_with_nothing_to_do_nothing_waits_for_long():
+def test_without_lanes_nothing_is_due():
     wire = Wire(lanes=0, resumed=False)
     assert wire.out.due(wire.now) == ((), (), math.inf)
 
 
-def test_a_lane_below_a_tenth_gets_probes_alone():
+def test_a_very_slow_lane_gets_only_probes():
     wire = Wire.of_rates(1e8, 5e6)
     wire.post(0, chunks=6)
     assert wire.next(1) is None
     assert wire.out.statistics()["lanes"][1]["parked"]
     wire.now += 0.5
-    assert wire.next(1) is None  # nothing is under way elsewhere
+    assert wire.next(1) is None  # nothing is in flight on the other lane
     assert wire.next(0) == (0, 0)
     assert wire.next(1) == (0, 0)
     assert wire.next(1) is None
-    wire.now += SIZE / 9e7  # the probe is quick
+    wire.now += SIZE / 9e7  # the probe is fast
     wire.acknowledge(0, 0, lane=1)
     assert not wire.out.statistics()["lanes"][1]["parked"]
     assert wire.next(1) == (0, 1)
@@ -282,7 +282,7 @@ def test_the_only_lane_is_never_parked():
     assert wire.next(1) == (0, 0)
 
 
-def test_a_far_slower_lane_leaves_a_chunk_to_an_idle_quick_one():
+def test_a_far_slower_lane_leaves_chunks_to_a_faster():
     wire = Wire.of_rates(1e8, 2e7)
     wire.post(0, chunks=1)
     assert wire.next(1) is None
@@ -291,8 +291,8 @@ def test_a_far_slower_lane_leaves_a_chunk_to_an_idle_quick_one():
 
 def test_an_idle_lane_sends_what_is_late_on_another():
     wire = Wire()
-    wire.tell_rate(0, 1e8)
-    wire.tell_rate(1, 1e8)
+    wire.set_rate(0, 1e8)
+    wire.set_rate(1, 1e8)
     wire.post(0, chunks=1)
     assert wire.next(0) == (0, 0)
     assert wire.next(1) is None
@@ -308,8 +308,8 @@ def test_an_idle_lane_sends_what_is_late_on_another():
 
 def test_a_stopped_lane_loses_its_chunks_to_a_busy_one():
     wire = Wire()
-    wire.tell_rate(0, 1e8)
-    wire.tell_rate(1, 1e8)
+    wire.set_rate(0, 1e8)
+    wire.set_rate(1, 1e8)
     wire.post(0, chunks=200)
     stuck = [wire.next(0), wire.next(0)]
     seen = []
@@ -320,45 +320,45 @@ def test_a_stopped_lane_loses_its_chunks_to_a_busy_one():
         if set(stuck) <= set(seen):
             break
     assert set(stuck) <= set(seen)
-    assert len(seen) < 150  # before those that were never sent
+    assert len(seen) < 150  # before never-sent chunks
 
 
-def test_a_lane_that_has_stopped_gets_nothing_new_until_it_goes_on():
+def test_a_stalled_lane_gets_nothing_new():
     wire = Wire()
-    wire.tell_rate(0, 1e8)
-    wire.tell_rate(1, 1e8)
+    wire.set_rate(0, 1e8)
+    wire.set_rate(1, 1e8)
     wire.post(0, chunks=2000)
     stuck, stopped = wire.next(0), wire.now
     assert stuck is not None
-    while wire.now < stopped + 0.045:  # before it looks so slow that it is parked
+    while wire.now < stopped + 0.045:  # before it is parked
         taken = wire.next(1)
         assert taken is not None
         wire.now += SIZE / 1e8
         wire.acknowledge(*taken, lane=1)
     assert not wire.out.statistics()["lanes"][0]["parked"]
     assert wire.next(0) is None
-    wire.out.lane_down(1, wire.now)  # or it would be left to the quicker one
+    wire.out.lane_down(1, wire.now)  # else the chunk is left to the faster lane
     assert wire.next(0) is None
     wire.acknowledge(*stuck)
     assert wire.next(0) is not None
 
 
 class Emulated(LinkEmulator):
-    """A link that holds each message for a while, or is cut."""
+    """A link that delays each message, or is cut."""
 
-    def __init__(self, hold_s=0.0):
+    def __init__(self, delay_s=0.0):
         super().__init__(())
-        self.hold_s, self.cut_steps, self.asked = hold_s, set(), []
+        self.delay_s, self.cut_steps, self.asked = delay_s, set(), []
 
     def departure_s(self, source, destination, tag, num_bytes, now_s):
         self.asked.append((source, destination, tag, num_bytes))
-        return None if tag[1] in self.cut_steps else now_s + self.hold_s
+        return None if tag[1] in self.cut_steps else now_s + self.delay_s
 
     def is_cut(self, source, destination, step, now_s):
         return step in self.cut_steps
 
 
-def test_an_emulated_link_holds_a_message_until_it_may_leave():
+def test_an_emulated_link_delays_a_message():
     wire = Wire()
     emulated = Emulated(0.030)
     wire.out.emulate(emulated)
@@ -371,7 +371,7 @@ def test_an_emulated_link_holds_a_message_until_it_may_leave():
     assert len(emulated.asked) == 1
 
 
-def test_a_cut_link_sends_nothing_new_and_stops_in_mid_message():
+def test_a_cut_link_stops_in_mid_message():
     wire = Wire()
     emulated = Emulated()
     wire.out.emulate(emulated)
@@ -390,19 +390,19 @@ def test_a_cut_link_sends_nothing_new_and_stops_in_mid_message():
 def test_lanes_are_wanted_as_messages_need_them():
     wire = Wire(lanes=1)
     assert wire.out.lanes_wanted(wire.now, 2, 8) == 2
-    wire.tell_rate(0, 1e6)
+    wire.set_rate(0, 1e6)
     assert wire.out.lanes_wanted(wire.now, 1, 8) == 1
     for at in range(8):
         wire.post(at, chunks=10)
     assert wire.out.lanes_wanted(wire.now, 1, 8) == 1
-    wire.now += 0.9  # for so long nothing has been taken away
+    wire.now += 0.9  # nothing has been drained for so long
     assert wire.out.lanes_wanted(wire.now, 1, 8) == 1
     wire.now += 0.11
     assert wire.out.lanes_wanted(wire.now, 1, 8) == 2
     assert wire.out.lanes_wanted(wire.now, 1, 1) == 1
 
 
-def test_a_time_without_lanes_wants_no_more():
+def test_an_outage_of_all_lanes_adds_none():
     wire = Wire(lanes=1)
 
     def carry_one():
@@ -426,7 +426,7 @@ def test_a_time_without_lanes_wants_no_more():
 def test_lanes_wanted_are_production_over_drain():
     wire, count = Wire(lanes=1), 32
     wire.out.add_channel(OTHER, count, 0)
-    wire.out.counts(0, Resume(OTHER, 0, count), wire.now)
+    wire.out.counts(Resume(OTHER, 0, count))
     acknowledged = 0
     for at in range(count):  # four seconds
         wire.out.post(OTHER, at, SIZE, TAG, 0, wire.now)
@@ -437,7 +437,7 @@ def test_lanes_wanted_are_production_over_drain():
                 wire.out.acknowledged(0, frame, wire.now)
             chunk = wire.out.next_chunk(0, wire.now)
             assert chunk is not None
-            assert wire.out.next_chunk(0, wire.now) is None  # one at a time is all it does
+            assert wire.out.next_chunk(0, wire.now) is None  # it takes one at a time
         wire.now += 1 / 8
         wire.out.lanes_wanted(wire.now, 1, 8)
     assert acknowledged == 7
@@ -456,7 +456,7 @@ def test_only_a_channel_at_rest_grows():
     wire.post(16)
 
 
-def test_it_is_drained_until_a_chunk_is_lost():
+def test_a_lost_chunk_ends_the_drained_state():
     wire = Wire(lanes=1)
     assert wire.out.is_drained
     wire.post(0)
@@ -471,7 +471,7 @@ def test_it_is_drained_until_a_chunk_is_lost():
 
 def test_lanes_come_in_order_of_their_rates():
     wire = Wire(lanes=2)
-    wire.tell_rate(0, 1e6)
-    wire.tell_rate(1, 4e6)
+    wire.set_rate(0, 1e6)
+    wire.set_rate(1, 4e6)
     wire.out.due(wire.now + 1)
     assert wire.out.lane_order() == [1, 0]

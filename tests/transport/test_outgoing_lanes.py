@@ -6,7 +6,7 @@ CHUNK = 256 * 1024
 
 
 def drive(rate, bytes_per_s, latency_s, chunks, start_s=0.0, depth=1):
-    """Keeps `depth` chunks in flight on a lane of that rate; returns when the last is here."""
+    """Keeps `depth` chunks in flight on a lane of that rate; returns when the last arrives."""
     sent, free_s, now_s = [start_s] * depth, start_s, start_s
     for _ in range(chunks):
         sent_s = sent.pop(0)
@@ -20,16 +20,16 @@ def drive(rate, bytes_per_s, latency_s, chunks, start_s=0.0, depth=1):
 @pytest.mark.parametrize("depth", [1, 2, 8])
 @pytest.mark.parametrize("bytes_per_s", [1.25e6, 125e6])
 @pytest.mark.parametrize("latency_s", [1e-4, 60e-3])
-def test_the_rate_is_the_lanes_whatever_its_latency(bytes_per_s, latency_s, depth):
+def test_the_rate_does_not_depend_on_latency(bytes_per_s, latency_s, depth):
     rate = LaneRate()
     rate.round_trip(latency_s)
     drive(rate, bytes_per_s, latency_s, 40, depth=depth)
     share = rate.bytes_per_s / bytes_per_s
-    filled = min(1.0, depth * CHUNK / (latency_s * bytes_per_s))  # of the way, by what is in flight
+    filled = min(1.0, depth * CHUNK / (latency_s * bytes_per_s))  # in-flight share
     assert 0.7 * filled < share < 1.3
 
 
-def test_a_lane_that_turns_slow_is_seen_by_its_first_slow_chunk():
+def test_the_first_slow_chunk_shows_a_slow_lane():
     rate = LaneRate()
     rate.round_trip(1e-4)
     end_s = drive(rate, 125e6, 1e-4, 40)
@@ -37,7 +37,7 @@ def test_a_lane_that_turns_slow_is_seen_by_its_first_slow_chunk():
     assert rate.bytes_per_s == pytest.approx(1.25e6, rel=0.1)
 
 
-def test_small_chunks_tell_nothing():
+def test_small_chunks_do_not_count():
     rate = LaneRate()
     rate.acknowledged(4096, 0.0, 1.0)
     assert rate.bytes_per_s is None
@@ -45,7 +45,7 @@ def test_small_chunks_tell_nothing():
     assert rate.expected_s(CHUNK) is None
 
 
-def test_in_flight_is_what_a_lane_does_in_30_ms_and_a_round_trip_but_one_chunk_at_least():
+def test_the_window_is_30_ms_and_a_round_trip():
     quick, slow = LaneRate(), LaneRate()
     for rate, speed in ((quick, 125e6), (slow, 1.25e6)):
         rate.round_trip(0.010)
@@ -54,7 +54,7 @@ def test_in_flight_is_what_a_lane_does_in_30_ms_and_a_round_trip_but_one_chunk_a
     assert slow.window_bytes(CHUNK) == CHUNK
 
 
-def test_a_long_round_trip_is_believed_slowly_and_a_short_one_at_once():
+def test_long_round_trips_count_slowly_and_short_ones_at_once():
     rate = LaneRate()
     rate.round_trip(0.010)
     rate.round_trip(1.0)
@@ -63,25 +63,25 @@ def test_a_long_round_trip_is_believed_slowly_and_a_short_one_at_once():
     assert rate.round_trip_s == 0.001
 
 
-def test_one_long_stop_is_no_reason_to_doubt_a_regular_lane_for_long():
+def test_one_long_stop_hardly_changes_a_regular_lane():
     rate, num_bytes, now_s = LaneRate(), 16 * 1024, 0.0
     for takes_s in [1e-4] * 1000 + [10e-3] + [1e-4] * 12:
         sent_s, now_s = now_s, now_s + takes_s
         rate.acknowledged(num_bytes, sent_s, now_s)
-        assert takes_s < 10e-3 or rate.doubt == 4.0
-    assert rate.doubt < 2.0
+        assert takes_s < 10e-3 or rate.overdue_factor == 4.0
+    assert rate.overdue_factor < 2.0
 
 
-def test_a_regular_lane_is_doubted_sooner_than_one_that_is_not():
+def test_a_regular_lane_is_overdue_sooner():
     regular, irregular = LaneRate(), LaneRate()
-    assert regular.doubt == 4.0  # as long as nothing is known
+    assert regular.overdue_factor == 4.0  # until measured
     drive(regular, 12.5e6, 1e-4, 40)
-    assert regular.doubt == 1.5
+    assert regular.overdue_factor == 1.5
     now_s = 0.0
     for number in range(40):
         sent_s, now_s = now_s, now_s + (0.01 if number % 2 else 0.05)
         irregular.acknowledged(CHUNK, sent_s, now_s)
-    assert irregular.doubt > 2.5
+    assert irregular.overdue_factor > 2.5
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ def test_lanes_drain_what_is_produced(production, drain, expected):
 
 
 @pytest.mark.parametrize(("production", "drain"), [(1, 0), (-1, 1), (1, float("nan"))])
-def test_rates_that_cannot_be_are_refused(production, drain):
+def test_impossible_rates_are_refused(production, drain):
     with pytest.raises(ValueError, match="expected"):
         lanes_needed(production, drain)
 
 
-def test_production_is_that_of_the_last_second():
+def test_production_covers_the_last_second():
     production = Production()
     for tenth in range(30):
         production.posted(10 if tenth < 20 else 100, 5 + tenth / 10)
@@ -112,36 +112,36 @@ WAITING = 1 << 20
 
 
 class Lanes:
-    """Lanes that take away so much, from a heap that stays as high as it is."""
+    """Lanes that drain at a rate, from a backlog that stays as large."""
 
     def __init__(self):
         self.gain, self.now_s, self.landed_bytes = LaneGain(16 * 1024), 5.0, 0
 
     def may_grow(self, lanes, bytes_per_s, seconds=1.6, piles_up=True, drained=0):
-        """What is said after so long."""
-        said = self.ask(lanes, WAITING, piles_up)
+        """The last answer after so long."""
+        answer = self.ask(lanes, WAITING, piles_up)
         for step in range(1, 61):
             self.now_s += seconds / 60
             self.landed_bytes += int(bytes_per_s * seconds / 60)
-            said = self.ask(lanes, WAITING - drained * step // 60, piles_up)
-        return said
+            answer = self.ask(lanes, WAITING - drained * step // 60, piles_up)
+        return answer
 
     def ask(self, lanes, waiting, piles_up):
         return self.gain.may_grow(lanes, self.landed_bytes, waiting, piles_up, self.now_s)
 
 
-def test_another_lane_is_tried_once_it_is_known_what_those_there_are_do():
+def test_a_lane_is_tried_once_current_rates_are_known():
     lanes = Lanes()
     assert not lanes.may_grow(2, 2e6, seconds=1.2)
     assert lanes.may_grow(2, 2e6, seconds=0.2)
 
 
-def test_lanes_are_tried_as_long_as_each_brings_more():
+def test_lanes_grow_while_each_brings_more():
     lanes = Lanes()
     assert [lanes.may_grow(count, count * 1e6) for count in range(2, 8)] == [True] * 6
 
 
-def test_no_more_are_tried_after_one_that_brought_nothing_until_much_later():
+def test_a_useless_lane_stops_growth_for_long():
     lanes = Lanes()
     assert lanes.may_grow(2, 2e6)
     assert not lanes.may_grow(3, 2e6)
@@ -151,13 +151,13 @@ def test_no_more_are_tried_after_one_that_brought_nothing_until_much_later():
     assert not lanes.may_grow(4, 2e6, seconds=35)
 
 
-def test_where_nothing_lands_at_all_one_more_is_tried_and_no_second():
+def test_without_any_progress_only_one_lane_is_tried():
     lanes = Lanes()
     assert lanes.may_grow(2, 0, seconds=2.5)
     assert not lanes.may_grow(3, 0, seconds=2.5)
 
 
-def test_after_many_in_vain_another_is_still_tried_every_two_minutes():
+def test_growth_is_retried_every_two_minutes_at_least():
     lanes = Lanes()
     lanes.may_grow(2, 2e6)
     for count in range(3, 7):
@@ -165,7 +165,7 @@ def test_after_many_in_vain_another_is_still_tried_every_two_minutes():
         assert lanes.may_grow(count, 2e6, seconds=121)
 
 
-def test_a_lane_is_judged_when_it_has_come_up_to_its_speed_over_a_long_wire():
+def test_a_new_lane_is_judged_after_its_slow_start():
     lanes, full = Lanes(), 12.5e6
     assert lanes.may_grow(2, 2 * full)
     for round_trips in range(8):  # of 100 ms
@@ -174,7 +174,7 @@ def test_a_lane_is_judged_when_it_has_come_up_to_its_speed_over_a_long_wire():
     assert lanes.may_grow(3, 3 * full, seconds=1.0)
 
 
-def test_what_was_in_vain_is_forgotten_when_a_lane_is_lost():
+def test_a_lost_lane_resets_growth():
     lanes = Lanes()
     lanes.may_grow(2, 2e6)
     assert not lanes.may_grow(3, 2e6)
@@ -182,6 +182,6 @@ def test_what_was_in_vain_is_forgotten_when_a_lane_is_lost():
     assert lanes.may_grow(3, 2e6)
 
 
-def test_nothing_is_tried_while_the_heap_goes_down_or_is_none():
+def test_no_lane_is_tried_while_messages_drain():
     assert not Lanes().may_grow(2, 2e6, drained=WAITING)
     assert not Lanes().may_grow(2, 2e6, piles_up=False)

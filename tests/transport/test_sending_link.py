@@ -1,4 +1,4 @@
-"""When a sending link goes on, by a clock that the test moves."""
+"""When a sending link acts, by a clock that the test moves."""
 
 import contextlib
 import math
@@ -10,7 +10,7 @@ from lone_sender import CHUNK_BYTES, NAME, NUM_SLOTS, LoneSender
 from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.transport import connecting, link, sending_link
 from jaxmorph.transport.link_emulator import LinkEmulator
-from jaxmorph.transport.outgoing_lanes import LEAST_PATIENCE_S, PING_S
+from jaxmorph.transport.outgoing_lanes import MIN_ACK_TIMEOUT_S, PING_S
 from jaxmorph.transport.wire import Acknowledge, Ping, Resume
 
 TURN_S, FIRST_LOOK_S, LONGEST_LOOK_S = 2e-3, 50e-6, 1e-3
@@ -30,25 +30,25 @@ class Clock:
 
 
 class TimedSender(LoneSender):
-    """A sender whose clock moves from one of its own moments to the next."""
+    """A sender with a clock that the test moves."""
 
     def __init__(self, clock):
         super().__init__()
         self.clock = clock
 
-    def go_on(self, after_s=0.0):
-        """Let time pass, and the link go on; returns what has been sent since."""
+    def act(self, after_s=0.0):
+        """Let time pass, and the link act; returns what it has sent."""
         self.clock.now_s += after_s
-        self.link.go_on(self.clock.now_s)
+        self.link.after_reads(self.clock.now_s)
         return self.sent()
 
     def look(self):
-        """The trainer rings; returns what has been sent since."""
+        """Ring as the trainer does; returns what the link has sent."""
         self.link.look(self.clock.now_s)
         return self.sent()
 
     def sent(self):
-        self.hear()
+        self.collect()
         frames = [frame for lane in self.lanes.values() for frame in (*lane.came, *lane.others)]
         for lane in self.lanes.values():
             lane.came.clear()
@@ -56,11 +56,11 @@ class TimedSender(LoneSender):
         return frames
 
     def next_after_s(self):
-        """How long until it is to go on, as it says."""
+        """How long until `after_reads` is due."""
         return min(self.link.next_s, self.link.exact_s) - self.clock.now_s
 
     def acknowledge(self, chunk):
-        self.say(Acknowledge(NAME, chunk.sequence, chunk.offset, 0, NUM_SLOTS))
+        self.send(Acknowledge(NAME, chunk.sequence, chunk.offset, 0, NUM_SLOTS))
 
 
 @pytest.fixture
@@ -74,116 +74,116 @@ def sender(monkeypatch):
 
 @pytest.fixture
 def joined(sender):
-    """One that has a lane, on which its first question was answered by nobody yet."""
+    """A sender with a lane whose first ping is unanswered."""
     sender.welcome()
-    sender.say(Resume(NAME, 0, NUM_SLOTS))
-    assert [type(frame) for frame in sender.go_on()] == [Ping]
+    sender.send(Resume(NAME, 0, NUM_SLOTS))
+    assert [type(frame) for frame in sender.act()] == [Ping]
     return sender
 
 
-def test_without_lanes_and_messages_there_is_nothing_to_go_on_with(sender):
-    assert sender.go_on() == []
+def test_without_lanes_and_messages_nothing_is_due(sender):
+    assert sender.act() == []
     assert sender.link.next_s == sender.link.exact_s == math.inf
 
 
-def test_an_idle_lane_is_asked_at_its_time(joined):
+def test_an_idle_lane_is_pinged_on_time(joined):
     assert joined.next_after_s() == pytest.approx(PING_S)
-    assert joined.go_on(0.99 * PING_S) == []
+    assert joined.act(0.99 * PING_S) == []
     assert joined.next_after_s() == pytest.approx(0.01 * PING_S)
-    assert [type(frame) for frame in joined.go_on(0.01 * PING_S)] == [Ping]
+    assert [type(frame) for frame in joined.act(0.01 * PING_S)] == [Ping]
 
 
-def test_lanes_that_are_wanted_are_dialled_and_given_up_when_not(joined, monkeypatch):
+def test_unwanted_dials_are_given_up(joined, monkeypatch):
     joined.welcome(1)
     wanted = [4]
-    monkeypatch.setattr(connecting, "_HANDSHAKE_S", 0.5)  # less than a lane without answers lives
+    monkeypatch.setattr(connecting, "_HANDSHAKE_S", 0.5)  # shorter than a silent lane's timeout
     monkeypatch.setattr(joined.link, "_fixed", None)
     monkeypatch.setattr(joined.link.engine, "lanes_wanted", lambda *_: wanted[0])
     with socket.create_server(("127.0.0.1", 0)) as silent, contextlib.ExitStack() as closing:
         joined.link._addresses = [silent.getsockname()]
-        joined.go_on()
+        joined.act()
         silent.settimeout(10)
         connections = [closing.enter_context(silent.accept()[0]) for _ in range(2)]
         wanted[0] = 2
         for _ in range(3):
-            joined.go_on(0.3)
+            joined.act(0.3)
         for connection in connections:
             connection.settimeout(10)
             assert connection.recv(1) == b""
     joined.look()
-    assert joined.next_after_s() > 0  # and nothing is to be done for them
+    assert joined.next_after_s() > 0  # nothing is due for them
 
 
-def test_a_new_lane_is_gone_on_with_at_once(joined):
+def test_a_new_lane_is_due_at_once(joined):
     joined.welcome(1)
     assert joined.next_after_s() < 0
-    assert [type(frame) for frame in joined.go_on()] == [Ping]
+    assert [type(frame) for frame in joined.act()] == [Ping]
 
 
 def test_a_message_leaves_when_the_trainer_rings(joined):
     joined.post(10)
-    assert joined.go_on() == []
+    assert joined.act() == []
     assert [frame.length for frame in joined.look()] == [10]
     assert joined.look() == []
 
 
-def test_while_chunks_wait_it_goes_on_often(joined):
+def test_turns_are_frequent_while_chunks_wait(joined):
     joined.post(2 * CHUNK_BYTES)
     assert [frame.offset for frame in joined.look()] == [0]
     assert joined.next_after_s() == pytest.approx(TURN_S)
-    joined.go_on(TURN_S)
+    joined.act(TURN_S)
     assert joined.next_after_s() == pytest.approx(TURN_S)
 
 
 def test_an_acknowledgement_lets_the_next_chunk_leave(joined):
     joined.post(2 * CHUNK_BYTES)
     (chunk,) = joined.look()
-    assert joined.go_on(TURN_S / 2) == []
+    assert joined.act(TURN_S / 2) == []
     joined.acknowledge(chunk)
-    assert [frame.offset for frame in joined.go_on()] == [CHUNK_BYTES]
-    assert joined.go_on() == []
+    assert [frame.offset for frame in joined.act()] == [CHUNK_BYTES]
+    assert joined.act() == []
 
 
 def test_an_emulated_link_lets_go_exactly_in_time(joined):
     joined.link.engine.emulate(LinkEmulator([LinkCondition((0, 1), latency_ms=30.5)]))
-    joined.link.next_s = 0.0  # as the sidecar does then
-    joined.go_on()
+    joined.link.next_s = 0.0  # as the sidecar does
+    joined.act()
     joined.post(10)
     assert joined.look() == []
     assert joined.link.exact_s == pytest.approx(joined.clock.now_s + 0.0305, abs=1e-9)
-    assert joined.go_on(0.0304) == []
-    assert [frame.length for frame in joined.go_on(0.0001001)] == [10]
+    assert joined.act(0.0304) == []
+    assert [frame.length for frame in joined.act(0.0001001)] == [10]
     assert joined.link.exact_s == math.inf
 
 
-def test_a_payload_that_is_awaited_is_looked_for_less_and_less_often(joined):
+def test_incomplete_payloads_are_polled_less_and_less_often(joined):
     sequence = joined.post(10, is_complete=False)
     joined.look()
     assert joined.next_after_s() < 0
     pauses_s = []
     while len(pauses_s) < 8:
-        assert joined.go_on(max(joined.next_after_s(), 0.0)) == []
+        assert joined.act(max(joined.next_after_s(), 0.0)) == []
         pauses_s.append(joined.link.exact_s - joined.clock.now_s)
     expected_s = [min(FIRST_LOOK_S * 2**at, LONGEST_LOOK_S) for at in range(8)]
     assert pauses_s == pytest.approx(expected_s, abs=1e-9)
     joined.slots.mark_complete(sequence)
-    assert joined.go_on(0.5 * LONGEST_LOOK_S) == []
-    (chunk,) = joined.go_on(0.51 * LONGEST_LOOK_S)
+    assert joined.act(0.5 * LONGEST_LOOK_S) == []
+    (chunk,) = joined.act(0.51 * LONGEST_LOOK_S)
     assert chunk.sequence == sequence
     assert joined.link.exact_s == math.inf
     joined.post(10, is_complete=False)
     joined.look()
-    joined.go_on()
+    joined.act()
     assert joined.next_after_s() <= 2 * FIRST_LOOK_S + 1e-9
 
 
-def test_a_late_lane_is_given_up_and_its_chunk_sent_again(joined):
+def test_a_late_lane_is_closed_and_its_chunk_resent(joined):
     joined.post(10)
     (chunk,) = joined.look()
     began_s = joined.clock.now_s
     while not joined.is_dropped():
-        assert joined.clock.now_s < began_s + 2 * LEAST_PATIENCE_S
-        joined.go_on(max(joined.next_after_s(), 1e-6))
-    assert joined.clock.now_s - began_s == pytest.approx(LEAST_PATIENCE_S, abs=TURN_S)
+        assert joined.clock.now_s < began_s + 2 * MIN_ACK_TIMEOUT_S
+        joined.act(max(joined.next_after_s(), 1e-6))
+    assert joined.clock.now_s - began_s == pytest.approx(MIN_ACK_TIMEOUT_S, abs=TURN_S)
     joined.welcome(1)
-    assert chunk in joined.go_on()
+    assert chunk in joined.act()

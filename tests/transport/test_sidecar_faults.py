@@ -1,4 +1,4 @@
-"""A sidecar's life and death: nothing is lost, doubled, or left behind."""
+"""Sidecars and networks that fail: nothing is lost, doubled, or left behind."""
 
 import contextlib
 import gc
@@ -54,7 +54,7 @@ def pair():
 @pytest.fixture(params=["tcp", pytest.param("nixl", marks=with_nixl)])
 def pair_by_either(request, monkeypatch):
     """The same, by lanes of either backend."""
-    monkeypatch.setenv("UCX_TLS", "tcp")  # which does for RDMA here
+    monkeypatch.setenv("UCX_TLS", "tcp")  # emulates RDMA
     lanes = 2 if request.param == "nixl" else None
     with joined(*LONG_SPECS, **LONG, backend=request.param, lanes=lanes) as planes:
         yield planes
@@ -109,7 +109,7 @@ def test_flipped_bits_are_found_and_sent_again(pair):
     assert pair[1].statistics()["peers"]["0"]["receiving"]["wrong_checksums"] >= 5
 
 
-def test_a_new_sidecar_holds_what_its_emulated_link_holds(pair):
+def test_a_new_sidecar_keeps_emulating(pair):
     exchange(pair, 0)
     pair[0].emulate([link(latency_ms=600)])
     began_s = time.monotonic()
@@ -119,7 +119,7 @@ def test_a_new_sidecar_holds_what_its_emulated_link_holds(pair):
     assert time.monotonic() - began_s >= 0.6
 
 
-def test_a_sidecar_is_stopped_and_interrupted_and_its_peer_not_gone(pair):
+def test_a_stopped_or_interrupted_sidecar_is_not_gone(pair):
     exchange(pair, 0)
     first, second = (plane.sidecar_pid for plane in pair)
     assert os.getpgid(first) != os.getpgid(0)
@@ -135,7 +135,7 @@ def test_a_sidecar_is_stopped_and_interrupted_and_its_peer_not_gone(pair):
     assert not {"peer_gone", "sidecar_restarted"} & set(kinds(pair[0]))
 
 
-def test_a_sidecar_that_dies_again_and_again_is_an_error(pair):
+def test_a_sidecar_that_keeps_dying_is_an_error(pair):
     exchange(pair, 0)
     for _ in range(MAX_RESTARTS_A_MINUTE):
         pid = pair[0].sidecar_pid
@@ -147,7 +147,7 @@ def test_a_sidecar_that_dies_again_and_again_is_an_error(pair):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="one loopback address, no table of lanes")
-def test_one_address_goes_on_while_the_other_is_reset():
+def test_one_address_carries_on_while_the_other_is_reset():
     hosts = ("127.0.0.1", "127.0.0.2")
     with joined(*LONG_SPECS, **LONG, addresses=hosts, lanes=2) as planes:
         listening = planes[1].addresses()
@@ -167,7 +167,7 @@ def test_one_address_goes_on_while_the_other_is_reset():
 
 
 def until_lanes_have_sent(planes, lanes):
-    """Send messages until chunks of them have gone on each of these lanes; returns how many."""
+    """Send messages until each of these lanes has sent chunks; returns the number of messages."""
     have_sent = set()
     for number in range(100):
         exchange(planes, number, 100_000)
@@ -179,7 +179,7 @@ def until_lanes_have_sent(planes, lanes):
 
 
 def lanes_to(addresses):
-    """Which local hosts have connections to which of these addresses, by the kernel's table."""
+    """The (local host, address) pairs with established connections, by the kernel's table."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     established = [(_address(row[1]), _address(row[2])) for row in rows if row[3] == "01"]
     return {(local[0], remote) for local, remote in established if remote in addresses}
@@ -191,7 +191,7 @@ def _address(entry):
 
 
 def test_closing_leaves_no_process_no_descriptor_and_no_memory():
-    gc.collect()  # what earlier tests left must not go while this one counts
+    gc.collect()  # earlier tests' objects must not be freed while this one counts
     before, mapped_before = open_descriptors(), mapped_slots()
     with joined(spec(THERE), spec(BACK)) as planes:
         exchange(planes, 0)
@@ -207,13 +207,13 @@ def test_closing_leaves_no_process_no_descriptor_and_no_memory():
 
 
 def mapped_slots():
-    """Inodes of mapped slots; other tests may have left some whose payloads are still held."""
+    """Inodes of mapped slots; views in earlier tests may still keep some mapped."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {line.split()[4] for line in lines if "jaxmorph-slots" in line}
 
 
 def open_descriptors():
-    """How many descriptors of each kind, or path, this process has open."""
+    """This process's open descriptors, counted by kind or path."""
     return Counter(
         str(fd.readlink()).split(":")[0]
         for fd in Path("/proc/self/fd").iterdir()
@@ -237,7 +237,7 @@ while True:
 
 @contextlib.contextmanager
 def other_trainer(plane):
-    """Rank 1 in a group of its own, joined to rank 0; yields it and its sidecar's number."""
+    """Rank 1 in a process group of its own, connected to rank 0; yields it and its sidecar's id."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parents[1])])
     process = subprocess.Popen(
@@ -287,8 +287,8 @@ def test_a_killed_trainer_is_gone_for_its_peers(plane, with_its_sidecar):
         reserve_all(plane, THERE)
 
 
-def test_a_restarted_sidecar_knows_who_was_there(plane):
-    """Its peer ended while nobody was there to hear it: a refused connection says it all."""
+def test_a_restarted_sidecar_knows_earlier_peers(plane):
+    """Its peer ended while it was stopped: only a refused connection shows it."""
     with other_trainer(plane) as (process, sidecar_pid):
         wait_for(lambda: "lane_up" in kinds(plane), "a lane")
         os.kill(plane.sidecar_pid, signal.SIGSTOP)

@@ -14,7 +14,7 @@ TAG = tuple(range(8))
 
 @pytest.fixture
 def pair():
-    """One memory, mapped twice, as by two processes."""
+    """One memory, mapped twice, as in two processes."""
     first = Slots.create(4, 100, first_sequence=2**32 - 2)
     second = Slots(os.dup(first.fd), 4, 100)
     yield first, second
@@ -22,7 +22,7 @@ def pair():
     second.close()
 
 
-def test_what_one_mapping_writes_the_other_reads(pair):
+def test_both_mappings_share_the_memory(pair):
     first, second = pair
     sequence = first.produced
     first.payload(sequence)[:3] = (1, 2, 3)
@@ -56,7 +56,7 @@ def test_nothing_is_complete_in_new_memory(first):
     slots.close()
 
 
-def test_payloads_and_signals_have_places_of_their_own(pair):
+def test_payloads_and_signals_do_not_overlap(pair):
     slots, other = pair
     payloads = [slots.payload_address(number) for number in range(8)]
     assert payloads[:4] == payloads[4:]
@@ -72,15 +72,15 @@ def test_payloads_and_signals_have_places_of_their_own(pair):
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "slot_bytes", "says"),
+    ("num_slots", "slot_bytes", "message"),
     [
         *((number, 100, f"has {number} slots; expected a power of two") for number in (0, 3, -4)),
         (2, 0, "has 0 bytes"),
         (2, 1 << 60, "more than memory holds"),
     ],
 )
-def test_impossible_slots_are_refused(num_slots, slot_bytes, says):
-    with pytest.raises(TransportError, match=says):
+def test_impossible_slots_are_refused(num_slots, slot_bytes, message):
+    with pytest.raises(TransportError, match=message):
         Slots.create(num_slots, slot_bytes)
 
 
@@ -93,19 +93,19 @@ def test_memory_of_other_sizes_is_refused(pair):
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no anonymous memory files here")
-def test_the_memory_is_its_owners_and_keeps_its_length(pair):
+def test_the_memory_is_private_and_of_fixed_size(pair):
     assert os.fstat(pair[0].fd).st_mode & 0o777 == 0o600
     with pytest.raises(PermissionError):
         os.ftruncate(pair[0].fd, 0)
 
 
-def test_a_time_that_no_clock_tells_is_the_last_there_is(pair):
+def test_times_beyond_64_bits_are_clipped(pair):
     slots, _ = pair
     slots.write_info(0, MessageInfo(1, TAG, 2**64 + 5, 2))
     assert slots.read_info(0) == (1, TAG, 2**64 - 1, 2)
 
 
-def test_without_anonymous_memory_an_unlinked_private_file_serves(monkeypatch, tmp_path):
+def test_an_unlinked_private_file_replaces_memfd(monkeypatch, tmp_path):
     monkeypatch.delattr(os, "memfd_create", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     slots = Slots.create(2, 100)
@@ -117,7 +117,7 @@ def test_without_anonymous_memory_an_unlinked_private_file_serves(monkeypatch, t
     slots.close()
 
 
-def test_views_that_are_still_held_survive_closing():
+def test_views_survive_closing():
     slots = Slots.create(2, 100)
     view = slots.payload(0)
     view[:] = 5
@@ -131,4 +131,4 @@ def test_the_layout_is_as_described(pair):
     memory = mmap.mmap(slots.fd, 4096, prot=mmap.PROT_READ)
     assert struct.unpack_from("=IIQQ", memory, 0)[1:] == (1, 4, 100)
     assert struct.unpack_from("=I", memory, 64) == struct.unpack_from("=I", memory, 128)
-    assert struct.unpack_from("=Q8IQQ", memory, 64 * (3 + 3 * 3 + 1)) == (77, *TAG, 1, 2)
+    assert struct.unpack_from("=Q8IQQ", memory, 64 * (3 + 2 * 3 + 1)) == (77, *TAG, 1, 2)

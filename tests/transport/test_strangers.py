@@ -13,26 +13,26 @@ from exchanges import BACK, SECRET, THERE, joined, nothing_comes, soon, spec
 from handmade import CHUNK_BYTES, Guest
 
 from jaxmorph.transport import connecting
-from jaxmorph.transport.connecting import Greeter, Identity
+from jaxmorph.transport.connecting import Acceptor, Identity
 from jaxmorph.transport.event_loop import EventLoop
 from jaxmorph.transport.wire import Chunk, Gone, Ping, pack
 
 
 class Pair:
-    """Two ranks that go on to exchange messages, of which the second is bothered."""
+    """Two ranks that exchange messages while the second is disturbed."""
 
     def __init__(self, planes):
-        self.planes, self.bothered, self.number, self._strangers = planes, planes[1], 0, 0
+        self.planes, self.disturbed, self.number, self._strangers = planes, planes[1], 0, 0
 
     def exchange(self):
         exchanges.exchange(self.planes, self.number, 500)
         self.number += 1
 
     def received(self):
-        return self.bothered.statistics()["peers"]["0"]["receiving"]
+        return self.disturbed.statistics()["peers"]["0"]["receiving"]
 
     def new_strangers(self):
-        before, self._strangers = self._strangers, self.bothered.statistics()["strangers"]
+        before, self._strangers = self._strangers, self.disturbed.statistics()["strangers"]
         return self._strangers - before
 
 
@@ -46,8 +46,8 @@ def pair():
 
 @pytest.fixture
 def guest(pair):
-    """A stranger, at first; after it all goes on."""
-    with Guest(pair.bothered) as guest:
+    """A new connection; after the test the ranks still exchange messages."""
+    with Guest(pair.disturbed) as guest:
         yield guest
     pair.exchange()
 
@@ -55,8 +55,8 @@ def guest(pair):
 def test_random_bytes_are_dropped_and_counted(pair):
     rng = random.Random(5)
     for _ in range(20):
-        with Guest(pair.bothered) as guest:
-            guest.say(rng.randbytes(rng.randrange(50, 5000)))
+        with Guest(pair.disturbed) as guest:
+            guest.send(rng.randbytes(rng.randrange(50, 5000)))
             assert guest.is_dropped()
     pair.exchange()
     assert pair.new_strangers() == 20
@@ -64,15 +64,15 @@ def test_random_bytes_are_dropped_and_counted(pair):
 
 def test_a_wrong_secret_gets_no_answer(pair, guest):
     guest.introduce(secret=bytes(32))
-    assert guest.hear() is None
+    assert guest.receive() is None
     assert pair.new_strangers() == 1
 
 
-def test_what_a_member_said_is_worth_nothing_again(pair, guest):
-    with Guest(pair.bothered) as member:
-        said = member.introduce()
-        assert member.hear() is not None
-    guest.say(said)
+def test_a_replayed_introduction_is_refused(pair, guest):
+    with Guest(pair.disturbed) as member:
+        introduction = member.introduce()
+        assert member.receive() is not None
+    guest.send(introduction)
     assert guest.is_dropped()
     assert pair.new_strangers() == 1
 
@@ -80,40 +80,40 @@ def test_what_a_member_said_is_worth_nothing_again(pair, guest):
 @pytest.mark.parametrize(
     "changed", [{"destination": 0}, {"rank": 7}, {"chunk_bytes": 1}, {"lane": 999}]
 )
-def test_an_introduction_without_sense_is_turned_away(pair, guest, changed):
+def test_senseless_introductions_are_rejected(pair, guest, changed):
     guest.introduce(**changed)
     assert guest.is_dropped()
     assert pair.new_strangers() == 1
 
 
-@pytest.mark.parametrize("frame", [Gone(0, "not said by rank 0"), Ping(1)])
-def test_only_the_handshake_is_heard_before_its_end(pair, guest, frame):
-    guest.say(frame)
+@pytest.mark.parametrize("frame", [Gone(0, "not sent by rank 0"), Ping(1)])
+def test_other_frames_are_refused_before_the_handshake(pair, guest, frame):
+    guest.send(frame)
     assert guest.is_dropped()
     assert pair.new_strangers() == 1
 
 
-def test_silence_and_half_a_handshake_end_in_time(monkeypatch):
+def test_incomplete_handshakes_time_out(monkeypatch):
     monkeypatch.setattr(connecting, "_HANDSHAKE_S", 0.05)
-    identity, turned_away = Identity(1, 1, SECRET, CHUNK_BYTES, checksum=True), []
+    identity, rejected = Identity(1, 1, SECRET, CHUNK_BYTES, checksum=True), []
     loop = EventLoop()
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as guests:
-        greeter = Greeter(loop, [listener], identity, lambda *_: None, turned_away.append)
+        acceptor = Acceptor(loop, [listener], identity, lambda *_: None, rejected.append)
         silent, half = (
             guests.enter_context(socket.create_connection(listener.getsockname())) for _ in range(2)
         )
         half.sendall(pack(Gone(0, "x"))[:3])
         deadline_s = soon()
-        while len(turned_away) < 2:
+        while len(rejected) < 2:
             assert time.monotonic() < deadline_s
-            loop.turn(min(greeter.next_s, deadline_s))
-            greeter.turn(time.monotonic())
+            loop.turn(min(acceptor.next_s, deadline_s))
+            acceptor.turn(time.monotonic())
         for each in (silent, half):
             each.settimeout(20)
             with contextlib.suppress(ConnectionError):
                 while each.recv(4096):
                     pass
-        greeter.close()
+        acceptor.close()
 
 
 @pytest.mark.parametrize(
@@ -131,30 +131,30 @@ def test_a_member_that_breaks_the_rules_loses_its_lane(pair, guest, changed, cou
     before = pair.received()[counted]
     guest.become_member()
     chunk = Chunk(THERE, pair.number, 500, 0, 500, (0,) * 8, 1)
-    guest.say(pack(chunk._replace(**changed)) + bytes(500))
+    guest.send(pack(chunk._replace(**changed)) + bytes(500))
     assert guest.is_dropped()
     assert pair.received()[counted] == before + 1
 
 
-def test_many_connections_hold_nobody_up(pair):
+def test_many_connections_delay_no_message(pair):
     with contextlib.ExitStack() as guests:
         for _ in range(100):
-            guests.enter_context(Guest(pair.bothered))
+            guests.enter_context(Guest(pair.disturbed))
         pair.exchange()
-        with Guest(pair.bothered) as member:
+        with Guest(pair.disturbed) as member:
             member.become_member()
-    nothing_comes(pair.bothered, THERE, 0.05)
+    nothing_comes(pair.disturbed, THERE, 0.05)
 
 
 @pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="processes can't be looked into here"
 )
-def test_strangers_are_one_line_in_the_log_and_the_secret_nowhere(capfd):
+def test_strangers_are_logged_once_and_the_secret_never(capfd):
     with joined(spec(THERE), spec(BACK)) as planes:
         exchanges.exchange(planes, 0)
         for _ in range(12):
             with Guest(planes[1]) as guest:
-                guest.say(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
+                guest.send(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
                 assert guest.is_dropped()
         with Guest(planes[1]) as guest:
             guest.introduce(secret=bytes(32))

@@ -116,7 +116,7 @@ def test_a_long_reason_is_cut():
 
 
 @pytest.mark.parametrize(
-    ("frame", "says"),
+    ("frame", "message"),
     [
         (CHUNK._replace(length=MAX_CHUNK_BYTES + 1), "chunk"),
         (CHUNK._replace(total=10, offset=6, length=5), "chunk"),
@@ -133,12 +133,12 @@ def test_a_long_reason_is_cut():
         (INTRODUCE._replace(chunk_bytes=MAX_CHUNK_BYTES + 1), "bytes, expected"),
     ],
 )
-def test_a_field_out_of_its_range_is_refused(frame, says):
-    with pytest.raises(FrameError, match=says):
+def test_a_field_out_of_its_range_is_refused(frame, message):
+    with pytest.raises(FrameError, match=message):
         there_and_back(pack(frame))
 
 
-def test_what_does_not_fit_is_not_packed():
+def test_oversized_frames_are_not_packed():
     with pytest.raises(ValueError, match="5 algorithms"):
         pack(INTRODUCE._replace(algorithms=(1, 2, 3, 4, 5)))
     with pytest.raises(ValueError, match="got a part of 201 bytes, expected at most 200"):
@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_not_packed():
 
 
 @pytest.mark.parametrize(
-    ("at", "value", "says"),
+    ("at", "value", "message"),
     [
         (0, 0, "begins with"),
         (2, 9, "version 9"),
@@ -154,21 +154,21 @@ def test_what_does_not_fit_is_not_packed():
         (4, 9, "body"),
     ],
 )
-def test_a_bad_head_is_refused_before_anything_else(at, value, says):
+def test_a_bad_head_is_refused_first(at, value, message):
     data = bytearray(pack(Ping(1)))
     data[at] = value
-    with pytest.raises(FrameError, match=says):
+    with pytest.raises(FrameError, match=message):
         there_and_back(resealed(data))
 
 
 def resealed(data):
-    """The frame with a check that is right, whatever was done to it."""
+    """The frame with a correct check."""
     body = bytes(data[:-CHECK_BYTES])
     return body + struct.pack("<I", zlib.crc32(body))
 
 
 def read_all(reader):
-    """The frames that are there; payloads are passed over."""
+    """The frames read so far; drops payloads."""
     frames = []
     junk = memoryview(bytearray(READ_BYTES))
     while (frame := reader.next_frame()) is not None:
@@ -179,7 +179,7 @@ def read_all(reader):
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, READ_BYTES])
-def test_frames_come_out_whatever_the_pieces(size):
+def test_frames_are_parsed_from_any_pieces(size):
     frames = [Ping(1), Acknowledge(NAME, 1, 2, 3, 4), Gone(3, "x" * 150), Pong(1, 2, 3)] * 300
     data = b"".join(pack(frame) for frame in frames)
     reader = FrameReader(TO_SENDER)
@@ -196,14 +196,14 @@ def test_a_payload_is_not_taken_for_frames():
     found, reader = read(pack(chunk) + looks_like_frames[:30], TO_RECEIVER)
     assert found == chunk
     assert reader.next_frame() is None
-    landed = memoryview(bytearray(chunk.length))
-    count = reader.take(landed)
+    payload = memoryview(bytearray(chunk.length))
+    count = reader.take(payload)
     assert count == 30
-    landed[count:] = looks_like_frames[count:]
+    payload[count:] = looks_like_frames[count:]
     with pytest.raises(ValueError, match="are left"):
         reader.skip(chunk.length - count + 1)
     reader.skip(chunk.length - count)
-    assert bytes(landed) == looks_like_frames
+    assert bytes(payload) == looks_like_frames
     reader.feed(pack(Ping(8)))
     assert reader.next_frame() == Ping(8)
 
@@ -216,7 +216,7 @@ def test_no_payload_follows_an_offer():
     assert reader.next_frame() == written
 
 
-def test_only_what_may_come_now_is_parsed():
+def test_only_accepted_frames_are_parsed():
     chunk = pack(CHUNK)
     for data, accepted in [
         (chunk[: wire.HEAD_BYTES], TO_LISTENER),  # its head is enough
@@ -234,7 +234,7 @@ def test_only_what_may_come_now_is_parsed():
 
 
 def fuzzed(rng, originals):
-    """Bytes that are nearly frames, or not at all; many with a check that is right."""
+    """Bytes that are nearly frames, or not at all; many with a correct check."""
     kind = rng.randrange(4)
     if kind == 0:
         return rng.randbytes(rng.randrange(120))
@@ -249,7 +249,7 @@ def fuzzed(rng, originals):
 
 
 def refused_of(rng, originals, count):
-    """How many of so many fuzzed inputs are refused; others than `FrameError` go through."""
+    """How many of so many fuzzed inputs raise `FrameError`; other errors go through."""
     refused = 0
     reader: Any = FrameReader(TYPE_NUMBERS)
     for _ in range(count):
@@ -259,17 +259,17 @@ def refused_of(rng, originals, count):
         except FrameError:
             refused += 1
             reader = FrameReader(TYPE_NUMBERS)
-        if reader.payload_left:  # a chunk that may be: the next input is not its payload
+        if reader.payload_left:  # a valid chunk: the next input is not its payload
             reader.skip(reader.payload_left)
     return refused
 
 
-def test_whatever_bytes_come_they_are_frames_or_refused():
+def test_random_bytes_are_frames_or_refused():
     refused = refused_of(random.Random(4), [pack(frame) for frame in FRAMES], NUM_FUZZED)
     assert 0.3 * NUM_FUZZED < refused < NUM_FUZZED  # neither all nor nothing gets far
 
 
-def test_whatever_bytes_come_memory_is_bounded():
+def test_random_bytes_take_bounded_memory():
     huge = CHUNK._replace(total=1 << 45, offset=0, length=MAX_CHUNK_BYTES)
     rng, originals = random.Random(5), [pack(frame) for frame in (*FRAMES, huge)]
     refused_of(rng, originals, 100)
