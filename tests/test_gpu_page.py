@@ -82,7 +82,9 @@ def test_a_jobset_has_a_pod_and_gpu_for_each_stage():
     (replicated,) = OBJECTS["JobSet"]["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
     assert replicated["replicas"] == 1
-    assert job["completionMode"] == "Indexed"  # sets JOB_COMPLETION_INDEX, by which it is recognised
+    assert (
+        job["completionMode"] == "Indexed"
+    )  # sets JOB_COMPLETION_INDEX, by which it is recognised
     assert job["completions"] == job["parallelism"] == stages()
     pod = job["template"]["spec"]
     (container,) = pod["containers"]

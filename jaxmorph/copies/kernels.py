@@ -111,8 +111,6 @@ def only_device(placement: Sharding) -> Any:
     return device
 
 
-
-
 class KernelSend:
     """Copies by `copy_to_host`.
 
@@ -235,5 +233,3 @@ class KernelReceive(ReleasingReceive):
         value, ticket = program(pack(SlotControl(address, signal_of(slot))))
         self._release_once_ready(ticket, slot)
         return value
-
-

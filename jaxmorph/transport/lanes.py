@@ -1,4 +1,4 @@
-"""What a sidecar expects of a lane, whatever carries its bytes; and the basic kind, over TCP.
+"""Lanes over TCP, and what they call at the receiving end.
 
 A lane joins one local network card to one of the peer's. It carries frames both ways, and chunk
 payloads from the sender's slots into the receiver's. It is as unreliable as its network: numbering,
@@ -13,7 +13,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
 from jaxmorph.transport.event_loop import READ, WRITE
@@ -42,87 +42,6 @@ class ChunkHandler(NamedTuple):
     begin: Callable[[Chunk], IncomingChunk]
     memory: Callable[[IncomingChunk], memoryview]
     finish: Callable[[IncomingChunk, memoryview], None]
-
-
-class Lane(Protocol):
-    """One connection to a peer. It never blocks; if it fails it raises `LaneError`."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether bytes are waiting for the socket to take them."""
-        ...
-
-    @property
-    def mask(self) -> int:
-        """The event mask to wait for."""
-        ...
-
-    @property
-    def poll_s(self) -> float:
-        """When to `poll` even if nothing is ready; infinity: never."""
-        ...
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes sent on the connection."""
-        ...
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes written straight into the peer's memory."""
-        ...
-
-    def fileno(self) -> int:
-        """The descriptor to wait for."""
-        ...
-
-    def open(self) -> None:
-        """Start the lane, after all memory has been registered."""
-
-    def register(self, memory: memoryview) -> None:
-        """Register a channel's memory with the network card, where needed."""
-
-    def post(self, chunk: Chunk, payload: memoryview) -> bool:
-        """Begin to send a chunk; returns whether another may follow at once."""
-        ...
-
-    def poll(self, mask: int, handler: ChunkHandler | None) -> list[Any]:
-        """Continue sending and receiving; returns the frames received, except chunks.
-
-        Args:
-            mask: What the descriptor is ready for; 0: nothing.
-            handler: None at the sending end.
-
-        Raises:
-            FrameError: If the peer sends what it may not.
-        """
-        ...
-
-    def fence(self, chunk: IncomingChunk) -> None:
-        """Make sure that the lane never writes to the chunk's place again."""
-
-    def enqueue(self, frame: Any) -> None:
-        """Queue a frame for the next `flush`."""
-
-    def flush(self) -> bool:
-        """Send what the socket takes; returns whether that is all."""
-        ...
-
-    def abort(self) -> None:
-        """Break the connection at once, as a failing network would."""
-
-    def finish_sending(self) -> None:
-        """Announce the end; what has been sent is still delivered."""
-
-    def discard_received(self) -> None:
-        """Read and drop what has come, so that closing doesn't look like a failure.
-
-        Raises:
-            LaneError: If the peer has closed its end.
-        """
-
-    def close(self) -> None:
-        """Close the connection; after this the lane neither reads nor writes a slot."""
 
 
 Checksum: TypeAlias = Callable[..., int]
@@ -193,10 +112,14 @@ def dial(local_host: str, address: Address) -> socket.socket:
 
 
 class TcpLane:
-    """A `Lane` over a TCP connection, which it closes; the connection may still be connecting.
+    """A lane over a TCP connection, which it closes; the connection may still be connecting.
+
+    It never blocks, and raises `LaneError` if it fails. Lanes over RDMA have the same methods.
 
     Attributes:
         checksum: Of payloads, as agreed in the handshake.
+        poll_s: When to `poll` even if nothing is ready.
+        written_bytes: Bytes written straight into the peer's memory.
     """
 
     poll_s = math.inf
@@ -215,7 +138,7 @@ class TcpLane:
         self.open()
 
     def fileno(self) -> int:
-        """The socket's descriptor."""
+        """The descriptor to wait for."""
         return self._socket.fileno()
 
     @property
@@ -231,7 +154,7 @@ class TcpLane:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
 
     def register(self, memory: memoryview) -> None:
-        """Nothing: the kernel copies from and to any memory."""
+        """Register a channel's memory with the network card: the kernel needs nothing."""
 
     def check_connected(self) -> None:
         """Raise `OSError` if connecting has failed."""
@@ -286,7 +209,15 @@ class TcpLane:
         return True
 
     def poll(self, mask: int, handler: ChunkHandler | None, limit: int = _MAX_FRAMES) -> list[Any]:
-        """As in `Lane`; frames beyond `limit` stay unread until the next call."""
+        """Continue sending and receiving; returns at most `limit` frames received, without chunks.
+
+        Args:
+            mask: What the descriptor is ready for; 0: nothing.
+            handler: None at the sending end.
+
+        Raises:
+            FrameError: If the peer sends what it may not.
+        """
         if mask & WRITE:
             self.flush()
         frames: list[Any] = []
@@ -304,7 +235,7 @@ class TcpLane:
         return frames
 
     def fence(self, chunk: IncomingChunk) -> None:
-        """Nothing: every receive first checks whether its place in the slot is still its own."""
+        """Make sure that the lane never writes to the chunk's place again: receives check that."""
 
     def abort(self) -> None:
         """Break the connection at once, as a failing network would."""
@@ -317,7 +248,11 @@ class TcpLane:
             self._socket.shutdown(socket.SHUT_WR)
 
     def discard_received(self) -> None:
-        """Read and drop what has come; raises `LaneError` once the peer has closed its end."""
+        """Drop what has come, so that closing doesn't look like a failure.
+
+        Raises:
+            LaneError: If the peer has closed its end.
+        """
         try:
             while self._socket.recv_into(_junk(_TURN_BYTES)):
                 pass
@@ -326,7 +261,7 @@ class TcpLane:
         raise LaneError("closed by the peer")
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection; after this the lane neither reads nor writes a slot."""
         self._out.clear()
         self._memory = memoryview(b"")
         self._chunk = None

@@ -3,14 +3,16 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from jaxmorph.errors import UserError
 from jaxmorph.transport.event_loop import EventLoop
-from jaxmorph.transport.lanes import Lane, LaneError, TcpLane
+from jaxmorph.transport.lanes import LaneError, TcpLane
 from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.nixl_lanes import NixlAgent, NixlReceivingLane, NixlSendingLane, missing
 from jaxmorph.transport.wire import Gone, Ping, Pong
+
+Lane: TypeAlias = TcpLane | NixlSendingLane | NixlReceivingLane
 
 TCP, NIXL = BACKENDS = ("tcp", "nixl")
 

@@ -315,7 +315,7 @@ class NixlSendingLane(_NixlLane):
         return self.flush()
 
     def poll(self, mask: int, handler: ChunkHandler | None) -> list[Any]:
-        """As in `Lane`."""
+        """See `TcpLane.poll`."""
         frames = []
         for frame in self.control.poll(mask, handler) if mask else ():
             if type(frame) is Grant:
@@ -404,7 +404,7 @@ class NixlReceivingLane(_NixlLane):
         raise LaneError("chunks go to the receiver, not from it")
 
     def poll(self, mask: int, handler: ChunkHandler | None) -> list[Any]:
-        """As in `Lane`."""
+        """See `TcpLane.poll`."""
         if self._is_broken or handler is None:
             raise LaneError(_BROKEN)
         frames = []

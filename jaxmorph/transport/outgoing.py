@@ -9,7 +9,6 @@ covers them.
 
 from typing import Any, NamedTuple
 
-from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.message_states import ProtocolError, SendState
 from jaxmorph.transport.names import ChannelName, Tag
 from jaxmorph.transport.outgoing_lanes import (
@@ -29,9 +28,7 @@ from jaxmorph.transport.wire import (
     MIN_CHUNK_BYTES,
     Acknowledge,
     Chunk,
-    Credit,
     Pong,
-    Resume,
 )
 
 INFINITY = float("inf")
@@ -51,8 +48,8 @@ class Due(NamedTuple):
     next_s: float  # when to ask again at the latest; infinity: only after the next event
 
 
-class Outgoing:
-    """All channels from one rank to another, over all its lanes. One thread; it does no I/O.
+class Outgoing(OutgoingQueue):
+    """The messages of one rank to another, and its lanes. One thread; it does no I/O.
 
     A loop passes in what came (`acknowledged`, `counts`, `ponged`, `lane_up`, `lane_down`), then
     asks what is `due`, then offers each lane whose last chunk is wholly written a `next_chunk`, in
@@ -68,8 +65,7 @@ class Outgoing:
                 f"got chunks of {chunk_bytes} bytes, expected {MIN_CHUNK_BYTES} up to "
                 f"{MAX_CHUNK_BYTES}"
             )
-        self._chunk_bytes = chunk_bytes
-        self._queue = OutgoingQueue(source, destination, chunk_bytes)
+        super().__init__(source, destination, chunk_bytes)
         self._lanes: dict[int, OutgoingLane] = {}
         self._timeouts_s: dict[int, float] = {}
         self._generation = -1
@@ -82,51 +78,15 @@ class Outgoing:
             ("messages", "chunks", "resent", "hedged", "probes", "lanes_late", "lanes_lost"), 0
         )
 
-    # Channels.
-
-    def add_channel(self, name: ChannelName, num_slots: int, released: int) -> None:
-        """Begin to send a channel, or resume it after a restart, from its slots' count.
-
-        The caller posts all messages from `released` on here, too; none of a new channel leaves
-        before its `Resume` has come.
-
-        Raises:
-            ValueError: If it is another pair's, or known.
-        """
-        self._queue.add_channel(name, num_slots, released)
-
-    def grow(self, name: ChannelName, num_slots: int) -> None:
-        """Give a channel at rest more slots."""
-        self._queue.grow(name, num_slots)
-
     def post(
-        self,
-        channel: ChannelName,
-        sequence: int,
-        total: int,
-        tag: Tag,
-        posted_ns: int,
-        now_s: float,
-    ) -> None:
-        """Add a message whose payload is complete in its slot; messages may come out of order.
-
-        Raises:
-            ValueError: If it is here already, or its number is beyond the slots.
-        """
-        if self._queue.post(channel, sequence, total, tag, posted_ns, now_s):
+        self, name: ChannelName, sequence: int, total: int, tag: Tag, posted_ns: int, now_s: float
+    ) -> bool:
+        """As in `OutgoingQueue`; also counts the message."""
+        is_new = super().post(name, sequence, total, tag, posted_ns, now_s)
+        if is_new:
             self._counters["messages"] += 1
             self._production.posted(total, now_s)
-
-    def released(self, channel: ChannelName) -> int:
-        """The slots' count: the receiver has delivered all messages before it."""
-        return self._queue.released(channel)
-
-    def emulate(self, emulation: LinkEmulator | None) -> None:
-        """Emulate a link from now on; None: don't.
-
-        Messages leave when the emulator lets them, and one that is cut in the middle stops there.
-        """
-        self._queue.emulate(emulation)
+        return is_new
 
     # Lanes.
 
@@ -152,7 +112,7 @@ class Outgoing:
             for each in stale:
                 self.lane_down(each, now_s)
             self._generation = generation
-            self._queue.forget_acknowledged()
+            self.forget_acknowledged()
         timeout_s = self._timeouts_s.get(lane, FIRST_TIMEOUT_S)
         self._lanes[lane] = OutgoingLane(lane, now_s, timeout_s)
         self._assess_lanes(now_s)
@@ -170,17 +130,12 @@ class Outgoing:
             if flight.is_wanted() and not flight.message.copies[flight.index]:
                 lost.append((flight.message, flight.index))
         self._counters["resent"] += len(lost)
-        self._queue.send_again(lost)
+        self.send_again(lost)
         self._assess_lanes(now_s)
 
     def lane_order(self) -> list[int]:
         """The lanes that are up, fastest first, as of the last assessment."""
         return self._order
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether every chunk has been sent, so that only copies are left to send."""
-        return self._queue.is_drained
 
     # What comes in on a lane; after an error, close it.
 
@@ -199,21 +154,13 @@ class Outgoing:
         message.copies[index] -= 1
         if not message.acknowledged[index]:
             self._received_bytes += flight.length
-        self._queue.acknowledged(message, index)
+        self.mark_acknowledged(message, index)
         if state.timeout_s > FIRST_TIMEOUT_S:
             state.timeout_s = FIRST_TIMEOUT_S
             self._timeouts_s.pop(lane, None)
         if state.parked:
             self._assess_lanes(now_s)
-        return self._queue.counts(channel, delivered, limit)
-
-    def counts(self, frame: Resume | Credit) -> bool:
-        """Handle a channel's counts; returns whether its `released` has grown.
-
-        Raises:
-            ProtocolError: If they are impossible.
-        """
-        return self._queue.counts(*frame)
+        return self.counts(channel, delivered, limit)
 
     def ponged(self, lane: int, frame: Pong, now_s: float) -> None:
         """Handle the answer to a ping whose `sent_ns` was by the clock of `now_s`."""
@@ -223,22 +170,17 @@ class Outgoing:
 
     # Time, and sending.
 
-    @property
-    def departs_s(self) -> float:
-        """When the emulated link lets the next message go; infinity: none is delayed."""
-        return self._queue.next_s()
-
     def due(self, now_s: float) -> Due:
         """What to do for the lanes now, and when to ask again.
 
         Pass in everything that has been received before: an unread acknowledgement looks like a
         missing one.
         """
-        self._queue.advance(now_s)
+        self.advance(now_s)
         if now_s >= self._assessed_s + _ASSESS_S:
             self._assess_lanes(now_s)
-        waiting = self._queue.departed > 0
-        late, ping, next_s = [], [], self._queue.next_s()
+        waiting = self.departed > 0
+        late, ping, next_s = [], [], self.departs_s
         progress_s = self._progress_s()
         for number, lane in self._lanes.items():
             late_s = lane.late_s(progress_s)
@@ -265,9 +207,8 @@ class Outgoing:
         its receiver has the message already, and drops those bytes.
         """
         state = self._lanes[lane]
-        queue = self._queue
-        if now_s >= queue.next_s():
-            queue.advance(now_s)
+        if now_s >= self.departs_s:
+            self.advance(now_s)
         if now_s >= self._assessed_s + _ASSESS_S:
             self._assess_lanes(now_s)
         if state.parked:
@@ -276,7 +217,7 @@ class Outgoing:
             return None
         if self._leaves_to_faster(state):
             return None
-        taken = queue.take(state.flights, now_s)
+        taken = self.take(state.flights, now_s)
         if taken is not None:
             return self._send(state, *taken, now_s)
         if now_s >= self._hedge_s and len(self._lanes) > 1:
@@ -297,7 +238,7 @@ class Outgoing:
             return there
         drain_per_s = sum(known) / len(known)
         wanted = lanes_needed(self._production.per_s(now_s), drain_per_s, fewest, most)
-        waiting_bytes = self._queue.undelivered_bytes
+        waiting_bytes = self.undelivered_bytes
         piles_up = waiting_bytes > 0.1 * drain_per_s * len(rates)
         if self._gain.may_grow(
             len(self._lanes), self._received_bytes, waiting_bytes, piles_up, now_s
@@ -310,12 +251,12 @@ class Outgoing:
         lanes = {number: lane.statistics() for number, lane in self._lanes.items()}
         return {
             **self._counters,
-            "undelivered_bytes": self._queue.undelivered_bytes,
+            "undelivered_bytes": self.undelivered_bytes,
             "lanes": lanes,
         }
 
     def _send(self, lane: OutgoingLane, message: Message, index: int, now_s: float) -> Chunk:
-        chunk = self._queue.chunk(message, index)
+        chunk = self.chunk(message, index)
         lane.sent(
             (message.channel, message.sequence, chunk.offset),
             Flight(message, index, chunk.length, now_s),
@@ -380,7 +321,7 @@ class Outgoing:
             expected_s = lane.rate.expected_s(oldest.length) or 0.0
             if now_s >= lane.progress_s + max(_STALLED_S, lane.rate.overdue_factor * expected_s):
                 lane.stalled = True
-                self._queue.send_copies(
+                self.send_copies(
                     [
                         (flight.message, flight.index)
                         for flight in lane.flights.values()
@@ -443,5 +384,5 @@ class Outgoing:
             message.state is SendState.SENDING
             and not message.acknowledged[flight.index]
             and message.copies[flight.index] == 1
-            and self._queue.is_open(message, now_s)
+            and self.is_open(message, now_s)
         )

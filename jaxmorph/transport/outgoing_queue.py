@@ -107,7 +107,14 @@ class OutgoingQueue:
         self._again: deque[tuple[Message, int, int]] = deque()
 
     def add_channel(self, name: ChannelName, num_slots: int, released: int) -> None:
-        """Send a channel's messages from number `released` on."""
+        """Begin to send a channel, or resume it after a restart, from its slots' count.
+
+        The caller posts all messages from `released` on here, too; none of a new channel leaves
+        before its `Resume` has come.
+
+        Raises:
+            ValueError: If it is another pair's, or known.
+        """
         if (name.source, name.destination) != (self._source, self._destination):
             raise ValueError(f"got {name} for ranks {self._source}>{self._destination}")
         if name in self._channels:
@@ -122,22 +129,32 @@ class OutgoingQueue:
 
     @property
     def is_drained(self) -> bool:
-        """Whether `take` has nothing for now."""
+        """Whether every chunk has been sent, so that only copies are left to send."""
         return not (self._small or self._large or self._again)
 
     def released(self, name: ChannelName) -> int:
-        """The number of the channel's first message that may not be delivered yet."""
+        """The slots' count: the receiver has delivered all messages before it."""
         return self._channels[name].released
 
     def emulate(self, emulation: LinkEmulator | None) -> None:
-        """Ask this emulator when messages may depart; known departure times stay."""
+        """Emulate a link from now on; None: don't. Known departure times stay.
+
+        A message leaves when the emulator lets it, and one that is cut in the middle stops there.
+        """
         self._emulation = emulation
         self._retry_s = float("-inf")
 
     def post(
         self, name: ChannelName, sequence: int, total: int, tag: Tag, posted_ns: int, now_s: float
     ) -> bool:
-        """Add a message; returns False if the receiver has it already."""
+        """Add a message whose payload is complete; messages may come out of order.
+
+        Returns:
+            False if the receiver has it already.
+
+        Raises:
+            ValueError: If it is here already, or its number is beyond the slots.
+        """
         channel = self._channels[name]
         ahead = (sequence - channel.released) & MASK
         if ahead >= HALF:
@@ -180,7 +197,7 @@ class OutgoingQueue:
             self._admit_waiting(channel)
         return grew
 
-    def acknowledged(self, message: Message, index: int) -> None:
+    def mark_acknowledged(self, message: Message, index: int) -> None:
         """Record that the receiver has a chunk."""
         if message.acknowledged[index] or message.state is not _SENDING:
             return
@@ -220,8 +237,9 @@ class OutgoingQueue:
             for _ in range(len(self._cut)):
                 self._schedule_departure(self._cut.popleft(), now_s)
 
-    def next_s(self) -> float:
-        """When to call `advance` next."""
+    @property
+    def departs_s(self) -> float:
+        """When the emulated link lets the next message go; infinity: none is delayed."""
         return min(self._delayed[0][0], self._retry_s) if self._delayed else self._retry_s
 
     def is_open(self, message: Message, now_s: float) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import READ, EventLoop
 from jaxmorph.transport.incoming import Delivery, Incoming, IncomingChunk
-from jaxmorph.transport.lanes import ChecksumError, ChunkHandler, Lane, LaneError, TcpLane
-from jaxmorph.transport.link import NIXL, TCP, LinkHalf, OpenPings
+from jaxmorph.transport.lanes import ChecksumError, ChunkHandler, LaneError, TcpLane
+from jaxmorph.transport.link import NIXL, TCP, Lane, LinkHalf, OpenPings
 from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.names import ChannelName, add
 from jaxmorph.transport.nixl_lanes import MAX_GRANTS, NixlReceivingLane

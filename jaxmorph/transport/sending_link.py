@@ -9,8 +9,8 @@ from typing import Any
 from jaxmorph.transport.connecting import Dialler, Identity
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import READ, EventLoop
-from jaxmorph.transport.lanes import Lane, LaneError, TcpLane
-from jaxmorph.transport.link import NIXL, TCP, LinkHalf, OpenPings
+from jaxmorph.transport.lanes import LaneError, TcpLane
+from jaxmorph.transport.link import NIXL, TCP, Lane, LinkHalf, OpenPings
 from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.names import ChannelName, add
 from jaxmorph.transport.nixl_lanes import NixlSendingLane
@@ -276,7 +276,7 @@ class SendingLink(LinkHalf):
             if self.engine.acknowledged(number, frame, now_s):
                 freed.add(frame.channel)
         elif kind is Credit or kind is Resume:
-            if self.engine.counts(frame):
+            if self.engine.counts(*frame):
                 freed.add(frame.channel)
         else:
             self._handle_common(number, frame)

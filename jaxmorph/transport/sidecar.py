@@ -18,8 +18,8 @@ from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.transport.connecting import Acceptor, Identity
 from jaxmorph.transport.doorbell import Doorbell
 from jaxmorph.transport.event_loop import READ, EventLoop
-from jaxmorph.transport.lanes import Lane, LaneError, TcpLane
-from jaxmorph.transport.link import NIXL, prepare_backend
+from jaxmorph.transport.lanes import LaneError, TcpLane
+from jaxmorph.transport.link import NIXL, Lane, prepare_backend
 from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.names import ChannelName

@@ -137,7 +137,6 @@ class Slots:
 
     def write_info(self, sequence: int, info: MessageInfo) -> None:
         """Describe the message, before it is announced."""
-
         num_bytes, tag, posted_ns, received_ns = info
         at = self._info_byte(sequence)
         posted_ns = min(posted_ns, _LAST_NS)  # a peer's clock may say anything

@@ -127,9 +127,7 @@ def test_without_a_driver_pinned_memory_copies_and_a_warning_is_logged(
 
 
 @pytest.mark.parametrize("name", ["copy_engine", "pallas", "buffer_callback"])
-def test_a_named_backend_is_refused_with_the_drivers_reason(
-    plane, opened, elsewhere, name
-):
+def test_a_named_backend_is_refused_with_the_drivers_reason(plane, opened, elsewhere, name):
     with pytest.raises(UserError, match=rf"got {name}, .*no such file.*expected auto, pinned"):
         opened(plane, name, no_driver)
 
@@ -161,18 +159,14 @@ def test_kernels_replace_a_failing_copy_engine(plane, opened, kernels, caplog):
     assert out_of.startswith("copies out of slots by copy_engine don't work here: ")
 
 
-def test_named_kernels_copy_in_both_directions(
-    plane, opened, kernels, caplog
-):
+def test_named_kernels_copy_in_both_directions(plane, opened, kernels, caplog):
     copies = opened(plane, "pallas", lambda number: CudaDriver(kernels.library, number))
     assert (copies.outgoing.name, copies.incoming.name) == ("pallas", "pallas")
     assert "cuMemcpyDtoHAsync_v2" not in kernels.library.names()
     assert caplog.text == ""
 
 
-def test_kernels_that_fail_out_of_slots_are_replaced_with_a_warning(
-    plane, opened, kernels, caplog
-):
+def test_kernels_that_fail_out_of_slots_are_replaced_with_a_warning(plane, opened, kernels, caplog):
     def refuse(*_, **__):
         raise NotImplementedError("no such kernel")
 
@@ -229,9 +223,7 @@ def test_slots_are_registered_while_copies_are_open(plane, opened, elsewhere):
     assert library.names()[-1] == "cuDevicePrimaryCtxRelease_v2"
 
 
-def test_a_failed_device_does_not_prevent_closing(
-    plane, opened, elsewhere, caplog
-):
+def test_a_failed_device_does_not_prevent_closing(plane, opened, elsewhere, caplog):
     library = Registrar()
     copies = opened(plane, "auto", lambda number: CudaDriver(library, number))
     library.failing["cuStreamSynchronize"] = 700

@@ -404,9 +404,7 @@ def test_a_kernels_message_is_announced_before_it_runs(later, make):
 
 
 @pytest.mark.parametrize(("was_signalled", "left"), [(False, 0), (True, 40)])
-def test_a_failed_kernel_sends_an_empty_message_unless_signalled(
-    later, make, was_signalled, left
-):
+def test_a_failed_kernel_sends_an_empty_message_unless_signalled(later, make, was_signalled, left):
     kernels = make(KERNELS)
     slot, ticket = kernels.send(values(), USE.parts[0])
     if was_signalled:

@@ -226,7 +226,6 @@ def test_a_failed_launch_raises(make):
         receiver.receive(values())
 
 
-
 def test_missing_kernels_are_reported_with_the_reason():
     memory = RegisteredMemory(CudaDriver(FakeLibrary(), 0))
     backend = KernelReceive(memory, HostReceive())

@@ -105,6 +105,4 @@ def test_wrong_operands_are_refused(wrong, error, message):
 @pytest.mark.one_jax
 def test_a_receive_longer_than_its_slot_is_refused():
     with pytest.raises(ValueError, match=r"^copy_from_host: got 20 bytes \(float32\[5\]\), .* 16"):
-        copy_from_host(
-            jnp.zeros(5, jnp.uint32), shape=(5,), dtype=jnp.float32, slot_bytes=16
-        )
+        copy_from_host(jnp.zeros(5, jnp.uint32), shape=(5,), dtype=jnp.float32, slot_bytes=16)

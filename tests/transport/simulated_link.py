@@ -453,7 +453,7 @@ class Link:
             if type(frame).__name__ == "Acknowledge":
                 grew = self.outgoing.acknowledged(pipe.lane, frame, self.now)
             else:
-                grew = self.outgoing.counts(frame)
+                grew = self.outgoing.counts(*frame)
         except ProtocolError as error:
             raise AssertionError(f"an honest receiver was refused: {error}") from error
         memory = self.memories[frame.channel]

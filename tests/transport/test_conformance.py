@@ -1,6 +1,5 @@
 """What every data plane must do: one in memory, by sidecars over TCP, by RDMA."""
 
-import contextlib
 import ctypes
 import threading
 import time
@@ -12,7 +11,6 @@ from exchanges import (
     BACK,
     CLOCK_ERROR_S,
     PATIENCE_S,
-    SECRET,
     THERE,
     await_clock,
     content,
@@ -455,17 +453,3 @@ def test_a_waiting_receiver_learns_that_its_peer_is_gone(join):
         assert waiting.wait(PATIENCE_S)
         first.close()
         thread.join()
-
-
-def test_planes_in_memory_need_the_same_secret():
-    network = LoopbackNetwork()
-    with (
-        contextlib.closing(network.plane(0, [spec()], [])) as first,
-        contextlib.closing(network.plane(1, [], [spec()])) as second,
-    ):
-        first.connect({1: second.addresses()}, SECRET)
-        second.connect({0: first.addresses()}, SECRET[::-1])
-        send(first, THERE, 0, 10)
-        nothing_comes(second)
-        second.connect({0: first.addresses()}, SECRET)
-        receive(second, THERE, 0, 10)

@@ -6,7 +6,7 @@ from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.message_states import ProtocolError
 from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.outgoing import Outgoing
-from jaxmorph.transport.wire import Acknowledge, Credit, Pong, Resume
+from jaxmorph.transport.wire import Acknowledge, Pong
 
 NAME = ChannelName(1, 0, 1)
 OTHER = ChannelName(1, 0, 1, 1)
@@ -28,8 +28,7 @@ class Wire:
             self.counts(0, 8)
 
     def counts(self, delivered, limit):
-        frame = Credit(NAME, (FIRST + delivered) % 2**32, (FIRST + limit) % 2**32)
-        return self.out.counts(frame)
+        return self.out.counts(NAME, (FIRST + delivered) % 2**32, (FIRST + limit) % 2**32)
 
     def post(self, at, chunks=2, name=NAME):
         self.out.post(name, (FIRST + at) % 2**32, chunks * SIZE, TAG, 1000 + at, self.now)
@@ -70,14 +69,14 @@ class Wire:
         """Make a lane carry another channel's message at a rate."""
         name = ChannelName(9, 0, 1, lane)
         self.out.add_channel(name, 1, 0)
-        self.out.counts(Resume(name, 0, 1))
+        self.out.counts(name, 0, 1)
         self.out.post(name, 0, chunks * SIZE, TAG, 0, self.now)
         for _ in range(chunks):
             frame = self.out.next_chunk(lane, self.now)
             assert frame is not None
             self.now += SIZE / bytes_per_s
             self.out.acknowledged(lane, Acknowledge(frame.channel, 0, frame.offset, 0, 1), self.now)
-        self.out.counts(Credit(name, 1, 2))
+        self.out.counts(name, 1, 2)
 
 
 def test_nothing_leaves_before_the_receivers_counts():
@@ -181,7 +180,7 @@ def test_impossible_counts_are_refused():
     with pytest.raises(ProtocolError, match="room"):
         wire.counts(0, -5)
     with pytest.raises(ProtocolError, match="doesn't begin here"):
-        wire.out.counts(Credit(OTHER, 0, 1))
+        wire.out.counts(OTHER, 0, 1)
     with pytest.raises(ProtocolError, match="isn't on lane 0"):
         wire.acknowledge(0, 0)
     with pytest.raises(ValueError, match="chunks of 10 bytes"):
@@ -426,7 +425,7 @@ def test_an_outage_of_all_lanes_adds_none():
 def test_lanes_wanted_are_production_over_drain():
     wire, count = Wire(lanes=1), 32
     wire.out.add_channel(OTHER, count, 0)
-    wire.out.counts(Resume(OTHER, 0, count))
+    wire.out.counts(OTHER, 0, count)
     acknowledged = 0
     for at in range(count):  # four seconds
         wire.out.post(OTHER, at, SIZE, TAG, 0, wire.now)
