@@ -84,7 +84,7 @@ def test_a_jobset_has_a_pod_and_gpu_for_each_stage():
     assert replicated["replicas"] == 1
     assert (
         job["completionMode"] == "Indexed"
-    )  # sets JOB_COMPLETION_INDEX, by which it is recognised
+    )  # sets JOB_COMPLETION_INDEX
     assert job["completions"] == job["parallelism"] == stages()
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
