@@ -82,9 +82,7 @@ def test_a_jobset_has_a_pod_and_gpu_for_each_stage():
     (replicated,) = OBJECTS["JobSet"]["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
     assert replicated["replicas"] == 1
-    assert (
-        job["completionMode"] == "Indexed"
-    )  # sets JOB_COMPLETION_INDEX
+    assert job["completionMode"] == "Indexed"  # sets JOB_COMPLETION_INDEX
     assert job["completions"] == job["parallelism"] == stages()
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
