@@ -144,9 +144,9 @@ def look_at_payloads(open_end: OpenEnd, placement: Sharding, sizes: Sizes) -> It
     with closing(open_end(max(sizes.case_bytes) + _RAGGED, 2)) as end:
         for dtype, size in cases:
             num_bytes = size + (_RAGGED if dtype.itemsize == 1 else 0)
-            (told,) = end.look_at([payloads.slow(end, rng, dtype, num_bytes)])
-            if told:
-                wrong.append(f"{dtype.name}, {in_bytes(num_bytes)}: {told}")
+            (problem,) = end.look_at([payloads.slow(end, rng, dtype, num_bytes)])
+            if problem:
+                wrong.append(f"{dtype.name}, {in_bytes(num_bytes)}: {problem}")
         early = "" if end.num_early is None else f"{end.num_early} still being computed"
     whole = f"{len(cases) - len(wrong)} of {len(cases)}"
     yield Row("whole", whole, wrong[0] if wrong else early, not wrong)
@@ -158,10 +158,10 @@ def look_at_payloads(open_end: OpenEnd, placement: Sharding, sizes: Sizes) -> It
         while number < sizes.num_small:
             length = min(int(rng.integers(1, _BURST + 1)), sizes.num_small - number)
             burst = [kinds[rng.integers(len(kinds))]() for _ in range(length)]
-            for at, told in enumerate(end.look_at(burst)):
-                if told:
+            for at, problem in enumerate(end.look_at(burst)):
+                if problem:
                     size = in_bytes(len(burst[at].expected))
-                    torn.append(f"message {number + at}, {size}: {told}")
+                    torn.append(f"message {number + at}, {size}: {problem}")
             number += length
     note = torn[0] if torn else "their numbers wrap"
     yield Row("torn", f"{len(torn)} of {sizes.num_small}", note, not torn)

@@ -239,14 +239,14 @@ class Outgoing(_End[_Sent]):
 
 
 @dataclass(frozen=True, eq=False)
-class _Landed:
+class _Taken:
     """A message that has been taken out of its slot; the device may not have it yet."""
 
     sequence: int
     value: Any
 
 
-class Incoming(_End[_Landed]):
+class Incoming(_End[_Taken]):
     """A backend that copies out of slots, into which messages are put by hand."""
 
     num_early = None
@@ -263,7 +263,7 @@ class Incoming(_End[_Landed]):
         slots = self._end.slots
         return distance(slots.produced, slots.consumed) < slots.num_slots
 
-    def _start(self, message: Message, *, is_compared: bool = False) -> _Landed:
+    def _start(self, message: Message, *, is_compared: bool = False) -> _Taken:
         """Have a message come into a free slot, as a sidecar does, and have it copied out."""
         what = f"{self._backend.name} has released no slot"
         wait_until(self._has_room, self._site.patience_s, what)
@@ -277,29 +277,29 @@ class Incoming(_End[_Landed]):
         slots.produced = add(sequence, 1)
         arrival = message.program()
         arrival.add(range(message.num_elements), self._end.take(0.0))
-        return _Landed(sequence, arrival.value())
+        return _Taken(sequence, arrival.value())
 
-    def _is_over(self, each: _Landed) -> bool:
+    def _is_over(self, each: _Taken) -> bool:
         return _is_there(each) and self._is_released(each)
 
-    def _is_released(self, each: _Landed) -> bool:
+    def _is_released(self, each: _Taken) -> bool:
         return 0 < distance(self._end.slots.consumed, each.sequence) < HALF
 
-    def _wait(self, each: _Landed) -> None:
+    def _wait(self, each: _Taken) -> None:
         what = f"{self._backend.name} has not received a message"
         wait_until(lambda: _is_there(each), self._site.patience_s, what)
         jax.block_until_ready(each.value)
 
-    def _spoil_released(self, message: Message, each: _Landed) -> None:
+    def _spoil_released(self, message: Message, each: _Taken) -> None:
         self._finish(each)
         memory = self._end.slots.payload(each.sequence)[: len(message.expected)]
         spoil(memory, message.expected)
 
-    def _received(self, each: _Landed, message: Message) -> np.ndarray:
+    def _received(self, each: _Taken, message: Message) -> np.ndarray:
         self._wait(each)
         return np.asarray(each.value).reshape(-1).view(np.uint8)
 
-    def _finish(self, each: _Landed) -> None:
+    def _finish(self, each: _Taken) -> None:
         what = f"message {each.sequence}: {self._backend.name} has not released its slot"
         wait_until(lambda: self._is_released(each), self._site.patience_s, what)
 
@@ -307,7 +307,7 @@ class Incoming(_End[_Landed]):
         self._backend.settle()
 
 
-def _is_there(each: _Landed) -> bool:
+def _is_there(each: _Taken) -> bool:
     return not isinstance(each.value, jax.Array) or is_ready(each.value)
 
 
