@@ -35,7 +35,7 @@ from jaxmorph.copies.host_memory import ImmediateSend, host_callback_backends
 from jaxmorph.program.instructions import Channel, Payload, Transfer
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute, LinkCommunicators
-from jaxmorph.runtime.join import join_as_told
+from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.launcher import run_ranks
 from jaxmorph.runtime.link_connections import open_data_plane
 from jaxmorph.runtime.payloads import channel_name
@@ -145,7 +145,7 @@ def memcpy_us(num_bytes: int) -> float:
 def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> None:
     """One of the two ranks; both move the same messages, and rank 0 tells what they took."""
     del rest
-    rendezvous = join_as_told(arguments, start_timeout_s=60, step_timeout_s=60)
+    rendezvous = join_run(arguments, start_timeout_s=60, step_timeout_s=60)
     mesh, rank = make_mesh(2), arguments.rank
     placement = NamedSharding(stage_submesh(mesh, rank), PartitionSpec())
     payloads = {

@@ -83,7 +83,7 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
     from jaxmorph.program.instructions import Free, Payload, Transfer
     from jaxmorph.program.lowering import lower
     from jaxmorph.runtime.executor import StepInputs
-    from jaxmorph.runtime.join import join_as_told
+    from jaxmorph.runtime.join import join_run
     from jaxmorph.runtime.optimizer import OptimizerSettings
     from jaxmorph.runtime.queue import AsynchronousQueue
     from jaxmorph.runtime.routes import TransferIdentity
@@ -95,7 +95,7 @@ def measure(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> No
     from jaxmorph.schedule.simulate import simulate
     from models.gpt2 import build
 
-    rendezvous = join_as_told(arguments, start_timeout_s=60, step_timeout_s=60)
+    rendezvous = join_run(arguments, start_timeout_s=60, step_timeout_s=60)
     model = build(
         preset="tiny", sequence_length=8, vocab_size=32, width=16, num_layers=2, num_heads=2
     )

@@ -20,7 +20,7 @@ from jaxmorph.data import ReadAhead
 from jaxmorph.plain_json import tagged
 from jaxmorph.records import Link, Route
 from jaxmorph.runtime.emulated_links import EmulatedLinks
-from jaxmorph.runtime.join import join_as_told
+from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
 from jaxmorph.runtime.report import measured_timeline
@@ -123,7 +123,7 @@ def _serve_as_told(arguments: RankArguments, link: LauncherLink, rest: list[str]
     config_path, system = rest
     config = load_config(Path(config_path))
     healthy = system_config(config, SYSTEMS[system])
-    rendezvous = join_as_told(
+    rendezvous = join_run(
         arguments,
         start_timeout_s=config.timeouts.start_s,
         step_timeout_s=healthy.direct_timeout_s,

@@ -1,8 +1,8 @@
-"""The delegated route: transfers go through slots in host memory, and nobody's queue waits.
+"""The delegated route: transfers go through slots in host memory, and no queue waits for them.
 
-A send reserves its slot on the host, before it stands on any queue; on the queue it is a copy into
-that slot and no more. A receive waits on the host, before the op that needs the payload is
-enqueued, and copies out of the slot, which is free again at once.
+A send reserves its slot on the host before it is enqueued; on the queue it is only a copy into that
+slot. A receive waits on the host before the op that needs the payload is enqueued, and copies out
+of the slot, which is free again at once.
 """
 
 import threading
@@ -45,16 +45,16 @@ from jaxmorph.transport.plane import DataPlane, IncomingSlot, OutgoingSlot
 Slot = TypeVar("Slot")
 
 _WORDS = 1 << 32
-_AT_ONCE = 0.0  # a deadline long past
+_NO_WAIT = 0.0  # a deadline long past
 
 
 @dataclass
 class DelegatedCounts:
-    """What a rank's delegated links have waited for, and thrown away.
+    """Counters of a rank's delegated links.
 
     Attributes:
         slot_waits: Whole messages that found no free slot and waited for one, on the host.
-        skipped: Messages thrown away: of an abandoned epoch, or come before.
+        skipped: Messages dropped: of an abandoned epoch, or received before.
     """
 
     slot_waits: int = 0
@@ -63,19 +63,19 @@ class DelegatedCounts:
 
 
 class DelegatedRoute:
-    """Carries messages by the data plane; see `routes.Route`.
+    """Carries messages over the data plane; see `routes.Route`.
 
-    Training thread: `reserve` and `take` of what is beside the queue, and all else. Queue thread:
-    postings, and of links that fail over `reserve` and `take` too, as has a link's own thread when
-    it sends again. A channel is one thread's at a time. Lock: counts, and copies under way.
+    Training thread: all methods. Queue thread: postings. For links that fail over the queue's
+    thread also calls `reserve` and `take`, and a link's own thread calls `post` to resend. A
+    channel belongs to one thread at a time. Lock: counts and running copies.
 
     Args:
         slot_uses: How the payload of each channel that may be delegated lies in its slots.
         placement: Where the stage keeps its arrays.
         send_backend: Copies payloads into slots.
-        check: Raises what has gone wrong elsewhere on this rank; asked now and then while waiting,
-            for what is waited for may depend on it.
-        receive_backend: Copies payloads out of slots; None: copies in host memory.
+        check: Raises errors from elsewhere on this rank. Waits call it repeatedly: after such an
+            error the message they wait for may never come.
+        receive_backend: Copies payloads out of slots; None: in host memory.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class DelegatedRoute:
 
     @property
     def slot_bytes(self) -> int:
-        """Shared memory that this rank's payloads have, at its ends of all channels."""
+        """Bytes of shared memory for slots, at this rank's ends of all channels."""
         ends = [*self._senders.items(), *self._receivers.items()]
         return sum(self._num_slots[channel] * end.use.slot_bytes for channel, end in ends)
 
     def make_room(self, needed: Mapping[Channel, int]) -> None:
-        """Give channels the slots that a plan needs, while nothing is under way on any."""
+        """Give channels the slots that a plan needs; no message may be on its way."""
         self._receive_backend.settle()
         for channel, end in [*self._senders.items(), *self._receivers.items()]:
             wanted = end.use.slots_for(needed.get(channel, 1))
@@ -130,7 +130,7 @@ class DelegatedRoute:
                 self._num_slots[channel] = wanted
 
     def reserve(self, identity: TransferIdentity, deadline_s: float) -> Iterator[Posting]:
-        """Take a slot for each part of a message, when it is asked for the part."""
+        """Reserve slots lazily: each part waits for its slot only when its posting is requested."""
         sender = self._senders[self._channel(identity)]
         for index, part in enumerate(sender.use.parts):
             slot = self._free_slot(identity, sender, deadline_s)
@@ -138,14 +138,20 @@ class DelegatedRoute:
             self._reserved[sender.name, slot.sequence] = slot, tag
             yield partial(self._start, sender, part, slot, tag)
 
-    def post(self, identity: TransferIdentity, value: jax.Array, arrived_s: float) -> Moved:
-        """Reserve and send at once; for one that stands on no queue."""
-        postings = self.reserve(identity, time.monotonic() + _POST_S)
+    def post(
+        self,
+        identity: TransferIdentity,
+        value: jax.Array,
+        arrived_s: float,
+        timeout_s: float = 60.0,
+    ) -> Moved:
+        """Reserve and send all parts at once, waiting for slots where there are none."""
+        postings = self.reserve(identity, time.monotonic() + timeout_s)
         *_, last = [posting(value, arrived_s) for posting in postings]
         return last
 
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
-        """Wait on the host; gives when the first part was posted and the last one landed too."""
+        """Receive on the host; also returns when the first part was sent and the last one came."""
         del arrived_s
         receiver = self._receivers[self._channel(identity)]
         arrival = receiver.receive()
@@ -159,23 +165,21 @@ class DelegatedRoute:
         return Moved(arrival.value(), posted_s, landed_s)
 
     def has_room(self, identity: TransferIdentity) -> bool:
-        """Whether `reserve` would wait for nothing; an error if the receiver is gone."""
+        """Whether `reserve` would return at once; raises if the receiver is gone."""
         return self._plane.has_room(self._senders[self._channel(identity)].name)
 
     def abandon(self, epoch: int) -> None:
-        """Refuse what is left of an epoch; what still comes of it is thrown away.
-
-        Slots that were reserved, and will not be used now, go to their receivers empty: messages
-        arrive in the order of their slots, and those of the next epoch come after them.
-        """
+        """Refuse the rest of an epoch, and drop its messages that still arrive."""
         self._abandoned = max(self._abandoned, epoch)
+        # Messages arrive in the order of their slots. A reserved slot that stayed unused would
+        # block those of the next epoch, so it is sent empty.
         for key, (slot, tag) in list(self._reserved.items()):
             if tag[0] <= epoch and self._reserved.pop(key, None):
                 _post_empty(slot, tag)
-        self._finish_what_is_over()  # its errors are those of an epoch that is over too
+        self._finish_ready_copies()
 
     def settle(self) -> None:
-        """Wait until all copies that were started are over; an error of any is raised."""
+        """Wait until all copies are over and raise the first error of one."""
         while True:
             with self._lock:
                 if not self._copying:
@@ -185,7 +189,7 @@ class DelegatedRoute:
         self._receive_backend.settle()
 
     def events(self) -> list[dict[str, Any]]:
-        """Sends that waited for a slot since the last call; a plan's slots let none of them."""
+        """An event if sends had to wait for slots since the last call; plans avoid that."""
         before, self._reported = self._reported, replace(self.counts)
         waits = self.counts.slot_waits - before.slot_waits
         waited_ms = 1e3 * (self.counts.slot_wait_s - before.slot_wait_s)
@@ -194,15 +198,15 @@ class DelegatedRoute:
         return [event] if waits else []
 
     def statistics(self) -> dict[str, Any]:
-        """What has been counted, and how copies are made."""
+        """The counters and the copy backends."""
         return {
             "tier": self.send_backend,
             "landing_tier": self.receive_backend,
             **asdict(self.counts),
         }
 
-    def _finish_what_is_over(self) -> None:
-        """Let go of copies, in their order, up to the first that is under way."""
+    def _finish_ready_copies(self) -> None:
+        """Release copies in their order, up to the first that still runs."""
         while True:
             with self._lock:
                 if not self._copying or not self._copying[0].is_over:
@@ -211,7 +215,7 @@ class DelegatedRoute:
             self._finish(copy)
 
     def _finish(self, copy: "_Copy") -> None:
-        """Wait until a copy is over; its error is raised unless its epoch has been abandoned."""
+        """Wait until a copy is over; raise its error unless its epoch was abandoned."""
         try:
             copy.finish()
         except Exception:
@@ -226,13 +230,13 @@ class DelegatedRoute:
         self, identity: TransferIdentity, sender: "_Sender", deadline_s: float
     ) -> OutgoingSlot:
         try:
-            return self._plane.reserve(sender.name, _AT_ONCE)
+            return self._plane.reserve(sender.name, _NO_WAIT)
         except TimeoutError:
             began_s = time.monotonic()
         try:
             return self._waited_for(self._plane.reserve, sender.name, identity, deadline_s)
         finally:
-            if len(sender.use.parts) == 1:  # parts wait for those before them in any case
+            if len(sender.use.parts) == 1:  # parts always wait for the parts before them
                 with self._lock:
                     self.counts.slot_waits += 1
                     self.counts.slot_wait_s += time.monotonic() - began_s
@@ -246,25 +250,25 @@ class DelegatedRoute:
         value: jax.Array,
         arrived_s: float,
     ) -> Moved:
-        """Dispatch a copy; its ticket and the value are kept until it is over."""
+        """Dispatch a copy, and keep its ticket and the value until it is over."""
         del arrived_s
         if self._reserved.pop((sender.name, slot.sequence), None) is None:
             raise AbandonedEpochError(f"{sender.name}: message {slot.sequence} was abandoned")
-        with _posted_in_any_case(slot, tag):
+        with _posted_even_after_error(slot, tag):
             ticket: Any = sender.copy(value, part, slot, tag)
         with self._lock:
             self._copying.append(_Copy(ticket, value, slot, tag))
-        self._finish_what_is_over()
+        self._finish_ready_copies()
         return Moved(ticket)
 
     def _expected(
         self, identity: TransferIdentity, receiver: "_Receiver", tag: Tag, deadline_s: float
     ) -> IncomingSlot:
-        """The slot of the message that is due; those that come too late are skipped."""
+        """The slot of the expected message; late ones before it are skipped."""
         while True:
             slot = self._waited_for(self._plane.take, receiver.name, identity, deadline_s)
             if slot.tag == tag:
-                receiver.note(tag)
+                receiver.record(tag)
                 return slot
             found = slot.tag
             slot.release()
@@ -280,26 +284,25 @@ class DelegatedRoute:
         identity: TransferIdentity,
         deadline_s: float,
     ) -> Slot:
-        """A slot, waited for with an eye on the rest of the rank."""
+        """Wait for a slot, checking the rest of the rank meanwhile."""
         while True:
             until_s = min(deadline_s, time.monotonic() + _CHECK_EVERY_S)
             try:
                 return wait(name, until_s)
             except TimeoutError as error:
                 self._check()
-                self._finish_what_is_over()
+                self._finish_ready_copies()
                 if until_s >= deadline_s:
                     raise TimeoutError(f"{identity}: {error}") from error
 
 
 _FIRST_SLOTS = 2
 _CHECK_EVERY_S = 0.5
-_POST_S = 60.0
 
 
 @dataclass(frozen=True)
 class _Sender:
-    """What a channel's messages are copied by."""
+    """The sending end of a channel."""
 
     name: ChannelName
     use: SlotUse
@@ -308,7 +311,7 @@ class _Sender:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy into a slot, which may be under way."""
+    """A copy into a slot, perhaps still running."""
 
     ticket: Ticket | jax.Array
     value: jax.Array
@@ -317,18 +320,18 @@ class _Copy:
 
     @property
     def is_over(self) -> bool:
-        """Whether waiting for it would return, or raise, at once."""
+        """Whether `finish` would return or raise at once."""
         return is_ready(self.ticket)
 
     def finish(self) -> None:
-        """Wait until it is over; after an error its slot is no longer waited for by the peer."""
-        with _posted_in_any_case(self.slot, self.tag):
+        """Wait until it is over; after an error the peer gets the slot empty."""
+        with _posted_even_after_error(self.slot, self.tag):
             jax.block_until_ready(self.ticket)
 
 
 @dataclass
 class _Receiver:
-    """What has been taken from a channel in the step that it is in."""
+    """The receiving end of a channel, and what it received in the current epoch and step."""
 
     name: ChannelName
     use: SlotUse
@@ -336,15 +339,15 @@ class _Receiver:
     taken: set[Tag] = field(default_factory=set)
     step: tuple[int, ...] = ()
 
-    def note(self, tag: Tag) -> None:
-        """A message has been taken."""
+    def record(self, tag: Tag) -> None:
+        """Record that a message was received."""
         if tag[:2] != self.step:
             self.step = tag[:2]
             self.taken.clear()
         self.taken.add(tag)
 
     def is_late(self, tag: Tag, expected: TransferIdentity) -> bool:
-        """Whether a message is of an earlier epoch or step, or has been taken before."""
+        """Whether a message is of an earlier epoch or step, or was received before."""
         if tag[0] != expected.epoch:
             return tag[0] < expected.epoch
         steps_ago = (expected.step - tag[1]) % _WORDS
@@ -352,29 +355,29 @@ class _Receiver:
 
 
 @contextmanager
-def _posted_in_any_case(slot: OutgoingSlot, tag: Tag) -> Iterator[None]:
-    """After an error while a slot is being filled, it holds up none that come after it."""
+def _posted_even_after_error(slot: OutgoingSlot, tag: Tag) -> Iterator[None]:
+    """Post a slot empty if filling it fails: an unposted slot would block all later ones."""
     try:
         yield
-    except Exception:  # not an interruption: then it may still be filled
+    except Exception:  # not BaseException: after an interruption it may still be filled
         if not slot.is_posted:
             _post_empty(slot, tag)
         raise
 
 
 def _post_empty(slot: OutgoingSlot, tag: Tag) -> None:
-    """Send nothing in a slot, under the name of what it was reserved for."""
+    """Send an empty message with the tag of the one that the slot was reserved for."""
     slot.post(0, [word % _WORDS for word in tag])
     slot.complete()
 
 
 def _tag(identity: TransferIdentity, index: int, parts: int) -> Tag:
-    """The identity's words, and which part of how many; one that is whole ends in zeros."""
+    """The identity's words, the part's index and the number of parts less one."""
     return (*identity.words(), index, parts - 1)
 
 
 def _require_length(slot: IncomingSlot, num_bytes: int, identity: TransferIdentity) -> None:
-    """Refuse a message of another length, and let go of its slot."""
+    """Refuse a message of another length and release its slot."""
     arrived = len(slot.payload)
     if arrived != num_bytes:
         slot.release()

@@ -1,14 +1,14 @@
-"""The direct route: transfers are programs on the accelerators' queues, where both ends meet.
+"""The direct route: a transfer is a program on both accelerators' queues, a rendezvous.
 
-When a transfer fails, only the receiver knows what has come: `received` counts it, channel by
-channel. A sender that keeps its outputs until those counts cover them can send the rest again, in
-the next epoch, on this route or another.
+When a transfer fails, only the receiver knows what it received: `received` counts messages per
+channel. A sender keeps its outputs until those counts cover them, and can resend the rest in the
+next epoch, on this route or another.
 """
 
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,34 +36,34 @@ from jaxmorph.stage.mesh import AXES, DATA, STAGE, spare_mesh
 _WORD = 0xFFFFFFFF
 
 IDENTITY_WORDS = 8
-"""32-bit words by which each end of a transfer says to the other which transfer it is at."""
+"""32-bit words in which each end of a transfer names the transfer it is at."""
 
 
 class LinkExhaustedError(RuntimeError):
-    """All communicators of a direct link have failed; its processes can make no other."""
+    """All communicators of a direct link have failed; its processes can't make another."""
 
 
 class LinkProgram:
     """The compiled program that moves one payload over one direction of a link by `ppermute`.
 
-    Both ends call it, at the same point of their queues. It runs on a mesh of the two stages'
-    devices only, matching shards with matching shards; no other rank takes part. It is compiled
-    once, for a fixed shape. The sender's identity of the transfer travels in front of the payload.
+    Both ends call it at the same point of their queues. It runs on a mesh of the two stages'
+    devices and sends each shard to the matching one; no other rank takes part. The sender's
+    identity of the transfer travels in front of the payload.
 
     Args:
         mesh: The link mesh, (stage=2, data, tensor).
         payload: Shape and type of a message on one shard.
         source: Which of the mesh's two stages sends: 0 or 1.
         home: Where this process keeps payloads; its device of the mesh may be a spare one.
-        answered: Whether a message of the same size, with the receiver's identity, goes the other
-            direction in the same collective, so that the sender too learns where its peer is.
+        answered: Whether the same collective sends a message of the same size, with the receiver's
+            identity, back to the sender, which then learns when its peer came.
     """
 
     def __init__(
         self, mesh: Mesh, payload: PayloadShape, *, source: int, home: Any, answered: bool
     ) -> None:
         self._payload = payload
-        # Identity and payload travel as one array of words as wide as the payload's elements.
+        # Identity and payload travel as one array, so that a transfer is one collective.
         self._word = np.dtype(f"uint{8 * payload.dtype.itemsize}")
         self._identity_length = IDENTITY_WORDS * 4 // payload.dtype.itemsize
         self._sharding = NamedSharding(mesh, PartitionSpec((STAGE, DATA)))
@@ -76,7 +76,7 @@ class LinkProgram:
         self._blank = jax.device_put(np.zeros(payload.shape, payload.dtype), home)
 
     def _compile_pack(self) -> jax.stages.Compiled:
-        """Identity and payload as one message: given to a program, an identity costs least."""
+        """Joins identity and payload; as a program's argument the identity costs least."""
         place = SingleDeviceSharding(self._home)
         payload = self._payload
 
@@ -107,7 +107,7 @@ class LinkProgram:
         return jax.jit(sharded).lower(message).compile()
 
     def _as_shard(self, message: jax.Array) -> jax.Array:
-        """This process's shard of the array over both ends; the peer brings its own."""
+        """This process's shard of the array over both ends; the peer has the other."""
         return jax.make_array_from_single_device_arrays(
             (self._num_shards * message.size,), self._sharding, [message], dtype=message.dtype
         )
@@ -118,13 +118,13 @@ class LinkProgram:
         """Dispatch this process's end.
 
         Args:
-            identity: Eight numbers below 2**32 that say which transfer this end is at.
-            value: The payload, where this process keeps it, at the sending end; None at the other.
+            identity: Eight numbers below 2**32 that name the transfer.
+            value: The payload at the sending end; None at the receiving end.
 
         Returns:
-            (the peer's identity as words of the program's width, see `read_identity`; the payload
-            at the receiving end). Both are ready when the transfer is over; the identity is zeros
-            at the sending end of a program that isn't answered.
+            The peer's identity, for `read_identity`, and at the receiving end the payload. Both are
+            ready when the transfer is over. The identity is zeros at the sending end of a program
+            that isn't answered.
         """
         words = np.asarray(identity, np.uint32).view(self._word)
         message = self._pack(words, self._blank if value is None else value)
@@ -143,7 +143,7 @@ def _own_device(mesh: Mesh) -> Any:
 
 
 def read_identity(words: jax.Array) -> tuple[int, ...]:
-    """The eight numbers of an identity; waits until they are there."""
+    """The eight numbers of an identity; waits until the transfer is over."""
     return tuple(np.asarray(words).view(np.uint32).tolist())
 
 
@@ -153,17 +153,17 @@ Programs = Mapping[Channel, LinkProgram]
 class LinkCommunicators:
     """The communicators that a direct link can use, one after another, and programs over each.
 
-    XLA keeps a communicator for each tuple of devices, and one whose transfer has failed stays
-    closed: then the link's devices are taken in the other order, and after that with a spare device
-    (`have_spare_device`) in the place of one or both, where processes have one.
+    XLA keeps one communicator for each tuple of devices, and it stays closed once a transfer over
+    it has failed. The next one has the link's devices in the other order. Where processes have a
+    spare device (`have_spare_device`), further ones use it in place of one or both.
 
     Args:
         mesh: Of all ranks.
         payloads: What a message of each channel carries.
-        answered: Whether the sender learns when its peer has come.
+        answered: Whether the sender learns when its peer came.
 
     Attributes:
-        count: How many each link has.
+        count: Communicators per link.
     """
 
     def __init__(
@@ -175,16 +175,16 @@ class LinkCommunicators:
         self.count = 2 * len(self._meshes) ** 2
 
     def first_programs(self) -> Programs:
-        """Compile all links' programs over their first communicators."""
+        """All links' programs over their first communicators."""
         links = {channel.link for channel in self._payloads}
         compiled = [self.programs(link, 0) for link in sorted(links)]
         return {channel: program for each in compiled for channel, program in each.items()}
 
     def programs(self, link: Link, number: int) -> Programs:
-        """Compile a link's programs over one of its communicators.
+        """A link's programs over one of its communicators, compiled now.
 
         Raises:
-            LinkExhaustedError: If it has no more.
+            LinkExhaustedError: If `number` is too large.
         """
         if number >= self.count:
             raise LinkExhaustedError(
@@ -205,91 +205,83 @@ class LinkCommunicators:
         }
 
     def _mesh(self, link: Link, number: int) -> Mesh:
-        """The link's stages: in order where the number is even, and reversed where it is odd."""
+        """The link's two stages: in order where the number is even, reversed where it is odd."""
         ends = ([mesh.devices[rank] for mesh in self._meshes] for rank in link)
         pair = list(product(*ends))[number // 2]
         return Mesh(np.stack(pair[::-1] if number % 2 else pair), AXES)
 
 
 class KeptOutputs:
-    """The last outputs of each channel, in the order of sending, up to what their receiver has.
+    """What a rank has sent and its receivers may lack, per channel in the order of sending.
 
-    The authority is the receiver's count of the messages that it has taken. Counts go on through
-    all epochs: what is sent again has the number it had.
+    The receiver's count of its messages decides. Counts continue through all epochs: a message that
+    is resent keeps its number.
 
-    Queue thread: `keep`, `let_go`. A link's own thread: `take_uncovered`. Lock: all of it.
+    Queue thread: `keep`, `release`. A link's own thread: `take_uncovered`. Lock: all state.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[Channel, deque[tuple[TransferIdentity, jax.Array]]] = {}
+        self._kept: dict[Channel, list[tuple[TransferIdentity, jax.Array]]] = {}
         self._covered: Counter[Channel] = Counter()
         self._lock = threading.Lock()
 
     def keep(self, identity: TransferIdentity, value: jax.Array) -> None:
-        """Hold an output that is about to be sent."""
+        """Keep an output that is about to be sent."""
         with self._lock:
-            outputs = self._kept.setdefault(channel_of(identity.transfer), deque())
-            outputs.append((identity, value))
+            self._kept.setdefault(channel_of(identity.transfer), []).append((identity, value))
 
-    def let_go(self, link: Link) -> None:
-        """Let go of all that was sent over a link: its receiver has taken every message of it."""
+    def release(self, link: Link) -> None:
+        """Drop all that was sent over a link: its receiver has every message."""
         with self._lock:
             for channel in self._kept:
                 if channel.link == link:
                     self._covered[channel] += len(self._kept[channel])
-                    self._kept[channel].clear()
+                    self._kept[channel] = []
 
-    def cover(self, channel: Channel, received: int) -> None:
-        """Let go of what has come: so many messages, counted from the run's first one.
+    def take_uncovered(
+        self, channel: Channel, received: int
+    ) -> list[tuple[TransferIdentity, jax.Array]]:
+        """What to resend, in order; nothing of the channel is kept any more.
+
+        Args:
+            received: The receiver's count, from the run's first message.
 
         Raises:
-            ValueError: If that is fewer than it said before, or more than were sent.
+            ValueError: If the count is lower than it was before, or higher than what was sent.
         """
         with self._lock:
-            outputs = self._kept.setdefault(channel, deque())
+            outputs = self._kept.get(channel, [])
             covered = self._covered[channel]
             if not covered <= received <= covered + len(outputs):
                 raise ValueError(
                     f"{channel}: got a count of {received}, expected {covered} up to "
                     f"{covered + len(outputs)}"
                 )
-            for _ in range(received - covered):
-                outputs.popleft()
-            self._covered[channel] = received
-
-    def take_uncovered(
-        self, channel: Channel, received: int
-    ) -> list[tuple[TransferIdentity, jax.Array]]:
-        """Returns what to send again, in order; it is no longer kept."""
-        self.cover(channel, received)
-        with self._lock:
-            outputs = self._kept[channel]
-            rest = list(outputs)
-            outputs.clear()
-            return rest
+            self._kept[channel], self._covered[channel] = [], received
+            return outputs[received - covered :]
 
 
 @dataclass
 class DirectRoute:
     """`ppermute` on the accelerator's queue: a rendezvous that both ends reach in the same order.
 
-    The deadline of a transfer is that of the backend's collectives, which is set for all of them
-    before JAX starts (`join`); `take` can't choose another one, but for an emulated link that is
-    cut: then neither end begins, and each gives up at its own deadline.
+    The deadline of a transfer is that of the backend's collectives, set once before JAX starts
+    (`join`). `take` can't choose another one, except for an emulated cut: then neither end begins,
+    and each gives up at its own deadline.
 
     Queue thread: `post`, `take`. Training thread, while the queue is empty: `replace_programs`. A
-    link's own thread reads `received`, while no transfer of the link is under way here. No lock.
+    link's own thread reads `received` while no transfer of the link runs here. No lock.
 
     Attributes:
-        programs: What moves the payloads of each channel.
-        answered: Whether the programs bring the sender its peer's identity too. A paced queue needs
-            to know when the peer came; elsewhere the sender has no reason to wait for it.
+        answered: Whether the programs bring the peer's identity to the sender too. A paced queue
+            needs to know when the peer came; elsewhere the sender has no reason to wait for it.
         links: What is emulated on the links; both ends hold their queues for as long as that takes.
-        timeout_s: How long either end waits for a cut link to heal.
-        kept: What has been sent and may not have come; None: nothing is kept.
-        given_up: Whether a link's cut need not be waited for any longer (`EmulatedLinks`).
-        received: How many messages of each channel have come, in all epochs together.
-        abandoned: Transfers of this epoch, and of earlier ones, are refused.
+        timeout_s: How long either end waits for an emulated cut to heal.
+        kept: What was sent and may be lost; None: nothing is kept.
+        given_up: Whether the peer has given up a link's path, so that waiting for its emulated cut
+            to heal is pointless.
+        received: How many messages of each channel were received, in all epochs together.
+        abandoned: Transfers of this epoch and of earlier ones are refused.
     """
 
     programs: Programs
@@ -303,11 +295,11 @@ class DirectRoute:
 
     @property
     def holds_queue(self) -> bool:
-        """True: both ends wait for each other on their queues."""
+        """True: the ends wait for each other on their queues."""
         return True
 
     def reserve(self, identity: TransferIdentity, deadline_s: float) -> Iterator[Posting]:
-        """The whole message: it needs no room."""
+        """One posting for the whole message; it needs no room."""
         del deadline_s
         yield partial(self.post, identity)
 
@@ -325,7 +317,7 @@ class DirectRoute:
         return self._emulated(moved, identity, value.nbytes, begun_s, deadline_s)
 
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
-        """Run the receiver's end and check what came."""
+        """Run the receiver's end and check which message came."""
         program = self._program(identity)
         deadline_s = min(deadline_s, time.monotonic() + self.timeout_s)
         begun_s = self._wait_until_whole(identity, arrived_s, deadline_s)
@@ -337,15 +329,15 @@ class DirectRoute:
         return moved
 
     def abandon(self, epoch: int) -> None:
-        """Refuse what is left of an epoch: its ends may be out of step."""
+        """Refuse the rest of an epoch: its ends may be out of step."""
         self.abandoned = max(self.abandoned, epoch)
 
     def replace_programs(self, programs: Programs) -> None:
-        """Take transfers of some channels by other programs, while the queue is empty."""
+        """Use other programs for some channels, while the queue is empty."""
         self.programs = {**self.programs, **programs}
 
     def settle(self) -> None:
-        """Nothing to wait for: what was posted is on the queue, and over when that is drained."""
+        """Nothing to wait for: transfers are over when the queue is drained."""
 
     def _emulated(
         self,
@@ -355,7 +347,7 @@ class DirectRoute:
         begun_s: float,
         deadline_s: float,
     ) -> Moved:
-        """The transfer with the time until which an emulated link keeps both its ends."""
+        """The transfer with the time until which an emulated link holds both its ends."""
         met_s = self._met_s(moved, begun_s)
         given_up = partial(self.given_up, identity.transfer.link)
         over_s = self.links.over_s(identity, num_bytes, met_s, deadline_s, given_up)
@@ -368,7 +360,7 @@ class DirectRoute:
         return self.links.wait_until_whole(identity, arrived_s, deadline_s, given_up)
 
     def _met_s(self, moved: Moved, begun_s: float) -> float:
-        """When both ends had come: where each knows the other's time, the same number at both."""
+        """When both ends were there; both compute the same number if each knows the other's."""
         if self.answered and moved.peer_arrived_s is not None:
             return max(_time_of(*_time_words(begun_s)), moved.peer_arrived_s)
         jax.block_until_ready(moved.value)
@@ -380,7 +372,7 @@ class DirectRoute:
 
 
 def _check(words: jax.Array, expected: TransferIdentity) -> float:
-    """When the peer came to the transfer; an error if it is at another one."""
+    """When the peer came to the transfer; raises if it is at another one."""
     *found, high, low = read_identity(words)
     if tuple(found) != expected.words():
         raise TransferMismatchError(f"expected {expected}, but the peer is at {found}")
@@ -388,11 +380,11 @@ def _check(words: jax.Array, expected: TransferIdentity) -> float:
 
 
 def _time_words(time_s: float) -> tuple[int, int]:
-    """A time in whole microseconds, as two words."""
+    """A time in whole microseconds, as two 32-bit words."""
     time_us = round(time_s * 1e6)
     return time_us >> 32 & _WORD, time_us & _WORD
 
 
 def _time_of(high: int, low: int) -> float:
-    """The time that two words stand for, in seconds."""
+    """The time in seconds that `_time_words` encoded."""
     return (high << 32 | low) / 1e6

@@ -1,4 +1,4 @@
-"""A few messages each way over a direct link that is not in use: is it as fast as it was?"""
+"""Measures a direct link that is not in use, by a few messages each way."""
 
 import time
 from collections.abc import Mapping
@@ -16,17 +16,12 @@ from jaxmorph.records import Link
 from jaxmorph.runtime.queue import DeviceQueue, Stamp
 from jaxmorph.runtime.routes import Route, TransferIdentity
 
-_MICROBATCH = 2**30  # from here on: no step's, and none that is evaluated
-_MEASURED = 3  # each way: one may be held up by the machine
+_MICROBATCH = 2**30  # probes count up from here, beyond the microbatches of any step or evaluation
+_MEASURED = 3  # each way, as the machine may delay one
 
 
 def probe_transfers(link: Link, number: int = 0) -> tuple[Transfer, Transfer]:
-    """A message each way, in their order.
-
-    Args:
-        number: Which pair of the probe's it is; the first message of pair 0 is where both ends
-            meet, and is not measured.
-    """
+    """A message each way, in this order; `number` is the pair's index within the probe."""
     lower, upper = link
     return (
         Transfer(Payload.ACTIVATION, lower, upper, _MICROBATCH + number),
@@ -45,17 +40,17 @@ def probe_direct(
     timeout_s: float,
     pending: Any,
 ) -> list[Stamp]:
-    """Send zeros to and fro by the programs that are there; what this end's messages took.
+    """Send zeros to and fro over the compiled programs; returns the stamps of this end's messages.
 
-    Both ends call this at the same point, while nothing is on their queues. Neither begins before
-    its own work is done, and a first message that doesn't count brings them together: what is
-    measured afterwards is the link, and not an update that one of them was still busy with.
+    Both ends call this at the same point, while their queues are empty.
 
     Args:
         step: The step that is over.
         placement: Where the stage keeps its arrays.
-        pending: Arrays that are ready when the accelerator has nothing else to do.
+        pending: Arrays that are ready when the accelerator is idle.
     """
+    # An end may still be busy with its update. Each waits for that, and an unmeasured first message
+    # makes it wait for the other, so that the others measure only the link.
     meeting, _ = probe_transfers(link)
     pairs = (probe_transfers(link, number) for number in range(1, _MEASURED + 1))
     transfers = (meeting, *chain.from_iterable(pairs))

@@ -1,4 +1,4 @@
-"""A rank's links as they are made to behave, on whichever route: what may change while it runs."""
+"""Emulated conditions of a rank's links, for all routes; they may change while it runs."""
 
 import threading
 import time
@@ -12,20 +12,20 @@ from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.plane import DataPlane
 
-Asked = Callable[[], bool]
+GivenUp = Callable[[], bool]
 
 
 def never() -> bool:
-    """Whether to give up a transfer before its deadline, where nothing asks for that."""
+    """A `given_up` that never gives up a transfer before its deadline."""
     return False
 
 
 class EmulatedLinks:
-    """What is emulated on this rank's links: set in one place for all routes, at any time.
+    """What is emulated on this rank's links, set in one place for all routes.
 
-    Direct transfers ask it, at both ends: given the same conditions and the same times, both ends
-    get the same answer, so that nothing needs to be said between them. Delegated ones are delayed
-    by the data plane, which gets the same conditions. Without conditions nothing is delayed.
+    Both ends of a direct transfer compute its delay here. From the same conditions and times they
+    get the same result, so they exchange nothing. The data plane gets the same conditions and
+    delays delegated transfers itself. Without conditions nothing is delayed.
 
     Queue thread: `wait_until_whole`, `over_s`, `concern`. Training thread: `join`, `emulate`. Any
     thread: `is_cut`, `look_again`. Lock (`_changed`): the emulator's state, and its replacement.
@@ -37,19 +37,19 @@ class EmulatedLinks:
         self._changed = threading.Condition()
 
     def concern(self, transfer: Transfer) -> bool:
-        """Whether anything is emulated, at any time, on the direction that a transfer takes."""
+        """Whether anything is emulated, at any time, on a transfer's direction."""
         return self._emulator.concerns(transfer.source, transfer.destination)
 
     def join(self, plane: DataPlane) -> None:
-        """Have a data plane follow from the next change on."""
+        """Pass conditions to a data plane too, from the next change on."""
         self._planes.append(plane)
 
     def emulate(self, conditions: Sequence[LinkCondition], origin_s: float | None = None) -> None:
-        """Make links behave so from now on, instead of as before.
+        """Replace the emulated conditions.
 
         Args:
-            conditions: Of all links; those that this rank is no end of don't matter to it.
-            origin_s: When the conditions' times begin, the same on all ranks; None: now.
+            conditions: Of all links; those of other ranks' links are ignored.
+            origin_s: Time zero of the conditions, the same on all ranks; None: now.
         """
         origin_s = time.monotonic() if origin_s is None else origin_s
         with self._changed:
@@ -59,13 +59,13 @@ class EmulatedLinks:
             plane.emulate(of_route(conditions, "delegated"), origin_s)
 
     def is_cut(self, link: Link, step: int) -> bool:
-        """Whether a link delivers no direct message of a step now, in either direction."""
+        """Whether a link is cut now for direct messages of a step, in any direction."""
         now_s, (low, high) = time.monotonic(), link
         both = (low, high), (high, low)
         return any(self._emulator.is_cut(*direction, step, now_s) for direction in both)
 
     def look_again(self) -> None:
-        """Have all that wait for a cut link ask again whether they are to give up."""
+        """Make all waits for a cut link check `given_up` again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -74,13 +74,13 @@ class EmulatedLinks:
         identity: TransferIdentity,
         arrived_s: float,
         deadline_s: float,
-        given_up: Asked = never,
+        given_up: GivenUp = never,
     ) -> float:
-        """Wait for as long as a transfer's link is cut; when it can begin.
+        """Wait while a transfer's link is cut; returns when the transfer can begin.
 
         Args:
             arrived_s: When this end came to it, by the monotonic clock; returned if nothing is cut.
-            given_up: Whether to give up now; asked anew after `look_again`.
+            given_up: Whether to give up now; checked again after `look_again`.
 
         Raises:
             TimeoutError: If the link is still cut at the deadline, or when it is given up.
@@ -92,12 +92,12 @@ class EmulatedLinks:
             while (healed_s := self._healed_s(identity, arrived_s)) > max(
                 arrived_s, time.monotonic()
             ):
-                asked = self._emulator
+                emulator = self._emulator
                 remaining_s = min(healed_s, deadline_s) - time.monotonic()
                 if given_up() or (healed_s > deadline_s and remaining_s <= 0):
                     raise _cut_error(identity, time.monotonic() - began_s)
                 self._changed.wait(min(remaining_s, threading.TIMEOUT_MAX))
-                if asked is not self._emulator:  # healed by a change, not by time: as late as that
+                if emulator is not self._emulator:  # the new conditions hold from now on
                     arrived_s = max(arrived_s, time.monotonic())
         return healed_s
 
@@ -107,12 +107,12 @@ class EmulatedLinks:
         num_bytes: int,
         met_s: float,
         deadline_s: float,
-        given_up: Asked = never,
+        given_up: GivenUp = never,
     ) -> float:
-        """When a transfer whose ends have met has passed the link; waits only where that is cut.
+        """When a transfer whose ends have met has passed the link; waits only while that is cut.
 
         Args:
-            met_s: When the later of its ends came to it, as both of them know it.
+            met_s: When the later of its ends came to it, the same number at both ends.
             given_up: As for `wait_until_whole`, whose errors are raised.
         """
         transfer, words = identity.transfer, identity.words()
@@ -135,5 +135,5 @@ def _cut_error(identity: TransferIdentity, waited_s: float) -> TimeoutError:
 
 
 def agree_on_origin_s(rendezvous: Rendezvous) -> float:
-    """A time from which all ranks count, by the clock of their machine; all call this at once."""
+    """A common time zero, by the machine's clock; all ranks call this together."""
     return agree(rendezvous, float, time.monotonic())

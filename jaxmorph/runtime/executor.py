@@ -1,10 +1,8 @@
 """Runs one rank's instructions for one step: each instruction becomes one item of the rank's queue.
 
-The executor decides nothing: order, buffers and routes are the program's. Where a route holds no
-queue, the host waits instead, before it enqueues what comes after: for a slot to send from, or for
-a message. Copies of stashes run beside the queue (`host_copies`), and only what needs one waits.
-Items run one after another on the queue, and the host keeps a message before anything that reads it
-is enqueued, so the buffers need no lock.
+The executor decides nothing: the program gives order, buffers and routes. On a route that holds no
+queue the host waits for a slot or a message before it enqueues what follows. Copies of stashes run
+beside the queue (`host_copies`), and only ops that need one wait.
 """
 
 import time
@@ -49,18 +47,18 @@ from jaxmorph.stage.build import StagePrograms
 Tree = Any
 Chunks = tuple[Tree, ...]
 """One tree for each virtual stage of a rank, in the order of its chunks."""
-_FIRST_EPOCH = 0  # a failover route counts its own epochs from there
+_FIRST_EPOCH = 0  # a failover route replaces it by the link's own epoch
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What one rank feeds into a step.
+    """One rank's inputs of a step.
 
     Attributes:
         tokens: int32 [microbatches, microbatch size, sequence]; only the first stage reads them.
         targets: The same shape; only the last stage reads them. Negative targets don't count.
         loss_weight: The weight of each counted token's loss, e.g. one over their number.
-        first_microbatch: What the program calls the first of them.
+        first_microbatch: The program's number of the first of these microbatches.
     """
 
     tokens: np.ndarray | None
@@ -71,13 +69,13 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one rank's step gave.
+    """One rank's results of a step.
 
     Attributes:
         loss: Mean loss of the counted tokens on the last stage, 0 elsewhere.
         accumulators: Gradients, float32, of each chunk's parameters.
         stamps: When each op and transfer ran on the queue; labels are `Op` and `Transfer`.
-        arrivals: When each message that was received beside the queue was sent, and had come.
+        arrivals: When each message received beside the queue was sent and had come.
         copies: When stashes went to host memory and came back; labels are `CopyLabel`.
     """
 
@@ -90,7 +88,11 @@ class StepOutcome:
 
 @dataclass
 class _Step:
-    """The step in progress; only the queue's items touch what changes."""
+    """The step in progress.
+
+    It needs no lock: items run one after another on the queue, and the host stores a message in
+    `buffers` before it enqueues any item that reads it.
+    """
 
     program: RankProgram
     weights: Chunks
@@ -119,7 +121,7 @@ class _Step:
         self.buffers[Buffer(kind, op.microbatch, op.chunk)] = value
 
     def keep_result(self, op: Op, value: Any) -> None:
-        """Keep the activations or the input gradient that the next virtual stage waits for."""
+        """Keep the activations or the input gradient for the next virtual stage."""
         buffer = result_buffer(op, self.program.rank, self.program.pipeline)
         if buffer is not None:
             self.buffers[buffer] = value
@@ -130,12 +132,11 @@ class Executor:
     """Runs a rank's programs on its virtual stages.
 
     Attributes:
-        chunks: The compiled programs of each.
+        chunks: The compiled programs of each virtual stage.
         placement: Where the stage keeps its arrays.
-        queue: The rank's in-order queue.
-        routes: How transfers travel, by the route's name.
+        routes: By the names that programs use.
         pace: How long ops last on a paced queue.
-        transfer_timeout_s: How long a transfer may be waited for.
+        transfer_timeout_s: How long to wait for a transfer.
         tied: Sums the gradients of tied parameters; None where the stage holds none.
         copies: Moves stashes to host memory and back; None where no program does.
     """
@@ -158,19 +159,15 @@ class Executor:
         *,
         step: int,
     ) -> StepOutcome:
-        """Run a step's ops and transfers, up to its update.
-
-        After an error every route is abandoned, as the ends may be out of step, and what is left on
-        the queue is dropped.
+        """Run a step's ops and transfers, but not its update.
 
         Args:
             weights: What each chunk's `prepare` made of its parameters.
             accumulators: Each chunk's zeroed gradient accumulators; they are donated.
-            inputs: Tokens and targets of all microbatches.
             step: The step's number, part of every message's identity.
 
         Raises:
-            TransferMismatchError: If a message came that is not the one expected.
+            TransferMismatchError: If an unexpected message came.
             TimeoutError: If a message, or room for one, didn't come in time.
             PeerGoneError: If a rank at the other end of a delegated link is gone.
         """
@@ -183,7 +180,7 @@ class Executor:
             for route in self.routes.values():
                 route.settle()
         except BaseException:
-            for route in self.routes.values():
+            for route in self.routes.values():  # the ends of a link may be out of step
                 route.abandon(_FIRST_EPOCH)
             for away in state.away.values():
                 away.cancel()
@@ -213,11 +210,11 @@ class Executor:
                 self._enqueue_copy(instruction, state)
             case Reduce(index, buffer):
                 self.queue.enqueue(None, partial(self._reduce, index, buffer, state))
-            case Update():  # the trainer's, once the scalars of all ranks are known
+            case Update():  # the trainer updates once it has the scalars of all ranks
                 pass
 
     def _enqueue_send(self, send: Send, state: _Step) -> None:
-        """Enqueue a message, part by part; beside the queue it takes none of its time."""
+        """Enqueue a message, part by part; on a route beside the queue it is not timed there."""
         route, transfer = self.routes[send.route], send.transfer
         deadline_s = time.monotonic() + self.transfer_timeout_s
         for posting in route.reserve(state.identity(transfer), deadline_s):
@@ -238,7 +235,7 @@ class Executor:
         return moved
 
     def _enqueue_copy(self, copy: Offload | Fetch | AwaitRoom, state: _Step) -> None:
-        """Have the queue begin a copy when it comes to it, or wait for the end of one."""
+        """Enqueue the start of a copy, or a wait for the end of one."""
         match copy:
             case Offload(stash):
                 state.away[stash] = AwayStash(stash)
@@ -256,7 +253,7 @@ class Executor:
         self._copies.fetch(state.away[stash], place, free_s)
 
     def _await_stash(self, op: Op, state: _Step) -> None:
-        """Let an op wait for the stash that it reads, if that has been away."""
+        """Make an op wait for the stash that it reads, if that was offloaded."""
         if not state.away or op.kind not in (OpKind.B, OpKind.BW):
             return
         away = state.away.get(Buffer(BufferKind.STASH, op.microbatch, op.chunk))
@@ -269,7 +266,7 @@ class Executor:
         return back_s
 
     def _over_s(self, copied: Future[Stamp]) -> float:
-        """When a copy was over, once it is."""
+        """Wait for a copy; returns when it ended."""
         deadline_s = time.monotonic() + self.transfer_timeout_s
         return wait_for(copied, deadline_s, self.queue.raise_error).end_s
 
@@ -296,11 +293,9 @@ class Executor:
         return self.tied
 
     def _run(self, op: Op, state: _Step) -> Any:
-        """Dispatch an op; a scalar that is ready when it has run.
-
-        The queue keeps that until then, and the host may be far ahead: what a later item frees must
-        not wait for it.
-        """
+        """Dispatch an op; returns a scalar that is ready when the op has run."""
+        # Not the op's results: the queue keeps what it gets until it is ready, and the host may be
+        # far ahead, so arrays that later items free would stay alive.
         match op.kind:
             case OpKind.F:
                 return self._run_forward(op, state)
@@ -369,7 +364,7 @@ class Executor:
 
 
 def _arrival(transfer: Transfer, moved: Moved) -> Stamp:
-    """When a message was sent and when it had come, as its route knows it."""
+    """When a message was sent and when it had come, as its route reports it."""
     now_s = time.monotonic()
     come_s = now_s if moved.over_s is None else moved.over_s
     return Stamp(transfer, min(come_s, moved.peer_arrived_s or come_s), come_s)

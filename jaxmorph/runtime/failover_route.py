@@ -1,8 +1,8 @@
-"""The direct route of links whose path may fail: what it can't carry goes on delegated at once.
+"""The direct route of links that fail over: when a link's path fails, its messages go delegated.
 
-It stands on the queue like the direct route, whatever carries its messages: where a link has
-switched, a receive waits on the queue for what the data plane brings, and a send waits for no more
-than a slot. So the order of the rank's program stays as it was checked.
+It stands on the queue like the direct route, whatever carries its messages. After a link has
+switched, a receive still waits on the queue, now for the data plane, and a send waits for at most a
+slot. So the order of the rank's program stays the one that was checked for deadlocks.
 """
 
 import re
@@ -21,39 +21,35 @@ from jaxmorph.control.link_state import PathFailure
 from jaxmorph.records import Link
 from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute, KeptOutputs, LinkCommunicators, Programs
-from jaxmorph.runtime.link_connections import PathEchoes
-from jaxmorph.runtime.link_switch import Counts, EndState, LinkEnd, LinkWires
+from jaxmorph.runtime.link_connections import PathPings
+from jaxmorph.runtime.link_switch import Counts, EndState, LinkEnd, PeerConnections
 from jaxmorph.runtime.routes import Moved, Posting, TransferIdentity, require_live
 
 
 class FailoverRoute:
-    """Direct, link by link, until a link's path fails; see `link_switch` for how its ends agree.
+    """Each link is direct until its path fails; `link_switch` describes how its ends agree.
 
-    An error of a collective and an emulated cut that outlasts its deadline are failures of a path.
-    A message that isn't the expected one, a peer that doesn't come and one that is gone are not:
-    they are raised.
+    A path fails when a collective raises an error or an emulated cut outlasts its deadline. An
+    unexpected message, a peer that doesn't come and a peer that is gone are raised instead.
 
-    What a link's state is only its `LinkEnd` knows. A transfer's identity carries its link's epoch.
+    Only a link's `LinkEnd` knows the link's state. Identities carry its epoch.
 
     Queue thread: `post`, `take`. Training thread, while the queue is empty: all other methods. A
     link's own thread: `_received`, `_resend`.
 
     Args:
-        direct: What carries messages while a link's path is whole; it keeps what it sends.
-        wires: To the other end of each link that may be direct.
+        direct: Carries messages while a link's path works, and keeps what it sends.
+        connections: To the other end of each link that may be direct.
         timeout_s: How long to wait for the peer.
-        communicators: What a link begins again over.
-        watch: What the hosts at the other ends of links say of paths.
-
-    Attributes:
-        kept: What was sent directly and may not have come.
+        communicators: Over which a restored link starts again.
+        watch: Finds the paths that died together with one whose transfer hangs.
     """
 
     def __init__(
         self,
         direct: DirectRoute,
         delegated: DelegatedRoute,
-        wires: Mapping[Link, LinkWires],
+        connections: Mapping[Link, PeerConnections],
         rank: int,
         timeout_s: float,
         communicators: LinkCommunicators,
@@ -62,11 +58,19 @@ class FailoverRoute:
         self._direct, self._delegated = direct, delegated
         self.kept = direct.kept = KeptOutputs()
         self._timeout_s = timeout_s
-        self._channels = {
-            link: [channel for channel in direct.programs if channel.link == link] for link in wires
-        }
         self._rank, self._watch = rank, watch
-        self._ends = {link: self._make_end(link, to_peer) for link, to_peer in wires.items()}
+        self._ends = {
+            link: LinkEnd(
+                link,
+                rank,
+                to_peer,
+                received=partial(self._received, link),
+                resend=partial(self._resend, link),
+                on_peer_state=direct.links.look_again,
+                timeout_s=timeout_s,
+            )
+            for link, to_peer in connections.items()
+        }
         self._communicators = communicators
         self._compiled: dict[tuple[Link, int], Future[Programs]] = {}
         direct.given_up = lambda link: self._ends[link].peer_gave_up
@@ -77,35 +81,36 @@ class FailoverRoute:
         return True
 
     def reserve(self, identity: TransferIdentity, deadline_s: float) -> Iterator[Posting]:
-        """The whole message: where it needs room it waits for that on the queue."""
+        """One posting for the whole message; on the delegated route it waits for slots itself."""
         del deadline_s
         yield partial(self.post, identity)
 
     def post(self, identity: TransferIdentity, value: jax.Array, arrived_s: float) -> Moved:
-        """Send, and wait until the message has left; on whichever route it does.
+        """Send on the link's current route and wait until the message has left.
 
         Raises:
             TimeoutError: If the peer doesn't come; `PeerGoneError` if it is gone.
-            LinkSwitchError: If the ends of a link that failed disagree.
+            LinkSwitchError: If the ends of a failed link disagree.
         """
         end = self._end(identity)
-        jax.block_until_ready(value)  # an error of the op that made it is none of the link's
+        jax.block_until_ready(value)  # an error of the op that made it is not the link's
         if not end.meet(str(identity)):
             return self._post_delegated(end, identity, value, arrived_s)
-        self.kept.let_go(end.link)  # the peer is here: it has all that was before
+        self.kept.release(end.link)  # the peer is here, so it has received everything before
         try:
             with self._watch.transfer(end.link):
                 moved = self._direct.post(identity._replace(epoch=end.epoch), value, arrived_s)
                 jax.block_until_ready(moved.value)
         except _FAILURES as error:
             self._give_up(end, error)
-            end.await_switch(str(identity))  # by then it has been sent again, if it needs to be
+            # The switch resends the message if the peer has not received it.
+            end.await_switch(str(identity))
             return Moved(value, over_s=time.monotonic())
         end.leave()
         return moved
 
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
-        """Receive the expected message, on whichever route it comes; errors are as of `post`."""
+        """Receive the expected message on the link's current route; raises the errors of `post`."""
         end = self._end(identity)
         if end.meet(str(identity)):
             try:
@@ -122,82 +127,71 @@ class FailoverRoute:
         return self._delegated.take(identity._replace(epoch=epoch), arrived_s, deadline_s)
 
     def abandon(self, epoch: int) -> None:
-        """Refuse all that comes: see `DirectRoute.abandon`."""
+        """Refuse all further transfers: see `DirectRoute.abandon`."""
         self._direct.abandon(epoch)
 
     def settle(self) -> None:
-        """Raise what went wrong in a switch that no transfer has waited for."""
+        """Raise the error of a switch that no transfer has waited for."""
         for end in self._ends.values():
             end.raise_error()
 
-    def let_go(self) -> None:
-        """Keep nothing that was sent: all ranks have met, so everything has been taken."""
+    def end_step(self) -> None:
+        """Keep no outputs of the step: all ranks have met, so all messages were received."""
         for link in self._ends:
-            self.kept.let_go(link)
+            self.kept.release(link)
         self._watch.end_step([link for link in self._ends if self.is_delegated(link)])
 
     def failures(self) -> list[PathFailure]:
-        """What has failed since the last call, as a rank reports it."""
+        """The path failures since the last call."""
         found = []
         for link, end in self._ends.items():
             for failure in end.take_failures():
-                if 0 < end.times_closed < self._communicators.count:
-                    self._programs(link, end.times_closed)  # no step waits for it
-                restores_left = self._communicators.count - end.times_closed
-                found.append(replace(failure, restores_left=restores_left))
+                closed = end.closed_communicators
+                if 0 < closed < self._communicators.count:
+                    self._programs(link, closed)  # begin to compile: no step waits for it
+                found.append(replace(failure, restores_left=self._communicators.count - closed))
         return found
 
     def is_delegated(self, link: Link) -> bool:
-        """Whether this rank is an end of a link that has left its direct path."""
+        """Whether this rank is an end of the link and the link has left its direct path."""
         return link in self._ends and self._ends[link].is_delegated
 
     def path_is_up(self, link: Link) -> bool | None:
-        """Whether the direct path of a link that failed seems whole again; None if none failed.
+        """Whether a failed direct path seems to work again; None if it has not failed.
 
-        The other end's host is asked beside training; nothing is waited for.
+        The first call starts to ping the other end's host in the background; none waits.
         """
         return self._watch.is_up(link) if self.is_delegated(link) else None
 
     def begin_delegated(self, link: Link) -> None:
-        """Begin a link without its direct path, at both its ends, before anything has been sent."""
+        """Start a link without its direct path; both ends do so before anything is sent."""
         self._ends[link].begin_delegated()
 
     def can_restore(self, link: Link) -> bool:
-        """Whether a link that has switched can begin again on the direct route."""
+        """Whether a link that has switched can return to the direct route."""
         if not self.is_delegated(link):
             return False
-        return self._ends[link].times_closed < self._communicators.count
+        return self._ends[link].closed_communicators < self._communicators.count
 
     def restore(self, link: Link) -> None:
-        """Begin a link's next direct epoch, at the same boundary at both its ends."""
+        """Start a link's next direct epoch; both ends do so at the same step boundary."""
         end = self._ends[link]
-        if end.times_closed:
-            self._direct.replace_programs(self._programs(link, end.times_closed).result())
+        if end.closed_communicators:
+            self._direct.replace_programs(self._programs(link, end.closed_communicators).result())
         end.begin_direct()
         self._watch.forget(link)
 
     def close(self) -> None:
-        """Let the other ends know that this rank is gone."""
+        """Close the connections; the other ends see that this rank is gone."""
         self._watch.close()
         for end in self._ends.values():
             end.close()
 
-    def _make_end(self, link: Link, wires: LinkWires) -> LinkEnd:
-        return LinkEnd(
-            link,
-            self._rank,
-            wires,
-            received=partial(self._received, link),
-            resend=partial(self._resend, link),
-            on_peer_state=self._direct.links.look_again,
-            timeout_s=self._timeout_s,
-        )
-
     def _programs(self, link: Link, number: int) -> "Future[Programs]":
-        """What a link begins again with; compiled beside the steps that go on without it."""
+        """A link's programs over another communicator, compiled in the background."""
         if (link, number) not in self._compiled:
             compiled = self._compiled[link, number] = Future()
-            # A daemon: a process that ends doesn't wait for programs that nothing needs any more.
+            # A daemon thread, not an executor: an exiting process must not wait for the compiler.
             arguments = compiled, partial(self._communicators.programs, link, number)
             threading.Thread(
                 target=_compile, args=arguments, name="link programs", daemon=True
@@ -209,7 +203,8 @@ class FailoverRoute:
         end = self._ends[identity.transfer.link]
         if not end.is_delegated and self._watch.is_dead(end.link):
             found = "its path was found dead while a transfer of another link hung"
-            # What a card that is gone has held open may never be heard of again.
+            # A connection through a dead card may stay open and never report an error, so its
+            # communicator isn't used again. An emulated cut breaks no connection.
             is_closed = not self._direct.links.is_cut(end.link, identity.step)
             end.give_up(found, is_closed=is_closed)
         return end
@@ -225,28 +220,26 @@ class FailoverRoute:
     ) -> Moved:
         identity = identity._replace(epoch=end.await_switch(str(identity)))
         has_room = self._delegated.has_room(identity)
-        moved = self._send(identity, value, arrived_s)
+        moved = self._delegated.post(identity, value, arrived_s, self._timeout_s)
         return moved if has_room else replace(moved, over_s=time.monotonic())
-
-    def _send(self, identity: TransferIdentity, value: jax.Array, arrived_s: float) -> Moved:
-        """Copy a message into a slot, or several parts of it one after another."""
-        postings = self._delegated.reserve(identity, time.monotonic() + self._timeout_s)
-        *_, last = [posting(value, arrived_s) for posting in postings]
-        return last
 
     def _received(self, link: Link) -> Counts:
         return {
             channel: self._direct.received[channel]
-            for channel in self._channels[link]
-            if channel.destination == self._rank
+            for channel in self._direct.programs
+            if channel.link == link and channel.destination == self._rank
         }
 
     def _resend(self, link: Link, peer: EndState) -> int:
-        """Send what the peer hasn't taken once more, in order, in the epoch that follows."""
-        outgoing = [each for each in self._channels[link] if each.source == self._rank]
-        rest = [self.kept.take_uncovered(channel, peer.received[channel]) for channel in outgoing]
+        """Send what the peer has not received again, in order, in the epoch that follows."""
+        rest = [
+            self.kept.take_uncovered(channel, peer.received[channel])
+            for channel in self._direct.programs
+            if channel.link == link and channel.source == self._rank
+        ]
         for identity, value in chain.from_iterable(rest):
-            self._send(identity._replace(epoch=peer.epoch), value, time.monotonic())
+            again = identity._replace(epoch=peer.epoch)
+            self._delegated.post(again, value, time.monotonic(), self._timeout_s)
         return sum(map(len, rest))
 
 
@@ -263,7 +256,7 @@ _LONGEST_REASON = 200
 
 
 def _is_of_backend(error: Exception) -> bool:
-    """Whether a collective has failed: while it is dispatched JAX raises that as a ValueError."""
+    """Whether a collective failed. JAX raises a ValueError if it fails while it is dispatched."""
     if isinstance(error, ValueError):
         return _STATUS.match(str(error)) is not None
     return isinstance(error, jax.errors.JaxRuntimeError)
@@ -273,40 +266,40 @@ def _in_short(error: Exception) -> str:
     return " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
 
 
-_LOOKS = 4  # how often a transfer is looked at before it hangs
+_CHECKS = 4  # of a transfer, before it counts as hanging
 _TRIES, _BETWEEN_S = 10, 0.5
 
 
 class PathWatch:
-    """What the hosts at the other ends of a rank's links say of its direct paths.
+    """Finds the direct paths that died together with one whose transfer hangs.
 
-    A network card that dies takes all links of its host with it. Each would be found by a transfer
-    of its own that hangs until its deadline, one after another; so the other ends are asked while
-    the first one hangs, until the end of the step, and dead paths are given up without a transfer.
-    The other end of a path that failed is asked until the link is restored. Which ends are asked
-    only the `PathEchoes` know.
+    A network card that dies takes all links of its host with it. Each link would be found by a
+    transfer of its own that hangs until its deadline, one after another. So while the first one
+    hangs, and until the end of the step, the other ends are pinged, and links whose hosts don't
+    answer are given up without a transfer. After a failure, the other end of the failed path is
+    pinged until the link is restored.
 
     Queue thread: `transfer`, `is_dead`. Training thread: all other methods. The watch's own thread:
-    `_look`. Lock: asking other ends while a transfer hangs, against the end of the step.
+    `_look`. Lock: starting pings while a transfer hangs, against the end of the step.
 
     Args:
-        links: The rank's direct ones. Those whose hosts don't even answer at the run's start, as
-            where a host knows itself by a name of its own, are never taken for dead.
-        after_s: How long a transfer takes that hangs: half of when it is given up. By then others
-            have been asked, and haven't answered.
+        links: The rank's direct links. One whose host doesn't answer at the run's start, for
+            example because the host knows itself by a loopback address, is never found dead.
+        after_s: How long a transfer takes before it counts as hanging: half of its deadline, so
+            that there is time to ping others and get no answer.
         is_cut: Whether an emulated link is cut.
     """
 
     def __init__(
         self,
         links: Collection[Link],
-        echoes: PathEchoes,
+        pings: PathPings,
         after_s: float,
         is_cut: Callable[[Link], bool],
     ) -> None:
-        self._links, self._echoes = tuple(links), echoes
+        self._links, self._pings = tuple(links), pings
         self._after_s, self._is_cut = after_s, is_cut
-        self._inside: tuple[Link, float] | None = None
+        self._current: tuple[Link, float] | None = None
         self._reached: frozenset[Link] = frozenset()
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -315,59 +308,59 @@ class PathWatch:
 
     @contextmanager
     def transfer(self, link: Link) -> Iterator[None]:
-        """While this lasts, a link's transfer is under way, and may hang."""
-        self._inside = link, time.monotonic()
+        """Watch a link's transfer for as long as this lasts."""
+        self._current = link, time.monotonic()
         try:
             yield
         finally:
-            self._inside = None
+            self._current = None
 
     def is_dead(self, link: Link) -> bool:
-        """Whether a link's path was found dead while a transfer of another one hung."""
-        if not self._echoes.is_watched(link):
+        """Whether a link's path was found dead while a transfer of another link hung."""
+        if not self._pings.is_watched(link):
             return False
-        return self._is_cut(link) or (link in self._reached and self._echoes.is_down(link))
+        return self._is_cut(link) or (link in self._reached and self._pings.is_down(link))
 
     def is_up(self, link: Link) -> bool:
-        """Whether the other end of a path that failed answers; it is asked from now on."""
-        self._echoes.watch(link)
-        return self._echoes.is_up(link) and not self._is_cut(link)
+        """Whether the other end of a failed path answers; it is pinged from now on."""
+        self._pings.watch(link)
+        return self._pings.is_up(link) and not self._is_cut(link)
 
     def forget(self, link: Link) -> None:
-        """Ask the other end of a link no more."""
-        self._echoes.forget(link)
+        """Stop pinging the other end of a link."""
+        self._pings.forget(link)
 
     def end_step(self, failed: Collection[Link]) -> None:
-        """Ask no more for the sake of a transfer that hangs; go on with links that failed."""
+        """Stop the pings that a hanging transfer has started; failed links are pinged further."""
         with self._lock:
             for link in self._links:
                 if link not in failed:
-                    self._echoes.forget(link)
+                    self._pings.forget(link)
 
     def close(self) -> None:
-        """Look at no more transfers."""
+        """Stop the watch's thread."""
         self._closed.set()
         self._thread.join(self._after_s)
 
     def _look(self) -> None:
-        self._meet_hosts()
-        while not self._closed.wait(self._after_s / _LOOKS):
-            inside = self._inside
-            if inside is not None and time.monotonic() - inside[1] >= self._after_s:
-                self._ask_others(inside)
+        self._reach_hosts()
+        while not self._closed.wait(self._after_s / _CHECKS):
+            current = self._current
+            if current is not None and time.monotonic() - current[1] >= self._after_s:
+                self._ping_others(current)
 
-    def _meet_hosts(self) -> None:
-        """Have all hosts answer once; they may be busy, as they start too."""
+    def _reach_hosts(self) -> None:
+        """Ping all hosts once, with retries: they may be busy, as they are starting too."""
         for _ in range(_TRIES):
             missing = [link for link in self._links if link not in self._reached]
-            self._reached |= {link for link in missing if self._echoes.reaches(link)}
+            self._reached |= {link for link in missing if self._pings.reaches(link)}
             if len(self._reached) == len(self._links) or self._closed.wait(_BETWEEN_S):
                 return
 
-    def _ask_others(self, inside: tuple[Link, float]) -> None:
+    def _ping_others(self, hanging: tuple[Link, float]) -> None:
         with self._lock:
-            if self._inside != inside:  # it was over meanwhile, and maybe the step
+            if self._current != hanging:  # the transfer has ended, and perhaps the step
                 return
             for link in self._links:
-                if link != inside[0]:
-                    self._echoes.watch(link, self._after_s / 2)
+                if link != hanging[0]:
+                    self._pings.watch(link, self._after_s / 2)

@@ -1,8 +1,8 @@
 """Copies of stashes to pinned host memory and back, beside the rank's queue.
 
-Each direction is a thread of its own with its copies in order, as an accelerator has a copy engine
-for each beside the stream of its ops. `device_put` to another memory kind compiles nothing. It
-can't donate (JAX 0.10 to 0.12), so what has been copied is deleted once the other memory has it.
+Each direction has a thread that runs its copies in order, as an accelerator has a copy engine for
+each direction. `device_put` to another memory kind compiles nothing, but can't donate (JAX 0.10 to
+0.12), so the source is deleted once the copy is done.
 """
 
 import time
@@ -19,13 +19,13 @@ from jaxmorph.runtime.queue import Stamp, sleep_until
 Tree = Any
 Kind = Literal["offload", "fetch"]
 
-HOST_MEMORY = "pinned_host"  # as JAX calls it
-_LOOK_S = 0.1  # how often a wait looks whether the queue, which it waits for, has failed
+HOST_MEMORY = "pinned_host"  # JAX's memory kind
+_LOOK_S = 0.1  # how often a wait checks whether the queue has failed
 
 
 @dataclass(frozen=True)
 class CopyLabel:
-    """What a copy's stamp names."""
+    """The label of a copy's stamp."""
 
     kind: Kind
     stash: Buffer
@@ -36,10 +36,10 @@ class AwayStash:
     """A stash on its way to host memory and back.
 
     Attributes:
-        gone: Done when the host has it; then the device has it no more.
+        gone: Done when the host has it and the device's arrays are deleted.
         back: Done when the device has it again.
-        arrays: It, wherever it is; None while another holds it.
-        shardings: How it lay on the device.
+        arrays: The stash, wherever it is; None once taken.
+        shardings: Its shardings on the device.
     """
 
     stash: Buffer
@@ -50,21 +50,21 @@ class AwayStash:
 
     @property
     def host_shardings(self) -> Tree:
-        """How it lies in host memory: as on the device."""
+        """Its shardings in host memory."""
         return jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST_MEMORY), self.shardings)
 
     def take(self) -> Tree:
-        """The stash, once it is back, for whoever asks first."""
+        """The stash, once it is back; the caller owns it."""
         arrays, self.arrays = self.arrays, None
         return arrays
 
     def stamps(self) -> Iterator[Stamp]:
-        """When its copies ran, once they have."""
+        """When its copies ran; waits for them."""
         yield self.gone.result()
         yield self.back.result()
 
     def cancel(self) -> None:
-        """Wake whoever waits for it: it will not come."""
+        """Wake threads that wait for it: it will not come."""
         self.gone.cancel()
         self.back.cancel()
 
@@ -73,7 +73,7 @@ class HostCopies:
     """A rank's two copy engines.
 
     Args:
-        bytes_per_s: How fast each copies on a paced accelerator; None: as fast as it does.
+        bytes_per_s: Speed of each on a paced accelerator; None: as fast as this machine's.
     """
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
@@ -81,23 +81,23 @@ class HostCopies:
         self._in = _Engine("fetch", bytes_per_s)
 
     def offload(self, away: AwayStash, arrays: Tree, made_s: float) -> None:
-        """Begin to copy a stash, there since `made_s`, to host memory; then it is deleted here."""
+        """Start to move a stash, which was ready at `made_s`, to host memory."""
         away.arrays = arrays
         away.shardings = jax.tree.map(lambda leaf: leaf.sharding, arrays)
         self._out.submit(away.gone, lambda: self._out.copy(away, away.host_shardings, made_s))
 
     def fetch(self, away: AwayStash, after: AwayStash | None, free_s: float) -> None:
-        """Begin to copy a stash back, once there is room.
+        """Start to move a stash back, once there is room.
 
         Args:
             after: The stash whose place it takes; None: there is room already.
-            free_s: Since when all is over that the queue ran before, on the monotonic clock.
+            free_s: When the queue had run everything before, on the monotonic clock.
         """
         before = (away,) if after is None else (away, after)
         self._in.submit(away.back, lambda: self._to_device(away, before, free_s))
 
     def close(self) -> None:
-        """Stop the engines, after what they have begun."""
+        """Stop the engines after their current copies."""
         self._out.close()
         self._in.close()
 
@@ -107,7 +107,7 @@ class HostCopies:
 
 
 class _Engine:
-    """One direction: a thread that copies in order, with a clock that late wake-ups don't move."""
+    """One direction: a thread that copies in order; late wake-ups don't add up in its clock."""
 
     def __init__(self, kind: Kind, bytes_per_s: float | None) -> None:
         self._kind: Kind = kind
@@ -119,7 +119,7 @@ class _Engine:
         self._thread.submit(_fulfil, over, work)
 
     def copy(self, away: AwayStash, shardings: Tree, ready_s: float) -> Stamp:
-        """Copy a stash; on a paced accelerator no faster than that would."""
+        """Copy a stash, no faster than a paced accelerator would."""
         start_s = max(self._free_s, ready_s)
         leaves = jax.tree.leaves(away.arrays)
         moved = jax.block_until_ready(jax.device_put(away.take(), shardings))
@@ -147,10 +147,10 @@ def _fulfil(over: Future[Stamp], work: Callable[[], Stamp]) -> None:
 
 
 def wait_for(over: Future[Stamp], deadline_s: float, check: Callable[[], None]) -> Stamp:
-    """Wait until a copy is over; when it ran.
+    """Wait until a copy is over; returns when it ran.
 
     Args:
-        check: Raises what has gone wrong on the queue, that the copy may depend on.
+        check: Raises the queue's error, after which the copy may never start.
 
     Raises:
         TimeoutError: If it is not over by the deadline.

@@ -9,7 +9,7 @@ import jax
 # The one private import of the runtime: JAX's coordination service. `jax.distributed` starts a
 # key-value store on the host network for every multi-process run, but has no public handle to it;
 # `multihost_utils` would send the same data over the accelerator's collectives, which must not
-# carry control messages: a slow link would hold them up, a dead one for ever.
+# carry control messages: a slow link would delay them, a dead one for ever.
 from jax._src import distributed
 
 from jaxmorph.errors import UserError
@@ -19,33 +19,26 @@ from jaxmorph.runtime.rendezvous import HostRendezvous, KeyValueStore, Rendezvou
 
 
 def join_run(
+    launched: RankArguments | None = None,
     *,
     start_timeout_s: float,
     step_timeout_s: float,
-    coordinator: str | None = None,
-    num_ranks: int | None = None,
-    rank: int | None = None,
     fails_over: bool = False,
 ) -> Rendezvous:
     """Join a run as one rank.
 
     Args:
-        start_timeout_s: How long to wait for the other ranks, to appear and in meetings, until
-            `Rendezvous.limit` says else.
-        step_timeout_s: How long a transfer waits for the other end.
-        coordinator: host:port of rank 0's coordination service; None: found by `jax.distributed`
+        launched: What the launcher passed to this rank; None: `jax.distributed` finds the run
             (Slurm, Open MPI, Kubernetes, ...).
-        num_ranks: Number of ranks; None: found likewise.
-        rank: This process's rank; None: found likewise.
-        fails_over: Whether its links may fail, and begin again over a spare device.
-
-    Returns:
-        The rendezvous with the other ranks.
+        start_timeout_s: How long to wait for the other ranks, to appear and in meetings, until
+            `Rendezvous.limit` changes it.
+        step_timeout_s: How long a transfer waits for the other end.
+        fails_over: Whether its links may fail and be restored over a spare device.
 
     Raises:
         UserError: If JAX has no device here, in one line.
     """
-    if num_ranks == 1:
+    if launched is not None and launched.num_ranks == 1:
         own_devices()
         return SoleRank()
     limit_collectives(step_timeout_s)
@@ -53,14 +46,19 @@ def join_run(
     if fails_over:
         have_spare_device()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        coordinator,
-        num_ranks,
-        rank,
-        local_device_ids=None if rank is None else [rank],  # of GPUs, rank k has the k-th
-        initialization_timeout=max(1, round(start_timeout_s)),
-        coordinator_bind_address=coordinator,  # only where ranks are told to look for it
-    )
+    start_s = max(1, round(start_timeout_s))
+    if launched is None:
+        jax.distributed.initialize(initialization_timeout=start_s)
+    else:
+        jax.distributed.initialize(
+            launched.coordinator,
+            launched.num_ranks,
+            launched.rank,
+            local_device_ids=[launched.rank],  # of this machine's GPUs, rank k has the k-th
+            initialization_timeout=start_s,
+            # By default it would listen on all interfaces.
+            coordinator_bind_address=launched.coordinator,
+        )
     return rendezvous_of_joined(start_timeout_s)
 
 
@@ -78,29 +76,13 @@ def rendezvous_of_joined(start_timeout_s: float) -> Rendezvous:
     )
 
 
-def join_as_told(
-    arguments: RankArguments,
-    *,
-    start_timeout_s: float,
-    step_timeout_s: float,
-    fails_over: bool = False,
-) -> Rendezvous:
-    """Join the run that a launcher on this machine has started; see `join_run`."""
-    return join_run(
-        start_timeout_s=start_timeout_s,
-        step_timeout_s=step_timeout_s,
-        coordinator=arguments.coordinator,
-        num_ranks=arguments.num_ranks,
-        rank=arguments.rank,
-        fails_over=fails_over,
-    )
+# XLA reads the following settings once, so they must be made before JAX computes anything.
 
 
 def have_threads(arguments: RankArguments, least: int) -> None:
-    """Give XLA's pools at least so many threads, where the launcher has given them fewer.
+    """Give XLA's pools at least so many threads, if the launcher gave them fewer.
 
-    What its user, or the script, has said of threads stands. It holds if JAX has computed nothing
-    yet.
+    A number that the user or the script has set is kept.
     """
     given = arguments.num_threads
     if given is not None and given < least and os.environ.get("NPROC") == str(given):
@@ -108,38 +90,34 @@ def have_threads(arguments: RankArguments, least: int) -> None:
 
 
 def limit_collectives(timeout_s: float) -> None:
-    """Give CPU collectives a deadline; without one an unmatched transfer waits for ever.
-
-    It holds if JAX has computed nothing yet.
-    """
+    """Give CPU collectives a deadline; without one an unmatched transfer waits for ever."""
     flag = f"--xla_cpu_collective_timeout_seconds={max(1, round(timeout_s))}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
 def have_spare_device() -> None:
-    """Have JAX on CPUs show a second device, if that changes nothing else.
+    """Make JAX show a second CPU device, over which failed links can be restored.
 
-    Only links that begin again use it (`LinkCommunicators`): stages compute on the first one. XLA
-    gives its pools as many threads as there are devices; where they have one, a second would change
-    the speed and the bits of what is computed. What the user has said of devices stands. It holds
-    if JAX has computed nothing yet.
+    Only `LinkCommunicators` uses it: stages compute on the first device. A number of devices that
+    the user has set is kept.
     """
+    # XLA gives its thread pools at least one thread per device. Where they would have only one, a
+    # second thread would change the speed and the last bits of results.
     given = os.environ.get("NPROC", "")
     threads = int(given) if given.isdecimal() else num_processors()
     counted = jax.config.values["jax_num_cpu_devices"] >= 0
     if threads < 2 or counted or _DEVICES_FLAG in os.environ.get("XLA_FLAGS", ""):
         return
-    with suppress(RuntimeError):  # JAX has begun
+    with suppress(RuntimeError):  # JAX has computed something already
         jax.config.update("jax_num_cpu_devices", 2)
 
 
 def compile_alone() -> None:
-    """Have XLA choose a GPU's kernels on this rank alone, unless its user's flags say else.
+    """Make XLA choose a GPU's kernels on this rank alone, unless the user's flags say otherwise.
 
-    Otherwise the processes of a program share the timing of kernels and wait for one another's
-    choices without a limit, in the compiler: for ever where they compile in another order, or one
-    of them doesn't compile at all. Ranks compile programs of their own, in an order of their own.
-    It holds if JAX has computed nothing yet.
+    By default the processes of a program share the timing of kernels and wait in the compiler,
+    without a limit, for each other's choices. Ranks compile different programs in different orders,
+    so they could wait for ever.
     """
     flag = "--xla_gpu_shard_autotuning=false"
     os.environ["XLA_FLAGS"] = f"{flag} {os.environ.get('XLA_FLAGS', '')}".strip()
@@ -149,7 +127,6 @@ _DEVICES_FLAG = "xla_force_host_platform_device_count"
 
 
 def _key_value_store() -> KeyValueStore:
-    """The store of the run that this process has joined."""
     client = distributed.global_state.client
     if client is None:
         raise RuntimeError("the coordination service is not running: no jax.distributed.initialize")
@@ -165,26 +142,26 @@ def coordinator_host() -> str:
 
 
 def own_devices() -> list[Any]:
-    """What JAX computes on in this process; a `UserError` where it has nothing it was asked for."""
+    """The devices of this process; raises a `UserError` if JAX has none of what was asked for."""
     try:
         return jax.local_devices()
     except AssertionError as error:  # what JAX raises where it knows none of the platforms
-        raise _none_of_these("it has no such platform installed") from error
+        raise _no_device("it has no such platform installed") from error
     except RuntimeError as error:
         if "Unable to initialize backend" not in str(error):
-            raise  # of ranks that didn't come, for one
-        raise _none_of_these(" ".join(str(error).split())) from error
+            raise  # for example of ranks that didn't come
+        raise _no_device(" ".join(str(error).split())) from error
 
 
 def device_kind() -> str:
-    """What the first of them is, such as "NVIDIA H800", or "cpu"."""
+    """The name of the first device, such as "NVIDIA H800" or "cpu"."""
     return own_devices()[0].device_kind
 
 
-def _none_of_these(reason: str) -> UserError:
+def _no_device(reason: str) -> UserError:
     asked = jax.config.values["jax_platforms"]
     return UserError(
-        f"JAX_PLATFORMS: got {asked!r}, of which JAX has no device here ({reason}), expected a "
+        f"JAX_PLATFORMS: got {asked!r}, for which JAX has no device here ({reason}), expected a "
         "platform that it has (of GPUs, rank k of a host takes the k-th: it needs as many as there "
-        "are ranks); jaxmorph doctor says what this machine has"
+        "are ranks); jaxmorph doctor shows what this machine has"
     )

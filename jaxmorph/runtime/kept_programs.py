@@ -1,8 +1,8 @@
-"""A rank's compiled programs on disk, for the process that takes its place.
+"""A rank's compiled programs on disk, for the process that takes its place after a restart.
 
-JAX's persistent compilation cache is written by process 0 of a run alone, and no public setting
-changes that; a stage's programs are its rank's own, so the other ranks would find nothing. Hence
-each rank keeps its own, as `jax.experimental.serialize_executable` writes them.
+Only process 0 of a run writes JAX's persistent compilation cache, and no public setting changes
+that. Each rank has programs of its own, so the other ranks would find nothing there. Therefore each
+rank keeps its own, with `jax.experimental.serialize_executable`.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from jax.stages import Compiled, Lowered
 
 from jaxmorph.stage.compiling import compile_by
 
-if TYPE_CHECKING:  # the check of a GPU counts compilations, and knows no configuration
+if TYPE_CHECKING:  # the GPU check runs without the configuration's libraries
     from jaxmorph.config import Config
 
 FOLDER = "compilation_cache"
@@ -36,8 +36,8 @@ class KeptPrograms:
     """The programs of one rank for its first device.
 
     Args:
-        folder: Where they are; made when the first of them is kept. Whoever can write there can
-            have this process run anything.
+        folder: Where they are; created with the first one. Anyone who can write there can make this
+            process run any code.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,12 +45,12 @@ class KeptPrograms:
         self._platform: tuple[str, ...] | None = None
 
     def compile(self, lowered: Lowered) -> Compiled:
-        """The program as an earlier process has kept it, or compiled, and kept for later ones."""
+        """The program as an earlier process kept it; else compile and keep it."""
         path = self.folder / f"{self._key(lowered)}.program"
         return self._kept(path, lowered) or self._compiled(path, lowered)
 
     def _kept(self, path: Path, lowered: Lowered) -> Compiled | None:
-        """What is there; None if nothing is, or nothing that can be used."""
+        """The program in a file; None if there is none that can be used."""
         if not path.exists():
             return None
         try:
@@ -60,7 +60,7 @@ class KeptPrograms:
                 lowered.out_tree,
                 execution_devices=jax.local_devices()[:1],
             )
-        except Exception as error:  # whatever is wrong with it, it can be compiled
+        except Exception as error:  # any broken file: the program can be compiled again
             _log.warning("%s: %s: %s; it is compiled again", path, type(error).__name__, error)
             with suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -71,7 +71,7 @@ class KeptPrograms:
         try:
             written, _, _ = serialize_executable.serialize(program)
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Other runs may share the folder.
+            # Other runs may share the folder, so write under an own name and rename.
             new = path.with_name(f"{path.name}.{os.getpid()}.new")
             new.write_bytes(written)
             new.replace(path)
@@ -82,16 +82,16 @@ class KeptPrograms:
         return program
 
     def _key(self, lowered: Lowered) -> str:
-        """A name that another program, or the same for another platform, doesn't have."""
+        """A name that depends on the program and the platform."""
         if self._platform is None:
             self._platform = tuple(_platform())
-        takes = str(lowered.args_info)  # also what isn't read, which the text leaves out
+        takes = str(lowered.args_info)  # with unused arguments, which the text leaves out
         parts = (lowered.as_text(), takes, str(lowered.out_tree), *self._platform)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _platform() -> Iterator[str]:
-    """Whatever decides, beside the program, what XLA makes of it."""
+    """Everything besides the program that determines what XLA compiles."""
     device = jax.local_devices()[0]
     yield from (version("jax"), version("jaxlib"), device.client.platform_version)
     yield from (device.platform, device.device_kind, str(device.id))
@@ -103,7 +103,7 @@ def _platform() -> Iterator[str]:
 
 
 def _threads() -> Iterator[str]:
-    """What XLA's pool of threads is sized by: a CPU's programs are cut into as many parts."""
+    """What sizes XLA's thread pool: programs for CPUs are cut into as many parts."""
     yield os.environ.get("NPROC", "")
     yield str(jax.local_device_count())
     if hasattr(os, "sched_getaffinity"):  # not on macOS
@@ -111,7 +111,7 @@ def _threads() -> Iterator[str]:
 
 
 def _processor() -> str:
-    """What the machine's processor can do: machine code is made for it."""
+    """The processor's features: XLA compiles machine code for them."""
     if not _CPU_INFO.exists():
         return ""
     lines = _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -119,11 +119,10 @@ def _processor() -> str:
 
 
 def keep_compiled(config: "Config", directory: Path, rank: int) -> None:
-    """Have this process keep what it compiles from now on, if its run may be started again.
+    """Make this process keep what it compiles from now on, if its run may restart.
 
-    Its stage's programs it keeps itself (see `kept_programs`), and all else is JAX's to keep, in
-    its persistent cache, which process 0 writes. One that is set already, as by
-    JAX_COMPILATION_CACHE_DIR, stays.
+    Its stage's programs go to `KeptPrograms`, all others to JAX's persistent cache. A cache folder
+    that is set already, as by JAX_COMPILATION_CACHE_DIR, stays.
     """
     wanted = config.restart_policy.compilation_cache
     if not config.may_restart or wanted is False:
@@ -132,7 +131,8 @@ def keep_compiled(config: "Config", directory: Path, rank: int) -> None:
     compile_by(KeptPrograms(folder / f"rank_{rank}").compile)
     if not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        # What is left takes less than JAX's second each, and together more than a second.
+        # By default JAX keeps only programs that take a second or more to compile. These take less
+        # each, but together more.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
@@ -141,9 +141,9 @@ class CompilationCounter:
 
     def __init__(self) -> None:
         self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._note)
+        jax.monitoring.register_event_duration_secs_listener(self._record)
 
-    def _note(self, event: str, duration_secs: float, **details: str | int) -> None:
+    def _record(self, event: str, duration_secs: float, **details: str | int) -> None:
         del duration_secs, details
         if event == _COMPILATION:
             self.count += 1

@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this machine, watches them, and never leaves one behind."""
+"""Starts the ranks of a run on this machine, watches them, and ends all of them at the end."""
 
 import contextlib
 import json
@@ -22,27 +22,25 @@ from jaxmorph.messages import RankFailed
 from jaxmorph.plain_json import parse
 from jaxmorph.runtime.rank_process import RankArguments
 
-if TYPE_CHECKING:  # ranks that know no configuration are launched, too
+if TYPE_CHECKING:  # the GPU check runs without the configuration's libraries
     from jaxmorph.config import Config
 
-# After the first failure the others get this long to say what they saw, and after a request to end
-# this long to end.
-_EVIDENCE_S = 1.0
-_TERMINATION_S = 3.0
-_LOOK_S = 1.0  # how long an interruption may go unnoticed whose exception Python has dropped
+_EVIDENCE_S = 1.0  # for other ranks to report, after the first failure
+_TERMINATION_S = 3.0  # for ranks to end after SIGTERM
+_LOOK_S = 1.0  # until an interruption is noticed whose exception Python has dropped
 _POLL_S = 0.05
 _LOG_TAIL_LINES = 5
 
 OFFLOADING_THREADS = 4
-"""Threads of a rank whose stashes may go to host memory: for an op, a copy out and a copy back.
+"""Threads of a rank that offloads: for an op, a copy out, a copy back and a direct transfer.
 
-And one for a direct transfer, which on CPUs keeps a thread for as long as it waits for its peer;
-with no other one, copies that should run beside it would wait too.
+On CPUs a transfer keeps a thread while it waits for its peer, so with fewer threads the copies that
+should overlap it would wait too.
 """
 
 
 def threads_for(config: "Config") -> int:
-    """How many threads XLA's pools need at least in each rank of a run."""
+    """The fewest threads that XLA's pools need in each rank of a run."""
     return OFFLOADING_THREADS if config.offload.enabled else 1
 
 
@@ -50,8 +48,8 @@ class RankFailedError(RunFailedError):
     """A rank died or raised; the message names the rank, the reason and the log.
 
     Args:
-        noticed_s: When any rank's failure was first seen, on the monotonic clock; None: unknown.
-        asked_to_end: Whether the ranks had been asked to end by then.
+        noticed_s: When the first failure was noticed, on the monotonic clock; None: unknown.
+        asked_to_end: Whether the ranks had been asked to end before.
     """
 
     def __init__(
@@ -87,12 +85,12 @@ class _Watch:
     within_s: float | None = None
     began_s: float = field(default_factory=time.monotonic)
     interrupted_s: float = -math.inf
-    is_ending: bool = False  # ranks are being ended
-    hurries: bool = False  # without waiting for those that take long
+    is_ending: bool = False
+    hurries: bool = False  # kill without waiting for slow ranks
 
     @property
     def asked_to_end(self) -> bool:
-        """Whether the ranks have been asked to end of themselves."""
+        """Whether the ranks have been asked to save and end."""
         return self.overdue is not None
 
 
@@ -115,25 +113,22 @@ def run_ranks(
             `RankArguments`.
         arguments: Further arguments, the same for every rank.
         log_dir: Where each rank's output goes, `rank_N.log`.
-        on_message: Called with every message a rank sends (`LauncherLink.send`).
-        shows_rank_0: Whether rank 0's standard output is this process's, in place of its log.
-        least_threads: How many threads XLA's pools have at least, however few processors there are
-            for each rank: see `threads_for`.
-        stop_within_s: With a number, the first SIGTERM asks rank 0 to end, which has so many
-            seconds for it (`LauncherLink.stop_asked`); None: it interrupts at once.
-        within_s: After so many seconds a rank that still runs has failed; None: none has.
+        on_message: Called with every message that a rank sent (`LauncherLink.send`), however the
+            run ends.
+        shows_rank_0: Whether rank 0 writes to this process's standard output, not to its log.
+        least_threads: The fewest threads of XLA's pools: see `threads_for`.
+        stop_within_s: The first SIGTERM asks rank 0 to end within so many seconds
+            (`LauncherLink.stop_asked`); None: it interrupts at once.
+        within_s: A rank that still runs after so many seconds has failed; None: no limit.
 
     Returns:
-        Whether the ranks were asked to end, in time or too late for them to end any earlier.
+        Whether the ranks were asked to end.
 
     Raises:
-        RankFailedError: If a rank died or raised; all others have been ended.
-        RunFailedError: If the ranks have stopped together, and said why.
+        RankFailedError: If a rank died or raised.
+        RunFailedError: If the ranks stopped together and reported the reason.
         UserError: If a rank found a mistake of the user's.
-        KeyboardInterrupt: On Ctrl-C and on SIGTERM, if the ranks weren't asked to end, or haven't
-            in time; all ranks have been ended.
-
-    However it ends, `on_message` has been called with all that the ranks sent before they ended.
+        KeyboardInterrupt: On Ctrl-C; on SIGTERM, unless the ranks were asked and ended in time.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     watch = _Watch([], on_message, stop_within_s=stop_within_s, within_s=within_s)
@@ -145,7 +140,7 @@ def run_ranks(
     ):
         coordinator = f"127.0.0.1:{port}"
         environment = _environment(num_ranks, least_threads)
-        stack.callback(_end, watch)  # also when starting the next one fails
+        stack.callback(_end, watch)  # also ends the first ranks if starting a later one fails
         for number in range(num_ranks):
             shown = shows_rank_0 and number == 0
             rank = _start(
@@ -158,11 +153,9 @@ def run_ranks(
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A TCP port of the loopback interface that no other run is given while this lasts.
-
-    Rank 0 binds it only seconds later. Until then, and beside it, the port is held by a socket that
-    shares it (as gRPC's do) but doesn't listen, so that connections reach rank 0 alone.
-    """
+    """A TCP port of the loopback interface that no other run gets while this lasts."""
+    # Rank 0 binds the port only seconds later. Until then a socket holds it that shares its port,
+    # as gRPC's do, but doesn't listen, so connections reach only rank 0.
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(("127.0.0.1", 0))
@@ -193,7 +186,7 @@ def _start(
             stderr=log,
             pass_fds=(messages_write, lifeline_read),
             env=environment,
-            start_new_session=True,  # Ctrl-C is for the launcher, which ends the ranks in order
+            start_new_session=True,  # so that Ctrl-C reaches only the launcher
         )
     os.close(messages_write)
     os.close(lifeline_read)
@@ -202,12 +195,12 @@ def _start(
 
 
 def _environment(num_ranks: int, least_threads: int = 1) -> dict[str, str]:
-    """The ranks share this machine's processors: XLA sizes its thread pools by NPROC."""
+    """Divides the processors among the ranks: XLA sizes its thread pools by NPROC."""
     return {"NPROC": str(max(least_threads, num_processors() // num_ranks)), **os.environ}
 
 
 def num_processors() -> int:
-    """How many this process may use: `taskset` or a container may leave it less than all."""
+    """Processors that this process may use: `taskset` or a container may allow only some."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -218,7 +211,7 @@ def _watch(watch: _Watch) -> None:
     with selectors.DefaultSelector() as selector:
         for rank in watch.ranks:
             selector.register(rank.messages_fd, selectors.EVENT_READ, (rank, _read_messages))
-            selector.register(rank.exit_fd, selectors.EVENT_READ, (rank, _note_exit))
+            selector.register(rank.exit_fd, selectors.EVENT_READ, (rank, _record_exit))
         while selector.get_map():
             if watch.interrupted_s > -math.inf:
                 raise KeyboardInterrupt
@@ -229,7 +222,7 @@ def _watch(watch: _Watch) -> None:
                 if not handle(rank, watch):
                     selector.unregister(key.fd)
             if time.monotonic() >= _until_s(watch):
-                _note_running(watch)
+                _record_running(watch)
             if watch.failures and deadline_s == math.inf:
                 deadline_s = time.monotonic() + _EVIDENCE_S
             if time.monotonic() >= deadline_s:
@@ -242,8 +235,8 @@ def _until_s(watch: _Watch) -> float:
     return math.inf if watch.within_s is None else watch.began_s + watch.within_s
 
 
-def _note_running(watch: _Watch) -> None:
-    """Count the ranks that haven't ended in the time that they had as failed, once."""
+def _record_running(watch: _Watch) -> None:
+    """Record the ranks that still run after their time as failed, once."""
     reason, watch.within_s = f"still running after {watch.within_s:g} s", None
     for rank in watch.ranks:
         if rank.process.poll() is None:
@@ -251,7 +244,7 @@ def _note_running(watch: _Watch) -> None:
 
 
 def _read_messages(rank: _Rank, watch: _Watch) -> bool:
-    """Handle what has come; False at the end of the pipe."""
+    """Handle the messages that have come; False at the end of the pipe."""
     data = os.read(rank.messages_fd, 1 << 16)
     rank.pending += data
     while b"\n" in rank.pending:  # line by line: Ctrl-C may come in the middle of one
@@ -264,22 +257,23 @@ def _read_messages(rank: _Rank, watch: _Watch) -> bool:
     return bool(data)
 
 
-def _note_exit(rank: _Rank, watch: _Watch) -> bool:
+def _record_exit(rank: _Rank, watch: _Watch) -> bool:
     code = rank.process.wait()
     if code != 0:
         aborted = code == -signal.SIGABRT
         reason = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        while _read_messages(rank, watch):  # what it said before it ended
+        while _read_messages(rank, watch):  # those that it sent before it ended
             pass
-        said_why = any(failure.rank == rank.number for failure in watch.failures)
-        # A rank that raised has said why; the coordination service ends others with an abort or 1.
-        follows = aborted or said_why or code == 1
+        # A rank that raised has reported why. The coordination service ends the others, with an
+        # abort or exit code 1.
+        reported = any(failure.rank == rank.number for failure in watch.failures)
+        follows = aborted or reported or code == 1
         watch.failures.append(RankFailed(follows, time.monotonic(), rank.number, reason))
     return False
 
 
 def _raise_cause(watch: _Watch) -> None:
-    # An abort is often the echo of another rank's end; of the others the first is the cause.
+    # The first failure that does not merely follow another rank's is the cause.
     cause = min(watch.failures, key=lambda each: (each.follows_others, each.time_s, each.rank))
     if cause.is_user_error:
         raise UserError(cause.reason)
@@ -289,8 +283,8 @@ def _raise_cause(watch: _Watch) -> None:
     lines = [f"rank {cause.rank} failed: {cause.reason}", f"its log: {log_path}"]
     tail = _last_lines(log_path)
     noticed_s = min(failure.time_s for failure in watch.failures)
-    told = "\n".join([*lines, *(f"  | {line}" for line in tail)])
-    raise RankFailedError(told, noticed_s, asked_to_end=watch.asked_to_end)
+    message = "\n".join([*lines, *(f"  | {line}" for line in tail)])
+    raise RankFailedError(message, noticed_s, asked_to_end=watch.asked_to_end)
 
 
 def _last_lines(path: Path) -> list[str]:
@@ -299,10 +293,7 @@ def _last_lines(path: Path) -> list[str]:
 
 
 def _end(watch: _Watch) -> None:
-    """End every rank that still runs: ask, wait, kill; and close what was opened for it.
-
-    Another Ctrl-C meanwhile ends the waiting.
-    """
+    """End every rank that still runs: SIGTERM, wait, SIGKILL; Ctrl-C cuts the wait short."""
     watch.is_ending = True
     watch.stop_within_s = None  # too late to ask: SIGTERM interrupts from here on
     try:
@@ -310,7 +301,7 @@ def _end(watch: _Watch) -> None:
         _await_all(watch, time.monotonic() + _TERMINATION_S)
     finally:
         _kill_all(watch)
-    if watch.hurries:  # which may have come after a failure: the run is not to start again
+    if watch.hurries:  # Ctrl-C may have come after a failure: then the run must not restart
         raise KeyboardInterrupt
 
 
@@ -324,19 +315,14 @@ def _await_all(watch: _Watch, deadline_s: float) -> None:
 def _kill_all(watch: _Watch) -> None:
     _signal_all(watch.ranks, signal.SIGKILL)
     for rank in watch.ranks:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # nothing ends what a driver holds
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in a driver stays
             rank.process.wait(_TERMINATION_S)
-        _hear_out(rank, watch)
+        os.set_blocking(rank.messages_fd, False)
+        with contextlib.suppress(Exception):  # the other ranks' files must be closed all the same
+            while _read_messages(rank, watch):
+                pass
         for fd in (rank.messages_fd, rank.lifeline_fd, rank.exit_fd):
             os.close(fd)
-
-
-def _hear_out(rank: _Rank, watch: _Watch) -> None:
-    """Handle what an ended rank said last; if that fails, the rest is still to be closed."""
-    os.set_blocking(rank.messages_fd, False)
-    with contextlib.suppress(Exception):
-        while _read_messages(rank, watch):
-            pass
 
 
 def _signal_all(ranks: list[_Rank], number: signal.Signals) -> None:
@@ -348,14 +334,14 @@ def _signal_all(ranks: list[_Rank], number: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """While this lasts SIGTERM does what Ctrl-C does, so that a scheduler's stop cleans up too."""
+    """Make SIGTERM act like Ctrl-C, so that a scheduler's stop cleans up too."""
     with _sigterm_stops(_Watch([], lambda message: None)):
         yield
 
 
 @contextlib.contextmanager
 def _sigterm_stops(watch: _Watch) -> Iterator[None]:
-    """While this lasts SIGTERM asks the ranks to end, or does what Ctrl-C does."""
+    """Make SIGTERM ask the ranks to end, or act like Ctrl-C if that is not possible."""
 
     def stop(number: int, frame: object) -> None:
         if not _ask_to_end(watch):
@@ -363,7 +349,7 @@ def _sigterm_stops(watch: _Watch) -> Iterator[None]:
 
     try:
         previous = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread: signals are somebody else's
+    except ValueError:  # only the main thread may set signal handlers
         yield
         return
     try:
@@ -376,19 +362,17 @@ def _sigterm_stops(watch: _Watch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sigint_is_kept(watch: _Watch) -> Iterator[None]:
-    """While this lasts it is noted that there was a Ctrl-C.
+    """Record Ctrl-C in the watch as well as raising KeyboardInterrupt."""
+    # Python drops an exception that is raised while it calls a finalizer or a weak reference's
+    # callback. Imports do that, so on the main thread it can happen at any moment.
 
-    The exception alone may be lost: Python drops what is raised while it calls a finalizer or a
-    weak reference's callback, as importing does, and on the main thread that can be any moment.
-    """
-
-    def note(number: int, frame: FrameType | None) -> None:
+    def record(number: int, frame: FrameType | None) -> None:
         _interrupt(watch)
 
     try:
         own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        previous = signal.signal(signal.SIGINT, note) if own else None
-    except ValueError:  # not the main thread: signals are somebody else's
+        previous = signal.signal(signal.SIGINT, record) if own else None
+    except ValueError:  # only the main thread may set signal handlers
         previous = None
     try:
         yield
@@ -398,10 +382,9 @@ def _sigint_is_kept(watch: _Watch) -> Iterator[None]:
 
 
 def _interrupt(watch: _Watch) -> None:
-    """Raise KeyboardInterrupt; but not into the ending of ranks, which it could cut short.
-
-    Nor right after the one before, which has them ended: one rank that is stuck would stay.
-    """
+    """Raise KeyboardInterrupt, unless ranks are being ended or are about to be."""
+    # Raised while ranks are being ended, or right after the interrupt that ends them, it could
+    # leave a stuck rank behind. Then it only makes the ending hurry.
     now_s = time.monotonic()
     if watch.is_ending or now_s < watch.interrupted_s + _LOOK_S:
         watch.hurries = True
@@ -411,23 +394,19 @@ def _interrupt(watch: _Watch) -> None:
 
 
 def restore_signal(number: signal.Signals, previous: Any) -> None:
-    """Have a signal do again what it did.
-
-    Args:
-        previous: What `signal.signal` said that was; of a handler that Python hasn't set it knows
-            nothing and says None, which it doesn't take back. The default comes in its place.
-    """
+    """Restore a signal's handler, as `signal.signal` returned it."""
+    # None stands for a handler that Python didn't set, which it can't set again either.
     signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
 
 def _ask_to_end(watch: _Watch) -> bool:
-    """Ask the ranks, by rank 0, to end of themselves; False if they have been asked, or can't be.
+    """Ask rank 0 to save and end; False if it was asked before or can't be.
 
-    After the deadline this process is sent the signal again.
+    After the deadline this process gets the signal again.
     """
     if watch.stop_within_s is None or watch.asked_to_end or not watch.ranks:
         return False
-    with contextlib.suppress(OSError):  # it is about to be noticed that rank 0 is gone
+    with contextlib.suppress(OSError):  # rank 0 is gone, which `_watch` is about to notice
         os.write(watch.ranks[0].lifeline_fd, b"s")
     again = (threading.get_ident(), signal.SIGTERM)
     watch.overdue = threading.Timer(watch.stop_within_s, signal.pthread_kill, again)

@@ -1,8 +1,8 @@
-"""What connects the two ranks of each link, beside direct transfers: each opens its own end.
+"""The host connections between the two ranks of each link; each rank opens its own end.
 
-The data plane carries delegated messages; by two connections of their own the ends agree when their
-direct path fails (`link_switch`); and by echoes they find out whether their hosts reach each other
-over the network that direct transfers take.
+The data plane carries delegated messages. Over two more connections the ends agree when their
+direct path fails (`link_switch`). By pings they find out whether their hosts reach each other over
+the network that direct transfers take.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from jaxmorph.records import Link
-from jaxmorph.runtime.link_switch import LinkWires
+from jaxmorph.runtime.link_switch import PeerConnections
 from jaxmorph.runtime.rendezvous import (
     Connection,
     ConnectionLostError,
@@ -33,7 +33,7 @@ Address = tuple[str, int]
 Start = Callable[
     [int, Sequence[ChannelSpec], Sequence[ChannelSpec], TransportSettings | None], DataPlane
 ]
-"""Starts a rank's end, given the rank, its outgoing and incoming channels and the settings."""
+"""Starts a rank's end of the plane: (rank, outgoing channels, incoming channels, settings)."""
 
 _SECRET_BYTES = 32
 _CONNECTIONS = 2
@@ -51,19 +51,13 @@ def open_data_plane(
     settings: TransportSettings | None = None,
     start: Start | None = None,
 ) -> Iterator[DataPlane | None]:
-    """A rank's end of the data plane, connected to its peers; it is closed however this ends.
-
-    After an error nothing is waited for: nobody takes what hasn't arrived, and the others are to
-    learn of the error soon.
+    """A rank's end of the data plane, connected to its peers; all ranks call it together.
 
     Args:
-        rendezvous: The meeting place of all ranks; they all call this at the same point.
-        outgoing: The channels this rank sends on.
-        incoming: The channels it receives on.
-        start: What starts an end; None: a sidecar process.
+        start: Starts an end; None: a sidecar process.
 
     Yields:
-        The plane; None where the rank has no channels, and needs none.
+        The plane; None where the rank has no channels.
     """
     if not outgoing and not incoming:
         _agree(rendezvous, [])
@@ -75,10 +69,10 @@ def open_data_plane(
         channels = (spec.name for spec in (*outgoing, *incoming))
         peers = {rank for name in channels for rank in (name.source, name.destination)}
         peers.discard(rendezvous.rank)
-        addresses = {rank: found[rank] for rank in sorted(peers)}
-        plane.connect(addresses, secret)
+        plane.connect({rank: found[rank] for rank in sorted(peers)}, secret)
         yield plane
     except BaseException:
+        # After an error peers receive nothing more, so a flush would delay the report of it.
         plane.close(flush=False)
         raise
     plane.close()
@@ -97,7 +91,7 @@ def _start_sidecar(
 
 @dataclass(frozen=True)
 class _Listening:
-    """Where a rank listens; and from rank 0 the secret, in hexadecimal digits."""
+    """Where a rank listens; from rank 0 also the secret, in hexadecimal digits."""
 
     at: tuple[Address, ...]
     secret: str
@@ -106,7 +100,7 @@ class _Listening:
 def _agree(
     rendezvous: Rendezvous, own: Sequence[Address]
 ) -> tuple[list[tuple[Address, ...]], bytes]:
-    """Where every rank listens, and a secret, which rank 0 makes up; all ranks call it."""
+    """Where every rank listens, and a secret that rank 0 makes up; all ranks call it together."""
     secret = secrets.token_hex(_SECRET_BYTES) if rendezvous.rank == 0 else ""
     reports = gather(rendezvous, _Listening, _Listening(tuple(own), secret))
     return [each.at for each in reports], bytes.fromhex(reports[0].secret)
@@ -117,14 +111,14 @@ def _agree_on_addresses(rendezvous: Rendezvous, own: Address) -> tuple[list[Addr
     return [at for (at,) in found], secret
 
 
-class PathEchoes:
-    """Answers the other ends of a rank's links, and asks those whose path has failed.
+class PathPings:
+    """Pings the other ends of a rank's links where asked to, and answers their pings.
 
-    That is a look from the hosts: their own names' addresses, as Gloo's are on CPUs. Whether the
-    link carries collectives again only a probe shows. Which ends are asked is known here alone.
+    A ping goes from host to host, between the addresses of their own names, which Gloo uses on CPUs
+    too. Only a probe shows whether the link carries collectives again.
 
-    Any thread: all methods. Threads of its own: one that answers, and one for each end that is
-    asked, which alone changes its `_Watch`. Lock: which ends are asked.
+    Any thread: all methods. Threads of its own: one that answers, and one for each watched end,
+    which alone changes its `_Watch`. Lock: which ends are watched.
     """
 
     def __init__(self, rank: int, listener: socket.socket) -> None:
@@ -136,45 +130,45 @@ class PathEchoes:
         self._threads: list[threading.Thread] = []
 
     def begin(self, addresses: list[Address], secret: bytes) -> None:
-        """Answer from now on those that prove by the secret that they are of the run."""
+        """Answer from now on; a caller must prove by the secret that it is of the run."""
         self._addresses, self._secret = addresses, secret
         self._start(self._answer_all)
 
     def watch(self, link: Link, answer_s: float = _ANSWER_S) -> None:
-        """Ask a link's other end again and again, beside all else, unless that is done."""
+        """Ping a link's other end repeatedly in the background; a second call does nothing."""
         with self._lock:
             if link not in self._watches:
                 watch = _Watch(self._addresses[sum(link) - self._rank], answer_s)
                 self._watches[link] = watch
-                self._start(partial(self._ask_all, watch))
+                self._start(partial(self._ping_all, watch))
 
     def is_watched(self, link: Link) -> bool:
-        """Whether a link's other end is asked."""
+        """Whether a link's other end is pinged."""
         return link in self._watches
 
     def is_down(self, link: Link) -> bool:
-        """Whether the other end is asked, and didn't answer the last time."""
+        """Whether the other end is watched and didn't answer its last ping."""
         watch = self._watches.get(link)
-        return watch is not None and watch.has_asked and not watch.is_up
+        return watch is not None and watch.is_up is False
+
+    def is_up(self, link: Link) -> bool:
+        """Whether the other end is watched and answered its last ping."""
+        watch = self._watches.get(link)
+        return watch is not None and watch.is_up is True
 
     def reaches(self, link: Link) -> bool:
-        """Whether the other end answers now; waits for that."""
-        return self._ask(self._addresses[sum(link) - self._rank], _ANSWER_S)
+        """Ping the other end once and wait for its answer."""
+        return self._ping(self._addresses[sum(link) - self._rank], _ANSWER_S)
 
     def forget(self, link: Link) -> None:
-        """Ask no more; of the next `watch` nothing is known at first."""
+        """Stop pinging, and forget the last answer."""
         with self._lock:
             watch = self._watches.pop(link, None)
         if watch is not None:
             watch.is_over.set()
 
-    def is_up(self, link: Link) -> bool:
-        """Whether the other end has answered the last time; False where it wasn't asked."""
-        watch = self._watches.get(link)
-        return watch is not None and watch.is_up
-
     def close(self) -> None:
-        """Neither ask nor answer any more."""
+        """Neither ping nor answer any more."""
         self._closed.set()
         for link in list(self._watches):
             self.forget(link)
@@ -183,17 +177,16 @@ class PathEchoes:
             thread.join(_CLOSING_S)
 
     def _start(self, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=work, name="path echo", daemon=True)
+        thread = threading.Thread(target=work, name="path ping", daemon=True)
         self._threads = [*(each for each in self._threads if each.is_alive()), thread]
         thread.start()
 
-    def _ask_all(self, watch: "_Watch") -> None:
+    def _ping_all(self, watch: "_Watch") -> None:
         while not watch.is_over.is_set():
-            watch.is_up = self._ask(watch.address, watch.answer_s)
-            watch.has_asked = True
+            watch.is_up = self._ping(watch.address, watch.answer_s)
             watch.is_over.wait(_BETWEEN_S)
 
-    def _ask(self, address: Address, answer_s: float) -> bool:
+    def _ping(self, address: Address, answer_s: float) -> bool:
         with contextlib.suppress(OSError, ConnectionLostError):
             connection = Connection(socket.create_connection(address, answer_s), answer_s)
             with contextlib.closing(connection):
@@ -213,67 +206,66 @@ class PathEchoes:
 
 @dataclass
 class _Watch:
-    """A link's other end, which is asked until `is_over`."""
+    """A link's other end, pinged until `is_over`; `is_up` is None until the first ping is over."""
 
     address: Address
     answer_s: float
-    is_up: bool = False
-    has_asked: bool = False
+    is_up: bool | None = None
     is_over: threading.Event = field(default_factory=threading.Event)
 
 
 @contextmanager
-def open_path_echoes(rendezvous: Rendezvous, otherwise: str) -> Iterator[PathEchoes]:
-    """A rank's echoes, at its own name's address if there is one; all ranks call it together."""
+def open_path_pings(rendezvous: Rendezvous, otherwise: str) -> Iterator[PathPings]:
+    """A rank's pings, at its own name's address or else at another; all ranks call it together."""
     listener = _listen(otherwise)
-    echoes = PathEchoes(rendezvous.rank, listener)
+    pings = PathPings(rendezvous.rank, listener)
     try:
-        echoes.begin(*_agree_on_addresses(rendezvous, listener.getsockname()[:2]))
-        yield echoes
+        pings.begin(*_agree_on_addresses(rendezvous, listener.getsockname()[:2]))
+        yield pings
     finally:
-        echoes.close()
+        pings.close()
 
 
 def _listen(otherwise: str) -> socket.socket:
     try:
         return socket.create_server((socket.gethostbyname(socket.gethostname()), 0))
-    except OSError:  # a name that isn't known, or of no card that this host has
+    except OSError:  # the host's name is unknown, or names an address that this host doesn't have
         return socket.create_server((otherwise, 0))
 
 
 @dataclass(frozen=True)
-class LinkLines:
-    """What a rank has to the other ends of its links, beside what carries their messages."""
+class FailoverConnections:
+    """What a rank's links need to fail over, besides a data plane.
 
-    wires: Mapping[Link, LinkWires]
-    echoes: PathEchoes
+    Attributes:
+        peers: The connections to the other end of each link.
+    """
+
+    peers: Mapping[Link, PeerConnections]
+    pings: PathPings
 
 
 @contextmanager
-def open_link_lines(
+def open_failover_connections(
     rendezvous: Rendezvous, links: Collection[Link], host: str, timeout_s: float
-) -> Iterator[LinkLines]:
-    """Connections and echoes of a rank's links; for the arguments see `open_link_connections`."""
+) -> Iterator[FailoverConnections]:
+    """Connections and pings of a rank's links; for the arguments see `open_peer_connections`."""
     with (
-        open_link_connections(rendezvous, links, host, timeout_s) as wires,
-        open_path_echoes(rendezvous, host) as echoes,
+        open_peer_connections(rendezvous, links, host, timeout_s) as peers,
+        open_path_pings(rendezvous, host) as pings,
     ):
-        yield LinkLines(wires, echoes)
+        yield FailoverConnections(peers, pings)
 
 
 @contextmanager
-def open_link_connections(
+def open_peer_connections(
     rendezvous: Rendezvous, links: Collection[Link], host: str, timeout_s: float
-) -> Iterator[Mapping[Link, LinkWires]]:
-    """This rank's connections to the other ends of its links; they are closed at the end.
-
-    The upper end of a link calls the lower one. As nobody waits for a rank above it before it has
-    called those below, all of them come about.
+) -> Iterator[Mapping[Link, PeerConnections]]:
+    """This rank's connections to the other ends of its links; all ranks call it together.
 
     Args:
-        rendezvous: The meeting place of all ranks; they all call this at the same point.
-        links: Any; those that this rank is no end of don't matter to it.
-        host: Where this rank listens, an address that the others reach.
+        links: Those of other ranks are ignored.
+        host: The address where this rank listens.
 
     Raises:
         RendezvousError: If a rank doesn't come in time.
@@ -285,12 +277,14 @@ def open_link_connections(
         addresses, secret = _agree_on_addresses(rendezvous, listener.getsockname()[:2])
         until_s = time.monotonic() + timeout_s
         found: dict[int, list[Connection]] = {peer: [] for peer in peers}
+        # The upper end of a link calls the lower one. A rank calls all ranks below it before it
+        # accepts any above it, so no two ranks wait for each other.
         for peer in sorted(peer for peer in peers if peer < rank):
             for _ in range(_CONNECTIONS):
                 found[peer].append(_call(rank, peer, addresses[peer], secret, until_s))
                 opened.callback(found[peer][-1].close)
         above = [peer for peer in peers if peer > rank] * _CONNECTIONS
-        purpose = "speak of their links"
+        purpose = "connect their links"
         for peer, connection in accept_ranks(listener, above, secret, until_s, purpose):
             found[peer].append(connection)
             opened.callback(connection.close)
@@ -298,8 +292,8 @@ def open_link_connections(
         for connections in found.values():
             for connection in connections:
                 connection.limit(None)
-        # In the order in which the caller has called.
-        yield {peers[peer]: LinkWires(*connections) for peer, connections in found.items()}
+        # Both ends have them in the order in which the caller called.
+        yield {peers[peer]: PeerConnections(*both) for peer, both in found.items()}
 
 
 def _call(rank: int, peer: int, address: Address, secret: bytes, until_s: float) -> Connection:
@@ -309,7 +303,7 @@ def _call(rank: int, peer: int, address: Address, secret: bytes, until_s: float)
         introduce(connection, rank, secret)
     except (OSError, ConnectionLostError) as error:
         raise RendezvousError(
-            f"rank {rank} can't reach rank {peer} at {address[0]}:{address[1]} to speak of their "
+            f"rank {rank} can't reach rank {peer} at {address[0]}:{address[1]} to connect their "
             f"link: {error}"
         ) from error
     return connection

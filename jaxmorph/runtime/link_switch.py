@@ -1,24 +1,26 @@
-"""How the two ends of a link leave a direct path that has failed, and agree on what has come.
+"""How the two ends of a link leave a direct path that failed and agree on what was received.
 
-A link's *epochs* count up from 0. A failure of its direct path begins the next epoch, and a restore
-the one after that: in even epochs the link takes the plan's route, in odd ones it is delegated.
+A link counts *epochs* from 0. A failure of its direct path starts the next epoch, and a restore the
+one after that. In even epochs the link takes the plan's route; in odd epochs it is delegated.
 
-Before each direct transfer both ends send a *word*, that they are there, over a connection of their
-own. So the deadline of a transfer begins when both have come, and a late peer isn't taken for a
-dead path; and an end that has its peer's word knows that all transfers before have been taken.
+Before each direct transfer each end sends a *ready* message over a connection of its own. The
+deadline of a transfer therefore starts when both ends are there, and a late peer is not mistaken
+for a dead path. An end that has its peer's ready message also knows that the peer has received all
+earlier transfers.
 
-An end whose transfer fails gives the path up, and so does one that learns of it, as soon as it is
-in none of the link's transfers: it completes no more of this epoch, and sends its *state*, how many
-messages of each channel it has taken. An end that has given up and has its peer's state switches:
-it sends again what the peer's counts don't cover, and all that follows, delegated. No third message
-is needed. An end never goes back on its state, so its counts are final, and with the second message
-each end knows all that the other will ever know of the old epoch. It can't know that the peer has
-this message until the peer sends; until then early messages wait in a slot.
+An end gives up the path when one of its transfers fails. It also does so when its peer has given
+up, as soon as it is in no transfer of the link. It completes no more transfers of this epoch and
+sends its *state*: how many messages of each channel it has received. An end that has given up and
+has its peer's state switches: it resends, delegated, what the peer's counts don't cover, and all
+later messages follow.
 
-The queue's thread comes to transfers, waits for its peer's words and leaves them; a thread for each
-link waits for its peer's states, and switches when the queue is elsewhere, maybe waiting for a rank
-that waits for what is to be sent again. As the two read different connections, an end that gives a
-path up says so in a last word too.
+Two messages are enough. An end never goes back on its state, so its counts are final. An end cannot
+confirm that its peer received these counts until the peer sends; early messages wait in a slot.
+
+Two threads take part. The queue's thread waits for the peer's ready messages. A thread for each
+link waits for the peer's state, and switches even while the queue is elsewhere, perhaps waiting for
+a rank that needs the resent messages. These threads read different connections, so an end that
+gives up also sends a last ready message.
 """
 
 import json
@@ -45,33 +47,33 @@ _GIVEN_UP = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
-class LinkWires:
-    """What a rank has to the other end of a link.
+class PeerConnections:
+    """A rank's connections to the other end of a link.
 
     Attributes:
-        words: Carries `Word`s, one for each direct transfer. The queue's thread reads it by itself,
-            as nothing is quicker than to wait for the socket where the word is waited for.
-        states: Carries `EndState`s, which a thread of its own waits for.
+        ready: Carries a `Ready` before each direct transfer. The queue's thread reads the socket
+            itself: handing messages over from another thread would add latency to each transfer.
+        states: Carries `EndState`s; the link's own thread reads them.
     """
 
-    words: Connection
+    ready: Connection
     states: Connection
 
     def close(self) -> None:
-        """Let both ends know that this one is gone."""
-        self.words.close()
+        """Close both; the peer sees that this end is gone."""
+        self.ready.close()
         self.states.close()
 
 
 @dataclass(frozen=True)
 class EndState:
-    """What an end sends when it has given a direct epoch up.
+    """What an end sends when it gives up a direct epoch.
 
     Attributes:
         epoch: The delegated epoch that follows.
-        received: How many messages of each channel it has taken on the direct route, in all epochs.
+        received: How many messages of each channel came over the direct route, in all epochs.
         is_closed: Whether a collective failed here: its communicator can't be used again.
-        reason: What failed; nothing where the end follows its peer.
+        reason: What failed; empty where the end follows its peer.
     """
 
     epoch: int
@@ -80,13 +82,13 @@ class EndState:
     reason: str
 
     def to_bytes(self) -> bytes:
-        """What `from_bytes` reads."""
+        """JSON, as `from_bytes` reads it."""
         counts = [[*channel, count] for channel, count in self.received.items()]
         return json.dumps([self.epoch, counts, self.is_closed, self.reason]).encode()
 
     @classmethod
     def from_bytes(cls, message: bytes) -> "EndState":
-        """The state that `to_bytes` wrote; any exception if it is none."""
+        """Parse what `to_bytes` wrote; any exception may be raised for other bytes."""
         epoch, counts, is_closed, reason = json.loads(message)
         received = {
             Channel(Payload(payload), source, destination, index): count
@@ -95,78 +97,79 @@ class EndState:
         return cls(epoch, received, is_closed, reason)
 
 
-class Word(NamedTuple):
-    """An end has come to the so-manieth transfer of a direct epoch; later words are greater."""
+class Ready(NamedTuple):
+    """An end has reached transfer `number` of a direct epoch; a later message compares greater."""
 
     epoch: int
     number: int
 
     @classmethod
-    def given_up(cls, epoch: int) -> "Word":
-        """The last word of an epoch: an end has given its path up, and sends its state."""
+    def given_up(cls, epoch: int) -> "Ready":
+        """The last message of an epoch: its sender has given up the path."""
         return cls(epoch, _GIVEN_UP)
 
     @property
     def is_last(self) -> bool:
-        """Whether the path has been given up."""
+        """Whether the sender has given up the path."""
         return self.number == _GIVEN_UP
 
     def to_bytes(self) -> bytes:
-        """What `from_bytes` reads."""
+        """Two integers, as `from_bytes` reads them."""
         return _NUMBERS.pack(*self)
 
     @classmethod
-    def from_bytes(cls, message: bytes) -> "Word":
-        """The word that `to_bytes` wrote; `struct.error` if it is none."""
+    def from_bytes(cls, message: bytes) -> "Ready":
+        """Parse what `to_bytes` wrote; raises `struct.error` for other bytes."""
         return cls(*_NUMBERS.unpack(message))
 
 
 class LinkSwitchError(RuntimeError):
-    """The ends of a link that failed could not agree: their counts of its messages can't be."""
+    """The ends of a failed link could not agree: their counts contradict each other."""
 
 
 class LinkEnd:
-    """One end of a link that may leave its direct path; see the module.
+    """One end of a link that can leave its direct path; the module describes the protocol.
 
-    It alone holds the link's epoch, whether its path is given up, and how often it failed.
+    It alone holds the link's epoch, whether the path is given up, and how often it failed.
 
     Queue thread: `meet`, `leave`, `give_up`, `await_switch`. Training thread, while the queue is
     empty: `begin_delegated`, `begin_direct`, `take_failures`. The link's own thread: `_listen`.
-    Lock (`_changed`): all that changes, but for `_peer_word` and `_here`, which are the queue's.
+    Lock (`_changed`): everything that changes, except `_peer_ready` and `_transfers`, which belong
+    to the queue's thread.
 
     Args:
-        rank: Which of its ranks this is.
-        received: Says how many messages of each of the link's channels have been taken here.
-        resend: Sends what the peer's state doesn't cover, in the state's epoch; says how many
+        received: Returns how many messages of each of the link's channels were received here.
+        resend: Sends what the peer's state doesn't cover, in the state's epoch; returns how many
             messages that was.
-        on_peer_state: Called when the peer has given the path up.
+        on_peer_state: Called when the peer has given up the path.
         timeout_s: How long to wait for the peer, in a transfer or in a switch.
 
     Attributes:
-        epoch: The present one: see the module.
-        times_closed: How many of the link's communicators have failed, and are closed.
+        epoch: Even: the plan's route; odd: delegated.
+        closed_communicators: How many of the link's communicators have failed.
     """
 
     def __init__(
         self,
         link: Link,
         rank: int,
-        wires: LinkWires,
+        connections: PeerConnections,
         received: Callable[[], Counts],
         resend: Callable[[EndState], int],
         on_peer_state: Callable[[], None],
         timeout_s: float,
     ) -> None:
         self.link, self.peer = link, sum(link) - rank
-        self.epoch, self.times_closed = 0, 0
-        self._wires, self._received, self._resend = wires, received, resend
+        self.epoch, self.closed_communicators = 0, 0
+        self._connections, self._received, self._resend = connections, received, resend
         self._on_peer_state, self._timeout_s = on_peer_state, timeout_s
         self._changed = threading.Condition()
-        self._here, self._peer_word = 0, Word(0, 0)
-        self._came_s: float | None = None
-        self._is_inside = False
-        self._state: EndState | None = None  # of the present epoch, once this end has given it up
-        self._peer_states: dict[int, EndState] = {}  # by epoch: a peer may be restored first
+        self._transfers, self._peer_ready = 0, Ready(0, 0)
+        self._arrived_s: float | None = None
+        self._is_in_transfer = False
+        self._state: EndState | None = None  # of the current epoch, once this end has given up
+        # By epoch: the peer may be restored first, and fail again before this end is restored.
+        self._peer_states: dict[int, EndState] = {}
         self._failures: list[PathFailure] = []
         self._lost: str | None = None
         self._error: Exception | None = None
@@ -180,85 +183,87 @@ class LinkEnd:
 
     @property
     def peer_gave_up(self) -> bool:
-        """Whether the peer has given this epoch's path up: nothing will come of its transfers."""
+        """Whether the peer has given up this epoch's path and joins no more of its transfers."""
         return self.epoch + 1 in self._peer_states
 
     def meet(self, what: str) -> bool:
-        """Come to the link's next transfer, and wait until the peer has.
+        """Reach the link's next transfer and wait until the peer has.
 
         Returns:
-            Whether it can begin on the direct path; then `leave` is to follow.
+            Whether the transfer can run on the direct path; then `leave` must follow.
 
         Raises:
             TimeoutError: If the peer doesn't come; `PeerGoneError` if it is gone.
-            LinkSwitchError: If an earlier switch went wrong.
+            LinkSwitchError: If an earlier switch failed.
         """
-        due = self._say_here()
+        due = self._send_ready()
         if due is not None:
-            self._await_word(due, time.monotonic() + self._timeout_s)
+            self._await_ready(due, time.monotonic() + self._timeout_s)
         with self._changed:
             self.raise_error()
-            if self._has_left:
+            if self._has_left_path:
                 return False
             if not self._has_met:
                 self._raise_lost()
                 raise TimeoutError(
                     f"{what}: rank {self.peer} did not come to it within {self._timeout_s:g} s"
                 )
-            self._is_inside = True
+            self._is_in_transfer = True
             return True
 
     def leave(self, failure: str = "", *, is_closed: bool = False) -> None:
-        """Leave the transfer that both have come to; after a failure the path is given up.
+        """End the transfer that `meet` began; after a failure the path is given up.
 
         Args:
             is_closed: Whether the link's communicator can't be used again.
         """
         with self._changed:
-            self._is_inside = False
+            self._is_in_transfer = False
             if not failure:
-                self._came_s = None
+                self._arrived_s = None
             if failure or self.peer_gave_up:
                 self._give_up(failure, is_closed)
         self._switch_if_due()
 
     def give_up(self, reason: str, *, is_closed: bool) -> None:
-        """Give the path up between two transfers, unless that is done."""
+        """Give up the path between two transfers; does nothing if it is given up already."""
         with self._changed:
-            if not self._has_left:
+            if not self._has_left_path:
                 self._give_up(reason, is_closed)
         self._switch_if_due()
 
     def await_switch(self, what: str) -> int:
-        """Wait until the link's transfers go on delegated; the epoch that they belong to.
+        """Wait until the link's transfers are delegated; returns their epoch.
 
         Raises:
-            TimeoutError: If the peer says nothing of the failure; `PeerGoneError` if it is gone.
+            TimeoutError: If the peer doesn't report its counts; `PeerGoneError` if it is gone.
             LinkSwitchError: If the ends disagree.
         """
         with self._changed:
-            self._changed.wait_for(self._is_over, self._timeout_s)
+            self._changed.wait_for(
+                lambda: self.is_delegated or self._has_lost_or_failed, self._timeout_s
+            )
             self.raise_error()
             if not self.is_delegated:
                 self._raise_lost()
                 raise TimeoutError(
-                    f"{what}: the direct path failed, and rank {self.peer} did not say within "
-                    f"{self._timeout_s:g} s what it has"
+                    f"{what}: the direct path failed, and rank {self.peer} did not report within "
+                    f"{self._timeout_s:g} s what it has received"
                 )
-            self._came_s = None
+            self._arrived_s = None
             return self.epoch
 
     def begin_delegated(self) -> None:
-        """Begin without a direct path, as the peer does; nothing has been sent so far."""
+        """Start without a direct path, as the peer does; nothing has been sent so far."""
         with self._changed:
             self._begin_next_epoch()
 
     def begin_direct(self) -> None:
-        """Begin on the direct path again, at the same boundary as the peer, after a switch."""
+        """Start the next direct epoch, at the same step boundary as the peer, after a switch."""
         with self._changed:
             self._begin_next_epoch()  # a direct one again
-            self._here = 0
-            if self.peer_gave_up:  # it was restored first, and has failed since
+            self._transfers = 0
+            if self.peer_gave_up:  # it was restored first, and its path has failed since
                 self._give_up("", is_closed=False)
         self._switch_if_due()
 
@@ -269,117 +274,114 @@ class LinkEnd:
             return failures
 
     def raise_error(self) -> None:
-        """Raise what went wrong with a switch, if anything did."""
+        """Raise the error of a switch that failed, if one did."""
         if self._error is not None:
             raise LinkSwitchError(f"link {self.link}: {self._error}") from self._error
 
     def close(self) -> None:
-        """End; the peer learns that this end is gone."""
-        self._wires.close()
+        """Close the connections; the peer sees that this end is gone."""
+        self._connections.close()
         self._thread.join(_CLOSING_S)
 
     @property
-    def _has_left(self) -> bool:
-        """Whether no transfer of the link may begin on the direct path."""
+    def _has_left_path(self) -> bool:
         return self.is_delegated or self._state is not None
 
     @property
     def _has_met(self) -> bool:
-        return not self._peer_word.is_last and self._peer_word >= (self.epoch, self._here)
+        return not self._peer_ready.is_last and self._peer_ready >= (self.epoch, self._transfers)
+
+    @property
+    def _has_lost_or_failed(self) -> bool:
+        return self._lost is not None or self._error is not None
 
     def _begin_next_epoch(self) -> None:
-        """The only step that an epoch takes; the lock is held."""
+        """The only place where the epoch changes; the caller holds the lock."""
         self.epoch += 1
         self._state = None
         self._changed.notify_all()
 
-    def _say_here(self) -> Word | None:
-        """Send the word that this end is at its next transfer; None if the path is given up."""
+    def _send_ready(self) -> Ready | None:
+        """Report to the peer that this end is at its next transfer; None if the path is given up."""
         with self._changed:
-            if self._has_left:
+            if self._has_left_path:
                 return None
-            self._came_s = time.monotonic()
-            self._here += 1
-            here = Word(self.epoch, self._here)
-            self._send(self._wires.words, here.to_bytes())
-            return here
+            self._arrived_s = time.monotonic()
+            self._transfers += 1
+            ready = Ready(self.epoch, self._transfers)
+            self._send(self._connections.ready, ready.to_bytes())
+            return ready
 
-    def _await_word(self, due: Word, until_s: float) -> None:
-        """Wait until the peer has come, has given the path up, or is gone.
+    def _await_ready(self, due: Ready, until_s: float) -> None:
+        """Wait until the peer is ready, has given up the path, or is gone.
 
-        What is due is fixed before: the link's own thread may begin the next epoch meanwhile.
+        `due` is fixed by the caller: the link's own thread may start the next epoch meanwhile.
         """
         lost = None
         try:
-            while self._peer_word < due:
-                self._wires.words.limit(max(until_s - time.monotonic(), _SHORTEST_S))
-                self._peer_word = Word.from_bytes(self._wires.words.receive())
+            while self._peer_ready < due:
+                self._connections.ready.limit(max(until_s - time.monotonic(), _SHORTEST_S))
+                self._peer_ready = Ready.from_bytes(self._connections.ready.receive())
         except TimeoutError:
             return
         except (ConnectionLostError, OSError) as error:
             lost = str(error)
-            self._wires.states.close()  # so that the other thread sees it too
-        except Exception as error:  # what the peer says makes no sense
+            self._connections.states.close()  # wakes the link's own thread
+        except Exception as error:  # a malformed message
             self._fail(error)
-        if not self._has_met:  # the other thread learns what became of the path, or of the peer
+        if not self._has_met:
+            # Either the peer gave up or it is gone: wait until the link's own thread knows which.
             with self._changed:
-                self._changed.wait_for(self._has_ended, max(until_s - time.monotonic(), 0.0))
+                self._changed.wait_for(
+                    lambda: self._has_left_path or self._has_lost_or_failed,
+                    max(until_s - time.monotonic(), 0.0),
+                )
                 self._lost = self._lost or lost
-
-    def _has_ended(self) -> bool:
-        return self._has_left or self._lost is not None or self._failed
-
-    def _is_over(self) -> bool:
-        return self.is_delegated or self._lost is not None or self._failed
-
-    @property
-    def _failed(self) -> bool:
-        return self._error is not None
 
     def _raise_lost(self) -> None:
         if self._lost is not None:
             raise PeerGoneError(f"rank {self.peer} is gone: {self._lost}")
 
-    def _send(self, wire: Connection, message: bytes) -> None:
+    def _send(self, connection: Connection, message: bytes) -> None:
         try:
-            wire.send(message)
+            connection.send(message)
         except (ConnectionLostError, OSError) as error:
             self._lost = self._lost or str(error)
 
     def _give_up(self, reason: str, is_closed: bool) -> None:
-        """Complete no more of this epoch, and say so; the lock is held."""
+        """Complete no more of this epoch and report that; the caller holds the lock."""
         self._state = EndState(self.epoch + 1, self._received(), is_closed, reason)
-        self._send(self._wires.states, self._state.to_bytes())
-        self._send(self._wires.words, Word.given_up(self.epoch).to_bytes())
+        self._send(self._connections.states, self._state.to_bytes())
+        self._send(self._connections.ready, Ready.given_up(self.epoch).to_bytes())
         self._changed.notify_all()
 
     def _listen(self) -> None:
         try:
             while True:
-                self._take_peer_state(EndState.from_bytes(self._wires.states.receive()))
+                self._handle_peer_state(EndState.from_bytes(self._connections.states.receive()))
         except (ConnectionLostError, OSError) as error:
             with self._changed:
                 self._lost = self._lost or str(error)
                 self._changed.notify_all()
-        except Exception as error:  # what the peer says makes no sense
+        except Exception as error:  # a malformed message
             self._fail(error)
-        self._wires.words.close()  # wakes the queue's thread, if it waits for a word
+        self._connections.ready.close()  # wakes the queue's thread
 
-    def _take_peer_state(self, state: EndState) -> None:
+    def _handle_peer_state(self, state: EndState) -> None:
         with self._changed:
             self._peer_states[state.epoch] = state
-            if self.peer_gave_up and self._state is None and not self._is_inside:
+            if self.peer_gave_up and self._state is None and not self._is_in_transfer:
                 self._give_up("", is_closed=False)
-        self._on_peer_state()  # the queue may be waiting for an emulated link, in vain
+        self._on_peer_state()  # the queue may be waiting for an emulated cut to heal
         self._switch_if_due()
 
     def _switch_if_due(self) -> None:
-        """Switch once both ends have given the path up; on the thread that finds it so."""
+        """Switch once both ends have given up; any thread of this end may be the last to see it."""
         with self._changed:
             own = self._state
             if own is None or not self.peer_gave_up:
                 return
-            other = self._peer_states.pop(own.epoch)  # one thread finds it
+            other = self._peer_states.pop(own.epoch)  # so that only one thread switches
         try:
             resent = self._resend(other)
         except Exception as error:  # raised where the switch is waited for
@@ -387,13 +389,13 @@ class LinkEnd:
             return
         with self._changed:
             self._failures.append(self._failure(own, other, resent))
-            self.times_closed += own.is_closed or other.is_closed
+            self.closed_communicators += own.is_closed or other.is_closed
             self._begin_next_epoch()
 
     def _failure(self, own: EndState, other: EndState, resent: int) -> PathFailure:
-        reported = f"rank {self.peer} reports: {other.reason}"
-        held_up_s = 0.0 if self._came_s is None else time.monotonic() - self._came_s
-        return PathFailure(self.link, own.reason or reported, held_up_s, resent, own.is_closed)
+        reason = own.reason or f"rank {self.peer} reports: {other.reason}"
+        held_up_s = 0.0 if self._arrived_s is None else time.monotonic() - self._arrived_s
+        return PathFailure(self.link, reason, held_up_s, resent, own.is_closed)
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

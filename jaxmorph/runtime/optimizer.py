@@ -1,4 +1,4 @@
-"""The optimizer step of one stage: by Optax, clipped by the norm over all stages."""
+"""The optimizer step of one stage: Optax, clipped by the norm over all stages."""
 
 import math
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from jaxmorph.stage.parameters import LeafPath, with_leaf
 Tree = Any
 LAYERS = "layers"
 
-# Results of these have their operand's shape, but one number depends on its neighbours.
+# The results of these have their operand's shape, but each number depends on other places.
 _MIXES_IN_SHAPE = frozenset(
     {"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "dot_general", "gather", "rev"}
     | {"sort", "transpose"}
 )
-# Only those whose equations are looked at one by one; calls are left inside branches and loops.
+# `walk` visits the equations inside these one by one.
 _HOLDS_A_BODY = frozenset(
     {"cond", "while", "scan", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"}
 )
@@ -30,16 +30,13 @@ _HOLDS_A_BODY = frozenset(
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW with a warm-up and a cosine.
+    """AdamW with a warm-up and a cosine schedule.
 
     Attributes:
         learning_rate: The peak, reached after the warm-up.
         total_steps: Steps until the cosine reaches its end.
         final_fraction: The last learning rate as a fraction of the peak.
         weight_decay: Decoupled decay of matrices (not of biases and norms).
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        epsilon: What keeps Adam's quotient finite.
     """
 
     learning_rate: float
@@ -53,7 +50,7 @@ class OptimizerSettings:
 
 
 def learning_rate_schedule(settings: OptimizerSettings) -> optax.Schedule:
-    """The learning rate at each step; the first step already moves."""
+    """The learning rate at each step; not 0 at the first."""
     peak, warmup = settings.learning_rate, settings.warmup_steps
     return optax.warmup_cosine_decay_schedule(
         init_value=peak / (warmup + 1),
@@ -65,7 +62,7 @@ def learning_rate_schedule(settings: OptimizerSettings) -> optax.Schedule:
 
 
 def adamw(settings: OptimizerSettings) -> optax.GradientTransformation:
-    """AdamW as the settings have it."""
+    """AdamW with these settings."""
     return optax.chain(
         optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2, eps=settings.epsilon),
         optax.add_decayed_weights(settings.weight_decay, mask=is_matrix),
@@ -74,21 +71,21 @@ def adamw(settings: OptimizerSettings) -> optax.GradientTransformation:
 
 
 def clip_scale(norm: float, clip_norm: float | None) -> float:
-    """What gradients are multiplied by so that their global norm is at most `clip_norm`."""
+    """The factor that limits the gradients' global norm to `clip_norm`."""
     return 1.0 if clip_norm is None or norm <= clip_norm else clip_norm / norm
 
 
 class StageOptimizer:
-    """The compiled optimizer of one stage; state and parameters stay with the caller.
+    """The compiled optimizer of one stage; the caller holds state and parameters.
 
     Args:
         optimizer: AdamW's settings, or an Optax transformation that updates each number by itself.
         params: The parameters of each of the stage's chunks, float32: a tuple of {"embed",
             "layers", "head"}, layers stacked.
-        uncounted: Paths of copies of tied parameters that another copy counts for in the norm.
+        uncounted: Paths of copies of tied parameters that the norm doesn't count again.
 
     Raises:
-        UserError: If the transformation reads whole arrays, of which a stage has but a part.
+        UserError: If the transformation reads whole arrays: a stage has only a part of them.
     """
 
     def __init__(
@@ -129,17 +126,17 @@ class StageOptimizer:
         self._device = next(iter(jax.tree.leaves(params)[0].devices()))
 
     def initial_state(self, params: Tree) -> Tree:
-        """The state before the first update, the caller's alone."""
+        """The state before the first update."""
         return self._init(params)
 
     def squared_norm(self, gradients: Tree) -> jax.Array:
-        """Sum of squares of the stage's gradients, float32 scalar; tied copies counted once."""
+        """The sum of squares of the stage's gradients, a float32 scalar."""
         return self._squared_norm(gradients)
 
     def update(
         self, params: Tree, state: Tree, gradients: Tree, scale: float
     ) -> tuple[Tree, Tree, Tree]:
-        """New parameters, state and zeroed accumulators by scaled gradients; all are donated."""
+        """New parameters, new state and zeroed accumulators; all arguments are donated."""
         if not math.isfinite(scale):
             raise ValueError(f"gradients can't be scaled by {scale}")
         return self._update(
@@ -148,7 +145,7 @@ class StageOptimizer:
 
 
 def is_matrix(params: Tree) -> Tree:
-    """Which leaves decay: those of two or more axes, not counting that of stacked layers."""
+    """Which leaves decay: those of two or more axes, not counting the axis of stacked layers."""
 
     def decide(path: tuple[Any, ...], leaf: jax.Array) -> bool:
         stacked = path[1].key == LAYERS  # path[0] is the chunk
@@ -160,8 +157,8 @@ def is_matrix(params: Tree) -> Tree:
 def require_elementwise(transformation: optax.GradientTransformation, params: Any) -> None:
     """Refuse an optimizer whose result would depend on how the model is cut into stages.
 
-    A stage holds some of the parameters alone, with its layers stacked: a norm over all arrays, or
-    over one of them, is another on every cut.
+    A stage holds only some of the parameters, with its layers stacked, so a norm over all arrays or
+    over one array differs from cut to cut.
 
     Raises:
         UserError: If an update reads more than the numbers in its own place.
@@ -173,13 +170,13 @@ def require_elementwise(transformation: optax.GradientTransformation, params: An
             raise UserError(
                 f"optimizer: got one that computes {eqn.primitive.name} over whole arrays, "
                 "expected one that updates each number by itself, such as adamw, lion or sgd, as a "
-                "stage holds but a part of the parameters (to clip by their global norm, set "
+                "stage holds only a part of the parameters (to clip by their global norm, set "
                 "optimizer.clip_norm)"
             )
 
 
 def _mixes(eqn: JaxprEqn) -> bool:
-    """Whether an equation brings numbers of different places together, or moves them."""
+    """Whether an equation combines or moves numbers of different places."""
     if eqn.primitive.name in _HOLDS_A_BODY:
         return False
     shapes = [variable.aval.shape for variable in read_variables(eqn)]  # pyright: ignore[reportAttributeAccessIssue]

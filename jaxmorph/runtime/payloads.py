@@ -1,4 +1,4 @@
-"""What the channels of a pipeline carry, and in how many parts it travels through slots."""
+"""The payloads of a pipeline's channels, and the parts in which they travel through slots."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -15,13 +15,13 @@ from jaxmorph.transport.names import ChannelName
 from jaxmorph.transport.plane import ChannelSpec
 
 LARGEST_TIED_SLOT_BYTES = 8 * 2**20
-"""Tied gradients can be larger than all else that is under way: they are streamed in parts."""
+"""Tied gradients can be larger than all other messages together, so they are sent in parts."""
 
 _CODES = {payload: code for code, payload in enumerate(Payload)}
 
 
 def slot_use(channel: Channel, payload: PayloadShape) -> SlotUse:
-    """How a channel's payload lies in slots: whole, but for long tied gradients."""
+    """How a channel's payload lies in slots: whole, except long tied gradients."""
     elements = int(np.prod(payload.shape, dtype=np.int64))
     if channel.payload is Payload.TIED:
         elements = min(elements, LARGEST_TIED_SLOT_BYTES // payload.dtype.itemsize)
@@ -29,7 +29,7 @@ def slot_use(channel: Channel, payload: PayloadShape) -> SlotUse:
 
 
 def channel_name(channel: Channel) -> ChannelName:
-    """What the data plane calls a channel."""
+    """The data plane's name of a channel."""
     code = _CODES[channel.payload]
     return ChannelName(code, channel.source, channel.destination, channel.tied_index)
 
@@ -37,7 +37,7 @@ def channel_name(channel: Channel) -> ChannelName:
 def channel_specs(
     payloads: Mapping[Channel, PayloadShape], delegated: Collection[Link], rank: int
 ) -> tuple[list[ChannelSpec], list[ChannelSpec]]:
-    """The outgoing and incoming channels of a rank in the data plane, with few slots at first."""
+    """A rank's outgoing and incoming channels in the data plane, with two slots at first."""
     outgoing, incoming = [], []
     for channel, payload in payloads.items():
         if channel.link in delegated and rank in channel.link:
@@ -53,7 +53,7 @@ def channel_payloads(
     microbatch_size: int,
     sequence_length: int,
 ) -> dict[Channel, PayloadShape]:
-    """Every channel of a pipeline with what one of its messages carries."""
+    """Every channel of a pipeline, with the payload of one message."""
     last = num_ranks - 1
     hops = [(lower, lower + 1) for lower in range(last)]
     if num_chunks > 1 and last > 0:

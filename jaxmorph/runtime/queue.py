@@ -1,8 +1,8 @@
 """A rank's in-order queue: XLA's own, or a paced one that stands for a slower accelerator.
 
-Everything a rank does in a step, ops and direct transfers alike, goes through its queue in the
-order of its program, as kernels go through a GPU's stream: an item that waits holds up all behind
-it (head-of-line blocking). The queue stamps when each item ran.
+Ops and direct transfers of a step go through the rank's queue in the order of its program, as
+kernels go through a GPU's stream: an item that waits blocks all items behind it (head-of-line
+blocking). The queue stamps when each item ran.
 """
 
 import queue as standard_queue
@@ -42,8 +42,8 @@ class Pace:
 
     Attributes:
         duration_s: Seconds per kind of op.
-        host_copy_bytes_per_s: How fast the accelerator copies to host memory, and back; None: as
-            fast as it does here.
+        host_copy_bytes_per_s: Speed of the accelerator's copies to host memory and back; None: as
+            fast as this machine's.
     """
 
     duration_s: Mapping[OpKind, float] = field(default_factory=dict)
@@ -57,9 +57,9 @@ class Pace:
         backward_weight_ms: float,
         num_chunks: int = 1,
     ) -> "Pace":
-        """The pace of a stage whose ops last this long; a full backward lasts as both its parts.
+        """The pace of a stage with these durations; each of several chunks takes its share.
 
-        An op of one of several chunks lasts its share of the stage's time.
+        A full backward lasts as long as both its parts.
         """
         stage_ms = {
             OpKind.F: forward_ms,
@@ -70,7 +70,7 @@ class Pace:
         return cls({kind: time_ms / num_chunks / 1000 for kind, time_ms in stage_ms.items()})
 
     def of(self, kind: OpKind) -> float | None:
-        """Seconds that an op of this kind lasts, or None: as long as it takes."""
+        """Seconds that an op of this kind lasts; None: as long as it takes."""
         return self.duration_s.get(kind)
 
 
@@ -87,40 +87,43 @@ _CLOSING_S = 1.0
 
 
 class _WorkerThread:
-    """One daemon thread that handles items in order and keeps the first error for the caller."""
+    """One daemon thread that handles items in order, and keeps its first error for the caller.
+
+    A restart begins a new generation: items and errors of earlier ones are dropped.
+    """
 
     def __init__(self, name: str, handle: Callable[[_Item], None]) -> None:
         self._handle = handle
         self._items: standard_queue.SimpleQueue[tuple[int, _Item] | Callable[[], None] | None] = (
             standard_queue.SimpleQueue()
         )
-        self._life = 0
+        self._generation = 0
         self._idle = threading.Semaphore(0)
-        self._error: tuple[int, BaseException] | None = None  # and in which life
+        self._error: tuple[int, BaseException] | None = None  # with its generation
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def put(self, item: _Item) -> None:
         self.raise_error()
-        self._items.put((self._life, item))
+        self._items.put((self._generation, item))
 
     def wait(self) -> None:
-        """Return when everything put so far has been handled; raise its first error."""
+        """Wait until everything put so far is handled; raise its first error."""
         self._items.put(self._idle.release)
         self._idle.acquire()
         self.raise_error()
 
     def raise_error(self) -> None:
-        if self._error is not None and self._error[0] == self._life:
+        if self._error is not None and self._error[0] == self._generation:
             raise self._error[1]
 
     def restart(self) -> None:
-        """Drop what has not begun; an item that has may end as it likes."""
-        self._life += 1
+        """Drop items that have not begun; the current one is left to end."""
+        self._generation += 1
 
     def close(self) -> None:
-        """Drop what has not begun; an item that waits for a dead peer is not waited for long."""
+        """Drop items that have not begun, and wait briefly: one may hang with a dead peer."""
         self._closed = True
         self._items.put(None)
         self._thread.join(_CLOSING_S)
@@ -131,17 +134,17 @@ class _WorkerThread:
                 if not self._closed:
                     found()
                 continue
-            life, item = found
-            failed = self._error is not None and self._error[0] == life
-            if life == self._life and not failed and not self._closed:
+            generation, item = found
+            failed = self._error is not None and self._error[0] == generation
+            if generation == self._generation and not failed and not self._closed:
                 try:
                     self._handle(item)
                 except BaseException as error:  # raised again by the caller; the rest is dropped
-                    self._error = life, error
+                    self._error = generation, error
 
 
 class DeviceQueue(ABC):
-    """Runs work in order; a thread of its own follows it, or runs it."""
+    """Runs work in order; its own thread runs the work or watches it end."""
 
     _thread_name: str
 
@@ -152,64 +155,64 @@ class DeviceQueue(ABC):
 
     @abstractmethod
     def enqueue(self, label: Any, work: Work, duration_s: float | None = None) -> None:
-        """Add an op, or bookkeeping.
+        """Add an op or other work.
 
         Args:
-            label: What the stamp will name; None for bookkeeping that is not timed.
+            label: The stamp's label; None for work that is not timed.
             work: Dispatches the item and returns arrays that are ready when it has run.
             duration_s: How long a paced queue makes the op last; None: as long as it takes.
         """
 
     @abstractmethod
     def enqueue_transfer(self, label: Any, work: TransferWork) -> None:
-        """Add a transfer; its work runs this end, given when the queue came to it."""
+        """Add a transfer; its work gets the time when the queue came to it."""
 
     @abstractmethod
     def enqueue_after(self, work: Callable[[float], None]) -> None:
-        """Have something done, beside the queue, once all that was added before is over.
+        """Call `work` once everything added before is over; it must not take long.
 
-        It is given when that was, by the queue's clock, and must not take long.
+        It gets the time when that was, by the queue's clock.
         """
 
     @abstractmethod
     def enqueue_wait(self, wait: Callable[[], float]) -> None:
-        """Have nothing that is added later start before something beside the queue has ended.
+        """Delay later items until something beside the queue has ended.
 
-        What is given waits until that is over, and says when it was.
+        `wait` blocks until then and returns the time when it ended.
         """
 
     @abstractmethod
     def _handle(self, item: _Item) -> None:
-        """What the queue's thread does with an item."""
+        """Run or watch an item, on the queue's thread."""
 
     def raise_error(self) -> None:
-        """Raise what has gone wrong on the queue, if anything has; waits for nothing."""
+        """Raise the queue's first error, if there is one; doesn't wait."""
         self._worker.raise_error()
 
     def drain(self) -> list[Stamp]:
-        """Wait until all has run; the stamps since the last drain, in order.
+        """Wait until all items have run; returns the stamps since the last drain, in order.
 
-        What has gone wrong is raised again and again until a restart: the rest is lost.
+        After an error it raises that at each call until a restart.
         """
         self._worker.wait()
         stamps, self._stamps = self._stamps, []
         return stamps
 
     def restart(self) -> None:
-        """Drop what has not run, and forget what has gone wrong; waits for nothing."""
+        """Drop items that have not run, and the error; doesn't wait."""
         self._worker.restart()
         self._stamps = []
 
     def close(self) -> None:
-        """Stop the queue's thread; what has not run is dropped."""
+        """Stop the queue's thread; items that have not run are dropped."""
         self._worker.close()
 
 
 class AsynchronousQueue(DeviceQueue):
     """XLA's own queue: items are dispatched at once, and a watcher stamps when they are done.
 
-    An item's start is taken as the end of the one before it or its dispatch, whichever is later:
-    what it would be on a device that runs one item at a time.
+    An item starts, by its stamp, at its dispatch or at the end of the item before, whichever is
+    later, as on a device that runs one item at a time.
     """
 
     _thread_name = "jaxmorph-watcher"
@@ -223,9 +226,9 @@ class AsynchronousQueue(DeviceQueue):
             self._worker.put(_Item(label, lambda: arrays, dispatched_s))
 
     def enqueue_transfer(self, label: Any, work: TransferWork) -> None:
-        """Dispatch now; on CPU this returns when the peer has come.
+        """Dispatch now; on CPUs this returns when the peer has come.
 
-        An emulated link holds up the thread that dispatches, and with it all that comes after.
+        An emulated link blocks the dispatching thread, and with it all later items.
         """
         dispatched_s = time.monotonic()
         moved = work(dispatched_s)
@@ -234,7 +237,7 @@ class AsynchronousQueue(DeviceQueue):
         self._worker.put(_Item(label, lambda: moved.value, dispatched_s))
 
     def enqueue_after(self, work: Callable[[float], None]) -> None:
-        """Have the watcher do it, once it has seen all before."""
+        """Let the watcher call `work` after the items before."""
         self._worker.put(_Item(None, work, 0.0))
 
     def enqueue_wait(self, wait: Callable[[], float]) -> None:
@@ -242,7 +245,7 @@ class AsynchronousQueue(DeviceQueue):
         wait()
 
     def _handle(self, item: _Item) -> None:
-        stamps = self._stamps  # those of this life of the queue
+        stamps = self._stamps  # before it waits: a restart replaces the list
         if item.label is None:
             item.work(self._previous_end_s)
             return
@@ -255,14 +258,16 @@ class AsynchronousQueue(DeviceQueue):
 class PacedQueue(DeviceQueue):
     """One worker that makes each op last as long as on the accelerator it stands for.
 
-    The queue has a clock of its own, which is carried from item to item so that late wake-ups
-    don't add up. An op starts when the item before it ended or when it was enqueued, runs its real
-    (small) computation, and is held until start + duration. A transfer ends when the later of its
-    two ends has come to it, by these clocks, and where its link is emulated when that has let it
-    pass: waiting for a peer or a link is charged in full and holds up everything behind. Moving the
-    bytes, which an accelerator's copy engines do beside the next op, is not charged as such: it
-    runs into that op's hold. What the hold can't take up is charged, as no op ends before it has
-    really run, but not to the op: its stamp begins so much later that what it took itself is left.
+    The queue's clock is carried from item to item, so late wake-ups don't add up. An op starts when
+    the item before it ended or when it was enqueued, whichever is later. It runs its real (small)
+    computation and is held until start + duration.
+
+    A transfer ends when the later of its two ends has come to it, by these clocks, or when its
+    emulated link lets it pass. Waiting for a peer or a link blocks all items behind it. Moving the
+    bytes takes no time of its own, as an accelerator's copy engines move them beside the next op:
+    it runs within that op's hold. If it outlasts the hold, the op ends later, and its stamp starts
+    later too, so that the stamp shows only the op's own time.
+
     Both ends' clocks are this machine's monotonic one.
     """
 
@@ -273,7 +278,7 @@ class PacedQueue(DeviceQueue):
         super().__init__()
 
     def enqueue(self, label: Any, work: Work, duration_s: float | None = None) -> None:
-        """Add an op or bookkeeping; the caller doesn't wait."""
+        """Add an op or other work; the caller doesn't wait."""
         self._worker.put(_Item(label, work, time.monotonic(), duration_s))
 
     def enqueue_transfer(self, label: Any, work: TransferWork) -> None:
@@ -281,18 +286,18 @@ class PacedQueue(DeviceQueue):
         self._worker.put(_Item(label, work, time.monotonic(), is_transfer=True))
 
     def enqueue_after(self, work: Callable[[float], None]) -> None:
-        """Have the worker do it, between two items."""
+        """Let the worker call `work` between two items."""
         self.enqueue(None, lambda: work(self._previous_end_s))
 
     def enqueue_wait(self, wait: Callable[[], float]) -> None:
-        """Have the worker wait, and what follows start at the end it is told, if that is later."""
+        """Let the worker wait; later items start at the returned time or later."""
         self.enqueue(None, lambda: self._not_before(wait()))
 
     def _not_before(self, time_s: float) -> None:
         self._previous_end_s = max(self._previous_end_s, time_s)
 
     def _handle(self, item: _Item) -> None:
-        stamps = self._stamps  # those of this life of the queue
+        stamps = self._stamps  # before it waits: a restart replaces the list
         if item.label is None:
             item.work()
             return
@@ -317,7 +322,7 @@ class PacedQueue(DeviceQueue):
 
     @staticmethod
     def _hold(item: _Item, start_s: float) -> tuple[float, float]:
-        """When the op is over, and what it takes of that itself."""
+        """When the op is over, and how much of that time is its own."""
         began_s = time.monotonic()
         jax.block_until_ready(item.work())
         end_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""One rank as a process: how it is addressed, how it joins the run, how it says that it failed."""
+"""One rank as a process: its arguments, its link to the launcher, and how it reports a failure."""
 
 import argparse
 import os
@@ -16,14 +16,13 @@ from jaxmorph.plain_json import Json, dump, tagged
 
 @dataclass(frozen=True)
 class RankArguments:
-    """What the launcher tells a rank on its command line.
+    """What the launcher passes to a rank on its command line.
 
     Attributes:
         coordinator: host:port of the coordination service, which rank 0 serves.
-        messages_fd: Where messages to the launcher are written.
-        lifeline_fd: A pipe that ends when the launcher dies; a byte in it asks the rank to end.
-        num_threads: How many threads the launcher has XLA's pools have, as its share of the
-            processors; None: somebody else has said how many, or nobody.
+        messages_fd: A pipe for messages to the launcher.
+        lifeline_fd: A pipe that closes when the launcher dies; a byte in it asks the rank to end.
+        num_threads: Threads of XLA's pools, if the launcher has chosen their number.
     """
 
     rank: int
@@ -34,7 +33,7 @@ class RankArguments:
     num_threads: int | None = None
 
     def to_command_line(self) -> list[str]:
-        """The arguments that `parse` reads back."""
+        """The arguments, as `parse` reads them."""
         threads = [] if self.num_threads is None else [f"--num-threads={self.num_threads}"]
         return [
             f"--rank={self.rank}",
@@ -58,7 +57,7 @@ class RankArguments:
 
 
 class LauncherLink:
-    """The rank's end of the pipes to its launcher; `stop_asked` once it is to save and end."""
+    """The rank's end of the pipes to its launcher; `stop_asked` is set when it asks for the end."""
 
     def __init__(self, arguments: RankArguments) -> None:
         self._messages = os.fdopen(arguments.messages_fd, "w", encoding="utf-8")
@@ -70,34 +69,34 @@ class LauncherLink:
         lifeline.start()
 
     def send(self, message: Json) -> None:
-        """Send an object with a `kind`; from any thread."""
+        """Send an object with a `kind`; any thread may call this."""
         with self._lock:
             self._messages.write(dump(message) + "\n")
             self._messages.flush()
 
 
 def _end_with_launcher(lifeline_fd: int, stop_asked: threading.Event) -> None:
-    """End the process when the launcher is gone, however it went; until then hear what it asks."""
+    """End the process when the launcher is gone, even if it was killed."""
     while os.read(lifeline_fd, 1):
         stop_asked.set()
     os._exit(1)
 
 
 def run_rank(body: Callable[[RankArguments, LauncherLink, list[str]], None]) -> None:
-    """Run a rank that the launcher started; a failure is told to the launcher before the end.
+    """Run a rank that the launcher started, and report a failure to the launcher.
 
-    The body is given the launcher's arguments, the link to it and the rest of the command line.
+    The body gets the launcher's arguments, the link to it and the rest of the command line.
     """
     arguments, rest = RankArguments.parse(sys.argv[1:])
     link = LauncherLink(arguments)
     try:
         body(arguments, link, rest)
-    except BaseException as error:  # whatever it is, the launcher must hear of it
+    except BaseException as error:  # also SystemExit: the launcher must know the reason
         traceback.print_exc()
         link.send(tagged(_failure(arguments.rank, error)))
         sys.stdout.flush()
         sys.stderr.flush()
-        # No clean-up: in the middle of a transfer it would wait for peers that are about to end.
+        # No clean-up: within a transfer it would wait for peers that are about to end.
         os._exit(1)
 
 
@@ -119,10 +118,10 @@ def _one_line(error: BaseException) -> str:
 
 
 def _is_echo(error: BaseException) -> bool:
-    """Whether the error is how a rank learns that another one failed."""
+    """Whether the error is how a rank notices that another one failed."""
     from jaxmorph.runtime.rendezvous import RendezvousError
     from jaxmorph.transport.names import PeerGoneError
 
     text = str(error).lower()
-    is_told = isinstance(error, RendezvousError | PeerGoneError)
-    return is_told or "gloo" in text or "connection" in text
+    lost_peer = isinstance(error, RendezvousError | PeerGoneError)
+    return lost_peer or "gloo" in text or "connection" in text

@@ -1,6 +1,7 @@
-"""What the ranks of a run say to one another over the host network: framed messages over TCP.
+"""Control messages between the ranks of a run: framed messages over TCP, on the host network.
 
-A connection is refused from strangers; the rendezvous is where all ranks meet, in one fixed order.
+Connections from strangers are refused. In the rendezvous all ranks exchange messages, each in the
+same order.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from jaxmorph.plain_json import Json, as_object, dump, parse
 DETAIL = "detail"
 _Value = TypeVar("_Value")
 _KEY = "jaxmorph/rendezvous"
-_IDENTIFY_S = 2.0  # a stranger that says nothing must not use up the others' time
+_IDENTIFY_S = 2.0  # a silent stranger must not use up the others' time
 _GRACE_S = 2.0
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -30,22 +31,23 @@ _LARGEST_BYTES = 1 << 28
 
 
 class ConnectionLostError(RuntimeError):
-    """The peer has closed the connection or died, or nothing leads to it any more."""
+    """The peer closed the connection, died or can't be reached any more."""
 
 
 @contextlib.contextmanager
-def _telling_losses() -> Iterator[None]:
+def _losses_named() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # The deadline's own error has no number; the kernel's, which has given up, has one.
+        # The socket's own deadline raises a TimeoutError without errno. With one, the kernel has
+        # given up on the connection.
         if isinstance(error, TimeoutError) and error.errno is None:
             raise
         raise ConnectionLostError(str(error)) from error
 
 
 class Connection:
-    """A connection to a peer that has proved to be of this run; for the deadline see `limit`."""
+    """A connection of framed messages; for the deadline see `limit`."""
 
     def __init__(self, peer: socket.socket, deadline_s: float) -> None:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -54,12 +56,12 @@ class Connection:
         self.limit(deadline_s)
 
     def limit(self, deadline_s: float | None) -> None:
-        """Change how long the peer may keep silent within a message, or before one; None: ever."""
+        """Change how long the peer may be silent, before a message or within one; None: no limit."""
         self._socket.settimeout(deadline_s)
 
     def send(self, message: bytes) -> None:
-        """Send one message, within the deadline; `ConnectionLostError` if the peer is gone."""
-        with _telling_losses():
+        """Send one message within the deadline; `ConnectionLostError` if the peer is gone."""
+        with _losses_named():
             self._socket.sendall(_LENGTH.pack(len(message)) + message)
 
     def receive(self, limit_bytes: int = _LARGEST_BYTES) -> bytes:
@@ -77,15 +79,15 @@ class Connection:
         return self._receive_exactly(length)
 
     def close(self) -> None:
-        """Close the connection; a thread that waits for a message hears of it."""
+        """Close the connection; a thread that waits for a message gets an error."""
         with contextlib.suppress(OSError):  # the peer may have closed it first
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)  # `close` alone would wake no thread
         self._socket.close()
 
     def _receive_exactly(self, length: int) -> bytes:
         received = bytearray()
         while len(received) < length:
-            with _telling_losses():
+            with _losses_named():
                 part = self._socket.recv(length - len(received))
             if not part:
                 raise ConnectionLostError("the connection was closed")
@@ -100,7 +102,7 @@ def introduce(connection: Connection, rank: int, secret: bytes) -> None:
 
 
 def identify(connection: Connection, secret: bytes) -> int | None:
-    """Which rank has connected; None where its proof is wrong: a stranger."""
+    """Which rank has connected; None for a stranger, whose proof is wrong."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     connection.send(nonce)
     answer = connection.receive(_RANK.size + hmac.new(secret, b"", "sha256").digest_size)
@@ -116,18 +118,18 @@ def _proof(secret: bytes, nonce: bytes, rank: int) -> bytes:
 
 
 class RendezvousError(RuntimeError):
-    """A rank didn't come to a meeting in time, or is gone."""
+    """A rank didn't come to a meeting in time or is gone."""
 
 
 class KeyValueStore(Protocol):
-    """The part of the coordination service that is used."""
+    """The methods of JAX's coordination service that are used."""
 
     def key_value_set(self, key: str, value: str) -> None:
         """Store a value once under a new key."""
         ...
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        """Wait for a key; a deadline that passes raises `jax.errors.JaxRuntimeError`."""
+        """Wait for a key; raises `jax.errors.JaxRuntimeError` at the deadline."""
         ...
 
 
@@ -141,8 +143,8 @@ class Rendezvous(Protocol):
         """All ranks' messages, in rank order, this rank's own included; also a barrier.
 
         Args:
-            message: What this rank says to all; anything that `messages.dump` takes.
-            detail: What it says to rank 0 alone, which finds it, as JSON text, under `DETAIL`.
+            message: For all ranks; anything that `plain_json.dump` takes.
+            detail: For rank 0 alone, which finds it as JSON text under `DETAIL`.
 
         Raises:
             RendezvousError: If a rank is gone or doesn't come within the deadline; it names it.
@@ -162,17 +164,17 @@ def gather(rendezvous: Rendezvous, kind: type[_Value], own: _Value) -> list[_Val
     """All ranks' values of a type, in rank order, this rank's own included; also a barrier.
 
     Args:
-        kind: What `messages.parse` reads; all ranks name the same.
+        kind: A type that `plain_json.parse` reads, the same on all ranks.
 
     Raises:
-        ParseError: A rank gave something else; it names the rank.
+        ParseError: If a rank passed something else; it names the rank.
     """
-    told = enumerate(rendezvous.exchange(_wrapped(own)))
-    return [parse(kind, message.get("value"), f"rank {rank}") for rank, message in told]
+    messages = enumerate(rendezvous.exchange(_wrapped(own)))
+    return [parse(kind, message.get("value"), f"rank {rank}") for rank, message in messages]
 
 
 def agree(rendezvous: Rendezvous, kind: type[_Value], own: _Value | None) -> _Value:
-    """Rank 0's value on all ranks; what the others give is not read. See `gather`."""
+    """Rank 0's value on all ranks; the other ranks' values are ignored. See `gather`."""
     return parse(kind, rendezvous.exchange(_wrapped(own))[0].get("value"), "rank 0")
 
 
@@ -181,33 +183,31 @@ def _wrapped(value: Any) -> Json:
 
 
 class SoleRank:
-    """The rendezvous of a run with one rank: it hears only itself."""
+    """The rendezvous of a run with one rank."""
 
     rank = 0
     num_ranks = 1
 
     def exchange(self, message: Json, detail: Any = None) -> list[Json]:
-        """The own message, as it would come back from the network."""
+        """This rank's message, as the network would return it."""
         return [{**json.loads(dump(message)), DETAIL: dump(detail)}]
 
     def limit(self, deadline_s: float) -> None:
-        """Nobody to wait for."""
+        """There is no other rank to wait for."""
 
     def close(self) -> None:
         """Nothing to leave."""
 
 
 class HostRendezvous:
-    """Every rank's message goes to rank 0, which sends all of them to all, over TCP.
+    """Every rank's message goes to rank 0, which sends all of them to all ranks, over TCP.
 
-    JAX's coordination service only tells the ranks where rank 0 listens, and the run's secret: a
-    meeting by its key-value store takes milliseconds, this one a fraction of one, at every step.
+    JAX's coordination service only passes on where rank 0 listens, and the run's secret. A meeting
+    through its key-value store takes milliseconds, this one a fraction of that, at every step.
 
     Args:
-        host: Rank 0's, as all ranks reach it. On a loopback address rank 0 listens on that alone,
-            else on all of its addresses, as its own name may not be what others know it by.
-        num_ranks: How many ranks there are.
-        deadline_s: How long rank 0 waits for another before it gives up, until `limit` says else.
+        host: Rank 0's host, as all ranks reach it.
+        deadline_s: How long rank 0 waits for another rank, until `limit` changes it.
     """
 
     def __init__(
@@ -222,25 +222,25 @@ class HostRendezvous:
         self.limit(deadline_s)
 
     def limit(self, deadline_s: float) -> None:
-        """Change how long rank 0 waits; the others wait longer, for rank 0 knows who is late."""
+        """Change how long rank 0 waits; the others wait longer, as only rank 0 can name the late."""
         self._deadline_s = deadline_s if self.rank == 0 else 2 * deadline_s + _GRACE_S
         for peer in self._peers.values():
             peer.limit(self._deadline_s)
 
     def exchange(self, message: Json, detail: Any = None) -> list[Json]:
         """All ranks' messages, in rank order; also a barrier (see `Rendezvous`)."""
-        mine, aside = dump(message).encode(), dump(detail).encode()
+        own = dump(message).encode(), dump(detail).encode()
         if self.rank != 0:
-            self._send(0, mine)
-            self._send(0, aside)
+            for each in own:
+                self._send(0, each)
             return json.loads(self._receive(0))
         others = range(1, self.num_ranks)
-        heard = [(mine, aside), *((self._receive(rank), self._receive(rank)) for rank in others)]
-        everything = b"[" + b",".join(said for said, _ in heard) + b"]"
+        received = [own, *((self._receive(rank), self._receive(rank)) for rank in others)]
+        messages = b"[" + b",".join(message for message, _ in received) + b"]"
         for rank in others:
-            self._send(rank, everything)
-        details = ({DETAIL: aside.decode()} for _, aside in heard)
-        return [said | aside for said, aside in zip(json.loads(everything), details, strict=True)]
+            self._send(rank, messages)
+        details = ({DETAIL: detail.decode()} for _, detail in received)
+        return [each | detail for each, detail in zip(json.loads(messages), details, strict=True)]
 
     def close(self) -> None:
         """Close all connections."""
@@ -273,6 +273,7 @@ def _gather(
     """Listen until all other ranks have connected."""
     secret = secrets.token_bytes(32)
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    # Other hosts may know rank 0 by a name that it doesn't know itself: then on all addresses.
     bound = host if host in _LOOPBACK else ""
     until_s = time.monotonic() + deadline_s
     with socket.create_server((bound, 0), family=family, backlog=num_ranks) as listener:
@@ -285,10 +286,10 @@ def _gather(
 def accept_ranks(
     listener: socket.socket, ranks: Iterable[int], secret: bytes, until_s: float, purpose: str
 ) -> Iterator[tuple[int, Connection]]:
-    """The connections of ranks that call, each as often as it is named; strangers are turned away.
+    """The connections of ranks that call, each as often as it is listed; refuses strangers.
 
     Raises:
-        RendezvousError: If some haven't come in time, to what is the purpose.
+        RendezvousError: If some don't call in time.
     """
     awaited, accepted = list(ranks), []
     while awaited:
@@ -296,7 +297,7 @@ def accept_ranks(
         try:
             connection = Connection(listener.accept()[0], _IDENTIFY_S)
         except TimeoutError:
-            for each in accepted:  # they hear at once that nobody waits any longer
+            for each in accepted:  # so that these ranks fail at once too
                 each.close()
             late = sorted(set(awaited))
             raise RendezvousError(f"ranks {late} did not come to {purpose}") from None

@@ -1,6 +1,6 @@
-"""What a rank reports of a step, and the step put together from all ranks' reports.
+"""A rank's report of a step, and the totals of all ranks' reports.
 
-`StepReport` goes to all ranks with the meeting that ends a step; its timings go to rank 0 alone.
+Ranks exchange `StepReport`s in the meeting that ends a step; timings go to rank 0 alone.
 """
 
 import math
@@ -30,7 +30,7 @@ Span = tuple[str, float, float]
 
 @dataclass(frozen=True)
 class LinkEvent:
-    """What a rank's delegated links report, such as a connection that is lost.
+    """An event of a rank's delegated links, such as a lost connection.
 
     Attributes:
         time_s: On the monotonic clock; in `StepTimings` since the step began.
@@ -44,10 +44,10 @@ class LinkEvent:
 
     @classmethod
     def of(cls, record: Json) -> Self:
-        """The event as a link records it: fields of its own become the detail."""
+        """Parse a link's record; fields that are specific to it become the detail."""
         own = (name for name in record if name not in ("time_s", "kind", "peer", "detail"))
-        words = (f"{name.replace('_', ' ')} {record[name]}" for name in own)
-        detail = record.get("detail") or ", ".join(words)
+        fields = (f"{name.replace('_', ' ')} {record[name]}" for name in own)
+        detail = record.get("detail") or ", ".join(fields)
         return cls(record["time_s"], EventKind(record["kind"]), detail, record.get("peer"))
 
 
@@ -57,7 +57,7 @@ class StepTimings:
 
     Attributes:
         transfers: Those that held the queue.
-        arrivals: Messages that were received beside the queue: when each was sent, and had come.
+        arrivals: Messages received beside the queue: when each was sent and had come.
         copies: (kind, microbatch, chunk, start, end) of each copy of a stash.
     """
 
@@ -82,7 +82,7 @@ class StepTimings:
         )
 
     def to_json(self) -> Json:
-        """The timings as JSON has them, without what there is none of."""
+        """The timings as JSON, without empty fields."""
         return {name: value for name, value in vars(self).items() if value}
 
 
@@ -105,10 +105,10 @@ class StepReport:
         squared_norm: Its part of the squared gradient norm.
         compilations: How many programs it has compiled so far.
         took_s: From the step's beginning to its last gradient.
-        not_finite: What of its loss and gradients is not finite, in a few words.
-        peak_device_bytes: The most that has been in use on its device; None where it doesn't say.
+        not_finite: Which of its loss and gradients are not finite; empty if all are finite.
+        peak_device_bytes: Peak memory in use on its device; None where the device doesn't report.
         parts: What callbacks add, by the names of their dataclasses: see `parts_of`.
-        detail: The timings as JSON text; the reports of other ranks have them on rank 0 alone.
+        detail: The timings as JSON text; only rank 0 has those of other ranks.
     """
 
     loss: float
@@ -126,23 +126,23 @@ class StepReport:
 
     @classmethod
     def from_json(cls, message: Json, rank: int) -> "StepReport":
-        """The report that a rank made with `to_json`, and `DETAIL` where rank 0 reads it.
+        """Parse what `to_json` wrote, on rank 0 together with `DETAIL`.
 
         Raises:
-            ParseError: It is no such report; the error names the field.
+            ParseError: The message is no report; the error names the field.
         """
         return parse(StepReport, message, f"rank {rank}'s report of a step")
 
     @cached_property
     def timings(self) -> StepTimings:
-        """The timings, read from `detail`; a `ParseError` names what is wrong with them."""
+        """The timings, parsed from `detail`; a `ParseError` names the wrong field."""
         return parse_line(StepTimings, self.detail, "the timings of a step")
 
 
 def named_parts(parts: Iterable[Any]) -> dict[str, Json]:
     """What a rank sends of its callbacks' parts: dataclasses whose fields all have defaults.
 
-    One that equals its default is not sent: most steps have no part at all.
+    A part that equals its default is not sent, so most steps send none.
     """
     return {type(part).__name__: as_object(part) for part in parts if part != type(part)()}
 
@@ -151,7 +151,7 @@ def parts_of(reports: Sequence[StepReport], kind: type[_Part]) -> list[_Part]:
     """Each rank's part of a kind, in rank order; the default where it sent none.
 
     Raises:
-        ParseError: It is no such part; the error names the rank.
+        ParseError: A rank sent something else; the error names the rank.
     """
     name = kind.__name__
     return [
@@ -162,7 +162,7 @@ def parts_of(reports: Sequence[StepReport], kind: type[_Part]) -> list[_Part]:
 
 @dataclass(frozen=True)
 class ProbeTimes:
-    """What the messages of a probe took at one end: the label and milliseconds of each."""
+    """The label and milliseconds of each message of a probe, at one end."""
 
     took_ms: tuple[tuple[str, float], ...] = ()
 
@@ -174,7 +174,7 @@ class StepTotals:
     Attributes:
         loss: Mean loss of the counted tokens.
         grad_norm: Global norm of the gradients before clipping.
-        not_finite: What is not finite, in a few words, by stage; only of stages that found it.
+        not_finite: By stage: which of its loss and gradients are not finite.
     """
 
     loss: float
@@ -183,17 +183,17 @@ class StepTotals:
 
     @property
     def is_finite(self) -> bool:
-        """Whether parameters may be updated by the step."""
+        """Whether the step may update parameters."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     def in_words(self) -> str:
-        """The scalars, and what is not finite on which stage, in a line."""
+        """One line with the scalars and, by stage, what is not finite."""
         stages = (f"stage {stage}: {what}" for stage, what in self.not_finite.items())
         return "; ".join([f"loss {self.loss:g}, gradient norm {self.grad_norm:g}", *stages])
 
 
 def total(reports: Sequence[StepReport]) -> StepTotals:
-    """The step's loss and gradient norm, and what of them is not finite, of all ranks' reports."""
+    """The step's totals over all ranks."""
     loss = sum(report.loss for report in reports)
     squared_norm = sum(report.squared_norm for report in reports)
     not_finite = {rank: each.not_finite for rank, each in enumerate(reports) if each.not_finite}
@@ -201,7 +201,10 @@ def total(reports: Sequence[StepReport]) -> StepTotals:
 
 
 def measured_timeline(reports: Sequence[StepReport]) -> Timeline:
-    """When ops, transfers and copies ran, on each rank since its own step began; on rank 0."""
+    """When ops, transfers and copies ran; each rank's times start with its own step.
+
+    Only rank 0 has other ranks' timings.
+    """
     timings = [report.timings for report in reports]
     ops = [each.ops for each in timings]
     return Timeline(
@@ -220,23 +223,23 @@ def measured_timeline(reports: Sequence[StepReport]) -> Timeline:
     )
 
 
-_parse_op = lru_cache(maxsize=1 << 14)(Op.parse)  # the same names come step by step
+_parse_op = lru_cache(maxsize=1 << 14)(Op.parse)  # the same names come in every step
 
 
 def reported_events(reports: Sequence[StepReport]) -> list[tuple[int, LinkEvent]]:
-    """What ranks' delegated links report of a step, each with its rank; seconds since it began."""
+    """The events of ranks' delegated links in a step, with their ranks; seconds since it began."""
     return [(rank, event) for rank, each in enumerate(reports) for event in each.timings.events]
 
 
 def probe_times(reports: Sequence[StepReport]) -> dict[str, float]:
-    """What messages of a probe took each way, milliseconds, by the name of a direction's first one.
+    """A probe's time in each direction, in milliseconds, by the label of the first message there.
 
-    The end that came later to one waited for nobody: the smaller time is the link's. Of those of a
-    direction the median counts.
+    It is the median over the messages of a direction.
     """
     took_ms: dict[str, float] = {}
     for each in parts_of(reports, ProbeTimes):
         for label, duration_ms in each.took_ms:
+            # The end that came first waited for the other, so the smaller time is the link's.
             took_ms[label] = min(duration_ms, took_ms.get(label, duration_ms))
     names: dict[Channel, list[str]] = {}
     for label in took_ms:
@@ -250,11 +253,11 @@ def total_compilations(reports: Sequence[StepReport]) -> int:
 
 
 def peak_bytes(device: Any) -> int | None:
-    """The most that has been in use on a device; None where it doesn't say, as CPUs don't."""
+    """Peak memory in use on a device; None where it doesn't report that, as CPUs don't."""
     return (device.memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def peaks_of(reports: Sequence[StepReport]) -> tuple[int, ...] | None:
-    """The most that has been in use on every rank's device, or None where one doesn't say."""
+    """Peak memory in use on every rank's device; None if one doesn't report it."""
     peaks = [report.peak_device_bytes for report in reports]
     return tuple(peak for peak in peaks if peak is not None) if None not in peaks else None

@@ -1,4 +1,4 @@
-"""How a link's transfers travel: one small interface, whatever carries them."""
+"""The interface of routes, which carry a link's transfers."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,11 +14,10 @@ _PAYLOAD_CODES = {payload: code for code, payload in enumerate(Payload)}
 
 
 class TransferIdentity(NamedTuple):
-    """Which message this is, among all of a run: what the ends of a transfer check.
+    """Identifies a message among all of a run; both ends of a transfer check it.
 
     Attributes:
-        epoch: That of the message's link: a failure of its direct path begins the next one, and a
-            restore the one after that (`link_switch`). Where no link fails over it stays 0.
+        epoch: The link's epoch (`link_switch`); always 0 where no link fails over.
     """
 
     epoch: int
@@ -26,7 +25,7 @@ class TransferIdentity(NamedTuple):
     transfer: Transfer
 
     def words(self) -> tuple[int, ...]:
-        """Six numbers below 2**32 that name the message on the wire; epoch and step come first."""
+        """Six numbers below 2**32 that identify the message on the wire; epoch and step first."""
         payload, source, destination, microbatch, chunk = self.transfer
         code = _PAYLOAD_CODES[payload] + len(_PAYLOAD_CODES) * chunk
         return (self.epoch, self.step & _WORD, code, source, destination, microbatch)
@@ -36,7 +35,7 @@ class TransferIdentity(NamedTuple):
 
 
 class TransferMismatchError(RuntimeError):
-    """A message came that is not the one expected: the two ends of a link are out of step."""
+    """An unexpected message came: the two ends of a link are out of step."""
 
 
 class AbandonedEpochError(RuntimeError):
@@ -44,7 +43,7 @@ class AbandonedEpochError(RuntimeError):
 
 
 def require_live(identity: TransferIdentity, ended: int) -> None:
-    """Refuse a transfer of an epoch that has ended: of the last one that is over, or before."""
+    """Refuse a transfer of epoch `ended` or of an earlier one."""
     if identity.epoch <= ended:
         raise AbandonedEpochError(
             f"{identity}: this epoch of the route has ended, expected an epoch after {ended}"
@@ -53,15 +52,15 @@ def require_live(identity: TransferIdentity, ended: int) -> None:
 
 @dataclass(frozen=True)
 class Moved:
-    """A transfer as one end of it saw it.
+    """A transfer as one of its ends saw it.
 
     Attributes:
-        value: The payload at the receiving end, as a program is to be given it (`host_memory`);
-            at the sending end an array that is ready when the transfer is over.
-        peer_arrived_s: When the other end came to the transfer, by the queue's clock; None where
-            nobody asked.
-        over_s: When the transfer was over, by the same clock, where that isn't when both ends had
-            come: an emulated link holds the queues for longer, and a delegated message lands later.
+        value: The payload at the receiving end, in the form that programs take (`host_memory`); at
+            the sending end an array that is ready when the transfer is over.
+        peer_arrived_s: When the other end came to the transfer, by the queue's clock; None if not
+            asked for.
+        over_s: When the transfer was over, by the same clock; None: when both ends were there. An
+            emulated link holds the queues for longer, and a delegated message arrives later.
     """
 
     value: jax.Array | np.ndarray
@@ -70,14 +69,14 @@ class Moved:
 
 
 Posting = Callable[[jax.Array, float], Moved]
-"""Sends a part of a message, given the payload and when this end came to it."""
+"""Sends one part of a message: (the whole payload, when this end came to the transfer)."""
 
 
 class Route(Protocol):
     """Carries messages between this rank and its peers.
 
-    Its *queue thread* is the one that runs what stands on the rank's queue: a worker where ops are
-    paced, else the training thread itself.
+    The *queue thread* runs the items of the rank's queue: a worker thread where ops are paced, else
+    the training thread itself.
     """
 
     @property
@@ -86,10 +85,10 @@ class Route(Protocol):
         ...
 
     def reserve(self, identity: TransferIdentity, deadline_s: float) -> Iterator[Posting]:
-        """What the queue is to run for a message, one posting for each of its parts.
+        """Postings for the queue to run, one for each part of a message.
 
-        Where a part needs room that isn't there this waits for it, on the host, up to the deadline:
-        a posting waits for nothing but what the route's queue is held by.
+        A part that needs room waits for it here, on the host, up to the deadline: a posting must
+        not hold the queue.
         """
         ...
 
@@ -98,11 +97,11 @@ class Route(Protocol):
         ...
 
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
-        """Receive the expected message, checked to be that one.
+        """Receive a message and check that it is the expected one.
 
         Raises:
             TransferMismatchError: If another message came in its place.
-            TimeoutError: If it hasn't come by the deadline.
+            TimeoutError: If it doesn't come by the deadline.
         """
         ...
 
@@ -111,5 +110,5 @@ class Route(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait until all that was posted has left this rank's arrays; errors are raised."""
+        """Wait until everything posted has left this rank's arrays, and raise errors."""
         ...

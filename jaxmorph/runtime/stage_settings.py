@@ -1,4 +1,4 @@
-"""What a rank's stage is built from, besides the model."""
+"""The settings from which a rank's stage is built, besides the model."""
 
 from dataclasses import dataclass
 from math import prod
@@ -19,26 +19,24 @@ from jaxmorph.stage.model import PipelineModel
 
 @dataclass(frozen=True)
 class StageSettings:
-    """What a stage is built from, besides the model.
+    """The settings from which a stage is built, besides the model.
 
     Attributes:
-        layers: The layers of every virtual stage, in the order of the pipeline: with one chunk, of
-            every stage.
-        seed: Where the initial parameters come from; they don't depend on the number of stages.
+        layers: The layers of every virtual stage, in the order of the pipeline.
+        seed: Of the initial parameters, which don't depend on the number of stages.
         stash: Whether F keeps what B needs, or B computes it again.
         kinds: The kinds of op to compile.
         optimizer: AdamW's settings, or an Optax transformation: see `StageOptimizer`.
         pace: How long this stage's ops last, each of one chunk; None: as long as they take.
-        transfer_timeout_s: How long a transfer may be waited for.
-        num_chunks: How many virtual stages each rank runs: chunk c of rank r is number
-            c * ranks + r.
-        weights: Where stored weights are to be read from; None: parameters begin from `seed`.
+        transfer_timeout_s: How long to wait for a transfer.
+        num_chunks: Virtual stages per rank; chunk c of rank r is number c * ranks + r.
+        weights: Where to read stored weights; None: parameters start from `seed`.
         direct: The links that may be on the direct route; None: all of them.
         delegated: The links that may be delegated; programs for both routes are compiled ahead.
-        fails_over: Whether what a direct link can't carry any more goes on delegated: then all
-            links may be delegated.
-        direct_timeout_s: How long a direct transfer may take once both its ends have come to it,
-            where that is emulated; None: as long as any.
+        fails_over: Whether a link goes on delegated when its direct path fails: then all links must
+            be in `delegated`.
+        direct_timeout_s: How long an emulated direct transfer may take once both ends have come to
+            it; None: `transfer_timeout_s`.
         copies: How payloads are copied into slots: a backend's name, or "auto".
     """
 
@@ -61,14 +59,14 @@ class StageSettings:
 
     @property
     def failing_over(self) -> frozenset[Link]:
-        """The links that go on delegated when their direct path fails."""
+        """The links that become delegated when their direct path fails."""
         if not self.fails_over:
             return frozenset()
         return self.delegated if self.direct is None else self.direct & self.delegated
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks of the pipeline."""
+        """Ranks of the pipeline."""
         return len(self.layers) // self.num_chunks
 
     def own_stages(self, rank: int) -> range:
@@ -80,13 +78,13 @@ class StageSettings:
         return virtual_stage == len(self.layers) - 1
 
     def message_bytes(self, model: PipelineModel) -> int:
-        """The length of an activation, and of a gradient; 0 where there is but one stage."""
+        """Bytes of an activation, and of a gradient; 0 where there is only one stage."""
         payloads = self.payloads(model).items()
         carried = (it for channel, it in payloads if channel.payload is Payload.ACTIVATION)
         return max((prod(it.shape) * it.dtype.itemsize for it in carried), default=0)
 
     def payloads(self, model: PipelineModel) -> dict[Channel, PayloadShape]:
-        """Every channel of the pipeline with what one of its messages carries."""
+        """Every channel of the pipeline, with the payload of one message."""
         return channel_payloads(
             model,
             num_ranks=self.num_ranks,

@@ -1,8 +1,8 @@
-"""A rank's parameters and optimizer state, as one part for each of its virtual stages, and back.
+"""Splits a rank's parameters and optimizer state into a part for each virtual stage, and back.
 
-An Optax state holds some trees that are structured as the parameters are, such as Adam's moments,
-beside numbers that belong to no parameter, such as its count. Of the first each part has its own
-chunk's, of the others each has all.
+An Optax state holds trees with the structure of the parameters, such as Adam's moments, and numbers
+that belong to no parameter, such as its count. A part gets its own chunk's share of the trees, and
+all of the numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ _OPTIMIZER = "optimizer"
 
 
 def stage_parts(params: tuple[Tree, ...], optimizer_state: Tree) -> tuple[Tree, ...]:
-    """One tree of nested dictionaries for each chunk, with its part of Optax's state."""
+    """A tree of nested dictionaries for each chunk: its parameters and its optimizer state."""
     of_all_chunks = _is_like(params)
     return tuple(
         {PARAMS: own, _OPTIMIZER: _nested(_of_chunk(optimizer_state, chunk, of_all_chunks))}
@@ -30,14 +30,14 @@ def stage_parts(params: tuple[Tree, ...], optimizer_state: Tree) -> tuple[Tree, 
 def from_parts(
     parts: Sequence[Tree], params: tuple[Tree, ...], optimizer_state: Tree
 ) -> tuple[tuple[Tree, ...], Tree]:
-    """Parameters and optimizer state from what `stage_parts` made, in memory of their own.
+    """New parameters and optimizer state from the parts that `stage_parts` made.
 
     Args:
         parts: One for each chunk; numpy arrays.
-        params: Parameters of the structure and the shapes that are expected.
+        params: The expected structure and shapes, as for `optimizer_state`.
 
     Raises:
-        UserError: The parts are of another model, cut or optimizer, or no parts at all.
+        UserError: The parts belong to another model, cut or optimizer, or are no parts.
     """
     _require_parts(parts, len(params))
     of_all_chunks = _is_like(params)
@@ -45,7 +45,7 @@ def from_parts(
         _filled(own, part[PARAMS], PARAMS) for own, part in zip(params, parts, strict=True)
     )
     states = [
-        # What stores trees may leave out an empty branch, such as the state of plain SGD.
+        # A checkpoint library may leave out an empty branch, such as the state of plain SGD.
         _filled(_of_chunk(optimizer_state, chunk, of_all_chunks), part.get(_OPTIMIZER), _OPTIMIZER)
         for chunk, part in enumerate(parts)
     ]
@@ -62,14 +62,14 @@ def _is_like(params: tuple[Tree, ...]) -> Callable[[Tree], bool]:
 
 
 def _of_chunk(state: Tree, chunk: int, of_all_chunks: Callable[[Tree], bool]) -> Tree:
-    """The state with one chunk's trees in the place of those of all chunks."""
+    """The state with one chunk's tree in place of each tuple of all chunks' trees."""
     return jax.tree.map(
         lambda node: node[chunk] if of_all_chunks(node) else node, state, is_leaf=of_all_chunks
     )
 
 
 def _require_parts(parts: Sequence[Tree], num_chunks: int) -> None:
-    """Refuse what isn't one tree for each chunk with the two branches that `stage_parts` makes."""
+    """Refuse parts that don't have the form that `stage_parts` makes."""
     if not isinstance(parts, Sequence) or len(parts) != num_chunks:
         got = f"{len(parts)} parts" if isinstance(parts, Sequence) else type(parts).__name__
         raise UserError(f"the state: got {got}, expected a sequence of {num_chunks}, one per chunk")
@@ -85,7 +85,7 @@ def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _nested(tree: Tree) -> Tree:
-    """The leaves of any tree in dictionaries of dictionaries, by the names on their paths."""
+    """The leaves of a tree in nested dictionaries, by the names on their paths."""
     nested: Tree = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         *outer, name = _names(path)
@@ -97,7 +97,7 @@ def _nested(tree: Tree) -> Tree:
 
 
 def _filled(expected: Tree, found: Tree, what: str) -> Tree:
-    """A tree with the values of another one, which has leaves of the same names and forms."""
+    """The expected tree with the values of another, whose leaves must have equal names and forms."""
     values, due = _leaves(found), _leaves(expected)
     for names in [*due, *sorted(values.keys() - due.keys())]:
         got, wanted = _form(values.get(names)), _form(due.get(names))

@@ -10,19 +10,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmorph.control.link_state import PathFailure
-from jaxmorph.copies.backends import PayloadShape
+from jaxmorph.copies.choosing import StageCopies, open_copies
 from jaxmorph.program.instructions import Channel, RankProgram
 from jaxmorph.records import Link
 from jaxmorph.runtime.delegated import DelegatedRoute
+from jaxmorph.runtime.direct import DirectRoute, LinkCommunicators
 from jaxmorph.runtime.direct_probe import probe_direct
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.executor import Chunks, Executor, StepInputs, StepOutcome
-from jaxmorph.runtime.failover_route import FailoverRoute
+from jaxmorph.runtime.failover_route import FailoverRoute, PathWatch
 from jaxmorph.runtime.host_copies import HostCopies
-from jaxmorph.runtime.link_connections import LinkLines
+from jaxmorph.runtime.link_connections import FailoverConnections
 from jaxmorph.runtime.optimizer import StageOptimizer
+from jaxmorph.runtime.payloads import slot_use
 from jaxmorph.runtime.queue import AsynchronousQueue, Pace, PacedQueue, Stamp
-from jaxmorph.runtime.stage_routes import Site, open_routes
+from jaxmorph.runtime.routes import Route
 from jaxmorph.runtime.stage_settings import StageSettings
 from jaxmorph.runtime.stage_state import from_parts, stage_parts
 from jaxmorph.runtime.tied import HEAD, TiedGradients
@@ -33,23 +35,29 @@ from jaxmorph.stage.parameters import LeafPath, compile_init, read_stage_params
 from jaxmorph.stage.stage_functions import StashMemory
 from jaxmorph.transport.plane import DataPlane
 
+_HANGS_AFTER = 0.5  # of the time after which a direct transfer is given up
+
 
 class StageTrainer:
     """One rank's stage, compiled once; schedules and routes may change from step to step.
 
-    A stage is a tuple of chunks, most often of one. Parameters, gradients and programs are tuples
-    of what each chunk has.
+    A stage is a tuple of chunks, usually of one. Parameters, gradients and programs are tuples with
+    an element for each chunk.
 
     Args:
-        model: The model, seen as embedding, layers and head.
-        settings: How the stage is built.
-        rank: Which stage this process is.
+        model: The model, as embedding, layers and head.
         links: What is emulated on its links; None: nothing.
-        plane: What carries delegated transfers; None: no link of this rank is ever delegated. It is
-            not closed with the trainer.
-        lines: To the other end of each of its links that fail over; None: none does.
-        alone: The mesh of this stage alone, where the ranks' devices aren't joined by JAX: then
-            settings let no link be direct. None: it is a part of the mesh of all devices.
+        plane: Carries delegated transfers; None: no link of this rank is ever delegated. The caller
+            closes it.
+        failover: To the other ends of the links that fail over; None: a failure ends the run.
+        alone: The mesh of this stage, where JAX doesn't join the ranks' devices; then settings must
+            let no link be direct. None: the stage is part of the mesh of all devices.
+
+    Attributes:
+        delegated: The delegated route; None where no link of this rank is ever delegated.
+
+    Raises:
+        UserError: If payloads can't be copied as the configuration says.
     """
 
     def __init__(
@@ -59,7 +67,7 @@ class StageTrainer:
         rank: int,
         links: EmulatedLinks | None = None,
         plane: DataPlane | None = None,
-        lines: LinkLines | None = None,
+        failover: FailoverConnections | None = None,
         alone: Mesh | None = None,
     ) -> None:
         if alone is not None and settings.direct != frozenset():
@@ -76,41 +84,84 @@ class StageTrainer:
         self._weights = self._prepare()
         self._rank, self._plane, self._step = rank, plane, 0
         self._links = links or EmulatedLinks()
-        self._payloads = _own_payloads(model, settings, rank)
+        payloads = settings.payloads(model).items()
+        self._payloads = {channel: of for channel, of in payloads if rank in channel.link}
         placement = NamedSharding(submesh, PartitionSpec())
+        self.delegated: DelegatedRoute | None = None
+        self._failover: FailoverRoute | None = None
+        self._slot_copies: StageCopies | None = None
         with ExitStack() as opened:
             self._queue = AsynchronousQueue() if settings.pace is None else PacedQueue()
             opened.callback(self._queue.close)
-            site = Site(
-                rank, mesh, placement, self._queue, self._payloads, self._links, self._is_cut
-            )
-            self._routes = open_routes(site, settings, plane, lines)
-            opened.pop_all()  # what follows only puts it together
+            routes = self._open_routes(settings, mesh, placement, failover, opened)
+            opened.pop_all()  # nothing after this can fail
         pace = settings.pace or Pace()
         self._copies = HostCopies(pace.host_copy_bytes_per_s)
         self.executor = Executor(
             chunks=self.programs,
             placement=placement,
             queue=self._queue,
-            routes=self._routes.by_name,
+            routes=routes,
             pace=pace,
             transfer_timeout_s=settings.transfer_timeout_s,
             tied=TiedGradients(model.tied, self._accumulators) if model.tied else None,
             copies=self._copies,
         )
 
-    @property
-    def delegated(self) -> DelegatedRoute | None:
-        """The route by hosts; None where no link of this rank is ever delegated."""
-        return self._routes.delegated
-
-    @property
-    def _failover(self) -> FailoverRoute | None:
-        return self._routes.failover
+    def _open_routes(
+        self,
+        settings: StageSettings,
+        mesh: Mesh,
+        placement: NamedSharding,
+        failover: FailoverConnections | None,
+        opened: ExitStack,
+    ) -> dict[str, Route]:
+        """The routes, by the names that programs use."""
+        answered = settings.pace is not None
+        timeout_s = settings.direct_timeout_s or settings.transfer_timeout_s
+        payloads = {
+            channel: payload
+            for channel, payload in self._payloads.items()
+            if settings.direct is None or channel.link in settings.direct
+        }
+        communicators = LinkCommunicators(mesh, payloads, answered=answered)
+        programs = communicators.first_programs()
+        direct = DirectRoute(programs, answered, self._links, timeout_s)
+        if self._plane is None:
+            return {"direct": direct}
+        copies = open_copies(placement, self._plane.report_memory, settings.copies)
+        opened.callback(copies.close)
+        self._slot_copies = copies
+        self.delegated = DelegatedRoute(
+            self._plane,
+            {
+                channel: slot_use(channel, payload)
+                for channel, payload in self._payloads.items()
+                if channel.link in settings.delegated
+            },
+            self._rank,
+            placement,
+            copies.outgoing,
+            self._queue.raise_error,
+            copies.incoming,
+        )
+        if failover is None or not failover.peers:
+            return {"direct": direct, "delegated": self.delegated}
+        hangs_s = timeout_s * _HANGS_AFTER
+        self._failover = FailoverRoute(
+            direct,
+            self.delegated,
+            failover.peers,
+            self._rank,
+            settings.transfer_timeout_s,
+            communicators,
+            PathWatch(failover.peers, failover.pings, hangs_s, self._is_cut),
+        )
+        return {"direct": self._failover, "delegated": self.delegated}
 
     @property
     def stash_memory(self) -> StashMemory:
-        """What one microbatch holds on this stage, in all of its chunks together."""
+        """Bytes that one microbatch's stash takes on this stage, in all chunks together."""
         parts = [programs.memory for programs in self.programs]
         return StashMemory(
             sum(part.after_forward_bytes for part in parts),
@@ -119,11 +170,11 @@ class StageTrainer:
 
     @property
     def gradients(self) -> Chunks:
-        """The gradients of the last step that ran, float32; they die with the next call."""
+        """The gradients of the last step, float32; valid until the next call."""
         return self._accumulators
 
     def run(self, program: RankProgram, inputs: StepInputs, step: int) -> StepOutcome:
-        """Run a step's ops and transfers; the gradients wait for `update` or `discard`."""
+        """Run a step's ops and transfers; `update` or `discard` must follow."""
         self._step = step
         outcome = self.executor.execute(
             program, self._weights, self._accumulators, inputs, step=step
@@ -132,14 +183,14 @@ class StageTrainer:
         return outcome
 
     def make_room(self, slots: Mapping[Channel, int]) -> None:
-        """Give delegated links the slots that a plan needs, while nothing is under way."""
+        """Give delegated links the slots that a plan needs; no message may be on its way."""
         if self.delegated is not None:
             self.delegated.make_room(slots)
 
     def probe(self, link: Link, step: int) -> list[Stamp]:
-        """Send some messages each way over a direct link that no plan uses; what each took.
+        """Measure a direct link that no plan uses, by a few messages each way.
 
-        Both its ranks do so at the same point between two steps; for others it does nothing.
+        Both its ranks call this between the same two steps; other ranks get no stamps.
         """
         if self._rank not in link:
             return []
@@ -157,43 +208,42 @@ class StageTrainer:
         )
 
     def link_failures(self) -> list[PathFailure]:
-        """The links whose direct path has failed here since the last call."""
+        """The failures of direct paths at this end since the last call."""
         return [] if self._failover is None else self._failover.failures()
 
     def path_is_up(self, link: Link) -> bool | None:
-        """Whether the direct path of a link that has failed seems to be whole again.
+        """Whether a failed direct path seems to work again; None if this rank has no such path.
 
-        The other end's host is asked beside training; nothing is waited for. None where this rank
-        is no end of a link that has failed.
+        The other end's host is pinged in the background; no call waits.
         """
         return None if self._failover is None else self._failover.path_is_up(link)
 
     def _is_cut(self, link: Link) -> bool:
         return self._links.is_cut(link, self._step)
 
-    def take_for_failed(self, link: Link) -> None:
-        """Take note that a direct path of this rank's has failed, though not in this process.
+    def begin_delegated(self, link: Link) -> None:
+        """Start with a direct path of this rank failed, as it did in an earlier process.
 
-        Both its ranks do so before the first step in which a plan could use it, and until
-        `restore_direct` its messages are delegated, as after a failure.
+        Both its ranks do so before the first step that could use the path. Until `restore_direct`
+        its messages are delegated, as after a failure.
         """
         if self._failover is not None:
             self._failover.begin_delegated(link)
 
     def can_restore(self, link: Link) -> bool:
-        """Whether a link of this rank, which has failed, can go back to its direct path."""
+        """Whether a failed link of this rank can return to its direct path."""
         return self._failover is not None and self._failover.can_restore(link)
 
     def restore_direct(self, link: Link) -> None:
-        """Have a link that has failed begin again on its direct path.
+        """Return a failed link to its direct path.
 
-        Both its ranks do so at the same boundary; for others it does nothing.
+        Both its ranks call this at the same step boundary; for other ranks it does nothing.
         """
         if self._failover is not None and self._failover.is_delegated(link):
             self._failover.restore(link)
 
     def events(self) -> list[dict[str, Any]]:
-        """What has happened to delegated links since the last call: see `DataPlane.events`."""
+        """Events of delegated links since the last call: see `DataPlane.events`."""
         if self._plane is None or self.delegated is None:
             return []
         return [*self._plane.events(), *self.delegated.events()]
@@ -203,11 +253,11 @@ class StageTrainer:
         return float(self.optimizer.squared_norm(self._accumulators))
 
     def update(self, scale: float) -> None:
-        """Apply the gradients, each multiplied by `scale`, and begin with zeros again.
+        """Apply the gradients, each multiplied by `scale`, and zero the accumulators.
 
-        By then the ranks have met: nothing of the step is on its way any more.
+        The ranks have met by then, so no message of the step is on its way.
         """
-        self._let_go()
+        self._end_step()
         self.params, self._optimizer_state, self._accumulators = self.optimizer.update(
             self.params, self._optimizer_state, self._accumulators, scale
         )
@@ -215,42 +265,45 @@ class StageTrainer:
 
     @property
     def device(self) -> Any:
-        """Where it computes."""
+        """The device that the stage computes on."""
         (device,) = self.executor.placement.device_set
         return device
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """Each chunk's parameters and optimizer state: see `stage_parts`. An update ends them."""
+        """Each chunk's parameters and optimizer state (`stage_parts`), valid until the update."""
         return stage_parts(self.params, self._optimizer_state)
 
     def restore(self, parts: Sequence[Any]) -> None:
-        """Go on from parameters and optimizer state that were those of `state`, as numpy arrays.
+        """Restore what `state` returned, as numpy arrays.
 
-        The present ones make room for them first; they stay if these don't fit: a `UserError`.
+        Raises:
+            UserError: If the parts don't fit the stage, which then keeps its parameters.
         """
         present = self.params, self._optimizer_state
         expected = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), present)
         if isinstance(parts, Sequence) and _forms(tuple(parts)) == _forms(stage_parts(*expected)):
-            self._weights = ()
+            self._weights = ()  # two copies of the state might not fit on the device
             _delete(present, besides=parts)
         self.params, self._optimizer_state = from_parts(parts, *expected)
         self._weights = self._prepare()
 
     def discard(self) -> None:
-        """Forget the gradients, once the ranks have met."""
-        self._let_go()
+        """Drop the gradients, once the ranks have met."""
+        self._end_step()
         self._accumulators = self._zero_accumulators()
 
     def close(self) -> None:
         """Stop the threads of the queue, of copies and of links."""
-        self._queue.close()
+        self._queue.close()  # first: what it still runs uses the others
         self._copies.close()
-        self._routes.close()
+        for each in (self._failover, self._slot_copies):
+            if each is not None:
+                each.close()
 
-    def _let_go(self) -> None:
+    def _end_step(self) -> None:
         if self._failover is not None:
-            self._failover.let_go()
+            self._failover.end_step()
 
     def _prepare(self) -> Chunks:
         pairs = zip(self.programs, self.params, strict=True)
@@ -261,7 +314,7 @@ class StageTrainer:
 
 
 def _forms(tree: Any) -> list[Any]:
-    """Path, shape and dtype of each of a tree's arrays."""
+    """Path, shape and dtype of each array of a tree."""
     return [
         (path, getattr(leaf, "shape", None), getattr(leaf, "dtype", None))
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -269,7 +322,7 @@ def _forms(tree: Any) -> list[Any]:
 
 
 def _delete(tree: Any, besides: Any) -> None:
-    """Free a tree's arrays, except for those that another tree has too."""
+    """Free a tree's arrays, except those that another tree holds too."""
     kept = {id(leaf) for leaf in jax.tree.leaves(besides)}
     for leaf in jax.tree.leaves(tree):
         if id(leaf) not in kept:
@@ -288,7 +341,7 @@ def _initial_params(model: PipelineModel, settings: StageSettings, rank: int) ->
 
 
 def _compiled_init(model: PipelineModel, seed: int) -> Callable[[range, bool, bool], Params]:
-    """Makes a chunk's initial parameters; chunks that are built alike share the program."""
+    """Makes a chunk's initial parameters; chunks of equal size and place share the program."""
     key = jax.random.key(seed)
 
     @cache
@@ -305,7 +358,7 @@ def _compiled_init(model: PipelineModel, seed: int) -> Callable[[range, bool, bo
 def _build_programs(
     model: PipelineModel, settings: StageSettings, rank: int, submesh: Mesh
 ) -> tuple[StagePrograms, ...]:
-    """The programs of a rank's chunks; chunks that are built alike share them."""
+    """The programs of a rank's chunks; chunks of equal size and place share them."""
 
     @cache
     def build(num_layers: int, is_first: bool, is_last: bool) -> StagePrograms:
@@ -328,14 +381,6 @@ def _build_programs(
 
 
 def _uncounted(model: PipelineModel, params: Chunks) -> tuple[LeafPath, ...]:
-    """The head's copies of tied parameters: in the norm the embedding's copy stands for both."""
+    """The head's copies of tied parameters; the norm counts only the embedding's copy."""
     last = len(params) - 1
     return tuple((last, HEAD, *head) for _, head in model.tied) if HEAD in params[last] else ()
-
-
-def _own_payloads(
-    model: PipelineModel, settings: StageSettings, rank: int
-) -> dict[Channel, PayloadShape]:
-    """What the channels carry that a rank is an end of."""
-    payloads = settings.payloads(model)
-    return {channel: payloads[channel] for channel in payloads if rank in channel.link}

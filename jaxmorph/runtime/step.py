@@ -1,6 +1,6 @@
 """One step of training on one rank: run a program, meet the other ranks, apply the gradients.
 
-Every step that is run anywhere is one of these: of training, of a comparison, or for its timings.
+Training, comparisons and first measurements all run their steps here.
 """
 
 import math
@@ -30,7 +30,7 @@ from jaxmorph.runtime.report import (
 from jaxmorph.runtime.stage_trainer import StageTrainer
 
 _Part = TypeVar("_Part")
-_NAMED = 2  # of the arrays that are not finite
+_NAMED = 2  # arrays that a message names
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class StepResult:
     """A step that is over.
 
     Attributes:
-        program: What this rank ran.
+        program: This rank's.
         totals: The scalars of all ranks together.
-        reports: All ranks' reports, in rank order; rank 0 finds the timings in them.
+        reports: All ranks' reports, in rank order; on rank 0 they contain the timings.
         timings: This rank's own.
         step_s: From the step's beginning to the end of the meeting.
         ended_s: When the meeting ended, on the monotonic clock.
         updated: Whether parameters were updated.
-        events: Of this rank's delegated links since the step before; the clock is the monotonic.
+        events: Of this rank's delegated links since the step before, on the monotonic clock.
     """
 
     step: int
@@ -59,13 +59,13 @@ class StepResult:
     events: tuple[LinkEvent, ...] = ()
 
     def parts_of(self, kind: type[_Part]) -> list[_Part]:
-        """What callbacks have added to each rank's report: see `report.parts_of`."""
+        """The parts that callbacks added to each rank's report: see `report.parts_of`."""
         return parts_of(self.reports, kind)
 
 
 @dataclass(frozen=True)
 class ForwardTotals:
-    """What forwards alone gave, on all ranks together.
+    """The results of forwards alone, on all ranks together.
 
     Attributes:
         loss: The weighted sum of the counted tokens' losses.
@@ -87,7 +87,7 @@ class StepRunner:
 
     Attributes:
         clip_norm: Largest global norm of gradients; None: no clipping.
-        compilations: What counts this rank's compilations; None: they are reported as 0.
+        compilations: Counts this rank's compilations; None: reported as 0.
     """
 
     stage: StageTrainer
@@ -109,15 +109,15 @@ class StepRunner:
 
         Args:
             began_s: When the step began, on the monotonic clock; None: now.
-            report: The parts that this rank adds to its report (`named_parts`); called once the
-                gradients are there.
-            updates: False in a step for its timings alone: its gradients are discarded unread.
+            report: Returns the parts that this rank adds to its report (`named_parts`); called once
+                the gradients are there.
+            updates: False in a step that is run only for its timings: its gradients are discarded.
         """
         stage, began_s = self.stage, time.monotonic() if began_s is None else began_s
         outcome = stage.run(program, inputs, step)
         squared_norm = stage.squared_norm() if updates else 0.0
         took_s = time.monotonic() - began_s
-        # What happens before training is reported with its first step.
+        # Steps for timings leave the events to the first step of training.
         events = tuple(map(LinkEvent.of, stage.events())) if updates else ()
         timings = StepTimings.of(outcome, began_s, events)
         own = StepReport(
@@ -140,7 +140,7 @@ class StepRunner:
         return StepResult(step, program, totals, reports, timings, step_s, ended_s, updated, events)
 
     def forwards(self, program: RankProgram, inputs: StepInputs, step: int) -> ForwardTotals:
-        """Run forwards alone, with the parameters as they are: nothing is learnt from them."""
+        """Run forwards alone, for an evaluation."""
         outcome = self.stage.run(program, inputs, step)
         targets = inputs.targets
         counted = 0 if targets is None else int(np.count_nonzero(targets >= 0))
@@ -155,7 +155,7 @@ def apply_gradients(stage: StageTrainer, totals: StepTotals, clip_norm: float | 
     """Update the stage's parameters, unless the loss or a gradient of any stage is not finite.
 
     Returns:
-        Whether the parameters were updated; if not, optimizer state and learning rate stay too.
+        Whether the parameters were updated; if not, the optimizer state is unchanged too.
     """
     if not totals.is_finite:
         stage.discard()
@@ -165,11 +165,8 @@ def apply_gradients(stage: StageTrainer, totals: StepTotals, clip_norm: float | 
 
 
 def not_finite_in_words(stage: StageTrainer, loss: float, squared_norm: float) -> str:
-    """What of a rank's loss and gradients is not finite; empty where all of it is finite.
-
-    Gradients are looked at only where their norm asks for it, on the host and one after another:
-    nothing is compiled.
-    """
+    """Which of a rank's loss and gradients are not finite; empty if all are finite."""
+    # Gradients are checked only if their norm is not finite, and on the host, to compile nothing.
     found = [] if math.isfinite(loss) else [f"loss {loss}"]
     if not math.isfinite(squared_norm):
         found.append(_gradients_in_words(stage.gradients))

@@ -1,7 +1,7 @@
-"""Tied parameters: one parameter that the first and the last stage both hold a copy of.
+"""Tied parameters: the first and the last stage each hold a copy of one parameter.
 
-Each copy gathers the gradient of its own use; at the end of a step both become the sum, added in
-stage order on both ends, so that the copies get bitwise the same update and stay equal.
+Each copy accumulates the gradient of its own use. At the end of a step both are replaced by their
+sum, added in stage order at both ends, so the copies get bitwise equal updates and stay equal.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class TiedGradients:
     Args:
         tied: Pairs of paths, in the embedding's and in the head's parameters.
         accumulators: Those of each of the stage's chunks, or their shapes. The first chunk of the
-            first stage has the embedding, the last chunk of the last one the head.
+            first stage has the embedding, the last chunk of the last stage the head.
     """
 
     def __init__(self, tied: Sequence[tuple[Path, Path]], accumulators: Tree) -> None:
@@ -39,23 +39,20 @@ class TiedGradients:
         return in_embed if self._has_embed else in_head
 
     def own_copy(self, accumulators: Tree, index: int) -> jax.Array:
-        """The gradient that this rank's copy has gathered."""
+        """The gradient that this rank's copy has accumulated."""
         return leaf_at(accumulators, self._own_path(index))
 
     def combine(self, accumulators: Tree, index: int, peer: ArrayLike | None) -> Tree:
-        """The accumulators with the sum of both copies' gradients in place of each.
+        """New accumulators, with the embedding's gradient plus the head's in place of each copy's.
 
         Args:
-            peer: The gradient of the peer's copy, as its route gave it: on CPUs it may be an array
-                of numpy. None where this rank holds both.
-
-        Returns:
-            New accumulators; the sum is the embedding's gradient plus the head's, in this order.
+            peer: The gradient of the peer's copy; on CPUs it may be a numpy array. None where this
+                rank holds both copies.
         """
         in_embed, in_head = self._paths[index]
         if peer is None:
             total = self._add(leaf_at(accumulators, in_embed), leaf_at(accumulators, in_head))
-            # Two buffers, not one: each is donated on its own later.
+            # Two buffers, because each is donated later.
             both = with_leaf(accumulators, in_embed, total)
             return with_leaf(both, in_head, jax.numpy.copy(total))
         own = self.own_copy(accumulators, index)

@@ -211,7 +211,7 @@ class OwnEnds:
         self._rank, self._trainer, self._is_watched = rank, trainer, is_watched
         self.failed = frozenset(failed)
         for link in self._own():
-            trainer.take_for_failed(link)
+            trainer.begin_delegated(link)
 
     def report(self) -> PathReport:
         """The failures since the last report, and whether failed paths are found up."""

@@ -9,7 +9,11 @@ from jaxmorph.errors import UserError
 from jaxmorph.program.instructions import Channel
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.join import coordinator_host
-from jaxmorph.runtime.link_connections import LinkLines, open_data_plane, open_link_lines
+from jaxmorph.runtime.link_connections import (
+    FailoverConnections,
+    open_data_plane,
+    open_failover_connections,
+)
 from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.queue import Pace
@@ -108,8 +112,8 @@ def open_stage(
     with open_data_plane(rendezvous, *ends, transport) as plane:
         if plane is not None:
             links.join(plane)
-        with _open_lines(config, rendezvous, settings, transport.addresses[0]) as lines:
-            trainer = StageTrainer(model, settings, rendezvous.rank, links, plane, lines)
+        with _open_failover(config, rendezvous, settings, transport.addresses[0]) as failover:
+            trainer = StageTrainer(model, settings, rendezvous.rank, links, plane, failover)
             with closing(trainer):
                 yield trainer
 
@@ -131,16 +135,16 @@ def _agreed_transport(config: Config, rendezvous: Rendezvous) -> TransportSettin
 
 
 @contextmanager
-def _open_lines(
+def _open_failover(
     config: Config, rendezvous: Rendezvous, settings: StageSettings, host: str
-) -> Iterator[LinkLines | None]:
-    """By which the ends of links that fail over agree; None where none do."""
+) -> Iterator[FailoverConnections | None]:
+    """The connections of links that fail over; None where none do."""
     if not settings.failing_over:
         yield None
         return
     links, timeout_s = settings.failing_over, config.timeouts.start_s
-    with open_link_lines(rendezvous, links, host, timeout_s) as lines:
-        yield lines
+    with open_failover_connections(rendezvous, links, host, timeout_s) as failover:
+        yield failover
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jaxmorph.runtime.executor import StepInputs
 from jaxmorph.runtime.join import (
     have_spare_device,
     have_threads,
-    join_as_told,
+    join_run,
     limit_collectives,
     rendezvous_of_joined,
 )
@@ -92,7 +92,7 @@ def _join(start_s: float, step_s: float, least_threads: int, fails_over: bool) -
     try:
         if told is not None:
             have_threads(told, least_threads)
-            return join_as_told(
+            return join_run(
                 told, start_timeout_s=start_s, step_timeout_s=step_s, fails_over=fails_over
             )
         if jax.distributed.is_initialized():

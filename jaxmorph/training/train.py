@@ -15,7 +15,7 @@ from jaxmorph.errors import RunFailedError
 from jaxmorph.messages import PhaseEnded, RunMessage
 from jaxmorph.plain_json import tagged
 from jaxmorph.records import COMPILE, PLAN, RESTORE, START
-from jaxmorph.runtime.join import join_as_told
+from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.kept_programs import CompilationCounter, keep_compiled
 from jaxmorph.runtime.rank_process import LauncherLink, RankArguments, run_rank
 from jaxmorph.runtime.rendezvous import Rendezvous
@@ -101,7 +101,7 @@ def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
     config_path, first_step, restarts = rest
     config, directory = load_config(Path(config_path)), Path(config_path).parent
     keep_compiled(config, directory, arguments.rank)
-    rendezvous = join_as_told(
+    rendezvous = join_run(
         arguments,
         start_timeout_s=config.timeouts.start_s,
         step_timeout_s=config.direct_timeout_s,

@@ -32,7 +32,7 @@ class Ends:
         failures, self.failures = self.failures, []
         return failures
 
-    def take_for_failed(self, link):
+    def begin_delegated(self, link):
         self.failed_before.append(link)
 
     def path_is_up(self, link):

@@ -11,7 +11,7 @@ from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.records import Link
 from jaxmorph.runtime.direct import DirectRoute, KeptOutputs, LinkCommunicators, LinkExhaustedError
-from jaxmorph.runtime.join import join_as_told
+from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.runtime.routes import AbandonedEpochError, TransferIdentity
 from jaxmorph.stage.mesh import make_mesh
@@ -84,7 +84,7 @@ class End:
 
 def main(arguments, link, rest):
     timeouts_s = {"start_timeout_s": 60, "step_timeout_s": TIMEOUT_S}
-    rendezvous = join_as_told(arguments, **timeouts_s, fails_over=True)
+    rendezvous = join_run(arguments, **timeouts_s, fails_over=True)
     end = End(rendezvous)
     told: dict[str, Any] = {"first": [end.move(transfer, 0) for transfer in UP[:2]]}
     if end.rank == 0:  # its peer doesn't come to this one

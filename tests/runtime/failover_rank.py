@@ -18,8 +18,8 @@ from jaxmorph.program.lowering import lower
 from jaxmorph.records import Link
 from jaxmorph.runtime.emulated_links import EmulatedLinks, never
 from jaxmorph.runtime.executor import StepInputs
-from jaxmorph.runtime.join import join_as_told
-from jaxmorph.runtime.link_connections import open_data_plane, open_link_lines
+from jaxmorph.runtime.join import join_run
+from jaxmorph.runtime.link_connections import open_data_plane, open_failover_connections
 from jaxmorph.runtime.optimizer import OptimizerSettings
 from jaxmorph.runtime.payloads import channel_specs
 from jaxmorph.runtime.queue import Pace
@@ -104,7 +104,7 @@ class Rank:
         """As a run does that has found the path dead before it was started again."""
         if self.rank in LINK:
             assert self.trainer.path_is_up(LINK) is None
-            self.trainer.take_for_failed(LINK)
+            self.trainer.begin_delegated(LINK)
             assert self.trainer.path_is_up(LINK) is not None
         self.restore()
 
@@ -152,7 +152,7 @@ def opened(rendezvous, link, queue):
     own, troubled = programs[rendezvous.rank], TroubledLinks()
     with (
         open_data_plane(rendezvous, *ends) as plane,
-        open_link_lines(rendezvous, links, "127.0.0.1", LIMIT_S) as lines,
+        open_failover_connections(rendezvous, links, "127.0.0.1", LIMIT_S) as lines,
         closing(StageTrainer(model, settings, rendezvous.rank, troubled, plane, lines)) as trainer,
     ):
         yield Rank(rendezvous, link, trainer, troubled, own, queue)
@@ -187,7 +187,7 @@ def cut_while_one_end_waits(rank, name):
 
 def main(arguments, link, rest):
     timeouts_s = {"start_timeout_s": 60, "step_timeout_s": COLLECTIVE_S}
-    rendezvous = join_as_told(arguments, **timeouts_s, fails_over=True)
+    rendezvous = join_run(arguments, **timeouts_s, fails_over=True)
     compile_alike_once()
     with opened(rendezvous, link, "unpaced") as rank:
         cut_in_mid_step(rank)

@@ -5,7 +5,7 @@ from functools import partial
 from compiled_once import compile_alike_once
 from parity_rank import CLIP_NORM, OPTIMIZER, TRAINED_ON, Parity, batch, check_parameters
 
-from jaxmorph.runtime.join import join_as_told
+from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.rank_process import run_rank
 from models.llama import build
 
@@ -14,7 +14,7 @@ GROUPED = {"num_key_value_heads": 1, "hidden_width": 24}  # two query heads on o
 
 
 def main(arguments, link, rest):
-    rendezvous = join_as_told(arguments, start_timeout_s=60, step_timeout_s=60)
+    rendezvous = join_run(arguments, start_timeout_s=60, step_timeout_s=60)
     compile_alike_once()  # the tied and the untied model's stages compute the same
     for tied in (False, True):
         build_model = partial(build, **GROUPED)

@@ -18,7 +18,7 @@ from jaxmorph.program.lowering import forward_only, lower
 from jaxmorph.program.slots_needed import slots_needed
 from jaxmorph.records import Link
 from jaxmorph.runtime.executor import StepInputs
-from jaxmorph.runtime.join import join_as_told
+from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.kept_programs import CompilationCounter
 from jaxmorph.runtime.link_connections import Start, open_data_plane
 from jaxmorph.runtime.optimizer import OptimizerSettings, clip_scale
@@ -430,7 +430,7 @@ def check_chunks(parity, expected):
 
 
 def main(arguments, link, rest):
-    rendezvous = join_as_told(arguments, start_timeout_s=60, step_timeout_s=60)
+    rendezvous = join_run(arguments, start_timeout_s=60, step_timeout_s=60)
     compilations = CompilationCounter()
     compile_alike_once()  # the tied and the untied model's stages compute the same
     references = {

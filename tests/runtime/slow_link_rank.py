@@ -12,7 +12,7 @@ from jaxmorph.emulation.link_conditions import LinkCondition
 from jaxmorph.program.instructions import Payload, Transfer, channel_of
 from jaxmorph.runtime.direct import DirectRoute, LinkCommunicators
 from jaxmorph.runtime.emulated_links import EmulatedLinks
-from jaxmorph.runtime.join import join_as_told
+from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.queue import AsynchronousQueue, PacedQueue
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.runtime.routes import TransferIdentity
@@ -91,7 +91,7 @@ class Bench:
 
 
 def main(arguments, link, rest):
-    rendezvous = join_as_told(arguments, start_timeout_s=60, step_timeout_s=60)
+    rendezvous = join_run(arguments, start_timeout_s=60, step_timeout_s=60)
     with closing(PacedQueue()) as queue:
         paced = Bench(rendezvous, link, queue, answered=True)
         paced.run("healthy", [])

@@ -1,4 +1,4 @@
-"""Which message a direct transfer is, and what its sender keeps until it is known to have come."""
+"""The identity of direct transfers, and the outputs that a sender keeps until they are received."""
 
 from itertools import product
 
@@ -58,39 +58,37 @@ def microbatches(rest):
 def test_what_the_receiver_lacks_is_sent_again():
     outputs = kept(5)
     assert kept_bytes(outputs) == 5 * 16
-    outputs.cover(CHANNEL, 2)
-    assert kept_bytes(outputs) == 3 * 16
     assert microbatches(outputs.take_uncovered(CHANNEL, 3)) == [(3, 3), (4, 4)]
     assert kept_bytes(outputs) == 0
 
 
-def test_counts_go_on_through_epochs():
+def test_counts_continue_through_epochs():
     outputs = kept(3)
     for identity, value in outputs.take_uncovered(CHANNEL, 1):
         outputs.keep(identity._replace(epoch=1), value)
     outputs.keep(activation(3, epoch=1), jnp.full(4, 3, jnp.float32))
-    outputs.cover(CHANNEL, 2)
     assert microbatches(outputs.take_uncovered(CHANNEL, 3)) == [(3, 3)]
 
 
 @pytest.mark.parametrize("count", [0, 4])
-def test_a_count_that_can_not_be_is_an_error(count):
+def test_an_impossible_count_is_an_error(count):
     outputs = kept(3)
-    outputs.cover(CHANNEL, 1)
+    for sent in outputs.take_uncovered(CHANNEL, 1):
+        outputs.keep(*sent)
     with pytest.raises(ValueError, match=f"got a count of {count}, expected 1 up to 3"):
-        outputs.cover(CHANNEL, count)
+        outputs.take_uncovered(CHANNEL, count)
 
 
 def test_channels_are_counted_apart():
     down = TransferIdentity(0, 0, Transfer(Payload.GRADIENT, 0, 1, 0))
     outputs = kept(2, down)
-    outputs.cover(CHANNEL, 2)
+    assert outputs.take_uncovered(CHANNEL, 2) == []
     assert outputs.take_uncovered(channel_of(down.transfer), 0)[0][0] == down
 
 
-def test_all_of_a_link_is_let_go_and_counts_as_taken():
+def test_released_outputs_count_as_received():
     outputs = kept(2, OTHER)
-    outputs.let_go(CHANNEL.link)
+    outputs.release(CHANNEL.link)
     assert kept_bytes(outputs) == 16  # the other link's
     outputs.keep(activation(2), jnp.full(4, 2, jnp.float32))
     assert microbatches(outputs.take_uncovered(CHANNEL, 2)) == [(2, 2)]

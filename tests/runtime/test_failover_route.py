@@ -193,7 +193,7 @@ def test_a_peer_that_does_not_come_is_no_failure_of_the_path(make_ends):
 def test_a_peer_that_is_gone_ends_the_run(make_ends):
     ends = make_ends()
     alone = RankThread(ends, 0, [up(0)])
-    ends.wires[1].close()
+    ends.connections[1].close()
     with pytest.raises(PeerGoneError, match="rank 1 is gone"):
         alone.finish()
 
@@ -285,7 +285,7 @@ def test_nothing_is_kept_of_what_the_peer_is_known_to_have(make_ends):
     kept = ends.routes[0].kept
     move(ends, [up(0), up(1), up(2)])
     assert kept_bytes(kept) == payload_of(up(2)).nbytes  # the last one may be lost
-    ends.routes[0].let_go()
+    ends.routes[0].end_step()
     assert kept_bytes(kept) == 0
 
 
@@ -317,7 +317,7 @@ def test_a_path_that_is_found_dead_is_given_up_without_a_transfer(make_ends, fin
     assert any("found dead while a transfer of another link" in each.detail for each in told)
     assert [each.restores_left for each in told] == [LIVES - 1, LIVES - 1]  # who knows what is open
     for rank in finds:
-        ends.routes[rank].let_go()
+        ends.routes[rank].end_step()
         assert ends.routes[rank]._watch.failed == [[LINK]]
         assert ends.routes[rank]._watch.entered == []
 
@@ -325,7 +325,7 @@ def test_a_path_that_is_found_dead_is_given_up_without_a_transfer(make_ends, fin
 OTHER, THIRD = Link(1, 2), Link(1, 3)
 
 
-class FakeEchoes:
+class FakePings:
     """Other ends that answer unless they are down."""
 
     def __init__(self, down=()):
@@ -365,8 +365,8 @@ def look(monkeypatch):
     monkeypatch.setattr("jaxmorph.runtime.failover_route._BETWEEN_S", 0.001)
     made = []
 
-    def look(echoes: Any, after_s=0.05, cut=()):
-        made.append(PathWatch([LINK, OTHER, THIRD], echoes, after_s, cut.__contains__))
+    def look(pings: Any, after_s=0.05, cut=()):
+        made.append(PathWatch([LINK, OTHER, THIRD], pings, after_s, cut.__contains__))
         return made[-1]
 
     yield look
@@ -375,60 +375,60 @@ def look(monkeypatch):
 
 
 def test_paths_that_are_dead_are_found_while_a_transfer_hangs(look):
-    watch = look(echoes := FakeEchoes())
+    watch = look(pings := FakePings())
     with watch.transfer(LINK):
-        echoes.wait_until_watched(OTHER, THIRD)
+        pings.wait_until_watched(OTHER, THIRD)
         assert not watch.is_dead(OTHER)
-        echoes.down.add(OTHER)
+        pings.down.add(OTHER)
     assert [watch.is_dead(link) for link in (LINK, OTHER, THIRD)] == [False, True, False]
 
 
 def test_an_emulated_cut_counts_once_a_transfer_of_another_link_hangs(look):
-    watch = look(echoes := FakeEchoes(), cut=[OTHER])
+    watch = look(pings := FakePings(), cut=[OTHER])
     assert not watch.is_dead(OTHER)
     with watch.transfer(LINK):
-        echoes.wait_until_watched(OTHER, THIRD)
+        pings.wait_until_watched(OTHER, THIRD)
         assert watch.is_dead(OTHER)
 
 
 def test_what_never_answered_is_not_taken_for_dead(look):
-    watch = look(echoes := FakeEchoes(down=[OTHER]))
+    watch = look(pings := FakePings(down=[OTHER]))
     with watch.transfer(LINK):
-        echoes.wait_until_watched(OTHER, THIRD)
-        assert echoes.is_down(OTHER)
+        pings.wait_until_watched(OTHER, THIRD)
+        assert pings.is_down(OTHER)
         assert not watch.is_dead(OTHER)
 
 
 def test_transfers_in_time_have_nobody_asked(look):
-    watch = look(echoes := FakeEchoes(), after_s=3600.0)
+    watch = look(pings := FakePings(), after_s=3600.0)
     for _ in range(3):
         with watch.transfer(LINK):
             pass
-    assert echoes.watched == []
+    assert pings.watched == []
 
 
 def test_after_the_step_only_links_that_failed_are_watched(look):
-    watch = look(echoes := FakeEchoes())
+    watch = look(pings := FakePings())
     with watch.transfer(LINK):
-        echoes.wait_until_watched(OTHER, THIRD)
-        echoes.down.add(OTHER)
+        pings.wait_until_watched(OTHER, THIRD)
+        pings.down.add(OTHER)
     watch.end_step([OTHER])
-    assert echoes.watched == [OTHER]
+    assert pings.watched == [OTHER]
 
 
 def test_a_path_that_failed_is_watched_until_its_restore(look):
-    watch = look(echoes := FakeEchoes())
+    watch = look(pings := FakePings())
     assert watch.is_up(OTHER)
     with watch.transfer(LINK):
-        echoes.wait_until_watched(OTHER, THIRD)
+        pings.wait_until_watched(OTHER, THIRD)
     watch.end_step([OTHER])
     assert watch.is_up(OTHER)
-    echoes.down.add(OTHER)
+    pings.down.add(OTHER)
     assert not watch.is_up(OTHER)
     watch.forget(OTHER)
-    assert echoes.watched == []
+    assert pings.watched == []
 
 
 def test_a_path_whose_host_answers_is_not_up_while_it_is_cut(look):
-    watch = look(FakeEchoes(), cut=[OTHER])
+    watch = look(FakePings(), cut=[OTHER])
     assert not watch.is_up(OTHER)

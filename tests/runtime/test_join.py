@@ -1,4 +1,4 @@
-"""What a rank tells XLA before JAX begins, and what it says where JAX has no device."""
+"""What a rank sets before JAX starts, and its error where JAX has no device."""
 
 import os
 
@@ -8,12 +8,13 @@ import pytest
 from jaxmorph.errors import UserError
 from jaxmorph.runtime import join
 from jaxmorph.runtime.join import device_kind, have_spare_device, join_run, own_devices
+from jaxmorph.runtime.rank_process import RankArguments
 from jaxmorph.runtime.rendezvous import SoleRank
 
 
 @pytest.fixture
 def flags_of(monkeypatch):
-    """Joins a run of two with a user's flags; gives the flags that JAX begins with."""
+    """Joins a run of two ranks with a user's flags; returns the flags that JAX starts with."""
     before = jax.config.values["jax_cpu_collectives_implementation"]
 
     def joined(of_user):
@@ -22,7 +23,8 @@ def flags_of(monkeypatch):
         initialize = lambda *_, **__: begun.append(os.environ["XLA_FLAGS"])  # noqa: E731
         monkeypatch.setattr(jax.distributed, "initialize", initialize)
         monkeypatch.setattr(join, "rendezvous_of_joined", lambda timeout_s: SoleRank())
-        join_run(start_timeout_s=1, step_timeout_s=7, coordinator="host:1", num_ranks=2, rank=0)
+        launched = RankArguments(0, 2, "host:1", messages_fd=-1, lifeline_fd=-1)
+        join_run(launched, start_timeout_s=1, step_timeout_s=7)
         (found,) = begun
         return found.split()
 
@@ -37,15 +39,15 @@ def test_transfers_have_a_deadline_and_ranks_compile_alone(flags_of):
     }
 
 
-def test_what_the_user_says_of_compiling_stands(flags_of):
+def test_the_users_flag_for_autotuning_wins(flags_of):
     of_user = "--xla_gpu_shard_autotuning=true"
-    told = [flag for flag in flags_of(of_user) if flag.startswith("--xla_gpu_shard_autotuning")]
-    assert told[-1] == of_user  # of two the last counts
+    flags = [flag for flag in flags_of(of_user) if flag.startswith("--xla_gpu_shard_autotuning")]
+    assert flags[-1] == of_user  # the last of two flags counts
 
 
 @pytest.fixture
 def fails(monkeypatch):
-    """Has JAX fail to find devices."""
+    """Makes JAX fail to find devices."""
 
     def fails(error):
         def local_devices():
@@ -72,13 +74,13 @@ def test_a_platform_that_is_missing_is_named(fails, error, reason):
     fails(error)
     with pytest.raises(UserError) as raised:
         own_devices()
-    said = str(raised.value)
-    assert said.startswith(f"JAX_PLATFORMS: got {jax.config.values['jax_platforms']!r}, of which")
-    assert reason in said
-    assert "\n" not in said
+    message = str(raised.value)
+    assert message.startswith(f"JAX_PLATFORMS: got {jax.config.values['jax_platforms']!r}, for which")
+    assert reason in message
+    assert "\n" not in message
 
 
-def test_other_failures_stay_what_they_are(fails):
+def test_other_errors_are_raised_unchanged(fails):
     fails(RuntimeError("DEADLINE_EXCEEDED: rank 1 did not come"))
     with pytest.raises(RuntimeError, match="rank 1 did not come"):
         own_devices()

@@ -11,8 +11,8 @@ from test_rendezvous import in_threads
 from jaxmorph.records import Link
 from jaxmorph.runtime.link_connections import (
     open_data_plane,
-    open_link_connections,
-    open_path_echoes,
+    open_peer_connections,
+    open_path_pings,
 )
 from jaxmorph.runtime.rendezvous import RendezvousError
 from jaxmorph.transport.names import ChannelName
@@ -25,12 +25,12 @@ LINKS = [Link(0, 1), Link(1, 2), Link(0, 2)]
 
 def test_each_end_of_a_link_hears_what_the_other_one_says():
     def talk(rendezvous):
-        with open_link_connections(rendezvous, LINKS, HOST, LIMIT_S) as wires:
-            for link, wire in wires.items():
-                wire.words.send(f"{link} from {rendezvous.rank}".encode())
-                wire.states.send(b"a state")
-            heard = {str(link): wire.words.receive().decode() for link, wire in wires.items()}
-            assert {wire.states.receive() for wire in wires.values()} == {b"a state"}
+        with open_peer_connections(rendezvous, LINKS, HOST, LIMIT_S) as connections:
+            for link, peer in connections.items():
+                peer.ready.send(f"{link} from {rendezvous.rank}".encode())
+                peer.states.send(b"a state")
+            heard = {str(link): peer.ready.receive().decode() for link, peer in connections.items()}
+            assert {peer.states.receive() for peer in connections.values()} == {b"a state"}
             rendezvous.exchange({})
             return heard
 
@@ -43,8 +43,8 @@ def test_each_end_of_a_link_hears_what_the_other_one_says():
 
 def test_a_rank_without_such_links_has_no_connections():
     def count(rendezvous):
-        with open_link_connections(rendezvous, LINKS[:1], HOST, LIMIT_S) as wires:
-            return len(wires)
+        with open_peer_connections(rendezvous, LINKS[:1], HOST, LIMIT_S) as connections:
+            return len(connections)
 
     assert in_threads(3, count) == [1, 1, 0]
 
@@ -52,8 +52,8 @@ def test_a_rank_without_such_links_has_no_connections():
 def test_a_stranger_is_turned_away():
     def talk(rendezvous):
         if rendezvous.rank == 0:
-            with open_link_connections(rendezvous, LINKS[:1], HOST, LIMIT_S) as wires:
-                return wires[LINKS[0]].words.receive()
+            with open_peer_connections(rendezvous, LINKS[:1], HOST, LIMIT_S) as connections:
+                return connections[LINKS[0]].ready.receive()
         # Rank 1 knows the secret; before it calls, somebody does who doesn't.
         exchange = rendezvous.exchange
 
@@ -64,8 +64,8 @@ def test_a_stranger_is_turned_away():
             return told
 
         rendezvous.exchange = exchange_and_let_in
-        with open_link_connections(rendezvous, LINKS[:1], HOST, LIMIT_S) as wires:
-            wires[LINKS[0]].words.send(b"hello")
+        with open_peer_connections(rendezvous, LINKS[:1], HOST, LIMIT_S) as connections:
+            connections[LINKS[0]].ready.send(b"hello")
         return None
 
     assert in_threads(2, talk)[0] == b"hello"
@@ -76,7 +76,7 @@ def test_an_end_that_does_not_come_is_named():
         if rendezvous.rank == 1:
             rendezvous.exchange({"value": {"at": [(HOST, 1)], "secret": ""}})
             return
-        with open_link_connections(rendezvous, LINKS[:1], HOST, 0.05):
+        with open_peer_connections(rendezvous, LINKS[:1], HOST, 0.05):
             return
 
     error, _ = in_threads(2, wait)
@@ -95,17 +95,17 @@ def test_a_path_is_up_while_the_other_end_answers():
     has_closed = threading.Event()
 
     def watch(rendezvous):
-        with open_path_echoes(rendezvous, HOST) as echoes:
+        with open_path_pings(rendezvous, HOST) as pings:
             if rendezvous.rank == 1:
                 rendezvous.exchange({})
                 return
-            assert not echoes.is_up(LINKS[0])  # nobody has asked
-            echoes.watch(LINKS[0])
-            until(lambda: echoes.is_up(LINKS[0]))
+            assert not pings.is_up(LINKS[0])  # nobody has asked
+            pings.watch(LINKS[0])
+            until(lambda: pings.is_up(LINKS[0]))
             rendezvous.exchange({})  # the other end leaves
-            until(lambda: not echoes.is_up(LINKS[0]))
-            echoes.forget(LINKS[0])
-            assert not echoes.is_up(LINKS[0])
+            until(lambda: not pings.is_up(LINKS[0]))
+            pings.forget(LINKS[0])
+            assert not pings.is_up(LINKS[0])
             has_closed.set()
             return
 

@@ -4,9 +4,9 @@ import threading
 import time
 
 import pytest
-from two_ends import CHANNELS, LIMIT_S, LINK, wires
+from two_ends import CHANNELS, LIMIT_S, LINK, connections
 
-from jaxmorph.runtime.link_switch import EndState, LinkEnd, LinkSwitchError, Word
+from jaxmorph.runtime.link_switch import EndState, LinkEnd, LinkSwitchError, Ready
 from jaxmorph.transport.names import PeerGoneError
 
 ACTIVATIONS, GRADIENTS, _ = CHANNELS
@@ -16,7 +16,7 @@ class OneEnd:
     """Rank 0's end, whose peer is the test."""
 
     def __init__(self, resend=lambda counts: 0, timeout_s=LIMIT_S):
-        own, self.peer = wires()
+        own, self.peer = connections()
         self.asked, self.has_state = [], threading.Event()
         self.end = LinkEnd(
             LINK,
@@ -29,21 +29,21 @@ class OneEnd:
         )
 
     def meet(self, number=1):
-        self.peer.words.send(Word(0, number).to_bytes())
+        self.peer.ready.send(Ready(0, number).to_bytes())
         assert self.end.meet("a transfer")
-        assert self.heard_word() == Word(0, number)
+        assert self.heard_ready() == Ready(0, number)
 
     def give_up(self, counts=None, *, is_closed=False, epoch=1):
         state = EndState(epoch, counts or {ACTIVATIONS: 7}, is_closed, "its cable")
         self.peer.states.send(state.to_bytes())
-        self.peer.words.send(Word.given_up(epoch - 1).to_bytes())
+        self.peer.ready.send(Ready.given_up(epoch - 1).to_bytes())
         assert self.has_state.wait(LIMIT_S)
 
     def heard(self):
         return EndState.from_bytes(self.peer.states.receive())
 
-    def heard_word(self):
-        return Word.from_bytes(self.peer.words.receive())
+    def heard_ready(self):
+        return Ready.from_bytes(self.peer.ready.receive())
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def make_end():
 
 @pytest.mark.parametrize(
     "message",
-    [Word(4, 12345678901), EndState(3, {ACTIVATIONS: 2, GRADIENTS: 0}, True, 'a "cable"')],
+    [Ready(4, 12345678901), EndState(3, {ACTIVATIONS: 2, GRADIENTS: 0}, True, 'a "cable"')],
 )
 def test_a_message_is_read_as_it_was_written(message):
     assert type(message).from_bytes(message.to_bytes()) == message
@@ -102,11 +102,11 @@ def test_ends_that_give_up_together_send_one_message_each(make_end):
     assert not one.end.is_delegated
     one.give_up(is_closed=True)
     assert one.end.await_switch("a transfer") == 1
-    assert one.end.times_closed == 1
+    assert one.end.closed_communicators == 1
     assert len(one.asked) == 1
-    assert one.heard_word().is_last
+    assert one.heard_ready().is_last
     assert one.peer.states.incoming.empty()  # there is no third message
-    assert one.peer.words.incoming.empty()
+    assert one.peer.ready.incoming.empty()
 
 
 def test_a_path_may_be_given_up_between_two_transfers(make_end):
@@ -117,7 +117,7 @@ def test_a_path_may_be_given_up_between_two_transfers(make_end):
     one.end.give_up("once is enough", is_closed=True)
     assert one.heard().reason == "the host does not answer"
     assert not one.end.meet("the next one")
-    assert one.heard_word().is_last
+    assert one.heard_ready().is_last
     one.give_up()
     assert one.end.await_switch("the next one") == 1
     (failure,) = one.end.take_failures()
@@ -132,7 +132,7 @@ def test_a_link_may_begin_without_its_path(make_end):
     assert one.end.await_switch("a transfer") == 1
     assert one.end.take_failures() == []
     one.end.begin_direct()
-    one.peer.words.send(Word(2, 1).to_bytes())
+    one.peer.ready.send(Ready(2, 1).to_bytes())
     assert one.end.meet("a transfer")
 
 
@@ -154,7 +154,7 @@ def test_a_peers_state_is_awaited_until_the_deadline(make_end):
     one = make_end(timeout_s=0.05)
     one.meet()
     one.end.leave("no answer")
-    with pytest.raises(TimeoutError, match=r"a transfer: .* rank 1 did not say within 0.05 s"):
+    with pytest.raises(TimeoutError, match=r"a transfer: .* rank 1 did not report within 0.05 s"):
         one.end.await_switch("a transfer")
 
 
@@ -167,7 +167,7 @@ def test_a_peer_that_dies_before_it_sends_its_state_is_gone(make_end):
         one.end.await_switch("a transfer")
 
 
-@pytest.mark.parametrize("wire", ["words", "states"])
+@pytest.mark.parametrize("wire", ["ready", "states"])
 def test_what_makes_no_sense_is_an_error(make_end, wire):
     one = make_end()
     getattr(one.peer, wire).send(b"?")
@@ -181,7 +181,7 @@ def test_a_word_is_awaited_until_the_deadline(make_end):
         one.end.meet("a transfer")
 
 
-@pytest.mark.parametrize("wire", ["words", "states"])
+@pytest.mark.parametrize("wire", ["ready", "states"])
 def test_a_wait_for_a_word_ends_with_the_connection(make_end, wire):
     one = make_end()
     began_s = time.monotonic()
@@ -195,8 +195,8 @@ def test_a_wait_for_a_word_ends_with_the_path(make_end):
     one = make_end()
     threading.Timer(0.02, one.give_up).start()
     assert not one.end.meet("a transfer")
-    assert one.heard_word() == Word(0, 1)
-    assert one.heard_word().is_last
+    assert one.heard_ready() == Ready(0, 1)
+    assert one.heard_ready().is_last
 
 
 def test_words_of_an_earlier_epoch_are_passed_over(make_end):
@@ -206,7 +206,7 @@ def test_words_of_an_earlier_epoch_are_passed_over(make_end):
     one.give_up()
     one.end.await_switch("a transfer")
     one.end.begin_direct()
-    one.peer.words.send(Word(2, 1).to_bytes())
+    one.peer.ready.send(Ready(2, 1).to_bytes())
     assert one.end.meet("a transfer")
 
 
@@ -227,7 +227,7 @@ def test_a_wait_for_a_word_outlasts_no_switch(make_end):
     def give_up_before_the_word():
         one.peer.states.send(EndState(1, {ACTIVATIONS: 7}, False, "its cable").to_bytes())
         one.end.await_switch("the word")
-        one.peer.words.send(Word.given_up(0).to_bytes())
+        one.peer.ready.send(Ready.given_up(0).to_bytes())
 
     threading.Timer(0.02, give_up_before_the_word).start()
     assert not one.end.meet("a transfer")

@@ -21,7 +21,7 @@ from jaxmorph.runtime.delegated import DelegatedRoute
 from jaxmorph.runtime.direct import DirectRoute
 from jaxmorph.runtime.emulated_links import EmulatedLinks
 from jaxmorph.runtime.failover_route import FailoverRoute
-from jaxmorph.runtime.link_switch import LinkWires
+from jaxmorph.runtime.link_switch import PeerConnections
 from jaxmorph.runtime.payloads import channel_name
 from jaxmorph.runtime.rendezvous import ConnectionLostError
 from jaxmorph.runtime.routes import TransferIdentity
@@ -89,10 +89,10 @@ class QueueWire:
         self.outgoing.put(None)
 
 
-def wires():
+def connections():
     """Both ends' connections to each other."""
-    words, states = _wire(), _wire()
-    return tuple(LinkWires(*each) for each in zip(words, states, strict=True))
+    ready, states = _wire(), _wire()
+    return tuple(PeerConnections(*each) for each in zip(ready, states, strict=True))
 
 
 def _wire() -> tuple[Any, Any]:
@@ -206,7 +206,7 @@ class TwoEnds:
         use = SlotUse(PayloadShape(SHAPE, jnp.dtype("float32")), 15)
         uses = dict.fromkeys(CHANNELS, use)
         uses[channel_of(TIED)] = SlotUse(use.payload, part_elements)
-        network, self.wires = LoopbackNetwork(), wires()
+        network, self.connections = LoopbackNetwork(), connections()
         self.planes, self.routes, self.links = [], [], []
         for rank in range(2):
             ends = [
@@ -229,7 +229,7 @@ class TwoEnds:
                 FailoverRoute(
                     direct,
                     delegated,
-                    {LINK: self.wires[rank]},
+                    {LINK: self.connections[rank]},
                     rank,
                     timeout_s,
                     communicators,

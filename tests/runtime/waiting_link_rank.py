@@ -14,7 +14,7 @@ from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.program.instructions import Buffer, BufferKind, Payload, Transfer, channel_of
 from jaxmorph.runtime.direct import DirectRoute, LinkCommunicators
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies
-from jaxmorph.runtime.join import join_as_told
+from jaxmorph.runtime.join import join_run
 from jaxmorph.runtime.rank_process import run_rank
 from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.stage.mesh import make_mesh
@@ -40,7 +40,7 @@ def there_and_back(stash):
 
 
 def main(arguments, link, rest):
-    rendezvous = join_as_told(arguments, start_timeout_s=60, step_timeout_s=30)
+    rendezvous = join_run(arguments, start_timeout_s=60, step_timeout_s=30)
     payloads = {channel_of(DOWN.transfer): SHAPE}
     communicators = LinkCommunicators(make_mesh(2), payloads, answered=False)
     route = DirectRoute(communicators.first_programs(), answered=False)

@@ -72,7 +72,7 @@ class Stage:
         self._rank, self._wires, self._stages = rank, wires, stages
         self.untold, self.failed_before = [], []
 
-    def take_for_failed(self, link):
+    def begin_delegated(self, link):
         self.failed_before.append(link)
 
     def link_failures(self):

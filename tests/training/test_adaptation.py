@@ -46,7 +46,7 @@ class Stage:
         failures, self.failures = self.failures, []
         return failures
 
-    def take_for_failed(self, link):
+    def begin_delegated(self, link):
         self.done.append(("failed before", str(link)))
 
     def path_is_up(self, link):

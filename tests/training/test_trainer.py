@@ -313,7 +313,7 @@ def test_stashes_that_move_have_threads_to_move_by_unless_the_user_has_said_how_
     told = RankArguments(0, 1, "127.0.0.1:1", 0, 0, num_threads=given)
     monkeypatch.setattr(script, "_met", [])
     monkeypatch.setattr(script, "launch_told", lambda: told)
-    monkeypatch.setattr(script, "join_as_told", lambda *_, **__: SoleRank())
+    monkeypatch.setattr(script, "join_run", lambda *_, **__: SoleRank())
     monkeypatch.setenv("NPROC", str(given or 1))
     configure({"offload": {"enabled": offloads}})
     assert os.environ["NPROC"] == has
