@@ -155,14 +155,14 @@ class DelegatedRoute:
         del arrived_s
         receiver = self._receivers[self._channel(identity)]
         arrival = receiver.receive()
-        posted_s, landed_s = np.inf, -np.inf
+        posted_s, received_s = np.inf, -np.inf
         for index, part in enumerate(receiver.use.parts):
             tag = _tag(identity, index, len(receiver.use.parts))
             slot = self._expected(identity, receiver, tag, deadline_s)
-            posted_s, landed_s = min(posted_s, slot.posted_s), max(landed_s, slot.received_s)
+            posted_s, received_s = min(posted_s, slot.posted_s), max(received_s, slot.received_s)
             _require_length(slot, len(part) * receiver.use.payload.dtype.itemsize, identity)
             arrival.add(part, slot)
-        return Moved(arrival.value(), posted_s, landed_s)
+        return Moved(arrival.value(), posted_s, received_s)
 
     def has_room(self, identity: TransferIdentity) -> bool:
         """Whether `reserve` would return at once; raises if the receiver is gone."""

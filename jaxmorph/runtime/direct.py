@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxmorph.copies.backends import PayloadShape
 from jaxmorph.program.instructions import Channel, channel_of
 from jaxmorph.records import Link
-from jaxmorph.runtime.emulated_links import EmulatedLinks
+from jaxmorph.runtime.emulated_links import EmulatedLinks, never
 from jaxmorph.runtime.routes import (
     Moved,
     Posting,
@@ -289,7 +289,7 @@ class DirectRoute:
     links: EmulatedLinks = field(default_factory=EmulatedLinks)
     timeout_s: float = 60.0
     kept: KeptOutputs | None = None
-    given_up: Callable[[Link], bool] = lambda link: False
+    given_up: Callable[[Link], bool] = never
     received: Counter[Channel] = field(default_factory=Counter, init=False)
     abandoned: int = field(default=-1, init=False)
 
@@ -309,7 +309,7 @@ class DirectRoute:
         if self.kept is not None:
             self.kept.keep(identity, value)
         deadline_s = time.monotonic() + self.timeout_s
-        begun_s = self._wait_until_whole(identity, arrived_s, deadline_s)
+        begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s, self.given_up)
         peer, _ = program.run((*identity.words(), *_time_words(begun_s)), value)
         moved = Moved(peer, _check(peer, identity) if self.answered else None)
         if begun_s == arrived_s and not self.links.concern(identity.transfer):
@@ -320,7 +320,7 @@ class DirectRoute:
         """Run the receiver's end and check which message came."""
         program = self._program(identity)
         deadline_s = min(deadline_s, time.monotonic() + self.timeout_s)
-        begun_s = self._wait_until_whole(identity, arrived_s, deadline_s)
+        begun_s = self.links.wait_until_whole(identity, arrived_s, deadline_s, self.given_up)
         peer, value = program.run((*identity.words(), *_time_words(begun_s)))
         moved = Moved(value, _check(peer, identity))
         if begun_s != arrived_s or self.links.concern(identity.transfer):
@@ -349,15 +349,8 @@ class DirectRoute:
     ) -> Moved:
         """The transfer with the time until which an emulated link holds both its ends."""
         met_s = self._met_s(moved, begun_s)
-        given_up = partial(self.given_up, identity.transfer.link)
-        over_s = self.links.over_s(identity, num_bytes, met_s, deadline_s, given_up)
+        over_s = self.links.over_s(identity, num_bytes, met_s, deadline_s, self.given_up)
         return replace(moved, over_s=over_s)
-
-    def _wait_until_whole(
-        self, identity: TransferIdentity, arrived_s: float, deadline_s: float
-    ) -> float:
-        given_up = partial(self.given_up, identity.transfer.link)
-        return self.links.wait_until_whole(identity, arrived_s, deadline_s, given_up)
 
     def _met_s(self, moved: Moved, begun_s: float) -> float:
         """When both ends were there; both compute the same number if each knows the other's."""

@@ -12,11 +12,13 @@ from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.transport.link_emulator import LinkEmulator
 from jaxmorph.transport.plane import DataPlane
 
-GivenUp = Callable[[], bool]
+GivenUp = Callable[[Link], bool]
+"""Whether to give up the transfers of a link before their deadline."""
 
 
-def never() -> bool:
-    """A `given_up` that never gives up a transfer before its deadline."""
+def never(link: Link) -> bool:
+    """A `GivenUp` that never does."""
+    del link
     return False
 
 
@@ -80,7 +82,7 @@ class EmulatedLinks:
 
         Args:
             arrived_s: When this end came to it, by the monotonic clock; returned if nothing is cut.
-            given_up: Whether to give up now; checked again after `look_again`.
+            given_up: Checked again after `look_again`.
 
         Raises:
             TimeoutError: If the link is still cut at the deadline, or when it is given up.
@@ -94,7 +96,8 @@ class EmulatedLinks:
             ):
                 emulator = self._emulator
                 remaining_s = min(healed_s, deadline_s) - time.monotonic()
-                if given_up() or (healed_s > deadline_s and remaining_s <= 0):
+                is_late = healed_s > deadline_s and remaining_s <= 0
+                if is_late or given_up(identity.transfer.link):
                     raise _cut_error(identity, time.monotonic() - began_s)
                 self._changed.wait(min(remaining_s, threading.TIMEOUT_MAX))
                 if emulator is not self._emulator:  # the new conditions hold from now on

@@ -138,7 +138,7 @@ class Executor:
         pace: How long ops last on a paced queue.
         transfer_timeout_s: How long to wait for a transfer.
         tied: Sums the gradients of tied parameters; None where the stage holds none.
-        copies: Moves stashes to host memory and back; None where no program does.
+        copies: Moves stashes to host memory and back.
     """
 
     chunks: Sequence[StagePrograms]
@@ -148,7 +148,7 @@ class Executor:
     pace: Pace
     transfer_timeout_s: float
     tied: TiedGradients | None = None
-    copies: HostCopies | None = None
+    copies: HostCopies = field(default_factory=HostCopies)
 
     def execute(
         self,
@@ -246,11 +246,11 @@ class Executor:
                 self.queue.enqueue_wait(partial(self._over_s, state.away[stash].gone))
 
     def _offload(self, stash: Buffer, state: _Step, made_s: float) -> None:
-        self._copies.offload(state.away[stash], state.buffers.pop(stash), made_s)
+        self.copies.offload(state.away[stash], state.buffers.pop(stash), made_s)
 
     def _fetch(self, stash: Buffer, after: Buffer | None, state: _Step, free_s: float) -> None:
         place = None if after is None else state.away[after]
-        self._copies.fetch(state.away[stash], place, free_s)
+        self.copies.fetch(state.away[stash], place, free_s)
 
     def _await_stash(self, op: Op, state: _Step) -> None:
         """Make an op wait for the stash that it reads, if that was offloaded."""
@@ -270,11 +270,6 @@ class Executor:
         deadline_s = time.monotonic() + self.transfer_timeout_s
         return wait_for(copied, deadline_s, self.queue.raise_error).end_s
 
-    @property
-    def _copies(self) -> HostCopies:
-        if self.copies is None:
-            raise ValueError("the program offloads stashes, but nothing here copies them")
-        return self.copies
 
     def _reduce(self, index: int, buffer: Buffer | None, state: _Step) -> None:
         peer = None if buffer is None else state.buffers[buffer]

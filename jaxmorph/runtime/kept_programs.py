@@ -75,9 +75,10 @@ class KeptPrograms:
             new = path.with_name(f"{path.name}.{os.getpid()}.new")
             new.write_bytes(written)
             new.replace(path)
-        except (OSError, ValueError, NotImplementedError, pickle.PicklingError) as error:
-            _log.warning("%s: cannot be kept: %s", path, error)
-        except jax.errors.JaxRuntimeError as error:  # a platform that can't write programs
+        except (
+            *(OSError, ValueError, NotImplementedError, pickle.PicklingError),
+            jax.errors.JaxRuntimeError,  # of a platform that can't write programs
+        ) as error:
             _log.warning("%s: cannot be kept: %s", path, error)
         return program
 

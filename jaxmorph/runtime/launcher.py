@@ -82,7 +82,7 @@ class _Watch:
     failures: list[RankFailed] = field(default_factory=list)
     stop_within_s: float | None = None
     overdue: threading.Timer | None = None
-    within_s: float | None = None
+    within_s: float = math.inf
     began_s: float = field(default_factory=time.monotonic)
     interrupted_s: float = -math.inf
     is_ending: bool = False
@@ -131,7 +131,8 @@ def run_ranks(
         KeyboardInterrupt: On Ctrl-C; on SIGTERM, unless the ranks were asked and ended in time.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    watch = _Watch([], on_message, stop_within_s=stop_within_s, within_s=within_s)
+    watch = _Watch([], on_message, stop_within_s=stop_within_s)
+    watch.within_s = math.inf if within_s is None else within_s
     with (
         _sigterm_stops(watch),
         _sigint_is_kept(watch),
@@ -215,13 +216,14 @@ def _watch(watch: _Watch) -> None:
         while selector.get_map():
             if watch.interrupted_s > -math.inf:
                 raise KeyboardInterrupt
-            next_s = min(deadline_s, _until_s(watch), time.monotonic() + _LOOK_S)
+            until_s = watch.began_s + watch.within_s
+            next_s = min(deadline_s, until_s, time.monotonic() + _LOOK_S)
             events = selector.select(max(0.0, next_s - time.monotonic()))
             for key, _ in events:
                 rank, handle = key.data
                 if not handle(rank, watch):
                     selector.unregister(key.fd)
-            if time.monotonic() >= _until_s(watch):
+            if time.monotonic() >= until_s:
                 _record_running(watch)
             if watch.failures and deadline_s == math.inf:
                 deadline_s = time.monotonic() + _EVIDENCE_S
@@ -231,13 +233,9 @@ def _watch(watch: _Watch) -> None:
         _raise_cause(watch)
 
 
-def _until_s(watch: _Watch) -> float:
-    return math.inf if watch.within_s is None else watch.began_s + watch.within_s
-
-
 def _record_running(watch: _Watch) -> None:
     """Record the ranks that still run after their time as failed, once."""
-    reason, watch.within_s = f"still running after {watch.within_s:g} s", None
+    reason, watch.within_s = f"still running after {watch.within_s:g} s", math.inf
     for rank in watch.ranks:
         if rank.process.poll() is None:
             watch.failures.append(RankFailed(False, time.monotonic(), rank.number, reason))

@@ -121,17 +121,14 @@ class PathPings:
     which alone changes its `_Watch`. Lock: which ends are watched.
     """
 
-    def __init__(self, rank: int, listener: socket.socket) -> None:
+    def __init__(
+        self, rank: int, listener: socket.socket, addresses: list[Address], secret: bytes
+    ) -> None:
         self._rank, self._listener = rank, listener
-        self._addresses: list[Address] = []
-        self._secret = b""
+        self._addresses, self._secret = addresses, secret
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._watches: dict[Link, _Watch] = {}
         self._threads: list[threading.Thread] = []
-
-    def begin(self, addresses: list[Address], secret: bytes) -> None:
-        """Answer from now on; a caller must prove by the secret that it is of the run."""
-        self._addresses, self._secret = addresses, secret
         self._start(self._answer_all)
 
     def watch(self, link: Link, answer_s: float = _ANSWER_S) -> None:
@@ -172,7 +169,6 @@ class PathPings:
         self._closed.set()
         for link in list(self._watches):
             self.forget(link)
-        self._listener.close()
         for thread in self._threads:
             thread.join(_CLOSING_S)
 
@@ -217,13 +213,10 @@ class _Watch:
 @contextmanager
 def open_path_pings(rendezvous: Rendezvous, otherwise: str) -> Iterator[PathPings]:
     """A rank's pings, at its own name's address or else at another; all ranks call it together."""
-    listener = _listen(otherwise)
-    pings = PathPings(rendezvous.rank, listener)
-    try:
-        pings.begin(*_agree_on_addresses(rendezvous, listener.getsockname()[:2]))
-        yield pings
-    finally:
-        pings.close()
+    with _listen(otherwise) as listener:
+        found, secret = _agree_on_addresses(rendezvous, listener.getsockname()[:2])
+        with contextlib.closing(PathPings(rendezvous.rank, listener, found, secret)) as pings:
+            yield pings
 
 
 def _listen(otherwise: str) -> socket.socket:

@@ -96,7 +96,6 @@ class StageTrainer:
             routes = self._open_routes(settings, mesh, placement, failover, opened)
             opened.pop_all()  # nothing after this can fail
         pace = settings.pace or Pace()
-        self._copies = HostCopies(pace.host_copy_bytes_per_s)
         self.executor = Executor(
             chunks=self.programs,
             placement=placement,
@@ -105,7 +104,7 @@ class StageTrainer:
             pace=pace,
             transfer_timeout_s=settings.transfer_timeout_s,
             tied=TiedGradients(model.tied, self._accumulators) if model.tied else None,
-            copies=self._copies,
+            copies=HostCopies(pace.host_copy_bytes_per_s),
         )
 
     def _open_routes(
@@ -296,7 +295,7 @@ class StageTrainer:
     def close(self) -> None:
         """Stop the threads of the queue, of copies and of links."""
         self._queue.close()  # first: what it still runs uses the others
-        self._copies.close()
+        self.executor.copies.close()
         for each in (self._failover, self._slot_copies):
             if each is not None:
                 each.close()

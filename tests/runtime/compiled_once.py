@@ -10,9 +10,9 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 def compile_alike_once():
     """From now on this process compiles a program ahead of time only where it has none like it.
 
-    Alike is what has the same text, arguments and results. Programs of several devices are left
-    out, for a link's text doesn't say which ranks it joins, and those that call Python back, for
-    it doesn't say whom; those of one device are all for the rank's first.
+    Programs are alike if their text, arguments and results are equal. Left out are programs of
+    several devices, whose text doesn't show which ranks they join, and programs with callbacks,
+    whose text doesn't show the function.
     """
     compile_anew, known = jax.stages.Lowered.compile, {}
 
@@ -22,7 +22,7 @@ def compile_alike_once():
             return compile_anew(self, **options)
         like = (text, repr(self.in_avals), self.in_tree, self.out_tree, repr(options))
         if like in known:
-            # Whoever counts compilations is to count it all the same.
+            # Counters of compilations must count it too.
             jax.monitoring.record_event_duration_secs(_COMPILED, 0.0)
         else:
             known[like] = compile_anew(self, **options)

@@ -16,7 +16,7 @@ if str(HERE) not in sys.path:  # `two_ends` lies beside these tests
 
 @pytest.fixture(scope="module")
 def ranks_find_modules():
-    """While this lasts, processes that are started can import the modules beside these tests."""
+    """Lets ranks import the modules beside these tests."""
     with pytest.MonkeyPatch.context() as patch:
         path = f"{HERE}:{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}"
         patch.setenv("PYTHONPATH", path)
@@ -24,14 +24,14 @@ def ranks_find_modules():
 
 
 @pytest.fixture(scope="module")
-def told_by_ranks(ranks_find_modules, tmp_path_factory):
-    """Runs a module as so many ranks and returns all that they told."""
+def run_as_ranks(ranks_find_modules, tmp_path_factory):
+    """Runs a module as so many ranks and returns all messages that they sent."""
 
-    def told_by_ranks(module, num_ranks, **options):
-        told = []
+    def run_as_ranks(module, num_ranks, **options):
+        messages = []
         logs = tmp_path_factory.mktemp("logs")
-        run_ranks(module, [], num_ranks, logs, told.append, **options)
-        assert {message["rank"] for message in told} == set(range(num_ranks))
-        return told
+        run_ranks(module, [], num_ranks, logs, messages.append, **options)
+        assert {message["rank"] for message in messages} == set(range(num_ranks))
+        return messages
 
-    return told_by_ranks
+    return run_as_ranks

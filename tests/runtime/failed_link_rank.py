@@ -38,10 +38,10 @@ class End:
         self.communicators = LinkCommunicators(make_mesh(2), payloads, answered=False)
         programs = self.communicators.first_programs()
         self.route = DirectRoute(programs, answered=False, kept=self.kept)
-        rendezvous.exchange({})  # nobody's deadline begins while the other compiles
+        rendezvous.exchange({})  # no deadline starts while the other rank compiles
 
     def move(self, transfer, epoch):
-        """Do this end's part, whichever it is; returns whether what came is what was sent."""
+        """Do this end's part of a transfer; returns whether the payload is intact."""
         identity, now_s = TransferIdentity(epoch, 0, transfer), time.monotonic()
         if transfer.source == self.rank:
             moved = self.route.post(identity, output(transfer), now_s)
@@ -58,7 +58,7 @@ class End:
         return None
 
     def begin_again(self):
-        """What the sender has to send again; the receiver's count says it."""
+        """Returns what the sender must resend, by the receiver's count."""
         counts = self.rendezvous.exchange({"has": self.route.received[channel_of(UP[0])]})
         rest = self.kept.take_uncovered(channel_of(UP[0]), counts[1]["has"] if not self.rank else 0)
         self.route.abandon(0)
@@ -67,7 +67,7 @@ class End:
         return rest
 
     def over_each(self):
-        """Whether a message each way comes over every communicator that is left."""
+        """Whether a message each way arrives over each remaining communicator."""
         came = []
         for number in range(2, self.communicators.count):
             self.route.replace_programs(self.communicators.programs(LINK, number))
@@ -86,27 +86,27 @@ def main(arguments, link, rest):
     timeouts_s = {"start_timeout_s": 60, "step_timeout_s": TIMEOUT_S}
     rendezvous = join_run(arguments, **timeouts_s, fails_over=True)
     end = End(rendezvous)
-    told: dict[str, Any] = {"first": [end.move(transfer, 0) for transfer in UP[:2]]}
+    result: dict[str, Any] = {"first": [end.move(transfer, 0) for transfer in UP[:2]]}
     if end.rank == 0:  # its peer doesn't come to this one
-        told["alone"] = end.failure_of(UP[2], 0)
-        told["kept_bytes"] = sum(
+        result["alone"] = end.failure_of(UP[2], 0)
+        result["kept_bytes"] = sum(
             value.nbytes for sent in end.kept._kept.values() for _, value in sent
         )
     rendezvous.exchange({})
-    told["closed"] = end.failure_of(DOWN, 0)  # neither direction works any more
+    result["closed"] = end.failure_of(DOWN, 0)  # neither direction works any more
     rest_of_outputs = end.begin_again()
-    told["refused"] = end.failure_of(UP[2], 0)
-    told["again"] = end.send_again(rest_of_outputs)
-    told["second"] = [end.move(UP[2], 1)] if end.rank else []
-    told["second"] += [end.move(transfer, 1) for transfer in (DOWN, UP[3])]
-    told["over_each"] = end.over_each()
-    told["devices"] = [moved.devices() == {jax.local_devices()[0]} for moved in end.taken]
+    result["refused"] = end.failure_of(UP[2], 0)
+    result["again"] = end.send_again(rest_of_outputs)
+    result["second"] = [end.move(UP[2], 1)] if end.rank else []
+    result["second"] += [end.move(transfer, 1) for transfer in (DOWN, UP[3])]
+    result["over_each"] = end.over_each()
+    result["devices"] = [moved.devices() == {jax.local_devices()[0]} for moved in end.taken]
     try:
         end.communicators.programs(LINK, end.communicators.count)
     except LinkExhaustedError as error:
-        told["exhausted"] = str(error)
-    told["expected_refusal"] = AbandonedEpochError.__name__
-    link.send({"kind": "told", "rank": end.rank, **told})
+        result["exhausted"] = str(error)
+    result["expected_refusal"] = AbandonedEpochError.__name__
+    link.send({"kind": "result", "rank": end.rank, **result})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One of three ranks whose link 0-1 fails in the middle of steps: reports what each step gave."""
+"""One of three ranks whose link 0-1 fails within steps: reports the results of each step."""
 
 import hashlib
 import os
@@ -41,11 +41,8 @@ LINK = Link(0, 1)
 CUT = LinkCondition((0, 1), cut=True, route="direct")
 
 
-class TroubledLinks(EmulatedLinks):
-    """Links with which something happens right before a transfer begins at this end.
-
-    Both ends have come to it by then.
-    """
+class LinksWithActions(EmulatedLinks):
+    """Runs an action right before a transfer begins at this end, when both ends have come to it."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +54,7 @@ class TroubledLinks(EmulatedLinks):
 
 
 class Rank:
-    """This rank's stage, and what becomes of it."""
+    """This rank's stage and the faults that hit it."""
 
     def __init__(self, rendezvous, link, trainer, links, program, queue):
         self.rendezvous, self.link, self.queue = rendezvous, link, queue
@@ -94,14 +91,14 @@ class Rank:
             self.links.before[self.step, transfer] = action
 
     def restore(self):
-        """As a run does: when both ends say that the path is whole, at a boundary."""
+        """Restore the link at a step boundary, once both ends report the path up, as a run does."""
         until_s = time.monotonic() + LIMIT_S
-        while False in [told["up"] for told in self.rendezvous.exchange(self.is_up())]:
+        while False in [end["up"] for end in self.rendezvous.exchange(self.is_up())]:
             assert time.monotonic() < until_s, "the path never came up again"
         self.trainer.restore_direct(LINK)
 
     def begin_without_path(self):
-        """As a run does that has found the path dead before it was started again."""
+        """Start with a dead path, as a run does after a restart."""
         if self.rank in LINK:
             assert self.trainer.path_is_up(LINK) is None
             self.trainer.begin_delegated(LINK)
@@ -113,7 +110,7 @@ class Rank:
 
 
 def stop_for_a_while():
-    """Be stopped, as by SIGSTOP from outside, until long after the collective's deadline."""
+    """Stop this process, as from outside, until long after the collective's deadline."""
     subprocess.Popen(["sh", "-c", f"sleep {STOPPED_S}; kill -CONT {os.getpid()}"])
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # here, before the next line
 
@@ -149,13 +146,13 @@ def opened(rendezvous, link, queue):
     programs = lower(schedule, simulate(schedule, costs, {}), num_tied=len(model.tied))
     check(programs)
     check_every_switch(programs)
-    own, troubled = programs[rendezvous.rank], TroubledLinks()
+    own, emulated = programs[rendezvous.rank], LinksWithActions()
     with (
         open_data_plane(rendezvous, *ends) as plane,
-        open_failover_connections(rendezvous, links, "127.0.0.1", LIMIT_S) as lines,
-        closing(StageTrainer(model, settings, rendezvous.rank, troubled, plane, lines)) as trainer,
+        open_failover_connections(rendezvous, links, "127.0.0.1", LIMIT_S) as failover,
+        closing(StageTrainer(model, settings, rendezvous.rank, emulated, plane, failover)) as trainer,
     ):
-        yield Rank(rendezvous, link, trainer, troubled, own, queue)
+        yield Rank(rendezvous, link, trainer, emulated, own, queue)
 
 
 def cut_in_mid_step(rank):
@@ -177,7 +174,7 @@ def stopped_in_mid_transfer(rank):
 
 
 def cut_while_one_end_waits(rank, name):
-    """The other end sees no cut, so that its collective fails."""
+    """Cut the link at one end only, so that the other end's collective fails."""
     rank.before("activation[2] 0>1", lambda: rank.links.emulate([CUT]), ranks=[1])
     rank.run(name)
     rank.links.emulate(())

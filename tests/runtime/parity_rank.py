@@ -1,4 +1,4 @@
-"""One rank of the parity test: runs every schedule in one process and tells how far off each is."""
+"""One rank of the parity test: runs every schedule and reports its errors."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from compiled_once import compile_alike_once
 from one_device import QUICKLY, untie
-from told_reference import ToldReference, norm
+from shared_reference import SharedReference, norm
 
 from jaxmorph.program.check import check
 from jaxmorph.program.lowering import forward_only, lower
@@ -69,7 +69,7 @@ class Parity:
         build_model: Callable[..., Any] = build,
         optimizer: OptimizerSettings = OPTIMIZER,
         kinds: Sequence[OpKind] = tuple(OpKind),
-        reference: ToldReference | None = None,
+        reference: SharedReference | None = None,
         delegated: bool = False,
         start: Start | None = None,
     ):
@@ -111,7 +111,7 @@ class Parity:
             opened = open_data_plane(rendezvous, *ends, start=start)
             plane = self._opened.enter_context(opened)
         self.trainer = StageTrainer(self.model, settings, self.rank, plane=plane)
-        self.reference = reference or ToldReference(self.model, SEED, rendezvous)
+        self.reference = reference or SharedReference(self.model, SEED, rendezvous)
 
     @property
     def links(self):
@@ -154,8 +154,8 @@ class Parity:
         squared_norm = self.trainer.squared_norm()
         not_finite = not_finite_in_words(self.trainer, outcome.loss, squared_norm)
         report = StepReport(outcome.loss, squared_norm, not_finite=not_finite)
-        told = self.rendezvous.exchange(report.to_json(), {})
-        return total([StepReport.from_json(each, rank) for rank, each in enumerate(told)])
+        reports = self.rendezvous.exchange(report.to_json(), {})
+        return total([StepReport.from_json(each, rank) for rank, each in enumerate(reports)])
 
     def own_part(self, tree):
         """This stage's part of a whole model's tree, chunk by chunk, tied copies filled in."""
@@ -174,13 +174,13 @@ class Parity:
             part["head"] = tree["head"]
         return part
 
-    def tell(self, test, **figures):
+    def report(self, test, **figures):
         self.link.send({"kind": "result", "test": test, "rank": self.rank, **self.case, **figures})
 
     def check_gradients(self, schedule_name, tokens, targets, test="gradients"):
         totals = self.run(schedule_name, tokens, targets)
         loss, gradients = self.reference.initial_loss_and_gradients(tokens, targets)
-        self.tell(
+        self.report(
             test,
             schedule=schedule_name,
             microbatches=len(tokens),
@@ -253,7 +253,7 @@ def check_all_schedules(parity, compilations):
     before = compilations.count
     for schedule_name, microbatches in itertools.product(SCHEDULES, MICROBATCHES):
         parity.check_gradients(schedule_name, *batch(microbatches, microbatches))
-    parity.tell("compilations", count=compilations.count - before, before=before)
+    parity.report("compilations", count=compilations.count - before, before=before)
 
 
 def check_ignored_microbatch(parity):
@@ -269,7 +269,7 @@ def check_ignored_microbatch(parity):
     parity.run("zb-h2", tokens[kept], targets[kept])
     same = jax.tree.map(np.array_equal, with_three, parity.trainer.gradients)
     parity.trainer.discard()
-    parity.tell("contribution vanishes", same=all(jax.tree.leaves(same)))
+    parity.report("contribution vanishes", same=all(jax.tree.leaves(same)))
 
 
 def check_bitwise_equal(parity):
@@ -282,7 +282,7 @@ def check_bitwise_equal(parity):
         parity.trainer.discard()
     first, *others = results
     same = [jax.tree.leaves(jax.tree.map(np.array_equal, first, other)) for other in others]
-    parity.tell("bitwise", same=all(map(all, same)))
+    parity.report("bitwise", same=all(map(all, same)))
 
 
 def check_routes(parity, schedules, compilations):
@@ -296,10 +296,10 @@ def check_routes(parity, schedules, compilations):
             delegated = gradients_of(parity, schedule_name, tokens, targets, routes)
             same = jax.tree.leaves(jax.tree.map(np.array_equal, direct, delegated))
             named = {str(link): route for link, route in routes.items()}
-            parity.tell("routes", schedule=schedule_name, routes=named, same=all(same))
+            parity.report("routes", schedule=schedule_name, routes=named, same=all(same))
         before = before or compilations.count  # the first schedule's small things
     counts = parity.trainer.delegated.statistics()
-    parity.tell("route changes", compiled=compilations.count - before, counts=counts)
+    parity.report("route changes", compiled=compilations.count - before, counts=counts)
 
 
 def check_corruption(rendezvous, link, reference):
@@ -326,12 +326,12 @@ def check_corruption(rendezvous, link, reference):
         )
         same = [jax.tree.leaves(jax.tree.map(np.array_equal, sound, other)) for other in others]
         ((plane, proxy),) = planes
-        told = [peer["receiving"] for peer in plane.statistics()["peers"].values()]
-        parity.tell(
+        receivers = [peer["receiving"] for peer in plane.statistics()["peers"].values()]
+        parity.report(
             "corruption",
             same=all(map(all, same)),
             spoilt=proxy.spoilt,
-            found=sum(each["wrong_checksums"] for each in told),
+            found=sum(each["wrong_checksums"] for each in receivers),
         )
         parity.close()
 
@@ -348,16 +348,16 @@ def check_forwards_alone(parity, schedules, compilations):
         program = parity.program(schedule_name, first, routes, narrowed_to=first)
         inputs = StepInputs(tokens, targets, weight, first_microbatch=first)
         runner = StepRunner(parity.trainer, parity.rendezvous)
-        told = runner.forwards(program, inputs, 0)
+        totals = runner.forwards(program, inputs, 0)
         compiled = compilations.count - before
         gradients = jax.tree.leaves(parity.trainer.gradients)
         loss, _ = parity.reference.initial_loss_and_gradients(tokens, targets)
-        parity.tell(
+        parity.report(
             "forwards alone",
             schedule=schedule_name,
             compiled=compiled,
-            same=told.loss == step.loss,
-            loss_error=abs(told.loss / loss - 1),
+            same=totals.loss == step.loss,
+            loss_error=abs(totals.loss / loss - 1),
             zero=not any(np.any(leaf) for leaf in gradients),
         )
 
@@ -393,7 +393,7 @@ def check_overflow(parity):
     updated = apply_gradients(parity.trainer, totals, CLIP_NORM)
     after = copied(parity.trainer.state)
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-    parity.tell(
+    parity.report(
         "overflow",
         updated=updated,
         loss=str(totals.loss),
@@ -419,7 +419,7 @@ def check_parameters(parity, schedule_name, expected):
         totals = parity.run(schedule_name, tokens, targets, step)
         parity.trainer.update(clip_scale(totals.grad_norm, CLIP_NORM))
     worst = worst_leaf(parity.trainer.params, parity.own_part(expected))
-    parity.tell("parameters", worst_leaf=worst)
+    parity.report("parameters", worst_leaf=worst)
 
 
 def check_chunks(parity, expected):

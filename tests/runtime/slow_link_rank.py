@@ -1,4 +1,4 @@
-"""One of two ranks whose link is emulated: runs transfers on the direct route, tells the stamps."""
+"""One of two ranks whose link is emulated: runs direct transfers, reports their stamps."""
 
 import time
 from contextlib import closing
@@ -46,7 +46,7 @@ class Bench:
         self.run("first", [])  # also connects the link
 
     def run(self, test, conditions, meanwhile=None, timeout_s=LONG_S):
-        """Transfers with an op behind each, on a link as it is from now on."""
+        """Run transfers with an op behind each, under new conditions."""
         origin_s = self.rendezvous.exchange({"now_s": time.monotonic()})[0]["now_s"]
         self.links.emulate(conditions, origin_s)
         self.rendezvous.exchange({})
@@ -54,11 +54,11 @@ class Bench:
         for transfer in UP:
             self.queue.enqueue_transfer(str(transfer), partial(self.move, transfer, timeout_s))
             self.queue.enqueue("op", self.value.block_until_ready, OP_S)
-        told_s = meanwhile() if meanwhile else None
+        healed_s = meanwhile() if meanwhile else None
         stamps = [(stamp.label, stamp.start_s, stamp.end_s) for stamp in self.queue.drain()]
         self.step += 1
         arrivals_s = list(self.arrivals_s)
-        self.tell(test, origin_s=origin_s, arrivals_s=arrivals_s, stamps=stamps, told_s=told_s)
+        self.report(test, origin_s=origin_s, arrivals_s=arrivals_s, stamps=stamps, healed_s=healed_s)
 
     def move(self, transfer, timeout_s, arrived_s):
         identity = TransferIdentity(0, self.step, transfer)
@@ -72,22 +72,22 @@ class Bench:
         try:
             self.run(test, conditions, timeout_s=SHORT_S)
         except TimeoutError as error:
-            self.tell(test, error=str(error))
+            self.report(test, error=str(error))
             self.queue.restart()
         self.step += 1
 
     def heal(self):
-        """Once both ranks wait on their cut link, both are told that it is whole."""
+        """Heal the cut link once both ranks wait for it; returns when."""
         deadline_s = time.monotonic() + LONG_S
         while not self.arrivals_s and time.monotonic() < deadline_s:
             time.sleep(0.001)  # the queue's thread goes on from there until the link makes it wait
         self.rendezvous.exchange({})
-        told_s = time.monotonic()
+        healed_s = time.monotonic()
         self.links.emulate([])
-        return told_s
+        return healed_s
 
-    def tell(self, test, **what):
-        self.link.send({"kind": "told", "rank": self.rank, "test": test, **what})
+    def report(self, test, **what):
+        self.link.send({"kind": "result", "rank": self.rank, "test": test, **what})
 
 
 def main(arguments, link, rest):
@@ -100,7 +100,7 @@ def main(arguments, link, rest):
         paced.run("bandwidth", [slow(bandwidth_mbps=1.6)])
         paced.run("of another step", [slow(latency_ms=30.0, to_step=1)])
         paced.run("cut for a while", [slow(cut=True, to_s=0.2)])
-        paced.run("healed by word", [slow(cut=True)], paced.heal)
+        paced.run("healed by a change", [slow(cut=True)], paced.heal)
         paced.run_to_its_deadline("cut for good", [slow(cut=True)])
         paced.run("healthy again", [])
     with closing(AsynchronousQueue()) as queue:

@@ -123,7 +123,7 @@ def values(seed, dtype="float32"):
     ids=["buffer_callback", "io_callback", "at once"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_sent_arrives_bit_by_bit(make_pair, backend, dtype):
+def test_a_payload_arrives_bit_by_bit(make_pair, backend, dtype):
     pair = make_pair(dtype=dtype)
     for microbatch in range(5):
         sent = values(microbatch, dtype)
@@ -135,8 +135,8 @@ def test_what_is_sent_arrives_bit_by_bit(make_pair, backend, dtype):
     pair.sender.settle()
 
 
-def test_a_payload_that_has_been_taken_is_not_the_slots_memory(pair):
-    """Slots are used again at once: what was taken must not change with them."""
+def test_a_received_payload_outlives_its_slot(pair):
+    """Slots are reused at once; a received payload must not change with them."""
     first = values(1)
     pair.send(activation(0), first)
     taken = pair.take(activation(0)).value
@@ -147,7 +147,7 @@ def test_a_payload_that_has_been_taken_is_not_the_slots_memory(pair):
 
 
 @pytest.mark.parametrize("part_elements", [4, 5, 7, 14])
-def test_a_long_message_travels_in_parts_through_few_slots(make_pair, part_elements):
+def test_a_long_message_travels_in_parts(make_pair, part_elements):
     pair = make_pair(part_elements=part_elements)
     sent = values(3)
     sending = threading.Thread(target=pair.send, args=(tied(), sent))
@@ -155,7 +155,7 @@ def test_a_long_message_travels_in_parts_through_few_slots(make_pair, part_eleme
     taken = pair.take(tied()).value
     sending.join(LIMIT_S)
     assert np.array_equal(np.asarray(taken), np.asarray(sent))
-    assert pair.sender.counts.slot_waits == 0  # waiting between parts is no plan's fault
+    assert pair.sender.counts.slot_waits == 0  # waits between parts do not count
 
 
 def test_a_wait_for_a_slot_is_counted(pair):
@@ -165,15 +165,15 @@ def test_a_wait_for_a_slot_is_counted(pair):
         pair.reserve(2, wait_s=0.02)
     assert pair.sender.counts.slot_waits == 1
     assert pair.sender.counts.slot_wait_s >= 0.015
-    (told,) = pair.sender.events()
-    assert told["kind"] == "waited_for_slots"
+    (event,) = pair.sender.events()
+    assert event["kind"] == "waited_for_slots"
     assert pair.sender.events() == []
     for posting in held:
         posting(values(0), 0.0)
     assert pair.take(activation(0)).value.shape == SHAPE
 
 
-def test_with_the_room_of_the_plan_no_send_waits(pair):
+def test_no_send_waits_with_the_planned_slots(pair):
     pair.sender.make_room({channel_of(activation(0).transfer): 8})
     pair.receiver.make_room({channel_of(activation(0).transfer): 8})
     for microbatch in range(8):
@@ -184,7 +184,7 @@ def test_with_the_room_of_the_plan_no_send_waits(pair):
     assert pair.sender.slot_bytes == (8 + 2) * 60
 
 
-def test_what_comes_of_an_abandoned_epoch_is_skipped(pair):
+def test_messages_of_an_abandoned_epoch_are_skipped(pair):
     pair.send(activation(5, epoch=0), values(0))
     pair.send(activation(2, epoch=1), values(1))
     pair.receiver.abandon(0)
@@ -211,8 +211,8 @@ def test_an_abandoned_epoch_is_refused_at_both_ends(pair):
         pair.take(activation(0, epoch=0))
 
 
-def test_a_slot_that_was_reserved_and_abandoned_holds_up_nothing(pair):
-    """After an error, postings that were handed over are never run, or run too late."""
+def test_an_abandoned_reservation_blocks_no_later_message(pair):
+    """After an error, postings are never run or run too late."""
     held = [pair.reserve(microbatch) for microbatch in range(2)]
     held[1](values(1), 0.0)  # behind one that never comes
     for route in (pair.sender, pair.receiver):
@@ -224,7 +224,7 @@ def test_a_slot_that_was_reserved_and_abandoned_holds_up_nothing(pair):
     assert pair.receiver.counts.skipped == 2
 
 
-def test_a_copy_that_failed_holds_up_nothing_once_it_is_known(pair):
+def test_a_failed_copy_blocks_no_later_message(pair):
     def send_and_settle():
         pair.send(activation(0, epoch=1 << 32), values(0))
         pair.sender.settle()
@@ -237,7 +237,7 @@ def test_a_copy_that_failed_holds_up_nothing_once_it_is_known(pair):
 
 
 class FailingCopies:
-    """A backend whose copies go wrong while they are under way."""
+    """A backend whose copies fail while they run."""
 
     name = "failing"
 
@@ -255,7 +255,7 @@ class FailingCopies:
         raise ZeroDivisionError("while copying")
 
 
-def test_a_copy_that_failed_ends_a_wait_and_holds_up_nothing(make_pair):
+def test_a_failed_copy_ends_a_wait_for_slots(make_pair):
     backend = FailingCopies()
     pair = make_pair(backend=backend)
     pair.send(activation(0), values(0))
@@ -271,7 +271,7 @@ def test_a_copy_that_failed_ends_a_wait_and_holds_up_nothing(make_pair):
 
 
 @pytest.mark.parametrize("fails_first", [True, False])
-def test_a_failed_copy_of_an_abandoned_epoch_is_unheard(make_pair, fails_first):
+def test_a_failed_copy_of_an_abandoned_epoch_is_ignored(make_pair, fails_first):
     backend = FailingCopies()
     pair = make_pair(backend=backend)
     pair.send(activation(0), values(0))
@@ -295,7 +295,7 @@ def test_a_peer_that_is_gone_ends_the_wait(pair):
         pair.take(activation(0))
 
 
-def test_what_goes_wrong_elsewhere_on_the_rank_ends_a_wait(make_pair):
+def test_an_error_elsewhere_on_the_rank_ends_a_wait(make_pair):
     asked = []
 
     def check():
@@ -308,7 +308,7 @@ def test_what_goes_wrong_elsewhere_on_the_rank_ends_a_wait(make_pair):
     assert len(asked) == 1
 
 
-def test_a_wrong_message_is_an_error_a_late_one_skipped(pair):
+def test_wrong_messages_are_errors_and_late_ones_skipped(pair):
     pair.send(activation(0, step=-1), values(0))
     pair.send(activation(3), values(1))
     with pytest.raises(TransferMismatchError, match=r"expected activation\[2\]"):
@@ -316,7 +316,7 @@ def test_a_wrong_message_is_an_error_a_late_one_skipped(pair):
     assert pair.receiver.counts.skipped == 1
 
 
-def test_whether_a_message_has_room_is_told_without_waiting(pair):
+def test_has_room_does_not_wait(pair):
     held = []
     for microbatch in range(2):
         assert pair.sender.has_room(activation(microbatch))
@@ -328,7 +328,7 @@ def test_whether_a_message_has_room_is_told_without_waiting(pair):
     until(lambda: pair.sender.has_room(activation(2)))
 
 
-def test_without_room_a_receiver_that_is_gone_is_an_error(pair):
+def test_has_room_raises_if_the_receiver_is_gone(pair):
     held = [pair.reserve(microbatch) for microbatch in range(2)]
     pair.planes[1].close()
     with pytest.raises(PeerGoneError, match="rank 1 is gone"):

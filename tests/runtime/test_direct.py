@@ -24,7 +24,7 @@ def test_messages_that_differ_have_different_words():
     assert all(len(name) == 6 and 0 <= min(name) <= max(name) < 2**32 for name in words)
 
 
-def test_chunks_share_a_channel_and_each_payload_and_direction_has_its_own():
+def test_each_payload_and_direction_has_its_own_channel():
     def channel(text):
         return channel_of(Transfer.parse(text))
 

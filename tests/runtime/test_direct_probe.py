@@ -16,7 +16,7 @@ LINK = Link(1, 2)
 
 
 class Update:
-    """An array that isn't there yet, and notes when it was waited for."""
+    """An array that is not ready yet, and records when it is waited for."""
 
     def __init__(self, done):
         self.done = done
@@ -41,7 +41,7 @@ class Peer:
 
 
 def probed(rank):
-    """What a rank does for a probe, in its order, and what it reports."""
+    """What a rank does for a probe, in order, and the labels of its stamps."""
     done = []
     payload = PayloadShape((2,), jnp.dtype("float32"))
     payloads = {channel_of(transfer): payload for transfer in probe_transfers(LINK)}
@@ -57,10 +57,10 @@ def probed(rank):
 
 @pytest.mark.parametrize("rank", LINK)
 def test_a_probe_measures_once_both_ends_are_idle(rank):
-    (update, meeting, *counted), told = probed(rank)
+    (update, meeting, *counted), stamped = probed(rank)
     assert update == "update"
     assert meeting == str(probe_transfers(LINK)[0])
-    assert told == counted
-    ways = [label.split()[-1] for label in counted]
-    assert ways == ["1>2", "2>1"] * 3
+    assert stamped == counted
+    directions = [label.split()[-1] for label in counted]
+    assert directions == ["1>2", "2>1"] * 3
     assert len({meeting, *counted}) == 7

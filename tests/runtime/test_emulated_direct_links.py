@@ -11,12 +11,12 @@ pytestmark = pytest.mark.multiprocess
 
 
 @pytest.fixture(scope="module")
-def told(told_by_ranks):
-    return told_by_ranks("slow_link_rank", 2)
+def messages(run_as_ranks):
+    return run_as_ranks("slow_link_rank", 2)
 
 
-def of_both_ranks(told, test):
-    by_rank = {message["rank"]: message for message in told if message["test"] == test}
+def of_both_ranks(messages, test):
+    by_rank = {message["rank"]: message for message in messages if message["test"] == test}
     return by_rank[0], by_rank[1]
 
 
@@ -24,9 +24,9 @@ def transfers(message):
     return [(start, end) for label, start, end in message["stamps"] if label != "op"]
 
 
-def delays(told, test):
+def delays(messages, test):
     """How long each transfer took once its later end had come; both ends must agree on its end."""
-    sender, receiver = map(transfers, of_both_ranks(told, test))
+    sender, receiver = map(transfers, of_both_ranks(messages, test))
     assert len(sender) == len(receiver) == 3
     found = []
     for (left_s, over_s), (came_s, there_s) in zip(sender, receiver, strict=True):
@@ -35,59 +35,59 @@ def delays(told, test):
     return found
 
 
-def test_a_healthy_link_takes_no_time_by_the_queues_clock(told):
-    assert delays(told, "healthy") == pytest.approx([0.0] * 3, abs=MICROSECOND)
+def test_a_healthy_link_adds_no_time(messages):
+    assert delays(messages, "healthy") == pytest.approx([0.0] * 3, abs=MICROSECOND)
 
 
-def test_latency_stands_in_both_ends_stamps(told):
-    assert delays(told, "latency") == pytest.approx([0.03] * 3, abs=MICROSECOND)
+def test_both_ends_stamps_contain_the_latency(messages):
+    assert delays(messages, "latency") == pytest.approx([0.03] * 3, abs=MICROSECOND)
 
 
-def test_a_slow_transfer_holds_up_the_op_behind_it_on_both_queues(told):
-    for message in of_both_ranks(told, "latency"):
+def test_a_slow_transfer_delays_the_next_op_at_both_ends(messages):
+    for message in of_both_ranks(messages, "latency"):
         for (_, _, over_s), (label, start_s, end_s) in pairwise(message["stamps"]):
             assert start_s == over_s
             assert label != "op" or end_s - start_s >= OP_S - 1e-9
 
 
-def test_both_ends_draw_the_same_jitter_anew_for_each_message(told):
-    drawn = delays(told, "jitter")
+def test_both_ends_draw_the_same_jitter_per_message(messages):
+    drawn = delays(messages, "jitter")
     assert all(0.015 < delay_s < 0.045 for delay_s in drawn)
     assert len({round(delay_s, 5) for delay_s in drawn}) == 3
 
 
-def test_bytes_take_the_time_of_the_bandwidth(told):
+def test_bytes_take_the_time_of_the_bandwidth(messages):
     expected_s = 8 * NUM_BYTES / 1.6e6
-    assert delays(told, "bandwidth") == pytest.approx([expected_s] * 3, abs=MICROSECOND)
+    assert delays(messages, "bandwidth") == pytest.approx([expected_s] * 3, abs=MICROSECOND)
 
 
-def test_a_condition_of_other_steps_leaves_these_alone(told):
-    assert delays(told, "of another step") == pytest.approx([0.0] * 3, abs=MICROSECOND)
+def test_a_condition_of_other_steps_leaves_these_alone(messages):
+    assert delays(messages, "of another step") == pytest.approx([0.0] * 3, abs=MICROSECOND)
 
 
-def test_a_cut_link_is_waited_for_until_it_heals(told):
-    delays(told, "cut for a while")
-    for message in of_both_ranks(told, "cut for a while"):
+def test_transfers_wait_until_a_cut_heals(messages):
+    delays(messages, "cut for a while")
+    for message in of_both_ranks(messages, "cut for a while"):
         (_, first_over_s), *_ = transfers(message)
         assert first_over_s >= message["origin_s"] + 0.2 - MICROSECOND
 
 
-def test_a_link_may_be_healed_while_transfers_wait_for_it(told):
-    delays(told, "healed by word")
-    both = of_both_ranks(told, "healed by word")
+def test_new_conditions_can_heal_a_cut(messages):
+    delays(messages, "healed by a change")
+    both = of_both_ranks(messages, "healed by a change")
     (_, first_over_s), *_ = transfers(both[0])
-    # The later of the ends was told last, and only then could they meet.
-    assert first_over_s >= max(message["told_s"] for message in both) - MICROSECOND
+    # The later of the ends was messages last, and only then could they meet.
+    assert first_over_s >= max(message["healed_s"] for message in both) - MICROSECOND
 
 
-def test_a_link_that_stays_cut_is_an_error_at_both_ends_that_names_transfer_and_link(told):
-    for message in of_both_ranks(told, "cut for good"):
+def test_a_lasting_cut_is_a_named_error_at_both_ends(messages):
+    for message in of_both_ranks(messages, "cut for good"):
         assert message["error"].startswith("activation[0] 0>1 of step 8, epoch 0: link 0-1 is cut")
-    assert delays(told, "healthy again") == pytest.approx([0.0] * 3, abs=MICROSECOND)
+    assert delays(messages, "healthy again") == pytest.approx([0.0] * 3, abs=MICROSECOND)
 
 
-def test_without_pace_the_dispatching_thread_is_held_up(told):
-    for message in of_both_ranks(told, "unpaced"):
+def test_without_pace_the_dispatching_thread_waits(messages):
+    for message in of_both_ranks(messages, "unpaced"):
         arrivals_s = message["arrivals_s"]
         assert all(later - earlier >= 0.03 for earlier, later in pairwise(arrivals_s))
         for arrived_s, (_, over_s) in zip(arrivals_s, transfers(message), strict=True):

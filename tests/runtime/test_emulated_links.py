@@ -1,4 +1,4 @@
-"""What one end of a link is told of its emulation; `test_emulated_direct_links` has both ends."""
+"""Emulation at one end of a link; `test_emulated_direct_links` has both ends."""
 
 import threading
 import time
@@ -21,42 +21,42 @@ def identity(text="activation[3] 0>1", step=7):
 
 class RecordingPlane:
     def __init__(self):
-        self.told = []
+        self.received = []
 
     def emulate(self, conditions, origin_s=None):
-        self.told.append((conditions, origin_s))
+        self.received.append((conditions, origin_s))
 
 
-def test_each_route_has_its_own_conditions_with_the_same_origin():
+def test_routes_get_their_own_conditions_and_one_origin():
     links, plane = EmulatedLinks(), RecordingPlane()
     dead = LinkCondition((0, 1), cut=True, route="direct")
     slow = LinkCondition((0, 1), latency_ms=30.0, route="delegated")
     links.emulate([CUT], 3.0)  # before the plane is there
-    links.join(plane)  # pyright: ignore[reportArgumentType] (only what is told matters here)
+    links.join(plane)  # pyright: ignore[reportArgumentType] (it only records)
     links.emulate([dead, slow], 5.0)
-    assert plane.told == [((slow,), 5.0)]
+    assert plane.received == [((slow,), 5.0)]
     assert links.is_cut(Link(0, 1), 7)
     before_s = time.monotonic()
     links.emulate([slow])
-    assert before_s <= plane.told[-1][1] <= time.monotonic()
+    assert before_s <= plane.received[-1][1] <= time.monotonic()
     assert not links.concern(identity().transfer)
     assert not links.is_cut(Link(0, 1), 7)
 
 
-def test_a_cut_link_may_be_given_up_before_the_deadline():
+def test_a_cut_link_can_be_given_up_early():
     links, given_up, errors = EmulatedLinks(), threading.Event(), []
     links.emulate([CUT])
 
     def wait():
         now_s = time.monotonic()
         try:
-            links.wait_until_whole(identity(), now_s, now_s + LIMIT_S, given_up.is_set)
+            links.wait_until_whole(identity(), now_s, now_s + LIMIT_S, lambda _: given_up.is_set())
         except TimeoutError as error:
             errors.append(str(error))
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    links.look_again()  # nobody has given it up
+    links.look_again()  # it is not given up yet
     given_up.set()
     links.look_again()
     waiting.join(LIMIT_S / 2)
@@ -71,7 +71,7 @@ def test_without_conditions_nothing_is_delayed():
     assert links.over_s(identity(), 100, 5.0, 6.0) == 5.0
 
 
-def test_only_the_direction_and_the_steps_that_are_slow_are_slow():
+def test_a_condition_slows_only_its_direction_and_steps():
     links = EmulatedLinks()
     links.emulate([LinkCondition((0, 1), latency_ms=30.0, from_step=7, source=0)], 0.0)
     assert links.over_s(identity(), 100, 5.0, 6.0) == pytest.approx(5.03)
@@ -88,14 +88,14 @@ def test_a_healed_cut_is_over_when_it_healed():
     assert healed_s == origin_s + 4.0
 
 
-def test_a_cut_that_outlasts_the_deadline_names_transfer_and_link():
+def test_the_error_of_a_lasting_cut_is_specific():
     links = EmulatedLinks()
     links.emulate([CUT])
     with pytest.raises(TimeoutError, match=r"activation\[3\] 0>1 of step 7, .* link 0-1 is cut"):
         links.wait_until_whole(identity(), time.monotonic(), time.monotonic() + 0.01)
 
 
-def test_a_wait_for_a_cut_link_ends_when_it_heals():
+def test_a_wait_ends_when_the_cut_heals():
     links, healed_s = EmulatedLinks(), []
     links.emulate([CUT])
 
@@ -113,7 +113,7 @@ def test_a_wait_for_a_cut_link_ends_when_it_heals():
     assert healed_s[0] <= time.monotonic()
 
 
-def test_a_link_cut_once_its_ends_have_met_delivers_when_healed():
+def test_a_link_cut_after_the_meeting_delivers_once_healed():
     links = EmulatedLinks()
     origin_s = time.monotonic() - 10.0
     cut = LinkCondition((0, 1), cut=True, from_s=1.0, to_s=4.0)

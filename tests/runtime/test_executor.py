@@ -1,4 +1,4 @@
-"""Where a receive waits is its route's choice, and a failed step ends the routes' epoch."""
+"""A receive waits where its route says, and a failed step abandons the epoch."""
 
 import threading
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ INPUTS = StepInputs(None, None, 1.0)
 
 @dataclass
 class RecordingRoute:
-    """Delivers at once and notes on which thread it was asked, or fails."""
+    """Delivers at once and records the calling thread, or fails."""
 
     holds_queue: bool
     error: Exception | None = None
@@ -57,15 +57,15 @@ def execute(queue, route):
     return executor.execute(program, (), (), INPUTS, step=0)
 
 
-def test_a_receive_that_does_not_hold_the_queue_waits_on_the_host(queue):
+def test_a_receive_beside_the_queue_waits_on_the_host(queue):
     route = RecordingRoute(holds_queue=False)
     outcome = execute(queue, route)
     assert route.threads == [threading.current_thread()]
-    assert outcome.stamps == []  # its waiting is charged to nothing
+    assert outcome.stamps == []  # its wait is not timed
     assert outcome.arrivals == [Stamp(TRANSFER, 1.0, 3.5)]
 
 
-def test_a_receive_that_holds_the_queue_waits_there(queue):
+def test_a_receive_on_the_queue_waits_there(queue):
     route = RecordingRoute(holds_queue=True)
     outcome = execute(queue, route)
     assert route.threads != [threading.current_thread()]
@@ -81,7 +81,7 @@ def test_an_error_abandons_the_epoch(queue, holds_queue):
     assert route.abandoned == [0]
 
 
-def test_a_direct_route_refuses_transfers_of_an_abandoned_epoch():
+def test_a_direct_route_refuses_an_abandoned_epoch():
     route = DirectRoute({}, answered=False)
     route.abandon(1)
     with pytest.raises(AbandonedEpochError, match="of step 7, epoch 1: this epoch of the route"):

@@ -18,52 +18,52 @@ pytestmark = pytest.mark.multiprocess
 
 
 @pytest.fixture(scope="module")
-def told(told_by_ranks):
-    return told_by_ranks("failover_rank", 3, least_threads=2)
+def messages(run_as_ranks):
+    return run_as_ranks("failover_rank", 3, least_threads=2)
 
 
-def of_step(told, queue, step):
-    found = [each for each in told if (each["queue"], each["step"]) == (queue, step)]
+def of_step(messages, queue, step):
+    found = [each for each in messages if (each["queue"], each["step"]) == (queue, step)]
     assert len(found) == 3
     return sorted(found, key=lambda each: each["rank"])
 
 
-def test_loss_and_every_gradient_are_those_of_the_undisturbed_step_bit_by_bit(told):
-    for each in told:
-        undisturbed = of_step(told, each["queue"], UNDISTURBED)[each["rank"]]
+def test_every_step_equals_the_undisturbed_one_bitwise(messages):
+    for each in messages:
+        undisturbed = of_step(messages, each["queue"], UNDISTURBED)[each["rank"]]
         assert each["digest"] == undisturbed["digest"], (each["queue"], each["step"])
 
 
 @pytest.mark.parametrize(("queue", "step"), FAILED)
-def test_both_ends_tell_the_failure_once_and_no_other_link_fails(told, queue, step):
-    one, other, bystander = of_step(told, queue, step)
+def test_both_ends_report_the_failure_once(messages, queue, step):
+    one, other, bystander = of_step(messages, queue, step)
     for end in (one, other):
         assert [failure["link"] for failure in end["failures"]] == ["0-1"]
         assert not end["on_direct"]
     assert bystander["failures"] == []
-    for each in told:
+    for each in messages:
         if (each["queue"], each["step"]) not in FAILED:
             assert each["failures"] == []
 
 
 @pytest.mark.parametrize(("queue", "step"), CUT)
-def test_a_cut_leaves_the_devices_as_they_were(told, queue, step):
-    for end in of_step(told, queue, step)[:2]:
+def test_a_cut_leaves_the_devices_as_they_were(messages, queue, step):
+    for end in of_step(messages, queue, step)[:2]:
         (failure,) = end["failures"]
         assert not failure["began"]
         assert failure["lives_left"] == COMMUNICATORS
 
 
-def test_a_collective_that_failed_takes_one_of_the_links_lives(told):
-    running, stopped, _ = of_step(told, "paced", "stopped")
+def test_a_failed_collective_uses_up_a_communicator(messages):
+    running, stopped, _ = of_step(messages, "paced", "stopped")
     assert running["failures"][0]["began"]
     for end in (running, stopped):
         assert end["failures"][0]["lives_left"] == COMMUNICATORS - 1
 
 
 @pytest.mark.parametrize("number", range(2))
-def test_a_link_begins_again_after_each_collective_that_failed(told, number):
-    waiting, cut, _ = of_step(told, *CLOSED[number])
+def test_a_link_survives_each_failed_collective(messages, number):
+    waiting, cut, _ = of_step(messages, *CLOSED[number])
     assert waiting["failures"][0]["began"]
     assert not cut["failures"][0]["began"]
     for end in (waiting, cut):
@@ -80,5 +80,5 @@ def test_a_link_begins_again_after_each_collective_that_failed(told, number):
         *((queue, f"{step}, restored") for queue, step in CLOSED),
     ],
 )
-def test_a_link_that_is_restored_stays_on_its_direct_path(told, queue, step):
-    assert all(each["on_direct"] for each in of_step(told, queue, step))
+def test_a_restored_link_stays_direct(messages, queue, step):
+    assert all(each["on_direct"] for each in of_step(messages, queue, step))

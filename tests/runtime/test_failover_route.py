@@ -1,6 +1,6 @@
-"""A link whose direct path fails, wherever that happens: what goes on delegated, and what doesn't.
+"""A link whose direct path fails at any point: what continues delegated, and what ends the run.
 
-Both ends are threads here; collectives fail where a test says, the data plane is the one in memory.
+Both ends are threads; tests choose which collectives fail; the data plane is in memory.
 """
 
 import re
@@ -15,7 +15,7 @@ import pytest
 from two_ends import (
     LIMIT_S,
     LINK,
-    LIVES,
+    COMMUNICATORS,
     SHAPE,
     TIED,
     Collectives,
@@ -63,7 +63,7 @@ def move(ends, transfers=ORDER, step=0):
 
 
 def finish(ranks):
-    """What each has taken; an error of one is told rather than that the other waits for it."""
+    """What each has taken; an error of one is reported rather than that the other waits for it."""
     for rank in ranks:
         rank.join(LIMIT_S / 2)
     for rank in sorted(ranks, key=lambda rank: rank.error is None):
@@ -72,14 +72,14 @@ def finish(ranks):
 
 
 def failures(ends):
-    """What each rank has told, which must be one failure of the link at most."""
-    told = [route.failures() for route in ends.routes]
-    assert all(len(of_rank) <= 1 for of_rank in told)
-    return [failure for of_rank in told for failure in of_rank]
+    """What each rank has reported, which must be one failure of the link at most."""
+    reported = [route.failures() for route in ends.routes]
+    assert all(len(of_rank) <= 1 for of_rank in reported)
+    return [failure for of_rank in reported for failure in of_rank]
 
 
 def failures_of_both(ends):
-    """What both ends report once both have left the path; the last to hear of it may be late."""
+    """Both ends' reports, once both have left the path."""
     for route in ends.routes:
         route._ends[LINK].await_switch("the link's report")
     reported = failures(ends)
@@ -98,7 +98,7 @@ def test_a_whole_path_carries_everything_directly(make_ends):
 @pytest.mark.parametrize(
     ("fails_at", "part_elements"), [*((at, 15) for at in range(len(ORDER))), (ORDER.index(TIED), 4)]
 )
-def test_wherever_a_collective_fails_everything_is_taken_once(
+def test_a_failed_collective_loses_no_message(
     make_ends, fails_at, raises_at, part_elements
 ):
     ends = make_ends(Collectives(fails_at, raises_at), part_elements=part_elements)
@@ -106,10 +106,10 @@ def test_wherever_a_collective_fails_everything_is_taken_once(
     reported = failures_of_both(ends)
     assert all(failure.link == LINK for failure in reported)
     assert sum(failure.resent for failure in reported) == ("destination" in raises_at)
-    move(ends, step=1)  # and the next step's go the same way
+    move(ends, step=1)  # delegated as well
 
 
-def test_lost_messages_are_sent_again_though_the_queue_is_held_up(make_ends):
+def test_lost_messages_are_resent_while_the_queue_waits(make_ends):
     ends = make_ends(Collectives(fails_at=0, raises_at=("destination",)))
     has_come = threading.Event()
 
@@ -123,37 +123,37 @@ def test_lost_messages_are_sent_again_though_the_queue_is_held_up(make_ends):
     assert np.array_equal(value, payload_of(up(0)))
 
 
-def test_a_cut_that_outlasts_the_deadline_is_a_failure_of_the_path(make_ends):
+def test_a_cut_beyond_the_deadline_fails_the_path(make_ends):
     ends = make_ends(Collectives(), direct_s=(0.05, 0.05))
     move(ends, ORDER[:3])
     for links in ends.links:
         links.emulate([CUT])
     move(ends, step=1)
-    told = failures_of_both(ends)
-    found = [re.search(r"link 0-1 is cut, still after ([\d.]+) s", each.detail) for each in told]
+    reported = failures_of_both(ends)
+    found = [re.search(r"link 0-1 is cut, still after ([\d.]+) s", each.detail) for each in reported]
     assert max(float(match[1]) for match in found if match) >= 0.05
-    assert max(failure.held_up_s for failure in told) >= 0.05
-    assert [failure.restores_left for failure in told] == [LIVES, LIVES]  # no collective failed
-    assert not any(failure.began for failure in told)
+    assert max(failure.held_up_s for failure in reported) >= 0.05
+    assert [failure.restores_left for failure in reported] == [COMMUNICATORS, COMMUNICATORS]  # no collective failed
+    assert not any(failure.began for failure in reported)
 
 
-def test_an_end_that_had_begun_agrees_with_one_that_had_not(make_ends):
+def test_ends_agree_if_only_one_had_begun(make_ends):
     ends = make_ends(Collectives(timeout_s=0.2))
     ends.links[1].emulate([CUT])  # the other end sees no cut, and waits in the collective
     move(ends)
-    told = failures_of_both(ends)
-    assert sorted(failure.began for failure in told) == [False, True]
-    assert [failure.restores_left for failure in told] == [LIVES - 1] * 2
+    reported = failures_of_both(ends)
+    assert sorted(failure.began for failure in reported) == [False, True]
+    assert [failure.restores_left for failure in reported] == [COMMUNICATORS - 1] * 2
 
 
-def test_a_wait_for_a_cut_link_ends_when_the_peer_gives_up(make_ends):
+def test_a_wait_ends_when_the_peer_gives_up(make_ends):
     ends = make_ends(direct_s=(LONG_S, 0.05))
     for links in ends.links:
         links.emulate([CUT])
     move(ends)
 
 
-def test_ends_that_differ_in_their_epoch_alone_do_not_match(make_ends):
+def test_ends_of_different_epochs_do_not_match(make_ends):
     sender, receiver = (route._direct for route in make_ends().routes)
     now_s = time.monotonic()
     with ThreadPoolExecutor(1) as thread:
@@ -164,7 +164,7 @@ def test_ends_that_differ_in_their_epoch_alone_do_not_match(make_ends):
             sent.result(LIMIT_S)
 
 
-def test_a_message_that_is_not_the_expected_one_ends_the_run(make_ends):
+def test_an_unexpected_message_ends_the_run(make_ends):
     ends = make_ends()
     ranks = [RankThread(ends, 0, [up(0)]), RankThread(ends, 1, [up(1)])]
     for rank in ranks:
@@ -173,7 +173,7 @@ def test_a_message_that_is_not_the_expected_one_ends_the_run(make_ends):
     assert failures(ends) == []
 
 
-def test_an_error_that_is_not_the_backends_ends_the_run(make_ends):
+def test_an_error_outside_the_backend_ends_the_run(make_ends):
     ends = make_ends(Collectives(fails_at=0, error=ValueError("got a shape, expected another")))
     ranks = [RankThread(ends, rank, [up(0)]) for rank in range(2)]
     for rank in ranks:
@@ -182,7 +182,7 @@ def test_an_error_that_is_not_the_backends_ends_the_run(make_ends):
     assert failures(ends) == []
 
 
-def test_a_peer_that_does_not_come_is_no_failure_of_the_path(make_ends):
+def test_a_late_peer_is_no_path_failure(make_ends):
     ends = make_ends(timeout_s=0.1)
     alone = RankThread(ends, 0, [up(0)])
     with pytest.raises(TimeoutError, match=r"up|activation\[0\] 0>1 of step 0.*rank 1 did not"):
@@ -198,7 +198,7 @@ def test_a_peer_that_is_gone_ends_the_run(make_ends):
         alone.finish()
 
 
-def test_a_link_is_restored_over_other_devices_under_a_new_epoch(make_ends):
+def test_a_link_is_restored_over_other_devices(make_ends):
     ends = make_ends(Collectives(fails_at=2), Collectives(fails_at=5))
     move(ends)
     assert [failure.restores_left for failure in failures_of_both(ends)] == [1, 1]
@@ -212,7 +212,7 @@ def test_a_link_is_restored_over_other_devices_under_a_new_epoch(make_ends):
     move(ends, step=2)
 
 
-def test_a_cut_link_is_restored_over_the_same_devices(make_ends):
+def test_a_cut_link_keeps_its_devices(make_ends):
     ends = make_ends(Collectives())
     for links in ends.links:
         links.emulate([CUT])
@@ -225,7 +225,7 @@ def test_a_cut_link_is_restored_over_the_same_devices(make_ends):
 
 
 def compiled_after(ends):
-    """Which communicators' programs rank 0 compiles from now on, and on daemon threads or not."""
+    """Records the communicators that rank 0 compiles for, and whether on a daemon thread."""
     compiled, communicators = [], ends.routes[0]._communicators
     programs_of = communicators.programs
 
@@ -237,7 +237,7 @@ def compiled_after(ends):
     return compiled
 
 
-def test_the_next_communicator_is_compiled_on_a_daemon_thread(make_ends):
+def test_the_next_communicator_compiles_on_a_daemon_thread(make_ends):
     ends = make_ends(Collectives(fails_at=2), Collectives(fails_at=5))
     compiled = compiled_after(ends)
     move(ends)
@@ -250,7 +250,7 @@ def test_the_next_communicator_is_compiled_on_a_daemon_thread(make_ends):
     assert list(ends.routes[0]._compiled) == [(LINK, 1)]
 
 
-def test_nothing_is_compiled_for_a_link_that_is_only_cut(make_ends):
+def test_a_cut_link_compiles_nothing(make_ends):
     ends = make_ends(Collectives())
     for links in ends.links:
         links.emulate([CUT])
@@ -259,7 +259,7 @@ def test_nothing_is_compiled_for_a_link_that_is_only_cut(make_ends):
     assert not ends.routes[0]._compiled
 
 
-def test_an_end_that_is_restored_first_waits_for_the_other(make_ends):
+def test_the_end_restored_first_waits(make_ends):
     ends = make_ends(Collectives(fails_at=0), Collectives())
     move(ends)
     first, second = ends.routes
@@ -280,7 +280,7 @@ def test_an_abandoned_epoch_is_refused(make_ends):
         ends.routes[0].take(TransferIdentity(0, 0, down(0)), 0.0, 0.0)
 
 
-def test_nothing_is_kept_of_what_the_peer_is_known_to_have(make_ends):
+def test_outputs_known_to_be_received_are_released(make_ends):
     ends = make_ends()
     kept = ends.routes[0].kept
     move(ends, [up(0), up(1), up(2)])
@@ -290,7 +290,7 @@ def test_nothing_is_kept_of_what_the_peer_is_known_to_have(make_ends):
 
 
 class FoundDead(NothingFound):
-    """Hosts that say a path is dead that no transfer has tried."""
+    """A watch that finds paths dead which no transfer has tried."""
 
     def __init__(self):
         self.entered, self.failed = [], []
@@ -307,15 +307,15 @@ class FoundDead(NothingFound):
 
 
 @pytest.mark.parametrize("finds", [(0,), (1,), (0, 1)])
-def test_a_path_that_is_found_dead_is_given_up_without_a_transfer(make_ends, finds):
+def test_a_dead_path_is_given_up_without_a_transfer(make_ends, finds):
     ends = make_ends(collectives := Collectives())
     for rank in finds:
         ends.routes[rank]._watch = FoundDead()
     move(ends, step=1)
     assert collectives.counts == [0, 0]
-    told = failures_of_both(ends)
-    assert any("found dead while a transfer of another link" in each.detail for each in told)
-    assert [each.restores_left for each in told] == [LIVES - 1, LIVES - 1]  # who knows what is open
+    reported = failures_of_both(ends)
+    assert any("found dead while a transfer of another link" in each.detail for each in reported)
+    assert [each.restores_left for each in reported] == [COMMUNICATORS - 1, COMMUNICATORS - 1]  # a connection may stay open
     for rank in finds:
         ends.routes[rank].end_step()
         assert ends.routes[rank]._watch.failed == [[LINK]]
@@ -374,7 +374,7 @@ def look(monkeypatch):
         watch.close()
 
 
-def test_paths_that_are_dead_are_found_while_a_transfer_hangs(look):
+def test_dead_paths_are_found_while_a_transfer_hangs(look):
     watch = look(pings := FakePings())
     with watch.transfer(LINK):
         pings.wait_until_watched(OTHER, THIRD)
@@ -383,7 +383,7 @@ def test_paths_that_are_dead_are_found_while_a_transfer_hangs(look):
     assert [watch.is_dead(link) for link in (LINK, OTHER, THIRD)] == [False, True, False]
 
 
-def test_an_emulated_cut_counts_once_a_transfer_of_another_link_hangs(look):
+def test_an_emulated_cut_counts_while_a_transfer_hangs(look):
     watch = look(pings := FakePings(), cut=[OTHER])
     assert not watch.is_dead(OTHER)
     with watch.transfer(LINK):
@@ -391,7 +391,7 @@ def test_an_emulated_cut_counts_once_a_transfer_of_another_link_hangs(look):
         assert watch.is_dead(OTHER)
 
 
-def test_what_never_answered_is_not_taken_for_dead(look):
+def test_a_host_that_never_answered_is_not_dead(look):
     watch = look(pings := FakePings(down=[OTHER]))
     with watch.transfer(LINK):
         pings.wait_until_watched(OTHER, THIRD)
@@ -399,7 +399,7 @@ def test_what_never_answered_is_not_taken_for_dead(look):
         assert not watch.is_dead(OTHER)
 
 
-def test_transfers_in_time_have_nobody_asked(look):
+def test_punctual_transfers_start_no_pings(look):
     watch = look(pings := FakePings(), after_s=3600.0)
     for _ in range(3):
         with watch.transfer(LINK):
@@ -407,7 +407,7 @@ def test_transfers_in_time_have_nobody_asked(look):
     assert pings.watched == []
 
 
-def test_after_the_step_only_links_that_failed_are_watched(look):
+def test_after_the_step_only_failed_links_are_pinged(look):
     watch = look(pings := FakePings())
     with watch.transfer(LINK):
         pings.wait_until_watched(OTHER, THIRD)
@@ -416,7 +416,7 @@ def test_after_the_step_only_links_that_failed_are_watched(look):
     assert pings.watched == [OTHER]
 
 
-def test_a_path_that_failed_is_watched_until_its_restore(look):
+def test_a_failed_path_is_pinged_until_its_restore(look):
     watch = look(pings := FakePings())
     assert watch.is_up(OTHER)
     with watch.transfer(LINK):
@@ -429,6 +429,6 @@ def test_a_path_that_failed_is_watched_until_its_restore(look):
     assert pings.watched == []
 
 
-def test_a_path_whose_host_answers_is_not_up_while_it_is_cut(look):
+def test_a_cut_path_is_not_up(look):
     watch = look(FakePings(), cut=[OTHER])
     assert not watch.is_up(OTHER)

@@ -17,6 +17,7 @@ from jaxmorph.program.offload import count_offloads, offload
 from jaxmorph.runtime.executor import StepInputs, StepOutcome
 from jaxmorph.runtime.host_copies import AwayStash, HostCopies, wait_for
 from jaxmorph.runtime.kept_programs import CompilationCounter
+from jaxmorph.runtime.launcher import OFFLOADING_THREADS
 from jaxmorph.runtime.queue import Pace, PacedQueue
 from jaxmorph.runtime.report import StepReport, StepTimings, measured_timeline
 from jaxmorph.runtime.stage_trainer import StageTrainer
@@ -92,7 +93,7 @@ def run(trainer: StageTrainer, program: RankProgram) -> Result:
 
 @pytest.mark.parametrize("row", [SPLIT, WHOLE], ids=["split", "whole"])
 @pytest.mark.parametrize("queue", ["trainer", "paced"])
-def test_offloading_changes_no_bit_and_keeps_within_its_room(queue, row, request):
+def test_offloading_changes_no_bit_within_its_room(queue, row, request):
     trainer = request.getfixturevalue(queue)
     resident = run(trainer, program_of(row, None))
     assert resident.outcome.copies == []
@@ -121,7 +122,7 @@ def test_paced_copies_take_the_time_of_their_bytes(paced):
     assert ops["BW1"].start_ms >= spans["fetch", 1].end_ms
 
 
-def test_what_has_been_copied_is_gone_from_where_it_was(trainer):
+def test_the_source_of_a_copy_is_deleted(trainer):
     copies, away = HostCopies(), AwayStash(stash(0))
     sharding = trainer.executor.placement
     arrays = (jax.device_put(np.arange(3.0), sharding), jax.device_put(np.ones(2), sharding))
@@ -140,7 +141,7 @@ def test_what_has_been_copied_is_gone_from_where_it_was(trainer):
     copies.close()
 
 
-def test_a_fetch_waits_for_the_offload_whose_place_it_takes(trainer):
+def test_a_fetch_waits_for_the_stash_it_replaces(trainer):
     copies, first, second = HostCopies(), AwayStash(stash(0)), AwayStash(stash(1))
     copies.offload(first, jax.device_put(np.ones(2), trainer.executor.placement), 0.0)
     copies.fetch(first, second, 0.0)
@@ -151,7 +152,7 @@ def test_a_fetch_waits_for_the_offload_whose_place_it_takes(trainer):
     copies.close()
 
 
-def test_an_error_on_the_queue_ends_the_wait_for_a_copy():
+def test_a_queue_error_ends_the_wait_for_a_copy():
     def failed() -> None:
         raise ArithmeticError("the op before has failed")
 
@@ -161,7 +162,7 @@ def test_an_error_on_the_queue_ends_the_wait_for_a_copy():
         wait_for(AwayStash(stash(0)).gone, 0.0, lambda: None)
 
 
-def test_after_an_error_the_stage_goes_on(trainer):
+def test_a_stage_continues_after_an_error(trainer):
     program = program_of(WHOLE, 1)
     expected = run(trainer, program)
     instead = Fetch(stash(99))  # of no microbatch
@@ -170,3 +171,9 @@ def test_after_an_error_the_stage_goes_on(trainer):
         run(trainer, replace(program, instructions=broken))
     trainer.discard()
     assert run(trainer, program).norm == expected.norm
+
+
+@pytest.mark.multiprocess
+def test_copies_do_not_wait_for_a_waiting_transfer(run_as_ranks):
+    reports = run_as_ranks("waiting_link_rank", 2, least_threads=OFFLOADING_THREADS)
+    assert [message["copied"] for message in reports if message["rank"] == 0] == [True]

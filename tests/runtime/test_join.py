@@ -70,7 +70,7 @@ def test_devices_are_those_of_jax():
         (RuntimeError("Unable to initialize backend 'cuda':\nno GPU"), "backend 'cuda': no GPU"),
     ],
 )
-def test_a_platform_that_is_missing_is_named(fails, error, reason):
+def test_a_missing_platform_is_named(fails, error, reason):
     fails(error)
     with pytest.raises(UserError) as raised:
         own_devices()
@@ -90,7 +90,7 @@ def test_other_errors_are_raised_unchanged(fails):
     ("threads", "flags", "devices"),
     [("2", "", 2), ("1", "", None), ("2", "--xla_force_host_platform_device_count=4", None)],
 )
-def test_a_spare_device_is_added_where_it_changes_nothing(monkeypatch, threads, flags, devices):
+def test_a_spare_device_needs_a_second_thread(monkeypatch, threads, flags, devices):
     updated = {}
     monkeypatch.setenv("NPROC", threads)
     monkeypatch.setenv("XLA_FLAGS", flags)

@@ -37,7 +37,7 @@ def counter():
     return CompilationCounter()
 
 
-def test_another_process_finds_what_was_kept_and_compiles_nothing(tmp_path, counter):
+def test_another_process_loads_the_kept_program(tmp_path, counter):
     first = KeptPrograms(tmp_path / "rank_1").compile(lowered(2.0))
     expected, was = results(first), counter.count
     assert was > 0
@@ -49,7 +49,7 @@ def test_another_process_finds_what_was_kept_and_compiles_nothing(tmp_path, coun
     assert given.is_deleted()
 
 
-def test_what_a_program_does_not_read_is_part_of_its_name(tmp_path):
+def test_unused_arguments_are_part_of_the_name(tmp_path):
     def casts_nothing(weights, x):
         return {"half": x.astype(jnp.bfloat16)}
 
@@ -79,7 +79,7 @@ def test_another_program_or_platform_is_another_entry(tmp_path, monkeypatch, cha
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"nonsense"])
-def test_a_damaged_entry_is_told_and_compiled_again(tmp_path, caplog, damage):
+def test_a_damaged_entry_is_logged_and_recompiled(tmp_path, caplog, damage):
     expected = results(KeptPrograms(tmp_path).compile(lowered(2.0)))
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
@@ -90,7 +90,7 @@ def test_a_damaged_entry_is_told_and_compiled_again(tmp_path, caplog, damage):
     assert results(KeptPrograms(tmp_path).compile(lowered(2.0))) == expected
 
 
-def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path, caplog):
+def test_an_unwritable_folder_is_no_error(tmp_path, caplog):
     (tmp_path / "file").write_text("precious")
     with caplog.at_level(logging.WARNING):
         program = KeptPrograms(tmp_path / "file").compile(lowered(2.0))
@@ -140,35 +140,35 @@ DIR, LEAST_S = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_ti
 
 
 @pytest.fixture
-def told(monkeypatch):
+def keepers(monkeypatch):
     """Where programs are kept by what the rank has set, for this test alone."""
-    before, told = {name: jax.config.values[name] for name in (DIR, LEAST_S)}, []
-    monkeypatch.setattr(kept_programs, "compile_by", lambda how: told.append(how.__self__))
+    before, keepers = {name: jax.config.values[name] for name in (DIR, LEAST_S)}, []
+    monkeypatch.setattr(kept_programs, "compile_by", lambda how: keepers.append(how.__self__))
     jax.config.update(DIR, None)
-    yield told
+    yield keepers
     for name, value in before.items():
         jax.config.update(name, value)
 
 
 @pytest.mark.parametrize(("wanted", "name"), [(True, "run/compilation_cache"), ("kept", "kept")])
-def test_a_run_that_may_restart_keeps_what_its_ranks_compile(
-    told, tmp_path, monkeypatch, wanted, name
+def test_a_run_that_may_restart_keeps_programs(
+    keepers, tmp_path, monkeypatch, wanted, name
 ):
     monkeypatch.chdir(tmp_path)
     config = check_config(SAVES | {"restart_policy": {"compilation_cache": wanted}})
     keep_compiled(config, tmp_path / "run", 2)
-    (programs,) = told
+    (programs,) = keepers
     assert isinstance(programs, KeptPrograms)
     assert programs.folder == tmp_path / name / "rank_2"
     assert jax.config.values[DIR] == str(tmp_path / name)
     assert jax.config.values[LEAST_S] == 0.0
 
 
-def test_a_cache_that_is_set_already_stays(told, tmp_path):
+def test_the_users_cache_folder_stays(keepers, tmp_path):
     jax.config.update(DIR, "/elsewhere")
     keep_compiled(check_config(SAVES), tmp_path, 0)
     assert jax.config.values[DIR] == "/elsewhere"
-    assert len(told) == 1
+    assert len(keepers) == 1
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_cache_that_is_set_already_stays(told, tmp_path):
     [{}, SAVES | {"restart_policy": {"compilation_cache": False}},
      SAVES | {"restart_policy": {"max_restarts": 0}}],
 )  # fmt: skip
-def test_a_run_that_will_not_restart_keeps_nothing(told, tmp_path, sections):
+def test_a_run_without_restarts_keeps_nothing(keepers, tmp_path, sections):
     keep_compiled(check_config(sections), tmp_path, 0)
-    assert told == []
+    assert keepers == []
     assert jax.config.values[DIR] is None

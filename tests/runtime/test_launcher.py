@@ -1,4 +1,4 @@
-"""Whatever happens to a rank, the run ends soon, says why, and leaves no process behind."""
+"""However a rank fails, the run ends soon with the reason and leaves no process behind."""
 
 import contextlib
 import os
@@ -25,21 +25,21 @@ pytestmark = [pytest.mark.usefixtures("ranks_find_modules"), pytest.mark.one_jax
 
 
 def launch(behaviour, tmp_path, guilty=1, num_ranks=3):
-    """Run; return the seconds it took, the ranks' process ids and what was raised."""
-    told, began_s = [], time.monotonic()
+    """Run; return the seconds it took, the ranks' process ids and the error."""
+    messages, began_s = [], time.monotonic()
     try:
-        run_ranks("ailing_rank", [behaviour, str(guilty)], num_ranks, tmp_path, told.append)
+        run_ranks("faulty_rank", [behaviour, str(guilty)], num_ranks, tmp_path, messages.append)
         raised = None
     except (RunFailedError, UserError) as error:
         raised = error
-    return time.monotonic() - began_s, [message["pid"] for message in told], raised
+    return time.monotonic() - began_s, [message["pid"] for message in messages], raised
 
 
 def open_descriptors():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_a_reserved_port_can_be_served_by_those_who_share():
+def test_a_reserved_port_can_still_be_served():
     with reserved_port() as port, socket.socket() as stranger, socket.socket() as server:
         with pytest.raises(OSError, match="in use"):
             stranger.bind(("127.0.0.1", port))
@@ -51,10 +51,11 @@ def test_a_reserved_port_can_be_served_by_those_who_share():
             pass
 
 
-def test_all_ranks_run_and_are_heard(tmp_path):
-    told = []
-    assert not run_ranks("ailing_rank", ["finish", "1"], 3, tmp_path, told.append)  # asked to end
-    assert len({message["pid"] for message in told}) == 3
+def test_all_ranks_run_and_send_messages(tmp_path):
+    messages = []
+    asked_to_end = run_ranks("faulty_rank", ["finish", "1"], 3, tmp_path, messages.append)
+    assert not asked_to_end
+    assert len({message["pid"] for message in messages}) == 3
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_all_ranks_run_and_are_heard(tmp_path):
         ("exit", "rank 1 failed: exit code 3"),
     ],
 )
-def test_a_failing_rank_ends_the_run_with_its_reason_and_log(tmp_path, behaviour, reason):
+def test_a_failing_rank_ends_the_run_with_its_reason(tmp_path, behaviour, reason):
     before, began_s = open_descriptors(), time.monotonic()
     took_s, pids, raised = launch(behaviour, tmp_path)
     assert isinstance(raised, RankFailedError)
@@ -81,30 +82,30 @@ def test_a_failing_rank_ends_the_run_with_its_reason_and_log(tmp_path, behaviour
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "kind", "says"),
+    ("behaviour", "kind", "message"),
     [
         ("mistake", UserError, "configs/x.yaml: data.path: nothing there"),
         ("stop", RunFailedError, "nothing was finite"),
     ],
 )
-def test_what_says_all_there_is_to_say_stays_one_line(tmp_path, behaviour, kind, says):
+def test_complete_reasons_stay_one_line(tmp_path, behaviour, kind, message):
     _, _, raised = launch(behaviour, tmp_path)
     assert type(raised) is kind
-    assert str(raised) == says
+    assert str(raised) == message
 
 
-def test_ranks_that_run_for_longer_than_they_may_are_ended(tmp_path):
-    before, told = open_descriptors(), []
+def test_ranks_beyond_their_time_are_ended(tmp_path):
+    before, messages = open_descriptors(), []
     with pytest.raises(RankFailedError) as raised:
-        run_ranks("ailing_rank", ["wait", "0"], 2, tmp_path, told.append, within_s=0.5)
+        run_ranks("faulty_rank", ["wait", "0"], 2, tmp_path, messages.append, within_s=0.5)
     assert raised.value.reason == "rank 0 failed: still running after 0.5 s"
-    assert not any(is_running(message["pid"]) for message in told)
+    assert not any(is_running(message["pid"]) for message in messages)
     assert open_descriptors() == before
 
 
-def test_a_rank_that_cannot_be_ended_is_not_waited_for(tmp_path):
+def test_an_unkillable_rank_is_left_behind(tmp_path):
     class Process:
-        pid = 2**30  # nobody's
+        pid = 2**30  # no process has it
 
         def __init__(self):
             self.waited_s = []
@@ -125,7 +126,7 @@ def test_a_rank_that_cannot_be_ended_is_not_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize(("allowed", "num_ranks", "share"), [(8, 2, "4"), (3, 2, "1"), (1, 4, "1")])
-def test_ranks_share_the_processors_that_this_process_may_use(
+def test_ranks_share_the_available_processors(
     monkeypatch, allowed, num_ranks, share
 ):
     monkeypatch.delenv("NPROC", raising=False)
@@ -135,8 +136,8 @@ def test_ranks_share_the_processors_that_this_process_may_use(
     assert launcher._environment(num_ranks, 4)["NPROC"] == "4"
 
 
-@pytest.mark.parametrize(("of_user", "told"), [(None, 2), ("1", None)])
-def test_the_users_number_of_threads_stands(monkeypatch, tmp_path, of_user, told):
+@pytest.mark.parametrize(("of_user", "passed"), [(None, 2), ("1", None)])
+def test_the_users_number_of_threads_is_kept(monkeypatch, tmp_path, of_user, passed):
     class Process:
         pid = os.getpid()
 
@@ -153,29 +154,27 @@ def test_the_users_number_of_threads_stands(monkeypatch, tmp_path, of_user, told
         os.close(fd)
     process: Any = rank.process
     found, rest = RankArguments.parse(process.command[3:])
-    assert (found.rank, found.num_threads, rest) == (3, told, [])
+    assert (found.rank, found.num_threads, rest) == (3, passed, [])
 
 
-def test_what_ranks_said_before_an_interruption_is_still_heard(tmp_path):
-    all_said, heard, deadline_s = tmp_path / "all said", [], time.monotonic() + 60
+def test_messages_before_an_interruption_are_delivered(tmp_path):
+    all_sent, received, deadline_s = tmp_path / "all sent", [], time.monotonic() + 60
 
-    def interrupt_at_the_second_word(message):
-        heard.append(message.get("number"))
+    def interrupt_at_the_second(message):
+        received.append(message.get("number"))
         if message.get("number") == 1:
-            while not all_said.exists() and time.monotonic() < deadline_s:
+            while not all_sent.exists() and time.monotonic() < deadline_s:
                 time.sleep(0.01)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_ranks(
-            "ailing_rank", ["talk", "0", str(all_said)], 1, tmp_path, interrupt_at_the_second_word
-        )
-    assert heard == [None, *range(300)]
+        run_ranks("faulty_rank", ["talk", "0", str(all_sent)], 1, tmp_path, interrupt_at_the_second)
+    assert received == [None, *range(300)]
 
 
 @contextlib.contextmanager
 def sigint_interrupts():
-    """As it does on a terminal; a job may have it ignored."""
+    """Make SIGINT interrupt, as on a terminal; a background job may ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -184,7 +183,7 @@ def sigint_interrupts():
 
 
 class Finalized:
-    """Python drops what is raised while this goes."""
+    """Sends SIGINT from its finalizer, in which Python drops exceptions."""
 
     def __del__(self):
         signal.raise_signal(signal.SIGINT)
@@ -192,21 +191,21 @@ class Finalized:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.timeout(60)
-def test_a_ctrl_c_during_a_finalizer_is_not_lost(tmp_path):
-    heard = []
+def test_ctrl_c_during_a_finalizer_is_not_lost(tmp_path):
+    received = []
 
-    def hear(message):
-        heard.append(message)
-        if len(heard) == 1:
+    def receive(message):
+        received.append(message)
+        if len(received) == 1:
             Finalized()
 
     with sigint_interrupts():
         with pytest.raises(KeyboardInterrupt):
-            run_ranks("ailing_rank", ["wait", "0"], 2, tmp_path, hear)
+            run_ranks("faulty_rank", ["wait", "0"], 2, tmp_path, receive)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_ctrl_c_waits_for_no_rank(tmp_path, monkeypatch):
+def test_a_second_ctrl_c_does_not_wait(tmp_path, monkeypatch):
     before, pids = open_descriptors(), []
 
     def interrupt_once_all_are_deaf(message):
@@ -224,12 +223,12 @@ def test_a_second_ctrl_c_waits_for_no_rank(tmp_path, monkeypatch):
     wait = launcher._await_all
     monkeypatch.setattr(launcher, "_await_all", interrupt_again)
     with sigint_interrupts(), pytest.raises(KeyboardInterrupt):
-        run_ranks("ailing_rank", ["deaf", "0"], 2, tmp_path, interrupt_once_all_are_deaf)
+        run_ranks("faulty_rank", ["deaf", "0"], 2, tmp_path, interrupt_once_all_are_deaf)
     assert not any(map(is_running, pids))
     assert open_descriptors() == before
 
 
-def test_two_ctrl_cs_at_once_leave_no_rank_that_is_stuck(tmp_path, monkeypatch):
+def test_two_ctrl_cs_leave_no_stuck_rank(tmp_path, monkeypatch):
     """The second one comes between the first one's exception and what ends the ranks."""
     pids, end = [], launcher._end
 
@@ -245,57 +244,57 @@ def test_two_ctrl_cs_at_once_leave_no_rank_that_is_stuck(tmp_path, monkeypatch):
 
     monkeypatch.setattr(launcher, "_end", interrupt_before)
     with sigint_interrupts(), pytest.raises(KeyboardInterrupt):
-        run_ranks("ailing_rank", ["deaf", "0"], 2, tmp_path, interrupt_once_all_are_deaf)
+        run_ranks("faulty_rank", ["deaf", "0"], 2, tmp_path, interrupt_once_all_are_deaf)
     left = [*filter(is_running, pids)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert left == []
 
 
-def stop_when_it_has_begun(behaviour, log_dir, within_s):
-    """Whether a rank was asked to end, and all it tells; with its first word comes SIGTERM."""
-    heard = []
+def terminate_at_hello(behaviour, log_dir, within_s):
+    """Send SIGTERM at a rank's first message; return whether it was asked to end, and messages."""
+    received = []
 
-    def hear(message):
-        heard.append(message)
+    def receive(message):
+        received.append(message)
         if message["kind"] == "hello":
             signal.raise_signal(signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
     try:
         was_asked = run_ranks(
-            "ailing_rank", [behaviour, "0"], 1, log_dir, hear, stop_within_s=within_s
+            "faulty_rank", [behaviour, "0"], 1, log_dir, receive, stop_within_s=within_s
         )
     finally:
         assert signal.getsignal(signal.SIGTERM) == before
-        assert not is_running(heard[0]["pid"])
-    return was_asked, heard
+        assert not is_running(received[0]["pid"])
+    return was_asked, received
 
 
-def test_rank_0_is_asked_to_end_and_heard_out(tmp_path):
-    was_asked, heard = stop_when_it_has_begun("wait until asked", tmp_path, 60.0)
+def test_rank_0_is_asked_to_end_first(tmp_path):
+    was_asked, received = terminate_at_hello("wait until asked", tmp_path, 60.0)
     assert was_asked
-    assert heard[1:] == [{"kind": "word", "asked": True}]
+    assert received[1:] == [{"kind": "word", "asked": True}]
 
 
-def test_a_failure_tells_that_ranks_had_been_asked_to_end(tmp_path):
+def test_a_failure_records_the_request_to_end(tmp_path):
     with pytest.raises(RankFailedError) as raised:
-        stop_when_it_has_begun("fail when asked", tmp_path, 60.0)
+        terminate_at_hello("fail when asked", tmp_path, 60.0)
     assert raised.value.asked_to_end
 
 
-def test_after_a_failure_nobody_is_asked_to_end(tmp_path, monkeypatch):
+def test_no_rank_is_asked_to_end_after_a_failure(tmp_path, monkeypatch):
     def asked(watch, deadline_s):
         signal.raise_signal(signal.SIGTERM)  # as a scheduler may while the others are ended
 
     monkeypatch.setattr(launcher, "_await_all", asked)
     with pytest.raises(KeyboardInterrupt):
-        run_ranks("ailing_rank", ["raise", "0"], 2, tmp_path, lambda said: None, stop_within_s=60.0)
+        run_ranks("faulty_rank", ["raise", "0"], 2, tmp_path, lambda _: None, stop_within_s=60.0)
 
 
-def test_ranks_that_do_not_end_when_asked_to_have_a_deadline(tmp_path):
+def test_ranks_that_ignore_the_request_are_interrupted(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        stop_when_it_has_begun("wait", tmp_path, 0.05)
+        terminate_at_hello("wait", tmp_path, 0.05)
 
 
 LAUNCHER = textwrap.dedent(
@@ -304,16 +303,16 @@ LAUNCHER = textwrap.dedent(
     from pathlib import Path
     from jaxmorph.runtime.launcher import run_ranks
 
-    def tell(message):
+    def show(message):
         print(message["pid"], flush=True)
 
-    run_ranks("ailing_rank", ["wait", "0"], 2, Path(sys.argv[1]), tell)
+    run_ranks("faulty_rank", ["wait", "0"], 2, Path(sys.argv[1]), show)
     """
 )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_ranks_end_with_their_launcher_however_it_ends(tmp_path, number):
+def test_ranks_end_with_their_launcher(tmp_path, number):
     command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
     with subprocess.Popen(
         command,

@@ -1,4 +1,4 @@
-"""Ranks, here threads, that are ends of links: each reaches the others, and sees who answers."""
+"""Connections between the ends of links; ranks are threads here."""
 
 import socket
 import threading
@@ -23,16 +23,16 @@ HOST = "127.0.0.1"
 LINKS = [Link(0, 1), Link(1, 2), Link(0, 2)]
 
 
-def test_each_end_of_a_link_hears_what_the_other_one_says():
+def test_the_ends_of_a_link_are_connected():
     def talk(rendezvous):
         with open_peer_connections(rendezvous, LINKS, HOST, LIMIT_S) as connections:
             for link, peer in connections.items():
                 peer.ready.send(f"{link} from {rendezvous.rank}".encode())
                 peer.states.send(b"a state")
-            heard = {str(link): peer.ready.receive().decode() for link, peer in connections.items()}
+            received = {str(link): peer.ready.receive().decode() for link, peer in connections.items()}
             assert {peer.states.receive() for peer in connections.values()} == {b"a state"}
             rendezvous.exchange({})
-            return heard
+            return received
 
     assert in_threads(3, talk) == [
         {"0-1": "0-1 from 1", "0-2": "0-2 from 2"},
@@ -49,19 +49,19 @@ def test_a_rank_without_such_links_has_no_connections():
     assert in_threads(3, count) == [1, 1, 0]
 
 
-def test_a_stranger_is_turned_away():
+def test_a_stranger_is_refused():
     def talk(rendezvous):
         if rendezvous.rank == 0:
             with open_peer_connections(rendezvous, LINKS[:1], HOST, LIMIT_S) as connections:
                 return connections[LINKS[0]].ready.receive()
-        # Rank 1 knows the secret; before it calls, somebody does who doesn't.
+        # Rank 1 knows the secret; a stranger calls first, who doesn't.
         exchange = rendezvous.exchange
 
         def exchange_and_let_in(message):
-            told = exchange(message)
-            with socket.create_connection(tuple(told[0]["value"]["at"][0]), LIMIT_S) as stranger:
+            messages = exchange(message)
+            with socket.create_connection(tuple(messages[0]["value"]["at"][0]), LIMIT_S) as stranger:
                 stranger.sendall(b"\0\0\0\4nope")
-            return told
+            return messages
 
         rendezvous.exchange = exchange_and_let_in
         with open_peer_connections(rendezvous, LINKS[:1], HOST, LIMIT_S) as connections:
@@ -71,7 +71,7 @@ def test_a_stranger_is_turned_away():
     assert in_threads(2, talk)[0] == b"hello"
 
 
-def test_an_end_that_does_not_come_is_named():
+def test_a_missing_end_is_named():
     def wait(rendezvous):
         if rendezvous.rank == 1:
             rendezvous.exchange({"value": {"at": [(HOST, 1)], "secret": ""}})
@@ -91,7 +91,7 @@ def until(condition):
         time.sleep(0.01)
 
 
-def test_a_path_is_up_while_the_other_end_answers():
+def test_a_path_is_up_while_pings_are_answered():
     has_closed = threading.Event()
 
     def watch(rendezvous):
@@ -99,7 +99,7 @@ def test_a_path_is_up_while_the_other_end_answers():
             if rendezvous.rank == 1:
                 rendezvous.exchange({})
                 return
-            assert not pings.is_up(LINKS[0])  # nobody has asked
+            assert not pings.is_up(LINKS[0])  # not pinged yet
             pings.watch(LINKS[0])
             until(lambda: pings.is_up(LINKS[0]))
             rendezvous.exchange({})  # the other end leaves
@@ -119,21 +119,21 @@ SPEC = ChannelSpec(ChannelName(0, 0, 2), 64, 2)
 @pytest.fixture
 def with_plane():
     """Has each of three ranks do something with its plane; gives results, and what planes saw."""
-    network, notes = LoopbackNetwork(), [{} for _ in range(3)]
+    network, records = LoopbackNetwork(), [{} for _ in range(3)]
 
     def start(rank, outgoing, incoming, settings):
         plane = network.plane(rank, outgoing, incoming, settings)
         connect, close = plane.connect, plane.close
 
-        def note_connection(peers, secret):
-            notes[rank].update(peers=set(peers), secret=secret)
+        def record_connection(peers, secret):
+            records[rank].update(peers=set(peers), secret=secret)
             connect(peers, secret)
 
-        def note_end(*, flush=True):
-            notes[rank]["closed"] = "flushed" if flush else "at once"
+        def record_end(*, flush=True):
+            records[rank]["closed"] = "flushed" if flush else "at once"
             close(flush=flush)
 
-        plane.connect, plane.close = note_connection, note_end
+        plane.connect, plane.close = record_connection, record_end
         return plane
 
     def with_plane(use):
@@ -142,7 +142,7 @@ def with_plane():
             with open_data_plane(rendezvous, *ends, start=start) as plane:
                 return use(rendezvous.rank, plane)
 
-        return in_threads(3, body), notes
+        return in_threads(3, body), records
 
     return with_plane
 
@@ -166,9 +166,9 @@ def test_ranks_with_channels_share_a_data_plane(with_plane):
     assert first["closed"] == last["closed"] == "flushed"
 
 
-def test_a_data_plane_is_closed_when_the_run_fails(with_plane):
+def test_a_failing_run_closes_its_plane_at_once(with_plane):
     def use(rank, plane):
         raise RendezvousError("the run fails")
 
-    _, notes = with_plane(use)
-    assert [notes[rank]["closed"] for rank in (0, 2)] == ["at once", "at once"]
+    _, records = with_plane(use)
+    assert [records[rank]["closed"] for rank in (0, 2)] == ["at once", "at once"]

@@ -13,9 +13,9 @@ def compile_quickly():
 
 
 @pytest.fixture(scope="module")
-def results(told_by_ranks):
-    """What both ranks told."""
-    return told_by_ranks("llama_rank", 2)
+def results(run_as_ranks):
+    """What both ranks reported."""
+    return run_as_ranks("llama_rank", 2)
 
 
 def only(results, test, **case):
@@ -26,7 +26,7 @@ def only(results, test, **case):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h2", "adaptive"])
-def test_loss_norm_and_every_gradient_are_one_devices(results, schedule, tied):
+def test_loss_norm_and_gradients_match_one_device(results, schedule, tied):
     for result in only(results, "gradients", schedule=schedule, tied=tied):
         assert result["loss_error"] <= SINGLE
         assert result["norm_error"] <= SINGLE
@@ -34,6 +34,6 @@ def test_loss_norm_and_every_gradient_are_one_devices(results, schedule, tied):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_after_three_clipped_adamw_steps_are_one_devices(results, tied):
+def test_clipped_adamw_steps_match_one_device(results, tied):
     for result in only(results, "parameters", tied=tied):
         assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]

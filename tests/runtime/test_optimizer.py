@@ -26,7 +26,7 @@ def params():
     return ({"layers": layers}, {"layers": jax.tree.map(jnp.copy, layers), "head": head})
 
 
-def test_the_learning_rate_warms_up_and_ends_at_its_fraction():
+def test_the_learning_rate_warms_up_and_decays():
     rate = learning_rate_schedule(SETTINGS)
     assert [np.asarray(rate(step)) for step in (0, 2, 4)] == pytest.approx([0.02, 0.06, 0.1])
     assert np.asarray(rate(20)) == pytest.approx(0.01)
@@ -37,7 +37,7 @@ def test_the_learning_rate_warms_up_and_ends_at_its_fraction():
 @pytest.mark.parametrize(
     ("norm", "clip_norm", "scale"), [(4.0, 1.0, 0.25), (0.5, 1.0, 1.0), (4.0, None, 1.0)]
 )
-def test_gradients_are_scaled_down_to_the_clip_norm_and_never_up(norm, clip_norm, scale):
+def test_gradients_are_never_scaled_up(norm, clip_norm, scale):
     assert clip_scale(norm, clip_norm) == scale
 
 
@@ -49,7 +49,7 @@ def test_the_norm_counts_a_tied_parameter_once():
     assert float(without_copy.squared_norm(gradients)) == 2 * (18 + 6) + 3
 
 
-def test_only_matrices_decay_and_stacked_biases_are_not_matrices():
+def test_only_matrices_decay():
     optimizer = StageOptimizer(SETTINGS, params())
     zeros = jax.tree.map(jnp.zeros_like, params())
     updated, _, _ = optimizer.update(params(), optimizer.initial_state(params()), zeros, 1.0)
@@ -58,7 +58,7 @@ def test_only_matrices_decay_and_stacked_biases_are_not_matrices():
     assert moved == ({"layers": layers}, {"layers": layers, "head": {"copy": True, "scale": False}})
 
 
-def test_an_update_gives_back_zeroed_accumulators_and_takes_its_inputs():
+def test_an_update_zeroes_accumulators_and_donates_inputs():
     optimizer = StageOptimizer(SETTINGS, params())
     gradients = jax.tree.map(jnp.ones_like, params())
     _, _, zeroed = optimizer.update(params(), optimizer.initial_state(params()), gradients, 1.0)
@@ -98,7 +98,7 @@ SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 5, 50)
     ],
     ids=lambda optimizer: None,
 )
-def test_optimizers_that_update_each_number_alone_are_taken(optimizer):
+def test_elementwise_optimizers_are_accepted(optimizer):
     require_elementwise(optimizer, PARAMS)
 
 
@@ -118,7 +118,7 @@ SQUARE = {"square": jnp.ones((4, 4))}
         (optax.stateless(partial(jax.tree.map, jnp.matmul)), SQUARE, "dot_general"),
     ],
 )
-def test_optimizers_that_read_whole_arrays_are_refused(optimizer, params, computes):
-    says = rf"^optimizer: got one that computes {computes}.*clip_norm"
-    with pytest.raises(UserError, match=says):
+def test_other_optimizers_are_refused(optimizer, params, computes):
+    message = rf"^optimizer: got one that computes {computes}.*clip_norm"
+    with pytest.raises(UserError, match=message):
         require_elementwise(optimizer, params)

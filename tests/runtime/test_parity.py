@@ -16,7 +16,7 @@ TWO = ["2", pytest.param(AS_USERS, marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")
-def launch(told_by_ranks):
+def launch(run_as_ranks):
     """What the ranks of a launch with so many stages report; each is launched once."""
 
     @cache
@@ -25,7 +25,7 @@ def launch(told_by_ranks):
             if stages == AS_USERS:  # but for chunks, which are compiled quickly
                 patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
                 patch.delenv("XLA_FLAGS", raising=False)
-            return told_by_ranks("parity_rank", int(stages[0]))
+            return run_as_ranks("parity_rank", int(stages[0]))
 
     return launched
 
@@ -55,7 +55,7 @@ def only(results, test, **case):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "adaptive", "initial"])
 @pytest.mark.parametrize("microbatches", [1, 4, 8])
-def test_loss_norm_and_every_gradient_are_one_devices(results, schedule, microbatches, tied):
+def test_loss_norm_and_gradients_match_one_device(results, schedule, microbatches, tied):
     case = {"schedule": schedule, "microbatches": microbatches, "tied": tied, "compute": "float32"}
     for result in only(results, "gradients", stash="full", **case):
         assert result["loss_error"] <= SINGLE
@@ -66,7 +66,7 @@ def test_loss_norm_and_every_gradient_are_one_devices(results, schedule, microba
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("microbatches", [4, 8])
-def test_interleaved_chunks_have_one_devices_loss_norm_and_gradients(results, microbatches, tied):
+def test_interleaved_chunks_match_one_device(results, microbatches, tied):
     case = {"schedule": "interleaved", "chunks": 2, "microbatches": microbatches, "tied": tied}
     for result in only(results, "gradients", **case):
         assert result["loss_error"] <= SINGLE
@@ -84,7 +84,7 @@ def test_changing_the_schedule_compiles_nothing(results, tied):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_microbatch_without_targets_contributes_nothing_and_the_others_stay(results, tied):
+def test_a_microbatch_without_targets_contributes_nothing(results, tied):
     for result in only(results, "ignored microbatch", tied=tied):
         assert result["norm_error"] <= SINGLE
         assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
@@ -99,12 +99,12 @@ def test_schedules_that_split_the_backward_agree_bitwise(results, tied):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h2", "interleaved"])
-def test_forwards_alone_give_the_steps_loss_and_nothing_else(results, schedule):
-    told = only(results, "forwards alone", schedule=schedule)
-    assert all(result["same"] for result in told)
-    assert all(result["zero"] for result in told)
-    assert all(result["loss_error"] <= SINGLE for result in told)
-    assert {result["compiled"] for result in told} == {0}
+def test_forwards_alone_give_the_steps_loss(results, schedule):
+    found = only(results, "forwards alone", schedule=schedule)
+    assert all(result["same"] for result in found)
+    assert all(result["zero"] for result in found)
+    assert all(result["loss_error"] <= SINGLE for result in found)
+    assert {result["compiled"] for result in found} == {0}
 
 
 @pytest.mark.multiprocess
@@ -112,7 +112,7 @@ def test_forwards_alone_give_the_steps_loss_and_nothing_else(results, schedule):
 @pytest.mark.parametrize(
     ("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("adaptive", 1), ("interleaved", 2)]
 )
-def test_delegated_and_mixed_routes_give_the_direct_routes_bits(several, schedule, chunks, tied):
+def test_all_routes_give_the_same_bits(several, schedule, chunks, tied):
     found = only(several, "routes", schedule=schedule, chunks=chunks, tied=tied)
     mixes = {tuple(sorted(result["routes"].items())) for result in found}
     assert len(mixes) == (1 if len(next(iter(mixes))) == 1 else 3)
@@ -122,7 +122,7 @@ def test_delegated_and_mixed_routes_give_the_direct_routes_bits(several, schedul
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_changing_routes_compiles_nothing_and_no_send_waits_for_a_slot(several, chunks, tied):
+def test_changing_routes_compiles_nothing(several, chunks, tied):
     for result in only(several, "route changes", chunks=chunks, tied=tied):
         assert result["compiled"] == 0
         assert result["counts"]["slot_waits"] == 0
@@ -131,10 +131,10 @@ def test_changing_routes_compiles_nothing_and_no_send_waits_for_a_slot(several, 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_step_that_overflows_on_one_stage_changes_no_bit_of_any(results, tied):
-    told = only(results, "overflow", tied=tied)
-    last, is_alone = str(max(result["rank"] for result in told)), len(told) == 1
-    for result in told:
+def test_an_overflow_on_one_stage_updates_none(results, tied):
+    found = only(results, "overflow", tied=tied)
+    last, is_alone = str(max(result["rank"] for result in found)), len(found) == 1
+    for result in found:
         assert not result["updated"]
         if is_alone:  # the embedding overflows, too, and a norm takes that out of the loss
             assert result["loss"] != "nan"
@@ -149,7 +149,7 @@ def test_a_step_that_overflows_on_one_stage_changes_no_bit_of_any(results, tied)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_parameters_after_three_clipped_adamw_steps_are_one_devices(results, chunks, tied):
+def test_clipped_adamw_steps_match_one_device(results, chunks, tied):
     for result in only(results, "parameters", chunks=chunks, tied=tied):
         assert result["worst_leaf"][0] <= SINGLE, result["worst_leaf"]
 
@@ -171,8 +171,8 @@ def test_recomputing_the_stash_changes_no_gradient(two_stages, schedule):
 
 
 @pytest.mark.multiprocess
-def test_bits_that_flip_on_the_wire_are_found_and_change_no_gradient(two_stages):
-    told = only(two_stages, "corruption")
-    assert all(result["same"] for result in told)
-    assert all(result["spoilt"] >= 5 for result in told)
-    assert all(result["found"] >= 2 for result in told)
+def test_flipped_bits_are_found_and_change_nothing(two_stages):
+    found = only(two_stages, "corruption")
+    assert all(result["same"] for result in found)
+    assert all(result["spoilt"] >= 5 for result in found)
+    assert all(result["found"] >= 2 for result in found)

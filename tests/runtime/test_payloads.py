@@ -30,7 +30,7 @@ def payloads(num_ranks, num_chunks=1, *, tied=True):
     return channel_payloads(model, num_ranks, num_chunks, microbatch_size=2, sequence_length=4)
 
 
-def test_a_channel_for_each_payload_and_direction_with_what_it_carries():
+def test_each_payload_and_direction_has_a_channel():
     found = {str(channel): payload.shape for channel, payload in payloads(3).items()}
     assert found == {
         "activation 0>1": (2, 4, 8), "gradient 1>0": (2, 4, 8),
@@ -45,7 +45,7 @@ def test_chunks_go_around_and_one_rank_sends_nothing():
     assert payloads(1, 4) == {}
 
 
-def test_activations_lie_whole_in_slots_and_long_tied_gradients_in_parts():
+def test_only_long_tied_gradients_are_split():
     long = PayloadShape((5 * LARGEST_TIED_SLOT_BYTES // 2,), jnp.dtype("float32"))
     whole, parts = slot_use(ACTIVATION, long), slot_use(TIED, long)
     assert whole.parts == [range(long.shape[0])]
@@ -63,7 +63,7 @@ def test_parts_cover_a_payload_in_order(length):
     assert max(map(len, in_tens.parts)) <= 10
 
 
-def test_a_rank_has_the_ends_of_delegated_links_alone():
+def test_a_rank_has_ends_of_its_delegated_links():
     found = payloads(4)
     outgoing, incoming = channel_specs(found, {Link(1, 2), Link(0, 3)}, rank=2)
     assert [spec.name for spec in outgoing] == [channel_name(Channel(Payload.GRADIENT, 2, 1))]

@@ -34,13 +34,13 @@ def all_enqueued_first(queue):
     begin.set()
 
 
-def test_items_run_in_order_and_each_labelled_one_is_stamped(queue):
+def test_items_run_in_order_and_are_stamped(queue):
     ran = []
     for name in ("a", "b", "c"):
         queue.enqueue(name, lambda name=name: ran.append(name))
-    queue.enqueue(None, lambda: ran.append("bookkeeping"))
+    queue.enqueue(None, lambda: ran.append("unlabelled"))
     stamps = queue.drain()
-    assert ran == ["a", "b", "c", "bookkeeping"]
+    assert ran == ["a", "b", "c", "unlabelled"]
     assert [stamp.label for stamp in stamps] == ["a", "b", "c"]
     assert all(before.end_s <= after.start_s for before, after in pairwise(stamps))
 
@@ -51,7 +51,7 @@ def test_a_drained_queue_begins_with_no_stamps(queue):
     assert queue.drain() == []
 
 
-def test_an_error_reaches_the_caller_and_drops_what_is_behind_it(queue):
+def test_an_error_is_raised_and_drops_later_items(queue):
     ran = []
 
     def enqueue_and_drain():
@@ -71,7 +71,7 @@ class Failing:
         raise ZeroDivisionError
 
 
-def test_a_queue_that_has_lost_work_takes_no_more(queue):
+def test_a_failed_queue_takes_no_items_until_restarted(queue):
     queue.enqueue("bad", Failing)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
@@ -84,7 +84,7 @@ def test_a_queue_that_has_lost_work_takes_no_more(queue):
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_what_ends_after_a_restart_is_nobodys_any_more(paced, fails):
+def test_items_from_before_a_restart_are_ignored(paced, fails):
     begun, go_on = threading.Event(), threading.Event()
 
     def end_late():
@@ -120,7 +120,7 @@ def test_a_paced_op_that_computes_longer_is_charged(paced):
     assert stamp.duration_s >= 0.03
 
 
-def test_waiting_for_bytes_is_not_the_ops_own_time(paced):
+def test_waiting_for_bytes_is_not_op_time(paced):
     with all_enqueued_first(paced):
         paced.enqueue_transfer("slow bytes", lambda arrived_s: moved(arrived_s, takes_s=0.1))
         paced.enqueue("op", lambda: None, duration_s=0.01)
@@ -132,7 +132,7 @@ def test_waiting_for_bytes_is_not_the_ops_own_time(paced):
     assert later.start_s == op.end_s
 
 
-def test_what_an_op_computes_after_a_transfer_is_its_own(paced):
+def test_an_ops_compute_after_a_transfer_is_op_time(paced):
     with all_enqueued_first(paced):
         paced.enqueue_transfer("quick", lambda arrived_s: moved(arrived_s))
         paced.enqueue("op", lambda: time.sleep(0.05), duration_s=0.01)
@@ -140,7 +140,7 @@ def test_what_an_op_computes_after_a_transfer_is_its_own(paced):
     assert op.duration_s >= 0.05
 
 
-def test_a_transfer_lasts_until_the_later_end_has_come(paced):
+def test_a_transfer_lasts_until_both_ends_came(paced):
     """Head-of-line blocking: an op that is ready waits for the peer of the transfer before it."""
     peer_arrived_s = time.monotonic() + 60.0
     with all_enqueued_first(paced):
@@ -172,7 +172,7 @@ def test_an_emulated_link_holds_the_queue(queue):
     assert now_s >= overs_s[1]
 
 
-def test_moving_the_bytes_runs_into_the_next_ops_hold(paced):
+def test_moving_bytes_overlaps_the_next_op(paced):
     with all_enqueued_first(paced):
         paced.enqueue("before", lambda: time.sleep(0.001))
         for _ in range(5):
@@ -192,15 +192,15 @@ def moved(peer_arrived_s, takes_s=0.0):
     return Moved(jnp.zeros(1), peer_arrived_s)
 
 
-def test_what_comes_after_something_is_told_when_all_before_was_over(queue):
-    told = []
+def test_enqueue_after_passes_the_previous_end(queue):
+    called = []
     queue.enqueue("op", lambda: time.sleep(0.01) or jnp.zeros(3), 0.02)
-    queue.enqueue_after(told.append)
+    queue.enqueue_after(called.append)
     (stamp,) = queue.drain()
-    assert told == [stamp.end_s]
+    assert called == [stamp.end_s]
 
 
-def test_an_op_starts_after_what_it_waits_for(queue):
+def test_an_op_starts_after_its_wait(queue):
     over, ends_s = threading.Event(), []
 
     def wait() -> float:
@@ -215,7 +215,7 @@ def test_an_op_starts_after_what_it_waits_for(queue):
     assert stamp.start_s >= ends_s[0]
 
 
-def test_on_a_paced_queue_waking_up_late_is_charged_to_nobody(paced):
+def test_late_wake_ups_are_not_charged(paced):
     with all_enqueued_first(paced):
         paced.enqueue("before", lambda: None, 0.01)
         paced.enqueue_wait(lambda: time.sleep(0.05) or 0.0)  # it was over long before
@@ -225,7 +225,7 @@ def test_on_a_paced_queue_waking_up_late_is_charged_to_nobody(paced):
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
-def test_an_op_of_one_chunk_lasts_its_share_of_the_stages_time(num_chunks):
+def test_a_chunk_takes_its_share_of_the_time(num_chunks):
     pace = Pace.of_stage(8.0, 6.0, 4.0, num_chunks)
     stage_ms = {OpKind.F: 8.0, OpKind.B: 6.0, OpKind.W: 4.0, OpKind.BW: 10.0}
     for kind, time_ms in stage_ms.items():

@@ -1,4 +1,4 @@
-"""What ranks say to one another over TCP, and which of them is named where one is missing."""
+"""Meetings of ranks over TCP, and the rank that an error names where one is missing."""
 
 import contextlib
 import errno
@@ -28,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Store:
-    """A key-value store in memory, with the coordination service's manners."""
+    """A key-value store in memory that behaves like the coordination service."""
 
     def __init__(self):
         self.values, self.changed = {}, threading.Condition()
@@ -46,7 +46,7 @@ class Store:
 
 
 def in_threads(num_ranks, body, store=None, deadline_s=20.0, absent=()):
-    """What `body(rendezvous)` returned or raised on each rank."""
+    """The result or error of `body(rendezvous)` on each rank."""
     store = store or Store()
     results: list[Any] = [None] * num_ranks
 
@@ -68,31 +68,31 @@ def in_threads(num_ranks, body, store=None, deadline_s=20.0, absent=()):
 
 
 def without_details(messages):
-    return [{key: said for key, said in m.items() if key != DETAIL} for m in messages]
+    return [{key: value for key, value in m.items() if key != DETAIL} for m in messages]
 
 
 @pytest.mark.parametrize("text", ["x", "x" * 3_000_000], ids=["short", "long"])
-def test_every_rank_hears_all_in_rank_order_and_rank_0_details(text):
+def test_all_messages_arrive_in_rank_order(text):
     def meet_twice(meeting):
         rounds = [{"rank": meeting.rank, "text": text, "round": number} for number in range(2)]
         return [meeting.exchange(message, {"of": meeting.rank}) for message in rounds]
 
-    heard = in_threads(3, meet_twice)
+    received = in_threads(3, meet_twice)
     expected = [[{"rank": r, "text": text, "round": n} for r in range(3)] for n in range(2)]
-    assert [[*map(without_details, of_rank)] for of_rank in heard] == [expected] * 3
-    details = [[message.get(DETAIL) for message in of_rank[1]] for of_rank in heard]
+    assert [[*map(without_details, of_rank)] for of_rank in received] == [expected] * 3
+    details = [[message.get(DETAIL) for message in of_rank[1]] for of_rank in received]
     assert details == [['{"of": 0}', '{"of": 1}', '{"of": 2}'], [None] * 3, [None] * 3]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What ranks tell one another."""
+    """A value that ranks exchange."""
 
     layers: tuple[int, ...]
     reason: str = ""
 
 
-def test_values_of_all_ranks_are_gathered_and_rank_0s_agreed_on():
+def test_values_are_gathered_and_agreed_on():
     def meet(meeting):
         gathered = gather(meeting, Cut, Cut((meeting.rank, 7)))
         return gathered, agree(meeting, float, None if meeting.rank else 2.5)
@@ -100,7 +100,7 @@ def test_values_of_all_ranks_are_gathered_and_rank_0s_agreed_on():
     assert in_threads(3, meet) == [([Cut((rank, 7)) for rank in range(3)], 2.5)] * 3
 
 
-def test_a_rank_that_gives_another_value_is_named():
+def test_a_rank_with_a_wrong_value_is_named():
     other: Any = "1"
 
     def meet(meeting):
@@ -108,8 +108,8 @@ def test_a_rank_that_gives_another_value_is_named():
             gather(meeting, Cut, Cut((other if meeting.rank else 1,)))
         return str(caught.value)
 
-    says = "rank 1: layers.0: got '1', expected a whole number"
-    assert in_threads(2, meet) == [says] * 2
+    message = "rank 1: layers.0: got '1', expected a whole number"
+    assert in_threads(2, meet) == [message] * 2
 
 
 def test_a_meeting_is_a_barrier():
@@ -141,7 +141,7 @@ def test_a_rank_that_leaves_is_named_at_once():
     assert time.monotonic() - began_s < 15
 
 
-def test_only_the_rank_that_misses_a_meeting_is_named():
+def test_only_the_missing_rank_is_named():
     released = threading.Event()
 
     def meet(meeting):
@@ -158,17 +158,16 @@ def test_only_the_rank_that_misses_a_meeting_is_named():
 
     of_0, of_1, _ = in_threads(3, meet)
     assert "rank 2 did not come to a meeting within 0.3 s" in str(of_0)
-    assert "rank 0 is gone" in str(of_1)  # an echo, later than rank 0's own word
+    assert "rank 0 is gone" in str(of_1)  # a consequence of rank 0's own error
 
 
-def test_strangers_are_turned_away_and_the_ranks_still_meet():
-    store = Store()
-    heard = []
+def test_strangers_are_refused_and_ranks_still_meet():
+    store, received = Store(), []
 
     def serve():
         meeting = HostRendezvous(store, LOOPBACK, 0, 2, deadline_s=30.0)
         with contextlib.closing(meeting):
-            heard.append(without_details(meeting.exchange({"rank": 0})))
+            received.append(without_details(meeting.exchange({"rank": 0})))
 
     rank_0 = threading.Thread(target=serve)
     rank_0.start()
@@ -176,25 +175,25 @@ def test_strangers_are_turned_away_and_the_ranks_still_meet():
     for answer in (b"\x00" * 40, b"\x00\x00\x00\x24" + b"\x00" * 36, b"GET / HTTP/1.1\r\n\r\n"):
         with (
             socket.create_connection((LOOPBACK, where["port"]), 10) as stranger,
-            contextlib.suppress(OSError),  # turned away in the middle of a word
+            contextlib.suppress(OSError),  # refused while it sends
         ):
             stranger.sendall(answer)
             stranger.shutdown(socket.SHUT_WR)
-            while stranger.recv(100):  # until it is turned away
+            while stranger.recv(100):  # until it is refused
                 pass
     meeting = HostRendezvous(store, LOOPBACK, 1, 2, deadline_s=30.0)
     with contextlib.closing(meeting):
-        heard.append(without_details(meeting.exchange({"rank": 1})))
+        received.append(without_details(meeting.exchange({"rank": 1})))
     rank_0.join(30)
-    assert heard == [[{"rank": 0}, {"rank": 1}]] * 2
+    assert received == [[{"rank": 0}, {"rank": 1}]] * 2
 
 
-def test_a_rank_alone_hears_itself_as_if_from_the_network():
+def test_a_sole_rank_gets_its_own_message():
     assert SoleRank().exchange({"x": (1, 2)}, "aside") == [{"x": [1, 2], DETAIL: '"aside"'}]
 
 
 class Failing:
-    """A socket on which nothing goes any more."""
+    """A socket on which every call fails."""
 
     def __init__(self, number):
         self.error = OSError(number, os.strerror(number))
@@ -214,16 +213,16 @@ class Failing:
     "number",
     [errno.EHOSTUNREACH, errno.ENETDOWN, errno.ETIMEDOUT, errno.ECONNRESET, errno.EPIPE],
 )
-def test_a_connection_that_the_kernel_gives_up_is_lost(number):
+def test_an_error_of_the_kernel_is_a_lost_connection(number):
     connection = Connection(cast(Any, Failing(number)), 1.0)
-    says = os.strerror(number)
-    with pytest.raises(ConnectionLostError, match=says):
+    message = os.strerror(number)
+    with pytest.raises(ConnectionLostError, match=message):
         connection.send(b"1")
-    with pytest.raises(ConnectionLostError, match=says):
+    with pytest.raises(ConnectionLostError, match=message):
         connection.receive()
 
 
-def test_a_peer_that_is_silent_is_not_lost():
+def test_a_silent_peer_is_not_lost():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         here = socket.create_connection(listener.getsockname())
         there, _ = listener.accept()

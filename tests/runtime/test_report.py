@@ -34,13 +34,13 @@ def pairs(up_ms, down_ms):
     labels = [map(str, probe_transfers(LINK, number)) for number in (1, 2, 3)]
     times = zip(up_ms, down_ms, strict=True)
     return tuple(
-        told
+        of
         for (up, down), (up_took_ms, down_took_ms) in zip(labels, times, strict=True)
-        for told in ((up, up_took_ms), (down, down_took_ms))
+        for of in ((up, up_took_ms), (down, down_took_ms))
     )
 
 
-def test_a_probe_counts_the_later_end_and_the_median():
+def test_a_probe_takes_later_ends_and_medians():
     one = pairs((0.5, 45.0, 0.7), (20.0, 21.0, 1.0))
     other = pairs((30.0, 44.0, 0.9), (22.0, 20.5, 19.5))
     took_ms = probe_times(reports((), one, other, ()))
@@ -53,8 +53,8 @@ def test_without_a_probe_there_are_no_times():
     assert probe_times(reports((), ())) == {}
 
 
-def device(**told):
-    return SimpleNamespace(memory_stats=lambda: told or None)
+def device(**stats):
+    return SimpleNamespace(memory_stats=lambda: stats or None)
 
 
 def with_peak(device):
@@ -62,13 +62,13 @@ def with_peak(device):
 
 
 def test_all_stages_peaks_or_none():
-    tells, silent = device(peak_bytes_in_use=40), device(bytes_in_use=30)
-    assert peaks_of([with_peak(tells), with_peak(tells)]) == (40, 40)
+    reporting, silent = device(peak_bytes_in_use=40), device(bytes_in_use=30)
+    assert peaks_of([with_peak(reporting), with_peak(reporting)]) == (40, 40)
     for others in (silent, device()):
-        assert peaks_of([with_peak(tells), with_peak(others)]) is None
+        assert peaks_of([with_peak(reporting), with_peak(others)]) is None
 
 
-def test_a_cpu_tells_nothing():
+def test_a_cpu_reports_no_peak():
     (cpu, *_) = jax.devices("cpu")
     assert peak_bytes(cpu) is None
 
@@ -83,30 +83,30 @@ def test_a_report_reads_back_as_it_was_sent():
     ]  # fmt: skip
 
 
-def test_a_part_that_is_none_names_its_rank():
+def test_a_malformed_part_names_its_rank():
     bad = StepReport(1.0, 1.0, parts={"ProbeTimes": {"took_ms": 3}})
-    says = "^rank 1's ProbeTimes: took_ms: got 3, expected a list$"
-    with pytest.raises(ValueError, match=says):
+    message = "^rank 1's ProbeTimes: took_ms: got 3, expected a list$"
+    with pytest.raises(ValueError, match=message):
         parts_of([StepReport(1.0, 1.0), bad], ProbeTimes)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"loss": "much"}, "rank 2's report of a step: loss: got 'much', expected a number"),
         ({"squared_norm": [1.0]}, "rank 2's report of a step: squared_norm: got [1.0], "),
         ({"parts": None}, "rank 2's report of a step: parts: got None, expected an object"),
     ],
 )
-def test_a_report_that_is_none_names_its_field(change, says):
-    with pytest.raises(ValueError, match=f"^{re.escape(says)}"):
+def test_a_malformed_report_names_its_field(change, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         StepReport.from_json(StepReport(1.0, 1.0).to_json() | change, 2)
 
 
-def test_timings_that_are_none_name_their_field():
+def test_malformed_timings_name_their_field():
     report = StepReport(1.0, 1.0, detail='{"ops": [["F0", 0.0]]}')
-    says = r"^the timings of a step: ops\.0: got .*, expected a list of 3"
-    with pytest.raises(ValueError, match=says):
+    message = r"^the timings of a step: ops\.0: got .*, expected a list of 3"
+    with pytest.raises(ValueError, match=message):
         _ = report.timings
 
 
@@ -118,7 +118,7 @@ def test_timings_that_are_none_name_their_field():
         ({"detail": "2 sends"}, LinkEvent(1.5, EventKind.LANE_DOWN, "2 sends")),
     ],
 )
-def test_what_a_link_records_is_an_event_with_its_own_fields_in_words(record, event):
+def test_a_link_events_own_fields_become_its_detail(record, event):
     assert LinkEvent.of({"time_s": 1.5, "kind": "lane_down"} | record) == event
 
 

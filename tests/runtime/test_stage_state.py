@@ -54,7 +54,7 @@ def test_training_goes_on_to_the_bit(how):
     assert bits(train(fresh, *restored, range(3, 6))) == bits(expected)
 
 
-def test_each_part_has_its_own_chunks_moments_and_the_count():
+def test_each_part_has_its_moments_and_the_count():
     optimizer, state = begun(SETTINGS)
     _, second = stage_parts(*train(optimizer, two_chunks(), state, range(3)))
     adam = second["optimizer"]["0"]
@@ -71,7 +71,7 @@ def refusal(parts, how=SETTINGS):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({}, "params/layers/w: got nothing, expected float32 [1, 2, 2]"),
         (
@@ -86,13 +86,13 @@ def refusal(parts, how=SETTINGS):
         ({"w": 1.0}, "params/layers/w: got float, expected float32 [1, 2, 2]"),
     ],
 )
-def test_another_models_part_is_refused_by_name(change, says):
+def test_another_models_part_is_refused_by_name(change, message):
     first, second = as_numpy(stage_parts(two_chunks(), begun(SETTINGS)[1]))
-    assert says in refusal([first, second | {"params": {"layers": change}}])
+    assert message in refusal([first, second | {"params": {"layers": change}}])
 
 
 @pytest.mark.parametrize(
-    ("parts", "says"),
+    ("parts", "message"),
     [
         (two_chunks(), "the state: got a part of embed, layers, expected optimizer, params"),
         (two_chunks()[:1], "the state: got 1 parts, expected a sequence of 2, one per chunk"),
@@ -101,19 +101,19 @@ def test_another_models_part_is_refused_by_name(change, says):
         ({"params": {}}, "the state: got dict, expected a sequence of 2, one per chunk"),
     ],
 )
-def test_what_is_no_state_is_one_line(parts, says):
-    assert refusal(parts) == says
+def test_a_malformed_state_is_one_line(parts, message):
+    assert refusal(parts) == message
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "says"),
+    ("was", "now", "message"),
     [
         (SETTINGS, optax.sgd(0.1), "optimizer/0/count: got int32 [], expected nothing"),
         (optax.sgd(0.1), SETTINGS, "optimizer/0/count: got nothing, expected int32 []"),
     ],
 )
-def test_another_optimizers_state_is_refused(was, now, says):
-    assert says in refusal(as_numpy(stage_parts(two_chunks(), begun(was)[1])), now)
+def test_another_optimizers_state_is_refused(was, now, message):
+    assert message in refusal(as_numpy(stage_parts(two_chunks(), begun(was)[1])), now)
 
 
 def test_a_state_without_a_leaf_needs_no_branch():

@@ -57,7 +57,7 @@ def test_chunks_that_are_built_alike_share_their_programs():
     ]  # fmt: skip
 
 
-def test_messages_are_copied_as_the_user_says_or_it_is_an_error():
+def test_an_unavailable_copy_backend_is_an_error():
     with closing(LoopbackNetwork().plane(0, [], [])) as plane:
         with closing(trainer_of(1, 1, plane=plane, copies="pinned_host")) as trainer:
             assert trainer.delegated is not None
@@ -69,7 +69,7 @@ def test_messages_are_copied_as_the_user_says_or_it_is_an_error():
 
 
 @pytest.mark.long
-def test_a_ranks_virtual_stages_are_a_number_of_ranks_apart():
+def test_virtual_stages_are_num_ranks_apart():
     settings = settings_of(num_layers=6, num_stages=3, num_chunks=2)
     assert settings.num_ranks == 3
     assert [list(settings.own_stages(rank)) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
@@ -120,7 +120,7 @@ def same_bits(one, other):
 
 
 @pytest.mark.long
-def test_a_restored_stage_holds_no_more_than_a_fresh_one():
+def test_a_restored_stage_needs_no_extra_memory():
     before = live_bytes()
     fresh = trainer_of(num_layers=1, num_chunks=1)
     saved = as_numpy(fresh.state)
@@ -145,7 +145,7 @@ def updated():
     return trainer, as_numpy(trainer.state)
 
 
-def test_what_is_replaced_is_gone_before_its_successor_comes(updated, monkeypatch):
+def test_a_restore_frees_the_old_state_first(updated, monkeypatch):
     trainer, saved = updated
     replaced, present = jax.tree.leaves(trainer.state), []
 
@@ -160,7 +160,7 @@ def test_what_is_replaced_is_gone_before_its_successor_comes(updated, monkeypatc
     assert same_bits(trainer.state, saved)
 
 
-def test_a_state_that_does_not_fit_leaves_the_stage_as_it_was(updated):
+def test_a_state_that_does_not_fit_changes_nothing(updated):
     trainer, saved = updated
     (part,) = saved
     changed = part | {"params": jax.tree.map(lambda leaf: leaf[..., :1], part["params"])}
@@ -169,7 +169,7 @@ def test_a_state_that_does_not_fit_leaves_the_stage_as_it_was(updated):
     assert same_bits(trainer.state, saved)
 
 
-def test_a_stages_own_state_may_be_what_it_goes_on_from(updated):
+def test_a_stage_can_restore_its_own_state(updated):
     trainer, saved = updated
     trainer.restore(trainer.state)
     assert same_bits(trainer.state, saved)
@@ -187,7 +187,7 @@ def test_memory_is_freed_while_the_device_lags(monkeypatch):
     queue, held, may_watch = trainer.executor.queue, [], threading.Event()
     enqueue, drain = queue.enqueue, queue.drain
 
-    def noting(label, work, duration_s=None):
+    def record(label, work, duration_s=None):
         held.append(live_bytes_now())
         enqueue(label, work, duration_s)
 
@@ -198,7 +198,7 @@ def test_memory_is_freed_while_the_device_lags(monkeypatch):
         may_watch.set()
         return drain()
 
-    monkeypatch.setattr(queue, "enqueue", noting)
+    monkeypatch.setattr(queue, "enqueue", record)
     monkeypatch.setattr(queue, "drain", drain_once_all_is_dispatched)
     with closing(trainer):
         before = live_bytes()

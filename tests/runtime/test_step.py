@@ -1,4 +1,4 @@
-"""What a step makes of gradients on every rank, and what it says where they are not finite."""
+"""A step's update and report, and its message where values are not finite."""
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ PROGRAM: Any = SimpleNamespace()
 
 
 class Stage:
-    """One that notes what is done with its gradients."""
+    """A stage that records what is done with its gradients."""
 
     device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 9})
 
@@ -59,7 +59,7 @@ def run(stage, **options):
     return StepRunner(stage, SoleRank(), clip_norm=1.0).run(PROGRAM, INPUTS, 3, **options)
 
 
-def test_a_step_updates_by_the_clipped_norm_and_reports():
+def test_a_step_clips_updates_and_reports():
     stage: Any = Stage()
     result = run(stage, began_s=7.0, report=lambda step: (Part(step), Silent()))
     assert stage.done == ["step 3", 0.25]
@@ -83,14 +83,14 @@ def test_a_step_that_is_not_finite_updates_nothing():
     assert (result.updated, result.totals.not_finite) == (False, {0: "loss nan"})
 
 
-def test_a_step_for_its_timings_discards_and_keeps_events_for_later():
+def test_a_timing_step_discards_and_keeps_events():
     stage: Any = Stage()
     result = run(stage, updates=False)
     assert stage.done == ["step 3", "discarded"]
     assert (result.updated, result.events) == (False, ())
 
 
-def test_gradients_of_a_step_for_its_timings_are_not_read():
+def test_a_timing_step_reads_no_gradients():
     stage: Any = Stage(loss=math.nan)
     del stage.gradients
     stage.squared_norm = lambda: pytest.fail("the norm is read")
@@ -108,7 +108,7 @@ def test_gradients_of_a_finite_norm_are_not_read():
 
 
 @pytest.mark.parametrize(
-    ("loss", "chunks", "says"),
+    ("loss", "chunks", "message"),
     [
         (
             0.0,
@@ -128,9 +128,9 @@ def test_gradients_of_a_finite_norm_are_not_read():
         (0.0, [arrays(a=1e30)], "finite gradients, the sum of whose squares is not"),
     ],
 )
-def test_what_is_not_finite_is_named_as_the_model_names_it(loss, chunks, says):
+def test_gradients_that_are_not_finite_are_named(loss, chunks, message):
     stage: Any = Stage(*({"layers": chunk} for chunk in chunks))
-    assert not_finite_in_words(stage, loss, math.inf) == says
+    assert not_finite_in_words(stage, loss, math.inf) == message
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_what_is_not_finite_is_named_as_the_model_names_it(loss, chunks, says):
         (1.0, math.inf, "discarded"),
     ],
 )
-def test_only_a_finite_loss_and_norm_update_anything(loss, norm, done):
+def test_only_a_finite_step_updates(loss, norm, done):
     stage: Any = Stage()
     assert apply_gradients(stage, StepTotals(loss, norm), clip_norm=1.0) == (done == 0.25)
     assert stage.done == [done]

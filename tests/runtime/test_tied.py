@@ -27,7 +27,7 @@ def accumulators(*, embed, head, num_chunks=1):
         (({"a": {"b": 2}}, {"a": {"b": 1}}), (1, "a", "b"), ({"a": {"b": 2}}, {"a": {"b": 9}})),
     ],
 )
-def test_a_leaf_is_found_and_replaced_by_its_path(tree, path, replaced):
+def test_leaves_are_replaced_by_path(tree, path, replaced):
     assert with_leaf(tree, path, 9) == replaced
     assert leaf_at(tree, path) == 1  # as it was
 
@@ -50,7 +50,7 @@ def test_each_end_sends_its_own_copys_gradient():
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
-def test_one_rank_sums_both_of_its_copies_into_two_buffers(num_chunks):
+def test_one_rank_sums_its_copies_into_two_buffers(num_chunks):
     both = accumulators(embed=2, head=3, num_chunks=num_chunks)
     summed = TiedGradients(TIED, both).combine(both, 0, None)
     in_embed, in_head = summed[0]["embed"]["token"], summed[-1]["head"]["norm"]["token"]

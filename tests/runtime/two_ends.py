@@ -1,4 +1,4 @@
-"""Both ends of a link in one process: collectives that fail where a test says, all else real."""
+"""Both ends of a link in one process: tests choose which collectives fail; all else is real."""
 
 import queue
 import threading
@@ -28,7 +28,7 @@ from jaxmorph.runtime.routes import TransferIdentity
 from jaxmorph.transport.plane import ChannelSpec
 
 SHAPE = (3, 5)
-LIMIT_S, LIVES = 20.0, 2
+LIMIT_S, COMMUNICATORS = 20.0, 2
 LINK = Link(0, 1)
 FAILED = ValueError("UNKNOWN: Gloo collective permute failed: reset by peer")
 
@@ -101,7 +101,7 @@ def _wire() -> tuple[Any, Any]:
 
 
 class Collectives:
-    """Where both ends of a link's collectives meet; one of them fails, and all after it.
+    """A link's collectives, where both ends meet; one fails, and all after it.
 
     Args:
         fails_at: Which one, counted over both directions; None: none.
@@ -146,7 +146,7 @@ class Collectives:
 
 
 class Program:
-    """A rank's end of one direction: as `links.LinkProgram`, answered."""
+    """A rank's end of one direction: like `LinkProgram`, answered."""
 
     def __init__(self, collectives, channel, rank):
         self.collectives, self.rank = collectives, rank
@@ -159,9 +159,9 @@ class Program:
 
 
 class Communicators:
-    """What a rank's programs run over; each may fail once."""
+    """A rank's communicators; each may fail once."""
 
-    count = LIVES
+    count = COMMUNICATORS
 
     def __init__(self, collectives, rank):
         self.collectives, self.rank = collectives, rank
@@ -172,7 +172,7 @@ class Communicators:
 
 
 class NothingFound:
-    """Hosts that say nothing of paths."""
+    """A watch that finds no dead path."""
 
     def transfer(self, link):
         return nullcontext()
@@ -245,7 +245,7 @@ class TwoEnds:
 
 
 class RankThread(threading.Thread):
-    """Runs a rank's part of some transfers in order; what it takes is kept by transfer.
+    """Runs a rank's part of some transfers in order, and keeps what it receives.
 
     Args:
         ends: Both ranks'.

@@ -59,7 +59,7 @@ def main(arguments, link, rest):
     else:
         rendezvous.exchange({})
         jax.block_until_ready(route.post(DOWN, value, time.monotonic()).value)
-    link.send({"kind": "told", "rank": rendezvous.rank, "copied": copied})
+    link.send({"kind": "result", "rank": rendezvous.rank, "copied": copied})
 
 
 if __name__ == "__main__":

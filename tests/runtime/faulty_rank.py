@@ -10,10 +10,10 @@ from jaxmorph.errors import RunFailedError, UserError
 from jaxmorph.runtime.rank_process import run_rank
 
 
-def talk(link, all_said):
+def talk(link, all_sent):
     for number in range(300):
         link.send({"kind": "word", "number": number})
-    all_said.touch()
+    all_sent.touch()
     threading.Event().wait()
 
 

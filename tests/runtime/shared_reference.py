@@ -1,4 +1,4 @@
-"""The reference on one device, computed by rank 0 alone and told to the others."""
+"""The reference on one device, computed by rank 0 and sent to the others."""
 
 import base64
 import pickle
@@ -8,8 +8,8 @@ import numpy as np
 from one_device import OneDevice, optax_steps
 
 
-class ToldReference:
-    """What `OneDevice` finds, on every rank; all ranks ask for the same in the same order."""
+class SharedReference:
+    """The results of `OneDevice` on every rank; all ranks make the same calls in the same order."""
 
     def __init__(self, model, seed, rendezvous):
         self._rendezvous = rendezvous
@@ -17,19 +17,19 @@ class ToldReference:
         self._initial = {}
 
     def initial_loss_and_gradients(self, tokens, targets):
-        """Those of the initial parameters; of a batch seen before, nobody is asked again."""
+        """Those of the initial parameters; each batch is computed only once."""
         batch = (tokens.tobytes(), targets.tobytes())
         if batch not in self._initial:
-            self._initial[batch] = self._told(
+            self._initial[batch] = self._shared(
                 lambda one_device: one_device.loss_and_gradients(tokens, targets)
             )
         return self._initial[batch]
 
     def steps(self, settings, clip_norm, batches):
         """Parameters after Optax's steps."""
-        return self._told(lambda one_device: optax_steps(one_device, settings, clip_norm, batches))
+        return self._shared(lambda one_device: optax_steps(one_device, settings, clip_norm, batches))
 
-    def _told(self, compute):
+    def _shared(self, compute):
         mine = {}
         if self._one_device is not None:
             found = jax.tree.map(np.asarray, compute(self._one_device))
