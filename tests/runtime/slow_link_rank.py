@@ -98,8 +98,6 @@ def main(arguments, link, rest):
         paced.run("latency", [slow(latency_ms=30.0)])
         paced.run("jitter", [slow(latency_ms=30.0, jitter_ms=3.0)])
         paced.run("bandwidth", [slow(bandwidth_mbps=1.6)])
-        paced.run("of another step", [slow(latency_ms=30.0, to_step=1)])
-        paced.run("cut for a while", [slow(cut=True, to_s=0.2)])
         paced.run("healed by a change", [slow(cut=True)], paced.heal)
         paced.run_to_its_deadline("cut for good", [slow(cut=True)])
         paced.run("healthy again", [])

@@ -61,28 +61,17 @@ def test_bytes_take_the_time_of_the_bandwidth(messages):
     assert delays(messages, "bandwidth") == pytest.approx([expected_s] * 3, abs=MICROSECOND)
 
 
-def test_a_condition_of_other_steps_leaves_these_alone(messages):
-    assert delays(messages, "of another step") == pytest.approx([0.0] * 3, abs=MICROSECOND)
-
-
-def test_transfers_wait_until_a_cut_heals(messages):
-    delays(messages, "cut for a while")
-    for message in of_both_ranks(messages, "cut for a while"):
-        (_, first_over_s), *_ = transfers(message)
-        assert first_over_s >= message["origin_s"] + 0.2 - MICROSECOND
-
-
 def test_new_conditions_can_heal_a_cut(messages):
     delays(messages, "healed by a change")
     both = of_both_ranks(messages, "healed by a change")
     (_, first_over_s), *_ = transfers(both[0])
-    # The later of the ends was messages last, and only then could they meet.
+    # They could meet only once the conditions had changed at both ends.
     assert first_over_s >= max(message["healed_s"] for message in both) - MICROSECOND
 
 
 def test_a_lasting_cut_is_a_named_error_at_both_ends(messages):
     for message in of_both_ranks(messages, "cut for good"):
-        assert message["error"].startswith("activation[0] 0>1 of step 8, epoch 0: link 0-1 is cut")
+        assert message["error"].startswith("activation[0] 0>1 of step 6, epoch 0: link 0-1 is cut")
     assert delays(messages, "healthy again") == pytest.approx([0.0] * 3, abs=MICROSECOND)
 
 
