@@ -66,7 +66,7 @@ class DelegatedRoute:
     """Carries messages over the data plane; see `routes.Route`.
 
     Training thread: all methods. Queue thread: postings. For links that fail over the queue's
-    thread also calls `reserve` and `take`, and a link's own thread calls `post` to resend. A
+    thread also calls `post`, `has_room` and `take`, and a link's own thread calls `post`. A
     channel belongs to one thread at a time. Lock: counts and running copies.
 
     Args:

@@ -27,6 +27,7 @@ from jaxmorph.runtime.rendezvous import (
     identify,
     introduce,
 )
+from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.plane import ChannelSpec, DataPlane, TransportSettings
 
 Address = tuple[str, int]
@@ -63,7 +64,8 @@ def open_data_plane(
         _agree(rendezvous, [])
         yield None
         return
-    plane = (start or _start_sidecar)(rendezvous.rank, outgoing, incoming, settings)
+    start = start or SidecarPlane.start
+    plane = start(rendezvous.rank, outgoing, incoming, settings)
     try:
         found, secret = _agree(rendezvous, plane.addresses())
         channels = (spec.name for spec in (*outgoing, *incoming))
@@ -77,16 +79,6 @@ def open_data_plane(
         raise
     plane.close()
 
-
-def _start_sidecar(
-    rank: int,
-    outgoing: Sequence[ChannelSpec],
-    incoming: Sequence[ChannelSpec],
-    settings: TransportSettings | None,
-) -> DataPlane:
-    from jaxmorph.transport.client import SidecarPlane
-
-    return SidecarPlane.start(rank, outgoing, incoming, settings or TransportSettings())
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Programs that are alike, compiled once in a process that builds alike stages several times."""
+"""Compiles equal programs once in a process that builds equal stages several times."""
 
 import jax
 
@@ -8,7 +8,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def compile_alike_once():
-    """From now on this process compiles a program ahead of time only where it has none like it.
+    """Make this process compile equal programs only once.
 
     Programs are alike if their text, arguments and results are equal. Left out are programs of
     several devices, whose text doesn't show which ranks they join, and programs with callbacks,

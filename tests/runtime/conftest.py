@@ -1,4 +1,4 @@
-"""How these tests start ranks that run the modules beside them."""
+"""Starts ranks that run the modules beside these tests."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A rank without JAX that does what its command line says: for tests of the launcher."""
+"""A rank without JAX that fails as its command line says, for tests of the launcher."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What the pipeline is compared with: the same model on one device, by `jax.grad` and Optax."""
+"""The reference: the same model on one device, by `jax.grad` and Optax."""
 
 from copy import copy
 from functools import partial
@@ -22,7 +22,7 @@ jit = partial(jax.jit, compiler_options=QUICKLY)
 
 
 def initial_params(model, seed):
-    """All stages' parameters as one tree, made as the stages make theirs but without their code."""
+    """All stages' parameters as one tree, made independently of the stages' code."""
 
     @jit
     def keys():
@@ -42,7 +42,7 @@ def initial_params(model, seed):
 
 
 def untie(model, params):
-    """The head's own copies replaced by what they are copies of."""
+    """Replace the head's copies by the embedding's parameters."""
     for (embed_name,), (head_name,) in model.tied:
         head = {**params["head"], head_name: params["embed"][embed_name]}
         params = {**params, "head": head}

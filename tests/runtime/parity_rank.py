@@ -43,7 +43,7 @@ from tests.transport.proxy import Proxy
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "adaptive", "initial")
 MICROBATCHES = (1, 4, 8)
 CHUNKS = 2
-SPOILT_BYTES = 7_000  # more than the longest message, which would never get through else
+SPOILT_BYTES = 7_000  # more than the longest message, so that messages can get through
 SEED, VOCABULARY, SEQUENCE, MICROBATCH_SIZE = 3, 61, 12, 2
 CLIP_NORM = 0.5  # below the gradients' norm, so that clipping is at work
 OPTIMIZER = OptimizerSettings(
@@ -115,7 +115,7 @@ class Parity:
 
     @property
     def links(self):
-        """Every link there is, the one around the ranks too."""
+        """Every link, also the wrap-around."""
         ring = range(self.num_ranks)
         return {Link(*sorted((rank, (rank + 1) % self.num_ranks))) for rank in ring}
 
@@ -124,7 +124,7 @@ class Parity:
         self._opened.close()
 
     def _cut(self, num_chunks):
-        """The layers of each virtual stage; the first of several chunks takes what is left over."""
+        """The layers of each virtual stage; the first takes the remainder."""
         if num_chunks == 1:
             return cut_layers(self.model.num_layers, self.num_ranks)
         others = num_chunks * self.num_ranks - 1
@@ -193,7 +193,7 @@ class Parity:
 
 @cache
 def lowered(num_ranks, num_chunks, num_tied, schedule_name, num_microbatches, routes, narrowed_to):
-    """Every rank's program of a step, checked, and the slots it needs; each is made once."""
+    """Every rank's checked program of a step, and the slots it needs."""
     schedule, planned = planned_schedule(num_ranks, num_chunks, schedule_name, num_microbatches)
     programs = lower(schedule, planned, dict(routes) or None, num_tied=num_tied)
     if narrowed_to is not None:
@@ -212,7 +212,7 @@ def planned_schedule(num_ranks, num_chunks, schedule_name, num_microbatches):
 
 
 def problem(num_ranks, schedule_name):
-    """What schedules are planned for: uneven stages, a slow link and caps where that counts."""
+    """The problem to plan: with uneven stages, a slow link and caps for planned schedules."""
     if schedule_name not in PLANNED_SCHEDULES:
         return StageCosts.uniform(num_ranks, 1.0, 1.0, 1.0), {}, Limits()
     durations = [
@@ -233,7 +233,7 @@ def worst_leaf(got, expected):
 
 
 def relative_error(got, expected):
-    """Of a whole leaf; infinite where anything is not finite, so that no comparison passes."""
+    """The relative error of a whole leaf; infinite where a value is not finite."""
     error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
     return float(error) if np.isfinite(error) else float("inf")
 
@@ -249,7 +249,7 @@ TRAINED_ON = [batch(4, 20 + step) for step in range(3)]
 
 
 def check_all_schedules(parity, compilations):
-    parity.check_gradients("gpipe", *batch(1, 0), test="first")  # compiles the small things
+    parity.check_gradients("gpipe", *batch(1, 0), test="first")  # compiles small helper programs
     before = compilations.count
     for schedule_name, microbatches in itertools.product(SCHEDULES, MICROBATCHES):
         parity.check_gradients(schedule_name, *batch(microbatches, microbatches))
@@ -257,7 +257,7 @@ def check_all_schedules(parity, compilations):
 
 
 def check_ignored_microbatch(parity):
-    """Targets below 0 take a microbatch out; the others stay as they are."""
+    """Targets below 0 remove a microbatch and leave the others unchanged."""
     tokens, targets = batch(4, 7)
     ignored = targets.copy()
     ignored[2] = -1
@@ -286,7 +286,7 @@ def check_bitwise_equal(parity):
 
 
 def check_routes(parity, schedules, compilations):
-    """Whatever carries the transfers, from step to step something else, the bits are the same."""
+    """The bits are the same on all routes, which change from step to step."""
     tokens, targets = batch(8, 13)
     mixes = [dict.fromkeys(parity.links, "delegated"), *mixed_routes(parity.links)]
     before = None
@@ -297,13 +297,13 @@ def check_routes(parity, schedules, compilations):
             same = jax.tree.leaves(jax.tree.map(np.array_equal, direct, delegated))
             named = {str(link): route for link, route in routes.items()}
             parity.report("routes", schedule=schedule_name, routes=named, same=all(same))
-        before = before or compilations.count  # the first schedule's small things
+        before = before or compilations.count  # without the first schedule's small helper programs
     counts = parity.trainer.delegated.statistics()
     parity.report("route changes", compiled=compilations.count - before, counts=counts)
 
 
 def check_corruption(rendezvous, link, reference):
-    """A network that flips bits all the time, between sidecars that don't know of it."""
+    """Sidecars over a network that flips bits repeatedly."""
     tokens, targets = batch(8, 23)
     with ExitStack() as proxies:
         planes = []
@@ -337,7 +337,7 @@ def check_corruption(rendezvous, link, reference):
 
 
 def check_forwards_alone(parity, schedules, compilations):
-    """The loss of a step's forwards is the step's, bit by bit; no gradient comes of them."""
+    """Forwards alone give the step's loss bit by bit, and no gradients."""
     tokens, targets = batch(8, 17)
     weight, first = 1.0 / np.count_nonzero(targets >= 0), len(tokens)
     everywhere = [dict.fromkeys(parity.links, "delegated")] if parity.num_ranks > 1 else []
@@ -363,7 +363,7 @@ def check_forwards_alone(parity, schedules, compilations):
 
 
 def mixed_routes(links):
-    """Each second link delegated, and the others; of two ranks' one link, none."""
+    """Every other link delegated, then the rest; nothing for a single link."""
     ordered = sorted(links)
     for start in range(2) if len(ordered) > 1 else ():
         yield {
@@ -380,9 +380,9 @@ def gradients_of(parity, schedule_name, tokens, targets, routes):
 
 
 def check_overflow(parity):
-    """Weights of the last stage make its activations overflow: no rank's state changes by a bit.
+    """The last stage's activations overflow: no rank's state changes by a bit.
 
-    That stage goes back to its sound weights; the others go on as the step has left them.
+    That stage then restores its weights; the others keep their state.
     """
     sound, is_last = copied(parity.trainer.state), parity.rank == parity.num_ranks - 1
     if is_last:
@@ -423,7 +423,7 @@ def check_parameters(parity, schedule_name, expected):
 
 
 def check_chunks(parity, expected):
-    """Several virtual stages on each rank, the first of them with more layers than the others."""
+    """Several virtual stages per rank; the first has more layers."""
     for microbatches in (4, 8):
         parity.check_gradients("interleaved", *batch(microbatches, microbatches))
     check_parameters(parity, "interleaved", expected)
@@ -438,10 +438,10 @@ def main(arguments, link, rest):
     }
     if rendezvous.num_ranks == 2:
         check_variants(Parity(rendezvous, link, tied=True, compute_dtype="bfloat16"))
-        reference = references[True]  # what is computed again is the same
+        reference = references[True]  # recomputing changes nothing
         check_variants(Parity(rendezvous, link, tied=True, stash="recompute", reference=reference))
         check_corruption(rendezvous, link, reference)
-    # Users' machine code has been seen of F, B, W and BW by now; chunks are more stages of those.
+    # F, B, W and BW were tested as users compile them; chunks are compiled quickly.
     compile_by(partial(jax.stages.Lowered.compile, compiler_options=QUICKLY))
     jax.config.update("jax_disable_most_optimizations", True)
     for tied, reference in references.items():
@@ -449,7 +449,7 @@ def main(arguments, link, rest):
 
 
 def check_whole_stages(rendezvous, link, tied, compilations):
-    """A stage on each rank; what one device computes is returned."""
+    """One stage per rank; returns the reference."""
     parity = Parity(rendezvous, link, tied=tied, delegated=True)
     check_all_schedules(parity, compilations)
     check_ignored_microbatch(parity)
@@ -465,7 +465,7 @@ def check_whole_stages(rendezvous, link, tied, compilations):
 
 
 def check_chunked_stages(rendezvous, link, tied, reference, compilations):
-    """Several stages on each rank."""
+    """Several virtual stages per rank."""
     chunks = Parity(
         rendezvous,
         link,
@@ -485,7 +485,7 @@ def check_chunked_stages(rendezvous, link, tied, reference, compilations):
 
 
 def check_variants(parity):
-    """Other arithmetic or another stash, under a schedule of BW and one of B and W."""
+    """Other arithmetic or another stash, with BW and with B and W."""
     for schedule_name in ("1f1b", "zb-h2"):
         parity.check_gradients(schedule_name, *batch(4, 4))
     parity.close()

@@ -38,5 +38,5 @@ class SharedReference:
 
 
 def norm(gradients):
-    """The global norm; a tied parameter's gradient stands in the embedding alone."""
+    """The global norm; only the embedding has a tied parameter's gradient."""
     return float(np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(gradients))))

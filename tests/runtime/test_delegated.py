@@ -1,4 +1,4 @@
-"""The delegated route over a data plane in memory: what it sends, refuses, skips and waits for."""
+"""The delegated route over a data plane in memory."""
 
 import threading
 import time
@@ -91,7 +91,7 @@ def chosen_backend():
 
 @pytest.fixture(params=["at once", "by callback"])
 def backend(request):
-    """As on CPUs, what is computed is copied at once; elsewhere a program's callback does it."""
+    """CPUs copy a computed payload at once; elsewhere a program's callback copies it."""
     return ImmediateSend(chosen_backend()) if request.param == "at once" else chosen_backend()
 
 

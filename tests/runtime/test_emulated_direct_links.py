@@ -1,4 +1,4 @@
-"""Two ranks over one direct link that is slow, narrow, unsteady or cut: what their queues show."""
+"""The stamps of two ranks over one direct link that is slow, narrow, unsteady or cut."""
 
 from itertools import pairwise
 

@@ -1,8 +1,8 @@
-"""Three ranks, and the direct path between two of them fails in mid-step: the step doesn't know.
+"""Three ranks whose direct path 0-1 fails within a step, which must not change the step's results.
 
-Once it is cut by emulation, on either queue; once a rank is stopped in a transfer until
-long after the collective's deadline, so that Gloo itself fails; then twice it is cut for one
-end alone, so that the other's collective fails, and the link begins again over other devices.
+On either queue an emulated cut fails it once. Then a rank is stopped in a transfer until long after
+the deadline, so that Gloo fails. Then it is cut twice at one end only, so that the other end's
+collective fails, and the link is restored over other devices.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""A step whose stashes go to host memory and back gives the same bits, and holds no more."""
+"""Offloading stashes changes no bits and keeps within its room."""
 
 import json
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def stash(microbatch: int) -> Buffer:
 
 @pytest.fixture(scope="module")
 def trainer() -> Iterator[StageTrainer]:
-    """Of one rank that has the whole model."""
+    """One rank with the whole model."""
     with closing(trainer_of(num_layers=2, num_chunks=1, kinds=OpKind)) as trainer:
         yield trainer
 
@@ -57,7 +57,7 @@ def paced(trainer):
 
 @dataclass(frozen=True)
 class Result:
-    """What a step gave."""
+    """The results of a step."""
 
     outcome: StepOutcome
     norm: float
@@ -135,7 +135,7 @@ def test_the_source_of_a_copy_is_deleted(trainer):
     away.back.result(5)
     assert all(leaf.is_deleted() for leaf in on_host)
     back = away.take()
-    assert away.arrays is None  # nothing here keeps it longer than its reader
+    assert away.arrays is None  # only the reader keeps it
     assert [leaf.sharding for leaf in back] == [sharding] * 2
     np.testing.assert_array_equal(back[0], np.arange(3.0))
     copies.close()

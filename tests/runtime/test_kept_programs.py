@@ -1,4 +1,4 @@
-"""A program that was kept is the one that was compiled, and a wrong one is never run."""
+"""Kept programs equal compiled ones, and broken files are never run."""
 
 import logging
 
@@ -19,7 +19,7 @@ X = jnp.linspace(0.0, 1.0, 1024).reshape(32, 32)
 
 
 def lowered(scale):
-    """Two results in a dictionary, the second argument given away."""
+    """A program with two results and a donated argument."""
 
     def step(weights, x):
         moved = jnp.tanh(x @ weights) * scale
@@ -100,7 +100,7 @@ def test_an_unwritable_folder_is_no_error(tmp_path, caplog):
 
 
 def one_step(model):
-    """A stage built anew, and what its programs make of a microbatch."""
+    """Build a stage; returns its results for a microbatch."""
     stage = build_stage(
         model,
         stage_submesh(make_mesh(1), 0),
@@ -141,7 +141,7 @@ DIR, LEAST_S = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_ti
 
 @pytest.fixture
 def keepers(monkeypatch):
-    """Where programs are kept by what the rank has set, for this test alone."""
+    """Records which `KeptPrograms` compiles for this process, during one test."""
     before, keepers = {name: jax.config.values[name] for name in (DIR, LEAST_S)}, []
     monkeypatch.setattr(kept_programs, "compile_by", lambda how: keepers.append(how.__self__))
     jax.config.update(DIR, None)

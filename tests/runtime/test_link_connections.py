@@ -118,7 +118,7 @@ SPEC = ChannelSpec(ChannelName(0, 0, 2), 64, 2)
 
 @pytest.fixture
 def with_plane():
-    """Has each of three ranks do something with its plane; gives results, and what planes saw."""
+    """Runs `use` on each of three ranks; returns the results and records of the planes."""
     network, records = LoopbackNetwork(), [{} for _ in range(3)]
 
     def start(rank, outgoing, incoming, settings):

@@ -1,4 +1,4 @@
-"""A second model through two processes gives one device's loss, gradients and parameters too."""
+"""A second model gives one device's loss, gradients and parameters."""
 
 import pytest
 
@@ -9,7 +9,7 @@ SINGLE = 1e-5  # relative, float32
 
 @pytest.fixture(autouse=True, scope="module")
 def compile_quickly():
-    """Not here: these stages are compiled as in users' runs."""
+    """Overrides the fixture: these stages are compiled as in users' runs."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Every schedule gives the loss, the gradients and the parameters of one device.
+"""Every schedule gives one device's loss, gradients and parameters.
 
 One launch per number of stages runs all schedules, microbatch counts and both tyings, with the same
 compiled programs throughout.
@@ -17,12 +17,12 @@ TWO = ["2", pytest.param(AS_USERS, marks=pytest.mark.long)]
 
 @pytest.fixture(scope="module")
 def launch(run_as_ranks):
-    """What the ranks of a launch with so many stages report; each is launched once."""
+    """The reports of ranks by number of stages; each is launched once."""
 
     @cache
     def launched(stages):
         with pytest.MonkeyPatch.context() as patch:
-            if stages == AS_USERS:  # but for chunks, which are compiled quickly
+            if stages == AS_USERS:  # except chunks
                 patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
                 patch.delenv("XLA_FLAGS", raising=False)
             return run_as_ranks("parity_rank", int(stages[0]))

@@ -27,7 +27,7 @@ def paced():
 
 @contextmanager
 def all_enqueued_first(queue):
-    """Nothing runs until everything has been enqueued, however slow this machine is."""
+    """Run nothing until everything is enqueued, however slow the machine is."""
     begin = threading.Event()
     queue.enqueue(None, lambda: begin.wait(30))
     yield
@@ -127,7 +127,7 @@ def test_waiting_for_bytes_is_not_op_time(paced):
         paced.enqueue("next", lambda: None, duration_s=0.01)
     transfer, op, later = paced.drain()
     assert transfer.duration_s == 0.0
-    assert op.end_s >= transfer.end_s + 0.1  # the queue stood still for the bytes
+    assert op.end_s >= transfer.end_s + 0.1  # the queue waited for the bytes
     assert 0.01 <= op.duration_s + 1e-9 < 0.1
     assert later.start_s == op.end_s
 

@@ -1,4 +1,4 @@
-"""What ranks report of a step, read and put together."""
+"""Ranks' reports of a step: parsing and totals."""
 
 import json
 import math

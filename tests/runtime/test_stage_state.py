@@ -1,4 +1,4 @@
-"""Parameters and optimizer state, in parts and back."""
+"""Parameters and optimizer state: split into parts and restored."""
 
 import jax
 import jax.numpy as jnp

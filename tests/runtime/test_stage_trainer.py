@@ -38,7 +38,7 @@ def settings_of(num_layers, num_stages, num_chunks, kinds=()):
 
 
 def trainer_of(num_layers, num_chunks, kinds=(), plane=None, **others):
-    """Of one rank that has the whole model."""
+    """One rank with the whole model."""
     sizes = {"width": 8, "num_heads": 1, "num_layers": num_layers}
     model = build(preset="tiny", sequence_length=4, vocab_size=8, **sizes)
     settings = replace(settings_of(num_layers, 1, num_chunks, kinds), **others)
@@ -106,7 +106,7 @@ def live_bytes():
 
 
 def live_bytes_now():
-    """Without looking for garbage first, which takes long."""
+    """Without a garbage collection, which is slow."""
     return sum(array.nbytes for array in jax.live_arrays())
 
 
@@ -208,4 +208,4 @@ def test_memory_is_freed_while_the_device_lags(monkeypatch):
     together = memory.after_forward_bytes + memory.after_backward_input_bytes
     assert len(held) == 4 * 5  # three ops and what two of them free
     assert max(held) - before <= together + scalars
-    assert max(held[::5]) - before <= scalars  # ahead of each F nothing is left
+    assert max(held[::5]) - before <= scalars  # nothing is left before each F

@@ -25,7 +25,7 @@ DOWN = TransferIdentity(0, 0, Transfer(Payload.GRADIENT, 1, 0, 0))
 
 
 def there_and_back(stash):
-    """Whether a stash has been to host memory and is back in time, with the same bits."""
+    """Whether a stash goes to host memory and comes back in time, with the same bits."""
     expected = np.asarray(stash)
     away, copies = AwayStash(Buffer(BufferKind.STASH, 0)), HostCopies()
     copies.offload(away, stash, time.monotonic())
