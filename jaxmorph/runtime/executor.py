@@ -188,7 +188,7 @@ class Executor:
             raise
         loss_sum = sum(float(loss) for loss in state.losses)  # in microbatch order
         loss = loss_sum * inputs.loss_weight
-        copies = [stamp for away in state.away.values() for stamp in away.stamps()]
+        copies = [of.result() for away in state.away.values() for of in (away.gone, away.back)]
         return StepOutcome(loss, tuple(state.accumulators), stamps, state.arrivals, copies)
 
     def _enqueue(self, instruction: Instruction, state: _Step) -> None:

@@ -100,6 +100,7 @@ class FailoverRoute:
         try:
             with self._watch.transfer(end.link):
                 moved = self._direct.post(identity._replace(epoch=end.epoch), value, arrived_s)
+                # Otherwise a failure would show only in a later transfer.
                 jax.block_until_ready(moved.value)
         except _FAILURES as error:
             self._give_up(end, error)
@@ -123,6 +124,7 @@ class FailoverRoute:
                 end.leave()
                 return moved
         epoch = end.await_switch(str(identity))
+        # The failed transfer may have used up the deadline.
         deadline_s = max(deadline_s, time.monotonic() + self._timeout_s)
         return self._delegated.take(identity._replace(epoch=epoch), arrived_s, deadline_s)
 

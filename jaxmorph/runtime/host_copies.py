@@ -6,7 +6,7 @@ each direction. `device_put` to another memory kind compiles nothing, but can't 
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -48,20 +48,12 @@ class AwayStash:
     arrays: Tree = None
     shardings: Tree = None
 
-    @property
-    def host_shardings(self) -> Tree:
-        """Its shardings in host memory."""
-        return jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST_MEMORY), self.shardings)
 
     def take(self) -> Tree:
         """The stash, once it is back; the caller owns it."""
         arrays, self.arrays = self.arrays, None
         return arrays
 
-    def stamps(self) -> Iterator[Stamp]:
-        """When its copies ran; waits for them."""
-        yield self.gone.result()
-        yield self.back.result()
 
     def cancel(self) -> None:
         """Wake threads that wait for it: it will not come."""
@@ -84,7 +76,8 @@ class HostCopies:
         """Start to move a stash, which was ready at `made_s`, to host memory."""
         away.arrays = arrays
         away.shardings = jax.tree.map(lambda leaf: leaf.sharding, arrays)
-        self._out.submit(away.gone, lambda: self._out.copy(away, away.host_shardings, made_s))
+        on_host = jax.tree.map(lambda each: each.with_memory_kind(HOST_MEMORY), away.shardings)
+        self._out.submit(away.gone, lambda: self._out.copy(away, on_host, made_s))
 
     def fetch(self, away: AwayStash, after: AwayStash | None, free_s: float) -> None:
         """Start to move a stash back, once there is room.

@@ -19,6 +19,7 @@ import jax
 from jax.experimental import serialize_executable
 from jax.stages import Compiled, Lowered
 
+from jaxmorph.runtime.launcher import num_processors
 from jaxmorph.stage.compiling import compile_by
 
 if TYPE_CHECKING:  # the GPU check runs without the configuration's libraries
@@ -100,15 +101,10 @@ def _platform() -> Iterator[str]:
     yield str(jax.config.read("jax_disable_most_optimizations"))
     if device.platform == "cpu":
         yield _processor()
-        yield from _threads()
-
-
-def _threads() -> Iterator[str]:
-    """What sizes XLA's thread pool: programs for CPUs are cut into as many parts."""
-    yield os.environ.get("NPROC", "")
-    yield str(jax.local_device_count())
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        yield str(len(os.sched_getaffinity(0)))
+        # XLA cuts programs for CPUs into as many parts as its pool has threads, which depend on:
+        yield os.environ.get("NPROC", "")
+        yield str(jax.local_device_count())
+        yield str(num_processors())
 
 
 def _processor() -> str:
