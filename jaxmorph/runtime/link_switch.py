@@ -302,7 +302,7 @@ class LinkEnd:
         self._changed.notify_all()
 
     def _send_ready(self) -> Ready | None:
-        """Report to the peer that this end is at its next transfer; None if the path is given up."""
+        """Report this end at its next transfer; None if the path is given up."""
         with self._changed:
             if self._has_left_path:
                 return None

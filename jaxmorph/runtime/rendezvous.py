@@ -56,7 +56,7 @@ class Connection:
         self.limit(deadline_s)
 
     def limit(self, deadline_s: float | None) -> None:
-        """Change how long the peer may be silent, before a message or within one; None: no limit."""
+        """Change how long the peer may be silent before or within a message; None: no limit."""
         self._socket.settimeout(deadline_s)
 
     def send(self, message: bytes) -> None:
@@ -222,7 +222,7 @@ class HostRendezvous:
         self.limit(deadline_s)
 
     def limit(self, deadline_s: float) -> None:
-        """Change how long rank 0 waits; the others wait longer, as only rank 0 can name the late."""
+        """Change how long rank 0 waits; others wait longer, as only rank 0 can name a late rank."""
         self._deadline_s = deadline_s if self.rank == 0 else 2 * deadline_s + _GRACE_S
         for peer in self._peers.values():
             peer.limit(self._deadline_s)

@@ -97,7 +97,7 @@ def _nested(tree: Tree) -> Tree:
 
 
 def _filled(expected: Tree, found: Tree, what: str) -> Tree:
-    """The expected tree with the values of another, whose leaves must have equal names and forms."""
+    """The expected tree with the values of `found`, whose leaves must match in name and form."""
     values, due = _leaves(found), _leaves(expected)
     for names in [*due, *sorted(values.keys() - due.keys())]:
         got, wanted = _form(values.get(names)), _form(due.get(names))

@@ -146,13 +146,13 @@ def opened(rendezvous, link, queue):
     programs = lower(schedule, simulate(schedule, costs, {}), num_tied=len(model.tied))
     check(programs)
     check_every_switch(programs)
-    own, emulated = programs[rendezvous.rank], LinksWithActions()
+    own, acting = programs[rendezvous.rank], LinksWithActions()
     with (
         open_data_plane(rendezvous, *ends) as plane,
         open_failover_connections(rendezvous, links, "127.0.0.1", LIMIT_S) as failover,
-        closing(StageTrainer(model, settings, rendezvous.rank, emulated, plane, failover)) as trainer,
+        closing(StageTrainer(model, settings, rendezvous.rank, acting, plane, failover)) as trainer,
     ):
-        yield Rank(rendezvous, link, trainer, emulated, own, queue)
+        yield Rank(rendezvous, link, trainer, acting, own, queue)
 
 
 def cut_in_mid_step(rank):

@@ -20,16 +20,16 @@ class SharedReference:
         """Those of the initial parameters; each batch is computed only once."""
         batch = (tokens.tobytes(), targets.tobytes())
         if batch not in self._initial:
-            self._initial[batch] = self._shared(
+            self._initial[batch] = self._share(
                 lambda one_device: one_device.loss_and_gradients(tokens, targets)
             )
         return self._initial[batch]
 
     def steps(self, settings, clip_norm, batches):
         """Parameters after Optax's steps."""
-        return self._shared(lambda one_device: optax_steps(one_device, settings, clip_norm, batches))
+        return self._share(lambda one: optax_steps(one, settings, clip_norm, batches))
 
-    def _shared(self, compute):
+    def _share(self, compute):
         mine = {}
         if self._one_device is not None:
             found = jax.tree.map(np.asarray, compute(self._one_device))

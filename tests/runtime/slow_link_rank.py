@@ -58,7 +58,8 @@ class Bench:
         stamps = [(stamp.label, stamp.start_s, stamp.end_s) for stamp in self.queue.drain()]
         self.step += 1
         arrivals_s = list(self.arrivals_s)
-        self.report(test, origin_s=origin_s, arrivals_s=arrivals_s, stamps=stamps, healed_s=healed_s)
+        times_s = {"origin_s": origin_s, "arrivals_s": arrivals_s, "healed_s": healed_s}
+        self.report(test, stamps=stamps, **times_s)
 
     def move(self, transfer, timeout_s, arrived_s):
         identity = TransferIdentity(0, self.step, transfer)

@@ -129,7 +129,8 @@ def test_a_cut_beyond_the_deadline_fails_the_path(make_ends):
         links.emulate([CUT])
     move(ends, step=1)
     reported = failures_of_both(ends)
-    found = [re.search(r"link 0-1 is cut, still after ([\d.]+) s", each.detail) for each in reported]
+    pattern = r"link 0-1 is cut, still after ([\d.]+) s"
+    found = [re.search(pattern, each.detail) for each in reported]
     assert max(float(match[1]) for match in found if match) >= 0.05
     assert max(failure.held_up_s for failure in reported) >= 0.05
     assert [each.restores_left for each in reported] == [COMMUNICATORS] * 2  # none failed

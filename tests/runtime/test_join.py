@@ -75,7 +75,8 @@ def test_a_missing_platform_is_named(fails, error, reason):
     with pytest.raises(UserError) as raised:
         own_devices()
     message = str(raised.value)
-    assert message.startswith(f"JAX_PLATFORMS: got {jax.config.values['jax_platforms']!r}, for which")
+    asked = jax.config.values["jax_platforms"]
+    assert message.startswith(f"JAX_PLATFORMS: got {asked!r}, for which")
     assert reason in message
     assert "\n" not in message
 

@@ -26,10 +26,11 @@ LINKS = [Link(0, 1), Link(1, 2), Link(0, 2)]
 def test_the_ends_of_a_link_are_connected():
     def talk(rendezvous):
         with open_peer_connections(rendezvous, LINKS, HOST, LIMIT_S) as connections:
-            for link, peer in connections.items():
+            peers = connections.items()
+            for link, peer in peers:
                 peer.ready.send(f"{link} from {rendezvous.rank}".encode())
                 peer.states.send(b"a state")
-            received = {str(link): peer.ready.receive().decode() for link, peer in connections.items()}
+            received = {str(link): peer.ready.receive().decode() for link, peer in peers}
             assert {peer.states.receive() for peer in connections.values()} == {b"a state"}
             rendezvous.exchange({})
             return received
@@ -59,7 +60,8 @@ def test_a_stranger_is_refused():
 
         def exchange_and_let_in(message):
             messages = exchange(message)
-            with socket.create_connection(tuple(messages[0]["value"]["at"][0]), LIMIT_S) as stranger:
+            address = tuple(messages[0]["value"]["at"][0])
+            with socket.create_connection(address, LIMIT_S) as stranger:
                 stranger.sendall(b"\0\0\0\4nope")
             return messages
 
