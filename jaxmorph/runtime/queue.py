@@ -86,14 +86,18 @@ class _Item:
 _CLOSING_S = 1.0
 
 
-class _WorkerThread:
-    """One daemon thread that handles items in order, and keeps its first error for the caller.
+class DeviceQueue(ABC):
+    """Runs work in order; its own thread runs the work or watches it end.
 
-    A restart begins a new generation: items and errors of earlier ones are dropped.
+    The thread keeps its first error for the caller. A restart begins a new generation: items and
+    errors of earlier ones are dropped.
     """
 
-    def __init__(self, name: str, handle: Callable[[_Item], None]) -> None:
-        self._handle = handle
+    _thread_name: str
+
+    def __init__(self) -> None:
+        self._stamps: list[Stamp] = []
+        self._previous_end_s = 0.0
         self._items: standard_queue.SimpleQueue[tuple[int, _Item] | Callable[[], None] | None] = (
             standard_queue.SimpleQueue()
         )
@@ -101,57 +105,8 @@ class _WorkerThread:
         self._idle = threading.Semaphore(0)
         self._error: tuple[int, BaseException] | None = None  # with its generation
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self._thread_name, daemon=True)
         self._thread.start()
-
-    def put(self, item: _Item) -> None:
-        self.raise_error()
-        self._items.put((self._generation, item))
-
-    def wait(self) -> None:
-        """Wait until everything put so far is handled; raise its first error."""
-        self._items.put(self._idle.release)
-        self._idle.acquire()
-        self.raise_error()
-
-    def raise_error(self) -> None:
-        if self._error is not None and self._error[0] == self._generation:
-            raise self._error[1]
-
-    def restart(self) -> None:
-        """Drop items that have not begun; the current one is left to end."""
-        self._generation += 1
-
-    def close(self) -> None:
-        """Drop items that have not begun, and wait briefly: one may hang with a dead peer."""
-        self._closed = True
-        self._items.put(None)
-        self._thread.join(_CLOSING_S)
-
-    def _run(self) -> None:
-        while (found := self._items.get()) is not None:
-            if not isinstance(found, tuple):
-                if not self._closed:
-                    found()
-                continue
-            generation, item = found
-            failed = self._error is not None and self._error[0] == generation
-            if generation == self._generation and not failed and not self._closed:
-                try:
-                    self._handle(item)
-                except BaseException as error:  # raised again by the caller; the rest is dropped
-                    self._error = generation, error
-
-
-class DeviceQueue(ABC):
-    """Runs work in order; its own thread runs the work or watches it end."""
-
-    _thread_name: str
-
-    def __init__(self) -> None:
-        self._stamps: list[Stamp] = []
-        self._previous_end_s = 0.0
-        self._worker = _WorkerThread(self._thread_name, self._handle)
 
     @abstractmethod
     def enqueue(self, label: Any, work: Work, duration_s: float | None = None) -> None:
@@ -187,25 +142,48 @@ class DeviceQueue(ABC):
 
     def raise_error(self) -> None:
         """Raise the queue's first error, if there is one; doesn't wait."""
-        self._worker.raise_error()
+        if self._error is not None and self._error[0] == self._generation:
+            raise self._error[1]
 
     def drain(self) -> list[Stamp]:
         """Wait until all items have run; returns the stamps since the last drain, in order.
 
         After an error it raises that at each call until a restart.
         """
-        self._worker.wait()
+        self._items.put(self._idle.release)
+        self._idle.acquire()
+        self.raise_error()
         stamps, self._stamps = self._stamps, []
         return stamps
 
     def restart(self) -> None:
-        """Drop items that have not run, and the error; doesn't wait."""
-        self._worker.restart()
+        """Drop items that have not begun, and the error; doesn't wait for the current item."""
+        self._generation += 1
         self._stamps = []
 
     def close(self) -> None:
-        """Stop the queue's thread; items that have not run are dropped."""
-        self._worker.close()
+        """Stop the queue's thread; items that have not begun are dropped."""
+        self._closed = True
+        self._items.put(None)
+        self._thread.join(_CLOSING_S)  # briefly: its item may hang with a dead peer
+
+    def _put(self, item: _Item) -> None:
+        self.raise_error()
+        self._items.put((self._generation, item))
+
+    def _run(self) -> None:
+        while (found := self._items.get()) is not None:
+            if not isinstance(found, tuple):
+                if not self._closed:
+                    found()
+                continue
+            generation, item = found
+            failed = self._error is not None and self._error[0] == generation
+            if generation == self._generation and not failed and not self._closed:
+                try:
+                    self._handle(item)
+                except BaseException as error:  # raised again by the caller; the rest is dropped
+                    self._error = generation, error
 
 
 class AsynchronousQueue(DeviceQueue):
@@ -223,7 +201,7 @@ class AsynchronousQueue(DeviceQueue):
         dispatched_s = time.monotonic()
         arrays = work()
         if label is not None:
-            self._worker.put(_Item(label, lambda: arrays, dispatched_s))
+            self._put(_Item(label, lambda: arrays, dispatched_s))
 
     def enqueue_transfer(self, label: Any, work: TransferWork) -> None:
         """Dispatch now; on CPUs this returns when the peer has come.
@@ -234,11 +212,11 @@ class AsynchronousQueue(DeviceQueue):
         moved = work(dispatched_s)
         if moved.over_s is not None:
             sleep_until(moved.over_s)
-        self._worker.put(_Item(label, lambda: moved.value, dispatched_s))
+        self._put(_Item(label, lambda: moved.value, dispatched_s))
 
     def enqueue_after(self, work: Callable[[float], None]) -> None:
         """Let the watcher call `work` after the items before."""
-        self._worker.put(_Item(None, work, 0.0))
+        self._put(_Item(None, work, 0.0))
 
     def enqueue_wait(self, wait: Callable[[], float]) -> None:
         """Wait now, before anything else is dispatched."""
@@ -279,11 +257,11 @@ class PacedQueue(DeviceQueue):
 
     def enqueue(self, label: Any, work: Work, duration_s: float | None = None) -> None:
         """Add an op or other work; the caller doesn't wait."""
-        self._worker.put(_Item(label, work, time.monotonic(), duration_s))
+        self._put(_Item(label, work, time.monotonic(), duration_s))
 
     def enqueue_transfer(self, label: Any, work: TransferWork) -> None:
         """Add a transfer; the caller doesn't wait."""
-        self._worker.put(_Item(label, work, time.monotonic(), is_transfer=True))
+        self._put(_Item(label, work, time.monotonic(), is_transfer=True))
 
     def enqueue_after(self, work: Callable[[float], None]) -> None:
         """Let the worker call `work` between two items."""
