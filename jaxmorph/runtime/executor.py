@@ -270,7 +270,6 @@ class Executor:
         deadline_s = time.monotonic() + self.transfer_timeout_s
         return wait_for(copied, deadline_s, self.queue.raise_error).end_s
 
-
     def _reduce(self, index: int, buffer: Buffer | None, state: _Step) -> None:
         peer = None if buffer is None else state.buffers[buffer]
         combined = self._tied.combine(tuple(state.accumulators), index, peer)

@@ -48,12 +48,10 @@ class AwayStash:
     arrays: Tree = None
     shardings: Tree = None
 
-
     def take(self) -> Tree:
         """The stash, once it is back; the caller owns it."""
         arrays, self.arrays = self.arrays, None
         return arrays
-
 
     def cancel(self) -> None:
         """Wake threads that wait for it: it will not come."""

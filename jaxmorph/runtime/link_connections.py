@@ -80,7 +80,6 @@ def open_data_plane(
     plane.close()
 
 
-
 @dataclass(frozen=True)
 class _Listening:
     """Where a rank listens; from rank 0 also the secret, in hexadecimal digits."""

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from two_ends import (
+    COMMUNICATORS,
     LIMIT_S,
     LINK,
-    COMMUNICATORS,
     SHAPE,
     TIED,
     Collectives,
@@ -97,9 +97,7 @@ def test_a_whole_path_carries_everything_directly(make_ends):
 @pytest.mark.parametrize(
     ("fails_at", "part_elements"), [*((at, 15) for at in range(len(ORDER))), (ORDER.index(TIED), 4)]
 )
-def test_a_failed_collective_loses_no_message(
-    make_ends, fails_at, raises_at, part_elements
-):
+def test_a_failed_collective_loses_no_message(make_ends, fails_at, raises_at, part_elements):
     ends = make_ends(Collectives(fails_at, raises_at), part_elements=part_elements)
     move(ends)
     reported = failures_of_both(ends)

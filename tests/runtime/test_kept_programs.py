@@ -151,9 +151,7 @@ def keepers(monkeypatch):
 
 
 @pytest.mark.parametrize(("wanted", "name"), [(True, "run/compilation_cache"), ("kept", "kept")])
-def test_a_run_that_may_restart_keeps_programs(
-    keepers, tmp_path, monkeypatch, wanted, name
-):
+def test_a_run_that_may_restart_keeps_programs(keepers, tmp_path, monkeypatch, wanted, name):
     monkeypatch.chdir(tmp_path)
     config = check_config(SAVES | {"restart_policy": {"compilation_cache": wanted}})
     keep_compiled(config, tmp_path / "run", 2)

@@ -126,9 +126,7 @@ def test_an_unkillable_rank_is_left_behind(tmp_path):
 
 
 @pytest.mark.parametrize(("allowed", "num_ranks", "share"), [(8, 2, "4"), (3, 2, "1"), (1, 4, "1")])
-def test_ranks_share_the_available_processors(
-    monkeypatch, allowed, num_ranks, share
-):
+def test_ranks_share_the_available_processors(monkeypatch, allowed, num_ranks, share):
     monkeypatch.delenv("NPROC", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(allowed)), raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 64)

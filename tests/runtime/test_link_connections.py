@@ -11,8 +11,8 @@ from test_rendezvous import in_threads
 from jaxmorph.records import Link
 from jaxmorph.runtime.link_connections import (
     open_data_plane,
-    open_peer_connections,
     open_path_pings,
+    open_peer_connections,
 )
 from jaxmorph.runtime.rendezvous import RendezvousError
 from jaxmorph.transport.names import ChannelName
