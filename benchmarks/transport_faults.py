@@ -342,15 +342,15 @@ def fuzz(link: FaultyLink, connections: int, seed: int) -> int:
 
 def _become_member(guest: socket.socket, secret: bytes) -> bool:
     reader = FrameReader(TO_DIALLER)
-    challenge = _receive(guest, reader)
+    challenge = _next_frame(guest, reader)
     if not isinstance(challenge, Challenge):
         return False
     frame = Introduce(0, 1, 1, 60, CHUNK_BYTES, (2,), new_nonce())
     guest.sendall(pack(sign_introduction(secret, challenge, frame)))
-    return isinstance(_receive(guest, reader), Welcome)
+    return isinstance(_next_frame(guest, reader), Welcome)
 
 
-def _receive(guest: socket.socket, reader: FrameReader) -> Any:
+def _next_frame(guest: socket.socket, reader: FrameReader) -> Any:
     while (frame := reader.next_frame()) is None:
         data = guest.recv(4096)
         if not data:
