@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-all test-rest test-processes test-others test-jax goldens reference mutations extras lint types check bench bench-speed bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
+.PHONY: setup demo test test-all test-rest test-processes test-others test-jax goldens reference mutations extras lint types check docs bench bench-speed bench-planner bench-transport bench-faults bench-chaos bench-netns bench-figures clean
 
 setup: $(VENV)/installed
 
@@ -54,12 +54,14 @@ mutations: setup
 
 # What some tests need and not every machine can have; without it they are skipped: NIXL, for RDMA;
 # PyTorch (its CPU build has a version of its own; the other brings CUDA), for models beside Hugging
-# Face's; NVIDIA's assembler, for the GPU kernels, where none is on the path.
+# Face's; NVIDIA's assembler, for the GPU kernels, where none is on the path; MkDocs, for `make docs`.
 extras: setup
 	@$(BIN)/pip install --quiet --no-deps --no-compile nixl-cu12==1.5.1 \
 	|| echo "== no NIXL to be had here: the tests of RDMA are skipped"
 	@$(BIN)/pip install --quiet --no-compile 'torch==2.13.0+cpu' --editable '.[test-hf]' \
 	|| echo "== no CPU build of PyTorch to be had here: tests/models/test_hugging_face.py is skipped"
+	@$(BIN)/pip install --quiet --no-compile --editable ".[docs]" \
+	|| echo "== no MkDocs to be had here: the documentation is not built"
 	@command -v ptxas >/dev/null \
 	|| $(BIN)/pip install --quiet --no-deps --no-compile nvidia-cuda-nvcc==13.0.88 \
 	|| echo "== no ptxas to be had here: the GPU kernels are not assembled"
@@ -88,9 +90,14 @@ check: lint types test
 goldens: setup
 	$(BIN)/python -m tests.goldens $(if $(AGAINST),--against $(AGAINST)) $(if $(ONLY),--only $(ONLY)) $(if $(UPDATE),--update)
 
-# The tables of docs/reference/run-files.md, from the types that say what a run writes.
+# The tables of docs/reference/, from the types and commands that they describe.
 reference: setup
 	$(BIN)/python -m tests.reference
+
+# The documentation as a site in build/site; a dead link or anchor is an error.
+docs: setup
+	@$(BIN)/python -c "import material" 2>/dev/null || $(BIN)/pip install --quiet --editable ".[docs]"
+	$(BIN)/mkdocs build --quiet --strict
 
 # Long measurements on an otherwise idle machine; none of them runs in CI.
 bench: setup
