@@ -97,7 +97,7 @@ reference: setup
 # The documentation as a site in build/site; a dead link or anchor is an error.
 docs: setup
 	@$(BIN)/python -c "import material" 2>/dev/null || $(BIN)/pip install --quiet --editable ".[docs]"
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # Long measurements on an otherwise idle machine; none of them runs in CI.
 bench: setup
